@@ -1,0 +1,120 @@
+"""Every error that a user can cause, one class per kind."""
+
+import difflib
+from collections.abc import Iterable
+
+# What other libraries call a thing, and what it is here. No edit distance finds these neighbours.
+_ELSEWHERE = {
+    "softmax": "exact",
+    "sdpa": "exact",
+    "scaled_dot_product_attention": "exact",
+    "flash": "exact",
+    "flash_attention": "exact",
+    "vanilla": "exact",
+    "full": "exact",
+    "math": "exact-dense",
+    "eager": "exact-dense",
+    "dense": "exact-dense",
+    "local": "window",
+    "local-attention": "window",
+    "natten": "window",
+    "sliding_window": "window",
+    "sliding-window": "window",
+    "window_size": "window",
+    "favor": "performer-positive",
+    "favor+": "performer-positive",
+    "performer": "performer-positive",
+    "positive": "performer-positive",
+    "rff": "performer-trig",
+    "rfa": "performer-trig",
+    "trig": "performer-trig",
+    "fourier": "performer-trig",
+    "nb_features": "num_features",
+    "n_features": "num_features",
+    "num_random_features": "num_features",
+    "ortho": "projection",
+    "ortho_features": "projection",
+    "orthogonal": "projection",
+    "k_dim": "rank",
+    "dim_k": "rank",
+    "seq_len": "max_tokens",
+    "max_seq_len": "max_tokens",
+    "share_kv": "sharing",
+    "one_kv_head": "sharing",
+    "is_causal": "causal",
+    "attn_mask": "key_mask",
+    "mask": "key_mask",
+    "attention_mask": "key_mask",
+    "key_padding_mask": "key_mask",
+    "context_mask": "key_mask",
+    "dropout_p": "dropout",
+    "softmax_scale": "scale",
+    "sm_scale": "scale",
+    "scaling": "scale",
+    "dim_head": "head_dim",
+    "dim_heads": "head_dim",
+    "heads": "num_heads",
+    "n_heads": "num_heads",
+    "nhead": "num_heads",
+    "enable_gqa": "num_heads",
+}
+
+# What the difference of meaning is, where the other library's word does not mean quite the same.
+_REMARKS = {
+    "attn_mask": "key_mask is bool [batch, k_tokens], True for a real token",
+    "mask": "key_mask is bool [batch, k_tokens], True for a real token",
+    "attention_mask": "key_mask is bool [batch, k_tokens], True for a real token",
+    "key_padding_mask": "key_mask is True for a real token, the opposite of torch's key_padding_mask",
+    "is_causal": "causality is fixed when the backend is built: build(..., causal=True)",
+    "causal": "causality is fixed when the backend is built: build(..., causal=True)",
+    "dropout_p": "it is fixed when 'exact' or 'exact-dense' is built",
+    "dropout": "it is fixed when 'exact' or 'exact-dense' is built; no other backend has it",
+    "scale": "the scale is fixed when the backend is built: build(..., scale=...)",
+    "enable_gqa": "grouped queries need no flag: give k and v fewer heads",
+}
+
+
+class AttentionError(Exception):
+    """Base of every error that says what was asked and what would work."""
+
+
+class ShapeError(AttentionError, ValueError):
+    """A tensor has the wrong shape or lies on the wrong device."""
+
+
+class DtypeError(AttentionError, TypeError):
+    """A tensor has the wrong dtype, or an argument the wrong type."""
+
+
+class OptionError(AttentionError, ValueError):
+    """A number or an option is outside what makes sense."""
+
+
+class UnsupportedError(AttentionError, NotImplementedError):
+    """The backend does not promise what was asked of it."""
+
+
+class DataError(AttentionError, ValueError):
+    """A file cannot be read or written, or does not hold what it should."""
+
+
+class MissingPackageError(AttentionError, ImportError):
+    """An optional package is needed; the message names the extra to install."""
+
+
+class UnknownNameError(AttentionError, ValueError):
+    """Nothing has this name; the message names the nearest thing that exists."""
+
+    def __init__(self, kind: str, name: str, known: Iterable[str]) -> None:
+        names = sorted(known)
+        message = f"No {kind} is called {name!r}."
+        elsewhere = _ELSEWHERE.get(name.lower())
+        near = difflib.get_close_matches(name, names, n=1)
+        if elsewhere in names:
+            message += f" Here it is {elsewhere!r}."
+        elif near:
+            message += f" Did you mean {near[0]!r}?"
+        remark = _REMARKS.get(name.lower())
+        if remark is not None:
+            message += f" ({remark[0].upper()}{remark[1:]}.)"
+        super().__init__(f"{message} Known: {', '.join(names) or 'none'}.")

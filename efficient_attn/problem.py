@@ -1,0 +1,52 @@
+"""What a backend is asked to compute, as far as it is known before any tensor exists."""
+
+import math
+from dataclasses import dataclass
+
+from efficient_attn.errors import DtypeError, OptionError
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionProblem:
+    """The sizes and the kind of attention that a backend is built for.
+
+    Attributes:
+        head_dim: Entries of one query or key.
+        num_heads: Heads of the queries; None accepts any number.
+        max_tokens: The longest sequence; None where the backend does not need to know.
+        causal: Position i reads positions up to i; the queries are the last positions of the keys.
+        scale: Factor on q·k; None stands for 1/√head_dim.
+    """
+
+    head_dim: int
+    num_heads: int | None = None
+    max_tokens: int | None = None
+    causal: bool = False
+    scale: float | None = None
+
+    def __post_init__(self) -> None:
+        positive_count("head_dim", self.head_dim)
+        for name in ("num_heads", "max_tokens"):
+            if getattr(self, name) is not None:
+                positive_count(name, getattr(self, name))
+        if not isinstance(self.causal, bool):
+            raise DtypeError(f"causal is True or False, not {self.causal!r}.")
+        if self.scale is not None and not _is_finite_number(self.scale):
+            raise OptionError(f"scale is a finite number, not {self.scale!r}.")
+
+    @property
+    def factor(self) -> float:
+        """The factor on q·k: `scale`, or 1/√head_dim."""
+        return self.head_dim**-0.5 if self.scale is None else float(self.scale)
+
+
+def positive_count(name: str, value: object) -> None:
+    """Refuse anything but a whole number of at least 1."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise DtypeError(f"{name} is a whole number, not {value!r}.")
+    if value < 1:
+        raise OptionError(f"{name} is at least 1, not {value}.")
+
+
+def _is_finite_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
