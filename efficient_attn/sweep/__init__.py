@@ -1,0 +1,1 @@
+"""Plans, records and the running of measurements."""

@@ -1,0 +1,249 @@
+"""What was to be measured and what came out: one JSON object a line, written the moment it exists.
+
+A case says what is measured; equal cases are the same measurement. A record is a case, a status and the raw
+numbers, with their units in the field names. What could not be measured is a record too, with its reason.
+"""
+
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from efficient_attn.errors import DataError
+
+SCHEMA = 1
+KINDS = ("time", "memory", "error", "recall")
+STATUSES = ("ok", "unsupported", "skipped", "oom", "timeout", "crash", "error")
+
+# A line of a record is a few kilobytes; a file of more than this is no file of ours.
+_MOST_BYTES = 1 << 28
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One measurement, described completely enough to be made again.
+
+    Attributes:
+        kind: Which question: `time`, `memory`, `error` or `recall`.
+        backend: A registered name, or `file.py:object`.
+        label: What tables and plots call it: the backend with the options that were set.
+        options: All options that the backend was built with.
+        of: What was measured: `attention`; or what surrounds it; for errors `output`, `weights`, `kernel`.
+        backward: Forward and backward pass together, instead of the forward pass alone.
+        threads: Of torch on the CPU.
+        inputs: Where q, k and v come from, such as `gaussian`.
+    """
+
+    kind: str
+    backend: str
+    label: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    of: str = "attention"
+    batch: int = 1
+    num_heads: int
+    head_dim: int
+    tokens: int
+    causal: bool = False
+    backward: bool = False
+    dtype: str
+    device: str
+    threads: int
+    inputs: str = "gaussian"
+    seed: int = 0
+    schema: int = SCHEMA
+
+    @property
+    def key(self) -> str:
+        """The case as canonical JSON: the same text for the same measurement, in every process."""
+        return json.dumps(asdict(self), sort_keys=True, allow_nan=False)
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """A case, how it went, and the raw numbers; None is what was not measured.
+
+    Attributes:
+        reason: Why there is no number, for every status but `ok`.
+        times_s: One entry per timed call.
+        peak_bytes: Highest level of allocated bytes above the level before the call.
+        memory_method: How `peak_bytes` was found.
+        state_bytes: What a causal backend carries on after `tokens` tokens.
+        num_directions: Rows of the projection of a random-feature backend.
+        output_mse: Mean over draws; `…_draws` are the raw values, one per draw. So for the other errors.
+        unsafe_rows: Share of rows whose denominator is zero or negative, mean over draws.
+        expected_kernel_mse: What theory says `kernel_mse` is on average.
+    """
+
+    case: Case
+    status: str = "ok"
+    reason: str | None = None
+    times_s: tuple[float, ...] | None = None
+    peak_bytes: int | None = None
+    memory_method: str | None = None
+    parameter_bytes: int | None = None
+    state_bytes: int | None = None
+    num_directions: int | None = None
+    output_mse: float | None = None
+    output_mse_draws: tuple[float, ...] | None = None
+    output_relative_error: float | None = None
+    output_relative_error_draws: tuple[float, ...] | None = None
+    weights_relative_error: float | None = None
+    weights_relative_error_draws: tuple[float, ...] | None = None
+    kernel_mse: float | None = None
+    kernel_mse_draws: tuple[float, ...] | None = None
+    unsafe_rows: float | None = None
+    expected_output_mse: float | None = None
+    expected_kernel_mse: float | None = None
+
+    def row(self) -> dict[str, Any]:
+        """Everything known in one flat dictionary: the case, the status, then what was measured."""
+        measured = {name: getattr(self, name) for name in _MEASURED}
+        known = {name: value for name, value in measured.items() if value is not None}
+        return {**asdict(self.case), "status": self.status, "reason": self.reason, **known}
+
+
+class Reading(NamedTuple):
+    """What a file held.
+
+    Attributes:
+        torn: The last line was cut off, as by a power failure, and was left out.
+    """
+
+    records: tuple[Record, ...]
+    torn: bool
+
+
+_CASE_FIELDS = {item.name: item for item in fields(Case)}
+_RECORD_FIELDS = tuple(item.name for item in fields(Record) if item.name != "case")
+_MEASURED = tuple(name for name in _RECORD_FIELDS if name not in ("status", "reason"))
+
+
+def line(record: Record) -> str:
+    """The record as one line of strict JSON; a number that is not finite becomes null, told in `reason`."""
+    row = record.row()
+    broken = [name for name, value in row.items() if not _finite(value)]
+    if broken:
+        row = {name: _without_infinities(value) for name, value in row.items()}
+        note = f"not a finite number: {', '.join(broken)}"
+        row["reason"] = note if record.reason is None else f"{record.reason}; {note}"
+    return json.dumps(row, allow_nan=False, ensure_ascii=False)
+
+
+def append(path: str | Path, record: Record) -> None:
+    """Add one line to the file in one write, and wait until it is on the disk."""
+    data = f"{line(record)}\n".encode()
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        try:
+            written = os.write(descriptor, data)
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise DataError(f"Cannot write records to {path}: {error.strerror}.") from None
+    if written != len(data):
+        raise DataError(f"Cannot write records to {path}: the disk took {written} of {len(data)} bytes.")
+
+
+def read(path: str | Path) -> Reading:
+    """The records of a file; a torn last line is left out and told.
+
+    Raises:
+        DataError: If the file cannot be read, or a line other than a torn last one is no record.
+    """
+    try:
+        if os.path.getsize(path) > _MOST_BYTES:
+            raise DataError(f"{path} is larger than {_MOST_BYTES} bytes, which no file of records is.")
+        data = Path(path).read_bytes()
+    except OSError as error:
+        raise DataError(f"Cannot read records from {path}: {error.strerror}.") from None
+    *whole, rest = data.split(b"\n")
+    lines = [(number, text) for number, text in enumerate(whole, start=1) if text.strip()]
+    records = tuple(_record(text, f"{path}, line {number}") for number, text in lines)
+    return Reading(records, torn=bool(rest.strip()))
+
+
+def _record(text: bytes, place: str) -> Record:
+    try:
+        row = json.loads(text, parse_constant=_refuse_constant, parse_float=_finite_number)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{place} is no strict JSON: {error}.") from None
+    if not isinstance(row, dict):
+        raise DataError(f"{place} is no JSON object.")
+    if not isinstance(row.get("schema"), int) or not 1 <= row["schema"] <= SCHEMA:
+        raise DataError(f"{place} has schema {row.get('schema')!r}; this version reads 1 to {SCHEMA}.")
+    _check_choice(row, "kind", KINDS, place)
+    _check_choice(row, "status", STATUSES, place)
+    missing = [name for name, item in _CASE_FIELDS.items() if name not in row and _required(item)]
+    if missing:
+        raise DataError(f"{place} lacks {', '.join(missing)}.")
+    _check_types(row, place)
+    case = Case(**{name: row[name] for name in _CASE_FIELDS if name in row})
+    return Record(case=case, **{name: _frozen(row[name]) for name in _RECORD_FIELDS if name in row})
+
+
+def _check_types(row: Mapping[str, Any], place: str) -> None:
+    """Refuse a field of the wrong type: tables and fits rely on numbers being numbers."""
+    for item in (*fields(Case), *fields(Record)):
+        if item.name in row and item.name != "case" and not _fits(row[item.name], str(item.type)):
+            raise DataError(f"{place}: {item.name} cannot be {str(row[item.name])[:40]!r}.")
+
+
+def _fits(value: Any, wanted: str) -> bool:
+    if value is None:
+        return "None" in wanted
+    if "Mapping" in wanted:
+        return isinstance(value, dict)
+    if "tuple" in wanted:
+        return isinstance(value, list) and all(item is None or _is_number(item) for item in value)
+    if "float" in wanted:
+        return _is_number(value)
+    if "bool" in wanted or "str" in wanted:
+        return isinstance(value, bool if "bool" in wanted else str)
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _check_choice(row: Mapping[str, Any], name: str, known: Sequence[str], place: str) -> None:
+    if row.get(name) not in known:
+        raise DataError(f"{place} has {name} {row.get(name)!r}; known: {', '.join(known)}.")
+
+
+def _required(item: Any) -> bool:
+    return item.default is MISSING and item.default_factory is MISSING
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON number")
+
+
+def _finite_number(text: str) -> float:
+    # "1e999" is valid JSON and reads as infinity.
+    if not math.isfinite(float(text)):
+        raise ValueError(f"{text} is no finite number")
+    return float(text)
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _finite(value: Any) -> bool:
+    if isinstance(value, (tuple, list)):
+        return all(_finite(item) for item in value)
+    return not isinstance(value, float) or math.isfinite(value)
+
+
+def _without_infinities(value: Any) -> Any:
+    if isinstance(value, (tuple, list)):
+        return [_without_infinities(item) for item in value]
+    return value if _finite(value) else None

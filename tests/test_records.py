@@ -1,0 +1,94 @@
+"""Records: strict JSON lines that survive being cut off."""
+
+import dataclasses
+import json
+
+import pytest
+
+from efficient_attn.errors import DataError
+from efficient_attn.sweep.records import Case, Record, append, line, read
+
+CASE = Case(
+    kind="time",
+    backend="window",
+    label="window(window=33)",
+    options={"window": 33},
+    num_heads=8,
+    head_dim=64,
+    tokens=256,
+    dtype="float32",
+    device="cpu",
+    threads=2,
+)
+RECORD = Record(case=CASE, times_s=(0.25, 0.5))
+
+
+def test_what_is_appended_is_read_again(tmp_path):
+    path = tmp_path / "records.jsonl"
+    refusal = Record(case=dataclasses.replace(CASE, causal=True), status="unsupported", reason="it cannot")
+    for record in (RECORD, refusal):
+        append(path, record)
+    assert read(path) == ((RECORD, refusal), False)
+
+
+def test_a_line_is_flat_but_for_options_and_leaves_out_what_was_not_measured():
+    row = json.loads(line(RECORD))
+    assert [name for name, value in row.items() if isinstance(value, dict)] == ["options"]
+    assert row["schema"] == 1 and row["tokens"] == 256 and row["times_s"] == [0.25, 0.5]
+    assert "peak_bytes" not in row
+
+
+def test_equal_cases_have_one_key_and_other_cases_another():
+    same = dataclasses.replace(CASE, options=dict(CASE.options))
+    other = dataclasses.replace(CASE, tokens=257)
+    assert same == CASE and same.key == CASE.key and len({CASE, same, other}) == 2
+
+
+def test_a_torn_last_line_is_left_out_and_told(tmp_path):
+    path = tmp_path / "records.jsonl"
+    whole = f"{line(RECORD)}\n".encode()
+    for length in range(len(whole)):
+        path.write_bytes(whole + whole[:length])
+        assert read(path) == ((RECORD,), length > 0)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "line 1 is no strict JSON"),
+        ("[1]", "is no JSON object"),
+        ('{"schema": 2}', "has schema 2; this version reads 1 to 1"),
+        ('{"schema": 1, "kind": "speed"}', "has kind 'speed'; known: time, memory"),
+        ('{"schema": 1, "kind": "time", "status": "fine"}', "has status 'fine'"),
+        ('{"schema": 1, "kind": "time", "status": "ok"}', "lacks backend, label, num_heads"),
+        (line(RECORD).replace("0.25", "NaN"), "NaN is no JSON number"),
+        (line(RECORD).replace("0.25", "1e999"), "1e999 is no finite number"),
+        (line(RECORD).replace("0.25", '"x"'), "times_s cannot be"),
+        (line(RECORD).replace('"tokens": 256', '"tokens": "many"'), "tokens cannot be 'many'"),
+        (line(RECORD).replace('"label": "window(window=33)"', '"label": 3'), "label cannot be '3'"),
+    ],
+)
+def test_what_is_no_record_is_refused_with_its_line(tmp_path, text, message):
+    path = tmp_path / "records.jsonl"
+    path.write_text(f"{text}\n")
+    with pytest.raises(DataError, match=message):
+        read(path)
+
+
+def test_fields_of_later_versions_are_ignored(tmp_path):
+    path = tmp_path / "records.jsonl"
+    path.write_text(line(RECORD)[:-1] + ', "watts": 3}\n')
+    assert read(path).records == (RECORD,)
+
+
+def test_a_number_that_is_not_finite_becomes_null_with_a_reason():
+    row = json.loads(line(Record(case=CASE, output_mse=float("inf"), output_mse_draws=(1.0, float("nan")))))
+    assert row["output_mse"] is None and row["output_mse_draws"] == [1.0, None]
+    assert row["reason"] == "not a finite number: output_mse, output_mse_draws"
+
+
+def test_unreadable_and_unwritable_files_are_named(tmp_path):
+    with pytest.raises(DataError, match=r"Cannot read records from .*nothing: No such file"):
+        read(tmp_path / "nothing")
+    with pytest.raises(DataError, match=r"Cannot write records to .*: Is a directory"):
+        append(tmp_path, RECORD)
