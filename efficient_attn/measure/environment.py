@@ -1,0 +1,176 @@
+"""On which machine, with which software: what explains a number later. Nothing that names a person or a host."""
+
+import importlib.metadata
+import os
+import platform
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+# Only these variables are ever recorded: they change speed or results and hold no secrets.
+VARIABLES = (
+    "CUDA_VISIBLE_DEVICES",
+    "KMP_AFFINITY",
+    "KMP_BLOCKTIME",
+    "MKL_NUM_THREADS",
+    "OMP_NUM_THREADS",
+    "OMP_PROC_BIND",
+    "OPENBLAS_NUM_THREADS",
+    "PYTORCH_CUDA_ALLOC_CONF",
+    "TORCHINDUCTOR_FREEZING",
+)
+PACKAGES = ("efficient-attn", "numpy", "torch", "transformers", "triton")
+
+# A question to git or the driver that takes longer than this is left unanswered.
+_PATIENCE_S = 5
+
+
+def environment(*, command: Sequence[str] = (), device: str = "cpu") -> dict[str, Any]:
+    """Everything about machine and software that is written beside the records."""
+    return {
+        "command": hide_paths(command),
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.release()}",
+        "machine": platform.machine(),
+        "processor": processor(),
+        "cores": os.cpu_count(),
+        "cores_usable": usable_cores(),
+        "load_1min": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
+        "memory_bytes": _memory_line("MemTotal"),
+        "packages": {name: _version(name) for name in PACKAGES},
+        "variables": {name: os.environ[name] for name in VARIABLES if name in os.environ},
+        "git": _git(),
+        "torch": _torch(),
+        "gpu": _gpu(device),
+    }
+
+
+def processor() -> str:
+    """The processor as its maker calls it."""
+    try:
+        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), flags=re.MULTILINE)
+    except OSError:
+        found = None
+    return found.group(1).strip() if found else platform.processor() or platform.machine()
+
+
+def usable_cores() -> int:
+    """Cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def available_bytes(device: str = "cpu") -> int | None:
+    """Memory that is free for a measurement on the device; None where nobody says."""
+    if device.startswith("cuda"):
+        import torch
+
+        return int(torch.cuda.mem_get_info(device)[0])
+    known = [amount for amount in (_memory_line("MemAvailable"), _container_bytes()) if amount is not None]
+    return min(known, default=None)
+
+
+def hide_paths(words: Sequence[str]) -> list[str]:
+    """The words with every absolute path cut down to where it lies below the current folder, or to its end."""
+    return [_PATH.sub(lambda found: _short(found.group()), word) for word in words]
+
+
+# An absolute path: it starts a word, or follows what separates a flag or a name from its value.
+_PATH = re.compile(r"(?:(?<=^)|(?<=[=,:\s]))(?:~?/|[A-Za-z]:\\)[^,:\s]*")
+
+
+def _short(path: str) -> str:
+    here = f"{os.getcwd()}/"
+    return path.removeprefix(here) if path.startswith(here) else re.split(r"[/\\]", path.rstrip("/\\"))[-1]
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _memory_line(name: str) -> int | None:
+    try:
+        found = re.search(rf"^{name}:\s+(\d+) kB", Path("/proc/meminfo").read_text(), flags=re.MULTILINE)
+    except OSError:
+        return None
+    return int(found.group(1)) * 1024 if found else None
+
+
+def _container_bytes() -> int | None:
+    """What the control group still allows, where it sets a limit."""
+    folder = Path("/sys/fs/cgroup")
+    try:
+        limit, used = ((folder / f"memory.{name}").read_text().strip() for name in ("max", "current"))
+        return None if limit == "max" else max(int(limit) - int(used), 0)
+    except (OSError, ValueError):
+        return None
+
+
+def _git() -> dict[str, Any] | None:
+    """Commit and cleanliness of the source tree that the package runs from; None for an installed one."""
+    folder = Path(__file__).resolve().parents[2]
+    if not (folder / ".git").exists():
+        return None
+    commit = _answer(["git", "-C", str(folder), "rev-parse", "HEAD"])
+    changes = _answer(["git", "-C", str(folder), "status", "--porcelain", "--untracked-files=no"])
+    return None if commit is None else {"commit": commit, "clean": changes == ""}
+
+
+def _torch() -> dict[str, Any]:
+    import torch
+
+    kernels = {
+        "flash": torch.backends.cuda.flash_sdp_enabled(),
+        "memory-efficient": torch.backends.cuda.mem_efficient_sdp_enabled(),
+        "math": torch.backends.cuda.math_sdp_enabled(),
+    }
+    return {
+        "version": torch.__version__,
+        "cuda": torch.version.cuda,
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "blas": _blas(torch.__config__.show()),
+        "threads": torch.get_num_threads(),
+        "interop_threads": torch.get_num_interop_threads(),
+        "float32_matmul_precision": torch.get_float32_matmul_precision(),
+        "fused_kernels_enabled": [name for name, enabled in kernels.items() if enabled],
+    }
+
+
+def _blas(build: str) -> str | None:
+    found = re.search(r"BLAS_INFO=(\w+)", build)
+    return found.group(1) if found else None
+
+
+def _gpu(device: str) -> dict[str, Any] | None:
+    if not device.startswith("cuda"):
+        return None
+    import torch
+
+    properties = torch.cuda.get_device_properties(device)
+    wanted = "driver_version,clocks.sm,clocks.max.sm,clocks.mem,power.limit"
+    index = torch.device(device).index or 0
+    answer = _answer(["nvidia-smi", f"--id={index}", f"--query-gpu={wanted}", "--format=csv,noheader"])
+    values = answer.split(", ") if answer else [None] * len(wanted.split(","))
+    return {
+        "name": properties.name,
+        "memory_bytes": properties.total_memory,
+        **dict(zip(wanted.split(","), values, strict=False)),
+    }
+
+
+def _answer(command: list[str]) -> str | None:
+    try:
+        run = subprocess.run(command, capture_output=True, text=True, timeout=_PATIENCE_S, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return run.stdout.strip()
+
+
+def command_line() -> list[str]:
+    """The command that is running, without the path of its program."""
+    return [Path(sys.argv[0]).name, *sys.argv[1:]]

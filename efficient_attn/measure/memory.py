@@ -1,0 +1,171 @@
+"""How many bytes a call needs at its highest point, above what was allocated before it.
+
+On the CPU the allocator's own events are added up, as the profiler reports them: every tensor and every
+workspace that a kernel takes from torch, to the byte. The events are read from a part of torch that is not
+public; a known pattern is measured first, and where that fails the results of the operators are counted
+instead, which is blind to workspaces and carries another `method`.
+"""
+
+import functools
+import gc
+import os
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+Call = Callable[[], object]
+
+ALLOCATIONS = "cpu allocation events"
+OPERATOR_RESULTS = "cpu operator results"
+CUDA_ALLOCATED = "cuda allocated"
+
+
+class Peak(NamedTuple):
+    """Bytes above the level before the call: at the highest point, and still held by the result."""
+
+    peak_bytes: int
+    kept_bytes: int
+    method: str
+
+
+def peak(call: Call, *, device: str) -> Peak:
+    """The peak of one call; warm the call up before, or one-time allocations are counted too."""
+    if device.startswith("cuda"):
+        return _cuda_peak(call)
+    return _allocation_peak(call) if allocations_are_seen() else _operator_peak(call)
+
+
+@functools.cache
+def allocations_are_seen() -> bool:
+    """Whether a known pattern of allocations is measured to the byte; tried once per process."""
+    import torch
+
+    large, small, kept = 1 << 20, 1 << 19, 1 << 10
+
+    def pattern() -> Any:
+        one, other = (torch.empty(size, dtype=torch.uint8) for size in (large, small))
+        del one, other
+        return torch.empty(kept, dtype=torch.uint8)
+
+    try:
+        return _allocation_peak(pattern)[:2] == (large + small, kept)
+    except (AttributeError, RuntimeError):
+        return False
+
+
+def parameter_bytes(module: Any) -> int:
+    """Bytes of the parameters and buffers of a module."""
+    return _bytes([*module.parameters(), *module.buffers()])
+
+
+def state_bytes(state: Any) -> int:
+    """Bytes of the tensors in a state: a tensor, or tuples of states."""
+    return _bytes(_tensors(state))
+
+
+def _allocation_peak(call: Call) -> Peak:
+    from torch.profiler import ProfilerActivity, profile
+
+    gc.collect()
+    # Older and newer torch differ in what they record for a profile without accumulated events.
+    settings: dict[str, Any] = {"profile_memory": True, "acc_events": True}
+    with _quiet_profiler(), profile(activities=[ProfilerActivity.CPU], **settings) as run:
+        result = call()
+    sizes = [size for _, size in sorted(_allocations(run), key=lambda event: event[0])]
+    del result
+    level = highest = 0
+    for size in sizes:
+        level += size
+        highest = max(highest, level)
+    return Peak(highest, level, ALLOCATIONS)
+
+
+def _allocations(run: Any) -> Iterator[tuple[int, int]]:
+    """Time and size of every allocation on the CPU; frees are negative."""
+    from torch._C._profiler import _EventType
+
+    nodes = list(run.profiler.kineto_results.experimental_event_tree())
+    while nodes:
+        node = nodes.pop()
+        nodes.extend(node.children)
+        if node.tag == _EventType.Allocation and node.extra_fields.device.type == "cpu":
+            yield node.start_time_ns, node.extra_fields.alloc_size
+
+
+@contextmanager
+def _quiet_profiler() -> Iterator[None]:
+    """Keep the profiler from writing about itself to stderr when it starts."""
+    name = "KINETO_LOG_LEVEL"
+    if name in os.environ:
+        yield
+        return
+    os.environ[name] = "99"
+    try:
+        yield
+    finally:
+        del os.environ[name]
+
+
+def _operator_peak(call: Call) -> Peak:
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    level = highest = 0
+    seen: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def forget(size: int) -> None:
+        nonlocal level
+        level -= size
+
+    class CountResults(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            nonlocal level, highest
+            known = {tensor.untyped_storage()._cdata for tensor in _tensors((args, kwargs or {}))}
+            result = func(*args, **(kwargs or {}))
+            for tensor in _tensors(result):
+                storage = tensor.untyped_storage()
+                if storage._cdata not in known and storage not in seen:
+                    seen.add(storage)
+                    weakref.finalize(storage, forget, storage.nbytes())
+                    level += storage.nbytes()
+                    highest = max(highest, level)
+            return result
+
+    gc.collect()
+    with CountResults():
+        result = call()
+    kept = level
+    del result
+    return Peak(highest, kept, OPERATOR_RESULTS)
+
+
+def _cuda_peak(call: Call) -> Peak:
+    import torch
+
+    gc.collect()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    result = call()
+    torch.cuda.synchronize()
+    highest, after = torch.cuda.max_memory_allocated(), torch.cuda.memory_allocated()
+    del result
+    return Peak(highest - before, after - before, CUDA_ALLOCATED)
+
+
+def _tensors(value: Any) -> Iterator[Any]:
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _tensors(item)
+    elif isinstance(value, dict):
+        yield from _tensors(list(value.values()))
+
+
+def _bytes(tensors: Iterable[Any]) -> int:
+    """Bytes of the storages, each counted once however many tensors look at it."""
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    return sum(storages.values())
