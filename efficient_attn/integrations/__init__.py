@@ -1,0 +1,1 @@
+"""Bridges to optional packages; each is imported only when asked for."""

@@ -1,0 +1,204 @@
+"""Where q, k and v come from: a Gaussian draw, the shipped activations, or a file of captured ones."""
+
+import json
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from efficient_attn.errors import DataError, OptionError
+from efficient_attn.problem import positive_count
+from efficient_attn.shapes import Keys, Queries, Values
+
+# The texts of the shipped sample, in the order in which `stitched` lays them end to end.
+TEXTS = ("alice", "pride", "sawyer", "opticks")
+
+# A header names a few tensors and some thousand tokens; one of more bytes than this is no header of ours.
+_MOST_HEADER_BYTES = 1 << 20
+_LENGTH_BYTES = 8
+_LARGEST_SEED = 2**63 - 1
+
+
+class Activations(NamedTuple):
+    """What attention reads in one layer: softmax(scale · q·k) v."""
+
+    q: Queries
+    k: Keys
+    v: Values
+
+
+@dataclass(frozen=True, kw_only=True)
+class Captured:
+    """What a file of captured activations holds.
+
+    Attributes:
+        layers: Activations by number of the layer, in the dtype of the file, batch of one.
+        tokens: The token strings; empty where the file does not tell.
+        scale: Factor on q·k in the model; None stands for 1/√head_dim.
+        about: Everything else that the file says of its origin.
+    """
+
+    layers: Mapping[int, Activations]
+    tokens: tuple[str, ...] = ()
+    scale: float | None = None
+    about: Mapping[str, str]
+
+
+def gaussian(
+    *,
+    norm: float,
+    tokens: int,
+    head_dim: int,
+    num_heads: int = 1,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+) -> Activations:
+    """q, k ~ N(0, norm² I) and v ~ N(0, I), before any scale; drawn in float64 on the CPU."""
+    for name, value in (("tokens", tokens), ("head_dim", head_dim), ("num_heads", num_heads)):
+        positive_count(name, value)
+    if not norm > 0 or norm == float("inf"):
+        raise OptionError(f"norm is a finite number above 0, not {norm!r}.")
+    if not 0 <= seed <= _LARGEST_SEED:
+        raise OptionError(f"seed is a whole number from 0 to {_LARGEST_SEED}, not {seed!r}.")
+    generator = torch.Generator().manual_seed(seed)
+    shape = (3, 1, num_heads, tokens, head_dim)
+    q, k, v = torch.randn(shape, generator=generator, dtype=torch.float64)
+    return Activations((norm * q).to(dtype), (norm * k).to(dtype), v.to(dtype))
+
+
+def sample(layer: int = 1, text: int = 0, *, dtype: torch.dtype = torch.float32) -> Activations:
+    """q, k, v of one layer of all-MiniLM-L6-v2 on one text, [1, 12, 512, 32] each.
+
+    Text 0 has layers 0, 1 and 5; texts 1 to 3 have layer 1. PROVENANCE.md in the data folder tells whence.
+    """
+    layers = shipped(text).layers
+    if layer not in layers:
+        has = ", ".join(map(str, layers))
+        raise OptionError(
+            f"layer {layer!r} of text {text} is not shipped. Shipped layers of this text: {has}."
+        )
+    return Activations(*(tensor.to(dtype) for tensor in layers[layer]))
+
+
+def stitched(layer: int = 1, *, dtype: torch.dtype = torch.float32) -> Activations:
+    """The same layer of all four texts end to end, [1, 12, 2048, 32].
+
+    The vectors are real; that they stand in one sequence is not. Always call results on them "stitched".
+    """
+    parts = [sample(layer, text, dtype=dtype) for text in range(len(TEXTS))]
+    return Activations(*(torch.cat(tensors, dim=-2) for tensors in zip(*parts, strict=True)))
+
+
+def shipped(text: int = 0) -> Captured:
+    """The shipped file of one text, with its token strings and its provenance."""
+    if isinstance(text, bool) or text not in range(len(TEXTS)):
+        names = ", ".join(f"{number} ({name})" for number, name in enumerate(TEXTS))
+        raise OptionError(f"text is one of {names}, not {text!r}.")
+    with resources.as_file(resources.files("efficient_attn.data") / f"{TEXTS[text]}.safetensors") as path:
+        return read_activations(path)
+
+
+def read_activations(path: str | Path) -> Captured:
+    """The activations in a safetensors file: `layer.N.q`, `.k`, `.v` for each layer, or `q`, `k`, `v`.
+
+    Each tensor is [heads, tokens, head_dim], or the same behind a batch axis of 1.
+
+    Raises:
+        DataError: If the file cannot be read, is no safetensors file, or lacks matching finite q, k, v.
+    """
+    _check_header(Path(path))
+    try:
+        with safe_open(path, framework="pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
+            about = file.metadata() or {}
+    except (SafetensorError, OSError, ValueError, TypeError) as error:
+        raise DataError(f"{path} is no safetensors file: {' '.join(str(error).split())}.") from None
+    groups = _by_layer(tensors, path)
+    layers = {layer: _activations(groups[layer], path) for layer in sorted(groups)}
+    return Captured(
+        layers=layers,
+        tokens=_tokens(about, path),
+        scale=_scale(about, path),
+        about={name: text for name, text in about.items() if name not in ("tokens", "scale")},
+    )
+
+
+def _check_header(path: Path) -> None:
+    """Refuse what is no safetensors file before anything is allocated for it."""
+    try:
+        with path.open("rb") as file:
+            start = file.read(_LENGTH_BYTES + 1)
+    except OSError as error:
+        raise DataError(f"Cannot read activations from {path}: {error.strerror}.") from None
+    if len(start) <= _LENGTH_BYTES or start[_LENGTH_BYTES:] != b"{":
+        raise DataError(f"{path} is no safetensors file. Make one with: efficient-attn capture.")
+    (length,) = struct.unpack("<Q", start[:_LENGTH_BYTES])
+    if length > _MOST_HEADER_BYTES:
+        raise DataError(f"{path} has a header of {length} bytes; at most {_MOST_HEADER_BYTES} are read.")
+
+
+def _by_layer(tensors: Mapping[str, Tensor], path: str | Path) -> dict[int, dict[str, Tensor]]:
+    """{layer: {"q": …, "k": …, "v": …}}; tensors without a layer in their name are layer 0."""
+    groups: dict[int, dict[str, Tensor]] = {}
+    for name, tensor in tensors.items():
+        prefix, _, letter = name.rpartition(".")
+        number = prefix.removeprefix("layer.")
+        if letter in Activations._fields and (
+            not prefix or (prefix.startswith("layer.") and number.isdecimal())
+        ):
+            groups.setdefault(int(number or 0), {})[letter] = tensor
+    incomplete = [layer for layer, group in groups.items() if len(group) < len(Activations._fields)]
+    if not groups or incomplete:
+        found = ", ".join(sorted(tensors)[:6]) or "nothing"
+        raise DataError(
+            f"{path} lacks q, k and v of one layer (layer.N.q, layer.N.k, layer.N.v); it holds {found}."
+        )
+    return groups
+
+
+def _activations(group: Mapping[str, Tensor], path: str | Path) -> Activations:
+    tensors = {name: tensor[None] if tensor.ndim == 3 else tensor for name, tensor in group.items()}
+    q, k, v = (tensors[name] for name in Activations._fields)
+    shapes = ", ".join(f"{name} {list(group[name].shape)}" for name in Activations._fields)
+    if any(tensor.ndim != 4 or tensor.shape[0] != 1 or tensor.numel() == 0 for tensor in (q, k, v)):
+        raise DataError(f"{path} does not hold q, k, v as [heads, tokens, head_dim] or [1, …]: {shapes}.")
+    heads_fit = k.shape[1] == v.shape[1] and q.shape[1] % k.shape[1] == 0
+    if not heads_fit or q.shape[-1] != k.shape[-1] or k.shape[-2] != v.shape[-2]:
+        raise DataError(f"{path} holds q, k, v that do not fit together: {shapes}.")
+    for name, tensor in tensors.items():
+        if not tensor.is_floating_point():
+            raise DataError(f"{path} holds {name} as {tensor.dtype}, which is no floating-point dtype.")
+        if not tensor.isfinite().all():
+            raise DataError(f"{path} holds {name} with entries that are not finite.")
+    return Activations(q, k, v)
+
+
+def _tokens(about: Mapping[str, str], path: str | Path) -> tuple[str, ...]:
+    tokens: Any = _json(about.get("tokens", "[]"))
+    if not isinstance(tokens, list) or not all(isinstance(token, str) for token in tokens):
+        raise DataError(f"{path} has tokens in its metadata that are no JSON list of strings.")
+    return tuple(tokens)
+
+
+def _scale(about: Mapping[str, str], path: str | Path) -> float | None:
+    if "scale" not in about:
+        return None
+    scale = _json(about["scale"])
+    if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not 0 < scale < float("inf"):
+        raise DataError(
+            f"{path} has scale {about['scale'][:40]!r} in its metadata, which is no positive number."
+        )
+    return float(scale)
+
+
+def _json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
