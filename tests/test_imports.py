@@ -23,7 +23,9 @@ def loaded_after(code: str, folder: Path) -> tuple[set[str], float]:
         + "taken = time.perf_counter() - begin\n"
         "print(json.dumps([sorted({name.split('.')[0] for name in sys.modules}), taken]))\n"
     )
-    child = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, cwd=folder, check=False)
+    child = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, cwd=folder, check=False
+    )
     assert child.returncode == 0, child.stderr
     names, taken = json.loads(child.stdout)
     return set(names), taken
@@ -37,7 +39,7 @@ def test_importing_the_package_loads_nothing_heavy(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("command", ["", "list", "bench", "mse"])
 def test_asking_for_help_loads_nothing_heavy(command: str, tmp_path: Path) -> None:
-    pytest.importorskip("efficient_attn_cli", reason="the command line needs an installation, also an editable one")
+    pytest.importorskip("efficient_attn_cli", reason="needs an installation, if only an editable one")
     arguments = ["efficient-attn", *command.split(), "--help"]
     code = f"import sys\nsys.argv = {arguments!r}\nfrom efficient_attn_cli.main import main\nmain()"
     names, taken = loaded_after(code, tmp_path)

@@ -15,6 +15,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 SETUPTOOLS = PROJECT["tool"]["setuptools"]
+IMPORTS = (ast.Import, ast.ImportFrom)
 FOLDERS = {"efficient_attn": ROOT / "efficient_attn", "efficient_attn_cli": ROOT / "cli"}
 
 
@@ -107,7 +108,7 @@ def test_every_package_that_is_imported_is_declared() -> None:
         for file in folder.glob("*.py"):
             tree = ast.parse(file.read_text(encoding="utf-8"))
             foreign = _imported(tree) - sys.stdlib_module_names - FOLDERS.keys() - core
-            at_top = _imported(ast.Module([n for n in tree.body if isinstance(n, (ast.Import, ast.ImportFrom))], []))
+            at_top = _imported(ast.Module([n for n in tree.body if isinstance(n, IMPORTS)], []))
             inside_a_function = optional - at_top
             if foreign - inside_a_function:
                 undeclared[str(file.relative_to(ROOT))] = sorted(foreign - inside_a_function)
@@ -116,14 +117,13 @@ def test_every_package_that_is_imported_is_declared() -> None:
 
 def _imported(tree: ast.AST) -> set[str]:
     names = {a.name for node in ast.walk(tree) if isinstance(node, ast.Import) for a in node.names}
-    names |= {
-        node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) if node.module and not node.level
-    }
+    froms = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and not node.level]
+    names |= {node.module for node in froms if node.module}
     return {name.split(".")[0] for name in names}
 
 
 def test_the_command_is_a_function_that_exists() -> None:
-    pytest.importorskip("efficient_attn_cli", reason="the command line needs an installation, also an editable one")
+    pytest.importorskip("efficient_attn_cli", reason="needs an installation, if only an editable one")
     module, _, function = PROJECT["project"]["scripts"]["efficient-attn"].partition(":")
     assert callable(getattr(import_module(module), function))
 
