@@ -1,4 +1,4 @@
-"""On which machine, with which software: what explains a number later. Nothing that names a person or a host."""
+"""On which machine, with which software: what explains a number later, and names no person and no host."""
 
 import importlib.metadata
 import os
@@ -73,7 +73,7 @@ def available_bytes(device: str = "cpu") -> int | None:
 
 
 def hide_paths(words: Sequence[str]) -> list[str]:
-    """The words with every absolute path cut down to where it lies below the current folder, or to its end."""
+    """The words, every absolute path cut down to its part below the current folder, or to its end."""
     return [_PATH.sub(lambda found: _short(found.group()), word) for word in words]
 
 

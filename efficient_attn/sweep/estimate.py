@@ -1,0 +1,49 @@
+"""How long the rest of a plan will take, learnt from the points that were measured; points grow."""
+
+from collections.abc import Iterable
+
+from efficient_attn.sweep.plan import Entry
+from efficient_attn.sweep.records import Record
+
+# Calls beside the timed ones: two to warm up in each turn; for memory one to warm up, one that is traced.
+_WARM_UP_CALLS, _MEMORY_CALLS = 2, 3
+
+# Building a backend and drawing its inputs, per turn.
+_OVERHEAD_S = 0.02
+
+
+class Estimate:
+    """Remembers the fastest call of each backend at its longest length so far.
+
+    Args:
+        turns: How often a time is taken up.
+        turn_s: Seconds of calls in one turn.
+    """
+
+    def __init__(self, *, turns: int, turn_s: float) -> None:
+        self._turns = turns
+        self._turn_s = turn_s
+        self._calls: dict[str, tuple[int, float]] = {}
+
+    def learn(self, record: Record) -> None:
+        """Take in what a call took."""
+        if record.times_s:
+            self._calls[record.case.label] = (record.case.tokens, min(record.times_s))
+
+    def seconds(self, entry: Entry) -> float:
+        """What one entry will take; as if calls were short where nothing is known."""
+        call_s = self._call_s(entry)
+        if entry.case.kind == "memory":
+            return _OVERHEAD_S + _MEMORY_CALLS * call_s
+        one_turn_s = _WARM_UP_CALLS * call_s + max(self._turn_s, call_s)
+        return self._turns * (_OVERHEAD_S + one_turn_s)
+
+    def total(self, entries: Iterable[Entry]) -> float:
+        """What all these entries will take."""
+        return sum(self.seconds(entry) for entry in entries if entry.skip is None)
+
+    def _call_s(self, entry: Entry) -> float:
+        if entry.case.label not in self._calls:
+            return 0.0
+        tokens, call_s = self._calls[entry.case.label]
+        return float(call_s * max(entry.case.tokens / tokens, 1) ** entry.variant.time_growth)

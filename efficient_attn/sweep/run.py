@@ -1,0 +1,169 @@
+"""Work through a plan: the backends of one length in turns, every record given away the moment it exists."""
+
+import itertools
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from efficient_attn.measure.clock import in_turns
+from efficient_attn.sweep import worker
+from efficient_attn.sweep.amounts import show_seconds
+from efficient_attn.sweep.estimate import Estimate
+from efficient_attn.sweep.plan import Entry
+from efficient_attn.sweep.records import Record
+
+Measure = Callable[..., Record]
+
+TURNS = 3
+
+# Seconds of calls in one turn: enough for a steady median, and no more of the budget than this share.
+_TURN_S = 0.12
+_SHARE_OF_BUDGET = 0.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """What a progress display needs to know.
+
+    Attributes:
+        doing: The backend and the length that come next; None at the end.
+        record: The record that was just finished, if one was.
+    """
+
+    done: int
+    total: int
+    remaining_s: float
+    doing: str | None
+    record: Record | None = None
+
+
+def run(
+    entries: Sequence[Entry],
+    *,
+    emit: Callable[[Record], None],
+    progress: Callable[[Step], None] | None = None,
+    budget_s: float | None = None,
+    measure: Measure = worker.measure,
+) -> bool:
+    """Measure all entries; `emit` gets each record as soon as it is complete.
+
+    Returns:
+        False if it was interrupted from the keyboard; times that were begun are emitted with the turns
+        they had.
+    """
+    sweep = _Sweep(entries, emit=emit, progress=progress, budget_s=budget_s, measure=measure)
+    try:
+        for _, group in itertools.groupby(entries, key=lambda entry: entry.case.tokens):
+            sweep.measure_length(list(group))
+    except KeyboardInterrupt:
+        sweep.finish_begun()
+        return False
+    return True
+
+
+class _Sweep:
+    """The state of one run: what is left, what was begun, how much time is gone."""
+
+    def __init__(
+        self,
+        entries: Sequence[Entry],
+        *,
+        emit: Callable[[Record], None],
+        progress: Callable[[Step], None] | None,
+        budget_s: float | None,
+        measure: Measure,
+    ) -> None:
+        self._emit = emit
+        self._progress = progress
+        self._measure = measure
+        self._budget_s = budget_s
+        self._start = time.monotonic()
+        self._left = {entry.case.key: entry for entry in entries}
+        self._total = len(self._left)
+        self._begun: dict[str, list[Record]] = {}
+        self._turn_s = _seconds_of_a_turn(entries, budget_s)
+        self._estimate = Estimate(turns=TURNS, turn_s=self._turn_s)
+
+    def measure_length(self, entries: list[Entry]) -> None:
+        """Measure the entries of one length: first the times in turns, then the rest one by one."""
+        possible = [entry for entry in entries if not self._skipped(entry)]
+        timed = [entry for entry in possible if entry.case.kind == "time"]
+        for entry in in_turns(timed, rounds=TURNS):
+            self._take_turn(entry)
+        for entry in possible:
+            if entry.case.kind != "time":
+                self._announce(entry)
+                self._finish(self._one_turn(entry))
+
+    def finish_begun(self) -> None:
+        """Emit what the times that were begun have so far."""
+        for parts in list(self._begun.values()):
+            self._finish(_joined(parts))
+
+    def _take_turn(self, entry: Entry) -> None:
+        key = entry.case.key
+        if key not in self._left:
+            return
+        self._announce(entry)
+        part = self._one_turn(entry)
+        self._estimate.learn(part)
+        if part.status != "ok":
+            self._finish(part)
+            return
+        parts = self._begun.setdefault(key, [])
+        parts.append(part)
+        if len(parts) == TURNS:
+            self._finish(_joined(parts))
+
+    def _one_turn(self, entry: Entry) -> Record:
+        return self._measure(entry.case, target=entry.variant.target, seconds=self._turn_s)
+
+    def _skipped(self, entry: Entry) -> bool:
+        reason = entry.skip or self._over_budget(entry)
+        if reason is not None:
+            self._finish(Record(case=entry.case, status="skipped", reason=reason))
+        return reason is not None
+
+    def _over_budget(self, entry: Entry) -> str | None:
+        if self._budget_s is None:
+            return None
+        left_s = self._budget_s - (time.monotonic() - self._start)
+        needed_s = self._estimate.seconds(entry)
+        if needed_s <= left_s:
+            return None
+        return (
+            f"would take about {show_seconds(needed_s)}, {show_seconds(max(left_s, 0))} of the budget "
+            f"of {show_seconds(self._budget_s)} are left (raise it with --budget)"
+        )
+
+    def _finish(self, record: Record) -> None:
+        # Taken off the lists first: an interruption while it is written must not write it twice.
+        self._begun.pop(record.case.key, None)
+        self._left.pop(record.case.key, None)
+        self._emit(record)
+        self._tell(None, record)
+
+    def _announce(self, entry: Entry) -> None:
+        self._tell(f"{entry.case.label}, {entry.case.tokens} tokens, {entry.case.kind}", None)
+
+    def _tell(self, doing: str | None, record: Record | None) -> None:
+        if self._progress is None:
+            return
+        remaining_s = self._estimate.total(self._left.values())
+        done = self._total - len(self._left)
+        self._progress(
+            Step(done=done, total=self._total, remaining_s=remaining_s, doing=doing, record=record)
+        )
+
+
+def _seconds_of_a_turn(entries: Sequence[Entry], budget_s: float | None) -> float:
+    timed = sum(entry.case.kind == "time" and entry.skip is None for entry in entries)
+    if budget_s is None or not timed:
+        return _TURN_S
+    return min(_TURN_S, _SHARE_OF_BUDGET * budget_s / (timed * TURNS))
+
+
+def _joined(parts: Sequence[Record]) -> Record:
+    """One record with the samples of all turns."""
+    times_s = tuple(time_s for part in parts for time_s in part.times_s or ())
+    return replace(parts[0], times_s=times_s)

@@ -1,0 +1,159 @@
+"""Backends with a choice of their options: what is measured against what."""
+
+import itertools
+import math
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import PurePath
+from typing import Any
+
+from efficient_attn.errors import DtypeError, OptionError, UnknownNameError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """A backend with a choice of its options.
+
+    Attributes:
+        backend: What records call it: a registered name, or `file.py:object`.
+        target: What `build` is given: a name, a path, a module or a callable.
+        options: All options, the defaults filled in.
+        memory_growth: Power of tokens that its memory is said to grow with.
+    """
+
+    backend: str
+    label: str
+    target: Any
+    options: Mapping[str, Any] = field(default_factory=dict)
+    time_growth: int = 1
+    memory_growth: int = 1
+
+
+def parse_settings(texts: Sequence[str]) -> dict[str, dict[str, list[str]]]:
+    """{backend: {option: values}} from `backend.option=value,value`."""
+    settings: dict[str, dict[str, list[str]]] = {}
+    for text in texts:
+        name, equals, values = text.partition("=")
+        backend, dot, option = name.rpartition(".")
+        if not (backend and dot and option and equals and values):
+            raise OptionError(f"--set cannot be {text!r}. Write backend.option=value: linformer.rank=128.")
+        settings.setdefault(backend, {})[option] = values.split(",")
+    return settings
+
+
+def select(
+    backends: Sequence[Any] | None, settings: Mapping[str, Mapping[str, Sequence[Any]]] | None = None
+) -> tuple[Variant, ...]:
+    """The variants of the named backends, one for each combination of the options set; None stands for all.
+
+    Raises:
+        UnknownNameError: If there is no such backend, or it has no such option.
+        OptionError: If a value does not make sense, or a setting is for a backend that is not selected.
+    """
+    from efficient_attn.backends import list_backends
+
+    targets = list(list_backends()) if backends is None else list(backends)
+    names = [target if isinstance(target, str) else _name(target) for target in targets]
+    for backend in settings or {}:
+        if backend not in names:
+            chosen = ", ".join(names)
+            raise OptionError(f"--set {backend}.…: {backend!r} is not among the backends chosen ({chosen}).")
+    variants = [
+        variant
+        for name, target in zip(names, targets, strict=True)
+        for variant in _variants(name, target, (settings or {}).get(name, {}))
+    ]
+    return tuple(_distinct(variants))
+
+
+def _variants(name: str, target: Any, settings: Mapping[str, Sequence[Any]]) -> list[Variant]:
+    from efficient_attn.backends import resolve
+
+    spec = resolve(target)
+    known = typing.get_type_hints(spec.options_type)
+    for option in settings:
+        if option not in known:
+            raise UnknownNameError(f"option of backend {name!r}", option, known)
+    choices = [
+        [_converted(name, option, value, known[option]) for value in values]
+        for option, values in settings.items()
+    ]
+    shown = _shown_name(name)
+    variants = []
+    for values in itertools.product(*choices):
+        chosen = dict(zip(settings, values, strict=True))
+        setting = ", ".join(f"{option}={value}" for option, value in chosen.items())
+        variants.append(
+            Variant(
+                backend=shown,
+                label=f"{shown}({setting})" if setting else shown,
+                target=target,
+                options=_plain(spec.options_type(**chosen)),
+                time_growth=spec.capabilities.time_growth,
+                memory_growth=spec.capabilities.memory_growth,
+            )
+        )
+    return variants
+
+
+def _plain(options: Any) -> dict[str, Any]:
+    """The options as JSON can hold them."""
+    plain = (bool, int, float, str, type(None))
+    known = asdict(options)
+    return {name: value if isinstance(value, plain) else str(value) for name, value in known.items()}
+
+
+def _name(target: Any) -> str:
+    own = getattr(target, "name", None) or getattr(target, "__name__", None)
+    return own if isinstance(own, str) else type(target).__name__
+
+
+def _shown_name(name: str) -> str:
+    """A path without its folders: they belong to one machine."""
+    file, colon, thing = name.rpartition(":")
+    return f"{PurePath(file).name}:{thing}" if colon else name
+
+
+def _distinct(variants: Sequence[Variant]) -> list[Variant]:
+    labels = [variant.label for variant in variants]
+    for label in labels:
+        if labels.count(label) > 1:
+            raise OptionError(f"Two backends to be measured are called {label!r}; name each once.")
+    return list(variants)
+
+
+def _converted(backend: str, option: str, value: Any, wanted: Any) -> Any:
+    """The value of an option as its type, where it came as text."""
+    if not isinstance(value, str):
+        return value
+    kinds = typing.get_args(wanted) if isinstance(wanted, types.UnionType) else (wanted,)
+    if value.lower() == "none" and type(None) in kinds:
+        return None
+    for kind in kinds:
+        parsed = _PARSERS.get(kind, str)(value)
+        if parsed is not None:
+            return parsed
+    names = " or ".join(_TYPE_NAMES.get(kind, str(kind)) for kind in kinds)
+    raise DtypeError(f"--set {backend}.{option}={value}: {option} is {names}, not {value!r}.")
+
+
+def _whole(text: str) -> int | None:
+    return int(text) if text.lstrip("-").isdecimal() else None
+
+
+def _real(text: str) -> float | None:
+    try:
+        value = float(text)
+    except ValueError:
+        return None
+    return value if math.isfinite(value) else None
+
+
+def _answer(text: str) -> bool | None:
+    return {"true": True, "false": False}.get(text.lower())
+
+
+_PARSERS: dict[Any, Any] = {int: _whole, float: _real, bool: _answer, type(None): lambda text: None}
+_TYPE_NAMES = {int: "a whole number", float: "a number", bool: "true or false", type(None): "none"}
