@@ -1,0 +1,101 @@
+"""Writes docs/backends.md from the table of backends; to be run after changing a backend."""
+
+from dataclasses import MISSING, Field, fields
+from pathlib import Path
+
+from efficient_attn.backends import list_backends, spec
+from efficient_attn.registry import BackendSpec, Capabilities
+
+FOLDER = Path(__file__).parent
+PAGE = FOLDER / "backends.md"
+
+_HEAD = """\
+# Backends
+
+<!-- Written by docs/generate.py from the table of backends; edit the backend or docs/formulas instead. -->
+
+A backend is built by name, `ea.build("window", head_dim=64, window=129)`; on the command line an option is
+set with `--set window.window=129`. What a backend promises below is tested; what it does not promise is
+refused.
+
+q is [batch, heads, q_tokens, head_dim], k and v are [batch, kv_heads, k_tokens, …]; $s$ is the factor on q·k.
+"""
+
+# What each promise means in a heading of the table.
+_PROMISES = {
+    "causal": "causal",
+    "streaming": "streaming",
+    "key_mask": "key mask",
+    "cross": "cross attention",
+    "exact": "exact",
+    "nonnegative": "weights ≥ 0",
+    "averages": "weights sum to 1",
+    "compile": "compiles",
+    "second_derivatives": "second derivatives",
+    "needs_max_tokens": "needs max_tokens",
+}
+
+
+def page() -> str:
+    """The whole page: a table of promises, then a section per backend of this package."""
+    specs = [spec(name) for name in list_backends()]
+    own = [one for one in specs if one.builder.__module__.startswith("efficient_attn.backends.")]
+    return "\n".join([_HEAD, *promises(own), "", *(section(one) for one in own)])
+
+
+def promises(specs: list[BackendSpec]) -> list[str]:
+    """One row per promise, one column per backend."""
+    rows = [
+        [heading, *("yes" if getattr(one.capabilities, promise) else "–" for one in specs)]
+        for promise, heading in _PROMISES.items()
+    ]
+    rows.append(["time grows with", *(_growth(one.capabilities.time_growth) for one in specs)])
+    rows.append(["memory grows with", *(_growth(one.capabilities.memory_growth) for one in specs)])
+    return table(["", *(f"[`{one.name}`](#{one.name})" for one in specs)], rows)
+
+
+def section(backend: BackendSpec) -> str:
+    """Summary, paper, dtypes, formula and options of one backend."""
+    lines = [f"## {backend.name}", "", backend.summary, ""]
+    formula = FOLDER / "formulas" / f"{backend.name}.md"
+    if formula.exists():
+        lines += [formula.read_text(encoding="utf-8").strip(), ""]
+    if backend.paper:
+        lines += [f"Paper: <{backend.paper}>.", ""]
+    lines += [_dtypes(backend.capabilities), "", *options(backend), ""]
+    return "\n".join(lines)
+
+
+def options(backend: BackendSpec) -> list[str]:
+    """A table of the options, or a sentence where there is nothing to choose."""
+    rows = [[f"`{field.name}`", _default(field), _help(field)] for field in fields(backend.options_type)]
+    if not rows:
+        return ["It has no options."]
+    size = f"A sweep of accuracy varies `{backend.size_option}`." if backend.size_option else ""
+    return [*table(["option", "default", "meaning"], rows), *(["", size] if size else [])]
+
+
+def table(head: list[str], rows: list[list[str]]) -> list[str]:
+    """A Markdown table; a bar inside a cell is escaped."""
+    lines = [head, ["---"] * len(head), *rows]
+    return [" | ".join(["", *(cell.replace("|", "\\|") for cell in line), ""]).strip() for line in lines]
+
+
+def _growth(power: int) -> str:
+    return "tokens" if power == 1 else "tokens²"
+
+
+def _dtypes(capabilities: Capabilities) -> str:
+    return f"Dtypes: {', '.join(capabilities.dtypes)}."
+
+
+def _default(field: Field) -> str:
+    return "required" if field.default is MISSING else f"`{field.default!r}`"
+
+
+def _help(field: Field) -> str:
+    return str(field.metadata.get("help", ""))
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
