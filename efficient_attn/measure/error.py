@@ -1,0 +1,99 @@
+"""How wrong an output is: against exact softmax attention in float64, beside the plainest guess there is.
+
+The guess is the mean of the values for every query. An approximation that is not below it has told nothing
+about which keys a query looks at.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from efficient_attn.ops.softmax import softmax_attention, softmax_weights
+from efficient_attn.shapes import Keys, Output, Queries, Values
+
+# Scores of this many rows at a time, so that a long sequence never builds its whole float64 matrix.
+_ENTRIES_AT_ONCE = 1 << 23
+
+
+class OutputError(NamedTuple):
+    """How far an output is from the exact one.
+
+    Attributes:
+        relative: ‖out − exact‖ / ‖exact‖ over everything.
+        mse: Mean of (out − exact)² over all entries.
+        relative_by_head: The relative error of each head, [batch heads].
+    """
+
+    relative: float
+    mse: float
+    relative_by_head: Tensor
+
+
+def exact_output(q: Queries, k: Keys, v: Values, *, scale: float, causal: bool = False) -> Output:
+    """softmax(scale · q kᵀ) v in float64, a block of queries at a time."""
+    q, k, v = q.double(), k.double(), v.double()
+    blocks = [
+        softmax_attention(
+            q[..., rows, :], k[..., :end, :], v[..., :end, :], scale=scale, causal=causal, key_mask=None
+        )
+        for rows, end in _blocks(q, k, causal=causal)
+    ]
+    return torch.cat(blocks, dim=-2)
+
+
+def mean_of_values(q: Queries, v: Values, *, causal: bool = False) -> Output:
+    """The yardstick: every query gets the mean of the values it may see, in float64."""
+    v = v.double().repeat_interleave(q.shape[1] // v.shape[1], dim=1)
+    if not causal:
+        return v.mean(dim=-2, keepdim=True).expand(*v.shape[:2], q.shape[-2], v.shape[-1])
+    seen = torch.arange(1, v.shape[-2] + 1, dtype=v.dtype, device=v.device)[:, None]
+    return (v.cumsum(dim=-2) / seen)[..., v.shape[-2] - q.shape[-2] :, :]
+
+
+def output_error(output: Output, exact: Output) -> OutputError:
+    """‖out − exact‖ / ‖exact‖ and the mean squared error, in float64; `exact` from `exact_output`."""
+    squares = (output.double() - exact).square()
+    norms = exact.square()
+    by_head = squares.sum(dim=(-2, -1)) / norms.sum(dim=(-2, -1))
+    return OutputError(
+        relative=float((squares.sum() / norms.sum()).sqrt()),
+        mse=float(squares.mean()),
+        relative_by_head=by_head.sqrt(),
+    )
+
+
+def weights_error(backend: torch.nn.Module, q: Queries, k: Keys, *, scale: float) -> float:
+    """‖A' − A‖ / ‖A‖ in the Frobenius norm, A' the weights that a full, not causal backend implies."""
+    squares = norms = 0.0
+    for rows, _ in _blocks(q, k, causal=False):
+        exact = softmax_weights(q[..., rows, :].double(), k.double(), scale=scale, key_mask=None)
+        implied = backend.attention_weights(q, k, rows=rows).double()  # type: ignore[operator]
+        squares += float((implied - exact).square().sum())
+        norms += float(exact.square().sum())
+    return (squares / norms) ** 0.5
+
+
+def uniform_weights_error(q: Queries, k: Keys, *, scale: float) -> float:
+    """The yardstick among weights: each key the same share, which is the mean of the values."""
+    squares = norms = 0.0
+    for rows, _ in _blocks(q, k, causal=False):
+        exact = softmax_weights(q[..., rows, :].double(), k.double(), scale=scale, key_mask=None)
+        squares += float((exact - 1 / k.shape[-2]).square().sum())
+        norms += float(exact.square().sum())
+    return (squares / norms) ** 0.5
+
+
+def unsafe_rows(denominators: Tensor) -> float:
+    """Share of rows whose denominator is zero or negative: their output is no average of any kind."""
+    return float((denominators <= 0).double().mean())
+
+
+def _blocks(q: Queries, k: Keys, *, causal: bool) -> Iterator[tuple[slice, int]]:
+    """Slices of the queries, and how many keys the last query of the slice may see."""
+    q_tokens, k_tokens = q.shape[-2], k.shape[-2]
+    step = max(1, _ENTRIES_AT_ONCE // (q.shape[0] * q.shape[1] * k_tokens))
+    for start in range(0, q_tokens, step):
+        end = min(start + step, q_tokens)
+        yield slice(start, end), k_tokens - q_tokens + end if causal else k_tokens

@@ -1,0 +1,132 @@
+"""Capturing q, k, v from a local encoder; models here are tiny, random and made on the spot."""
+
+import sys
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from efficient_attn.errors import DataError, MissingPackageError, OptionError, UnsupportedError
+from efficient_attn.integrations.capture import capture, save
+from efficient_attn.measure.inputs import Captured, read_activations
+
+WORDS = ("alice", "was", "beginning", "to", "get", "very", "tired")
+TEXT = "alice was beginning to get very very tired"
+HEADS, HEAD_DIM, LAYERS = 2, 4, 3
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    transformers = pytest.importorskip("transformers", reason="the extra [hf] is not installed")
+    path = tmp_path_factory.mktemp("encoder")
+    vocabulary = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]
+    (path / "vocab.txt").write_text("\n".join(vocabulary))
+    transformers.BertTokenizer(str(path / "vocab.txt")).save_pretrained(path)
+    torch.manual_seed(0)
+    config = transformers.BertConfig(
+        vocab_size=len(vocabulary),
+        hidden_size=HEADS * HEAD_DIM,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS,
+        intermediate_size=16,
+        max_position_embeddings=32,
+    )
+    transformers.BertModel(config).save_pretrained(path)
+    return path
+
+
+def projections(folder, text):
+    """What the three linear layers of each attention give, read by forward hooks instead."""
+    import transformers
+
+    model = transformers.AutoModel.from_pretrained(folder, attn_implementation="eager").eval()
+    ids = transformers.AutoTokenizer.from_pretrained(folder)(text, return_tensors="pt")["input_ids"]
+    seen = []
+    for layer in model.encoder.layer:
+        for linear in (layer.attention.self.query, layer.attention.self.key, layer.attention.self.value):
+            linear.register_forward_hook(lambda module, given, output: seen.append(output))
+    with torch.no_grad():
+        model(ids)
+    heads = [output.unflatten(-1, (HEADS, HEAD_DIM)).transpose(1, 2) for output in seen]
+    return [heads[start : start + 3] for start in range(0, len(heads), 3)]
+
+
+def test_what_is_captured_is_what_the_models_projections_give(folder):
+    captured = capture(folder, TEXT)
+    expected = projections(folder, TEXT)
+    assert list(captured.layers) == list(range(LAYERS))
+    assert captured.scale == HEAD_DIM**-0.5
+    for layer, activations in captured.layers.items():
+        for tensor, other in zip(activations, expected[layer], strict=True):
+            # Float32 sums of 8 to 16 terms through three layers, taken in another order.
+            torch.testing.assert_close(tensor, other, rtol=1e-5, atol=1e-5)
+
+
+def test_captured_layers_are_written_and_read_back_in_half_precision(folder, tmp_path):
+    captured = capture(folder, TEXT, layers=[2, 0], name="tiny")
+    save(captured, tmp_path / "tiny.safetensors")
+    kept = read_activations(tmp_path / "tiny.safetensors")
+    assert list(kept.layers) == [0, 2]
+    assert kept.tokens == captured.tokens == ("[CLS]", *TEXT.split(), "[SEP]")
+    assert kept.scale == captured.scale
+    assert kept.about == captured.about
+    assert kept.about["model"] == "tiny"
+    assert torch.equal(kept.layers[2].v, captured.layers[2].v.half())
+
+
+def test_a_long_text_is_cut_to_the_tokens_asked_for_and_to_what_the_model_can_take(folder):
+    assert len(capture(folder, TEXT, max_tokens=5).tokens) == 5
+    assert len(capture(folder, 20 * TEXT, max_tokens=500).tokens) == 32
+
+
+@pytest.mark.parametrize("layers", [[3], [-1], []])
+def test_layers_that_the_model_does_not_have_are_refused(folder, layers):
+    with pytest.raises(OptionError, match="layers are from 0 to 2 in this model, not"):
+        capture(folder, TEXT, layers=layers)
+
+
+def test_a_decoder_is_refused(tmp_path, folder):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.BertConfig(
+        vocab_size=12,
+        hidden_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=16,
+        is_decoder=True,
+    )
+    transformers.BertLMHeadModel(config).save_pretrained(tmp_path)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes((folder / name).read_bytes())
+    with pytest.raises(UnsupportedError, match="capture reads bidirectional encoders"):
+        capture(tmp_path, TEXT)
+
+
+def test_a_folder_without_safetensors_is_refused_before_anything_is_loaded(tmp_path):
+    (tmp_path / "pytorch_model.bin").write_bytes(b"a pickle")
+    with pytest.raises(DataError, match=r"holds no model\.safetensors"):
+        capture(tmp_path, TEXT)
+
+
+def test_a_folder_that_is_no_model_is_refused_in_one_line(tmp_path):
+    pytest.importorskip("transformers", reason="the extra [hf] is not installed")
+    save_file({"weight": torch.ones(1)}, tmp_path / "model.safetensors")
+    with pytest.raises(DataError, match="Cannot load a model from") as caught:
+        capture(tmp_path, TEXT)
+    assert "\n" not in str(caught.value)
+
+
+def test_without_transformers_the_extra_is_named(tmp_path, monkeypatch):
+    save_file({"weight": torch.ones(1)}, tmp_path / "model.safetensors")
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(MissingPackageError, match=r'pip install "efficient-attn\[hf\]"'):
+        capture(tmp_path, TEXT)
+
+
+def test_what_cannot_be_stored_or_written_is_said(tmp_path):
+    vast = torch.full((1, 1, 2, 2), 1e6)
+    with pytest.raises(DataError, match=r"layer\.0\.q has entries beyond float16"):
+        save(Captured(layers={0: (vast, vast, vast)}, about={}), tmp_path / "vast.safetensors")
+    small = torch.ones(1, 1, 2, 2)
+    with pytest.raises(DataError, match=r"Cannot write activations to .*: No such file or directory"):
+        save(Captured(layers={0: (small, small, small)}, about={}), tmp_path / "absent" / "x.safetensors")

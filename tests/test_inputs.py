@@ -1,0 +1,142 @@
+"""Gaussian inputs that mean the same everywhere, and files of activations that are read with care."""
+
+import json
+import pickle
+import struct
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from efficient_attn.errors import DataError, DtypeError, OptionError
+from efficient_attn.measure.inputs import gaussian, read_activations
+
+
+def tensors(heads=2, tokens=6, head_dim=4):
+    generator = torch.Generator().manual_seed(0)
+    return {name: torch.randn(heads, tokens, head_dim, generator=generator) for name in "qkv"}
+
+
+def test_gaussian_queries_and_keys_have_the_norm_asked_for_and_values_norm_one():
+    q, k, v = gaussian(norm=0.5, tokens=4096, head_dim=16, num_heads=2)
+    for tensor, deviation in ((q, 0.5), (k, 0.5), (v, 1.0)):
+        # The standard deviation of n normal numbers has a standard error of σ/√(2n).
+        tolerance = 5 * deviation / (2 * tensor.numel()) ** 0.5
+        assert float(tensor.std()) == pytest.approx(deviation, abs=tolerance)
+
+
+def test_gaussian_inputs_depend_on_the_seed_alone():
+    torch.manual_seed(7)
+    first = gaussian(norm=1.0, tokens=8, head_dim=4, seed=3)
+    torch.manual_seed(8)
+    second = gaussian(norm=1.0, tokens=8, head_dim=4, seed=3)
+    other = gaussian(norm=1.0, tokens=8, head_dim=4, seed=4)
+    assert torch.equal(first.q, second.q)
+    assert not torch.equal(first.q, other.q)
+
+
+def test_gaussian_inputs_are_not_the_numbers_that_a_backend_draws_from_the_same_seed():
+    q, _, _ = gaussian(norm=1.0, tokens=8, head_dim=4, seed=0, dtype=torch.float64)
+    drawn = torch.randn(8, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    assert not torch.isclose(q[0, 0], drawn).any()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error", "message"),
+    [
+        ({"norm": 0.0}, OptionError, "norm is a finite number above 0, not 0.0"),
+        ({"norm": float("nan")}, OptionError, "norm is a finite number above 0, not nan"),
+        ({"norm": float("inf")}, OptionError, "norm is a finite number above 0, not inf"),
+        ({"tokens": 0}, OptionError, "tokens is at least 1, not 0"),
+        ({"head_dim": 2.5}, DtypeError, "head_dim is a whole number, not 2.5"),
+        ({"seed": -1}, OptionError, "seed is a whole number of at least 0, not -1"),
+    ],
+)
+def test_gaussian_inputs_that_make_no_sense_are_refused(wrong, error, message):
+    with pytest.raises(error, match=message):
+        gaussian(**{"norm": 1.0, "tokens": 8, "head_dim": 4, **wrong})
+
+
+def test_a_file_gives_back_its_layers_tokens_scale_and_origin(tmp_path):
+    one, two = tensors(), tensors(tokens=3)
+    layers = {
+        f"layer.{layer}.{name}": x for layer, group in ((2, one), (11, two)) for name, x in group.items()
+    }
+    about = {"tokens": json.dumps(["a", "b"]), "scale": "0.25", "model": "tiny"}
+    save_file(layers, tmp_path / "captured.safetensors", metadata=about)
+    captured = read_activations(tmp_path / "captured.safetensors")
+    assert list(captured.layers) == [2, 11]
+    assert torch.equal(captured.layers[11].k[0], two["k"])
+    assert (captured.tokens, captured.scale, captured.about) == (("a", "b"), 0.25, {"model": "tiny"})
+
+
+def test_a_file_of_plain_q_k_v_is_layer_0_and_tells_no_scale(tmp_path):
+    save_file({name: x[None] for name, x in tensors().items()}, tmp_path / "plain.safetensors")
+    captured = read_activations(tmp_path / "plain.safetensors")
+    assert list(captured.layers) == [0]
+    assert captured.scale is None
+
+
+def test_grouped_keys_and_values_of_another_width_are_read(tmp_path):
+    grouped = {"q": torch.ones(4, 5, 8), "k": torch.ones(2, 5, 8), "v": torch.ones(2, 5, 3)}
+    save_file(grouped, tmp_path / "grouped.safetensors")
+    assert read_activations(tmp_path / "grouped.safetensors").layers[0].v.shape == (1, 2, 5, 3)
+
+
+def changed(**changes):
+    return {name: x for name, x in {**tensors(), **changes}.items() if x is not None}
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (changed(v=None), r"lacks q, k and v of one layer .*; it holds k, q"),
+        ({"weight": torch.ones(2)}, r"lacks q, k and v .*; it holds weight"),
+        (changed(k=torch.ones(2, 6, 5)), r"do not fit together: q \[2, 6, 4\], k \[2, 6, 5\], v \[2, 6, 4\]"),
+        (changed(v=torch.ones(2, 7, 4)), "do not fit together"),
+        (changed(k=torch.ones(3, 6, 4), v=torch.ones(3, 6, 4)), "do not fit together"),
+        (changed(q=torch.ones(6, 4)), r"does not hold q, k, v as \[heads, tokens, head_dim\]"),
+        (changed(q=torch.ones(2, 2, 6, 4)), r"does not hold q, k, v as \[heads, tokens, head_dim\]"),
+        (changed(q=torch.ones(2, 0, 4)), r"does not hold q, k, v as \[heads, tokens, head_dim\]"),
+        (changed(q=torch.ones(2, 6, 4, dtype=torch.int64)), "holds q as torch.int64"),
+        (changed(k=torch.full((2, 6, 4), torch.nan)), "holds k with entries that are not finite"),
+        (changed(v=torch.full((2, 6, 4), torch.inf)), "holds v with entries that are not finite"),
+    ],
+)
+def test_a_file_without_matching_finite_q_k_v_is_refused_in_one_line(tmp_path, content, message):
+    save_file(content, tmp_path / "bad.safetensors")
+    with pytest.raises(DataError, match=message) as caught:
+        read_activations(tmp_path / "bad.safetensors")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "is no safetensors file"),
+        (b"short", "is no safetensors file"),
+        (b"q,k,v\n1,2,3\n", "is no safetensors file"),
+        (pickle.dumps({"q": 1}), "is no safetensors file"),
+        (struct.pack("<Q", 1 << 40) + b"{}", "has a header of 1099511627776 bytes"),
+        (struct.pack("<Q", 2) + b"{]", "is no safetensors file"),
+        (struct.pack("<Q", 500) + b"{}", "is no safetensors file"),
+    ],
+)
+def test_a_file_that_is_no_safetensors_file_is_refused_in_one_line(tmp_path, content, message):
+    path = tmp_path / "bad.safetensors"
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=message) as caught:
+        read_activations(path)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("scale", ["0", "-1", "nan", "many", "[1]", "true"])
+def test_a_scale_that_is_no_positive_number_is_refused(tmp_path, scale):
+    save_file(tensors(), tmp_path / "bad.safetensors", metadata={"scale": scale})
+    with pytest.raises(DataError, match="which is no positive number"):
+        read_activations(tmp_path / "bad.safetensors")
+
+
+def test_a_missing_file_is_named_with_the_reason(tmp_path):
+    with pytest.raises(DataError, match=r"Cannot read activations from .*absent\.safetensors: No such file"):
+        read_activations(tmp_path / "absent.safetensors")
