@@ -1,0 +1,58 @@
+"""Efficient attention, measured: which one, at what length, at what error.
+
+Public names are resolved on first use, so that importing the package imports nothing else.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+_HOME = {
+    "attention": "backends",
+    "build": "backends",
+    "list_backends": "backends",
+    "spec": "backends",
+    "Backend": "backend",
+    "BackendSpec": "registry",
+    "Capabilities": "registry",
+    "NoOptions": "registry",
+    "register": "registry",
+    "AttentionProblem": "problem",
+    "AttentionError": "errors",
+    "DataError": "errors",
+    "DtypeError": "errors",
+    "MissingPackageError": "errors",
+    "OptionError": "errors",
+    "ShapeError": "errors",
+    "UnknownNameError": "errors",
+    "UnsupportedError": "errors",
+    "bench": "experiments.bench",
+    "mse": "experiments.mse",
+    "Results": "experiments.results",
+    "read": "experiments.results",
+    "sample": "measure.inputs",
+}
+
+__all__ = sorted(_HOME)
+
+if TYPE_CHECKING:
+    from efficient_attn.backend import Backend as Backend
+    from efficient_attn.backends import attention as attention
+    from efficient_attn.backends import build as build
+    from efficient_attn.backends import list_backends as list_backends
+    from efficient_attn.backends import spec as spec
+    from efficient_attn.registry import BackendSpec as BackendSpec
+    from efficient_attn.registry import Capabilities as Capabilities
+    from efficient_attn.registry import NoOptions as NoOptions
+    from efficient_attn.registry import register as register
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

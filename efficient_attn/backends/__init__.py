@@ -1,0 +1,135 @@
+"""One file per backend. A file placed here is registered; nothing else needs editing."""
+
+import importlib
+import pkgutil
+from collections.abc import Callable
+from dataclasses import fields
+from functools import cache
+from importlib.metadata import entry_points
+from typing import Any
+
+from torch import Tensor, nn
+
+from efficient_attn.backend import Backend
+from efficient_attn.errors import DataError, UnknownNameError, UnsupportedError
+from efficient_attn.foreign import is_address, load, spec_of
+from efficient_attn.problem import AttentionProblem
+from efficient_attn.registry import SPECS, BackendSpec
+
+_PLUGINS = "efficient_attn.backends"
+
+for _module in pkgutil.iter_modules(__path__):
+    importlib.import_module(f"{__name__}.{_module.name}")
+
+
+def list_backends(*, causal: bool | None = None) -> tuple[str, ...]:
+    """Names of the registered backends, sorted; `causal` keeps those that can, or cannot, be causal."""
+    return tuple(
+        name for name in sorted(SPECS) if causal in (None, SPECS[name].capabilities.causal)
+    )
+
+
+def spec(name: str) -> BackendSpec:
+    """What a backend is called, promises and can be given.
+
+    Raises:
+        UnknownNameError: If neither the table nor a plug-in has the name.
+    """
+    if name not in SPECS and name in _plugins():
+        _load_plugin(name)
+    if name not in SPECS:
+        raise UnknownNameError("backend", name, {*SPECS, *_plugins()})
+    return SPECS[name]
+
+
+def resolve(backend: Any) -> BackendSpec:
+    """The spec of a name, of file.py:object, of package.module:object, of a module or of a function."""
+    if not isinstance(backend, str):
+        return spec_of(backend)
+    return load(backend) if is_address(backend) else spec(backend)
+
+
+def build(
+    name: str | BackendSpec | nn.Module | Callable[[Tensor, Tensor, Tensor], Tensor],
+    *,
+    head_dim: int,
+    num_heads: int | None = None,
+    max_tokens: int | None = None,
+    causal: bool = False,
+    scale: float | None = None,
+    **options: Any,
+) -> Backend:
+    """Build a backend: a module that maps (q, k, v) to the output.
+
+    Args:
+        name: A registered name, file.py:object, package.module:object, a module or a function.
+        options: The fields of the backend's options class.
+
+    Raises:
+        UnknownNameError: If there is no such backend, or it has no such option.
+        UnsupportedError: If the backend does not promise what is asked.
+        OptionError, DtypeError: If a number or an option makes no sense.
+    """
+    backend = resolve(name)
+    chosen = _options(backend, options)
+    problem = AttentionProblem(
+        head_dim=head_dim, num_heads=num_heads, max_tokens=max_tokens, causal=causal, scale=scale
+    )
+    _check_promises(backend, problem)
+    return Backend(backend.builder(problem, chosen), backend, problem, chosen)
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    name: str = "exact",
+    *,
+    key_mask: Tensor | None = None,
+    causal: bool = False,
+    scale: float | None = None,
+    **options: Any,
+) -> Tensor:
+    """The output of a backend that keeps nothing, in one call; shapes as in `Backend.forward`.
+
+    Raises:
+        UnsupportedError: If the backend keeps parameters or a random draw and has to be built.
+    """
+    backend = build(name, head_dim=q.shape[-1], causal=causal, scale=scale, **options)
+    if any(True for _ in backend.parameters()) or any(True for _ in backend.buffers()):
+        raise UnsupportedError(
+            f"Backend {name!r} keeps parameters or a random draw: build it once with ea.build({name!r}, ...) "
+            "and call what it returns."
+        )
+    return backend(q, k, v, key_mask=key_mask)
+
+
+def _options(backend: BackendSpec, options: dict[str, Any]) -> Any:
+    known = [field.name for field in fields(backend.options_type)]
+    for option in options:
+        if option not in known:
+            raise UnknownNameError(f"option of backend {backend.name!r}", option, known)
+    return backend.options_type(**options)
+
+
+def _check_promises(backend: BackendSpec, problem: AttentionProblem) -> None:
+    if problem.causal and not backend.capabilities.causal:
+        causal = ", ".join(list_backends(causal=True))
+        raise UnsupportedError(f"Backend {backend.name!r} cannot be causal. Causal backends: {causal}.")
+    if backend.capabilities.needs_max_tokens and problem.max_tokens is None:
+        raise UnsupportedError(
+            f"Backend {backend.name!r} has to know the longest sequence: build it with max_tokens."
+        )
+
+
+@cache
+def _plugins() -> dict[str, Any]:
+    """Entry points of other packages by the name of their backend; none of them imported."""
+    return {point.name: point for point in entry_points(group=_PLUGINS)}
+
+
+def _load_plugin(name: str) -> None:
+    point = _plugins()[name]
+    point.load()
+    if name not in SPECS:
+        raise DataError(f"The plug-in {point.value} was to register backend {name!r} and did not.")

@@ -1,0 +1,66 @@
+"""Exact softmax attention through torch's fused kernel."""
+
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from efficient_attn.modules.options import option, probability
+from efficient_attn.ops.fused import fused_attention
+from efficient_attn.ops.seen import SeenTokens, merge_tokens, summarise_tokens
+from efficient_attn.problem import AttentionProblem
+from efficient_attn.registry import Capabilities, register
+
+
+@dataclass(frozen=True, kw_only=True)
+class DropoutOptions:
+    """Options of the backends that have weights to drop."""
+
+    dropout: float = option(0.0, "Probability of dropping an attention weight in training.")
+
+    def __post_init__(self) -> None:
+        probability("dropout", self.dropout)
+
+
+class FusedAttention(nn.Module):
+    """softmax(scale · q kᵀ) v without ever holding the scores."""
+
+    def __init__(self, problem: AttentionProblem, options: DropoutOptions) -> None:
+        super().__init__()
+        self._scale, self._causal, self._dropout = problem.factor, problem.causal, options.dropout
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
+        return fused_attention(
+            q,
+            k,
+            v,
+            scale=self._scale,
+            causal=self._causal,
+            key_mask=key_mask,
+            dropout=self._dropout if self.training else 0.0,
+        )
+
+    def extend(
+        self, q: Tensor, k: Tensor, v: Tensor, state: SeenTokens | None, key_mask: Tensor | None
+    ) -> tuple[Tensor, SeenTokens]:
+        seen = merge_tokens(state, summarise_tokens(k, v, key_mask))
+        if q.shape[-2] == 0:
+            return q.new_zeros(*q.shape[:-1], v.shape[-1]), seen
+        mask = key_mask if state is None else seen.key_mask
+        return self(q, seen.k, seen.v, mask), seen
+
+
+def flops(problem: AttentionProblem, options: DropoutOptions, tokens: int) -> int:
+    """Two products of tokens² · head_dim; half of them where only earlier keys are read."""
+    return 4 * tokens * tokens * problem.head_dim // (2 if problem.causal else 1)
+
+
+@register(
+    "exact",
+    summary="Softmax attention, exact, through torch's fused kernel.",
+    paper="https://arxiv.org/abs/1706.03762",
+    options=DropoutOptions,
+    capabilities=Capabilities(causal=True, exact=True, time_growth=2),
+    flops=flops,
+)
+def build(problem: AttentionProblem, options: DropoutOptions) -> FusedAttention:
+    return FusedAttention(problem, options)

@@ -1,0 +1,43 @@
+"""Exact softmax attention with the whole score matrix: what the papers compared with."""
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from efficient_attn.backends.exact import DropoutOptions, flops
+from efficient_attn.ops.seen import SeenTokens, merge_tokens, summarise_tokens
+from efficient_attn.ops.softmax import apply_weights, softmax_weights
+from efficient_attn.problem import AttentionProblem
+from efficient_attn.registry import Capabilities, register
+
+
+class DenseAttention(nn.Module):
+    """softmax(scale · q kᵀ) v by its definition, in tokens² memory."""
+
+    def __init__(self, problem: AttentionProblem, options: DropoutOptions) -> None:
+        super().__init__()
+        self._scale, self._causal, self._dropout = problem.factor, problem.causal, options.dropout
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
+        weights = softmax_weights(q, k, scale=self._scale, causal=self._causal, key_mask=key_mask)
+        weights = F.dropout(weights, self._dropout, self.training)
+        return apply_weights(weights, v, key_mask=key_mask).to(q.dtype)
+
+    def extend(
+        self, q: Tensor, k: Tensor, v: Tensor, state: SeenTokens | None, key_mask: Tensor | None
+    ) -> tuple[Tensor, SeenTokens]:
+        seen = merge_tokens(state, summarise_tokens(k, v, key_mask))
+        return self(q, seen.k, seen.v, seen.key_mask), seen
+
+
+@register(
+    "exact-dense",
+    summary="Softmax attention, exact, with all scores in memory: the papers' baseline.",
+    paper="https://arxiv.org/abs/1706.03762",
+    options=DropoutOptions,
+    capabilities=Capabilities(
+        causal=True, exact=True, second_derivatives=True, time_growth=2, memory_growth=2
+    ),
+    flops=flops,
+)
+def build(problem: AttentionProblem, options: DropoutOptions) -> DenseAttention:
+    return DenseAttention(problem, options)

@@ -1,0 +1,109 @@
+"""Linformer: softmax over a few learned mixtures of keys and values."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from efficient_attn.errors import OptionError
+from efficient_attn.modules.options import one_of, option
+from efficient_attn.ops.linformer import linformer_attention
+from efficient_attn.problem import AttentionProblem, positive_count
+from efficient_attn.registry import Capabilities, register
+
+_SHARING = ("heads", "none", "key-value", "layers")
+_INITS = ("mean-pool", "gaussian")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinformerOptions:
+    """Options of Linformer."""
+
+    rank: int = option(256, "Mixtures of keys and of values that a query reads.")
+    sharing: str = option(
+        "heads",
+        "heads: one pair of projections for all heads; none: a pair for each head; key-value: one "
+        "projection for keys and values; layers: that one for a whole stack.",
+    )
+    init: str = option(
+        "mean-pool", "mean-pool: each mixture averages neighbouring tokens; gaussian: variance 1/rank."
+    )
+
+    def __post_init__(self) -> None:
+        positive_count("rank", self.rank)
+        one_of("sharing", self.sharing, _SHARING)
+        one_of("init", self.init, _INITS)
+
+
+class LinformerAttention(nn.Module):
+    """Attention to `rank` mixtures of the tokens. Untrained it is a pooling, not an approximation.
+
+    Attributes:
+        mix_keys: E, [rank max_tokens] or, with a pair for each head, [num_heads rank max_tokens].
+        mix_values: F, of the same shape; the same parameter as E where keys and values share it.
+    """
+
+    def __init__(self, problem: AttentionProblem, options: LinformerOptions, max_tokens: int) -> None:
+        super().__init__()
+        self._scale = problem.factor
+        heads = problem.num_heads if options.sharing == "none" else None
+        self.mix_keys = nn.Parameter(_initial(options, max_tokens, heads, seed=0))
+        if options.sharing in ("key-value", "layers"):
+            self.mix_values = self.mix_keys
+        else:
+            self.mix_values = nn.Parameter(_initial(options, max_tokens, heads, seed=1))
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
+        return linformer_attention(
+            q,
+            k,
+            v,
+            mix_keys=self.mix_keys,
+            mix_values=self.mix_values,
+            scale=self._scale,
+            key_mask=key_mask,
+        )
+
+
+def _initial(options: LinformerOptions, max_tokens: int, heads: int | None, *, seed: int) -> Tensor:
+    shape = (options.rank, max_tokens) if heads is None else (heads, options.rank, max_tokens)
+    if options.init == "gaussian":
+        # Variance 1/rank, as in the paper's proofs (Wang et al. 2020, theorem 1).
+        generator = torch.Generator().manual_seed(seed)
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).float() / options.rank**0.5
+    return mean_pool(options.rank, max_tokens).expand(shape).clone()
+
+
+def mean_pool(rank: int, max_tokens: int) -> Tensor:
+    """Row r averages the positions j with ⌊j · rank / max_tokens⌋ = r, [rank max_tokens]."""
+    row = torch.arange(max_tokens) * rank // max_tokens
+    members = nn.functional.one_hot(row, rank).mT.float()
+    return members / members.sum(dim=-1, keepdim=True)
+
+
+def flops(problem: AttentionProblem, options: LinformerOptions, tokens: int) -> int:
+    """Two mixings and two products, each of tokens · rank · head_dim."""
+    return 8 * tokens * options.rank * problem.head_dim
+
+
+@register(
+    "linformer",
+    summary="Softmax over learned mixtures of keys and values; untrained it is a pooling.",
+    paper="https://arxiv.org/abs/2006.04768",
+    options=LinformerOptions,
+    size_option="rank",
+    capabilities=Capabilities(
+        causal=False, nonnegative=False, averages=False, second_derivatives=True, needs_max_tokens=True
+    ),
+    flops=flops,
+)
+def build(problem: AttentionProblem, options: LinformerOptions) -> LinformerAttention:
+    assert problem.max_tokens is not None, "build refuses a missing max_tokens"
+    if options.rank > problem.max_tokens:
+        raise OptionError(
+            f"rank={options.rank} is more than max_tokens={problem.max_tokens}; mixtures are at most as "
+            f"many as tokens: rank={problem.max_tokens} or less."
+        )
+    if options.sharing == "none" and problem.num_heads is None:
+        raise OptionError("sharing='none' keeps a pair of projections for each head: build it with num_heads.")
+    return LinformerAttention(problem, options, problem.max_tokens)

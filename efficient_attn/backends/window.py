@@ -1,0 +1,71 @@
+"""Softmax over the nearest tokens: restricted self-attention."""
+
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from efficient_attn.errors import OptionError
+from efficient_attn.modules.options import option
+from efficient_attn.ops.seen import SeenTokens, last_tokens, merge_tokens, summarise_tokens
+from efficient_attn.ops.window import window_attention
+from efficient_attn.problem import AttentionProblem, positive_count
+from efficient_attn.registry import Capabilities, register
+
+
+@dataclass(frozen=True, kw_only=True)
+class WindowOptions:
+    """Options of the window."""
+
+    window: int = option(
+        257, "Keys that a query reads, itself included: odd, half on each side; causal: the last ones."
+    )
+
+    def __post_init__(self) -> None:
+        positive_count("window", self.window)
+
+
+class WindowAttention(nn.Module):
+    """Attention to the keys within reach of each query."""
+
+    def __init__(self, problem: AttentionProblem, options: WindowOptions) -> None:
+        super().__init__()
+        self._scale = problem.factor
+        self._back = options.window - 1 if problem.causal else options.window // 2
+        self._ahead = 0 if problem.causal else options.window // 2
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
+        return window_attention(
+            q, k, v, scale=self._scale, back=self._back, ahead=self._ahead, key_mask=key_mask
+        )
+
+    def extend(
+        self, q: Tensor, k: Tensor, v: Tensor, state: SeenTokens | None, key_mask: Tensor | None
+    ) -> tuple[Tensor, SeenTokens]:
+        seen = merge_tokens(state, summarise_tokens(k, v, key_mask))
+        after = last_tokens(seen, self._back)
+        if q.shape[-2] == 0:
+            return q.new_zeros(*q.shape[:-1], v.shape[-1]), after
+        return self(q, seen.k, seen.v, seen.key_mask), after
+
+
+def flops(problem: AttentionProblem, options: WindowOptions, tokens: int) -> int:
+    """Two products of tokens · window · head_dim."""
+    return 4 * tokens * min(options.window, tokens) * problem.head_dim
+
+
+@register(
+    "window",
+    summary="Softmax over the nearest tokens only, exact within its window.",
+    paper="https://arxiv.org/abs/1706.03762",
+    options=WindowOptions,
+    size_option="window",
+    capabilities=Capabilities(causal=True, cross=False, second_derivatives=True),
+    flops=flops,
+)
+def build(problem: AttentionProblem, options: WindowOptions) -> WindowAttention:
+    if not problem.causal and options.window % 2 == 0:
+        raise OptionError(
+            f"window={options.window} has no middle; a window that is not causal is odd: "
+            f"{options.window - 1} or {options.window + 1}."
+        )
+    return WindowAttention(problem, options)

@@ -1,0 +1,125 @@
+"""The checks of a backend's tensors: one line that names the argument, what came and what works."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from efficient_attn.errors import AttentionError, DtypeError, ShapeError, UnsupportedError
+from efficient_attn.problem import AttentionProblem
+from efficient_attn.registry import BackendSpec
+
+_AXES = {"q": "[batch, heads, tokens, head_dim]", "k": "[batch, kv_heads, tokens, head_dim]"}
+_AXES["v"] = "[batch, kv_heads, tokens, value_dim]"
+
+
+def check_inputs(
+    problem: AttentionProblem,
+    spec: BackendSpec,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_mask: Tensor | None,
+    *,
+    streaming: bool = False,
+) -> None:
+    """Refuse what the backend cannot compute.
+
+    Raises:
+        ShapeError, DtypeError, UnsupportedError: As the message says.
+    """
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        _check_tensor(name, x, q, spec)
+    _check_heads(problem, q, k, v)
+    _check_tokens(problem, spec, q, k, v, streaming=streaming)
+    if key_mask is not None:
+        _check_mask(spec, key_mask, k)
+
+
+def _check_tensor(name: str, x: Any, q: Tensor, spec: BackendSpec) -> None:
+    if not isinstance(x, Tensor):
+        raise DtypeError(f"{name} is a torch tensor {_AXES[name]}, not {type(x).__name__}.")
+    if x.ndim != 4:
+        raise ShapeError(f"{name} has shape {list(x.shape)}; wanted are 4 axes {_AXES[name]}.")
+    if not x.is_floating_point() or str(x.dtype).removeprefix("torch.") not in spec.capabilities.dtypes:
+        wanted = ", ".join(spec.capabilities.dtypes)
+        raise DtypeError(f"{name} is {x.dtype}; backend {spec.name!r} computes in {wanted}.")
+    if x.dtype != q.dtype:
+        raise DtypeError(f"{name} is {x.dtype} and q is {q.dtype}; convert one to the other's dtype.")
+    if x.device != q.device:
+        raise ShapeError(f"{name} lies on {x.device} and q on {q.device}; move one to the other.")
+    if x.shape[0] != q.shape[0]:
+        raise ShapeError(f"{name} has a batch of {x.shape[0]} and q one of {q.shape[0]}; they are equal.")
+
+
+def _check_heads(problem: AttentionProblem, q: Tensor, k: Tensor, v: Tensor) -> None:
+    heads, kv_heads = q.shape[1], k.shape[1]
+    for name, x in (("q", q), ("k", k)):
+        if x.shape[-1] != problem.head_dim:
+            raise ShapeError(
+                f"{name} has {x.shape[-1]} entries a vector, shape {list(x.shape)}; this backend was built "
+                f"with head_dim={problem.head_dim}."
+            )
+    if problem.num_heads is not None and heads != problem.num_heads:
+        raise ShapeError(
+            f"q has {heads} heads, shape {list(q.shape)}; this backend was built with "
+            f"num_heads={problem.num_heads}.{_swapped(q, problem.num_heads)}"
+        )
+    if v.shape[1] != kv_heads:
+        raise ShapeError(f"v has {v.shape[1]} heads and k has {kv_heads}; they are equal.")
+    if kv_heads == 0 or heads % kv_heads:
+        raise ShapeError(
+            f"q has {heads} heads and k has {kv_heads}; the heads of k divide those of q.{_swapped(q, None)}"
+        )
+
+
+def _swapped(q: Tensor, num_heads: int | None) -> str:
+    """A hint where the axes look like those of other libraries."""
+    if num_heads is not None and q.shape[2] != num_heads:
+        return ""
+    return " If it is [batch, tokens, heads, dim], give x.transpose(1, 2)."
+
+
+def _check_tokens(
+    problem: AttentionProblem, spec: BackendSpec, q: Tensor, k: Tensor, v: Tensor, *, streaming: bool
+) -> None:
+    queries, keys = q.shape[2], k.shape[2]
+    if v.shape[2] != keys:
+        raise ShapeError(f"v has {v.shape[2]} tokens and k has {keys}; they are equal.")
+    if streaming and queries != keys:
+        raise ShapeError(f"extend takes as many queries as keys; q has {queries} tokens and k has {keys}.")
+    if problem.causal and queries > keys:
+        raise ShapeError(
+            f"q has {queries} tokens and k has {keys}; causal queries are the last positions of the keys, "
+            "so there are no more of them than keys."
+        )
+    if not problem.causal and queries != keys and not spec.capabilities.cross:
+        raise UnsupportedError(
+            f"Backend {spec.name!r} needs as many queries as keys where it is not causal; "
+            f"q has {queries} tokens and k has {keys}."
+        )
+    if spec.capabilities.needs_max_tokens and problem.max_tokens is not None and keys > problem.max_tokens:
+        raise ShapeError(
+            f"This {spec.name!r} was built for at most {problem.max_tokens} tokens and k has {keys}. "
+            f"Build it with max_tokens={keys} or more."
+        )
+
+
+def _check_mask(spec: BackendSpec, key_mask: Any, k: Tensor) -> None:
+    error: AttentionError | None = None
+    wanted = f"key_mask is bool [batch, k_tokens] = {[k.shape[0], k.shape[2]]}, True for a real token"
+    if not spec.capabilities.key_mask:
+        error = UnsupportedError(f"Backend {spec.name!r} takes no key_mask.")
+    elif not isinstance(key_mask, Tensor):
+        error = DtypeError(f"{wanted}; it is {type(key_mask).__name__}.")
+    elif key_mask.is_floating_point():
+        error = DtypeError(f"{wanted}; it is {key_mask.dtype}. Of a mask of 0 and -inf give (mask == 0).")
+    elif key_mask.dtype != torch.bool:
+        error = DtypeError(f"{wanted}; it is {key_mask.dtype}. Give key_mask.bool().")
+    elif key_mask.shape != (k.shape[0], k.shape[2]):
+        hint = " A pattern of query and key is no key mask: choose a backend that has it." * (key_mask.ndim > 2)
+        error = ShapeError(f"{wanted}; it has shape {list(key_mask.shape)}.{hint}")
+    elif key_mask.device != k.device:
+        error = ShapeError(f"key_mask lies on {key_mask.device} and k on {k.device}; move it there.")
+    if error is not None:
+        raise error

@@ -1,0 +1,102 @@
+"""Attention that is not in the table: a function, a module, or an object in somebody's file."""
+
+import importlib
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from torch import Tensor, nn
+
+from efficient_attn.backend import Backend
+from efficient_attn.errors import DataError, DtypeError, UnknownNameError
+from efficient_attn.registry import SPECS, BackendSpec, Capabilities, NoOptions
+
+# What can be measured of a function of q, k and v that says nothing about itself.
+BARE = Capabilities(causal=False, key_mask=False, nonnegative=False, averages=False, compile=False)
+
+
+class CalledAttention(nn.Module):
+    """A function or module f(q, k, v) → output in the place of a backend's own module."""
+
+    def __init__(self, function: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
+        return self.function(q, k, v)
+
+
+def spec_of(thing: Any, *, name: str | None = None) -> BackendSpec:
+    """The spec of a BackendSpec, a built backend, a registered builder, a module or a function.
+
+    Raises:
+        DtypeError: If the thing is none of them.
+    """
+    if isinstance(thing, BackendSpec):
+        return thing
+    for known in SPECS.values():
+        if known.builder is thing:
+            return known
+    if isinstance(thing, Backend):
+        return _fixed(thing.core, thing.spec.name, thing.spec.capabilities, thing.spec.summary)
+    if isinstance(thing, type) or not callable(thing):
+        raise DtypeError(
+            f"A backend is a name, file.py:object, a module or a function f(q, k, v), not {thing!r}."
+        )
+    label = name or getattr(thing, "__name__", type(thing).__name__)
+    return _fixed(CalledAttention(thing), label, BARE, "An attention from outside the table.")
+
+
+def _fixed(core: nn.Module, name: str, capabilities: Capabilities, summary: str) -> BackendSpec:
+    """The spec of something that exists already: it has nothing to choose and is not built anew."""
+    return BackendSpec(
+        name=name,
+        summary=summary,
+        options_type=NoOptions,
+        capabilities=capabilities,
+        builder=lambda problem, options: core,
+    )
+
+
+def is_address(name: str) -> bool:
+    """Whether a name reads file.py:object or package.module:object."""
+    return ":" in name
+
+
+def load(address: str) -> BackendSpec:
+    """The spec of the object at path/to/file.py:object or package.module:object; runs that file.
+
+    Raises:
+        DataError: If there is no such file or module, or it cannot be imported.
+        UnknownNameError: If it has no such object.
+    """
+    place, _, attribute = address.rpartition(":")
+    module = _file(Path(place)) if place.endswith(".py") else _module(place)
+    if not hasattr(module, attribute):
+        public = [n for n, x in vars(module).items() if callable(x) and not n.startswith("_")]
+        raise UnknownNameError(f"object in {place}", attribute, public)
+    return spec_of(getattr(module, attribute), name=f"{Path(place).name}:{attribute}")
+
+
+def _file(path: Path) -> ModuleType:
+    if not path.is_file():
+        raise DataError(f"There is no file {str(path)!r} to take a backend from.")
+    found = importlib.util.spec_from_file_location(f"efficient_attn_file_{path.stem}", path)
+    assert found is not None and found.loader is not None, "a path that ends in .py has a loader"
+    module = importlib.util.module_from_spec(found)
+    _run(lambda: found.loader.exec_module(module), str(path))
+    return module
+
+
+def _module(name: str) -> ModuleType:
+    return _run(lambda: importlib.import_module(name), name)
+
+
+def _run(action: Callable[[], Any], place: str) -> Any:
+    try:
+        return action()
+    except Exception as error:  # whatever a stranger's file raises becomes one line that names the file
+        raise DataError(f"{place} cannot be imported: {type(error).__name__}: {error}.") from error
+

@@ -1,0 +1,1 @@
+"""Parts that several backends share and that have something to keep."""

@@ -1,0 +1,62 @@
+"""A feature map with the random projection that it keeps."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from efficient_attn.modules.options import one_of, option, whole_number
+from efficient_attn.ops.features import MAPS
+from efficient_attn.ops.projections import DRAWS, draw_directions
+from efficient_attn.problem import positive_count
+
+
+@dataclass(frozen=True, kw_only=True)
+class RandomFeatureOptions:
+    """Options of every backend with random features."""
+
+    num_features: int = option(256, "Outputs of the feature map.")
+    projection: str = option("orthogonal", "How the random directions are drawn: orthogonal or iid.")
+    seed: int = option(0, "Seed of the draw; the same seed gives the same features on every device.")
+
+    def __post_init__(self) -> None:
+        positive_count("num_features", self.num_features)
+        one_of("projection", self.projection, DRAWS)
+        whole_number("seed", self.seed)
+
+
+class RandomFeatures(nn.Module):
+    """The random directions of a feature map: part of the model, drawn once, saved with it.
+
+    Attributes:
+        kind: Name of the feature map in `ops.features.MAPS`.
+        projection: The directions [directions head_dim], shared by all heads; float32 or wider.
+    """
+
+    projection: Tensor
+
+    def __init__(self, kind: str, head_dim: int, options: RandomFeatureOptions) -> None:
+        super().__init__()
+        self.kind = kind
+        self._draw = options.projection
+        # A signed map gives a cosine and a sine for each direction.
+        self._shape = (options.num_features // (2 if MAPS[kind].signed else 1), head_dim)
+        self.register_buffer("projection", self._directions(options.seed).float())
+
+    @torch.no_grad()
+    def redraw(self, seed: int) -> None:
+        """Put other directions in place of these; states made before are invalid."""
+        whole_number("seed", seed)
+        self.projection.copy_(self._directions(seed))
+
+    def _directions(self, seed: int) -> Tensor:
+        return draw_directions(self._draw, *self._shape, seed=seed)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "RandomFeatures":
+        """Follow the model to another device or dtype, but never to a dtype narrower than float32."""
+        kept = self.projection
+        super()._apply(fn, recurse)
+        if self.projection.dtype in (torch.float16, torch.bfloat16):
+            self.projection = kept.to(self.projection.device)
+        return self

@@ -1,0 +1,35 @@
+"""Checks that options of several backends share."""
+
+from collections.abc import Iterable
+from dataclasses import field
+from typing import Any
+
+from efficient_attn.errors import DtypeError, OptionError, UnknownNameError
+
+
+def option(default: Any, help: str) -> Any:
+    """A field of an options class: its default, and one line of help for listings and command lines."""
+    return field(default=default, metadata={"help": help})
+
+
+def one_of(name: str, value: object, choices: Iterable[str]) -> None:
+    """Refuse a word that is none of the choices."""
+    known = list(choices)
+    if value not in known:
+        raise UnknownNameError(f"choice of {name}", str(value), known)
+
+
+def probability(name: str, value: object) -> None:
+    """Refuse what is no number from 0 up to, but not including, 1."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise DtypeError(f"{name} is a number, not {value!r}.")
+    if not 0 <= value < 1:
+        raise OptionError(f"{name} is at least 0 and below 1, not {value}.")
+
+
+def whole_number(name: str, value: object) -> None:
+    """Refuse what is no whole number of at least 0."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise DtypeError(f"{name} is a whole number, not {value!r}.")
+    if value < 0:
+        raise OptionError(f"{name} is at least 0, not {value}.")

@@ -1,0 +1,1 @@
+"""Formulas: pure functions of tensors. Nothing here keeps anything."""

@@ -1,0 +1,83 @@
+"""Exact softmax attention through torch's fused kernel, which never builds the scores."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from efficient_attn.ops.precision import hide
+from efficient_attn.ops.softmax import visible_keys
+from efficient_attn.shapes import KeyMask, Keys, Output, Queries, Values
+
+# Rows per call where the kernel needs a mask that differs from row to row: such a mask would
+# otherwise take tokens² bytes.
+_ROWS = 512
+
+
+def fused_attention(
+    q: Queries,
+    k: Keys,
+    v: Values,
+    *,
+    scale: float,
+    causal: bool = False,
+    key_mask: KeyMask | None,
+    dropout: float,
+) -> Output:
+    """softmax(scale · q kᵀ) v in O(tokens) memory beyond inputs and output.
+
+    `dropout` is the probability with which a weight is dropped, 0 outside training.
+    """
+    value_dim, heads_dim = v.shape[-1], max(q.shape[-1], v.shape[-1])
+    # The kernel in O(tokens) memory wants all three equally wide; zeros change no product.
+    q, k, v = (F.pad(x, (0, heads_dim - x.shape[-1])) for x in (q, k, v))
+    k, v = hide(k, key_mask), hide(v, key_mask)
+    rowwise = causal and q.shape[-2] > 1
+    if rowwise and (key_mask is not None or q.shape[-2] != k.shape[-2]):
+        out = _causal_in_blocks(q, k, v, scale=scale, key_mask=key_mask, dropout=dropout)
+    else:
+        mask = None if key_mask is None else _never_blind(key_mask[:, None, None, :], key_mask)
+        out = _kernel(q, k, v, scale=scale, causal=rowwise, visible=mask, dropout=dropout)
+    return out[..., :value_dim]
+
+
+def _causal_in_blocks(
+    q: Tensor, k: Tensor, v: Tensor, *, scale: float, key_mask: Tensor | None, dropout: float
+) -> Tensor:
+    """A block of rows at a time, each with the keys up to its last row and a mask of its own."""
+    before = k.shape[-2] - q.shape[-2]
+    blocks = []
+    for start in range(0, q.shape[-2], _ROWS):
+        rows = q[..., start : start + _ROWS, :]
+        end = before + start + rows.shape[-2]
+        keys, mask = k[..., :end, :], None if key_mask is None else key_mask[:, :end]
+        visible = visible_keys(rows, keys, causal=True, key_mask=mask)
+        if mask is not None:
+            visible = _never_blind(visible, mask)
+        blocks.append(
+            _kernel(rows, keys, v[..., :end, :], scale=scale, causal=False, visible=visible, dropout=dropout)
+        )
+    return torch.cat(blocks, dim=-2)
+
+
+def _never_blind(visible: Tensor, key_mask: Tensor) -> Tensor:
+    """Let a row that sees no key see the masked ones: their values are hidden, zero, and so is the average.
+
+    What a kernel makes of a row without any key differs from device to device.
+    """
+    blind = ~visible.any(dim=-1, keepdim=True)
+    return visible | (blind & ~key_mask[:, None, None, :])
+
+
+def _kernel(
+    q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool, visible: Tensor | None, dropout: float
+) -> Tensor:
+    return F.scaled_dot_product_attention(
+        q,
+        k,
+        v,
+        attn_mask=visible,
+        dropout_p=dropout,
+        is_causal=causal,
+        scale=scale,
+        enable_gqa=q.shape[1] != k.shape[1],
+    )

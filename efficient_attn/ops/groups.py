@@ -1,0 +1,14 @@
+"""Grouped queries: several heads of queries that read the same head of keys."""
+
+from torch import Tensor
+
+
+def fold(x: Tensor, kv_heads: int) -> Tensor:
+    """[batch heads tokens dim] as [batch kv_heads group·tokens dim]: one list of rows per key head."""
+    return x.unflatten(1, (kv_heads, x.shape[1] // kv_heads)).flatten(2, 3)
+
+
+def unfold(x: Tensor, heads: int) -> Tensor:
+    """[batch kv_heads group·tokens dim] as [batch heads tokens dim], the inverse of `fold`."""
+    group = heads // x.shape[1]
+    return x.unflatten(2, (group, x.shape[2] // group)).flatten(1, 2)

@@ -1,0 +1,202 @@
+"""Linear attention as an algebra: a running sum that merges, for every feature map.
+
+Σ_j φ(q)·φ(k_j) v_j / Σ_j φ(q)·φ(k_j) needs of the keys only Σ_j φ(k_j) [v_j, 1], the state. Three
+verbs make everything else: `summarise` keys into a state, `merge` states, `read` a state by queries.
+Features may be as large as exp(1000), so a state is kept relative to the largest key it has seen,
+feature by feature, and a query takes that back before its own largest weight is set to one.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from efficient_attn.ops.features import Features
+
+# Smaller exponents count as minus infinity: products of two such weights would be denormal numbers,
+# which are six to ten times slower and too small to matter.
+_LOWEST = {torch.float32: -42.0, torch.float64: -350.0}
+# A row of a causal chunk whose weights all lie this far below the chunk's largest key is computed anew
+# in a smaller chunk, with a reference that is nearer to what it sees.
+_TINY = {torch.float32: 1e-8, torch.float64: 1e-100}
+
+
+class LinearState(NamedTuple):
+    """What is known of the keys seen so far; states merge in any grouping.
+
+    Attributes:
+        sums: Σ_j φ(k_j) [v_j, 1] · exp(−log_scale), [batch kv_heads features value_dim+1].
+        log_scale: The largest logarithmic scale seen, [batch kv_heads 1 features|1]; −inf: no key.
+    """
+
+    sums: Tensor
+    log_scale: Tensor
+
+
+class Chunk(NamedTuple):
+    """A causal chunk's rows, what their weights were divided by, and the state after it.
+
+    Attributes:
+        out: [batch kv_heads rows value_dim].
+        log_normaliser: Logarithm of |Σ_j φ(q)·φ(k_j)|, [batch kv_heads rows 1]; +inf: no key.
+        negative: Whether that sum is negative, bool, the same shape.
+        state: The state after the chunk.
+        lengths: Tokens of the pieces that the chunk was computed in.
+    """
+
+    out: Tensor
+    log_normaliser: Tensor
+    negative: Tensor
+    state: LinearState
+    lengths: list[int]
+
+
+def empty_state(keys: Features, value_dim: int) -> LinearState:
+    """The state that has seen no key."""
+    features = keys.log_scale if keys.values is None else keys.values
+    heads = keys.log_scale.shape[:-2]
+    sums = keys.log_scale.new_zeros(*heads, features.shape[-1], value_dim + 1)
+    return LinearState(sums, keys.log_scale.new_full((*heads, 1, keys.log_scale.shape[-1]), -torch.inf))
+
+
+def summarise(keys: Features, v: Tensor) -> LinearState:
+    """The state of a few keys and their values [batch kv_heads tokens value_dim]."""
+    reference = keys.log_scale.detach().amax(dim=-2, keepdim=True)
+    return LinearState(weigh(keys, reference).mT @ with_ones(v), reference)
+
+
+def merge(one: LinearState, other: LinearState) -> LinearState:
+    """The state after the tokens of both; chunks may be merged in any grouping."""
+    reference = torch.maximum(one.log_scale, other.log_scale)
+    sums = [fade(state, reference).mT * state.sums for state in (one, other)]
+    return LinearState(sums[0] + sums[1], reference)
+
+
+def read(state: LinearState, queries: Features) -> Tensor:
+    """Attention of queries to all keys of a state, [batch kv_heads rows value_dim]."""
+    weights, _ = query_weights(queries, state.log_scale)
+    return divide(weights @ state.sums, sees(state))
+
+
+def weigh(keys: Features, reference: Tensor) -> Tensor:
+    """Features of keys relative to a logarithmic scale, [… tokens features], at most 1 below it."""
+    scale = exponential(keys.log_scale - finite(reference))
+    return scale if keys.values is None else scale * keys.values
+
+
+def query_weights(queries: Features, reference: Tensor) -> tuple[Tensor, Tensor]:
+    """What a row gives to each feature of a state at `reference`, and that weight's logarithmic scale.
+
+    The largest weight of a positive row is 1, so that its denominator is at least 1 wherever
+    every feature's largest key is visible. The scale of a signed row cancels and is left out.
+    """
+    if queries.values is not None:
+        return queries.values, reference
+    exponents = queries.log_scale + reference
+    top = exponents.detach().amax(dim=-1, keepdim=True)
+    return exponential(exponents - finite(top)), top
+
+
+def causal_chunk(past: LinearState, queries: Features, keys: Features, v: Tensor) -> Chunk:
+    """Attention of each token to the past and to the chunk's tokens up to itself.
+
+    One reference serves all rows of the chunk. It cancels in exact arithmetic even though it may come
+    from a later key, and it is safe for a row as long as that row's weights are not tiny in it: if
+    they are, the chunk's halves are done one after the other, down to single tokens.
+    """
+    here = merge(past, summarise(keys, v))
+    weights, scale = query_weights(queries, here.log_scale)
+    numbers = weigh(keys, here.log_scale)
+    before = fade(past, here.log_scale)
+    sums = triangle(weights @ numbers.mT) @ with_ones(v) + weights @ (before.mT * past.sums)
+    seen = _visible(past, keys, rows=sums.shape[-2])
+    tokens = v.shape[-2]
+    if tokens > 1 and bool((seen & (_mass(sums, keys, here, before) < _TINY[sums.dtype])).any()):
+        return _in_halves(past, queries, keys, v)
+    out, logarithm = divide(sums, seen), log_sum(sums, scale, seen)
+    return Chunk(out, logarithm, sums[..., -1:] < 0, here, [tokens])
+
+
+def _in_halves(past: LinearState, queries: Features, keys: Features, v: Tensor) -> Chunk:
+    tokens, half = v.shape[-2], v.shape[-2] // 2
+    group = queries.log_scale.shape[-2] // tokens
+    parts, state = [], past
+    for part in (slice(0, half), slice(half, tokens)):
+        rows = cut(queries, part, group)
+        chunk = causal_chunk(state, rows, cut(keys, part, 1), v[..., part, :])
+        parts.append(chunk)
+        state = chunk.state
+    joined = (join_rows([getattr(chunk, name) for chunk in parts], group) for name in Chunk._fields[:3])
+    return Chunk(*joined, state, parts[0].lengths + parts[1].lengths)
+
+
+def triangle(scores: Tensor) -> Tensor:
+    """Scores [… group·tokens tokens] with those of later keys set to zero."""
+    tokens = scores.shape[-1]
+    return scores.unflatten(-2, (scores.shape[-2] // tokens, tokens)).tril().flatten(-3, -2)
+
+
+def cut(features: Features, part: slice, group: int) -> Features:
+    """The features of some tokens, out of rows that hold each token once for every head of a group."""
+    return Features(*(None if x is None else cut_rows(x, part, group) for x in features))
+
+
+def cut_rows(x: Tensor, part: slice, group: int) -> Tensor:
+    """The rows [… group·part dim] of some tokens out of [… group·tokens dim]."""
+    return x.unflatten(-2, (group, x.shape[-2] // group))[..., part, :].flatten(-3, -2)
+
+
+def join_rows(parts: list[Tensor], group: int) -> Tensor:
+    """The inverse of cutting rows [… group·tokens dim] into consecutive parts."""
+    return torch.cat([x.unflatten(-2, (group, x.shape[-2] // group)) for x in parts], dim=-2).flatten(-3, -2)
+
+
+def _visible(past: LinearState, keys: Features, *, rows: int) -> Tensor:
+    """Whether a row sees any key at all, bool [… rows 1]."""
+    real = (keys.log_scale > -torch.inf).any(dim=-1, keepdim=True)
+    seen = (real.cumsum(dim=-2) > 0) | sees(past)
+    return seen.repeat(*[1] * (seen.ndim - 2), rows // seen.shape[-2], 1)
+
+
+def _mass(sums: Tensor, keys: Features, here: LinearState, before: Tensor) -> Tensor:
+    """How much of what a row sees is left at the chunk's reference, [… rows|tokens 1]."""
+    if keys.values is None:
+        return sums[..., -1:].detach()
+    scale = (keys.log_scale.detach() - finite(here.log_scale)).exp().cumsum(dim=-2) + before
+    return scale.repeat(*[1] * (scale.ndim - 2), sums.shape[-2] // scale.shape[-2], 1)
+
+
+def divide(sums: Tensor, seen: Tensor) -> Tensor:
+    """Numerators over the denominator in the last column; zeros for a row that sees no key."""
+    return torch.where(seen, sums[..., :-1] / torch.where(seen, sums[..., -1:], 1.0), 0.0)
+
+
+def log_sum(sums: Tensor, reference: Tensor, seen: Tensor) -> Tensor:
+    """Logarithm of the magnitude of the rows' denominators at a reference; +inf without a key."""
+    return (reference + sums[..., -1:].detach().abs().log()).masked_fill(~seen, torch.inf)
+
+
+def sees(state: LinearState) -> Tensor:
+    """Whether the state has seen a key, bool [… 1 1]."""
+    return (state.log_scale > -torch.inf).any(dim=-1, keepdim=True)
+
+
+def fade(state: LinearState, reference: Tensor) -> Tensor:
+    """The factor from a state's own scale to a larger one, [… 1 features|1]; 0 for an empty state."""
+    return exponential(state.log_scale - finite(reference))
+
+
+def exponential(exponents: Tensor) -> Tensor:
+    """exp, exactly zero where the result would be too small to matter and slow to compute with."""
+    return F.threshold(exponents, _LOWEST[exponents.dtype], -torch.inf).exp()
+
+
+def finite(reference: Tensor) -> Tensor:
+    """A reference that can be subtracted: 0 in place of −inf, where there is nothing to scale."""
+    return reference.masked_fill(reference == -torch.inf, 0.0)
+
+
+def with_ones(v: Tensor) -> Tensor:
+    """Values with a last column of ones, whose sum is the denominator."""
+    return F.pad(v, (0, 1), value=1.0)

@@ -1,0 +1,229 @@
+"""Causal linear attention in chunks, forward and backward, as registered operators.
+
+The forward pass carries a state of keys from chunk to chunk. The backward pass walks twice, making
+features anew: forwards with the state of keys for the queries' derivatives, backwards with a state of
+queries for the keys' and values'. Memory beyond inputs, outputs and gradients is
+O(chunk · (chunk + features) + features · value_dim) per head.
+"""
+
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from efficient_attn.ops.linear import (
+    LinearState,
+    causal_chunk,
+    empty_state,
+    exponential,
+    fade,
+    finite,
+    merge,
+    summarise,
+    triangle,
+    with_ones,
+)
+from efficient_attn.ops.linear_gradient import (
+    Outputs,
+    at_reference,
+    derivative,
+    new_outputs,
+    normalised,
+    output_gradients,
+)
+from efficient_attn.ops.linear_full import whole_state
+from efficient_attn.ops.linear_tokens import Tokens
+from efficient_attn.ops.precision import without_autocast
+
+_CHUNK = 128
+
+
+def causal_linear_attention(tokens: Tokens) -> Outputs:
+    """Linear attention of each token to those up to itself; the queries are the last positions."""
+    return Outputs(*_causal(*tokens)[:3])
+
+
+def extend_linear_attention(tokens: Tokens, state: LinearState | None) -> tuple[Tensor, LinearState]:
+    """Outputs of new tokens that follow those of a state, and the state after them.
+
+    Made of differentiable operations, so that gradients also reach the state.
+    """
+    rows, state = [], _past(tokens, 0) if state is None else state
+    for part in _chunks(0, tokens.q.shape[-2]):
+        chunk = causal_chunk(state, *_features(tokens, part, 0), tokens.values(part))
+        rows.append(chunk.out.unflatten(2, (tokens.group, -1)).flatten(1, 2))
+        state = chunk.state
+    if not rows:
+        return tokens.q.new_zeros(*tokens.q.shape[:-1], tokens.v.shape[-1]), state
+    return torch.cat(rows, dim=-2).to(tokens.q.dtype), state
+
+
+def _chunks(start: int, end: int) -> list[slice]:
+    return [slice(i, min(i + _CHUNK, end)) for i in range(start, end, _CHUNK)]
+
+
+def _features(tokens: Tokens, part: slice, before: int) -> tuple:
+    """Features of some queries and of the keys at the same positions."""
+    keys = slice(part.start + before, part.stop + before)
+    return (
+        tokens.query_features(tokens.query_rows(part)),
+        tokens.key_features(tokens.key_rows(keys), keys),
+    )
+
+
+def _past(tokens: Tokens, before: int) -> LinearState:
+    """The state of the keys before the first query."""
+    first = slice(0, before)
+    if before == 0:
+        keys = tokens.key_features(tokens.key_rows(first), first)
+        return empty_state(keys, tokens.v.shape[-1])
+    mask = None if tokens.key_mask is None else tokens.key_mask[:, first]
+    return whole_state(
+        tokens._replace(k=tokens.k[..., first, :], v=tokens.v[..., first, :], key_mask=mask)
+    )
+
+
+@torch.library.custom_op("efficient_attn::causal_linear", mutates_args=())
+def _causal(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_mask: Tensor | None,
+    directions: Tensor,
+    kind: str,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    tokens = Tokens(q, k, v, key_mask, directions, kind, scale)
+    outputs, before = new_outputs(q, v), k.shape[-2] - q.shape[-2]
+    ends = torch.zeros(q.shape[-2] + 1, dtype=torch.bool)
+    with without_autocast(q):
+        state = _past(tokens, before)
+        for part in _chunks(0, q.shape[-2]):
+            keys = slice(part.start + before, part.stop + before)
+            chunk = causal_chunk(state, *_features(tokens, part, before), tokens.values(keys))
+            outputs.put(part, chunk)
+            ends[[part.start + length for length in accumulate(chunk.lengths)]] = True
+            state = chunk.state
+    return *outputs, ends
+
+
+@_causal.register_fake
+def _(q, k, v, key_mask, directions, kind, scale):
+    return *new_outputs(q, v), torch.empty(q.shape[-2] + 1, dtype=torch.bool)
+
+
+@torch.library.custom_op("efficient_attn::causal_linear_backward", mutates_args=())
+def _causal_backward(
+    gradient: Tensor,
+    out: Tensor,
+    logarithm: Tensor,
+    negative: Tensor,
+    ends: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_mask: Tensor | None,
+    directions: Tensor,
+    kind: str,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    tokens = Tokens(q, k, v, key_mask, directions, kind, scale)
+    outputs, stops = Outputs(out, logarithm, negative), ends.nonzero().flatten().tolist()
+    pieces = [slice(start, stop) for start, stop in zip([0, *stops], stops, strict=False)]
+    with without_autocast(q):
+        by_q = _query_gradients(tokens, gradient, outputs, pieces)
+        by_k, by_v = _key_gradients(tokens, gradient, outputs, pieces)
+    return by_q, by_k, by_v
+
+
+def _query_gradients(tokens: Tokens, gradient: Tensor, outputs: Outputs, pieces: list[slice]) -> Tensor:
+    """Derivatives by the queries, with the forward pass's state walking along."""
+    by_q = torch.empty_like(tokens.q, memory_format=torch.contiguous_format)
+    before, kv_heads = tokens.k.shape[-2] - tokens.q.shape[-2], tokens.k.shape[1]
+    state = _past(tokens, before)
+    for part in pieces:
+        positions = slice(part.start + before, part.stop + before)
+        features, keys = _features(tokens, part, before)
+        values = tokens.values(positions)
+        here = merge(state, summarise(keys, values))
+        queries = normalised(features, here.log_scale, *outputs.normaliser(part, kv_heads))
+        g = output_gradients(gradient, outputs.out, part, kv_heads)
+        earlier = fade(state, here.log_scale).mT * state.sums
+        weights = at_reference(keys, -finite(here.log_scale)).weights
+        by_weights = triangle(g @ with_ones(values).mT) @ weights + g @ earlier.mT
+        rows = tokens.query_rows(part)
+        by_q[..., part, :] = tokens.query_gradient(rows, features, derivative(queries, by_weights))
+        state = here
+    return by_q
+
+
+def _key_gradients(
+    tokens: Tokens, gradient: Tensor, outputs: Outputs, pieces: list[slice]
+) -> tuple[Tensor, Tensor]:
+    """Derivatives by keys and values: the state is one of queries, and time runs backwards."""
+    by_k, by_v = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (tokens.k, tokens.v))
+    before, kv_heads = tokens.k.shape[-2] - tokens.q.shape[-2], tokens.k.shape[1]
+    later: LinearState | None = None
+    for part in reversed(pieces):
+        features = tokens.query_features(tokens.query_rows(part))
+        logarithm, sign = outputs.normaliser(part, kv_heads)
+        g = output_gradients(gradient, outputs.out, part, kv_heads)
+        top = (features.log_scale - logarithm).amax(dim=-2, keepdim=True)
+        if later is None:
+            later = LinearState(top.new_zeros(*top.shape[:2], *_sums_shape(features, g)), top)
+        here = torch.maximum(later.log_scale, top)
+        queries = normalised(features, -finite(here), logarithm, sign)
+        sums = fade(later, here).mT * later.sums
+        positions = slice(part.start + before, part.stop + before)
+        _put_key_gradients(tokens, positions, here, sums, (queries.weights, g), (by_k, by_v))
+        later = LinearState(sums + queries.weights.mT @ g, here)
+    if before and later is not None:
+        for part in _chunks(0, before):
+            _put_key_gradients(tokens, part, later.log_scale, later.sums, None, (by_k, by_v))
+    return by_k, by_v
+
+
+def _sums_shape(features: Any, g: Tensor) -> tuple[int, int]:
+    values = features.log_scale if features.values is None else features.values
+    return values.shape[-1], g.shape[-1]
+
+
+def _put_key_gradients(
+    tokens: Tokens,
+    part: slice,
+    reference: Tensor,
+    sums: Tensor,
+    queries: tuple[Tensor, Tensor] | None,
+    into: tuple[Tensor, Tensor],
+) -> None:
+    """Derivatives by some keys and values, from later queries' sums and from queries of the same piece."""
+    by_k, by_v = into
+    rows = tokens.key_rows(part)
+    features = tokens.key_features(rows, part)
+    keys, values = at_reference(features, finite(reference)), with_ones(tokens.values(part))
+    by_weights, by_values = values @ sums.mT, keys.weights @ sums[..., :-1]
+    if queries is not None:
+        weights, g = queries
+        by_weights = by_weights + triangle(g @ values.mT).mT @ weights
+        by_values = by_values + triangle(weights @ keys.weights.mT).mT @ g[..., :-1]
+    by_k[..., part, :] = tokens.key_gradient(rows, features, derivative(keys, by_weights))
+    by_v[..., part, :] = by_values
+
+
+@_causal_backward.register_fake
+def _(gradient, out, logarithm, negative, ends, q, k, v, *_):
+    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+
+
+def _setup(ctx: Any, inputs: tuple, output: tuple) -> None:
+    q, k, v, key_mask, directions, ctx.kind, ctx.scale = inputs
+    ctx.save_for_backward(*output, q, k, v, key_mask, directions)
+    ctx.mark_non_differentiable(*output[1:])
+
+
+def _backward(ctx: Any, gradient: Tensor, *_: Tensor) -> tuple:
+    return *_causal_backward(gradient, *ctx.saved_tensors, ctx.kind, ctx.scale), None, None, None, None
+
+
+_causal.register_autograd(_backward, setup_context=_setup)

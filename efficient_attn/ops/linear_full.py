@@ -1,0 +1,148 @@
+"""Linear attention of every query to every key, forward and backward, as registered operators.
+
+Memory beyond inputs, outputs and gradients is O(chunk · features + features · value_dim) per head in
+both directions: the backward pass makes the features of a chunk anew instead of keeping them all.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from efficient_attn.ops.linear import (
+    LinearState,
+    divide,
+    finite,
+    log_sum,
+    merge,
+    query_weights,
+    sees,
+    summarise,
+    with_ones,
+)
+from efficient_attn.ops.linear_gradient import (
+    Outputs,
+    at_reference,
+    derivative,
+    new_outputs,
+    normalised,
+    output_gradients,
+)
+from efficient_attn.ops.linear_tokens import Tokens
+from efficient_attn.ops.precision import without_autocast
+
+_CHUNK = 256
+
+
+def full_linear_attention(tokens: Tokens) -> Outputs:
+    """Σ_j φ(q)·φ(k_j) v_j / Σ_j φ(q)·φ(k_j) over all keys (Choromanski et al. 2021, section 2.2)."""
+    return Outputs(*_full(*tokens)[:3])
+
+
+def chunks(tokens: int) -> list[slice]:
+    """Consecutive chunks of a sequence."""
+    return [slice(i, min(i + _CHUNK, tokens)) for i in range(0, tokens, _CHUNK)]
+
+
+def whole_state(tokens: Tokens) -> LinearState:
+    """The state of all keys."""
+    states = (
+        summarise(tokens.key_features(tokens.key_rows(part), part), tokens.values(part))
+        for part in chunks(tokens.k.shape[-2])
+    )
+    state = next(states)
+    for other in states:
+        state = merge(state, other)
+    return state
+
+
+@torch.library.custom_op("efficient_attn::full_linear", mutates_args=())
+def _full(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_mask: Tensor | None,
+    directions: Tensor,
+    kind: str,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    tokens = Tokens(q, k, v, key_mask, directions, kind, scale)
+    outputs = new_outputs(q, v)
+    with without_autocast(q):
+        state = whole_state(tokens)
+        for part in chunks(q.shape[-2]):
+            weights, reference = query_weights(
+                tokens.query_features(tokens.query_rows(part)), state.log_scale
+            )
+            sums, seen = weights @ state.sums, sees(state)
+            rows = Outputs(divide(sums, seen), log_sum(sums, reference, seen), sums[..., -1:] < 0)
+            outputs.put(part, rows)
+    return *outputs, *state
+
+
+@_full.register_fake
+def _(q, k, v, key_mask, directions, kind, scale):
+    outputs = new_outputs(q, v)
+    signed = Tokens(q, k, v, key_mask, directions, kind, scale).map.signed
+    features = len(directions) * (2 if signed else 1)
+    shape, logarithm = k.shape[:2], outputs.log_normaliser
+    return (
+        *outputs,
+        logarithm.new_empty(*shape, features, v.shape[-1] + 1),
+        logarithm.new_empty(*shape, 1, 1 if signed else features),
+    )
+
+
+@torch.library.custom_op("efficient_attn::full_linear_backward", mutates_args=())
+def _full_backward(
+    gradient: Tensor,
+    out: Tensor,
+    logarithm: Tensor,
+    negative: Tensor,
+    sums: Tensor,
+    reference: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_mask: Tensor | None,
+    directions: Tensor,
+    kind: str,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    tokens = Tokens(q, k, v, key_mask, directions, kind, scale)
+    by_q, by_k, by_v = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    outputs, query_sums = Outputs(out, logarithm, negative), torch.zeros_like(sums)
+    with without_autocast(q):
+        for part in chunks(q.shape[-2]):
+            rows = tokens.query_rows(part)
+            features = tokens.query_features(rows)
+            queries = normalised(features, reference, *outputs.normaliser(part, k.shape[1]))
+            g = output_gradients(gradient, out, part, k.shape[1])
+            by_q[..., part, :] = tokens.query_gradient(rows, features, derivative(queries, g @ sums.mT))
+            query_sums += queries.weights.mT @ g
+        for part in chunks(k.shape[-2]):
+            rows = tokens.key_rows(part)
+            features = tokens.key_features(rows, part)
+            keys = at_reference(features, -finite(reference))
+            by_weights = with_ones(tokens.values(part)) @ query_sums.mT
+            by_k[..., part, :] = tokens.key_gradient(rows, features, derivative(keys, by_weights))
+            by_v[..., part, :] = keys.weights @ query_sums[..., :-1]
+    return by_q, by_k, by_v
+
+
+@_full_backward.register_fake
+def _(gradient, out, logarithm, negative, sums, reference, q, k, v, *_):
+    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+
+
+def _setup(ctx: Any, inputs: tuple, output: tuple) -> None:
+    q, k, v, key_mask, directions, ctx.kind, ctx.scale = inputs
+    ctx.save_for_backward(*output, q, k, v, key_mask, directions)
+    ctx.mark_non_differentiable(*output[1:])
+
+
+def _backward(ctx: Any, gradient: Tensor, *_: Tensor) -> tuple:
+    return *_full_backward(gradient, *ctx.saved_tensors, ctx.kind, ctx.scale), None, None, None, None
+
+
+_full.register_autograd(_backward, setup_context=_setup)

@@ -1,0 +1,88 @@
+"""What the backward passes of full and of causal linear attention have in common.
+
+With p_tj the normalised weight of key j in row t and δ_t = g_t·out_t, the derivative by the
+unnormalised weight is (g_t·v_j − δ_t) / normaliser_t: the product of [g_t, −δ_t] with [v_j, 1]. So a
+state of queries, made of normalised query features and [g, −δ], does for keys what the state of
+keys and [v, 1] does for queries.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from efficient_attn.ops.features import Features
+from efficient_attn.ops.groups import fold, unfold
+from efficient_attn.ops.linear import Chunk, exponential, finite
+from efficient_attn.ops.precision import wide
+
+
+class Scaled(NamedTuple):
+    """Features at a reference that keeps them in range.
+
+    Attributes:
+        weights: [… rows features].
+        scale: Factor from the map's values to `weights`, [… rows 1]; None for a positive map.
+    """
+
+    weights: Tensor
+    scale: Tensor | None
+
+
+class Outputs(NamedTuple):
+    """What a forward pass gives: the output and, for the backward pass, each row's normaliser.
+
+    Attributes:
+        out: [batch heads q_tokens value_dim], in the dtype of q.
+        log_normaliser: Logarithm of |Σ_j φ(q)·φ(k_j)|, [batch heads q_tokens 1]; +inf: no key.
+        negative: Whether that sum is negative, bool [batch heads q_tokens 1].
+    """
+
+    out: Tensor
+    log_normaliser: Tensor
+    negative: Tensor
+
+    def put(self, part: slice, rows: "Chunk | Outputs") -> None:
+        """Write the rows of some tokens, given one list per key head."""
+        for whole, some in zip(self, rows[:3], strict=True):
+            whole[..., part, :] = unfold(some, whole.shape[1])
+
+    def normaliser(self, part: slice, kv_heads: int) -> tuple[Tensor, Tensor]:
+        """The rows' logarithms and signs (1 or −1), one list per key head."""
+        logarithm, negative = (fold(x[..., part, :], kv_heads) for x in self[1:])
+        return logarithm, torch.where(negative, -1.0, 1.0).to(logarithm)
+
+
+def new_outputs(q: Tensor, v: Tensor) -> Outputs:
+    """Room for the outputs of queries q over values v."""
+    shape = q.shape[:-1]
+    logarithm = wide(q.new_empty(0)).new_empty(*shape, 1)
+    return Outputs(
+        q.new_empty(*shape, v.shape[-1]), logarithm, torch.empty_like(logarithm, dtype=torch.bool)
+    )
+
+
+def at_reference(features: Features, offset: Tensor) -> Scaled:
+    """Features times exp(offset)."""
+    scale = exponential(features.log_scale + offset)
+    return Scaled(scale, None) if features.values is None else Scaled(scale * features.values, scale)
+
+
+def normalised(queries: Features, reference: Tensor, logarithm: Tensor, sign: Tensor) -> Scaled:
+    """Query features at `reference` over the row's normaliser; zeros for a row without a key."""
+    weights, scale = at_reference(queries, finite(reference) - logarithm)
+    return Scaled(weights * sign, None if scale is None else scale * sign)
+
+
+def derivative(scaled: Scaled, by_weights: Tensor) -> Features:
+    """The derivative by logarithmic scale and values, from that by the weights."""
+    by_log = scaled.weights * by_weights
+    if scaled.scale is None:
+        return Features(by_log, None)
+    return Features(by_log.sum(dim=-1, keepdim=True), scaled.scale * by_weights)
+
+
+def output_gradients(gradient: Tensor, out: Tensor, part: slice, kv_heads: int) -> Tensor:
+    """[g, −g·out] of some tokens, [batch kv_heads group·part value_dim+1]."""
+    g, out = (fold(wide(x[..., part, :]), kv_heads) for x in (gradient, out))
+    return torch.cat([g, -(g * out).sum(dim=-1, keepdim=True)], dim=-1)

@@ -1,0 +1,92 @@
+"""The tokens of a linear attention, handed out a chunk at a time as features."""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from efficient_attn.ops.features import MAPS, FeatureMap, Features
+from efficient_attn.ops.groups import fold, unfold
+from efficient_attn.ops.precision import hide, wide
+
+
+class Tokens(NamedTuple):
+    """Queries, keys and values, and the feature map that they go through.
+
+    Nothing of the size tokens · features ever exists: features are made for one chunk, in float32 or
+    better, and made again by the backward pass.
+
+    Attributes:
+        q: [batch heads q_tokens head_dim].
+        k: [batch kv_heads k_tokens head_dim].
+        v: [batch kv_heads k_tokens value_dim].
+        key_mask: bool [batch k_tokens], True for a real token; None: all are.
+        directions: Rows of the random projection, [directions head_dim].
+        kind: Name of the feature map in `features.MAPS`.
+        scale: Factor on q·k, shared between both sides as its root.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    key_mask: Tensor | None
+    directions: Tensor
+    kind: str
+    scale: float
+
+    @property
+    def map(self) -> FeatureMap:
+        return MAPS[self.kind]
+
+    @property
+    def group(self) -> int:
+        """Heads of queries to one head of keys."""
+        return self.q.shape[1] // self.k.shape[1]
+
+    def query_rows(self, part: slice) -> Tensor:
+        """Scaled queries of some tokens, [batch kv_heads group·part head_dim]."""
+        sign = math.copysign(1.0, self.scale)
+        return fold(wide(self.q[..., part, :]), self.k.shape[1]) * (sign * math.sqrt(abs(self.scale)))
+
+    def key_rows(self, part: slice) -> Tensor:
+        """Scaled keys of some tokens, zeros where they are masked, [batch kv_heads part head_dim]."""
+        return wide(hide(self.k[..., part, :], self._mask(part))) * math.sqrt(abs(self.scale))
+
+    def values(self, part: slice) -> Tensor:
+        """Values of some tokens, zeros where they are masked, [batch kv_heads part value_dim]."""
+        return wide(hide(self.v[..., part, :], self._mask(part)))
+
+    def query_features(self, rows: Tensor) -> Features:
+        """Features of query rows; a signed row's own scale cancels, so it is one."""
+        features = self.map.features(rows, self._directions(rows))
+        if self.map.signed:
+            return features._replace(log_scale=torch.zeros_like(features.log_scale))
+        return features
+
+    def key_features(self, rows: Tensor, part: slice) -> Features:
+        """Features of key rows, of scale −inf where the token is masked."""
+        features, mask = self.map.features(rows, self._directions(rows)), self._mask(part)
+        if mask is None:
+            return features
+        hidden = ~mask[:, None, :, None]
+        return features._replace(log_scale=features.log_scale.masked_fill(hidden, -torch.inf))
+
+    def query_gradient(self, rows: Tensor, features: Features, by: Features) -> Tensor:
+        """Derivative by some tokens of q, from the derivative by their features."""
+        if self.map.signed:
+            by = by._replace(log_scale=torch.zeros_like(by.log_scale))
+        gradient = self.map.pullback(rows, features, by, self._directions(rows))
+        sign = math.copysign(1.0, self.scale)
+        return unfold(gradient, self.q.shape[1]) * (sign * math.sqrt(abs(self.scale)))
+
+    def key_gradient(self, rows: Tensor, features: Features, by: Features) -> Tensor:
+        """Derivative by some tokens of k, from the derivative by their features."""
+        gradient = self.map.pullback(rows, features, by, self._directions(rows))
+        return gradient * math.sqrt(abs(self.scale))
+
+    def _directions(self, rows: Tensor) -> Tensor:
+        return self.directions.to(rows.dtype)
+
+    def _mask(self, part: slice) -> Tensor | None:
+        return None if self.key_mask is None else self.key_mask[:, part]

@@ -1,0 +1,61 @@
+"""Softmax attention over a few learned mixtures of keys and values (Wang et al. 2020, Linformer)."""
+
+import torch
+from torch import Tensor
+
+from efficient_attn.ops.groups import fold, unfold
+from efficient_attn.ops.precision import hide, wide_dtype
+from efficient_attn.ops.softmax import softmax_over
+from efficient_attn.shapes import KeyMask, Keys, Output, Queries, Values
+
+
+def linformer_attention(
+    q: Queries,
+    k: Keys,
+    v: Values,
+    *,
+    mix_keys: Tensor,
+    mix_values: Tensor,
+    scale: float,
+    key_mask: KeyMask | None,
+) -> Output:
+    """softmax(scale · q (E k)ᵀ) F v (Wang et al. 2020, eq. 7), E and F [… rank max_tokens].
+
+    Mixture r is divided by its share s_r = Σ_real |E_rj| / Σ_all |E_rj|, so that it stays an average
+    of the same size whatever part of its tokens is real; one with share 0 takes no part.
+    """
+    dtype = wide_dtype(q.dtype)
+    few_keys, alive = _mix(mix_keys.to(dtype), hide(k, key_mask).to(dtype), q.shape[1], key_mask)
+    few_values, alive_values = _mix(mix_values.to(dtype), hide(v, key_mask).to(dtype), q.shape[1], key_mask)
+    visible = (alive & alive_values).unsqueeze(-2)
+    scores = fold(q.to(dtype) * scale, few_keys.shape[1]) @ few_keys.mT
+    weights = softmax_over(scores, visible)
+    return unfold(weights @ few_values, q.shape[1]).to(q.dtype)
+
+
+def _mix(mix: Tensor, x: Tensor, heads: int, key_mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Mixtures [batch heads rank dim] and which of them hold a real token, bool [batch 1|heads rank].
+
+    `mix` is [rank max_tokens] for all heads, or [heads rank max_tokens].
+    """
+    used = mix[..., : x.shape[-2]]
+    share = _share(mix, used, key_mask)
+    if mix.ndim == 3:
+        # Each head of queries mixes the keys of its group by a pair of its own.
+        grouped = used.unflatten(0, (x.shape[1], heads // x.shape[1])).flatten(1, 2)
+        mixed = (grouped @ x).unflatten(2, (heads // x.shape[1], mix.shape[-2])).flatten(1, 2)
+    else:
+        mixed = used @ x
+    alive = share > 0
+    return mixed / torch.where(alive, share, 1.0).unsqueeze(-1), alive
+
+
+def _share(mix: Tensor, used: Tensor, key_mask: Tensor | None) -> Tensor:
+    """Σ over real j of |E_rj| over Σ over all j of |E_rj|, [1|batch 1|heads rank]."""
+    total = mix.abs().sum(dim=-1)
+    if key_mask is None:
+        real = used.abs().sum(dim=-1).unsqueeze(0)
+    else:
+        real = (used.abs() @ key_mask.to(mix.dtype).mT).movedim(-1, 0)
+    share = real / torch.where(total > 0, total, 1.0)
+    return share.unsqueeze(1) if mix.ndim == 2 else share

@@ -1,0 +1,46 @@
+"""Draws of the random directions w, one per row, each distributed as N(0, I) by itself."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Generator, Tensor
+
+
+def iid_directions(num_directions: int, head_dim: int, generator: Generator) -> Tensor:
+    """Independent rows of N(0, I), float64 [num_directions head_dim]."""
+    return torch.randn(num_directions, head_dim, generator=generator, dtype=torch.float64)
+
+
+def orthogonal_directions(num_directions: int, head_dim: int, generator: Generator) -> Tensor:
+    """Rows orthogonal within blocks of head_dim, with the lengths of Gaussian vectors.
+
+    Choromanski et al. 2021, section 2.4: each block is a uniformly distributed rotation, each row
+    scaled by an independent chi variable, so that every row alone is N(0, I). Blocks are independent.
+    """
+    blocks = -(-num_directions // head_dim)
+    rotations = haar_rotations(blocks, head_dim, generator).flatten(0, 1)[:num_directions]
+    lengths = iid_directions(num_directions, head_dim, generator).norm(dim=-1, keepdim=True)
+    return rotations * lengths
+
+
+def haar_rotations(blocks: int, dim: int, generator: Generator) -> Tensor:
+    """Uniformly distributed orthogonal matrices, float64 [blocks dim dim].
+
+    The Q of a QR decomposition is uniform only once the signs of R's diagonal are moved into it
+    (Mezzadri 2007, section 5): the bare Q has a preferred sign, and positive features inherit a bias.
+    """
+    gaussian = torch.randn(blocks, dim, dim, generator=generator, dtype=torch.float64)
+    rotation, triangle = torch.linalg.qr(gaussian)
+    signs = torch.where(triangle.diagonal(dim1=-2, dim2=-1) < 0, -1.0, 1.0).to(rotation)
+    return rotation * signs.unsqueeze(-2)
+
+
+DRAWS: dict[str, Callable[[int, int, Generator], Tensor]] = {
+    "orthogonal": orthogonal_directions,
+    "iid": iid_directions,
+}
+
+
+def draw_directions(kind: str, num_directions: int, head_dim: int, *, seed: int) -> Tensor:
+    """The directions of a named draw: the same seed gives the same float64 rows on every device."""
+    return DRAWS[kind](num_directions, head_dim, Generator().manual_seed(seed))

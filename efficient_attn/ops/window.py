@@ -1,0 +1,59 @@
+"""Softmax attention over a neighbourhood, in blocks of queries: O(tokens · window)."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from efficient_attn.ops.precision import hide, wide
+from efficient_attn.ops.softmax import softmax_over
+from efficient_attn.shapes import KeyMask, Keys, Output, Queries, Values
+
+# Queries that share one slice of keys. A block reads window + 63 keys for the window that a query needs.
+_BLOCK = 64
+# Blocks worked on at once: keeps the scores of one step in cache.
+_GROUP = 8
+
+
+def window_attention(
+    q: Queries, k: Keys, v: Values, *, scale: float, back: int, ahead: int, key_mask: KeyMask | None
+) -> Output:
+    """softmax over keys i−back … i+ahead (Vaswani et al. 2017, section 4, restricted self-attention).
+
+    The queries are the last positions of the keys; `ahead` reaches no further than the last key.
+    """
+    tokens, before = q.shape[-2], k.shape[-2] - q.shape[-2]
+    blocks = -(-tokens // _BLOCK)
+    # The keys from the first query's neighbourhood to the last's; outside the sequence, padding.
+    reach, left, right = back + ahead, back - before, blocks * _BLOCK - tokens + ahead
+    keys, values = (
+        F.pad(wide(hide(x, key_mask)), (0, 0, left, right)).unfold(-2, _BLOCK + reach, _BLOCK).mT
+        for x in (k, v)
+    )
+    real = key_mask if key_mask is not None else k.new_ones(k.shape[0], k.shape[2], dtype=torch.bool)
+    real = F.pad(real, (left, right)).unfold(-1, _BLOCK + reach, _BLOCK)
+    rows = F.pad(wide(q) * scale, (0, 0, 0, blocks * _BLOCK - tokens)).unflatten(-2, (blocks, _BLOCK))
+    out = torch.cat(
+        [
+            _blocks(rows[:, :, part], keys[:, :, part], values[:, :, part], real[:, part])
+            for part in (slice(i, i + _GROUP) for i in range(0, blocks, _GROUP))
+        ],
+        dim=2,
+    )
+    return out.flatten(2, 3)[:, :, :tokens].to(q.dtype)
+
+
+def _blocks(rows: Tensor, keys: Tensor, values: Tensor, real: Tensor) -> Tensor:
+    """Attention of blocks [batch heads blocks block dim] to their slices [batch kv_heads blocks keys dim]."""
+    groups = (keys.shape[1], rows.shape[1] // keys.shape[1])
+    # [batch kv_heads blocks group block dim]: the heads of a group read the same slice.
+    rows = rows.unflatten(1, groups).transpose(2, 3)
+    scores = (rows.flatten(3, 4) @ keys.mT).unflatten(3, rows.shape[3:5])
+    visible = real[:, None, :, None, None, :] & _band(keys.shape[-2], rows.device)
+    out = (softmax_over(scores, visible).flatten(3, 4) @ values).unflatten(3, rows.shape[3:5])
+    return out.transpose(2, 3).flatten(1, 2)
+
+
+def _band(keys: int, device: torch.device) -> Tensor:
+    """Row i of a block may read columns i … i+window−1 of its slice, bool [block keys]."""
+    ones = torch.ones(_BLOCK, keys, dtype=torch.bool, device=device)
+    return ones.triu().tril(keys - _BLOCK)
