@@ -21,7 +21,7 @@ LAYERS = (
     {"ops"},
     {"modules"},
     {"registry"},
-    {"backend"},
+    {"backend", "checks", "foreign"},
     {"backends"},
     {"transformer"},
     {"testing", "theory", "measure", "data"},
