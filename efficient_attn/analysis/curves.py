@@ -1,0 +1,111 @@
+"""Records of a sweep as curves: one per backend with its options, a cost at each number of tokens."""
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from efficient_attn.analysis.statistics import middle
+from efficient_attn.sweep.records import Case, Record
+
+# The kind of record that answers for each quantity.
+QUANTITIES = {
+    "time_s": "time",
+    "peak_bytes": "memory",
+    "parameter_bytes": "memory",
+    "state_bytes": "memory",
+}
+
+# What may differ between the cases of several runs; where it does, it becomes part of the curve's name.
+_MAY_DIFFER = (
+    "of",
+    "batch",
+    "num_heads",
+    "head_dim",
+    "causal",
+    "backward",
+    "dtype",
+    "device",
+    "threads",
+    "inputs",
+    "seed",
+)
+
+
+class Point(NamedTuple):
+    """A cost at one length; low and high enclose the true median. No value: the record says why."""
+
+    tokens: int
+    value: float | None
+    low: float | None
+    high: float | None
+    record: Record
+
+
+class Curve(NamedTuple):
+    """The points of one backend in rising order of tokens."""
+
+    label: str
+    backend: str
+    points: tuple[Point, ...]
+
+    @property
+    def measured(self) -> tuple[Point, ...]:
+        """The points that have a value."""
+        return tuple(point for point in self.points if point.value is not None)
+
+    def at(self, tokens: int) -> Point | None:
+        """The measured point at this length."""
+        return next((point for point in self.measured if point.tokens == tokens), None)
+
+
+def curves(records: Iterable[Record], quantity: str) -> tuple[Curve, ...]:
+    """The curves of `time_s`, `peak_bytes`, `parameter_bytes` or `state_bytes`, in the order of the records.
+
+    Of equal cases the last record counts.
+    """
+    wanted = [record for record in records if record.case.kind == QUANTITIES[quantity]]
+    latest = {record.case.key: record for record in wanted}
+    name = _namer([record.case for record in latest.values()])
+    groups: dict[str, list[Record]] = {}
+    for record in latest.values():
+        groups.setdefault(name(record.case), []).append(record)
+    return tuple(
+        Curve(label, group[0].case.backend, tuple(_points(group, quantity)))
+        for label, group in groups.items()
+    )
+
+
+class _Namer(NamedTuple):
+    differing: tuple[str, ...]
+
+    def __call__(self, case: Case) -> str:
+        values = [_say(field, getattr(case, field)) for field in self.differing]
+        return ", ".join([case.label, *filter(None, values)])
+
+
+def _namer(cases: Sequence[Case]) -> _Namer:
+    """Names by label, and by whatever differs between the cases beside label and tokens."""
+    differ = (field for field in _MAY_DIFFER if len({str(getattr(case, field)) for case in cases}) > 1)
+    return _Namer(tuple(differ))
+
+
+def _say(field: str, value: object) -> str:
+    if isinstance(value, bool):
+        return field if value else ""
+    return str(value) if isinstance(value, str) else f"{field}={value}"
+
+
+def _points(records: Sequence[Record], quantity: str) -> list[Point]:
+    ordered = sorted(records, key=lambda record: record.case.tokens)
+    return [Point(record.case.tokens, *_value(record, quantity), record) for record in ordered]
+
+
+def _value(record: Record, quantity: str) -> tuple[float | None, float | None, float | None]:
+    if record.status != "ok":
+        return None, None, None
+    if quantity == "time_s":
+        if not record.times_s:
+            return None, None, None
+        summary = middle(record.times_s)
+        return summary.median, summary.low, summary.high
+    value = getattr(record, quantity)
+    return value, value, value

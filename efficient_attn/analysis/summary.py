@@ -1,0 +1,87 @@
+"""Time and memory of one backend at one length side by side, and who is faster than whom."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+from efficient_attn.analysis.curves import Curve, curves
+from efficient_attn.sweep.records import Record
+
+YARDSTICK = "exact"
+
+
+class Gain(NamedTuple):
+    """How a backend stands against the yardstick.
+
+    Attributes:
+        pays_from: The shortest measured length from which on it is faster at every measured one.
+        tokens: The longest length at which both were measured.
+        ratio: Yardstick's median over its own there: above 1 it is faster.
+    """
+
+    label: str
+    pays_from: int | None
+    tokens: int
+    ratio: float
+
+
+def summary(records: Sequence[Record]) -> list[dict[str, Any]]:
+    """One flat row per backend and length: medians with intervals, bytes, and what kept a number away."""
+    rows: dict[tuple[str, int], dict[str, Any]] = {}
+    for quantity in ("time_s", "peak_bytes", "parameter_bytes", "state_bytes"):
+        for curve in curves(records, quantity):
+            for point in curve.points:
+                named = {"label": curve.label, "tokens": point.tokens}
+                row = rows.setdefault((curve.label, point.tokens), named)
+                row[quantity] = point.value
+                if quantity == "time_s":
+                    row["time_low_s"], row["time_high_s"] = point.low, point.high
+                    row["samples"] = len(point.record.times_s or ())
+                if point.record.status != "ok":
+                    row["status"], row["reason"] = point.record.status, point.record.reason
+    return [{**dict.fromkeys(_COLUMNS), "status": "ok", **row} for row in rows.values()]
+
+
+_COLUMNS = (
+    "label",
+    "tokens",
+    "status",
+    "time_s",
+    "time_low_s",
+    "time_high_s",
+    "samples",
+    "peak_bytes",
+    "parameter_bytes",
+    "state_bytes",
+    "reason",
+)
+
+
+def yardstick(all_curves: Iterable[Curve]) -> Curve | None:
+    """The curve of fused exact attention, if it is among them and unmistakable."""
+    found = [curve for curve in all_curves if curve.backend == YARDSTICK]
+    return found[0] if len(found) == 1 else None
+
+
+def gains(all_curves: Sequence[Curve]) -> list[Gain]:
+    """Every backend against the yardstick, at the lengths where both were measured.
+
+    It counts as faster at a length where the intervals of the two medians do not overlap.
+    """
+    exact = yardstick(all_curves)
+    if exact is None:
+        return []
+    compared = (_gain(curve, exact) for curve in all_curves if curve is not exact)
+    return [gain for gain in compared if gain is not None]
+
+
+def _gain(curve: Curve, exact: Curve) -> Gain | None:
+    pairs = [(own, its) for own in curve.measured if (its := exact.at(own.tokens)) is not None]
+    if not pairs:
+        return None
+    pays_from = None
+    for own, its in reversed(pairs):
+        if own.high is None or its.low is None or own.high >= its.low:
+            break
+        pays_from = own.tokens
+    own, its = pairs[-1]
+    return Gain(curve.label, pays_from, own.tokens, (its.value or 0.0) / (own.value or 1.0))

@@ -1,0 +1,64 @@
+"""What a benchmark says, in a few sentences computed from its records."""
+
+from collections.abc import Sequence
+
+from efficient_attn.analysis.curves import Curve, curves
+from efficient_attn.analysis.summary import Gain, gains, yardstick
+from efficient_attn.report.table import curve_growth
+from efficient_attn.sweep.amounts import show_bytes
+from efficient_attn.sweep.records import Record
+
+
+def bench_sentences(records: Sequence[Record]) -> list[str]:
+    """At most three: how time and memory grow, what is faster than fused exact attention, what memory costs."""
+    times, peaks = curves(records, "time_s"), curves(records, "peak_bytes")
+    told = [_growth_sentence(times, peaks), _gain_sentence(times), _memory_sentence(peaks)]
+    return [sentence for sentence in told if sentence is not None]
+
+
+def _growth_sentence(times: Sequence[Curve], peaks: Sequence[Curve]) -> str | None:
+    """The power of tokens that the growing part of time and of memory follows."""
+    memory = {curve.label: curve_growth(curve) for curve in peaks}
+    parts = []
+    for curve in times:
+        fit, bytes_fit = curve_growth(curve), memory.get(curve.label)
+        if fit is not None:
+            beside = "" if bytes_fit is None else f" and {bytes_fit.power:.2f}"
+            parts.append(f"{curve.label} {fit.power:.2f}{beside}")
+    if not parts:
+        return None
+    return f"Time and memory grow with this power of the tokens, fixed costs aside: {', '.join(parts)}."
+
+
+def _gain_sentence(times: Sequence[Curve]) -> str | None:
+    """What is faster than the yardstick, from which measured length on."""
+    found = gains(times)
+    if not found:
+        return None
+    faster = [gain for gain in found if gain.pays_from is not None]
+    slower = [gain.label for gain in found if gain.pays_from is None]
+    longest = max(gain.tokens for gain in found)
+    if not faster:
+        return f"Up to {longest} tokens nothing measured here is faster than exact attention."
+    rest = f"; not up to {longest}: {', '.join(slower)}" if slower else ""
+    return f"Faster than exact attention: {', '.join(map(_say_gain, faster))}{rest}."
+
+
+def _say_gain(gain: Gain) -> str:
+    return f"{gain.label} from {gain.pays_from} tokens ({gain.ratio:.3g} times at {gain.tokens})"
+
+
+def _memory_sentence(peaks: Sequence[Curve]) -> str | None:
+    """The smallest and the largest peak at the longest length that the yardstick reached."""
+    exact = yardstick(peaks)
+    if exact is None or not exact.measured:
+        return None
+    tokens = exact.measured[-1].tokens
+    costs = [(point.value, curve.label) for curve in peaks if (point := curve.at(tokens)) and point.value]
+    if len(costs) < 2:
+        return None
+    (least, least_label), (most, most_label) = min(costs), max(costs)
+    return (
+        f"At {tokens} tokens a call takes from {show_bytes(least)} ({least_label}) to {show_bytes(most)} "
+        f"({most_label}) beside its inputs."
+    )

@@ -1,0 +1,167 @@
+"""Records as tables: for a terminal, for Markdown, for a spreadsheet, for a web page."""
+
+import csv
+import html
+import io
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from efficient_attn.analysis.curves import Curve, Point, curves
+from efficient_attn.analysis.fits import Growth, growth
+from efficient_attn.analysis.summary import gains
+from efficient_attn.report.harmless import csv_cell, markdown_cell, plain
+from efficient_attn.sweep.records import Record
+
+# An interval wider than this share of the median to either side is shown beside it.
+_NOISY = 0.1
+
+# Lengths of one table; of more the shortest are left out and only the files hold them.
+_MOST_LENGTHS = 8
+
+_MILLISECOND, _MEBIBYTE = 1e-3, 2.0**20
+
+
+class Table(NamedTuple):
+    """Plain text in rows; the first column names the row."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    notes: tuple[str, ...] = ()
+
+
+def tables(records: Sequence[Record]) -> list[Table]:
+    """The tables of a benchmark: time, then peak memory, as far as they were measured."""
+    made = []
+    times = curves(records, "time_s")
+    if times:
+        ratios = {gain.label: f"{gain.ratio:.3g}x" for gain in gains(times)}
+        made.append(_cost_table("Time per call, ms", times, _MILLISECOND, ("speed, exact = 1", ratios)))
+    peaks = curves(records, "peak_bytes")
+    if peaks:
+        made.append(_cost_table("Peak memory of a call, MiB", peaks, _MEBIBYTE, None))
+    return made
+
+
+def show_growth(fit: Growth | None) -> str:
+    """The power of tokens with its interval: `n^1.98 (1.95 to 2.01)`."""
+    if fit is None:
+        return ""
+    interval = "" if fit.low is None or fit.high is None else f" ({fit.low:.2f} to {fit.high:.2f})"
+    return f"n^{fit.power:.2f}{interval}"
+
+
+def curve_growth(curve: Curve) -> Growth | None:
+    """How the measured points of a curve grow with tokens."""
+    measured = curve.measured
+    return growth([point.tokens for point in measured], [float(point.value or 0) for point in measured])
+
+
+def to_markdown(table: Table) -> str:
+    """The table in GitHub's Markdown; numbers are aligned to the right."""
+    lines = [table.columns, ("---", *("---:" for _ in table.columns[1:])), *table.rows]
+    cells = [
+        [cell if number == 1 else markdown_cell(cell) for cell in row] for number, row in enumerate(lines)
+    ]
+    body = "\n".join(f"| {' | '.join(row)} |" for row in cells)
+    return "\n\n".join([f"**{markdown_cell(table.title)}**", body, *map(markdown_cell, table.notes)])
+
+
+def to_csv(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Flat rows as CSV, text guarded against being run as a formula."""
+    text = io.StringIO()
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(columns)
+    writer.writerows([csv_cell(row.get(name)) for name in columns] for row in rows)
+    return text.getvalue()
+
+
+def to_html(table: Table) -> str:
+    """The table for a notebook, every text escaped."""
+    head = "".join(f"<th>{html.escape(plain(name))}</th>" for name in table.columns)
+    body = "".join(
+        f"<tr>{''.join(f'<td>{html.escape(plain(cell))}</td>' for cell in row)}</tr>" for row in table.rows
+    )
+    notes = "".join(f"<p>{html.escape(plain(note))}</p>" for note in table.notes)
+    caption = html.escape(plain(table.title))
+    return f"<table><caption>{caption}</caption><tr>{head}</tr>{body}</table>{notes}"
+
+
+def to_rich(table: Table) -> Any:
+    """The table for a terminal."""
+    from rich import box
+    from rich.table import Table as RichTable
+    from rich.text import Text
+
+    title = Text(plain(table.title), style="bold")
+    drawn = RichTable(title=title, box=box.SIMPLE_HEAD, title_justify="left", pad_edge=False)
+    for number, name in enumerate(table.columns):
+        drawn.add_column(Text(plain(name)), justify="left" if number == 0 else "right", overflow="fold")
+    for row in table.rows:
+        drawn.add_row(*(Text(plain(cell)) for cell in row))
+    return drawn
+
+
+def _cost_table(
+    title: str, all_curves: Sequence[Curve], unit: float, extra: tuple[str, Mapping[str, str]] | None
+) -> Table:
+    lengths = sorted({point.tokens for curve in all_curves for point in curve.points})
+    shown = lengths[-_MOST_LENGTHS:]
+    columns = ["backend", *(str(tokens) for tokens in shown), "grows as"]
+    rows = [
+        [
+            curve.label,
+            *(_cost(_find(curve, tokens), unit) for tokens in shown),
+            show_growth(curve_growth(curve)),
+        ]
+        for curve in all_curves
+    ]
+    if extra is not None and any(extra[1].values()):
+        columns.append(extra[0])
+        for row in rows:
+            row.append(extra[1].get(row[0], "1" if row[0] == "exact" else ""))
+    notes = [f"Shorter lengths are in the files: {', '.join(map(str, lengths[:-_MOST_LENGTHS]))}."]
+    return Table(
+        title,
+        tuple(columns),
+        tuple(map(tuple, rows)),
+        tuple(notes * (len(lengths) > _MOST_LENGTHS)) + _failures(all_curves),
+    )
+
+
+def _find(curve: Curve, tokens: int) -> Point | None:
+    return next((point for point in curve.points if point.tokens == tokens), None)
+
+
+def _cost(point: Point | None, unit: float) -> str:
+    if point is None:
+        return ""
+    if point.value is None:
+        return point.record.status
+    text = _three_digits(point.value / unit)
+    if point.low is None or point.high is None or not point.value:
+        return text
+    spread = max(point.high - point.value, point.value - point.low) / point.value
+    return f"{text} ±{spread:.0%}" if spread > _NOISY else text
+
+
+def _three_digits(value: float) -> str:
+    """Three significant digits and no exponent."""
+    if value >= 100:
+        return f"{value:.0f}"
+    return f"{value:.{2 if value < 10 else 1}f}" if value >= 1 else f"{value:.3g}"
+
+
+def _failures(all_curves: Sequence[Curve]) -> tuple[str, ...]:
+    """One line per backend and reason, with the lengths that it holds for."""
+    lengths: dict[tuple[str, str, str | None], list[int]] = {}
+    for curve in all_curves:
+        for point in curve.points:
+            if point.record.status != "ok":
+                key = (curve.label, point.record.status, point.record.reason)
+                lengths.setdefault(key, []).append(point.tokens)
+    return tuple(
+        f"{label}, {', '.join(map(str, tokens))} tokens: {status}: {reason}"
+        for (label, status, reason), tokens in lengths.items()
+    )
