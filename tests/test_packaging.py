@@ -75,9 +75,10 @@ def test_every_data_file_is_named_as_package_data() -> None:
     assert left_out == []
 
 
-def test_the_wheel_holds_every_file_of_the_checkout(wheel: metadata.Distribution) -> None:
-    installed = {str(file) for file in wheel.files or []}
-    assert sorted(files() - installed) == []
+def test_the_wheel_holds_exactly_the_files_of_the_checkout(wheel: metadata.Distribution) -> None:
+    paths = [file for file in wheel.files or [] if file.parts[0] in FOLDERS and file.suffix != ".pyc"]
+    # A file too many was left in build/ by an earlier installation: setuptools packs that folder as it is.
+    assert sorted(map(str, paths)) == sorted(files())
 
 
 def test_the_tests_test_the_wheel_and_not_the_checkout(wheel: metadata.Distribution) -> None:
