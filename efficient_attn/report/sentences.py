@@ -10,7 +10,7 @@ from efficient_attn.sweep.records import Record
 
 
 def bench_sentences(records: Sequence[Record]) -> list[str]:
-    """At most three: how time and memory grow, what is faster than fused exact attention, what memory costs."""
+    """At most three: how time and memory grow, what beats fused exact attention, what memory costs."""
     times, peaks = curves(records, "time_s"), curves(records, "peak_bytes")
     told = [_growth_sentence(times, peaks), _gain_sentence(times), _memory_sentence(peaks)]
     return [sentence for sentence in told if sentence is not None]

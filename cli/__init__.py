@@ -1,0 +1,1 @@
+"""The command `efficient-attn`: parses, calls the library once, prints."""

@@ -1,0 +1,153 @@
+"""`efficient-attn bench`: time and peak memory, length by length."""
+
+import json
+from typing import Any
+
+import typer
+
+from efficient_attn.errors import OptionError
+
+from . import exits, talk
+from .options import (
+    BackendOption,
+    BackwardOption,
+    BatchOption,
+    BudgetOption,
+    CausalOption,
+    DeviceOption,
+    DryRunOption,
+    DtypeOption,
+    ExtraArguments,
+    HeadDimOption,
+    JsonToOption,
+    MemoryLimitOption,
+    NumHeadsOption,
+    OfOption,
+    OutOption,
+    SeedOption,
+    SeqLenOption,
+    SetOption,
+    ThreadsOption,
+    names,
+)
+
+
+def bench_command(
+    extra: ExtraArguments = None,
+    seq_len: SeqLenOption = "256:4096:x2",
+    backend: BackendOption = None,
+    set_: SetOption = None,
+    of: OfOption = "attention",
+    device: DeviceOption = "auto",
+    dtype: DtypeOption = "auto",
+    causal: CausalOption = False,
+    backward: BackwardOption = False,
+    num_heads: NumHeadsOption = 8,
+    head_dim: HeadDimOption = 64,
+    batch: BatchOption = 1,
+    threads: ThreadsOption = None,
+    seed: SeedOption = 0,
+    budget: BudgetOption = "2m",
+    memory_limit: MemoryLimitOption = "70%",
+    out: OutOption = None,
+    dry_run: DryRunOption = False,
+    json_to: JsonToOption = None,
+) -> None:
+    """Measure time and peak memory of backends at several lengths, beside fused exact attention.
+
+    Example: efficient-attn bench --seq-len 256:4096:x2 --backend window,my_file.py:my_attention
+    """
+    from efficient_attn.experiments import bench
+    from efficient_attn.experiments.results import open_folder, run_folder
+    from efficient_attn.measure.environment import command_line
+    from efficient_attn.sweep.amounts import parse_seconds, parse_sizes
+    from efficient_attn.sweep.variants import parse_settings
+
+    if extra:
+        raise OptionError(
+            f"--seq-len takes one value, lengths joined by commas: 256,512; {extra[0]!r} stands alone."
+        )
+    # What is wrong in the request itself is said before torch is loaded.
+    parse_sizes(seq_len, name="--seq-len")
+    budget_s = parse_seconds(budget, name="--budget")
+    settings = parse_settings(set_ or [])
+    if json_to not in (None, "-"):
+        raise OptionError(f"--json takes - for stdout, not {json_to!r}; files are written to --out.")
+    workload = bench.settle(
+        bench.Workload(
+            of=of,
+            batch=batch,
+            num_heads=num_heads,
+            head_dim=head_dim,
+            causal=causal,
+            backward=backward,
+            dtype=dtype,
+            device=device,
+            threads=threads,
+            seed=seed,
+        )
+    )
+    named = names(backend)
+    entries = bench.plan_bench(
+        named, seq_len, workload, options=settings, memory_limit=memory_limit, tokens_name="--seq-len"
+    )
+    if dry_run:
+        talk.print_tables([_plan_table(entries)])
+        return
+    folder = open_folder(out or run_folder("bench"), name="--out", fresh=True)
+    with talk.progress(len(entries)) as show:
+        results = bench.run_bench(
+            entries, budget_s=budget_s, out=folder, command=command_line(), progress=show
+        )
+    _print(results, as_json=json_to is not None)
+    typer.echo(str(folder), err=json_to is not None)
+    raise typer.Exit(_exit_code(results, named=named is not None))
+
+
+def _print(results: Any, *, as_json: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps(_document(results), indent=2, allow_nan=False, ensure_ascii=False))
+        return
+    talk.print_tables(results.tables())
+    for sentence in results.sentences():
+        typer.echo(sentence)
+
+
+def _document(results: Any) -> dict[str, Any]:
+    from efficient_attn.sweep.records import line
+
+    return {
+        "environment": results.environment,
+        "records": [json.loads(line(record)) for record in results.records],
+        "sentences": results.sentences(),
+        "interrupted": results.interrupted,
+    }
+
+
+def _plan_table(entries: Any) -> Any:
+    from efficient_attn.report.table import Table
+    from efficient_attn.sweep.amounts import show_bytes
+
+    rows = [
+        (
+            entry.case.label,
+            str(entry.case.tokens),
+            entry.case.kind,
+            show_bytes(entry.predicted_bytes),
+            entry.skip or "",
+        )
+        for entry in entries
+    ]
+    columns = ("backend", "tokens", "measured", "predicted bytes", "skipped because it")
+    return Table(f"{len(entries)} points; nothing was run", columns, tuple(rows))
+
+
+def _exit_code(results: Any, *, named: bool) -> int:
+    """How it went. In a default selection refusals and skips are expected, other failures are not."""
+    if results.interrupted:
+        return exits.INTERRUPTED
+    failed = [record for record in results.records if record.status != "ok"]
+    if len(failed) == len(results.records):
+        return exits.NOTHING_MEASURED
+    unexpected = [record for record in failed if named or record.status not in ("unsupported", "skipped")]
+    return exits.SOME_NOT_MEASURED if unexpected else exits.DONE

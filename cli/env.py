@@ -1,0 +1,30 @@
+"""`efficient-attn env`: the machine and the software that numbers come from."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import typer
+
+from .options import DeviceOption, JsonOption
+
+
+def env_command(as_json: JsonOption = False, device: DeviceOption = "auto") -> None:
+    """Show machine and software; every run writes the same beside its records."""
+    from efficient_attn.experiments.bench import Workload, settle
+    from efficient_attn.measure.environment import environment
+
+    found = environment(device=settle(Workload(device=device)).device)
+    if as_json:
+        typer.echo(json.dumps(found, indent=2, allow_nan=False, ensure_ascii=False))
+        return
+    for name, value in _lines(found):
+        typer.echo(f"{name:32} {value}")
+
+
+def _lines(values: dict[str, Any], above: str = "") -> Iterator[tuple[str, str]]:
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from _lines(value, f"{above}{name}.")
+        elif value not in (None, []):
+            yield f"{above}{name}", ", ".join(map(str, value)) if isinstance(value, list) else str(value)

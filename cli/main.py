@@ -1,0 +1,61 @@
+"""The command line: which commands there are, and what becomes of errors."""
+
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any, NoReturn
+
+import typer
+
+from efficient_attn.errors import AttentionError
+
+from . import exits
+
+# Whatever is wrong with the command line itself; Typer exports only its subclass.
+_UsageError: Any = typer.BadParameter.__bases__[0]
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=True,
+    pretty_exceptions_enable=False,
+    help="Compare efficient attention with exact attention: what it costs and how wrong it is.",
+)
+
+# One line per command: its module, beside this file, holds a function of that name.
+COMMANDS = ("list", "bench", "mse", "capture", "env")
+
+
+def _register(name: str) -> None:
+    module = import_module(f".{name}", __package__)
+    app.command(name)(getattr(module, f"{name}_command"))
+
+
+for _name in COMMANDS:
+    if find_spec(f".{_name}", __package__) is not None:
+        _register(_name)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line and leave with the exit code that says how it went."""
+    try:
+        code = app(args=arguments, standalone_mode=False)
+    except AttentionError as error:
+        fail(str(error))
+    except _UsageError as error:
+        fail(error.format_message())
+    except (KeyboardInterrupt, typer.Abort):
+        sys.exit(exits.INTERRUPTED)
+    except BrokenPipeError:
+        # Whoever read our output has left: nothing more is written, not even at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(128 + signal.SIGPIPE)
+    sys.exit(code or exits.DONE)
+
+
+def fail(message: str) -> NoReturn:
+    """One line that says what was wrong with the request, and exit code 2."""
+    typer.secho(f"error: {' '.join(message.split())}", fg="red", err=True)
+    sys.exit(exits.WRONG_REQUEST)

@@ -1,0 +1,72 @@
+"""Every parameter that commands share, declared once."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def _backends(incomplete: str) -> list[str]:
+    """Names for completion; the part after the last comma is the one being typed."""
+    from efficient_attn.backends import backend_names
+
+    typed, comma, last = incomplete.rpartition(",")
+    return [f"{typed}{comma}{name}" for name in backend_names() if name.startswith(last)]
+
+
+BackendOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--backend",
+        metavar="NAME[,NAME…]",
+        help="Backends, by name or as path/file.py:function; all if left out.",
+        autocompletion=_backends,
+    ),
+]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="BACKEND.OPTION=VALUE[,VALUE…]",
+        help="An option of a backend; several values make several variants.",
+    ),
+]
+SeqLenOption = Annotated[
+    str, typer.Option("--seq-len", metavar="LENGTHS", help="Tokens: 256,512 or 256:4096:x2 or 1k.")
+]
+OfOption = Annotated[str, typer.Option("--of", help="What is measured: attention.")]
+DeviceOption = Annotated[str, typer.Option("--device", help="auto, cpu, cuda or cuda:1.")]
+DtypeOption = Annotated[
+    str, typer.Option("--dtype", help="auto (float32 on the CPU, bfloat16 on CUDA) or a dtype's name.")
+]
+CausalOption = Annotated[bool, typer.Option("--causal", help="Each token reads only those before it.")]
+BackwardOption = Annotated[bool, typer.Option("--backward", help="Forward and backward pass together.")]
+NumHeadsOption = Annotated[int, typer.Option("--num-heads", min=1, help="Heads.")]
+HeadDimOption = Annotated[int, typer.Option("--head-dim", min=1, help="Entries of one query or key.")]
+BatchOption = Annotated[int, typer.Option("--batch", min=1, help="Sequences at once.")]
+ThreadsOption = Annotated[
+    int | None, typer.Option("--threads", min=1, help="CPU threads; torch's own choice.")
+]
+SeedOption = Annotated[int, typer.Option("--seed", min=0, help="Of the random inputs.")]
+BudgetOption = Annotated[
+    str, typer.Option("--budget", metavar="TIME", help="Skip lengths that would take longer: 90s, 2m, 1h.")
+]
+MemoryLimitOption = Annotated[
+    str, typer.Option("--memory-limit", metavar="AMOUNT", help="Skip what would need more: 70% or 8GiB.")
+]
+OutOption = Annotated[
+    Path | None,
+    typer.Option("--out", metavar="DIR", help="A new folder for the results; runs/… if left out."),
+]
+DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Print what would be measured; run nothing.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of a table.")]
+JsonToOption = Annotated[
+    str | None, typer.Option("--json", metavar="-", help="With -, stdout is one JSON document.")
+]
+# `--seq-len 256 512` would otherwise end in a message that names nothing.
+ExtraArguments = Annotated[list[str] | None, typer.Argument(hidden=True)]
+
+
+def names(texts: list[str] | None) -> list[str] | None:
+    """The names in `a,b` and repeated options; None if there are none."""
+    return [name.strip() for text in texts for name in text.split(",") if name.strip()] if texts else None

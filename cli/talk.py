@@ -1,0 +1,70 @@
+"""Tables to stdout, talk and progress to stderr."""
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import typer
+
+# A file or a pipe has no width of its own; tables are printed as wide as they are.
+_WIDTH_OF_A_FILE = 240
+
+
+def say(text: str) -> None:
+    """One line to the person at the keyboard."""
+    typer.echo(text, err=True)
+
+
+def print_tables(tables: Sequence[Any]) -> None:
+    """Tables with their notes to stdout."""
+    from rich.console import Console
+
+    from efficient_attn.report.harmless import plain
+    from efficient_attn.report.table import to_rich
+
+    console = Console(width=None if sys.stdout.isatty() else _WIDTH_OF_A_FILE, soft_wrap=False)
+    for table in tables:
+        console.print(to_rich(table))
+        for note in table.notes:
+            typer.echo(f"  {plain(note)}")
+
+
+@contextmanager
+def progress(total: int) -> Iterator[Callable[[Any], None]]:
+    """A display of steps on stderr: a bar on a terminal, else one line per finished point."""
+    if not sys.stderr.isatty():
+        yield _say_step
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (
+        BarColumn(bar_width=24),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[remaining]}"),
+        TextColumn("{task.description}", markup=False),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("", total=total, remaining="")
+
+        def show(step: Any) -> None:
+            bar.update(task, completed=step.done, remaining=_remaining(step))
+            if step.doing is not None:
+                bar.update(task, description=step.doing)
+
+        yield show
+
+
+def _say_step(step: Any) -> None:
+    if step.record is None:
+        return
+    case = step.record.case
+    name = f"{case.label}, {case.tokens} tokens, {case.kind}"
+    say(f"[{step.done}/{step.total}] {name}: {step.record.status}; {_remaining(step)}")
+
+
+def _remaining(step: Any) -> str:
+    minutes, seconds = divmod(round(step.remaining_s), 60)
+    return f"{minutes}:{seconds:02} left"

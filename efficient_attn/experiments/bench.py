@@ -1,0 +1,186 @@
+"""How long each backend takes and how much memory it needs, length by length."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from efficient_attn.errors import OptionError, UnsupportedError
+from efficient_attn.experiments.results import (
+    COMMAND,
+    ENVIRONMENT,
+    RECORDS,
+    Results,
+    open_folder,
+    write,
+    write_json,
+)
+from efficient_attn.measure.environment import available_bytes, environment, usable_cores
+from efficient_attn.problem import positive_count
+from efficient_attn.sweep.amounts import parse_bytes, parse_sizes
+from efficient_attn.sweep.plan import ITEM_BYTES, Entry, plan
+from efficient_attn.sweep.records import Record, append
+from efficient_attn.sweep.run import Step, run
+from efficient_attn.sweep.variants import select
+
+YARDSTICK = "exact"
+DEFAULT_TOKENS = (256, 512, 1024, 2048, 4096)
+DEFAULT_MEMORY_LIMIT = "70%"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """What every backend of a benchmark is given to do; `auto` and None are settled by `settle`."""
+
+    of: str = "attention"
+    batch: int = 1
+    num_heads: int = 8
+    head_dim: int = 64
+    causal: bool = False
+    backward: bool = False
+    dtype: str = "auto"
+    device: str = "auto"
+    threads: int | None = None
+    seed: int = 0
+
+
+def bench(
+    backends: Sequence[Any] | None = None,
+    *,
+    tokens: str | Sequence[int] = DEFAULT_TOKENS,
+    of: str = "attention",
+    backward: bool = False,
+    causal: bool = False,
+    batch: int = 1,
+    num_heads: int = 8,
+    head_dim: int = 64,
+    dtype: str = "auto",
+    device: str = "auto",
+    threads: int | None = None,
+    options: Mapping[str, Mapping[str, Sequence[Any]]] | None = None,
+    budget_s: float | None = None,
+    memory_limit: str | int = DEFAULT_MEMORY_LIMIT,
+    seed: int = 0,
+    out: str | Path | None = None,
+) -> Results:
+    """Time and peak memory of backends on Gaussian q, k, v, with fused `exact` always among them.
+
+    Args:
+        backends: Names, `file.py:object`, modules or functions f(q, k, v); None stands for all.
+        tokens: Lengths, as numbers or as text such as `256:4096:x2`.
+        backward: Measure forward and backward pass together.
+        dtype: `auto` is float32 on the CPU and bfloat16 on CUDA.
+        options: {backend: {option: values}}; every combination is a variant.
+        budget_s: Lengths that would not fit into the rest of these seconds are skipped.
+        memory_limit: Bytes, or a share of the available memory; what would need more is skipped.
+        out: A folder that every record is written to as soon as it exists.
+    """
+    workload = settle(
+        Workload(
+            of=of,
+            batch=batch,
+            num_heads=num_heads,
+            head_dim=head_dim,
+            causal=causal,
+            backward=backward,
+            dtype=dtype,
+            device=device,
+            threads=threads,
+            seed=seed,
+        )
+    )
+    entries = plan_bench(backends, tokens, workload, options=options, memory_limit=memory_limit)
+    return run_bench(entries, budget_s=budget_s, out=out)
+
+
+def settle(workload: Workload) -> Workload:
+    """The workload with device, dtype and threads chosen, checked as far as this machine can tell.
+
+    Raises:
+        OptionError, UnsupportedError: If it makes no sense, or this machine cannot do it.
+    """
+    if workload.of in ("block", "encoder"):
+        raise UnsupportedError(f"of cannot be {workload.of!r} yet; what is measured is attention alone.")
+    if workload.of != "attention":
+        raise OptionError(f"of is attention, not {workload.of!r}.")
+    for name in ("batch", "num_heads", "head_dim"):
+        positive_count(name, getattr(workload, name))
+    device = _device(workload.device)
+    automatic = "bfloat16" if device.startswith("cuda") else "float32"
+    dtype = automatic if workload.dtype == "auto" else workload.dtype
+    if dtype not in ITEM_BYTES:
+        raise OptionError(f"dtype is auto, {', '.join(ITEM_BYTES)}, not {dtype!r}.")
+    return replace(workload, device=device, dtype=dtype, threads=_threads(workload.threads))
+
+
+def plan_bench(
+    backends: Sequence[Any] | None,
+    tokens: str | Sequence[int],
+    workload: Workload,
+    *,
+    options: Mapping[str, Mapping[str, Sequence[Any]]] | None = None,
+    memory_limit: str | int = DEFAULT_MEMORY_LIMIT,
+    tokens_name: str = "tokens",
+) -> tuple[Entry, ...]:
+    """Every case of a benchmark, and what would not fit into memory; nothing runs."""
+    lengths = parse_sizes(tokens, name=tokens_name)
+    chosen = select(backends, options)
+    if all(variant.backend != YARDSTICK for variant in chosen):
+        chosen = (*select([YARDSTICK]), *chosen)
+    available = available_bytes(workload.device)
+    limit = parse_bytes(memory_limit, name="memory_limit", available=available)
+    return plan(chosen, lengths, {**vars(workload), "inputs": "gaussian"}, memory_limit=limit)
+
+
+def run_bench(
+    entries: Sequence[Entry],
+    *,
+    budget_s: float | None = None,
+    out: str | Path | None = None,
+    command: Sequence[str] = (),
+    progress: Callable[[Step], None] | None = None,
+) -> Results:
+    """Measure the entries; with `out` everything is written there, records as soon as they exist."""
+    folder = None if out is None else open_folder(out, name="out", fresh=True)
+    machine = environment(command=command, device=entries[0].case.device)
+    if folder is not None:
+        write_json(folder / ENVIRONMENT, machine)
+        write(folder / COMMAND, " ".join(machine["command"]) + "\n")
+    records: list[Record] = []
+
+    def emit(record: Record) -> None:
+        records.append(record)
+        if folder is not None:
+            append(folder / RECORDS, record)
+
+    complete = run(entries, emit=emit, progress=progress, budget_s=budget_s)
+    results = Results(records, environment=machine, interrupted=not complete)
+    if folder is not None:
+        results.save(folder)
+    return results
+
+
+def _device(device: str) -> str:
+    import torch
+
+    if device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    kind, _, index = device.partition(":")
+    if kind not in ("cpu", "cuda") or (index and not (kind == "cuda" and index.isdecimal())):
+        raise OptionError(f"device is auto, cpu, cuda or cuda:0, cuda:1, …, not {device!r}.")
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise UnsupportedError(f"device cannot be {device!r}: this torch sees no CUDA device. Use cpu.")
+    if index and int(index) >= torch.cuda.device_count():
+        raise OptionError(f"device cannot be {device!r}: there are {torch.cuda.device_count()} CUDA devices.")
+    return device
+
+
+def _threads(threads: int | None) -> int:
+    import torch
+
+    if threads is None:
+        return torch.get_num_threads()
+    positive_count("threads", threads)
+    if threads > usable_cores():
+        raise OptionError(f"threads is at most the {usable_cores()} cores that can be used, not {threads}.")
+    return threads

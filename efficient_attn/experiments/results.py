@@ -1,0 +1,232 @@
+"""What an experiment hands back: its records, as a data frame, a plot, sentences, or files."""
+
+import json
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from efficient_attn.analysis.curves import QUANTITIES
+from efficient_attn.analysis.statistics import middle
+from efficient_attn.analysis.summary import summary
+from efficient_attn.errors import DataError, UnknownNameError
+from efficient_attn.report import plot as cost_plot
+from efficient_attn.report.sentences import bench_sentences
+from efficient_attn.report.table import Table, tables, to_csv, to_html
+from efficient_attn.sweep.records import Record, append
+from efficient_attn.sweep.records import read as read_records
+
+RECORDS, ENVIRONMENT, COMMAND, SUMMARY = "records.jsonl", "environment.json", "command.txt", "summary.csv"
+
+# Raw lists of a record and what one of their entries is called.
+_RAW = {
+    "times_s": "time_s",
+    "output_mse_draws": "output_mse",
+    "output_relative_error_draws": "output_relative_error",
+    "weights_relative_error_draws": "weights_relative_error",
+    "kernel_mse_draws": "kernel_mse",
+}
+
+
+class Results:
+    """Records of one or several runs.
+
+    Attributes:
+        records: In the order in which they were measured.
+        environment: Machine and software, where known.
+        interrupted: The run was ended from the keyboard; what was measured until then is here.
+        notes: What should be known beside the numbers.
+    """
+
+    def __init__(
+        self,
+        records: Iterable[Record],
+        *,
+        environment: Mapping[str, Any] | None = None,
+        interrupted: bool = False,
+        notes: Iterable[str] = (),
+    ) -> None:
+        self.records = tuple(records)
+        self.environment = dict(environment or {})
+        self.interrupted = interrupted
+        self.notes = tuple(notes)
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    def __repr__(self) -> str:
+        return f"Results({len(self)} records; .to_pandas(), .plot(), .sentences(), .save(folder))"
+
+    def _repr_html_(self) -> str:
+        return "".join(map(to_html, self.tables()))
+
+    def to_pandas(self, raw: bool = False) -> Any:
+        """One row per case, flat, times as a median with its interval; raw: one row per sample."""
+        import pandas
+
+        rows = [row for record in self.records for row in (_raw_rows(record) if raw else [_row(record)])]
+        return pandas.DataFrame(rows)
+
+    def tables(self) -> list[Table]:
+        """What was measured, as tables of text."""
+        costs = [record for record in self.records if record.case.kind in QUANTITIES.values()]
+        made = tables(costs) if costs else []
+        return made + (_errors("tables")(self._of_kind("error")) if self._of_kind("error") else [])
+
+    def plot(self, y: str | None = None, x: str | None = None, *, ax: Any = None) -> Any:
+        """Draw one quantity of every backend against tokens, or an error against the size; the axes."""
+        y = y or ("time_s" if self._of_kind("time") else "output_relative_error")
+        if y in QUANTITIES:
+            if x not in (None, "tokens"):
+                raise UnknownNameError(f"x axis for {y}", str(x), ["tokens"])
+            return cost_plot.plot(self.records, y=y, ax=ax)
+        if y not in _RAW.values():
+            raise UnknownNameError("quantity to plot", y, [*QUANTITIES, *_RAW.values()])
+        return _errors("plot")(self._of_kind("error"), y=y, x=x, ax=ax)
+
+    def sentences(self) -> list[str]:
+        """A few sentences computed from the records."""
+        told = bench_sentences(self.records)
+        return told + (_errors("sentences")(self._of_kind("error")) if self._of_kind("error") else [])
+
+    def summary(self) -> list[dict[str, Any]]:
+        """Flat rows: time and memory of one backend at one length side by side; then errors."""
+        errors = [_row(record) for record in self._of_kind("error")]
+        return summary(self.records) + errors
+
+    def save(self, folder: str | Path) -> list[Path]:
+        """Write records, environment, summary and plots; records that are there already are not touched.
+
+        Raises:
+            DataError: If the folder cannot be written.
+        """
+        folder = open_folder(folder)
+        paths = [folder / RECORDS, folder / SUMMARY]
+        if not paths[0].exists():
+            for record in self.records:
+                append(paths[0], record)
+        write(paths[1], to_csv(self.summary()))
+        if self.environment:
+            paths.append(write_json(folder / ENVIRONMENT, self.environment))
+        for name, quantity in self._plots().items():
+            paths += cost_plot.save(self.plot(quantity), folder, name)
+        return paths
+
+    def _plots(self) -> dict[str, str]:
+        """The plots worth a file: {name: quantity}."""
+        ok = {record.case.kind for record in self.records if record.status == "ok"}
+        wanted = {"time": "time_s", "memory": "peak_bytes", "error": "output_relative_error"}
+        return {kind: quantity for kind, quantity in wanted.items() if kind in ok}
+
+    def _of_kind(self, kind: str) -> list[Record]:
+        return [record for record in self.records if record.case.kind == kind]
+
+
+def read(*paths: str | Path) -> Results:
+    """The results in folders of runs, or in files of records, taken together.
+
+    Raises:
+        DataError: If there are none, or a file holds something else.
+    """
+    if not paths:
+        raise DataError("Nothing to read: name at least one folder of a run, or a file of records.")
+    records: list[Record] = []
+    notes: list[str] = []
+    environment: Mapping[str, Any] = {}
+    for path in map(Path, paths):
+        file = path / RECORDS if path.is_dir() else path
+        reading = read_records(file)
+        records += reading.records
+        if reading.torn:
+            notes.append(f"The last line of {file.name} was cut off and is left out.")
+        if (file.parent / ENVIRONMENT).exists():
+            environment = _read_json(file.parent / ENVIRONMENT)
+    # Two machines have no common environment.
+    return Results(records, environment=environment if len(paths) == 1 else None, notes=notes)
+
+
+def open_folder(folder: str | Path, *, name: str = "folder", fresh: bool = False) -> Path:
+    """The folder, made if need be and tried by writing to it.
+
+    Args:
+        name: What the message calls the argument.
+        fresh: Refuse a folder that holds records already.
+    """
+    folder = Path(folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        trial = folder / ".trial"
+        trial.touch()
+        trial.unlink()
+    except OSError as error:
+        raise DataError(f"{name}: cannot write to {folder}: {error.strerror}.") from None
+    if fresh and (folder / RECORDS).exists():
+        raise DataError(f"{name}: {folder} holds records of another run already; name a new folder.")
+    return folder
+
+
+def run_folder(command: str) -> Path:
+    """Where a command writes unless told otherwise: `runs/<command>-<UTC time>`."""
+    return Path("runs") / f"{command}-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}"
+
+
+def write(path: Path, text: str) -> Path:
+    """Write a text file."""
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise DataError(f"Cannot write {path}: {error.strerror}.") from None
+    return path
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> Path:
+    """Write strict JSON for people to read."""
+    return write(path, json.dumps(value, indent=2, allow_nan=False, ensure_ascii=False) + "\n")
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise DataError(f"Cannot read {path}: {error}.") from None
+    if not isinstance(value, dict):
+        raise DataError(f"{path} is no JSON object.")
+    return value
+
+
+def _row(record: Record) -> dict[str, Any]:
+    """One flat row: options as columns of their own, times by their median, raw lists left out."""
+    row = _flat(record)
+    if record.times_s:
+        times = middle(record.times_s)
+        row |= {
+            "time_s": times.median,
+            "time_low_s": times.low,
+            "time_high_s": times.high,
+            "samples": times.samples,
+        }
+    return row
+
+
+def _raw_rows(record: Record) -> list[dict[str, Any]]:
+    """One row per sample; a record without samples is one row."""
+    lists = {one: values for name, one in _RAW.items() if (values := getattr(record, name)) is not None}
+    row = {name: value for name, value in _flat(record).items() if name not in lists}
+    count = max(map(len, lists.values()), default=0)
+    samples = [
+        {"sample": number, **{name: values[number] for name, values in lists.items() if number < len(values)}}
+        for number in range(count)
+    ]
+    return [{**row, **sample} for sample in samples] or [row]
+
+
+def _flat(record: Record) -> dict[str, Any]:
+    row = {name: value for name, value in record.row().items() if name not in (*_RAW, "options")}
+    return row | {f"option_{name}": value for name, value in record.case.options.items()}
+
+
+def _errors(verb: str) -> Any:
+    """`tables`, `plot` or `sentences` of the errors' own report, loaded when there are errors to show."""
+    module: Sequence[str] = ("efficient_attn.report.error_plot", "efficient_attn.report.error_table")
+    return getattr(import_module(module[verb != "plot"]), verb)
