@@ -24,13 +24,13 @@ app = typer.Typer(
     help="Compare efficient attention with exact attention: what it costs and how wrong it is.",
 )
 
-# One line per command: its module, beside this file, holds a function of that name.
+# One line per command: its module, beside this file, holds a function of that name, or name_command.
 COMMANDS = ("list", "bench", "mse", "capture", "env")
 
 
 def _register(name: str) -> None:
     module = import_module(f".{name}", __package__)
-    app.command(name)(getattr(module, f"{name}_command"))
+    app.command(name)(getattr(module, f"{name}_command", None) or getattr(module, name))
 
 
 for _name in COMMANDS:

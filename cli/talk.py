@@ -23,11 +23,14 @@ def print_tables(tables: Sequence[Any]) -> None:
     from efficient_attn.report.harmless import plain
     from efficient_attn.report.table import to_rich
 
-    console = Console(width=None if sys.stdout.isatty() else _WIDTH_OF_A_FILE, soft_wrap=False)
+    console = Console(width=None if sys.stdout.isatty() else _WIDTH_OF_A_FILE)
     for table in tables:
-        console.print(to_rich(table))
+        with console.capture() as drawn:
+            console.print(to_rich(table))
+        typer.echo("\n".join(row.rstrip() for row in drawn.get().rstrip().splitlines()))
         for note in table.notes:
             typer.echo(f"  {plain(note)}")
+        typer.echo()
 
 
 @contextmanager

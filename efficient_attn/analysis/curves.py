@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from efficient_attn.analysis.fits import Growth, exact_growth, growth
 from efficient_attn.analysis.statistics import middle
 from efficient_attn.sweep.records import Case, Record
 
@@ -45,12 +46,20 @@ class Curve(NamedTuple):
 
     label: str
     backend: str
+    quantity: str
     points: tuple[Point, ...]
 
     @property
     def measured(self) -> tuple[Point, ...]:
         """The points that have a value."""
         return tuple(point for point in self.points if point.value is not None)
+
+    @property
+    def growth(self) -> Growth | None:
+        """How the measured points grow with tokens; bytes have no noise, times have."""
+        fit = growth if self.quantity == "time_s" else exact_growth
+        measured = self.measured
+        return fit([point.tokens for point in measured], [float(point.value or 0) for point in measured])
 
     def at(self, tokens: int) -> Point | None:
         """The measured point at this length."""
@@ -69,7 +78,7 @@ def curves(records: Iterable[Record], quantity: str) -> tuple[Curve, ...]:
     for record in latest.values():
         groups.setdefault(name(record.case), []).append(record)
     return tuple(
-        Curve(label, group[0].case.backend, tuple(_points(group, quantity)))
+        Curve(label, group[0].case.backend, quantity, tuple(_points(group, quantity)))
         for label, group in groups.items()
     )
 

@@ -5,7 +5,10 @@ mixture and puts p too low wherever the fixed part is felt, so the three numbers
 given p the best a ≥ 0 and b ≥ 0 are a small linear problem, and p is searched for. Residuals are relative, so
 that short and long sequences count alike. The interval holds every p whose residuals are not significantly
 larger than those of the best one (an F test, 95 %); it takes four lengths, and is wide where the lengths do
-not span enough to tell a fixed part from slow growth. Crossovers of two such curves belong here too.
+not span enough to tell a fixed part from slow growth.
+
+Bytes have no noise, but they have kinks: a workspace grows with the sequence until it holds one block. So for
+exact costs the fit begins at the shortest length from which on one curve meets every point.
 """
 
 from collections.abc import Sequence
@@ -26,18 +29,34 @@ _F_QUANTILES = (161.4, 18.51, 10.13, 7.709, 6.608, 5.987, 5.591, 5.318, 5.117, 4
 # A cost that changes by less than this share over all lengths does not grow.
 _FLAT = 0.01
 
+# One curve meets exact costs if it is nowhere further from them than this share.
+_MEETS = 0.005
+
+# A wider interval than this tells linear from quadratic no longer.
+_TELLING = 1.0
+
 # Residuals below this are rounding: a relative error of a millionth.
 _EXACT = 1e-12
 
 
 class Growth(NamedTuple):
-    """y = fixed + factor·tokens^power, with an interval for the power where there are lengths enough."""
+    """y = fixed + factor·tokens^power, with an interval for the power where there are lengths enough.
+
+    Attributes:
+        worst: The largest distance of a cost from the curve, as a share of the cost.
+    """
 
     power: float
     low: float | None
     high: float | None
     fixed: float
     factor: float
+    worst: float
+
+    @property
+    def clear(self) -> bool:
+        """Whether the interval is narrow enough to tell powers apart; True where there is none."""
+        return self.low is None or self.high is None or self.high - self.low <= _TELLING
 
 
 def growth(tokens: Sequence[float], costs: Sequence[float]) -> Growth | None:
@@ -46,7 +65,7 @@ def growth(tokens: Sequence[float], costs: Sequence[float]) -> Growth | None:
     if len(np.unique(n)) < _FEWEST_LENGTHS or (y <= 0).any():
         return None
     if y.max() - y.min() <= _FLAT * y.max():
-        return Growth(0.0, None, None, float(y.mean()), 0.0)
+        return Growth(0.0, None, None, float(y.mean()), 0.0, float(np.ptp(y) / y.max()))
     # The longest length is the unit, so that nᵖ is at most 1 for every p.
     unit = n.max()
     fixed, factor = _best_parts(n / unit, y)
@@ -55,7 +74,20 @@ def growth(tokens: Sequence[float], costs: Sequence[float]) -> Growth | None:
     best = int(residuals.argmin())
     low, high = _interval(residuals, freedom=len(n) - _FITTED)
     power = float(_POWERS[best])
-    return Growth(power, low, high, float(fixed[best]), float(factor[best] / unit**power))
+    worst = float(np.abs(fitted[best] / y - 1).max())
+    return Growth(power, low, high, float(fixed[best]), float(factor[best] / unit**power), worst)
+
+
+def exact_growth(tokens: Sequence[float], costs: Sequence[float]) -> Growth | None:
+    """The fit to costs without noise, in rising order of tokens, from where on one curve meets them all.
+
+    At least four lengths are kept; where no four of them lie on one curve, all are fitted.
+    """
+    for start in range(len(tokens) - _FITTED):
+        fit = growth(tokens[start:], costs[start:])
+        if fit is not None and fit.worst <= _MEETS:
+            return fit
+    return growth(tokens, costs)
 
 
 def _best_parts(n: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from efficient_attn.analysis.summary import YARDSTICK
 from efficient_attn.errors import OptionError, UnsupportedError
 from efficient_attn.experiments.results import (
     COMMAND,
@@ -23,7 +24,9 @@ from efficient_attn.sweep.records import Record, append
 from efficient_attn.sweep.run import Step, run
 from efficient_attn.sweep.variants import select
 
-YARDSTICK = "exact"
+# A load above this share of the cores before a run means that others want them too.
+_IDLE_LOAD = 0.5
+
 DEFAULT_TOKENS = (256, 512, 1024, 2048, 4096)
 DEFAULT_MEMORY_LIMIT = "70%"
 
@@ -120,15 +123,19 @@ def plan_bench(
     *,
     options: Mapping[str, Mapping[str, Sequence[Any]]] | None = None,
     memory_limit: str | int = DEFAULT_MEMORY_LIMIT,
-    tokens_name: str = "tokens",
+    names: tuple[str, str] = ("tokens", "memory_limit"),
 ) -> tuple[Entry, ...]:
-    """Every case of a benchmark, and what would not fit into memory; nothing runs."""
-    lengths = parse_sizes(tokens, name=tokens_name)
+    """Every case of a benchmark, and what would not fit into memory; nothing runs.
+
+    Args:
+        names: What messages call the arguments tokens and memory_limit.
+    """
+    lengths = parse_sizes(tokens, name=names[0])
     chosen = select(backends, options)
     if all(variant.backend != YARDSTICK for variant in chosen):
         chosen = (*select([YARDSTICK]), *chosen)
     available = available_bytes(workload.device)
-    limit = parse_bytes(memory_limit, name="memory_limit", available=available)
+    limit = parse_bytes(memory_limit, name=names[1], available=available)
     return plan(chosen, lengths, {**vars(workload), "inputs": "gaussian"}, memory_limit=limit)
 
 
@@ -154,10 +161,21 @@ def run_bench(
             append(folder / RECORDS, record)
 
     complete = run(entries, emit=emit, progress=progress, budget_s=budget_s)
-    results = Results(records, environment=machine, interrupted=not complete)
+    results = Results(records, environment=machine, interrupted=not complete, notes=_notes(machine))
     if folder is not None:
         results.save(folder)
     return results
+
+
+def _notes(machine: Mapping[str, Any]) -> list[str]:
+    """What makes the times doubtful, as far as it could be seen before the run."""
+    load, cores = machine["load_1min"], machine["cores_usable"]
+    if load is None or load <= _IDLE_LOAD * cores:
+        return []
+    return [
+        f"The machine was busy with other work before the run (load {load:.1f} on {cores} cores): "
+        "times are longer and less certain than on an idle one."
+    ]
 
 
 def _device(device: str) -> str:

@@ -26,6 +26,9 @@ _SHOW = {
 _SIZE_INCHES = (8.0, 4.8)
 _DOTS_PER_INCH = 160
 
+# A range of times smaller than this gets numbers at 1, 2 and 5 of each decade instead of at 1.
+_FEW_DECADES = 500
+
 # Least distance of two names, as a share of the axis's height.
 _NAME_DISTANCE = 0.055
 
@@ -82,10 +85,13 @@ def _dress(ax: Any, drawn: Sequence[Curve], y: str) -> None:
     ax.xaxis.set_major_locator(FixedLocator(_few(tokens)))
     ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0f}"))
     ax.xaxis.set_minor_locator(NullLocator())
+    low, high = ax.get_ylim()
     if y != "time_s":
         ax.set_yscale("log", base=2)
         ax.yaxis.set_major_locator(LogLocator(base=2, numticks=9))
         ax.yaxis.set_minor_locator(NullLocator())
+    elif high / low < _FEW_DECADES:
+        ax.yaxis.set_major_locator(LogLocator(base=10, subs=(1, 2, 5)))
     ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _SHOW[y](value)))
     ax.yaxis.set_minor_formatter(NullFormatter())
     ax.grid(axis="y", color="#e3e3e3", linewidth=0.8)

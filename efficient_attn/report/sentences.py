@@ -4,7 +4,6 @@ from collections.abc import Sequence
 
 from efficient_attn.analysis.curves import Curve, curves
 from efficient_attn.analysis.summary import Gain, gains, yardstick
-from efficient_attn.report.table import curve_growth
 from efficient_attn.sweep.amounts import show_bytes
 from efficient_attn.sweep.records import Record
 
@@ -17,17 +16,22 @@ def bench_sentences(records: Sequence[Record]) -> list[str]:
 
 
 def _growth_sentence(times: Sequence[Curve], peaks: Sequence[Curve]) -> str | None:
-    """The power of tokens that the growing part of time and of memory follows."""
-    memory = {curve.label: curve_growth(curve) for curve in peaks}
-    parts = []
-    for curve in times:
-        fit, bytes_fit = curve_growth(curve), memory.get(curve.label)
-        if fit is not None:
-            beside = "" if bytes_fit is None else f" and {bytes_fit.power:.2f}"
-            parts.append(f"{curve.label} {fit.power:.2f}{beside}")
+    """The powers of tokens that the growing parts of time and of memory follow."""
+    memory = {curve.label: _power(curve) for curve in peaks}
+    pairs = {curve.label: (_power(curve), memory.get(curve.label)) for curve in times}
+    parts = [
+        f"{label} {time or 'unclear'} and {peak or 'unclear'}"
+        for label, (time, peak) in pairs.items()
+        if time or peak
+    ]
     if not parts:
         return None
-    return f"Time and memory grow with this power of the tokens, fixed costs aside: {', '.join(parts)}."
+    return f"Time and memory grow with these powers of the tokens, fixed costs aside: {', '.join(parts)}."
+
+
+def _power(curve: Curve) -> str | None:
+    fit = curve.growth
+    return f"{fit.power:.2f}" if fit is not None and fit.clear else None
 
 
 def _gain_sentence(times: Sequence[Curve]) -> str | None:
@@ -39,9 +43,9 @@ def _gain_sentence(times: Sequence[Curve]) -> str | None:
     slower = [gain.label for gain in found if gain.pays_from is None]
     longest = max(gain.tokens for gain in found)
     if not faster:
-        return f"Up to {longest} tokens nothing measured here is faster than exact attention."
-    rest = f"; not up to {longest}: {', '.join(slower)}" if slower else ""
-    return f"Faster than exact attention: {', '.join(map(_say_gain, faster))}{rest}."
+        return f"Up to {longest} tokens nothing measured here is clearly faster than fused exact attention."
+    rest = f"; not clearly up to {longest}: {', '.join(slower)}" if slower else ""
+    return f"Faster than fused exact attention: {', '.join(map(_say_gain, faster))}{rest}."
 
 
 def _say_gain(gain: Gain) -> str:

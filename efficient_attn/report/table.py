@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from efficient_attn.analysis.curves import Curve, Point, curves
-from efficient_attn.analysis.fits import Growth, growth
+from efficient_attn.analysis.fits import Growth
 from efficient_attn.analysis.summary import gains
 from efficient_attn.report.harmless import csv_cell, markdown_cell, plain
 from efficient_attn.sweep.records import Record
@@ -44,17 +44,13 @@ def tables(records: Sequence[Record]) -> list[Table]:
 
 
 def show_growth(fit: Growth | None) -> str:
-    """The power of tokens with its interval: `n^1.98 (1.95 to 2.01)`."""
+    """The power of tokens with its interval: `n^1.98 (1.95 to 2.01)`, or `unclear` where that says nothing."""
     if fit is None:
         return ""
+    if not fit.clear:
+        return "unclear"
     interval = "" if fit.low is None or fit.high is None else f" ({fit.low:.2f} to {fit.high:.2f})"
     return f"n^{fit.power:.2f}{interval}"
-
-
-def curve_growth(curve: Curve) -> Growth | None:
-    """How the measured points of a curve grow with tokens."""
-    measured = curve.measured
-    return growth([point.tokens for point in measured], [float(point.value or 0) for point in measured])
 
 
 def to_markdown(table: Table) -> str:
@@ -113,7 +109,7 @@ def _cost_table(
         [
             curve.label,
             *(_cost(_find(curve, tokens), unit) for tokens in shown),
-            show_growth(curve_growth(curve)),
+            show_growth(curve.growth),
         ]
         for curve in all_curves
     ]

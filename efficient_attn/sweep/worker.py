@@ -4,6 +4,7 @@ The case says everything, so that the call can be made in another process. What 
 not fit into memory and what breaks is an answer like any other.
 """
 
+import copy
 import functools
 import gc
 from collections.abc import Callable, Iterator
@@ -76,8 +77,10 @@ def _prepare(case: Case, target: Any) -> tuple[Any, Callable[[], object]]:
 
     from efficient_attn.backends import build
 
+    # What somebody else built is copied: moving it to a dtype or device must not change the original.
+    own = target if isinstance(target, str) else copy.deepcopy(target)
     backend = build(
-        target,
+        own,
         head_dim=case.head_dim,
         num_heads=case.num_heads,
         max_tokens=case.tokens,
