@@ -44,7 +44,7 @@ def tables(records: Sequence[Record]) -> list[Table]:
 
 
 def show_growth(fit: Growth | None) -> str:
-    """The power of tokens with its interval: `n^1.98 (1.95 to 2.01)`, or `unclear` where that says nothing."""
+    """The power of tokens with its interval: `n^1.98 (1.95 to 2.01)`; `unclear` where it says nothing."""
     if fit is None:
         return ""
     if not fit.clear:

@@ -1,0 +1,102 @@
+"""Growth, medians, gains: numbers from records."""
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from efficient_attn.analysis.curves import curves
+from efficient_attn.analysis.fits import exact_growth, growth
+from efficient_attn.analysis.statistics import middle
+from efficient_attn.analysis.summary import gains
+from efficient_attn.sweep.records import Case, Record
+
+LENGTHS = np.array([256, 512, 1024, 2048, 4096])
+
+
+@pytest.mark.parametrize("power", [1.0, 1.5, 2.0])
+@pytest.mark.parametrize("fixed", [0.0, 1e-3, 1e-1])
+def test_the_power_of_the_part_that_grows_is_recovered_beside_a_fixed_part(power, fixed):
+    fit = growth(LENGTHS, fixed + 1e-6 * LENGTHS**power)
+    assert fit.power == pytest.approx(power, abs=0.01)
+    assert fit.fixed == pytest.approx(fixed, rel=0.05, abs=1e-5)
+
+
+@pytest.mark.parametrize("power", [1.0, 1.5, 2.0])
+def test_intervals_of_powers_hold_the_true_one_as_often_as_they_say(power):
+    generator = np.random.default_rng(0)
+    true = 1e-2 + 1e-6 * LENGTHS**power
+    runs = 300
+    fits = [growth(LENGTHS, true * np.exp(generator.normal(0, 0.01, size=5))) for _ in range(runs)]
+    covered = sum(fit.low <= power <= fit.high for fit in fits)
+    # At 95 % coverage fewer than this happens once in ten thousand.
+    assert covered >= stats.binom.ppf(1e-4, runs, 0.95)
+
+
+def test_too_few_lengths_give_no_power_and_three_give_no_interval():
+    assert growth([256, 512], [1.0, 2.0]) is None
+    assert growth([256, 512, 512], [1.0, 2.0, 2.0]) is None
+    three = growth([256, 512, 1024], [1.0, 2.0, 4.0])
+    assert three.power == pytest.approx(1, abs=0.01) and three.low is None and three.clear
+
+
+def test_a_cost_that_does_not_change_does_not_grow():
+    assert growth(LENGTHS, np.full(5, 3.0)).power == 0
+
+
+def test_noise_that_hides_the_power_is_called_unclear():
+    assert not growth(LENGTHS, [5, 1, 7, 2, 6]).clear
+
+
+def test_exact_costs_are_fitted_from_where_one_curve_meets_them():
+    # A workspace that stops growing at 512 tokens, beside an output that grows for ever.
+    costs = [2048 * n + 40_000 * min(n, 512) for n in LENGTHS]
+    assert exact_growth(LENGTHS, costs).power == pytest.approx(1, abs=0.01)
+    assert growth(LENGTHS, costs).power < 0.8
+
+
+@pytest.mark.parametrize("count", [6, 7, 9, 20, 300])
+def test_the_interval_of_a_median_is_the_closest_with_at_least_95_percent(count):
+    _, low, high, _ = middle(range(count))
+    outside = int(low)
+    assert high == count - 1 - outside
+    assert 2 * stats.binom.cdf(outside, count, 0.5) <= 0.05 < 2 * stats.binom.cdf(outside + 1, count, 0.5)
+
+
+def test_few_samples_have_an_interval_from_the_smallest_to_the_largest():
+    assert middle([3.0, 1.0, 2.0]) == (2.0, 1.0, 3.0, 3)
+
+
+def record(label, tokens, times_s, **changes):
+    case = Case(
+        kind="time",
+        backend=label,
+        label=label,
+        num_heads=1,
+        head_dim=8,
+        tokens=tokens,
+        dtype="float32",
+        device="cpu",
+        threads=1,
+        **changes,
+    )
+    return Record(case=case, times_s=tuple(times_s))
+
+
+def test_a_backend_pays_from_where_it_is_clearly_faster_at_all_longer_lengths():
+    records = [record("exact", n, [n / 1000] * 6) for n in (100, 200, 400)]
+    records += [record("fast", n, [0.15] * 6) for n in (100, 200, 400)]
+    records += [record("unclear", n, [0.01, *[0.39] * 4, 0.5]) for n in (100, 200, 400)]
+    fast, unclear = gains(curves(records, "time_s"))
+    assert (fast.label, fast.pays_from, fast.tokens) == ("fast", 200, 400)
+    assert fast.ratio == pytest.approx(0.4 / 0.15)
+    assert unclear.pays_from is None
+
+
+def test_runs_that_differ_become_curves_with_what_differs_in_their_names():
+    both = [record("exact", 100, [1.0]), record("exact", 100, [2.0], causal=True)]
+    assert [curve.label for curve in curves(both, "time_s")] == ["exact", "exact, causal"]
+
+
+def test_of_equal_cases_the_last_record_counts():
+    (curve,) = curves([record("exact", 100, [1.0]), record("exact", 100, [2.0])], "time_s")
+    assert [point.value for point in curve.points] == [2.0]
