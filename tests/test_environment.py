@@ -1,0 +1,74 @@
+"""The environment: what explains a number, and nothing that names a person or a host."""
+
+import getpass
+import json
+import platform
+from pathlib import Path
+
+import torch
+
+from efficient_attn.measure import environment as module
+from efficient_attn.measure.environment import available_bytes, environment, hide_paths, usable_cores
+
+
+def test_machine_and_software_are_told_in_strict_json():
+    found = environment(command=["efficient-attn", "bench"])
+    assert json.loads(json.dumps(found, allow_nan=False)) == found
+    assert found["torch"]["version"] == torch.__version__ and found["torch"]["threads"] >= 1
+    assert found["processor"] and found["cores_usable"] == usable_cores() >= 1
+    assert found["packages"]["numpy"] and found["gpu"] is None
+
+
+def test_only_variables_of_the_list_are_told(monkeypatch):
+    monkeypatch.setenv("SECRET_TOKEN", "hunter2")
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    text = json.dumps(environment())
+    assert "hunter2" not in text and '"OMP_NUM_THREADS": "2"' in text
+
+
+def test_host_user_and_home_are_not_told():
+    command = [
+        "efficient-attn",
+        "bench",
+        "--backend",
+        f"{Path.home()}/secret/mine.py:f",
+        "--out=/srv/ada/out",
+    ]
+    text = json.dumps(environment(command=command))
+    for private in (
+        platform.node(),
+        str(Path.home()),
+        "/secret",
+        "/srv",
+        str(Path(module.__file__).parents[2]),
+    ):
+        assert len(private) < 4 or private not in text
+    user = getpass.getuser()
+    assert len(user) < 4 or f"/{user}" not in text
+
+
+def test_paths_are_cut_to_what_lies_below_the_current_folder_or_to_their_end(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    words = [
+        f"{tmp_path}/a/own.py:f",
+        "/home/ada/b.py:g,exact",
+        "--out=~/x/runs",
+        "C:\\Users\\ada\\c.py",
+        "d/e.py:h",
+    ]
+    assert hide_paths(words) == ["a/own.py:f", "b.py:g,exact", "--out=runs", "c.py", "d/e.py:h"]
+
+
+def test_words_that_are_no_paths_stay_as_they_are():
+    words = ["256:4096:x2", "--set", "linformer.rank=1,2", "3/4", "performer-positive"]
+    assert hide_paths(words) == words
+
+
+def test_available_memory_is_the_smaller_of_machine_and_container(monkeypatch):
+    monkeypatch.setattr(module, "_memory_line", lambda name: 1000)
+    monkeypatch.setattr(module, "_container_bytes", lambda: 600)
+    assert available_bytes() == 600
+    monkeypatch.setattr(module, "_container_bytes", lambda: None)
+    assert available_bytes() == 1000
+    monkeypatch.setattr(module, "_memory_line", lambda name: None)
+    assert available_bytes() is None

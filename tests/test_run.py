@@ -1,0 +1,237 @@
+"""Running a plan: no failure stops it, nothing measured is lost."""
+
+import pytest
+import torch
+
+from efficient_attn.sweep import worker
+from efficient_attn.sweep.estimate import Estimate
+from efficient_attn.sweep.plan import plan
+from efficient_attn.sweep.records import Case, Record
+from efficient_attn.sweep.run import TURNS, run
+from efficient_attn.sweep.variants import Variant, select
+
+SHARED = {
+    "batch": 1,
+    "num_heads": 2,
+    "head_dim": 8,
+    "causal": False,
+    "backward": False,
+    "dtype": "float32",
+    "device": "cpu",
+    "threads": 1,
+}
+
+
+def entries(*labels, lengths=(16, 32), growth=1, **more):
+    variants = [
+        Variant(backend=label, label=label, target=label, time_growth=growth, memory_growth=growth)
+        for label in labels
+    ]
+    return plan(variants, lengths, SHARED, **more)
+
+
+def measured(case, *, target, seconds):
+    return Record(case=case, times_s=(0.5,)) if case.kind == "time" else Record(case=case, peak_bytes=1)
+
+
+def run_all(planned, **settings):
+    records, steps = [], []
+    complete = run(planned, emit=records.append, progress=steps.append, **{"measure": measured, **settings})
+    return complete, records, steps
+
+
+def test_every_case_of_a_plan_becomes_one_record_and_times_have_all_turns():
+    planned = entries("a", "b")
+    complete, records, _ = run_all(planned)
+    assert complete and {r.case.key for r in records} == {e.case.key for e in planned}
+    assert len(records) == len(planned)
+    assert all(len(r.times_s) == TURNS for r in records if r.case.kind == "time")
+
+
+def test_the_backends_of_a_length_take_turns():
+    order = []
+
+    def measure(case, **settings):
+        order.append(f"{case.label}{case.tokens}")
+        return measured(case, target=None, seconds=0)
+
+    run_all(entries("a", "b", kinds=("time",)), measure=measure)
+    assert order[: 2 * TURNS] == ["a16", "b16", "b16", "a16", "a16", "b16"]
+
+
+def test_a_record_is_given_away_before_the_next_case_is_begun():
+    seen = []
+
+    def measure(case, **settings):
+        seen.append(("measure", case.tokens))
+        return Record(case=case, peak_bytes=1)
+
+    run(entries("a", kinds=("memory",)), emit=lambda r: seen.append(("emit", r.case.tokens)), measure=measure)
+    assert seen == [("measure", 16), ("emit", 16), ("measure", 32), ("emit", 32)]
+
+
+def test_a_failed_point_is_a_record_and_takes_no_further_turns():
+    calls = []
+
+    def measure(case, **settings):
+        calls.append(case.label)
+        if case.label == "bad":
+            return Record(case=case, status="error", reason="it broke")
+        return measured(case, target=None, seconds=0)
+
+    _, records, _ = run_all(entries("bad", "good", lengths=(16,)), measure=measure)
+    assert [r.status for r in records if r.case.label == "bad"] == ["error", "error"]
+    assert [r.status for r in records if r.case.label == "good"] == ["ok", "ok"]
+    assert calls.count("bad") == 2 and calls.count("good") == TURNS + 1
+
+
+def test_a_point_that_would_not_fit_is_never_tried():
+    tried = []
+
+    def measure(case, **settings):
+        tried.append(case.tokens)
+        return measured(case, target=None, seconds=0)
+
+    planned = entries("dense", lengths=(16, 4096), growth=2, memory_limit=2**20)
+    _, records, _ = run_all(planned, measure=measure)
+    assert set(tried) == {16}
+    assert {r.status for r in records if r.case.tokens == 4096} == {"skipped"}
+
+
+def test_an_interruption_keeps_what_was_measured_and_the_turns_that_were_begun():
+    calls = []
+
+    def measure(case, **settings):
+        calls.append(case)
+        # The second turn at the second length, after 2 backends · (3 turns + 1) calls.
+        if len(calls) == 2 * (TURNS + 1) + 4:
+            raise KeyboardInterrupt
+        return measured(case, target=None, seconds=0)
+
+    complete, records, _ = run_all(entries("a", "b"), measure=measure)
+    assert not complete
+    found = {(r.case.label, r.case.tokens, r.case.kind): len(r.times_s or ()) for r in records}
+    assert found[("a", 16, "time")] == TURNS
+    assert found[("b", 32, "time")] == 2 and found[("a", 32, "time")] == 1
+    assert len(found) == len(records) == 6
+
+
+def test_the_budget_skips_lengths_that_would_not_fit_and_says_so():
+    def measure(case, **settings):
+        return Record(case=case, times_s=(case.tokens / 16,))
+
+    planned = entries("a", lengths=(16, 1600), kinds=("time",))
+    _, (short, long), _ = run_all(planned, measure=measure, budget_s=30)
+    assert short.status == "ok" and long.status == "skipped"
+    assert "would take about 900 s" in long.reason and "budget of 30 s" in long.reason
+
+
+def test_remaining_time_knows_that_points_grow():
+    linear, quadratic = (entries("a", lengths=(16, 64), growth=power, kinds=("time",)) for power in (1, 2))
+    estimate = Estimate(turns=1, turn_s=0.0)
+    assert estimate.seconds(linear[1]) < 0.1
+    estimate.learn(Record(case=linear[0].case, times_s=(2.0, 1.0)))
+    # Two calls to warm up and one that is timed, four or sixteen times as long as the fastest one seen.
+    assert estimate.seconds(linear[1]) == pytest.approx(3 * 4, abs=0.1)
+    assert estimate.seconds(quadratic[1]) == pytest.approx(3 * 16, abs=0.1)
+
+
+def test_progress_counts_up_to_the_end():
+    _, _, steps = run_all(entries("a", "b"))
+    finished = [step.done for step in steps if step.record is not None]
+    assert finished == list(range(1, 9)) and steps[-1].total == 8 and steps[-1].remaining_s == 0
+
+
+def case_of(kind, **changes):
+    return Case(**{"kind": kind, "backend": "f", "label": "f", "tokens": 16, **SHARED, **changes})
+
+
+def mean_of_values(q, k, v):
+    return v.mean(dim=-2, keepdim=True).expand_as(v).contiguous()
+
+
+def test_the_worker_times_and_weighs_a_function_of_three_tensors():
+    timed = worker.measure(case_of("time"), target=mean_of_values, seconds=0.01)
+    assert timed.status == "ok" and timed.times_s and all(t > 0 for t in timed.times_s)
+    weighed = worker.measure(case_of("memory"), target=mean_of_values)
+    # The output, and the mean that it repeats: 2 heads of 16 and of one token, 8 entries of 4 bytes.
+    assert weighed.peak_bytes == (16 + 1) * 2 * 8 * 4 and weighed.parameter_bytes == 0
+
+
+def test_forward_and_backward_hold_the_gradients_of_q_k_v():
+    forward, both = (
+        worker.measure(case_of("memory", backend="exact-dense", backward=backward, tokens=64))
+        for backward in (False, True)
+    )
+    # Three gradients of 2 heads, 64 tokens, 8 entries, 4 bytes are alive at the end.
+    assert both.peak_bytes >= forward.peak_bytes + 3 * 2 * 64 * 8 * 4
+
+
+def test_a_causal_backend_tells_the_bytes_of_its_state():
+    case = case_of("memory", backend="performer-positive", causal=True, options={"num_features": 32})
+    assert worker.measure(case).state_bytes > 0
+    assert worker.measure(case_of("memory", backend="exact")).state_bytes is None
+
+
+@pytest.mark.parametrize(
+    ("failure", "status"),
+    [
+        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried …"), "oom"),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3 GiB"), "oom"),
+        (MemoryError(), "oom"),
+        (RuntimeError("sizes do not match\nand more lines"), "error"),
+        (ZeroDivisionError("x" * 10_000), "error"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["time", "memory"])
+def test_whatever_a_backend_raises_becomes_a_record_with_a_short_reason(kind, failure, status):
+    def broken(q, k, v):
+        raise failure
+
+    record = worker.measure(case_of(kind), target=broken)
+    assert record.status == status and record.reason.startswith(type(failure).__name__)
+    assert len(record.reason) <= 300 and "\n" not in record.reason
+
+
+def test_a_real_allocation_that_is_refused_is_out_of_memory():
+    def greedy(q, k, v):
+        return torch.empty(1 << 60, dtype=torch.uint8)
+
+    assert worker.measure(case_of("time"), target=greedy).status == "oom"
+
+
+def test_what_a_backend_refuses_is_unsupported_in_its_own_words():
+    record = worker.measure(case_of("time", backend="linformer", causal=True))
+    assert record.status == "unsupported" and "cannot be causal" in record.reason
+
+
+def test_an_interruption_is_no_failure_of_the_backend():
+    def interrupted(q, k, v):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        worker.measure(case_of("time"), target=interrupted)
+
+
+def test_measuring_leaves_modules_threads_and_the_generator_as_they_were():
+    class Scaled(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(8))
+
+        def forward(self, q, k, v):
+            return v * self.weight
+
+    scaled, threads, state = Scaled(), torch.get_num_threads(), torch.get_rng_state()
+    record = worker.measure(case_of("time", dtype="bfloat16", threads=1), target=scaled, seconds=0.01)
+    assert record.status == "ok"
+    assert scaled.weight.dtype == torch.float32 and scaled.training
+    assert torch.get_num_threads() == threads and torch.equal(torch.get_rng_state(), state)
+
+
+def test_all_backends_are_measured_in_a_small_real_run():
+    planned = plan(select(None), (16,), SHARED)
+    complete, records, _ = run_all(
+        [e for e in planned if e.case.backend != "linformer"], measure=worker.measure, budget_s=20
+    )
+    assert complete and {r.status for r in records} == {"ok"}
