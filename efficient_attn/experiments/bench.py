@@ -22,7 +22,7 @@ from efficient_attn.sweep.amounts import parse_bytes, parse_sizes
 from efficient_attn.sweep.plan import ITEM_BYTES, Entry, plan
 from efficient_attn.sweep.records import Record, append
 from efficient_attn.sweep.run import Step, run
-from efficient_attn.sweep.variants import select
+from efficient_attn.sweep.variants import Variant, select
 
 # A load above this share of the cores before a run means that others want them too.
 _IDLE_LOAD = 0.5
@@ -134,9 +134,31 @@ def plan_bench(
     chosen = select(backends, options)
     if all(variant.backend != YARDSTICK for variant in chosen):
         chosen = (*select([YARDSTICK]), *chosen)
+    _try_options(chosen, workload, max(lengths))
     available = available_bytes(workload.device)
     limit = parse_bytes(memory_limit, name=names[1], available=available)
     return plan(chosen, lengths, {**vars(workload), "inputs": "gaussian"}, memory_limit=limit)
+
+
+def _try_options(variants: Sequence[Variant], workload: Workload, longest: int) -> None:
+    """Build each variant whose options were set, once: a value that never works is a wrong request."""
+    from efficient_attn.backends import build
+
+    for variant in variants:
+        if variant.label == variant.backend:
+            continue
+        try:
+            build(
+                variant.target,
+                head_dim=workload.head_dim,
+                num_heads=workload.num_heads,
+                max_tokens=longest,
+                causal=workload.causal,
+                **variant.options,
+            )
+        except UnsupportedError:
+            # No promise was made: that is a result, and is recorded as one.
+            continue
 
 
 def run_bench(

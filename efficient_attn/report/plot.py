@@ -56,11 +56,14 @@ def new_axes() -> Any:
 
 def save(ax: Any, folder: Path, name: str) -> list[Path]:
     """Write the figure as PNG, SVG and PDF; the files."""
+    from matplotlib import rc_context
+
     paths = [folder / f"{name}.{kind}" for kind in ("png", "svg", "pdf")]
     for path in paths:
-        # Without the date the same records give the same file.
+        # Undated, and with fixed names for the parts of an SVG, equal records give equal files.
         undated = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}.get(path.suffix)
-        ax.figure.savefig(path, dpi=_DOTS_PER_INCH, metadata=undated)
+        with rc_context({"svg.hashsalt": name}):
+            ax.figure.savefig(path, dpi=_DOTS_PER_INCH, metadata=undated)
     return paths
 
 

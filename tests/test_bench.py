@@ -1,0 +1,132 @@
+"""`bench` from Python: the yardstick, the workload, the files, anybody's function."""
+
+import json
+
+import pytest
+import torch
+
+from efficient_attn.errors import AttentionError, DataError, OptionError, UnsupportedError
+from efficient_attn.experiments import bench as module
+from efficient_attn.experiments.bench import Workload, bench, plan_bench, settle
+
+SMALL = {"tokens": (16, 32), "num_heads": 2, "head_dim": 8, "budget_s": 30}
+
+
+def values(q, k, v):
+    return v.clone()
+
+
+def test_a_function_is_measured_beside_fused_exact_attention():
+    results = bench([values], **SMALL)
+    assert {record.case.label for record in results.records} == {"exact", "values"}
+    assert {record.status for record in results.records} == {"ok"}
+    assert {record.case.kind for record in results.records} == {"time", "memory"}
+    frame = results.to_pandas()
+    assert (frame[frame.label == "values"].peak_bytes.dropna() == [2 * n * 8 * 4 for n in (16, 32)]).all()
+
+
+def test_variants_of_an_option_are_measured_side_by_side():
+    results = bench(["window"], options={"window": {"window": [3, 5]}}, **SMALL)
+    assert {record.case.label for record in results.records} == {
+        "exact",
+        "window(window=3)",
+        "window(window=5)",
+    }
+
+
+def test_causal_refusals_of_a_default_selection_are_records():
+    results = bench(causal=True, **SMALL)
+    refused = {record.case.backend for record in results.records if record.status == "unsupported"}
+    assert refused == {"linformer"}
+    states = [r.state_bytes for r in results.records if r.case.kind == "memory" and r.status == "ok"]
+    assert states and all(states)
+
+
+def test_out_gets_every_record_the_environment_and_the_plots(tmp_path):
+    results = bench([values], out=tmp_path / "deep" / "run", **SMALL)
+    files = {path.name for path in (tmp_path / "deep" / "run").iterdir()}
+    assert files >= {
+        "records.jsonl",
+        "environment.json",
+        "command.txt",
+        "summary.csv",
+        "time.svg",
+        "memory.pdf",
+    }
+    lines = (tmp_path / "deep" / "run" / "records.jsonl").read_text().splitlines()
+    assert len(lines) == len(results) == 8 and json.loads(lines[0])["kind"] == "time"
+
+
+def test_a_folder_of_another_run_is_refused_before_anything_is_measured(tmp_path, monkeypatch):
+    bench([values], out=tmp_path, **SMALL)
+    monkeypatch.setattr(module, "run", lambda *args, **settings: pytest.fail("measured"))
+    with pytest.raises(DataError, match=r"out: .* holds records of another run already"):
+        bench([values], out=tmp_path, **SMALL)
+
+
+def test_records_are_written_while_the_rest_is_measured(tmp_path):
+    """An interruption leaves every record that was complete, and says so."""
+    calls = []
+
+    def interrupting(q, k, v):
+        calls.append(len(q))
+        if q.shape[-2] == 32:
+            raise KeyboardInterrupt
+        return v.clone()
+
+    results = bench([interrupting], out=tmp_path, **SMALL)
+    assert results.interrupted
+    lines = (tmp_path / "records.jsonl").read_text().splitlines()
+    assert len(lines) == len(results) >= 4
+    assert {json.loads(line)["tokens"] for line in lines} >= {16}
+
+
+def test_auto_is_float32_on_the_cpu_and_settled_in_every_case():
+    workload = settle(Workload(device="cpu"))
+    assert (workload.dtype, workload.device, workload.threads) == ("float32", "cpu", torch.get_num_threads())
+    entries = plan_bench(None, (16,), workload)
+    assert {(entry.case.dtype, entry.case.device, entry.case.inputs) for entry in entries} == {
+        ("float32", "cpu", "gaussian")
+    }
+
+
+def test_bfloat16_is_what_it_is_asked_for_on_cuda(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert settle(Workload()).dtype == "bfloat16"
+    assert settle(Workload(dtype="float32")).dtype == "float32"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "kind", "message"),
+    [
+        ({"of": "block"}, UnsupportedError, "of cannot be 'block' yet"),
+        ({"of": "words"}, OptionError, "of is attention, not 'words'"),
+        ({"dtype": "float8"}, OptionError, "dtype is auto, float64, float32"),
+        ({"device": "tpu"}, OptionError, "device is auto, cpu, cuda"),
+        ({"device": "cpu:1"}, OptionError, "device is auto, cpu, cuda"),
+        ({"threads": 10_000}, OptionError, "threads is at most the"),
+        ({"threads": 0}, OptionError, "threads is at least 1"),
+        ({"num_heads": 0}, OptionError, "num_heads is at least 1"),
+        ({"batch": 1.5}, AttentionError, "batch is a whole number"),
+        ({"tokens": "some"}, OptionError, "tokens cannot be 'some'"),
+        ({"memory_limit": "lots"}, OptionError, "memory_limit is an amount"),
+        ({"backends": [3]}, AttentionError, "A backend is a name, file.py:object"),
+    ],
+)
+def test_wrong_requests_name_the_argument(wrong, kind, message):
+    with pytest.raises(kind, match=message):
+        bench(**wrong)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_cuda_is_refused_where_there_is_none():
+    with pytest.raises(UnsupportedError, match="device cannot be 'cuda': this torch sees no CUDA device"):
+        bench(device="cuda")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_cuda_is_timed_with_events_and_its_allocator_is_asked():
+    results = bench(["exact-dense"], device="cuda", tokens=(128, 256), budget_s=60)
+    assert {record.status for record in results.records} == {"ok"}
+    assert {r.memory_method for r in results.records if r.case.kind == "memory"} == {"cuda allocated"}

@@ -1,0 +1,160 @@
+"""`efficient-attn bench`: what it prints, writes, refuses, and with which code it ends."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("efficient_attn_cli", reason="needs an installation, if only an editable one")
+
+from efficient_attn.errors import AttentionError
+from efficient_attn_cli.main import main
+
+SMALL = ["bench", "--seq-len", "16,32", "--num-heads", "2", "--head-dim", "8", "--budget", "30s"]
+OWN = """
+def mean(q, k, v):
+    return v.mean(dim=-2, keepdim=True).expand_as(v).contiguous()
+
+
+def broken(q, k, v):
+    raise RuntimeError("it broke here")
+
+
+def impatient(q, k, v):
+    raise KeyboardInterrupt
+"""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own.py").write_text(OWN)
+    return tmp_path
+
+
+def command(*words):
+    """The exit code of the command."""
+    with pytest.raises(SystemExit) as exit_:
+        main([str(word) for word in words])
+    return exit_.value.code
+
+
+def written(name):
+    """A file of the folder `out`."""
+    return Path("out", name).read_text()
+
+
+def test_bench_prints_tables_and_sentences_and_last_the_folder_of_its_files(folder, capsys):
+    assert command(*SMALL, "--backend", "window,exact-dense") == 0
+    out, err = capsys.readouterr()
+    assert "Time per call, ms" in out and "Peak memory of a call, MiB" in out
+    last = folder / out.splitlines()[-1]
+    assert last.parent.name == "runs" and last.name.startswith("bench-")
+    names = {"records.jsonl", "environment.json", "command.txt", "summary.csv", "time.png", "memory.svg"}
+    assert names <= {path.name for path in last.iterdir()}
+    assert "[12/12]" in err and "left" in err and "\x1b" not in out + err
+
+
+def test_json_makes_stdout_one_document(capsys):
+    assert command(*SMALL, "--backend", "window", "--json", "-") == 0
+    document = json.loads(capsys.readouterr().out)
+    assert len(document["records"]) == 8 and document["environment"]["torch"]["version"] == torch.__version__
+    assert not document["interrupted"]
+
+
+def test_a_function_in_a_file_is_benched_with_one_command(capsys):
+    assert command(*SMALL, "--backend", "own.py:mean", "--out", "out") == 0
+    assert "own.py:mean" in capsys.readouterr().out
+
+
+def test_a_dry_run_prints_the_plan_and_runs_nothing(folder, capsys):
+    assert command("bench", "--dry-run", "--seq-len", "16,64k", "--backend", "own.py:impatient,exact-dense",
+                   "--memory-limit", "1GiB") == 0  # fmt: skip
+    out = capsys.readouterr().out
+    assert "nothing was run" in out and "needs about 256 GiB, the limit is 1 GiB" in out
+    assert not (folder / "runs").exists()
+
+
+def test_a_point_asked_for_by_name_that_fails_ends_with_3_and_the_others_are_there(capsys):
+    assert command(*SMALL, "--backend", "own.py:broken,window", "--out", "out") == 3
+    out = capsys.readouterr().out
+    assert "own.py:broken, 16, 32 tokens: error: RuntimeError: it broke here" in out
+    statuses = [json.loads(line)["status"] for line in written("records.jsonl").splitlines()]
+    assert statuses.count("error") == 4 and statuses.count("ok") == 8
+
+
+def test_refusals_of_a_default_selection_are_no_failure_but_one_asked_for_is(capsys):
+    assert command(*SMALL, "--causal", "--set", "linformer.rank=8") == 0
+    assert "cannot be causal" in capsys.readouterr().out
+    assert command(*SMALL, "--causal", "--backend", "linformer,window") == 3
+
+
+def test_where_nothing_that_was_asked_for_could_be_measured_the_code_is_4():
+    assert command(*SMALL, "--backend", "own.py:broken") == 4
+
+
+def test_an_interruption_keeps_what_was_measured_and_ends_with_130(capsys):
+    assert command(*SMALL, "--backend", "exact,own.py:impatient", "--out", "out") == 130
+    assert written("records.jsonl").count("\n") >= 1
+    assert capsys.readouterr().out.splitlines()[-1] == "out"
+
+
+WRONG = [
+    (["--seq-len", "many"], "--seq-len cannot be 'many'"),
+    (["--seq-len", "0"], "--seq-len cannot be '0'"),
+    (["--seq-len", "256:128:x2"], "--seq-len 256:128:x2 ends before it begins"),
+    (["--seq-len", "256", "512"], "--seq-len takes one value, lengths joined by commas"),
+    (["--backend", "softmax"], "No backend is called 'softmax'. Here it is 'exact'"),
+    (["--backend", "windw"], "Did you mean 'window'"),
+    (["--backend", "nowhere.py:f"], "nowhere.py"),
+    (["--backend", "own.py:nothing"], "nothing"),
+    (["--set", "window.window=4"], "window"),
+    (["--set", "window.size=5"], "No option of backend 'window' is called 'size'"),
+    (["--set", "window=5"], "--set cannot be 'window=5'"),
+    (
+        ["--set", "performer-trig.num_features=many"],
+        "--set performer-trig.num_features=many: num_features is a whole",
+    ),
+    (["--device", "tpu"], "device is auto, cpu, cuda"),
+    (["--dtype", "int8"], "dtype is auto, float64"),
+    (["--of", "encoder"], "of cannot be 'encoder' yet"),
+    (["--num-heads", "0"], "--num-heads"),
+    (["--head-dim", "x"], "--head-dim"),
+    (["--batch", "-1"], "--batch"),
+    (["--threads", "100000"], "threads is at most"),
+    (["--budget", "soon"], "--budget is a duration"),
+    (["--memory-limit", "all"], "--memory-limit is an amount"),
+    (["--json", "file.json"], "--json takes - for stdout"),
+    (["--out", "own.py"], "--out: cannot write to own.py"),
+    (["--out", "/proc/nowhere"], "--out: cannot write to /proc/nowhere"),
+    (["--lengths", "3"], "No such option: --lengths"),
+]
+
+
+@pytest.mark.parametrize(("words", "message"), WRONG, ids=[" ".join(words) for words, _ in WRONG])
+def test_a_wrong_request_ends_in_one_line_before_anything_is_measured(words, message, capsys, monkeypatch):
+    from efficient_attn.experiments import bench
+
+    monkeypatch.setattr(bench, "run", lambda *args, **settings: pytest.fail("measured"))
+    assert command("bench", *words) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1 and err.startswith("error: ") and message in err
+
+
+def test_the_command_that_ran_is_written_down(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["/usr/bin/efficient-attn", *SMALL, "--out", "out"])
+    assert command(*SMALL, "--backend", "own.py:mean", "--out", "out") == 0
+    assert written("command.txt") == f"efficient-attn {' '.join(SMALL)} --out out\n"
+
+
+def test_errors_of_the_library_all_end_the_same_way(monkeypatch, capsys):
+    from efficient_attn.experiments import bench
+
+    def refuse(workload):
+        raise AttentionError("two\nlines")
+
+    monkeypatch.setattr(bench, "settle", refuse)
+    assert command("bench") == 2
+    assert capsys.readouterr().err == "error: two lines\n"

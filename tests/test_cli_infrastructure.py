@@ -1,0 +1,77 @@
+"""The command line as a whole: fast help, strict JSON, quiet ends."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+pytest.importorskip("efficient_attn_cli", reason="needs an installation, if only an editable one")
+
+from efficient_attn_cli.main import main
+
+CODE = "from efficient_attn_cli.main import main; main()"
+
+
+def child(*words, **settings):
+    settings = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, **settings}
+    return subprocess.Popen([sys.executable, "-c", CODE, *words], **settings)
+
+
+def test_help_names_the_commands_and_loads_no_torch():
+    code = f"import atexit, sys; atexit.register(lambda: print('torch' in sys.modules)); {CODE}"
+    run = subprocess.run([sys.executable, "-c", code, "--help"], capture_output=True, text=True, check=True)
+    assert "bench" in run.stdout and "list" in run.stdout and run.stdout.splitlines()[-1] == "False"
+
+
+def test_list_tells_every_backend_its_promises_and_its_paper(capsys):
+    from efficient_attn.backends import list_backends
+
+    with pytest.raises(SystemExit, match="0"):
+        main(["list", "--json"])
+    rows = json.loads(capsys.readouterr().out)
+    assert tuple(row["name"] for row in rows) == list_backends()
+    assert all({"causal", "key_mask", "exact", "options", "paper"} <= set(row) for row in rows)
+    with pytest.raises(SystemExit, match="0"):
+        main(["list"])
+    table = capsys.readouterr().out
+    assert all(f" {name} " in table for name in list_backends())
+
+
+def test_env_tells_the_machine_in_json_and_in_lines(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        main(["env", "--json"])
+    assert json.loads(capsys.readouterr().out)["processor"]
+    with pytest.raises(SystemExit, match="0"):
+        main(["env"])
+    assert "torch.version" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_real_interruption_keeps_every_finished_record(tmp_path):
+    process = child(
+        "bench", "--seq-len", "64:2048:x2", "--out", str(tmp_path / "out"), start_new_session=True
+    )
+    records = tmp_path / "out" / "records.jsonl"
+    deadline = time.monotonic() + 60
+    while not records.exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    os.kill(process.pid, signal.SIGINT)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 130 and out.splitlines()[-1] == str(tmp_path / "out")
+    assert all(json.loads(line)["status"] for line in records.read_text().splitlines())
+
+
+def test_a_reader_that_leaves_early_is_no_error():
+    with child("list", "--json") as process:
+        process.stdout.close()
+        assert "Traceback" not in process.stderr.read()
+
+
+def test_no_command_shows_what_there_is(capsys):
+    with pytest.raises(SystemExit):
+        main([])
+    assert "bench" in "".join(capsys.readouterr())

@@ -1,0 +1,170 @@
+"""Results: a frame, a plot, sentences, files; harmless whatever the names are."""
+
+import csv
+import io
+import re
+from itertools import pairwise
+
+import pytest
+from rich.console import Console
+
+from efficient_attn.errors import DataError, UnknownNameError
+from efficient_attn.experiments.results import Results, open_folder, read
+from efficient_attn.report import table as tables
+from efficient_attn.report.plot import new_axes
+from efficient_attn.sweep.records import Case, Record, append
+
+HOSTILE = "=1+1|`x`<script>alert(1)</script>$\\frac{[red]\x1b[2J\u202e"
+
+
+def case(kind, label, tokens, **changes):
+    return Case(
+        kind=kind,
+        backend=label.partition("(")[0],
+        label=label,
+        num_heads=2,
+        head_dim=8,
+        tokens=tokens,
+        dtype="float32",
+        device="cpu",
+        threads=2,
+        **changes,
+    )
+
+
+def records(labels=("exact", "window"), lengths=(256, 512, 1024, 2048)):
+    made = []
+    for tokens in lengths:
+        for power, label in enumerate(labels, start=1):
+            seconds = 1e-6 * tokens * (tokens if label == "exact" else 64 * power)
+            options = {"window": 33} if label == "window" else {}
+            time = case("time", label, tokens, options=options)
+            made.append(Record(case=time, times_s=tuple(seconds * (1 + i / 1000) for i in range(9))))
+            memory = case("memory", label, tokens, options=options)
+            made.append(Record(case=memory, peak_bytes=4096 * tokens, parameter_bytes=0))
+    return made
+
+
+def test_a_frame_has_one_row_per_case_with_flat_columns_and_units():
+    frame = Results(records()).to_pandas()
+    assert len(frame) == 16 and frame["tokens"].tolist()[:2] == [256, 256]
+    assert {"time_s", "time_low_s", "time_high_s", "samples", "peak_bytes", "option_window"} <= set(frame)
+    assert not any(
+        frame[name].map(lambda value: isinstance(value, (list, tuple, dict))).any() for name in frame
+    )
+    # The median of nine rising samples is the fifth.
+    assert frame["time_s"][0] == pytest.approx(1e-6 * 256 * 256 * 1.004)
+
+
+def test_a_raw_frame_has_one_row_per_sample():
+    frame = Results(records()).to_pandas(raw=True)
+    assert len(frame) == 8 * 9 + 8
+    assert frame["sample"].max() == 8 and frame["time_s"].notna().sum() == 8 * 9
+
+
+def test_sentences_tell_growth_and_from_what_length_it_pays():
+    growth, gain, memory = Results(records()).sentences()
+    assert "exact 2.00 and 1.00, window 1.00 and 1.00" in growth
+    # 64 · 2 per token against one per pair of tokens: faster from 256 tokens, 16 times at 2048.
+    assert gain == "Faster than fused exact attention: window from 256 tokens (16 times at 2048)."
+    assert "At 2048 tokens" in memory and "8 MiB" in memory
+
+
+def test_where_nothing_is_faster_the_sentence_says_so():
+    slow = [record for record in records(lengths=(16, 32, 64)) if record.case.kind == "time"]
+    assert "Up to 64 tokens nothing measured here is clearly faster" in " ".join(Results(slow).sentences())
+
+
+def test_a_plot_draws_every_backend_on_given_or_own_axes():
+    results = Results(records())
+    ax = new_axes()
+    assert results.plot(ax=ax) is ax
+    assert {text.get_text() for text in ax.texts} >= {"exact", "window"}
+    assert ax.get_xscale() == ax.get_yscale() == "log"
+    assert len(results.plot("peak_bytes").lines) == 2
+
+
+def test_names_at_the_ends_of_lines_do_not_overlap():
+    labels = [f"window(window={2 * i + 1})" for i in range(6)]
+    ax = Results(records(labels=labels)).plot()
+    heights = sorted(text.xyann[1] for text in ax.texts if text.get_text() in labels)
+    # Text of 9.5 points on axes of about 4 inches is 0.033 of their height.
+    assert min(b - a for a, b in pairwise(heights)) > 0.033
+
+
+def test_quantities_and_axes_that_do_not_exist_are_refused_by_name():
+    with pytest.raises(UnknownNameError, match="No quantity to plot is called 'speed'"):
+        Results(records()).plot("speed")
+    with pytest.raises(UnknownNameError, match="No x axis for time_s is called 'rank'"):
+        Results(records()).plot("time_s", "rank")
+
+
+def test_what_is_saved_is_read_again_and_drawn(tmp_path):
+    paths = Results(records(), environment={"python": "3"}).save(tmp_path / "run")
+    assert {path.name for path in paths} >= {"records.jsonl", "summary.csv", "environment.json", "time.png"}
+    assert all(path.stat().st_size > 0 for path in paths)
+    again = read(tmp_path / "run")
+    assert list(again.records) == records() and again.environment == {"python": "3"}
+    assert list(read(tmp_path / "run" / "records.jsonl", tmp_path / "run").records) == records() * 2
+
+
+def test_the_same_records_give_the_same_plots(tmp_path):
+    first, second = (Results(records()).save(tmp_path / name) for name in ("a", "b"))
+    for one, other in zip(first, second, strict=True):
+        assert one.read_bytes() == other.read_bytes()
+
+
+def test_a_torn_record_is_told(tmp_path):
+    file = tmp_path / "records.jsonl"
+    append(file, records()[0])
+    file.write_bytes(file.read_bytes() * 2 + b'{"schema": 1')
+    assert read(file).notes == ("The last line of records.jsonl was cut off and is left out.",)
+
+
+def test_what_cannot_be_read_or_written_is_named(tmp_path):
+    with pytest.raises(DataError, match="name at least one folder"):
+        read()
+    with pytest.raises(DataError, match="Cannot read records from"):
+        read(tmp_path)
+    (tmp_path / "file").touch()
+    with pytest.raises(DataError, match=r"--out: cannot write to .*file"):
+        open_folder(tmp_path / "file", name="--out")
+    append(tmp_path / "records.jsonl", records()[0])
+    with pytest.raises(DataError, match="holds records of another run already"):
+        open_folder(tmp_path, fresh=True)
+
+
+def test_a_failed_point_stands_in_the_table_with_its_reason_below():
+    failed = Record(case=case("time", "exact-dense", 2048), status="skipped", reason="needs 3 GiB")
+    time, _ = Results([*records(), failed]).tables()
+    row = next(row for row in time.rows if row[0] == "exact-dense")
+    assert "skipped" in row and time.notes == ("exact-dense, 2048 tokens: skipped: needs 3 GiB",)
+
+
+def hostile():
+    bad = Record(case=case("time", HOSTILE, 256), times_s=(0.1, 0.2))
+    return Results([*records(), bad, Record(case=case("time", HOSTILE, 512), status="error", reason=HOSTILE)])
+
+
+def test_hostile_names_run_nothing_in_a_notebook_or_a_spreadsheet():
+    html = hostile()._repr_html_()
+    assert "<script" not in html and "&lt;script&gt;" in html
+    text = tables.to_csv(hostile().summary())
+    cells = [cell for row in csv.reader(io.StringIO(text)) for cell in row]
+    assert not any(
+        cell.startswith(("=", "+", "@", "-")) for cell in cells if not re.fullmatch(r"-?[\d.e-]+", cell)
+    )
+
+
+def test_hostile_names_move_no_cursor_and_break_no_table():
+    for table in hostile().tables():
+        console = Console(file=io.StringIO(), width=400, force_terminal=False)
+        console.print(tables.to_rich(table))
+        assert "\x1b" not in console.file.getvalue()
+        markdown = tables.to_markdown(table).splitlines()
+        bars = {len(re.findall(r"(?<!\\)\|", line)) for line in markdown if line.startswith("|")}
+        assert len(bars) == 1
+
+
+def test_hostile_names_are_drawn_as_they_are(tmp_path):
+    assert all(path.stat().st_size for path in hostile().save(tmp_path))
