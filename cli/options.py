@@ -1,6 +1,9 @@
 """Every parameter that commands share, declared once."""
 
+from importlib.metadata import entry_points
+from importlib.util import find_spec
 from pathlib import Path
+from pkgutil import iter_modules
 from typing import Annotated
 
 import typer
@@ -8,10 +11,16 @@ import typer
 
 def _backends(incomplete: str) -> list[str]:
     """Names for completion; the part after the last comma is the one being typed."""
-    from efficient_attn.backends import backend_names
-
     typed, comma, last = incomplete.rpartition(",")
-    return [f"{typed}{comma}{name}" for name in backend_names() if name.startswith(last)]
+    return [f"{typed}{comma}{name}" for name in _backend_names() if name.startswith(last)]
+
+
+def _backend_names() -> list[str]:
+    """From the names of files and entry points, so that nothing is loaded while somebody types."""
+    found = find_spec("efficient_attn.backends")
+    files = iter_modules(found.submodule_search_locations if found else None)
+    own = {file.name.replace("_", "-") for file in files}
+    return sorted(own | {point.name for point in entry_points(group="efficient_attn.backends")})
 
 
 BackendOption = Annotated[

@@ -75,3 +75,11 @@ def test_no_command_shows_what_there_is(capsys):
     with pytest.raises(SystemExit):
         main([])
     assert "bench" in "".join(capsys.readouterr())
+
+
+def test_completion_knows_every_backend_without_loading_one():
+    from efficient_attn.backends import list_backends
+    from efficient_attn_cli.options import _backends
+
+    assert set(_backends("")) >= set(list_backends())
+    assert _backends("exact,wind") == ["exact,window"]

@@ -68,7 +68,13 @@ def test_nonsense_memory_limits_are_refused(text):
 
 def test_amounts_are_shown_in_the_unit_that_reads_best():
     assert [show_bytes(n) for n in (12, 4096, 1.5 * 2**30)] == ["12 B", "4 KiB", "1.5 GiB"]
-    assert [show_seconds(t) for t in (2.5, 0.0125, 3e-6, 5e-9)] == ["2.5 s", "12.5 ms", "3 µs", "5 ns"]
+    assert [show_seconds(t) for t in (90, 2.5, 0.0125, 3e-6, 5e-9)] == [
+        "1.5 min",
+        "2.5 s",
+        "12.5 ms",
+        "3 µs",
+        "5 ns",
+    ]
 
 
 def test_several_values_of_an_option_make_several_labelled_variants():

@@ -56,10 +56,15 @@ class Curve(NamedTuple):
 
     @property
     def growth(self) -> Growth | None:
-        """How the measured points grow with tokens; bytes have no noise, times have."""
-        fit = growth if self.quantity == "time_s" else exact_growth
-        measured = self.measured
-        return fit([point.tokens for point in measured], [float(point.value or 0) for point in measured])
+        """How the measured points grow with tokens.
+
+        Of times the fastest call counts: other work on the machine only ever adds, and more at one length
+        than at another, which would bend the curve.
+        """
+        tokens = [point.tokens for point in self.measured]
+        if self.quantity == "time_s":
+            return growth(tokens, [min(point.record.times_s or ()) for point in self.measured])
+        return exact_growth(tokens, [float(point.value or 0) for point in self.measured])
 
     def at(self, tokens: int) -> Point | None:
         """The measured point at this length."""

@@ -44,11 +44,9 @@ def tables(records: Sequence[Record]) -> list[Table]:
 
 
 def show_growth(fit: Growth | None) -> str:
-    """The power of tokens with its interval: `n^1.98 (1.95 to 2.01)`; `unclear` where it says nothing."""
+    """The power of tokens with its interval: `n^1.98 (1.95 to 2.01)`."""
     if fit is None:
         return ""
-    if not fit.clear:
-        return "unclear"
     interval = "" if fit.low is None or fit.high is None else f" ({fit.low:.2f} to {fit.high:.2f})"
     return f"n^{fit.power:.2f}{interval}"
 

@@ -57,7 +57,7 @@ def show_bytes(amount: float) -> str:
 
 def show_seconds(amount: float) -> str:
     """The duration in the unit that reads best: `1.5 ms`."""
-    for unit, factor in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
+    for unit, factor in (("min", 60.0), ("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
         if amount >= factor:
             return f"{amount / factor:.3g} {unit}"
     return f"{amount * 1e9:.3g} ns"

@@ -14,10 +14,10 @@ from efficient_attn.sweep.records import Record
 
 Measure = Callable[..., Record]
 
-TURNS = 3
+TURNS = 4
 
 # Seconds of calls in one turn: enough for a steady median, and no more of the budget than this share.
-_TURN_S = 0.12
+_TURN_S = 0.1
 _SHARE_OF_BUDGET = 0.5
 
 
