@@ -37,8 +37,11 @@ def sample(call: Call, time_call: Clock, *, seconds: float, least: int, most: in
 
 
 def in_turns(turns: list[Turn], *, rounds: int) -> list[Turn]:
-    """Every item `rounds` times, forwards and backwards in turn, so that a drift hits all alike."""
-    return [turn for number in range(rounds) for turn in (turns if number % 2 == 0 else turns[::-1])]
+    """Every item `rounds` times, in order and in reverse by turns, so that a drift hits all alike.
+
+    The last round is in order, so that items are finished in it.
+    """
+    return [turn for left in reversed(range(rounds)) for turn in (turns[::-1] if left % 2 else turns)]
 
 
 def _time_on_cpu(call: Call) -> float:
