@@ -7,15 +7,14 @@ INK, MUTED = "#222222", "#6b6b6b"
 
 # The colours of Okabe and Ito (2008), made for all kinds of colour vision; exact attention is black.
 _OWN = {
-    "exact": "#000000",
-    "exact-dense": "#7a7a7a",
-    "window": "#009e73",
-    "linformer": "#d98c00",
-    "performer-positive": "#0072b2",
-    "performer-trig": "#cc4c88",
+    "exact": ("#000000", "o"),
+    "exact-dense": ("#7a7a7a", "s"),
+    "window": ("#009e73", "^"),
+    "linformer": ("#d98c00", "D"),
+    "performer-positive": ("#0072b2", "v"),
+    "performer-trig": ("#cc4c88", "P"),
 }
-_OTHERS = ("#d55e00", "#3a9bd9", "#8a6d00", "#7b4fb5")
-_MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">")
+_OTHERS = (("#d55e00", "X"), ("#3a9bd9", "<"), ("#8a6d00", ">"), ("#7b4fb5", "p"))
 _STROKES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1, 1.5)), (0, (6, 2, 1, 2)))
 
 
@@ -26,10 +25,10 @@ def line_styles(lines: Sequence[tuple[str, str]]) -> dict[str, dict[str, Any]]:
     styles: dict[str, dict[str, Any]] = {}
     for label, backend in lines:
         variant = sum(known == backend for seen, known in lines if seen in styles)
-        colour = _OWN.get(backend) or _OTHERS[others.index(backend) % len(_OTHERS)]
+        colour, marker = _OWN.get(backend) or _OTHERS[others.index(backend) % len(_OTHERS)]
         styles[label] = {
             "color": colour,
-            "marker": _MARKERS[backends.index(backend) % len(_MARKERS)],
+            "marker": marker,
             "markersize": 5,
             "linestyle": _STROKES[variant % len(_STROKES)],
             "linewidth": 2.4 if backend == "exact" else 1.8,

@@ -29,6 +29,8 @@ _DOTS_PER_INCH = 160
 # A range of times smaller than this gets numbers at 1, 2 and 5 of each decade instead of at 1.
 _FEW_DECADES = 500
 
+_LONGEST_NAME = 36
+
 # Least distance of two names, as a share of the axis's height.
 _NAME_DISTANCE = 0.055
 
@@ -154,6 +156,8 @@ def _name_lines(ax: Any, drawn: Sequence[Curve], styles: Mapping[str, Mapping[st
             parse_math=False,
             arrowprops={
                 "arrowstyle": "-",
+                # From the middle of the name's left edge.
+                "relpos": (0, 0.5),
                 "color": colour,
                 "linewidth": 0.7,
                 "alpha": 0.6 if abs(height - own) > 0.01 or x < longest else 0.0,
@@ -164,11 +168,10 @@ def _name_lines(ax: Any, drawn: Sequence[Curve], styles: Mapping[str, Mapping[st
 
 
 def _name(curve: Curve) -> str:
-    """The label, and where it could not be measured."""
+    """The label, shortened if it would take the plot's place, and where it could not be measured."""
+    label = curve.label if len(curve.label) <= _LONGEST_NAME else f"{curve.label[: _LONGEST_NAME - 1]}…"
     missing = [point for point in curve.points if point.value is None]
-    if not missing:
-        return curve.label
-    return f"{curve.label} ({missing[0].record.status} at {missing[0].tokens})"
+    return f"{label} ({missing[0].record.status} at {missing[0].tokens})" if missing else label
 
 
 def _spread(heights: Sequence[float]) -> list[float]:

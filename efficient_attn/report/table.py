@@ -47,8 +47,8 @@ def show_growth(fit: Growth | None) -> str:
     """The power of tokens with its interval: `n^1.98 (1.95 to 2.01)`."""
     if fit is None:
         return ""
-    interval = "" if fit.low is None or fit.high is None else f" ({fit.low:.2f} to {fit.high:.2f})"
-    return f"n^{fit.power:.2f}{interval}"
+    low, high = (None if edge is None else f"{edge:.2f}" for edge in (fit.low, fit.high))
+    return f"n^{fit.power:.2f}" + ("" if low == high else f" ({low} to {high})")
 
 
 def to_markdown(table: Table) -> str:
@@ -91,7 +91,10 @@ def to_rich(table: Table) -> Any:
     title = Text(plain(table.title), style="bold")
     drawn = RichTable(title=title, box=box.SIMPLE_HEAD, title_justify="left", pad_edge=False)
     for number, name in enumerate(table.columns):
-        drawn.add_column(Text(plain(name)), justify="left" if number == 0 else "right", overflow="fold")
+        first = number == 0
+        drawn.add_column(
+            Text(plain(name)), justify="left" if first else "right", overflow="fold", no_wrap=not first
+        )
     for row in table.rows:
         drawn.add_row(*(Text(plain(cell)) for cell in row))
     return drawn
