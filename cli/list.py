@@ -11,6 +11,7 @@ from .options import JsonOption
 
 # What a table shows of the promises; the rest is in the JSON.
 _SHOWN = ("causal", "cross", "key_mask", "exact", "averages")
+_POWERS = {1: "n", 2: "n²"}
 
 
 def list_command(as_json: JsonOption = False) -> None:
@@ -45,11 +46,16 @@ def _table(specs: list[Any]) -> Any:
     rows = []
     for one in specs:
         promises = asdict(one.capabilities)
-        options = ", ".join(f"{name}={value}" for name, value in _options(one).items())
         marks = ("yes" if promises[name] else "–" for name in _SHOWN)
-        cost = f"n{'²' if one.capabilities.time_growth > 1 else ''}"
-        memory = f"n{'²' if one.capabilities.memory_growth > 1 else ''}"
-        rows.append((one.name, *marks, cost, memory, options, one.summary))
-    columns = ("backend", *(name.replace("_", " ") for name in _SHOWN), "time", "memory", "options", "what")
-    papers = tuple(f"{one.name}: {one.paper}" for one in specs if one.paper)
-    return Table("Backends", columns, tuple(rows), papers)
+        growths = (_POWERS[promises[f"{cost}_growth"]] for cost in ("time", "memory"))
+        rows.append((one.name, *marks, *growths))
+    columns = ("backend", *(name.replace("_", " ") for name in _SHOWN), "time", "memory")
+    return Table("What each backend promises", columns, tuple(rows), tuple(map(_note, specs)))
+
+
+def _note(one: Any) -> str:
+    """What it is, what can be chosen, where it was published."""
+    options = ", ".join(f"{name}={value}" for name, value in _options(one).items())
+    return " ".join(
+        filter(None, [f"{one.name}: {one.summary}", options and f"Options: {options}.", one.paper])
+    )

@@ -36,11 +36,12 @@ def test_too_few_lengths_give_no_power_and_three_give_no_interval():
     assert growth([256, 512], [1.0, 2.0]) is None
     assert growth([256, 512, 512], [1.0, 2.0, 2.0]) is None
     three = growth([256, 512, 1024], [1.0, 2.0, 4.0])
-    assert three.power == pytest.approx(1, abs=0.01) and three.low is None and three.clear
+    assert three.power == pytest.approx(1, abs=0.01) and three.low is None and not three.clear
 
 
 def test_a_cost_that_does_not_change_does_not_grow():
-    assert growth(LENGTHS, np.full(5, 3.0)).power == 0
+    flat = growth(LENGTHS, np.full(5, 3.0))
+    assert flat.power == 0 and flat.clear
 
 
 def test_noise_that_hides_the_power_is_called_unclear():

@@ -55,8 +55,10 @@ class Growth(NamedTuple):
 
     @property
     def clear(self) -> bool:
-        """Whether the interval is narrow enough to tell powers apart; True where there is none."""
-        return self.low is None or self.high is None or self.high - self.low <= _TELLING
+        """Whether there is an interval, narrow enough to tell powers apart; or no growth at all."""
+        if self.low is None or self.high is None:
+            return self.factor == 0
+        return self.high - self.low <= _TELLING
 
 
 def growth(tokens: Sequence[float], costs: Sequence[float]) -> Growth | None:

@@ -17,21 +17,27 @@ def bench_sentences(records: Sequence[Record]) -> list[str]:
 
 def _growth_sentence(times: Sequence[Curve], peaks: Sequence[Curve]) -> str | None:
     """The powers of tokens that the growing parts of time and of memory follow."""
-    memory = {curve.label: _power(curve) for curve in peaks}
-    pairs = {curve.label: (_power(curve), memory.get(curve.label)) for curve in times}
-    parts = [
-        f"{label} {time or 'unclear'} and {peak or 'unclear'}"
-        for label, (time, peak) in pairs.items()
-        if time or peak
-    ]
-    if not parts:
+    both = (("time", _powers(times)), ("memory", _powers(peaks)))
+    told = [f"{name} grows as {powers}" for name, powers in both if powers]
+    if not told:
         return None
-    return f"Time and memory grow with these powers of the tokens, fixed costs aside: {', '.join(parts)}."
+    return f"Fixed costs aside, {'; '.join(told)}."
 
 
-def _power(curve: Curve) -> str | None:
-    fit = curve.growth
-    return f"{fit.power:.2f}" if fit is not None and fit.clear else None
+def _powers(all_curves: Sequence[Curve]) -> str:
+    """`n^1.0 (window, linformer), n^2.0 (exact)`, and for which it is not clear; empty if for all."""
+    groups: dict[float, list[str]] = {}
+    unclear = []
+    for curve in all_curves:
+        fit = curve.growth
+        if fit is not None and fit.clear:
+            groups.setdefault(round(fit.power, 1), []).append(curve.label)
+        else:
+            unclear.append(curve.label)
+    if not groups:
+        return ""
+    told = [f"n^{power} ({', '.join(labels)})" for power, labels in sorted(groups.items())]
+    return ", ".join(told) + (f", unclear for {', '.join(unclear)}" if unclear else "")
 
 
 def _gain_sentence(times: Sequence[Curve]) -> str | None:

@@ -44,9 +44,11 @@ def tables(records: Sequence[Record]) -> list[Table]:
 
 
 def show_growth(fit: Growth | None) -> str:
-    """The power of tokens with its interval: `n^1.98 (1.95 to 2.01)`."""
+    """The power of tokens with its interval: `n^1.98 (1.95 to 2.01)`; `about` where there is none."""
     if fit is None:
         return ""
+    if fit.low is None and not fit.clear:
+        return f"about n^{fit.power:.2g}"
     low, high = (None if edge is None else f"{edge:.2f}" for edge in (fit.low, fit.high))
     return f"n^{fit.power:.2f}" + ("" if low == high else f" ({low} to {high})")
 
@@ -91,9 +93,9 @@ def to_rich(table: Table) -> Any:
     title = Text(plain(table.title), style="bold")
     drawn = RichTable(title=title, box=box.SIMPLE_HEAD, title_justify="left", pad_edge=False)
     for number, name in enumerate(table.columns):
-        first = number == 0
+        numbers = any(row[number][:1].isdigit() for row in table.rows) and number > 0
         drawn.add_column(
-            Text(plain(name)), justify="left" if first else "right", overflow="fold", no_wrap=not first
+            Text(plain(name)), justify="right" if numbers else "left", overflow="fold", no_wrap=numbers
         )
     for row in table.rows:
         drawn.add_row(*(Text(plain(cell)) for cell in row))
