@@ -152,7 +152,7 @@ def _plan_table(entries: Any) -> Any:
 
 def _exit_code(results: Any, named: Sequence[str] | None) -> int:
     """How it went. In a default selection refusals and skips are expected, other failures are not."""
-    from efficient_attn.analysis.summary import YARDSTICK
+    from efficient_attn.analysis.curves import YARDSTICK
 
     if results.interrupted:
         return exits.INTERRUPTED

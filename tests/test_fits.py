@@ -98,6 +98,12 @@ def test_runs_that_differ_become_curves_with_what_differs_in_their_names():
     assert [curve.label for curve in curves(both, "time_s")] == ["exact", "exact, causal"]
 
 
+def test_exact_comes_first_and_numbers_in_names_count_as_numbers():
+    labels = ["linformer(rank=128)", "exact-dense", "exact", "linformer(rank=64)"]
+    found = curves([record(label, 100, [1.0]) for label in labels], "time_s")
+    assert [c.label for c in found] == ["exact", "exact-dense", "linformer(rank=64)", "linformer(rank=128)"]
+
+
 def test_of_equal_cases_the_last_record_counts():
     (curve,) = curves([record("exact", 100, [1.0]), record("exact", 100, [2.0])], "time_s")
     assert [point.value for point in curve.points] == [2.0]

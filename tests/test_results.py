@@ -65,7 +65,8 @@ def test_a_raw_frame_has_one_row_per_sample():
 def test_sentences_tell_growth_and_from_what_length_it_pays():
     growth, gain, memory = Results(records()).sentences()
     assert growth == (
-        "Fixed costs aside, time grows as n^1.0 (window), n^2.0 (exact); memory grows as n^1.0 (exact, window)."
+        "Fixed costs aside, time grows as n^1.0 (window), n^2.0 (exact); "
+        "memory grows as n^1.0 (exact, window)."
     )
     # 64 · 2 per token against one per pair of tokens: faster from 256 tokens, 16 times at 2048.
     assert gain == "Faster than fused exact attention: window from 256 tokens (16 times at 2048)."

@@ -1,11 +1,15 @@
 """Records of a sweep as curves: one per backend with its options, a cost at each number of tokens."""
 
+import re
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from efficient_attn.analysis.fits import Growth, exact_growth, growth
 from efficient_attn.analysis.statistics import middle
 from efficient_attn.sweep.records import Case, Record
+
+# What everything is compared with: exact attention through the fused kernel.
+YARDSTICK = "exact"
 
 # The kind of record that answers for each quantity.
 QUANTITIES = {
@@ -72,8 +76,9 @@ class Curve(NamedTuple):
 
 
 def curves(records: Iterable[Record], quantity: str) -> tuple[Curve, ...]:
-    """The curves of `time_s`, `peak_bytes`, `parameter_bytes` or `state_bytes`, in the order of the records.
+    """The curves of `time_s`, `peak_bytes`, `parameter_bytes` or `state_bytes`.
 
+    Exact attention comes first, then the others by name: the order of the records depends on what failed.
     Of equal cases the last record counts.
     """
     wanted = [record for record in records if record.case.kind == QUANTITIES[quantity]]
@@ -84,8 +89,16 @@ def curves(records: Iterable[Record], quantity: str) -> tuple[Curve, ...]:
         groups.setdefault(name(record.case), []).append(record)
     return tuple(
         Curve(label, group[0].case.backend, quantity, tuple(_points(group, quantity)))
-        for label, group in groups.items()
+        for label, group in sorted(groups.items(), key=_place)
     )
+
+
+def _place(item: tuple[str, list[Record]]) -> tuple[bool, list[tuple[int, str]]]:
+    """Numbers within names are compared as numbers, so that rank=64 comes before rank=128."""
+    label, group = item
+    pieces = re.findall(r"\d+|\D+", label)
+    name = [(int(piece), "") if piece.isdecimal() else (-1, piece) for piece in pieces]
+    return group[0].case.backend != YARDSTICK, name
 
 
 class _Namer(NamedTuple):

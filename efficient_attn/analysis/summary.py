@@ -3,10 +3,8 @@
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from efficient_attn.analysis.curves import Curve, curves
+from efficient_attn.analysis.curves import YARDSTICK, Curve, curves
 from efficient_attn.sweep.records import Record
-
-YARDSTICK = "exact"
 
 
 class Gain(NamedTuple):

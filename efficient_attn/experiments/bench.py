@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from efficient_attn.analysis.summary import YARDSTICK
+from efficient_attn.analysis.curves import YARDSTICK
 from efficient_attn.errors import OptionError, UnsupportedError
 from efficient_attn.experiments.results import (
     COMMAND,

@@ -2,8 +2,9 @@
 
 import json
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,13 @@ _RAW = {
     "weights_relative_error_draws": "weights_relative_error",
     "kernel_mse_draws": "kernel_mse",
 }
+
+# Where errors are drawn, tabled and put into words; loaded when there are errors to show.
+_ERROR_REPORTS = (
+    "efficient_attn.report.error_plot",
+    "efficient_attn.report.error_table",
+    "efficient_attn.experiments.mse",
+)
 
 
 class Results:
@@ -226,7 +234,9 @@ def _flat(record: Record) -> dict[str, Any]:
     return row | {f"option_{name}": value for name, value in record.case.options.items()}
 
 
-def _errors(verb: str) -> Any:
-    """`tables`, `plot` or `sentences` of the errors' own report, loaded when there are errors to show."""
-    module: Sequence[str] = ("efficient_attn.report.error_plot", "efficient_attn.report.error_table")
-    return getattr(import_module(module[verb != "plot"]), verb)
+def _errors(verb: str) -> Callable[..., Any]:
+    """`tables`, `plot` or `sentences` of errors, from the first of their modules that has it."""
+    for name in _ERROR_REPORTS:
+        if find_spec(name) is not None and hasattr(module := import_module(name), verb):
+            return getattr(module, verb)
+    raise UnknownNameError("report of errors", verb, ["to_pandas", "summary"])

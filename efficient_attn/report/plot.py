@@ -4,8 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from efficient_attn.analysis.curves import Curve, curves
-from efficient_attn.analysis.summary import YARDSTICK
+from efficient_attn.analysis.curves import YARDSTICK, Curve, curves
 from efficient_attn.report.harmless import plain
 from efficient_attn.report.palette import INK, MUTED, line_styles
 from efficient_attn.sweep.amounts import show_bytes, show_seconds
