@@ -1,7 +1,9 @@
 """`efficient-attn bench`: time and peak memory, length by length."""
 
 import json
+import sys
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 from typing import Any
 
 import typer
@@ -101,7 +103,8 @@ def bench_command(
         talk.print_tables([_plan_table(entries)])
         return
     folder = open_folder(out or run_folder("bench"), name="--out", fresh=True)
-    with talk.progress(len(entries)) as show:
+    # What a backend prints is talk: stdout holds results and nothing else.
+    with talk.progress(len(entries)) as show, redirect_stdout(sys.stderr):
         results = bench.run_bench(
             entries, budget_s=budget_s, out=folder, command=command_line(), progress=show
         )

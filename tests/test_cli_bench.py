@@ -22,6 +22,11 @@ def broken(q, k, v):
     raise RuntimeError("it broke here")
 
 
+def talkative(q, k, v):
+    print("hello")
+    return v.clone()
+
+
 def impatient(q, k, v):
     raise KeyboardInterrupt
 """
@@ -62,6 +67,12 @@ def test_json_makes_stdout_one_document(capsys):
     document = json.loads(capsys.readouterr().out)
     assert len(document["records"]) == 8 and document["environment"]["torch"]["version"] == torch.__version__
     assert not document["interrupted"]
+
+
+def test_what_a_backend_prints_stays_out_of_the_results(capsys):
+    assert command(*SMALL, "--backend", "own.py:talkative", "--json", "-") == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["records"] and "hello" in err
 
 
 def test_a_function_in_a_file_is_benched_with_one_command(capsys):
