@@ -28,7 +28,9 @@ def talkative(q, k, v):
 
 
 def impatient(q, k, v):
-    raise KeyboardInterrupt
+    if q.shape[-2] > 16:
+        raise KeyboardInterrupt
+    return v.clone()
 """
 
 
@@ -108,7 +110,9 @@ def test_where_nothing_that_was_asked_for_could_be_measured_the_code_is_4():
 
 def test_an_interruption_keeps_what_was_measured_and_ends_with_130(capsys):
     assert command(*SMALL, "--backend", "exact,own.py:impatient", "--out", "out") == 130
-    assert written("records.jsonl").count("\n") >= 1
+    lengths = [json.loads(line)["tokens"] for line in written("records.jsonl").splitlines()]
+    # Two backends, time and memory, at the length before the interruption.
+    assert lengths.count(16) == 4
     assert capsys.readouterr().out.splitlines()[-1] == "out"
 
 
