@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from efficient_attn.ops.softmax import softmax_attention, softmax_weights
-from efficient_attn.shapes import Keys, Output, Queries, Values
+from efficient_attn.shapes import Keys, Output, Queries, Values, Weights
 
 # Scores of this many rows at a time, so that a long sequence never builds its whole float64 matrix.
 _ENTRIES_AT_ONCE = 1 << 23
@@ -65,29 +65,28 @@ def output_error(output: Output, exact: Output) -> OutputError:
 
 
 def weights_error(backend: torch.nn.Module, q: Queries, k: Keys, *, scale: float) -> float:
-    """‖A' − A‖ / ‖A‖ in the Frobenius norm, A' the weights that a full, not causal backend implies."""
-    squares = norms = 0.0
-    for rows, _ in _blocks(q, k, causal=False):
-        exact = softmax_weights(q[..., rows, :].double(), k.double(), scale=scale, key_mask=None)
-        implied = backend.attention_weights(q, k, rows=rows).double()  # type: ignore[operator]
-        squares += float((implied - exact).square().sum())
-        norms += float(exact.square().sum())
-    return (squares / norms) ** 0.5
+    """‖A' − A‖ / ‖A‖ in the Frobenius norm, A' the weights that a backend implies, not causal."""
+    return _weights_error(backend.attention_weights(q, k), q, k, scale=scale)  # type: ignore[operator]
 
 
 def uniform_weights_error(q: Queries, k: Keys, *, scale: float) -> float:
     """The yardstick among weights: each key the same share, which is the mean of the values."""
-    squares = norms = 0.0
-    for rows, _ in _blocks(q, k, causal=False):
-        exact = softmax_weights(q[..., rows, :].double(), k.double(), scale=scale, key_mask=None)
-        squares += float((exact - 1 / k.shape[-2]).square().sum())
-        norms += float(exact.square().sum())
-    return (squares / norms) ** 0.5
+    share = torch.full((), 1 / k.shape[-2], dtype=torch.float64, device=q.device)
+    return _weights_error(share.expand(*q.shape[:-1], k.shape[-2]), q, k, scale=scale)
 
 
 def unsafe_rows(denominators: Tensor) -> float:
     """Share of rows whose denominator is zero or negative: their output is no average of any kind."""
     return float((denominators <= 0).double().mean())
+
+
+def _weights_error(weights: Weights, q: Queries, k: Keys, *, scale: float) -> float:
+    squares = norms = 0.0
+    for rows, _ in _blocks(q, k, causal=False):
+        exact = softmax_weights(q[..., rows, :].double(), k.double(), scale=scale, key_mask=None)
+        squares += float((weights[..., rows, :].double() - exact).square().sum())
+        norms += float(exact.square().sum())
+    return (squares / norms) ** 0.5
 
 
 def _blocks(q: Queries, k: Keys, *, causal: bool) -> Iterator[tuple[slice, int]]:

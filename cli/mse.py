@@ -1,0 +1,169 @@
+"""`efficient-attn mse`: how wrong each backend is, size by size."""
+
+import json
+import math
+import sys
+from collections.abc import Sequence
+from contextlib import redirect_stdout
+from typing import Annotated, Any
+
+import typer
+
+from efficient_attn.errors import OptionError
+
+from . import exits, talk
+from .options import (
+    BackendOption,
+    ExtraArguments,
+    HeadDimOption,
+    JsonToOption,
+    OutOption,
+    SetOption,
+    names,
+)
+
+NumFeaturesOption = Annotated[
+    str,
+    typer.Option(
+        "--num-features",
+        metavar="SIZES",
+        help="The size of every backend (features, rank or window): 16,64 or 16:1024:x2 or 1k.",
+    ),
+]
+InputsOption = Annotated[
+    str,
+    typer.Option(
+        "--inputs",
+        metavar="NAME[,NAME…]",
+        help="gaussian, encoder (shipped), stitched (its four texts end to end) or FILE.safetensors.",
+    ),
+]
+ErrorOfOption = Annotated[str, typer.Option("--of", help="output, or weights for the attention weights.")]
+NormOption = Annotated[
+    str, typer.Option("--norm", metavar="S[,S…]", help="Gaussian inputs: q, k ~ N(0, S² I) before any scale.")
+]
+DrawsOption = Annotated[int, typer.Option("--draws", min=1, help="Independent draws of random features.")]
+TokensOption = Annotated[int, typer.Option("--seq-len", min=1, help="Tokens of Gaussian inputs.")]
+LayerOption = Annotated[
+    str | None,
+    typer.Option("--layer", metavar="N[,N…]", help="Layers of the encoder or file; all if left out."),
+]
+DrawSeedOption = Annotated[
+    int, typer.Option("--seed", min=0, help="Of Gaussian inputs and of the first draw.")
+]
+
+
+def mse_command(
+    extra: ExtraArguments = None,
+    num_features: NumFeaturesOption = "16:1024:x2",
+    backend: BackendOption = None,
+    set_: SetOption = None,
+    inputs: InputsOption = "gaussian,encoder",
+    of: ErrorOfOption = "output",
+    norm: NormOption = "0.5,1",
+    draws: DrawsOption = 8,
+    seq_len: TokensOption = 4096,
+    head_dim: HeadDimOption = 16,
+    layer: LayerOption = None,
+    seed: DrawSeedOption = 0,
+    out: OutOption = None,
+    json_to: JsonToOption = None,
+) -> None:
+    """Measure how far backends are from exact softmax attention, beside the mean of the values.
+
+    Example: efficient-attn mse --inputs encoder --backend window,my_file.py:my_attention
+    """
+    from efficient_attn.experiments import mse
+    from efficient_attn.experiments.results import open_folder, run_folder
+    from efficient_attn.measure.environment import command_line
+    from efficient_attn.sweep.amounts import parse_sizes
+    from efficient_attn.sweep.variants import parse_settings
+
+    if extra:
+        raise OptionError(
+            f"Values are joined by commas, as in --num-features 16,64; {extra[0]!r} stands alone."
+        )
+    # What is wrong in the request itself is said before torch is loaded.
+    sizes = parse_sizes(num_features, name="--num-features")
+    norms = _norms(norm)
+    layers = _layers(layer)
+    settings = parse_settings(set_ or [])
+    mse.check_request(of=of, draws=draws)
+    if json_to not in (None, "-"):
+        raise OptionError(f"--json takes - for stdout, not {json_to!r}; files are written to --out.")
+    named = names(backend)
+    points = mse.plan_mse(
+        named,
+        sizes=sizes,
+        of=of,
+        inputs=names([inputs]) or (),
+        norms=norms,
+        tokens=seq_len,
+        head_dim=head_dim,
+        layers=layers,
+        draws=draws,
+        options=settings,
+        seed=seed,
+    )
+    folder = open_folder(out or run_folder("mse"), name="--out", fresh=True)
+    # What a backend prints is talk: stdout holds results and nothing else.
+    with talk.progress(len(points)) as show, redirect_stdout(sys.stderr):
+        results = mse.run_mse(points, of=of, draws=draws, out=folder, command=command_line(), progress=show)
+    _print(results, as_json=json_to is not None)
+    typer.echo(str(folder), err=json_to is not None)
+    raise typer.Exit(_exit_code(results, named))
+
+
+def _norms(text: str) -> tuple[float, ...]:
+    try:
+        norms = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        norms = ()
+    if not norms or not all(0 < norm < math.inf for norm in norms):
+        raise OptionError(f"--norm is made of finite numbers above 0, such as 0.5,1, not {text!r}.")
+    return tuple(dict.fromkeys(norms))
+
+
+def _layers(text: str | None) -> tuple[int, ...] | None:
+    if text is None:
+        return None
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() for part in parts):
+        raise OptionError(f"--layer is made of whole numbers, such as 0,1,5, not {text!r}.")
+    return tuple(map(int, parts))
+
+
+def _print(results: Any, *, as_json: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps(_document(results), indent=2, allow_nan=False, ensure_ascii=False))
+        return
+    talk.print_tables(results.tables())
+    for sentence in results.sentences():
+        typer.echo(sentence)
+    for note in results.notes:
+        talk.say(note)
+
+
+def _document(results: Any) -> dict[str, Any]:
+    from efficient_attn.sweep.records import line
+
+    return {
+        "environment": results.environment,
+        "records": [json.loads(line(record)) for record in results.records],
+        "sentences": results.sentences(),
+        "interrupted": results.interrupted,
+    }
+
+
+def _exit_code(results: Any, named: Sequence[str] | None) -> int:
+    """How it went. In a default selection refusals are expected, other failures are not."""
+    from efficient_attn.sweep.sizes import MEAN_OF_VALUES
+
+    if results.interrupted:
+        return exits.INTERRUPTED
+    asked = [record for record in results.records if record.case.backend != MEAN_OF_VALUES]
+    failed = [record for record in asked if record.status != "ok"]
+    if len(failed) == len(asked):
+        return exits.NOTHING_MEASURED
+    unexpected = [record for record in failed if named or record.status != "unsupported"]
+    return exits.SOME_NOT_MEASURED if unexpected else exits.DONE

@@ -1,0 +1,219 @@
+"""Errors against size, one panel per input, the mean of the values as a line to beat in each."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from efficient_attn.analysis.accuracy import ErrorCurve, Panel, panels, quantity_in
+from efficient_attn.errors import OptionError
+from efficient_attn.report.error_table import NAMES, show_error, title
+from efficient_attn.report.harmless import plain
+from efficient_attn.report.palette import INK, MUTED, line_styles
+from efficient_attn.sweep.records import Record
+from efficient_attn.sweep.sizes import MEAN_OF_VALUES
+
+_PANEL_INCHES = (4.1, 3.3)
+_HEAD_INCHES, _LEGEND_INCHES = 0.75, 2.6
+
+# An error of this many times the yardstick is off the scale: a hundred or a million, both are no attention.
+_WORST = 12.0
+
+# Errors below this share of the yardstick are rounding, and leave the axes through their floor.
+_ROUNDING = 1e-4
+
+
+def plot(
+    records: Sequence[Record], *, y: str = "output_relative_error", x: str | None = None, ax: Any = None
+) -> Any:
+    """Draw the error of every backend against its size; the axes of the first input.
+
+    Args:
+        ax: Axes for the only input, or one for each; a figure with a panel per input is made if left out.
+    """
+    if x not in (None, "size"):
+        raise OptionError(f"x is size for errors, not {x!r}.")
+    quantity = quantity_in(records, y)
+    shown = panels(records, quantity)
+    styles = line_styles(
+        list({curve.label: curve.backend for panel in shown for curve in panel.curves}.items())
+    )
+    axes = _grid(shown, styles, quantity) if ax is None else _given(ax, shown)
+    for one, panel in zip(axes, shown, strict=True):
+        # Inputs of one source share a scale, so that they can be compared.
+        scale = _limits([other for other in shown if other.source == panel.source])
+        _draw(one, panel, styles, scale)
+        if ax is not None or one.get_subplotspec().is_first_col():
+            one.set_ylabel(NAMES[quantity].lower(), color=INK)
+    return axes[0]
+
+
+def _given(ax: Any, shown: Sequence[Panel]) -> list[Any]:
+    axes = list(ax) if isinstance(ax, (list, tuple)) else [ax]
+    if len(axes) != len(shown):
+        names = ", ".join(panel.inputs for panel in shown)
+        raise OptionError(f"ax is one for each of the {len(shown)} inputs ({names}), not {len(axes)}.")
+    return axes
+
+
+def _grid(shown: Sequence[Panel], styles: Mapping[str, Mapping[str, Any]], quantity: str) -> list[Any]:
+    """Axes for every panel, a row for each source of inputs, and the legend where there is room."""
+    from matplotlib.figure import Figure
+
+    sources = list(dict.fromkeys(panel.source for panel in shown))
+    rows = [[panel for panel in shown if panel.source == source] for source in sources]
+    columns = max(map(len, rows), default=1)
+    free = next((row for row, group in enumerate(rows) if len(group) < columns), None)
+    width, height = columns * _PANEL_INCHES[0], max(len(rows), 1) * _PANEL_INCHES[1] + _HEAD_INCHES
+    figure = Figure(figsize=(width + (_LEGEND_INCHES if free is None else 0), height), layout="constrained")
+    grid = figure.subplots(max(len(rows), 1), columns, squeeze=False, sharey="row")
+    for row, group in enumerate(rows):
+        for empty in grid[row, len(group) :]:
+            empty.set_axis_off()
+    _head(figure, shown, quantity)
+    legend = {"handles": _handles(shown, styles), "frameon": False, "fontsize": 10, "labelcolor": INK}
+    if free is None:
+        figure.legend(loc="outside right center", **legend)
+    else:
+        grid[free, len(rows[free])].legend(loc="center left", **legend)
+    return [grid[sources.index(p.source), rows[sources.index(p.source)].index(p)] for p in shown]
+
+
+def _head(figure: Any, shown: Sequence[Panel], quantity: str) -> None:
+    draws = {len(getattr(c.points[0].record, f"{quantity}_draws") or ()) for p in shown for c in p.curves}
+    band = (
+        f"; lines and bands: median of {max(draws)} draws and its 95 % interval"
+        if max(draws, default=1) > 1
+        else ""
+    )
+    figure.suptitle(
+        f"{NAMES[quantity]} against exact softmax attention in float64{band}",
+        x=0.01,
+        ha="left",
+        fontsize=12,
+        fontweight="bold",
+        color=INK,
+    )
+
+
+def _handles(shown: Sequence[Panel], styles: Mapping[str, Mapping[str, Any]]) -> list[Any]:
+    """The lines, the yardstick, and in words what has no line."""
+    from matplotlib.lines import Line2D
+
+    sized = {curve.label for panel in shown for curve in panel.curves if _has_sizes(curve)}
+    handles = [
+        Line2D([], [], label=plain(label), **style) for label, style in styles.items() if label in sized
+    ]
+    handles.append(
+        Line2D([], [], color=INK, linestyle=(0, (4, 3)), label=f"{MEAN_OF_VALUES} for every query")
+    )
+    for label in dict.fromkeys(c.label for p in shown for c in p.curves if not _has_sizes(c)):
+        worst = max(c.points[0].value for p in shown for c in p.curves if c.label == label)
+        if _is_rounding(worst, shown):
+            text = f"{label}: at most {show_error(worst)}, rounding"
+            handles.append(Line2D([], [], linestyle="none", label=plain(text)))
+        else:
+            handles.append(Line2D([], [], label=plain(label), **{**styles[label], "marker": ""}))
+    return handles
+
+
+def _draw(
+    ax: Any, panel: Panel, styles: Mapping[str, Mapping[str, Any]], limits: tuple[float, float]
+) -> None:
+    for curve in panel.curves:
+        style = styles[curve.label]
+        if _has_sizes(curve):
+            _draw_curve(ax, curve, style)
+        elif not _is_rounding(curve.points[0].value, [panel]):
+            ax.axhline(curve.points[0].value, **{**style, "marker": ""}, zorder=3)
+    ax.set_xscale("log", base=2)
+    ax.set_yscale("log")
+    ax.set_ylim(*limits)
+    _yardstick(ax, panel)
+    _off_the_scale(ax, panel, styles, limits[1])
+    _dress(ax, panel)
+
+
+def _draw_curve(ax: Any, curve: ErrorCurve, style: Mapping[str, Any]) -> None:
+    points = [point for point in curve.points if point.size is not None]
+    sizes = [point.size for point in points]
+    ax.plot(sizes, [point.value for point in points], **style, zorder=3)
+    ax.fill_between(
+        sizes,
+        [point.low for point in points],
+        [point.high for point in points],
+        color=style["color"],
+        alpha=0.18,
+        linewidth=0,
+        zorder=2,
+    )
+
+
+def _yardstick(ax: Any, panel: Panel) -> None:
+    if panel.yardstick is None:
+        return
+    ax.axhline(panel.yardstick, color=INK, linestyle=(0, (4, 3)), linewidth=1.2, zorder=1)
+    ax.annotate(
+        f"{MEAN_OF_VALUES}\n{show_error(panel.yardstick)}",
+        xy=(1.015, panel.yardstick),
+        xycoords=("axes fraction", "data"),
+        va="center",
+        fontsize=8.5,
+        color=INK,
+        annotation_clip=False,
+    )
+
+
+def _off_the_scale(ax: Any, panel: Panel, styles: Mapping[str, Mapping[str, Any]], high: float) -> None:
+    """Say at the upper edge which curves run above it, and from where to where."""
+    above = [curve for curve in panel.curves if min(point.value for point in curve.points) > high]
+    for row, curve in enumerate(above):
+        values = [point.value for point in curve.points]
+        ax.annotate(
+            plain(f"▲ {curve.label}: {show_error(min(values))} to {show_error(max(values))}"),
+            xy=(0.02, 0.97),
+            xycoords="axes fraction",
+            xytext=(0, -12 * row),
+            textcoords="offset points",
+            va="top",
+            fontsize=8.5,
+            color=styles[curve.label]["color"],
+            parse_math=False,
+        )
+
+
+def _dress(ax: Any, panel: Panel) -> None:
+    from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullFormatter, NullLocator
+
+    sizes = sorted({point.size for c in panel.curves for point in c.points if point.size is not None})
+    ax.xaxis.set_major_locator(FixedLocator([size for size in sizes if size - 1 not in sizes]))
+    ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0f}"))
+    ax.xaxis.set_minor_locator(NullLocator())
+    ax.yaxis.set_major_locator(LogLocator(base=10, subs=(1, 2, 5)))
+    ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    ax.yaxis.set_minor_formatter(NullFormatter())
+    ax.grid(axis="y", color="#e3e3e3", linewidth=0.8)
+    ax.set_axisbelow(True)
+    for side in ("top", "right"):
+        ax.spines[side].set_visible(False)
+    for side in ("left", "bottom"):
+        ax.spines[side].set_color(MUTED)
+    ax.tick_params(colors=INK, which="both", length=3, labelsize=9, labelleft=True)
+    ax.set_xlabel("size: features, rank or window", color=INK, fontsize=9.5)
+    ax.set_title(plain(title(panel)), loc="left", fontsize=9.5, color=INK, parse_math=False)
+
+
+def _limits(shown: Sequence[Panel]) -> tuple[float, float]:
+    """From below the smallest error that is no rounding to above the largest that is no nonsense."""
+    yardsticks = [panel.yardstick for panel in shown if panel.yardstick is not None]
+    worst = _WORST * max(yardsticks, default=1.0)
+    curves = [c for panel in shown for c in panel.curves if min(point.value for point in c.points) <= worst]
+    edges = [edge for c in curves for point in c.points for edge in (point.value, point.low)]
+    told = [edge for edge in (*edges, *yardsticks) if edge > 0 and not _is_rounding(edge, shown)] or [1.0]
+    return min(told) / 1.4, min(max(told), worst) * 1.8
+
+
+def _is_rounding(value: float, shown: Sequence[Panel]) -> bool:
+    return value < _ROUNDING * min((panel.yardstick or 1.0 for panel in shown), default=1.0)
+
+
+def _has_sizes(curve: ErrorCurve) -> bool:
+    return any(point.size is not None for point in curve.points)

@@ -1,0 +1,92 @@
+"""Errors as tables: one per input, backends as rows, sizes as columns."""
+
+from collections.abc import Sequence
+
+from efficient_attn.analysis.accuracy import ErrorCurve, Panel, panels, quantity_in
+from efficient_attn.report.table import Table
+from efficient_attn.sweep.records import Record
+from efficient_attn.sweep.sizes import MEAN_OF_VALUES
+
+NAMES = {
+    "output_relative_error": "Relative output error",
+    "output_mse": "Mean squared output error",
+    "weights_relative_error": "Relative error of the attention weights",
+    "kernel_mse": "Mean squared error of the kernel",
+}
+
+
+def tables(records: Sequence[Record], *, y: str = "output_relative_error") -> list[Table]:
+    """One table for each input: medians over draws."""
+    quantity = quantity_in(records, y)
+    return [_table(panel, quantity) for panel in panels(records, quantity)]
+
+
+def title(panel: Panel) -> str:
+    """`gaussian, norm 0.5; 4096 tokens, 1 head of 16`."""
+    heads = "1 head" if panel.num_heads == 1 else f"{panel.num_heads} heads"
+    return f"{describe(panel.inputs)}; {panel.tokens} tokens, {heads} of {panel.head_dim}"
+
+
+def describe(inputs: str) -> str:
+    """`encoder(layer=0)` as people say it: `encoder, layer 0`."""
+    source, _, inner = inputs.partition("(")
+    return f"{source}, {inner.removesuffix(')').replace('=', ' ')}" if inner else source
+
+
+def show_error(value: float) -> str:
+    """Two significant digits; an exponent only for what is rounding or nonsense."""
+    return f"{value:.0f}" if 10 <= value < 100_000 else f"{value:.2g}"
+
+
+def _table(panel: Panel, quantity: str) -> Table:
+    sizes = _columns(panel)
+    rows = (
+        [] if panel.yardstick is None else [(MEAN_OF_VALUES, show_error(panel.yardstick), *[""] * len(sizes))]
+    )
+    for curve in panel.curves:
+        fixed = next((show_error(point.value) for point in curve.points if point.size is None), "")
+        cells = [show_error(point.value) if (point := curve.at(size)) else "" for size in sizes]
+        rows.append((curve.label, fixed, *cells))
+    return Table(
+        f"{NAMES[quantity]}: {title(panel)}",
+        ("backend", "no size", *map(str, sizes)),
+        tuple(rows),
+        (*_draws_note(panel), *_odd_note(panel, sizes), *_unsafe_notes(panel), *_failures(panel)),
+    )
+
+
+def _columns(panel: Panel) -> list[int]:
+    """All sizes, but an odd one that stands for the even size before it has no column of its own."""
+    sizes = {point.size for curve in panel.curves for point in curve.points if point.size is not None}
+    return sorted(size for size in sizes if size - 1 not in sizes)
+
+
+def _odd_note(panel: Panel, sizes: Sequence[int]) -> list[str]:
+    odd = {curve.label for curve in panel.curves for point in curve.points if (point.size or 0) - 1 in sizes}
+    return [f"{', '.join(sorted(odd))}: sizes are odd, each one more than its column says."] if odd else []
+
+
+def _draws_note(panel: Panel) -> list[str]:
+    counts = {_draws(curve) for curve in panel.curves if curve.random}
+    return [f"Random features: medians of {', '.join(map(str, sorted(counts)))} draws."] if counts else []
+
+
+def _draws(curve: ErrorCurve) -> int:
+    record = curve.points[0].record
+    return len(record.output_relative_error_draws or record.weights_relative_error_draws or ())
+
+
+def _unsafe_notes(panel: Panel) -> list[str]:
+    notes = []
+    for curve in panel.curves:
+        shares = [point.record.unsafe_rows for point in curve.points if point.record.unsafe_rows is not None]
+        if shares and max(shares) > 0:
+            notes.append(
+                f"{curve.label}: the sum of the weights is zero or negative in "
+                f"{min(shares):.2%} to {max(shares):.2%} of the rows."
+            )
+    return notes
+
+
+def _failures(panel: Panel) -> list[str]:
+    return [f"{record.case.label}: {record.status}: {record.reason}" for record in panel.failed]

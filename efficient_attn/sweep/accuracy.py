@@ -1,0 +1,198 @@
+"""The error of a backend against exact attention: one record per backend, size and input."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from statistics import fmean
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from efficient_attn.backends import build
+from efficient_attn.errors import AttentionError, OptionError, UnsupportedError
+from efficient_attn.measure import error as measure
+from efficient_attn.measure.inputs import Activations
+from efficient_attn.sweep.records import Case, Record
+from efficient_attn.sweep.sizes import MEAN_OF_VALUES, SEED, with_size
+from efficient_attn.sweep.variants import Variant
+
+_LONGEST_REASON = 300
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What backends are measured on, and the exact output there.
+
+    Attributes:
+        name: What records call it, such as `gaussian(norm=0.5)`.
+        activations: q, k, v in the dtype that backends compute in.
+        scale: Factor on q·k.
+        seed: Of the inputs, where they are drawn.
+    """
+
+    name: str
+    activations: Activations
+    scale: float
+    seed: int = 0
+
+    @cached_property
+    def exact(self) -> Tensor:
+        """The exact output in float64."""
+        return measure.exact_output(*self.activations, scale=self.scale)
+
+    @property
+    def tokens(self) -> int:
+        return self.activations.k.shape[-2]
+
+
+def measure_error(
+    variant: Variant,
+    subject: Subject,
+    *,
+    of: str,
+    draws: int,
+    option: str | None = None,
+    size: int | None = None,
+) -> Record:
+    """The errors of one backend on one subject, one for each draw of what is random in it.
+
+    Args:
+        option: The option that `size` is given to. A size that the backend refuses is tried as size + 1:
+            a window is odd.
+    """
+    # Inputs and features are drawn from streams of their own, so the same seed may serve both.
+    first = subject.seed
+    seeds = range(first, first + (draws if SEED in variant.options else 1))
+    try:
+        chosen, backends = _build(variant, subject, seeds, option, size)
+    except AttentionError as refusal:
+        refused = variant if option is None or size is None else with_size(variant, option, size)
+        return _failed(refused, subject, of, "unsupported", str(refusal))
+    case = _case(chosen, subject, of)
+    try:
+        with torch.no_grad():
+            return _measured(case, subject, backends)
+    except AttentionError as refusal:
+        return _failed(chosen, subject, of, "unsupported", str(refusal))
+    except Exception as failure:  # The backend may be anybody's code: whatever it raises is its result.
+        return _failed(chosen, subject, of, "error", f"{type(failure).__name__}: {failure}")
+
+
+def try_options(variant: Variant, subject: Subject) -> None:
+    """Build a variant whose options were set, once: a value that never works is a wrong request.
+
+    Raises:
+        OptionError: If an option makes no sense there.
+    """
+    if variant.label == variant.backend:
+        return
+    try:
+        _build_one(variant, subject, 0)
+    except UnsupportedError:
+        # No promise was made: that is a result, and is recorded as one.
+        return
+
+
+def measure_yardstick(subject: Subject, *, of: str) -> Record:
+    """The error of giving every query the mean of the values."""
+    variant = Variant(backend=MEAN_OF_VALUES, label=MEAN_OF_VALUES, target=None)
+    case = _case(variant, subject, of)
+    q, k, v = subject.activations
+    if of == "weights":
+        relative = measure.uniform_weights_error(q, k, scale=subject.scale)
+        return Record(case=case, weights_relative_error=relative, weights_relative_error_draws=(relative,))
+    found = measure.output_error(measure.mean_of_values(q, v), subject.exact)
+    return _output_record(case, [found])
+
+
+def _build(
+    variant: Variant, subject: Subject, seeds: Sequence[int], option: str | None, size: int | None
+) -> tuple[Variant, list[Any]]:
+    if option is None or size is None:
+        return variant, [_build_one(variant, subject, seed) for seed in seeds]
+    try:
+        chosen = with_size(variant, option, size)
+        return chosen, [_build_one(chosen, subject, seed) for seed in seeds]
+    except OptionError:
+        chosen = with_size(variant, option, size + 1)
+        return chosen, [_build_one(chosen, subject, seed) for seed in seeds]
+
+
+def _build_one(variant: Variant, subject: Subject, draw: int) -> Any:
+    q = subject.activations.q
+    options = dict(variant.options)
+    if SEED in options:
+        options[SEED] += draw
+    backend = build(
+        variant.target,
+        head_dim=q.shape[-1],
+        num_heads=q.shape[1],
+        max_tokens=subject.tokens,
+        scale=subject.scale,
+        **options,
+    )
+    return backend.to(dtype=q.dtype).eval()
+
+
+def _measured(case: Case, subject: Subject, backends: Sequence[Any]) -> Record:
+    q, k, v = subject.activations
+    if case.of == "weights":
+        errors = tuple(measure.weights_error(backend, q, k, scale=subject.scale) for backend in backends)
+        record = Record(case=case, weights_relative_error=fmean(errors), weights_relative_error_draws=errors)
+    else:
+        record = _output_record(
+            case, [measure.output_error(backend(q, k, v), subject.exact) for backend in backends]
+        )
+    return replace(record, unsafe_rows=_unsafe(backends, q, k), num_directions=_directions(backends[0]))
+
+
+def _output_record(case: Case, errors: Sequence[measure.OutputError]) -> Record:
+    mses, relatives = (tuple(getattr(found, name) for found in errors) for name in ("mse", "relative"))
+    return Record(
+        case=case,
+        output_mse=fmean(mses),
+        output_mse_draws=mses,
+        output_relative_error=fmean(relatives),
+        output_relative_error_draws=relatives,
+    )
+
+
+def _unsafe(backends: Sequence[Any], q: Tensor, k: Tensor) -> float | None:
+    """Share of rows without a positive denominator, mean over draws; None where there are no denominators."""
+    try:
+        return fmean(measure.unsafe_rows(backend.denominators(q, k)) for backend in backends)
+    except UnsupportedError:
+        return None
+
+
+def _directions(backend: Any) -> int | None:
+    """Rows of the random projection that a backend keeps."""
+    rows = [
+        tensor.shape[0] for name, tensor in backend.named_buffers() if name.rpartition(".")[2] == "projection"
+    ]
+    return rows[0] if rows else None
+
+
+def _failed(variant: Variant, subject: Subject, of: str, status: str, reason: str) -> Record:
+    line = " ".join(reason.split())[:_LONGEST_REASON]
+    return Record(case=_case(variant, subject, of), status=status, reason=line)
+
+
+def _case(variant: Variant, subject: Subject, of: str) -> Case:
+    q = subject.activations.q
+    return Case(
+        kind="error",
+        backend=variant.backend,
+        label=variant.label,
+        options=variant.options,
+        of=of,
+        num_heads=q.shape[1],
+        head_dim=q.shape[-1],
+        tokens=subject.tokens,
+        dtype=str(q.dtype).removeprefix("torch."),
+        device=q.device.type,
+        threads=torch.get_num_threads(),
+        inputs=subject.name,
+        seed=subject.seed,
+    )

@@ -1,0 +1,76 @@
+"""The inputs that errors are measured on, by the words that people ask for them with."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path, PurePath
+
+from efficient_attn.errors import DataError, OptionError
+from efficient_attn.measure.inputs import Activations, Captured, gaussian, read_activations, shipped, stitched
+from efficient_attn.sweep.accuracy import Subject
+
+WORDS = ("gaussian", "encoder", "stitched")
+
+# The only layer that all four texts of the shipped sample have.
+_STITCHED_LAYERS = (1,)
+
+
+def subjects(
+    inputs: Sequence[str | Path],
+    *,
+    norms: Sequence[float],
+    tokens: int,
+    head_dim: int,
+    layers: Sequence[int] | None,
+    seed: int,
+) -> tuple[Subject, ...]:
+    """One subject per norm of Gaussian inputs, and per layer of what comes from a model; in float32.
+
+    Raises:
+        OptionError, DataError: If there are no such inputs.
+    """
+    if not inputs or not norms:
+        raise OptionError(
+            f"inputs and norms are not empty; inputs are {', '.join(WORDS)} or a safetensors file."
+        )
+    found: list[Subject] = []
+    for source in inputs:
+        if source == "gaussian":
+            found += [_gaussian(norm, tokens=tokens, head_dim=head_dim, seed=seed) for norm in norms]
+        elif source == "encoder":
+            found += _layers("encoder", shipped(), layers)
+        elif source == "stitched":
+            chosen = _chosen("stitched", dict.fromkeys(_STITCHED_LAYERS), layers)
+            scale = shipped().scale
+            found += [_subject(f"stitched(layer={layer})", stitched(layer), scale) for layer in chosen]
+        else:
+            found += _layers(PurePath(source).name, _read(source), layers)
+    return tuple(found)
+
+
+def _gaussian(norm: float, *, tokens: int, head_dim: int, seed: int) -> Subject:
+    drawn = gaussian(norm=norm, tokens=tokens, head_dim=head_dim, seed=seed)
+    return _subject(f"gaussian(norm={norm:g})", drawn, None, seed=seed)
+
+
+def _read(path: str | Path) -> Captured:
+    if not Path(path).is_file():
+        raise DataError(f"inputs cannot be {str(path)!r}: there is no such file. Known: {', '.join(WORDS)}.")
+    return read_activations(path)
+
+
+def _layers(name: str, captured: Captured, layers: Sequence[int] | None) -> list[Subject]:
+    return [
+        _subject(f"{name}(layer={layer})", captured.layers[layer], captured.scale)
+        for layer in _chosen(name, captured.layers, layers)
+    ]
+
+
+def _chosen(name: str, has: Mapping[int, object], layers: Sequence[int] | None) -> Sequence[int]:
+    missing = [layer for layer in layers or () if layer not in has]
+    if missing:
+        raise OptionError(f"layer {missing[0]} is not in {name}; it has {', '.join(map(str, has))}.")
+    return tuple(has) if layers is None else tuple(dict.fromkeys(layers))
+
+
+def _subject(name: str, activations: Activations, scale: float | None, *, seed: int = 0) -> Subject:
+    q, k, v = (tensor.float() for tensor in activations)
+    return Subject(name, Activations(q, k, v), q.shape[-1] ** -0.5 if scale is None else scale, seed)
