@@ -124,8 +124,16 @@ def plan_mse(
     listed = [inputs] if isinstance(inputs, (str, Path)) else list(inputs)
     chosen = subjects(listed, norms=norms, tokens=tokens, head_dim=head_dim, layers=layers, seed=seed)
     for variant in variants:
-        try_options(variant, chosen[0])
-    return tuple(point for subject in chosen for point in _points(subject, variants, wanted))
+        for point in _points(chosen[0], variant, wanted)[:1]:
+            try_options(variant, chosen[0], option=point.option, size=point.size)
+    return tuple(
+        point
+        for subject in chosen
+        for point in (
+            Point(subject=subject),
+            *(point for variant in variants for point in _points(subject, variant, wanted)),
+        )
+    )
 
 
 def check_request(*, of: str, draws: int) -> None:
@@ -169,18 +177,18 @@ def run_mse(
     return results
 
 
-def _points(subject: Any, variants: Sequence[Variant], sizes: Sequence[int]) -> Iterator[Point]:
+def _points(subject: Any, variant: Variant, sizes: Sequence[int]) -> list[Point]:
+    """The sizes of a variant; one point where it has none, or where its size was set as an option."""
     from efficient_attn.backends import resolve
 
-    yield Point(subject=subject)
-    for variant in variants:
-        option = resolve(variant.target).size_option
-        if option is None or f"{option}=" in variant.label:
-            yield Point(subject=subject, variant=variant)
-            continue
-        for size in sizes:
-            if possible(size, tokens=subject.tokens, options=variant.options):
-                yield Point(subject=subject, variant=variant, option=option, size=size)
+    option = resolve(variant.target).size_option
+    if option is None or f"{option}=" in variant.label:
+        return [Point(subject=subject, variant=variant)]
+    return [
+        Point(subject=subject, variant=variant, option=option, size=size)
+        for size in sizes
+        if possible(size, tokens=subject.tokens, options=variant.options)
+    ]
 
 
 def _measure(

@@ -36,8 +36,8 @@ def _random_features(shown: Sequence[Panel]) -> str | None:
         for panel, yardstick, point in best
     )
     return (
-        f"On {_kind(shown)}, the best untrained random features ({label}, size {best[0][2].size}) are no "
-        f"better than the mean of V on {worse} of {len(best)} input{_s(best)} ({places})."
+        f"The best untrained random features ({label}, size {best[0][2].size}) are no better than the "
+        f"mean of V on {worse} of {len(best)} {_kind(shown)} input{_s(best)} ({places})."
     )
 
 
@@ -75,13 +75,12 @@ def _useful(shown: Sequence[Panel]) -> str | None:
         if len(known) == len(shown):
             found.append(f"{label} from size {max(known)}")
     verdict = ", ".join(found) or "nothing measured here"
-    return (
-        f"Below the mean of V on {len(shown)} of {len(shown)} input{_s(shown)} of {_kind(shown)}: {verdict}."
-    )
+    inputs = f"{_kind(shown)} input{_s(shown)}"
+    return f"Below the mean of V on {len(shown)} of {len(shown)} {inputs}: {verdict}."
 
 
 def _kind(shown: Sequence[Panel]) -> str:
-    return "Gaussian inputs" if shown[0].source == "gaussian" else "real activations"
+    return "Gaussian" if shown[0].source == "gaussian" else "real"
 
 
 def _s(counted: Sequence[object]) -> str:

@@ -79,7 +79,9 @@ def measure_error(
         return _failed(chosen, subject, of, "error", f"{type(failure).__name__}: {failure}")
 
 
-def try_options(variant: Variant, subject: Subject) -> None:
+def try_options(
+    variant: Variant, subject: Subject, *, option: str | None = None, size: int | None = None
+) -> None:
     """Build a variant whose options were set, once: a value that never works is a wrong request.
 
     Raises:
@@ -88,7 +90,7 @@ def try_options(variant: Variant, subject: Subject) -> None:
     if variant.label == variant.backend:
         return
     try:
-        _build_one(variant, subject, 0)
+        _build(variant, subject, range(1), option, size)
     except UnsupportedError:
         # No promise was made: that is a result, and is recorded as one.
         return

@@ -1,0 +1,191 @@
+"""`efficient-attn mse` and `capture`: what they print, write, refuse, and with which code they end."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+pytest.importorskip("efficient_attn_cli", reason="needs an installation, if only an editable one")
+
+from efficient_attn_cli.main import main
+
+SMALL = [
+    "mse",
+    "--inputs",
+    "gaussian",
+    "--seq-len",
+    "24",
+    "--head-dim",
+    "4",
+    "--num-features",
+    "4,8",
+    "--norm",
+    "0.5",
+]
+OWN = """
+def mean(q, k, v):
+    return v.mean(dim=-2, keepdim=True).expand_as(v)
+
+
+def broken(q, k, v):
+    raise RuntimeError("it broke here")
+
+
+def impatient(q, k, v):
+    raise KeyboardInterrupt
+"""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own.py").write_text(OWN)
+    (tmp_path / "bad.safetensors").write_bytes(b"no safetensors")
+    (tmp_path / "text.txt").write_text("some words")
+    (tmp_path / "model").mkdir()
+    return tmp_path
+
+
+def command(*words):
+    """The exit code of the command."""
+    with pytest.raises(SystemExit) as exit_:
+        main([str(word) for word in words])
+    return exit_.value.code
+
+
+def unfolded(text):
+    """The text with its lines joined: titles are folded to the width of their table."""
+    return " ".join(text.split())
+
+
+def test_mse_prints_tables_and_sentences_and_last_the_folder_of_its_files(folder, capsys):
+    assert command(*SMALL, "--draws", "2", "--norm", "0.5,1") == 0
+    out, err = capsys.readouterr()
+    assert "Relative output error: gaussian, norm 0.5; 24 tokens, 1 head of 4" in unfolded(out)
+    assert "mean of V" in out
+    assert "Trigonometric features err less than positive ones" in out
+    assert "Relative output error" not in err
+    last = out.splitlines()[-1]
+    assert last.startswith("runs/mse-")
+    written = {path.name for path in (folder / last).iterdir()}
+    assert written >= {
+        "records.jsonl",
+        "environment.json",
+        "command.txt",
+        "summary.csv",
+        "error.png",
+        "error.svg",
+    }
+
+
+def test_mse_measures_the_shipped_encoder(capsys):
+    assert (
+        command(
+            "mse", "--inputs", "encoder", "--layer", "1", "--backend", "exact,window", "--num-features", "32"
+        )
+        == 0
+    )
+    out = unfolded(capsys.readouterr().out)
+    assert "encoder, layer 1; 512 tokens, 12 heads of 32" in out
+    assert "Below the mean of V on 1 of 1 real input: window from size 33." in out
+
+
+def test_mse_measures_a_function_in_a_file(capsys):
+    assert command(*SMALL, "--backend", "own.py:mean", "--json", "-") == 0
+    records = json.loads(capsys.readouterr().out)["records"]
+    yardstick, own = (record["output_relative_error"] for record in records)
+    # The same mean, once in float64 and once in float32.
+    assert own == pytest.approx(yardstick, rel=1e-5)
+
+
+def test_json_on_stdout_is_one_document_and_talk_goes_to_stderr(capsys):
+    assert command(*SMALL, "--backend", "window", "--json", "-") == 0
+    out, err = capsys.readouterr()
+    document = json.loads(out)
+    assert [record["kind"] for record in document["records"]] == ["error"] * 3
+    assert set(document) == {"environment", "records", "sentences", "interrupted"}
+    assert "runs/mse-" in err
+
+
+def test_mse_sets_options_and_writes_where_it_is_told(capsys):
+    asked = ["--backend", "linformer", "--set", "linformer.init=gaussian", "--of", "weights", "--out", "here"]
+    assert command(*SMALL, *asked) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "here"
+    labels = [json.loads(line)["label"] for line in Path("here/records.jsonl").read_text().splitlines()]
+    assert labels[1:] == [f"linformer(init=gaussian, rank={rank})" for rank in (4, 8)]
+
+
+@pytest.mark.parametrize(
+    ("backends", "code"), [("window,own.py:broken", 3), ("own.py:broken", 4), ("own.py:impatient", 130)]
+)
+def test_mse_ends_with_the_code_that_says_how_it_went(backends, code):
+    assert command(*SMALL, "--backend", backends) == code
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--num-features", "many"], "--num-features cannot be 'many'"),
+        (["--num-features", "0"], "--num-features cannot be '0'"),
+        (["--num-features", "64:16:x2"], "--num-features 64:16:x2 ends before it begins"),
+        (["--num-features", "16", "64"], "'64' stands alone"),
+        (["--norm", "0"], "--norm is made of finite numbers above 0, such as 0.5,1, not '0'"),
+        (["--norm", "small"], "--norm is made of finite numbers above 0, such as 0.5,1, not 'small'"),
+        (["--norm", "inf"], "--norm is made of finite numbers above 0, such as 0.5,1, not 'inf'"),
+        (["--layer", "first"], "--layer is made of whole numbers, such as 0,1,5, not 'first'"),
+        (["--inputs", "encoder", "--layer", "2"], "layer 2 is not in encoder; it has 0, 1, 5."),
+        (["--inputs", "images"], "inputs cannot be 'images': there is no such file."),
+        (["--inputs", ","], "inputs and norms are not empty"),
+        (["--inputs", "bad.safetensors"], "bad.safetensors is no safetensors file."),
+        (["--of", "kernel"], "of cannot be 'kernel' yet"),
+        (["--of", "heads"], "of is output or weights, not 'heads'"),
+        (["--draws", "0"], "--draws"),
+        (["--backend", "rff"], "Here it is 'performer-trig'."),
+        (["--backend", "own.py:absent"], "absent"),
+        (["--set", "rank=4"], "--set cannot be 'rank=4'"),
+        (["--set", "linformer.ranks=4"], "Did you mean 'rank'?"),
+        (["--set", "linformer.rank=25"], "rank=25 is more than max_tokens=24"),
+        (["--json", "file.json"], "--json takes - for stdout"),
+        (["--out", "own.py"], "--out: cannot write to own.py"),
+    ],
+)
+def test_a_wrong_request_ends_in_one_line_and_code_2(words, message, capsys):
+    assert command(*SMALL, *words) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert message in err
+    assert err.startswith("error: ") and err.count("\n") == 1
+    assert not Path("runs").exists()
+
+
+CAPTURE = ["capture", "model", "--text", "text.txt", "--out", "new.safetensors"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (CAPTURE, "model holds no model.safetensors"),
+        ([*CAPTURE, "--layers", "all"], "--layers is made of whole numbers, such as 0,1,5, not 'all'"),
+        ([*CAPTURE, "--text", "absent.txt"], "--text: cannot read absent.txt: No such file or directory."),
+        ([*CAPTURE, "--text", "binary"], "--text: binary is no UTF-8 text."),
+        ([*CAPTURE, "--out", "new.bin"], "--out is a file that ends in .safetensors, not 'new.bin'."),
+        ([*CAPTURE, "--out", "bad.safetensors"], "--out: bad.safetensors exists already; name a new file."),
+        ([*CAPTURE, "--max-tokens", "0"], "--max-tokens"),
+    ],
+)
+def test_capture_refuses_a_wrong_request_in_one_line(words, message, folder, capsys):
+    (folder / "binary").write_bytes(b"\xff\xfe\xff")
+    assert command(*words) == 2
+    out, err = capsys.readouterr()
+    assert (out, message in err, err.count("\n")) == ("", True, 1)
+    assert not Path("new.safetensors").exists()
+
+
+def test_capture_without_transformers_says_which_extra_to_install(folder, capsys, monkeypatch):
+    save_file({"weight": torch.ones(1)}, folder / "model" / "model.safetensors")
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert command(*CAPTURE) == 2
+    assert 'pip install "efficient-attn[hf]"' in capsys.readouterr().err

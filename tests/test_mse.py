@@ -1,0 +1,304 @@
+"""Errors size by size: what is asked for and measured, and what tables, plots and sentences make of it."""
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import efficient_attn as ea
+from efficient_attn.analysis.accuracy import below_from, panels
+from efficient_attn.errors import DataError, DtypeError, OptionError, UnknownNameError, UnsupportedError
+from efficient_attn.measure.inputs import gaussian
+from efficient_attn.report.error_table import tables
+from efficient_attn.sweep.records import Case, Record
+from efficient_attn.sweep.sizes import MEAN_OF_VALUES, Sized, sized, with_size
+from efficient_attn.sweep.variants import Variant
+
+SMALL = {"inputs": "gaussian", "tokens": 24, "head_dim": 4, "norms": (0.5,), "sizes": (4, 8), "draws": 3}
+QUANTITY = "output_relative_error"
+
+
+def records_of(results, backend):
+    return [record for record in results.records if record.case.backend == backend]
+
+
+def record(label, error, *, inputs="encoder(layer=0)", options=None, **more):
+    case = Case(
+        kind="error",
+        backend=label.partition("(")[0],
+        label=label,
+        options=options or {},
+        of="output",
+        num_heads=1,
+        head_dim=4,
+        tokens=24,
+        dtype="float32",
+        device="cpu",
+        threads=1,
+        inputs=inputs,
+    )
+    draws = error if isinstance(error, tuple) else (error,)
+    return Record(
+        case=case, output_relative_error=sum(draws) / len(draws), output_relative_error_draws=draws, **more
+    )
+
+
+def made_up(positive, trig, window, yardstick, **more):
+    """Records of two sizes for three backends and the yardstick."""
+    named = {"performer-positive": ("num_features", positive), "performer-trig": ("num_features", trig)}
+    named["window"] = ("window", window)
+    made = [record(MEAN_OF_VALUES, yardstick, **more)]
+    for backend, (option, errors) in named.items():
+        seed = {"seed": 0} if option == "num_features" else {}
+        for size, error in zip((16, 32), errors, strict=True):
+            options = {option: size + (option == "window"), **seed}
+            made.append(record(f"{backend}({option}={options[option]})", error, options=options, **more))
+    return made
+
+
+def test_exact_backends_are_right_to_rounding_and_the_yardstick_stands_first():
+    results = ea.mse(["exact", "exact-dense"], **SMALL)
+    assert results.records[0].case.backend == MEAN_OF_VALUES
+    # Sums of 24 terms in float32, relative to an output of norm one.
+    rounding = 24 * torch.finfo(torch.float32).eps
+    assert all(r.output_relative_error < rounding for r in results.records[1:])
+    assert results.records[0].output_relative_error > 0.01
+
+
+def test_the_error_is_that_of_the_backend_on_the_inputs_named():
+    (found,) = records_of(ea.mse(["window"], **{**SMALL, "sizes": (5,)}), "window")
+    q, k, v = gaussian(norm=0.5, tokens=24, head_dim=4)
+    exact = ((q.double() @ k.double().mT) / 2).softmax(dim=-1) @ v.double()
+    output = ea.build("window", head_dim=4, window=5)(q, k, v)
+    expected = float((output.double() - exact).norm() / exact.norm())
+    assert found.output_relative_error == pytest.approx(expected, rel=1e-6)
+    assert found.output_mse == pytest.approx(float((output.double() - exact).square().mean()), rel=1e-6)
+
+
+def test_random_features_are_drawn_anew_for_each_draw_and_others_measured_once():
+    results = ea.mse(["performer-positive", "linformer"], **SMALL)
+    for found in records_of(results, "performer-positive"):
+        assert len(set(found.output_relative_error_draws)) == 3
+        assert found.output_relative_error == pytest.approx(sum(found.output_relative_error_draws) / 3)
+        assert found.num_directions == found.case.options["num_features"]
+    assert all(len(r.output_mse_draws) == 1 for r in records_of(results, "linformer"))
+
+
+def test_draw_number_i_is_the_backend_built_with_seed_i():
+    (found,) = records_of(ea.mse(["performer-positive"], **{**SMALL, "sizes": (8,)}), "performer-positive")
+    q, k, v = gaussian(norm=0.5, tokens=24, head_dim=4)
+    exact = ((q.double() @ k.double().mT) / 2).softmax(dim=-1) @ v.double()
+    for seed, error in enumerate(found.output_relative_error_draws):
+        output = ea.build("performer-positive", head_dim=4, num_features=8, seed=seed)(q, k, v)
+        assert error == pytest.approx(float((output.double() - exact).norm() / exact.norm()), rel=1e-6)
+
+
+def test_the_same_request_gives_the_same_numbers_and_another_seed_others():
+    first, again, other = (ea.mse(["performer-trig"], **SMALL, seed=seed).records for seed in (0, 0, 1))
+    assert [r.output_mse_draws for r in first] == [r.output_mse_draws for r in again]
+    assert all(one.output_mse_draws != two.output_mse_draws for one, two in zip(first, other, strict=True))
+
+
+def test_a_size_is_recorded_as_it_was_measured_and_ranks_beyond_the_tokens_are_not_asked_for():
+    results = ea.mse(**{**SMALL, "sizes": (15, 16, 32)})
+    sizes = {
+        name: [sized(r.case).size for r in records_of(results, name)] for name in ("window", "linformer")
+    }
+    assert sizes == {"window": [15, 17], "linformer": [15, 16]}
+    assert [sized(r.case).size for r in records_of(results, "performer-trig")] == [16, 16, 32]
+    assert all(r.status == "ok" for r in results.records)
+
+
+def test_rows_without_a_positive_denominator_are_counted_for_signed_features_alone():
+    results = ea.mse(["performer-trig", "performer-positive", "window"], **{**SMALL, "norms": (3.0,)})
+    assert all(0 < r.unsafe_rows <= 1 for r in records_of(results, "performer-trig"))
+    assert all(r.unsafe_rows is None for r in results.records if r.case.backend != "performer-trig")
+
+
+def test_errors_of_the_weights_are_measured_beside_uniform_weights():
+    results = ea.mse(["exact-dense", "window"], **SMALL, of="weights")
+    yardstick, exact, *windows = results.records
+    assert exact.weights_relative_error < 1e-6 < yardstick.weights_relative_error
+    assert all(r.output_mse is None and r.weights_relative_error > 0.1 for r in windows)
+    assert "attention weights" in results.tables()[0].title
+    assert "attention weights" in results.plot().get_ylabel()
+
+
+def test_the_encoder_is_measured_layer_by_layer_with_the_scale_of_its_model():
+    results = ea.mse(["exact"], inputs="encoder", layers=(5, 1))
+    assert [r.case.inputs for r in results.records[::2]] == ["encoder(layer=5)", "encoder(layer=1)"]
+    assert all(r.output_relative_error < 1e-5 for r in results.records[1::2])
+
+
+def test_on_real_activations_windows_get_better_with_size_and_random_features_lose_to_the_mean_of_v():
+    results = ea.mse(
+        ["window", "performer-positive"], inputs="encoder", layers=(1,), sizes=(32, 128), draws=6
+    )
+    (panel,) = panels(results.records, QUANTITY)
+    windows, features = panel.curves
+    assert panel.yardstick == pytest.approx(0.85, abs=0.07)
+    assert windows.points[1].value < windows.points[0].value < panel.yardstick
+    assert all(point.low > panel.yardstick for point in features.points)
+
+
+def test_stitched_texts_are_called_stitched():
+    results = ea.mse([lambda q, k, v: v], inputs="stitched")
+    assert {(r.case.inputs, r.case.tokens) for r in results.records} == {("stitched(layer=1)", 2048)}
+
+
+def test_a_captured_file_is_measured_under_its_own_name_alone(tmp_path):
+    q, k, v = (x[0] for x in gaussian(norm=1.0, tokens=12, head_dim=4, num_heads=2))
+    path = tmp_path / "mine.safetensors"
+    save_file({"q": q, "k": k, "v": v}, path, metadata={"scale": "0.25"})
+    results = ea.mse(["exact"], inputs=path)
+    assert results.records[0].case.inputs == "mine.safetensors(layer=0)"
+    assert results.records[1].output_relative_error < 1e-5
+
+
+def test_a_function_is_measured_once_and_what_breaks_is_a_record_with_its_reason():
+    def broken(q, k, v):
+        raise RuntimeError("it broke\nhere")
+
+    results = ea.mse([lambda q, k, v: v, broken], **SMALL)
+    _, identity, failure = results.records
+    assert identity.output_relative_error > 0
+    assert (failure.status, failure.reason) == ("error", "RuntimeError: it broke here")
+    assert any("it broke" in note for note in results.tables()[0].notes)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error", "message"),
+    [
+        ({"of": "kernel"}, UnsupportedError, "of cannot be 'kernel' yet"),
+        ({"of": "heads"}, OptionError, "of is output or weights, not 'heads'"),
+        ({"draws": 0}, OptionError, "draws is at least 1, not 0"),
+        ({"draws": 2.5}, DtypeError, "draws is a whole number, not 2.5"),
+        ({"sizes": "many"}, OptionError, "sizes cannot be 'many'"),
+        ({"sizes": (0,)}, OptionError, "sizes is made of whole numbers"),
+        ({"inputs": "absent.safetensors"}, DataError, r"there is no such file\. Known: gaussian, encoder"),
+        ({"inputs": ()}, OptionError, "inputs and norms are not empty"),
+        ({"norms": ()}, OptionError, "inputs and norms are not empty"),
+        ({"norms": (-1.0,)}, OptionError, "norm is a finite number above 0, not -1.0"),
+        ({"inputs": "encoder", "layers": (2,)}, OptionError, r"layer 2 is not in encoder; it has 0, 1, 5\."),
+        ({"inputs": "stitched", "layers": (0,)}, OptionError, r"layer 0 is not in stitched; it has 1\."),
+        ({"backends": ["softmax"]}, UnknownNameError, "Here it is 'exact'"),
+        ({"options": {"exact": {"window": [3]}}}, OptionError, "not among the backends"),
+        (
+            {"backends": ["linformer"], "options": {"linformer": {"rank": [25]}}},
+            OptionError,
+            "rank=25 is more than max_tokens=24",
+        ),
+    ],
+)
+def test_a_wrong_request_is_refused_before_anything_is_measured(wrong, error, message):
+    with pytest.raises(error, match=message):
+        ea.mse(**{"backends": ["window"], **SMALL, **wrong})
+
+
+def test_an_option_that_is_set_keeps_its_place_in_the_label_beside_the_size():
+    results = ea.mse(
+        ["performer-positive", "linformer"],
+        **SMALL,
+        options={"performer-positive": {"projection": ["iid"]}, "linformer": {"rank": [3]}},
+    )
+    labels = [r.case.label for r in results.records[1:]]
+    features = [f"performer-positive(projection=iid, num_features={size})" for size in (4, 8)]
+    assert labels == [*features, "linformer(rank=3)"]
+    assert [curve.label for curve in panels(results.records, QUANTITY)[0].curves] == [
+        "performer-positive(projection=iid)",
+        "linformer",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("label", "options", "expected"),
+    [
+        ("exact", {}, Sized("exact", None)),
+        ("f(rank=8)", {"rank": 8}, Sized("f", 8)),
+        ("f(init=x, rank=8)", {"init": "x", "rank": 8}, Sized("f(init=x)", 8)),
+        ("f(rank=8, seed=3)", {"rank": 8, "seed": 3}, Sized("f(seed=3)", 8)),
+        ("f(seed=3)", {"seed": 3}, Sized("f(seed=3)", None)),
+        ("strange(n=8)", {}, Sized("strange(n=8)", None)),
+    ],
+)
+def test_a_label_tells_its_size(label, options, expected):
+    assert sized(record(label, 0.5, options=options).case) == expected
+
+
+def test_a_size_given_to_a_variant_is_read_back_from_its_label():
+    variant = with_size(
+        Variant(backend="f", label="f(init=x)", target=None, options={"init": "x"}), "rank", 8
+    )
+    assert (variant.label, variant.options) == ("f(init=x, rank=8)", {"init": "x", "rank": 8})
+
+
+def test_a_curve_is_below_the_yardstick_from_the_size_after_which_it_stays_there():
+    shown = made_up((0.9, 0.3), (0.2, 0.9), (0.2, 0.1), 0.5)
+    positive, trig, window = panels(shown, QUANTITY)[0].curves
+    assert [below_from(curve, 0.5) for curve in (positive, trig, window)] == [32, None, 17]
+
+
+def test_of_equal_cases_the_last_one_counts():
+    (panel,) = panels([record("exact", 0.5), record("exact", 0.25)], QUANTITY)
+    assert [point.value for point in panel.curves[0].points] == [0.25]
+
+
+def test_tables_have_one_row_per_backend_and_odd_sizes_under_the_size_they_stand_for():
+    (table,) = tables(made_up((0.9, 0.3), ((20.0, 40.0, 60.0), 1e6), (0.2, 0.1), 0.5))
+    assert table.columns == ("backend", "no size", "16", "32")
+    assert table.rows == (
+        ("mean of V", "0.5", "", ""),
+        ("performer-positive", "", "0.9", "0.3"),
+        ("performer-trig", "", "40", "1e+06"),
+        ("window", "", "0.2", "0.1"),
+    )
+    assert "window: sizes are odd, each one more than its column says." in table.notes
+
+
+def test_the_sentences_are_computed_from_the_rows():
+    real = [
+        *made_up((0.9, 0.8), (9.0, 8.0), (0.9, 0.1), 0.5),
+        *made_up((0.9, 0.4), (9.0, 8.0), (0.2, 0.1), 0.5, inputs="encoder(layer=1)"),
+    ]
+    drawn = made_up((0.9, 0.8), (0.7, 0.9), (0.9, 0.9), 0.5, inputs="gaussian(norm=0.5)")
+    first, second, third = ea.Results([*drawn, *real]).sentences()
+    assert "(performer-positive, size 32) are no better than the mean of V on 1 of 2 real inputs" in first
+    assert "layer 0: 0.8 against 0.5; encoder, layer 1: 0.4 against 0.5" in first
+    assert "gaussian, norm 0.5 at 1 of 2 sizes (32: 0.9 against 0.8)" in second
+    assert third == "Below the mean of V on 2 of 2 real inputs: window from size 33."
+
+
+def test_the_plot_has_a_panel_per_input_each_with_the_yardstick():
+    gaussians = made_up((0.9, 0.8), (900.0, 800.0), (0.9, 0.1), 0.5, inputs="gaussian(norm=1)")
+    encoder = [*made_up((0.9, 0.8), (9.0, 8.0), (0.9, 0.1), 0.5), record("exact", 1e-7)]
+    first = ea.Results([*gaussians, *encoder]).plot()
+    drawn = [ax for ax in first.figure.axes if ax.axison]
+    assert [ax.get_title(loc="left").split(";")[0] for ax in drawn] == [
+        "gaussian, norm 1",
+        "encoder, layer 0",
+    ]
+    for ax in drawn:
+        assert any(text.get_text() == "mean of V\n0.5" for text in ax.texts)
+    assert any("performer-trig: 800 to 900" in text.get_text() for text in drawn[0].texts)
+
+
+def test_a_plot_on_given_axes_needs_one_for_each_input():
+    from matplotlib.figure import Figure
+
+    one = made_up((0.9, 0.8), (9.0, 8.0), (0.9, 0.1), 0.5)
+    ax = Figure().subplots()
+    assert ea.Results(one).plot(ax=ax) is ax
+    two = [*one, *made_up((0.9, 0.8), (9.0, 8.0), (0.9, 0.1), 0.5, inputs="encoder(layer=1)")]
+    with pytest.raises(OptionError, match="ax is one for each of the 2 inputs"):
+        ea.Results(two).plot(ax=ax)
+    with pytest.raises(OptionError, match="x is size for errors, not 'tokens'"):
+        ea.Results(one).plot("output_relative_error", "tokens")
+
+
+def test_files_written_are_read_back_as_the_same_records(tmp_path):
+    results = ea.mse(["window"], **SMALL, out=tmp_path / "out")
+    assert ea.read(tmp_path / "out").records == results.records
+    assert {"records.jsonl", "summary.csv", "environment.json", "command.txt", "error.png"} <= {
+        path.name for path in (tmp_path / "out").iterdir()
+    }
+    with pytest.raises(DataError, match="holds records of another run already"):
+        ea.mse(["window"], **SMALL, out=tmp_path / "out")
