@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from efficient_attn.errors import UnknownNameError, UnsupportedError
 from efficient_attn.checks import check_inputs
+from efficient_attn.errors import UnknownNameError, UnsupportedError
 from efficient_attn.ops.precision import without_autocast
 from efficient_attn.problem import AttentionProblem
 from efficient_attn.registry import BackendSpec
@@ -24,7 +24,9 @@ class Backend(nn.Module):
 
     def __init__(self, core: nn.Module, spec: BackendSpec, problem: AttentionProblem, options: Any) -> None:
         super().__init__()
-        self.core, self.spec, self.problem, self.options = core, spec, problem, options
+        # Which further methods a core has is its own affair.
+        self.core: Any = core
+        self.spec, self.problem, self.options = spec, problem, options
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, *, key_mask: Tensor | None = None, **unknown: Any

@@ -117,7 +117,8 @@ def _check_mask(spec: BackendSpec, key_mask: Any, k: Tensor) -> None:
     elif key_mask.dtype != torch.bool:
         error = DtypeError(f"{wanted}; it is {key_mask.dtype}. Give key_mask.bool().")
     elif key_mask.shape != (k.shape[0], k.shape[2]):
-        hint = " A pattern of query and key is no key mask: choose a backend that has it." * (key_mask.ndim > 2)
+        pattern = " A pattern of query and key is no key mask: choose a backend that has it."
+        hint = pattern if key_mask.ndim > 2 else ""
         error = ShapeError(f"{wanted}; it has shape {list(key_mask.shape)}.{hint}")
     elif key_mask.device != k.device:
         error = ShapeError(f"key_mask lies on {key_mask.device} and k on {k.device}; move it there.")

@@ -45,7 +45,7 @@ def spec_of(thing: Any, *, name: str | None = None) -> BackendSpec:
         raise DtypeError(
             f"A backend is a name, file.py:object, a module or a function f(q, k, v), not {thing!r}."
         )
-    label = name or getattr(thing, "__name__", type(thing).__name__)
+    label = name or str(getattr(thing, "__name__", type(thing).__name__))
     return _fixed(CalledAttention(thing), label, BARE, "An attention from outside the table.")
 
 
@@ -84,9 +84,10 @@ def _file(path: Path) -> ModuleType:
     if not path.is_file():
         raise DataError(f"There is no file {str(path)!r} to take a backend from.")
     found = importlib.util.spec_from_file_location(f"efficient_attn_file_{path.stem}", path)
-    assert found is not None and found.loader is not None, "a path that ends in .py has a loader"
-    module = importlib.util.module_from_spec(found)
-    _run(lambda: found.loader.exec_module(module), str(path))
+    assert found is not None, "a path that ends in .py has a loader"
+    loader, module = found.loader, importlib.util.module_from_spec(found)
+    assert loader is not None, "a path that ends in .py has a loader"
+    _run(lambda: loader.exec_module(module), str(path))
     return module
 
 
@@ -99,4 +100,3 @@ def _run(action: Callable[[], Any], place: str) -> Any:
         return action()
     except Exception as error:  # whatever a stranger's file raises becomes one line that names the file
         raise DataError(f"{place} cannot be imported: {type(error).__name__}: {error}.") from error
-

@@ -24,9 +24,7 @@ for _module in pkgutil.iter_modules(__path__):
 
 def list_backends(*, causal: bool | None = None) -> tuple[str, ...]:
     """Names of the registered backends, sorted; `causal` keeps those that can, or cannot, be causal."""
-    return tuple(
-        name for name in sorted(SPECS) if causal in (None, SPECS[name].capabilities.causal)
-    )
+    return tuple(name for name in sorted(SPECS) if causal in (None, SPECS[name].capabilities.causal))
 
 
 def spec(name: str) -> BackendSpec:

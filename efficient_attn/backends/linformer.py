@@ -105,5 +105,5 @@ def build(problem: AttentionProblem, options: LinformerOptions) -> LinformerAtte
             f"many as tokens: rank={problem.max_tokens} or less."
         )
     if options.sharing == "none" and problem.num_heads is None:
-        raise OptionError("sharing='none' keeps a pair of projections for each head: build it with num_heads.")
+        raise OptionError("sharing='none' keeps projections for each head: build it with num_heads.")
     return LinformerAttention(problem, options, problem.max_tokens)

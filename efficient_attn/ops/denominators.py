@@ -25,10 +25,7 @@ def denominators(tokens: Tokens, *, causal: bool) -> Tensor:
 def _largest_scale(tokens: Tokens, *, causal: bool) -> Tensor:
     """The largest log_scale among the keys that a query sees, [batch heads q_tokens|1 1]."""
     scales = torch.cat(
-        [
-            tokens.key_features(tokens.key_rows(part), part).log_scale
-            for part in chunks(tokens.k.shape[-2])
-        ],
+        [tokens.key_features(tokens.key_rows(part), part).log_scale for part in chunks(tokens.k.shape[-2])],
         dim=-2,
     )
     before = tokens.k.shape[-2] - tokens.q.shape[-2]

@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from efficient_attn.ops.precision import hide
-from efficient_attn.ops.softmax import visible_keys
+from efficient_attn.ops.softmax import causal_mask
 from efficient_attn.shapes import KeyMask, Keys, Output, Queries, Values
 
 # Rows per call where the kernel needs a mask that differs from row to row: such a mask would
@@ -27,10 +27,10 @@ def fused_attention(
 
     `dropout` is the probability with which a weight is dropped, 0 outside training.
     """
-    value_dim, heads_dim = v.shape[-1], max(q.shape[-1], v.shape[-1])
-    # The kernel in O(tokens) memory wants all three equally wide; zeros change no product.
-    q, k, v = (F.pad(x, (0, heads_dim - x.shape[-1])) for x in (q, k, v))
+    value_dim, widest = v.shape[-1], max(q.shape[-1], v.shape[-1])
     k, v = hide(k, key_mask), hide(v, key_mask)
+    # The kernel in O(tokens) memory wants all three equally wide; zeros change no product.
+    q, k, v = (x if x.shape[-1] == widest else F.pad(x, (0, widest - x.shape[-1])) for x in (q, k, v))
     rowwise = causal and q.shape[-2] > 1
     if rowwise and (key_mask is not None or q.shape[-2] != k.shape[-2]):
         out = _causal_in_blocks(q, k, v, scale=scale, key_mask=key_mask, dropout=dropout)
@@ -50,9 +50,9 @@ def _causal_in_blocks(
         rows = q[..., start : start + _ROWS, :]
         end = before + start + rows.shape[-2]
         keys, mask = k[..., :end, :], None if key_mask is None else key_mask[:, :end]
-        visible = visible_keys(rows, keys, causal=True, key_mask=mask)
+        visible = causal_mask(rows.shape[-2], end, q.device)
         if mask is not None:
-            visible = _never_blind(visible, mask)
+            visible = _never_blind(visible & mask[:, None, None, :], mask)
         blocks.append(
             _kernel(rows, keys, v[..., :end, :], scale=scale, causal=False, visible=visible, dropout=dropout)
         )

@@ -121,14 +121,16 @@ def causal_chunk(past: LinearState, queries: Features, keys: Features, v: Tensor
 def _in_halves(past: LinearState, queries: Features, keys: Features, v: Tensor) -> Chunk:
     tokens, half = v.shape[-2], v.shape[-2] // 2
     group = queries.log_scale.shape[-2] // tokens
-    parts, state = [], past
-    for part in (slice(0, half), slice(half, tokens)):
-        rows = cut(queries, part, group)
-        chunk = causal_chunk(state, rows, cut(keys, part, 1), v[..., part, :])
-        parts.append(chunk)
-        state = chunk.state
-    joined = (join_rows([getattr(chunk, name) for chunk in parts], group) for name in Chunk._fields[:3])
-    return Chunk(*joined, state, parts[0].lengths + parts[1].lengths)
+    early, late = slice(0, half), slice(half, tokens)
+    one = causal_chunk(past, cut(queries, early, group), cut(keys, early, 1), v[..., early, :])
+    other = causal_chunk(one.state, cut(queries, late, group), cut(keys, late, 1), v[..., late, :])
+    return Chunk(
+        join_rows(one.out, other.out, group),
+        join_rows(one.log_normaliser, other.log_normaliser, group),
+        join_rows(one.negative, other.negative, group),
+        other.state,
+        one.lengths + other.lengths,
+    )
 
 
 def triangle(scores: Tensor) -> Tensor:
@@ -139,7 +141,8 @@ def triangle(scores: Tensor) -> Tensor:
 
 def cut(features: Features, part: slice, group: int) -> Features:
     """The features of some tokens, out of rows that hold each token once for every head of a group."""
-    return Features(*(None if x is None else cut_rows(x, part, group) for x in features))
+    values = None if features.values is None else cut_rows(features.values, part, group)
+    return Features(cut_rows(features.log_scale, part, group), values)
 
 
 def cut_rows(x: Tensor, part: slice, group: int) -> Tensor:
@@ -147,9 +150,10 @@ def cut_rows(x: Tensor, part: slice, group: int) -> Tensor:
     return x.unflatten(-2, (group, x.shape[-2] // group))[..., part, :].flatten(-3, -2)
 
 
-def join_rows(parts: list[Tensor], group: int) -> Tensor:
-    """The inverse of cutting rows [… group·tokens dim] into consecutive parts."""
-    return torch.cat([x.unflatten(-2, (group, x.shape[-2] // group)) for x in parts], dim=-2).flatten(-3, -2)
+def join_rows(one: Tensor, other: Tensor, group: int) -> Tensor:
+    """The inverse of cutting rows [… group·tokens dim] into two consecutive parts."""
+    parts = [x.unflatten(-2, (group, x.shape[-2] // group)) for x in (one, other)]
+    return torch.cat(parts, dim=-2).flatten(-3, -2)
 
 
 def _visible(past: LinearState, keys: Features, *, rows: int) -> Tensor:

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from efficient_attn.ops.features import Features
 from efficient_attn.ops.linear import (
     LinearState,
     causal_chunk,
     empty_state,
-    exponential,
     fade,
     finite,
     merge,
@@ -24,6 +24,7 @@ from efficient_attn.ops.linear import (
     triangle,
     with_ones,
 )
+from efficient_attn.ops.linear_full import whole_state
 from efficient_attn.ops.linear_gradient import (
     Outputs,
     at_reference,
@@ -32,7 +33,6 @@ from efficient_attn.ops.linear_gradient import (
     normalised,
     output_gradients,
 )
-from efficient_attn.ops.linear_full import whole_state
 from efficient_attn.ops.linear_tokens import Tokens
 from efficient_attn.ops.precision import without_autocast
 
@@ -63,7 +63,7 @@ def _chunks(start: int, end: int) -> list[slice]:
     return [slice(i, min(i + _CHUNK, end)) for i in range(start, end, _CHUNK)]
 
 
-def _features(tokens: Tokens, part: slice, before: int) -> tuple:
+def _features(tokens: Tokens, part: slice, before: int) -> tuple[Features, Features]:
     """Features of some queries and of the keys at the same positions."""
     keys = slice(part.start + before, part.stop + before)
     return (
@@ -79,9 +79,7 @@ def _past(tokens: Tokens, before: int) -> LinearState:
         keys = tokens.key_features(tokens.key_rows(first), first)
         return empty_state(keys, tokens.v.shape[-1])
     mask = None if tokens.key_mask is None else tokens.key_mask[:, first]
-    return whole_state(
-        tokens._replace(k=tokens.k[..., first, :], v=tokens.v[..., first, :], key_mask=mask)
-    )
+    return whole_state(tokens._replace(k=tokens.k[..., first, :], v=tokens.v[..., first, :], key_mask=mask))
 
 
 @torch.library.custom_op("efficient_attn::causal_linear", mutates_args=())
@@ -109,7 +107,15 @@ def _causal(
 
 
 @_causal.register_fake
-def _(q, k, v, key_mask, directions, kind, scale):
+def _(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_mask: Tensor | None,
+    directions: Tensor,
+    kind: str,
+    scale: float,
+) -> tuple[Tensor, ...]:
     return *new_outputs(q, v), torch.empty(q.shape[-2] + 1, dtype=torch.bool)
 
 
@@ -184,7 +190,7 @@ def _key_gradients(
     return by_k, by_v
 
 
-def _sums_shape(features: Any, g: Tensor) -> tuple[int, int]:
+def _sums_shape(features: Features, g: Tensor) -> tuple[int, int]:
     values = features.log_scale if features.values is None else features.values
     return values.shape[-1], g.shape[-1]
 
@@ -212,7 +218,17 @@ def _put_key_gradients(
 
 
 @_causal_backward.register_fake
-def _(gradient, out, logarithm, negative, ends, q, k, v, *_):
+def _(
+    gradient: Tensor,
+    out: Tensor,
+    logarithm: Tensor,
+    negative: Tensor,
+    ends: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *_: Any,
+) -> tuple[Tensor, ...]:
     return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
 
 

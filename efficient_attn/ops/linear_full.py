@@ -81,7 +81,15 @@ def _full(
 
 
 @_full.register_fake
-def _(q, k, v, key_mask, directions, kind, scale):
+def _(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_mask: Tensor | None,
+    directions: Tensor,
+    kind: str,
+    scale: float,
+) -> tuple[Tensor, ...]:
     outputs = new_outputs(q, v)
     signed = Tokens(q, k, v, key_mask, directions, kind, scale).map.signed
     features = len(directions) * (2 if signed else 1)
@@ -131,7 +139,18 @@ def _full_backward(
 
 
 @_full_backward.register_fake
-def _(gradient, out, logarithm, negative, sums, reference, q, k, v, *_):
+def _(
+    gradient: Tensor,
+    out: Tensor,
+    logarithm: Tensor,
+    negative: Tensor,
+    sums: Tensor,
+    reference: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *_: Any,
+) -> tuple[Tensor, ...]:
     return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
 
 

@@ -57,9 +57,7 @@ def new_outputs(q: Tensor, v: Tensor) -> Outputs:
     """Room for the outputs of queries q over values v."""
     shape = q.shape[:-1]
     logarithm = wide(q.new_empty(0)).new_empty(*shape, 1)
-    return Outputs(
-        q.new_empty(*shape, v.shape[-1]), logarithm, torch.empty_like(logarithm, dtype=torch.bool)
-    )
+    return Outputs(q.new_empty(*shape, v.shape[-1]), logarithm, torch.empty_like(logarithm, dtype=torch.bool))
 
 
 def at_reference(features: Features, offset: Tensor) -> Scaled:
