@@ -27,6 +27,9 @@ def fused_attention(
 
     `dropout` is the probability with which a weight is dropped, 0 outside training.
     """
+    if scale <= 0:
+        # The kernel multiplies the −inf of its own causal mask by the scale: NaN, or +inf.
+        q, scale = q * scale, 1.0
     value_dim, widest = v.shape[-1], max(q.shape[-1], v.shape[-1])
     k, v = hide(k, key_mask), hide(v, key_mask)
     # The kernel in O(tokens) memory wants all three equally wide; zeros change no product.

@@ -1,0 +1,119 @@
+"""Slow, obvious definitions in float64, written without looking at the package's formulas."""
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def reference_attention(q, k, v, *, scale, visible=None, causal=False, key_mask=None) -> Tensor:
+    """Softmax attention, one query at a time; `visible(i, j)` says whether position i may read j."""
+    q, k, v = (x.detach().double() for x in (q, k, v))
+    batch, heads, queries, _ = q.shape
+    out = torch.zeros(batch, heads, queries, v.shape[-1], dtype=torch.float64)
+    for b in range(batch):
+        for h in range(heads):
+            head = h * k.shape[1] // heads
+            for i in range(queries):
+                read = readable(i, queries, k.shape[2], b, visible, causal, key_mask)
+                if not read:
+                    continue
+                scores = scale * (k[b, head, read] @ q[b, h, i])
+                weights = (scores - scores.max()).exp()
+                out[b, h, i] = weights @ v[b, head, read] / weights.sum()
+    return out
+
+
+def readable(i, queries, keys, b, visible, causal, key_mask) -> list[int]:
+    """Positions of the keys that query i reads; queries are the last positions of the keys."""
+    position = i + keys - queries if causal else i
+    return [
+        j
+        for j in range(keys)
+        if (not causal or j <= position)
+        and (visible is None or visible(position, j))
+        and (key_mask is None or bool(key_mask[b, j]))
+    ]
+
+
+def reference_kernel(x: Tensor, y: Tensor, directions: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+    """Logarithm and sign of φ(x)·φ(y) for one pair of vectors that hold the scale already."""
+    m = len(directions)
+    half = (x @ x + y @ y) / 2
+    if kind == "positive":
+        logarithms = directions @ (x + y) - half - math.log(m)
+        return torch.logsumexp(logarithms, 0), torch.tensor(1.0, dtype=torch.float64)
+    mean = torch.cos(directions @ (x - y)).mean()
+    return half + mean.abs().log(), mean.sign()
+
+
+def reference_linear(q, k, v, directions, kind, *, scale, causal=False, key_mask=None) -> Tensor:
+    """Attention by an estimated kernel, weight by weight, in logarithms."""
+    q, k, v, directions = (x.detach().double() for x in (q, k, v, directions))
+    batch, heads, queries, _ = q.shape
+    out = torch.zeros(batch, heads, queries, v.shape[-1], dtype=torch.float64)
+    root = math.sqrt(scale)
+    for b in range(batch):
+        for h in range(heads):
+            head = h * k.shape[1] // heads
+            for i in range(queries):
+                read = readable(i, queries, k.shape[2], b, None, causal, key_mask)
+                if not read:
+                    continue
+                pairs = [
+                    reference_kernel(q[b, h, i] * root, k[b, head, j] * root, directions, kind) for j in read
+                ]
+                logarithms = torch.stack([logarithm for logarithm, _ in pairs])
+                signs = torch.stack([sign for _, sign in pairs])
+                weights = signs * (logarithms - logarithms.max()).exp()
+                out[b, h, i] = weights @ v[b, head, read] / weights.sum()
+    return out
+
+
+def reference_condition(q, k, directions, kind, *, scale, causal=False) -> Tensor:
+    """Σ|weight| / |Σ weight| of every row, [batch heads q_tokens 1]: how much its rounding is magnified."""
+    q, k, directions = (x.detach().double() for x in (q, k, directions))
+    x, y = q * math.sqrt(scale), k.repeat_interleave(q.shape[1] // k.shape[1], 1) * math.sqrt(scale)
+    if kind == "positive":
+        return torch.ones(*q.shape[:-1], 1, dtype=torch.float64)
+    # The angles of cos(w·x) and sin(w·x) are rounded before they are compared.
+    kernel = torch.cos((x.unsqueeze(-2) - y.unsqueeze(-3)) @ directions.mT).mean(-1)
+    logarithms = (y * y).sum(-1).unsqueeze(-2) / 2
+    seen = torch.ones(kernel.shape[-2:], dtype=torch.bool)
+    seen = seen.tril(k.shape[2] - q.shape[2]) if causal else seen
+    logarithms = logarithms.masked_fill(~seen, -torch.inf)
+    scale_of_keys = (logarithms - logarithms.amax(-1, keepdim=True)).exp()
+    # A feature's cosine is rounded to one part in 1 even where the kernel's mean of cosines is small.
+    return scale_of_keys.sum(-1, keepdim=True) / (scale_of_keys * kernel).sum(-1, keepdim=True).abs()
+
+
+def random_qkv(batch=2, heads=4, kv_heads=2, q_tokens=7, k_tokens=7, head_dim=8, value_dim=5, *, seed=0):
+    """Gaussian queries, keys and values in float64."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    return (
+        draw(batch, heads, q_tokens, head_dim),
+        draw(batch, kv_heads, k_tokens, head_dim),
+        draw(batch, kv_heads, k_tokens, value_dim),
+    )
+
+
+def random_mask(batch, tokens, *, seed=0) -> Tensor:
+    """A key mask with real and masked tokens; the last batch entry begins with masked ones."""
+    generator = torch.Generator().manual_seed(seed)
+    mask = torch.rand(batch, tokens, generator=generator) > 0.4
+    mask[-1, : min(3, tokens)] = False
+    return mask
+
+
+def relative_error(out: Tensor, reference: Tensor) -> float:
+    """‖out − reference‖ / ‖reference‖."""
+    return float((out.double() - reference).norm() / reference.norm().clamp_min(1e-300))
+
+
+def worst_row(out: Tensor, reference: Tensor) -> Tensor:
+    """Relative error of each row."""
+    return (out.double() - reference).norm(dim=-1) / reference.norm(dim=-1).clamp_min(1e-300)

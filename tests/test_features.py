@@ -1,0 +1,111 @@
+"""Random features estimate the softmax kernel without bias, with the variance that theory gives."""
+
+import math
+
+import pytest
+import torch
+
+from efficient_attn.ops.features import MAPS
+from efficient_attn.ops.projections import draw_directions
+
+DRAWS, DIRECTIONS, DIM = 20_000, 4, 8
+# For |x + y|² ≤ 1 the moments of the estimate are small enough to be measured by sampling.
+PAIRS = {
+    "aligned": ([0.4] + [0] * 7, [0.5] + [0] * 7),
+    "orthogonal": ([0.7] + [0] * 7, [0, 0.7] + [0] * 6),
+    "opposed": ([0.9] + [0] * 7, [-0.8] + [0] * 7),
+    "oblique": ([0.3] * 8, [0.2, -0.3] * 4),
+}
+
+
+def vectors(pair):
+    return torch.tensor(PAIRS[pair], dtype=torch.float64).unsqueeze(1)
+
+
+def estimates(kind, draw, pair):
+    """Estimates of exp(x·y), one per independent draw of the directions."""
+    x, y = vectors(pair)
+    rows = draw_many(draw)
+    one, other = (MAPS[kind].features(v.expand(1, DIM), w) for v, w in ((x, rows), (y, rows)))
+    values = [f.log_scale.exp() * (1 if f.values is None else f.values) for f in (one, other)]
+    products = values[0] * values[1]
+    if MAPS[kind].signed:
+        products = torch.stack(products.chunk(2, dim=-1)).sum(0)
+    # The map divides by √(all rows); each draw has DIRECTIONS of them.
+    return products.unflatten(-1, (DRAWS, DIRECTIONS)).sum(-1).flatten() * DRAWS
+
+
+def draw_many(draw):
+    """All draws below each other. Blocks of an orthogonal draw are independent, as draws are."""
+    if draw == "iid":
+        return draw_directions("iid", DRAWS * DIRECTIONS, DIM, seed=3)
+    rows = draw_directions("orthogonal", DRAWS * DIM, DIM, seed=3)
+    return rows.unflatten(0, (DRAWS, DIM))[:, :DIRECTIONS].flatten(0, 1)
+
+
+def lemma_2(kind, pair):
+    """Mean squared error with m independent directions (Choromanski et al. 2021, lemma 2)."""
+    x, y = vectors(pair).squeeze(1)
+    together, apart, kernel = (x + y).square().sum(), (x - y).square().sum(), (x @ y).exp()
+    if kind == "positive":
+        return together.exp() * kernel**2 * (1 - (-together).exp()) / DIRECTIONS
+    return together.exp() * kernel**-2 * (1 - (-apart).exp()) ** 2 / (2 * DIRECTIONS)
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+@pytest.mark.parametrize("draw", ["iid", "orthogonal"])
+@pytest.mark.parametrize("kind", MAPS)
+def test_features_estimate_the_kernel_without_bias(kind, draw, pair):
+    x, y = vectors(pair).squeeze(1)
+    sample = estimates(kind, draw, pair)
+    standard_error = sample.std() / math.sqrt(DRAWS)
+    assert (sample.mean() - (x @ y).exp()).abs() <= 4.5 * standard_error + 1e-12
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+@pytest.mark.parametrize("kind", MAPS)
+def test_the_variance_of_independent_directions_is_the_closed_form(kind, pair):
+    x, y = vectors(pair).squeeze(1)
+    squares = (estimates(kind, "iid", pair) - (x @ y).exp()).square()
+    standard_error = squares.std() / math.sqrt(DRAWS)
+    assert (squares.mean() - lemma_2(kind, pair)).abs() <= 4.5 * standard_error
+
+
+@pytest.mark.parametrize("pair", ["aligned", "orthogonal", "oblique"])
+def test_orthogonal_directions_lower_the_error_of_positive_features(pair):
+    x, y = vectors(pair).squeeze(1)
+    squares = [(estimates("positive", draw, pair) - (x @ y).exp()).square() for draw in ("iid", "orthogonal")]
+    difference = squares[1].mean() - squares[0].mean()
+    standard_error = math.sqrt(sum(s.var() for s in squares) / DRAWS)
+    # One-sided: an increase beyond what sampling explains is a fault.
+    assert difference <= 2.6 * standard_error
+
+
+@pytest.mark.parametrize("kind", MAPS)
+def test_the_error_falls_as_one_over_the_number_of_directions(kind):
+    x, y = vectors("orthogonal").squeeze(1)
+    single = draw_directions("iid", 800 * 1024, DIM, seed=5)
+    products = [MAPS[kind].features(v.expand(1, DIM), single) for v in (x, y)]
+    values = [f.log_scale.exp() * (1 if f.values is None else f.values) for f in products]
+    one = (values[0] * values[1]).flatten()
+    one = (one.chunk(2)[0] + one.chunk(2)[1] if MAPS[kind].signed else one) * len(single)
+    sizes = [16, 32, 64, 128, 256, 512, 1024]
+    errors = [(one[: 800 * m].unflatten(0, (800, m)).mean(1) - (x @ y).exp()).square().mean() for m in sizes]
+    design = torch.tensor(sizes, dtype=torch.float64).log()
+    logs = torch.stack(errors).log()
+    slope = ((design - design.mean()) * (logs - logs.mean())).sum() / (design - design.mean()).square().sum()
+    # log of a mean of 800 squares of Gaussians has standard deviation √(2/800); the slope's follows.
+    error = math.sqrt(2 / 800 / (design - design.mean()).square().sum())
+    assert abs(slope + 1) < 4.5 * error
+
+
+@pytest.mark.parametrize("kind", MAPS)
+def test_pullbacks_are_the_derivatives_of_the_features(kind):
+    directions = draw_directions("orthogonal", 6, 4, seed=0)
+    x = torch.randn(3, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64, requires_grad=True)
+    features = MAPS[kind].features(x, directions)
+    parts = [part for part in features if part is not None]
+    by = [torch.randn(part.shape, dtype=torch.float64) for part in parts]
+    (expected,) = torch.autograd.grad(parts, x, by)
+    given = features._replace(**dict(zip(features._fields, by, strict=False)))
+    assert (MAPS[kind].pullback(x, features, given, directions) - expected).abs().max() < 1e-12

@@ -1,0 +1,109 @@
+"""Linformer is softmax over mixtures that stay averages of real tokens."""
+
+import pytest
+import torch
+from reference import random_mask, random_qkv, reference_attention
+
+import efficient_attn as ea
+
+TOKENS = 12
+
+
+def linformer(**options):
+    return ea.build("linformer", head_dim=8, num_heads=4, max_tokens=TOKENS, **options).double()
+
+
+def set_mixing(backend, mix_keys, mix_values=None):
+    with torch.no_grad():
+        backend.core.mix_keys.copy_(mix_keys)
+        backend.core.mix_values.copy_(mix_keys if mix_values is None else mix_values)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("tokens", [1, 5, TOKENS])
+@pytest.mark.parametrize("sharing", ["heads", "none", "key-value", "layers"])
+def test_identity_mixing_equals_exact_attention_for_every_mask_and_length(sharing, tokens, masked):
+    backend = linformer(rank=TOKENS, sharing=sharing)
+    set_mixing(backend, torch.eye(TOKENS))
+    q, k, v = random_qkv(q_tokens=4, k_tokens=tokens)
+    mask = random_mask(2, tokens) if masked else None
+    reference = reference_attention(q, k, v, scale=8**-0.5, key_mask=mask)
+    assert (backend(q, k, v, key_mask=mask) - reference).abs().max() <= 1e-12
+
+
+def definition(q, k, v, mix_keys, mix_values, mask):
+    """Mixture by mixture, head by head, as the contract says."""
+    out = torch.zeros(*q.shape[:-1], v.shape[-1], dtype=torch.float64)
+    for b in range(q.shape[0]):
+        real = [j for j in range(k.shape[2]) if mask is None or mask[b, j]]
+        for h in range(q.shape[1]):
+            head = h * k.shape[1] // q.shape[1]
+            keys, values = [], []
+            for e, f in zip(mix_keys[h], mix_values[h], strict=True):
+                shares = [m[real].abs().sum() / m.abs().sum() for m in (e, f)]
+                if min(shares) > 0:
+                    keys.append(e[real] @ k[b, head, real] / shares[0])
+                    values.append(f[real] @ v[b, head, real] / shares[1])
+            if keys:
+                scores = torch.stack(keys) @ q[b, h].mT * q.shape[-1] ** -0.5
+                out[b, h] = scores.softmax(0).mT @ torch.stack(values)
+    return out
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("sharing", ["heads", "none"])
+def test_learned_mixtures_follow_the_definition_with_grouped_queries(sharing, masked):
+    backend = linformer(rank=5, sharing=sharing, init="gaussian")
+    q, k, v = random_qkv(q_tokens=4, k_tokens=9)
+    mask = random_mask(2, 9) if masked else None
+    if masked:
+        mask[0] = False
+    pairs = (backend.core.mix_keys, backend.core.mix_values)
+    pairs = [m.detach() if m.ndim == 3 else m.detach().expand(4, -1, -1) for m in pairs]
+    # A sequence shorter than max_tokens is one whose last tokens are not real.
+    real = torch.ones(2, 9, dtype=torch.bool) if mask is None else mask
+    real = torch.nn.functional.pad(real, (0, TOKENS - 9))
+    padded = (torch.nn.functional.pad(x, (0, 0, 0, TOKENS - 9)) for x in (k, v))
+    reference = definition(q, *padded, *pairs, real)
+    assert (backend(q, k, v, key_mask=mask) - reference).abs().max() <= 1e-12
+
+
+# One to four tokens to a mixture: 1/2 and 1/4, unlike 1/3, are stored without rounding.
+@pytest.mark.parametrize("rank", [3, 6, TOKENS])
+@pytest.mark.parametrize("tokens", [1, 4, TOKENS])
+def test_untrained_mean_pooling_is_an_average_over_real_tokens(rank, tokens):
+    q, k, v = random_qkv(k_tokens=tokens)
+    mask = random_mask(2, tokens)
+    mask[:, 0] = True
+    weights = linformer(rank=rank).attention_weights(q, k, key_mask=mask)
+    assert (weights.sum(-1) - 1).abs().max() <= 1e-12
+    assert (weights >= 0).all()
+    assert (weights * ~mask[:, None, None, :] == 0).all()
+
+
+def test_gaussian_mixing_has_the_variance_of_the_paper():
+    mix = ea.build("linformer", head_dim=8, max_tokens=2048, rank=64, init="gaussian").core.mix_keys
+    # The variance of n Gaussian entries has a relative standard error of √(2/n).
+    assert abs(mix.var().item() * 64 - 1) < 4.5 * (2 / mix.numel()) ** 0.5
+
+
+@pytest.mark.parametrize(("sharing", "entries"), [("heads", 2), ("none", 8), ("key-value", 1), ("layers", 1)])
+def test_each_level_of_sharing_keeps_its_number_of_projections(sharing, entries):
+    backend = linformer(rank=5, sharing=sharing)
+    assert sum(p.numel() for p in backend.parameters()) == entries * 5 * TOKENS
+    q, k, v = random_qkv(k_tokens=TOKENS)
+    backend(q, k, v).sum().backward()
+    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in backend.parameters())
+
+
+def test_what_linformer_cannot_do_is_refused():
+    with pytest.raises(ea.UnsupportedError, match="'linformer' cannot be causal. Causal backends: exact,"):
+        ea.build("linformer", head_dim=8, max_tokens=8, causal=True)
+    with pytest.raises(ea.UnsupportedError, match="longest sequence: build it with max_tokens"):
+        ea.build("linformer", head_dim=8)
+    with pytest.raises(ea.OptionError, match="rank=9 is more than max_tokens=8.*rank=8 or less"):
+        ea.build("linformer", head_dim=8, max_tokens=8, rank=9)
+    with pytest.raises(ea.OptionError, match="sharing='none'.*num_heads"):
+        ea.build("linformer", head_dim=8, max_tokens=8, rank=4, sharing="none")
+    with pytest.raises(ea.ShapeError, match="at most 12 tokens and k has 13.*max_tokens=13"):
+        linformer(rank=4)(*random_qkv(k_tokens=13))

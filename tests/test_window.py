@@ -1,0 +1,70 @@
+"""The window is the dense band exactly, at every length and every window."""
+
+import pytest
+import torch
+from reference import random_mask, random_qkv, reference_attention
+
+import efficient_attn as ea
+from efficient_attn.measure.memory import peak
+
+BLOCK = 64
+
+
+def band(window, causal):
+    back = window - 1 if causal else window // 2
+    ahead = 0 if causal else window // 2
+    return lambda i, j: i - back <= j <= i + ahead
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("window", [1, 3, 2 * BLOCK - 1, 2 * BLOCK + 1])
+@pytest.mark.parametrize("tokens", [1, 2, 7, BLOCK, 97, 2 * BLOCK + 1])
+def test_the_window_equals_the_dense_band(tokens, window, masked):
+    q, k, v = random_qkv(2, 2, 1, tokens, tokens)
+    mask = random_mask(2, tokens) if masked else None
+    out = ea.build("window", head_dim=8, window=window)(q, k, v, key_mask=mask)
+    reference = reference_attention(q, k, v, scale=8**-0.5, visible=band(window, False), key_mask=mask)
+    assert (out - reference).abs().max() <= 1e-12
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("window", [1, 2, 6, BLOCK, 131])
+@pytest.mark.parametrize("queries", [1, 5, 130])
+def test_a_causal_window_reads_the_last_keys_and_may_be_even(queries, window, masked):
+    tokens = 130
+    q, k, v = random_qkv(2, 2, 1, queries, tokens)
+    mask = random_mask(2, tokens) if masked else None
+    out = ea.build("window", head_dim=8, window=window, causal=True)(q, k, v, key_mask=mask)
+    reference = reference_attention(
+        q, k, v, scale=8**-0.5, visible=band(window, True), causal=True, key_mask=mask
+    )
+    assert (out - reference).abs().max() <= 1e-12
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_window_over_all_tokens_equals_exact_attention_and_its_gradients(causal):
+    inputs = [x.requires_grad_() for x in random_qkv(1, 2, 2, 70, 70)]
+    outs = [
+        ea.build(name, head_dim=8, causal=causal, **options)(*inputs)
+        for name, options in (("window", {"window": 139}), ("exact", {}))
+    ]
+    gradients = [torch.autograd.grad(out.sin().sum(), inputs) for out in outs]
+    assert (outs[0] - outs[1]).abs().max() <= 1e-12
+    for one, other in zip(*gradients, strict=True):
+        assert (one - other).abs().max() <= 1e-12
+
+
+def test_time_and_memory_do_not_know_how_long_the_rest_of_the_sequence_is():
+    backend = ea.build("window", head_dim=16, window=33)
+    peaks = []
+    for tokens in (2048, 4096, 8192):
+        q = torch.randn(1, 2, tokens, 16)
+        with torch.no_grad():
+            peaks.append(peak(lambda q=q: backend(q, q, q), device="cpu").peak_bytes)
+    # Affine in tokens: equal steps for doubled steps, to the bytes that padding to blocks may add.
+    assert peaks[2] - peaks[1] == pytest.approx(2 * (peaks[1] - peaks[0]), rel=0.01)
+
+
+def test_an_even_window_without_a_middle_is_refused_and_both_neighbours_named():
+    with pytest.raises(ea.OptionError, match="window=4 has no middle.* 3 or 5"):
+        ea.build("window", head_dim=8, window=4)
