@@ -30,6 +30,13 @@ _HOME = {
     "Results": "experiments.results",
     "read": "experiments.results",
     "sample": "measure.inputs",
+    "AttentionLayer": "transformer.layer",
+    "TransformerBlock": "transformer.block",
+    "DecoderBlock": "transformer.block",
+    "Encoder": "transformer.stack",
+    "Decoder": "transformer.stack",
+    "Transformer": "transformer.stack",
+    "generate": "transformer.generate",
 }
 
 __all__ = sorted(_HOME)
@@ -44,6 +51,13 @@ if TYPE_CHECKING:
     from efficient_attn.registry import Capabilities as Capabilities
     from efficient_attn.registry import NoOptions as NoOptions
     from efficient_attn.registry import register as register
+    from efficient_attn.transformer.block import DecoderBlock as DecoderBlock
+    from efficient_attn.transformer.block import TransformerBlock as TransformerBlock
+    from efficient_attn.transformer.generate import generate as generate
+    from efficient_attn.transformer.layer import AttentionLayer as AttentionLayer
+    from efficient_attn.transformer.stack import Decoder as Decoder
+    from efficient_attn.transformer.stack import Encoder as Encoder
+    from efficient_attn.transformer.stack import Transformer as Transformer
 
 
 def __getattr__(name: str) -> Any:

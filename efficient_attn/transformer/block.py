@@ -1,0 +1,239 @@
+"""The two blocks of the transformer, each sublayer inside a residual branch.
+
+A post-norm block is LayerNorm(x + sublayer(x)) (Vaswani et al. 2017, section 3.1), a pre-norm block
+x + sublayer(LayerNorm(x)) (Xiong et al. 2020), whose stack ends in a norm of its own.
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from efficient_attn.errors import OptionError, UnsupportedError
+from efficient_attn.modules.options import one_of, probability
+from efficient_attn.problem import positive_count
+from efficient_attn.transformer.layer import AttentionLayer, ContextKeys, LayerState, check_mask
+
+_ACTIVATIONS = {"relu": nn.ReLU, "gelu": nn.GELU}
+NORMS = ("post", "pre")
+
+
+class DecoderBlockState(NamedTuple):
+    """What a decoder block has to know of the tokens before.
+
+    Attributes:
+        attention: Of the target's tokens.
+        context: Of the context, projected; None without cross-attention.
+    """
+
+    attention: LayerState
+    context: ContextKeys | None
+
+
+class Residual(nn.Module):
+    """The branch around a sublayer: dropout on what the sublayer gives, and the norm before or after."""
+
+    def __init__(self, model_dim: int, norm: str, dropout: float) -> None:
+        super().__init__()
+        one_of("norm", norm, NORMS)
+        probability("dropout", dropout)
+        self.norm = nn.LayerNorm(model_dim)
+        self.dropout = nn.Dropout(dropout)
+        self._before = norm == "pre"
+
+    def enter(self, x: Tensor) -> Tensor:
+        """What the sublayer is given."""
+        return self.norm(x) if self._before else x
+
+    def leave(self, x: Tensor, y: Tensor) -> Tensor:
+        """x with what the sublayer gave."""
+        x = x + self.dropout(y)
+        return x if self._before else self.norm(x)
+
+
+class FeedForward(nn.Module):
+    """activation(x W_1 + b_1) W_2 + b_2, token by token (Vaswani et al. 2017, eq. 2)."""
+
+    def __init__(self, model_dim: int, feed_forward_dim: int, activation: str) -> None:
+        super().__init__()
+        positive_count("feed_forward_dim", feed_forward_dim)
+        one_of("activation", activation, _ACTIVATIONS)
+        self.widen = nn.Linear(model_dim, feed_forward_dim)
+        self.activation = _ACTIVATIONS[activation]()
+        self.narrow = nn.Linear(feed_forward_dim, model_dim)
+        for linear in (self.widen, self.narrow):
+            nn.init.xavier_uniform_(linear.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.narrow(self.activation(self.widen(x)))
+
+
+class TransformerBlock(nn.Module):
+    """Self-attention, then a feed-forward network: a block of an encoder, or of a causal stack.
+
+    Args:
+        backend: Whatever `build` takes.
+        activation: "relu" or "gelu".
+        norm: "post", after each residual branch, or "pre", before each.
+        dropout: On residual branches; attention weights are never dropped by it.
+        positions: "rotary", or None: other kinds are added to embeddings by a stack.
+        options: Further arguments of AttentionLayer: num_kv_heads, bias, options of the backend.
+    """
+
+    def __init__(
+        self,
+        model_dim: int,
+        num_heads: int,
+        backend: Any = "exact",
+        *,
+        feed_forward_dim: int,
+        activation: str = "relu",
+        norm: str = "post",
+        dropout: float = 0.0,
+        positions: str | None = None,
+        causal: bool = False,
+        max_tokens: int | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        self.attention = AttentionLayer(
+            model_dim,
+            num_heads,
+            backend,
+            causal=causal,
+            max_tokens=max_tokens,
+            positions=positions,
+            **options,
+        )
+        self.feed_forward = FeedForward(model_dim, feed_forward_dim, activation)
+        self.around_attention = Residual(model_dim, norm, dropout)
+        self.around_feed_forward = Residual(model_dim, norm, dropout)
+
+    def forward(self, x: Tensor, *, key_mask: Tensor | None = None) -> Tensor:
+        """x [batch tokens model_dim] to the same shape; key_mask is bool [batch tokens]."""
+        y = self.attention(self.around_attention.enter(x), key_mask=key_mask)
+        return self._feed(self.around_attention.leave(x, y))
+
+    def extend(
+        self, x: Tensor, state: LayerState | None = None, *, key_mask: Tensor | None = None
+    ) -> tuple[Tensor, LayerState]:
+        """The output of new tokens after those of `state`, and the state after them."""
+        y, state = self.attention.extend(self.around_attention.enter(x), state, key_mask=key_mask)
+        return self._feed(self.around_attention.leave(x, y)), state
+
+    def _feed(self, x: Tensor) -> Tensor:
+        return self.around_feed_forward.leave(x, self.feed_forward(self.around_feed_forward.enter(x)))
+
+
+class DecoderBlock(nn.Module):
+    """Causal self-attention, cross-attention to a context, then a feed-forward network.
+
+    Args:
+        cross_backend: What reads the context; it has to promise `cross`. None: no cross-attention.
+        cross_options: Further arguments of that AttentionLayer, its backend's options among them.
+
+    The other arguments are those of TransformerBlock; rotary positions turn only the self-attention,
+    since positions in two sequences have no difference.
+    """
+
+    def __init__(
+        self,
+        model_dim: int,
+        num_heads: int,
+        backend: Any = "exact",
+        *,
+        feed_forward_dim: int,
+        activation: str = "relu",
+        norm: str = "post",
+        dropout: float = 0.0,
+        positions: str | None = None,
+        causal: bool = True,
+        max_tokens: int | None = None,
+        cross_backend: Any = "exact",
+        cross_options: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        if causal is not True:
+            raise OptionError("A decoder block is causal; without that it is a TransformerBlock.")
+        self.attention = AttentionLayer(
+            model_dim, num_heads, backend, causal=True, max_tokens=max_tokens, positions=positions, **options
+        )
+        self.cross_attention: AttentionLayer | None = None
+        if cross_backend is not None:
+            arguments = {"max_tokens": max_tokens, **(cross_options or {})}
+            self.cross_attention = AttentionLayer(model_dim, num_heads, cross_backend, **arguments)
+            self.cross_attention.check_reads_context()
+            self.around_cross_attention = Residual(model_dim, norm, dropout)
+        self.feed_forward = FeedForward(model_dim, feed_forward_dim, activation)
+        self.around_attention = Residual(model_dim, norm, dropout)
+        self.around_feed_forward = Residual(model_dim, norm, dropout)
+
+    def forward(
+        self,
+        x: Tensor,
+        context: Tensor | None = None,
+        *,
+        key_mask: Tensor | None = None,
+        context_mask: Tensor | None = None,
+    ) -> Tensor:
+        """x [batch tokens model_dim] to the same shape.
+
+        Args:
+            context: [batch context_tokens model_dim], an encoder's output.
+            key_mask: bool [batch tokens], True for a real token of x.
+            context_mask: bool [batch context_tokens], True for a real token of the context.
+
+        Raises:
+            UnsupportedError: If there is a context and no cross-attention.
+            OptionError: If there is a cross-attention and no context.
+        """
+        keys = self.project_context(context, context_mask)
+        y = self.attention(self.around_attention.enter(x), key_mask=key_mask)
+        return self._read_and_feed(self.around_attention.leave(x, y), keys)
+
+    def extend(
+        self,
+        x: Tensor,
+        state: DecoderBlockState | None = None,
+        context: Tensor | None = None,
+        *,
+        key_mask: Tensor | None = None,
+        context_mask: Tensor | None = None,
+    ) -> tuple[Tensor, DecoderBlockState]:
+        """The output of new tokens after those of `state`, and the state after them.
+
+        Args:
+            context: Projected and kept in the state; None stands for the context in the state.
+        """
+        if context is None and context_mask is None and state is not None:
+            keys = state.context
+        else:
+            keys = self.project_context(context, context_mask)
+        before = None if state is None else state.attention
+        y, after = self.attention.extend(self.around_attention.enter(x), before, key_mask=key_mask)
+        y = self._read_and_feed(self.around_attention.leave(x, y), keys)
+        return y, DecoderBlockState(after, keys)
+
+    def project_context(self, context: Tensor | None, context_mask: Tensor | None) -> ContextKeys | None:
+        """Keys and values of the context, or None for a block without cross-attention."""
+        if self.cross_attention is None:
+            if context is not None or context_mask is not None:
+                raise UnsupportedError(
+                    "context was given to a decoder without cross-attention: build it with a cross_backend, "
+                    "such as 'exact'."
+                )
+            return None
+        if context is None:
+            raise OptionError(
+                "This decoder has cross-attention and was given no context: give context, or build the "
+                "decoder with cross_backend=None."
+            )
+        check_mask("context_mask", context_mask, "context", context)
+        return self.cross_attention.project_context(context, key_mask=context_mask)
+
+    def _read_and_feed(self, x: Tensor, keys: ContextKeys | None) -> Tensor:
+        if self.cross_attention is not None and keys is not None:
+            y = self.cross_attention.read(self.around_cross_attention.enter(x), keys)
+            x = self.around_cross_attention.leave(x, y)
+        return self.around_feed_forward.leave(x, self.feed_forward(self.around_feed_forward.enter(x)))

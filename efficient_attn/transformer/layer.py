@@ -1,0 +1,221 @@
+"""Multi-head attention: the projections around any backend (Vaswani et al. 2017, section 3.2.2).
+
+The parameters are called and laid out as those of `torch.nn.MultiheadAttention`: `in_proj_weight` holds
+the rows of the queries, then of the keys, then of the values, each head by head. So a state dict of one
+loads into the other wherever the backend keeps nothing of its own.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from efficient_attn.backend import Backend
+from efficient_attn.backends import build
+from efficient_attn.errors import DtypeError, OptionError, ShapeError, UnsupportedError
+from efficient_attn.modules.options import one_of
+from efficient_attn.problem import positive_count
+from efficient_attn.transformer.positions import check_pairs, rotate
+
+
+class ContextKeys(NamedTuple):
+    """What a layer reads of another sequence, projected once and read as often as one likes.
+
+    Attributes:
+        k: [batch kv_heads context_tokens head_dim].
+        v: The same shape.
+        key_mask: bool [batch context_tokens], or None where all tokens are real.
+    """
+
+    k: Tensor
+    v: Tensor
+    key_mask: Tensor | None
+
+
+class LayerState(NamedTuple):
+    """What a causal layer has to know of the tokens before.
+
+    Attributes:
+        tokens: How many they are: the position of the next one.
+        seen: The backend's own state.
+    """
+
+    tokens: int
+    seen: Any
+
+
+class AttentionLayer(nn.Module):
+    """Concat(head_1 … head_h) W_O with head_i = attention(x W_Qi, c W_Ki, c W_Vi); c is x or a context.
+
+    Args:
+        backend: Whatever `build` takes: a name, file.py:object, a module, a function.
+        num_kv_heads: Heads of keys and values, which divide num_heads; None: as many as those.
+        positions: "rotary" turns q and k by their positions; None leaves them.
+        options: The options of the backend.
+
+    Attributes:
+        in_proj_weight: [(num_heads + 2 num_kv_heads) · head_dim, model_dim]: rows of q, of k, of v.
+        in_proj_bias: A number for each of these rows, or None.
+        out_proj: model_dim → model_dim.
+        backend: What maps q, k and v to the output.
+    """
+
+    in_proj_bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        model_dim: int,
+        num_heads: int,
+        backend: Any = "exact",
+        *,
+        num_kv_heads: int | None = None,
+        causal: bool = False,
+        max_tokens: int | None = None,
+        bias: bool = True,
+        positions: str | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        _check_sizes(model_dim, num_heads, kv_heads)
+        self.model_dim, self.head_dim = model_dim, model_dim // num_heads
+        self._heads = (num_heads, kv_heads, kv_heads)
+        self._rotary = positions is not None
+        if positions is not None:
+            one_of("positions in a block", positions, ["rotary"])
+            check_pairs("head_dim", self.head_dim, "rotary")
+        rows = sum(self._heads) * self.head_dim
+        self.in_proj_weight = nn.Parameter(torch.empty(rows, model_dim))
+        self.register_parameter("in_proj_bias", nn.Parameter(torch.zeros(rows)) if bias else None)
+        self.out_proj = nn.Linear(model_dim, model_dim, bias=bias)
+        self.backend: Backend = build(
+            backend,
+            head_dim=self.head_dim,
+            num_heads=num_heads,
+            max_tokens=max_tokens,
+            causal=causal,
+            **options,
+        )
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the projections as torch.nn.Transformer does: xavier uniform, biases zero."""
+        nn.init.xavier_uniform_(self.in_proj_weight)
+        nn.init.xavier_uniform_(self.out_proj.weight)
+        for bias in (self.in_proj_bias, self.out_proj.bias):
+            if bias is not None:
+                nn.init.zeros_(bias)
+
+    def forward(self, x: Tensor, context: Tensor | None = None, *, key_mask: Tensor | None = None) -> Tensor:
+        """What every token of x reads in x, or in the context, [batch tokens model_dim].
+
+        Args:
+            x: [batch tokens model_dim].
+            context: [batch context_tokens model_dim]: keys and values come from it.
+            key_mask: bool, True for a real token: of the context where there is one, else of x.
+
+        Raises:
+            ShapeError, DtypeError: If x, context or mask do not fit each other or the layer.
+            UnsupportedError: If there is a context that this layer cannot read.
+        """
+        if context is not None:
+            return self.read(x, self.project_context(context, key_mask=key_mask))
+        check_sequence("x", x, self.model_dim)
+        check_mask("key_mask", key_mask, "x", x)
+        return self._join(self.backend(*self._project(x, start=0), key_mask=key_mask))
+
+    def extend(
+        self, x: Tensor, state: LayerState | None = None, *, key_mask: Tensor | None = None
+    ) -> tuple[Tensor, LayerState]:
+        """The output of new tokens after those of `state`, and the state after them.
+
+        Raises:
+            UnsupportedError: If the layer was not built causal or its backend cannot stream.
+        """
+        check_sequence("x", x, self.model_dim)
+        check_mask("key_mask", key_mask, "x", x)
+        start, seen = (0, None) if state is None else state
+        q, k, v = self._project(x, start=start)
+        y, seen = self.backend.extend(q, k, v, seen, key_mask=key_mask)
+        return self._join(y), LayerState(start + x.shape[1], seen)
+
+    def project_context(self, context: Tensor, *, key_mask: Tensor | None = None) -> ContextKeys:
+        """Keys and values of another sequence [batch context_tokens model_dim], for `read`."""
+        self.check_reads_context()
+        check_sequence("context", context, self.model_dim)
+        check_mask("key_mask", key_mask, "context", context)
+        # The rows of the queries come first and have nothing to do here.
+        weight, bias = self.in_proj_weight[self.model_dim :], self.in_proj_bias
+        heads = self._split(F.linear(context, weight, None if bias is None else bias[self.model_dim :]))
+        k, v = heads.chunk(2, dim=1)
+        return ContextKeys(k, v, key_mask)
+
+    def read(self, x: Tensor, keys: ContextKeys) -> Tensor:
+        """What every token of x reads in a projected context, [batch tokens model_dim]."""
+        check_sequence("x", x, self.model_dim)
+        weight, bias = self.in_proj_weight[: self.model_dim], self.in_proj_bias
+        q = self._split(F.linear(x, weight, None if bias is None else bias[: self.model_dim]))
+        return self._join(self.backend(q, keys.k, keys.v, key_mask=keys.key_mask))
+
+    def _project(self, x: Tensor, *, start: int) -> tuple[Tensor, ...]:
+        """q, k and v of x as views of one product, [batch heads tokens head_dim]."""
+        heads = self._split(F.linear(x, self.in_proj_weight, self.in_proj_bias))
+        if not self._rotary:
+            return heads.split(self._heads, dim=1)
+        turned_heads = sum(self._heads[:2])
+        turned = rotate(heads[:, :turned_heads], start)
+        return *turned.split(self._heads[:2], dim=1), heads[:, turned_heads:]
+
+    def _split(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+
+    def _join(self, heads: Tensor) -> Tensor:
+        return self.out_proj(heads.transpose(1, 2).flatten(2))
+
+    def check_reads_context(self) -> None:
+        """Refuse to read another sequence where the layer cannot."""
+        name = self.backend.spec.name
+        if self.backend.problem.causal:
+            raise UnsupportedError(
+                "A causal layer reads its own tokens and takes no context: build it with causal=False."
+            )
+        if not self.backend.spec.capabilities.cross:
+            raise UnsupportedError(f"Backend {name!r} cannot read another sequence: it takes no context.")
+        if self._rotary:
+            raise UnsupportedError(
+                "Rotary positions compare tokens of one sequence: a layer that reads a context has none."
+            )
+
+    def extra_repr(self) -> str:
+        return f"model_dim={self.model_dim}, heads of q, k, v: {self._heads}, rotary={self._rotary}"
+
+
+def check_sequence(name: str, x: Any, model_dim: int) -> None:
+    """Refuse what is no sequence of embeddings [batch, tokens, model_dim]."""
+    wanted = f"[batch, tokens, model_dim={model_dim}]"
+    if not isinstance(x, Tensor):
+        raise DtypeError(f"{name} is a torch tensor {wanted}, not {type(x).__name__}.")
+    if not x.is_floating_point():
+        raise DtypeError(f"{name} is {x.dtype}; wanted are embeddings {wanted}, as nn.Embedding gives them.")
+    if x.ndim != 3 or x.shape[-1] != model_dim:
+        raise ShapeError(f"{name} has shape {list(x.shape)}; wanted is {wanted}.")
+
+
+def check_mask(name: str, mask: Tensor | None, of: str, x: Tensor) -> None:
+    """Refuse a mask of another sequence's shape; its dtype is the backend's to check."""
+    if mask is not None and tuple(mask.shape) != tuple(x.shape[:2]):
+        raise ShapeError(
+            f"{name} has shape {list(mask.shape)} and belongs to the tokens of {of}: it is bool "
+            f"[batch, tokens of {of}] = {list(x.shape[:2])}, True for a real token."
+        )
+
+
+def _check_sizes(model_dim: int, num_heads: int, kv_heads: int) -> None:
+    positive_count("model_dim", model_dim)
+    positive_count("num_heads", num_heads)
+    positive_count("num_kv_heads", kv_heads)
+    if model_dim % num_heads:
+        raise OptionError(f"model_dim={model_dim} is not divided by num_heads={num_heads}.")
+    if num_heads % kv_heads:
+        raise OptionError(f"num_heads={num_heads} is not divided by num_kv_heads={kv_heads}.")

@@ -1,0 +1,120 @@
+"""Where a token stands: sinusoidal and learned positions are added, rotary ones turn q and k.
+
+Rotary positions are relative ones that every backend can honour, since they change q and k before
+the backend sees them; a bias on the scores would need the scores, which few backends have.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from efficient_attn.errors import OptionError, ShapeError
+from efficient_attn.modules.options import one_of
+from efficient_attn.ops.precision import wide
+from efficient_attn.problem import positive_count
+
+KINDS = ("sinusoidal", "learned", "rotary")
+
+# The longest wavelength over 2π (Vaswani et al. 2017, section 3.5; Su et al. 2021, section 3.2.2).
+_BASE = 10_000.0
+# Standard deviation of a learned position before training (Devlin et al. 2019 and their code).
+_LEARNED_STD = 0.02
+
+
+def position_angles(start: int, tokens: int, dim: int, device: torch.device) -> Tensor:
+    """pos · 10000^(−2i/dim) in float64 for pos from `start` on, [tokens dim/2]."""
+    # Rounding pos · frequency to float32 would cost 2e-4 of a radian at position 4096.
+    frequencies = _BASE ** (-torch.arange(0, dim, 2, dtype=torch.float64, device=device) / dim)
+    positions = torch.arange(start, start + tokens, dtype=torch.float64, device=device)
+    return positions[:, None] * frequencies
+
+
+def sinusoidal_positions(start: int, tokens: int, dim: int, device: torch.device) -> Tensor:
+    """PE(pos, 2i) = sin, PE(pos, 2i+1) = cos of the angles, float64 [tokens dim].
+
+    PE(pos + k) is PE(pos) with each pair turned by k · 10000^(−2i/dim) (Vaswani et al. 2017, section 3.5).
+    """
+    angles = position_angles(start, tokens, dim, device)
+    return torch.stack((angles.sin(), angles.cos()), dim=-1).flatten(-2)
+
+
+def rotate(x: Tensor, start: int) -> Tensor:
+    """Queries or keys [… tokens head_dim] with pair (i, i + head_dim/2) turned by its angle.
+
+    Then q·k depends on the positions by their difference alone (Su et al. 2021, RoFormer, eq. 16).
+    """
+    angles = position_angles(start, x.shape[-2], x.shape[-1], x.device)
+    one, other = wide(x).chunk(2, dim=-1)
+    cosines, sines = angles.cos().to(one.dtype), angles.sin().to(one.dtype)
+    turned = torch.cat((one * cosines - other * sines, other * cosines + one * sines), dim=-1)
+    return turned.to(x.dtype)
+
+
+class SinusoidalPositions(nn.Module):
+    """x + PE: nothing to learn and no longest sequence."""
+
+    def forward(self, x: Tensor, start: int) -> Tensor:
+        """x [batch tokens model_dim], whose first token stands at position `start`."""
+        return x + sinusoidal_positions(start, x.shape[-2], x.shape[-1], x.device).to(x.dtype)
+
+
+class LearnedPositions(nn.Module):
+    """x plus a learned vector for each of the first `max_tokens` positions.
+
+    Attributes:
+        table: [max_tokens model_dim].
+    """
+
+    def __init__(self, model_dim: int, max_tokens: int) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.empty(max_tokens, model_dim))
+        nn.init.normal_(self.table, std=_LEARNED_STD)
+
+    def forward(self, x: Tensor, start: int) -> Tensor:
+        """x [batch tokens model_dim], whose first token stands at position `start`.
+
+        Raises:
+            ShapeError: If a token stands beyond the table.
+        """
+        end = start + x.shape[-2]
+        if end > len(self.table):
+            raise ShapeError(
+                f"x reaches {end} tokens and there are {len(self.table)} learned positions. "
+                f"Build the stack with max_tokens={end} or more, or with other positions."
+            )
+        return x + self.table[start:end]
+
+
+class NoPositions(nn.Module):
+    """x as it is, where nothing is added to embeddings."""
+
+    def forward(self, x: Tensor, start: int) -> Tensor:
+        return x
+
+
+def build_positions(kind: str | None, model_dim: int, max_tokens: int | None) -> nn.Module:
+    """What adds positions of this kind to embeddings; nothing for None and for rotary ones.
+
+    Raises:
+        UnknownNameError: If no positions are called so.
+        OptionError: If learned ones have no max_tokens, or sinusoidal ones an odd model_dim.
+    """
+    positive_count("model_dim", model_dim)
+    if kind is not None:
+        one_of("positions", kind, KINDS)
+    if kind == "sinusoidal":
+        check_pairs("model_dim", model_dim, kind)
+        return SinusoidalPositions()
+    if kind == "learned":
+        if max_tokens is None:
+            raise OptionError("positions='learned' is a table of the longest sequence: give max_tokens.")
+        positive_count("max_tokens", max_tokens)
+        return LearnedPositions(model_dim, max_tokens)
+    return NoPositions()
+
+
+def check_pairs(name: str, dim: int, kind: str) -> None:
+    """Refuse an odd size for positions that come in pairs."""
+    if dim % 2:
+        raise OptionError(
+            f"{name}={dim} is odd, and {kind} positions come in pairs: {name}={dim - 1} or {dim + 1}."
+        )
