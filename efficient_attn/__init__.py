@@ -35,7 +35,7 @@ _HOME = {
     "DecoderBlock": "transformer.block",
     "Encoder": "transformer.stack",
     "Decoder": "transformer.stack",
-    "Transformer": "transformer.stack",
+    "Transformer": "transformer.encoder_decoder",
     "generate": "transformer.generate",
 }
 
@@ -53,11 +53,11 @@ if TYPE_CHECKING:
     from efficient_attn.registry import register as register
     from efficient_attn.transformer.block import DecoderBlock as DecoderBlock
     from efficient_attn.transformer.block import TransformerBlock as TransformerBlock
+    from efficient_attn.transformer.encoder_decoder import Transformer as Transformer
     from efficient_attn.transformer.generate import generate as generate
     from efficient_attn.transformer.layer import AttentionLayer as AttentionLayer
     from efficient_attn.transformer.stack import Decoder as Decoder
     from efficient_attn.transformer.stack import Encoder as Encoder
-    from efficient_attn.transformer.stack import Transformer as Transformer
 
 
 def __getattr__(name: str) -> Any:

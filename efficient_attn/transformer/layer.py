@@ -203,8 +203,8 @@ def check_sequence(name: str, x: Any, model_dim: int) -> None:
 
 
 def check_mask(name: str, mask: Tensor | None, of: str, x: Tensor) -> None:
-    """Refuse a mask of another sequence's shape; its dtype is the backend's to check."""
-    if mask is not None and tuple(mask.shape) != tuple(x.shape[:2]):
+    """Refuse a mask of another sequence's shape; its type and dtype are the backend's to check."""
+    if isinstance(mask, Tensor) and tuple(mask.shape) != tuple(x.shape[:2]):
         raise ShapeError(
             f"{name} has shape {list(mask.shape)} and belongs to the tokens of {of}: it is bool "
             f"[batch, tokens of {of}] = {list(x.shape[:2])}, True for a real token."

@@ -1,24 +1,26 @@
-"""Stacks of blocks: encoder, decoder, and both; the defaults are the base model of Vaswani et al. 2017.
+"""Stacks of blocks: encoder and decoder; the defaults are the base model of Vaswani et al. 2017.
 
 Stacks work on embeddings [batch tokens model_dim]. The vocabulary is the caller's affair, and so are the
 factor √model_dim on embeddings (section 3.4 there) and the shift of a decoder's input by one token.
 """
 
 from collections.abc import Mapping
-from dataclasses import fields
 from typing import Any, NamedTuple
 
-import numpy as np
 from torch import Tensor, nn
 
 from efficient_attn.backends import resolve
-from efficient_attn.errors import OptionError
-from efficient_attn.modules.options import whole_number
 from efficient_attn.problem import positive_count
-from efficient_attn.registry import BackendSpec
 from efficient_attn.transformer.block import DecoderBlock, DecoderBlockState, TransformerBlock
-from efficient_attn.transformer.layer import AttentionLayer, LayerState, check_mask, check_sequence
-from efficient_attn.transformer.positions import build_positions
+from efficient_attn.transformer.layer import LayerState
+from efficient_attn.transformer.parts import (
+    Entrance,
+    final_norm,
+    inside_blocks,
+    seeded,
+    share_layers,
+    spawn_seeds,
+)
 
 
 class EncoderState(NamedTuple):
@@ -33,20 +35,6 @@ class DecoderState(NamedTuple):
 
     tokens: int
     blocks: tuple[DecoderBlockState, ...]
-
-
-class Entrance(nn.Module):
-    """Embeddings with their positions, then dropout (Vaswani et al. 2017, sections 3.5 and 5.4)."""
-
-    def __init__(self, positions: str | None, model_dim: int, dropout: float, max_tokens: int | None) -> None:
-        super().__init__()
-        self._model_dim = model_dim
-        self.positions = build_positions(positions, model_dim, max_tokens)
-        self.dropout = nn.Dropout(dropout)
-
-    def forward(self, x: Tensor, start: int = 0) -> Tensor:
-        check_sequence("x", x, self._model_dim)
-        return self.dropout(self.positions(x, start))
 
 
 class Encoder(nn.Module):
@@ -92,17 +80,17 @@ class Encoder(nn.Module):
                 activation=activation,
                 norm=norm,
                 dropout=dropout,
-                positions=_inside_blocks(positions),
+                positions=inside_blocks(positions),
                 causal=causal,
                 max_tokens=max_tokens,
-                **_seeded(spec, options, layer_seed),
+                **seeded(spec, options, layer_seed),
             )
-            for layer_seed in _spawn(seed, num_layers)
+            for layer_seed in spawn_seeds(seed, num_layers)
         ]
-        _share_layers([block.attention for block in blocks])
+        share_layers([block.attention for block in blocks])
         # A ModuleList does not tell the types what its modules are.
         self.blocks: Any = nn.ModuleList(blocks)
-        self.norm = _final_norm(norm, model_dim)
+        self.norm = final_norm(norm, model_dim)
 
     def forward(self, x: Tensor, *, key_mask: Tensor | None = None) -> Tensor:
         """x [batch tokens model_dim] to the same shape; key_mask is bool [batch tokens]."""
@@ -154,7 +142,7 @@ class Decoder(nn.Module):
         super().__init__()
         positive_count("num_layers", num_layers)
         spec, cross = resolve(backend), None if cross_backend is None else resolve(cross_backend)
-        seeds = _spawn(seed, 2 * num_layers)
+        seeds = spawn_seeds(seed, 2 * num_layers)
         self.entrance = Entrance(positions, model_dim, dropout, max_tokens)
         blocks = [
             DecoderBlock(
@@ -165,18 +153,18 @@ class Decoder(nn.Module):
                 activation=activation,
                 norm=norm,
                 dropout=dropout,
-                positions=_inside_blocks(positions),
+                positions=inside_blocks(positions),
                 max_tokens=max_tokens,
                 cross_backend=cross,
-                cross_options=None if cross is None else _seeded(cross, cross_options or {}, cross_seed),
-                **_seeded(spec, options, layer_seed),
+                cross_options=None if cross is None else seeded(cross, cross_options or {}, cross_seed),
+                **seeded(spec, options, layer_seed),
             )
             for layer_seed, cross_seed in zip(seeds[::2], seeds[1::2], strict=True)
         ]
-        _share_layers([block.cross_attention for block in blocks if block.cross_attention is not None])
+        share_layers([block.cross_attention for block in blocks if block.cross_attention is not None])
         # A ModuleList does not tell the types what its modules are.
         self.blocks: Any = nn.ModuleList(blocks)
-        self.norm = _final_norm(norm, model_dim)
+        self.norm = final_norm(norm, model_dim)
 
     def forward(
         self,
@@ -218,142 +206,3 @@ class Decoder(nn.Module):
             y, seen = block.extend(y, seen, context, key_mask=key_mask, context_mask=context_mask)
             after.append(seen)
         return self.norm(y), DecoderState(start + x.shape[1], tuple(after))
-
-
-class Transformer(nn.Module):
-    """An encoder of the source and a decoder of the target that reads the encoder's output.
-
-    Args:
-        backend: Of the encoder's self-attention, and of the decoder's where decoder_backend is None.
-        decoder_backend: Of the decoder's self-attention; it has to be able to be causal.
-        decoder_options: Options of the decoder's layers; where there is no decoder_backend, `options` serve.
-        cross_backend: Of the decoder's attention to the encoder's output.
-
-    The other arguments are those of Encoder and Decoder, the same for both.
-    """
-
-    def __init__(
-        self,
-        model_dim: int = 512,
-        num_heads: int = 8,
-        backend: Any = "exact",
-        *,
-        num_layers: int = 6,
-        feed_forward_dim: int = 2048,
-        activation: str = "relu",
-        norm: str = "post",
-        dropout: float = 0.0,
-        positions: str | None = "sinusoidal",
-        max_tokens: int | None = None,
-        seed: int = 0,
-        decoder_backend: Any = None,
-        decoder_options: Mapping[str, Any] | None = None,
-        cross_backend: Any = "exact",
-        cross_options: Mapping[str, Any] | None = None,
-        **options: Any,
-    ) -> None:
-        super().__init__()
-        if cross_backend is None:
-            raise OptionError("A transformer's decoder reads its encoder: give a cross_backend, as 'exact'.")
-        shared: dict[str, Any] = {
-            "num_layers": num_layers,
-            "feed_forward_dim": feed_forward_dim,
-            "activation": activation,
-            "norm": norm,
-            "dropout": dropout,
-            "positions": positions,
-            "max_tokens": max_tokens,
-        }
-        seeds = _spawn(seed, 2)
-        if decoder_backend is None:
-            decoder_backend, decoder_options = backend, {**options, **(decoder_options or {})}
-        self.encoder = Encoder(model_dim, num_heads, backend, **shared, seed=seeds[0], **options)
-        self.decoder = Decoder(
-            model_dim,
-            num_heads,
-            decoder_backend,
-            **shared,
-            seed=seeds[1],
-            cross_backend=cross_backend,
-            cross_options=cross_options,
-            **(decoder_options or {}),
-        )
-
-    def forward(
-        self,
-        source: Tensor,
-        target: Tensor,
-        *,
-        source_mask: Tensor | None = None,
-        target_mask: Tensor | None = None,
-    ) -> Tensor:
-        """Source and target [batch tokens model_dim], each of its own length, to the target's shape.
-
-        Args:
-            source_mask: bool [batch source_tokens], True for a real token.
-            target_mask: bool [batch target_tokens], True for a real token.
-        """
-        check_mask("target_mask", target_mask, "target", target)
-        context = self._encode(source, source_mask)
-        return self.decoder(target, context, key_mask=target_mask, context_mask=source_mask)
-
-    def extend(
-        self,
-        target: Tensor,
-        state: DecoderState | None = None,
-        source: Tensor | None = None,
-        *,
-        source_mask: Tensor | None = None,
-        target_mask: Tensor | None = None,
-    ) -> tuple[Tensor, DecoderState]:
-        """The output of new tokens of the target after those of `state`, and the state after them.
-
-        Args:
-            source: Encoded once and kept in the state; None stands for the source in the state.
-        """
-        if source is None and (state is None or source_mask is not None):
-            raise OptionError("extend needs the source in its first call, and with each source_mask.")
-        check_mask("target_mask", target_mask, "target", target)
-        context = None if source is None else self._encode(source, source_mask)
-        return self.decoder.extend(target, state, context, key_mask=target_mask, context_mask=source_mask)
-
-    def _encode(self, source: Tensor, source_mask: Tensor | None) -> Tensor:
-        check_mask("source_mask", source_mask, "source", source)
-        return self.encoder(source, key_mask=source_mask)
-
-
-def _inside_blocks(positions: str | None) -> str | None:
-    """The positions that blocks apply themselves; the others are added to embeddings before them."""
-    return positions if positions == "rotary" else None
-
-
-def _final_norm(norm: str, model_dim: int) -> nn.Module:
-    """The norm after the last pre-norm block, whose residual stream nothing else normalises."""
-    return nn.LayerNorm(model_dim) if norm == "pre" else nn.Identity()
-
-
-def _spawn(seed: int, count: int) -> list[int]:
-    """Seeds of independent draws, which depend on `seed` and their place alone."""
-    whole_number("seed", seed)
-    return [int(child.generate_state(1)[0]) for child in np.random.SeedSequence(seed).spawn(count)]
-
-
-def _seeded(spec: BackendSpec, options: Mapping[str, Any], seed: int) -> dict[str, Any]:
-    """The options, with the seed where the backend draws and was not told what."""
-    draws = any(field.name == "seed" for field in fields(spec.options_type))
-    return {"seed": seed, **options} if draws else dict(options)
-
-
-def _share_layers(layers: list[AttentionLayer]) -> None:
-    """One backend's parameters for all layers, where its option `sharing` is "layers".
-
-    The first layer owns them. The others hold its module without registering it, so that parameters
-    and state dict count it once and a deep copy keeps it shared.
-    """
-    backends = [layer.backend for layer in layers]
-    if not backends or getattr(backends[0].options, "sharing", None) != "layers":
-        return
-    owner, *others = backends
-    for other in others:
-        del other.core
-        object.__setattr__(other, "core", owner.core)

@@ -1,0 +1,113 @@
+"""The whole transformer: an encoder, and a decoder that reads what the encoder made of the source."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from efficient_attn.errors import OptionError
+from efficient_attn.transformer.layer import check_mask
+from efficient_attn.transformer.parts import spawn_seeds
+from efficient_attn.transformer.stack import Decoder, DecoderState, Encoder
+
+
+class Transformer(nn.Module):
+    """An encoder of the source and a decoder of the target that reads the encoder's output.
+
+    Args:
+        backend: Of the encoder's self-attention, and of the decoder's where decoder_backend is None.
+        decoder_backend: Of the decoder's self-attention; it has to be able to be causal.
+        decoder_options: Options of the decoder's layers; where there is no decoder_backend, `options` serve.
+        cross_backend: Of the decoder's attention to the encoder's output.
+
+    The other arguments are those of Encoder and Decoder, the same for both.
+    """
+
+    def __init__(
+        self,
+        model_dim: int = 512,
+        num_heads: int = 8,
+        backend: Any = "exact",
+        *,
+        num_layers: int = 6,
+        feed_forward_dim: int = 2048,
+        activation: str = "relu",
+        norm: str = "post",
+        dropout: float = 0.0,
+        positions: str | None = "sinusoidal",
+        max_tokens: int | None = None,
+        seed: int = 0,
+        decoder_backend: Any = None,
+        decoder_options: Mapping[str, Any] | None = None,
+        cross_backend: Any = "exact",
+        cross_options: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        if cross_backend is None:
+            raise OptionError("A transformer's decoder reads its encoder: give a cross_backend, as 'exact'.")
+        shared: dict[str, Any] = {
+            "num_layers": num_layers,
+            "feed_forward_dim": feed_forward_dim,
+            "activation": activation,
+            "norm": norm,
+            "dropout": dropout,
+            "positions": positions,
+            "max_tokens": max_tokens,
+        }
+        seeds = spawn_seeds(seed, 2)
+        if decoder_backend is None:
+            decoder_backend, decoder_options = backend, {**options, **(decoder_options or {})}
+        self.encoder = Encoder(model_dim, num_heads, backend, **shared, seed=seeds[0], **options)
+        self.decoder = Decoder(
+            model_dim,
+            num_heads,
+            decoder_backend,
+            **shared,
+            seed=seeds[1],
+            cross_backend=cross_backend,
+            cross_options=cross_options,
+            **(decoder_options or {}),
+        )
+
+    def forward(
+        self,
+        source: Tensor,
+        target: Tensor,
+        *,
+        source_mask: Tensor | None = None,
+        target_mask: Tensor | None = None,
+    ) -> Tensor:
+        """Source and target [batch tokens model_dim], each of its own length, to the target's shape.
+
+        Args:
+            source_mask: bool [batch source_tokens], True for a real token.
+            target_mask: bool [batch target_tokens], True for a real token.
+        """
+        check_mask("target_mask", target_mask, "target", target)
+        context = self._encode(source, source_mask)
+        return self.decoder(target, context, key_mask=target_mask, context_mask=source_mask)
+
+    def extend(
+        self,
+        target: Tensor,
+        state: DecoderState | None = None,
+        source: Tensor | None = None,
+        *,
+        source_mask: Tensor | None = None,
+        target_mask: Tensor | None = None,
+    ) -> tuple[Tensor, DecoderState]:
+        """The output of new tokens of the target after those of `state`, and the state after them.
+
+        Args:
+            source: Encoded once and kept in the state; None stands for the source in the state.
+        """
+        if source is None and (state is None or source_mask is not None):
+            raise OptionError("extend needs the source in its first call, and with each source_mask.")
+        check_mask("target_mask", target_mask, "target", target)
+        context = None if source is None else self._encode(source, source_mask)
+        return self.decoder.extend(target, state, context, key_mask=target_mask, context_mask=source_mask)
+
+    def _encode(self, source: Tensor, source_mask: Tensor | None) -> Tensor:
+        check_mask("source_mask", source_mask, "source", source)
+        return self.encoder(source, key_mask=source_mask)
