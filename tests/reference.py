@@ -36,14 +36,13 @@ def readable(i, queries, keys, b, visible, causal, key_mask) -> list[int]:
     ]
 
 
-def reference_kernel(x: Tensor, y: Tensor, directions: Tensor, kind: str) -> tuple[Tensor, Tensor]:
-    """Logarithm and sign of φ(x)·φ(y) for one pair of vectors that hold the scale already."""
-    m = len(directions)
-    half = (x @ x + y @ y) / 2
+def reference_kernel(x: Tensor, keys: Tensor, directions: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+    """Logarithms and signs of φ(x)·φ(y) for the rows y of `keys`, all holding the scale already."""
+    half = (x @ x + (keys * keys).sum(-1)) / 2
     if kind == "positive":
-        logarithms = directions @ (x + y) - half - math.log(m)
-        return torch.logsumexp(logarithms, 0), torch.tensor(1.0, dtype=torch.float64)
-    mean = torch.cos(directions @ (x - y)).mean()
+        exponents = (x + keys) @ directions.mT - half.unsqueeze(-1) - math.log(len(directions))
+        return torch.logsumexp(exponents, -1), torch.ones_like(half)
+    mean = torch.cos((x - keys) @ directions.mT).mean(-1)
     return half + mean.abs().log(), mean.sign()
 
 
@@ -60,11 +59,8 @@ def reference_linear(q, k, v, directions, kind, *, scale, causal=False, key_mask
                 read = readable(i, queries, k.shape[2], b, None, causal, key_mask)
                 if not read:
                     continue
-                pairs = [
-                    reference_kernel(q[b, h, i] * root, k[b, head, j] * root, directions, kind) for j in read
-                ]
-                logarithms = torch.stack([logarithm for logarithm, _ in pairs])
-                signs = torch.stack([sign for _, sign in pairs])
+                keys = k[b, head, read] * root
+                logarithms, signs = reference_kernel(q[b, h, i] * root, keys, directions, kind)
                 weights = signs * (logarithms - logarithms.max()).exp()
                 out[b, h, i] = weights @ v[b, head, read] / weights.sum()
     return out

@@ -72,7 +72,7 @@ def test_learned_mixtures_follow_the_definition_with_grouped_queries(sharing, ma
 @pytest.mark.parametrize("rank", [3, 6, TOKENS])
 @pytest.mark.parametrize("tokens", [1, 4, TOKENS])
 def test_untrained_mean_pooling_is_an_average_over_real_tokens(rank, tokens):
-    q, k, v = random_qkv(k_tokens=tokens)
+    q, k, _ = random_qkv(k_tokens=tokens)
     mask = random_mask(2, tokens)
     mask[:, 0] = True
     weights = linformer(rank=rank).attention_weights(q, k, key_mask=mask)
@@ -97,13 +97,13 @@ def test_each_level_of_sharing_keeps_its_number_of_projections(sharing, entries)
 
 
 def test_what_linformer_cannot_do_is_refused():
-    with pytest.raises(ea.UnsupportedError, match="'linformer' cannot be causal. Causal backends: exact,"):
+    with pytest.raises(ea.UnsupportedError, match=r"'linformer' cannot be causal. Causal backends: exact,"):
         ea.build("linformer", head_dim=8, max_tokens=8, causal=True)
-    with pytest.raises(ea.UnsupportedError, match="longest sequence: build it with max_tokens"):
+    with pytest.raises(ea.UnsupportedError, match=r"longest sequence: build it with max_tokens"):
         ea.build("linformer", head_dim=8)
-    with pytest.raises(ea.OptionError, match="rank=9 is more than max_tokens=8.*rank=8 or less"):
+    with pytest.raises(ea.OptionError, match=r"rank=9 is more than max_tokens=8.*rank=8 or less"):
         ea.build("linformer", head_dim=8, max_tokens=8, rank=9)
-    with pytest.raises(ea.OptionError, match="sharing='none'.*num_heads"):
+    with pytest.raises(ea.OptionError, match=r"sharing='none'.*num_heads"):
         ea.build("linformer", head_dim=8, max_tokens=8, rank=4, sharing="none")
-    with pytest.raises(ea.ShapeError, match="at most 12 tokens and k has 13.*max_tokens=13"):
+    with pytest.raises(ea.ShapeError, match=r"at most 12 tokens and k has 13.*max_tokens=13"):
         linformer(rank=4)(*random_qkv(k_tokens=13))

@@ -66,5 +66,5 @@ def test_time_and_memory_do_not_know_how_long_the_rest_of_the_sequence_is():
 
 
 def test_an_even_window_without_a_middle_is_refused_and_both_neighbours_named():
-    with pytest.raises(ea.OptionError, match="window=4 has no middle.* 3 or 5"):
+    with pytest.raises(ea.OptionError, match=r"window=4 has no middle.* 3 or 5"):
         ea.build("window", head_dim=8, window=4)

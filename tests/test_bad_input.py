@@ -1,0 +1,246 @@
+"""Every wrong call ends in one line that names the argument, what came and what would work."""
+
+import pytest
+import torch
+
+import efficient_attn as ea
+
+
+def tensor(*shape, dtype=torch.float32):
+    return torch.zeros(*shape, dtype=dtype)
+
+
+def built(name="exact", *, head_dim=8, num_heads=None, **options):
+    return ea.build(name, head_dim=head_dim, num_heads=num_heads, **options)
+
+
+Q = tensor(2, 4, 6, 8)
+K = tensor(2, 2, 6, 8)
+
+WRONG_CALLS = {
+    "three axes": (
+        lambda: built()(Q[0], K, K),
+        ea.ShapeError,
+        r"q has shape \[4, 6, 8\]; wanted are 4 axes \[batch, heads, tokens, head_dim\]",
+    ),
+    "no tensor": (lambda: built()(Q, [1.0], K), ea.DtypeError, r"k is a torch tensor .*, not list"),
+    "other head_dim": (
+        lambda: built(head_dim=16)(Q, K, K),
+        ea.ShapeError,
+        r"q has 8 entries a vector, shape \[2, 4, 6, 8\]; this backend was built with head_dim=16",
+    ),
+    "other head_dim of the keys": (
+        lambda: built()(Q, K[..., :5], K),
+        ea.ShapeError,
+        r"k has 5 entries a vector.*head_dim=8",
+    ),
+    "other number of heads": (
+        lambda: built(num_heads=3)(Q, K, K),
+        ea.ShapeError,
+        r"q has 4 heads.*built with num_heads=3\.$",
+    ),
+    "tokens before heads": (
+        lambda: built(num_heads=4)(Q.transpose(1, 2), K, K),
+        ea.ShapeError,
+        r"q has 6 heads.*num_heads=4.*\[batch, tokens, heads, dim\], give x\.transpose\(1, 2\)",
+    ),
+    "heads that do not divide": (
+        lambda: built()(Q, tensor(2, 3, 6, 8), tensor(2, 3, 6, 8)),
+        ea.ShapeError,
+        r"q has 4 heads and k has 3; the heads of k divide those of q",
+    ),
+    "heads of the values": (
+        lambda: built()(Q, K, tensor(2, 4, 6, 8)),
+        ea.ShapeError,
+        r"v has 4 heads and k has 2; they are equal",
+    ),
+    "tokens of the values": (
+        lambda: built()(Q, K, K[:, :, :5]),
+        ea.ShapeError,
+        r"v has 5 tokens and k has 6; they are equal",
+    ),
+    "other batch": (
+        lambda: built()(Q, K[:1], K),
+        ea.ShapeError,
+        r"k has a batch of 1 and q one of 2; they are equal",
+    ),
+    "mixed dtypes": (
+        lambda: built()(Q, K.half(), K),
+        ea.DtypeError,
+        r"k is torch\.float16 and q is torch\.float32; convert one",
+    ),
+    "integers": (
+        lambda: built()(Q.long(), K, K),
+        ea.DtypeError,
+        r"q is torch\.int64; backend 'exact' computes in float64, float32, bfloat16, float16",
+    ),
+    "other device": (
+        lambda: built()(Q, K.to("meta"), K),
+        ea.ShapeError,
+        r"k lies on meta and q on cpu; move one",
+    ),
+    "integer mask": (
+        lambda: built()(Q, K, K, key_mask=torch.ones(2, 6, dtype=torch.long)),
+        ea.DtypeError,
+        r"key_mask is bool \[batch, k_tokens\] = \[2, 6\].*torch\.int64\. Give key_mask\.bool\(\)",
+    ),
+    "additive mask": (
+        lambda: built()(Q, K, K, key_mask=tensor(2, 6)),
+        ea.DtypeError,
+        r"torch\.float32\. Of a mask of 0 and -inf give \(mask == 0\)",
+    ),
+    "mask of the queries' side": (
+        lambda: built()(Q[:, :, :3], K, K, key_mask=torch.ones(2, 3, dtype=torch.bool)),
+        ea.ShapeError,
+        r"key_mask is bool \[batch, k_tokens\] = \[2, 6\].*shape \[2, 3\]",
+    ),
+    "mask pattern": (
+        lambda: built()(Q, K, K, key_mask=torch.ones(2, 1, 6, 6, dtype=torch.bool)),
+        ea.ShapeError,
+        r"shape \[2, 1, 6, 6\]. A pattern of query and key is no key mask",
+    ),
+    "torch's name of a mask": (
+        lambda: built()(Q, K, K, attn_mask=None),
+        ea.UnknownNameError,
+        r"No argument of a backend is called 'attn_mask'\. Here it is 'key_mask'.*True for a real token",
+    ),
+    "torch's padding mask": (
+        lambda: built()(Q, K, K, key_padding_mask=None),
+        ea.UnknownNameError,
+        r"'key_padding_mask'\. Here it is 'key_mask'.*the opposite of torch's",
+    ),
+    "causal when called": (
+        lambda: built()(Q, K, K, is_causal=True),
+        ea.UnknownNameError,
+        r"'is_causal'.*Causality is fixed when the backend is built: build\(\.\.\., causal=True\)",
+    ),
+    "more causal queries than keys": (
+        lambda: built(causal=True)(Q, K[:, :, :5], K[:, :, :5]),
+        ea.ShapeError,
+        r"q has 6 tokens and k has 5; causal queries are the last positions of the keys",
+    ),
+    "window across sequences": (
+        lambda: built("window")(Q, K[:, :, :5], K[:, :, :5]),
+        ea.UnsupportedError,
+        r"'window' needs as many queries as keys.*q has 6 tokens and k has 5",
+    ),
+    "misspelt name": (
+        lambda: built("perfomer-trig"),
+        ea.UnknownNameError,
+        r"No backend is called 'perfomer-trig'\. Did you mean 'performer-trig'\? Known: exact, exact-dense",
+    ),
+    "another library's name": (
+        lambda: built("softmax"),
+        ea.UnknownNameError,
+        r"No backend is called 'softmax'\. Here it is 'exact'",
+    ),
+    "favor+": (lambda: built("FAVOR+"), ea.UnknownNameError, r"Here it is 'performer-positive'"),
+    "rff": (lambda: built("rff"), ea.UnknownNameError, r"Here it is 'performer-trig'"),
+    "local": (lambda: built("local"), ea.UnknownNameError, r"Here it is 'window'"),
+    "misspelt option": (
+        lambda: built("performer-trig", num_feature=8),
+        ea.UnknownNameError,
+        r"No option of backend 'performer-trig' is called 'num_feature'\. Did you mean 'num_features'\?",
+    ),
+    "another library's option": (
+        lambda: built("performer-positive", nb_features=8),
+        ea.UnknownNameError,
+        r"'nb_features'\. Here it is 'num_features'",
+    ),
+    "dropout where there are no weights": (
+        lambda: built("performer-positive", dropout=0.1),
+        ea.UnknownNameError,
+        r"'dropout'.*no other backend has it",
+    ),
+    "a choice that is none": (
+        lambda: built("performer-positive", projection="orthogonl"),
+        ea.UnknownNameError,
+        r"No choice of projection is called 'orthogonl'\. Did you mean 'orthogonal'\? Known: iid, orthogonal",
+    ),
+    "odd trigonometric features": (
+        lambda: built("performer-trig", num_features=7),
+        ea.OptionError,
+        r"num_features=7 is odd.*6 or 8",
+    ),
+    "no features": (
+        lambda: built("performer-positive", num_features=0),
+        ea.OptionError,
+        r"num_features is at least 1, not 0",
+    ),
+    "a fraction of a window": (
+        lambda: built("window", window=2.5),
+        ea.DtypeError,
+        r"window is a whole number, not 2\.5",
+    ),
+    "dropout of one": (
+        lambda: built(dropout=1.0),
+        ea.OptionError,
+        r"dropout is at least 0 and below 1, not 1",
+    ),
+    "a seed that is no number": (
+        lambda: built("performer-trig", seed="x"),
+        ea.DtypeError,
+        r"seed is a whole number, not 'x'",
+    ),
+    "a scale that is not finite": (
+        lambda: built(scale=float("nan")),
+        ea.OptionError,
+        r"scale is a finite number, not nan",
+    ),
+    "no head_dim": (lambda: built(head_dim=0), ea.OptionError, r"head_dim is at least 1, not 0"),
+    "too long": (
+        lambda: built("linformer", max_tokens=5, rank=2)(Q, K, K),
+        ea.ShapeError,
+        r"built for at most 5 tokens and k has 6\. Build it with max_tokens=6 or more",
+    ),
+    "extend without causality": (
+        lambda: built().extend(Q, K, K),
+        ea.UnsupportedError,
+        r"extend needs a causal backend: build it with causal=True",
+    ),
+    "extend by fewer keys": (
+        lambda: built(causal=True).extend(Q[:, :, :2], K, K),
+        ea.ShapeError,
+        r"extend takes as many queries as keys; q has 2 tokens and k has 6",
+    ),
+    "redraw of nothing": (
+        lambda: built().redraw(1),
+        ea.UnsupportedError,
+        r"Nothing in backend 'exact' is random",
+    ),
+    "denominators of softmax": (
+        lambda: built().denominators(Q, K),
+        ea.UnsupportedError,
+        r"'exact' has no random features; 'performer-trig' has denominators",
+    ),
+    "denominators of positive features": (
+        lambda: built("performer-positive").denominators(Q, K),
+        ea.UnsupportedError,
+        r"features are positive",
+    ),
+    "one call for what keeps a draw": (
+        lambda: ea.attention(Q, K, K, "performer-positive"),
+        ea.UnsupportedError,
+        r"keeps parameters or a random draw: build it once with ea\.build",
+    ),
+    "a file that is not there": (
+        lambda: built("nowhere.py:mine"),
+        ea.DataError,
+        r"no file 'nowhere\.py' to take a backend from",
+    ),
+    "an object that is not there": (
+        lambda: built("math:sofmax"),
+        ea.UnknownNameError,
+        r"No object in math is called 'sofmax'",
+    ),
+    "a number for a backend": (lambda: built(3), ea.DtypeError, r"A backend is a name, .*, not 3"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG_CALLS)
+def test_a_wrong_call_ends_in_one_line_that_says_what_would_work(wrong):
+    call, error, message = WRONG_CALLS[wrong]
+    with pytest.raises(error, match=message) as caught:
+        call()
+    assert isinstance(caught.value, ea.AttentionError)
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,265 @@
+"""Linear attention is the quadratic formula to rounding, whatever the norms, the order and the chunks."""
+
+import math
+
+import pytest
+import torch
+from reference import (
+    random_mask,
+    random_qkv,
+    reference_condition,
+    reference_linear,
+    relative_error,
+    worst_row,
+)
+
+import efficient_attn as ea
+from efficient_attn.measure.memory import peak
+from efficient_attn.ops import linear, linear_causal, linear_full
+from efficient_attn.ops.linear import merge, query_weights, read, summarise
+from efficient_attn.ops.linear_tokens import Tokens
+from efficient_attn.ops.projections import draw_directions
+
+KINDS = {"performer-positive": "positive", "performer-trig": "trigonometric"}
+BOTH = pytest.mark.parametrize("name", KINDS)
+CAUSAL = pytest.mark.parametrize("causal", [False, True])
+
+
+def performer(name, *, head_dim=8, causal=False, num_features=32, **options):
+    return ea.build(name, head_dim=head_dim, causal=causal, num_features=num_features, **options)
+
+
+def reference(backend, q, k, v, **options):
+    directions = backend.core.features.projection
+    kind = backend.core.features.kind
+    return reference_linear(
+        q, k, v, directions, kind, scale=backend.problem.factor, causal=backend.problem.causal, **options
+    )
+
+
+@pytest.fixture
+def small_chunks(monkeypatch):
+    """Chunks of a few tokens, so that short sequences have many."""
+
+    def set_chunks(tokens):
+        monkeypatch.setattr(linear_full, "_CHUNK", tokens)
+        monkeypatch.setattr(linear_causal, "_CHUNK", tokens)
+
+    return set_chunks
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 7, 16, 33])
+@pytest.mark.parametrize("masked", [False, True])
+@CAUSAL
+@BOTH
+def test_every_chunk_size_gives_the_quadratic_formula(name, causal, masked, chunk, small_chunks):
+    small_chunks(chunk)
+    q, k, v = random_qkv(q_tokens=16 if causal else 20, k_tokens=32)
+    mask = random_mask(2, 32) if masked else None
+    backend = performer(name, causal=causal)
+    out = backend(q * 0.5, k * 0.5, v, key_mask=mask)
+    expected = reference(backend, q * 0.5, k * 0.5, v, key_mask=mask)
+    # Signed sums lose digits by cancellation; at this norm at most a few thousand times rounding.
+    assert relative_error(out, expected) <= 1e-12
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 16])
+@CAUSAL
+@BOTH
+def test_gradients_do_not_know_the_chunks(name, causal, chunk, small_chunks):
+    q, k, v = (x.requires_grad_() for x in random_qkv(q_tokens=9, k_tokens=11))
+    mask = random_mask(2, 11)
+    backend = performer(name, causal=causal)
+
+    def gradients():
+        return torch.autograd.grad(backend(q, k, v, key_mask=mask).sin().sum(), (q, k, v))
+
+    whole = gradients()
+    small_chunks(chunk)
+    for one, other in zip(whole, gradients(), strict=True):
+        # Relative to the largest derivative: trigonometric rows near a zero sum dominate.
+        assert (one - other).abs().max() <= 1e-10 * other.abs().max()
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@CAUSAL
+@BOTH
+def test_derivatives_agree_with_differences(name, causal, masked):
+    q, k, v = (x.requires_grad_() for x in random_qkv(1, 2, 1, 4, 5, head_dim=3, value_dim=2))
+    mask = torch.tensor([[False, True, True, False, True]]) if masked else None
+    backend = performer(name, head_dim=3, causal=causal, num_features=6)
+    assert torch.autograd.gradcheck(lambda *x: backend(*x, key_mask=mask), (q, k, v))
+
+
+@BOTH
+def test_gradients_also_go_through_extend_and_its_state(name):
+    inputs = [x.requires_grad_() for x in random_qkv(q_tokens=8, k_tokens=8)]
+    backend = performer(name, causal=True)
+    first, state = backend.extend(*(x[..., :3, :] for x in inputs))
+    second, _ = backend.extend(*(x[..., 3:, :] for x in inputs), state)
+    streamed = torch.autograd.grad(torch.cat([first, second], -2).sin().sum(), inputs)
+    whole = torch.autograd.grad(backend(*inputs).sin().sum(), inputs)
+    for one, other in zip(streamed, whole, strict=True):
+        assert (one - other).abs().max() <= 1e-10 * other.abs().max()
+
+
+@BOTH
+def test_second_derivatives_are_refused_and_not_wrong(name):
+    inputs = [x.requires_grad_() for x in random_qkv(1, 1, 1, 3, 3)]
+    (gradient,) = torch.autograd.grad(performer(name)(*inputs).sum(), inputs[0], create_graph=True)
+    with pytest.raises(RuntimeError):
+        torch.autograd.grad(gradient.sum(), inputs[0])
+
+
+ORDERS = {
+    "norm 1": (1, slice(0, 0)),
+    "norm 5": (5, slice(0, 0)),
+    "norm 20": (20, slice(0, 0)),
+    "norm 20, long keys first": (20, slice(107, None)),
+    "norm 20, long keys last": (20, slice(0, 107)),
+    "norm 20, interleaved": (20, slice(1, None, 2)),
+}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@CAUSAL
+@BOTH
+def test_float32_keeps_to_the_formula_at_large_norms_in_every_order(name, causal, order):
+    norm, short = ORDERS[order]
+    q, k, v = random_qkv(1, 2, 2, 200, 200, head_dim=16)
+    k[..., short, :] /= 20
+    q, k, v = (q * norm).float(), (k * norm).float(), v.float()
+    backend = performer(name, head_dim=16, causal=causal, num_features=64)
+    out = backend(q, k, v)
+    assert out.isfinite().all()
+    condition = reference_condition(
+        q,
+        k,
+        backend.core.features.projection,
+        backend.core.features.kind,
+        scale=backend.problem.factor,
+        causal=causal,
+    ).squeeze(-1)
+    # Exponents of some size E are rounded to E · 6e-8, which is a relative error of the weights.
+    largest = (q.double().norm(dim=-1).max() * k.double().norm(dim=-1).max() * 16**-0.5).item()
+    directions = backend.core.features.projection.double().norm(dim=-1).max().item()
+    exponent = max(largest, directions * (norm * 8 / 2 + norm * 8 / 2)) + 1
+    allowed = 8 * exponent * torch.finfo(torch.float32).eps * condition
+    expected = reference(backend, q, k, v)
+    absolute = (out.double() - expected).norm(dim=-1)
+    assert (absolute <= allowed * v.double().norm(dim=-1).max()).all()
+
+
+def test_without_the_guard_a_chunk_loses_rows(monkeypatch):
+    q, k, v = random_qkv(1, 1, 1, 128, 128, head_dim=16)
+    k[..., 70:, :] /= 20
+    q, k, v = (q * 20).float(), (k * 20).float(), v.float()
+    backend = performer("performer-positive", head_dim=16, causal=True, num_features=64)
+    expected = reference(backend, q, k, v)
+    assert worst_row(backend(q, k, v), expected).max() < 1e-3
+    monkeypatch.setattr(linear, "_TINY", {torch.float32: -1.0})
+    assert not (worst_row(backend(q, k, v), expected).max() < 1e-3)
+
+
+@pytest.mark.parametrize("norm", [1, 5, 20])
+def test_denominators_of_positive_features_are_at_least_one(norm):
+    q, k, v = (x.float() * norm for x in random_qkv(1, 2, 2, 50, 60, head_dim=16))
+    tokens = Tokens(q, k, v, None, draw_directions("orthogonal", 64, 16, seed=0), "positive", 0.25)
+    state = linear_full.whole_state(tokens)
+    part = slice(0, 50)
+    weights, _ = query_weights(tokens.query_features(tokens.query_rows(part)), state.log_scale)
+    # One rounding of the sum may take an epsilon away.
+    assert ((weights @ state.sums)[..., -1] >= 1 - torch.finfo(torch.float32).eps).all()
+
+
+@BOTH
+def test_states_merge_in_any_grouping(name):
+    q, k, v = random_qkv(1, 2, 2, 6, 9)
+    tokens = Tokens(q, k, v, None, draw_directions("iid", 16, 8, seed=0), KINDS[name], 0.1)
+    a, b, c = (
+        summarise(tokens.key_features(tokens.key_rows(part), part), tokens.values(part))
+        for part in (slice(0, 2), slice(2, 3), slice(3, 9))
+    )
+    queries = tokens.query_features(tokens.query_rows(slice(0, 6)))
+    whole = read(linear_full.whole_state(tokens), queries)
+    for state in (merge(merge(a, b), c), merge(a, merge(b, c)), merge(merge(c, a), b)):
+        assert relative_error(read(state, queries), whole) < 1e-13
+
+
+def test_trigonometric_denominators_are_what_the_estimator_says():
+    q, k, _ = random_qkv(1, 2, 1, 6, 9)
+    mask = random_mask(1, 9)
+    for causal in (False, True):
+        backend = performer("performer-trig", causal=causal, num_features=8)
+        directions, root = backend.core.features.projection.double(), math.sqrt(backend.problem.factor)
+        found = backend.denominators(q, k, key_mask=mask)
+        for h in range(2):
+            for i in range(6):
+                last = i + 3 if causal else 8
+                read_keys = [j for j in range(last + 1) if mask[0, j]]
+                if not read_keys:
+                    assert found[0, h, i] == 0
+                    continue
+                x, y = q[0, h, i] * root, k[0, 0, read_keys] * root
+                size = y.square().sum(-1) / 2
+                weights = torch.cos((x - y) @ directions.mT).mean(-1) * (size - size.max()).exp()
+                assert found[0, h, i] == pytest.approx(weights.sum().item(), rel=1e-9)
+
+
+def test_rows_with_a_negative_denominator_are_neither_hidden_nor_clamped():
+    q, k, v = (x * 3 for x in random_qkv(1, 2, 2, 64, 64))
+    backend = performer("performer-trig", num_features=8)
+    negative = backend.denominators(q, k) <= 0
+    assert 0 < negative.sum() < negative.numel()
+    expected = reference(backend, q, k, v)
+    assert relative_error(backend(q, k, v)[negative], expected[negative]) < 1e-9
+
+
+@CAUSAL
+@BOTH
+def test_memory_beyond_the_output_does_not_grow_with_the_sequence(name, causal):
+    backend = performer(name, head_dim=16, causal=causal, num_features=64)
+    beyond = []
+    for tokens in (2048, 4096):
+        q = torch.randn(1, 2, tokens, 16)
+        with torch.no_grad():
+            used = peak(lambda q=q: backend(q, q, q), device="cpu").peak_bytes
+        # Output, and for the backward pass a logarithm and a sign of each row's sum.
+        beyond.append(used - 2 * tokens * (16 * 4 + 4 + 1))
+    assert beyond[1] <= beyond[0] * 1.01 + 4096
+
+
+@CAUSAL
+@BOTH
+def test_training_keeps_no_features(name, causal):
+    backend = performer(name, head_dim=16, causal=causal, num_features=512)
+    peaks = []
+    for tokens in (2048, 4096):
+        x = [torch.randn(1, 2, tokens, 16, requires_grad=True) for _ in range(3)]
+        peaks.append(peak(lambda x=x: torch.autograd.grad(backend(*x).sum(), x), device="cpu").peak_bytes)
+    # Features of 2048 more tokens would take 2 · 2048 · 2 · 512 · 4 bytes = 16 MiB; these take none.
+    assert peaks[1] - peaks[0] < 2 * 2048 * 16 * 4 * 8
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_projections_stay_wide_move_with_the_model_and_survive_saving(dtype):
+    backend = performer("performer-positive")
+    before = backend.core.features.projection.clone()
+    backend.to(dtype)
+    assert torch.equal(backend.core.features.projection, before)
+    other = performer("performer-positive", seed=5).to(dtype)
+    q, k, v = (x.to(dtype) for x in random_qkv())
+    assert not torch.equal(other(q, k, v), backend(q, k, v))
+    other.load_state_dict(backend.state_dict())
+    assert torch.equal(other(q, k, v), backend(q, k, v))
+
+
+@BOTH
+def test_redraw_is_an_explicit_act_and_equals_building_with_that_seed(name):
+    backend, other = performer(name), performer(name, seed=3)
+    q, k, v = random_qkv()
+    before = backend(q, k, v)
+    assert torch.equal(before, backend.train()(q, k, v))
+    backend.redraw(3)
+    assert torch.equal(backend(q, k, v), other(q, k, v))
+    assert not torch.equal(backend(q, k, v), before)

@@ -1,0 +1,116 @@
+"""Adding a backend is adding one file; attention from outside the table is used by its address."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from reference import random_qkv
+
+import efficient_attn as ea
+from efficient_attn import registry
+from efficient_attn.backends import resolve
+
+THREE_LINES = "def mine(q, k, v):\n    weights = (q @ k.mT).softmax(-1)\n    return weights @ v\n"
+
+NEW_BACKEND = '''
+"""The mean of the values, whatever the query."""
+
+from torch import nn
+
+from efficient_attn.registry import Capabilities, register
+
+
+class MeanAttention(nn.Module):
+    def forward(self, q, k, v, key_mask):
+        return v.mean(-2, keepdim=True).expand(*q.shape[:-1], v.shape[-1])
+
+
+@register("mean", summary="The mean.", capabilities=Capabilities(causal=False, key_mask=False))
+def build(problem, options):
+    return MeanAttention()
+'''
+
+
+def test_adding_a_backend_is_adding_one_file(tmp_path):
+    copy = tmp_path / "efficient_attn"
+    shutil.copytree(Path(ea.__file__).parent, copy)
+    (copy / "backends" / "mean.py").write_text(NEW_BACKEND)
+    code = (
+        "import torch, efficient_attn as ea\n"
+        "assert 'mean' in ea.list_backends(causal=False) and 'mean' not in ea.list_backends(causal=True)\n"
+        "x = torch.ones(1, 2, 3, 4)\n"
+        "assert torch.equal(ea.build('mean', head_dim=4)(x, x, x), x)\n"
+        "print(ea.__file__)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env={"PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert Path(done.stdout.strip()).parent == copy
+
+
+def test_a_function_in_a_file_is_built_by_its_address(tmp_path):
+    file = tmp_path / "other.py"
+    file.write_text(THREE_LINES)
+    q, k, v = random_qkv(heads=2)
+    backend = ea.build(f"{file}:mine", head_dim=8)
+    assert torch.equal(backend(q, k, v), (q @ k.mT).softmax(-1) @ v)
+    assert backend.spec.name == "other.py:mine"
+    with pytest.raises(ea.UnsupportedError, match=r"takes no key_mask"):
+        backend(q, k, v, key_mask=torch.ones(2, 7, dtype=torch.bool))
+    with pytest.raises(ea.UnsupportedError, match=r"cannot be causal"):
+        ea.build(f"{file}:mine", head_dim=8, causal=True)
+
+
+def test_a_file_that_fails_is_named_in_one_line(tmp_path):
+    file = tmp_path / "broken.py"
+    file.write_text("raise ValueError('inside')")
+    with pytest.raises(ea.DataError, match=r"broken\.py cannot be imported: ValueError: inside"):
+        ea.build(f"{file}:mine", head_dim=8)
+
+
+def test_modules_functions_builders_specs_and_built_backends_are_backends_too():
+    q, k, v = random_qkv(heads=2)
+    built = ea.build("window", head_dim=8, window=3)
+    spec = ea.spec("window")
+    assert resolve(spec) is spec
+    assert resolve(spec.builder) is spec
+    assert torch.equal(ea.build(built, head_dim=8)(q, k, v), built(q, k, v))
+    function = ea.build(lambda q, k, v: v[..., : q.shape[2], :], head_dim=8)
+    assert torch.equal(function(q, k, v), v)
+    assert ea.build("torch.nn.functional:scaled_dot_product_attention", head_dim=8)(q, k, v).shape == v.shape
+
+
+def test_two_backends_of_one_name_are_refused():
+    register = registry.register("exact", summary="", capabilities=registry.Capabilities(causal=True))
+    with pytest.raises(RuntimeError, match=r"Two backends are called 'exact'; rename one of them"):
+        register(lambda problem, options: None)
+
+
+def test_lists_are_sorted_and_tell_who_can_be_causal():
+    names = ea.list_backends()
+    assert list(names) == sorted(names)
+    assert set(names) >= {
+        "exact",
+        "exact-dense",
+        "linformer",
+        "performer-positive",
+        "performer-trig",
+        "window",
+    }
+    assert "linformer" in ea.list_backends(causal=False)
+    assert set(ea.list_backends(causal=True)) == set(names) - set(ea.list_backends(causal=False))
+
+
+def test_one_call_serves_the_backends_that_keep_nothing():
+    q, k, v = random_qkv()
+    assert torch.equal(ea.attention(q, k, v), ea.build("exact", head_dim=8)(q, k, v))
+    window = ea.attention(q, k, v, "window", causal=True, window=2, scale=1.0)
+    assert torch.equal(window, ea.build("window", head_dim=8, causal=True, window=2, scale=1.0)(q, k, v))
