@@ -24,6 +24,7 @@ LAYERS = (
     {"backend", "checks", "foreign"},
     {"backends"},
     {"transformer"},
+    {"conformance"},
     {"testing", "theory", "measure", "data"},
     {"sweep", "integrations"},
     {"analysis"},

@@ -1,0 +1,107 @@
+"""The inputs of the checks: small problems from the smallest up, and the tensors of each."""
+
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One input: its sizes, its dtype, what is asked of the backend.
+
+    Attributes:
+        norm: Standard deviation of the entries of q and k.
+        masked: Whether a key mask hides some keys, among them the first of the second sequence.
+    """
+
+    tokens: int
+    keys: int | None = None
+    batch: int = 2
+    heads: int = 2
+    kv_heads: int = 2
+    head_dim: int = 4
+    value_dim: int = 4
+    causal: bool = False
+    masked: bool = False
+    dtype: str = "float64"
+    norm: float = 1.0
+
+    @property
+    def k_tokens(self) -> int:
+        return self.tokens if self.keys is None else self.keys
+
+    def __str__(self) -> str:
+        shapes = {
+            "q": [self.batch, self.heads, self.tokens, self.head_dim],
+            "k": [self.batch, self.kv_heads, self.k_tokens, self.head_dim],
+            "v": [self.batch, self.kv_heads, self.k_tokens, self.value_dim],
+        }
+        words = [f"{name} {shape}" for name, shape in shapes.items()]
+        words += ["causal"] * self.causal + ["key_mask"] * self.masked + [self.dtype]
+        words += [f"norm {self.norm:g}"] * (self.norm != 1)
+        return ", ".join(words)
+
+    def but(self, **changes: Any) -> "Case":
+        """The same case with some fields changed."""
+        return replace(self, **changes)
+
+
+class Inputs(NamedTuple):
+    """q [batch heads tokens head_dim], k and v [batch kv_heads k_tokens …], key_mask [batch k_tokens]."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    key_mask: Tensor | None
+
+    def of(self, q: Tensor, k: Tensor, v: Tensor) -> "Inputs":
+        """Other tensors under the same mask."""
+        return Inputs(q, k, v, self.key_mask)
+
+    def double(self) -> "Inputs":
+        return Inputs(self.q.double(), self.k.double(), self.v.double(), self.key_mask)
+
+
+def draw(case: Case, seed: int) -> Inputs:
+    """Gaussian tensors of a case; the same seed gives the same ones, rounded to the case's dtype."""
+    generator = torch.Generator().manual_seed(seed)
+    dtype = getattr(torch, case.dtype)
+
+    def gaussian(heads: int, tokens: int, dim: int) -> Tensor:
+        return torch.randn(case.batch, heads, tokens, dim, generator=generator, dtype=torch.float64)
+
+    q = gaussian(case.heads, case.tokens, case.head_dim) * case.norm
+    k = gaussian(case.kv_heads, case.k_tokens, case.head_dim) * case.norm
+    v = gaussian(case.kv_heads, case.k_tokens, case.value_dim)
+    return Inputs(q.to(dtype), k.to(dtype), v.to(dtype), _mask(case) if case.masked else None)
+
+
+def _mask(case: Case) -> Tensor:
+    """The first sequence loses its last third, the second its first key and every third one after."""
+    position = torch.arange(case.k_tokens)
+    mask = torch.ones(case.batch, case.k_tokens, dtype=torch.bool)
+    mask[0::2] = position < case.k_tokens - (case.k_tokens + 1) // 3
+    mask[1::2] = position % 3 != 0
+    return mask
+
+
+# No token to spare, no multiple of anything, more than one block of 64.
+LENGTHS = (1, 2, 3, 7, 16, 65)
+
+
+def both(case: Case) -> tuple[Case, ...]:
+    """The case without and with causality."""
+    return case, case.but(causal=True)
+
+
+def everywhere(*lengths: int, dtype: str = "float64") -> tuple[Case, ...]:
+    """Every length without and with causality, without and with a key mask."""
+    cases = [Case(tokens=n, masked=masked, dtype=dtype) for n in lengths for masked in (False, True)]
+    return tuple(one for case in cases for one in both(case))
+
+
+def causally(*lengths: int, dtype: str = "float64") -> tuple[Case, ...]:
+    """Every length, causal, without and with a key mask."""
+    return tuple(case for case in everywhere(*lengths, dtype=dtype) if case.causal)

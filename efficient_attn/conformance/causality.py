@@ -1,0 +1,165 @@
+"""What a causal backend may know of later tokens: nothing; and the same numbers token by token."""
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from efficient_attn.backend import Backend
+from efficient_attn.conformance.cases import Case, Inputs, causally
+from efficient_attn.conformance.compare import (
+    LEAK,
+    LEAK_LONG,
+    LONG,
+    close,
+    condition,
+    largest,
+    rounding,
+    same_bits,
+)
+from efficient_attn.conformance.records import Finding
+from efficient_attn.conformance.subject import Subject, run
+from efficient_attn.conformance.table import check
+
+CAUSAL = ("causal",)
+
+
+@check(
+    "The derivative of an output by anything of a later token is exactly zero.",
+    cases=causally(2, 3, 7, 65),
+    needs=("causal", "gradients"),
+)
+def no_output_depends_on_a_later_token(subject: Subject, case: Case) -> Iterator[Finding]:
+    inputs = subject.inputs(case)
+    leaves = [x.requires_grad_() for x in inputs[:3]]
+    out = run(subject.build(case), inputs)
+    for row in range(0, case.tokens - 1, 1 + case.tokens // 16):
+        gradients = torch.autograd.grad(out[:, :, row].sum(), leaves, retain_graph=True)
+        for name, gradient in zip("qkv", gradients, strict=True):
+            yield Finding(f"Output {row} by later {name}", largest(gradient[:, :, row + 1 :]), 0.0)
+
+
+@check(
+    "Whatever finite values later tokens take, the outputs before them move by no more than rounding.",
+    cases=(case for dtype in ("float64", "float32") for case in causally(2, 7, 70, dtype=dtype)),
+    needs=CAUSAL,
+)
+def later_values_move_no_output(subject: Subject, case: Case) -> Iterator[Finding]:
+    backend = subject.build(case)
+    for where, inputs, leak in _sequences(subject, case):
+        wanted, factor = run(backend, inputs), condition(backend, inputs)
+        bound = leak[case.dtype] * factor * max(1.0, largest(inputs.v))
+        for cut in sorted({1, case.tokens // 2}):
+            for what, changed in _changed_after(inputs, cut, subject.inputs(case, other=1)):
+                out = run(backend, changed)[:, :, :cut]
+                yield close(f"{where}, {what} from token {cut}", out, wanted[:, :, :cut], bound[:, :, :cut])
+
+
+def _sequences(subject: Subject, case: Case) -> Iterator[tuple[str, Inputs, dict[str, float]]]:
+    """Ordinary keys; long keys first and short ones after; all of them long."""
+    inputs, half = subject.inputs(case), case.tokens // 2
+    yield "Gaussian", inputs, LEAK
+    falling = torch.ones(case.tokens, 1, dtype=inputs.k.dtype)
+    falling[:half] = LONG
+    yield "Long keys first", inputs._replace(k=inputs.k * falling), LEAK_LONG
+    yield "Long tokens", inputs._replace(q=inputs.q * LONG, k=inputs.k * LONG), LEAK_LONG
+
+
+def _changed_after(inputs: Inputs, cut: int, other: Inputs) -> Iterator[tuple[str, Inputs]]:
+    """Other values in tokens from `cut` on: of ordinary size, 20 times as long, nothing but zeros."""
+    for what, factor in (("others", 1.0), ("long ones", LONG), ("zeros", 0.0)):
+        q, k, v = (x.detach().clone() for x in inputs[:3])
+        q[:, :, cut:] = other.q[:, :, cut:] * factor
+        k[:, :, cut:] = other.k[:, :, cut:] * factor
+        v[:, :, cut:] = other.v[:, :, cut:] * factor
+        yield what, Inputs(q, k, v, inputs.key_mask)
+
+
+@check(
+    "Fewer queries than keys are the last positions of the keys.",
+    cases=(case for case in causally(2, 7, 65)),
+    needs=CAUSAL,
+)
+def queries_are_the_last_positions(subject: Subject, case: Case) -> Iterator[Finding]:
+    inputs, backend = subject.inputs(case), subject.build(case)
+    bound = rounding(backend, inputs, case.dtype)
+    for last in sorted({1, case.tokens // 2}):
+        out = run(backend, inputs._replace(q=inputs.q[:, :, -last:]))
+        wanted = run(backend, inputs)[:, :, -last:]
+        yield close(f"The last {last} queries alone", out, wanted, bound[:, :, -last:])
+
+
+@check(
+    "A sequence continued through `extend` at any split gives the output of the whole.",
+    cases=(*causally(1, 2, 9, dtype="float64"), *causally(9, dtype="float32")),
+    needs=("streaming",),
+)
+def continued_anywhere_is_the_whole(subject: Subject, case: Case) -> Iterator[Finding]:
+    inputs, backend = subject.inputs(case), subject.build(case)
+    wanted, bound = run(backend, inputs), rounding(backend, inputs, case.dtype)
+    for split in range(case.tokens + 1):
+        out = _streamed(backend, inputs, [split, case.tokens - split])
+        yield close(f"Split at {split}", out, wanted, bound)
+
+
+@check(
+    "Decoding token by token gives the output of the whole sequence.",
+    cases=(*causally(3, 9, 70), *causally(9, dtype="float32"), *causally(9, dtype="bfloat16")),
+    needs=("streaming",),
+)
+def token_by_token_is_the_whole(subject: Subject, case: Case) -> Iterator[Finding]:
+    inputs, backend = subject.inputs(case), subject.build(case)
+    wanted, bound = run(backend, inputs), rounding(backend, inputs, case.dtype)
+    yield close("Token by token", _streamed(backend, inputs, [1] * case.tokens), wanted, bound)
+
+
+@check(
+    "A state is not written to: extended twice with the same tokens it gives the same bits.",
+    cases=causally(9),
+    needs=("streaming",),
+)
+def a_state_can_be_extended_twice(subject: Subject, case: Case) -> Iterator[Finding]:
+    inputs, backend = subject.inputs(case), subject.build(case)
+    _, state = _extend(backend, _part(inputs, slice(0, 5)), None)
+    first, _ = _extend(backend, _part(inputs, slice(5, 9)), state)
+    _extend(backend, _part(subject.inputs(case, other=1), slice(5, 9)), state)
+    again, _ = _extend(backend, _part(inputs, slice(5, 9)), state)
+    yield same_bits("The second time", again, first)
+
+
+@check(
+    "What `extend` hides stays hidden: a masked token of NaN in any call changes no later output.",
+    cases=(case for case in causally(9) if case.masked),
+    needs=("streaming", "key_mask"),
+)
+def extend_honours_its_mask(subject: Subject, case: Case) -> Iterator[Finding]:
+    inputs, backend = subject.inputs(case), subject.build(case)
+    assert inputs.key_mask is not None
+    hidden = ~inputs.key_mask[:, None, :, None]
+    spoilt = inputs._replace(
+        k=inputs.k.masked_fill(hidden, math.nan), v=inputs.v.masked_fill(hidden, math.nan)
+    )
+    for parts in ([4, 5], [1] * case.tokens):
+        wanted = _streamed(backend, inputs, parts)
+        yield same_bits(f"In parts of {parts}", _streamed(backend, spoilt, parts), wanted)
+
+
+def _streamed(backend: Backend, inputs: Inputs, parts: list[int]) -> Tensor:
+    """The outputs of consecutive parts of a sequence, one call of `extend` each."""
+    outputs, state, start = [], None, 0
+    for tokens in parts:
+        out, state = _extend(backend, _part(inputs, slice(start, start + tokens)), state)
+        outputs.append(out)
+        start += tokens
+    return torch.cat(outputs, dim=2)
+
+
+def _extend(backend: Backend, inputs: Inputs, state: object) -> tuple[Tensor, object]:
+    q, k, v, key_mask = inputs
+    return backend.extend(q, k, v, state, key_mask=key_mask)
+
+
+def _part(inputs: Inputs, tokens: slice) -> Inputs:
+    q, k, v = (x[:, :, tokens] for x in inputs[:3])
+    return Inputs(q, k, v, None if inputs.key_mask is None else inputs.key_mask[:, tokens])

@@ -1,0 +1,66 @@
+"""How two outputs are compared, and how far rounding may move one."""
+
+import torch
+from torch import Tensor
+
+from efficient_attn.backend import Backend
+from efficient_attn.conformance.cases import Inputs
+from efficient_attn.conformance.records import Finding
+
+# What two orders of the same operations may differ by, as a share of the largest value read.
+ROUNDING = {"float64": 1e-12, "float32": 1e-4, "bfloat16": 1e-4, "float16": 1e-4}
+# What later tokens may move an output of a causal backend by, and at 20 times Gaussian norms.
+LEAK = {"float64": 1e-10, "float32": 1e-4}
+LEAK_LONG = {"float64": 1e-10, "float32": 1e-3}
+LONG = 20.0
+
+
+def largest(x: Tensor) -> float:
+    """The largest magnitude; 0 for an empty tensor, NaN where there is one."""
+    return float(x.detach().double().abs().max()) if x.numel() else 0.0
+
+
+def same_bits(where: str, got: Tensor, wanted: Tensor) -> Finding:
+    """Equal in every bit; NaN equals NaN."""
+    equal = got.shape == wanted.shape and torch.equal(got.nan_to_num(nan=7e4), wanted.nan_to_num(nan=7e4))
+    gap = 0.0 if equal else distance(got, wanted)
+    return Finding(where, gap or (0.0 if equal else float("nan")), 0.0)
+
+
+def distance(got: Tensor, wanted: Tensor) -> float:
+    """The largest difference of two tensors of one shape; NaN where one has NaN or the shapes differ."""
+    if got.shape != wanted.shape:
+        return float("nan")
+    return largest(got.detach().double() - wanted.detach().double())
+
+
+def close(where: str, got: Tensor, wanted: Tensor, bound: float | Tensor) -> Finding:
+    """Within a bound, which may differ from row to row; the figures are those of the worst entry."""
+    if got.shape != wanted.shape:
+        return Finding(f"{where}: shape {list(got.shape)} instead of {list(wanted.shape)}", float("nan"), 0.0)
+    gap = (got.detach().double() - wanted.detach().double()).abs()
+    limit = torch.as_tensor(bound, dtype=torch.float64).expand_as(gap)
+    if gap.numel() == 0:
+        return Finding(where, 0.0, float(limit.max()) if limit.numel() else 0.0)
+    # NaN counts as the worst of all.
+    worst = (gap / limit.clamp_min(torch.finfo(torch.float64).tiny)).nan_to_num(nan=torch.inf).argmax()
+    return Finding(where, float(gap.flatten()[worst]), float(limit.flatten()[worst]))
+
+
+def condition(backend: Backend, inputs: Inputs) -> Tensor:
+    """Σ_j |weight_ij| of every row, at least 1: what magnifies its rounding, [batch heads q_tokens 1]."""
+    if backend.spec.capabilities.nonnegative:
+        return torch.ones(*inputs.q.shape[:-1], 1, dtype=torch.float64)
+    weights = backend.attention_weights(inputs.q, inputs.k, key_mask=inputs.key_mask)
+    return weights.detach().double().abs().sum(dim=-1, keepdim=True).nan_to_num(nan=1.0).clamp_min(1.0)
+
+
+def rounding(backend: Backend, inputs: Inputs, dtype: str) -> Tensor:
+    """What rounding may move each row of the output by, [batch heads q_tokens 1]."""
+    steps = 2 * rounding_step(inputs.v) if dtype in ("bfloat16", "float16") else 0.0
+    return condition(backend, inputs) * (ROUNDING[dtype] * max(1.0, largest(inputs.v)) + steps)
+
+
+def rounding_step(x: Tensor) -> float:
+    """The spacing of the dtype's numbers at the largest of x, which one rounding loses half of."""
+    return torch.finfo(x.dtype).eps * largest(x)

@@ -1,0 +1,86 @@
+"""Derivatives against finite differences, and what becomes of those that are not promised."""
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+from torch.autograd import gradcheck, gradgradcheck
+
+from efficient_attn.conformance.cases import Case, Inputs, both
+from efficient_attn.conformance.compare import distance
+from efficient_attn.conformance.records import Finding
+from efficient_attn.conformance.subject import Subject, run
+from efficient_attn.conformance.table import Refused, check
+
+# Short vectors keep signed features from cancelling: an ill-conditioned row has no good difference quotient.
+TINY = Case(tokens=3, batch=1, heads=1, kv_heads=1, head_dim=2, value_dim=2, norm=0.5)
+_KINDS = (
+    TINY,
+    TINY.but(masked=True),
+    TINY.but(heads=2, tokens=4),
+    TINY.but(tokens=2, keys=4),
+    TINY.but(tokens=5),
+)
+KINDS = tuple(one for case in _KINDS for one in both(case))
+
+
+@check(
+    "Gradients by q, k and v are those of finite differences, the same at every call.",
+    cases=KINDS,
+    capability="gradients",
+)
+def gradients_are_those_of_finite_differences(subject: Subject, case: Case) -> Iterator[Finding]:
+    leaves, call = _differentiable(subject, case)
+    gradcheck(call, leaves, nondet_tol=0.0)
+    yield Finding("Finite differences", 0.0, 0.0)
+
+
+@check(
+    "Second derivatives are those of finite differences; where they are not promised, asking raises.",
+    cases=KINDS,
+    capability="second_derivatives",
+)
+def second_derivatives_are_right_or_refused(subject: Subject, case: Case) -> Iterator[Finding]:
+    leaves, call = _differentiable(subject, case)
+    if subject.promises.second_derivatives:
+        gradgradcheck(call, leaves, nondet_tol=0.0)
+        yield Finding("Finite differences", 0.0, 0.0)
+        return
+    try:
+        first = torch.autograd.grad(call(*leaves).square().sum(), leaves, create_graph=True)
+        torch.autograd.grad([x.square().sum() for x in first], leaves)
+    except RuntimeError as error:
+        raise Refused("Asking for them raises.") from error
+    gradgradcheck(call, leaves)
+    yield Finding("Finite differences", 0.0, 0.0)
+
+
+@check(
+    "A gradient in half precision is near that in float64 of the same numbers.",
+    cases=(
+        one
+        for dtype in ("bfloat16", "float16", "float32")
+        for one in both(Case(tokens=7, dtype=dtype, norm=0.5))
+    ),
+    needs=("gradients",),
+    beyond="narrow dtypes",
+)
+def gradients_in_narrow_dtypes_lose_only_rounding(subject: Subject, case: Case) -> Iterator[Finding]:
+    inputs, backend = subject.inputs(case), subject.build(case)
+    got = _gradients(backend, inputs)
+    wanted = _gradients(subject.build(case).double(), inputs.double())
+    # A gradient is a sum over tokens of products of numbers rounded to the dtype.
+    steps = 4 * case.tokens * torch.finfo(inputs.q.dtype).eps + 1e-3
+    for name, one, other in zip("qkv", got, wanted, strict=True):
+        yield Finding(f"Gradient by {name}", distance(one, other), steps * max(1.0, float(other.abs().max())))
+
+
+def _gradients(backend: Callable[..., Tensor], inputs: Inputs) -> tuple[Tensor, ...]:
+    leaves = [x.detach().clone().requires_grad_() for x in inputs[:3]]
+    return torch.autograd.grad(backend(*leaves).sum(), leaves)
+
+
+def _differentiable(subject: Subject, case: Case) -> tuple[list[Tensor], Callable[..., Tensor]]:
+    inputs, backend = subject.inputs(case), subject.build(case)
+    leaves = [x.requires_grad_() for x in inputs[:3]]
+    return leaves, lambda q, k, v: run(backend, Inputs(q, k, v, inputs.key_mask))

@@ -1,0 +1,135 @@
+"""What a backend does with its inputs: any size and layout, nothing written, nothing mixed up."""
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from efficient_attn.conformance.cases import Case, Inputs, both, everywhere
+from efficient_attn.conformance.compare import close, largest, rounding, same_bits
+from efficient_attn.conformance.records import Finding
+from efficient_attn.conformance.subject import Subject, run
+from efficient_attn.conformance.table import check
+
+DTYPES = ("float64", "float32", "bfloat16", "float16")
+SMALL = Case(tokens=5)
+
+
+@check(
+    "The output has the values' last size, and q's other sizes, dtype and device.",
+    cases=(
+        one
+        for dtype in DTYPES
+        for case in (Case(tokens=3, dtype=dtype), Case(tokens=3, value_dim=7, head_dim=5, dtype=dtype))
+        for one in (*both(case), *both(case.but(keys=8)))
+    ),
+)
+def outputs_have_the_shape_and_dtype_asked_for(subject: Subject, case: Case) -> Iterator[Finding]:
+    inputs = subject.inputs(case)
+    out = run(subject.build(case), inputs)
+    wanted = torch.Size([*inputs.q.shape[:-1], case.value_dim])
+    yield Finding(f"Shape {list(out.shape)} instead of {list(wanted)}", float(out.shape != wanted), 0.0)
+    yield Finding(f"{out.dtype} instead of {inputs.q.dtype}", float(out.dtype != inputs.q.dtype), 0.0)
+    yield Finding(f"{out.device} instead of {inputs.q.device}", float(out.device != inputs.q.device), 0.0)
+
+
+@check(
+    "No batch, no queries and no keys give zeros or nothing, and a backward pass.",
+    cases=(
+        one
+        for case in (SMALL.but(batch=0), SMALL.but(tokens=0, keys=0), SMALL.but(tokens=0, keys=5))
+        for one in (case, case.but(causal=True), case.but(masked=True), case.but(causal=True, masked=True))
+    ),
+)
+def empty_inputs_give_empty_outputs(subject: Subject, case: Case) -> Iterator[Finding]:
+    yield from _empty(subject, case)
+
+
+@check("Queries without any key give zeros.", cases=both(SMALL.but(keys=0))[:1], needs=("cross",))
+def no_keys_give_zeros(subject: Subject, case: Case) -> Iterator[Finding]:
+    yield from _empty(subject, case)
+
+
+def _empty(subject: Subject, case: Case) -> Iterator[Finding]:
+    inputs = subject.inputs(case)
+    leaves = [x.requires_grad_() for x in inputs[:3]]
+    out = run(subject.build(case), inputs)
+    wanted = torch.zeros(case.batch, case.heads, case.tokens, case.value_dim, dtype=inputs.q.dtype)
+    yield same_bits("Output", out, wanted)
+    if subject.promises.gradients:
+        for name, gradient in zip("qkv", torch.autograd.grad(out.sum(), leaves), strict=True):
+            yield Finding(f"Gradient by {name}", largest(gradient), 0.0)
+
+
+@check(
+    "Transposed, sliced and expanded tensors give the output of contiguous ones.",
+    cases=everywhere(3, 7),
+)
+def layout_in_memory_does_not_matter(subject: Subject, case: Case) -> Iterator[Finding]:
+    inputs, backend = subject.inputs(case), subject.build(case)
+    wanted, bound = run(backend, inputs), rounding(backend, inputs, case.dtype)
+    for where, layout in (("Transposed", _transposed), ("Sliced", _sliced), ("Turned", _turned)):
+        yield close(where, run(backend, inputs.of(*map(layout, inputs[:3]))), wanted, bound)
+    first = inputs.of(*(x[:1, :1].expand_as(x) for x in inputs[:3]))
+    copied = inputs.of(*(x.contiguous() for x in first[:3]))
+    yield close("Expanded", run(backend, first), run(backend, copied), rounding(backend, copied, case.dtype))
+
+
+def _transposed(x: Tensor) -> Tensor:
+    """The same numbers in memory as [batch, tokens, heads, dim]."""
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def _sliced(x: Tensor) -> Tensor:
+    """The same numbers as every second entry of a larger tensor."""
+    return x.repeat_interleave(2, dim=-1)[..., ::2]
+
+
+def _turned(x: Tensor) -> Tensor:
+    """The same numbers in memory as [batch, heads, dim, tokens]."""
+    return x.mT.contiguous().mT
+
+
+@check("Inputs are not written to, forward or backward.", cases=everywhere(3, 65))
+def inputs_are_not_written_to(subject: Subject, case: Case) -> Iterator[Finding]:
+    inputs, backend = subject.inputs(case), subject.build(case)
+    before = [None if x is None else x.clone() for x in inputs]
+    versions = [None if x is None else x._version for x in inputs]
+    run(backend, inputs)
+    for name, x, old, version in zip(inputs._fields, inputs, before, versions, strict=True):
+        if x is not None and old is not None:
+            yield Finding(f"Writes into {name}", float(x._version != version or not torch.equal(x, old)), 0.0)
+
+
+@check(
+    "An output depends on its own sequence only, however long or broken the others of the batch are.",
+    cases=everywhere(3, 7, 65),
+)
+def batch_mates_do_not_matter(subject: Subject, case: Case) -> Iterator[Finding]:
+    inputs, backend = subject.inputs(case), subject.build(case)
+    wanted, bound = run(backend, inputs), rounding(backend, inputs, case.dtype)
+    for where, changed in _elsewhere(inputs, axis=0):
+        yield close(f"{where} in another sequence", run(backend, changed)[:1], wanted[:1], bound[:1])
+    alone = Inputs(*(None if x is None else x[:1] for x in inputs))  # type: ignore[arg-type]
+    yield close("Alone", run(backend, alone), wanted[:1], bound[:1])
+
+
+@check(
+    "An output depends on its own head only, however long or broken the other heads are.",
+    cases=everywhere(3, 7, 65),
+)
+def other_heads_do_not_matter(subject: Subject, case: Case) -> Iterator[Finding]:
+    inputs, backend = subject.inputs(case), subject.build(case)
+    wanted, bound = run(backend, inputs), rounding(backend, inputs, case.dtype)
+    for where, changed in _elsewhere(inputs, axis=1):
+        yield close(f"{where} in another head", run(backend, changed)[:, :1], wanted[:, :1], bound[:, :1])
+
+
+def _elsewhere(inputs: Inputs, *, axis: int) -> Iterator[tuple[str, Inputs]]:
+    """The inputs with other contents in all but the first sequence or head."""
+    for where, factor in (("Zeros", 0.0), ("Long vectors", 20.0), ("NaN", math.nan)):
+        q, k, v = (x.clone() for x in inputs[:3])
+        for x in (q, k, v):
+            x.narrow(axis, 1, x.shape[axis] - 1).mul_(factor)
+        yield where, Inputs(q, k, v, inputs.key_mask)

@@ -1,0 +1,181 @@
+"""A backend as a module among others: saved, copied, compiled, called from threads, without a trace."""
+
+import copy
+import random
+import warnings
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from efficient_attn.conformance.cases import Case, Inputs, both, everywhere
+from efficient_attn.conformance.compare import close, distance, rounding, same_bits
+from efficient_attn.conformance.records import Finding
+from efficient_attn.conformance.subject import Subject, learn, run
+from efficient_attn.conformance.table import check
+
+ONE = Case(tokens=7)
+THREADS = 8
+
+
+@check("The same call gives the same bits, in training and in evaluation.", cases=everywhere(1, 7))
+def the_same_call_gives_the_same_bits(subject: Subject, case: Case) -> Iterator[Finding]:
+    inputs, backend = subject.inputs(case), subject.build(case)
+    wanted = run(backend, inputs)
+    yield same_bits("A second call", run(backend, inputs), wanted)
+    run(backend, subject.inputs(case, other=1))
+    yield same_bits("After another call", run(backend, inputs), wanted)
+    yield same_bits("In training", run(backend.train(), inputs), wanted)
+    yield same_bits("Once more in training", run(backend, inputs), wanted)
+
+
+@check(
+    "All that the output depends on is in the state_dict: an instance that loads it gives the same bits.",
+    cases=both(ONE),
+)
+def a_saved_state_brings_the_output_back(subject: Subject, case: Case) -> Iterator[Finding]:
+    inputs, backend = subject.inputs(case), subject.build(case)
+    wanted = run(backend, inputs)
+    other = subject.build(case, learned=1, **({"seed": 1} if subject.has_option("seed") else {}))
+    if hasattr(other.core, "redraw"):
+        other.redraw(1)
+    run(other, inputs)
+    other.load_state_dict(backend.state_dict())
+    yield same_bits("Loaded", run(other, inputs), wanted)
+
+
+@check("A deep copy gives the same bits and shares nothing.", cases=both(ONE))
+def a_copy_is_equal_and_apart(subject: Subject, case: Case) -> Iterator[Finding]:
+    inputs, backend = subject.inputs(case), subject.build(case)
+    wanted = run(backend, inputs)
+    copied = copy.deepcopy(backend)
+    yield same_bits("Copy", run(copied, inputs), wanted)
+    learn(copied, 1)
+    yield same_bits("Original after its copy learned", run(backend, inputs), wanted)
+
+
+@check(
+    "Compiled whole by torch.compile it gives the same output and gradients.",
+    cases=both(ONE),
+    capability="compile",
+)
+def compiled_it_is_the_same(subject: Subject, case: Case) -> Iterator[Finding]:
+    inputs, backend = subject.inputs(case), subject.build(case)
+    torch._dynamo.reset()
+    try:
+        compiled = torch.compile(backend, fullgraph=True, backend="aot_eager")
+        bound = rounding(backend, inputs, case.dtype)
+        yield close("Output", compiled(*inputs[:3]), run(backend, inputs), bound)
+        if subject.promises.gradients:
+            pairs = zip(_gradients(compiled, inputs), _gradients(backend, inputs), strict=True)
+            for name, (got, wanted) in zip("qkv", pairs, strict=True):
+                limit = float(bound.max()) * max(1.0, float(wanted.abs().max()))
+                yield Finding(f"Gradient by {name}", distance(got, wanted), limit)
+    finally:
+        torch._dynamo.reset()
+
+
+@check(
+    "Under autocast the output keeps q's dtype and the accuracy of that dtype.",
+    cases=(one for dtype in ("float32", "bfloat16") for one in both(ONE.but(dtype=dtype))),
+)
+def autocast_costs_no_accuracy(subject: Subject, case: Case) -> Iterator[Finding]:
+    inputs, backend = subject.inputs(case), subject.build(case)
+    wanted = run(backend, inputs)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = run(backend, inputs)
+    yield Finding(f"{out.dtype} instead of {wanted.dtype}", float(out.dtype != wanted.dtype), 0.0)
+    yield close("Under autocast", out, wanted, rounding(backend, inputs, case.dtype))
+
+
+@check("Called from eight threads at once it gives what it gives one after the other.", cases=both(ONE))
+def threads_do_not_disturb_each_other(subject: Subject, case: Case) -> Iterator[Finding]:
+    backend = subject.build(case)
+    inputs = [subject.inputs(case, other=number) for number in range(THREADS)]
+    wanted = [run(backend, one) for one in inputs]
+    with ThreadPoolExecutor(THREADS) as pool:
+        outputs = list(pool.map(lambda one: run(backend, one), inputs * THREADS))
+    for number, out in enumerate(outputs):
+        which = number % THREADS
+        bound = rounding(backend, inputs[which], case.dtype)
+        yield close(f"Call {number}", out, wanted[which], bound)
+
+
+@check("No uninitialised memory is read, forward or backward.", cases=everywhere(3, 65))
+def nothing_uninitialised_is_read(subject: Subject, case: Case) -> Iterator[Finding]:
+    inputs, backend = subject.inputs(case), subject.build(case)
+    wanted = _results(subject, backend, inputs)
+    bound = rounding(backend, inputs, case.dtype).max()
+    mode: Any = torch.utils.deterministic
+    before = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
+    filled = mode.fill_uninitialized_memory
+    try:
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        # In this mode torch fills what it allocates with NaN.
+        mode.fill_uninitialized_memory = True
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            got = _results(subject, backend, inputs)
+    finally:
+        mode.fill_uninitialized_memory = filled
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+    for name, one, other in zip(("Output", "Gradient by q", "by k", "by v"), got, wanted, strict=False):
+        yield close(name, one, other, float(bound) * max(1.0, float(other.abs().max())))
+
+
+@check(
+    "Nothing global is touched, not even when a call fails: generators, default dtype, threads, flags.",
+    cases=both(ONE),
+)
+def nothing_global_is_touched(subject: Subject, case: Case) -> Iterator[Finding]:
+    inputs = subject.inputs(case)
+    before = _globals()
+    backend = subject.build(case)
+    _results(subject, backend, inputs)
+    run(backend.train(), inputs)
+    yield from _differences("A call", before, _globals())
+    try:
+        backend(inputs.q[..., :0], inputs.k, inputs.v)
+    except Exception:
+        yield from _differences("A call that failed", before, _globals())
+
+
+def _globals() -> dict[str, Any]:
+    cuda = torch.backends.cuda
+    return {
+        "torch's generator": torch.get_rng_state().tolist(),
+        "numpy's generator": repr(np.random.get_state()),
+        "random's generator": random.getstate(),
+        "the default dtype": torch.get_default_dtype(),
+        "the number of threads": torch.get_num_threads(),
+        "gradient mode": torch.is_grad_enabled(),
+        "autocast": torch.is_autocast_enabled("cpu"),
+        "deterministic mode": torch.are_deterministic_algorithms_enabled(),
+        "matmul precision": torch.get_float32_matmul_precision(),
+        "kernel flags": (cuda.flash_sdp_enabled(), cuda.math_sdp_enabled(), cuda.mem_efficient_sdp_enabled()),
+        "warning filters": list(warnings.filters),
+    }
+
+
+def _differences(where: str, before: dict[str, Any], after: dict[str, Any]) -> Iterator[Finding]:
+    for name, value in before.items():
+        yield Finding(f"{where} changes {name}", float(after[name] != value), 0.0)
+
+
+def _results(subject: Subject, backend: Any, inputs: Inputs) -> list[Tensor]:
+    """The output, and its gradients where there are any."""
+    leaves = [x.detach().clone().requires_grad_(subject.promises.gradients) for x in inputs[:3]]
+    out = run(backend, inputs.of(*leaves))
+    gradients = torch.autograd.grad(out.square().sum(), leaves) if subject.promises.gradients else ()
+    return [out.detach(), *gradients]
+
+
+def _gradients(backend: Any, inputs: Inputs) -> tuple[Tensor, ...]:
+    leaves = [x.detach().clone().requires_grad_() for x in inputs[:3]]
+    return torch.autograd.grad(backend(*leaves).square().sum(), leaves)

@@ -1,0 +1,106 @@
+"""What is drawn at random: from a seed, without a preferred direction, towards softmax attention."""
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from efficient_attn.conformance.cases import Case, both
+from efficient_attn.conformance.compare import same_bits
+from efficient_attn.conformance.records import Finding
+from efficient_attn.conformance.reference import exact
+from efficient_attn.conformance.subject import Subject, run
+from efficient_attn.conformance.table import CannotCheck, check
+
+# A correct draw fails a comparison at this many standard errors less than once in 100 000 times.
+STANDARD_ERRORS = 4.5
+DRAWS = 150
+FEW, MANY = 64, 4096
+LITTLE = Case(tokens=7)
+# One query and two keys along the diagonal, where a QR decomposition's preferred sign shows most.
+DIAGONAL = Case(tokens=1, keys=2, batch=1, heads=1, kv_heads=1, head_dim=16)
+
+
+def _needs_redraw(subject: Subject, case: Case) -> None:
+    if not hasattr(subject.build(case).core, "redraw"):
+        raise CannotCheck("Nothing in it is redrawn.")
+
+
+@check(
+    "A seed fixes the draw: the same seed gives the same bits, another one does not.",
+    cases=both(LITTLE.but(dtype="float32")),
+)
+def a_seed_fixes_the_draw(subject: Subject, case: Case) -> Iterator[Finding]:
+    inputs = subject.inputs(case)
+    yield same_bits("Built twice", run(subject.build(case), inputs), run(subject.build(case), inputs))
+    if not subject.has_option("seed"):
+        return
+    zero, one = (run(subject.build(case, seed=seed), inputs) for seed in (0, 1))
+    yield same_bits("seed=1 twice", run(subject.build(case, seed=1), inputs), one)
+    yield Finding("seed=0 and seed=1 give the same", float(torch.equal(zero, one)), 0.0)
+    redrawn = subject.build(case, seed=0)
+    if hasattr(redrawn.core, "redraw"):
+        redrawn.redraw(1)
+        yield same_bits("Redrawn with seed 1", run(redrawn, inputs), one)
+
+
+@check(
+    "The draw prefers no direction: over draws, mirrored queries and keys give the same mean output.",
+    cases=(DIAGONAL,),
+    needs=("cross",),
+)
+def the_draw_has_no_preferred_direction(subject: Subject, case: Case) -> Iterator[Finding]:
+    _needs_redraw(subject, case)
+    along = torch.full((1, 1, 1, case.head_dim), case.head_dim**-0.5, dtype=torch.float64)
+    values = torch.tensor([1.0, 0.0], dtype=torch.float64)[None, None, :, None]
+    # The scale is 1, so that |q + k| is 2 for one key and 1 for the other.
+    backend = subject.build(case, size=case.head_dim, scale=1.0)
+    keys = torch.cat([along, 0 * along], dim=2)
+    gaps = []
+    for seed in range(DRAWS):
+        backend.redraw(1 + seed)
+        gaps.append(float(backend(along, keys, values) - backend(-along, -keys, values)))
+    gap = torch.tensor(gaps, dtype=torch.float64)
+    error = float(gap.std()) / math.sqrt(DRAWS)
+    yield Finding(
+        f"Mean over {DRAWS} draws along the diagonal", abs(float(gap.mean())), STANDARD_ERRORS * error
+    )
+
+
+@check(
+    "The more is drawn, the nearer the output is to softmax attention: its error falls as 1/√size.",
+    cases=both(LITTLE.but(head_dim=8, value_dim=8, norm=0.7)),
+)
+def more_features_come_nearer_to_softmax(subject: Subject, case: Case) -> Iterator[Finding]:
+    _needs_redraw(subject, case)
+    if subject.spec.size_option is None:
+        raise CannotCheck("It has no size to vary.")
+    inputs = subject.inputs(case)
+    wanted = exact(inputs, scale=case.head_dim**-0.5, causal=case.causal)
+    few, many = (_mean_square(subject, case, size, wanted) for size in (FEW, MANY))
+    # The squared error of an unbiased kernel falls as 1/size; ten times the limit leaves room for chance.
+    yield Finding(f"Mean square with {MANY} features", many, 10 * few * FEW / MANY)
+
+
+def _mean_square(subject: Subject, case: Case, size: int, wanted: Tensor) -> float:
+    """The median over draws, which a single unlucky denominator does not move."""
+    inputs, backend = subject.inputs(case), subject.build(case, size=size)
+    squares = []
+    for seed in range(15):
+        backend.redraw(1 + seed)
+        squares.append((run(backend, inputs) - wanted).square().mean())
+    return float(torch.stack(squares).median())
+
+
+@check("Every size is used: another size gives another output.", cases=(Case(tokens=16),))
+def the_size_matters(subject: Subject, case: Case) -> Iterator[Finding]:
+    if subject.spec.size_option is None:
+        raise CannotCheck("It has no size.")
+    inputs = subject.inputs(case)
+    small, large = (
+        (run(subject.build(case, size=size, learned=None), inputs) for size in (1, 9))
+        if (subject.has_option("window"))
+        else (run(subject.build(case, size=size, learned=None), inputs) for size in (2, 8))
+    )
+    yield Finding("Two sizes give the same", float(torch.equal(small, large)), 0.0)

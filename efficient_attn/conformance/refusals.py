@@ -1,0 +1,100 @@
+"""What is refused: what is not promised, and what makes no sense; never is an argument ignored."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+
+from efficient_attn.backends import build
+from efficient_attn.conformance.cases import Case
+from efficient_attn.conformance.records import Finding
+from efficient_attn.conformance.subject import Subject
+from efficient_attn.conformance.table import check
+from efficient_attn.errors import AttentionError, DtypeError, ShapeError, UnknownNameError, UnsupportedError
+
+ONE = Case(tokens=5)
+Wrong = tuple[str, str, type[AttentionError], Callable[[], Any]]
+
+
+@check("What is not promised is refused in one line, and nothing is ignored.", cases=(ONE,))
+def what_is_not_promised_is_refused(subject: Subject, case: Case) -> Iterator[Finding]:
+    for asked, word, kind, call in _unpromised(subject, case):
+        yield _refusal(asked, word, kind, call)
+
+
+def _unpromised(subject: Subject, case: Case) -> Iterator[Wrong]:
+    can, (q, k, v, _) = subject.promises, subject.inputs(case)
+    backend = subject.build(case)
+    mask = torch.ones(case.batch, case.k_tokens, dtype=torch.bool)
+    longer = subject.inputs(case.but(keys=8))
+    if not can.causal:
+        yield "causal=True", "causal", UnsupportedError, lambda: subject.build(case.but(causal=True))
+    if not can.cross:
+        yield "more keys than queries", "queries", UnsupportedError, lambda: backend(q, longer.k, longer.v)
+    if not can.key_mask:
+        yield "a key mask", "key_mask", UnsupportedError, lambda: backend(q, k, v, key_mask=mask)
+    if not can.streaming and can.causal:
+        causal = subject.build(case.but(causal=True))
+        yield "extend", "extend", UnsupportedError, lambda: causal.extend(q, k, v)
+    yield "extend without causality", "causal", UnsupportedError, lambda: backend.extend(q, k, v)
+    if can.needs_max_tokens:
+        few = {"head_dim": case.head_dim, **subject.options}
+        yield "no max_tokens", "max_tokens", UnsupportedError, lambda: build(subject.spec, **few)
+        many = subject.inputs(case.but(tokens=99))
+        yield "more than max_tokens", "tokens", ShapeError, lambda: backend(*many[:3])
+    for name in sorted({"float64", "float32", "bfloat16", "float16"} - set(can.dtypes)):
+        other = [x.to(getattr(torch, name)) for x in (q, k, v)]
+        yield name, name, DtypeError, partial(backend, *other)
+
+
+@check("Wrong input is refused in one line that names the argument.", cases=(ONE,))
+def wrong_input_is_refused_by_name(subject: Subject, case: Case) -> Iterator[Finding]:
+    for asked, word, kind, call in _wrong(subject, case):
+        yield _refusal(asked, word, kind, call)
+
+
+def _wrong(subject: Subject, case: Case) -> Iterator[Wrong]:
+    q, k, v, _ = subject.inputs(case)
+    backend = subject.build(case)
+    heads = subject.inputs(case.but(heads=3, kv_heads=2))
+    yield "an unknown option", "colour", UnknownNameError, lambda: subject.build(case, colour=1)
+    yield "an unknown argument", "attn_mask", UnknownNameError, lambda: backend(q, k, v, attn_mask=None)
+    yield "three axes", "q", ShapeError, lambda: backend(q[0], k, v)
+    yield "another head_dim", "head_dim", ShapeError, lambda: backend(q[..., :2], k, v)
+    yield "another number of values", "v", ShapeError, lambda: backend(q, k, v[:, :, :3])
+    yield "another batch", "batch", ShapeError, lambda: backend(q, k[:1], v[:1])
+    yield "heads that do not divide", "heads", ShapeError, lambda: backend(*heads[:3])
+    yield "two dtypes", "k is", DtypeError, lambda: backend(q, k.float(), v)
+    yield "whole numbers", "q is", DtypeError, lambda: backend(q.long(), k.long(), v.long())
+    yield "a list", "q is", DtypeError, lambda: backend(q.tolist(), k, v)
+    if subject.promises.causal:
+        causal = subject.build(case.but(causal=True))
+        yield (
+            "more causal queries than keys",
+            "queries",
+            ShapeError,
+            lambda: causal(q, k[:, :, :2], v[:, :, :2]),
+        )
+    if subject.promises.key_mask:
+        for name, mask, kind in _masks(case):
+            yield name, "key_mask", kind, partial(backend, q, k, v, key_mask=mask)
+
+
+def _masks(case: Case) -> Iterator[tuple[str, Any, type[AttentionError]]]:
+    right = torch.ones(case.batch, case.k_tokens)
+    yield "a mask of numbers", right, DtypeError
+    yield "a mask of 0 and 1", right.long(), DtypeError
+    yield "a mask of another length", right.bool()[:, 1:], ShapeError
+    yield "a mask of four axes", right.bool()[:, None, None], ShapeError
+
+
+def _refusal(asked: str, word: str, kind: type[AttentionError], call: Callable[[], Any]) -> Finding:
+    try:
+        call()
+    except kind as error:
+        clear = word in str(error) and "\n" not in str(error)
+        return Finding(f"Asked for {asked}, it says {str(error)!r} without {word!r}", float(not clear), 0.0)
+    except Exception as error:
+        return Finding(f"Asked for {asked}, it raises {type(error).__name__}, no {kind.__name__}", 1.0, 0.0)
+    return Finding(f"Asked for {asked}, it does not refuse", 1.0, 0.0)

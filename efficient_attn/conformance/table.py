@@ -1,0 +1,149 @@
+"""The table of checks, and how one of them is run."""
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+from efficient_attn.conformance.cases import Case
+from efficient_attn.conformance.records import (
+    BROKEN,
+    KEPT,
+    NOT_PROMISED,
+    UNKNOWN,
+    UNPROMISED,
+    CheckRecord,
+    Finding,
+)
+from efficient_attn.conformance.subject import Subject
+
+Body = Callable[[Subject, Case], Iterable[Finding]]
+
+
+class CannotCheck(Exception):
+    """Raised by a check that finds nothing to check; says why."""
+
+
+class Refused(Exception):
+    """Raised by a check of something unpromised, where asking for it was refused as it should be."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check:
+    """A promise and how it is checked.
+
+    Attributes:
+        name: Name of the function, which is the promise.
+        promise: The promise in words.
+        cases: Inputs to try, the smallest first.
+        capability: The capability that makes the promise; None for what every backend promises.
+        needs: Capabilities without which there is nothing to promise.
+        unless: Capabilities that take the promise away.
+        beyond: What a function that declares nothing may refuse with an error of its own.
+    """
+
+    name: str
+    promise: str
+    body: Body
+    cases: tuple[Case, ...]
+    capability: str | None
+    needs: tuple[str, ...]
+    unless: tuple[str, ...]
+    beyond: str | None
+
+
+CHECKS: dict[str, Check] = {}
+
+
+def check(
+    promise: str,
+    *,
+    cases: Iterable[Case],
+    capability: str | None = None,
+    needs: tuple[str, ...] = (),
+    unless: tuple[str, ...] = (),
+    beyond: str | None = None,
+) -> Callable[[Body], Body]:
+    """Enter the decorated function as the check of a promise; it yields one finding per comparison."""
+
+    def enter(body: Body) -> Body:
+        CHECKS[body.__name__] = Check(
+            name=body.__name__,
+            promise=promise,
+            body=body,
+            cases=tuple(cases),
+            capability=capability,
+            needs=needs,
+            unless=unless,
+            beyond=beyond,
+        )
+        return body
+
+    return enter
+
+
+def record_of(one: Check, subject: Subject) -> CheckRecord:
+    """What a check finds about a backend."""
+    start = time.perf_counter()
+    outcome, detail, finding = _examine(one, subject)
+    return CheckRecord(
+        backend=subject.spec.name,
+        check=one.name,
+        promise=one.promise,
+        outcome=outcome,
+        detail=detail,
+        error=None if finding is None else finding.error,
+        bound=None if finding is None else finding.bound,
+        # A function that declares nothing fails only where it breaks what every backend promises.
+        failed=outcome == BROKEN or (outcome == UNPROMISED and not subject.bare),
+        time_s=time.perf_counter() - start,
+    )
+
+
+def _examine(one: Check, subject: Subject) -> tuple[str, str, Finding | None]:
+    promises = subject.promises
+    missing = [name for name in one.needs if not getattr(promises, name)]
+    if missing and subject.bare:
+        return UNKNOWN, f"It declares no {_words(missing)}.", None
+    if missing or any(getattr(promises, name) for name in one.unless):
+        reason = missing or [name for name in one.unless if getattr(promises, name)]
+        return NOT_PROMISED, f"Because of its {'lack of ' if missing else ''}{_words(reason)}.", None
+    promised = one.capability is None or bool(getattr(promises, one.capability))
+    try:
+        worst = None
+        for case, finding in _findings(one, subject):
+            if not finding.holds:
+                detail = f"{finding.where}: {case}."
+                return (BROKEN if promised else NOT_PROMISED), detail, finding
+            if worst is None or finding.share > worst.share:
+                worst = finding
+    except CannotCheck as reason:
+        return UNKNOWN, str(reason), None
+    except Refused as reason:
+        return NOT_PROMISED, str(reason), None
+    except _Raised as raised:
+        if subject.bare and one.beyond is not None:
+            return UNKNOWN, f"It declares no {one.beyond}. {raised}", None
+        return (BROKEN if promised else NOT_PROMISED), str(raised), None
+    if worst is None:
+        return UNKNOWN, "No input of the check is one that it serves.", None
+    return (KEPT if promised else UNPROMISED), "", worst
+
+
+class _Raised(Exception):
+    """An error of the backend on an input that it should serve."""
+
+
+def _findings(one: Check, subject: Subject) -> Iterator[tuple[Case, Finding]]:
+    for case in subject.cases(one.cases):
+        try:
+            for finding in one.body(subject, case):
+                yield case, finding
+        except (CannotCheck, Refused):
+            raise
+        except Exception as error:  # whatever a backend raises is a broken promise with its input
+            first = (str(error).strip().splitlines() or [""])[0]
+            raise _Raised(f"It raised {type(error).__name__}: {first} On {case}.") from error
+
+
+def _words(names: list[str]) -> str:
+    return " and ".join(name.replace("_", " ") for name in names)

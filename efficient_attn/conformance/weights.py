@@ -1,0 +1,142 @@
+"""The weights that a backend implies: their sign, their sum, what they are applied to."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from efficient_attn.conformance.cases import Case, both, everywhere
+from efficient_attn.conformance.compare import close, condition, largest, rounding
+from efficient_attn.conformance.records import Finding
+from efficient_attn.conformance.reference import exact
+from efficient_attn.conformance.subject import Subject, run
+from efficient_attn.conformance.table import CannotCheck, check
+
+# Three learned states: what holds by luck at one does not at the next.
+LEARNED = (0, 1, 2)
+SEVERAL = (*everywhere(1, 2, 7, 16), *(c.but(norm=3.0) for c in everywhere(16)))
+
+
+@check("No implied weight is negative.", cases=SEVERAL, capability="nonnegative")
+def weights_are_never_negative(subject: Subject, case: Case) -> Iterator[Finding]:
+    inputs = subject.inputs(case)
+    for learned in LEARNED:
+        weights = subject.build(case, learned=learned).attention_weights(
+            inputs.q, inputs.k, key_mask=inputs.key_mask
+        )
+        yield Finding("Most negative weight", largest(weights.clamp(max=0.0)), 0.0)
+
+
+@check("The implied weights of a row sum to one.", cases=SEVERAL, capability="averages")
+def weights_of_a_row_sum_to_one(subject: Subject, case: Case) -> Iterator[Finding]:
+    inputs = subject.inputs(case)
+    ones = inputs._replace(v=torch.ones_like(inputs.v))
+    for learned in LEARNED:
+        backend = subject.build(case, learned=learned)
+        out = run(backend, ones)
+        # Rows that see no key are zero, which another check asks for.
+        wanted = reads(subject, case, inputs.key_mask, out)[..., None].double().expand_as(out)
+        yield close("Row sums", out, wanted, 1e-12 * condition(backend, inputs) * case.k_tokens)
+
+
+@check(
+    "Every output lies between the smallest and the largest value that it averages.",
+    cases=SEVERAL,
+    needs=("nonnegative", "averages"),
+)
+def outputs_lie_among_the_values(subject: Subject, case: Case) -> Iterator[Finding]:
+    inputs, backend = subject.inputs(case), subject.build(case)
+    out = run(backend, inputs)
+    out = out[reads(subject, case, inputs.key_mask, out)]
+    v = (
+        inputs.v
+        if inputs.key_mask is None
+        else inputs.v.mT[inputs.key_mask[:, None, None].expand_as(inputs.v.mT)]
+    )
+    if out.numel() == 0:
+        return
+    outside = max(float(out.max() - v.max()), float(v.min() - out.min()), 0.0)
+    yield Finding(
+        "Beyond the values", outside, 4 * case.k_tokens * torch.finfo(torch.float64).eps * largest(v)
+    )
+
+
+@check("The output is linear in the values.", cases=everywhere(1, 2, 7))
+def outputs_are_linear_in_the_values(subject: Subject, case: Case) -> Iterator[Finding]:
+    inputs, backend = subject.inputs(case), subject.build(case)
+    other = subject.inputs(case, other=1).v
+    mixed = run(backend, inputs._replace(v=3.0 * inputs.v - 2.0 * other))
+    wanted = 3.0 * run(backend, inputs) - 2.0 * run(backend, inputs._replace(v=other))
+    bound = 5 * rounding(backend, inputs, case.dtype) * max(1.0, largest(other))
+    yield close("Of 3·v − 2·v′", mixed, wanted, bound)
+
+
+@check("Queries in another order give their outputs in that order.", cases=everywhere(2, 7), needs=("cross",))
+def order_of_queries_is_order_of_outputs(subject: Subject, case: Case) -> Iterator[Finding]:
+    if case.causal:
+        return
+    inputs, backend = subject.inputs(case), subject.build(case)
+    out = run(backend, inputs._replace(q=inputs.q.flip(2)))
+    bound = rounding(backend, inputs, case.dtype).flip(2)
+    yield close("Reversed queries", out, run(backend, inputs).flip(2), bound)
+
+
+@check(
+    "Keys, values and mask in another order give the same output.",
+    cases=everywhere(2, 7),
+    needs=("cross",),
+    unless=("needs_max_tokens",),
+)
+def order_of_keys_does_not_matter(subject: Subject, case: Case) -> Iterator[Finding]:
+    if case.causal:
+        return
+    inputs, backend = subject.inputs(case), subject.build(case)
+    mask = None if inputs.key_mask is None else inputs.key_mask.flip(1)
+    out = run(backend, inputs._replace(k=inputs.k.flip(2), v=inputs.v.flip(2), key_mask=mask))
+    yield close("Reversed keys", out, run(backend, inputs), rounding(backend, inputs, case.dtype))
+
+
+@check(
+    "A window of r keys is softmax over the nearest: i−⌊r/2⌋ … i+⌊r/2⌋, or the last r if causal.",
+    cases=everywhere(1, 3, 7, 65),
+)
+def a_window_reads_its_neighbourhood(subject: Subject, case: Case) -> Iterator[Finding]:
+    if not subject.has_option("window"):
+        raise CannotCheck("It has no option 'window'.")
+    inputs = subject.inputs(case)
+    for window in (1, 3, 2 * case.tokens - 1):
+        reach = window - 1 if case.causal else window // 2
+        wanted = exact(inputs, scale=case.head_dim**-0.5, causal=case.causal, reach=reach)
+        out = run(subject.build(case, size=window), inputs)
+        yield close(f"window={window}", out, wanted, 1e-12 * largest(inputs.v))
+
+
+@check(
+    "Fewer heads of keys and values serve equal groups of neighbouring heads of queries.",
+    cases=tuple(
+        one for kv in (1, 2) for one in both(Case(tokens=5, batch=1, heads=4, kv_heads=kv, head_dim=4))
+    ),
+    beyond="grouped queries",
+)
+def grouped_queries_are_repeated_heads(subject: Subject, case: Case) -> Iterator[Finding]:
+    inputs, backend = subject.inputs(case), subject.build(case)
+    group = case.heads // case.kv_heads
+    k, v = (x.repeat_interleave(group, dim=1) for x in (inputs.k, inputs.v))
+    wanted = run(backend, inputs._replace(k=k, v=v))
+    yield close("Against repeated heads", run(backend, inputs), wanted, rounding(backend, inputs, case.dtype))
+
+
+def reads(subject: Subject, case: Case, key_mask: Tensor | None, out: Tensor) -> Tensor:
+    """Which queries read a key, bool [batch heads q_tokens].
+
+    A backend of one sequence may be local: where it takes a mask, a row of zeros is one that reads none.
+    """
+    if key_mask is None:
+        seen = torch.ones(case.batch, 1, case.tokens, dtype=torch.bool)
+    elif case.causal:
+        seen = (key_mask.cumsum(dim=1) > 0)[:, None, case.k_tokens - case.tokens :]
+    else:
+        seen = key_mask.any(dim=1)[:, None, None]
+    seen = seen.expand(out.shape[:3])
+    local = key_mask is not None and not subject.promises.cross
+    return seen & (out != 0).any(dim=-1) if local else seen

@@ -1,0 +1,94 @@
+"""The conformance suite: what a backend promises, checked, for our backends and for anybody's."""
+
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from typing import Any, Literal
+
+from efficient_attn.conformance import (  # noqa: F401  (importing them enters their checks)
+    causality,
+    gradients,
+    inputs,
+    masks,
+    modules,
+    numerics,
+    randomness,
+    refusals,
+    weights,
+)
+from efficient_attn.conformance.records import (
+    KEPT,
+    UNPROMISED,
+    BrokenPromiseError,
+    CheckRecord,
+)
+from efficient_attn.conformance.subject import Subject, subject
+from efficient_attn.conformance.table import CHECKS, record_of
+from efficient_attn.errors import OptionError, UnknownNameError
+from efficient_attn.registry import Capabilities
+
+__all__ = ["BrokenPromiseError", "CheckRecord", "check_backend", "check_names"]
+
+
+def check_names() -> tuple[str, ...]:
+    """Names of all checks, in the order in which they run."""
+    return tuple(CHECKS)
+
+
+def check_backend(
+    backend: Any,
+    *,
+    capabilities: Capabilities | None = None,
+    expected_failures: Mapping[str, str] | None = None,
+    on_fail: Literal["raise", "warn", "collect"] = "raise",
+    seed: int = 0,
+    only: Iterable[str] | None = None,
+    tell: Callable[[CheckRecord], None] | None = None,
+) -> list[CheckRecord]:
+    """What became of each promise of a backend, one record per check.
+
+    Args:
+        backend: A name, file.py:object, a BackendSpec, a registered builder, a module or f(q, k, v).
+        capabilities: What it promises, in place of what its spec says.
+        expected_failures: Reasons by the name of the check. One that is kept after all fails.
+        on_fail: raise one error that lists all failures, warn of each, or only collect the records.
+        seed: Of the inputs.
+        only: Names of the checks to run; None: all.
+        tell: Called with each record as soon as it exists.
+
+    Raises:
+        BrokenPromiseError: If a promise is broken, or kept without having been made, or kept against
+            expectation, and `on_fail` is "raise".
+        UnknownNameError: If there is no such backend or no such check.
+    """
+    if on_fail not in ("raise", "warn", "collect"):
+        raise OptionError(f"on_fail is 'raise', 'warn' or 'collect', not {on_fail!r}.")
+    expected, chosen = dict(expected_failures or {}), CHECKS if only is None else list(only)
+    for name in [*expected, *chosen]:
+        if name not in CHECKS:
+            raise UnknownNameError("check", name, CHECKS)
+    tested = subject(backend, capabilities, seed)
+    records = []
+    for name in chosen:
+        records.append(_record(name, tested, expected.get(name)))
+        if tell is not None:
+            tell(records[-1])
+    _report(records, on_fail)
+    return records
+
+
+def _record(name: str, tested: Subject, expected: str | None) -> CheckRecord:
+    record = record_of(CHECKS[name], tested)
+    if expected is None:
+        return record
+    # Strict: what was expected to fail and does not is out of date.
+    return replace(record, expected=expected, failed=record.outcome in (KEPT, UNPROMISED))
+
+
+def _report(records: list[CheckRecord], on_fail: str) -> None:
+    failed = [record for record in records if record.failed]
+    if failed and on_fail == "raise":
+        raise BrokenPromiseError(records)
+    if failed and on_fail == "warn":
+        for record in failed:
+            warnings.warn(record.sentence(), stacklevel=3)
