@@ -1,10 +1,10 @@
-"""What every test stands on: checked shapes in `ops`, plots without a screen, two threads."""
+"""What every test stands on: checked shapes in `ops`, plots without a screen, one thread."""
 
 import os
 
 import pytest
 
-THREADS = 2
+THREADS = 1
 
 
 def pytest_configure(config: pytest.Config) -> None:
