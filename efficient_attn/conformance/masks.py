@@ -64,9 +64,13 @@ def blind_queries_give_zeros(subject: Subject, case: Case) -> Iterator[Finding]:
     inputs, backend = subject.inputs(case), subject.build(case)
     mask = torch.ones(case.batch, case.k_tokens, dtype=torch.bool)
     mask[0] = False
+    # Where a token reads only those before it, the first of the other sequences is blind too.
+    mask[1:, 0] = not case.causal
     leaves = [x.requires_grad_() for x in inputs[:3]]
     out = run(backend, inputs._replace(key_mask=mask))
     yield Finding("A sequence of masked keys", largest(out[0]), 0.0)
+    if case.causal:
+        yield Finding("A first token that is masked", largest(out[1:, :, 0]), 0.0)
     if subject.promises.gradients:
         for name, gradient in zip("qkv", torch.autograd.grad(out.square().sum(), leaves), strict=True):
             yield Finding(f"Its gradient by {name}", largest(gradient[0]), 0.0)

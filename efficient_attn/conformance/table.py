@@ -27,6 +27,10 @@ class Refused(Exception):
     """Raised by a check of something unpromised, where asking for it was refused as it should be."""
 
 
+class SilentlyWrong(Exception):
+    """Raised by a check of something unpromised that was answered, wrongly, instead of refused."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Check:
     """A promise and how it is checked.
@@ -118,6 +122,8 @@ def _examine(one: Check, subject: Subject) -> tuple[str, str, Finding | None]:
                 worst = finding
     except CannotCheck as reason:
         return UNKNOWN, str(reason), None
+    except SilentlyWrong as reason:
+        return BROKEN, str(reason), None
     except Refused as reason:
         return NOT_PROMISED, str(reason), None
     except _Raised as raised:
@@ -140,6 +146,8 @@ def _findings(one: Check, subject: Subject) -> Iterator[tuple[Case, Finding]]:
                 yield case, finding
         except (CannotCheck, Refused):
             raise
+        except SilentlyWrong as error:
+            raise SilentlyWrong(f"{error} On {case}.") from error
         except Exception as error:  # whatever a backend raises is a broken promise with its input
             first = (str(error).strip().splitlines() or [""])[0]
             raise _Raised(f"It raised {type(error).__name__}: {first} On {case}.") from error
