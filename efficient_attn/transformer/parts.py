@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
-from efficient_attn.modules.options import whole_number
+from efficient_attn.modules.options import probability, whole_number
 from efficient_attn.registry import BackendSpec
 from efficient_attn.transformer.layer import AttentionLayer, check_sequence
 from efficient_attn.transformer.positions import build_positions
@@ -18,6 +18,7 @@ class Entrance(nn.Module):
 
     def __init__(self, positions: str | None, model_dim: int, dropout: float, max_tokens: int | None) -> None:
         super().__init__()
+        probability("dropout", dropout)
         self._model_dim = model_dim
         self.positions = build_positions(positions, model_dim, max_tokens)
         self.dropout = nn.Dropout(dropout)
@@ -53,7 +54,7 @@ def share_layers(layers: list[AttentionLayer]) -> None:
     """One backend's parameters for all layers, where its option `sharing` is "layers".
 
     The first layer owns them. The others hold its module without registering it, so that parameters
-    and state dict count it once and a deep copy keeps it shared.
+    and state dict have it in one layer only and a deep copy keeps it shared.
     """
     backends = [layer.backend for layer in layers]
     if not backends or getattr(backends[0].options, "sharing", None) != "layers":
