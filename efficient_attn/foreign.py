@@ -3,6 +3,8 @@
 import importlib
 import importlib.util
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -10,7 +12,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from efficient_attn.backend import Backend
-from efficient_attn.errors import DataError, DtypeError, UnknownNameError
+from efficient_attn.errors import DataError, DtypeError, UnknownNameError, UnsupportedError
+from efficient_attn.problem import AttentionProblem
 from efficient_attn.registry import SPECS, BackendSpec, Capabilities, NoOptions
 
 # What can be measured of a function of q, k and v that says nothing about itself.
@@ -40,13 +43,25 @@ def spec_of(thing: Any, *, name: str | None = None) -> BackendSpec:
         if known.builder is thing:
             return known
     if isinstance(thing, Backend):
-        return _fixed(thing.core, thing.spec.name, thing.spec.capabilities, thing.spec.summary)
+        return replace(thing.spec, options_type=NoOptions, builder=partial(_core_of, thing))
     if isinstance(thing, type) or not callable(thing):
         raise DtypeError(
             f"A backend is a name, file.py:object, a module or a function f(q, k, v), not {thing!r}."
         )
     label = name or str(getattr(thing, "__name__", type(thing).__name__))
     return _fixed(CalledAttention(thing), label, BARE, "An attention from outside the table.")
+
+
+def _core_of(built: Backend, problem: AttentionProblem, options: NoOptions) -> nn.Module:
+    """The core of a built backend, which serves the problem that it was built for and no other."""
+    for name in ("head_dim", "causal", "factor"):
+        had, wanted = getattr(built.problem, name), getattr(problem, name)
+        if had != wanted:
+            raise UnsupportedError(
+                f"This {built.spec.name!r} was built with {name}={had} and {name}={wanted} is asked: build "
+                f"it anew by its name."
+            )
+    return built.core
 
 
 def _fixed(core: nn.Module, name: str, capabilities: Capabilities, summary: str) -> BackendSpec:

@@ -88,6 +88,15 @@ def test_modules_functions_builders_specs_and_built_backends_are_backends_too():
     assert ea.build("torch.nn.functional:scaled_dot_product_attention", head_dim=8)(q, k, v).shape == v.shape
 
 
+def test_a_built_backend_is_not_taken_for_what_it_was_not_built_for():
+    built = ea.build("window", head_dim=8, window=3)
+    for asked in ({"causal": True}, {"scale": 2.0}):
+        with pytest.raises(
+            ea.UnsupportedError, match=r"'window' was built with .* build it anew by its name"
+        ):
+            ea.build(built, head_dim=8, **asked)
+
+
 def test_two_backends_of_one_name_are_refused():
     register = registry.register("exact", summary="", capabilities=registry.Capabilities(causal=True))
     with pytest.raises(RuntimeError, match=r"Two backends are called 'exact'; rename one of them"):
