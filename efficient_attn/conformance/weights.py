@@ -46,7 +46,7 @@ def weights_of_a_row_sum_to_one(subject: Subject, case: Case) -> Iterator[Findin
 )
 def outputs_lie_among_the_values(subject: Subject, case: Case) -> Iterator[Finding]:
     inputs, backend = subject.inputs(case), subject.build(case)
-    out = run(backend, inputs)
+    out = run(backend, inputs).detach()
     out = out[reads(subject, case, inputs.key_mask, out)]
     v = (
         inputs.v

@@ -1,0 +1,133 @@
+"""Every registered backend goes through the public suite, check by check; and the suite's own manners."""
+
+import warnings
+
+import pytest
+import torch
+
+import efficient_attn as ea
+from efficient_attn.registry import Capabilities
+from efficient_attn.testing import BrokenPromiseError, check_backend, check_names
+
+COMPILED = "compiled_it_is_the_same"
+# Runtime shape checks make torch.compile stumble, and draw from `random` to choose what they look at.
+WITHOUT_SHAPE_CHECKS = (COMPILED, "nothing_global_is_touched")
+NAMES = [
+    pytest.param(name, marks=pytest.mark.compile) if name in WITHOUT_SHAPE_CHECKS else name
+    for name in check_names()
+]
+
+
+def attend(q, k, v):
+    return (q @ k.mT / q.shape[-1] ** 0.5).softmax(dim=-1) @ v
+
+
+def uniform(q, k, v):
+    return v.mean(dim=2, keepdim=True).expand(-1, -1, q.shape[2], -1)
+
+
+def of(records, check):
+    (record,) = [record for record in records if record.check == check]
+    return record
+
+
+@pytest.mark.parametrize("check", NAMES)
+@pytest.mark.parametrize("backend", ea.list_backends())
+def test_a_registered_backend_keeps_what_it_promises(backend: str, check: str) -> None:
+    check_backend(backend, only=[check])
+
+
+def test_linformer_that_pools_means_gives_a_constant_for_constant_values() -> None:
+    backend = ea.build("linformer", head_dim=4, max_tokens=24, rank=6).double()
+    q, k = torch.randn(2, 1, 2, 13, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    mask = torch.arange(13)[None] % 4 != 1
+    for key_mask in (None, mask):
+        out = backend(q, k, torch.ones_like(k), key_mask=key_mask)
+        torch.testing.assert_close(out, torch.ones_like(out), rtol=0, atol=1e-12)
+
+
+def test_a_name_a_spec_a_builder_and_a_built_backend_are_checked_alike() -> None:
+    from efficient_attn.backends.exact_dense import build
+
+    built = ea.build("exact-dense", head_dim=4)
+    for thing in ("exact-dense", ea.spec("exact-dense"), build, built):
+        (record,) = check_backend(thing, only=["blind_queries_give_zeros"])
+        assert (record.backend, record.outcome) == ("exact-dense", "kept")
+
+
+def test_a_function_fails_nothing_that_it_never_declared() -> None:
+    checks = [name for name in check_names() if name != COMPILED]
+    records = check_backend(attend, only=checks)
+    assert of(records, "padding_contents_change_no_bit").outcome == "could not check"
+    assert "declares no key mask" in of(records, "padding_contents_change_no_bit").detail
+    assert of(records, "equals_softmax_attention").outcome == "kept without promise"
+    assert of(records, "grouped_queries_are_repeated_heads").outcome == "could not check"
+    assert of(records, "gradients_are_those_of_finite_differences").outcome == "kept"
+
+
+def test_a_function_that_breaks_what_every_backend_promises_fails() -> None:
+    with pytest.raises(BrokenPromiseError, match="inputs_are_not_written_to: broken") as caught:
+        check_backend(lambda q, k, v: attend(q.mul_(2), k, v), only=["inputs_are_not_written_to"])
+    assert caught.value.records[0].failed
+
+
+def test_what_a_function_is_said_to_promise_is_held_against_it() -> None:
+    exact = Capabilities(causal=False, key_mask=False, exact=True)
+    (record,) = check_backend(
+        uniform, capabilities=exact, only=["equals_softmax_attention"], on_fail="collect"
+    )
+    assert record.outcome == "broken" and record.error > record.bound
+    # With one token there is nothing to tell apart: the smallest input that shows it has two.
+    assert "k [2, 2, 2, 4]" in record.detail
+
+
+def test_a_promise_kept_without_being_made_fails_a_backend_that_declares_its_promises() -> None:
+    modest = Capabilities(causal=False, key_mask=False, exact=False)
+    (record,) = check_backend(
+        attend, capabilities=modest, only=["equals_softmax_attention"], on_fail="collect"
+    )
+    assert (record.outcome, record.failed) == ("kept without promise", True)
+
+
+def test_an_expected_failure_passes_and_one_that_is_kept_fails() -> None:
+    exact, reason = Capabilities(causal=False, key_mask=False, exact=True), "It averages."
+    check = "equals_softmax_attention"
+    (record,) = check_backend(uniform, capabilities=exact, only=[check], expected_failures={check: reason})
+    assert (record.outcome, record.failed, record.expected) == ("broken", False, reason)
+    with pytest.raises(BrokenPromiseError, match=r"expected: It averages\."):
+        check_backend(attend, capabilities=exact, only=[check], expected_failures={check: reason})
+
+
+def test_failures_are_raised_warned_of_or_collected() -> None:
+    exact = Capabilities(causal=False, key_mask=False, exact=True)
+    settings = {"capabilities": exact, "only": ["equals_softmax_attention"]}
+    with pytest.raises(BrokenPromiseError, match="fails 1 of 1 checks"):
+        check_backend(uniform, **settings)
+    with pytest.warns(UserWarning, match="equals_softmax_attention: broken"):
+        check_backend(uniform, on_fail="warn", **settings)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert check_backend(uniform, on_fail="collect", **settings)[0].failed
+    with pytest.raises(ea.OptionError, match="on_fail is"):
+        check_backend(uniform, on_fail="ignore", **settings)
+
+
+def test_an_unknown_check_is_refused_with_a_suggestion() -> None:
+    with pytest.raises(ea.UnknownNameError, match="Did you mean 'blind_queries_give_zeros'"):
+        check_backend("exact", only=["blind_queries_give_zero"])
+    with pytest.raises(ea.UnknownNameError, match="No check is called"):
+        check_backend("exact", expected_failures={"padding": "why"})
+
+
+def test_parameters_of_a_module_from_outside_are_left_as_they_are() -> None:
+    class Mixing(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.factor = torch.nn.Parameter(torch.ones(()))
+
+        def forward(self, q, k, v):
+            return attend(q * self.factor, k, v)
+
+    module = Mixing().train()
+    check_backend(module, only=["weights_of_a_row_sum_to_one", "a_copy_is_equal_and_apart"])
+    assert module.factor.dtype == torch.float32 and module.factor.detach() == 1.0 and module.training
