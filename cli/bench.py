@@ -22,6 +22,7 @@ from .options import (
     DtypeOption,
     ExtraArguments,
     HeadDimOption,
+    IsolateOption,
     JsonToOption,
     MemoryLimitOption,
     NumHeadsOption,
@@ -31,6 +32,7 @@ from .options import (
     SeqLenOption,
     SetOption,
     ThreadsOption,
+    TimeoutOption,
     names,
 )
 
@@ -52,6 +54,8 @@ def bench_command(
     seed: SeedOption = 0,
     budget: BudgetOption = "2m",
     memory_limit: MemoryLimitOption = "70%",
+    isolate: IsolateOption = None,
+    timeout: TimeoutOption = "60s",
     out: OutOption = None,
     dry_run: DryRunOption = False,
     json_to: JsonToOption = None,
@@ -64,6 +68,7 @@ def bench_command(
     from efficient_attn.experiments.results import open_folder, run_folder
     from efficient_attn.measure.environment import command_line
     from efficient_attn.sweep.amounts import parse_seconds, parse_sizes
+    from efficient_attn.sweep.isolate import DEFAULT_ISOLATION, ISOLATIONS
     from efficient_attn.sweep.variants import parse_settings
 
     if extra:
@@ -73,7 +78,11 @@ def bench_command(
     # What is wrong in the request itself is said before torch is loaded.
     parse_sizes(seq_len, name="--seq-len")
     budget_s = parse_seconds(budget, name="--budget")
+    timeout_s = parse_seconds(timeout, name="--timeout")
     settings = parse_settings(set_ or [])
+    isolate = isolate or DEFAULT_ISOLATION
+    if isolate not in ISOLATIONS:
+        raise OptionError(f"--isolate is {', '.join(ISOLATIONS)}, not {isolate!r}.")
     if json_to not in (None, "-"):
         raise OptionError(f"--json takes - for stdout, not {json_to!r}; files are written to --out.")
     workload = bench.settle(
@@ -106,7 +115,13 @@ def bench_command(
     # What a backend prints is talk: stdout holds results and nothing else.
     with talk.progress(len(entries)) as show, redirect_stdout(sys.stderr):
         results = bench.run_bench(
-            entries, budget_s=budget_s, out=folder, command=command_line(), progress=show
+            entries,
+            budget_s=budget_s,
+            out=folder,
+            command=command_line(),
+            progress=show,
+            isolate=isolate,
+            timeout_s=timeout_s,
         )
     _print(results, as_json=json_to is not None)
     typer.echo(str(folder), err=json_to is not None)

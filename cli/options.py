@@ -63,6 +63,17 @@ BudgetOption = Annotated[
 MemoryLimitOption = Annotated[
     str, typer.Option("--memory-limit", metavar="AMOUNT", help="Skip what would need more: 70% or 8GiB.")
 ]
+IsolateOption = Annotated[
+    str | None,
+    typer.Option(
+        "--isolate",
+        metavar="none|reuse|point",
+        help="Measure in this process, in one that is replaced after a failure, or in a new one each time.",
+    ),
+]
+TimeoutOption = Annotated[
+    str, typer.Option("--timeout", metavar="TIME", help="End what takes longer, unless --isolate none.")
+]
 OutOption = Annotated[
     Path | None,
     typer.Option("--out", metavar="DIR", help="A new folder for the results; runs/… if left out."),

@@ -9,7 +9,7 @@ from efficient_attn.errors import AttentionError, DataError, OptionError, Unsupp
 from efficient_attn.experiments import bench as module
 from efficient_attn.experiments.bench import Workload, bench, plan_bench, settle
 
-SMALL = {"tokens": (16, 32), "num_heads": 2, "head_dim": 8, "budget_s": 30}
+SMALL = {"tokens": (16, 32), "num_heads": 2, "head_dim": 8, "budget_s": 30, "isolate": "none"}
 
 
 def values(q, k, v):

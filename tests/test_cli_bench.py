@@ -12,7 +12,10 @@ pytest.importorskip("efficient_attn_cli", reason="needs an installation, if only
 from efficient_attn.errors import AttentionError
 from efficient_attn_cli.main import main
 
-SMALL = ["bench", "--seq-len", "16,32", "--num-heads", "2", "--head-dim", "8", "--budget", "30s"]
+SMALL = [
+    *("bench", "--seq-len", "16,32", "--num-heads", "2", "--head-dim", "8", "--budget", "30s"),
+    *("--isolate", "none"),
+]
 OWN = """
 def mean(q, k, v):
     return v.mean(dim=-2, keepdim=True).expand_as(v).contiguous()
@@ -71,9 +74,10 @@ def test_json_makes_stdout_one_document(capsys):
     assert not document["interrupted"]
 
 
-def test_what_a_backend_prints_stays_out_of_the_results(capsys):
-    assert command(*SMALL, "--backend", "own.py:talkative", "--json", "-") == 0
-    out, err = capsys.readouterr()
+@pytest.mark.parametrize("isolate", ["none", "reuse"])
+def test_what_a_backend_prints_stays_out_of_the_results(isolate, capfd):
+    assert command(*SMALL, "--backend", "own.py:talkative", "--isolate", isolate, "--json", "-") == 0
+    out, err = capfd.readouterr()
     assert json.loads(out)["records"] and "hello" in err
 
 
@@ -139,6 +143,8 @@ WRONG = [
     (["--head-dim", "x"], "--head-dim"),
     (["--batch", "-1"], "--batch"),
     (["--threads", "100000"], "threads is at most"),
+    (["--timeout", "never"], "--timeout is a duration"),
+    (["--isolate", "yes"], "--isolate is none, reuse, point, not 'yes'"),
     (["--budget", "soon"], "--budget is a duration"),
     (["--memory-limit", "all"], "--memory-limit is an amount"),
     (["--json", "file.json"], "--json takes - for stdout"),

@@ -1,12 +1,11 @@
 """How long each backend takes and how much memory it needs, length by length."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from efficient_attn.analysis.curves import YARDSTICK
-from efficient_attn.errors import OptionError, UnsupportedError
+from efficient_attn.errors import UnsupportedError
 from efficient_attn.experiments.results import (
     COMMAND,
     ENVIRONMENT,
@@ -16,35 +15,20 @@ from efficient_attn.experiments.results import (
     write,
     write_json,
 )
-from efficient_attn.measure.environment import available_bytes, environment, usable_cores
-from efficient_attn.problem import positive_count
+from efficient_attn.experiments.workload import Workload, settle
+from efficient_attn.measure.environment import available_bytes, environment
 from efficient_attn.sweep.amounts import parse_bytes, parse_sizes
-from efficient_attn.sweep.plan import ITEM_BYTES, Entry, plan
+from efficient_attn.sweep.isolate import DEFAULT_ISOLATION, DEFAULT_TIMEOUT_S, NONE, POINT, START_S, measuring
+from efficient_attn.sweep.plan import Entry, plan
 from efficient_attn.sweep.records import Record, append
 from efficient_attn.sweep.run import Step, run
-from efficient_attn.sweep.variants import Variant, select
+from efficient_attn.sweep.variants import Variant, has_address, select
 
 # A load above this share of the cores before a run means that others want them too.
 _IDLE_LOAD = 0.5
 
 DEFAULT_TOKENS = (256, 512, 1024, 2048, 4096)
 DEFAULT_MEMORY_LIMIT = "70%"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Workload:
-    """What every backend of a benchmark is given to do; `auto` and None are settled by `settle`."""
-
-    of: str = "attention"
-    batch: int = 1
-    num_heads: int = 8
-    head_dim: int = 64
-    causal: bool = False
-    backward: bool = False
-    dtype: str = "auto"
-    device: str = "auto"
-    threads: int | None = None
-    seed: int = 0
 
 
 def bench(
@@ -65,8 +49,13 @@ def bench(
     memory_limit: str | int = DEFAULT_MEMORY_LIMIT,
     seed: int = 0,
     out: str | Path | None = None,
+    isolate: str = DEFAULT_ISOLATION,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
 ) -> Results:
     """Time and peak memory of backends on Gaussian q, k, v, with fused `exact` always among them.
+
+    Measured is in another process, whose end ends nothing else; in this one if a backend is an object that
+    exists nowhere else, such as a function of a notebook or a name registered there: all are treated alike.
 
     Args:
         backends: Names, `file.py:object`, modules or functions f(q, k, v); None stands for all.
@@ -77,6 +66,9 @@ def bench(
         budget_s: Lengths that would not fit into the rest of these seconds are skipped.
         memory_limit: Bytes, or a share of the available memory; what would need more is skipped.
         out: A folder that every record is written to as soon as it exists.
+        isolate: `reuse` keeps the process while it is healthy, `point` takes a new one for every turn,
+            `none` measures in this one.
+        timeout_s: What takes longer in another process is ended.
     """
     workload = settle(
         Workload(
@@ -93,27 +85,7 @@ def bench(
         )
     )
     entries = plan_bench(backends, tokens, workload, options=options, memory_limit=memory_limit)
-    return run_bench(entries, budget_s=budget_s, out=out)
-
-
-def settle(workload: Workload) -> Workload:
-    """The workload with device, dtype and threads chosen, checked as far as this machine can tell.
-
-    Raises:
-        OptionError, UnsupportedError: If it makes no sense, or this machine cannot do it.
-    """
-    if workload.of in ("block", "encoder"):
-        raise UnsupportedError(f"of cannot be {workload.of!r} yet; what is measured is attention alone.")
-    if workload.of != "attention":
-        raise OptionError(f"of is attention, not {workload.of!r}.")
-    for name in ("batch", "num_heads", "head_dim"):
-        positive_count(name, getattr(workload, name))
-    device = _device(workload.device)
-    automatic = "bfloat16" if device.startswith("cuda") else "float32"
-    dtype = automatic if workload.dtype == "auto" else workload.dtype
-    if dtype not in ITEM_BYTES:
-        raise OptionError(f"dtype is auto, {', '.join(ITEM_BYTES)}, not {dtype!r}.")
-    return replace(workload, device=device, dtype=dtype, threads=_threads(workload.threads))
+    return run_bench(entries, budget_s=budget_s, out=out, isolate=isolate, timeout_s=timeout_s)
 
 
 def plan_bench(
@@ -168,8 +140,12 @@ def run_bench(
     out: str | Path | None = None,
     command: Sequence[str] = (),
     progress: Callable[[Step], None] | None = None,
+    isolate: str = DEFAULT_ISOLATION,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
 ) -> Results:
     """Measure the entries; with `out` everything is written there, records as soon as they exist."""
+    here = [entry.variant.label for entry in entries if not has_address(entry.variant.target)]
+    measurer = measuring(NONE if here else isolate, timeout_s=timeout_s)
     folder = None if out is None else open_folder(out, name="out", fresh=True)
     machine = environment(command=command, device=entries[0].case.device)
     if folder is not None:
@@ -182,8 +158,13 @@ def run_bench(
         if folder is not None:
             append(folder / RECORDS, record)
 
-    complete = run(entries, emit=emit, progress=progress, budget_s=budget_s)
-    results = Results(records, environment=machine, interrupted=not complete, notes=_notes(machine))
+    start_s = START_S if isolate == POINT else 0.0
+    with measurer as measure:
+        complete = run(
+            entries, emit=emit, progress=progress, budget_s=budget_s, measure=measure, start_s=start_s
+        )
+    notes = [*_notes(machine), *([_not_isolated(here[0])] if here and isolate != NONE else [])]
+    results = Results(records, environment=machine, interrupted=not complete, notes=notes)
     if folder is not None:
         results.save(folder)
     return results
@@ -200,27 +181,5 @@ def _notes(machine: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _device(device: str) -> str:
-    import torch
-
-    if device == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    kind, _, index = device.partition(":")
-    if kind not in ("cpu", "cuda") or (index and not (kind == "cuda" and index.isdecimal())):
-        raise OptionError(f"device is auto, cpu, cuda or cuda:0, cuda:1, …, not {device!r}.")
-    if kind == "cuda" and not torch.cuda.is_available():
-        raise UnsupportedError(f"device cannot be {device!r}: this torch sees no CUDA device. Use cpu.")
-    if index and int(index) >= torch.cuda.device_count():
-        raise OptionError(f"device cannot be {device!r}: there are {torch.cuda.device_count()} CUDA devices.")
-    return device
-
-
-def _threads(threads: int | None) -> int:
-    import torch
-
-    if threads is None:
-        return torch.get_num_threads()
-    positive_count("threads", threads)
-    if threads > usable_cores():
-        raise OptionError(f"threads is at most the {usable_cores()} cores that can be used, not {threads}.")
-    return threads
+def _not_isolated(label: str) -> str:
+    return f"Nothing was isolated: {label!r} exists in this process only; name it as file.py:object."

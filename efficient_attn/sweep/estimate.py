@@ -18,11 +18,13 @@ class Estimate:
     Args:
         turns: How often a time is taken up.
         turn_s: Seconds of calls in one turn.
+        start_s: Seconds of starting a process for each turn, where that is done.
     """
 
-    def __init__(self, *, turns: int, turn_s: float) -> None:
+    def __init__(self, *, turns: int, turn_s: float, start_s: float = 0.0) -> None:
         self._turns = turns
         self._turn_s = turn_s
+        self._overhead_s = _OVERHEAD_S + start_s
         self._calls: dict[str, tuple[int, float]] = {}
 
     def learn(self, record: Record) -> None:
@@ -34,9 +36,9 @@ class Estimate:
         """What one entry will take; as if calls were short where nothing is known."""
         call_s = self._call_s(entry)
         if entry.case.kind == "memory":
-            return _OVERHEAD_S + _MEMORY_CALLS * call_s
+            return self._overhead_s + _MEMORY_CALLS * call_s
         one_turn_s = _WARM_UP_CALLS * call_s + max(self._turn_s, call_s)
-        return self._turns * (_OVERHEAD_S + one_turn_s)
+        return self._turns * (self._overhead_s + one_turn_s)
 
     def total(self, entries: Iterable[Entry]) -> float:
         """What all these entries will take."""

@@ -164,12 +164,13 @@ def read(path: str | Path) -> Reading:
     except OSError as error:
         raise DataError(f"Cannot read records from {path}: {error.strerror}.") from None
     *whole, rest = data.split(b"\n")
-    lines = [(number, text) for number, text in enumerate(whole, start=1) if text.strip()]
-    records = tuple(_record(text, f"{path}, line {number}") for number, text in lines)
+    lines = enumerate(whole, start=1)
+    records = tuple(parse(text, f"{path}, line {number}") for number, text in lines if text.strip())
     return Reading(records, torn=bool(rest.strip()))
 
 
-def _record(text: bytes, place: str) -> Record:
+def parse(text: bytes, place: str) -> Record:
+    """The record of one line; messages call where it stands `place`."""
     try:
         row = json.loads(text, parse_constant=_refuse_constant, parse_float=_finite_number)
     except (ValueError, RecursionError) as error:

@@ -44,14 +44,18 @@ def run(
     progress: Callable[[Step], None] | None = None,
     budget_s: float | None = None,
     measure: Measure = worker.measure,
+    start_s: float = 0.0,
 ) -> bool:
     """Measure all entries; `emit` gets each record as soon as it is complete.
+
+    Args:
+        start_s: What `measure` takes beside measuring, such as starting a process.
 
     Returns:
         False if it was interrupted from the keyboard; times that were begun are emitted with the turns
         they had.
     """
-    sweep = _Sweep(entries, emit=emit, progress=progress, budget_s=budget_s, measure=measure)
+    sweep = _Sweep(entries, emit=emit, progress=progress, budget_s=budget_s, measure=measure, start_s=start_s)
     try:
         for _, group in itertools.groupby(entries, key=lambda entry: entry.case.tokens):
             sweep.measure_length(list(group))
@@ -72,6 +76,7 @@ class _Sweep:
         progress: Callable[[Step], None] | None,
         budget_s: float | None,
         measure: Measure,
+        start_s: float,
     ) -> None:
         self._emit = emit
         self._progress = progress
@@ -82,7 +87,8 @@ class _Sweep:
         self._total = len(self._left)
         self._begun: dict[str, list[Record]] = {}
         self._turn_s = _seconds_of_a_turn(entries, budget_s)
-        self._estimate = Estimate(turns=TURNS, turn_s=self._turn_s)
+        self._estimate = Estimate(turns=TURNS, turn_s=self._turn_s, start_s=start_s)
+        self._timed_out: dict[str, int] = {}
 
     def measure_length(self, entries: list[Entry]) -> None:
         """Measure the entries of one length: first the times in turns, then the rest one by one."""
@@ -91,7 +97,7 @@ class _Sweep:
         for entry in in_turns(timed, rounds=TURNS):
             self._take_turn(entry)
         for entry in possible:
-            if entry.case.kind != "time":
+            if entry.case.kind != "time" and not self._skipped(entry):
                 self._announce(entry)
                 self._finish(self._one_turn(entry))
 
@@ -119,10 +125,16 @@ class _Sweep:
         return self._measure(entry.case, target=entry.variant.target, seconds=self._turn_s)
 
     def _skipped(self, entry: Entry) -> bool:
-        reason = entry.skip or self._over_budget(entry)
+        reason = entry.skip or self._hopeless(entry) or self._over_budget(entry)
         if reason is not None:
             self._finish(Record(case=entry.case, status="skipped", reason=reason))
         return reason is not None
+
+    def _hopeless(self, entry: Entry) -> str | None:
+        tokens = self._timed_out.get(entry.case.label)
+        return (
+            None if tokens is None else f"took too long at {tokens} tokens already (raise it with --timeout)"
+        )
 
     def _over_budget(self, entry: Entry) -> str | None:
         if self._budget_s is None:
@@ -140,6 +152,8 @@ class _Sweep:
         # Taken off the lists first: an interruption while it is written must not write it twice.
         self._begun.pop(record.case.key, None)
         self._left.pop(record.case.key, None)
+        if record.status == "timeout":
+            self._timed_out.setdefault(record.case.label, record.case.tokens)
         self._emit(record)
         self._tell(None, record)
 

@@ -6,6 +6,7 @@ import types
 import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from importlib.metadata import entry_points
 from pathlib import PurePath
 from typing import Any
 
@@ -66,6 +67,19 @@ def select(
         for variant in _variants(name, target, (settings or {}).get(name, {}))
     ]
     return tuple(_distinct(variants))
+
+
+def has_address(target: Any) -> bool:
+    """Whether another process finds the same backend under this: a name of ours or of a plugin, or a path."""
+    from efficient_attn import backends
+    from efficient_attn.foreign import is_address
+
+    if not isinstance(target, str) or is_address(target):
+        return isinstance(target, str)
+    registered_by = backends.resolve(target).builder.__module__
+    if registered_by.startswith(f"{backends.__name__}."):
+        return True
+    return any(point.name == target for point in entry_points(group=backends.__name__))
 
 
 def _variants(name: str, target: Any, settings: Mapping[str, Sequence[Any]]) -> list[Variant]:

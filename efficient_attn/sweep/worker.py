@@ -21,7 +21,7 @@ _FEWEST_CALLS, _MOST_CALLS = 1, 1000
 # What torch's allocators say; the one of the CPU raises a plain RuntimeError.
 _OUT_OF_MEMORY = ("can't allocate memory", "out of memory", "not enough memory")
 
-# A message of a backend is kept to this many characters of its first line.
+# A message of a backend becomes one line of at most this many characters.
 _LONGEST_REASON = 300
 
 
@@ -35,10 +35,10 @@ def measure(case: Case, *, target: Any = None, seconds: float = 0.1) -> Record:
         with _threads(case.threads):
             return _MEASURES[case.kind](case, case.backend if target is None else target, seconds)
     except AttentionError as refusal:
-        return Record(case=case, status="unsupported", reason=_first_line(str(refusal)))
+        return Record(case=case, status="unsupported", reason=_one_line(str(refusal)))
     except Exception as failure:  # The backend may be anybody's code: whatever it raises is its result.
         status = "oom" if _is_out_of_memory(failure) else "error"
-        reason = _first_line(f"{type(failure).__name__}: {failure}")
+        reason = _one_line(f"{type(failure).__name__}: {failure}")
     _give_memory_back(case.device)
     return Record(case=case, status=status, reason=reason)
 
@@ -176,5 +176,5 @@ def _give_memory_back(device: str) -> None:
         torch.cuda.empty_cache()
 
 
-def _first_line(text: str) -> str:
-    return (text.strip().splitlines() or [""])[0][:_LONGEST_REASON]
+def _one_line(text: str) -> str:
+    return " ".join(text.split())[:_LONGEST_REASON]

@@ -1,0 +1,70 @@
+"""What every backend of a benchmark is given to do, and whether this machine can do it."""
+
+from dataclasses import dataclass, replace
+
+from efficient_attn.errors import OptionError, UnsupportedError
+from efficient_attn.measure.environment import usable_cores
+from efficient_attn.problem import positive_count
+from efficient_attn.sweep.plan import ITEM_BYTES
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """What every backend of a benchmark is given to do; `auto` and None are settled by `settle`."""
+
+    of: str = "attention"
+    batch: int = 1
+    num_heads: int = 8
+    head_dim: int = 64
+    causal: bool = False
+    backward: bool = False
+    dtype: str = "auto"
+    device: str = "auto"
+    threads: int | None = None
+    seed: int = 0
+
+
+def settle(workload: Workload) -> Workload:
+    """The workload with device, dtype and threads chosen, checked as far as this machine can tell.
+
+    Raises:
+        OptionError, UnsupportedError: If it makes no sense, or this machine cannot do it.
+    """
+    if workload.of in ("block", "encoder"):
+        raise UnsupportedError(f"of cannot be {workload.of!r} yet; what is measured is attention alone.")
+    if workload.of != "attention":
+        raise OptionError(f"of is attention, not {workload.of!r}.")
+    for name in ("batch", "num_heads", "head_dim"):
+        positive_count(name, getattr(workload, name))
+    device = _device(workload.device)
+    automatic = "bfloat16" if device.startswith("cuda") else "float32"
+    dtype = automatic if workload.dtype == "auto" else workload.dtype
+    if dtype not in ITEM_BYTES:
+        raise OptionError(f"dtype is auto, {', '.join(ITEM_BYTES)}, not {dtype!r}.")
+    return replace(workload, device=device, dtype=dtype, threads=_threads(workload.threads))
+
+
+def _device(device: str) -> str:
+    import torch
+
+    if device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    kind, _, index = device.partition(":")
+    if kind not in ("cpu", "cuda") or (index and not (kind == "cuda" and index.isdecimal())):
+        raise OptionError(f"device is auto, cpu, cuda or cuda:0, cuda:1, …, not {device!r}.")
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise UnsupportedError(f"device cannot be {device!r}: this torch sees no CUDA device. Use cpu.")
+    if index and int(index) >= torch.cuda.device_count():
+        raise OptionError(f"device cannot be {device!r}: there are {torch.cuda.device_count()} CUDA devices.")
+    return device
+
+
+def _threads(threads: int | None) -> int:
+    import torch
+
+    if threads is None:
+        return torch.get_num_threads()
+    positive_count("threads", threads)
+    if threads > usable_cores():
+        raise OptionError(f"threads is at most the {usable_cores()} cores that can be used, not {threads}.")
+    return threads

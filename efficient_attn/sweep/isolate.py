@@ -1,0 +1,205 @@
+"""Measure in another process, so that a backend that crashes, hangs or eats all memory costs one record.
+
+The process is spawned, not forked, and is reused while it is healthy. Requests and answers are lines of JSON
+over pipes that nobody prints to.
+"""
+
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, replace
+from types import TracebackType
+from typing import Any, Self
+
+from efficient_attn.errors import DataError, OptionError
+from efficient_attn.sweep import worker
+from efficient_attn.sweep.amounts import show_seconds
+from efficient_attn.sweep.child import INTERRUPTED, READY
+from efficient_attn.sweep.records import Case, Record, parse
+
+NONE, REUSE, POINT = ISOLATIONS = ("none", "reuse", "point")
+
+# What a process group without pipes for its children could not do is not tried.
+DEFAULT_ISOLATION = REUSE if os.name == "posix" else NONE
+DEFAULT_TIMEOUT_S = 60.0
+
+# Seconds that starting Python and loading torch take about; those after which it is given up.
+START_S, _START_LIMIT_S = 2.0, 120.0
+
+# A process that was killed is gone after this, unless the system itself hangs.
+_END_LIMIT_S = 2.0
+
+# A record is a few kilobytes.
+_LONGEST_ANSWER = 1 << 22
+_STDERR = 2
+
+
+def measuring(isolate: str, *, timeout_s: float) -> AbstractContextManager[Callable[..., Record]]:
+    """What measures a case: here for `none`, else in a process, kept (`reuse`) or new each time (`point`)."""
+    if isolate not in ISOLATIONS:
+        raise OptionError(f"isolate is {', '.join(ISOLATIONS)}, not {isolate!r}.")
+    if not timeout_s > 0:
+        raise OptionError(f"timeout_s is a number of seconds above 0, not {timeout_s!r}.")
+    if isolate == NONE:
+        return nullcontext(worker.measure)
+    return Isolated(timeout_s=timeout_s, each=isolate == POINT)
+
+
+class Isolated:
+    """Measures cases in a process that is replaced after every failure.
+
+    Args:
+        timeout_s: Seconds for one request: a turn of a time, or a memory.
+        each: A new process for every request.
+    """
+
+    def __init__(self, *, timeout_s: float, each: bool = False) -> None:
+        self._timeout_s = timeout_s
+        self._each = each
+        self._child: _Child | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __call__(self, case: Case, *, target: str | None = None, seconds: float) -> Record:
+        """The record of one case; whatever becomes of the process, there is one."""
+        healthy = False
+        try:
+            record = self._attempt(case, {"case": asdict(case), "target": target, "seconds": seconds})
+            healthy = record.status in ("ok", "unsupported")
+        finally:
+            if self._each or not healthy:
+                self.close()
+        return record
+
+    def close(self) -> None:
+        """End the process, if there is one."""
+        child, self._child = self._child, None
+        if child is not None:
+            child.end()
+
+    def _attempt(self, case: Case, request: Mapping[str, Any]) -> Record:
+        if self._child is None:
+            self._child = _Child()
+            if not self._child.is_ready():
+                reason = "the process that measures did not start (--isolate none does without)"
+                return Record(case=case, status="crash", reason=reason)
+        try:
+            answer = self._child.ask(request, limit_s=self._timeout_s)
+        except TimeoutError:
+            reason = f"took longer than {show_seconds(self._timeout_s)} (raise it with --timeout)"
+            return Record(case=case, status="timeout", reason=reason)
+        except EOFError:
+            status, reason = _told_by(self._child.exit_code())
+            return Record(case=case, status=status, reason=reason)
+        if answer == INTERRUPTED.encode():
+            raise KeyboardInterrupt
+        try:
+            return replace(parse(answer, "The answer"), case=case)
+        except DataError:
+            return Record(case=case, status="crash", reason="the process answered with no record")
+
+
+class _Child:
+    """A process of its own session, and the pipes to it and from it."""
+
+    def __init__(self) -> None:
+        requests, self._requests = os.pipe()
+        self._answers, answers = os.pipe()
+        self._unread = b""
+        command = [sys.executable, "-P", "-m", "efficient_attn.sweep.child", str(requests), str(answers)]
+        # What can be imported here can be imported there.
+        paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=_STDERR,
+            pass_fds=(requests, answers),
+            start_new_session=True,
+            env={**os.environ, "PYTHONPATH": paths},
+        )
+        os.close(requests)
+        os.close(answers)
+
+    def is_ready(self) -> bool:
+        """Wait until it has loaded what it needs; False if it never does."""
+        try:
+            return self._line(_START_LIMIT_S) == READY.encode()
+        except (TimeoutError, EOFError):
+            return False
+
+    def ask(self, request: Mapping[str, Any], *, limit_s: float) -> bytes:
+        """The answer to a request.
+
+        Raises:
+            TimeoutError: If there is none in time.
+            EOFError: If the process ended.
+        """
+        data = f"{json.dumps(request, allow_nan=False)}\n".encode()
+        try:
+            while data:
+                data = data[os.write(self._requests, data) :]
+        except BrokenPipeError:
+            raise EOFError from None
+        return self._line(limit_s)
+
+    def exit_code(self) -> int | None:
+        """How it ended, negative for a signal; None if it lives although it answers no more."""
+        try:
+            return self._process.wait(_END_LIMIT_S)
+        except subprocess.TimeoutExpired:
+            return None
+
+    def end(self) -> None:
+        """End it and all that it started, and reap it."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_END_LIMIT_S)
+        os.close(self._requests)
+        os.close(self._answers)
+
+    def _line(self, limit_s: float) -> bytes:
+        deadline = time.monotonic() + limit_s
+        waiting = select.poll()
+        waiting.register(self._answers, select.POLLIN)
+        while b"\n" not in self._unread:
+            left_s = deadline - time.monotonic()
+            if left_s <= 0 or not waiting.poll(1000 * left_s):
+                raise TimeoutError
+            part = os.read(self._answers, 1 << 16)
+            if not part or len(self._unread) > _LONGEST_ANSWER:
+                raise EOFError
+            self._unread += part
+        answer, _, self._unread = self._unread.partition(b"\n")
+        return answer
+
+
+def _told_by(code: int | None) -> tuple[str, str]:
+    """Status and reason of a process that ended by itself."""
+    if code is None:
+        return "crash", "the process stopped answering"
+    if code == -signal.SIGKILL:
+        return "oom", "the process was killed by the system (SIGKILL): likely out of memory"
+    if code < 0:
+        return "crash", f"the process crashed with signal {-code} ({_signal_name(-code)})"
+    return "crash", f"the process ended with exit code {code}"
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return "unnamed"
