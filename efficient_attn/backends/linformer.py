@@ -92,9 +92,7 @@ def flops(problem: AttentionProblem, options: LinformerOptions, tokens: int) -> 
     paper="https://arxiv.org/abs/2006.04768",
     options=LinformerOptions,
     size_option="rank",
-    capabilities=Capabilities(
-        causal=False, nonnegative=False, averages=False, second_derivatives=True, needs_max_tokens=True
-    ),
+    capabilities=Capabilities(causal=False, nonnegative=False, averages=False, needs_max_tokens=True),
     flops=flops,
 )
 def build(problem: AttentionProblem, options: LinformerOptions) -> LinformerAttention:

@@ -193,7 +193,7 @@ def fade(state: LinearState, reference: Tensor) -> Tensor:
 
 def exponential(exponents: Tensor) -> Tensor:
     """exp, exactly zero where the result would be too small to matter and slow to compute with."""
-    return F.threshold(exponents, _LOWEST[exponents.dtype], -torch.inf).exp()
+    return F.threshold(exponents, _LOWEST[exponents.dtype], -torch.inf).exp_()
 
 
 def finite(reference: Tensor) -> Tensor:

@@ -3,9 +3,8 @@
 import torch
 from torch import Tensor
 
-from efficient_attn.ops.groups import fold, unfold
+from efficient_attn.ops.fused import fused_attention
 from efficient_attn.ops.precision import hide, wide_dtype
-from efficient_attn.ops.softmax import softmax_over
 from efficient_attn.shapes import KeyMask, Keys, Output, Queries, Values
 
 
@@ -24,13 +23,18 @@ def linformer_attention(
     Mixture r is divided by its share s_r = Σ_real |E_rj| / Σ_all |E_rj|, so that it stays an average
     of the same size whatever part of its tokens is real; one with share 0 takes no part.
     """
-    dtype = wide_dtype(q.dtype)
-    few_keys, alive = _mix(mix_keys.to(dtype), hide(k, key_mask).to(dtype), q.shape[1], key_mask)
-    few_values, alive_values = _mix(mix_values.to(dtype), hide(v, key_mask).to(dtype), q.shape[1], key_mask)
-    visible = (alive & alive_values).unsqueeze(-2)
-    scores = fold(q.to(dtype) * scale, few_keys.shape[1]) @ few_keys.mT
-    weights = softmax_over(scores, visible)
-    return unfold(weights @ few_values, q.shape[1]).to(q.dtype)
+    dtype, heads = wide_dtype(q.dtype), q.shape[1]
+    few_keys, alive = _mix(mix_keys.to(dtype), hide(k, key_mask).to(dtype), heads, key_mask)
+    few_values, alive_values = _mix(mix_values.to(dtype), hide(v, key_mask).to(dtype), heads, key_mask)
+    alive = (alive & alive_values).expand(q.shape[0], -1, -1)
+    inputs = (q.to(dtype), few_keys, few_values)
+    if alive.shape[1] == 1:
+        out = fused_attention(*inputs, scale=scale, key_mask=alive.squeeze(1), dropout=0.0)
+        return out.to(q.dtype)
+    # Each head has mixtures of its own, dead ones among them: a head is a batch entry here.
+    alone = (x.flatten(0, 1).unsqueeze(1) for x in inputs)
+    out = fused_attention(*alone, scale=scale, key_mask=alive.flatten(0, 1), dropout=0.0)
+    return out.unflatten(0, q.shape[:2]).squeeze(2).to(q.dtype)
 
 
 def _mix(mix: Tensor, x: Tensor, heads: int, key_mask: Tensor | None) -> tuple[Tensor, Tensor]:
