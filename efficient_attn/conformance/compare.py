@@ -6,6 +6,7 @@ from torch import Tensor
 from efficient_attn.backend import Backend
 from efficient_attn.conformance.cases import Inputs
 from efficient_attn.conformance.records import Finding
+from efficient_attn.conformance.subject import run
 
 # What two orders of the same operations may differ by, as a share of the largest value read.
 ROUNDING = {"float64": 1e-12, "float32": 1e-4, "bfloat16": 1e-4, "float16": 1e-4}
@@ -58,7 +59,19 @@ def condition(backend: Backend, inputs: Inputs) -> Tensor:
 def rounding(backend: Backend, inputs: Inputs, dtype: str) -> Tensor:
     """What rounding may move each row of the output by, [batch heads q_tokens 1]."""
     steps = 2 * rounding_step(inputs.v) if dtype in ("bfloat16", "float16") else 0.0
-    return condition(backend, inputs) * (ROUNDING[dtype] * max(1.0, largest(inputs.v)) + steps)
+    return magnified(ROUNDING[dtype], backend, inputs) + steps * condition(backend, inputs)
+
+
+def magnified(share: float, backend: Backend, inputs: Inputs) -> Tensor:
+    """An error of this share in the weights, seen in each row of the output, [batch heads q_tokens 1].
+
+    With κ = Σ_j |weight_ij| the numerator is off by share · κ · |v|, the denominator by a share of κ:
+    together κ · share · (|v| + |output_i|). Of the two sizes the larger is taken.
+    """
+    out = run(backend, inputs).detach().double().abs()
+    size = out.amax(dim=-1, keepdim=True) if out.shape[-1] else out.new_zeros(*out.shape[:-1], 1)
+    size = size.nan_to_num(nan=0.0, posinf=0.0).clamp_min(max(1.0, largest(inputs.v)))
+    return share * condition(backend, inputs) * size
 
 
 def rounding_step(x: Tensor) -> float:

@@ -55,6 +55,19 @@ class Check:
     beyond: str | None
 
 
+# What a capability is in a sentence that says who lacks it.
+_WORDS = {
+    "causal": "causality",
+    "cross": "keys of another sequence",
+    "key_mask": "key mask",
+    "streaming": "streaming",
+    "exact": "exactness",
+    "nonnegative": "nonnegative weights",
+    "averages": "weights that sum to one",
+    "gradients": "gradients",
+    "needs_max_tokens": "a longest sequence and positions of its own",
+}
+
 CHECKS: dict[str, Check] = {}
 
 
@@ -105,12 +118,13 @@ def record_of(one: Check, subject: Subject) -> CheckRecord:
 
 def _examine(one: Check, subject: Subject) -> tuple[str, str, Finding | None]:
     promises = subject.promises
-    missing = [name for name in one.needs if not getattr(promises, name)]
+    missing = [_WORDS[name] for name in one.needs if not getattr(promises, name)]
     if missing and subject.bare:
-        return UNKNOWN, f"It declares no {_words(missing)}.", None
-    if missing or any(getattr(promises, name) for name in one.unless):
-        reason = missing or [name for name in one.unless if getattr(promises, name)]
-        return NOT_PROMISED, f"Because of its {'lack of ' if missing else ''}{_words(reason)}.", None
+        return UNKNOWN, f"It declares no {' and no '.join(missing)}.", None
+    if missing:
+        return NOT_PROMISED, f"It promises no {' and no '.join(missing)}.", None
+    if any(getattr(promises, name) for name in one.unless):
+        return NOT_PROMISED, f"It is one with {_WORDS[one.unless[0]]}.", None
     promised = one.capability is None or bool(getattr(promises, one.capability))
     try:
         worst = None
@@ -151,7 +165,3 @@ def _findings(one: Check, subject: Subject) -> Iterator[tuple[Case, Finding]]:
         except Exception as error:  # whatever a backend raises is a broken promise with its input
             first = (str(error).strip().splitlines() or [""])[0]
             raise _Raised(f"It raised {type(error).__name__}: {first} On {case}.") from error
-
-
-def _words(names: list[str]) -> str:
-    return " and ".join(name.replace("_", " ") for name in names)
