@@ -1,0 +1,102 @@
+"""Backends without a fault, in steps that a broken backend replaces one at a time."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from efficient_attn.modules.features import RandomFeatureOptions
+from efficient_attn.ops.projections import draw_directions
+from efficient_attn.problem import AttentionProblem
+
+
+class Softmax(nn.Module):
+    """Softmax attention in steps that a broken backend replaces one at a time."""
+
+    def __init__(self, problem: AttentionProblem, options: Any) -> None:
+        super().__init__()
+        self.problem, self.options = problem, options
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
+        k, v = (self.for_every_head(self.hidden(x, key_mask), q.shape[1]) for x in (k, v))
+        visible = self.visible(q, k, key_mask)
+        return (self.weights(self.scores(q, k), visible) @ self.wide(v)).to(q.dtype)
+
+    def extend(self, q, k, v, state, key_mask):
+        mask = torch.ones(len(k), k.shape[2], dtype=torch.bool) if key_mask is None else key_mask
+        if state is not None:
+            k, v, mask = (
+                torch.cat([state[0], k], 2),
+                torch.cat([state[1], v], 2),
+                torch.cat([state[2], mask], 1),
+            )
+        out = q.new_zeros(*q.shape[:-1], v.shape[-1]) if k.shape[2] == 0 else self(q, k, v, mask)
+        return out, (k, v, mask)
+
+    def for_every_head(self, x: Tensor, heads: int) -> Tensor:
+        return x.repeat_interleave(heads // x.shape[1], dim=1)
+
+    def hidden(self, x: Tensor, key_mask: Tensor | None) -> Tensor:
+        return x if key_mask is None else x.masked_fill(~key_mask[:, None, :, None], 0.0)
+
+    def wide(self, x: Tensor) -> Tensor:
+        return x.to(torch.promote_types(x.dtype, torch.float32))
+
+    def visible(self, q: Tensor, k: Tensor, key_mask: Tensor | None) -> Tensor:
+        visible = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool)
+        if self.problem.causal:
+            visible = visible.tril(k.shape[2] - q.shape[2])
+        return visible[None, None] if key_mask is None else visible & key_mask[:, None, None, :]
+
+    def scores(self, q: Tensor, k: Tensor) -> Tensor:
+        return self.wide(q) @ self.wide(k).mT * self.problem.factor
+
+    def weights(self, scores: Tensor, visible: Tensor) -> Tensor:
+        blind = ~visible.any(dim=-1, keepdim=True)
+        weights = scores.masked_fill(~(visible | blind), -torch.inf)
+        return weights.softmax(dim=-1).masked_fill(blind, 0.0)
+
+
+class Positive(Softmax):
+    """Positive random features, with the score matrix built whole."""
+
+    def __init__(self, problem: AttentionProblem, options: RandomFeatureOptions) -> None:
+        super().__init__(problem, options)
+        self.keep(self.draw(options.seed))
+
+    def keep(self, directions: Tensor) -> None:
+        self.register_buffer("directions", directions.float())
+
+    def draw(self, seed: int) -> Tensor:
+        return draw_directions("orthogonal", self.options.num_features, self.problem.head_dim, seed=seed)
+
+    def redraw(self, seed: int) -> None:
+        self.directions.copy_(self.draw(seed))
+
+    def logarithms(self, x: Tensor) -> Tensor:
+        x = self.wide(x) * self.problem.factor**0.5
+        return x @ self.directions.to(x).mT - x.square().sum(dim=-1, keepdim=True) / 2
+
+    def scores(self, q: Tensor, k: Tensor) -> Tensor:
+        pairs = self.logarithms(q).unsqueeze(-2) + self.logarithms(k).unsqueeze(-3)
+        return pairs.logsumexp(dim=-1)
+
+
+class Window(Softmax):
+    def visible(self, q, k, key_mask):
+        return band(super().visible(q, k, key_mask), self.problem, self.options.window)
+
+
+def band(visible: Tensor, problem: AttentionProblem, window: int) -> Tensor:
+    """What is visible among the nearest keys."""
+    back, ahead = (window - 1, 0) if problem.causal else (window // 2, window // 2)
+    before = visible.shape[-1] - visible.shape[-2]
+    return visible & torch.ones_like(visible).triu(before - back).tril(before + ahead)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WindowOptions:
+    """Keys that a query reads."""
+
+    window: int = 5
