@@ -21,6 +21,7 @@ from .options import (
     DryRunOption,
     DtypeOption,
     ExtraArguments,
+    ForceResumeOption,
     HeadDimOption,
     IsolateOption,
     JsonToOption,
@@ -28,6 +29,7 @@ from .options import (
     NumHeadsOption,
     OfOption,
     OutOption,
+    ResumeOption,
     SeedOption,
     SeqLenOption,
     SetOption,
@@ -57,6 +59,8 @@ def bench_command(
     isolate: IsolateOption = None,
     timeout: TimeoutOption = "60s",
     out: OutOption = None,
+    resume: ResumeOption = False,
+    force_resume: ForceResumeOption = False,
     dry_run: DryRunOption = False,
     json_to: JsonToOption = None,
 ) -> None:
@@ -85,6 +89,9 @@ def bench_command(
         raise OptionError(f"--isolate is {', '.join(ISOLATIONS)}, not {isolate!r}.")
     if json_to not in (None, "-"):
         raise OptionError(f"--json takes - for stdout, not {json_to!r}; files are written to --out.")
+    resume = resume or force_resume
+    if resume and out is None:
+        raise OptionError("--resume needs --out, the folder of the run to go on with.")
     workload = bench.settle(
         bench.Workload(
             of=of,
@@ -111,7 +118,7 @@ def bench_command(
     if dry_run:
         talk.print_tables([_plan_table(entries)])
         return
-    folder = open_folder(out or run_folder("bench"), name="--out", fresh=True)
+    folder = open_folder(out or run_folder("bench"), name="--out", fresh=not resume)
     # What a backend prints is talk: stdout holds results and nothing else.
     with talk.progress(len(entries)) as show, redirect_stdout(sys.stderr):
         results = bench.run_bench(
@@ -122,6 +129,8 @@ def bench_command(
             progress=show,
             isolate=isolate,
             timeout_s=timeout_s,
+            resume=resume,
+            force_resume=force_resume,
         )
     _print(results, as_json=json_to is not None)
     typer.echo(str(folder), err=json_to is not None)

@@ -78,6 +78,13 @@ OutOption = Annotated[
     Path | None,
     typer.Option("--out", metavar="DIR", help="A new folder for the results; runs/… if left out."),
 ]
+ResumeOption = Annotated[
+    bool, typer.Option("--resume", help="Go on with the run in --out; measure only what is missing there.")
+]
+ForceResumeOption = Annotated[
+    bool,
+    typer.Option("--force-resume", help="Go on even where torch, threads or the processor were others."),
+]
 DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Print what would be measured; run nothing.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of a table.")]
 JsonToOption = Annotated[

@@ -53,7 +53,7 @@ def progress(total: int) -> Iterator[Callable[[Any], None]]:
         task = bar.add_task("", total=total, remaining="")
 
         def show(step: Any) -> None:
-            bar.update(task, completed=step.done, remaining=_remaining(step))
+            bar.update(task, completed=step.done, total=step.total, remaining=_remaining(step))
             if step.doing is not None:
                 bar.update(task, description=step.doing)
 

@@ -145,6 +145,7 @@ WRONG = [
     (["--threads", "100000"], "threads is at most"),
     (["--timeout", "never"], "--timeout is a duration"),
     (["--isolate", "yes"], "--isolate is none, reuse, point, not 'yes'"),
+    (["--resume"], "--resume needs --out"),
     (["--budget", "soon"], "--budget is a duration"),
     (["--memory-limit", "all"], "--memory-limit is an amount"),
     (["--json", "file.json"], "--json takes - for stdout"),
@@ -179,3 +180,13 @@ def test_errors_of_the_library_all_end_the_same_way(monkeypatch, capsys):
     monkeypatch.setattr(bench, "settle", refuse)
     assert command("bench") == 2
     assert capsys.readouterr().err == "error: two lines\n"
+
+
+def test_a_run_goes_on_in_its_folder(capsys):
+    assert command(*SMALL, "--backend", "own.py:mean", "--out", "out") == 0
+    first = written("records.jsonl")
+    longer = [*SMALL, "--seq-len", "16,32,48", "--backend", "own.py:mean", "--out", "out"]
+    assert command(*longer) == 2 and "--out: out holds records of another run" in capsys.readouterr().err
+    assert command(*longer, "--resume") == 0
+    assert written("records.jsonl").startswith(first) and "[4/4]" in capsys.readouterr().err
+    assert written("records.jsonl").count("\n") == 12

@@ -1,11 +1,13 @@
 """How long each backend takes and how much memory it needs, length by length."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 from efficient_attn.analysis.curves import YARDSTICK
-from efficient_attn.errors import UnsupportedError
+from efficient_attn.errors import OptionError, UnsupportedError
+from efficient_attn.experiments.folder import Earlier, only_writer, take_up
 from efficient_attn.experiments.results import (
     COMMAND,
     ENVIRONMENT,
@@ -51,6 +53,8 @@ def bench(
     out: str | Path | None = None,
     isolate: str = DEFAULT_ISOLATION,
     timeout_s: float = DEFAULT_TIMEOUT_S,
+    resume: bool = False,
+    force_resume: bool = False,
 ) -> Results:
     """Time and peak memory of backends on Gaussian q, k, v, with fused `exact` always among them.
 
@@ -69,7 +73,11 @@ def bench(
         isolate: `reuse` keeps the process while it is healthy, `point` takes a new one for every turn,
             `none` measures in this one.
         timeout_s: What takes longer in another process is ended.
+        resume: Go on with the run in `out`: what is measured there is not measured again.
+        force_resume: Go on even where that run had another torch, other threads or another processor.
     """
+    if (resume or force_resume) and out is None:
+        raise OptionError("resume needs out, the folder of the run to go on with.")
     workload = settle(
         Workload(
             of=of,
@@ -85,7 +93,15 @@ def bench(
         )
     )
     entries = plan_bench(backends, tokens, workload, options=options, memory_limit=memory_limit)
-    return run_bench(entries, budget_s=budget_s, out=out, isolate=isolate, timeout_s=timeout_s)
+    return run_bench(
+        entries,
+        budget_s=budget_s,
+        out=out,
+        isolate=isolate,
+        timeout_s=timeout_s,
+        resume=resume,
+        force_resume=force_resume,
+    )
 
 
 def plan_bench(
@@ -142,32 +158,53 @@ def run_bench(
     progress: Callable[[Step], None] | None = None,
     isolate: str = DEFAULT_ISOLATION,
     timeout_s: float = DEFAULT_TIMEOUT_S,
+    resume: bool = False,
+    force_resume: bool = False,
 ) -> Results:
     """Measure the entries; with `out` everything is written there, records as soon as they exist."""
     here = [entry.variant.label for entry in entries if not has_address(entry.variant.target)]
     measurer = measuring(NONE if here else isolate, timeout_s=timeout_s)
-    folder = None if out is None else open_folder(out, name="out", fresh=True)
     machine = environment(command=command, device=entries[0].case.device)
-    if folder is not None:
-        write_json(folder / ENVIRONMENT, machine)
-        write(folder / COMMAND, " ".join(machine["command"]) + "\n")
-    records: list[Record] = []
-
-    def emit(record: Record) -> None:
-        records.append(record)
-        if folder is not None:
-            append(folder / RECORDS, record)
-
-    start_s = START_S if isolate == POINT else 0.0
-    with measurer as measure:
-        complete = run(
-            entries, emit=emit, progress=progress, budget_s=budget_s, measure=measure, start_s=start_s
-        )
     notes = [*_notes(machine), *([_not_isolated(here[0])] if here and isolate != NONE else [])]
-    results = Results(records, environment=machine, interrupted=not complete, notes=notes)
-    if folder is not None:
-        results.save(folder)
+    resume = resume or force_resume
+    folder = None if out is None else open_folder(out, name="out", fresh=not resume)
+    with nullcontext() if folder is None else only_writer(folder):
+        earlier = Earlier()
+        if folder is not None and resume:
+            earlier = take_up(folder, entries, machine, force=force_resume)
+        if folder is not None and earlier.environment is None:
+            write_json(folder / ENVIRONMENT, machine)
+            write(folder / COMMAND, " ".join(machine["command"]) + "\n")
+        records = dict(earlier.records)
+
+        def emit(record: Record) -> None:
+            # A failure that was told before is not told again.
+            if folder is not None and records.get(record.case.key) != record:
+                append(folder / RECORDS, record)
+            records[record.case.key] = record
+
+        with measurer as measure:
+            complete = run(
+                [entry for entry in entries if not _is_measured(records.get(entry.case.key))],
+                emit=emit,
+                progress=progress,
+                budget_s=budget_s,
+                measure=measure,
+                start_s=START_S if isolate == POINT else 0.0,
+            )
+        results = Results(
+            records.values(),
+            environment=earlier.environment or machine,
+            interrupted=not complete,
+            notes=[*notes, *earlier.notes],
+        )
+        if folder is not None:
+            results.save(folder)
     return results
+
+
+def _is_measured(record: Record | None) -> bool:
+    return record is not None and record.status == "ok"
 
 
 def _notes(machine: Mapping[str, Any]) -> list[str]:

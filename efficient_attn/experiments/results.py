@@ -1,6 +1,7 @@
 """What an experiment hands back: its records, as a data frame, a plot, sentences, or files."""
 
 import json
+import os
 import time
 from collections.abc import Callable, Iterable, Mapping
 from importlib import import_module
@@ -145,11 +146,12 @@ def read(*paths: str | Path) -> Results:
     for path in map(Path, paths):
         file = path / RECORDS if path.is_dir() else path
         reading = read_records(file)
-        records += reading.records
+        # What was measured again after a failure stands in the file twice.
+        records += {record.case.key: record for record in reading.records}.values()
         if reading.torn:
             notes.append(f"The last line of {file.name} was cut off and is left out.")
         if (file.parent / ENVIRONMENT).exists():
-            environment = _read_json(file.parent / ENVIRONMENT)
+            environment = read_json(file.parent / ENVIRONMENT)
     # Two machines have no common environment.
     return Results(records, environment=environment if len(paths) == 1 else None, notes=notes)
 
@@ -180,9 +182,11 @@ def run_folder(command: str) -> Path:
 
 
 def write(path: Path, text: str) -> Path:
-    """Write a text file."""
+    """Write a text file, whole or not at all."""
+    part = path.with_name(f".{path.name}.part")
     try:
-        path.write_text(text, encoding="utf-8")
+        part.write_text(text, encoding="utf-8")
+        os.replace(part, path)
     except OSError as error:
         raise DataError(f"Cannot write {path}: {error.strerror}.") from None
     return path
@@ -193,7 +197,8 @@ def write_json(path: Path, value: Mapping[str, Any]) -> Path:
     return write(path, json.dumps(value, indent=2, allow_nan=False, ensure_ascii=False) + "\n")
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:

@@ -1,0 +1,125 @@
+"""The folder of a run: one writer at a time, and a run that was cut off goes on where it ended."""
+
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from efficient_attn.errors import DataError
+from efficient_attn.experiments.results import ENVIRONMENT, RECORDS, read, read_json
+from efficient_attn.report.harmless import plain
+from efficient_attn.sweep.plan import Entry
+from efficient_attn.sweep.records import Record
+
+LOCK = ".lock"
+
+# Where the environment says what changes numbers; a difference in one of these is another experiment.
+_DECISIVE = {
+    "torch": ("torch", "version"),
+    "processor": ("processor",),
+    "GPU": ("gpu", "name"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Earlier:
+    """What an earlier run left in a folder.
+
+    Attributes:
+        records: The last one of each case, by the key of the case.
+        environment: Where they were measured; None if there is nothing yet.
+        notes: What was done to them.
+    """
+
+    records: Mapping[str, Record] = field(default_factory=dict)
+    environment: Mapping[str, Any] | None = None
+    notes: Sequence[str] = ()
+
+
+@contextmanager
+def only_writer(folder: Path) -> Iterator[None]:
+    """Hold the folder against other writers; however this process ends, the system lets go of it.
+
+    Raises:
+        DataError: If another process holds it; the message names it.
+    """
+    # Nothing is locked where the system has no such locks.
+    if os.name != "posix":
+        yield
+        return
+    import fcntl
+
+    # The file stays: removing it would let two writers lock two files of one name.
+    with open(folder / LOCK, "a+", encoding="utf-8") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            file.seek(0)
+            holder = file.read().strip() or "of unknown number"
+            message = (
+                f"out: {folder} is being written by process {holder}; wait for it or name another folder."
+            )
+            raise DataError(message) from None
+        file.truncate(0)
+        file.write(f"{os.getpid()}\n")
+        file.flush()
+        yield
+
+
+def take_up(
+    folder: Path, entries: Sequence[Entry], machine: Mapping[str, Any], *, force: bool = False
+) -> Earlier:
+    """What the folder holds, made ready for more; a last line that was cut off is removed.
+
+    Args:
+        force: Go on although the environment is another one.
+
+    Raises:
+        DataError: If it was measured with another torch, other threads or on another processor.
+    """
+    path = folder / RECORDS
+    if not path.exists() or not path.stat().st_size:
+        return Earlier()
+    records = {record.case.key: record for record in read(path).records}
+    known = read_json(folder / ENVIRONMENT) if (folder / ENVIRONMENT).exists() else {}
+    unlike = [*_differences(known, machine), *_other_threads(records.values(), entries)] if records else []
+    if unlike and not force:
+        raise DataError(
+            f"out: {folder} was measured in another environment: {'; '.join(unlike)}. "
+            "Name a new folder, or mix them with --force-resume."
+        )
+    notes = [f"Two environments are mixed here: {'; '.join(unlike)}."] if unlike else []
+    if _cut_torn_line(path):
+        notes.append(f"The last line of {RECORDS} was cut off; it was dropped.")
+    return Earlier(records=records, environment=(records and known) or None, notes=notes)
+
+
+def _differences(known: Mapping[str, Any], machine: Mapping[str, Any]) -> list[str]:
+    pairs = {name: (_at(known, path), _at(machine, path)) for name, path in _DECISIVE.items()}
+    return [f"{name} was {then}, is {now}" for name, (then, now) in pairs.items() if then != now]
+
+
+def _other_threads(records: Iterable[Record], entries: Sequence[Entry]) -> list[str]:
+    then = {record.case.threads for record in records}
+    now = {entry.case.threads for entry in entries}
+    if then <= now:
+        return []
+    return [f"threads were {', '.join(map(str, sorted(then)))}, are {', '.join(map(str, sorted(now)))}"]
+
+
+def _at(machine: Any, path: Sequence[str]) -> str:
+    for name in path:
+        machine = machine.get(name) if isinstance(machine, Mapping) else None
+    return "unknown" if machine is None else plain(str(machine))
+
+
+def _cut_torn_line(path: Path) -> bool:
+    """Remove what follows the last end of a line; whether there was anything."""
+    data = path.read_bytes()
+    whole = data.rfind(b"\n") + 1
+    if whole == len(data):
+        return False
+    os.truncate(path, whole)
+    return True

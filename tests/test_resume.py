@@ -1,0 +1,213 @@
+"""Going on with a run: nothing measured twice, nothing lost, nothing mixed, one writer."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+
+import pytest
+
+from efficient_attn.errors import DataError, OptionError
+from efficient_attn.experiments.bench import bench
+from efficient_attn.experiments.folder import only_writer
+from efficient_attn.experiments.results import read
+from efficient_attn.sweep import worker
+
+SMALL = {"num_heads": 2, "head_dim": 8, "threads": 1, "isolate": "none"}
+OWN = """
+import os
+
+
+def values(q, k, v):
+    return v.clone()
+
+
+def mended(q, k, v):
+    if not os.path.exists("mended"):
+        raise ValueError("not yet")
+    return v.clone()
+"""
+
+# A run is killed this many times at a random moment after its first record.
+KILLS, SEED = 4, 0
+PATIENCE_S = 60
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own.py").write_text(OWN)
+    return tmp_path
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    """The tokens of everything that is measured from here on."""
+    seen = []
+    measure = worker.measure
+
+    def remember(case, **settings):
+        seen.append(case.tokens)
+        return measure(case, **settings)
+
+    monkeypatch.setattr(worker, "measure", remember)
+    return seen
+
+
+def run(tokens=(16,), backends=("own.py:values",), **settings):
+    return bench(list(backends), tokens=tokens, out="out", **{**SMALL, **settings})
+
+
+def lines():
+    with open("out/records.jsonl", encoding="utf-8") as file:
+        return file.readlines()
+
+
+def keys(records):
+    return sorted(record.case.key for record in records)
+
+
+def test_what_is_there_is_not_measured_again_and_what_is_missing_is(measured):
+    run()
+    before = lines()
+    measured.clear()
+    results = run(tokens=(16, 32), resume=True)
+    assert set(measured) == {32} and lines()[: len(before)] == before
+    assert len(results) == 8 and keys(results.records) == keys(read("out").records)
+    measured.clear()
+    assert run(tokens=(16, 32), resume=True).records == results.records and measured == []
+
+
+def test_an_empty_or_a_new_folder_is_begun(folder):
+    assert len(run(resume=True)) == 4
+    assert json.loads((folder / "out" / "environment.json").read_text())["torch"]
+
+
+def test_what_failed_is_tried_again_and_stands_once_in_what_is_read(folder):
+    run(backends=["own.py:mended"])
+    failed = lines()
+    run(backends=["own.py:mended"], resume=True)
+    assert lines() == failed
+    (folder / "mended").touch()
+    results = run(backends=["own.py:mended"], resume=True)
+    assert {record.status for record in results.records} == {"ok"} and len(results) == 4
+    assert read("out").records == results.records
+
+
+def test_a_torn_last_line_is_dropped_with_a_notice_and_measured_again(folder):
+    wanted = run()
+    path = folder / "out" / "records.jsonl"
+    path.write_bytes(path.read_bytes()[:-20])
+    results = run(resume=True)
+    assert "The last line of records.jsonl was cut off; it was dropped." in results.notes
+    assert keys(results.records) == keys(wanted.records) == keys(read("out").records)
+    assert all(json.loads(line) for line in lines())
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        (("torch", "version"), "1.0", "torch was 1.0, is 2"),
+        (("processor",), "Abacus", "processor was Abacus, is "),
+        (("processor",), None, "processor was unknown, is "),
+    ],
+)
+def test_environments_are_not_mixed_unless_that_is_forced(folder, path, value, message):
+    run()
+    file = folder / "out" / "environment.json"
+    machine = inner = json.loads(file.read_text())
+    for name in path[:-1]:
+        inner = inner[name]
+    inner[path[-1]] = value
+    file.write_text(json.dumps(machine))
+    before = lines()
+    with pytest.raises(DataError, match=rf"measured in another environment: {message}.*--force-resume"):
+        run(tokens=(16, 32), resume=True)
+    assert lines() == before
+    forced = run(tokens=(16, 32), force_resume=True)
+    assert len(forced) == 8 and any(message in note for note in forced.notes)
+
+
+def test_other_threads_are_another_environment(folder):
+    run()
+    path = folder / "out" / "records.jsonl"
+    path.write_text(path.read_text().replace('"threads": 1', '"threads": 3'))
+    with pytest.raises(DataError, match="threads were 3, are 1"):
+        run(resume=True)
+
+
+def test_resume_needs_a_folder():
+    with pytest.raises(OptionError, match="resume needs out"):
+        bench(resume=True)
+
+
+def test_a_file_that_holds_something_else_is_refused_and_left_alone(folder):
+    (folder / "out").mkdir()
+    (folder / "out" / "records.jsonl").write_text("something else\n")
+    with pytest.raises(DataError, match="line 1 is no strict JSON"):
+        run(resume=True)
+    assert lines() == ["something else\n"]
+
+
+@pytest.mark.skipif(os.name != "posix", reason="the lock is one of POSIX")
+def test_a_second_writer_is_refused_and_told_the_first(folder):
+    (folder / "out").mkdir()
+    script = (
+        "import pathlib, sys\n"
+        "from efficient_attn.experiments.folder import only_writer\n"
+        "with only_writer(pathlib.Path('out')):\n"
+        "    print('held', flush=True)\n"
+        "    sys.stdin.read()\n"
+    )
+    first = subprocess.Popen(
+        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert first.stdout.readline() == "held\n"
+    for resume in (False, True):
+        with pytest.raises(
+            DataError, match=rf"out: out is being written by process {first.pid}; wait for it"
+        ):
+            run(resume=resume)
+    assert not (folder / "out" / "records.jsonl").exists()
+    first.kill()
+    first.communicate()
+    assert len(run(resume=True)) == 4
+
+
+@pytest.mark.skipif(os.name != "posix", reason="the lock is one of POSIX")
+def test_the_lock_is_given_back_at_the_end(folder):
+    for _ in range(2):
+        with only_writer(folder):
+            assert (folder / ".lock").read_text() == f"{os.getpid()}\n"
+
+
+def test_a_run_killed_at_any_moment_and_resumed_ends_with_all_cases_and_loses_no_record(folder):
+    """Each kill comes a random time after a record was written; what was read before it stays."""
+    script = (
+        "from efficient_attn.experiments.bench import bench\n"
+        "bench(['own.py:values'], tokens=range(16, 26), num_heads=2, head_dim=8, threads=1, budget_s=20,\n"
+        "      isolate='none', out='out', resume=True)\n"
+    )
+    chance, acknowledged = random.Random(SEED), []
+    for _ in range(KILLS):
+        child = subprocess.Popen([sys.executable, "-c", script], stderr=subprocess.DEVNULL)
+        deadline = time.monotonic() + PATIENCE_S
+        while not grown(len(acknowledged)) and child.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.001)
+        time.sleep(chance.uniform(0, 0.3))
+        child.kill()
+        child.wait()
+        held = list(read("out").records)
+        assert held[: len(acknowledged)] == acknowledged
+        acknowledged = held
+    results = run(tokens=range(16, 26), budget_s=20, resume=True)
+    # Two backends, time and memory.
+    assert len(lines()) == len(results) == 2 * 2 * 10
+    assert {record.status for record in results.records} == {"ok"}
+    assert list(results.records[: len(acknowledged)]) == acknowledged
+
+
+def grown(count):
+    return os.path.exists("out/records.jsonl") and len(lines()) > count
