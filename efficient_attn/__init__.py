@@ -39,9 +39,12 @@ _HOME = {
     "generate": "transformer.generate",
 }
 
-__all__ = sorted(_HOME)
+_MODULES = ("testing",)
+
+__all__ = sorted([*_HOME, *_MODULES])
 
 if TYPE_CHECKING:
+    from efficient_attn import testing as testing
     from efficient_attn.backend import Backend as Backend
     from efficient_attn.backends import attention as attention
     from efficient_attn.backends import build as build
@@ -61,6 +64,8 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return importlib.import_module(f"{__name__}.{name}")
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)

@@ -42,7 +42,7 @@ class RandomFeatures(nn.Module):
         self._draw = options.projection
         # A signed map gives a cosine and a sine for each direction.
         self._shape = (options.num_features // (2 if MAPS[kind].signed else 1), head_dim)
-        self.register_buffer("projection", self._directions(options.seed).float())
+        self.register_buffer("projection", self._directions(options.seed))
 
     @torch.no_grad()
     def redraw(self, seed: int) -> None:
@@ -51,7 +51,8 @@ class RandomFeatures(nn.Module):
         self.projection.copy_(self._directions(seed))
 
     def _directions(self, seed: int) -> Tensor:
-        return draw_directions(self._draw, *self._shape, seed=seed)
+        # Rounded to float32 for every model: the same directions in float64 then show rounding alone.
+        return draw_directions(self._draw, *self._shape, seed=seed).float()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "RandomFeatures":
         """Follow the model to another device or dtype, but never to a dtype narrower than float32."""
