@@ -29,6 +29,7 @@ from efficient_attn.ops.linear_gradient import (
     Outputs,
     at_reference,
     derivative,
+    keep_for_backward,
     new_outputs,
     normalised,
     output_gradients,
@@ -232,14 +233,8 @@ def _(
     return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
 
 
-def _setup(ctx: Any, inputs: tuple, output: tuple) -> None:
-    q, k, v, key_mask, directions, ctx.kind, ctx.scale = inputs
-    ctx.save_for_backward(*output, q, k, v, key_mask, directions)
-    ctx.mark_non_differentiable(*output[1:])
-
-
 def _backward(ctx: Any, gradient: Tensor, *_: Tensor) -> tuple:
     return *_causal_backward(gradient, *ctx.saved_tensors, ctx.kind, ctx.scale), None, None, None, None
 
 
-_causal.register_autograd(_backward, setup_context=_setup)
+_causal.register_autograd(_backward, setup_context=keep_for_backward)

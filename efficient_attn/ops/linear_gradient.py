@@ -6,7 +6,7 @@ state of queries, made of normalised query features and [g, −δ], does for key
 keys and [v, 1] does for queries.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -84,3 +84,10 @@ def output_gradients(gradient: Tensor, out: Tensor, part: slice, kv_heads: int) 
     """[g, −g·out] of some tokens, [batch kv_heads group·part value_dim+1]."""
     g, out = (fold(wide(x[..., part, :]), kv_heads) for x in (gradient, out))
     return torch.cat([g, -(g * out).sum(dim=-1, keepdim=True)], dim=-1)
+
+
+def keep_for_backward(ctx: Any, inputs: tuple, output: tuple) -> None:
+    """Keep what a backward pass needs: the inputs, the output and each row's normaliser; no features."""
+    q, k, v, key_mask, directions, ctx.kind, ctx.scale = inputs
+    ctx.save_for_backward(*output, q, k, v, key_mask, directions)
+    ctx.mark_non_differentiable(*output[1:])
