@@ -7,22 +7,13 @@ from typing import Any
 
 from efficient_attn.analysis.curves import YARDSTICK
 from efficient_attn.errors import OptionError, UnsupportedError
-from efficient_attn.experiments.folder import Earlier, only_writer, take_up
-from efficient_attn.experiments.results import (
-    COMMAND,
-    ENVIRONMENT,
-    RECORDS,
-    Results,
-    open_folder,
-    write,
-    write_json,
-)
+from efficient_attn.experiments.folder import Book, Earlier, begin, only_writer
+from efficient_attn.experiments.results import Results, open_folder
 from efficient_attn.experiments.workload import Workload, settle
 from efficient_attn.measure.environment import available_bytes, environment
 from efficient_attn.sweep.amounts import parse_bytes, parse_sizes
 from efficient_attn.sweep.isolate import DEFAULT_ISOLATION, DEFAULT_TIMEOUT_S, NONE, POINT, START_S, measuring
 from efficient_attn.sweep.plan import Entry, plan
-from efficient_attn.sweep.records import Record, append
 from efficient_attn.sweep.run import Step, run
 from efficient_attn.sweep.variants import Variant, has_address, select
 
@@ -169,31 +160,23 @@ def run_bench(
     resume = resume or force_resume
     folder = None if out is None else open_folder(out, name="out", fresh=not resume)
     with nullcontext() if folder is None else only_writer(folder):
-        earlier = Earlier()
-        if folder is not None and resume:
-            earlier = take_up(folder, entries, machine, force=force_resume)
-        if folder is not None and earlier.environment is None:
-            write_json(folder / ENVIRONMENT, machine)
-            write(folder / COMMAND, " ".join(machine["command"]) + "\n")
-        records = dict(earlier.records)
-
-        def emit(record: Record) -> None:
-            # A failure that was told before is not told again.
-            if folder is not None and records.get(record.case.key) != record:
-                append(folder / RECORDS, record)
-            records[record.case.key] = record
-
+        earlier = (
+            Earlier()
+            if folder is None
+            else begin(folder, entries, machine, resume=resume, force=force_resume)
+        )
+        book = Book(folder, earlier.records)
         with measurer as measure:
             complete = run(
-                [entry for entry in entries if not _is_measured(records.get(entry.case.key))],
-                emit=emit,
+                [entry for entry in entries if not book.has(entry.case)],
+                emit=book.add,
                 progress=progress,
                 budget_s=budget_s,
                 measure=measure,
                 start_s=START_S if isolate == POINT else 0.0,
             )
         results = Results(
-            records.values(),
+            book.records,
             environment=earlier.environment or machine,
             interrupted=not complete,
             notes=[*notes, *earlier.notes],
@@ -201,10 +184,6 @@ def run_bench(
         if folder is not None:
             results.save(folder)
     return results
-
-
-def _is_measured(record: Record | None) -> bool:
-    return record is not None and record.status == "ok"
 
 
 def _notes(machine: Mapping[str, Any]) -> list[str]:

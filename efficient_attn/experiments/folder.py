@@ -8,10 +8,18 @@ from pathlib import Path
 from typing import Any
 
 from efficient_attn.errors import DataError
-from efficient_attn.experiments.results import ENVIRONMENT, RECORDS, read, read_json
+from efficient_attn.experiments.results import (
+    COMMAND,
+    ENVIRONMENT,
+    RECORDS,
+    read,
+    read_json,
+    write,
+    write_json,
+)
 from efficient_attn.report.harmless import plain
 from efficient_attn.sweep.plan import Entry
-from efficient_attn.sweep.records import Record
+from efficient_attn.sweep.records import Case, Record, append
 
 LOCK = ".lock"
 
@@ -36,6 +44,30 @@ class Earlier:
     records: Mapping[str, Record] = field(default_factory=dict)
     environment: Mapping[str, Any] | None = None
     notes: Sequence[str] = ()
+
+
+class Book:
+    """The records of a run, each on the disk as soon as it exists."""
+
+    def __init__(self, folder: Path | None, earlier: Mapping[str, Record]) -> None:
+        self._folder = folder
+        self._records = dict(earlier)
+
+    @property
+    def records(self) -> tuple[Record, ...]:
+        """The last record of each case."""
+        return tuple(self._records.values())
+
+    def has(self, case: Case) -> bool:
+        """Whether the case was measured."""
+        record = self._records.get(case.key)
+        return record is not None and record.status == "ok"
+
+    def add(self, record: Record) -> None:
+        """Write a record down; a failure that was told before is not told again."""
+        if self._folder is not None and self._records.get(record.case.key) != record:
+            append(self._folder / RECORDS, record)
+        self._records[record.case.key] = record
 
 
 @contextmanager
@@ -68,10 +100,19 @@ def only_writer(folder: Path) -> Iterator[None]:
         yield
 
 
-def take_up(
-    folder: Path, entries: Sequence[Entry], machine: Mapping[str, Any], *, force: bool = False
+def begin(
+    folder: Path, entries: Sequence[Entry], machine: Mapping[str, Any], *, resume: bool, force: bool
 ) -> Earlier:
-    """What the folder holds, made ready for more; a last line that was cut off is removed.
+    """What the folder holds, if the run there is to go on; a new run writes its environment and command."""
+    earlier = _take_up(folder, entries, machine, force=force) if resume else Earlier()
+    if earlier.environment is None:
+        write_json(folder / ENVIRONMENT, machine)
+        write(folder / COMMAND, " ".join(machine["command"]) + "\n")
+    return earlier
+
+
+def _take_up(folder: Path, entries: Sequence[Entry], machine: Mapping[str, Any], *, force: bool) -> Earlier:
+    """The records in the folder, made ready for more: a last line that was cut off is removed.
 
     Args:
         force: Go on although the environment is another one.
