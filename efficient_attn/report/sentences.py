@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from efficient_attn.analysis.crossover import Crossover, crossovers
 from efficient_attn.analysis.curves import Curve, curves
 from efficient_attn.analysis.summary import Gain, gains, yardstick
 from efficient_attn.sweep.amounts import show_bytes
@@ -9,9 +10,14 @@ from efficient_attn.sweep.records import Record
 
 
 def bench_sentences(records: Sequence[Record]) -> list[str]:
-    """At most three: how time and memory grow, what beats fused exact attention, what memory costs."""
+    """How time and memory grow, what beats fused exact attention and from where, what memory costs."""
     times, peaks = curves(records, "time_s"), curves(records, "peak_bytes")
-    told = [_growth_sentence(times, peaks), _gain_sentence(times), _memory_sentence(peaks)]
+    told = [
+        _growth_sentence(times, peaks),
+        _gain_sentence(times),
+        _memory_sentence(peaks),
+        _crossover_sentence(times),
+    ]
     return [sentence for sentence in told if sentence is not None]
 
 
@@ -56,6 +62,29 @@ def _gain_sentence(times: Sequence[Curve]) -> str | None:
 
 def _say_gain(gain: Gain) -> str:
     return f"{gain.label} from {gain.pays_from} tokens ({gain.ratio:.3g} times at {gain.tokens})"
+
+
+def _crossover_sentence(times: Sequence[Curve]) -> str | None:
+    """Between or beyond the lengths that were measured; None where nothing crosses."""
+    found = crossovers(times)
+    if not found:
+        return None
+    return f"Estimated crossover with fused exact attention: {'; '.join(map(_say_crossover, found))}."
+
+
+def _say_crossover(crossover: Crossover) -> str:
+    low, high = crossover.low, crossover.high
+    if low is None or high is None:
+        interval = "uncertain" if low is None else f"{_round(low)} or more"
+    else:
+        interval = f"{_round(low)} to {_round(high)}"
+    guessed = ", extrapolated" if crossover.extrapolated else ""
+    return f"{crossover.label} at {_round(crossover.tokens)} tokens ({interval}{guessed})"
+
+
+def _round(tokens: float) -> int:
+    """Tokens to two digits: no timing tells more."""
+    return int(float(f"{tokens:.2g}"))
 
 
 def _memory_sentence(peaks: Sequence[Curve]) -> str | None:
