@@ -102,6 +102,7 @@ def test_a_point_asked_for_by_name_that_fails_ends_with_3_and_the_others_are_the
     assert statuses.count("error") == 4 and statuses.count("ok") == 8
 
 
+@pytest.mark.slow
 def test_refusals_of_a_default_selection_are_no_failure_but_one_asked_for_is(capsys):
     assert command(*SMALL, "--causal", "--set", "linformer.rank=8") == 0
     assert "cannot be causal" in capsys.readouterr().out

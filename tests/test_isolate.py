@@ -126,6 +126,7 @@ def soon(condition, *, within_s):
     return condition()
 
 
+@pytest.mark.slow
 def test_every_way_to_fail_is_a_record_with_a_reason_of_one_line_and_the_next_point_is_measured():
     with Isolated(timeout_s=ENOUGH_S) as isolated:
         for name, (status, reason) in ENDINGS.items():

@@ -183,6 +183,7 @@ def test_the_lock_is_given_back_at_the_end(folder):
             assert (folder / ".lock").read_text() == f"{os.getpid()}\n"
 
 
+@pytest.mark.slow
 def test_a_run_killed_at_any_moment_and_resumed_ends_with_all_cases_and_loses_no_record(folder):
     """Each kill comes a random time after a record was written; what was read before it stays."""
     script = (
