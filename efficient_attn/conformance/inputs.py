@@ -111,7 +111,7 @@ def batch_mates_do_not_matter(subject: Subject, case: Case) -> Iterator[Finding]
     wanted, bound = run(backend, inputs), rounding(backend, inputs, case.dtype)
     for where, changed in _elsewhere(inputs, axis=0):
         yield close(f"{where} in another sequence", run(backend, changed)[:1], wanted[:1], bound[:1])
-    alone = Inputs(*(None if x is None else x[:1] for x in inputs))  # type: ignore[arg-type]
+    alone = Inputs(*(None if x is None else x[:1] for x in inputs))  # type: ignore[arg-type]  # only the mask is None
     yield close("Alone", run(backend, alone), wanted[:1], bound[:1])
 
 

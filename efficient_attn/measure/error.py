@@ -66,6 +66,7 @@ def output_error(output: Output, exact: Output) -> OutputError:
 
 def weights_error(backend: torch.nn.Module, q: Queries, k: Keys, *, scale: float) -> float:
     """‖A' − A‖ / ‖A‖ in the Frobenius norm, A' the weights that a backend implies, not causal."""
+    # A module of whatever kind that has this method; its type does not say so.
     return _weights_error(backend.attention_weights(q, k), q, k, scale=scale)  # type: ignore[operator]
 
 

@@ -21,7 +21,7 @@ READY, INTERRUPTED = "ready", "interrupted"
 def main(requests: int, answers: int) -> None:
     """Answer requests from one file descriptor to the other, for ever."""
     # Loaded before the first request: it takes longer than most measurements.
-    import torch  # noqa: F401
+    import torch  # noqa: F401  (loading it is part of starting, not of the first point)
 
     received: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
     threading.Thread(target=_receive, args=(requests, received), daemon=True).start()
