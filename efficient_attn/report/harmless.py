@@ -4,7 +4,27 @@ import re
 
 # What spreadsheets take for the start of a formula.
 _FORMULA = ("=", "+", "-", "@", "\t", "\r", "\0")
-_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+# Control characters, separators of lines, marks that turn the reading direction, halves of a character.
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff]")
+
+# What means something to LaTeX, or prints as something else in its oldest font encoding.
+_LATEX = {
+    **{sign: f"\\{sign}" for sign in "&%$#_{}"},
+    # After the end of a row these two would be an argument of it.
+    **{sign: f"{{{sign}}}" for sign in "[*"},
+    # A second hyphen or quotation mark would make another sign of the first.
+    **{sign: f"{sign}{{}}" for sign in "-'`"},
+    "\\": r"\textbackslash{}",
+    "^": r"\textasciicircum{}",
+    "~": r"\textasciitilde{}",
+    "<": r"\textless{}",
+    ">": r"\textgreater{}",
+    "|": r"\textbar{}",
+    "±": r"$\pm$",
+    "×": r"$\times$",
+    "²": r"\textsuperscript{2}",
+    "–": "--",
+}
 
 
 def plain(text: str) -> str:
@@ -21,5 +41,15 @@ def csv_cell(value: object) -> object:
 
 
 def markdown_cell(text: str) -> str:
-    """Text that ends no cell and begins no markup."""
-    return re.sub(r"([\\`*_|<>\[\]])", r"\\\1", plain(text))
+    """Text that ends no cell and begins no markup, no mathematics and no comment."""
+    return re.sub(r"([\\`*_|<>\[\]{}#$%&~!])", r"\\\1", plain(text))
+
+
+def markdown_line(text: str) -> str:
+    """Text that is no list, heading or line at the start of a paragraph either."""
+    return re.sub(r"^\s*(\d*)([-+=.)])", r"\1\\\2", markdown_cell(text))
+
+
+def latex_cell(text: str) -> str:
+    """Text that begins no command, ends no cell and needs no package."""
+    return "".join(_LATEX.get(sign, sign) for sign in plain(text))

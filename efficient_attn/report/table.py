@@ -3,13 +3,14 @@
 import csv
 import html
 import io
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from efficient_attn.analysis.curves import Curve, Point, curves
 from efficient_attn.analysis.fits import Growth
 from efficient_attn.analysis.summary import gains
-from efficient_attn.report.harmless import csv_cell, markdown_cell, plain
+from efficient_attn.report.harmless import csv_cell, latex_cell, markdown_cell, markdown_line, plain
 from efficient_attn.sweep.records import Record
 
 # An interval wider than this share of the median to either side is shown beside it.
@@ -17,6 +18,11 @@ _NOISY = 0.1
 
 # Lengths of one table; of more the shortest are left out and only the files hold them.
 _MOST_LENGTHS = 8
+
+_NUMBER = re.compile(r"[-+]?\d")
+
+# A growth as it reads after escaping.
+_POWER = re.compile(r"\bn\\textasciicircum\{\}(\d+(?:\.\d+)?)")
 
 _MILLISECOND, _MEBIBYTE = 1e-3, 2.0**20
 
@@ -55,12 +61,31 @@ def show_growth(fit: Growth | None) -> str:
 
 def to_markdown(table: Table) -> str:
     """The table in GitHub's Markdown; numbers are aligned to the right."""
-    lines = [table.columns, ("---", *("---:" for _ in table.columns[1:])), *table.rows]
-    cells = [
-        [cell if number == 1 else markdown_cell(cell) for cell in row] for number, row in enumerate(lines)
+    rules = tuple("---:" if right else "---" for right in _right_aligned(table))
+    cells = [[markdown_cell(cell) for cell in row] for row in (table.columns, *table.rows)]
+    body = "\n".join(f"| {' | '.join(row)} |" for row in (cells[0], rules, *cells[1:]))
+    return "\n\n".join([f"**{markdown_cell(table.title)}**", body, *map(markdown_line, table.notes)])
+
+
+def to_latex(table: Table) -> str:
+    """The table as a LaTeX `table` that needs no package; numbers are aligned to the right."""
+    sides = "".join("r" if right else "l" for right in _right_aligned(table))
+    head, *body = (
+        " & ".join(_POWER.sub(r"$n^{\1}$", latex_cell(cell)) for cell in row) + r" \\"
+        for row in (table.columns, *table.rows)
+    )
+    notes = (rf"\par\smallskip {latex_cell(note)}" for note in table.notes)
+    lines = [
+        r"\begin{table}",
+        r"\centering",
+        rf"\caption{{{latex_cell(table.title)}}}",
+        rf"\begin{{tabular}}{{{sides}}}",
+        *(r"\hline", head, r"\hline", *body, r"\hline"),
+        r"\end{tabular}",
+        *notes,
+        r"\end{table}",
     ]
-    body = "\n".join(f"| {' | '.join(row)} |" for row in cells)
-    return "\n\n".join([f"**{markdown_cell(table.title)}**", body, *map(markdown_cell, table.notes)])
+    return "\n".join(lines) + "\n"
 
 
 def to_csv(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -91,15 +116,24 @@ def to_rich(table: Table) -> Any:
     from rich.text import Text
 
     title = Text(plain(table.title), style="bold")
+    right = _right_aligned(table)
     drawn = RichTable(title=title, box=box.SIMPLE_HEAD, title_justify="left", pad_edge=False)
     for number, name in enumerate(table.columns):
-        numbers = any(row[number][:1].isdigit() for row in table.rows) and number > 0
+        numbers = right[number]
         drawn.add_column(
             Text(plain(name)), justify="right" if numbers else "left", overflow="fold", no_wrap=numbers
         )
     for row in table.rows:
         drawn.add_row(*(Text(plain(cell)) for cell in row))
     return drawn
+
+
+def _right_aligned(table: Table) -> list[bool]:
+    """Which columns hold numbers; the first holds names, whatever they look like."""
+    return [
+        number > 0 and any(_NUMBER.match(row[number]) for row in table.rows)
+        for number in range(len(table.columns))
+    ]
 
 
 def _cost_table(

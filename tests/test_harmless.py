@@ -1,0 +1,75 @@
+"""Names are anybody's: no table lets one of them become markup, a command or a formula."""
+
+import re
+
+import pytest
+
+from efficient_attn.report.table import Table, to_latex, to_markdown
+
+HOSTILE = (
+    "a|b",
+    "`code`",
+    "a\\b",
+    "under_score_",
+    "100%",
+    "a&b",
+    "#1",
+    "$x$",
+    "{x}",
+    "x^2",
+    "~x~",
+    "two\nlines",
+    "two\u2028lines",
+    "\\input{/etc/passwd}",
+    "\\\\[5cm]",
+    "[5cm]",
+    "*",
+    "<script>alert(1)</script>",
+    "![x](https://example.org/x.png)",
+    "\x1b[31mred",
+    "\u202egnp",
+    "\ud800",
+    "--",
+    "- item",
+    "% note",
+)
+
+# What a cell may hold of LaTeX: an escaped sign, a group around one sign or none, signs by name, powers of n.
+_ALLOWED = re.compile(
+    r"\\[&%$#_{}]|\{[\[*]?\}|\\text(backslash|asciicircum|asciitilde|less|greater|bar)\{\}"
+    r"|\\textsuperscript\{2\}|\$\\pm\$|\$\\times\$|\$n\^\{[\d.]+\}\$"
+)
+
+
+def table(*names):
+    return Table(names[0], ("backend", "64"), tuple((name, "1.5 ±20%") for name in names), names)
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_name_changes_no_line_and_no_cell_of_a_markdown_table(name):
+    title, body, note = to_markdown(table(name)).split("\n\n")
+    rows = body.split("\n")
+    assert [len(re.findall(r"(?<!\\)(?:\\\\)*\|", row)) for row in rows] == [3, 3, 3]
+    assert len(title.splitlines()) == len(note.splitlines()) == 1
+    for text in (title[2:-2], rows[2].split(" | ")[0][2:], note):
+        assert not re.search(r"[`*_<>\[\]{}#$%&~!|]", re.sub(r"\\[!-/:-@\[-`{-~]", "", text))
+    assert not re.match(r"\s*(?:[-+=]|\d+[.)])", note)
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_name_begins_no_command_and_no_cell_of_a_latex_table(name):
+    lines = to_latex(table(name)).splitlines()
+    assert len(lines) == 12 and lines[3] == r"\begin{tabular}{lr}"
+    row = lines[7].removesuffix(r" \\").split(" & ")
+    texts = (lines[2].removeprefix(r"\caption{").removesuffix("}"), *row, lines[10].split("skip ", 1)[1])
+    assert len(texts) == 4
+    for text in texts:
+        assert not re.search(r"[\\&%$#_{}^~<>|\x00-\x1f]", _ALLOWED.sub("", text))
+        assert not text.startswith(("[", "*"))
+
+
+def test_tables_keep_intervals_and_write_powers_as_powers():
+    small = Table("Time", ("backend", "64", "grows as"), (("exact", "1.5 ±20%", "n^1.98 (1.95 to 2.01)"),))
+    assert r"exact & 1.5 $\pm$20\% & $n^{1.98}$ (1.95 to 2.01) \\" in to_latex(small)
+    assert r"| exact | 1.5 ±20\% | n^1.98 (1.95 to 2.01) |" in to_markdown(small)
+    assert "| --- | ---: | --- |" in to_markdown(small)
