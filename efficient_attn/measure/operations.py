@@ -1,0 +1,81 @@
+"""What a call computes, counted and not timed: operations, and how many matrix products wait for one another.
+
+Counted are the products that torch's own counter knows (`torch.utils.flop_counter`), a multiplication and an
+addition as two. Kernels that the counter cannot look into are replaced by their written-out form, which
+multiplies the same matrices.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+
+class Operations(NamedTuple):
+    """What was counted.
+
+    Attributes:
+        flops: Operations of all matrix products and convolutions.
+        sequential: The longest chain of products of which each needs the result of the one before.
+    """
+
+    flops: int
+    sequential: int
+
+
+def count_operations(call: Callable[[], object]) -> Operations:
+    """The operations of one call, which is made on the CPU."""
+    import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils.flop_counter import flop_registry
+
+    flops = 0
+    # How many products every storage waited for; an operator that writes a storage sets its number anew.
+    waited: dict[int, int] = {}
+
+    class Count(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            nonlocal flops
+            kwargs = kwargs or {}
+            result = func(*args, **kwargs)
+            depth = max((waited.get(_storage(x), 0) for x in _tensors((args, kwargs))), default=0)
+            formula = flop_registry.get(func.overloadpacket)
+            if formula is not None:
+                flops += int(formula(*args, **kwargs, out_val=result))
+                depth += 1
+            waited.update((_storage(x), depth) for x in _tensors(result))
+            return result
+
+    with _written_out(), torch.no_grad(), Count():
+        call()
+    return Operations(flops, max(waited.values(), default=0))
+
+
+@contextmanager
+def _written_out() -> Iterator[None]:
+    """Fused attention as two products, a recurrent layer token by token."""
+    import torch
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    before = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        with sdpa_kernel(SDPBackend.MATH):
+            yield
+    finally:
+        torch._C._set_mkldnn_enabled(before)
+
+
+def _storage(tensor: Any) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _tensors(value: Any) -> Iterator[Any]:
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _tensors(item)
+    elif isinstance(value, dict):
+        yield from _tensors(list(value.values()))

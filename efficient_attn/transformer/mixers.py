@@ -1,0 +1,131 @@
+"""Layers that attention is compared with in Table 1 of Vaswani et al. 2017: recurrent and convolutional ones.
+
+Each maps x [batch tokens model_dim] to the same shape, as an AttentionLayer does, and is torch's own layer
+inside. What they have around themselves is the block's: the same residual branches, norms and feed-forward
+part that attention has.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from efficient_attn.errors import OptionError, UnsupportedError
+from efficient_attn.problem import positive_count
+from efficient_attn.transformer.block import FeedForward, Residual
+from efficient_attn.transformer.layer import check_mask, check_sequence
+
+
+class RecurrentMixer(nn.Module):
+    """An LSTM from the first token to the last (Hochreiter and Schmidhuber 1997), model_dim wide."""
+
+    def __init__(self, model_dim: int) -> None:
+        super().__init__()
+        positive_count("model_dim", model_dim)
+        self.model_dim = model_dim
+        self.lstm = nn.LSTM(model_dim, model_dim, batch_first=True)
+
+    def forward(self, x: Tensor, *, key_mask: Tensor | None = None) -> Tensor:
+        check_sequence("x", x, self.model_dim)
+        if key_mask is not None:
+            raise UnsupportedError(
+                "key_mask: a recurrent layer carries its memory through every token; give it sequences "
+                "without padding, of one length in a batch."
+            )
+        # torch's layer refuses a sequence without tokens.
+        return self.lstm(x)[0] if x.shape[1] else x
+
+    def advance(self, x: Tensor, memory: Tensor) -> Tensor:
+        """The memory of every token after one more step, each from the token before it: all at once.
+
+        After as many steps as there are tokens, from zeros, the hidden half is what `forward` gives.
+
+        Args:
+            memory: [2 batch tokens model_dim], hidden and cell after each token as far as it is known.
+        """
+        # The first token has no memory before it: zeros.
+        before = nn.functional.pad(memory[:, :, :-1], (0, 0, 1, 0))
+        hidden, cell = before.flatten(1, 2)[:, None].unbind()  # [1 batch·tokens model_dim]
+        _, after = self.lstm(x.flatten(0, 1)[:, None], (hidden, cell))
+        return torch.cat(after).unflatten(1, x.shape[:2])
+
+
+class ConvolutionMixer(nn.Module):
+    """y_i = Σ_t W_t x_{i + t·dilation} over kernel_size tokens around i; causal: i and those before it."""
+
+    def __init__(
+        self, model_dim: int, *, kernel_size: int, dilation: int = 1, causal: bool = False, groups: int = 1
+    ) -> None:
+        super().__init__()
+        positive_count("model_dim", model_dim)
+        positive_count("kernel_size", kernel_size)
+        positive_count("dilation", dilation)
+        self.model_dim = model_dim
+        self._padding = _padding(kernel_size, dilation, causal)
+        self.convolution = nn.Conv1d(model_dim, model_dim, kernel_size, dilation=dilation, groups=groups)
+
+    def forward(self, x: Tensor, *, key_mask: Tensor | None = None) -> Tensor:
+        check_sequence("x", x, self.model_dim)
+        check_mask("key_mask", key_mask, "x", x)
+        if key_mask is not None:
+            x = x.masked_fill(~key_mask[..., None], 0.0)
+        # torch's layer refuses a sequence shorter than its kernel, as one without tokens may be.
+        return self.convolution(nn.functional.pad(x.mT, self._padding)).mT if x.shape[1] else x
+
+
+class SeparableConvolutionMixer(nn.Module):
+    """Each channel over the tokens, then each token over the channels (Chollet 2017, Xception)."""
+
+    def __init__(self, model_dim: int, *, kernel_size: int, causal: bool = False) -> None:
+        super().__init__()
+        self.depthwise = ConvolutionMixer(model_dim, kernel_size=kernel_size, causal=causal, groups=model_dim)
+        self.pointwise = nn.Linear(model_dim, model_dim)
+
+    def forward(self, x: Tensor, *, key_mask: Tensor | None = None) -> Tensor:
+        return self.pointwise(self.depthwise(x, key_mask=key_mask))
+
+
+class MixerBlock(nn.Module):
+    """A TransformerBlock with another layer in the place of its attention.
+
+    Args:
+        mixer: Called as an AttentionLayer is: x [batch tokens model_dim] and key_mask to the same shape.
+        activation: "relu" or "gelu".
+        norm: "post", after each residual branch, or "pre", before each.
+        dropout: On residual branches.
+    """
+
+    def __init__(
+        self,
+        model_dim: int,
+        mixer: nn.Module,
+        *,
+        feed_forward_dim: int,
+        activation: str = "relu",
+        norm: str = "post",
+        dropout: float = 0.0,
+    ) -> None:
+        super().__init__()
+        self.mixer: Any = mixer
+        self.feed_forward = FeedForward(model_dim, feed_forward_dim, activation)
+        self.around_mixer = Residual(model_dim, norm, dropout)
+        self.around_feed_forward = Residual(model_dim, norm, dropout)
+
+    def forward(self, x: Tensor, *, key_mask: Tensor | None = None) -> Tensor:
+        """x [batch tokens model_dim] to the same shape; key_mask is bool [batch tokens]."""
+        y = self.mixer(self.around_mixer.enter(x), key_mask=key_mask)
+        x = self.around_mixer.leave(x, y)
+        return self.around_feed_forward.leave(x, self.feed_forward(self.around_feed_forward.enter(x)))
+
+
+def _padding(kernel_size: int, dilation: int, causal: bool) -> tuple[int, int]:
+    """Zeros before and after the sequence, so that there are as many outputs as tokens."""
+    reach = (kernel_size - 1) * dilation
+    if causal:
+        return reach, 0
+    if kernel_size % 2 == 0:
+        raise OptionError(
+            f"kernel_size={kernel_size} has no middle; a convolution that is not causal has an odd one: "
+            f"{kernel_size - 1} or {kernel_size + 1}."
+        )
+    return reach // 2, reach // 2
