@@ -42,6 +42,10 @@ def reference_kernel(x: Tensor, keys: Tensor, directions: Tensor, kind: str) -> 
     if kind == "positive":
         exponents = (x + keys) @ directions.mT - half.unsqueeze(-1) - math.log(len(directions))
         return torch.logsumexp(exponents, -1), torch.ones_like(half)
+    if kind == "hyperbolic":
+        exponents = torch.cat([(x + keys) @ directions.mT, -(x + keys) @ directions.mT], -1)
+        logarithm = torch.logsumexp(exponents, -1) - half - math.log(2 * len(directions))
+        return logarithm, torch.ones_like(half)
     mean = torch.cos((x - keys) @ directions.mT).mean(-1)
     return half + mean.abs().log(), mean.sign()
 
@@ -70,7 +74,7 @@ def reference_condition(q, k, directions, kind, *, scale, causal=False) -> Tenso
     """Σ|weight| / |Σ weight| of every row, [batch heads q_tokens 1]: how much its rounding is magnified."""
     q, k, directions = (x.detach().double() for x in (q, k, directions))
     x, y = q * math.sqrt(scale), k.repeat_interleave(q.shape[1] // k.shape[1], 1) * math.sqrt(scale)
-    if kind == "positive":
+    if kind != "trigonometric":
         return torch.ones(*q.shape[:-1], 1, dtype=torch.float64)
     # The angles of cos(w·x) and sin(w·x) are rounded before they are compared.
     kernel = torch.cos((x.unsqueeze(-2) - y.unsqueeze(-3)) @ directions.mT).mean(-1)

@@ -6,7 +6,10 @@ import pytest
 import torch
 
 from efficient_attn.ops.features import MAPS
+from efficient_attn.ops.projections import DRAWS as DRAWS_OF_DIRECTIONS
 from efficient_attn.ops.projections import draw_directions
+from efficient_attn.theory.couplings import log_coupled_error, orthogonal_pair_excess, simplex_pair_excess
+from efficient_attn.theory.kernel import log_positive_error
 
 DRAWS, DIRECTIONS, DIM = 20_000, 4, 8
 # For |x + y|² ≤ 1 the moments of the estimate are small enough to be measured by sampling.
@@ -29,17 +32,17 @@ def estimates(kind, draw, pair):
     one, other = (MAPS[kind].features(v.expand(1, DIM), w) for v, w in ((x, rows), (y, rows)))
     values = [f.log_scale.exp() * (1 if f.values is None else f.values) for f in (one, other)]
     products = values[0] * values[1]
-    if MAPS[kind].signed:
+    if MAPS[kind].per_direction == 2:
         products = torch.stack(products.chunk(2, dim=-1)).sum(0)
     # The map divides by √(all rows); each draw has DIRECTIONS of them.
     return products.unflatten(-1, (DRAWS, DIRECTIONS)).sum(-1).flatten() * DRAWS
 
 
 def draw_many(draw):
-    """All draws below each other. Blocks of an orthogonal draw are independent, as draws are."""
+    """All draws below each other. Blocks of a coupled draw are independent, as draws are."""
     if draw == "iid":
         return draw_directions("iid", DRAWS * DIRECTIONS, DIM, seed=3)
-    rows = draw_directions("orthogonal", DRAWS * DIM, DIM, seed=3)
+    rows = draw_directions(draw, DRAWS * DIM, DIM, seed=3)
     return rows.unflatten(0, (DRAWS, DIM))[:, :DIRECTIONS].flatten(0, 1)
 
 
@@ -49,11 +52,13 @@ def lemma_2(kind, pair):
     together, apart, kernel = (x + y).square().sum(), (x - y).square().sum(), (x @ y).exp()
     if kind == "positive":
         return together.exp() * kernel**2 * (1 - (-together).exp()) / DIRECTIONS
+    if kind == "hyperbolic":
+        return together.exp() * kernel**2 * (1 - (-together).exp()) ** 2 / (2 * DIRECTIONS)
     return together.exp() * kernel**-2 * (1 - (-apart).exp()) ** 2 / (2 * DIRECTIONS)
 
 
 @pytest.mark.parametrize("pair", PAIRS)
-@pytest.mark.parametrize("draw", ["iid", "orthogonal"])
+@pytest.mark.parametrize("draw", DRAWS_OF_DIRECTIONS)
 @pytest.mark.parametrize("kind", MAPS)
 def test_features_estimate_the_kernel_without_bias(kind, draw, pair):
     x, y = vectors(pair).squeeze(1)
@@ -69,6 +74,21 @@ def test_the_variance_of_independent_directions_is_the_closed_form(kind, pair):
     squares = (estimates(kind, "iid", pair) - (x @ y).exp()).square()
     standard_error = squares.std() / math.sqrt(DRAWS)
     assert (squares.mean() - lemma_2(kind, pair)).abs() <= 4.5 * standard_error
+
+
+@pytest.mark.parametrize("pair", ["aligned", "orthogonal", "oblique"])
+@pytest.mark.parametrize(
+    "excess", [orthogonal_pair_excess, simplex_pair_excess], ids=["orthogonal", "simplex"]
+)
+def test_the_variance_of_coupled_directions_is_the_closed_form(excess, pair):
+    x, y = vectors(pair).squeeze(1)
+    draw = "orthogonal" if excess is orthogonal_pair_excess else "simplex"
+    square = float((x + y).square().sum())
+    of_pair = excess(square, head_dim=DIM)
+    expected = log_coupled_error(log_positive_error(square), of_pair, num_directions=DIRECTIONS, head_dim=DIM)
+    squares = (estimates("positive", draw, pair) - (x @ y).exp()).square() / (2 * x @ y).exp()
+    standard_error = squares.std() / math.sqrt(DRAWS)
+    assert (squares.mean() - math.exp(expected)).abs() <= 4.5 * standard_error
 
 
 @pytest.mark.parametrize("pair", ["aligned", "orthogonal", "oblique"])
@@ -88,7 +108,7 @@ def test_the_error_falls_as_one_over_the_number_of_directions(kind):
     products = [MAPS[kind].features(v.expand(1, DIM), single) for v in (x, y)]
     values = [f.log_scale.exp() * (1 if f.values is None else f.values) for f in products]
     one = (values[0] * values[1]).flatten()
-    one = (one.chunk(2)[0] + one.chunk(2)[1] if MAPS[kind].signed else one) * len(single)
+    one = (one.chunk(2)[0] + one.chunk(2)[1] if MAPS[kind].per_direction == 2 else one) * len(single)
     sizes = [16, 32, 64, 128, 256, 512, 1024]
     errors = [(one[: 800 * m].unflatten(0, (800, m)).mean(1) - (x @ y).exp()).square().mean() for m in sizes]
     design = torch.tensor(sizes, dtype=torch.float64).log()

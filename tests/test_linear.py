@@ -20,7 +20,11 @@ from efficient_attn.ops.linear import merge, query_weights, read, summarise
 from efficient_attn.ops.linear_tokens import Tokens
 from efficient_attn.ops.projections import draw_directions
 
-KINDS = {"performer-positive": "positive", "performer-trig": "trigonometric"}
+KINDS = {
+    "performer-positive": "positive",
+    "performer-hyperbolic": "hyperbolic",
+    "performer-trig": "trigonometric",
+}
 BOTH = pytest.mark.parametrize("name", KINDS)
 CAUSAL = pytest.mark.parametrize("causal", [False, True])
 
@@ -164,7 +168,7 @@ def test_without_the_guard_a_chunk_loses_rows(monkeypatch):
 @pytest.mark.parametrize("norm", [1, 5, 20])
 def test_denominators_of_positive_features_are_at_least_one(norm):
     q, k, v = (x.float() * norm for x in random_qkv(1, 2, 2, 50, 60, head_dim=16))
-    tokens = Tokens(q, k, v, None, draw_directions("orthogonal", 64, 16, seed=0), "positive", 0.25)
+    tokens = Tokens(q, k, v, None, draw_directions("orthogonal", 64, 16, seed=0), None, "positive", 0.25)
     state = linear_full.whole_state(tokens)
     part = slice(0, 50)
     weights, _ = query_weights(tokens.query_features(tokens.query_rows(part)), state.log_scale)
@@ -175,7 +179,7 @@ def test_denominators_of_positive_features_are_at_least_one(norm):
 @BOTH
 def test_states_merge_in_any_grouping(name):
     q, k, v = random_qkv(1, 2, 2, 6, 9)
-    tokens = Tokens(q, k, v, None, draw_directions("iid", 16, 8, seed=0), KINDS[name], 0.1)
+    tokens = Tokens(q, k, v, None, draw_directions("iid", 16, 8, seed=0), None, KINDS[name], 0.1)
     a, b, c = (
         summarise(tokens.key_features(tokens.key_rows(part), part), tokens.values(part))
         for part in (slice(0, 2), slice(2, 3), slice(3, 9))

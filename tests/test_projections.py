@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from efficient_attn.ops.projections import DRAWS as DRAWN
 from efficient_attn.ops.projections import draw_directions, haar_rotations
 
 DRAWS = 4000
@@ -30,15 +31,17 @@ def test_rotations_are_uniform_to_fourth_moments():
 
 
 @pytest.mark.parametrize("num_directions", [3, 8, 20])
-def test_orthogonal_rows_are_orthogonal_within_blocks_and_as_long_as_gaussian_vectors(num_directions):
+@pytest.mark.parametrize(("kind", "cosine"), [("orthogonal", 0.0), ("simplex", -1 / 7)])
+def test_rows_have_one_angle_within_blocks_and_are_as_long_as_gaussian_vectors(kind, cosine, num_directions):
     dim, lengths = 8, []
     for seed in range(500):
-        rows = draw_directions("orthogonal", num_directions, dim, seed=seed)
+        rows = draw_directions(kind, num_directions, dim, seed=seed)
         assert rows.shape == (num_directions, dim)
         assert rows.dtype is torch.float64
         for block in rows.split(dim):
-            products = block @ block.mT
-            assert (products - products.diagonal().diag()).abs().max() < 1e-12
+            units = block / block.norm(dim=-1, keepdim=True)
+            expected = torch.full((len(block), len(block)), cosine, dtype=torch.float64)
+            assert (units @ units.mT - expected.fill_diagonal_(1.0)).abs().max() < 1e-12
         lengths.append(rows.square().sum(-1))
     squares = torch.stack(lengths)
     # The square of a chi variable with d degrees has mean d and variance 2 d.
@@ -46,7 +49,20 @@ def test_orthogonal_rows_are_orthogonal_within_blocks_and_as_long_as_gaussian_ve
     assert standard_errors((squares - dim).square(), 2 * dim) < 4.5
 
 
-@pytest.mark.parametrize("kind", ["orthogonal", "iid"])
+@pytest.mark.parametrize("row", [0, 7])
+def test_every_row_of_a_simplex_alone_is_gaussian(row):
+    rows = torch.stack([draw_directions("simplex", 8, 8, seed=seed)[row] for seed in range(DRAWS)])
+    # A fixed corner of the simplex has a preferred direction; only its rotation has none.
+    for power, moment in ((1, 0.0), (2, 1.0), (3, 0.0), (4, 3.0)):
+        assert standard_errors(rows.pow(power), moment) < 4.5
+    assert standard_errors(rows[:, :1] * rows[:, 1:], 0.0) < 4.5
+
+
+def test_a_simplex_of_one_dimension_is_a_gaussian_number():
+    assert torch.equal(draw_directions("simplex", 3, 1, seed=0), draw_directions("iid", 3, 1, seed=0))
+
+
+@pytest.mark.parametrize("kind", DRAWN)
 def test_a_seed_means_the_same_rows_and_touches_no_global_generator(kind):
     before = torch.get_rng_state()
     one, same, other = (draw_directions(kind, 5, 4, seed=seed) for seed in (7, 7, 8))

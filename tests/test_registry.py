@@ -109,6 +109,7 @@ def test_lists_are_sorted_and_tell_who_can_be_causal():
         "exact",
         "exact-dense",
         "linformer",
+        "performer-hyperbolic",
         "performer-positive",
         "performer-trig",
         "window",

@@ -1,7 +1,6 @@
 """Performer with trigonometric random features: random Fourier features for the softmax kernel."""
 
-from efficient_attn.errors import OptionError
-from efficient_attn.modules.features import RandomFeatureOptions, RandomFeatures
+from efficient_attn.modules.features import RandomFeatureOptions, RandomFeatures, check_pairs
 from efficient_attn.modules.linear import LinearAttention
 from efficient_attn.problem import AttentionProblem
 from efficient_attn.registry import Capabilities, register
@@ -22,9 +21,5 @@ def flops(problem: AttentionProblem, options: RandomFeatureOptions, tokens: int)
     flops=flops,
 )
 def build(problem: AttentionProblem, options: RandomFeatureOptions) -> LinearAttention:
-    if options.num_features % 2:
-        raise OptionError(
-            f"num_features={options.num_features} is odd; trigonometric features come in pairs of a cosine "
-            f"and a sine: {options.num_features - 1} or {options.num_features + 1}."
-        )
+    check_pairs(options, "trigonometric features come in pairs of a cosine and a sine")
     return LinearAttention(RandomFeatures("trigonometric", problem.head_dim, options), problem)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from efficient_attn.errors import OptionError
 from efficient_attn.modules.options import one_of, option, whole_number
 from efficient_attn.ops.features import MAPS
 from efficient_attn.ops.projections import DRAWS, draw_directions
@@ -17,13 +18,20 @@ class RandomFeatureOptions:
     """Options of every backend with random features."""
 
     num_features: int = option(256, "Outputs of the feature map.")
-    projection: str = option("orthogonal", "How the random directions are drawn: orthogonal or iid.")
+    projection: str = option("orthogonal", "How the random directions are drawn: orthogonal, simplex or iid.")
     seed: int = option(0, "Seed of the draw; the same seed gives the same features on every device.")
 
     def __post_init__(self) -> None:
         positive_count("num_features", self.num_features)
         one_of("projection", self.projection, DRAWS)
         whole_number("seed", self.seed)
+
+
+def check_pairs(options: RandomFeatureOptions, why: str) -> None:
+    """Refuse an odd number of features of a map that makes two of each direction."""
+    size = options.num_features
+    if size % 2:
+        raise OptionError(f"num_features={size} is odd; {why}: {size - 1} or {size + 1}.")
 
 
 class RandomFeatures(nn.Module):
@@ -40,8 +48,7 @@ class RandomFeatures(nn.Module):
         super().__init__()
         self.kind = kind
         self._draw = options.projection
-        # A signed map gives a cosine and a sine for each direction.
-        self._shape = (options.num_features // (2 if MAPS[kind].signed else 1), head_dim)
+        self._shape = (options.num_features // MAPS[kind].per_direction, head_dim)
         self.register_buffer("projection", self._directions(options.seed))
 
     @torch.no_grad()

@@ -42,4 +42,4 @@ class LinearAttention(nn.Module):
         self.features.redraw(seed)
 
     def _tokens(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tokens:
-        return Tokens(q, k, v, key_mask, self.features.projection, self.features.kind, self._scale)
+        return Tokens(q, k, v, key_mask, self.features.projection, None, self.features.kind, self._scale)

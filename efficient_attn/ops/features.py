@@ -1,4 +1,4 @@
-"""Random feature maps whose inner products estimate exp(x·y).
+"""Feature maps: those whose inner products estimate exp(x·y), and those of other kernels.
 
 A feature map meets linear attention in one value: features with their logarithmic scale kept
 apart, feature = values · exp(log_scale). Each map comes with its pullback, so that a backward pass
@@ -35,11 +35,13 @@ class FeatureMap(NamedTuple):
         pullback: Takes (x, features, derivatives by log_scale and values, directions), returns
             the derivative by x.
         signed: Whether features may be negative.
+        per_direction: How many features each direction gives.
     """
 
     features: Callable[[Tensor, Tensor], Features]
     pullback: Callable[[Tensor, Features, Features, Tensor], Tensor]
     signed: bool
+    per_direction: int
 
 
 def half_square(x: Vectors) -> Tensor:
@@ -49,17 +51,29 @@ def half_square(x: Vectors) -> Tensor:
 
 def positive_features(x: Vectors, directions: Directions) -> Features:
     """exp(w·x − |x|²/2) / √m for each of m directions w (Choromanski et al. 2021, eq. 5)."""
-    return Features(x @ directions.mT - (half_square(x) + math.log(len(directions)) / 2), None)
+    return Features(x @ directions.mT - (half_square(x) + math.log(directions.shape[-2]) / 2), None)
 
 
 def _positive_pullback(x: Tensor, features: Features, by: Features, directions: Tensor) -> Tensor:
     return by.log_scale @ directions - x * by.log_scale.sum(dim=-1, keepdim=True)
 
 
+def hyperbolic_features(x: Vectors, directions: Directions) -> Features:
+    """exp(−|x|²/2) / √2m · [exp(w·x), exp(−w·x)] for m directions w (Choromanski et al. 2021, lemma 1)."""
+    products = x @ directions.mT
+    constant = half_square(x) + math.log(2 * directions.shape[-2]) / 2
+    return Features(torch.cat([products - constant, -products - constant], dim=-1), None)
+
+
+def _hyperbolic_pullback(x: Tensor, features: Features, by: Features, directions: Tensor) -> Tensor:
+    by_plus, by_minus = by.log_scale.chunk(2, dim=-1)
+    return (by_plus - by_minus) @ directions - x * by.log_scale.sum(dim=-1, keepdim=True)
+
+
 def trigonometric_features(x: Vectors, directions: Directions) -> Features:
     """exp(|x|²/2) / √m · [cos(w·x), sin(w·x)] for each of m directions w (Choromanski et al. 2021, eq. 4)."""
     angles = x @ directions.mT
-    values = torch.cat([angles.cos(), angles.sin()], dim=-1) / math.sqrt(len(directions))
+    values = torch.cat([angles.cos(), angles.sin()], dim=-1) / math.sqrt(directions.shape[-2])
     return Features(half_square(x), values)
 
 
@@ -71,6 +85,9 @@ def _trigonometric_pullback(x: Tensor, features: Features, by: Features, directi
 
 
 MAPS = {
-    "positive": FeatureMap(positive_features, _positive_pullback, signed=False),
-    "trigonometric": FeatureMap(trigonometric_features, _trigonometric_pullback, signed=True),
+    "positive": FeatureMap(positive_features, _positive_pullback, signed=False, per_direction=1),
+    "hyperbolic": FeatureMap(hyperbolic_features, _hyperbolic_pullback, signed=False, per_direction=2),
+    "trigonometric": FeatureMap(
+        trigonometric_features, _trigonometric_pullback, signed=True, per_direction=2
+    ),
 }

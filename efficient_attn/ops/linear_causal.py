@@ -90,10 +90,11 @@ def _causal(
     v: Tensor,
     key_mask: Tensor | None,
     directions: Tensor,
+    log_weights: Tensor | None,
     kind: str,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    tokens = Tokens(q, k, v, key_mask, directions, kind, scale)
+    tokens = Tokens(q, k, v, key_mask, directions, log_weights, kind, scale)
     outputs, before = new_outputs(q, v), k.shape[-2] - q.shape[-2]
     ends = torch.zeros(q.shape[-2] + 1, dtype=torch.bool)
     with without_autocast(q):
@@ -114,6 +115,7 @@ def _(
     v: Tensor,
     key_mask: Tensor | None,
     directions: Tensor,
+    log_weights: Tensor | None,
     kind: str,
     scale: float,
 ) -> tuple[Tensor, ...]:
@@ -132,10 +134,11 @@ def _causal_backward(
     v: Tensor,
     key_mask: Tensor | None,
     directions: Tensor,
+    log_weights: Tensor | None,
     kind: str,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    tokens = Tokens(q, k, v, key_mask, directions, kind, scale)
+    tokens = Tokens(q, k, v, key_mask, directions, log_weights, kind, scale)
     outputs, stops = Outputs(out, logarithm, negative), ends.nonzero().flatten().tolist()
     pieces = [slice(start, stop) for start, stop in zip([0, *stops], stops, strict=False)]
     with without_autocast(q):
@@ -234,7 +237,7 @@ def _(
 
 
 def _backward(ctx: Any, gradient: Tensor, *_: Tensor) -> tuple:
-    return *_causal_backward(gradient, *ctx.saved_tensors, ctx.kind, ctx.scale), None, None, None, None
+    return *_causal_backward(gradient, *ctx.saved_tensors, ctx.kind, ctx.scale), *[None] * 5
 
 
 _causal.register_autograd(_backward, setup_context=keep_for_backward)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from efficient_attn.ops.features import MAPS
 from efficient_attn.ops.linear import (
     LinearState,
     divide,
@@ -64,10 +65,11 @@ def _full(
     v: Tensor,
     key_mask: Tensor | None,
     directions: Tensor,
+    log_weights: Tensor | None,
     kind: str,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    tokens = Tokens(q, k, v, key_mask, directions, kind, scale)
+    tokens = Tokens(q, k, v, key_mask, directions, log_weights, kind, scale)
     outputs = new_outputs(q, v)
     with without_autocast(q):
         state = whole_state(tokens)
@@ -88,12 +90,12 @@ def _(
     v: Tensor,
     key_mask: Tensor | None,
     directions: Tensor,
+    log_weights: Tensor | None,
     kind: str,
     scale: float,
 ) -> tuple[Tensor, ...]:
     outputs = new_outputs(q, v)
-    signed = Tokens(q, k, v, key_mask, directions, kind, scale).map.signed
-    features = len(directions) * (2 if signed else 1)
+    signed, features = MAPS[kind].signed, MAPS[kind].per_direction * directions.shape[-2]
     shape, logarithm = k.shape[:2], outputs.log_normaliser
     return (
         *outputs,
@@ -115,10 +117,11 @@ def _full_backward(
     v: Tensor,
     key_mask: Tensor | None,
     directions: Tensor,
+    log_weights: Tensor | None,
     kind: str,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    tokens = Tokens(q, k, v, key_mask, directions, kind, scale)
+    tokens = Tokens(q, k, v, key_mask, directions, log_weights, kind, scale)
     by_q, by_k, by_v = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     outputs, query_sums = Outputs(out, logarithm, negative), torch.zeros_like(sums)
     with without_autocast(q):
@@ -156,7 +159,7 @@ def _(
 
 
 def _backward(ctx: Any, gradient: Tensor, *_: Tensor) -> tuple:
-    return *_full_backward(gradient, *ctx.saved_tensors, ctx.kind, ctx.scale), None, None, None, None
+    return *_full_backward(gradient, *ctx.saved_tensors, ctx.kind, ctx.scale), *[None] * 5
 
 
 _full.register_autograd(_backward, setup_context=keep_for_backward)

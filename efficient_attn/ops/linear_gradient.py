@@ -88,6 +88,6 @@ def output_gradients(gradient: Tensor, out: Tensor, part: slice, kv_heads: int) 
 
 def keep_for_backward(ctx: Any, inputs: tuple, output: tuple) -> None:
     """Keep what a backward pass needs: the inputs, the output and each row's normaliser; no features."""
-    q, k, v, key_mask, directions, ctx.kind, ctx.scale = inputs
-    ctx.save_for_backward(*output, q, k, v, key_mask, directions)
+    *tensors, ctx.kind, ctx.scale = inputs
+    ctx.save_for_backward(*output, *tensors)
     ctx.mark_non_differentiable(*output[1:])

@@ -22,7 +22,9 @@ class Tokens(NamedTuple):
         k: [batch kv_heads k_tokens head_dim].
         v: [batch kv_heads k_tokens value_dim].
         key_mask: bool [batch k_tokens], True for a real token; None: all are.
-        directions: Rows of the random projection, [directions head_dim].
+        directions: Rows of the random projection, [directions head_dim], or of one for each head
+            of keys, [kv_heads directions head_dim].
+        log_weights: Logarithm of a weight of each feature, [kv_heads 1 features]; None: all weigh 1.
         kind: Name of the feature map in `features.MAPS`.
         scale: Factor on q·k, shared between both sides as its root.
     """
@@ -32,6 +34,7 @@ class Tokens(NamedTuple):
     v: Tensor
     key_mask: Tensor | None
     directions: Tensor
+    log_weights: Tensor | None
     kind: str
     scale: float
 
@@ -67,6 +70,8 @@ class Tokens(NamedTuple):
     def key_features(self, rows: Tensor, part: slice) -> Features:
         """Features of key rows, of scale −inf where the token is masked."""
         features, mask = self.map.features(rows, self._directions(rows)), self._mask(part)
+        if self.log_weights is not None:
+            features = features._replace(log_scale=features.log_scale + self.log_weights.to(rows.dtype))
         if mask is None:
             return features
         hidden = ~mask[:, None, :, None]

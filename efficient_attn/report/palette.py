@@ -13,6 +13,7 @@ _OWN = {
     "linformer": ("#d98c00", "D"),
     "performer-positive": ("#0072b2", "v"),
     "performer-trig": ("#cc4c88", "P"),
+    "performer-hyperbolic": ("#3a9bd9", "<"),
 }
 _OTHERS = (("#d55e00", "X"), ("#3a9bd9", "<"), ("#8a6d00", ">"), ("#7b4fb5", "p"))
 _STROKES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1, 1.5)), (0, (6, 2, 1, 2)))
