@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from efficient_attn.errors import DataError
 
 SCHEMA = 1
-KINDS = ("time", "memory", "error", "recall")
+KINDS = ("time", "memory", "error", "recall", "count")
 STATUSES = ("ok", "unsupported", "skipped", "oom", "timeout", "crash", "error")
 
 # A line of a record is a few kilobytes; a file of more than this is no file of ours.
@@ -27,7 +27,7 @@ class Case:
     """One measurement, described completely enough to be made again.
 
     Attributes:
-        kind: Which question: `time`, `memory`, `error` or `recall`.
+        kind: Which question: `time`, `memory`, `error`, `recall`, or `count` for what has no noise.
         backend: A registered name, or `file.py:object`.
         label: What tables and plots call it: the backend with the options that were set.
         options: All options that the backend was built with.
@@ -78,6 +78,9 @@ class Record:
         output_mse: Mean over draws; `…_draws` are the raw values, one per draw. So for the other errors.
         unsafe_rows: Share of rows whose denominator is zero or negative, mean over draws.
         expected_kernel_mse: What theory says `kernel_mse` is on average.
+        flops: Operations of the matrix products of a call.
+        sequential_operations: The longest chain of products of which each waits for the one before.
+        path_length: Hops of a signal from the first token to the last.
     """
 
     case: Case
@@ -100,6 +103,9 @@ class Record:
     unsafe_rows: float | None = None
     expected_output_mse: float | None = None
     expected_kernel_mse: float | None = None
+    flops: int | None = None
+    sequential_operations: int | None = None
+    path_length: int | None = None
 
     def row(self) -> dict[str, Any]:
         """Everything known in one flat dictionary: the case, the status, then what was measured."""
