@@ -4,6 +4,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from efficient_attn.counts import Work
+
 ALL_DTYPES = ("float64", "float32", "bfloat16", "float16")
 
 
@@ -62,8 +64,8 @@ class BackendSpec:
         size_option: The option that a sweep of accuracy varies.
         capabilities: What the backend promises.
         builder: Takes (problem, options), returns a module that maps (q, k, v, key_mask) to the output.
-        flops: Takes (problem, options, tokens), returns the operations of one head's forward pass,
-            a multiplication and an addition counted as two; None where nobody counted.
+        work: Takes (problem, options, tokens, value_dim), returns what one head's forward pass has to do;
+            None where nobody counted.
         paper: Address of the paper.
     """
 
@@ -73,8 +75,18 @@ class BackendSpec:
     capabilities: Capabilities
     builder: Callable[[Any, Any], Any]
     size_option: str | None = None
-    flops: Callable[[Any, Any, int], int] | None = None
+    work: Callable[[Any, Any, int, int], Work] | None = None
     paper: str | None = None
+
+    def flops(self, problem: Any, options: Any, tokens: int) -> int | None:
+        """Operations of one head's forward pass, a multiplication and an addition counted as two.
+
+        Those of the matrix products, with values as wide as keys; None where nobody counted.
+        """
+        if self.work is None:
+            return None
+        work = self.work(problem, options, tokens, problem.head_dim)
+        return 2 * sum(step.multiply_adds for step in work.steps)
 
 
 SPECS: dict[str, BackendSpec] = {}
@@ -88,7 +100,7 @@ def register(
     options: type = NoOptions,
     size_option: str | None = None,
     paper: str | None = None,
-    flops: Callable[[Any, Any, int], int] | None = None,
+    work: Callable[[Any, Any, int, int], Work] | None = None,
 ) -> Callable[[Callable], Callable]:
     """Add the decorated builder to the table under `name`.
 
@@ -107,7 +119,7 @@ def register(
             size_option=size_option,
             capabilities=capabilities,
             builder=builder,
-            flops=flops,
+            work=work,
         )
         return builder
 

@@ -47,7 +47,7 @@ def small_chunks(monkeypatch):
 
     def set_chunks(tokens):
         monkeypatch.setattr(linear_full, "_CHUNK", tokens)
-        monkeypatch.setattr(linear_causal, "_CHUNK", tokens)
+        monkeypatch.setattr(linear_causal, "CHUNK", tokens)
 
     return set_chunks
 

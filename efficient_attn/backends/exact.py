@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from efficient_attn.counts import Work, softmax_steps, visible_pairs
 from efficient_attn.modules.options import option, probability
 from efficient_attn.ops.fused import fused_attention
 from efficient_attn.ops.seen import SeenTokens, merge_tokens, summarise_tokens
@@ -49,9 +50,10 @@ class FusedAttention(nn.Module):
         return self(q, seen.k, seen.v, mask), seen
 
 
-def flops(problem: AttentionProblem, options: DropoutOptions, tokens: int) -> int:
-    """Two products of tokens² · head_dim; half of them where only earlier keys are read."""
-    return 4 * tokens * tokens * problem.head_dim // (2 if problem.causal else 1)
+def work(problem: AttentionProblem, options: DropoutOptions, tokens: int, value_dim: int) -> Work:
+    """Every query reads every key, or those up to its own position."""
+    pairs = visible_pairs(tokens, back=tokens - 1, ahead=0 if problem.causal else tokens - 1)
+    return Work(softmax_steps(pairs, problem.head_dim, value_dim))
 
 
 @register(
@@ -60,7 +62,7 @@ def flops(problem: AttentionProblem, options: DropoutOptions, tokens: int) -> in
     paper="https://arxiv.org/abs/1706.03762",
     options=DropoutOptions,
     capabilities=Capabilities(causal=True, exact=True, time_growth=2),
-    flops=flops,
+    work=work,
 )
 def build(problem: AttentionProblem, options: DropoutOptions) -> FusedAttention:
     return FusedAttention(problem, options)

@@ -3,7 +3,9 @@
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from efficient_attn.backends.exact import DropoutOptions, flops
+from efficient_attn.backends import exact
+from efficient_attn.backends.exact import DropoutOptions
+from efficient_attn.counts import Work
 from efficient_attn.ops.seen import SeenTokens, merge_tokens, summarise_tokens
 from efficient_attn.ops.softmax import apply_weights, softmax_weights
 from efficient_attn.problem import AttentionProblem
@@ -29,6 +31,12 @@ class DenseAttention(nn.Module):
         return self(q, seen.k, seen.v, seen.key_mask), seen
 
 
+def work(problem: AttentionProblem, options: DropoutOptions, tokens: int, value_dim: int) -> Work:
+    """That of the fused kernel, with all weights in memory."""
+    scores, reading = exact.work(problem, options, tokens, value_dim).steps
+    return Work((scores._replace(kept=tokens**2), reading))
+
+
 @register(
     "exact-dense",
     summary="Softmax attention, exact, with all scores in memory: the papers' baseline.",
@@ -37,7 +45,7 @@ class DenseAttention(nn.Module):
     capabilities=Capabilities(
         causal=True, exact=True, second_derivatives=True, time_growth=2, memory_growth=2
     ),
-    flops=flops,
+    work=work,
 )
 def build(problem: AttentionProblem, options: DropoutOptions) -> DenseAttention:
     return DenseAttention(problem, options)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from efficient_attn.counts import Step, Work, softmax_steps
 from efficient_attn.errors import OptionError
 from efficient_attn.modules.options import one_of, option
 from efficient_attn.ops.linformer import linformer_attention
@@ -81,9 +82,18 @@ def mean_pool(rank: int, max_tokens: int) -> Tensor:
     return members / members.sum(dim=-1, keepdim=True)
 
 
-def flops(problem: AttentionProblem, options: LinformerOptions, tokens: int) -> int:
-    """Two mixings and two products, each of tokens · rank · head_dim."""
-    return 8 * tokens * options.rank * problem.head_dim
+def work(problem: AttentionProblem, options: LinformerOptions, tokens: int, value_dim: int) -> Work:
+    """Keys and values are mixed, then every query reads every mixture."""
+    pairs, own = tokens * options.rank, options.sharing == "none"
+    mixings = (
+        Step(pairs * dim, kept=options.rank * dim, shared=not own) for dim in (problem.head_dim, value_dim)
+    )
+    pairs_of_projections = (problem.num_heads or 1) if own else 1
+    one = options.rank * (problem.max_tokens or tokens)
+    return Work(
+        (*mixings, *softmax_steps(pairs, problem.head_dim, value_dim)),
+        learned=one * pairs_of_projections * (1 if options.sharing in ("key-value", "layers") else 2),
+    )
 
 
 @register(
@@ -93,7 +103,7 @@ def flops(problem: AttentionProblem, options: LinformerOptions, tokens: int) -> 
     options=LinformerOptions,
     size_option="rank",
     capabilities=Capabilities(causal=False, nonnegative=False, averages=False, needs_max_tokens=True),
-    flops=flops,
+    work=work,
 )
 def build(problem: AttentionProblem, options: LinformerOptions) -> LinformerAttention:
     assert problem.max_tokens is not None, "build refuses a missing max_tokens"

@@ -1,14 +1,11 @@
 """Performer with hyperbolic random features: positive features at w and −w."""
 
+from functools import partial
+
 from efficient_attn.modules.features import RandomFeatureOptions, RandomFeatures, check_pairs
-from efficient_attn.modules.linear import LinearAttention
+from efficient_attn.modules.linear import LinearAttention, linear_work
 from efficient_attn.problem import AttentionProblem
 from efficient_attn.registry import Capabilities, register
-
-
-def flops(problem: AttentionProblem, options: RandomFeatureOptions, tokens: int) -> int:
-    """Two projections on half as many directions, a summary and a reading of all features."""
-    return 6 * tokens * options.num_features * problem.head_dim
 
 
 @register(
@@ -18,7 +15,7 @@ def flops(problem: AttentionProblem, options: RandomFeatureOptions, tokens: int)
     options=RandomFeatureOptions,
     size_option="num_features",
     capabilities=Capabilities(causal=True),
-    flops=flops,
+    work=partial(linear_work, "hyperbolic"),
 )
 def build(problem: AttentionProblem, options: RandomFeatureOptions) -> LinearAttention:
     check_pairs(options, "hyperbolic features come in pairs of exp(w·x) and exp(−w·x)")

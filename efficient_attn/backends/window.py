@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from efficient_attn.counts import Work, softmax_steps, visible_pairs
 from efficient_attn.errors import OptionError
 from efficient_attn.modules.options import option
 from efficient_attn.ops.seen import SeenTokens, last_tokens, merge_tokens, summarise_tokens
@@ -30,8 +31,7 @@ class WindowAttention(nn.Module):
     def __init__(self, problem: AttentionProblem, options: WindowOptions) -> None:
         super().__init__()
         self._scale = problem.factor
-        self._back = options.window - 1 if problem.causal else options.window // 2
-        self._ahead = 0 if problem.causal else options.window // 2
+        self._back, self._ahead = _sides(problem, options)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
         return window_attention(
@@ -48,9 +48,16 @@ class WindowAttention(nn.Module):
         return self(q, seen.k, seen.v, seen.key_mask), after
 
 
-def flops(problem: AttentionProblem, options: WindowOptions, tokens: int) -> int:
-    """Two products of tokens · window · head_dim."""
-    return 4 * tokens * min(options.window, tokens) * problem.head_dim
+def _sides(problem: AttentionProblem, options: WindowOptions) -> tuple[int, int]:
+    """How many keys back and ahead of its own position a query reads."""
+    half = options.window // 2
+    return (options.window - 1, 0) if problem.causal else (half, half)
+
+
+def work(problem: AttentionProblem, options: WindowOptions, tokens: int, value_dim: int) -> Work:
+    """Every query reads the keys of its window, as far as there are any."""
+    back, ahead = _sides(problem, options)
+    return Work(softmax_steps(visible_pairs(tokens, back=back, ahead=ahead), problem.head_dim, value_dim))
 
 
 @register(
@@ -60,7 +67,7 @@ def flops(problem: AttentionProblem, options: WindowOptions, tokens: int) -> int
     options=WindowOptions,
     size_option="window",
     capabilities=Capabilities(causal=True, cross=False, second_derivatives=True),
-    flops=flops,
+    work=work,
 )
 def build(problem: AttentionProblem, options: WindowOptions) -> WindowAttention:
     if not problem.causal and options.window % 2 == 0:

@@ -2,12 +2,13 @@
 
 from torch import Tensor, nn
 
+from efficient_attn.counts import Step, Work, visible_pairs
 from efficient_attn.errors import UnsupportedError
-from efficient_attn.modules.features import RandomFeatures
+from efficient_attn.modules.features import RandomFeatureOptions, RandomFeatures
 from efficient_attn.ops.denominators import denominators
 from efficient_attn.ops.features import MAPS
 from efficient_attn.ops.linear import LinearState
-from efficient_attn.ops.linear_causal import causal_linear_attention, extend_linear_attention
+from efficient_attn.ops.linear_causal import CHUNK, causal_linear_attention, extend_linear_attention
 from efficient_attn.ops.linear_full import full_linear_attention
 from efficient_attn.ops.linear_tokens import Tokens
 from efficient_attn.problem import AttentionProblem
@@ -43,3 +44,30 @@ class LinearAttention(nn.Module):
 
     def _tokens(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tokens:
         return Tokens(q, k, v, key_mask, self.features.projection, None, self.features.kind, self._scale)
+
+
+def linear_work(
+    kind: str, problem: AttentionProblem, options: RandomFeatureOptions, tokens: int, value_dim: int
+) -> Work:
+    """Features of a kind, the keys' summary and its reading; causal: also the pairs of each chunk."""
+    features = options.num_features
+    directions = features // MAPS[kind].per_direction
+    projected, made = tokens * directions * problem.head_dim, tokens * features
+    steps = [
+        # Directions are drawn: of these products only the tokens get a gradient.
+        Step(projected, exponentials=made, gradients=1),
+        Step(projected, exponentials=made, gradients=1, shared=True),
+        Step(made * value_dim, kept=features * value_dim, shared=True),
+        # The denominator is the sum of values that are one, and ones get no gradient.
+        Step(made, gradients=1, kept=features, shared=True),
+        Step(made * (value_dim + 1)),
+    ]
+    if problem.causal:
+        chunks, rest = divmod(tokens, CHUNK)
+        pairs = chunks * _pairs_up_to_itself(CHUNK) + _pairs_up_to_itself(rest)
+        steps += [Step(pairs * features), Step(pairs * value_dim), Step(pairs, gradients=1)]
+    return Work(tuple(steps), drawn=directions * problem.head_dim)
+
+
+def _pairs_up_to_itself(tokens: int) -> int:
+    return visible_pairs(tokens, back=tokens, ahead=0)

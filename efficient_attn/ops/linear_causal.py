@@ -37,7 +37,8 @@ from efficient_attn.ops.linear_gradient import (
 from efficient_attn.ops.linear_tokens import Tokens
 from efficient_attn.ops.precision import without_autocast
 
-_CHUNK = 128
+# Tokens that read one another directly.
+CHUNK = 128
 
 
 def causal_linear_attention(tokens: Tokens) -> Outputs:
@@ -61,7 +62,7 @@ def extend_linear_attention(tokens: Tokens, state: LinearState | None) -> tuple[
 
 
 def _chunks(start: int, end: int) -> list[slice]:
-    return [slice(i, min(i + _CHUNK, end)) for i in range(start, end, _CHUNK)]
+    return [slice(i, min(i + CHUNK, end)) for i in range(start, end, CHUNK)]
 
 
 def _features(tokens: Tokens, part: slice, before: int) -> tuple[Features, Features]:

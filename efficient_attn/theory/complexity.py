@@ -1,17 +1,100 @@
-"""What layers cost by counting: Table 1 of Vaswani et al. 2017, as numbers instead of orders.
+"""What attention costs by counting: a call of a backend, a block around it, and the rows of a famous table.
+
+Operations are those of the matrix products, a multiplication and an addition counted as two, as `counts`
+has it: what a mask throws away is left out, and so is what is computed a second time.
 
 Vaswani et al., Attention Is All You Need (NeurIPS 2017), Table 1 and section 4, compare layers that map n
 tokens of width d to as many, by their operations, by those that must wait for one another, and by the
-longest path of a signal between two tokens. Here each row is a function of the sizes. Operations are those
-of the matrix products, a multiplication and an addition counted as two; what every layer may have around
-itself, such as the projections of attention, is not counted, nor is it in the paper.
+longest path of a signal between two tokens. Here each row is a function of the sizes. What a layer may
+have around itself, such as the projections of attention, is not counted, nor is it in the paper.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from efficient_attn.counts import visible_pairs
+from efficient_attn.counts import Step, visible_pairs
 from efficient_attn.errors import OptionError
-from efficient_attn.problem import positive_count
+from efficient_attn.problem import AttentionProblem, positive_count
+from efficient_attn.registry import BackendSpec
+
+
+class Cost(NamedTuple):
+    """What one call has to do at least.
+
+    Attributes:
+        flops: Operations of the matrix products.
+        exponentials: Values of exp, cos and sin, of the forward pass.
+        moved_bytes: Inputs, output, parameters and, backward, the gradients of all of them, each once.
+        kept_bytes: What stands between the steps of the forward pass.
+    """
+
+    flops: int
+    exponentials: int
+    moved_bytes: int
+    kept_bytes: int
+
+
+def call_cost(
+    spec: BackendSpec,
+    problem: AttentionProblem,
+    options: Any,
+    tokens: int,
+    *,
+    batch: int = 1,
+    num_kv_heads: int | None = None,
+    value_dim: int | None = None,
+    backward: bool = False,
+    item_bytes: int = 4,
+) -> Cost | None:
+    """What one call of a backend costs, forward or forward and backward; None where nobody counted.
+
+    Args:
+        problem: With num_heads.
+        num_kv_heads: Heads of keys and values; None: as many as of queries.
+        value_dim: None: as wide as keys.
+        item_bytes: Of one number.
+    """
+    if spec.work is None:
+        return None
+    heads = problem.num_heads
+    if heads is None:
+        raise OptionError("The cost of a call depends on num_heads: give the problem one.")
+    kv_heads, width = num_kv_heads or heads, value_dim or problem.head_dim
+    work = spec.work(problem, options, tokens, width)
+    times = [batch * (kv_heads if step.shared else heads) for step in work.steps]
+    steps = list(zip(times, work.steps, strict=True))
+    tensors = batch * tokens * (heads + kv_heads) * (problem.head_dim + width)
+    moved = tensors + work.learned
+    return Cost(
+        flops=sum(count * step_flops(step, backward=backward) for count, step in steps),
+        exponentials=sum(count * step.exponentials for count, step in steps),
+        moved_bytes=item_bytes * (moved * (2 if backward else 1) + work.drawn),
+        kept_bytes=item_bytes * sum(count * step.kept for count, step in steps),
+    )
+
+
+def step_flops(step: Step, *, backward: bool) -> int:
+    """Operations of a step: of its product, and of one more for each gradient that goes through it."""
+    return 2 * step.multiply_adds * (1 + step.gradients if backward else 1)
+
+
+def block_flops(
+    tokens: int,
+    *,
+    model_dim: int,
+    feed_forward_dim: int,
+    num_heads: int,
+    num_kv_heads: int | None = None,
+    batch: int = 1,
+    backward: bool = False,
+) -> int:
+    """What a transformer block does around its attention: the projections and the feed-forward part.
+
+    2 n d (d + 2 d_kv) for q, k and v, 2 n d² for the output, 4 n d d_ff (Vaswani et al. 2017, section 3);
+    backward twice as much again, for the gradients of inputs and parameters.
+    """
+    kv_dim = model_dim * (num_kv_heads or num_heads) // num_heads
+    weights = model_dim * (2 * model_dim + 2 * kv_dim + 2 * feed_forward_dim)
+    return step_flops(Step(batch * tokens * weights), backward=backward)
 
 
 class Complexity(NamedTuple):
