@@ -30,6 +30,7 @@ from .options import (
     OfOption,
     OutOption,
     ResumeOption,
+    RoundsOption,
     SeedOption,
     SeqLenOption,
     SetOption,
@@ -58,6 +59,7 @@ def bench_command(
     memory_limit: MemoryLimitOption = "70%",
     isolate: IsolateOption = None,
     timeout: TimeoutOption = "60s",
+    rounds: RoundsOption = 4,
     out: OutOption = None,
     resume: ResumeOption = False,
     force_resume: ForceResumeOption = False,
@@ -129,6 +131,7 @@ def bench_command(
             progress=show,
             isolate=isolate,
             timeout_s=timeout_s,
+            rounds=rounds,
             resume=resume,
             force_resume=force_resume,
         )

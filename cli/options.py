@@ -74,6 +74,9 @@ IsolateOption = Annotated[
 TimeoutOption = Annotated[
     str, typer.Option("--timeout", metavar="TIME", help="End what takes longer, unless --isolate none.")
 ]
+RoundsOption = Annotated[
+    int, typer.Option("--rounds", min=1, help="How often each time is taken up; more makes it more certain.")
+]
 OutOption = Annotated[
     Path | None,
     typer.Option("--out", metavar="DIR", help="A new folder for the results; runs/… if left out."),

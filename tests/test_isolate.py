@@ -23,7 +23,11 @@ pytestmark = pytest.mark.skipif(os.name != "posix", reason="isolation needs proc
 
 SHARED = {"num_heads": 2, "head_dim": 8, "dtype": "float32", "device": "cpu", "threads": 1}
 OWN = """
-import os, signal, subprocess, sys, time
+import ctypes, os, signal, subprocess, sys, time
+
+import torch
+
+from efficient_attn.registry import BackendSpec, Capabilities, NoOptions
 
 
 def values(q, k, v):
@@ -59,6 +63,58 @@ def endless(q, k, v):
         pass
 
 
+def hangs_in_c(q, k, v):
+    with open("pids", "w") as file:
+        file.write(f"{os.getpid()}")
+    os.rename("pids", "pids.complete")
+    # Unlike CDLL this keeps Python's lock: no other thread of the process runs any more.
+    ctypes.PyDLL(None).sleep(600)
+
+
+def never(problem, options):
+    while True:
+        pass
+
+
+endless_building = BackendSpec(
+    name="endless_building",
+    summary="It is never built.",
+    options_type=NoOptions,
+    capabilities=Capabilities(causal=False),
+    builder=never,
+)
+
+
+def segfaults(q, k, v):
+    ctypes.string_at(0)
+
+
+class Unpicklable(Exception):
+    def __init__(self):
+        super().__init__("nobody can pickle this")
+        self.inner = lambda: None
+
+    def __reduce__(self):
+        raise TypeError
+
+
+def unpicklable(q, k, v):
+    raise Unpicklable
+
+
+leaked = []
+
+
+def leaks(q, k, v):
+    leaked.append(torch.empty(1 << 26, dtype=torch.uint8))
+    return v.clone()
+
+
+def slow(q, k, v):
+    time.sleep(0.3)
+    return v.clone()
+
+
 def loud(q, k, v):
     print("flood " * 200_000)
     return v.clone()
@@ -88,8 +144,13 @@ TIMEOUT_S, ENOUGH_S = 1, 60
 ENDINGS = {
     "exits": ("crash", "the process ended with exit code 7"),
     "leaves": ("crash", "the process ended with exit code 1"),
+    "segfaults": ("crash", "the process crashed with signal 11 (SIGSEGV)"),
+    "unpicklable": ("error", "Unpicklable: nobody can pickle this"),
     "aborts": ("crash", "the process crashed with signal 6 (SIGABRT)"),
-    "killed": ("oom", "the process was killed by the system (SIGKILL): likely out of memory"),
+    "killed": (
+        "crash",
+        "the process crashed with signal 9 (SIGKILL): likely the system's out-of-memory killer",
+    ),
     "wordy": ("error", "ValueError: www"),
     "greedy": ("oom", "RuntimeError: "),
     "refuses": ("unsupported", "not for you"),
@@ -166,6 +227,57 @@ def test_an_endless_point_is_ended_with_all_that_it_started_and_reaped():
     assert soon(lambda: gone(helper), within_s=2)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["hangs_in_c", "endless_building"])
+def test_a_hang_with_the_lock_of_python_held_or_while_building_is_ended_too(name):
+    with Isolated(timeout_s=TIMEOUT_S) as isolated:
+        assert ask(isolated, "values").status == "ok"
+        start = time.monotonic()
+        assert ask(isolated, name).status == "timeout"
+        assert time.monotonic() - start < TIMEOUT_S + 2
+
+
+@pytest.mark.slow
+def test_the_time_limit_holds_for_all_turns_of_a_point_together():
+    with Isolated(timeout_s=TIMEOUT_S) as isolated:
+        # A call to warm up and a timed one, of 0.3 s each.
+        first, second = ask(isolated, "slow"), ask(isolated, "slow")
+        assert first.status == "ok" and len(first.times_s) == 1
+        assert second.status == "timeout" and "of them in earlier turns" in second.reason
+        assert ask(isolated, "slow", tokens=32).status == "ok"
+
+
+def test_a_slow_point_keeps_the_turns_that_its_time_allows():
+    records = []
+    planned = plan(
+        [Variant(backend="slow", label="slow", target="own.py:slow")], (16,), SHARED, kinds=("time",)
+    )
+    with Isolated(timeout_s=2) as isolated:
+        run(planned, emit=records.append, measure=isolated, timeout_s=2, budget_s=1)
+    (record,) = records
+    # A turn takes 0.6 s: a fourth one would end after 2 s.
+    assert record.status == "ok" and 1 <= len(record.times_s) <= 3
+
+
+@pytest.mark.slow
+def test_a_leaking_point_is_out_of_memory_at_the_limit_and_the_next_one_does_not_pay_for_it():
+    variants = [Variant(backend=name, label=name, target=f"own.py:{name}") for name in ("leaks", "values")]
+    records = []
+    with Isolated(timeout_s=ENOUGH_S, limit_bytes=1 << 28) as isolated:
+        run(plan(variants, (16,), SHARED), emit=records.append, measure=isolated)
+    statuses = {(record.case.label, record.case.kind): record.status for record in records}
+    assert statuses["leaks", "time"] == "oom"
+    assert statuses["values", "time"] == statuses["values", "memory"] == "ok"
+
+
+@pytest.mark.slow
+def test_what_an_earlier_point_leaked_is_not_held_against_a_later_one():
+    with Isolated(timeout_s=ENOUGH_S, limit_bytes=1 << 28) as isolated:
+        # Each calls it a few times, so that no point alone comes near the limit.
+        statuses = [ask(isolated, "leaks", kind="memory", tokens=tokens).status for tokens in range(16, 36)]
+    assert set(statuses) == {"ok"}
+
+
 def test_an_interruption_in_the_process_is_one_here():
     with Isolated(timeout_s=ENOUGH_S) as isolated, pytest.raises(KeyboardInterrupt):
         ask(isolated, "interrupted")
@@ -227,6 +339,20 @@ def test_no_process_outlives_a_parent_that_is_killed():
     parent.send_signal(signal.SIGKILL)
     parent.wait()
     assert soon(lambda: all(map(gone, pids)), within_s=2)
+
+
+@pytest.mark.slow
+def test_a_process_that_hangs_in_c_does_not_outlive_a_killed_parent_for_long():
+    script = (
+        "from efficient_attn.experiments.bench import bench\n"
+        "bench(['own.py:hangs_in_c'], tokens=(16,), num_heads=2, head_dim=8, threads=1, timeout_s=1)\n"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", script], stderr=subprocess.DEVNULL)
+    assert soon(lambda: Path("pids.complete").exists(), within_s=ENOUGH_S)
+    parent.kill()
+    parent.wait()
+    # The time limit, the grace of five seconds after it, and as many for a busy machine.
+    assert soon(lambda: gone(Path("pids.complete").read_text()), within_s=1 + 5 + 5)
 
 
 def test_what_has_no_address_is_measured_here_with_all_the_others_and_that_is_told():

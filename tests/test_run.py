@@ -7,7 +7,7 @@ from efficient_attn.sweep import worker
 from efficient_attn.sweep.estimate import Estimate
 from efficient_attn.sweep.plan import plan
 from efficient_attn.sweep.records import Case, Record
-from efficient_attn.sweep.run import TURNS, run
+from efficient_attn.sweep.run import ROUNDS, run
 from efficient_attn.sweep.variants import Variant, select
 
 SHARED = {
@@ -45,7 +45,7 @@ def test_every_case_of_a_plan_becomes_one_record_and_times_have_all_turns():
     complete, records, _ = run_all(planned)
     assert complete and {r.case.key for r in records} == {e.case.key for e in planned}
     assert len(records) == len(planned)
-    assert all(len(r.times_s) == TURNS for r in records if r.case.kind == "time")
+    assert all(len(r.times_s) == ROUNDS for r in records if r.case.kind == "time")
 
 
 def test_the_backends_of_a_length_take_turns():
@@ -56,7 +56,7 @@ def test_the_backends_of_a_length_take_turns():
         return measured(case, target=None, seconds=0)
 
     run_all(entries("a", "b", kinds=("time",)), measure=measure)
-    assert order[: 2 * TURNS] == ["b16", "a16", "a16", "b16", "b16", "a16", "a16", "b16"]
+    assert order[: 2 * ROUNDS] == ["b16", "a16", "a16", "b16", "b16", "a16", "a16", "b16"]
 
 
 def test_a_record_is_given_away_before_the_next_case_is_begun():
@@ -82,7 +82,7 @@ def test_a_failed_point_is_a_record_and_takes_no_further_turns():
     _, records, _ = run_all(entries("bad", "good", lengths=(16,)), measure=measure)
     assert [r.status for r in records if r.case.label == "bad"] == ["error", "error"]
     assert [r.status for r in records if r.case.label == "good"] == ["ok", "ok"]
-    assert calls.count("bad") == 2 and calls.count("good") == TURNS + 1
+    assert calls.count("bad") == 2 and calls.count("good") == ROUNDS + 1
 
 
 def test_a_point_that_would_not_fit_is_never_tried():
@@ -104,14 +104,14 @@ def test_an_interruption_keeps_what_was_measured_and_the_turns_that_were_begun()
     def measure(case, **settings):
         calls.append(case)
         # Three turns into the second length; at the first two backends had theirs and one call for memory.
-        if len(calls) == 2 * (TURNS + 1) + 4:
+        if len(calls) == 2 * (ROUNDS + 1) + 4:
             raise KeyboardInterrupt
         return measured(case, target=None, seconds=0)
 
     complete, records, _ = run_all(entries("a", "b"), measure=measure)
     assert not complete
     found = {(r.case.label, r.case.tokens, r.case.kind): len(r.times_s or ()) for r in records}
-    assert found[("a", 16, "time")] == TURNS
+    assert found[("a", 16, "time")] == ROUNDS
     assert found[("a", 32, "time")] == 2 and found[("b", 32, "time")] == 1
     assert len(found) == len(records) == 6
 

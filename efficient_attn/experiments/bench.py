@@ -11,11 +11,12 @@ from efficient_attn.experiments.folder import Book, Earlier, begin, only_writer
 from efficient_attn.experiments.results import Results, open_folder
 from efficient_attn.experiments.workload import Workload, settle
 from efficient_attn.measure.environment import available_bytes, environment
+from efficient_attn.problem import positive_count
 from efficient_attn.sweep.amounts import parse_bytes, parse_sizes
 from efficient_attn.sweep.isolate import DEFAULT_ISOLATION, DEFAULT_TIMEOUT_S, NONE, POINT, START_S, measuring
 from efficient_attn.sweep.plan import Entry, plan
-from efficient_attn.sweep.run import Step, run
-from efficient_attn.sweep.variants import Variant, has_address, select
+from efficient_attn.sweep.run import ROUNDS, Step, run
+from efficient_attn.sweep.variants import Variant, has_address, is_ours, select
 
 # A load above this share of the cores before a run means that others want them too.
 _IDLE_LOAD = 0.5
@@ -44,6 +45,7 @@ def bench(
     out: str | Path | None = None,
     isolate: str = DEFAULT_ISOLATION,
     timeout_s: float = DEFAULT_TIMEOUT_S,
+    rounds: int = ROUNDS,
     resume: bool = False,
     force_resume: bool = False,
 ) -> Results:
@@ -59,11 +61,13 @@ def bench(
         dtype: `auto` is float32 on the CPU and bfloat16 on CUDA.
         options: {backend: {option: values}}; every combination is a variant.
         budget_s: Lengths that would not fit into the rest of these seconds are skipped.
-        memory_limit: Bytes, or a share of the available memory; what would need more is skipped.
+        memory_limit: Bytes, or a share of the available memory; what would need more is skipped, and what
+            takes more in a process of its own is out of memory.
         out: A folder that every record is written to as soon as it exists.
         isolate: `reuse` keeps the process while it is healthy, `point` takes a new one for every turn,
             `none` measures in this one.
-        timeout_s: What takes longer in another process is ended.
+        timeout_s: A point that takes longer in another process, all its turns together, is ended.
+        rounds: How often the times of a length are taken up, all backends by turns.
         resume: Go on with the run in `out`: what is measured there is not measured again.
         force_resume: Go on even where that run had another torch, other threads or another processor.
     """
@@ -90,6 +94,7 @@ def bench(
         out=out,
         isolate=isolate,
         timeout_s=timeout_s,
+        rounds=rounds,
         resume=resume,
         force_resume=force_resume,
     )
@@ -120,11 +125,14 @@ def plan_bench(
 
 
 def _try_options(variants: Sequence[Variant], workload: Workload, longest: int) -> None:
-    """Build each variant whose options were set, once: a value that never works is a wrong request."""
+    """Build each variant of ours whose options were set, once: a value that never works is a wrong request.
+
+    What others wrote is built only where its time is limited.
+    """
     from efficient_attn.backends import build
 
     for variant in variants:
-        if variant.label == variant.backend:
+        if variant.label == variant.backend or not is_ours(variant.target):
             continue
         try:
             build(
@@ -149,12 +157,16 @@ def run_bench(
     progress: Callable[[Step], None] | None = None,
     isolate: str = DEFAULT_ISOLATION,
     timeout_s: float = DEFAULT_TIMEOUT_S,
+    rounds: int = ROUNDS,
     resume: bool = False,
     force_resume: bool = False,
 ) -> Results:
     """Measure the entries; with `out` everything is written there, records as soon as they exist."""
+    positive_count("rounds", rounds)
     here = [entry.variant.label for entry in entries if not has_address(entry.variant.target)]
-    measurer = measuring(NONE if here else isolate, timeout_s=timeout_s)
+    # A driver of CUDA reserves more addresses than any limit allows.
+    limit_bytes = entries[0].limit_bytes if entries[0].case.device == "cpu" else None
+    measurer = measuring(NONE if here else isolate, timeout_s=timeout_s, limit_bytes=limit_bytes)
     machine = environment(command=command, device=entries[0].case.device)
     notes = [*_notes(machine), *([_not_isolated(here[0])] if here and isolate != NONE else [])]
     resume = resume or force_resume
@@ -172,6 +184,8 @@ def run_bench(
                 emit=book.add,
                 progress=progress,
                 budget_s=budget_s,
+                rounds=rounds,
+                timeout_s=timeout_s,
                 measure=measure,
                 start_s=START_S if isolate == POINT else 0.0,
             )

@@ -41,7 +41,9 @@ _LONGEST_ANSWER = 1 << 22
 _STDERR = 2
 
 
-def measuring(isolate: str, *, timeout_s: float) -> AbstractContextManager[Callable[..., Record]]:
+def measuring(
+    isolate: str, *, timeout_s: float, limit_bytes: int | None = None
+) -> AbstractContextManager[Callable[..., Record]]:
     """What measures a case: here for `none`, else in a process, kept (`reuse`) or new each time (`point`)."""
     if isolate not in ISOLATIONS:
         raise OptionError(f"isolate is {', '.join(ISOLATIONS)}, not {isolate!r}.")
@@ -49,21 +51,24 @@ def measuring(isolate: str, *, timeout_s: float) -> AbstractContextManager[Calla
         raise OptionError(f"timeout_s is a number of seconds above 0, not {timeout_s!r}.")
     if isolate == NONE:
         return nullcontext(worker.measure)
-    return Isolated(timeout_s=timeout_s, each=isolate == POINT)
+    return Isolated(timeout_s=timeout_s, limit_bytes=limit_bytes, each=isolate == POINT)
 
 
 class Isolated:
     """Measures cases in a process that is replaced after every failure.
 
     Args:
-        timeout_s: Seconds for one request: a turn of a time, or a memory.
+        timeout_s: Seconds for one point: all turns of a time together, or a memory; building is part of it.
+        limit_bytes: Memory that the process may take beside what it has when it is ready.
         each: A new process for every request.
     """
 
-    def __init__(self, *, timeout_s: float, each: bool = False) -> None:
+    def __init__(self, *, timeout_s: float, limit_bytes: int | None = None, each: bool = False) -> None:
         self._timeout_s = timeout_s
+        self._limit_bytes = limit_bytes
         self._each = each
         self._child: _Child | None = None
+        self._spent_s: dict[str, float] = {}
 
     def __enter__(self) -> Self:
         return self
@@ -75,9 +80,16 @@ class Isolated:
 
     def __call__(self, case: Case, *, target: str | None = None, seconds: float) -> Record:
         """The record of one case; whatever becomes of the process, there is one."""
+        used = self._child is not None
+        request = {"case": asdict(case), "target": target, "seconds": seconds}
+        record = self._tried(case, request)
+        # What an earlier point leaked must not be held against this one.
+        return self._tried(case, request) if used and record.status == "oom" else record
+
+    def _tried(self, case: Case, request: Mapping[str, Any]) -> Record:
         healthy = False
         try:
-            record = self._attempt(case, {"case": asdict(case), "target": target, "seconds": seconds})
+            record = self._attempt(case, request)
             healthy = record.status in ("ok", "unsupported")
         finally:
             if self._each or not healthy:
@@ -92,18 +104,22 @@ class Isolated:
 
     def _attempt(self, case: Case, request: Mapping[str, Any]) -> Record:
         if self._child is None:
-            self._child = _Child()
+            self._child = _Child(self._limit_bytes)
             if not self._child.is_ready():
                 reason = "the process that measures did not start (--isolate none does without)"
                 return Record(case=case, status="crash", reason=reason)
+        spent_s, start = self._spent_s.get(case.key, 0.0), time.monotonic()
         try:
-            answer = self._child.ask(request, limit_s=self._timeout_s)
+            answer = self._child.ask(request, limit_s=max(self._timeout_s - spent_s, 0.0))
         except TimeoutError:
-            reason = f"took longer than {show_seconds(self._timeout_s)} (raise it with --timeout)"
+            before = f", {show_seconds(spent_s)} of them in earlier turns" if spent_s else ""
+            reason = f"took longer than {show_seconds(self._timeout_s)}{before} (raise it with --timeout)"
             return Record(case=case, status="timeout", reason=reason)
         except EOFError:
             status, reason = _told_by(self._child.exit_code())
             return Record(case=case, status=status, reason=reason)
+        finally:
+            self._spent_s[case.key] = spent_s + time.monotonic() - start
         if answer == INTERRUPTED.encode():
             raise KeyboardInterrupt
         try:
@@ -115,11 +131,12 @@ class Isolated:
 class _Child:
     """A process of its own session, and the pipes to it and from it."""
 
-    def __init__(self) -> None:
+    def __init__(self, limit_bytes: int | None) -> None:
         requests, self._requests = os.pipe()
         self._answers, answers = os.pipe()
         self._unread = b""
         command = [sys.executable, "-P", "-m", "efficient_attn.sweep.child", str(requests), str(answers)]
+        command += [] if limit_bytes is None else [str(limit_bytes)]
         # What can be imported here can be imported there.
         paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
         self._process = subprocess.Popen(
@@ -147,7 +164,7 @@ class _Child:
             TimeoutError: If there is none in time.
             EOFError: If the process ended.
         """
-        data = f"{json.dumps(request, allow_nan=False)}\n".encode()
+        data = f"{json.dumps({**request, 'limit_s': limit_s}, allow_nan=False)}\n".encode()
         try:
             while data:
                 data = data[os.write(self._requests, data) :]
@@ -191,10 +208,9 @@ def _told_by(code: int | None) -> tuple[str, str]:
     """Status and reason of a process that ended by itself."""
     if code is None:
         return "crash", "the process stopped answering"
-    if code == -signal.SIGKILL:
-        return "oom", "the process was killed by the system (SIGKILL): likely out of memory"
     if code < 0:
-        return "crash", f"the process crashed with signal {-code} ({_signal_name(-code)})"
+        likely = ": likely the system's out-of-memory killer" if code == -signal.SIGKILL else ""
+        return "crash", f"the process crashed with signal {-code} ({_signal_name(-code)}){likely}"
     return "crash", f"the process ended with exit code {code}"
 
 

@@ -22,12 +22,14 @@ class Entry:
 
     Attributes:
         predicted_bytes: Inputs, output and, where they are built, score matrices.
+        limit_bytes: Memory that it may take; None where nobody says.
         skip: Why it is not tried; None where it is.
     """
 
     case: Case
     variant: Variant
     predicted_bytes: int
+    limit_bytes: int | None = None
     skip: str | None = None
 
 
@@ -65,5 +67,6 @@ def plan(
                 f"needs about {show_bytes(needed)}, the limit is {show_bytes(memory_limit)} "
                 "(raise it with --memory-limit)"
             )
-        entries.append(Entry(case=case, variant=variant, predicted_bytes=needed, skip=skip))
+        entry = Entry(case=case, variant=variant, predicted_bytes=needed, limit_bytes=memory_limit, skip=skip)
+        entries.append(entry)
     return tuple(entries)

@@ -1,6 +1,7 @@
 """Work through a plan: the backends of one length in turns, every record given away the moment it exists."""
 
 import itertools
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -14,7 +15,7 @@ from efficient_attn.sweep.records import Record
 
 Measure = Callable[..., Record]
 
-TURNS = 4
+ROUNDS = 4
 
 # Seconds of calls in one turn: enough for a steady median, and no more of the budget than this share.
 _TURN_S = 0.1
@@ -43,19 +44,32 @@ def run(
     emit: Callable[[Record], None],
     progress: Callable[[Step], None] | None = None,
     budget_s: float | None = None,
+    rounds: int = ROUNDS,
+    timeout_s: float = math.inf,
     measure: Measure = worker.measure,
     start_s: float = 0.0,
 ) -> bool:
     """Measure all entries; `emit` gets each record as soon as it is complete.
 
     Args:
+        rounds: Turns of each time.
+        timeout_s: A time takes no further turn that would bring it beyond these seconds.
         start_s: What `measure` takes beside measuring, such as starting a process.
 
     Returns:
         False if it was interrupted from the keyboard; times that were begun are emitted with the turns
         they had.
     """
-    sweep = _Sweep(entries, emit=emit, progress=progress, budget_s=budget_s, measure=measure, start_s=start_s)
+    sweep = _Sweep(
+        entries,
+        emit=emit,
+        progress=progress,
+        budget_s=budget_s,
+        rounds=rounds,
+        timeout_s=timeout_s,
+        measure=measure,
+        start_s=start_s,
+    )
     try:
         for _, group in itertools.groupby(entries, key=lambda entry: entry.case.tokens):
             sweep.measure_length(list(group))
@@ -75,6 +89,8 @@ class _Sweep:
         emit: Callable[[Record], None],
         progress: Callable[[Step], None] | None,
         budget_s: float | None,
+        rounds: int,
+        timeout_s: float,
         measure: Measure,
         start_s: float,
     ) -> None:
@@ -86,15 +102,19 @@ class _Sweep:
         self._left = {entry.case.key: entry for entry in entries}
         self._total = len(self._left)
         self._begun: dict[str, list[Record]] = {}
-        self._turn_s = _seconds_of_a_turn(entries, budget_s)
-        self._estimate = Estimate(turns=TURNS, turn_s=self._turn_s, start_s=start_s)
+        self._rounds = rounds
+        self._timeout_s = timeout_s
+        self._start_s = start_s
+        self._turn_s = _seconds_of_a_turn(entries, budget_s, rounds)
+        self._estimate = Estimate(turns=rounds, turn_s=self._turn_s, start_s=start_s)
+        self._spent_s: dict[str, float] = {}
         self._timed_out: dict[str, int] = {}
 
     def measure_length(self, entries: list[Entry]) -> None:
         """Measure the entries of one length: first the times in turns, then the rest one by one."""
         possible = [entry for entry in entries if not self._skipped(entry)]
         timed = [entry for entry in possible if entry.case.kind == "time"]
-        for entry in in_turns(timed, rounds=TURNS):
+        for entry in in_turns(timed, rounds=self._rounds):
             self._take_turn(entry)
         for entry in possible:
             if entry.case.kind != "time" and not self._skipped(entry):
@@ -111,14 +131,18 @@ class _Sweep:
         if key not in self._left:
             return
         self._announce(entry)
+        start = time.monotonic()
         part = self._one_turn(entry)
+        turn_s = max(time.monotonic() - start - self._start_s, 0.0)
+        spent_s = self._spent_s[key] = self._spent_s.get(key, 0.0) + turn_s
         self._estimate.learn(part)
         if part.status != "ok":
             self._finish(part)
             return
         parts = self._begun.setdefault(key, [])
         parts.append(part)
-        if len(parts) == TURNS:
+        # Samples in hand are worth more than a turn that would most likely be cut off.
+        if len(parts) == self._rounds or spent_s + turn_s > self._timeout_s:
             self._finish(_joined(parts))
 
     def _one_turn(self, entry: Entry) -> Record:
@@ -170,11 +194,11 @@ class _Sweep:
         )
 
 
-def _seconds_of_a_turn(entries: Sequence[Entry], budget_s: float | None) -> float:
+def _seconds_of_a_turn(entries: Sequence[Entry], budget_s: float | None, rounds: int) -> float:
     timed = sum(entry.case.kind == "time" and entry.skip is None for entry in entries)
     if budget_s is None or not timed:
         return _TURN_S
-    return min(_TURN_S, _SHARE_OF_BUDGET * budget_s / (timed * TURNS))
+    return min(_TURN_S, _SHARE_OF_BUDGET * budget_s / (timed * rounds))
 
 
 def _joined(parts: Sequence[Record]) -> Record:

@@ -76,10 +76,17 @@ def has_address(target: Any) -> bool:
 
     if not isinstance(target, str) or is_address(target):
         return isinstance(target, str)
-    registered_by = backends.resolve(target).builder.__module__
-    if registered_by.startswith(f"{backends.__name__}."):
-        return True
-    return any(point.name == target for point in entry_points(group=backends.__name__))
+    return is_ours(target) or any(point.name == target for point in entry_points(group=backends.__name__))
+
+
+def is_ours(target: Any) -> bool:
+    """Whether this is the name of a backend of this package."""
+    from efficient_attn import backends
+    from efficient_attn.foreign import is_address
+
+    if not isinstance(target, str) or is_address(target):
+        return False
+    return bool(backends.resolve(target).builder.__module__.startswith(f"{backends.__name__}."))
 
 
 def _variants(name: str, target: Any, settings: Mapping[str, Sequence[Any]]) -> list[Variant]:
