@@ -29,6 +29,7 @@ _HOME = {
     "mse": "experiments.mse",
     "Results": "experiments.results",
     "read": "experiments.results",
+    "records_schema": "sweep.records",
     "sample": "measure.inputs",
     "AttentionLayer": "transformer.layer",
     "TransformerBlock": "transformer.block",

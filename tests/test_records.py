@@ -57,7 +57,8 @@ def test_a_torn_last_line_is_left_out_and_told(tmp_path):
     [
         ("{", "line 1 is no strict JSON"),
         ("[1]", "is no JSON object"),
-        ('{"schema": 2}', "has schema 2; this version reads 1 to 1"),
+        ('{"schema": 2}', "has schema 2, written by a newer efficient-attn; this one reads 1 to 1"),
+        ('{"schema": "1"}', "has schema '1'; this version reads 1 to 1"),
         ('{"schema": 1, "kind": "speed"}', "has kind 'speed'; known: time, memory"),
         ('{"schema": 1, "kind": "time", "status": "fine"}', "has status 'fine'"),
         ('{"schema": 1, "kind": "time", "status": "ok"}', "lacks backend, label, num_heads"),
@@ -65,6 +66,10 @@ def test_a_torn_last_line_is_left_out_and_told(tmp_path):
         (line(RECORD).replace("0.25", "1e999"), "1e999 is no finite number"),
         (line(RECORD).replace("0.25", '"x"'), "times_s cannot be"),
         (line(RECORD).replace('"tokens": 256', '"tokens": "many"'), "tokens cannot be 'many'"),
+        (line(RECORD).replace("33}", "[33]}"), "options cannot be"),
+        (line(RECORD).replace("256", "-256"), "tokens cannot be '-256'"),
+        (line(RECORD).replace("256", "1" + "0" * 30), "tokens cannot be '1000"),
+        ("[" * 100_000, "is no strict JSON"),
         (line(RECORD).replace('"label": "window(window=33)"', '"label": 3'), "label cannot be '3'"),
     ],
 )

@@ -5,21 +5,29 @@ numbers, with their units in the field names. What could not be measured is a re
 """
 
 import json
-import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields
+from importlib.resources import files
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from efficient_attn.errors import DataError
+from efficient_attn.sweep import strict
 
 SCHEMA = 1
+
+# Where somebody put a link in the place of a file of ours, what it points to is left alone.
+NO_LINK = getattr(os, "O_NOFOLLOW", 0)
+
 KINDS = ("time", "memory", "error", "recall", "count")
 STATUSES = ("ok", "unsupported", "skipped", "oom", "timeout", "crash", "error")
 
-# A line of a record is a few kilobytes; a file of more than this is no file of ours.
-_MOST_BYTES = 1 << 28
+# A released schema stays readable for ever: what turns a row of one version into a row of the next.
+_UPGRADES: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {}
+
+# A line of a record is a few kilobytes, a run a few hundred lines; a file of more than this is none of ours.
+_MOST_BYTES, _MOST_ROWS = 1 << 28, 100_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,15 +135,22 @@ class Reading(NamedTuple):
 
 _CASE_FIELDS = {item.name: item for item in fields(Case)}
 _RECORD_FIELDS = tuple(item.name for item in fields(Record) if item.name != "case")
+_TYPES = {item.name: str(item.type) for item in (*fields(Case), *fields(Record)) if item.name != "case"}
 _MEASURED = tuple(name for name in _RECORD_FIELDS if name not in ("status", "reason"))
+
+
+def records_schema() -> dict[str, Any]:
+    """The JSON Schema (draft 2020-12) of one line of a file of records."""
+    text = files("efficient_attn.sweep").joinpath("records.schema.json").read_text(encoding="utf-8")
+    return strict.read_object(text, "The schema")
 
 
 def line(record: Record) -> str:
     """The record as one line of strict JSON; a number that is not finite becomes null, told in `reason`."""
     row = record.row()
-    broken = [name for name, value in row.items() if not _finite(value)]
+    broken = [name for name, value in row.items() if not strict.finite(value)]
     if broken:
-        row = {name: _without_infinities(value) for name, value in row.items()}
+        row = strict.without_infinities(row)
         note = f"not a finite number: {', '.join(broken)}"
         row["reason"] = note if record.reason is None else f"{record.reason}; {note}"
     return json.dumps(row, allow_nan=False, ensure_ascii=False)
@@ -145,7 +160,7 @@ def append(path: str | Path, record: Record) -> None:
     """Add one line to the file in one write, and wait until it is on the disk."""
     data = f"{line(record)}\n".encode()
     try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | NO_LINK, 0o644)
         try:
             written = os.write(descriptor, data)
             os.fsync(descriptor)
@@ -169,6 +184,8 @@ def read(path: str | Path) -> Reading:
         data = Path(path).read_bytes()
     except OSError as error:
         raise DataError(f"Cannot read records from {path}: {error.strerror}.") from None
+    if data.count(b"\n") > _MOST_ROWS:
+        raise DataError(f"{path} has more than {_MOST_ROWS} lines, which no file of records has.")
     *whole, rest = data.split(b"\n")
     lines = enumerate(whole, start=1)
     records = tuple(parse(text, f"{path}, line {number}") for number, text in lines if text.strip())
@@ -176,81 +193,42 @@ def read(path: str | Path) -> Reading:
 
 
 def parse(text: bytes, place: str) -> Record:
-    """The record of one line; messages call where it stands `place`."""
-    try:
-        row = json.loads(text, parse_constant=_refuse_constant, parse_float=_finite_number)
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{place} is no strict JSON: {error}.") from None
-    if not isinstance(row, dict):
-        raise DataError(f"{place} is no JSON object.")
-    if not isinstance(row.get("schema"), int) or not 1 <= row["schema"] <= SCHEMA:
-        raise DataError(f"{place} has schema {row.get('schema')!r}; this version reads 1 to {SCHEMA}.")
+    """The record of one line, whatever version wrote it; messages call where it stands `place`."""
+    row = _in_this_schema(strict.read_object(text, place), place)
     _check_choice(row, "kind", KINDS, place)
     _check_choice(row, "status", STATUSES, place)
     missing = [name for name, item in _CASE_FIELDS.items() if name not in row and _required(item)]
     if missing:
         raise DataError(f"{place} lacks {', '.join(missing)}.")
-    _check_types(row, place)
+    for name, wanted in _TYPES.items():
+        if name in row and not strict.fits(row[name], wanted):
+            raise DataError(f"{place}: {name} cannot be {str(row[name])[:40]!r}.")
     case = Case(**{name: row[name] for name in _CASE_FIELDS if name in row})
     return Record(case=case, **{name: _frozen(row[name]) for name in _RECORD_FIELDS if name in row})
 
 
-def _check_types(row: Mapping[str, Any], place: str) -> None:
-    """Refuse a field of the wrong type: tables and fits rely on numbers being numbers."""
-    for item in (*fields(Case), *fields(Record)):
-        if item.name in row and item.name != "case" and not _fits(row[item.name], str(item.type)):
-            raise DataError(f"{place}: {item.name} cannot be {str(row[item.name])[:40]!r}.")
-
-
-def _fits(value: Any, wanted: str) -> bool:
-    if value is None:
-        return "None" in wanted
-    if "Mapping" in wanted:
-        return isinstance(value, dict)
-    if "tuple" in wanted:
-        return isinstance(value, list) and all(item is None or _is_number(item) for item in value)
-    if "float" in wanted:
-        return _is_number(value)
-    if "bool" in wanted or "str" in wanted:
-        return isinstance(value, bool if "bool" in wanted else str)
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+def _in_this_schema(row: dict[str, Any], place: str) -> dict[str, Any]:
+    """The row as this version would have written it; fields that a later version added are ignored."""
+    version = row.get("schema")
+    if type(version) is not int or version < 1:
+        raise DataError(f"{place} has schema {str(version)[:40]!r}; this version reads 1 to {SCHEMA}.")
+    if version > SCHEMA:
+        raise DataError(
+            f"{place} has schema {version}, written by a newer efficient-attn; this one reads 1 to {SCHEMA}."
+        )
+    for older in range(version, SCHEMA):
+        row = _UPGRADES[older](row)
+    return {**row, "schema": SCHEMA}
 
 
 def _check_choice(row: Mapping[str, Any], name: str, known: Sequence[str], place: str) -> None:
     if row.get(name) not in known:
-        raise DataError(f"{place} has {name} {row.get(name)!r}; known: {', '.join(known)}.")
+        raise DataError(f"{place} has {name} {str(row.get(name))[:40]!r}; known: {', '.join(known)}.")
 
 
 def _required(item: Any) -> bool:
     return item.default is MISSING and item.default_factory is MISSING
 
 
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is no JSON number")
-
-
-def _finite_number(text: str) -> float:
-    # "1e999" is valid JSON and reads as infinity.
-    if not math.isfinite(float(text)):
-        raise ValueError(f"{text} is no finite number")
-    return float(text)
-
-
 def _frozen(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
-
-
-def _finite(value: Any) -> bool:
-    if isinstance(value, (tuple, list)):
-        return all(_finite(item) for item in value)
-    return not isinstance(value, float) or math.isfinite(value)
-
-
-def _without_infinities(value: Any) -> Any:
-    if isinstance(value, (tuple, list)):
-        return [_without_infinities(item) for item in value]
-    return value if _finite(value) else None
