@@ -25,6 +25,7 @@ from .options import (
     HeadDimOption,
     IsolateOption,
     JsonToOption,
+    LayersOption,
     MemoryLimitOption,
     NumHeadsOption,
     OfOption,
@@ -46,6 +47,7 @@ def bench_command(
     backend: BackendOption = None,
     set_: SetOption = None,
     of: OfOption = "attention",
+    layers: LayersOption = None,
     device: DeviceOption = "auto",
     dtype: DtypeOption = "auto",
     causal: CausalOption = False,
@@ -97,6 +99,7 @@ def bench_command(
     workload = bench.settle(
         bench.Workload(
             of=of,
+            layers=layers,
             batch=batch,
             num_heads=num_heads,
             head_dim=head_dim,
@@ -183,12 +186,13 @@ def _plan_table(entries: Any) -> Any:
 def _exit_code(results: Any, named: Sequence[str] | None) -> int:
     """How it went. In a default selection refusals and skips are expected, other failures are not."""
     from efficient_attn.analysis.curves import YARDSTICK
+    from efficient_attn.sweep.variants import CEILING
 
     if results.interrupted:
         return exits.INTERRUPTED
-    # The yardstick is measured whether it was asked for or not.
-    yardstick = [] if named is None or YARDSTICK in named else [YARDSTICK]
-    asked = [record for record in results.records if record.case.backend not in yardstick]
+    # Yardsticks are measured whether they were asked for or not.
+    yardsticks = [CEILING] if named is None or YARDSTICK in named else [CEILING, YARDSTICK]
+    asked = [record for record in results.records if record.case.backend not in yardsticks]
     failed = [record for record in asked if record.status != "ok"]
     if len(failed) == len(asked):
         return exits.NOTHING_MEASURED

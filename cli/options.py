@@ -43,7 +43,10 @@ SetOption = Annotated[
 SeqLenOption = Annotated[
     str, typer.Option("--seq-len", metavar="LENGTHS", help="Tokens: 256,512 or 256:4096:x2 or 1k.")
 ]
-OfOption = Annotated[str, typer.Option("--of", help="What is measured: attention.")]
+OfOption = Annotated[
+    str, typer.Option("--of", metavar="attention|block|encoder", help="Alone, in a block, in a stack.")
+]
+LayersOption = Annotated[int | None, typer.Option("--layers", min=1, help="Blocks of an encoder; 3.")]
 DeviceOption = Annotated[str, typer.Option("--device", help="auto, cpu, cuda or cuda:1.")]
 DtypeOption = Annotated[
     str, typer.Option("--dtype", help="auto (float32 on the CPU, bfloat16 on CUDA) or a dtype's name.")

@@ -8,6 +8,7 @@ import torch
 from efficient_attn.errors import AttentionError, DataError, OptionError, UnsupportedError
 from efficient_attn.experiments import bench as module
 from efficient_attn.experiments.bench import Workload, bench, plan_bench, settle
+from efficient_attn.sweep.variants import CEILING
 
 SMALL = {"tokens": (16, 32), "num_heads": 2, "head_dim": 8, "budget_s": 30, "isolate": "none"}
 
@@ -23,6 +24,18 @@ def test_a_function_is_measured_beside_fused_exact_attention():
     assert {record.case.kind for record in results.records} == {"time", "memory"}
     frame = results.to_pandas()
     assert (frame[frame.label == "values"].peak_bytes.dropna() == [2 * n * 8 * 4 for n in (16, 32)]).all()
+
+
+@pytest.mark.parametrize("of", ["block", "encoder"])
+def test_the_ceiling_and_fused_exact_attention_are_measured_beside_every_block(of, tmp_path):
+    results = bench([values], of=of, out=tmp_path, **SMALL)
+    assert {record.case.label for record in results.records} == {CEILING, "exact", "values"}
+    assert {(r.status, r.case.of, r.case.layers) for r in results.records} == {
+        ("ok", of, 3 if of == "encoder" else None)
+    }
+    assert all(r.parameter_bytes for r in results.records if r.case.kind == "memory")
+    again = bench([values], of=of, out=tmp_path, resume=True, **SMALL)
+    assert again.records == results.records
 
 
 def test_variants_of_an_option_are_measured_side_by_side():
@@ -99,8 +112,10 @@ def test_bfloat16_is_what_it_is_asked_for_on_cuda(monkeypatch):
 @pytest.mark.parametrize(
     ("wrong", "kind", "message"),
     [
-        ({"of": "block"}, UnsupportedError, "of cannot be 'block' yet"),
-        ({"of": "words"}, OptionError, "of is attention, not 'words'"),
+        ({"of": "words"}, OptionError, "of is attention, block, encoder, not 'words'"),
+        ({"of": "block", "layers": 2}, OptionError, "layers are those of an encoder; of is 'block'"),
+        ({"of": "encoder", "layers": 0}, OptionError, "layers is at least 1"),
+        ({"backends": [CEILING], "of": "block"}, OptionError, "is no backend: it is measured beside"),
         ({"dtype": "float8"}, OptionError, "dtype is auto, float64, float32"),
         ({"device": "tpu"}, OptionError, "device is auto, cpu, cuda"),
         ({"device": "cpu:1"}, OptionError, "device is auto, cpu, cuda"),

@@ -22,6 +22,7 @@ QUANTITIES = {
 # What may differ between the cases of several runs; where it does, it becomes part of the curve's name.
 _MAY_DIFFER = (
     "of",
+    "layers",
     "batch",
     "num_heads",
     "head_dim",

@@ -16,7 +16,7 @@ from efficient_attn.sweep.amounts import parse_bytes, parse_sizes
 from efficient_attn.sweep.isolate import DEFAULT_ISOLATION, DEFAULT_TIMEOUT_S, NONE, POINT, START_S, measuring
 from efficient_attn.sweep.plan import Entry, plan
 from efficient_attn.sweep.run import ROUNDS, Step, run
-from efficient_attn.sweep.variants import Variant, has_address, is_ours, select
+from efficient_attn.sweep.variants import Variant, ceiling, has_address, is_ours, select
 
 # A load above this share of the cores before a run means that others want them too.
 _IDLE_LOAD = 0.5
@@ -30,6 +30,7 @@ def bench(
     *,
     tokens: str | Sequence[int] = DEFAULT_TOKENS,
     of: str = "attention",
+    layers: int | None = None,
     backward: bool = False,
     causal: bool = False,
     batch: int = 1,
@@ -57,6 +58,8 @@ def bench(
     Args:
         backends: Names, `file.py:object`, modules or functions f(q, k, v); None stands for all.
         tokens: Lengths, as numbers or as text such as `256:4096:x2`.
+        of: `attention`; or `block`, with projections and feed-forward part; or `encoder`, a stack of blocks.
+        layers: Blocks of an encoder.
         backward: Measure forward and backward pass together.
         dtype: `auto` is float32 on the CPU and bfloat16 on CUDA.
         options: {backend: {option: values}}; every combination is a variant.
@@ -76,6 +79,7 @@ def bench(
     workload = settle(
         Workload(
             of=of,
+            layers=layers,
             batch=batch,
             num_heads=num_heads,
             head_dim=head_dim,
@@ -119,6 +123,8 @@ def plan_bench(
     if all(variant.backend != YARDSTICK for variant in chosen):
         chosen = (*select([YARDSTICK]), *chosen)
     _try_options(chosen, workload, max(lengths))
+    if workload.of != "attention":
+        chosen = (ceiling(), *chosen)
     available = available_bytes(workload.device)
     limit = parse_bytes(memory_limit, name=names[1], available=available)
     return plan(chosen, lengths, {**vars(workload), "inputs": "gaussian"}, memory_limit=limit)

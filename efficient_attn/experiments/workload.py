@@ -7,12 +7,23 @@ from efficient_attn.measure.environment import usable_cores
 from efficient_attn.problem import positive_count
 from efficient_attn.sweep.plan import ITEM_BYTES
 
+# What can be measured: a backend alone, in a block, in a stack of blocks.
+SUBJECTS = ("attention", "block", "encoder")
+
+_DEFAULT_LAYERS = 3
+
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """What every backend of a benchmark is given to do; `auto` and None are settled by `settle`."""
+    """What every backend of a benchmark is given to do; `auto` and None are settled by `settle`.
+
+    Attributes:
+        of: One of SUBJECTS.
+        layers: Blocks of an encoder.
+    """
 
     of: str = "attention"
+    layers: int | None = None
     batch: int = 1
     num_heads: int = 8
     head_dim: int = 64
@@ -30,10 +41,8 @@ def settle(workload: Workload) -> Workload:
     Raises:
         OptionError, UnsupportedError: If it makes no sense, or this machine cannot do it.
     """
-    if workload.of in ("block", "encoder"):
-        raise UnsupportedError(f"of cannot be {workload.of!r} yet; what is measured is attention alone.")
-    if workload.of != "attention":
-        raise OptionError(f"of is attention, not {workload.of!r}.")
+    if workload.of not in SUBJECTS:
+        raise OptionError(f"of is {', '.join(SUBJECTS)}, not {workload.of!r}.")
     for name in ("batch", "num_heads", "head_dim"):
         positive_count(name, getattr(workload, name))
     device = _device(workload.device)
@@ -41,7 +50,20 @@ def settle(workload: Workload) -> Workload:
     dtype = automatic if workload.dtype == "auto" else workload.dtype
     if dtype not in ITEM_BYTES:
         raise OptionError(f"dtype is auto, {', '.join(ITEM_BYTES)}, not {dtype!r}.")
-    return replace(workload, device=device, dtype=dtype, threads=_threads(workload.threads))
+    threads, layers = _threads(workload.threads), _layers(workload)
+    return replace(workload, device=device, dtype=dtype, threads=threads, layers=layers)
+
+
+def _layers(workload: Workload) -> int | None:
+    """How many blocks an encoder has; None for what is none."""
+    if workload.of != "encoder":
+        if workload.layers is not None:
+            raise OptionError(f"layers are those of an encoder; of is {workload.of!r}.")
+        return None
+    if workload.layers is None:
+        return _DEFAULT_LAYERS
+    positive_count("layers", workload.layers)
+    return workload.layers
 
 
 def _device(device: str) -> str:

@@ -12,8 +12,19 @@ from efficient_attn.sweep.variants import Variant
 ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 # Score matrices that are alive at once when softmax attention is written out: scores and weights;
-# on the way back the weights, their gradient and that of the scores.
-_DENSE_SCORES = {False: 2, True: 3}
+# on the way back the weights of every layer, their gradient and that of the scores.
+_DENSE_SCORES = 2
+
+# Vectors of a token that are alive at once. Attention: q, k, v, the output; then their gradients too.
+_ATTENTION_VECTORS = {False: 4, True: 8}
+
+# A block: x, the two sums around the feed-forward part, its eight inside (before and after ReLU). What the
+# way back needs of each block is twelve: q, k, v, their output, two sums, two norms, four inside.
+_BLOCK_VECTORS, _KEPT_VECTORS = 11, 12
+
+# Weights of a block as squares of model_dim: four projections, and two of the feed-forward part, which is
+# four times as wide.
+_SQUARES = 12
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +32,7 @@ class Entry:
     """One case of a plan.
 
     Attributes:
-        predicted_bytes: Inputs, output and, where they are built, score matrices.
+        predicted_bytes: Of inputs, weights, intermediate vectors and, where they are built, score matrices.
         limit_bytes: Memory that it may take; None where nobody says.
         skip: Why it is not tried; None where it is.
     """
@@ -34,11 +45,17 @@ class Entry:
 
 
 def predict_bytes(case: Case, memory_growth: int) -> int:
-    """Bytes of q, k, v, the output, their gradients, and of score matrices where memory grows with n²."""
-    per_head = case.batch * case.num_heads * ITEM_BYTES[case.dtype]
-    vectors = (8 if case.backward else 4) * per_head * case.tokens * case.head_dim
-    scores = _DENSE_SCORES[case.backward] * per_head * case.tokens**2 if memory_growth > 1 else 0
-    return vectors + scores
+    """Bytes of vectors and weights, their gradients, and of score matrices where memory grows with n²."""
+    item = ITEM_BYTES[case.dtype]
+    vector = item * case.batch * case.tokens * case.model_dim
+    scores = item * case.batch * case.num_heads * case.tokens**2 if memory_growth > 1 else 0
+    layers = case.layers or 1
+    dense = _DENSE_SCORES + (layers if case.backward else 0)
+    if case.of == "attention":
+        return _ATTENTION_VECTORS[case.backward] * vector + dense * scores
+    weights = layers * _SQUARES * item * case.model_dim**2
+    vectors = _BLOCK_VECTORS + (layers * _KEPT_VECTORS if case.backward else 0)
+    return (2 if case.backward else 1) * weights + vectors * vector + dense * scores
 
 
 def plan(

@@ -39,7 +39,8 @@ class Case:
         backend: A registered name, or `file.py:object`.
         label: What tables and plots call it: the backend with the options that were set.
         options: All options that the backend was built with.
-        of: What was measured: `attention`; or what surrounds it; for errors `output`, `weights`, `kernel`.
+        of: What was measured: `attention`, `block`, `encoder`; for errors `output`, `weights`, `kernel`.
+        layers: Blocks of an encoder; None for what is none.
         backward: Forward and backward pass together, instead of the forward pass alone.
         threads: Of torch on the CPU.
         inputs: Where q, k and v come from, such as `gaussian`.
@@ -50,6 +51,7 @@ class Case:
     label: str
     options: Mapping[str, Any] = field(default_factory=dict)
     of: str = "attention"
+    layers: int | None = None
     batch: int = 1
     num_heads: int
     head_dim: int
@@ -62,6 +64,11 @@ class Case:
     inputs: str = "gaussian"
     seed: int = 0
     schema: int = SCHEMA
+
+    @property
+    def model_dim(self) -> int:
+        """Entries of one token where heads are parts of it."""
+        return self.num_heads * self.head_dim
 
     @property
     def key(self) -> str:

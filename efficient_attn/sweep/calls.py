@@ -1,0 +1,164 @@
+"""The call that a case measures: of attention alone, of a block around it, of an encoder of such blocks.
+
+Blocks are the shared ones, post-norm with ReLU, model_dim = num_heads·head_dim and a feed-forward part four
+times as wide, as in the base model of Vaswani et al. 2017. Embeddings and positions are left out: they are
+the same for every attention.
+"""
+
+import copy
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from efficient_attn.backends import build, resolve
+from efficient_attn.errors import UnsupportedError
+from efficient_attn.measure import memory
+from efficient_attn.registry import BackendSpec, Capabilities, NoOptions
+from efficient_attn.sweep.records import Case
+from efficient_attn.sweep.variants import CEILING
+from efficient_attn.transformer.block import TransformerBlock
+from efficient_attn.transformer.stack import Encoder
+
+# The feed-forward part is so many times as wide as the model.
+WIDENING = 4
+
+
+class Prepared(NamedTuple):
+    """A module on its device, and the call to be measured: forward, or forward and backward.
+
+    Attributes:
+        inputs: q, k, v [batch heads tokens head_dim], or x [batch tokens model_dim].
+        streams: It carries a state from call to call.
+    """
+
+    module: Any
+    call: Callable[[], object]
+    inputs: tuple[Tensor, ...]
+    streams: bool
+
+
+def prepare(case: Case, target: Any) -> Prepared:
+    """Build what the case measures, around the backend that `target` names or is."""
+    # What somebody else built is copied: moving it to a dtype or device must not change the original.
+    own = target if isinstance(target, str) else copy.deepcopy(target)
+    spec = _VALUES if case.backend == CEILING else resolve(own)
+    if case.backward and not spec.capabilities.gradients:
+        raise UnsupportedError(f"Backend {spec.name!r} has no gradients; measure it without --backward.")
+    module = _build(case, spec).to(device=case.device, dtype=getattr(torch, case.dtype)).eval()
+    *inputs, gradient = _inputs(case)
+    call = _with_backward(module, inputs, gradient) if case.backward else _forward(module, inputs)
+    return Prepared(module, call, tuple(inputs), case.causal and bool(spec.capabilities.streaming))
+
+
+def state_bytes(prepared: Prepared) -> int | None:
+    """Bytes carried on after all tokens; None where there is no state."""
+    if not prepared.streams:
+        return None
+    with torch.no_grad():
+        _, state = prepared.module.extend(*prepared.inputs)
+    return memory.state_bytes(state)
+
+
+def _build(case: Case, spec: BackendSpec) -> Any:
+    """The module; its weights are drawn from the seed of the case, and the global generator is left alone."""
+    with torch.random.fork_rng(devices=()):
+        torch.default_generator.manual_seed(case.seed)
+        return _BUILDERS[case.of](case, spec)
+
+
+def _attention(case: Case, spec: BackendSpec) -> Any:
+    return build(
+        spec,
+        head_dim=case.head_dim,
+        num_heads=case.num_heads,
+        max_tokens=case.tokens,
+        causal=case.causal,
+        **case.options,
+    )
+
+
+def _block(case: Case, spec: BackendSpec) -> nn.Module:
+    return TransformerBlock(
+        case.model_dim,
+        case.num_heads,
+        spec,
+        feed_forward_dim=WIDENING * case.model_dim,
+        max_tokens=case.tokens,
+        causal=case.causal,
+        **case.options,
+    )
+
+
+def _encoder(case: Case, spec: BackendSpec) -> nn.Module:
+    return Encoder(
+        case.model_dim,
+        case.num_heads,
+        spec,
+        num_layers=case.layers or 1,
+        feed_forward_dim=WIDENING * case.model_dim,
+        positions=None,
+        max_tokens=case.tokens,
+        causal=case.causal,
+        **case.options,
+    )
+
+
+_BUILDERS: dict[str, Callable[[Case, BackendSpec], Any]] = {
+    "attention": _attention,
+    "block": _block,
+    "encoder": _encoder,
+}
+
+
+class _Values(nn.Module):
+    """attention := v. A block costs at least what it costs around this."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
+        return v
+
+
+_VALUES = BackendSpec(
+    name=CEILING,
+    summary="The values themselves, in the place of attention.",
+    options_type=NoOptions,
+    capabilities=Capabilities(causal=True, streaming=False),
+    builder=lambda problem, options: _Values(),
+)
+
+
+def _forward(module: Any, inputs: list[Tensor]) -> Callable[[], object]:
+    def call() -> object:
+        with torch.no_grad():
+            return module(*inputs)
+
+    return call
+
+
+def _with_backward(module: Any, inputs: list[Tensor], gradient: Tensor) -> Callable[[], object]:
+    """Forward, then the gradients of the inputs and of everything that is learned."""
+    own = [tensor.detach().requires_grad_() for tensor in inputs]
+    learned = [parameter for parameter in module.parameters() if parameter.requires_grad]
+
+    def call() -> object:
+        return torch.autograd.grad(module(*own), [*own, *learned], gradient, allow_unused=True)
+
+    return call
+
+
+def _inputs(case: Case) -> tuple[Tensor, ...]:
+    """Gaussian inputs, and last a gradient of the output, all of one shape."""
+    if case.of == "attention":
+        shape = (case.batch, case.num_heads, case.tokens, case.head_dim)
+        return _gaussian(4, shape, case.dtype, case.device, case.seed)
+    return _gaussian(2, (case.batch, case.tokens, case.model_dim), case.dtype, case.device, case.seed)
+
+
+# The last ones are kept: all backends at a length read the same, be it alone or in a block.
+@functools.lru_cache(maxsize=2)
+def _gaussian(count: int, shape: tuple[int, ...], dtype: str, device: str, seed: int) -> tuple[Tensor, ...]:
+    generator = torch.Generator().manual_seed(seed)
+    drawn = (torch.randn(shape, generator=generator) for _ in range(count))
+    return tuple(tensor.to(device=device, dtype=getattr(torch, dtype)) for tensor in drawn)
