@@ -33,9 +33,7 @@ def plot(
         raise OptionError(f"x is size for errors, not {x!r}.")
     quantity = quantity_in(records, y)
     shown = panels(records, quantity)
-    styles = line_styles(
-        list({curve.label: curve.backend for panel in shown for curve in panel.curves}.items())
-    )
+    styles = styles_of(shown)
     axes = _grid(shown, styles, quantity) if ax is None else _given(ax, shown)
     for one, panel in zip(axes, shown, strict=True):
         # Inputs of one source share a scale, so that they can be compared.
@@ -44,6 +42,13 @@ def plot(
         if ax is not None or one.get_subplotspec().is_first_col():
             one.set_ylabel(NAMES[quantity].lower(), color=INK)
     return axes[0]
+
+
+def styles_of(shown: Sequence[Panel]) -> dict[str, dict[str, Any]]:
+    """{label: style}, the same in every panel."""
+    return line_styles(
+        list({curve.label: curve.backend for panel in shown for curve in panel.curves}.items())
+    )
 
 
 def _given(ax: Any, shown: Sequence[Panel]) -> list[Any]:
@@ -69,7 +74,7 @@ def _grid(shown: Sequence[Panel], styles: Mapping[str, Mapping[str, Any]], quant
         for empty in grid[row, len(group) :]:
             empty.set_axis_off()
     _head(figure, shown, quantity)
-    legend = {"handles": _handles(shown, styles), "frameon": False, "fontsize": 10, "labelcolor": INK}
+    legend = {"handles": handles(shown, styles), "frameon": False, "fontsize": 10, "labelcolor": INK}
     if free is None:
         figure.legend(loc="outside right center", **legend)
     else:
@@ -77,15 +82,18 @@ def _grid(shown: Sequence[Panel], styles: Mapping[str, Mapping[str, Any]], quant
     return [grid[sources.index(p.source), rows[sources.index(p.source)].index(p)] for p in shown]
 
 
-def _head(figure: Any, shown: Sequence[Panel], quantity: str) -> None:
+def headline(shown: Sequence[Panel], quantity: str) -> tuple[str, str]:
+    """What the plots show, and what lines and bands are."""
     draws = {len(getattr(c.points[0].record, f"{quantity}_draws") or ()) for p in shown for c in p.curves}
     band = (
-        f"; lines and bands: median of {max(draws)} draws and its 95 % interval"
-        if max(draws, default=1) > 1
-        else ""
+        f"lines and bands: median of {max(draws)} draws and its 95 % interval" if max(draws, default=1) > 1 else ""
     )
+    return f"{NAMES[quantity]} against exact softmax attention in float64", band
+
+
+def _head(figure: Any, shown: Sequence[Panel], quantity: str) -> None:
     figure.suptitle(
-        f"{NAMES[quantity]} against exact softmax attention in float64{band}",
+        "; ".join(filter(None, headline(shown, quantity))),
         x=0.01,
         ha="left",
         fontsize=12,
@@ -94,25 +102,25 @@ def _head(figure: Any, shown: Sequence[Panel], quantity: str) -> None:
     )
 
 
-def _handles(shown: Sequence[Panel], styles: Mapping[str, Mapping[str, Any]]) -> list[Any]:
+def handles(shown: Sequence[Panel], styles: Mapping[str, Mapping[str, Any]]) -> list[Any]:
     """The lines, the yardstick, and in words what has no line."""
     from matplotlib.lines import Line2D
 
     sized = {curve.label for panel in shown for curve in panel.curves if _has_sizes(curve)}
-    handles = [
+    made = [
         Line2D([], [], label=plain(label), **style) for label, style in styles.items() if label in sized
     ]
-    handles.append(
+    made.append(
         Line2D([], [], color=INK, linestyle=(0, (4, 3)), label=f"{MEAN_OF_VALUES} for every query")
     )
     for label in dict.fromkeys(c.label for p in shown for c in p.curves if not _has_sizes(c)):
         worst = max(c.points[0].value for p in shown for c in p.curves if c.label == label)
         if _is_rounding(worst, shown):
             text = f"{label}: at most {show_error(worst)}, rounding"
-            handles.append(Line2D([], [], linestyle="none", label=plain(text)))
+            made.append(Line2D([], [], linestyle="none", label=plain(text)))
         else:
-            handles.append(Line2D([], [], label=plain(label), **{**styles[label], "marker": ""}))
-    return handles
+            made.append(Line2D([], [], label=plain(label), **{**styles[label], "marker": ""}))
+    return made
 
 
 def _draw(
@@ -123,7 +131,7 @@ def _draw(
         if _has_sizes(curve):
             _draw_curve(ax, curve, style)
         elif not _is_rounding(curve.points[0].value, [panel]):
-            ax.axhline(curve.points[0].value, **{**style, "marker": ""}, zorder=3)
+            ax.axhline(curve.points[0].value, **{**style, "marker": ""}, label=plain(curve.label), zorder=3)
     ax.set_xscale("log", base=2)
     ax.set_yscale("log")
     ax.set_ylim(*limits)
@@ -135,7 +143,7 @@ def _draw(
 def _draw_curve(ax: Any, curve: ErrorCurve, style: Mapping[str, Any]) -> None:
     points = [point for point in curve.points if point.size is not None]
     sizes = [point.size for point in points]
-    ax.plot(sizes, [point.value for point in points], **style, zorder=3)
+    ax.plot(sizes, [point.value for point in points], **style, label=plain(curve.label), zorder=3)
     ax.fill_between(
         sizes,
         [point.low for point in points],

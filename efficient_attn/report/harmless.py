@@ -3,9 +3,13 @@
 import re
 
 # What spreadsheets take for the start of a formula.
-_FORMULA = ("=", "+", "-", "@", "\t", "\r", "\0")
-# Control characters, separators of lines, marks that turn the reading direction, halves of a character.
-_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff]")
+_FORMULA = ("=", "+", "-", "@", "＝", "＋", "－", "＠", "\t", "\r", "\0")
+# Control characters, separators of lines, marks that turn the reading direction, what is no character or half
+# of one, and the invisible tags in which text can be hidden.
+_CONTROL = re.compile(
+    "[\x00-\x1f\x7f-\x9f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\ufffe\uffff"
+    "\ud800-\udfff\U000e0000-\U000e007f]"
+)
 
 # What means something to LaTeX, or prints as something else in its oldest font encoding.
 _LATEX = {
@@ -37,7 +41,7 @@ def csv_cell(value: object) -> object:
     if not isinstance(value, str):
         return "" if value is None else value
     text = plain(value)
-    return f"'{text}" if value.startswith(_FORMULA) or text.startswith(_FORMULA) else text
+    return f"'{text}" if value.startswith(_FORMULA) or text.lstrip().startswith(_FORMULA) else text
 
 
 def markdown_cell(text: str) -> str:

@@ -1,10 +1,12 @@
 """Time and memory against tokens, on logarithmic axes, each line named where it ends."""
 
+import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from efficient_attn.analysis.curves import YARDSTICK, Curve, curves
+from efficient_attn.report.files import write
 from efficient_attn.report.harmless import plain
 from efficient_attn.report.palette import INK, MUTED, line_styles
 from efficient_attn.sweep.amounts import show_bytes, show_seconds
@@ -34,8 +36,12 @@ _LONGEST_NAME = 36
 _NAME_DISTANCE = 0.055
 
 
-def plot(records: Sequence[Record], *, y: str = "time_s", ax: Any = None) -> Any:
-    """Draw one cost of every backend against tokens; the axes that were drawn on."""
+def plot(records: Sequence[Record], *, y: str = "time_s", ax: Any = None, bare: bool = False) -> Any:
+    """Draw one cost of every backend against tokens; the axes that were drawn on.
+
+    Args:
+        bare: Without title and names, for a page that writes them around the plot.
+    """
     drawn = [curve for curve in curves(records, y) if curve.measured]
     ax = new_axes() if ax is None else ax
     styles = line_styles([(curve.label, curve.backend) for curve in drawn])
@@ -44,8 +50,17 @@ def plot(records: Sequence[Record], *, y: str = "time_s", ax: Any = None) -> Any
     ax.set_xscale("log", base=2)
     ax.set_yscale("log")
     _dress(ax, drawn, y)
-    _name_lines(ax, drawn, styles)
+    if not bare:
+        _write_title(ax, *headline(records, y))
+        _name_lines(ax, drawn, styles)
     return ax
+
+
+def headline(records: Sequence[Record], y: str) -> tuple[str, str]:
+    """What a plot shows, and under which conditions."""
+    drawn = [curve for curve in curves(records, y) if curve.measured]
+    conditions = _subtitle(drawn[0].points[0].record.case, timed=y == "time_s") if drawn else ""
+    return _TITLES[y], plain(conditions)
 
 
 def new_axes() -> Any:
@@ -57,21 +72,32 @@ def new_axes() -> Any:
 
 def save(ax: Any, folder: Path, name: str) -> list[Path]:
     """Write the figure as PNG, SVG and PDF; the files."""
+    return [
+        write(folder / f"{name}.{kind}", to_bytes(ax.figure, kind, salt=name)) for kind in ("png", "svg", "pdf")
+    ]
+
+
+def to_bytes(figure: Any, kind: str, *, salt: str, letters_as_paths: bool = True) -> bytes:
+    """The figure as a file: undated, and with fixed names for its parts, so that equal ones are equal files.
+
+    Args:
+        salt: What the names of an SVG's parts are made from.
+        letters_as_paths: Every letter of an SVG is drawn, so that it looks alike without the font.
+    """
     from matplotlib import rc_context
 
-    paths = [folder / f"{name}.{kind}" for kind in ("png", "svg", "pdf")]
-    for path in paths:
-        # Undated, and with fixed names for the parts of an SVG, equal records give equal files.
-        undated = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}.get(path.suffix)
-        with rc_context({"svg.hashsalt": name}):
-            ax.figure.savefig(path, dpi=_DOTS_PER_INCH, metadata=undated)
-    return paths
+    file = io.BytesIO()
+    undated = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(kind)
+    settings = {"svg.hashsalt": salt, "svg.fonttype": "path" if letters_as_paths else "none"}
+    with rc_context(settings):
+        figure.savefig(file, format=kind, dpi=_DOTS_PER_INCH, metadata=undated)
+    return file.getvalue()
 
 
 def _draw(ax: Any, curve: Curve, style: Mapping[str, Any]) -> None:
     points = curve.measured
     tokens = [point.tokens for point in points]
-    ax.plot(tokens, [point.value for point in points], **style)
+    ax.plot(tokens, [point.value for point in points], **style, label=plain(_name(curve)))
     ax.fill_between(
         tokens,
         [point.low for point in points],
@@ -106,10 +132,11 @@ def _dress(ax: Any, drawn: Sequence[Curve], y: str) -> None:
         ax.spines[side].set_color(MUTED)
     ax.tick_params(colors=INK, which="both", length=3)
     ax.set_xlabel("tokens", color=INK)
-    ax.set_title(f"{_TITLES[y]}\n", loc="left", fontsize=12, fontweight="bold", color=INK)
-    if drawn:
-        text = plain(_subtitle(drawn[0].points[0].record.case, timed=y == "time_s"))
-        ax.text(0, 1.02, text, transform=ax.transAxes, fontsize=9, color=MUTED, parse_math=False)
+
+
+def _write_title(ax: Any, title: str, conditions: str) -> None:
+    ax.set_title(f"{title}\n", loc="left", fontsize=12, fontweight="bold", color=INK)
+    ax.text(0, 1.02, conditions, transform=ax.transAxes, fontsize=9, color=MUTED, parse_math=False)
 
 
 def _few(tokens: Sequence[int]) -> Sequence[int]:

@@ -93,7 +93,7 @@ def to_csv(rows: Sequence[Mapping[str, Any]]) -> str:
     text = io.StringIO()
     columns = list(dict.fromkeys(name for row in rows for name in row))
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(columns)
+    writer.writerow(map(csv_cell, columns))
     writer.writerows([csv_cell(row.get(name)) for name in columns] for row in rows)
     return text.getvalue()
 

@@ -1,0 +1,95 @@
+"""Plots for a page: small figures side by side under one heading, the names of the lines in a legend of the page."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from efficient_attn.analysis.accuracy import panels, quantity_in
+from efficient_attn.analysis.curves import QUANTITIES, curves
+from efficient_attn.report import error_plot
+from efficient_attn.report import plot as cost_plot
+from efficient_attn.report.error_table import title
+from efficient_attn.report.harmless import plain
+from efficient_attn.report.svg import inline, swatch
+from efficient_attn.sweep.records import Record
+
+_SIZE_INCHES = (4.9, 3.4)
+
+
+class Panel(NamedTuple):
+    """One figure: a line above it, and an `svg` element."""
+
+    caption: str
+    svg: str
+
+
+class Drawing(NamedTuple):
+    """Figures that belong together.
+
+    Attributes:
+        legend: A piece of each line as `svg`, empty where there is no line, and its name.
+    """
+
+    title: str
+    conditions: str
+    legend: tuple[tuple[str, str], ...]
+    panels: tuple[Panel, ...]
+
+
+def draw(records: Sequence[Record], quantities: Sequence[str], *, name: str) -> list[Drawing]:
+    """The quantities drawn; `name` keeps the ids of this run apart from those of another."""
+    costs = [quantity for quantity in quantities if quantity in QUANTITIES]
+    made = [_costs(records, costs, name)] if costs else []
+    return made + [_errors(records, quantity, name) for quantity in quantities if quantity not in costs]
+
+
+def _costs(records: Sequence[Record], quantities: Sequence[str], name: str) -> Drawing:
+    """Costs share lines and conditions, hence a legend."""
+    shown, lines = [], {}
+    for quantity in quantities:
+        ax = cost_plot.plot(records, y=quantity, ax=_axes(), bare=True)
+        heading, _ = cost_plot.headline(records, quantity)
+        # From the top of the plot down, as the lines end.
+        ends = sorted(ax.lines, key=lambda line: -line.get_ydata()[-1])
+        lines |= {line.get_label(): line for line in ends if line.get_label() not in lines}
+        shown.append(Panel(heading, _svg(ax, f"{name}-{quantity}", heading, _described(records, quantity))))
+    conditions = cost_plot.headline(records, quantities[0])[1]
+    return Drawing("Time and memory against tokens", conditions, _legend(lines.values()), tuple(shown))
+
+
+def _errors(records: Sequence[Record], quantity: str, name: str) -> Drawing:
+    errors = [record for record in records if record.case.kind == "error"]
+    quantity = quantity_in(errors, quantity)
+    shown = panels(errors, quantity)
+    axes = [_axes() for _ in shown]
+    if axes:
+        error_plot.plot(errors, y=quantity, ax=axes)
+    heading, conditions = error_plot.headline(shown, quantity)
+    drawn = []
+    for number, (ax, panel) in enumerate(zip(axes, shown, strict=True)):
+        ax.set_title("", loc="left")
+        names = ", ".join(curve.label for curve in panel.curves)
+        description = f"Lines of {names} against size, and the mean of V as a line across."
+        drawn.append(Panel(plain(title(panel)), _svg(ax, f"{name}-error-{number}", heading, description)))
+    styles = error_plot.styles_of(shown)
+    return Drawing(heading, conditions, _legend(error_plot.handles(shown, styles)), tuple(drawn))
+
+
+def _axes() -> Any:
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=_SIZE_INCHES, layout="constrained").subplots()
+
+
+def _svg(ax: Any, name: str, heading: str, description: str) -> str:
+    return inline(ax.figure, name=name, title=heading, description=plain(description))
+
+
+def _described(records: Sequence[Record], quantity: str) -> str:
+    drawn = [curve for curve in curves(records, quantity) if curve.measured]
+    tokens = [point.tokens for curve in drawn for point in curve.measured]
+    names = ", ".join(curve.label for curve in drawn)
+    return f"Lines of {names} from {min(tokens)} to {max(tokens)} tokens; the numbers are in the tables."
+
+
+def _legend(lines: Any) -> tuple[tuple[str, str], ...]:
+    return tuple((swatch(line), str(line.get_label())) for line in lines)

@@ -1,0 +1,38 @@
+"""Files that are written whole or not at all, under names that stay in their folder."""
+
+import os
+import re
+from pathlib import Path
+
+from efficient_attn.errors import DataError
+
+_LONGEST = 80
+
+# What Windows opens as a device, whatever follows the first dot.
+_DEVICES = re.compile(r"(con|prn|aux|nul|com\d|lpt\d)(\.|$)", flags=re.IGNORECASE)
+
+
+def slug(text: str) -> str:
+    """The text as a part of a file name: ASCII letters, digits, `._-`; never empty, hidden or a device."""
+    kept = re.sub(r"[^A-Za-z0-9._-]+", "-", text[:1000]).strip("-.")[:_LONGEST].rstrip("-.")
+    return kept if kept and not _DEVICES.match(kept) else f"run-{kept}".rstrip("-")
+
+
+def write(path: Path, content: str | bytes) -> Path:
+    """Write a file, whole or not at all; a link that stands in its place is replaced and not followed.
+
+    Raises:
+        DataError: If it cannot be written.
+    """
+    # What has no place in UTF-8, half of a surrogate pair, becomes a question mark.
+    data = content if isinstance(content, bytes) else content.encode("utf-8", errors="replace")
+    # A name that nobody can guess and that must not exist: nothing that lies there already is written to.
+    part = path.with_name(f".{path.name}.{os.urandom(4).hex()}.part")
+    try:
+        with open(part, "xb") as file:
+            file.write(data)
+        os.replace(part, path)
+    except OSError as error:
+        part.unlink(missing_ok=True)
+        raise DataError(f"Cannot write {path}: {error.strerror}.") from None
+    return path

@@ -1,0 +1,54 @@
+"""Records as they are shown: every text one harmless line, and no longer than somebody reads."""
+
+from collections.abc import Iterable
+from dataclasses import fields, replace
+from typing import Any
+
+from efficient_attn.report.harmless import plain
+from efficient_attn.sweep.records import Record
+
+# Files of records keep what is shortened here.
+_LONGEST_NAME, _LONGEST_REASON = 80, 300
+
+
+def readable(records: Iterable[Record]) -> list[Record]:
+    """The records with readable texts; two labels that would look the same are numbered."""
+    labels: dict[str, str] = {}
+    return [_readable(record, labels) for record in records]
+
+
+def short(text: str, most: int = _LONGEST_NAME) -> str:
+    """At most so many characters: the beginning, an ellipsis, the end."""
+    if len(text) <= most:
+        return text
+    tail = most // 3
+    return f"{text[: most - tail - 1]}…{text[-tail:]}"
+
+
+def _readable(record: Record, labels: dict[str, str]) -> Record:
+    label = record.case.label
+    if label not in labels:
+        labels[label] = _unlike(short(plain(label)), label, set(labels.values()))
+    case = _changed(record.case, label=labels[label])
+    reason = None if record.reason is None else short(plain(record.reason), _LONGEST_REASON)
+    return _changed(record, case=case, reason=reason)
+
+
+def _unlike(shown: str, label: str, taken: set[str]) -> str:
+    """What is shown of a label; with a number behind it if another label is shown alike."""
+    number, wanted = 1, shown
+    while wanted in taken and wanted != label:
+        number += 1
+        wanted = f"{shown} ({number})"
+    return wanted
+
+
+def _changed(item: Any, **values: Any) -> Any:
+    """A copy with these values, and every other text short and plain; the item itself if nothing differs."""
+    texts = {
+        field.name: short(plain(value))
+        for field in fields(item)
+        if isinstance(value := getattr(item, field.name), str)
+    }
+    new = {name: value for name, value in (texts | values).items() if getattr(item, name) != value}
+    return replace(item, **new) if new else item
