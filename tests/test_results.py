@@ -112,7 +112,7 @@ def test_what_is_saved_is_read_again_and_drawn(tmp_path):
 
 
 def test_the_same_records_give_the_same_plots(tmp_path):
-    first, second = (Results(records()).save(tmp_path / name) for name in ("a", "b"))
+    first, second = (Results(records()).save(tmp_path / name / "run") for name in ("a", "b"))
     for one, other in zip(first, second, strict=True):
         assert one.read_bytes() == other.read_bytes()
 

@@ -8,11 +8,12 @@ machines or hours.
 
 import math
 from collections.abc import Sequence
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
 
-from efficient_attn.analysis.curves import Curve, Point
+from efficient_attn.analysis.curves import Curve
 from efficient_attn.analysis.summary import yardstick
 
 _RESAMPLES, _SEED = 400, 0
@@ -56,7 +57,14 @@ def _crossover(curve: Curve, exact: Curve) -> Crossover | None:
     best, furthest = _crossing(logs, ratios), float(logs[-1]) + math.log(_FURTHEST)
     if not logs[0] <= best <= furthest:
         return None
-    drawn = np.stack([_medians(own) - _medians(its, seed=_SEED + 1) for own, its in pairs], axis=1)
+    drawn = np.stack(
+        [
+            _medians(own.record.times_s, own.tokens, _SEED)
+            - _medians(its.record.times_s, its.tokens, _SEED + 1)
+            for own, its in pairs
+        ],
+        axis=1,
+    )
     crossings = [_crossing(logs, row) for row in drawn]
     # Of two crossings one is taken, not their mean: some lie at infinity.
     low, high = np.percentile(crossings, _OUTSIDE, method="nearest")
@@ -69,11 +77,12 @@ def _crossover(curve: Curve, exact: Curve) -> Crossover | None:
     )
 
 
-def _medians(point: Point, *, seed: int = _SEED) -> np.ndarray:
+# The yardstick's serve for every backend, and all of them for sentences and for tables.
+@cache
+def _medians(times_s: tuple[float, ...], tokens: int, seed: int) -> np.ndarray:
     """Logarithms of the medians of samples drawn again: [resamples]."""
-    times_s = np.asarray(point.record.times_s)
-    generator = np.random.default_rng([seed, point.tokens])
-    drawn = generator.choice(times_s, size=(_RESAMPLES, len(times_s)))
+    generator = np.random.default_rng([seed, tokens])
+    drawn = generator.choice(np.asarray(times_s), size=(_RESAMPLES, len(times_s)))
     return np.asarray(np.log(np.median(drawn, axis=1)))
 
 

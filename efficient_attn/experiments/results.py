@@ -1,7 +1,6 @@
 """What an experiment hands back: its records, as a data frame, a plot, sentences, or files."""
 
 import json
-import os
 import time
 from collections.abc import Callable, Iterable, Mapping
 from importlib import import_module
@@ -14,12 +13,15 @@ from efficient_attn.analysis.statistics import middle
 from efficient_attn.analysis.summary import summary
 from efficient_attn.errors import DataError, UnknownNameError
 from efficient_attn.report import plot as cost_plot
+from efficient_attn.report.files import write
+from efficient_attn.report.harmless import plain
+from efficient_attn.report.readable import readable
 from efficient_attn.report.sentences import bench_sentences
-from efficient_attn.report.table import Table, tables, to_csv, to_html
+from efficient_attn.report.table import Table, tables, to_html
 from efficient_attn.sweep.records import Record, append
 from efficient_attn.sweep.records import read as read_records
 
-RECORDS, ENVIRONMENT, COMMAND, SUMMARY = "records.jsonl", "environment.json", "command.txt", "summary.csv"
+RECORDS, ENVIRONMENT, COMMAND = "records.jsonl", "environment.json", "command.txt"
 
 # Raw lists of a record and what one of their entries is called.
 _RAW = {
@@ -105,24 +107,40 @@ class Results:
         return summary(self.records) + errors
 
     def save(self, folder: str | Path) -> list[Path]:
-        """Write records, environment, summary and plots; records that are there already are not touched.
+        """Write records, environment and all that is drawn; records that are there already are not touched.
 
         Raises:
             DataError: If the folder cannot be written.
         """
         folder = open_folder(folder)
-        paths = [folder / RECORDS, folder / SUMMARY]
+        from efficient_attn.experiments import redraw
+
+        paths = [folder / RECORDS]
         if not paths[0].exists():
             for record in self.records:
                 append(paths[0], record)
-        write(paths[1], to_csv(self.summary()))
         if self.environment:
             paths.append(write_json(folder / ENVIRONMENT, self.environment))
-        for name, quantity in self._plots().items():
-            paths += cost_plot.save(self.plot(quantity), folder, name)
-        return paths
+        try:
+            return paths + redraw.draw_run(self, folder)
+        # Whatever goes wrong in drawing, the records are safe, and whoever measured them gets them back.
+        except Exception as error:
+            self.notes += (
+                f"Not all could be drawn ({type(error).__name__}: {plain(str(error))}). "
+                f"The records are safe; `efficient-attn report {folder}` draws them again.",
+            )
+            return paths
 
-    def _plots(self) -> dict[str, str]:
+    def readable(self) -> "Results":
+        """The same with texts that are safe to show and no longer than somebody reads."""
+        return Results(
+            readable(self.records),
+            environment=self.environment,
+            interrupted=self.interrupted,
+            notes=map(plain, self.notes),
+        )
+
+    def plots(self) -> dict[str, str]:
         """The plots worth a file: {name: quantity}."""
         ok = {record.case.kind for record in self.records if record.status == "ok"}
         wanted = {"time": "time_s", "memory": "peak_bytes", "error": "output_relative_error"}
@@ -179,17 +197,6 @@ def open_folder(folder: str | Path, *, name: str = "folder", fresh: bool = False
 def run_folder(command: str) -> Path:
     """Where a command writes unless told otherwise: `runs/<command>-<UTC time>`."""
     return Path("runs") / f"{command}-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}"
-
-
-def write(path: Path, text: str) -> Path:
-    """Write a text file, whole or not at all."""
-    part = path.with_name(f".{path.name}.part")
-    try:
-        part.write_text(text, encoding="utf-8")
-        os.replace(part, path)
-    except OSError as error:
-        raise DataError(f"Cannot write {path}: {error.strerror}.") from None
-    return path
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> Path:

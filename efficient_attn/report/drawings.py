@@ -1,4 +1,4 @@
-"""Plots for a page: small figures side by side under one heading, the names of the lines in a legend of the page."""
+"""Plots for a page: small figures side by side, the names of their lines in a legend of the page's own."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -44,7 +44,8 @@ def draw(records: Sequence[Record], quantities: Sequence[str], *, name: str) -> 
 
 def _costs(records: Sequence[Record], quantities: Sequence[str], name: str) -> Drawing:
     """Costs share lines and conditions, hence a legend."""
-    shown, lines = [], {}
+    shown = []
+    lines: dict[str, Any] = {}
     for quantity in quantities:
         ax = cost_plot.plot(records, y=quantity, ax=_axes(), bare=True)
         heading, _ = cost_plot.headline(records, quantity)

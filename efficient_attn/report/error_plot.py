@@ -86,7 +86,9 @@ def headline(shown: Sequence[Panel], quantity: str) -> tuple[str, str]:
     """What the plots show, and what lines and bands are."""
     draws = {len(getattr(c.points[0].record, f"{quantity}_draws") or ()) for p in shown for c in p.curves}
     band = (
-        f"lines and bands: median of {max(draws)} draws and its 95 % interval" if max(draws, default=1) > 1 else ""
+        f"lines and bands: median of {max(draws)} draws and its 95 % interval"
+        if max(draws, default=1) > 1
+        else ""
     )
     return f"{NAMES[quantity]} against exact softmax attention in float64", band
 
@@ -107,12 +109,8 @@ def handles(shown: Sequence[Panel], styles: Mapping[str, Mapping[str, Any]]) -> 
     from matplotlib.lines import Line2D
 
     sized = {curve.label for panel in shown for curve in panel.curves if _has_sizes(curve)}
-    made = [
-        Line2D([], [], label=plain(label), **style) for label, style in styles.items() if label in sized
-    ]
-    made.append(
-        Line2D([], [], color=INK, linestyle=(0, (4, 3)), label=f"{MEAN_OF_VALUES} for every query")
-    )
+    made = [Line2D([], [], label=plain(label), **style) for label, style in styles.items() if label in sized]
+    made.append(Line2D([], [], color=INK, linestyle=(0, (4, 3)), label=f"{MEAN_OF_VALUES} for every query"))
     for label in dict.fromkeys(c.label for p in shown for c in p.curves if not _has_sizes(c)):
         worst = max(c.points[0].value for p in shown for c in p.curves if c.label == label)
         if _is_rounding(worst, shown):

@@ -73,7 +73,8 @@ def new_axes() -> Any:
 def save(ax: Any, folder: Path, name: str) -> list[Path]:
     """Write the figure as PNG, SVG and PDF; the files."""
     return [
-        write(folder / f"{name}.{kind}", to_bytes(ax.figure, kind, salt=name)) for kind in ("png", "svg", "pdf")
+        write(folder / f"{name}.{kind}", to_bytes(ax.figure, kind, salt=name))
+        for kind in ("png", "svg", "pdf")
     ]
 
 
@@ -88,7 +89,7 @@ def to_bytes(figure: Any, kind: str, *, salt: str, letters_as_paths: bool = True
 
     file = io.BytesIO()
     undated = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(kind)
-    settings = {"svg.hashsalt": salt, "svg.fonttype": "path" if letters_as_paths else "none"}
+    settings: Any = {"svg.hashsalt": salt, "svg.fonttype": "path" if letters_as_paths else "none"}
     with rc_context(settings):
         figure.savefig(file, format=kind, dpi=_DOTS_PER_INCH, metadata=undated)
     return file.getvalue()

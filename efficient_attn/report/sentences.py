@@ -75,14 +75,14 @@ def _crossover_sentence(times: Sequence[Curve]) -> str | None:
 def _say_crossover(crossover: Crossover) -> str:
     low, high = crossover.low, crossover.high
     if low is None or high is None:
-        interval = "uncertain" if low is None else f"{_round(low)} or more"
+        interval = "uncertain" if low is None else f"{round_tokens(low)} or more"
     else:
-        interval = f"{_round(low)} to {_round(high)}"
+        interval = f"{round_tokens(low)} to {round_tokens(high)}"
     guessed = ", extrapolated" if crossover.extrapolated else ""
-    return f"{crossover.label} at {_round(crossover.tokens)} tokens ({interval}{guessed})"
+    return f"{crossover.label} at {round_tokens(crossover.tokens)} tokens ({interval}{guessed})"
 
 
-def _round(tokens: float) -> int:
+def round_tokens(tokens: float) -> int:
     """Tokens to two digits: no timing tells more."""
     return int(float(f"{tokens:.2g}"))
 

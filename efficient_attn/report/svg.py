@@ -1,7 +1,7 @@
 """Figures as SVG inside a page: colours are the page's variables, and lines tell their names.
 
-Matplotlib draws for white paper. Inside a page a colour becomes a variable, whose value the page chooses for light
-and for dark; the letters stay text, in the page's own font.
+Matplotlib draws for white paper. Inside a page a colour becomes a variable, whose value the page chooses for
+light and for dark; the letters stay text, in the page's own font.
 """
 
 import re
@@ -13,21 +13,23 @@ from efficient_attn.report.plot import to_bytes
 
 _SVG, _LINK = "{http://www.w3.org/2000/svg}", "{http://www.w3.org/1999/xlink}href"
 _COLOUR = re.compile(r"#[0-9a-f]{6}")
-_FONT = re.compile(r"font: (?:\d+ )?([\d.]+)px [^;]*")
+_FONT = re.compile(r"font-family: [^;]*; ")
 
 # Colours that have a meaning and not just a value.
 _NAMED = {INK: "ink", "#000000": "ink", MUTED: "muted", GRID: "grid", PAPER: "paper"}
 
 
 def inline(figure: Any, *, name: str, title: str, description: str) -> str:
-    """The figure as an `svg` element with a title and a description; `name` keeps its ids apart from others."""
+    """The figure as an `svg` element with title and description; `name` keeps its ids apart from others."""
     for number, line in enumerate(_lines(figure)):
         line.set_gid(f"line-{number}")
     names = {f"line-{number}": line.get_label() for number, line in enumerate(_lines(figure))}
     figure.patch.set_visible(False)
     root = ElementTree.fromstring(to_bytes(figure, "svg", salt=name, letters_as_paths=False))
-    for found in root.findall(f"{_SVG}metadata"):
-        root.remove(found)
+    # Its metadata names the program that drew it, and its style sheet would hold for the whole page.
+    for found in [*root.findall(f"{_SVG}metadata"), root.find(f"{_SVG}defs")]:
+        if found is not None:
+            root.remove(found)
     for element in root.iter():
         element.tag = element.tag.removeprefix(_SVG)
         if element.get("id") in names:
@@ -53,8 +55,9 @@ def swatch(line: Any) -> str:
     drawn = f'<path d="M1 7H33" stroke="{colour}" stroke-width="2.4"{dashes}/>'
     if line.get_marker() not in ("", "None", None):
         marker = MarkerStyle(line.get_marker())
-        path = marker.get_path().transformed(marker.get_transform().scale(9, -9).translate(17, 7))
-        points = " ".join(f"{x:.1f},{y:.1f}" for polygon in path.to_polygons() for x, y in polygon)
+        where: Any = marker.get_transform()
+        corners: Any = marker.get_path().transformed(where.scale(9, -9).translate(17, 7)).to_polygons()
+        points = " ".join(f"{x:.1f},{y:.1f}" for corner in corners for x, y in corner)
         drawn += f'<polygon points="{points}" fill="{colour}"/>'
     return f'<svg class="swatch" viewBox="0 0 34 14" fill="none" aria-hidden="true">{drawn}</svg>'
 
@@ -68,7 +71,7 @@ def variables(markup: str) -> dict[str, tuple[str, str]]:
     """{variable: (value on white, value at night)} for the colours of lines in the markup."""
     found = sorted(set(re.findall(r"var\(--c-([0-9a-f]{6}), ", markup)))
     return {
-        f"--c-{colour}": (readable_on(PAPER, f"#{colour}"), readable_on(NIGHT, f"#{colour}"))
+        f"--c-{colour}": (readable_on(PAPER, f"#{colour}"), readable_on(NIGHT, f"#{colour}", contrast=4.5))
         for colour in found
     }
 
@@ -91,7 +94,7 @@ def _restyle(element: ElementTree.Element, name: str) -> None:
         if element.tag == "text":
             # Coloured letters would need more contrast than a line.
             value = _COLOUR.sub(lambda found: found[0] if found[0] in _NAMED else INK, value)
-            value = _FONT.sub(r"font-size: \1px", value)
+            value = _FONT.sub("", value)
         element.set(key, _COLOUR.sub(lambda found: variable(found[0]), value))
 
 

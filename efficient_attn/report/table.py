@@ -61,7 +61,7 @@ def show_growth(fit: Growth | None) -> str:
 
 def to_markdown(table: Table) -> str:
     """The table in GitHub's Markdown; numbers are aligned to the right."""
-    rules = tuple("---:" if right else "---" for right in _right_aligned(table))
+    rules = tuple("---:" if right else "---" for right in right_aligned(table))
     cells = [[markdown_cell(cell) for cell in row] for row in (table.columns, *table.rows)]
     body = "\n".join(f"| {' | '.join(row)} |" for row in (cells[0], rules, *cells[1:]))
     return "\n\n".join([f"**{markdown_cell(table.title)}**", body, *map(markdown_line, table.notes)])
@@ -69,7 +69,7 @@ def to_markdown(table: Table) -> str:
 
 def to_latex(table: Table) -> str:
     """The table as a LaTeX `table` that needs no package; numbers are aligned to the right."""
-    sides = "".join("r" if right else "l" for right in _right_aligned(table))
+    sides = "".join("r" if right else "l" for right in right_aligned(table))
     head, *body = (
         " & ".join(_POWER.sub(r"$n^{\1}$", latex_cell(cell)) for cell in row) + r" \\"
         for row in (table.columns, *table.rows)
@@ -116,7 +116,7 @@ def to_rich(table: Table) -> Any:
     from rich.text import Text
 
     title = Text(plain(table.title), style="bold")
-    right = _right_aligned(table)
+    right = right_aligned(table)
     drawn = RichTable(title=title, box=box.SIMPLE_HEAD, title_justify="left", pad_edge=False)
     for number, name in enumerate(table.columns):
         numbers = right[number]
@@ -128,7 +128,7 @@ def to_rich(table: Table) -> Any:
     return drawn
 
 
-def _right_aligned(table: Table) -> list[bool]:
+def right_aligned(table: Table) -> list[bool]:
     """Which columns hold numbers; the first holds names, whatever they look like."""
     return [
         number > 0 and any(_NUMBER.match(row[number]) for row in table.rows)

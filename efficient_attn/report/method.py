@@ -1,0 +1,152 @@
+"""How a run was measured, in words for a paper: nothing but what records and environment tell."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from efficient_attn.measure.memory import ALLOCATIONS, CUDA_ALLOCATED, OPERATOR_RESULTS
+from efficient_attn.report.error_table import describe
+from efficient_attn.report.harmless import plain
+from efficient_attn.sweep.amounts import show_bytes
+from efficient_attn.sweep.records import Case, Record
+
+_MEMORY = {
+    ALLOCATIONS: "every allocation and release that torch's CPU allocator reports",
+    OPERATOR_RESULTS: "the results of torch's operators, without the workspaces inside them",
+    CUDA_ALLOCATED: "the peak that torch's caching CUDA allocator reports",
+}
+
+
+def how_measured(records: Sequence[Record], environment: Mapping[str, Any]) -> str:
+    """A paragraph on the machine, the software, the cases, and how each kind of number was taken."""
+    if not records:
+        return "Nothing was measured."
+    told = (_where(environment), _what(records), _times(records), _memory(records), _errors(records))
+    return plain(" ".join([sentence for sentence in (*told, _lacking(records)) if sentence]))
+
+
+def flat(values: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, str]]:
+    """Nested values as `torch.version` and its text; what is unknown is left out."""
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from flat(value, f"{above}{name}.")
+        elif value not in (None, [], ""):
+            yield plain(f"{above}{name}"), plain(_say(name, value))
+
+
+def _say(name: str, value: Any) -> str:
+    if isinstance(value, list):
+        return ", ".join(map(str, value))
+    if name.endswith("_bytes") and isinstance(value, int):
+        return show_bytes(value)
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+def _where(environment: Mapping[str, Any]) -> str:
+    known = dict(flat(environment))
+    machine = known.get("gpu.name") or known.get("processor") or "a machine that was not recorded"
+    cores = f" ({known['cores_usable']} cores)" if "cores_usable" in known and "gpu.name" not in known else ""
+    software = [
+        f"{name} {known[key]}"
+        for name, key in (
+            ("efficient-attn", "packages.efficient-attn"),
+            ("torch", "torch.version"),
+            ("Python", "python"),
+            ("", "system"),
+        )
+        if key in known
+    ]
+    date = f" on {known['utc'][:10]}" if "utc" in known else ""
+    with_ = f" with {_listed([name.strip() for name in software])}" if software else ""
+    return f"Measured{date} on {machine}{cores}{with_}."
+
+
+def _what(records: Sequence[Record]) -> str:
+    cases = [record.case for record in records]
+    subject = _each(cases, _subject)
+    shape = _each(cases, lambda case: f"batch {case.batch}, heads {case.num_heads}, head_dim {case.head_dim}")
+    tokens = sorted({case.tokens for case in cases})
+    where = _each(
+        cases,
+        lambda case: (
+            f"{case.dtype} on the CPU with {case.threads} threads"
+            if case.device == "cpu"
+            else f"{case.dtype} on {case.device}"
+        ),
+    )
+    inputs = "; ".join(dict.fromkeys(describe(case.inputs) for case in cases))
+    seeds = _each(cases, lambda case: str(case.seed))
+    return (
+        f"Taken was {subject} at {_listed([str(number) for number in tokens])} tokens, {shape}, {where}. "
+        f"Inputs, from seed {seeds}: {inputs}."
+    )
+
+
+def _subject(case: Case) -> str:
+    """`the forward pass of attention, causal`, `the error of output`."""
+    passes = "the forward and backward pass" if case.backward else "the forward pass"
+    taken = f"the {case.kind} of {case.of}" if case.kind in ("error", "recall") else f"{passes} of {case.of}"
+    return f"{taken}{', causal' if case.causal else ''}"
+
+
+def _times(records: Sequence[Record]) -> str:
+    counts = [len(record.times_s) for record in records if record.status == "ok" and record.times_s]
+    if not counts:
+        return ""
+    return (
+        "Each call was repeated before timing until two successive calls differed by less than a tenth or a "
+        "limit was spent; the backends then took turns within each length, in order and in reverse. Of "
+        f"{_range(counts)} timed calls per point the median is given, with the interval between order "
+        "statistics that holds the true median with 95 % confidence whatever the distribution"
+        f"{' (of fewer than six calls: their range)' if min(counts) < 6 else ''}."
+    )
+
+
+def _memory(records: Sequence[Record]) -> str:
+    methods = {
+        record.memory_method for record in records if record.peak_bytes is not None and record.memory_method
+    }
+    if not methods:
+        return ""
+    ways = "; ".join(_MEMORY.get(method, method) for method in sorted(methods))
+    return f"Peak memory is the most that a call held beyond its inputs and parameters, by {ways}."
+
+
+def _errors(records: Sequence[Record]) -> str:
+    errors = [record for record in records if record.case.kind == "error" and record.status == "ok"]
+    draws = [
+        len(values)
+        for record in errors
+        for values in (record.output_relative_error_draws or record.weights_relative_error_draws,)
+        if values
+    ]
+    if not draws:
+        return ""
+    medians = (
+        f"; for random features it is the median over {max(draws)} independent draws, with its 95 % interval"
+        if max(draws) > 1
+        else ""
+    )
+    return (
+        "Errors are relative Frobenius norms against softmax attention computed by its formula in float64 on "
+        f"the same inputs{medians}."
+    )
+
+
+def _lacking(records: Sequence[Record]) -> str:
+    failed = sum(record.status != "ok" for record in records)
+    return f"{failed} of {len(records)} points could not be measured." if failed else ""
+
+
+def _each(cases: Sequence[Any], say: Callable[[Any], str]) -> str:
+    return _listed(list(dict.fromkeys(map(say, cases))))
+
+
+def _range(counts: Sequence[int]) -> str:
+    return str(min(counts)) if min(counts) == max(counts) else f"{min(counts)} to {max(counts)}"
+
+
+def _listed(parts: Sequence[str]) -> str:
+    """`a, b and c`; of more than twelve the first, the last and how many."""
+    if len(parts) > 12:
+        return f"{parts[0]} to {parts[-1]} ({len(parts)} in all)"
+    return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"
