@@ -39,9 +39,12 @@ from .options import (
     TimeoutOption,
     names,
 )
+from .plan import PlanOption, as_plan
 
 
 def bench_command(
+    context: typer.Context,
+    plan: PlanOption = None,
     extra: ExtraArguments = None,
     seq_len: SeqLenOption = "256:4096:x2",
     backend: BackendOption = None,
@@ -131,6 +134,7 @@ def bench_command(
             budget_s=budget_s,
             out=folder,
             command=command_line(),
+            plan=as_plan(context, {**vars(workload), "isolate": isolate}),
             progress=show,
             isolate=isolate,
             timeout_s=timeout_s,

@@ -21,6 +21,7 @@ from .options import (
     SetOption,
     names,
 )
+from .plan import PlanOption, as_plan
 
 NumFeaturesOption = Annotated[
     str,
@@ -54,6 +55,8 @@ DrawSeedOption = Annotated[
 
 
 def mse_command(
+    context: typer.Context,
+    plan: PlanOption = None,
     extra: ExtraArguments = None,
     num_features: NumFeaturesOption = "16:1024:x2",
     backend: BackendOption = None,
@@ -108,7 +111,15 @@ def mse_command(
     folder = open_folder(out or run_folder("mse"), name="--out", fresh=True)
     # What a backend prints is talk: stdout holds results and nothing else.
     with talk.progress(len(points)) as show, redirect_stdout(sys.stderr):
-        results = mse.run_mse(points, of=of, draws=draws, out=folder, command=command_line(), progress=show)
+        results = mse.run_mse(
+            points,
+            of=of,
+            draws=draws,
+            out=folder,
+            command=command_line(),
+            plan=as_plan(context, {}),
+            progress=show,
+        )
     _print(results, as_json=json_to is not None)
     typer.echo(str(folder), err=json_to is not None)
     raise typer.Exit(_exit_code(results, named))

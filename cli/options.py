@@ -51,8 +51,12 @@ DeviceOption = Annotated[str, typer.Option("--device", help="auto, cpu, cuda or 
 DtypeOption = Annotated[
     str, typer.Option("--dtype", help="auto (float32 on the CPU, bfloat16 on CUDA) or a dtype's name.")
 ]
-CausalOption = Annotated[bool, typer.Option("--causal", help="Each token reads only those before it.")]
-BackwardOption = Annotated[bool, typer.Option("--backward", help="Forward and backward pass together.")]
+CausalOption = Annotated[
+    bool, typer.Option("--causal/--no-causal", help="Each token reads only those before it.")
+]
+BackwardOption = Annotated[
+    bool, typer.Option("--backward/--no-backward", help="Forward and backward pass together.")
+]
 NumHeadsOption = Annotated[int, typer.Option("--num-heads", min=1, help="Heads.")]
 HeadDimOption = Annotated[int, typer.Option("--head-dim", min=1, help="Entries of one query or key.")]
 BatchOption = Annotated[int, typer.Option("--batch", min=1, help="Sequences at once.")]

@@ -160,6 +160,7 @@ def run_bench(
     budget_s: float | None = None,
     out: str | Path | None = None,
     command: Sequence[str] = (),
+    plan: str | None = None,
     progress: Callable[[Step], None] | None = None,
     isolate: str = DEFAULT_ISOLATION,
     timeout_s: float = DEFAULT_TIMEOUT_S,
@@ -181,7 +182,7 @@ def run_bench(
         earlier = (
             Earlier()
             if folder is None
-            else begin(folder, entries, machine, resume=resume, force=force_resume)
+            else begin(folder, entries, machine, resume=resume, force=force_resume, plan=plan)
         )
         book = Book(folder, earlier.records)
         with measurer as measure:

@@ -11,6 +11,7 @@ from efficient_attn.errors import DataError
 from efficient_attn.experiments.results import (
     COMMAND,
     ENVIRONMENT,
+    PLAN,
     RECORDS,
     read,
     read_json,
@@ -101,14 +102,27 @@ def only_writer(folder: Path) -> Iterator[None]:
 
 
 def begin(
-    folder: Path, entries: Sequence[Entry], machine: Mapping[str, Any], *, resume: bool, force: bool
+    folder: Path,
+    entries: Sequence[Entry],
+    machine: Mapping[str, Any],
+    *,
+    resume: bool,
+    force: bool,
+    plan: str | None = None,
 ) -> Earlier:
-    """What the folder holds, if the run there is to go on; a new run writes its environment and command."""
+    """What the folder holds, if the run there is to go on; a new run is described."""
     earlier = _take_up(folder, entries, machine, force=force) if resume else Earlier()
-    if earlier.environment is None:
+    describe(folder, machine if earlier.environment is None else None, plan)
+    return earlier
+
+
+def describe(folder: Path, machine: Mapping[str, Any] | None, plan: str | None) -> None:
+    """Write beside the records to come where they come from, and the plan that repeats them."""
+    if machine is not None:
         write_json(folder / ENVIRONMENT, machine)
         write(folder / COMMAND, " ".join(machine["command"]) + "\n")
-    return earlier
+    if plan is not None:
+        write(folder / PLAN, plan)
 
 
 def _take_up(folder: Path, entries: Sequence[Entry], machine: Mapping[str, Any], *, force: bool) -> Earlier:

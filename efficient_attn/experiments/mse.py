@@ -2,19 +2,17 @@
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from efficient_attn.errors import OptionError, UnsupportedError
+from efficient_attn.experiments.folder import describe, only_writer
 from efficient_attn.experiments.results import (
-    COMMAND,
-    ENVIRONMENT,
     RECORDS,
     Results,
     open_folder,
-    write,
-    write_json,
 )
 from efficient_attn.measure.environment import environment
 from efficient_attn.problem import positive_count
@@ -154,26 +152,27 @@ def run_mse(
     draws: int,
     out: str | Path | None = None,
     command: Sequence[str] = (),
+    plan: str | None = None,
     progress: Callable[[Step], None] | None = None,
 ) -> Results:
     """Measure the points; with `out` everything is written there, records as soon as they exist."""
     folder = None if out is None else open_folder(out, name="out", fresh=True)
     machine = environment(command=command)
-    if folder is not None:
-        write_json(folder / ENVIRONMENT, machine)
-        write(folder / COMMAND, " ".join(machine["command"]) + "\n")
-    records: list[Record] = []
-    interrupted = False
-    try:
-        for record in _measure(points, of=of, draws=draws, progress=progress):
-            records.append(record)
-            if folder is not None:
-                append(folder / RECORDS, record)
-    except KeyboardInterrupt:
-        interrupted = True
-    results = Results(records, environment=machine, interrupted=interrupted)
-    if folder is not None:
-        results.save(folder)
+    with nullcontext() if folder is None else only_writer(folder):
+        if folder is not None:
+            describe(folder, machine, plan)
+        records: list[Record] = []
+        interrupted = False
+        try:
+            for record in _measure(points, of=of, draws=draws, progress=progress):
+                records.append(record)
+                if folder is not None:
+                    append(folder / RECORDS, record)
+        except KeyboardInterrupt:
+            interrupted = True
+        results = Results(records, environment=machine, interrupted=interrupted)
+        if folder is not None:
+            results.save(folder)
     return results
 
 

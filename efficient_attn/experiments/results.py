@@ -21,7 +21,7 @@ from efficient_attn.report.table import Table, tables, to_html
 from efficient_attn.sweep.records import Record, append
 from efficient_attn.sweep.records import read as read_records
 
-RECORDS, ENVIRONMENT, COMMAND = "records.jsonl", "environment.json", "command.txt"
+RECORDS, ENVIRONMENT, COMMAND, PLAN = "records.jsonl", "environment.json", "command.txt", "plan.toml"
 
 # Raw lists of a record and what one of their entries is called.
 _RAW = {

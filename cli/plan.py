@@ -1,0 +1,110 @@
+"""A plan: a flat TOML file in which every flag of a command is a key.
+
+What stands on the command line wins over the file, and every run writes the plan that repeats it.
+"""
+
+import json
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from efficient_attn.errors import DataError, OptionError, UnknownNameError
+
+# Where a run goes and how it is shown is no part of what it measures.
+_NOT_REPEATED = ("out", "resume", "force-resume", "dry-run", "json")
+
+# A plan is a page; a file of more bytes than this is none.
+_MOST_BYTES = 1 << 20
+
+
+def take_up(context: typer.Context, path: Path | None) -> Path | None:
+    """Make the keys of a plan the defaults of the command that is about to run."""
+    if path is None:
+        return None
+    flags = _flags(context)
+    defaults = {}
+    for key, value in _read(path).items():
+        if key not in flags:
+            raise UnknownNameError(f"key of {path}", key, flags)
+        defaults[flags[key].name] = _checked(context, flags[key], value, place=f"{path}: {key}")
+    context.default_map = defaults
+    return path
+
+
+PlanOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--plan",
+        metavar="FILE.toml",
+        help="Take flags from a file, one key each; what stands on the command line wins.",
+        is_eager=True,
+        callback=take_up,
+    ),
+]
+
+
+def as_plan(context: typer.Context, settled: Mapping[str, Any]) -> str:
+    """The plan that repeats the running command.
+
+    Args:
+        settled: What was decided where the flags left it open, such as the device, by parameter.
+    """
+    chosen = {
+        key: settled.get(flag.name, context.params.get(flag.name)) for key, flag in _flags(context).items()
+    }
+    lines = [
+        f"{key} = {_toml(value)}\n"
+        for key, value in chosen.items()
+        if key not in _NOT_REPEATED and value not in (None, [], ())
+    ]
+    return f"# efficient-attn {context.info_name} --plan plan.toml\n{''.join(lines)}"
+
+
+def _flags(context: typer.Context) -> dict[str, Any]:
+    """The flags of the command by the key that each is in a plan."""
+    named = {max(parameter.opts, key=len): parameter for parameter in context.command.params}
+    keys = {name.removeprefix("--"): flag for name, flag in named.items() if name.startswith("--")}
+    return {key: flag for key, flag in keys.items() if key not in ("plan", "help")}
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        if path.stat().st_size > _MOST_BYTES:
+            raise DataError(f"--plan: {path} is larger than {_MOST_BYTES} bytes, which no plan is.")
+        return tomllib.loads(path.read_bytes().decode("utf-8"))
+    except OSError as error:
+        raise DataError(f"--plan: cannot read {path}: {error.strerror}.") from None
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"--plan: {path} is no TOML: {error}.") from None
+
+
+def _checked(context: typer.Context, flag: Any, value: Any, *, place: str) -> Any:
+    """A value as the command line would have it; the message says where it stands."""
+    if flag.is_flag:
+        if not isinstance(value, bool):
+            raise OptionError(f"{place} is true or false, not {value!r}.")
+        return value
+    items = value if isinstance(value, list) else [value]
+    if not all(isinstance(item, (str, int, float)) and not isinstance(item, bool) for item in items):
+        raise OptionError(f"{place} is text, a number or a list of them, not {value!r}.")
+    words = list(map(str, items))
+    given = words if flag.multiple else ",".join(words)
+    try:
+        flag.process_value(context, given)
+    except typer.BadParameter as error:
+        raise OptionError(f"{place} cannot be {value!r}: {error.message}") from None
+    return given
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(_toml, value))}]"
+    if isinstance(value, int):
+        return str(value)
+    # A string of JSON is one of TOML, but for one control character that JSON leaves as it is.
+    return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")
