@@ -7,7 +7,7 @@ import pytest
 
 pytest.importorskip("efficient_attn_cli", reason="needs an installation, if only an editable one")
 
-from efficient_attn.experiments.results import Results
+from efficient_attn.experiments import redraw
 from efficient_attn.sweep.records import read
 from efficient_attn_cli.main import main
 from efficient_attn_cli.plan import _toml
@@ -22,7 +22,7 @@ MSE = ["--num-features", "8", "--inputs", "gaussian", "--norm", "1", "--seq-len"
 def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     # Drawing takes longer than all the rest, and is tested elsewhere.
-    monkeypatch.setattr(Results, "_plots", lambda results: {})
+    monkeypatch.setattr(redraw, "draw_run", lambda results, folder: [])
     return tmp_path
 
 
