@@ -30,6 +30,7 @@ _HOME = {
     "Results": "experiments.results",
     "read": "experiments.results",
     "records_schema": "sweep.records",
+    "reproduce": "experiments.reproduction",
     "sample": "measure.inputs",
     "AttentionLayer": "transformer.layer",
     "TransformerBlock": "transformer.block",

@@ -1,0 +1,221 @@
+"""What Vaswani et al. 2017 claim in Table 1 and section 4, judged by records."""
+
+from collections.abc import Mapping, Sequence
+
+from efficient_attn.analysis.fits import Growth, growth
+from efficient_attn.analysis.statistics import middle
+from efficient_attn.analysis.verdicts import (
+    FAILS,
+    HOLDS,
+    NOT_MEASURABLE,
+    Finding,
+    agrees,
+    proportional,
+    turns_round,
+)
+from efficient_attn.experiments.reproduce._table1 import (
+    KERNEL,
+    OPERATIONS,
+    PATH,
+    PROJECTED,
+    RECURRENT,
+    ROWS,
+    SELF_ATTENTION,
+    TIME,
+    Cells,
+    along,
+    cells,
+)
+from efficient_attn.report.table import show_growth
+from efficient_attn.sweep.records import Record
+
+AXES = ("n", "d")
+
+
+def findings(records: Sequence[Record]) -> list[Finding]:
+    """A verdict on every claim, the rows of the table first."""
+    return [
+        *(cost(records, label) for label in ROWS if label != PROJECTED),
+        waiting(records),
+        paths(records),
+        faster_than_recurrent(records),
+        dearer_than_recurrent(records),
+    ]
+
+
+def cost(records: Sequence[Record], label: str) -> Finding:
+    """Operations are a multiple of what is printed at all sizes; time grows with the same powers."""
+    row = ROWS[label]
+    claim = f"A {label} layer costs O({row.printed}) (Table 1)"
+    counted = cells(records, label, OPERATIONS)
+    if not counted:
+        return Finding(claim, "no operations were counted", NOT_MEASURABLE)
+    fits = time_growths(records, label)
+    shown = " and ".join(grows(fit, name) for fit, name in zip(fits, AXES, strict=True))
+    low, high = multiples(records, label)
+    many = f"{low:.3g}" if f"{low:.3g}" == f"{high:.3g}" else f"{low:.3g} to {high:.3g}"
+    measured = f"{many} operations for each {row.printed}; time grows with {shown}"
+    if not proportional([record.flops or 0 for record in counted.values()], _orders(label, counted)):
+        return Finding(claim, measured, FAILS)
+    expected = [_power_of_operations(counted, axis) for axis in range(2)]
+    agreeing = [agrees(power, fit) for power, fit in zip(expected, fits, strict=True)]
+    differing = [
+        f"{grows(fit, name)} and not {name}^{power:.3g}"
+        for name, power, fit, same in zip(AXES, expected, fits, agreeing, strict=True)
+        if same is False
+    ]
+    if differing:
+        return Finding(claim, measured, f"{HOLDS} in operations; time here grows with {', '.join(differing)}")
+    return Finding(claim, measured, HOLDS if all(agreeing) else f"{HOLDS} in operations")
+
+
+def waiting(records: Sequence[Record]) -> Finding:
+    """Chains of products of a recurrent layer are as long as the sequence, all others of one length."""
+    claim = "A recurrent layer does O(n) operations one after the other, all others O(1) (Table 1)"
+    chains = {
+        label: {n: record.sequential_operations or 0 for n, record in line.items()}
+        for label in ROWS
+        if len(line := along(cells(records, label, OPERATIONS), 0)) > 1
+    }
+    if chains.keys() != ROWS.keys():
+        return Finding(claim, "chains were not counted for all rows", NOT_MEASURABLE)
+    wrong = [label for label, chain in chains.items() if len(set(chain.values())) > 1 and label != RECURRENT]
+    recurrent = chains.pop(RECURRENT)
+    if not proportional(list(recurrent.values()), list(recurrent)):
+        wrong.append(RECURRENT)
+    longest = max(recurrent)
+    others = sorted({length for chain in chains.values() for length in chain.values()})
+    measured = (
+        f"the longest chain of dependent matrix products of {longest} tokens is {recurrent[longest]} long in "
+        f"a recurrent layer, {' or '.join(map(str, others[-2:]))} in the others"
+    )
+    return Finding(claim, measured, f"{FAILS}: {', '.join(wrong)}" if wrong else HOLDS)
+
+
+def paths(records: Sequence[Record]) -> Finding:
+    """The measured lengths are those that the printed orders stand for."""
+    claim = (
+        "The longest path is O(1) in self-attention, O(n) in a recurrent layer, O(log_k n) in dilated and "
+        "O(n/k) in contiguous convolutions, O(n/r) in restricted self-attention (Table 1 and section 4)"
+    )
+    found = {label: along(cells(records, label, PATH), 0) for label in ROWS}
+    if not all(found.values()):
+        return Finding(claim, "paths were not measured for all rows", NOT_MEASURABLE)
+    wrong = [
+        f"{label} ({record.path_length} hops at {n} tokens, not {expected})"
+        for label, line in found.items()
+        for n, record in line.items()
+        if record.path_length != (expected := ROWS[label].theory(n, 1).path_length)
+    ]
+    longest = max(next(iter(found.values())))
+    hops = ", ".join(
+        f"{line[longest].path_length} {label}" for label, line in found.items() if longest in line
+    )
+    measured = f"hops until the last of {longest} tokens depends on the first: {hops}"
+    return Finding(claim, measured, f"{FAILS}: {', '.join(wrong)}" if wrong else HOLDS)
+
+
+def faster_than_recurrent(records: Sequence[Record]) -> Finding:
+    """Wherever there are fewer tokens than entries of one, attention takes less time."""
+    claim = "Self-attention is faster than a recurrent layer where n is smaller than d (section 4)"
+    times = {label: cells(records, label, TIME) for label in (SELF_ATTENTION, PROJECTED, RECURRENT)}
+    both = times[SELF_ATTENTION].keys() & times[RECURRENT].keys()
+    few = sorted((n, d) for n, d in both if n < d)
+    if not few:
+        return Finding(claim, "nothing was timed with n smaller than d", NOT_MEASURABLE)
+    gains = {place: _ratio(times[RECURRENT][place], times[SELF_ATTENTION][place]) for place in sorted(both)}
+    slower = [place for place in few if gains[place] <= 1]
+    rest = {place: gain for place, gain in gains.items() if place[0] >= place[1]}
+    lost = [place for place, gain in rest.items() if gain <= 1]
+    measured = (
+        f"{_span([gains[place] for place in few])} times as fast where n < d"
+        f"{_projected(times, few)}; "
+        + (
+            f"slower from {_place(lost[0])}"
+            if lost
+            else f"and {_span(list(rest.values()))} times at n ≥ d, as far as measured"
+        )
+        + _equal_operations(records)
+    )
+    if slower:
+        return Finding(claim, measured, turns_round(", ".join(map(_place, slower))))
+    return Finding(claim, measured, HOLDS)
+
+
+def dearer_than_recurrent(records: Sequence[Record]) -> Finding:
+    """A convolution does k times the operations of a recurrent layer."""
+    claim = "A convolutional layer is more expensive than a recurrent one by a factor of k (section 4)"
+    ours, others = (cells(records, label, OPERATIONS) for label in ("convolutional", RECURRENT))
+    if not (both := ours.keys() & others.keys()):
+        return Finding(claim, "no operations were counted", NOT_MEASURABLE)
+    ratios = [(ours[place].flops or 0) / (others[place].flops or 1) for place in both]
+    timed = {label: cells(records, label, TIME) for label in ("convolutional", RECURRENT)}
+    shared = sorted(timed["convolutional"].keys() & timed[RECURRENT].keys())
+    faster = [_ratio(timed[RECURRENT][place], timed["convolutional"][place]) for place in shared]
+    measured = f"{_span(ratios)} times the operations at k = {KERNEL}" + (
+        f", in {_span([1 / gain for gain in faster])} times the time" if faster else ""
+    )
+    if proportional(ratios, [KERNEL] * len(ratios)) and abs(ratios[0] / KERNEL - 1) < 0.01:
+        return Finding(claim, measured, HOLDS)
+    if max(ratios) < 1:
+        return Finding(claim, measured, turns_round(f"the recurrent layer is an LSTM and k = {KERNEL}"))
+    return Finding(claim, measured, FAILS)
+
+
+def time_growths(records: Sequence[Record], label: str) -> list[Growth | None]:
+    """How the time of a row grows with tokens and with width; of each size the fastest call counts."""
+    found = cells(records, label, TIME)
+    return [
+        growth(list(line), [min(record.times_s or ()) for record in line.values()])
+        for line in (along(found, axis) for axis in range(2))
+    ]
+
+
+def multiples(records: Sequence[Record], label: str) -> tuple[float, float]:
+    """Least and most operations for each unit of what is printed."""
+    counted = cells(records, label, OPERATIONS)
+    orders = _orders(label, counted)
+    shares = [(record.flops or 0) / order for record, order in zip(counted.values(), orders, strict=True)]
+    return min(shares), max(shares)
+
+
+def grows(fit: Growth | None, name: str) -> str:
+    """`n^1.98 (1.95 to 2.01)`, the power of tokens or of width."""
+    return show_growth(fit).replace("n^", f"{name}^") if fit is not None else f"{name} to an unknown power"
+
+
+def _orders(label: str, found: Cells) -> list[float]:
+    return [ROWS[label].order(n, d) for n, d in found]
+
+
+def _power_of_operations(counted: Cells, axis: int) -> float:
+    """The power that operations grow with along an axis, found as that of times is."""
+    line = along(counted, axis)
+    fit = growth(list(line), [record.flops or 0 for record in line.values()])
+    return 0.0 if fit is None else fit.power
+
+
+def _ratio(record: Record, other: Record) -> float:
+    return middle(record.times_s or ()).median / middle(other.times_s or ()).median
+
+
+def _projected(times: Mapping[str, Cells], few: Sequence[tuple[int, int]]) -> str:
+    both = [place for place in few if place in times[PROJECTED]]
+    gains = [_ratio(times[RECURRENT][place], times[PROJECTED][place]) for place in both]
+    return f" ({_span(gains)} times with its projections)" if gains else ""
+
+
+def _equal_operations(records: Sequence[Record]) -> str:
+    """Where both do as much: the operations of attention grow with n² and those of an LSTM with n."""
+    ours, others = (cells(records, label, OPERATIONS) for label in (SELF_ATTENTION, RECURRENT))
+    shares = [n * (others[n, d].flops or 0) / (ours[n, d].flops or 1) / d for n, d in ours.keys() & others]
+    return f"; both do as many operations at n = {_span(shares)} d" if shares else ""
+
+
+def _span(values: Sequence[float]) -> str:
+    low, high = f"{min(values):.2g}", f"{max(values):.2g}"
+    return low if low == high else f"{low} to {high}"
+
+
+def _place(place: tuple[int, int]) -> str:
+    return f"n = {place[0]}, d = {place[1]}"

@@ -1,0 +1,118 @@
+"""The layers of Table 1 of Vaswani et al. 2017, and what is measured of one of them."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from efficient_attn.backends import build
+from efficient_attn.experiments.reproduce._table1 import (
+    OPERATIONS,
+    PATH,
+    PROJECTED,
+    RECURRENT,
+    SELF_ATTENTION,
+    TIME,
+)
+from efficient_attn.measure import clock
+from efficient_attn.measure.operations import count_operations
+from efficient_attn.measure.paths import hops_to_the_first_token
+from efficient_attn.sweep.records import Case, Record
+from efficient_attn.transformer.layer import AttentionLayer
+from efficient_attn.transformer.mixers import ConvolutionMixer, RecurrentMixer, SeparableConvolutionMixer
+
+
+class SelfAttention(nn.Module):
+    """A backend alone, as the table counts it: x is queries, keys and values, cut into heads."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        self._head_dim = case.head_dim
+        self.backend = build(case.backend, head_dim=case.head_dim, num_heads=case.num_heads, **case.options)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = x.unflatten(-1, (-1, self._head_dim)).transpose(1, 2)  # [batch heads tokens head_dim]
+        return self.backend(heads, heads, heads).transpose(1, 2).flatten(2)
+
+
+def measure(case: Case, *, target: Any = None, seconds: float = 0.1) -> Record:
+    """The record of a case: time, operations, or length of the path."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(case.threads)
+    try:
+        return _MEASURES[case.of](case, seconds)
+    finally:
+        torch.set_num_threads(before)
+
+
+def _time(case: Case, seconds: float) -> Record:
+    layer, x = _layer(case), _tokens(case)
+
+    def call() -> object:
+        with torch.no_grad():
+            return layer(x)
+
+    time_call = clock.clock(case.device)
+    clock.warm_up(call, time_call, limit_s=seconds)
+    return Record(case=case, times_s=clock.sample(call, time_call, seconds=seconds, least=1, most=1000))
+
+
+def _operations(case: Case, seconds: float) -> Record:
+    layer, x = _layer(case), _tokens(case)
+    counted = count_operations(lambda: layer(x))
+    return Record(case=case, flops=counted.flops, sequential_operations=counted.sequential)
+
+
+def _path(case: Case, seconds: float) -> Record:
+    layer, shape, most = _layer(case), tuple(_tokens(case).shape), 2 * case.tokens
+    if isinstance(layer, RecurrentMixer):
+
+        def step(state: Tensor) -> Tensor:
+            # What the tokens bring in, then hidden and cell; the input is not handed on.
+            return torch.cat([torch.zeros_like(state[:1]), layer.advance(state[0], state[1:])])
+
+        hops = hops_to_the_first_token(lambda _: step, shape=(3, *shape), inputs=0, most=most)
+    else:
+        hops = hops_to_the_first_token(lambda hop: _layer(case, hop), shape=shape, most=most)
+    return Record(case=case, path_length=hops)
+
+
+_MEASURES: Mapping[str, Callable[[Case, float], Record]] = {
+    TIME: _time,
+    OPERATIONS: _operations,
+    PATH: _path,
+}
+
+
+def _tokens(case: Case) -> Tensor:
+    generator = torch.Generator().manual_seed(case.seed)
+    shape = (case.batch, case.tokens, case.num_heads * case.head_dim)
+    return torch.randn(shape, generator=generator).to(getattr(torch, case.dtype))
+
+
+def _layer(case: Case, hop: int = 0) -> nn.Module:
+    """The layer of a case, the `hop`-th of a stack: x [batch tokens model_dim] to the same shape."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(case.seed)
+        built = _BUILDERS[case.label](case, case.num_heads * case.head_dim, hop)
+    return built.to(dtype=getattr(torch, case.dtype)).eval()
+
+
+def _dilated(case: Case, model_dim: int, hop: int) -> nn.Module:
+    # Causal, since the way through centred dilated layers can lead past the end of the sequence.
+    dilation = case.options["kernel_size"] ** hop
+    return ConvolutionMixer(model_dim, dilation=dilation, causal=True, **case.options)
+
+
+_BUILDERS: Mapping[str, Callable[[Case, int, int], nn.Module]] = {
+    SELF_ATTENTION: lambda case, model_dim, hop: SelfAttention(case),
+    PROJECTED: lambda case, model_dim, hop: AttentionLayer(model_dim, case.num_heads, case.backend),
+    RECURRENT: lambda case, model_dim, hop: RecurrentMixer(model_dim),
+    "convolutional": lambda case, model_dim, hop: ConvolutionMixer(model_dim, **case.options),
+    "restricted self-attention": lambda case, model_dim, hop: SelfAttention(case),
+    "dilated convolutional": _dilated,
+    "separable convolutional": lambda case, model_dim, hop: SeparableConvolutionMixer(
+        model_dim, **case.options
+    ),
+}

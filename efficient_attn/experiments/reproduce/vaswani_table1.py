@@ -1,0 +1,200 @@
+"""Table 1 of Vaswani et al. 2017: what a layer costs, what has to wait in it, how far a signal travels."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from efficient_attn.analysis.statistics import middle
+from efficient_attn.analysis.verdicts import not_measured
+from efficient_attn.experiments.reproduce import _table1_claims as claims
+from efficient_attn.experiments.reproduce._table1 import (
+    OPERATIONS,
+    PATH,
+    ROWS,
+    SELF_ATTENTION,
+    TIME,
+    along,
+    cells,
+    fixed,
+)
+from efficient_attn.experiments.reproduction import Setting
+from efficient_attn.report.lines import Line, draw_lines, name_lines, new_panels
+from efficient_attn.report.table import Table
+from efficient_attn.sweep.amounts import show_seconds
+from efficient_attn.sweep.plan import Entry
+from efficient_attn.sweep.records import Case, Record
+from efficient_attn.sweep.run import Step, run
+from efficient_attn.sweep.variants import Variant
+from efficient_attn.theory.complexity import TABLE_1
+
+TITLE = "Table 1: complexity per layer, sequential operations, maximum path length"
+PAPER = "Vaswani et al. 2017, Attention Is All You Need, https://arxiv.org/abs/1706.03762"
+
+findings = claims.findings
+
+_NUM_HEADS = 8
+
+
+class Sizes(NamedTuple):
+    """Tokens at one width, widths at one number of tokens, tokens of the paths at their width."""
+
+    tokens: tuple[int, ...]
+    width: int
+    widths: tuple[int, ...]
+    length: int
+    path_tokens: tuple[int, ...]
+    path_width: int
+
+
+_SIZES = Sizes(
+    tokens=(64, 128, 256, 512, 1024, 2048),
+    width=256,
+    widths=(64, 128, 256, 512, 1024),
+    length=256,
+    path_tokens=(16, 32, 64, 128, 256),
+    path_width=16,
+)
+_QUICK = Sizes(
+    tokens=(64, 128, 192, 256),
+    width=32,
+    widths=(16, 32, 48, 80),
+    length=64,
+    path_tokens=(16, 32),
+    path_width=8,
+)
+
+
+def measure(
+    setting: Setting, *, emit: Callable[[Record], None], progress: Callable[[Step], None] | None
+) -> bool:
+    """Times of all sizes in turns, operations of the same sizes, path lengths."""
+    from efficient_attn.experiments.reproduce import _table1_layers as layers
+
+    entries = list(_entries(_QUICK if setting.quick else _SIZES, setting.threads))
+    return run(entries, emit=emit, progress=progress, budget_s=setting.budget_s, measure=layers.measure)
+
+
+def rows(records: Sequence[Record]) -> list[dict[str, Any]]:
+    """One row for each layer and size: time, operations, chain, path, as far as they were measured."""
+    made: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for record in records:
+        case = record.case
+        d = case.num_heads * case.head_dim
+        row = made.setdefault(
+            (case.label, case.tokens, d), {"layer": case.label, "tokens": case.tokens, "model_dim": d}
+        )
+        if record.times_s:
+            times = middle(record.times_s)
+            row |= {"time_s": times.median, "time_low_s": times.low, "time_high_s": times.high}
+        for name in ("flops", "sequential_operations", "path_length"):
+            if (value := getattr(record, name)) is not None:
+                row[name] = value
+        if record.status != "ok":
+            row["not_measured"] = record.reason
+    return [made[key] for key in sorted(made)]
+
+
+def tables(records: Sequence[Record]) -> list[Table]:
+    """The paper's table, what was measured beside every entry."""
+    lengths = sorted({record.case.tokens for record in records if record.path_length})
+    columns = (
+        "layer",
+        "complexity per layer",
+        "operations for each",
+        "time grows with",
+        "sequential operations",
+        "longest chain",
+        "maximum path",
+        *(f"hops, {n} tokens" for n in lengths),
+    )
+    return [Table(TITLE, columns, tuple(_row(records, label, lengths) for label in ROWS), _notes(records))]
+
+
+def draw(records: Sequence[Record]) -> Any:
+    """Four panels: time against tokens and against width, dependent products, path lengths."""
+    axes = new_panels(2, 2)
+    n, d = (fixed(cells(records, SELF_ATTENTION, TIME), axis) for axis in (1, 0))
+    panels = (
+        ("Time of a layer", f"width {d}", TIME, 0, "tokens n"),
+        ("Time of a layer", f"{n} tokens", TIME, 1, "width d"),
+        ("Matrix products that wait for one another", "longest chain in a layer", OPERATIONS, 0, "tokens n"),
+        ("Hops from the first token to the last", "by gradients that are not zero", PATH, 0, "tokens n"),
+    )
+    for ax, (title, subtitle, of, axis, x) in zip(axes.flat, panels, strict=True):
+        lines = [_line(records, label, of, axis) for label in ROWS]
+        show = show_seconds if of == TIME else (lambda value: f"{value:.0f}")
+        draw_lines(ax, lines, title=title, subtitle=subtitle, x_label=x, show_y=show)
+    name_lines(axes)
+    return axes.flat[0]
+
+
+def _line(records: Sequence[Record], label: str, of: str, axis: int) -> Line:
+    line = along(cells(records, label, of), axis)
+    own = ROWS[label].backend
+    if of == TIME:
+        times = [middle(record.times_s or ()) for record in line.values()]
+        median, low, high = ([getattr(time, name) for time in times] for name in ("median", "low", "high"))
+        return Line(label, own, list(line), median, low, high)
+    wanted = "path_length" if of == PATH else "sequential_operations"
+    return Line(label, own, list(line), [getattr(record, wanted) or 0 for record in line.values()])
+
+
+def _row(records: Sequence[Record], label: str, lengths: Sequence[int]) -> tuple[str, ...]:
+    printed = TABLE_1.get(label, TABLE_1[SELF_ATTENTION])
+    counted = along(cells(records, label, OPERATIONS), 0)
+    chains = sorted({record.sequential_operations or 0 for record in counted.values()})
+    paths = along(cells(records, label, PATH), 0)
+    low, high = claims.multiples(records, label) if counted else (0.0, 0.0)
+    grows = [
+        claims.grows(*pair) for pair in zip(claims.time_growths(records, label), claims.AXES, strict=True)
+    ]
+    return (
+        label,
+        f"O({ROWS[label].printed})",
+        f"{low:.3g}" if f"{low:.3g}" == f"{high:.3g}" else f"{low:.3g} to {high:.3g}",
+        ", ".join(grows),
+        f"O({printed.sequential_operations})",
+        " to ".join(map(str, dict.fromkeys([chains[0], chains[-1]]))) if chains else "",
+        f"O({printed.path_length})",
+        *(str(paths[n].path_length) if n in paths else "" for n in lengths),
+    )
+
+
+def _notes(records: Sequence[Record]) -> tuple[str, ...]:
+    options = {str(value): name for row in ROWS.values() for name, value in row.options.items()}
+    shown = ", ".join(f"{name} {value}" for value, name in options.items())
+    return (
+        f"{shown}; the recurrent layer is an LSTM, with 8 matrices of d² where the order counts one.",
+        "Operations: of the matrix products and convolutions, a multiplication and an addition as two; "
+        "the padding of convolutions and the blocks of the window are counted, since they are computed.",
+        "Chain: matrix products that wait for one another; from the fewest to the most tokens.",
+        "Projections are no part of the paper's table: it counts attention without them.",
+        *not_measured(records),
+    )
+
+
+def _entries(sizes: Sizes, threads: int) -> Iterator[Entry]:
+    """All cases by rising length, each once; first what is counted, which a budget should not cut off."""
+    grid = {(n, sizes.width) for n in sizes.tokens} | {(sizes.length, d) for d in sizes.widths}
+    points = [
+        *(("count", n, d, OPERATIONS) for n, d in grid),
+        *(("count", n, sizes.path_width, PATH) for n in sizes.path_tokens),
+        *(("time", n, d, TIME) for n, d in grid),
+    ]
+    for kind, n, d, of in sorted(points):
+        for label, row in ROWS.items():
+            case = Case(
+                kind=kind,
+                backend=row.backend,
+                label=label,
+                options=row.options,
+                of=of,
+                num_heads=_NUM_HEADS,
+                head_dim=d // _NUM_HEADS,
+                tokens=n,
+                # Whether a gradient is zero is asked in float64, where least of it underflows.
+                dtype="float64" if of == PATH else "float32",
+                device="cpu",
+                threads=threads if of == TIME else 1,
+            )
+            variant = Variant(backend=row.backend, label=label, target=None, options=row.options)
+            yield Entry(case=case, variant=variant, predicted_bytes=0)

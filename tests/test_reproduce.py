@@ -1,0 +1,199 @@
+"""Figures of papers measured again: verdicts follow the records in both directions, folders are complete."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from efficient_attn.analysis import verdicts
+from efficient_attn.analysis.fits import Growth, growth
+from efficient_attn.analysis.verdicts import FAILS, HOLDS, NOT_MEASURABLE, ONLY_AGAINST_DENSE
+from efficient_attn.errors import DataError, OptionError, UnknownNameError
+from efficient_attn.experiments import reproduction
+from efficient_attn.experiments.reproduce import _table1_claims as claims
+from efficient_attn.experiments.reproduce import vaswani_table1
+from efficient_attn.experiments.reproduce._table1 import (
+    OPERATIONS,
+    PATH,
+    RECURRENT,
+    ROWS,
+    SELF_ATTENTION,
+    TIME,
+)
+from efficient_attn.sweep.records import Record
+
+SIZES = vaswani_table1._SIZES
+Costs = Callable[[str, int, int], float]
+
+
+def ideal(label: str, n: int, d: int) -> float:
+    """Seconds without noise, whose constants make attention the faster one."""
+    return (20.0 if label == RECURRENT else 1.0) * 1e-9 * ROWS[label].order(n, d)
+
+
+def table_1(*, seconds: Costs = ideal, flops: Costs | None = None) -> list[Record]:
+    """Records of Table 1 as the paper would have them, with one of the costs replaced."""
+    count = flops or (lambda label, n, d: 4 * ROWS[label].order(n, d))
+    records = []
+    for entry in vaswani_table1._entries(SIZES, threads=1):
+        case = entry.case
+        label, n, d = case.label, case.tokens, case.num_heads * case.head_dim
+        theory = ROWS[label].theory(n, d)
+        records.append(
+            {
+                TIME: Record(case=case, times_s=(seconds(label, n, d),) * 8),
+                OPERATIONS: Record(
+                    case=case,
+                    flops=round(count(label, n, d)),
+                    sequential_operations=theory.sequential_operations,
+                ),
+                PATH: Record(case=case, path_length=theory.path_length),
+            }[case.of]
+        )
+    return records
+
+
+def changed(records: Sequence[Record], label: str, of: str, **values: int | None) -> list[Record]:
+    return [
+        replace(record, **values) if (record.case.label, record.case.of) == (label, of) else record
+        for record in records
+    ]
+
+
+def test_every_claim_of_table_1_holds_where_the_paper_is_right() -> None:
+    found = claims.findings(table_1(flops=lambda label, n, d: 4 * ROWS[label].order(n, d)))
+    # A layer with one matrix of d² for each of k taps, and a recurrent one with one: the factor is k.
+    assert [finding.verdict for finding in found] == [HOLDS] * len(found)
+    assert all(finding.claim and finding.measured for finding in found)
+
+
+@pytest.mark.parametrize("label", [label for label in ROWS if label != claims.PROJECTED])
+def test_a_cost_that_grows_otherwise_does_not_hold(label: str) -> None:
+    steeper = table_1(flops=lambda name, n, d: ROWS[name].order(n, d) * (n if name == label else 1))
+    assert claims.cost(steeper, label).verdict == FAILS
+    wider = table_1(flops=lambda name, n, d: ROWS[name].order(n, d) * (d if name == label else 1))
+    assert claims.cost(wider, label).verdict == FAILS
+
+
+def test_a_time_that_does_not_follow_its_operations_is_told() -> None:
+    slow = table_1(seconds=lambda label, n, d: ideal(label, n, d) * n)
+    found = claims.cost(slow, SELF_ATTENTION)
+    assert found.verdict == "holds in operations; time here grows with n^3.00 and not n^2"
+    untimed = [record for record in table_1() if record.case.of != TIME]
+    assert claims.cost(untimed, SELF_ATTENTION).verdict == "holds in operations"
+    assert claims.cost([], SELF_ATTENTION).verdict == NOT_MEASURABLE
+
+
+def test_chains_tell_who_waits() -> None:
+    records = table_1()
+    assert claims.waiting(records).verdict == HOLDS
+    parallel = changed(records, RECURRENT, OPERATIONS, sequential_operations=1)
+    assert claims.waiting(parallel).verdict == f"{FAILS}: recurrent"
+    waits = [
+        replace(record, sequential_operations=record.case.tokens) if record.flops else record
+        for record in records
+    ]
+    assert claims.waiting(waits).verdict.startswith(f"{FAILS}: self-attention")
+    assert claims.waiting([]).verdict == NOT_MEASURABLE
+
+
+def test_one_path_of_another_length_is_found() -> None:
+    records = table_1()
+    assert claims.paths(records).verdict == HOLDS
+    wrong = changed(records, "dilated convolutional", PATH, path_length=7)
+    assert claims.paths(wrong).verdict.startswith(
+        f"{FAILS}: dilated convolutional (7 hops at 16 tokens, not 2)"
+    )
+    # A path that gradients do not find is no path of the expected length.
+    lost = changed(records, SELF_ATTENTION, PATH, path_length=None)
+    assert claims.paths(lost).verdict.startswith(f"{FAILS}: self-attention")
+    assert claims.paths([]).verdict == NOT_MEASURABLE
+
+
+def test_attention_is_faster_than_recurrence_where_it_was() -> None:
+    assert claims.faster_than_recurrent(table_1()).verdict == HOLDS
+    one = table_1(
+        seconds=lambda label, n, d: ideal(label, n, d) * (1e3 if (label, n) == (SELF_ATTENTION, 64) else 1)
+    )
+    assert claims.faster_than_recurrent(one).verdict == "turns round when n = 64, d = 256"
+    assert claims.faster_than_recurrent([]).verdict == NOT_MEASURABLE
+
+
+def test_a_convolution_is_as_dear_as_was_counted() -> None:
+    lstm = table_1(flops=lambda label, n, d: ROWS[label].order(n, d) * (16 if label == RECURRENT else 2))
+    assert (
+        claims.dearer_than_recurrent(lstm).verdict
+        == "turns round when the recurrent layer is an LSTM and k = 5"
+    )
+    odd = table_1(flops=lambda label, n, d: ROWS[label].order(n, d) * (1 if label == RECURRENT else 2))
+    assert claims.dearer_than_recurrent(odd).verdict == FAILS
+    assert claims.dearer_than_recurrent([]).verdict == NOT_MEASURABLE
+
+
+def test_verdicts_against_both_kinds_of_softmax() -> None:
+    assert verdicts.against_both(True, True) == HOLDS
+    assert verdicts.against_both(True, False) == ONLY_AGAINST_DENSE
+    assert verdicts.against_both(None, True) == HOLDS
+    assert verdicts.against_both(False, False) == verdicts.against_both(None, False) == FAILS
+    assert verdicts.against_both(None, None) == NOT_MEASURABLE
+    assert verdicts.turns_round("n is small") == "turns round when n is small"
+
+
+def test_powers_agree_as_far_as_intervals_tell() -> None:
+    linear = growth([1, 2, 4, 8, 16], [3.0, 6.0, 12.0, 24.0, 48.0])
+    assert verdicts.agrees(1, linear) is True
+    assert verdicts.agrees(2, linear) is False
+    assert verdicts.agrees(1, Growth(1.0, 0.05, 4.0, 0, 1, 0)) is None
+    assert verdicts.agrees(1, None) is None
+    assert verdicts.proportional([2, 4], [1, 2]) and not verdicts.proportional([2, 4.1], [1, 2])
+
+
+def test_what_was_not_measured_is_said_once_with_its_reason() -> None:
+    records = [replace(record, status="skipped", reason="no time") for record in table_1() if record.times_s]
+    notes = verdicts.not_measured(records[: len(ROWS)])
+    assert notes == (f"64 tokens, time, skipped: {', '.join(ROWS)}: no time",)
+
+
+def test_figures_are_found_by_the_names_of_their_files() -> None:
+    assert "vaswani-table1" in reproduction.list_figures()
+    for name in reproduction.list_figures():
+        assert "_" not in name
+        figure = reproduction.find(name)
+        assert figure.TITLE and "https://" in figure.PAPER
+    with pytest.raises(UnknownNameError, match=r"'vaswani-table2'.*vaswani-table1"):
+        reproduction.find("vaswani-table2")
+
+
+def test_a_wrong_budget_is_refused() -> None:
+    with pytest.raises(OptionError, match="budget_s is a number of seconds above 0, not 0"):
+        reproduction.reproduce("vaswani-table1", budget_s=0)
+
+
+def test_a_folder_holds_all_that_the_records_say(tmp_path: Path) -> None:
+    made = reproduction.Reproduction(name="vaswani-table1", figure=vaswani_table1, records=tuple(table_1()))
+    made.save(tmp_path / "run")
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {
+        "records.jsonl",
+        "table.md",
+        "table.csv",
+        "verdicts.md",
+        *(f"vaswani-table1.{kind}" for kind in ("png", "svg", "pdf")),
+    }
+    text = (tmp_path / "run/verdicts.md").read_text()
+    assert all(finding.claim in text.replace("\\", "") for finding in made.findings())
+    assert "layer,tokens,model_dim" in (tmp_path / "run/table.csv").read_text()
+
+
+@pytest.mark.slow
+def test_a_figure_is_measured_at_small_sizes(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    made = reproduction.reproduce("vaswani-table1", quick=True, threads=1, budget_s=20, out=folder)
+    counted = [record for record in made.records if record.case.kind == "count"]
+    assert {record.status for record in counted} == {"ok"}
+    named = {finding.claim: finding.verdict for finding in made.findings()}
+    rows = [verdict for claim, verdict in named.items() if "(Table 1)" in claim and "costs" in claim]
+    assert len(rows) == 6 and all(verdict.startswith(HOLDS) for verdict in rows)
+    assert (folder / "environment.json").exists() and (folder / "command.txt").exists()
+    with pytest.raises(DataError, match="holds records of another run"):
+        reproduction.reproduce("vaswani-table1", quick=True, out=folder)
