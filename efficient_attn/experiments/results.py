@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from efficient_attn.analysis.curves import QUANTITIES
+from efficient_attn.analysis.rate import rate_share
 from efficient_attn.analysis.statistics import middle
 from efficient_attn.analysis.summary import summary
 from efficient_attn.errors import DataError, UnknownNameError
@@ -225,6 +226,7 @@ def _row(record: Record) -> dict[str, Any]:
             "time_low_s": times.low,
             "time_high_s": times.high,
             "samples": times.samples,
+            "rate_share": rate_share(record),
         }
     return row
 

@@ -43,12 +43,15 @@ def measure(case: Case, *, target: Any = None, seconds: float = 0.1) -> Record:
 
 def _measure_time(case: Case, target: Any, seconds: float) -> Record:
     from efficient_attn.sweep import calls
+    from efficient_attn.sweep.counting import machine_rate
 
-    call = calls.prepare(case, target).call
+    prepared = calls.prepare(case, target)
+    # Without a number of operations there is nothing to hold against the rate.
+    rate = None if prepared.flops is None else machine_rate(case.dtype, case.device, case.threads)
     time_call = clock.clock(case.device)
-    clock.warm_up(call, time_call, limit_s=seconds)
-    times_s = clock.sample(call, time_call, seconds=seconds, least=_FEWEST_CALLS, most=_MOST_CALLS)
-    return Record(case=case, times_s=times_s)
+    clock.warm_up(prepared.call, time_call, limit_s=seconds)
+    times_s = clock.sample(prepared.call, time_call, seconds=seconds, least=_FEWEST_CALLS, most=_MOST_CALLS)
+    return Record(case=case, times_s=times_s, flops=prepared.flops, matmul_flops_per_s=rate)
 
 
 def _measure_memory(case: Case, target: Any, seconds: float) -> Record:
