@@ -1,0 +1,186 @@
+"""Table 3 of Wang et al. 2020: how much time and memory Linformer saves, by length and rank."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from efficient_attn.analysis.statistics import middle
+from efficient_attn.analysis.verdicts import not_measured
+from efficient_attn.experiments.reproduce import _table3_claims as claims
+from efficient_attn.experiments.reproduce._table3 import (
+    DENSE,
+    FUSED,
+    LENGTHS,
+    LINFORMER,
+    MEMORY,
+    RANKS,
+    TIME,
+    Saved,
+    measured,
+    rank,
+)
+from efficient_attn.experiments.reproduction import Setting
+from efficient_attn.experiments.workload import Workload, settle
+from efficient_attn.measure.environment import available_bytes
+from efficient_attn.report.lines import dress, name_lines, new_panels
+from efficient_attn.report.table import Table
+from efficient_attn.sweep.amounts import parse_bytes
+from efficient_attn.sweep.isolate import DEFAULT_ISOLATION, NONE, measuring
+from efficient_attn.sweep.plan import Entry, plan
+from efficient_attn.sweep.records import Record
+from efficient_attn.sweep.run import Step, run
+from efficient_attn.sweep.variants import select
+
+TITLE = "Table 3: time and memory that Linformer saves, by length and rank"
+PAPER = "Wang et al. 2020, Linformer: Self-Attention with Linear Complexity, https://arxiv.org/abs/2006.04768"
+
+findings = claims.findings
+
+# A block of width 256. The wider a block, the less its attention weighs, and the less there is to save.
+_NUM_HEADS, _HEAD_DIM = 4, 64
+
+# The batch shrinks as the length grows, so that all lengths have as many tokens; beyond, it is one sequence.
+_TOTAL_TOKENS = 4096
+
+_QUICK_LENGTHS, _QUICK_TOTAL_TOKENS = LENGTHS[:2], LENGTHS[1]
+
+# Turns of each time, and seconds after which a point is given up.
+_ROUNDS, _TIMEOUT_S = 3, 60.0
+_MEMORY_LIMIT = "70%"
+
+# From light to dark as ranks grow; readable on white.
+_SHADES = ("#e69f00", "#d55e00", "#cc4c88", "#7b4fb5", "#1f3b73")
+
+
+def measure(
+    setting: Setting, *, emit: Callable[[Record], None], progress: Callable[[Step], None] | None
+) -> bool:
+    """Times in turns and peak memory, length by length, as far as memory and budget go."""
+    workload = settle(
+        Workload(of="block", num_heads=_NUM_HEADS, head_dim=_HEAD_DIM, device="cpu", threads=setting.threads)
+    )
+    isolate = NONE if setting.quick else DEFAULT_ISOLATION
+    with measuring(isolate, timeout_s=_TIMEOUT_S) as measure_case:
+        return run(
+            list(_entries(workload, quick=setting.quick)),
+            emit=emit,
+            progress=progress,
+            budget_s=setting.budget_s,
+            rounds=_ROUNDS,
+            timeout_s=_TIMEOUT_S,
+            measure=measure_case,
+        )
+
+
+def rows(records: Sequence[Record]) -> list[dict[str, Any]]:
+    """One row for each record, with the ratios and the paper's beside them."""
+    ratios = {
+        (saved.kind, baseline): measured(records, saved, baseline)
+        for saved in (TIME, MEMORY)
+        for baseline in (DENSE, FUSED)
+    }
+    paper = {saved.kind: saved.paper for saved in (TIME, MEMORY)}
+    made = []
+    for record in records:
+        case = record.case
+        place = (case.tokens, rank(case))
+        times = middle(record.times_s) if record.times_s else None
+        made.append(
+            {
+                "measured": case.kind,
+                "backend": case.backend,
+                "rank": rank(case) or None,
+                "tokens": case.tokens,
+                "batch": case.batch,
+                "time_s": times and times.median,
+                "time_low_s": times and times.low,
+                "time_high_s": times and times.high,
+                "peak_bytes": record.peak_bytes,
+                "saved_against_dense": ratios[case.kind, DENSE].get(place),
+                "saved_against_fused": ratios[case.kind, FUSED].get(place),
+                "saved_in_the_paper": paper[case.kind].get(place),
+                "not_measured": record.reason,
+            }
+        )
+    return made
+
+
+def tables(records: Sequence[Record]) -> list[Table]:
+    """Time saved, then memory saved: ours against both baselines, and the paper's."""
+    notes = (
+        "Each cell: against exact-dense / against fused exact (in the paper). – is not measured.",
+        *_conditions(records),
+        *not_measured(records),
+    )
+    return [
+        _table(records, TIME, "Time saved, times", ()),
+        _table(records, MEMORY, "Memory saved, times (peak bytes of a call)", notes),
+    ]
+
+
+def draw(records: Sequence[Record]) -> Any:
+    """Four panels: time and memory saved, against softmax written out and against the fused kernel."""
+    axes = new_panels(2, 2)
+    for row, saved in zip(axes, (TIME, MEMORY), strict=True):
+        for ax, baseline in zip(row, (DENSE, FUSED), strict=True):
+            _panel(ax, records, saved, baseline)
+    name_lines(axes, columns=4)
+    return axes.flat[0]
+
+
+def _panel(ax: Any, records: Sequence[Record], saved: Saved, baseline: str) -> None:
+    ours = measured(records, saved, baseline)
+    for ratios, style in ((ours, "-"), (saved.paper, (0, (2, 2)))):
+        own = ratios is ours
+        for size, colour in zip(RANKS, _SHADES, strict=True):
+            line = sorted((tokens, ratio) for (tokens, its), ratio in ratios.items() if its == size)
+            if line:
+                ax.plot(
+                    *zip(*line, strict=True),
+                    label=f"rank {size}" if own else "in the paper, against its own softmax",
+                    color=colour if own else f"{colour}90",
+                    linestyle=style,
+                    marker="o" if own else None,
+                    markersize=4.5,
+                    linewidth=1.8 if own else 1.2,
+                )
+    ax.axhline(1.0, color="#222222", linewidth=0.9)
+    what = {DENSE: "softmax written out (exact-dense)", FUSED: "fused softmax (exact)"}[baseline]
+    title = f"{saved.unit.capitalize()} saved"
+    dress(ax, title=title, subtitle=f"against {what}", x_label="tokens n", show_y=lambda y: f"{y:g}×")
+
+
+def _table(records: Sequence[Record], saved: Saved, title: str, notes: tuple[str, ...]) -> Table:
+    dense, fused = (measured(records, saved, baseline) for baseline in (DENSE, FUSED))
+
+    def cell(place: tuple[int, int]) -> str:
+        if place not in saved.paper:
+            return ""
+        ours = " / ".join(f"{r[place]:.2g}" if place in r else "–" for r in (dense, fused))
+        return f"{ours} ({saved.paper[place]:g})"
+
+    rows = ((str(n), *(cell((n, size)) for size in RANKS)) for n in LENGTHS)
+    return Table(title, ("tokens", *(f"rank {size}" for size in RANKS)), tuple(rows), notes)
+
+
+def _conditions(records: Sequence[Record]) -> tuple[str, ...]:
+    if not records:
+        return ()
+    case = records[0].case
+    total = min(record.case.tokens * record.case.batch for record in records)
+    return (
+        f"One {case.of} of width {case.num_heads * case.head_dim}, {case.num_heads} heads, {case.dtype}, "
+        f"threads: {case.threads}; forward; {total} tokens in a batch, one sequence where it is longer.",
+        "One projection for keys, values, heads and layers; it is not trained, which changes no cost.",
+    )
+
+
+def _entries(workload: Workload, *, quick: bool) -> Iterator[Entry]:
+    """The cases of every length; ranks up to half of it, as in the paper."""
+    limit = parse_bytes(_MEMORY_LIMIT, name="memory limit", available=available_bytes("cpu"))
+    total = _QUICK_TOTAL_TOKENS if quick else _TOTAL_TOKENS
+    for tokens in _QUICK_LENGTHS if quick else LENGTHS:
+        ranks = [size for size in RANKS if (tokens, size) in TIME.paper]
+        settings: dict[str, Sequence[Any]] = {"rank": ranks, "sharing": ["layers"]}
+        shared = {**vars(workload), "batch": max(total // tokens, 1), "inputs": "gaussian"}
+        variants = select([FUSED, DENSE, LINFORMER], {LINFORMER: settings})
+        yield from plan(variants, [tokens], shared, memory_limit=limit)
