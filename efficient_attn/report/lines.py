@@ -10,7 +10,7 @@ _PANEL_INCHES = (5.0, 3.7)
 _NAMES_INCHES = 0.9
 
 # A range smaller than this gets numbers at 1, 2 and 5 of each decade.
-_FEW_DECADES = 100
+_FEW_DECADES = 500
 
 
 class Line(NamedTuple):

@@ -123,7 +123,7 @@ def draw(records: Sequence[Record]) -> Any:
     for row, saved in zip(axes, (TIME, MEMORY), strict=True):
         for ax, baseline in zip(row, (DENSE, FUSED), strict=True):
             _panel(ax, records, saved, baseline)
-    name_lines(axes, columns=4)
+    name_lines(axes, columns=6)
     return axes.flat[0]
 
 
