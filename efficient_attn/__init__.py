@@ -27,6 +27,7 @@ _HOME = {
     "UnsupportedError": "errors",
     "bench": "experiments.bench",
     "mse": "experiments.mse",
+    "diff": "experiments.diff",
     "Results": "experiments.results",
     "read": "experiments.results",
     "records_schema": "sweep.records",

@@ -84,7 +84,7 @@ def curves(records: Iterable[Record], quantity: str) -> tuple[Curve, ...]:
     """
     wanted = [record for record in records if record.case.kind == QUANTITIES[quantity]]
     latest = {record.case.key: record for record in wanted}
-    name = _namer([record.case for record in latest.values()])
+    name = namer([record.case for record in latest.values()])
     groups: dict[str, list[Record]] = {}
     for record in latest.values():
         groups.setdefault(name(record.case), []).append(record)
@@ -102,7 +102,7 @@ def _place(item: tuple[str, list[Record]]) -> tuple[bool, list[tuple[int, str]]]
     return group[0].case.backend != YARDSTICK, name
 
 
-class _Namer(NamedTuple):
+class Namer(NamedTuple):
     differing: tuple[str, ...]
 
     def __call__(self, case: Case) -> str:
@@ -110,10 +110,10 @@ class _Namer(NamedTuple):
         return ", ".join([case.label, *filter(None, values)])
 
 
-def _namer(cases: Sequence[Case]) -> _Namer:
+def namer(cases: Sequence[Case]) -> Namer:
     """Names by label, and by whatever differs between the cases beside label and tokens."""
     differ = (field for field in _MAY_DIFFER if len({str(getattr(case, field)) for case in cases}) > 1)
-    return _Namer(tuple(differ))
+    return Namer(tuple(differ))
 
 
 def _say(field: str, value: object) -> str:

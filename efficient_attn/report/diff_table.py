@@ -1,0 +1,73 @@
+"""A comparison of two runs as tables: what changed, and by how much."""
+
+from collections import Counter
+from collections.abc import Sequence
+
+from efficient_attn.analysis.diff import (
+    IMPROVEMENT,
+    REGRESSION,
+    UNCHANGED,
+    UNCLEAR,
+    UNCOMPARABLE,
+    Change,
+    Comparison,
+)
+from efficient_attn.report.table import Table
+from efficient_attn.sweep.amounts import show_bytes, show_seconds
+
+# The order of the rows: the worst first.
+_ORDER = (REGRESSION, IMPROVEMENT, UNCLEAR, UNCOMPARABLE)
+
+# Names of so many cases that only one run has are listed.
+_MOST_NAMES = 12
+
+_COLUMNS = ("case", "tokens", "quantity", "verdict", "old", "new", "new / old", "95 % interval")
+
+
+def diff_tables(found: Comparison) -> list[Table]:
+    """What changed or is unclear, the worst first; empty if nothing is."""
+    changed = [change for verdict in _ORDER for change in found.of(verdict)]
+    if not changed:
+        return []
+    remarks = [f"{_place(one)}: {one.remark}" for one in changed if one.remark]
+    return [Table("What differs", _COLUMNS, tuple(map(_row, changed)), tuple(remarks))]
+
+
+def diff_sentences(found: Comparison) -> list[str]:
+    """How many comparisons ended how, and which cases only one run has."""
+    counts = Counter(change.verdict for change in found.changes)
+    told = [f"{counts[verdict]} {verdict}" for verdict in (*_ORDER, UNCHANGED) if counts[verdict]]
+    sentences = [f"Of {len(found.changes)} comparisons: {', '.join(told)}."] if told else []
+    for run, names in (("old", found.missing), ("new", found.added)):
+        if names:
+            sentences.append(f"Only in the {run} run ({len(names)}): {_listed(names)}.")
+    return sentences
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f"; and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+    return "; ".join(names[:_MOST_NAMES]) + more
+
+
+def _place(change: Change) -> str:
+    return f"{change.name}, {change.tokens} tokens, {change.kind}"
+
+
+def _row(change: Change) -> tuple[str, ...]:
+    ratio = "" if change.ratio is None else f"{change.ratio:.4g}"
+    known = change.low is not None and change.high is not None and change.low != change.high
+    interval = f"{change.low:.3g} to {change.high:.3g}" if known else ""
+    quantity = f"{change.quantity} of {change.kind}" if change.quantity == "status" else change.quantity
+    values = [_amount(change.quantity, value) for value in (change.old, change.new)]
+    if values[0] == values[1] and change.old != change.new:
+        # They differ in a digit that is not shown.
+        values = [f"{value:.17g}" for value in (change.old, change.new) if value is not None]
+    return (change.name, str(change.tokens), quantity, change.verdict, *values, ratio, interval)
+
+
+def _amount(quantity: str, value: float | None) -> str:
+    if value is None:
+        return ""
+    if quantity.endswith("_s"):
+        return show_seconds(value)
+    return show_bytes(int(value)) if quantity.endswith("_bytes") else f"{value:.3g}"
