@@ -1,10 +1,11 @@
 """Two runs compared case by case: what became slower, larger, less accurate, or stopped working.
 
-A difference of times or errors counts if it is large enough to matter and too large to be chance, in the light of
-how many cases are looked at: a whole comparison of equal runs is meant to see a regression once in a hundred
-times, and an improvement as rarely. Bytes do not scatter and are compared as they are.
+A difference of times or errors counts if it is large enough to matter and too large to be chance, in the
+light of how many cases are looked at: a whole comparison of equal runs is meant to see a regression once in a
+hundred times, and an improvement as rarely. Bytes do not scatter and are compared as they are.
 """
 
+import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,7 +21,7 @@ REGRESSION, IMPROVEMENT, UNCHANGED = "regression", "improvement", "unchanged"
 UNCLEAR, UNCOMPARABLE = "unclear", "not comparable"
 
 # How much more counts, as a share of the old value.
-THRESHOLDS: Mapping[str, float] = {"time": 0.05, "memory": 0.0, "error": 0.05, "recall": 0.0}
+THRESHOLDS: Mapping[str, float] = {"time": 0.05, "memory": 0.0, "error": 0.05, "recall": 0.0, "count": 0.0}
 
 # Of comparisons of equal runs so many may see a regression anywhere, and so many an improvement.
 FALSE_ALARMS = 0.01
@@ -31,7 +32,14 @@ _OUTSIDE = 0.025
 # With fewer samples complete separation would not convince a rank test among a thousand others.
 _FEWEST_FOR_RANKS = 16
 
-_BYTES = ("peak_bytes", "parameter_bytes", "state_bytes")
+# How two tests of one difference share what may go wrong.
+_LEVEL_OF_RANKS, _LEVEL_OF_QUARTERS = 0.9, 0.1
+
+# What does not scatter, by kind.
+_EXACT = {
+    "memory": ("peak_bytes", "parameter_bytes", "state_bytes"),
+    "count": ("flops", "sequential_operations", "path_length"),
+}
 _ERRORS = ("output_relative_error", "output_mse", "weights_relative_error", "kernel_mse")
 
 # What describes a measurement no further: how it is called, how its file is written.
@@ -129,7 +137,7 @@ def compare(
 
 def _by_case(records: Iterable[Record]) -> dict[str, Record]:
     """Of equal cases the last record counts."""
-    return {replace(record.case, **_NO_PART_OF_IT).key: record for record in records}
+    return {json.dumps({**vars(record.case), **_NO_PART_OF_IT}, sort_keys=True): record for record in records}
 
 
 def _full_name(case: Case, name: Namer) -> str:
@@ -142,8 +150,8 @@ def _compared(old: Record, new: Record, name: str, known: significance.Prior) ->
         return [_Test(_status_change(change, old, new))]
     if change.kind == "time":
         return [_time_test(replace(change, quantity="time_s"), _times(old), _times(new), known)]
-    if change.kind == "memory":
-        return [_Test(one) for one in _byte_changes(change, old, new)]
+    if change.kind in _EXACT:
+        return [_Test(one) for one in _exact_changes(change, old, new)]
     return [
         _error_test(replace(change, quantity=quantity), old, new)
         for quantity in _ERRORS
@@ -187,15 +195,20 @@ def _time_test(
     quarters = (significance.quarter_medians(old), significance.quarter_medians(new))
     statistic, error, freedom = significance.student_statistic(*quarters)
     change = _with_ratio(change, before, after, error * significance.quantile(_OUTSIDE, freedom))
-    if _can_be_ranked(old, new):
-        inflation, freedom = significance.moderated(_inflation(old, new), _FREEDOM, known)
-        statistic = significance.rank_statistic(old, new) / math.sqrt(inflation)
-    return _tested(change, statistic, freedom)
+    by_quarters = _tails(statistic, freedom)
+    if not _can_be_ranked(old, new):
+        return _Test(change, *by_quarters)
+    inflation, freedom = significance.moderated(_inflation(old, new), _FREEDOM, known)
+    by_ranks = _tails(significance.rank_statistic(old, new) / math.sqrt(inflation), freedom)
+    # Ranks find small differences of many calls, quarters large ones of calls that are much alike: a rank
+    # statistic ends where no call of one run is among those of the other. Each has its part of the level.
+    pairs = zip(by_quarters, by_ranks, strict=True)
+    return _Test(change, *(min(one / _LEVEL_OF_QUARTERS, other / _LEVEL_OF_RANKS) for one, other in pairs))
 
 
-def _byte_changes(change: Change, old: Record, new: Record) -> Iterator[Change]:
-    """Bytes are exact, so that any difference is real; what is allowed is decided by the threshold alone."""
-    for quantity in _BYTES:
+def _exact_changes(change: Change, old: Record, new: Record) -> Iterator[Change]:
+    """What was counted is exact, so that any difference is real and only the threshold decides."""
+    for quantity in _EXACT[change.kind]:
         before, after = _numbers([getattr(old, quantity)]), _numbers([getattr(new, quantity)])
         if not before or not after:
             continue
@@ -222,7 +235,7 @@ def _error_test(change: Change, old: Record, new: Record) -> _Test:
     statistic, freedom = significance.welch_statistic(draws_old, draws_new)
     relative = [np.std(x, ddof=1) / math.sqrt(len(x)) / (np.mean(x) or 1.0) for x in (draws_old, draws_new)]
     half_width = math.hypot(*relative) * significance.quantile(_OUTSIDE, freedom)
-    return _tested(_with_ratio(change, before, after, half_width), statistic, freedom)
+    return _Test(_with_ratio(change, before, after, half_width), *_tails(statistic, freedom))
 
 
 def _with_ratio(change: Change, old: float, new: float, half_width: float | None) -> Change:
@@ -237,10 +250,9 @@ def _with_ratio(change: Change, old: float, new: float, half_width: float | None
     return replace(change, ratio=ratio, low=ratio / factor, high=ratio * factor)
 
 
-def _tested(change: Change, statistic: float, freedom: float) -> _Test:
-    return _Test(
-        change, significance.upper_tail(statistic, freedom), significance.upper_tail(-statistic, freedom)
-    )
+def _tails(statistic: float, freedom: float) -> tuple[float, float]:
+    """How likely so much more, and so much less, is by chance."""
+    return significance.upper_tail(statistic, freedom), significance.upper_tail(-statistic, freedom)
 
 
 def _decided(tests: Sequence[_Test], thresholds: Mapping[str, float]) -> Iterator[Change]:
@@ -262,8 +274,8 @@ def _judged(change: Change, threshold: float, more: float | None, less: float | 
     p = more if change.new >= change.old else less
     if not worse and not better:
         return replace(change, p=p)
-    # One draw, or not clear enough in so many cases, decides nothing; bytes decide by themselves.
-    if change.kind != "memory" and (p is None or p > FALSE_ALARMS):
+    # One draw, or not clear enough in so many cases, decides nothing; what was counted decides by itself.
+    if change.kind not in _EXACT and (p is None or p > FALSE_ALARMS):
         return replace(change, p=p, verdict=UNCLEAR)
     return replace(change, p=p, verdict=REGRESSION if worse else IMPROVEMENT)
 

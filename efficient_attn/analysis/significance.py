@@ -3,10 +3,11 @@
 Calls of one turn share a state of the machine, so n calls tell less than n independent ones. How much less is
 estimated by the Kruskal–Wallis statistic of the four quarters of a run: divided by its degrees of freedom it
 is 1 for independent calls and about the number of calls in a quarter where these are copies of each other.
-One case says little about it, so all cases of a comparison are taken together, as Smyth 2004 ("Linear models and
-empirical Bayes methods") does for variances: the less the cases differ in it, the more each learns from all.
+One case says little about it, so all cases of a comparison are taken together, as Smyth 2004 ("Linear models
+and empirical Bayes methods") does for variances: the less they differ in it, the more each learns from all.
 """
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -24,7 +25,7 @@ _LEAST = 0.05
 
 # By how many standard errors the cases have to differ before they are believed to. More of it finds more
 # slowdowns, and sees more of them where there are none; the documentation gives both rates.
-_DOUBT = 0.5
+_DOUBT = 1.0
 
 # More degrees of freedom than this are a normal distribution.
 _NORMAL = 1e3
@@ -131,6 +132,7 @@ def upper_tail(value: float, freedom: float) -> float:
     return float(heights @ weights) * (math.pi / 2 - start) / 2
 
 
+@functools.cache
 def quantile(tail: float, freedom: float) -> float:
     """The value that Student's t exceeds with probability `tail`, by bisection."""
     low, high = 0.0, 1.0

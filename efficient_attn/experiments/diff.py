@@ -122,9 +122,9 @@ def diff(
 
     Args:
         old: A folder of a run, a file of records, or results.
-        fail_on: By kind (`time`, `memory`, `error`, `recall`), how much more is a regression, as a share of the
-            old value; only these kinds count as failures then. Left out, all do, at 5 % for times and errors and
-            at any more for bytes.
+        fail_on: By kind, such as `time`, how much more is a regression, as a share of the old value; only
+            these kinds count as failures then. Left out, all do, at 5 % for times and errors and at any more
+            for bytes.
 
     Raises:
         DataError: If a file cannot be read or holds something else.
@@ -134,7 +134,8 @@ def diff(
             raise UnknownNameError("kind of record", kind, THRESHOLDS)
         if not 0 <= share <= 1e6:
             raise OptionError(f"fail_on: {kind} is a share from 0 on, such as 10% or 0.1, not {share!r}.")
-    return Diff(*(one if isinstance(one, Results) else read(one) for one in (old, new)), fail_on)
+    before, after = (one if isinstance(one, Results) else read(one) for one in (old, new))
+    return Diff(before, after, fail_on)
 
 
 def _at(environment: Any, path: tuple[str, ...]) -> str:

@@ -1,0 +1,237 @@
+"""Two runs compared: what is called a regression, how often wrongly, and how surely."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import scipy.special
+import scipy.stats
+
+import efficient_attn as ea
+from efficient_attn.analysis import significance
+from efficient_attn.analysis.diff import compare
+from efficient_attn.errors import DataError, OptionError, UnknownNameError
+from efficient_attn.sweep.records import Case, Record
+
+# A default benchmark: six backends at five lengths.
+BACKENDS, LENGTHS = 6, 5
+
+# An A/A comparison may go wrong once in a hundred times; of 1000 so many are three standard deviations more.
+RUNS = 1000
+MOST_FALSE_ALARMS = 10 + 3 * math.sqrt(1000 * 0.01 * 0.99)
+
+
+def case(number=0, kind="time", **fields):
+    name = f"backend-{number % BACKENDS}"
+    about = {"num_heads": 8, "head_dim": 64, "tokens": 256 << number // BACKENDS % 8, "seed": number // 48}
+    setting = {"dtype": "float32", "device": "cpu", "threads": 2}
+    return Case(**{"kind": kind, "backend": name, "label": name, **about, **setting, **fields})
+
+
+def timed(generator, number=0, *, calls=20, cv=0.05, turn_share=0.0, factor=1.0):
+    """Calls of a lognormal law; calls of a turn have `turn_share` of the variance in common."""
+    own = generator.standard_normal(calls)
+    turns = np.concatenate(
+        [np.full(len(part), generator.standard_normal()) for part in np.array_split(own, 4)]
+    )
+    logs = cv * (math.sqrt(1 - turn_share) * own + math.sqrt(turn_share) * turns)
+    return Record(case=case(number), times_s=tuple(1e-3 * factor * np.exp(logs)))
+
+
+def run(generator, slow=None, factor=1.1, **fields):
+    return [
+        timed(generator, number, factor=factor if number == slow else 1.0, **fields)
+        for number in range(BACKENDS * LENGTHS)
+    ]
+
+
+def memory(**fields):
+    return Record(case=case(kind="memory"), memory_method="profiler", **{"peak_bytes": 1000, **fields})
+
+
+def errors(draws, **fields):
+    about = case(kind="error", of="output", **fields)
+    return Record(
+        case=about, output_relative_error=float(np.mean(draws)), output_relative_error_draws=tuple(draws)
+    )
+
+
+def only(old, new, **options):
+    (change,) = compare([old], [new], **options).changes
+    return change
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_statistics_are_those_of_scipy(seed):
+    generator = np.random.default_rng(seed)
+    old, new = (
+        generator.integers(0, 20, 25).astype(float),
+        generator.integers(2, 24, 31 + seed).astype(float),
+    )
+    ranked = scipy.stats.mannwhitneyu(new, old, alternative="greater", method="asymptotic").pvalue
+    z = significance.rank_statistic(old, new)
+    assert significance.upper_tail(z, math.inf) == pytest.approx(ranked, rel=1e-9)
+    alike = scipy.stats.kruskal(*np.array_split(old, 4)).statistic
+    assert significance.inflation(old) == pytest.approx(alike / 3, rel=1e-9)
+    student = scipy.stats.ttest_ind(new, old)
+    assert significance.student_statistic(old, new)[::2] == pytest.approx((student.statistic, student.df))
+    welch = scipy.stats.ttest_ind(new, old, equal_var=False)
+    assert significance.welch_statistic(old, new) == pytest.approx((welch.statistic, welch.df))
+
+
+@pytest.mark.parametrize("freedom", [1, 2.5, 6, 40, 999.0, math.inf])
+def test_tails_and_quantiles_are_those_of_student(freedom):
+    for value in (-3.0, 0.0, 0.5, 3.0, 8.0):
+        tail = scipy.stats.t.sf(value, freedom)
+        assert significance.upper_tail(value, freedom) == pytest.approx(tail, rel=1e-8)
+    assert significance.quantile(0.001, freedom) == pytest.approx(scipy.stats.t.isf(0.001, freedom), rel=1e-6)
+
+
+def test_logarithmic_moments_of_a_variance_are_those_of_scipy():
+    for x in (0.5, 3.0, 12.0):
+        assert significance._digamma(x) == pytest.approx(scipy.special.digamma(x), rel=1e-8)
+        assert significance._trigamma(x) == pytest.approx(scipy.special.polygamma(1, x), rel=1e-8)
+        assert significance._inverse_trigamma(significance._trigamma(x)) == pytest.approx(x, rel=1e-6)
+
+
+def test_holm_adjusts_as_written_down_in_1979():
+    # 3 · 0.01, 2 · 0.02 and 1 · 0.03, which may not be less than what came before it.
+    assert significance.holm([0.03, 0.01, 0.02]) == pytest.approx([0.04, 0.03, 0.04])
+
+
+@pytest.mark.parametrize("calls", [4, 20])
+def test_one_true_regression_is_the_only_one_found(calls):
+    generator = np.random.default_rng(0)
+    found = compare(run(generator, calls=calls), run(generator, slow=7, factor=1.5, calls=calls))
+    assert [(one.name, one.tokens) for one in found.of("regression")] == [("backend-1", 512)]
+    assert not found.of("improvement")
+    (change,) = found.of("regression")
+    assert change.low < 1.5 < change.high
+
+
+def test_the_reverse_is_an_improvement():
+    generator = np.random.default_rng(0)
+    found = compare(run(generator, slow=7, factor=1.5), run(generator))
+    assert len(found.of("improvement")) == 1 and not found.of("regression")
+
+
+def test_a_sure_difference_below_the_threshold_is_none():
+    generator = np.random.default_rng(0)
+    old, new = (timed(generator, cv=0.001, factor=factor) for factor in (1.0, 1.04))
+    change = only(old, new)
+    assert change.verdict == "unchanged" and change.p < 1e-3
+    assert only(old, new, thresholds={"time": 0.03}).verdict == "regression"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fields", [{"calls": 20}, {"calls": 40, "cv": 0.1, "turn_share": 0.5}])
+def test_equal_runs_show_a_regression_in_one_percent_of_all_comparisons_at_most(fields):
+    generator = np.random.default_rng(1)
+    found = [compare(run(generator, **fields), run(generator, **fields)) for _ in range(RUNS)]
+    assert sum(bool(one.of("regression")) for one in found) <= MOST_FALSE_ALARMS
+    assert sum(bool(one.of("improvement")) for one in found) <= MOST_FALSE_ALARMS
+
+
+@pytest.mark.slow
+def test_ten_percent_more_time_is_found_among_thirty_cases_with_power_of_95_percent():
+    generator = np.random.default_rng(2)
+    runs = 300
+    hits = others = 0
+    for _ in range(runs):
+        slower = compare(run(generator), run(generator, slow=7)).of("regression")
+        hits += any((one.name, one.tokens) == ("backend-1", 512) for one in slower)
+        others += any((one.name, one.tokens) != ("backend-1", 512) for one in slower)
+    assert hits >= 0.95 * runs
+    assert others <= 0.01 * runs + 3 * math.sqrt(runs * 0.01 * 0.99)
+
+
+def test_the_interval_holds_the_true_ratio_in_95_percent_where_calls_of_a_turn_are_alike():
+    generator = np.random.default_rng(3)
+    fields = {"calls": 40, "turn_share": 0.3}
+    changes = [only(timed(generator, **fields), timed(generator, factor=1.2, **fields)) for _ in range(400)]
+    held = sum(one.low <= 1.2 <= one.high for one in changes)
+    assert abs(held - 380) <= 3 * math.sqrt(400 * 0.95 * 0.05)
+
+
+def test_bytes_are_compared_to_the_byte():
+    assert only(memory(), memory(peak_bytes=1001)).verdict == "regression"
+    assert only(memory(), memory(peak_bytes=999)).verdict == "improvement"
+    assert only(memory(), memory()).verdict == "unchanged"
+    assert only(memory(), memory(peak_bytes=1010), thresholds={"memory": 0.01}).verdict == "unchanged"
+    assert only(memory(peak_bytes=0), memory(peak_bytes=1)).verdict == "regression"
+    elsewise = replace(memory(peak_bytes=2000), memory_method="operators")
+    assert only(memory(), elsewise).verdict == "not comparable"
+
+
+def test_errors_are_compared_by_their_spread_over_draws():
+    generator = np.random.default_rng(0)
+    draws = generator.lognormal(-2, 0.1, 16)
+    assert only(errors(draws), errors(draws)).verdict == "unchanged"
+    assert only(errors(draws), errors(generator.lognormal(-2, 0.1, 16))).verdict == "unchanged"
+    assert only(errors(draws), errors(2 * draws)).verdict == "regression"
+    assert only(errors(2 * draws), errors(draws)).verdict == "improvement"
+    assert only(errors(draws[:1]), errors(2 * draws[:1])).verdict == "unclear"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "verdict"),
+    [
+        ("ok", "oom", "regression"),
+        ("ok", "timeout", "regression"),
+        ("ok", "unsupported", "regression"),
+        ("crash", "ok", "improvement"),
+        ("oom", "timeout", "unchanged"),
+        ("ok", "skipped", "unclear"),
+    ],
+)
+def test_what_stopped_working_is_a_regression(old, new, verdict):
+    record = timed(np.random.default_rng(0))
+    change = only(replace(record, status=old, reason="why"), replace(record, status=new, reason="why"))
+    assert change.verdict == verdict and change.remark == f"{old} → {new}: why"
+
+
+def test_cases_of_one_run_alone_are_named():
+    generator = np.random.default_rng(0)
+    first, second, third = (timed(generator, number) for number in range(3))
+    found = compare([first, second], [second, third])
+    assert found.missing == ("backend-0, 256 tokens, time",)
+    assert found.added == ("backend-2, 256 tokens, time",)
+
+
+def test_what_no_measurement_gives_is_not_reckoned_with():
+    strange = Record(case=case(), times_s=(0.0, None, 1e300, 1e-320))
+    assert only(strange, strange).verdict == "not comparable"
+    constant = Record(case=case(), times_s=(1e-3,) * 20)
+    assert only(constant, constant).verdict == "unchanged"
+    assert only(constant, replace(constant, times_s=(2e-3,) * 20)).verdict == "regression"
+
+
+def results(records, **environment):
+    return ea.Results(records, environment=environment)
+
+
+def test_another_machine_and_a_drift_of_everything_are_said():
+    generator = np.random.default_rng(0)
+    old, new = run(generator), [timed(generator, number, factor=1.2) for number in range(30)]
+    found = ea.diff(results(old, processor="A", python="3.11"), results(new, processor="B", python="3.12"))
+    machine, software, drift = found.warnings
+    assert machine.startswith("ANOTHER MACHINE: processor was A, is B.")
+    assert "Python was 3.11, is 3.12" in software and "All times together moved to 1.2" in drift
+    assert ea.diff(results(old, processor="A"), results(old, processor="A")).warnings == []
+
+
+def test_only_the_kinds_that_were_named_fail():
+    generator = np.random.default_rng(0)
+    old = [timed(generator), memory()]
+    new = [timed(generator, factor=1.5), memory(peak_bytes=2000)]
+    assert {one.kind for one in ea.diff(results(old), results(new)).regressions} == {"time", "memory"}
+    found = ea.diff(results(old), results(new), fail_on={"time": 0.1})
+    assert {one.kind for one in found.regressions} == {"time"}
+    assert not ea.diff(results(old), results(new), fail_on={"time": 1.0}).regressions
+    with pytest.raises(UnknownNameError, match="No kind of record is called 'speed'"):
+        ea.diff(results(old), results(new), fail_on={"speed": 0.1})
+    with pytest.raises(OptionError, match="time is a share from 0 on"):
+        ea.diff(results(old), results(new), fail_on={"time": math.nan})
+    with pytest.raises(DataError, match="Cannot read records"):
+        ea.diff("nowhere", results(new))
