@@ -92,6 +92,7 @@ def test_logarithmic_moments_of_a_variance_are_those_of_scipy():
     for x in (0.5, 3.0, 12.0):
         assert significance._digamma(x) == pytest.approx(scipy.special.digamma(x), rel=1e-8)
         assert significance._trigamma(x) == pytest.approx(scipy.special.polygamma(1, x), rel=1e-8)
+        assert significance._third_of_digamma(x) == pytest.approx(scipy.special.polygamma(3, x), rel=1e-6)
         assert significance._inverse_trigamma(significance._trigamma(x)) == pytest.approx(x, rel=1e-6)
 
 

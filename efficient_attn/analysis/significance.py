@@ -23,9 +23,8 @@ QUARTERS = 4
 # A statistic of nearly 0 would rule the mean of logarithms.
 _LEAST = 0.05
 
-# By how many standard errors the cases have to differ before they are believed to. More of it finds more
-# slowdowns, and sees more of them where there are none; the documentation gives both rates.
-_DOUBT = 1.0
+# By how many standard errors the cases have to differ before they are believed to.
+_DOUBT = 2.0
 
 # More degrees of freedom than this are a normal distribution.
 _NORMAL = 1e3
@@ -72,11 +71,10 @@ def prior(inflations: Sequence[float], freedom: int) -> Prior:
     if len(inflations) < 2:
         return Prior(1.0, 0.0)
     logs = np.log(np.maximum(inflations, _LEAST)) - _digamma(freedom / 2) + math.log(freedom / 2)
-    variance = float(logs.var(ddof=1))
-    fourth = float(((logs - logs.mean()) ** 4).mean())
-    uncertain = math.sqrt(max(fourth - variance**2, 0.0) / len(logs))
-    more = variance - _trigamma(freedom / 2) - _DOUBT * uncertain
-    if more <= 0:
+    chance = _trigamma(freedom / 2)
+    more = float(logs.var(ddof=1)) - chance
+    # The standard error of a variance, were there nothing but chance.
+    if more <= _DOUBT * math.sqrt((_third_of_digamma(freedom / 2) + 2 * chance**2) / len(logs)):
         return Prior(float(np.exp(logs.mean())), math.inf)
     half = _inverse_trigamma(more)
     return Prior(float(np.exp(logs.mean() + _digamma(half) - math.log(half))), 2 * half)
@@ -87,7 +85,9 @@ def moderated(own: float, freedom: int, known: Prior) -> tuple[float, float]:
     if math.isinf(known.freedom):
         return max(1.0, known.inflation), math.inf
     total = freedom + known.freedom
-    return max(1.0, (freedom * own + known.freedom * known.inflation) / total), total
+    mixed = (freedom * own + known.freedom * known.inflation) / total
+    # Where the cases differ so much that one tells more of itself than all others do, they may not excuse it.
+    return max(1.0, mixed, own if known.freedom < freedom else 0.0), total
 
 
 def quarter_medians(samples: Sequence[float]) -> Floats:
@@ -176,6 +176,13 @@ def _trigamma(x: float) -> float:
     if x < 10:
         return _trigamma(x + 1) + 1 / x**2
     return 1 / x + 1 / (2 * x**2) + 1 / (6 * x**3) - 1 / (30 * x**5) + 1 / (42 * x**7)
+
+
+def _third_of_digamma(x: float) -> float:
+    """ψ‴(x) = ψ‴(x + 1) + 6/x⁴, up to where the asymptotic series holds."""
+    if x < 10:
+        return _third_of_digamma(x + 1) + 6 / x**4
+    return 2 / x**3 + 3 / x**4 + 2 / x**5 - 1 / x**7
 
 
 def _inverse_trigamma(value: float) -> float:
