@@ -165,6 +165,7 @@ def _document(results: Any) -> dict[str, Any]:
         "environment": results.environment,
         "records": [json.loads(line(record)) for record in results.records],
         "sentences": results.sentences(),
+        "notes": list(results.notes),
         "interrupted": results.interrupted,
     }
 

@@ -13,7 +13,9 @@ _WIDTH_OF_A_FILE = 240
 
 def say(text: str) -> None:
     """One line to the person at the keyboard."""
-    typer.echo(text, err=True)
+    from efficient_attn.report.harmless import plain
+
+    typer.echo(plain(text), err=True)
 
 
 def print_tables(tables: Sequence[Any]) -> None:

@@ -43,7 +43,7 @@ PATTERNS = {
 def test_a_known_pattern_is_measured_to_the_byte_three_times_over(pattern):
     assert memory.allocations_are_seen()
     for _ in range(3):
-        assert memory.peak(pattern, device="cpu") == (*PATTERNS[pattern], memory.ALLOCATIONS)
+        assert memory.peak(pattern, device="cpu") == (*PATTERNS[pattern], memory.ALLOCATIONS, None)
 
 
 def test_what_was_allocated_before_and_is_freed_inside_does_not_count():
@@ -67,7 +67,11 @@ def test_where_events_cannot_be_read_results_are_counted_and_labelled(monkeypatc
     monkeypatch.setattr(memory, "_allocations", lambda run: iter(()))
     memory.allocations_are_seen.cache_clear()
     try:
-        assert memory.peak(two_at_once, device="cpu") == (*PATTERNS[two_at_once], memory.OPERATOR_RESULTS)
+        assert memory.peak(two_at_once, device="cpu") == (
+            *PATTERNS[two_at_once],
+            memory.OPERATOR_RESULTS,
+            None,
+        )
     finally:
         memory.allocations_are_seen.cache_clear()
 

@@ -8,6 +8,9 @@ import numpy as np
 # Of so many samples of the median one lies above the interval, and one below: together 5 %.
 _ONE_IN = 40
 
+# Of five samples all lie on one side of the median once in sixteen.
+FEWEST_FOR_95 = 6
+
 
 class Middle(NamedTuple):
     """The median of samples, with an interval for the median of what they were drawn from."""

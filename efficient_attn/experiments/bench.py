@@ -6,10 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from efficient_attn.analysis.curves import YARDSTICK
+from efficient_attn.analysis.doubts import DURING, doubts
 from efficient_attn.errors import OptionError, UnsupportedError
 from efficient_attn.experiments.folder import Book, Earlier, begin, only_writer
 from efficient_attn.experiments.results import Results, open_folder
 from efficient_attn.experiments.workload import Workload, settle
+from efficient_attn.measure.conditions import between, moment
 from efficient_attn.measure.environment import available_bytes, environment
 from efficient_attn.problem import positive_count
 from efficient_attn.sweep.amounts import parse_bytes, parse_sizes
@@ -17,9 +19,6 @@ from efficient_attn.sweep.isolate import DEFAULT_ISOLATION, DEFAULT_TIMEOUT_S, N
 from efficient_attn.sweep.plan import Entry, plan
 from efficient_attn.sweep.run import ROUNDS, Step, run
 from efficient_attn.sweep.variants import Variant, ceiling, has_address, is_ours, select
-
-# A load above this share of the cores before a run means that others want them too.
-_IDLE_LOAD = 0.5
 
 DEFAULT_TOKENS = (256, 512, 1024, 2048, 4096)
 DEFAULT_MEMORY_LIMIT = "70%"
@@ -175,7 +174,7 @@ def run_bench(
     limit_bytes = entries[0].limit_bytes if entries[0].case.device == "cpu" else None
     measurer = measuring(NONE if here else isolate, timeout_s=timeout_s, limit_bytes=limit_bytes)
     machine = environment(command=command, device=entries[0].case.device)
-    notes = [*_notes(machine), *([_not_isolated(here[0])] if here and isolate != NONE else [])]
+    notes = [_not_isolated(here[0])] if here and isolate != NONE else []
     resume = resume or force_resume
     folder = None if out is None else open_folder(out, name="out", fresh=not resume)
     with nullcontext() if folder is None else only_writer(folder):
@@ -185,6 +184,7 @@ def run_bench(
             else begin(folder, entries, machine, resume=resume, force=force_resume, plan=plan)
         )
         book = Book(folder, earlier.records)
+        start = moment()
         with measurer as measure:
             complete = run(
                 [entry for entry in entries if not book.has(entry.case)],
@@ -196,26 +196,18 @@ def run_bench(
                 measure=measure,
                 start_s=START_S if isolate == POINT else 0.0,
             )
+        machine = dict(earlier.environment or machine)
+        during = between(start, moment(), device=entries[0].case.device)
+        machine[DURING] = [*machine.get(DURING, []), during]
         results = Results(
             book.records,
-            environment=earlier.environment or machine,
+            environment=machine,
             interrupted=not complete,
-            notes=[*notes, *earlier.notes],
+            notes=[*notes, *earlier.notes, *doubts(book.records, machine)],
         )
         if folder is not None:
             results.save(folder)
     return results
-
-
-def _notes(machine: Mapping[str, Any]) -> list[str]:
-    """What makes the times doubtful, as far as it could be seen before the run."""
-    load, cores = machine["load_1min"], machine["cores_usable"]
-    if load is None or load <= _IDLE_LOAD * cores:
-        return []
-    return [
-        f"The machine was busy with other work before the run (load {load:.1f} on {cores} cores): "
-        "times are longer and less certain than on an idle one."
-    ]
 
 
 def _not_isolated(label: str) -> str:

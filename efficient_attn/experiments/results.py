@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from efficient_attn.analysis.curves import QUANTITIES
-from efficient_attn.analysis.rate import rate_share
+from efficient_attn.analysis.doubts import doubts
 from efficient_attn.analysis.statistics import middle
 from efficient_attn.analysis.summary import summary
 from efficient_attn.errors import DataError, UnknownNameError
@@ -32,6 +32,9 @@ _RAW = {
     "weights_relative_error_draws": "weights_relative_error",
     "kernel_mse_draws": "kernel_mse",
 }
+
+# What else is no single value.
+_LISTS = ("turn_sizes",)
 
 # Where errors are drawn, tabled and put into words; loaded when there are errors to show.
 _ERROR_REPORTS = (
@@ -166,11 +169,13 @@ def read(*paths: str | Path) -> Results:
         file = path / RECORDS if path.is_dir() else path
         reading = read_records(file)
         # What was measured again after a failure stands in the file twice.
-        records += {record.case.key: record for record in reading.records}.values()
+        latest = {record.case.key: record for record in reading.records}.values()
+        records += latest
         if reading.torn:
             notes.append(f"The last line of {file.name} was cut off and is left out.")
-        if (file.parent / ENVIRONMENT).exists():
-            environment = read_json(file.parent / ENVIRONMENT)
+        known = read_json(file.parent / ENVIRONMENT) if (file.parent / ENVIRONMENT).exists() else {}
+        environment = known or environment
+        notes += doubts(latest, known)
     # Two machines have no common environment.
     return Results(records, environment=environment if len(paths) == 1 else None, notes=notes)
 
@@ -226,7 +231,6 @@ def _row(record: Record) -> dict[str, Any]:
             "time_low_s": times.low,
             "time_high_s": times.high,
             "samples": times.samples,
-            "rate_share": rate_share(record),
         }
     return row
 
@@ -244,7 +248,7 @@ def _raw_rows(record: Record) -> list[dict[str, Any]]:
 
 
 def _flat(record: Record) -> dict[str, Any]:
-    row = {name: value for name, value in record.row().items() if name not in (*_RAW, "options")}
+    row = {name: value for name, value in record.row().items() if name not in (*_RAW, *_LISTS, "options")}
     return row | {f"option_{name}": value for name, value in record.case.options.items()}
 
 

@@ -116,8 +116,8 @@ def _git() -> dict[str, Any] | None:
     folder = Path(__file__).resolve().parents[2]
     if not (folder / ".git").exists():
         return None
-    commit = _answer(["git", "-C", str(folder), "rev-parse", "HEAD"])
-    changes = _answer(["git", "-C", str(folder), "status", "--porcelain", "--untracked-files=no"])
+    commit = ask(["git", "-C", str(folder), "rev-parse", "HEAD"])
+    changes = ask(["git", "-C", str(folder), "status", "--porcelain", "--untracked-files=no"])
     return None if commit is None else {"commit": commit, "clean": changes == ""}
 
 
@@ -154,7 +154,7 @@ def _gpu(device: str) -> dict[str, Any] | None:
     properties = torch.cuda.get_device_properties(device)
     wanted = "driver_version,clocks.sm,clocks.max.sm,clocks.mem,power.limit"
     index = torch.device(device).index or 0
-    answer = _answer(["nvidia-smi", f"--id={index}", f"--query-gpu={wanted}", "--format=csv,noheader"])
+    answer = ask(["nvidia-smi", f"--id={index}", f"--query-gpu={wanted}", "--format=csv,noheader"])
     values = answer.split(", ") if answer else [None] * len(wanted.split(","))
     return {
         "name": properties.name,
@@ -163,7 +163,8 @@ def _gpu(device: str) -> dict[str, Any] | None:
     }
 
 
-def _answer(command: list[str]) -> str | None:
+def ask(command: list[str]) -> str | None:
+    """What a program prints; None if it is not there, fails or keeps us waiting."""
     try:
         run = subprocess.run(command, capture_output=True, text=True, timeout=_PATIENCE_S, check=True)
     except (OSError, subprocess.SubprocessError):

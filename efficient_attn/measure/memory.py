@@ -22,17 +22,22 @@ CUDA_ALLOCATED = "cuda allocated"
 
 
 class Peak(NamedTuple):
-    """Bytes above the level before the call: at the highest point, and still held by the result."""
+    """Bytes above the level before the call: at the highest point, and still held by the result.
+
+    Attributes:
+        requested_bytes: The highest point of what was asked for, where the allocator rounds that up.
+    """
 
     peak_bytes: int
     kept_bytes: int
     method: str
+    requested_bytes: int | None = None
 
 
 def peak(call: Call, *, device: str) -> Peak:
     """The peak of one call; warm the call up before, or one-time allocations are counted too."""
     if device.startswith("cuda"):
-        return _cuda_peak(call)
+        return _cuda_peak(call, device)
     return _allocation_peak(call) if allocations_are_seen() else _operator_peak(call)
 
 
@@ -139,18 +144,24 @@ def _operator_peak(call: Call) -> Peak:
     return Peak(highest, kept, OPERATOR_RESULTS)
 
 
-def _cuda_peak(call: Call) -> Peak:
+def _cuda_peak(call: Call, device: str) -> Peak:
     import torch
 
     gc.collect()
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_stats(device)
     result = call()
-    torch.cuda.synchronize()
-    highest, after = torch.cuda.max_memory_allocated(), torch.cuda.memory_allocated()
+    torch.cuda.synchronize(device)
+    after = torch.cuda.memory_stats(device)
     del result
-    return Peak(highest - before, after - before, CUDA_ALLOCATED)
+    allocated, requested = "allocated_bytes.all", "requested_bytes.all"
+    return Peak(
+        after[f"{allocated}.peak"] - before[f"{allocated}.current"],
+        after[f"{allocated}.current"] - before[f"{allocated}.current"],
+        CUDA_ALLOCATED,
+        after[f"{requested}.peak"] - before[f"{requested}.current"],
+    )
 
 
 def _tensors(value: Any) -> Iterator[Any]:

@@ -86,7 +86,11 @@ class Record:
     Attributes:
         reason: Why there is no number, for every status but `ok`.
         times_s: One entry per timed call.
+        turn_sizes: How many of these calls each turn had, in order.
+        waited_s: How long threads that were ready to run stood waiting meanwhile, all together.
+        empty_call_s: What the clock tells for a call that does nothing.
         peak_bytes: Highest level of allocated bytes above the level before the call.
+        requested_peak_bytes: The same of what was asked for, where the allocator rounds that up.
         memory_method: How `peak_bytes` was found.
         state_bytes: What a causal backend carries on after `tokens` tokens.
         num_directions: Rows of the projection of a random-feature backend.
@@ -94,7 +98,6 @@ class Record:
         unsafe_rows: Share of rows whose denominator is zero or negative, mean over draws.
         expected_kernel_mse: What theory says `kernel_mse` is on average.
         flops: Operations of the matrix products of a call.
-        matmul_flops_per_s: What large matrix products reach in this dtype and with these threads.
         sequential_operations: The longest chain of products of which each waits for the one before.
         path_length: Hops of a signal from the first token to the last.
     """
@@ -103,7 +106,11 @@ class Record:
     status: str = "ok"
     reason: str | None = None
     times_s: tuple[float, ...] | None = None
+    turn_sizes: tuple[int, ...] | None = None
+    waited_s: float | None = None
+    empty_call_s: float | None = None
     peak_bytes: int | None = None
+    requested_peak_bytes: int | None = None
     memory_method: str | None = None
     parameter_bytes: int | None = None
     state_bytes: int | None = None
@@ -120,7 +127,6 @@ class Record:
     expected_output_mse: float | None = None
     expected_kernel_mse: float | None = None
     flops: int | None = None
-    matmul_flops_per_s: float | None = None
     sequential_operations: int | None = None
     path_length: int | None = None
 

@@ -203,5 +203,13 @@ def _seconds_of_a_turn(entries: Sequence[Entry], budget_s: float | None, rounds:
 
 def _joined(parts: Sequence[Record]) -> Record:
     """One record with the samples of all turns."""
-    times_s = tuple(time_s for part in parts for time_s in part.times_s or ())
-    return replace(parts[0], times_s=times_s)
+    waited_s = [part.waited_s for part in parts if part.waited_s is not None]
+    return replace(
+        parts[0],
+        times_s=tuple(time_s for part in parts for time_s in part.times_s or ()),
+        turn_sizes=tuple(len(part.times_s or ()) for part in parts),
+        waited_s=sum(waited_s) if len(waited_s) == len(parts) else None,
+        empty_call_s=min(
+            (part.empty_call_s for part in parts if part.empty_call_s is not None), default=None
+        ),
+    )

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from efficient_attn.errors import AttentionError
-from efficient_attn.measure import clock, memory
+from efficient_attn.measure import clock, conditions, memory
 from efficient_attn.sweep.records import Case, Record
 
 # A sample is worth little alone, and thousands of equal calls tell nothing new.
@@ -43,15 +43,21 @@ def measure(case: Case, *, target: Any = None, seconds: float = 0.1) -> Record:
 
 def _measure_time(case: Case, target: Any, seconds: float) -> Record:
     from efficient_attn.sweep import calls
-    from efficient_attn.sweep.counting import machine_rate
 
-    prepared = calls.prepare(case, target)
-    # Without a number of operations there is nothing to hold against the rate.
-    rate = None if prepared.flops is None else machine_rate(case.dtype, case.device, case.threads)
+    call = calls.prepare(case, target).call
     time_call = clock.clock(case.device)
-    clock.warm_up(prepared.call, time_call, limit_s=seconds)
-    times_s = clock.sample(prepared.call, time_call, seconds=seconds, least=_FEWEST_CALLS, most=_MOST_CALLS)
-    return Record(case=case, times_s=times_s, flops=prepared.flops, matmul_flops_per_s=rate)
+    empty_call_s = clock.empty_call_s(time_call)
+    clock.warm_up(call, time_call, limit_s=seconds)
+    waited_before_s = conditions.waited_s()
+    times_s = clock.sample(call, time_call, seconds=seconds, least=_FEWEST_CALLS, most=_MOST_CALLS)
+    waited_s = conditions.waited_s()
+    return Record(
+        case=case,
+        times_s=times_s,
+        turn_sizes=(len(times_s),),
+        waited_s=None if waited_s is None or waited_before_s is None else waited_s - waited_before_s,
+        empty_call_s=empty_call_s,
+    )
 
 
 def _measure_memory(case: Case, target: Any, seconds: float) -> Record:
@@ -64,6 +70,7 @@ def _measure_memory(case: Case, target: Any, seconds: float) -> Record:
     return Record(
         case=case,
         peak_bytes=peak.peak_bytes,
+        requested_peak_bytes=peak.requested_bytes,
         memory_method=peak.method,
         parameter_bytes=memory.parameter_bytes(prepared.module),
         state_bytes=calls.state_bytes(prepared),

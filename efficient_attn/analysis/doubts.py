@@ -1,0 +1,197 @@
+"""What makes the times of a run doubtful, computed from what was measured, with the flag that helps."""
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from efficient_attn.analysis.statistics import FEWEST_FOR_95, middle
+from efficient_attn.sweep.amounts import show_seconds
+from efficient_attn.sweep.records import Record
+
+# Where an environment keeps what happened during the run: one entry for each time that it was taken up.
+DURING = "during"
+
+# Shares from which on something is worth a word: people compare backends for effects of a few percent.
+_WIDE_INTERVAL = 0.05
+_ROUNDS_DIFFER = 0.1
+_TOO_MUCH_CLOCK = 0.02
+_WAITED = 0.05
+_OTHERS, _STOLEN, _THROTTLED = 0.1, 0.02, 0.01
+_SLOWED = 0.15
+
+# Points that are named before the rest is only counted.
+_NAMED = 3
+
+Share = Callable[[Record], float | None]
+
+
+def doubts(records: Iterable[Record], environment: Mapping[str, Any] | None = None) -> list[str]:
+    """One sentence for each thing that makes times uncertain or wrong; none if there is no sign of any."""
+    timed = [record for record in records if record.status == "ok" and _samples(record)]
+    if not timed:
+        return []
+    most = max(len(record.turn_sizes or ()) for record in timed)
+    told = [
+        _points(
+            timed,
+            _half_width,
+            _WIDE_INTERVAL,
+            "Noisy: the interval of {} reaches {} from the median",
+            _ROUNDS,
+        ),
+        _points(
+            timed, _drift, _ROUNDS_DIFFER, "Drifting: the medians of rounds of {} differ by up to {}", _ROUNDS
+        ),
+        _points(
+            timed,
+            _overhead,
+            _TOO_MUCH_CLOCK,
+            "Too short to be timed well: {}; the clock alone takes up to {}",
+            _LONGER,
+        ),
+        _points(
+            timed,
+            _waiting,
+            _WAITED,
+            "Held up: threads of {} waited for a processor up to {} of the time",
+            _THREADS,
+        ),
+        _few_calls(timed),
+        _fewer_rounds(timed, most),
+    ]
+    return [sentence for sentence in told if sentence] + _of_machine(environment or {})
+
+
+_ROUNDS = "more --rounds would settle it."
+_LONGER = "use a longer --seq-len or a larger --batch."
+_THREADS = "use fewer --threads, or an idle machine."
+
+
+def _points(records: Sequence[Record], share: Share, limit: float, text: str, help_: str) -> str | None:
+    """The text with the points whose share is beyond the limit, and with the largest share."""
+    found = [(record, value) for record in records if (value := share(record)) is not None and value > limit]
+    if not found:
+        return None
+    largest = max(value for _, value in found)
+    return f"{text.format(_names([record for record, _ in found]), f'{largest:.0%}')}; {help_}"
+
+
+def _names(records: Sequence[Record]) -> str:
+    """`window at 256, 512 tokens, exact at 256 tokens and 3 more points`."""
+    lengths: dict[str, list[int]] = {}
+    for record in records[:_NAMED]:
+        lengths.setdefault(record.case.label, []).append(record.case.tokens)
+    named = ", ".join(f"{label} at {', '.join(map(str, tokens))} tokens" for label, tokens in lengths.items())
+    more = len(records) - _NAMED
+    return named if more <= 0 else f"{named} and {more} more {'point' if more == 1 else 'points'}"
+
+
+def _samples(record: Record) -> tuple[float, ...]:
+    # A number that was not finite is null in a file.
+    return tuple(time_s for time_s in record.times_s or () if time_s is not None and time_s > 0)
+
+
+def _half_width(record: Record) -> float:
+    median, low, high, _ = middle(_samples(record))
+    return max(high - median, median - low) / median
+
+
+def _drift(record: Record) -> float | None:
+    """How far the medians of the turns lie apart, beyond what the scatter within turns explains."""
+    samples, sizes = _samples(record), record.turn_sizes or ()
+    if any(not isinstance(size, int) or size < FEWEST_FOR_95 for size in sizes) or sum(sizes) != len(samples):
+        return None
+    ends = np.cumsum([0, *sizes])
+    turns = [middle(samples[start:end]) for start, end in pairwise(ends)]
+    slowest, fastest = max(turns, key=lambda turn: turn.low), min(turns, key=lambda turn: turn.high)
+    return slowest.median / fastest.median - 1 if slowest.low > fastest.high else None
+
+
+def _overhead(record: Record) -> float | None:
+    return None if record.empty_call_s is None else record.empty_call_s / middle(_samples(record)).median
+
+
+def _waiting(record: Record) -> float | None:
+    if record.waited_s is None or record.case.device != "cpu":
+        return None
+    return record.waited_s / (sum(_samples(record)) * max(record.case.threads, 1))
+
+
+def _few_calls(records: Sequence[Record]) -> str | None:
+    few = [record for record in records if len(_samples(record)) < FEWEST_FOR_95]
+    if not few:
+        return None
+    return (
+        f"Few calls: {_names(few)} had fewer than {FEWEST_FOR_95}, and the interval is from the fastest "
+        f"to the slowest; --rounds {FEWEST_FOR_95} would make it one of 95 %."
+    )
+
+
+def _fewer_rounds(records: Sequence[Record], most: int) -> str | None:
+    short = [record for record in records if record.turn_sizes and len(record.turn_sizes) < most]
+    if not short:
+        return None
+    return f"Cut short: {_names(short)} had fewer than {most} rounds; raise --timeout or let the run finish."
+
+
+def _of_machine(environment: Mapping[str, Any]) -> list[str]:
+    runs = environment.get(DURING)
+    runs = [run for run in runs if isinstance(run, Mapping)] if isinstance(runs, list) else []
+    told = [
+        _machine(
+            runs, "others_share", _OTHERS, "Loaded: other processes took {} of all cores during the run"
+        ),
+        _machine(
+            runs, "stolen_share", _STOLEN, "Loaded: the host gave {} of all cores to other virtual machines"
+        ),
+        *map(_throttled, runs),
+        *map(_slowed, runs),
+        *map(_slowed_gpu, runs),
+    ]
+    return list(dict.fromkeys(sentence for sentence in told if sentence))
+
+
+def _machine(runs: Sequence[Mapping[str, Any]], name: str, limit: float, text: str) -> str | None:
+    largest = max((value for run in runs if (value := _number(run, name)) is not None), default=0.0)
+    if largest <= limit:
+        return None
+    return f"{text.format(f'{largest:.0%}')}: times are longer and less certain; {_THREADS}"
+
+
+def _throttled(run: Mapping[str, Any]) -> str | None:
+    held_s, wall_s, heats = (_number(run, name) for name in ("throttled_s", "wall_s", "throttles"))
+    if held_s is not None and wall_s and held_s > _THROTTLED * wall_s:
+        return f"Throttled: a quota withheld the cores for {show_seconds(held_s)}; use fewer --threads."
+    if heats:
+        return (
+            f"Throttled: cores were slowed down {heats:.0f} times because of their heat; use fewer --threads."
+        )
+    return None
+
+
+def _slowed(run: Mapping[str, Any]) -> str | None:
+    before_s, after_s = (_number(run, f"loop_{when}_s") for when in ("before", "after"))
+    if not before_s or not after_s or after_s <= (1 + _SLOWED) * before_s:
+        return None
+    return (
+        f"Slowed down: a fixed loop took {after_s / before_s - 1:.0%} longer after the run than before it; "
+        f"{_ROUNDS}"
+    )
+
+
+def _slowed_gpu(run: Mapping[str, Any]) -> str | None:
+    reasons = run.get("gpu_slowed_by")
+    if not isinstance(reasons, list) or not reasons:
+        return None
+    told = ", ".join(map(str, reasons))
+    return f"Throttled: the GPU lowered its clock ({told}); let it cool and measure again."
+
+
+def _number(run: Mapping[str, Any], name: str) -> float | None:
+    value = run.get(name)
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not abs(value) < math.inf:
+        return None
+    return float(value)
