@@ -12,7 +12,8 @@ import typer
 
 from efficient_attn.errors import AttentionError
 
-from . import exits
+from . import exits, talk
+from .ends import polite
 
 # Whatever is wrong with the command line itself; Typer exports only its subclass.
 _UsageError: Any = typer.BadParameter.__bases__[0]
@@ -40,22 +41,24 @@ for _name in COMMANDS:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and leave with the exit code that says how it went."""
-    try:
-        code = app(args=arguments, standalone_mode=False)
-    except AttentionError as error:
-        fail(str(error))
-    except _UsageError as error:
-        fail(error.format_message())
-    except (KeyboardInterrupt, typer.Abort):
-        sys.exit(exits.INTERRUPTED)
-    except BrokenPipeError:
-        # Whoever read our output has left: nothing more is written, not even at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(128 + signal.SIGPIPE)
-    sys.exit(code or exits.DONE)
+    with polite() as ends:
+        try:
+            code = app(args=arguments, standalone_mode=False)
+        except AttentionError as error:
+            fail(str(error))
+        except _UsageError as error:
+            fail(error.format_message())
+        except (KeyboardInterrupt, typer.Abort):
+            code = exits.INTERRUPTED
+        except BrokenPipeError:
+            # Whoever read our output has left: nothing more is written, not even at exit.
+            for stream in (sys.stdout, sys.stderr):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+            code = 128 + signal.SIGPIPE
+        sys.exit(ends.code or code or exits.DONE)
 
 
 def fail(message: str) -> NoReturn:
     """One line that says what was wrong with the request, and exit code 2."""
-    typer.secho(f"error: {' '.join(message.split())}", fg="red", err=True)
+    typer.secho(f"error: {' '.join(message.split())}", fg="red", err=True, color=talk.colours())
     sys.exit(exits.WRONG_REQUEST)

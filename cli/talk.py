@@ -1,5 +1,6 @@
 """Tables to stdout, talk and progress to stderr."""
 
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -9,6 +10,12 @@ import typer
 
 # A file or a pipe has no width of its own; tables are printed as wide as they are.
 _WIDTH_OF_A_FILE = 240
+
+
+def colours() -> bool | None:
+    """False where a terminal is not to be sent colours; None leaves it to what stands at the other end."""
+    unable = os.environ.get("TERM", "dumb") in ("", "dumb")
+    return False if unable or os.environ.get("NO_COLOR") else None
 
 
 def say(text: str) -> None:
@@ -25,7 +32,8 @@ def print_tables(tables: Sequence[Any]) -> None:
     from efficient_attn.report.harmless import plain
     from efficient_attn.report.table import to_rich
 
-    console = Console(width=None if sys.stdout.isatty() else _WIDTH_OF_A_FILE)
+    width = None if sys.stdout.isatty() else _WIDTH_OF_A_FILE
+    console = Console(width=width, color_system=None if colours() is False else "auto")
     for table in tables:
         with console.capture() as drawn:
             console.print(to_rich(table))
@@ -37,8 +45,8 @@ def print_tables(tables: Sequence[Any]) -> None:
 
 @contextmanager
 def progress(total: int) -> Iterator[Callable[[Any], None]]:
-    """A display of steps on stderr: a bar on a terminal, else one line per finished point."""
-    if not sys.stderr.isatty():
+    """A display of steps on stderr: a bar on a terminal that can draw one, else a line per finished point."""
+    if not sys.stderr.isatty() or colours() is False:
         yield _say_step
         return
     from rich.console import Console

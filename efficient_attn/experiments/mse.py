@@ -20,6 +20,7 @@ from efficient_attn.problem import positive_count
 # Results looks for the sentences about errors here.
 from efficient_attn.report.error_sentences import sentences as sentences
 from efficient_attn.sweep.amounts import parse_sizes
+from efficient_attn.sweep.interrupt import held
 from efficient_attn.sweep.records import Record, append
 from efficient_attn.sweep.run import Step
 from efficient_attn.sweep.sizes import possible
@@ -165,9 +166,10 @@ def run_mse(
         interrupted = False
         try:
             for record in _measure(points, of=of, draws=draws, progress=progress):
-                records.append(record)
-                if folder is not None:
-                    append(folder / RECORDS, record)
+                with held():
+                    records.append(record)
+                    if folder is not None:
+                        append(folder / RECORDS, record)
         except KeyboardInterrupt:
             interrupted = True
         results = Results(records, environment=machine, interrupted=interrupted)

@@ -32,13 +32,14 @@ def main(requests: int, answers: int, limit_bytes: int | None = None) -> None:
     Args:
         limit_bytes: Memory that may be allocated on the CPU once torch is loaded.
     """
+    # First of all, so that an asker who leaves at once leaves nothing behind.
+    received: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+    threading.Thread(target=_receive, args=(requests, received), daemon=True).start()
     # Loaded before the first request: it takes longer than most measurements.
     import torch  # noqa: F401  (loading it is part of starting, not of the first point)
 
     if limit_bytes is not None:
         _limit_memory(limit_bytes)
-    received: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-    threading.Thread(target=_receive, args=(requests, received), daemon=True).start()
     _send(answers, READY)
     while True:
         _send(answers, _answer(received.get()))

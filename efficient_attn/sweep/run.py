@@ -10,6 +10,7 @@ from efficient_attn.measure.clock import in_turns
 from efficient_attn.sweep import worker
 from efficient_attn.sweep.amounts import show_seconds
 from efficient_attn.sweep.estimate import Estimate
+from efficient_attn.sweep.interrupt import held
 from efficient_attn.sweep.plan import Entry
 from efficient_attn.sweep.records import Record
 
@@ -173,12 +174,12 @@ class _Sweep:
         )
 
     def _finish(self, record: Record) -> None:
-        # Taken off the lists first: an interruption while it is written must not write it twice.
-        self._begun.pop(record.case.key, None)
-        self._left.pop(record.case.key, None)
-        if record.status == "timeout":
-            self._timed_out.setdefault(record.case.label, record.case.tokens)
-        self._emit(record)
+        with held():
+            self._begun.pop(record.case.key, None)
+            self._left.pop(record.case.key, None)
+            if record.status == "timeout":
+                self._timed_out.setdefault(record.case.label, record.case.tokens)
+            self._emit(record)
         self._tell(None, record)
 
     def _announce(self, entry: Entry) -> None:

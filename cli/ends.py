@@ -1,0 +1,47 @@
+"""How a command is ended from outside: politely at first, at once the second time."""
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+_SHOW_CURSOR = b"\x1b[?25h"
+
+
+class Ends:
+    """What ended the command.
+
+    Attributes:
+        code: The exit code that tells which signal it was; None if there was none.
+    """
+
+    def __init__(self) -> None:
+        self.code: int | None = None
+
+    def handle(self, number: int, frame: FrameType | None) -> None:
+        """End what is running, which keeps what was measured; a second signal ends the process."""
+        if self.code is not None:
+            if sys.stderr.isatty():
+                os.write(sys.stderr.fileno(), _SHOW_CURSOR)
+            os._exit(self.code)
+        self.code = 128 + number
+        raise KeyboardInterrupt
+
+
+@contextmanager
+def polite() -> Iterator[Ends]:
+    """Treat a request to end (SIGTERM) like Ctrl-C while the block runs."""
+    ends = Ends()
+    # Python lets only the main thread say what a signal does.
+    main = threading.current_thread() is threading.main_thread()
+    numbers = (signal.SIGINT, signal.SIGTERM) if main else ()
+    before: dict[int, Any] = {number: signal.signal(number, ends.handle) for number in numbers}
+    try:
+        yield ends
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler or signal.SIG_DFL)
