@@ -20,7 +20,7 @@ from efficient_attn.experiments.results import (
 )
 from efficient_attn.report.harmless import plain
 from efficient_attn.sweep.plan import Entry
-from efficient_attn.sweep.records import Case, Record, append
+from efficient_attn.sweep.records import NO_LINK, Case, Record, append
 
 LOCK = ".lock"
 
@@ -85,20 +85,28 @@ def only_writer(folder: Path) -> Iterator[None]:
     import fcntl
 
     # The file stays: removing it would let two writers lock two files of one name.
-    with open(folder / LOCK, "a+", encoding="utf-8") as file:
+    path = folder / LOCK
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | NO_LINK, 0o644)
+    except OSError as error:
+        raise DataError(f"out: cannot write to {path}: {error.strerror}.") from None
+    try:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            file.seek(0)
-            holder = file.read().strip() or "of unknown number"
+            holder = os.read(descriptor, 20).decode(errors="replace").strip() or "of unknown number"
             message = (
                 f"out: {folder} is being written by process {holder}; wait for it or name another folder."
             )
             raise DataError(message) from None
-        file.truncate(0)
-        file.write(f"{os.getpid()}\n")
-        file.flush()
+        try:
+            os.truncate(descriptor, 0)
+            os.write(descriptor, f"{os.getpid()}\n".encode())
+        except OSError as error:
+            raise DataError(f"out: cannot write to {path}: {error.strerror}.") from None
         yield
+    finally:
+        os.close(descriptor)
 
 
 def begin(
@@ -176,5 +184,8 @@ def _cut_torn_line(path: Path) -> bool:
     whole = data.rfind(b"\n") + 1
     if whole == len(data):
         return False
-    os.truncate(path, whole)
+    try:
+        os.truncate(path, whole)
+    except OSError as error:
+        raise DataError(f"out: cannot write to {path}: {error.strerror}.") from None
     return True

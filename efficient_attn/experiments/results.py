@@ -1,6 +1,7 @@
 """What an experiment hands back: its records, as a data frame, a plot, sentences, or files."""
 
 import json
+import os
 import time
 from collections.abc import Callable, Iterable, Mapping
 from importlib import import_module
@@ -19,7 +20,7 @@ from efficient_attn.report.harmless import plain
 from efficient_attn.report.readable import readable
 from efficient_attn.report.sentences import bench_sentences
 from efficient_attn.report.table import Table, tables, to_html
-from efficient_attn.sweep.records import Record, append
+from efficient_attn.sweep.records import NO_LINK, Record, append
 from efficient_attn.sweep.records import read as read_records
 
 RECORDS, ENVIRONMENT, COMMAND, PLAN = "records.jsonl", "environment.json", "command.txt", "plan.toml"
@@ -187,17 +188,24 @@ def open_folder(folder: str | Path, *, name: str = "folder", fresh: bool = False
         name: What the message calls the argument.
         fresh: Refuse a folder that holds records already.
     """
+    if str(folder) in ("", "-"):
+        raise DataError(f"{name} is a folder, not {str(folder)!r}; --json - writes to stdout.")
     folder = Path(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         trial = folder / ".trial"
-        trial.touch()
+        os.close(os.open(trial, os.O_WRONLY | os.O_CREAT | NO_LINK, 0o644))
         trial.unlink()
-    except OSError as error:
-        raise DataError(f"{name}: cannot write to {folder}: {error.strerror}.") from None
+    except (OSError, ValueError) as error:
+        raise DataError(f"{name}: cannot write to {folder}: {_told(error)}.") from None
     if fresh and (folder / RECORDS).exists():
         raise DataError(f"{name}: {folder} holds records of another run already; name a new folder.")
     return folder
+
+
+def _told(error: Exception) -> str:
+    """What the system says; a name that no file can have is refused without asking it."""
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)
 
 
 def run_folder(command: str) -> Path:

@@ -31,6 +31,9 @@ def write(path: Path, content: str | bytes) -> Path:
     try:
         with open(part, "xb") as file:
             file.write(data)
+            file.flush()
+            # A name that outlived a power failure would else stand for an empty file.
+            os.fsync(file.fileno())
         os.replace(part, path)
     except OSError as error:
         part.unlink(missing_ok=True)

@@ -1,0 +1,211 @@
+"""Writing under adversity: whatever fails, what was there stays whole and one line says what happened."""
+
+import builtins
+import errno
+import io
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from efficient_attn.errors import DataError
+from efficient_attn.experiments.folder import begin, only_writer
+from efficient_attn.experiments.results import open_folder
+from efficient_attn.report.files import write
+from efficient_attn.sweep.records import Case, Record, append, line, read
+
+CASE = Case(
+    kind="time", backend="b", label="b", num_heads=1, head_dim=1, tokens=1, dtype="d", device="cpu", threads=1
+)
+RECORD = Record(case=CASE, times_s=(0.5,))
+MACHINE = {"command": ["efficient-attn", "bench"], "torch": {"version": "2"}}
+FAILURES = (errno.ENOSPC, errno.EIO, errno.EACCES)
+
+
+class Fault:
+    """Lets the k-th system call that writes fail; `came` says whether there were so many."""
+
+    def __init__(self, k, number):
+        self.left, self.number, self.came = k, number, False
+
+    def hook(self, event):
+        self.left -= 1
+        if self.left == 0:
+            self.came = True
+            raise OSError(self.number, os.strerror(self.number))
+
+    def wrap(self, module, name, monkeypatch):
+        call = getattr(module, name)
+
+        def faulty(*args, **settings):
+            self.hook(name)
+            return call(*args, **settings)
+
+        monkeypatch.setattr(module, name, faulty)
+
+
+def fail_call(monkeypatch, k, number):
+    fault, opened = Fault(k, number), io.open
+
+    class Faulty:
+        """A file whose writes can fail too."""
+
+        def __init__(self, file):
+            self._file = file
+
+        def __getattr__(self, name):
+            return getattr(self._file, name)
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *error):
+            self._file.close()
+
+        def write(self, data):
+            fault.hook("write")
+            return self._file.write(data)
+
+    def open_faulty(file, mode="r", *args, **settings):
+        if "r" in mode and "+" not in mode:
+            return opened(file, mode, *args, **settings)
+        fault.hook("open")
+        return Faulty(opened(file, mode, *args, **settings))
+
+    monkeypatch.setattr(builtins, "open", open_faulty)
+    for name in ("open", "write", "fsync", "replace", "truncate", "mkdir"):
+        fault.wrap(os, name, monkeypatch)
+    return fault
+
+
+def outcomes(monkeypatch, act, check, most=40):
+    """Let the first, second, … call fail in every way until there is no such call any more."""
+    for number in FAILURES:
+        for k in range(1, most):
+            with monkeypatch.context() as patch:
+                fault = fail_call(patch, k, number)
+                try:
+                    act()
+                    failed = None
+                except DataError as error:
+                    failed = str(error)
+            check(failed)
+            # A clear message, or it was not needed.
+            assert failed is None or (os.strerror(number) in failed and "\n" not in failed)
+            if not fault.came:
+                assert failed is None
+                break
+        else:
+            pytest.fail("there was no end of calls")
+
+
+def test_a_file_is_the_old_one_or_the_new_one_whichever_call_fails(tmp_path, monkeypatch):
+    path = tmp_path / "summary.csv"
+    path.write_text("old")
+
+    def check(failed):
+        assert path.read_text() in (["new"] if failed is None else ["old", "new"])
+        assert [file.name for file in tmp_path.iterdir()] == ["summary.csv"]
+        path.write_text("old")
+
+    outcomes(monkeypatch, lambda: write(path, "new"), check)
+
+
+def test_records_that_were_acknowledged_stay_whichever_call_fails(tmp_path, monkeypatch):
+    path = tmp_path / "records.jsonl"
+    append(path, RECORD)
+
+    def check(failed):
+        held = read(path).records
+        assert held[0] == RECORD and len(held) in ((2,) if failed is None else (1, 2))
+        path.write_text(f"{line(RECORD)}\n")
+
+    outcomes(monkeypatch, lambda: append(path, RECORD), check)
+
+
+def test_a_run_is_taken_up_or_left_as_it_was_whichever_call_fails(tmp_path, monkeypatch):
+    whole = f"{line(RECORD)}\n"
+
+    def lay_out(failed=None):
+        folder = tmp_path / "out"
+        folder.mkdir(exist_ok=True)
+        (folder / "records.jsonl").write_text(whole + whole[:-9])
+        assert failed is None or read(folder / "records.jsonl").records == (RECORD,)
+
+    def act():
+        folder = open_folder(tmp_path / "out", name="out")
+        with only_writer(folder):
+            earlier = begin(folder, [], MACHINE, resume=True, force=True, plan="seed = 1\n")
+        assert list(earlier.records.values()) == [RECORD]
+
+    lay_out()
+    outcomes(monkeypatch, act, lay_out)
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no device that is always full")
+def test_a_full_disk_is_told(tmp_path):
+    with pytest.raises(DataError, match="No space left on device"):
+        append("/dev/full", RECORD)
+
+
+@pytest.mark.skipif(not hasattr(os, "O_NOFOLLOW"), reason="links are not refused here")
+@pytest.mark.parametrize("name", ["records.jsonl", ".lock", ".trial"])
+def test_a_link_in_the_place_of_a_file_of_ours_is_not_followed(tmp_path, name):
+    target, folder = tmp_path / "precious", tmp_path / "out"
+    target.write_text("precious\n")
+    folder.mkdir()
+    (folder / name).symlink_to(target)
+    with pytest.raises(DataError, match=r"Cannot write|cannot write"), only_writer(open_folder(folder)):
+        append(folder / "records.jsonl", RECORD)
+    assert target.read_text() == "precious\n"
+
+
+LONG = "é" * 127 + "x"  # 255 bytes
+FOLDERS = [
+    ("missing/a/b", None),
+    (LONG, None),
+    ("naïve 結果 \U0001f600", None),
+    (f"{LONG}y", "File name too long"),
+    ("file", "File exists|Not a directory"),
+    ("file/below", "Not a directory"),
+    ("-", "is a folder"),
+    ("/dev/stdout", "File exists|Not a directory"),
+    ("/dev/null/x", "Not a directory"),
+    ("a\0b", "null"),
+    ("", "is a folder"),
+]
+
+
+@pytest.mark.parametrize(("name", "message"), FOLDERS, ids=[repr(name)[:20] for name, _ in FOLDERS])
+def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_measured(
+    name, message, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    Path("file").touch()
+    if message is None:
+        append(open_folder(name, name="--out") / "records.jsonl", RECORD)
+        return
+    with pytest.raises(DataError, match=f"--out.*({message})"):
+        open_folder(name, name="--out")
+
+
+@pytest.mark.skipif(os.name != "posix" or os.geteuid() == 0, reason="root may write everywhere")
+def test_a_folder_that_may_not_be_written_is_refused(tmp_path):
+    tmp_path.chmod(0o500)
+    with pytest.raises(DataError, match=r"--out: cannot write to .*: Permission denied"):
+        open_folder(tmp_path, name="--out")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits the size of files")
+def test_a_disk_without_room_is_told_before_anything_is_measured(tmp_path):
+    import resource
+
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4, before[1]))
+    try:
+        with pytest.raises(DataError, match="File too large"):
+            begin(tmp_path, [], MACHINE, resume=False, force=False)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert list(tmp_path.iterdir()) == []
