@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from efficient_attn.analysis.curves import YARDSTICK, Curve, curves
+from efficient_attn.analysis.rate import rate_share
 from efficient_attn.sweep.records import Record
 
 
@@ -34,6 +35,7 @@ def summary(records: Sequence[Record]) -> list[dict[str, Any]]:
                 if quantity == "time_s":
                     row["time_low_s"], row["time_high_s"] = point.low, point.high
                     row["samples"] = len(point.record.times_s or ())
+                    row["flops"], row["rate_share"] = point.record.flops, rate_share(point.record)
                 if point.record.status != "ok":
                     row["status"], row["reason"] = point.record.status, point.record.reason
     return [{**dict.fromkeys(_COLUMNS), "status": "ok", **row} for row in rows.values()]
@@ -47,6 +49,8 @@ _COLUMNS = (
     "time_low_s",
     "time_high_s",
     "samples",
+    "flops",
+    "rate_share",
     "peak_bytes",
     "parameter_bytes",
     "state_bytes",

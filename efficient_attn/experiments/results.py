@@ -11,6 +11,7 @@ from typing import Any
 
 from efficient_attn.analysis.curves import QUANTITIES
 from efficient_attn.analysis.doubts import doubts
+from efficient_attn.analysis.rate import rate_share
 from efficient_attn.analysis.statistics import middle
 from efficient_attn.analysis.summary import summary
 from efficient_attn.errors import DataError, UnknownNameError
@@ -239,6 +240,7 @@ def _row(record: Record) -> dict[str, Any]:
             "time_low_s": times.low,
             "time_high_s": times.high,
             "samples": times.samples,
+            "rate_share": rate_share(record),
         }
     return row
 

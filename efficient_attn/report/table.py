@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from efficient_attn.analysis.curves import Curve, Point, curves
 from efficient_attn.analysis.fits import Growth
+from efficient_attn.analysis.rate import rate_share
 from efficient_attn.analysis.summary import gains
 from efficient_attn.report.harmless import csv_cell, latex_cell, markdown_cell, markdown_line, plain
 from efficient_attn.sweep.records import Record
@@ -24,7 +25,9 @@ _NUMBER = re.compile(r"[-+]?\d")
 # A growth as it reads after escaping.
 _POWER = re.compile(r"\bn\\textasciicircum\{\}(\d+(?:\.\d+)?)")
 
-_MILLISECOND, _MEBIBYTE = 1e-3, 2.0**20
+_MILLISECOND, _MEBIBYTE, _GIGA = 1e-3, 2.0**20, 1e9
+
+_SHARE = "share of rate"
 
 
 class Table(NamedTuple):
@@ -42,10 +45,12 @@ def tables(records: Sequence[Record]) -> list[Table]:
     times = curves(records, "time_s")
     if times:
         ratios = {gain.label: f"{gain.ratio:.3g}x" for gain in gains(times)}
-        made.append(_cost_table("Time per call, ms", times, _MILLISECOND, ("speed, exact = 1", ratios)))
+        extra = {"speed, exact = 1": {"exact": "1", **ratios} if ratios else {}, _SHARE: _shares(times)}
+        table = _cost_table("Time per call, ms", times, _MILLISECOND, extra)
+        made.append(table._replace(notes=table.notes + _rates(times)))
     peaks = curves(records, "peak_bytes")
     if peaks:
-        made.append(_cost_table("Peak memory of a call, MiB", peaks, _MEBIBYTE, None))
+        made.append(_cost_table("Peak memory of a call, MiB", peaks, _MEBIBYTE, {}))
     return made
 
 
@@ -137,7 +142,7 @@ def right_aligned(table: Table) -> list[bool]:
 
 
 def _cost_table(
-    title: str, all_curves: Sequence[Curve], unit: float, extra: tuple[str, Mapping[str, str]] | None
+    title: str, all_curves: Sequence[Curve], unit: float, extra: Mapping[str, Mapping[str, str]]
 ) -> Table:
     lengths = sorted({point.tokens for curve in all_curves for point in curve.points})
     shown = lengths[-_MOST_LENGTHS:]
@@ -150,16 +155,38 @@ def _cost_table(
         ]
         for curve in all_curves
     ]
-    if extra is not None and any(extra[1].values()):
-        columns.append(extra[0])
-        for row in rows:
-            row.append(extra[1].get(row[0], "1" if row[0] == "exact" else ""))
+    for name, cells in extra.items():
+        if cells:
+            columns.append(name)
+            for row in rows:
+                row.append(cells.get(row[0], ""))
     notes = [f"Shorter lengths are in the files: {', '.join(map(str, lengths[:-_MOST_LENGTHS]))}."]
     return Table(
         title,
         tuple(columns),
         tuple(map(tuple, rows)),
         tuple(notes * (len(lengths) > _MOST_LENGTHS)) + _failures(all_curves),
+    )
+
+
+def _shares(all_curves: Sequence[Curve]) -> dict[str, str]:
+    """Of the matrix-product rate each backend's share at its longest length, where it is known."""
+    shares = {curve.label: rate_share(curve.measured[-1].record) for curve in all_curves if curve.measured}
+    return {
+        label: f"{share:.0%}" if share >= 0.1 else f"{share:.1%}" for label, share in shares.items() if share
+    }
+
+
+def _rates(all_curves: Sequence[Curve]) -> tuple[str, ...]:
+    """What the shares are shares of: the range of what was measured."""
+    found = [curve.measured[-1].record.matmul_flops_per_s for curve in all_curves if curve.measured]
+    rates = [rate / _GIGA for rate in found if rate]
+    if not rates:
+        return ()
+    low, high = (_three_digits(rate) for rate in (min(rates), max(rates)))
+    return (
+        f"{_SHARE}: counted operations per second at the longest length, over what large matrix products "
+        f"reach here: {low if low == high else f'{low} to {high}'} GFLOP/s.",
     )
 
 

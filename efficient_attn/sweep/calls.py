@@ -14,9 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from efficient_attn.backends import build, resolve
+from efficient_attn.counts import Work
 from efficient_attn.errors import UnsupportedError
 from efficient_attn.measure import memory
 from efficient_attn.registry import BackendSpec, Capabilities, NoOptions
+from efficient_attn.sweep.counting import flops
 from efficient_attn.sweep.records import Case
 from efficient_attn.sweep.variants import CEILING
 from efficient_attn.transformer.block import TransformerBlock
@@ -32,12 +34,14 @@ class Prepared(NamedTuple):
     Attributes:
         inputs: q, k, v [batch heads tokens head_dim], or x [batch tokens model_dim].
         streams: It carries a state from call to call.
+        flops: Operations of the call's matrix products; None where nobody counted.
     """
 
     module: Any
     call: Callable[[], object]
     inputs: tuple[Tensor, ...]
     streams: bool
+    flops: int | None
 
 
 def prepare(case: Case, target: Any) -> Prepared:
@@ -50,7 +54,9 @@ def prepare(case: Case, target: Any) -> Prepared:
     module = _build(case, spec).to(device=case.device, dtype=getattr(torch, case.dtype)).eval()
     *inputs, gradient = _inputs(case)
     call = _with_backward(module, inputs, gradient) if case.backward else _forward(module, inputs)
-    return Prepared(module, call, tuple(inputs), case.causal and bool(spec.capabilities.streaming))
+    streams = case.causal and bool(spec.capabilities.streaming)
+    counted = flops(case, spec, feed_forward_dim=WIDENING * case.model_dim)
+    return Prepared(module, call, tuple(inputs), streams, counted)
 
 
 def state_bytes(prepared: Prepared) -> int | None:
@@ -126,6 +132,7 @@ _VALUES = BackendSpec(
     options_type=NoOptions,
     capabilities=Capabilities(causal=True, streaming=False),
     builder=lambda problem, options: _Values(),
+    work=lambda problem, options, tokens, value_dim: Work(()),
 )
 
 

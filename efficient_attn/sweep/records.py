@@ -98,6 +98,7 @@ class Record:
         unsafe_rows: Share of rows whose denominator is zero or negative, mean over draws.
         expected_kernel_mse: What theory says `kernel_mse` is on average.
         flops: Operations of the matrix products of a call.
+        matmul_flops_per_s: What large matrix products reach in this dtype and with these threads.
         sequential_operations: The longest chain of products of which each waits for the one before.
         path_length: Hops of a signal from the first token to the last.
     """
@@ -127,6 +128,7 @@ class Record:
     expected_output_mse: float | None = None
     expected_kernel_mse: float | None = None
     flops: int | None = None
+    matmul_flops_per_s: float | None = None
     sequential_operations: int | None = None
     path_length: int | None = None
 

@@ -43,13 +43,16 @@ def measure(case: Case, *, target: Any = None, seconds: float = 0.1) -> Record:
 
 def _measure_time(case: Case, target: Any, seconds: float) -> Record:
     from efficient_attn.sweep import calls
+    from efficient_attn.sweep.counting import machine_rate
 
-    call = calls.prepare(case, target).call
+    prepared = calls.prepare(case, target)
+    # Without a number of operations there is nothing to hold against the rate.
+    rate = None if prepared.flops is None else machine_rate(case.dtype, case.device, case.threads)
     time_call = clock.clock(case.device)
     empty_call_s = clock.empty_call_s(time_call)
-    clock.warm_up(call, time_call, limit_s=seconds)
+    clock.warm_up(prepared.call, time_call, limit_s=seconds)
     waited_before_s = conditions.waited_s()
-    times_s = clock.sample(call, time_call, seconds=seconds, least=_FEWEST_CALLS, most=_MOST_CALLS)
+    times_s = clock.sample(prepared.call, time_call, seconds=seconds, least=_FEWEST_CALLS, most=_MOST_CALLS)
     waited_s = conditions.waited_s()
     return Record(
         case=case,
@@ -57,6 +60,8 @@ def _measure_time(case: Case, target: Any, seconds: float) -> Record:
         turn_sizes=(len(times_s),),
         waited_s=None if waited_s is None or waited_before_s is None else waited_s - waited_before_s,
         empty_call_s=empty_call_s,
+        flops=prepared.flops,
+        matmul_flops_per_s=rate,
     )
 
 
