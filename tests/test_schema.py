@@ -43,7 +43,7 @@ CHECKS = {
     "$schema": lambda value, wanted, schema: wanted.endswith("2020-12/schema"),
     "title": lambda value, wanted, schema: True,
     "description": lambda value, wanted, schema: True,
-    "const": lambda value, wanted, schema: value == wanted,
+    "const": lambda value, wanted, schema: value == wanted and type(value) is type(wanted),
     "enum": lambda value, wanted, schema: value in wanted,
     "type": lambda value, wanted, schema: of_type(value, [wanted] if isinstance(wanted, str) else wanted),
     "minimum": lambda value, wanted, schema: not of_type(value, ["number"]) or value >= wanted,
