@@ -1,11 +1,14 @@
 """The window is the dense band exactly, at every length and every window."""
 
+from functools import partial
+
 import pytest
 import torch
 from reference import random_mask, random_qkv, reference_attention
 
 import efficient_attn as ea
 from efficient_attn.measure.memory import peak
+from efficient_attn.ops import flash
 
 BLOCK = 64
 
@@ -39,6 +42,68 @@ def test_a_causal_window_reads_the_last_keys_and_may_be_even(queries, window, ma
         q, k, v, scale=8**-0.5, visible=band(window, True), causal=True, key_mask=mask
     )
     assert (out - reference).abs().max() <= 1e-12
+
+
+def dense_band(q, k, v, window, causal, mask):
+    """Softmax over the band with the whole score matrix, in plain operators."""
+    back, ahead = (window - 1, 0) if causal else (window // 2, window // 2)
+    group, before = q.shape[1] // k.shape[1], k.shape[2] - q.shape[2]
+    scores = q @ k.repeat_interleave(group, dim=1).mT * q.shape[-1] ** -0.5
+    i = torch.arange(q.shape[2])[:, None] + before
+    j = torch.arange(k.shape[2])
+    seen = (j >= i - back) & (j <= i + ahead)
+    if mask is not None:
+        seen = seen & mask[:, None, None, :]
+    weights = scores.masked_fill(~seen, -1e300).softmax(dim=-1) * seen
+    return weights @ v.repeat_interleave(group, dim=1)
+
+
+# From three blocks within the window's reach on, blocks go through the kernel in groups, the ends alone.
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("heads", [(2, 2), (4, 2)])
+@pytest.mark.parametrize("window", [5, 129, 201])
+@pytest.mark.parametrize("tokens", [5 * BLOCK, 9 * BLOCK + 1])
+def test_whole_blocks_and_ends_join_forward_and_backward(tokens, window, heads, masked, causal):
+    queries = tokens - 100 if causal else tokens
+    inputs = [x.requires_grad_() for x in random_qkv(2, *heads, queries, tokens)]
+    mask = random_mask(2, tokens) if masked else None
+    out = ea.build("window", head_dim=8, window=window, causal=causal)(*inputs, key_mask=mask)
+    reference = dense_band(*inputs, window, causal, mask)
+    given = torch.randn_like(out)
+    found, wanted = (torch.autograd.grad(x, inputs, given) for x in (out, reference))
+    for one, other in zip((out, *found), (reference, *wanted), strict=True):
+        assert (one - other).abs().max() <= 1e-12
+
+
+def test_heads_between_tokens_in_memory_are_read_where_they_are():
+    q, k, v = (torch.randn(2, 400, 3, 8).transpose(1, 2) for _ in range(3))
+    backend = ea.build("window", head_dim=8, window=65)
+    assert torch.equal(backend(q, k, v), backend(*(x.contiguous() for x in (q, k, v))))
+
+
+def test_without_the_fused_kernel_the_plain_operators_say_the_same(monkeypatch):
+    q, k, v = random_qkv(1, 2, 2, 400, 400)
+    backend = ea.build("window", head_dim=8, window=65)
+    fused = backend(q, k, v)
+    monkeypatch.setattr(flash, "_FORWARD", None)
+    assert (backend(q, k, v) - fused).abs().max() <= 1e-12
+
+
+def test_training_grows_by_output_and_gradients_alone():
+    heads, dim, lengths = 2, 32, (2048, 4096)
+    backend = ea.build("window", head_dim=dim, window=257)
+    peaks = []
+    for tokens in lengths:
+        inputs = [torch.randn(1, heads, tokens, dim, requires_grad=True) for _ in range(3)]
+        given = torch.randn(1, heads, tokens, dim)
+        call = partial(
+            lambda inputs, given: torch.autograd.grad(backend(*inputs), inputs, given), inputs, given
+        )
+        peaks.append(peak(call, device="cpu").peak_bytes)
+    # Per token an output, three gradients and a log-sum-exp, in float32.
+    per_token = heads * (4 * dim + 1) * 4
+    assert peaks[1] - peaks[0] == pytest.approx(per_token * (lengths[1] - lengths[0]), rel=0.02)
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -1,11 +1,15 @@
 """Softmax attention over a neighbourhood, in blocks of queries: O(tokens · window)."""
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from efficient_attn.ops import flash
 from efficient_attn.ops.precision import hide, wide
 from efficient_attn.ops.softmax import softmax_over
+from efficient_attn.ops.window_fused import fused_window, fused_window_backward
 from efficient_attn.shapes import KeyMask, Keys, Output, Queries, Values
 
 # Queries that share one slice of keys. A block reads window + 63 keys for the window that a query needs.
@@ -21,6 +25,44 @@ def window_attention(
 
     The queries are the last positions of the keys; `ahead` reaches no further than the last key.
     """
+    back, ahead = min(back, k.shape[-2]), min(ahead, k.shape[-2])
+    if not flash.available(q, k, v):
+        return _plain(q, k, v, key_mask, back, ahead, scale)
+    if scale <= 0:
+        q, scale = q * scale, 1.0
+    value_dim, widest = v.shape[-1], max(q.shape[-1], v.shape[-1])
+    # The kernel wants all three equally wide; zeros change no product.
+    q, k, v = (x if x.shape[-1] == widest else F.pad(x, (0, widest - x.shape[-1])) for x in (q, k, v))
+    k, v = hide(k, key_mask), hide(v, key_mask)
+    out, _ = fused_window(q, k, v, key_mask, back, ahead, scale)
+    return out[..., :value_dim]
+
+
+def _keep(ctx: Any, inputs: tuple, output: tuple) -> None:
+    q, k, v, key_mask, ctx.back, ctx.ahead, ctx.scale = inputs
+    ctx.save_for_backward(*output, q, k, v, key_mask)
+    ctx.mark_non_differentiable(output[1])
+
+
+def _backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple:
+    if not torch.is_grad_enabled():
+        found = fused_window_backward(gradient, *ctx.saved_tensors, ctx.back, ctx.ahead, ctx.scale)
+        return *found, None, None, None, None
+    # Derivatives of the derivatives are wanted: plain operators have them.
+    *_, q, k, v, key_mask = ctx.saved_tensors
+    out = _plain(q, k, v, key_mask, ctx.back, ctx.ahead, ctx.scale)
+    wanted = [x for x in (q, k, v) if x.requires_grad]
+    found = iter(torch.autograd.grad(out, wanted, gradient, create_graph=True))
+    return *(next(found) if x.requires_grad else None for x in (q, k, v)), None, None, None, None
+
+
+fused_window.register_autograd(_backward, setup_context=_keep)
+
+
+def _plain(
+    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, back: int, ahead: int, scale: float
+) -> Tensor:
+    """The same with plain operators, for other devices and for derivatives of any order."""
     tokens, before = q.shape[-2], k.shape[-2] - q.shape[-2]
     blocks = -(-tokens // _BLOCK)
     # The keys from the first query's neighbourhood to the last's; outside the sequence, padding.
