@@ -50,7 +50,8 @@ class Diff:
         self.failing = tuple(THRESHOLDS if fail_on is None else fail_on)
         self.comparison: Comparison = compare(old.records, new.records, thresholds=self.thresholds)
         self._environments = (old.environment, new.environment)
-        self._notes = (*old.notes, *new.notes)
+        runs = {"Old run": old, "New run": new}
+        self._notes = [f"{name}: {note}" for name, run in runs.items() for note in run.notes]
 
     def __repr__(self) -> str:
         return f"Diff({' '.join(self.sentences())} .regressions, .tables(), .to_pandas())"
