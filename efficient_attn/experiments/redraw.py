@@ -50,8 +50,9 @@ def draw(results: dict[str, Results], runs: Sequence[Run], folder: Path) -> list
     for label, one in results.items():
         begin = f"{slug(label)}-" if len(results) > 1 else ""
         paths.append(write(folder / f"{begin}{SUMMARY}", to_csv(one.summary())))
-        for name, quantity in one.plots().items():
-            paths += cost_plot.save(one.plot(quantity), folder, f"{begin}{name}")
+        shown = one.readable()
+        for name, quantity in shown.plots().items():
+            paths += cost_plot.save(shown.plot(quantity), folder, f"{begin}{name}")
     tables = [
         table._replace(title=f"{table.title}: {run.label}") if len(runs) > 1 else table
         for run in runs

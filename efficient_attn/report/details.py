@@ -6,7 +6,7 @@ from efficient_attn.analysis.crossover import crossovers
 from efficient_attn.analysis.curves import curves
 from efficient_attn.report.sentences import round_tokens
 from efficient_attn.report.table import Table
-from efficient_attn.sweep.records import Record
+from efficient_attn.sweep.records import Case, Record
 
 
 def details(records: Sequence[Record]) -> list[Table]:
@@ -38,16 +38,22 @@ def _crossover_table(records: Sequence[Record]) -> Table:
 
 
 def _failure_table(records: Sequence[Record]) -> Table:
-    """One row per backend, kind and reason, with all its lengths."""
-    lengths: dict[tuple[str, str, str, str], list[int]] = {}
+    """One row per backend and reason, with all that it kept away."""
+    kept_away: dict[tuple[str, str, str], list[Case]] = {}
     for record in {record.case.key: record for record in records}.values():
         if record.status != "ok":
             case = record.case
-            key = (case.label, case.kind, record.status, record.reason or "no reason was given")
-            lengths.setdefault(key, []).append(case.tokens)
+            key = (case.label, record.status, record.reason or "no reason was given")
+            kept_away.setdefault(key, []).append(case)
     rows = [
-        (label, kind, ", ".join(map(str, sorted(set(tokens)))), status, reason)
-        for (label, kind, status, reason), tokens in lengths.items()
+        (
+            label,
+            ", ".join(dict.fromkeys(case.kind for case in cases)),
+            ", ".join(map(str, sorted({case.tokens for case in cases}))),
+            status,
+            reason,
+        )
+        for (label, status, reason), cases in kept_away.items()
     ]
     columns = ("backend", "measured", "tokens", "status", "reason")
     return Table("What could not be measured, and why", columns, tuple(rows))

@@ -35,19 +35,36 @@ class Drawing(NamedTuple):
     panels: tuple[Panel, ...]
 
 
-def draw(records: Sequence[Record], quantities: Sequence[str], *, name: str) -> list[Drawing]:
-    """The quantities drawn; `name` keeps the ids of this run apart from those of another."""
+def draw(
+    records: Sequence[Record], quantities: Sequence[str], *, name: str, beside: Sequence[Record] = ()
+) -> list[Drawing]:
+    """The quantities drawn.
+
+    Args:
+        name: Keeps the ids of this run apart from those of another.
+        beside: Records of runs that share the axes' scale.
+    """
     costs = [quantity for quantity in quantities if quantity in QUANTITIES]
-    made = [_costs(records, costs, name)] if costs else []
+    made = [_costs(records, costs, name, beside)] if costs else []
     return made + [_errors(records, quantity, name) for quantity in quantities if quantity not in costs]
 
 
-def _costs(records: Sequence[Record], quantities: Sequence[str], name: str) -> Drawing:
+def _costs(
+    records: Sequence[Record], quantities: Sequence[str], name: str, beside: Sequence[Record]
+) -> Drawing:
     """Costs share lines and conditions, hence a legend."""
     shown = []
     lines: dict[str, Any] = {}
     for quantity in quantities:
-        ax = cost_plot.plot(records, y=quantity, ax=_axes(), bare=True)
+        ax = _axes()
+        if corners := [
+            (point.tokens, edge)
+            for curve in curves(beside, quantity)
+            for point in curve.measured
+            for edge in (point.low, point.high)
+        ]:
+            ax.update_datalim(corners)
+        cost_plot.plot(records, y=quantity, ax=ax, bare=True)
         heading, _ = cost_plot.headline(records, quantity)
         # From the top of the plot down, as the lines end.
         ends = sorted(ax.lines, key=lambda line: -line.get_ydata()[-1])

@@ -8,6 +8,7 @@ from efficient_attn.errors import OptionError
 from efficient_attn.report.error_table import NAMES, show_error, title
 from efficient_attn.report.harmless import plain
 from efficient_attn.report.palette import INK, MUTED, line_styles
+from efficient_attn.report.readable import short
 from efficient_attn.sweep.records import Record
 from efficient_attn.sweep.sizes import MEAN_OF_VALUES
 
@@ -19,6 +20,8 @@ _WORST = 12.0
 
 # Errors below this share of the yardstick are rounding, and leave the axes through their floor.
 _ROUNDING = 1e-4
+
+_LONGEST_NAME = 40
 
 
 def plot(
@@ -75,10 +78,14 @@ def _grid(shown: Sequence[Panel], styles: Mapping[str, Mapping[str, Any]], quant
             empty.set_axis_off()
     _head(figure, shown, quantity)
     legend = {"handles": handles(shown, styles), "frameon": False, "fontsize": 10, "labelcolor": INK}
+    for handle in legend["handles"]:
+        handle.set_label(short(handle.get_label(), _LONGEST_NAME))
     if free is None:
-        figure.legend(loc="outside right center", **legend)
+        drawn = figure.legend(loc="outside right center", **legend)
     else:
-        grid[free, len(rows[free])].legend(loc="center left", **legend)
+        drawn = grid[free, len(rows[free])].legend(loc="center left", **legend)
+    for text in drawn.get_texts():
+        text.set_parse_math(False)
     return [grid[sources.index(p.source), rows[sources.index(p.source)].index(p)] for p in shown]
 
 

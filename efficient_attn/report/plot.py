@@ -9,6 +9,7 @@ from efficient_attn.analysis.curves import YARDSTICK, Curve, curves
 from efficient_attn.report.files import write
 from efficient_attn.report.harmless import plain
 from efficient_attn.report.palette import INK, MUTED, line_styles
+from efficient_attn.report.readable import short
 from efficient_attn.sweep.amounts import show_bytes, show_seconds
 from efficient_attn.sweep.records import Case, Record
 
@@ -137,7 +138,9 @@ def _dress(ax: Any, drawn: Sequence[Curve], y: str) -> None:
 
 def _write_title(ax: Any, title: str, conditions: str) -> None:
     ax.set_title(f"{title}\n", loc="left", fontsize=12, fontweight="bold", color=INK)
-    ax.text(0, 1.02, conditions, transform=ax.transAxes, fontsize=9, color=MUTED, parse_math=False)
+    told = ax.text(0, 1.02, conditions, transform=ax.transAxes, fontsize=9, color=MUTED, parse_math=False)
+    # However long it is, the plot keeps its size.
+    told.set_in_layout(False)
 
 
 def _few(tokens: Sequence[int]) -> Sequence[int]:
@@ -196,7 +199,7 @@ def _name_lines(ax: Any, drawn: Sequence[Curve], styles: Mapping[str, Mapping[st
 
 def _name(curve: Curve) -> str:
     """The label, shortened if it would take the plot's place, and where it could not be measured."""
-    label = curve.label if len(curve.label) <= _LONGEST_NAME else f"{curve.label[: _LONGEST_NAME - 1]}…"
+    label = short(curve.label, _LONGEST_NAME)
     missing = [point for point in curve.points if point.value is None]
     return f"{label} ({missing[0].record.status} at {missing[0].tokens})" if missing else label
 

@@ -8,7 +8,7 @@ from efficient_attn.report.harmless import plain
 from efficient_attn.sweep.records import Record
 
 # Files of records keep what is shortened here.
-_LONGEST_NAME, _LONGEST_REASON = 80, 300
+_LONGEST_NAME, _LONGEST_REASON, _LONGEST_WORD = 80, 300, 40
 
 
 def readable(records: Iterable[Record]) -> list[Record]:
@@ -46,7 +46,7 @@ def _unlike(shown: str, label: str, taken: set[str]) -> str:
 def _changed(item: Any, **values: Any) -> Any:
     """A copy with these values, and every other text short and plain; the item itself if nothing differs."""
     texts = {
-        field.name: short(plain(value))
+        field.name: short(plain(value), _LONGEST_WORD)
         for field in fields(item)
         if isinstance(value := getattr(item, field.name), str)
     }
