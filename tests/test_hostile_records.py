@@ -111,7 +111,7 @@ def test_the_page_has_the_elements_and_attributes_of_its_harmless_twin(outputs):
     one, other = (
         Page((outputs[kind] / "report.html").read_text(encoding="utf-8")) for kind in ("hostile", "harmless")
     )
-    # In another order, since names are sorted; lines that follow each other may share the definition of a marker.
+    # In another order, since names are sorted; and neighbouring lines may share a definition of a marker.
     shared = {"defs": 0, "path": 0}
     counts = [Counter(tag for tag, _ in page.elements) | shared for page in (one, other)]
     assert {**counts[0], **shared} == {**counts[1], **shared}

@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from html.parser import HTMLParser
 from itertools import pairwise
 
@@ -193,3 +194,15 @@ def test_the_command_needs_no_torch(tmp_path):
     words = [sys.executable, "-c", code, "report", str(run), "--html", str(tmp_path / "page.html")]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout.strip(), done.stderr) == (0, str(tmp_path / "page.html"), "")
+
+
+def test_plots_of_several_runs_share_their_scale(tmp_path):
+    slow = [
+        replace(record, times_s=tuple(100 * s for s in record.times_s))
+        for record in costs()
+        if record.times_s
+    ]
+    runs = [folder(tmp_path / "fast", costs()), folder(tmp_path / "slow", slow)]
+    plots = re.findall(r"<svg (?:(?!swatch).)*?</svg>", page_of(*runs, tmp_path=tmp_path), flags=re.DOTALL)
+    ticks = [re.findall(r">([\d.]+ m?s|[\d.]+ min)<", plot) for plot in (plots[0], plots[2])]
+    assert ticks[0] == ticks[1] != []

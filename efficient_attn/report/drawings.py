@@ -36,13 +36,17 @@ class Drawing(NamedTuple):
 
 
 def draw(
-    records: Sequence[Record], quantities: Sequence[str], *, name: str, beside: Sequence[Record] = ()
+    records: Sequence[Record],
+    quantities: Sequence[str],
+    *,
+    name: str,
+    beside: Sequence[Sequence[Record]] = (),
 ) -> list[Drawing]:
     """The quantities drawn.
 
     Args:
         name: Keeps the ids of this run apart from those of another.
-        beside: Records of runs that share the axes' scale.
+        beside: The records of each run that shares the axes' scale.
     """
     costs = [quantity for quantity in quantities if quantity in QUANTITIES]
     made = [_costs(records, costs, name, beside)] if costs else []
@@ -50,7 +54,7 @@ def draw(
 
 
 def _costs(
-    records: Sequence[Record], quantities: Sequence[str], name: str, beside: Sequence[Record]
+    records: Sequence[Record], quantities: Sequence[str], name: str, beside: Sequence[Sequence[Record]]
 ) -> Drawing:
     """Costs share lines and conditions, hence a legend."""
     shown = []
@@ -59,7 +63,8 @@ def _costs(
         ax = _axes()
         if corners := [
             (point.tokens, edge)
-            for curve in curves(beside, quantity)
+            for run in beside
+            for curve in curves(run, quantity)
             for point in curve.measured
             for edge in (point.low, point.high)
         ]:

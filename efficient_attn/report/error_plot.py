@@ -77,9 +77,10 @@ def _grid(shown: Sequence[Panel], styles: Mapping[str, Mapping[str, Any]], quant
         for empty in grid[row, len(group) :]:
             empty.set_axis_off()
     _head(figure, shown, quantity)
-    legend = {"handles": handles(shown, styles), "frameon": False, "fontsize": 10, "labelcolor": INK}
-    for handle in legend["handles"]:
-        handle.set_label(short(handle.get_label(), _LONGEST_NAME))
+    lines = handles(shown, styles)
+    for line in lines:
+        line.set_label(short(line.get_label(), _LONGEST_NAME))
+    legend = {"handles": lines, "frameon": False, "fontsize": 10, "labelcolor": INK}
     if free is None:
         drawn = figure.legend(loc="outside right center", **legend)
     else:

@@ -65,11 +65,11 @@ def page(title: str, runs: Sequence[Run]) -> str:
 
     jinja = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, finalize=_printable)
     jinja.filters["powers"] = _powers
-    everything = [record for run in runs for record in run.records] if len(runs) > 1 else []
+    beside = [run.records for run in runs] if len(runs) > 1 else []
     drawings = [
         (run.label, drawing)
         for number, run in enumerate(runs)
-        for drawing in draw(run.records, run.quantities, name=f"run-{number}", beside=everything)
+        for drawing in draw(run.records, run.quantities, name=f"run-{number}", beside=beside)
     ]
     # Tables of one title stand together, so that runs are easily compared.
     titles = list(dict.fromkeys(table.title for run in runs for table in run.tables))
