@@ -11,6 +11,7 @@ import torch
 from efficient_attn.conformance import (  # noqa: F401  (importing them enters their checks)
     causality,
     gradients,
+    growth,
     inputs,
     masks,
     modules,

@@ -197,6 +197,10 @@ class UsesTheGlobalGenerator(Softmax):
         return super().scores(q, k) + 0 * torch.rand(())
 
 
+class HoldsAllScores(Softmax):
+    """Nothing is wrong with it but what is said of it: that memory grows linearly."""
+
+
 class LosesItsSecondDerivatives(Softmax):
     """A backward pass of its own that does not say that it can be differentiated once only."""
 

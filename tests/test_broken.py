@@ -24,6 +24,7 @@ class Pair(NamedTuple):
 EXACT = Capabilities(causal=True, exact=True, second_derivatives=True, time_growth=2, memory_growth=2)
 RANDOM = Capabilities(causal=True, second_derivatives=True, time_growth=2, memory_growth=2)
 LOCAL = Capabilities(causal=True, cross=False, second_derivatives=True, time_growth=2, memory_growth=2)
+LINEAR = Capabilities(causal=True, exact=True, second_derivatives=True, time_growth=2)
 ONCE = Capabilities(causal=True, time_growth=2, memory_growth=2, exact=True)
 
 
@@ -76,6 +77,7 @@ PAIRS = (
     _pair(broken.WritesToItsInputs, "inputs_are_not_written_to"),
     _pair(broken.UsesTheGlobalGenerator, "nothing_global_is_touched"),
     _pair(broken.LosesItsSecondDerivatives, "second_derivatives_are_right_or_refused", ONCE),
+    _pair(broken.HoldsAllScores, "memory_grows_as_declared", LINEAR),
 )
 
 NAMED = [pytest.param(pair, id=f"{pair.broken.name}-{pair.check}") for pair in PAIRS]
