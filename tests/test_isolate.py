@@ -128,6 +128,10 @@ def greedy(q, k, v):
     return v.new_empty(1 << 58)
 
 
+def full(q, k, v):
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3 GiB")
+
+
 def refuses(q, k, v):
     from efficient_attn.errors import UnsupportedError
 
@@ -391,8 +395,9 @@ def test_json_on_stdout_is_one_document_whatever_backends_print_and_break(capfd)
 
     small = ("--seq-len", "16", "--num-heads", "2", "--head-dim", "8", "--threads", "1")
     with pytest.raises(SystemExit) as exit_:
-        main(["bench", *small, "--json", "-", "--backend", "own.py:loud,own.py:exits"])
+        main(["bench", *small, "--json", "-", "--backend", "own.py:loud,own.py:exits,own.py:full"])
     out, err = capfd.readouterr()
     statuses = {(r["label"], r["kind"]): r["status"] for r in json.loads(out)["records"]}
-    assert exit_.value.code == 3 and len(statuses) == 6 and "flood flood" in err
-    assert {label for (label, _), status in statuses.items() if status != "ok"} == {"own.py:exits"}
+    assert exit_.value.code == 3 and "flood flood" in err
+    wanted = {"exact": "ok", "own.py:loud": "ok", "own.py:exits": "crash", "own.py:full": "oom"}
+    assert statuses == {(label, kind): wanted[label] for label in wanted for kind in ("time", "memory")}

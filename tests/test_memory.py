@@ -1,5 +1,7 @@
 """Memory: known patterns are measured to the byte, the same each time."""
 
+import threading
+
 import pytest
 import torch
 
@@ -32,7 +34,54 @@ def nested():
     return outer
 
 
+class Working(torch.autograd.Function):
+    """Takes a block beside its output on the way forth, half a block beside the gradient on the way back."""
+
+    @staticmethod
+    def forward(ctx, x):
+        output = torch.empty_like(x)
+        block()
+        return output
+
+    @staticmethod
+    def backward(ctx, gradient):
+        result = torch.empty_like(gradient)
+        block(SIZE // 2)
+        return result
+
+
+X, GRADIENT = torch.ones(SIZE // 16, requires_grad=True), torch.ones(SIZE // 16)
+
+
+def forward_only():
+    with torch.no_grad():
+        return Working.apply(X)
+
+
+def forward_and_backward():
+    return torch.autograd.grad(Working.apply(X), X, GRADIENT)
+
+
+def freed_during():
+    kept = [block(), block()]
+    del kept[0]
+    block(SIZE // 8)
+    return kept.pop()
+
+
+def kept_beside_the_result():
+    HELD.append(block(SIZE // 4))
+    return block(SIZE // 2)
+
+
+HELD = []
+
 PATTERNS = {
+    forward_only: (SIZE // 4 + SIZE, SIZE // 4),
+    # The output is gone once its gradient is asked for; the larger of both ways counts.
+    forward_and_backward: (SIZE // 4 + SIZE, SIZE // 4),
+    freed_during: (2 * SIZE, SIZE),
+    kept_beside_the_result: (SIZE * 3 // 4, SIZE * 3 // 4),
     one_after_the_other: (SIZE, SIZE // 4),
     two_at_once: (SIZE * 3 // 2, SIZE // 4),
     nested: (SIZE * 3 // 2, SIZE),
@@ -49,6 +98,38 @@ def test_a_known_pattern_is_measured_to_the_byte_three_times_over(pattern):
 def test_what_was_allocated_before_and_is_freed_inside_does_not_count():
     held = [block()]
     assert memory.peak(held.clear, device="cpu").peak_bytes == 0
+
+
+def test_threads_of_operators_are_counted_and_those_that_a_backend_starts_itself_are_not():
+    """The second half is a limit of torch's profiler; the docs say so, and would have to change with it."""
+    x = torch.ones(64, 1 << 12)
+
+    def own_thread():
+        thread = threading.Thread(target=block)
+        thread.start()
+        thread.join()
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        assert memory.peak(lambda: x.softmax(dim=-1), device="cpu").peak_bytes == x.numel() * 4
+    finally:
+        torch.set_num_threads(before)
+    assert memory.peak(own_thread, device="cpu").peak_bytes == 0
+
+
+def test_a_fallback_is_chosen_when_the_pattern_comes_out_wrong_or_reading_it_fails(monkeypatch):
+    right = memory._allocations
+    for wrong in (
+        lambda run: ((at, 2 * size) for at, size in right(run)),
+        lambda run: (_ for _ in ()).throw(AttributeError("no such part of torch")),
+    ):
+        monkeypatch.setattr(memory, "_allocations", wrong)
+        memory.allocations_are_seen.cache_clear()
+        try:
+            assert not memory.allocations_are_seen()
+        finally:
+            memory.allocations_are_seen.cache_clear()
 
 
 def test_written_out_softmax_attention_takes_two_score_matrices():
