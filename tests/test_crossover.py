@@ -7,33 +7,34 @@ import pytest
 
 from efficient_attn.analysis.crossover import _crossing, crossovers
 from efficient_attn.analysis.curves import curves
-from efficient_attn.report.sentences import bench_sentences
+from efficient_attn.report.pays import crossover_tables
 from efficient_attn.sweep.records import Case, Record
 
 LENGTHS = (256, 512, 1024, 2048, 4096)
 SHARED = {"num_heads": 2, "head_dim": 8, "dtype": "float32", "device": "cpu", "threads": 1}
 
 
-def records(at, *, noise=0.0, seed=0, lengths=LENGTHS, samples=40):
-    """Exact attention in n² and `window` in n, equal at `at` tokens."""
+def records(at, *, noise=0.0, seed=0, lengths=LENGTHS, samples=40, around=0):
+    """Exact attention in n² and `window` in n, equal at `at` tokens; both in a block of so much per token."""
     generator = np.random.default_rng(seed)
     made = []
     for tokens in lengths:
-        for label, seconds in (("exact", tokens**2), ("window", tokens * at)):
+        for label, seconds in (("exact", tokens**2 + around * tokens), ("window", tokens * (at + around))):
             case = Case(kind="time", backend=label, label=label, tokens=tokens, **SHARED)
             times_s = 1e-9 * seconds * np.exp(generator.normal(0, noise, size=samples))
             made.append(Record(case=case, times_s=tuple(map(float, times_s))))
     return made
 
 
-def found(made):
-    return crossovers(curves(made, "time_s"))
+def found(made, against="exact"):
+    return crossovers(curves(made, "time_s"), against)
 
 
-@pytest.mark.parametrize("at", [300, 700, 1024, 4000])
-def test_a_crossover_of_two_powers_is_exact_between_any_two_lengths(at):
-    (crossover,) = found(records(at))
-    assert crossover.tokens == pytest.approx(at) and not crossover.extrapolated
+@pytest.mark.parametrize("around", [0, 3000])
+@pytest.mark.parametrize("at", [300, 700, 1024, 4000, 9000])
+def test_a_crossover_is_exact_between_any_two_lengths_and_beyond_alone_and_in_a_block(at, around):
+    (crossover,) = found(records(at, around=around))
+    assert crossover.tokens == pytest.approx(at) and crossover.extrapolated == (at > 4096)
     assert crossover.low == pytest.approx(at) and crossover.high == pytest.approx(at)
 
 
@@ -45,38 +46,80 @@ def test_of_several_crossings_the_last_one_counts():
 def test_beyond_the_longest_length_it_is_marked_and_far_beyond_it_is_not_told():
     (crossover,) = found(records(10_000))
     assert crossover.extrapolated and crossover.tokens == pytest.approx(10_000)
-    assert found(records(8 * 4096 + 1000)) == []
+    (far,) = found(records(8 * 4096 + 1000))
+    assert far.tokens is None and not far.always
 
 
-def test_what_is_faster_everywhere_or_gains_nothing_has_none():
-    assert found(records(100)) == []
+def test_what_is_faster_everywhere_or_gains_nothing_has_none_and_says_where_it_was_looked_for():
+    (faster,) = found(records(100))
+    assert faster.tokens is None and faster.always and faster.lengths == LENGTHS
     slower = [r for r in records(700) if r.case.label == "exact"]
     same = [replace(r, case=replace(r.case, backend="f", label="f")) for r in slower]
-    assert found([*slower, *same]) == []
+    (none,) = found([*slower, *same])
+    assert none.tokens is None and not none.always
+    one_length = [r for r in records(700) if r.case.tokens == 512]
+    assert found(one_length) == []
 
 
-def test_intervals_hold_the_true_crossover_about_as_often_as_they_say():
+def dense(made, factor=4.0):
+    """`exact-dense`, so many times as slow as `exact`."""
+    return [
+        replace(
+            r,
+            case=replace(r.case, backend="exact-dense", label="exact-dense"),
+            times_s=tuple(factor * time_s for time_s in r.times_s),
+        )
+        for r in made
+        if r.case.label == "exact"
+    ]
+
+
+def test_either_kind_of_exact_attention_is_compared_with():
+    made = records(3000)
+    made += dense(made)
+    against = {one.label: one for one in found(made, "exact-dense")}
+    assert against["window"].tokens == pytest.approx(750) and against["exact"].always
+    assert {one.label for one in found(made)} == {"window", "exact-dense"}
+
+
+def test_only_what_was_measured_under_one_setting_is_compared():
+    alone, block = (
+        [replace(r, case=replace(r.case, of=of)) for r in records(at)]
+        for of, at in (("attention", 700), ("block", 1500))
+    )
+    told = {one.label: one.tokens for one in found([*alone, *block])}
+    assert told == {"window, attention": pytest.approx(700), "window, block": pytest.approx(1500)}
+
+
+@pytest.mark.parametrize("at", [700, 8000])
+def test_intervals_hold_the_true_crossover_about_as_often_as_they_say(at):
     runs = 200
     covered = 0
     for seed in range(runs):
-        (crossover,) = found(records(700, noise=0.1, seed=seed))
-        covered += (crossover.low or 0) <= 700 <= (crossover.high or np.inf)
+        (crossover,) = found(records(at, noise=0.1, seed=seed, around=1000))
+        assert crossover.extrapolated == (at > 4096)
+        covered += (crossover.low or 0) <= at <= (crossover.high or np.inf)
     # 95 % is promised; resampled medians of 40 samples may be somewhat short or long of it, and 200 runs
     # scatter by three standard errors of √(0.95·0.05/200).
     assert covered / runs >= 0.95 - 0.03 - 3 * (0.95 * 0.05 / runs) ** 0.5
 
 
 def test_an_interval_that_nothing_bounds_is_open():
-    (crossover,) = found(records(20_000, noise=0.5, samples=12))
-    assert (
-        crossover.high is None
-        and "or more, extrapolated" in bench_sentences(records(20_000, noise=0.5, samples=12))[-1]
-    )
+    made = records(20_000, noise=0.5, samples=12)
+    (crossover,) = found(made)
+    assert crossover.high is None and crossover.tokens is not None
+    assert "or more, extrapolated)" in crossover_tables(made)[0].rows[0][1]
 
 
-def test_the_sentence_tells_the_number_its_interval_and_that_it_was_extrapolated():
-    told = bench_sentences(records(700))
-    assert "Estimated crossover with fused exact attention: window at 700 tokens (700 to 700)." in told
-    told = bench_sentences(records(10_000))
-    assert told[-1].endswith("window at 10000 tokens (10000 to 10000, extrapolated).")
-    assert not any("crossover" in sentence for sentence in bench_sentences(records(100)))
+def test_the_table_tells_number_and_interval_or_that_there_is_none_and_where_it_was_looked_for():
+    def cells(at):
+        (table,) = crossover_tables([*records(at), *dense(records(at))])
+        assert table.notes == (
+            "Looked for at 256, 512, 1024, 2048, 4096 tokens, and beyond as far as 8 times the last.",
+        )
+        return next(row[1:] for row in table.rows if row[0] == "window")
+
+    assert cells(700) == ("700 (700 to 700)", "all from 256")
+    assert cells(10_000) == ("10000 (10000 to 10000, extrapolated)", "2500 (2500 to 2500)")
+    assert cells(100) == ("all from 256", "all from 256")
+    assert cells(40_000)[0] == "none up to 4096"

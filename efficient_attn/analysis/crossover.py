@@ -1,9 +1,9 @@
-"""From how many tokens on a backend is faster than exact attention.
+"""From how many tokens on a backend is faster than another: fused exact attention, or the dense one.
 
-Between two lengths the logarithm of the ratio of medians is taken as a straight line in the logarithm of
-tokens; beyond the longest length the line through the last two goes on. The interval comes from drawing the
-raw samples of every length again, with replacement: it holds the scatter of calls, not that of other
-machines or hours.
+What attention, a block and a stack cost is a part for every token and one for every pair of tokens. So the
+difference of two medians, divided by the tokens, is taken as a straight line between two lengths; beyond the
+longest the line through the last two goes on. The interval comes from drawing the raw samples of every length
+again, with replacement: it holds the scatter of calls, not that of other machines or hours.
 """
 
 import math
@@ -13,50 +13,61 @@ from typing import NamedTuple
 
 import numpy as np
 
-from efficient_attn.analysis.curves import Curve
-from efficient_attn.analysis.summary import yardstick
+from efficient_attn.analysis.curves import YARDSTICK, Curve, partner
+from efficient_attn.sweep.variants import CEILING
 
 _RESAMPLES, _SEED = 400, 0
 _OUTSIDE = (2.5, 97.5)
 
 # A line through two lengths is not followed further than this multiple of the longest.
-_FURTHEST = 8
+FURTHEST = 8
 
 
 class Crossover(NamedTuple):
-    """Where a backend becomes faster, and stays so as far as was measured.
+    """Where a backend becomes faster than another, and stays so as far as was measured.
 
     Attributes:
+        against: The backend that it is compared with.
+        lengths: Where both were measured: a crossover was looked for from the first to eight times the last.
+        tokens: None if there is none.
         low: None if it may be below the shortest length.
         high: None if nothing bounds it.
         extrapolated: It lies beyond the longest length.
+        always: It is faster at every length, which is why there is no crossover.
     """
 
     label: str
-    tokens: float
-    low: float | None
-    high: float | None
-    extrapolated: bool
+    against: str
+    lengths: tuple[int, ...]
+    tokens: float | None = None
+    low: float | None = None
+    high: float | None = None
+    extrapolated: bool = False
+    always: bool = False
 
 
-def crossovers(all_curves: Sequence[Curve]) -> list[Crossover]:
-    """The crossovers with the yardstick, of the curves of times that have one."""
-    exact = yardstick(all_curves)
-    if exact is None:
-        return []
-    found = (_crossover(curve, exact) for curve in all_curves if curve is not exact)
-    return [crossover for crossover in found if crossover is not None]
+def crossovers(all_curves: Sequence[Curve], against: str = YARDSTICK) -> list[Crossover]:
+    """Every curve of times against that of one backend under the same setting, found or not."""
+    compared = (
+        crossover(curve, other)
+        for curve in all_curves
+        if curve.backend not in (against, CEILING)
+        and (other := partner(curve, all_curves, against)) is not None
+    )
+    return [found for found in compared if found is not None]
 
 
-def _crossover(curve: Curve, exact: Curve) -> Crossover | None:
-    pairs = [(own, its) for own in curve.measured if (its := exact.at(own.tokens)) is not None]
+def crossover(curve: Curve, other: Curve) -> Crossover | None:
+    """Where one curve of times falls below another; None where they share fewer than two lengths."""
+    pairs = [(own, its) for own in curve.measured if (its := other.at(own.tokens)) is not None]
     if len(pairs) < 2:
         return None
-    logs = np.log([own.tokens for own, _ in pairs])
-    ratios = np.log([(own.value or 1.0) / (its.value or 1.0) for own, its in pairs])
-    best, furthest = _crossing(logs, ratios), float(logs[-1]) + math.log(_FURTHEST)
-    if not logs[0] <= best <= furthest:
-        return None
+    looked = Crossover(curve.label, other.backend, tuple(own.tokens for own, _ in pairs))
+    tokens = np.asarray(looked.lengths, dtype=float)
+    lags = np.asarray([(own.value or 0.0) - (its.value or 0.0) for own, its in pairs]) / tokens
+    best, furthest = _crossing(tokens, lags), FURTHEST * tokens[-1]
+    if not tokens[0] <= best <= furthest:
+        return looked._replace(always=bool((lags < 0).all()))
     drawn = np.stack(
         [
             _medians(own.record.times_s, own.tokens, _SEED)
@@ -65,34 +76,33 @@ def _crossover(curve: Curve, exact: Curve) -> Crossover | None:
         ],
         axis=1,
     )
-    crossings = [_crossing(logs, row) for row in drawn]
+    crossings = [_crossing(tokens, row) for row in drawn / tokens]
     # Of two crossings one is taken, not their mean: some lie at infinity.
     low, high = np.percentile(crossings, _OUTSIDE, method="nearest")
-    return Crossover(
-        label=curve.label,
-        tokens=math.exp(best),
-        low=math.exp(low) if low >= logs[0] else None,
-        high=math.exp(high) if high <= furthest else None,
-        extrapolated=bool(best > logs[-1]),
+    return looked._replace(
+        tokens=best,
+        low=float(low) if low >= tokens[0] else None,
+        high=float(high) if high <= furthest else None,
+        extrapolated=bool(best > tokens[-1]),
     )
 
 
 # The yardstick's serve for every backend, and all of them for sentences and for tables.
 @cache
 def _medians(times_s: tuple[float, ...], tokens: int, seed: int) -> np.ndarray:
-    """Logarithms of the medians of samples drawn again: [resamples]."""
+    """The medians of samples drawn again: [resamples]."""
     generator = np.random.default_rng([seed, tokens])
     drawn = generator.choice(np.asarray(times_s), size=(_RESAMPLES, len(times_s)))
-    return np.asarray(np.log(np.median(drawn, axis=1)))
+    return np.asarray(np.median(drawn, axis=1))
 
 
-def _crossing(logs: np.ndarray, ratios: np.ndarray) -> float:
-    """Where the logarithm of the ratio falls through 0 for the last time; ∓∞ if before or never."""
-    slower = np.flatnonzero(ratios > 0)
+def _crossing(tokens: np.ndarray, lags: np.ndarray) -> float:
+    """Where the lag behind the other falls through 0 for the last time; ∓∞ if before or never."""
+    slower = np.flatnonzero(lags > 0)
     if not len(slower):
         return -math.inf
-    start = min(int(slower[-1]), len(logs) - 2)
-    fall = ratios[start] - ratios[start + 1]
+    start = min(int(slower[-1]), len(tokens) - 2)
+    fall = lags[start] - lags[start + 1]
     if fall <= 0:
         return math.inf
-    return float(logs[start] + (logs[start + 1] - logs[start]) * ratios[start] / fall)
+    return float(tokens[start] + (tokens[start + 1] - tokens[start]) * lags[start] / fall)

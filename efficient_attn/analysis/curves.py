@@ -2,14 +2,16 @@
 
 import re
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from efficient_attn.analysis.fits import Growth, exact_growth, growth
 from efficient_attn.analysis.statistics import middle
 from efficient_attn.sweep.records import Case, Record
+from efficient_attn.sweep.variants import CEILING
 
-# What everything is compared with: exact attention through the fused kernel.
-YARDSTICK = "exact"
+# What everything is compared with: exact attention through the fused kernel; and the kind that builds the
+# whole matrix of scores, which papers compared themselves with.
+YARDSTICK, DENSE = "exact", "exact-dense"
 
 # The kind of record that answers for each quantity.
 QUANTITIES = {
@@ -71,6 +73,11 @@ class Curve(NamedTuple):
             return growth(tokens, [min(point.record.times_s or ()) for point in self.measured])
         return exact_growth(tokens, [float(point.value or 0) for point in self.measured])
 
+    @property
+    def setting(self) -> tuple[Any, ...]:
+        """What it was measured under, but for the backend: curves that share it may be compared."""
+        return tuple(getattr(self.points[0].record.case, field) for field in _MAY_DIFFER)
+
     def at(self, tokens: int) -> Point | None:
         """The measured point at this length."""
         return next((point for point in self.measured if point.tokens == tokens), None)
@@ -79,7 +86,7 @@ class Curve(NamedTuple):
 def curves(records: Iterable[Record], quantity: str) -> tuple[Curve, ...]:
     """The curves of `time_s`, `peak_bytes`, `parameter_bytes` or `state_bytes`.
 
-    Exact attention comes first, then the others by name: the order of the records depends on what failed.
+    Yardsticks come first, then the others by name: the order of the records depends on what failed.
     Of equal cases the last record counts.
     """
     wanted = [record for record in records if record.case.kind == QUANTITIES[quantity]]
@@ -94,12 +101,29 @@ def curves(records: Iterable[Record], quantity: str) -> tuple[Curve, ...]:
     )
 
 
-def _place(item: tuple[str, list[Record]]) -> tuple[bool, list[tuple[int, str]]]:
+def by_subject(records: Iterable[Record]) -> dict[str, list[Record]]:
+    """The costs of attention, of the block, of the encoder of 3 layers, …, as far as they were measured."""
+    groups: dict[str, list[Record]] = {}
+    for record in records:
+        if record.case.kind in QUANTITIES.values():
+            of, layers = record.case.of, record.case.layers
+            groups.setdefault(of if layers is None else f"{of} of {layers} layers", []).append(record)
+    return groups
+
+
+def partner(curve: Curve, all_curves: Iterable[Curve], backend: str) -> Curve | None:
+    """The curve of that backend measured under the same setting; None unless there is exactly one."""
+    found = [other for other in all_curves if other.backend == backend and other.setting == curve.setting]
+    return found[0] if len(found) == 1 else None
+
+
+def _place(item: tuple[str, list[Record]]) -> tuple[bool, bool, list[tuple[int, str]]]:
     """Numbers within names are compared as numbers, so that rank=64 comes before rank=128."""
     label, group = item
     pieces = re.findall(r"\d+|\D+", label)
     name = [(int(piece), "") if piece.isdecimal() else (-1, piece) for piece in pieces]
-    return group[0].case.backend != YARDSTICK, name
+    backend = group[0].case.backend
+    return backend != YARDSTICK, backend != CEILING, name
 
 
 class Namer(NamedTuple):
@@ -117,7 +141,7 @@ def namer(cases: Sequence[Case]) -> Namer:
 
 
 def _say(field: str, value: object) -> str:
-    if isinstance(value, bool):
+    if isinstance(value, bool) or value is None:
         return field if value else ""
     return str(value) if isinstance(value, str) else f"{field}={value}"
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from efficient_attn.analysis.curves import YARDSTICK, Curve, curves
+from efficient_attn.analysis.curves import YARDSTICK, Curve, curves, partner
 from efficient_attn.analysis.rate import rate_share
 from efficient_attn.sweep.records import Record
 
@@ -65,18 +65,20 @@ def yardstick(all_curves: Iterable[Curve]) -> Curve | None:
 
 
 def gains(all_curves: Sequence[Curve]) -> list[Gain]:
-    """Every backend against the yardstick, at the lengths where both were measured.
+    """Every backend against the yardstick of its setting, at the lengths where both were measured.
 
     It counts as faster at a length where the intervals of the two medians do not overlap.
     """
-    exact = yardstick(all_curves)
-    if exact is None:
-        return []
-    compared = (_gain(curve, exact) for curve in all_curves if curve is not exact)
+    compared = (
+        gain_over(curve, exact)
+        for curve in all_curves
+        if (exact := partner(curve, all_curves, YARDSTICK)) is not None and curve is not exact
+    )
     return [gain for gain in compared if gain is not None]
 
 
-def _gain(curve: Curve, exact: Curve) -> Gain | None:
+def gain_over(curve: Curve, exact: Curve) -> Gain | None:
+    """One backend against another; None where no length has both."""
     pairs = [(own, its) for own in curve.measured if (its := exact.at(own.tokens)) is not None]
     if not pairs:
         return None

@@ -18,6 +18,8 @@ from efficient_attn.errors import DataError, UnknownNameError
 from efficient_attn.report import plot as cost_plot
 from efficient_attn.report.files import write
 from efficient_attn.report.harmless import plain
+from efficient_attn.report.heads import head_tables
+from efficient_attn.report.pays import crossover_tables
 from efficient_attn.report.readable import readable
 from efficient_attn.report.sentences import bench_sentences
 from efficient_attn.report.table import Table, tables, to_html
@@ -88,7 +90,7 @@ class Results:
     def tables(self) -> list[Table]:
         """What was measured, as tables of text."""
         costs = [record for record in self.records if record.case.kind in QUANTITIES.values()]
-        made = tables(costs) if costs else []
+        made = [*tables(costs), *crossover_tables(costs), *head_tables(costs)]
         return made + (_errors("tables")(self._of_kind("error")) if self._of_kind("error") else [])
 
     def plot(self, y: str | None = None, x: str | None = None, *, ax: Any = None) -> Any:

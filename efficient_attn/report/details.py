@@ -1,40 +1,21 @@
-"""Tables of a report beside those of the command line: crossovers, and what could not be measured and why."""
+"""The table of a report beside those of the command line: what could not be measured, and why."""
 
 from collections.abc import Sequence
 
-from efficient_attn.analysis.crossover import crossovers
-from efficient_attn.analysis.curves import curves
-from efficient_attn.report.sentences import round_tokens
 from efficient_attn.report.table import Table
 from efficient_attn.sweep.records import Case, Record
 
 
 def details(records: Sequence[Record]) -> list[Table]:
     """As far as there is anything to tell."""
-    made = (_crossover_table(records), _failure_table(records))
-    return [table for table in made if table.rows]
+    failures = _failure_table(records)
+    return [failures] if failures.rows else []
 
 
 def without_failures(table: Table, records: Sequence[Record]) -> Table:
     """The table without the notes that repeat why something could not be measured."""
     told = tuple({f": {record.status}: {record.reason}" for record in records if record.status != "ok"})
     return table._replace(notes=tuple(note for note in table.notes if not note.endswith(told)))
-
-
-def _crossover_table(records: Sequence[Record]) -> Table:
-    found = crossovers(curves(records, "time_s"))
-    rows = [
-        (
-            one.label,
-            str(round_tokens(one.tokens)),
-            "below the shortest length" if one.low is None else str(round_tokens(one.low)),
-            "unbounded" if one.high is None else str(round_tokens(one.high)),
-            "extrapolated" if one.extrapolated else "interpolated",
-        )
-        for one in found
-    ]
-    columns = ("backend", "tokens", "from", "to", "how")
-    return Table("Faster than fused exact attention from, with a 95 % interval", columns, tuple(rows))
 
 
 def _failure_table(records: Sequence[Record]) -> Table:

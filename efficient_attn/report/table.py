@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from efficient_attn.analysis.curves import Curve, Point, curves
+from efficient_attn.analysis.curves import YARDSTICK, Curve, Point, by_subject, curves
 from efficient_attn.analysis.fits import Growth
 from efficient_attn.analysis.rate import rate_share
 from efficient_attn.analysis.summary import gains
@@ -42,15 +42,20 @@ class Table(NamedTuple):
 def tables(records: Sequence[Record]) -> list[Table]:
     """The tables of a benchmark: time, then peak memory, as far as they were measured."""
     made = []
-    times = curves(records, "time_s")
-    if times:
-        ratios = {gain.label: f"{gain.ratio:.3g}x" for gain in gains(times)}
-        extra = {"speed, exact = 1": {"exact": "1", **ratios} if ratios else {}, _SHARE: _shares(times)}
-        table = _cost_table("Time per call, ms", times, _MILLISECOND, extra)
-        made.append(table._replace(notes=table.notes + _rates(times)))
-    peaks = curves(records, "peak_bytes")
-    if peaks:
-        made.append(_cost_table("Peak memory of a call, MiB", peaks, _MEBIBYTE, {}))
+    for subject, group in by_subject(records).items():
+        place = "" if subject == "attention" else f" of the {subject}"
+        times = curves(group, "time_s")
+        if times:
+            ratios = {gain.label: f"{gain.ratio:.3g}x" for gain in gains(times)}
+            speed = {curve.label: "1" for curve in times if curve.backend == YARDSTICK} | ratios
+            extra = {"speed, exact = 1": speed if ratios else {}, _SHARE: _shares(times)}
+            table = _cost_table(f"Time per call{place}, ms", times, _MILLISECOND, extra)
+            made.append(table._replace(notes=table.notes + _rates(times)))
+        peaks = curves(group, "peak_bytes")
+        if peaks:
+            bytes_of = {"weights": "parameter_bytes", "state": "state_bytes"}
+            extra = {name: _largest(group, quantity) for name, quantity in bytes_of.items()}
+            made.append(_cost_table(f"Peak memory of a call{place}, MiB", peaks, _MEBIBYTE, extra))
     return made
 
 
@@ -183,11 +188,17 @@ def _rates(all_curves: Sequence[Curve]) -> tuple[str, ...]:
     rates = [rate / _GIGA for rate in found if rate]
     if not rates:
         return ()
-    low, high = (_three_digits(rate) for rate in (min(rates), max(rates)))
+    low, high = (three_digits(rate) for rate in (min(rates), max(rates)))
     return (
         f"{_SHARE}: counted operations per second at the longest length, over what large matrix products "
         f"reach here: {low if low == high else f'{low} to {high}'} GFLOP/s.",
     )
+
+
+def _largest(records: Sequence[Record], quantity: str) -> dict[str, str]:
+    """Bytes at the longest length, in MiB, of every curve that has any."""
+    last = {curve.label: curve.measured[-1] for curve in curves(records, quantity) if curve.measured}
+    return {label: _cost(point, _MEBIBYTE) for label, point in last.items() if point.value}
 
 
 def _find(curve: Curve, tokens: int) -> Point | None:
@@ -199,14 +210,14 @@ def _cost(point: Point | None, unit: float) -> str:
         return ""
     if point.value is None:
         return point.record.status
-    text = _three_digits(point.value / unit)
+    text = three_digits(point.value / unit)
     if point.low is None or point.high is None or not point.value:
         return text
     spread = max(point.high - point.value, point.value - point.low) / point.value
     return f"{text} ±{spread:.0%}" if spread > _NOISY else text
 
 
-def _three_digits(value: float) -> str:
+def three_digits(value: float) -> str:
     """Three significant digits and no exponent."""
     if value >= 100:
         return f"{value:.0f}"

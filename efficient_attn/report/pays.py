@@ -1,0 +1,181 @@
+"""One sentence per backend: from how many tokens it pays, how much faster it is, alone and in a block.
+
+What was not measured is left out. Attention, block and encoder are joined where they were measured under one
+setting; how much faster a block could be at most is what the ceiling "attention := v" reaches at that length.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from efficient_attn.analysis.crossover import FURTHEST, Crossover, crossover, crossovers
+from efficient_attn.analysis.curves import DENSE, YARDSTICK, Curve, Point, by_subject, curves, partner
+from efficient_attn.analysis.summary import Gain, gain_over
+from efficient_attn.report.table import Table
+from efficient_attn.sweep.records import Case, Record
+from efficient_attn.sweep.variants import CEILING
+
+_SUBJECTS = ("attention", "block", "encoder")
+
+
+class _Told(NamedTuple):
+    """One backend in one place: against fused exact attention there, and what the ceiling reaches."""
+
+    case: Case
+    crossing: Crossover | None
+    gain: Gain
+    clear: bool
+    ceiling: float | None
+
+
+def pay_sentences(records: Sequence[Record]) -> list[str]:
+    """A sentence for everything that fused exact attention was measured beside."""
+    times = curves(records, "time_s")
+    found: dict[tuple[object, ...], list[_Told]] = {}
+    for curve in times:
+        told = _tell(curve, times)
+        if told is not None:
+            found.setdefault(_series(told.case), []).append(told)
+    return [_sentence(sorted(parts, key=_place)) for parts in found.values()]
+
+
+def crossover_tables(records: Sequence[Record]) -> list[Table]:
+    """From how many tokens each backend pays against either kind of exact attention, or that it does not."""
+    made = []
+    for subject, group in by_subject(records).items():
+        times = curves(group, "time_s")
+        both = {against: crossovers(times, against) for against in (YARDSTICK, DENSE)}
+        found = {(one.label, one.against): one for some in both.values() for one in some}
+        if not found:
+            continue
+        rows = tuple(
+            (label, *(_say_crossover(found.get((label, against))) for against in both))
+            for label in dict.fromkeys(label for label, _ in found)
+        )
+        looked = ", ".join(map(str, sorted({tokens for one in found.values() for tokens in one.lengths})))
+        place = "" if subject == "attention" else f" in the {subject}"
+        made.append(
+            Table(
+                f"Faster{place} from, tokens (95 % interval)",
+                ("backend", *(f"than {against}" for against in both)),
+                rows,
+                (f"Looked for at {looked} tokens, and beyond as far as {FURTHEST} times the last.",),
+            )
+        )
+    return made
+
+
+def _say_crossover(found: Crossover | None) -> str:
+    """`910 (850 to 990)`, and what it is if it is no such number."""
+    if found is None:
+        return ""
+    first, last = found.lengths[0], found.lengths[-1]
+    if found.tokens is None:
+        return f"all from {first}" if found.always else f"none up to {last}"
+    low = f"below {first}" if found.low is None else str(_round(found.low))
+    interval = f"{low} or more" if found.high is None else f"{low} to {_round(found.high)}"
+    return f"{_round(found.tokens)} ({interval}{', extrapolated' if found.extrapolated else ''})"
+
+
+def _round(tokens: float) -> int:
+    """Tokens to two digits: no timing tells more."""
+    return int(float(f"{tokens:.2g}"))
+
+
+def _tell(curve: Curve, times: Sequence[Curve]) -> _Told | None:
+    exact = partner(curve, times, YARDSTICK)
+    gain = None if exact is None or curve.backend in (YARDSTICK, CEILING) else gain_over(curve, exact)
+    if exact is None or gain is None:
+        return None
+    own, its, least = (
+        None if one is None else one.at(gain.tokens) for one in (curve, exact, partner(curve, times, CEILING))
+    )
+    reached = its.value / least.value if its and least and its.value and least.value else None
+    return _Told(
+        case=curve.points[0].record.case,
+        crossing=crossover(curve, exact),
+        gain=gain,
+        clear=bool(own and its and not _overlap(own, its)),
+        ceiling=reached,
+    )
+
+
+def _overlap(own: Point, its: Point) -> bool:
+    """Whether the intervals of two medians have a time in common."""
+    return (own.low or 0) <= (its.high or 0) and (its.low or 0) <= (own.high or 0)
+
+
+def _series(case: Case) -> tuple[object, ...]:
+    """What the parts of a sentence have in common."""
+    return (case.label, _machine(case), case.inputs, case.seed)
+
+
+def _place(told: _Told) -> tuple[int, int]:
+    of = told.case.of
+    return _SUBJECTS.index(of) if of in _SUBJECTS else len(_SUBJECTS), told.case.layers or 0
+
+
+def _sentence(parts: Sequence[_Told]) -> str:
+    first, *others = parts
+    machine = f"on this machine ({_machine(first.case)})"
+    pays = "" if first.crossing is None else f"{_say_pays(first)}; "
+    told = [f"{first.case.label}: {machine} {pays}{_say_gain(first)}"]
+    for part in others:
+        at = "" if part.gain.tokens == first.gain.tokens else f"at {part.gain.tokens} "
+        told.append(f"{at}the {_name(part.case)} {_times(part)}{_at_most(part)}")
+    return f"{'; '.join(told)}."
+
+
+def _say_pays(told: _Told) -> str:
+    """From where it is faster; `it` is the attention, or the block around it where that is all there is."""
+    found, it = told.crossing, "it" if told.case.of == "attention" else f"the {_name(told.case)}"
+    assert found is not None, "asked only where there is one"
+    if found.tokens is not None:
+        guessed = " (extrapolated)" if found.extrapolated else ""
+        return f"{it} pays from about {_round(found.tokens)} tokens{guessed}"
+    if found.always:
+        return f"{it} pays at every length from {found.lengths[0]} tokens on"
+    return f"{it} does not pay from {found.lengths[0]} to {found.lengths[-1]} tokens"
+
+
+def _say_gain(told: _Told) -> str:
+    verb = f"at {told.gain.tokens} it is {_times(told)}"
+    return verb + (" faster" if told.clear and told.gain.ratio > 1 else "") + _at_most(told)
+
+
+def _times(told: _Told) -> str:
+    """`3.1 times`, `2 times slower`, or that the two cannot be told apart."""
+    if not told.clear:
+        return "as fast as exact to within the noise"
+    ratio = told.gain.ratio
+    return f"{_two_digits(ratio)} times" if ratio > 1 else f"{_two_digits(1 / ratio)} times slower"
+
+
+def _at_most(told: _Told) -> str:
+    if told.ceiling is None:
+        return ""
+    faster = "" if told.clear and told.gain.ratio > 1 else " times faster"
+    return f", of at most {_two_digits(told.ceiling)}{faster}"
+
+
+def _name(case: Case) -> str:
+    return case.of if case.layers is None else f"{case.of} of {case.layers} layers"
+
+
+def _machine(case: Case) -> str:
+    """`2 threads, float32, 8 heads of 64`, and what else is unusual."""
+    plural = "" if case.threads == 1 else "s"
+    heads = "1 head" if case.num_heads == 1 else f"{case.num_heads} heads"
+    parts = [
+        f"{case.threads} thread{plural}" if case.device == "cpu" else case.device,
+        case.dtype,
+        f"{heads} of {case.head_dim}",
+        "" if case.batch == 1 else f"batch {case.batch}",
+        "causal" if case.causal else "",
+        "forward and backward" if case.backward else "",
+    ]
+    return ", ".join(filter(None, parts))
+
+
+def _two_digits(value: float) -> str:
+    """Two significant digits and no exponent."""
+    return f"{float(f'{value:.2g}'):.{1 if value < 9.95 else 0}f}".removesuffix(".0")

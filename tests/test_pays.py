@@ -1,0 +1,119 @@
+"""The sentence of a backend: computed from records alone, what was not measured left out."""
+
+import pytest
+
+from efficient_attn.experiments.results import Results
+from efficient_attn.report.heads import head_tables
+from efficient_attn.report.pays import pay_sentences
+from efficient_attn.sweep.records import Case, Record
+from efficient_attn.sweep.variants import CEILING
+
+LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
+WINDOW = "window: on this machine (2 threads, float32, 8 heads of 64)"
+
+# Nanoseconds at n tokens: attention alone; a block around it takes 5 n more.
+ALONE = {"exact": lambda n: n**2 / 1000, "window": lambda n: 0.9 * n}
+
+
+def records(of, label, cost, *, lengths=LENGTHS, scatter=0.001, **changes):
+    settings = {"num_heads": 8, "head_dim": 64, "dtype": "float32", "device": "cpu", "threads": 2, **changes}
+    made = []
+    for tokens in lengths:
+        case = Case(kind="time", backend=label, label=label, of=of, tokens=tokens, **settings)
+        times_s = tuple(1e-9 * cost(tokens) * (1 + scatter * (i - 4)) for i in range(9))
+        made.append(Record(case=case, times_s=times_s))
+    return made
+
+
+def attention(**changes):
+    return [one for label, cost in ALONE.items() for one in records("attention", label, cost, **changes)]
+
+
+def block(*labels, of="block", **changes):
+    made = records(of, CEILING, lambda n: 5 * n, **changes) if CEILING in labels else []
+    for label, cost in ALONE.items():
+        if label in labels:
+            made += records(of, label, lambda n, cost=cost: cost(n) + 5 * n, **changes)
+    return made
+
+
+def test_attention_and_block_of_two_folders_are_one_sentence():
+    # 16384² / 1000 over 0.9 · 16384 is 18.2; with 5 · 16384 around both 3.6; over those alone 4.3.
+    together = [*attention(), *block("exact", "window", CEILING)]
+    assert pay_sentences(together) == [
+        f"{WINDOW} it pays from about 900 tokens; at 16384 it is 18 times faster; the block 3.6 times, "
+        "of at most 4.3."
+    ]
+    encoder = block("exact", "window", CEILING, of="encoder", layers=3)
+    (told,) = pay_sentences([*together, *encoder])
+    assert told.endswith("of at most 4.3; the encoder of 3 layers 3.6 times, of at most 4.3.")
+
+
+@pytest.mark.parametrize(
+    ("made", "told"),
+    [
+        (attention(), "it pays from about 900 tokens; at 16384 it is 18 times faster."),
+        (block("exact", "window"), "the block pays from about 900 tokens; at 16384 it is 3.6 times faster."),
+        (
+            block("exact", "window", CEILING),
+            "the block pays from about 900 tokens; at 16384 it is 3.6 times faster, of at most 4.3.",
+        ),
+        (
+            attention() + block("window", CEILING),
+            "it pays from about 900 tokens; at 16384 it is 18 times faster.",
+        ),
+        (
+            attention() + block("exact", "window", lengths=LENGTHS[:4]),
+            "it pays from about 900 tokens; at 16384 it is 18 times faster; at 4096 the block 1.5 times.",
+        ),
+        (attention(lengths=(16384,)), "at 16384 it is 18 times faster."),
+        (
+            attention(lengths=(128, 256, 512)),
+            "it pays from about 900 tokens (extrapolated); at 512 it is 1.8 times slower.",
+        ),
+        (attention(lengths=(8, 16)), "it does not pay from 8 to 16 tokens; at 16 it is 56 times slower."),
+    ],
+    ids=["attention", "block", "ceiling", "no exact block", "other length", "one length", "beyond", "never"],
+)  # fmt: skip
+def test_what_was_not_measured_is_left_out(made, told):
+    assert pay_sentences(made) == [f"{WINDOW} {told}"]
+
+
+def test_what_cannot_be_told_apart_is_said_to_be():
+    (told,) = pay_sentences(attention(lengths=(450, 900), scatter=0.1))
+    assert told.endswith("at 900 it is as fast as exact to within the noise.")
+
+
+def test_what_is_unusual_about_the_runs_is_said_and_settings_are_never_mixed():
+    changes = {"causal": True, "backward": True, "batch": 4, "threads": 1, "num_heads": 1}
+    told = pay_sentences([*attention(), *attention(**changes)])
+    assert len(told) == 2
+    assert "(1 thread, float32, 1 head of 64, batch 4, causal, forward and backward) it pays" in told[1]
+    mixed = [*attention()[:6], *attention(threads=1)[6:]]
+    assert pay_sentences(mixed) == []
+
+
+def test_the_ceiling_is_in_the_table_and_the_plot_of_every_block_and_has_no_sentence():
+    results = Results(block("exact", "window", CEILING))
+    (times, *_) = results.tables()
+    row = next(row for row in times.rows if row[0] == CEILING)
+    assert row[-1] == "4.28x" and times.title == "Time per call of the block, ms"
+    assert CEILING in {text.get_text() for text in results.plot().texts}
+    assert not any(sentence.startswith(CEILING) for sentence in results.sentences())
+
+
+def test_heads_at_equal_model_dim_are_compared_in_a_table_and_a_sentence():
+    made = []
+    for heads in (4, 8, 16):
+        changes = {"num_heads": heads, "head_dim": 512 // heads, "lengths": (1024, 2048)}
+        made += records("attention", "exact", lambda n: n**2, **changes)
+        made += records("attention", "performer-trig", lambda n, heads=heads: heads * n, **changes)
+    (table,) = head_tables(made)
+    assert table.columns == ("backend", "4 heads of 128", "8 heads of 64", "16 heads of 32", "last / first")
+    assert [row[-1] for row in table.rows] == ["1.00", "4.00"] and "2048 tokens" in table.title
+    assert Results(made).sentences()[-1] == (
+        "At 2048 tokens and equal model_dim (512) 16 heads take, against 4, 1.00 times (exact), 4.00 times "
+        "(performer-trig) as long."
+    )
+    other_model_dim = records("attention", "exact", lambda n: n, num_heads=4, head_dim=64)
+    assert head_tables([*records("attention", "exact", lambda n: n), *other_model_dim]) == []
