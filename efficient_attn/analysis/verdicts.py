@@ -1,9 +1,10 @@
 """What became of a paper's claim: the words that every reproduction uses, and the rules behind them."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from efficient_attn.analysis.fits import Growth
+from efficient_attn.analysis.statistics import Middle, middle
 from efficient_attn.sweep.records import Record
 
 HOLDS = "holds"
@@ -44,19 +45,50 @@ def agrees(power: float, fit: Growth | None) -> bool | None:
     return fit.low <= power <= fit.high
 
 
-def against_both(dense: bool | None, fused: bool | None) -> str:
-    """The verdict on a claim of being faster or smaller than softmax attention.
+def cost(record: Record) -> Middle:
+    """The time or the peak bytes of a record; bytes have no noise."""
+    if record.times_s:
+        return middle(record.times_s)
+    peak = float(record.peak_bytes or 0)
+    return Middle(peak, peak, peak, 1)
+
+
+def costs_less(record: Record, other: Record) -> bool | None:
+    """Whether a record's time or memory is below the other's; None where their intervals overlap."""
+    own, its = cost(record), cost(other)
+    if own.high < its.low:
+        return True
+    return False if own.low >= its.high else None
+
+
+def of_all(answers: Mapping[str, bool | None]) -> str:
+    """The verdict on what should be true at every place, given by its name; None is not told by the noise."""
+    wrong = [place for place, answer in answers.items() if answer is False]
+    unclear = [place for place, answer in answers.items() if answer is None]
+    if not answers or len(unclear) == len(answers):
+        return NOT_MEASURABLE
+    if len(wrong) == len(answers):
+        return FAILS
+    if wrong:
+        return turns_round("; ".join(wrong))
+    return f"{HOLDS}; too noisy to tell at {'; '.join(unclear)}" if unclear else HOLDS
+
+
+def against_both(dense: Mapping[str, bool | None], fused: Mapping[str, bool | None]) -> str:
+    """The verdict on a claim of costing less than softmax attention.
 
     Args:
-        dense: Whether it is true against the formula written out, which papers before 2022 compared with;
-            None if that could not be measured.
-        fused: Whether it is true against the fused kernel.
+        dense: The answers against the formula written out, which the papers compared with.
+        fused: Those against the fused kernel.
     """
-    if dense is None and fused is None:
-        return NOT_MEASURABLE
-    if dense is False or (dense is None and fused is False):
-        return FAILS
-    return ONLY_AGAINST_DENSE if fused is False else HOLDS
+    first, second = of_all(dense), of_all(fused)
+    if not first.startswith(HOLDS) or second == NOT_MEASURABLE:
+        return second if first == NOT_MEASURABLE else first
+    if second.startswith(HOLDS):
+        return max(first, second, key=len)
+    return (
+        ONLY_AGAINST_DENSE if second == FAILS else f"{ONLY_AGAINST_DENSE}; against fused softmax it {second}"
+    )
 
 
 def not_measured(records: Sequence[Record]) -> tuple[str, ...]:

@@ -78,7 +78,7 @@ Cells = Mapping[tuple[int, int], Record]
 def cells(records: Sequence[Record], label: str, of: str) -> dict[tuple[int, int], Record]:
     """What was measured of a row, by rising tokens and width."""
     found = {
-        (record.case.tokens, record.case.num_heads * record.case.head_dim): record
+        (record.case.tokens, record.case.model_dim): record
         for record in records
         if record.status == "ok" and record.case.label == label and record.case.of == of
     }

@@ -10,6 +10,8 @@ from efficient_attn.analysis.verdicts import (
     NOT_MEASURABLE,
     Finding,
     agrees,
+    costs_less,
+    of_all,
     proportional,
     turns_round,
 )
@@ -119,27 +121,20 @@ def faster_than_recurrent(records: Sequence[Record]) -> Finding:
     """Wherever there are fewer tokens than entries of one, attention takes less time."""
     claim = "Self-attention is faster than a recurrent layer where n is smaller than d (section 4)"
     times = {label: cells(records, label, TIME) for label in (SELF_ATTENTION, PROJECTED, RECURRENT)}
-    both = times[SELF_ATTENTION].keys() & times[RECURRENT].keys()
-    few = sorted((n, d) for n, d in both if n < d)
+    both = sorted(times[SELF_ATTENTION].keys() & times[RECURRENT].keys())
+    few, many = [(n, d) for n, d in both if n < d], [(n, d) for n, d in both if n >= d]
     if not few:
         return Finding(claim, "nothing was timed with n smaller than d", NOT_MEASURABLE)
-    gains = {place: _ratio(times[RECURRENT][place], times[SELF_ATTENTION][place]) for place in sorted(both)}
-    slower = [place for place in few if gains[place] <= 1]
-    rest = {place: gain for place, gain in gains.items() if place[0] >= place[1]}
-    lost = [place for place, gain in rest.items() if gain <= 1]
-    measured = (
-        f"{_span([gains[place] for place in few])} times as fast where n < d"
-        f"{_projected(times, few)}; "
-        + (
-            f"slower from {_place(lost[0])}"
-            if lost
-            else f"and {_span(list(rest.values()))} times at n ≥ d, as far as measured"
-        )
-        + _equal_operations(records)
-    )
-    if slower:
-        return Finding(claim, measured, turns_round(", ".join(map(_place, slower))))
-    return Finding(claim, measured, HOLDS)
+    parts = [
+        f"{_gains(times, SELF_ATTENTION, few)} times as fast where n < d",
+        f"{_gains(times, PROJECTED, few)} times with its projections",
+        f"{_gains(times, SELF_ATTENTION, many)} times where n ≥ d, up to n = {max(n for n, _ in both)}",
+        _equal_operations(records),
+    ]
+    answers = {
+        _place(place): costs_less(times[SELF_ATTENTION][place], times[RECURRENT][place]) for place in few
+    }
+    return Finding(claim, "; ".join(parts), of_all(answers))
 
 
 def dearer_than_recurrent(records: Sequence[Record]) -> Finding:
@@ -199,21 +194,24 @@ def _ratio(record: Record, other: Record) -> float:
     return middle(record.times_s or ()).median / middle(other.times_s or ()).median
 
 
-def _projected(times: Mapping[str, Cells], few: Sequence[tuple[int, int]]) -> str:
-    both = [place for place in few if place in times[PROJECTED]]
-    gains = [_ratio(times[RECURRENT][place], times[PROJECTED][place]) for place in both]
-    return f" ({_span(gains)} times with its projections)" if gains else ""
+def _gains(times: Mapping[str, Cells], label: str, places: Sequence[tuple[int, int]]) -> str:
+    """How many times a layer is faster than the recurrent one, from the least place to the most."""
+    return _span(
+        [_ratio(times[RECURRENT][place], times[label][place]) for place in places if place in times[label]]
+    )
 
 
 def _equal_operations(records: Sequence[Record]) -> str:
     """Where both do as much: the operations of attention grow with n² and those of an LSTM with n."""
     ours, others = (cells(records, label, OPERATIONS) for label in (SELF_ATTENTION, RECURRENT))
     shares = [n * (others[n, d].flops or 0) / (ours[n, d].flops or 1) / d for n, d in ours.keys() & others]
-    return f"; both do as many operations at n = {_span(shares)} d" if shares else ""
+    return f"both do as many operations at n = {_span(shares)} d" if shares else "operations were not counted"
 
 
 def _span(values: Sequence[float]) -> str:
-    low, high = f"{min(values):.2g}", f"{max(values):.2g}"
+    if not values:
+        return "unknown"
+    low, high = (f"{edge:.2g}" if edge < 100 else f"{edge:.0f}" for edge in (min(values), max(values)))
     return low if low == high else f"{low} to {high}"
 
 

@@ -87,7 +87,7 @@ _MEASURES: Mapping[str, Callable[[Case, float], Record]] = {
 
 def _tokens(case: Case) -> Tensor:
     generator = torch.Generator().manual_seed(case.seed)
-    shape = (case.batch, case.tokens, case.num_heads * case.head_dim)
+    shape = (case.batch, case.tokens, case.model_dim)
     return torch.randn(shape, generator=generator).to(getattr(torch, case.dtype))
 
 
@@ -95,7 +95,7 @@ def _layer(case: Case, hop: int = 0) -> nn.Module:
     """The layer of a case, the `hop`-th of a stack: x [batch tokens model_dim] to the same shape."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(case.seed)
-        built = _BUILDERS[case.label](case, case.num_heads * case.head_dim, hop)
+        built = _BUILDERS[case.label](case, case.model_dim, hop)
     return built.to(dtype=getattr(torch, case.dtype)).eval()
 
 

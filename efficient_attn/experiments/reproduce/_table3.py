@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from efficient_attn.analysis.statistics import middle
+from efficient_attn.analysis.verdicts import cost
 from efficient_attn.sweep.records import Case, Record
 
 RANKS = (128, 256, 512, 1024, 2048)
@@ -62,24 +62,30 @@ TIME = Saved("time", "time", _as_ratios(_TIME_SAVED))
 MEMORY = Saved("memory", "memory", _as_ratios(_MEMORY_SAVED))
 
 
-def measured(records: Sequence[Record], saved: Saved, baseline: str) -> Ratios:
-    """What the baseline takes, over what Linformer takes, where both were measured."""
-    costs = {
-        (record.case.backend, record.case.tokens, rank(record.case)): _cost(record)
+def pairs(
+    records: Sequence[Record], saved: Saved, baseline: str
+) -> dict[tuple[int, int], tuple[Record, Record]]:
+    """Linformer's record and the baseline's at every length and rank that both were measured at."""
+    found = {
+        (record.case.backend, record.case.tokens, rank(record.case)): record
         for record in records
         if record.status == "ok" and record.case.kind == saved.kind
     }
     return {
-        (tokens, size): costs[baseline, tokens, 0] / cost
-        for (backend, tokens, size), cost in sorted(costs.items())
-        if backend == LINFORMER and (baseline, tokens, 0) in costs
+        (tokens, size): (found[LINFORMER, tokens, size], found[baseline, tokens, 0])
+        for backend, tokens, size in sorted(found)
+        if backend == LINFORMER and (baseline, tokens, 0) in found
+    }
+
+
+def measured(records: Sequence[Record], saved: Saved, baseline: str) -> Ratios:
+    """What the baseline takes, over what Linformer takes."""
+    return {
+        place: cost(its).median / cost(own).median
+        for place, (own, its) in pairs(records, saved, baseline).items()
     }
 
 
 def rank(case: Case) -> int:
     """The rank of a Linformer; 0 for softmax attention."""
     return int(case.options.get("rank", 0))
-
-
-def _cost(record: Record) -> float:
-    return middle(record.times_s).median if record.times_s else float(record.peak_bytes or 0)

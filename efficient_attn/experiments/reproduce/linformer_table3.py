@@ -168,7 +168,7 @@ def _conditions(records: Sequence[Record]) -> tuple[str, ...]:
     case = records[0].case
     total = min(record.case.tokens * record.case.batch for record in records)
     return (
-        f"One {case.of} of width {case.num_heads * case.head_dim}, {case.num_heads} heads, {case.dtype}, "
+        f"One {case.of} of width {case.model_dim}, {case.num_heads} heads, {case.dtype}, "
         f"threads: {case.threads}; forward; {total} tokens in a batch, one sequence where it is longer.",
         "One projection for keys, values, heads and layers; it is not trained, which changes no cost.",
     )

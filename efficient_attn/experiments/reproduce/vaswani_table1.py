@@ -78,7 +78,7 @@ def rows(records: Sequence[Record]) -> list[dict[str, Any]]:
     made: dict[tuple[Any, ...], dict[str, Any]] = {}
     for record in records:
         case = record.case
-        d = case.num_heads * case.head_dim
+        d = case.model_dim
         row = made.setdefault(
             (case.label, case.tokens, d), {"layer": case.label, "tokens": case.tokens, "model_dim": d}
         )
