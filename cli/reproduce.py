@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from . import exits, talk
-from .options import BudgetOption, OutOption, ThreadsOption
+from .options import BudgetOption, OutOption, RoundsOption, ThreadsOption
 
 
 def _figures(incomplete: str) -> list[str]:
@@ -31,6 +31,7 @@ def reproduce_command(
     figure: FigureArgument = None,
     budget: BudgetOption = "100s",
     threads: ThreadsOption = None,
+    rounds: RoundsOption = 4,
     quick: QuickOption = False,
     out: OutOption = None,
 ) -> None:
@@ -55,6 +56,7 @@ def reproduce_command(
             figure,
             budget_s=budget_s,
             threads=threads,
+            rounds=rounds,
             quick=quick,
             out=folder,
             command=command_line(),
@@ -63,6 +65,8 @@ def reproduce_command(
     talk.print_tables(made.tables())
     for finding in made.findings():
         _say(finding)
+    for note in made.notes():
+        talk.say(note)
     typer.echo(str(folder))
     raise typer.Exit(_exit_code(made))
 

@@ -7,21 +7,25 @@ them, so that a folder can be judged and drawn again.
 import importlib
 import pkgutil
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from efficient_attn.analysis.doubts import DURING, doubts
 from efficient_attn.analysis.verdicts import Finding
 from efficient_attn.errors import OptionError, UnknownNameError
 from efficient_attn.experiments import reproduce as figures
 from efficient_attn.experiments.folder import only_writer
 from efficient_attn.experiments.results import COMMAND, ENVIRONMENT, RECORDS, open_folder, write, write_json
 from efficient_attn.experiments.workload import Workload, settle
+from efficient_attn.measure.conditions import between, moment
 from efficient_attn.measure.environment import environment
+from efficient_attn.problem import positive_count
 from efficient_attn.report import plot
 from efficient_attn.report.table import Table, to_csv, to_markdown
 from efficient_attn.sweep.records import Record, append
-from efficient_attn.sweep.run import Step
+from efficient_attn.sweep.run import ROUNDS, Step
 
 # Two minutes, less what starting, drawing and the last point take.
 DEFAULT_BUDGET_S = 100.0
@@ -35,11 +39,13 @@ class Setting:
 
     Attributes:
         budget_s: Points that would take longer are skipped, and say so.
+        rounds: How often each time is taken up.
         quick: Small sizes, which show that it works and nothing else.
     """
 
     threads: int
     budget_s: float = DEFAULT_BUDGET_S
+    rounds: int = ROUNDS
     quick: bool = False
 
 
@@ -99,6 +105,10 @@ class Reproduction:
         """The numbers, the paper's beside ours."""
         return self.figure.tables(self.records)
 
+    def notes(self) -> list[str]:
+        """What makes the times uncertain, where there is a sign of it."""
+        return doubts(self.records, self.environment)
+
     def plot(self) -> Any:
         """The axes of the figure."""
         return self.figure.draw(self.records)
@@ -109,7 +119,9 @@ class Reproduction:
         if not (folder / RECORDS).exists():
             for record in self.records:
                 append(folder / RECORDS, record)
-        claims = Table("Verdicts", ("claim", "measured", "verdict"), tuple(self.findings()))
+        claims = Table(
+            "Verdicts", ("claim", "measured", "verdict"), tuple(self.findings()), tuple(self.notes())
+        )
         head = f"# {self.name}: {self.figure.TITLE}\n\n{self.figure.PAPER}\n\n"
         write(folder / TABLE, head + "\n\n".join(map(to_markdown, self.tables())) + "\n")
         write(folder / VERDICTS, head + to_markdown(claims) + "\n")
@@ -140,6 +152,7 @@ def reproduce(
     *,
     budget_s: float = DEFAULT_BUDGET_S,
     threads: int | None = None,
+    rounds: int = ROUNDS,
     quick: bool = False,
     out: str | Path | None = None,
     command: Sequence[str] = (),
@@ -150,38 +163,35 @@ def reproduce(
     Args:
         name: One of `list_figures()`.
         budget_s: Points that would not fit into the rest of these seconds are skipped, and say so.
+        rounds: How often each time is taken up; more makes it more certain.
         quick: Small sizes, which show that it works and nothing else.
         out: A folder for records, environment, plot, tables and verdicts.
     """
     figure = find(name)
     if not budget_s > 0:
         raise OptionError(f"budget_s is a number of seconds above 0, not {budget_s!r}.")
+    positive_count("rounds", rounds)
     workload = settle(Workload(device="cpu", threads=threads))
-    setting = Setting(threads=workload.threads or 1, budget_s=budget_s, quick=quick)
+    setting = Setting(threads=workload.threads or 1, budget_s=budget_s, rounds=rounds, quick=quick)
     machine = environment(command=command)
     records: list[Record] = []
-    if out is None:
-        complete = figure.measure(setting, emit=records.append, progress=progress)
-        return _reproduction(name, figure, records, machine, complete)
-    folder = open_folder(out, name="out", fresh=True)
+    folder = None if out is None else open_folder(out, name="out", fresh=True)
 
     def emit(record: Record) -> None:
-        append(folder / RECORDS, record)
+        if folder is not None:
+            append(folder / RECORDS, record)
         records.append(record)
 
-    with only_writer(folder):
-        write_json(folder / ENVIRONMENT, machine)
-        write(folder / COMMAND, " ".join(machine["command"]) + "\n")
+    with nullcontext() if folder is None else only_writer(folder):
+        start = moment()
         complete = figure.measure(setting, emit=emit, progress=progress)
-        made = _reproduction(name, figure, records, machine, complete)
-        if any(record.status == "ok" for record in records):
-            made.save(folder)
+        machine[DURING] = [between(start, moment(), device="cpu")]
+        made = Reproduction(
+            name=name, figure=figure, records=tuple(records), environment=machine, interrupted=not complete
+        )
+        if folder is not None:
+            write_json(folder / ENVIRONMENT, machine)
+            write(folder / COMMAND, " ".join(machine["command"]) + "\n")
+            if any(record.status == "ok" for record in records):
+                made.save(folder)
     return made
-
-
-def _reproduction(
-    name: str, figure: Figure, records: Sequence[Record], machine: Mapping[str, Any], complete: bool
-) -> Reproduction:
-    return Reproduction(
-        name=name, figure=figure, records=tuple(records), environment=machine, interrupted=not complete
-    )

@@ -55,7 +55,8 @@ def _time(case: Case, seconds: float) -> Record:
 
     time_call = clock.clock(case.device)
     clock.warm_up(call, time_call, limit_s=seconds)
-    return Record(case=case, times_s=clock.sample(call, time_call, seconds=seconds, least=1, most=1000))
+    times_s = clock.sample(call, time_call, seconds=seconds, least=1, most=1000)
+    return Record(case=case, times_s=times_s, turn_sizes=(len(times_s),))
 
 
 def _operations(case: Case, seconds: float) -> Record:

@@ -43,8 +43,8 @@ _TOTAL_TOKENS = 4096
 
 _QUICK_LENGTHS, _QUICK_TOTAL_TOKENS = LENGTHS[:2], LENGTHS[1]
 
-# Turns of each time, and seconds after which a point is given up.
-_ROUNDS, _TIMEOUT_S = 3, 60.0
+# Seconds after which a point is given up.
+_TIMEOUT_S = 60.0
 _MEMORY_LIMIT = "70%"
 
 # From light to dark as ranks grow; readable on white.
@@ -65,7 +65,7 @@ def measure(
             emit=emit,
             progress=progress,
             budget_s=setting.budget_s,
-            rounds=_ROUNDS,
+            rounds=setting.rounds,
             timeout_s=_TIMEOUT_S,
             measure=measure_case,
         )

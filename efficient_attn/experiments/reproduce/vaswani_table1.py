@@ -70,7 +70,14 @@ def measure(
     from efficient_attn.experiments.reproduce import _table1_layers as layers
 
     entries = list(_entries(_QUICK if setting.quick else _SIZES, setting.threads))
-    return run(entries, emit=emit, progress=progress, budget_s=setting.budget_s, measure=layers.measure)
+    return run(
+        entries,
+        emit=emit,
+        progress=progress,
+        budget_s=setting.budget_s,
+        rounds=setting.rounds,
+        measure=layers.measure,
+    )
 
 
 def rows(records: Sequence[Record]) -> list[dict[str, Any]]:
