@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 _HOME = {
     "attention": "backends",
+    "calibrate": "calibration",
     "build": "backends",
     "list_backends": "backends",
     "spec": "backends",
@@ -18,6 +19,7 @@ _HOME = {
     "register": "registry",
     "AttentionProblem": "problem",
     "AttentionError": "errors",
+    "CalibrationError": "errors",
     "DataError": "errors",
     "DtypeError": "errors",
     "MissingPackageError": "errors",
@@ -53,6 +55,7 @@ if TYPE_CHECKING:
     from efficient_attn.backends import build as build
     from efficient_attn.backends import list_backends as list_backends
     from efficient_attn.backends import spec as spec
+    from efficient_attn.calibration import calibrate as calibrate
     from efficient_attn.registry import BackendSpec as BackendSpec
     from efficient_attn.registry import Capabilities as Capabilities
     from efficient_attn.registry import NoOptions as NoOptions

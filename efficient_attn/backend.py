@@ -124,6 +124,30 @@ class Backend(nn.Module):
             raise UnsupportedError(f"Nothing in backend {self.spec.name!r} is random; nothing to redraw.")
         self.core.redraw(seed)
 
+    @property
+    def needs_calibration(self) -> bool:
+        """Whether it has to see typical queries and keys, through `calibrate`, before it computes."""
+        return not getattr(self.core, "calibrated", True)
+
+    def calibrate(self, q: Tensor, k: Tensor, *, key_mask: Tensor | None = None, **unknown: Any) -> None:
+        """Fit data-dependent parameters to typical queries and keys; states made before are invalid.
+
+        They are kept in buffers, saved with the model, and used for all inputs until the next call. For
+        causal use give other sequences than those to be computed, so that nothing of a later token enters.
+        Leave out padded queries; padded keys are left out by `key_mask`.
+
+        Raises:
+            UnsupportedError: If the backend has no such parameters.
+            DataError: If q, or a key that is not masked, is not finite.
+            ShapeError: If there is no query, or no key that is not masked.
+        """
+        _refuse(unknown, ["key_mask"])
+        if not hasattr(self.core, "calibrate"):
+            raise UnsupportedError(f"Backend {self.spec.name!r} has nothing to calibrate.")
+        check_inputs(self.problem, self.spec, q, k, k, key_mask)
+        with without_autocast(q):
+            self.core.calibrate(q, k, key_mask)
+
     def extra_repr(self) -> str:
         return f"{self.spec.name!r}, {self.problem}, {self.options}"
 

@@ -94,6 +94,10 @@ class UnsupportedError(AttentionError, NotImplementedError):
     """The backend does not promise what was asked of it."""
 
 
+class CalibrationError(AttentionError, RuntimeError):
+    """A backend that has to be calibrated was used before it was."""
+
+
 class DataError(AttentionError, ValueError):
     """A file cannot be read or written, or does not hold what it should."""
 

@@ -25,6 +25,8 @@ class Capabilities:
         second_derivatives: Gradients can be differentiated again.
         compile: `torch.compile(fullgraph=True)` works.
         needs_max_tokens: Must be told the longest sequence when built.
+        needs_calibration: Must see typical queries and keys, through `calibrate`, before it is used.
+        approximates_softmax: Is meant to come near softmax attention; False for attention by another kernel.
         dtypes: Names of the dtypes it computes in.
         time_growth: Power of the number of tokens that time grows with.
         memory_growth: Power of the number of tokens that peak memory grows with.
@@ -41,6 +43,8 @@ class Capabilities:
     second_derivatives: bool = False
     compile: bool = True
     needs_max_tokens: bool = False
+    needs_calibration: bool = False
+    approximates_softmax: bool = True
     dtypes: tuple[str, ...] = ALL_DTYPES
     time_growth: int = 1
     memory_growth: int = 1

@@ -39,7 +39,8 @@ def the_same_call_gives_the_same_bits(subject: Subject, case: Case) -> Iterator[
 def a_saved_state_brings_the_output_back(subject: Subject, case: Case) -> Iterator[Finding]:
     inputs, backend = subject.inputs(case), subject.build(case)
     wanted = run(backend, inputs)
-    other = subject.build(case, learned=1, **({"seed": 1} if subject.has_option("seed") else {}))
+    seed: dict[str, Any] = {"seed": 1} if subject.has_option("seed") else {}
+    other = subject.build(case, learned=1, **seed)
     if hasattr(other.core, "redraw"):
         other.redraw(1)
     run(other, inputs)

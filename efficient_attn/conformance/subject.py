@@ -18,6 +18,8 @@ from efficient_attn.registry import BackendSpec, Capabilities
 SMALL_SIZES = (6, 5)
 # Room for more tokens than a case has, so that a longest sequence is not always a full one.
 SPARE_TOKENS = 8
+# What data-dependent parameters are found from: seeds that no case uses.
+CALIBRATION_TOKENS, CALIBRATION_SEED = 32, 999_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +61,7 @@ class Subject:
         max_tokens: int | None = None,
         scale: float | None = None,
         learned: int | None = 0,
+        calibrated: bool = True,
         **options: Any,
     ) -> Backend:
         """A backend for a case, in evaluation mode and in the case's dtype.
@@ -68,6 +71,8 @@ class Subject:
             max_tokens: The longest sequence that it is built for; None: a little more than the case.
             learned: Seed of what its parameters learned, so that no promise rests on how they start;
                 None leaves them as they start.
+            calibrated: Whether a backend that can be calibrated is, on inputs of the case's sizes that no
+                check measures on, as long in their scores at any scale.
         """
         sizes = (size,) if size is not None else self._small_sizes(options)
         for number, one in enumerate(sizes):
@@ -89,7 +94,8 @@ class Subject:
                 if number + 1 == len(sizes):
                     raise
             else:
-                return self._ready(backend, case, learned)
+                ready = self._ready(backend, case, learned)
+                return calibrate(ready, case, self.seed) if calibrated else ready
         raise AssertionError("the last size returns or raises")
 
     def has_option(self, name: str) -> bool:
@@ -128,6 +134,17 @@ def learn(backend: Backend, seed: int) -> None:
     for parameter in backend.parameters():
         noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
         parameter.add_(noise.to(parameter))
+
+
+def calibrate(backend: Backend, case: Case, seed: int) -> Backend:
+    """The backend, calibrated if it can be, on Gaussian inputs like those of the case."""
+    if hasattr(backend.core, "calibrate"):
+        typical = case.but(tokens=CALIBRATION_TOKENS, keys=None, batch=1, masked=False)
+        q, k, _, _ = draw(typical, CALIBRATION_SEED + seed)
+        # Scores are scale · q·k: at any scale they are to be those of the default one.
+        size = abs(case.head_dim**0.5 * backend.problem.factor) ** -0.5 if backend.problem.factor else 1.0
+        backend.calibrate(q * size, k * size)
+    return backend
 
 
 def run(backend: Backend, inputs: Inputs) -> Tensor:

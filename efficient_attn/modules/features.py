@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from efficient_attn.errors import OptionError
 from efficient_attn.modules.options import one_of, option, whole_number
 from efficient_attn.ops.features import MAPS
+from efficient_attn.ops.linear_tokens import Tokens
 from efficient_attn.ops.projections import DRAWS, draw_directions
 from efficient_attn.problem import positive_count
 
@@ -34,7 +35,20 @@ def check_pairs(options: RandomFeatureOptions, why: str) -> None:
         raise OptionError(f"num_features={size} is odd; {why}: {size - 1} or {size + 1}.")
 
 
-class RandomFeatures(nn.Module):
+class WideBuffers(nn.Module):
+    """A module whose buffers follow the model anywhere, but to no dtype narrower than float32."""
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "WideBuffers":
+        kept = dict(self.named_buffers(recurse=False))
+        super()._apply(fn, recurse)
+        for name, tensor in kept.items():
+            moved = getattr(self, name)
+            if moved.dtype in (torch.float16, torch.bfloat16):
+                setattr(self, name, tensor.to(moved.device))
+        return self
+
+
+class RandomFeatures(WideBuffers):
     """The random directions of a feature map: part of the model, drawn once, saved with it.
 
     Attributes:
@@ -51,6 +65,10 @@ class RandomFeatures(nn.Module):
         self._shape = (options.num_features // MAPS[kind].per_direction, head_dim)
         self.register_buffer("projection", self._directions(options.seed))
 
+    def tokens(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, scale: float) -> Tokens:
+        """Queries, keys and values with the directions that their features take."""
+        return Tokens(q, k, v, key_mask, self.projection, None, self.kind, scale)
+
     @torch.no_grad()
     def redraw(self, seed: int) -> None:
         """Put other directions in place of these; states made before are invalid."""
@@ -60,11 +78,3 @@ class RandomFeatures(nn.Module):
     def _directions(self, seed: int) -> Tensor:
         # Rounded to float32 for every model: the same directions in float64 then show rounding alone.
         return draw_directions(self._draw, *self._shape, seed=seed).float()
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "RandomFeatures":
-        """Follow the model to another device or dtype, but never to a dtype narrower than float32."""
-        kept = self.projection
-        super()._apply(fn, recurse)
-        if self.projection.dtype in (torch.float16, torch.bfloat16):
-            self.projection = kept.to(self.projection.device)
-        return self

@@ -1,10 +1,14 @@
 """Any feature map on the one linear algorithm."""
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
 from torch import Tensor, nn
 
 from efficient_attn.counts import Step, Work, visible_pairs
 from efficient_attn.errors import UnsupportedError
-from efficient_attn.modules.features import RandomFeatureOptions, RandomFeatures
+from efficient_attn.modules.features import RandomFeatureOptions
 from efficient_attn.ops.denominators import denominators
 from efficient_attn.ops.features import MAPS
 from efficient_attn.ops.linear import LinearState
@@ -15,35 +19,51 @@ from efficient_attn.problem import AttentionProblem
 
 
 class LinearAttention(nn.Module):
-    """Attention through features: linear in the number of tokens, full or causal."""
+    """Attention through features: linear in the number of tokens, full or causal.
 
-    def __init__(self, features: RandomFeatures, problem: AttentionProblem) -> None:
+    What can be redrawn or calibrated is the affair of the features: this module has `redraw` and
+    `calibrate` where they have.
+    """
+
+    def __init__(self, features: nn.Module, problem: AttentionProblem) -> None:
         super().__init__()
-        self.features = features
+        # A module with tokens(q, k, v, key_mask, scale) -> Tokens.
+        self.features: Any = features
         self._scale, self._causal = problem.factor, problem.causal
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
         attention = causal_linear_attention if self._causal else full_linear_attention
-        return attention(self._tokens(q, k, v, key_mask)).out
+        return attention(self._tokens(q, k, v, key_mask)).out.to(q.dtype)
 
     def extend(
         self, q: Tensor, k: Tensor, v: Tensor, state: LinearState | None, key_mask: Tensor | None
     ) -> tuple[Tensor, LinearState]:
-        return extend_linear_attention(self._tokens(q, k, v, key_mask), state)
+        out, state = extend_linear_attention(self._tokens(q, k, v, key_mask), state)
+        return out.to(q.dtype), state
 
     def denominators(self, q: Tensor, k: Tensor, key_mask: Tensor | None) -> Tensor:
-        if not MAPS[self.features.kind].signed:
+        tokens = self._tokens(q, k, k, key_mask)
+        if not tokens.map.signed:
             raise UnsupportedError(
                 "denominators are of interest for signed features, such as those of 'performer-trig'; "
                 "this backend's features are positive, and so is every sum of them."
             )
-        return denominators(self._tokens(q, k, k, key_mask), causal=self._causal)
+        return denominators(tokens, causal=self._causal)
 
-    def redraw(self, seed: int) -> None:
-        self.features.redraw(seed)
+    @property
+    def redraw(self) -> Callable[[int], None]:
+        return self.features.redraw
+
+    @property
+    def calibrate(self) -> Callable[[Tensor, Tensor, Tensor | None], None]:
+        return partial(self.features.calibrate, scale=self._scale)
+
+    @property
+    def calibrated(self) -> bool:
+        return self.features.calibrated
 
     def _tokens(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tokens:
-        return Tokens(q, k, v, key_mask, self.features.projection, None, self.features.kind, self._scale)
+        return self.features.tokens(q, k, v, key_mask, self._scale)
 
 
 def linear_work(

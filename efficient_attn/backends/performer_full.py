@@ -1,0 +1,30 @@
+"""Performer with centred, transformed positive features that have an exponent of their own for each axis."""
+
+from efficient_attn.counts import Step, Work
+from efficient_attn.modules.calibrated import CalibratedFeatures
+from efficient_attn.modules.features import RandomFeatureOptions
+from efficient_attn.modules.linear import LinearAttention, linear_work
+from efficient_attn.ops.calibration import fit_full
+from efficient_attn.problem import AttentionProblem
+from efficient_attn.registry import Capabilities, register
+
+
+def work(problem: AttentionProblem, options: RandomFeatureOptions, tokens: int, value_dim: int) -> Work:
+    """That of positive features, after a transform of queries and one of keys."""
+    made = linear_work("positive", problem, options, tokens, value_dim)
+    # The transforms are calibrated: of these products only the tokens get a gradient.
+    transform = Step(tokens * problem.head_dim**2, gradients=1)
+    return made._replace(steps=(transform, transform._replace(shared=True), *made.steps))
+
+
+@register(
+    "performer-full",
+    summary="Positive random features fitted to the means and covariances of typical inputs (FAVOR#).",
+    paper="https://arxiv.org/abs/2302.00787",
+    options=RandomFeatureOptions,
+    size_option="num_features",
+    capabilities=Capabilities(causal=True, needs_calibration=True),
+    work=work,
+)
+def build(problem: AttentionProblem, options: RandomFeatureOptions) -> LinearAttention:
+    return LinearAttention(CalibratedFeatures(fit_full, problem.head_dim, options), problem)

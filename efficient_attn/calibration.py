@@ -1,0 +1,34 @@
+"""Calibration of all the backends in a model, by running it."""
+
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import nn
+
+from efficient_attn.backend import Backend
+from efficient_attn.errors import UnsupportedError
+
+
+def calibrate(model: nn.Module, *inputs: Any, **named: Any) -> None:
+    """Calibrate every backend of a model on the queries and keys that reach it in model(*inputs, **named).
+
+    Each is calibrated before it computes, so later ones see what earlier ones make of the inputs. Give
+    inputs like those to come; nothing else of the model changes, and nothing is calibrated again by itself.
+
+    Raises:
+        UnsupportedError: If no backend of the model has anything to calibrate.
+    """
+    backends = [m for m in model.modules() if isinstance(m, Backend) and hasattr(m.core, "calibrate")]
+    if not backends:
+        raise UnsupportedError("No backend of this model has anything to calibrate.")
+    with ExitStack() as stack, torch.no_grad():
+        for backend in backends:
+            stack.enter_context(backend.register_forward_pre_hook(_calibrate, with_kwargs=True))
+        model(*inputs, **named)
+
+
+def _calibrate(backend: nn.Module, tensors: tuple[Any, ...], named: dict[str, Any]) -> None:
+    assert isinstance(backend, Backend)
+    given = dict(zip("qkv", tensors, strict=False)) | named
+    backend.calibrate(given["q"], given["k"], key_mask=given.get("key_mask"))

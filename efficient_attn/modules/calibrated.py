@@ -1,0 +1,111 @@
+"""Random features with parameters that are found from typical queries and keys."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from efficient_attn.errors import CalibrationError, DataError, ShapeError
+from efficient_attn.modules.features import RandomFeatureOptions, RandomFeatures, WideBuffers
+from efficient_attn.ops.calibration import Fit, Moments, moments
+from efficient_attn.ops.groups import unfold
+from efficient_attn.ops.linear_tokens import Tokens
+from efficient_attn.ops.precision import wide_dtype
+
+ALL = slice(None)
+
+
+class CalibratedFeatures(WideBuffers):
+    """Dense-exponential features, with a fit for each head of keys: found by a call, then part of the model.
+
+    Attributes:
+        random: The directions, drawn as for positive features.
+        curvatures, query_transform, key_transform, shift: The fit, see `ops.calibration.Fit`; no heads
+            before calibration.
+    """
+
+    curvatures: Tensor
+    query_transform: Tensor
+    key_transform: Tensor
+    shift: Tensor
+
+    def __init__(
+        self, fit: Callable[[Moments, Moments], Fit], head_dim: int, options: RandomFeatureOptions
+    ) -> None:
+        super().__init__()
+        self.random = RandomFeatures("positive", head_dim, options)
+        self._fit = fit
+        for name in Fit._fields:
+            square = (head_dim,) if name.endswith("transform") else ()
+            self.register_buffer(name, torch.empty(0, head_dim, *square))
+
+    @property
+    def calibrated(self) -> bool:
+        return self.curvatures.shape[0] > 0
+
+    def use(self, fit: Fit) -> None:
+        """Take the parameters of a fit."""
+        for name, value in zip(Fit._fields, fit, strict=True):
+            setattr(self, name, value.to(getattr(self, name)))
+
+    def redraw(self, seed: int) -> None:
+        self.random.redraw(seed)
+
+    @torch.no_grad()
+    def calibrate(self, q: Tensor, k: Tensor, key_mask: Tensor | None, scale: float) -> None:
+        """Fit the parameters to queries and the keys that are not masked; states made before are invalid."""
+        tokens = self._positive(q, k, k, key_mask, scale)
+        x, y = tokens.query_rows(ALL), tokens.key_rows(ALL)
+        keys = k.shape[0] * k.shape[2] if key_mask is None else int(key_mask.sum())
+        if not x.numel() or not keys:
+            raise ShapeError(
+                f"calibrate needs a query and a key that is not masked; q has shape {list(q.shape)}, k "
+                f"{list(k.shape)}, and {keys} keys are not masked."
+            )
+        for name, rows in (("q", x), ("k", y)):
+            if not rows.isfinite().all():
+                raise DataError(f"{name} holds numbers that are not finite; calibrate on finite ones.")
+        self.use(self._fit(moments(x, x.shape[0] * x.shape[2]), moments(y, keys)))
+
+    def tokens(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, scale: float) -> Tokens:
+        """The transformed queries and keys, with the directions and weights of each head's fit."""
+        fit = self._fit_for(k.shape[1], wide_dtype(k.dtype))
+        tokens = self._positive(q, k, v, key_mask, scale)
+        if fit.shift.shape[0]:
+            moved_q = tokens.query_rows(ALL) @ fit.query_transform.mT
+            moved_k = (tokens.key_rows(ALL) - fit.shift.unsqueeze(1)) @ fit.key_transform.mT
+            tokens = tokens._replace(q=unfold(moved_q, q.shape[1]), k=moved_k, scale=1.0)
+        a = fit.curvatures
+        w = self.random.projection.to(a)
+        # Both sides' constants, a feature's weight, are given to the keys.
+        weights = 2 * a @ w.square().mT + (1 - 4 * a).log().sum(dim=-1, keepdim=True) / 2
+        directions = w * (1 - 4 * a).sqrt().unsqueeze(1)
+        return tokens._replace(directions=directions, log_weights=weights.unsqueeze(1))
+
+    def _positive(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, scale: float) -> Tokens:
+        return self.random.tokens(q, k, v, key_mask, scale)
+
+    def _fit_for(self, kv_heads: int, dtype: torch.dtype) -> Fit:
+        """The fit of each head of keys; a fit of fewer heads serves groups of neighbouring ones."""
+        fit = Fit(*(getattr(self, name) for name in Fit._fields))
+        heads = fit.curvatures.shape[0]
+        if not heads:
+            raise CalibrationError(
+                "This backend has to see typical queries and keys before it is used: call "
+                "backend.calibrate(q, k), or ea.calibrate(model, x) for all backends of a model."
+            )
+        if kv_heads % heads:
+            raise ShapeError(
+                f"k has {kv_heads} heads; this backend was calibrated on keys of {heads} heads, which serve "
+                f"{heads} or a multiple. Calibrate it on such keys, or build another."
+            )
+        return Fit(*(x.to(dtype).repeat_interleave(kv_heads // heads, dim=0) for x in fit))
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        """Make room for a fit of any number of heads."""
+        for name in Fit._fields:
+            given, own = state_dict.get(prefix + name), getattr(self, name)
+            if given is not None and given.shape[1:] == own.shape[1:]:
+                setattr(self, name, own.new_empty(given.shape))
+        super()._load_from_state_dict(state_dict, prefix, *rest)
