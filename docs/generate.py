@@ -33,6 +33,8 @@ _PROMISES = {
     "compile": "compiles",
     "second_derivatives": "second derivatives",
     "needs_max_tokens": "needs max_tokens",
+    "needs_calibration": "needs calibration",
+    "approximates_softmax": "approximates softmax",
 }
 
 

@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 from efficient_attn.backend import Backend
-from efficient_attn.errors import UnsupportedError
 
 
 def calibrate(model: nn.Module, *inputs: Any, **named: Any) -> None:
@@ -15,13 +14,11 @@ def calibrate(model: nn.Module, *inputs: Any, **named: Any) -> None:
 
     Each is calibrated before it computes, so later ones see what earlier ones make of the inputs. Give
     inputs like those to come; nothing else of the model changes, and nothing is calibrated again by itself.
-
-    Raises:
-        UnsupportedError: If no backend of the model has anything to calibrate.
+    A model without such backends is left as it is.
     """
     backends = [m for m in model.modules() if isinstance(m, Backend) and hasattr(m.core, "calibrate")]
     if not backends:
-        raise UnsupportedError("No backend of this model has anything to calibrate.")
+        return
     with ExitStack() as stack, torch.no_grad():
         for backend in backends:
             stack.enter_context(backend.register_forward_pre_hook(_calibrate, with_kwargs=True))

@@ -12,4 +12,5 @@ KeyMask = Bool[Tensor, "batch k_tokens"]
 
 # Queries or keys, wherever a formula treats both alike; the leading axes are its own affair.
 Vectors = Float[Tensor, "*batch tokens head_dim"]
-Directions = Float[Tensor, "directions head_dim"]
+# One list of directions for all heads, or one for each head of keys.
+Directions = Float[Tensor, "*kv_heads directions head_dim"]

@@ -17,6 +17,9 @@ SIZES = {
     "linformer": {"rank": 4},
     "performer-positive": {"num_features": 32},
     "performer-trig": {"num_features": 32},
+    "performer-hyperbolic": {"num_features": 32},
+    "performer-oprf": {"num_features": 32},
+    "performer-full": {"num_features": 32},
 }
 MODES = [(norm, activation) for norm in ("post", "pre") for activation in ("relu", "gelu")]
 
@@ -37,7 +40,9 @@ def block(name: str = "exact", **arguments: object) -> ea.TransformerBlock:
     made = ea.TransformerBlock(
         DIM, HEADS, name, feed_forward_dim=WIDE, max_tokens=TOKENS, **SIZES.get(name, {}), **arguments
     )
-    return made.double()
+    made = made.double()
+    ea.calibrate(made, sequence(seed=9))
+    return made
 
 
 def decoder_block(name: str = "exact", **arguments: object) -> ea.DecoderBlock:
@@ -45,7 +50,9 @@ def decoder_block(name: str = "exact", **arguments: object) -> ea.DecoderBlock:
     made = ea.DecoderBlock(
         DIM, HEADS, name, feed_forward_dim=WIDE, max_tokens=TOKENS, **SIZES.get(name, {}), **arguments
     )
-    return made.double()
+    made = made.double()
+    ea.calibrate(made, sequence(seed=9), sequence(CONTEXT, seed=8))
+    return made
 
 
 @pytest.mark.parametrize(("norm", "activation"), MODES)

@@ -13,6 +13,9 @@ SIZES = {
     "linformer": {"rank": 4},
     "performer-positive": {"num_features": 32},
     "performer-trig": {"num_features": 32},
+    "performer-hyperbolic": {"num_features": 32},
+    "performer-oprf": {"num_features": 32},
+    "performer-full": {"num_features": 32},
 }
 # Entries of a layer's input, small so that signed features keep their denominators away from zero.
 SCALE = 0.3
@@ -35,7 +38,9 @@ def mask(tokens: int) -> Tensor:
 
 def layer(name: str = "exact", **arguments: object) -> ea.AttentionLayer:
     torch.manual_seed(0)
-    return ea.AttentionLayer(DIM, HEADS, name, max_tokens=TOKENS, **options(name), **arguments).double()
+    made = ea.AttentionLayer(DIM, HEADS, name, max_tokens=TOKENS, **options(name), **arguments).double()
+    ea.calibrate(made, sequence(seed=9))
+    return made
 
 
 @pytest.mark.parametrize("bias", [True, False])

@@ -21,7 +21,7 @@ LAYERS = (
     {"ops"},
     {"modules"},
     {"registry"},
-    {"backend", "checks", "foreign"},
+    {"backend", "checks", "foreign", "calibration"},
     {"backends"},
     {"transformer"},
     {"conformance", "testing", "theory", "measure", "data"},

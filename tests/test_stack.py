@@ -15,6 +15,9 @@ SIZES = {
     "linformer": {"rank": 4},
     "performer-positive": {"num_features": 32},
     "performer-trig": {"num_features": 32},
+    "performer-hyperbolic": {"num_features": 32},
+    "performer-oprf": {"num_features": 32},
+    "performer-full": {"num_features": 32},
 }
 SMALL = {"num_layers": LAYERS, "feed_forward_dim": WIDE, "max_tokens": TOKENS}
 PERFORMERS = [name for name in ea.list_backends() if name.startswith("performer")]
@@ -36,7 +39,9 @@ def mask(tokens: int) -> Tensor:
 
 def encoder(name: str = "exact", **arguments: object) -> ea.Encoder:
     torch.manual_seed(0)
-    return ea.Encoder(DIM, HEADS, name, **{**SMALL, **SIZES.get(name, {}), **arguments}).double()
+    made = ea.Encoder(DIM, HEADS, name, **{**SMALL, **SIZES.get(name, {}), **arguments}).double()
+    ea.calibrate(made, sequence(seed=9))
+    return made
 
 
 def decoder(name: str = "exact", **arguments: object) -> ea.Decoder:
@@ -46,7 +51,9 @@ def decoder(name: str = "exact", **arguments: object) -> ea.Decoder:
 
 def transformer(name: str = "exact", **arguments: object) -> ea.Transformer:
     torch.manual_seed(0)
-    return ea.Transformer(DIM, HEADS, name, **{**SMALL, **SIZES.get(name, {}), **arguments}).double()
+    made = ea.Transformer(DIM, HEADS, name, **{**SMALL, **SIZES.get(name, {}), **arguments}).double()
+    ea.calibrate(made, sequence(CONTEXT, seed=9), sequence(seed=8))
+    return made
 
 
 def num_parameters(module: nn.Module) -> int:

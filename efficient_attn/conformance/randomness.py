@@ -75,6 +75,7 @@ def the_draw_has_no_preferred_direction(subject: Subject, case: Case) -> Iterato
 @check(
     "The more is drawn, the nearer the output is to softmax attention: its error falls as 1/√size.",
     cases=both(LITTLE.but(head_dim=8, value_dim=8, norm=0.7)),
+    needs=("approximates_softmax",),
 )
 def more_features_come_nearer_to_softmax(subject: Subject, case: Case) -> Iterator[Finding]:
     _needs_redraw(subject, case)

@@ -1,5 +1,6 @@
 """What is refused: what is not promised, and what makes no sense; never is an argument ignored."""
 
+import math
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -7,11 +8,20 @@ from typing import Any
 import torch
 
 from efficient_attn.backends import build
-from efficient_attn.conformance.cases import Case
+from efficient_attn.conformance.cases import Case, both
+from efficient_attn.conformance.compare import same_bits
 from efficient_attn.conformance.records import Finding
-from efficient_attn.conformance.subject import Subject
+from efficient_attn.conformance.subject import Subject, run
 from efficient_attn.conformance.table import check
-from efficient_attn.errors import AttentionError, DtypeError, ShapeError, UnknownNameError, UnsupportedError
+from efficient_attn.errors import (
+    AttentionError,
+    CalibrationError,
+    DataError,
+    DtypeError,
+    ShapeError,
+    UnknownNameError,
+    UnsupportedError,
+)
 
 ONE = Case(tokens=5)
 Wrong = tuple[str, str, type[AttentionError], Callable[[], Any]]
@@ -79,6 +89,32 @@ def _wrong(subject: Subject, case: Case) -> Iterator[Wrong]:
     if subject.promises.key_mask:
         for name, mask, kind in _masks(case):
             yield name, "key_mask", kind, partial(backend, q, k, v, key_mask=mask)
+
+
+@check(
+    "Who has to be calibrated refuses to compute before, and changes by nothing but calibration after.",
+    cases=both(ONE.but(masked=True)),
+)
+def calibration_is_an_explicit_act(subject: Subject, case: Case) -> Iterator[Finding]:
+    inputs, backend = subject.inputs(case), subject.build(case, calibrated=False)
+    q, k, _, mask = inputs
+    if not subject.promises.needs_calibration:
+        if not hasattr(backend.core, "calibrate"):
+            call = partial(backend.calibrate, q, k)
+            yield _refusal("calibrate", "nothing to calibrate", UnsupportedError, call)
+        return
+    yield _refusal("an output", "backend.calibrate", CalibrationError, partial(run, backend, inputs))
+    broken = q.clone().index_fill_(2, torch.tensor([1]), math.nan)
+    yield _refusal("calibrate", "q holds", DataError, partial(backend.calibrate, broken, k, key_mask=mask))
+    backend.calibrate(q, k, key_mask=mask)
+    before = {name: x.clone() for name, x in backend.state_dict().items()}
+    run(backend.train(), subject.inputs(case, other=1))
+    for name, x in backend.state_dict().items():
+        yield same_bits(f"{name} after a call", x, before[name])
+    if mask is not None:
+        backend.calibrate(q, k.masked_fill(~mask[:, None, :, None], math.nan), key_mask=mask)
+        for name, x in backend.state_dict().items():
+            yield same_bits(f"{name} calibrated with masked keys of NaN", x, before[name])
 
 
 def _masks(case: Case) -> Iterator[tuple[str, Any, type[AttentionError]]]:

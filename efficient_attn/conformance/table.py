@@ -65,6 +65,7 @@ _WORDS = {
     "nonnegative": "nonnegative weights",
     "averages": "weights that sum to one",
     "gradients": "gradients",
+    "approximates_softmax": "softmax attention",
     "needs_max_tokens": "a longest sequence and positions of its own",
 }
 

@@ -1,5 +1,6 @@
 """The error of a backend against exact attention: one record per backend, size and input."""
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -134,7 +135,12 @@ def _build_one(variant: Variant, subject: Subject, draw: int) -> Any:
         scale=subject.scale,
         **options,
     )
-    return backend.to(dtype=q.dtype).eval()
+    backend = backend.to(dtype=q.dtype).eval()
+    if backend.needs_calibration:
+        # What somebody else built is not to be changed by being measured.
+        backend = copy.deepcopy(backend)
+        backend.calibrate(q, subject.activations.k)
+    return backend
 
 
 def _measured(case: Case, subject: Subject, backends: Sequence[Any]) -> Record:
