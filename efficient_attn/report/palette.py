@@ -14,8 +14,10 @@ _OWN = {
     "performer-positive": ("#0072b2", "v"),
     "performer-trig": ("#cc4c88", "P"),
     "performer-hyperbolic": ("#3a9bd9", "<"),
+    "performer-oprf": ("#7b4fb5", "p"),
+    "performer-full": ("#d55e00", "X"),
 }
-_OTHERS = (("#d55e00", "X"), ("#3a9bd9", "<"), ("#8a6d00", ">"), ("#7b4fb5", "p"))
+_OTHERS = (("#8a6d00", ">"), ("#008b8b", "h"), ("#8b4513", "d"), ("#5f6f1f", "*"))
 _STROKES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1, 1.5)), (0, (6, 2, 1, 2)))
 
 

@@ -14,7 +14,7 @@ from efficient_attn.backends import build
 from efficient_attn.errors import AttentionError, OptionError, UnsupportedError
 from efficient_attn.measure import error as measure
 from efficient_attn.measure.inputs import Activations
-from efficient_attn.sweep.records import Case, Record
+from efficient_attn.sweep.records import SAME_INPUTS, Case, Record
 from efficient_attn.sweep.sizes import MEAN_OF_VALUES, SEED, with_size
 from efficient_attn.sweep.variants import Variant
 
@@ -67,13 +67,14 @@ def measure_error(
     seeds = range(first, first + (draws if SEED in variant.options else 1))
     try:
         chosen, backends = _build(variant, subject, seeds, option, size)
+        calibrated_on = _calibrate(backends, subject)
     except AttentionError as refusal:
         refused = variant if option is None or size is None else with_size(variant, option, size)
         return _failed(refused, subject, of, "unsupported", str(refusal))
     case = _case(chosen, subject, of)
     try:
         with torch.no_grad():
-            return _measured(case, subject, backends)
+            return replace(_measured(case, subject, backends), calibrated_on=calibrated_on)
     except AttentionError as refusal:
         return _failed(chosen, subject, of, "unsupported", str(refusal))
     except Exception as failure:  # The backend may be anybody's code: whatever it raises is its result.
@@ -135,12 +136,18 @@ def _build_one(variant: Variant, subject: Subject, draw: int) -> Any:
         scale=subject.scale,
         **options,
     )
-    backend = backend.to(dtype=q.dtype).eval()
-    if backend.needs_calibration:
+    return backend.to(dtype=q.dtype).eval()
+
+
+def _calibrate(backends: list[Any], subject: Subject) -> str | None:
+    """Calibrate, in their place, those that need it on the inputs that they are measured on."""
+    if not backends[0].needs_calibration:
+        return None
+    for number, backend in enumerate(backends):
         # What somebody else built is not to be changed by being measured.
-        backend = copy.deepcopy(backend)
-        backend.calibrate(q, subject.activations.k)
-    return backend
+        backends[number] = copy.deepcopy(backend)
+        backends[number].calibrate(subject.activations.q, subject.activations.k)
+    return SAME_INPUTS
 
 
 def _measured(case: Case, subject: Subject, backends: Sequence[Any]) -> Record:

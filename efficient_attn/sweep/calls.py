@@ -13,13 +13,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from efficient_attn.backend import Backend
 from efficient_attn.backends import build, resolve
+from efficient_attn.calibration import calibrate
 from efficient_attn.counts import Work
 from efficient_attn.errors import UnsupportedError
 from efficient_attn.measure import memory
 from efficient_attn.registry import BackendSpec, Capabilities, NoOptions
 from efficient_attn.sweep.counting import flops
-from efficient_attn.sweep.records import Case
+from efficient_attn.sweep.records import SAME_INPUTS, Case
 from efficient_attn.sweep.variants import CEILING
 from efficient_attn.transformer.block import TransformerBlock
 from efficient_attn.transformer.stack import Encoder
@@ -35,6 +37,7 @@ class Prepared(NamedTuple):
         inputs: q, k, v [batch heads tokens head_dim], or x [batch tokens model_dim].
         streams: It carries a state from call to call.
         flops: Operations of the call's matrix products; None where nobody counted.
+        calibrated_on: What backends that needed it were calibrated on; None: none did.
     """
 
     module: Any
@@ -42,6 +45,7 @@ class Prepared(NamedTuple):
     inputs: tuple[Tensor, ...]
     streams: bool
     flops: int | None
+    calibrated_on: str | None
 
 
 def prepare(case: Case, target: Any) -> Prepared:
@@ -53,10 +57,11 @@ def prepare(case: Case, target: Any) -> Prepared:
         raise UnsupportedError(f"Backend {spec.name!r} has no gradients; measure it without --backward.")
     module = _build(case, spec).to(device=case.device, dtype=getattr(torch, case.dtype)).eval()
     *inputs, gradient = _inputs(case)
+    calibrated_on = _calibrate(module, inputs)
     call = _with_backward(module, inputs, gradient) if case.backward else _forward(module, inputs)
     streams = case.causal and bool(spec.capabilities.streaming)
     counted = flops(case, spec, feed_forward_dim=WIDENING * case.model_dim)
-    return Prepared(module, call, tuple(inputs), streams, counted)
+    return Prepared(module, call, tuple(inputs), streams, counted, calibrated_on)
 
 
 def state_bytes(prepared: Prepared) -> int | None:
@@ -134,6 +139,14 @@ _VALUES = BackendSpec(
     builder=lambda problem, options: _Values(),
     work=lambda problem, options, tokens, value_dim: Work(()),
 )
+
+
+def _calibrate(module: Any, inputs: list[Tensor]) -> str | None:
+    """Calibrate what needs it on the inputs that are measured: it costs time once, and no call of it."""
+    if not any(isinstance(part, Backend) and part.needs_calibration for part in module.modules()):
+        return None
+    calibrate(module, *inputs)
+    return SAME_INPUTS
 
 
 def _forward(module: Any, inputs: list[Tensor]) -> Callable[[], object]:

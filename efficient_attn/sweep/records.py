@@ -21,6 +21,8 @@ SCHEMA = 1
 NO_LINK = getattr(os, "O_NOFOLLOW", 0)
 
 KINDS = ("time", "memory", "error", "recall", "count")
+# What a record says of a backend that was calibrated on what it was then measured on.
+SAME_INPUTS = "the inputs measured"
 STATUSES = ("ok", "unsupported", "skipped", "oom", "timeout", "crash", "error")
 
 # A released schema stays readable for ever: what turns a row of one version into a row of the next.
@@ -93,6 +95,8 @@ class Record:
         requested_peak_bytes: The same of what was asked for, where the allocator rounds that up.
         memory_method: How `peak_bytes` was found.
         state_bytes: What a causal backend carries on after `tokens` tokens.
+        calibrated_on: What data-dependent parameters were found from; None: there are none, or they
+            were found before.
         num_directions: Rows of the projection of a random-feature backend.
         output_mse: Mean over draws; `…_draws` are the raw values, one per draw. So for the other errors.
         unsafe_rows: Share of rows whose denominator is zero or negative, mean over draws.
@@ -115,6 +119,7 @@ class Record:
     memory_method: str | None = None
     parameter_bytes: int | None = None
     state_bytes: int | None = None
+    calibrated_on: str | None = None
     num_directions: int | None = None
     output_mse: float | None = None
     output_mse_draws: tuple[float, ...] | None = None

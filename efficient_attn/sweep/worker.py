@@ -62,6 +62,7 @@ def _measure_time(case: Case, target: Any, seconds: float) -> Record:
         empty_call_s=empty_call_s,
         flops=prepared.flops,
         matmul_flops_per_s=rate,
+        calibrated_on=prepared.calibrated_on,
     )
 
 
@@ -79,6 +80,7 @@ def _measure_memory(case: Case, target: Any, seconds: float) -> Record:
         memory_method=peak.method,
         parameter_bytes=memory.parameter_bytes(prepared.module),
         state_bytes=calls.state_bytes(prepared),
+        calibrated_on=prepared.calibrated_on,
     )
 
 
