@@ -1,0 +1,153 @@
+"""Whatever the files of a run hold, reading, comparing, drawing and resuming end well or in our own error."""
+
+import contextlib
+import json
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import efficient_attn as ea
+from efficient_attn.errors import AttentionError
+from efficient_attn.experiments.diff import diff
+from efficient_attn.experiments.folder import begin
+from efficient_attn.experiments.redraw import report
+from efficient_attn.sweep.records import line, read, records_schema
+
+FIXTURE = Path(__file__).parent / "fixtures" / "schema-1"
+RECORDS = (FIXTURE / "records.jsonl").read_bytes()
+ENVIRONMENT = (FIXTURE / "environment.json").read_bytes()
+ROWS = [json.loads(text) for text in RECORDS.splitlines()]
+
+# More by hand: EFFICIENT_ATTN_FUZZ=10000 pytest tests/test_fuzz_readers.py
+EXAMPLES = int(os.environ.get("EFFICIENT_ATTN_FUZZ", "40"))
+fuzz = settings(
+    max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck), print_blob=True
+)
+
+WHOLE = st.sampled_from([0, 1, 2, 16, 2**31, 2**63 - 1])
+NUMBERS = WHOLE | st.sampled_from([0.0, 5e-324, 1e-9, 0.5, 1e150, 1e308])
+NONSENSE = st.recursive(
+    st.none() | st.booleans() | NUMBERS | st.sampled_from([-1, 2**63, 10**400]) | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=8,
+)
+OF_TYPE = {
+    "integer": WHOLE,
+    "number": NUMBERS,
+    "boolean": st.booleans(),
+    "null": st.none(),
+    "string": st.text(max_size=8)
+    | st.sampled_from(["float16", "cuda", "window(window=5)", "\x1b[2J", "<b>"]),
+    "array": st.lists(NUMBERS | st.none(), max_size=9),
+    "object": st.dictionaries(st.text(max_size=3), NUMBERS | st.text(max_size=3), max_size=3),
+}
+
+
+def values_of(name):
+    """What the schema allows for a field, three times as often as anything."""
+    schema = records_schema()["properties"][name]
+    if "type" not in schema:
+        allowed = st.sampled_from(schema.get("enum") or [schema["const"]])
+    else:
+        types = schema["type"]
+        allowed = st.one_of([OF_TYPE[one] for one in ([types] if isinstance(types, str) else types)])
+    return st.one_of(allowed, allowed, allowed, NONSENSE)
+
+
+CHANGES = st.lists(
+    st.sampled_from(sorted(records_schema()["properties"])).flatmap(
+        lambda name: st.tuples(st.integers(0, len(ROWS) - 1), st.just(name), values_of(name))
+    ),
+    min_size=1,
+    max_size=4,
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("run")
+
+
+def lay_out(folder, records, environment=ENVIRONMENT):
+    (folder / "records.jsonl").write_bytes(records)
+    (folder / "environment.json").write_bytes(environment)
+    return folder
+
+
+def use(folder, html=False):
+    """All that commands do with the files of a run, but for drawing, which takes long."""
+    for act in (_show, _compare, _go_on, *([_draw] if html else [])):
+        with contextlib.suppress(AttentionError):
+            act(folder)
+
+
+def _show(folder):
+    results = ea.read(folder)
+    assert results.to_pandas() is not None and results.summary() is not None
+    results.tables()
+    results.sentences()
+
+
+def _compare(folder):
+    for old, new in ((FIXTURE, folder), (folder, FIXTURE)):
+        found = diff(old, new)
+        found.tables()
+        found.sentences()
+        json.dumps(found.as_dict(), allow_nan=False)
+
+
+def _go_on(folder):
+    earlier = begin(folder, [], {"command": []}, resume=True, force=True)
+    assert all(line(record) for record in earlier.records.values())
+
+
+def _draw(folder):
+    assert report(folder, html=folder / "page.html")
+
+
+def changed(changes):
+    rows = [dict(row) for row in ROWS]
+    for number, name, value in changes:
+        rows[number][name] = value
+    return "".join(f"{json.dumps(row)}\n" for row in rows).encode()
+
+
+def test_a_file_cut_at_any_byte_is_read_up_to_its_last_whole_line(folder):
+    whole = b"".join(RECORDS.splitlines(keepends=True)[:2])
+    known = read(FIXTURE / "records.jsonl").records
+    for length in range(len(whole)):
+        lay_out(folder, whole[:length])
+        reading = read(folder / "records.jsonl")
+        ends = whole[:length].count(b"\n")
+        assert reading.records == known[:ends] and reading.torn == (
+            not whole[:length].endswith(b"\n") and length > 0
+        )
+
+
+@fuzz
+@given(changes=CHANGES)
+def test_any_value_in_any_field_is_refused_or_made_use_of(folder, changes):
+    use(lay_out(folder, changed(changes)))
+
+
+@fuzz
+@given(place=st.integers(0, len(RECORDS)), removed=st.integers(0, 40), added=st.binary(max_size=12))
+def test_any_bytes_at_any_place_are_refused_or_made_use_of(folder, place, removed, added):
+    use(lay_out(folder, RECORDS[:place] + added + RECORDS[place + removed :]))
+
+
+@fuzz
+@given(
+    value=NONSENSE | st.dictionaries(st.sampled_from(sorted(json.loads(ENVIRONMENT))), NONSENSE, max_size=4)
+)
+def test_any_environment_is_refused_or_made_use_of(folder, value):
+    use(lay_out(folder, RECORDS, json.dumps(value).encode()))
+
+
+@settings(fuzz, max_examples=max(EXAMPLES // 20, 3))
+@given(changes=CHANGES)
+def test_any_value_in_any_field_is_refused_or_drawn(folder, changes):
+    use(lay_out(folder, changed(changes)), html=True)
