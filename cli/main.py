@@ -43,19 +43,33 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and leave with the exit code that says how it went."""
     with polite() as ends:
         try:
-            code = app(args=arguments, standalone_mode=False)
-        except AttentionError as error:
-            fail(str(error))
-        except _UsageError as error:
-            fail(error.format_message())
-        except (KeyboardInterrupt, typer.Abort):
-            code = exits.INTERRUPTED
+            code = _run(arguments)
         except BrokenPipeError:
-            # Whoever read our output has left: nothing more is written, not even at exit.
-            for stream in (sys.stdout, sys.stderr):
-                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-            code = 128 + signal.SIGPIPE
+            code = _unread()
+        except SystemExit as leaving:
+            # Typer leaves in this way where nobody reads any more.
+            if not isinstance(leaving.__context__, BrokenPipeError):
+                raise
+            code = _unread()
         sys.exit(ends.code or code or exits.DONE)
+
+
+def _run(arguments: Sequence[str] | None) -> int:
+    try:
+        return int(app(args=arguments, standalone_mode=False) or exits.DONE)
+    except AttentionError as error:
+        fail(str(error))
+    except _UsageError as error:
+        fail(error.format_message())
+    except (KeyboardInterrupt, typer.Abort):
+        return exits.INTERRUPTED
+
+
+def _unread() -> int:
+    """The exit code where whoever read our output has left; nothing more is written, not even at exit."""
+    for stream in (sys.stdout, sys.stderr):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+    return 128 + signal.SIGPIPE
 
 
 def fail(message: str) -> NoReturn:

@@ -1,0 +1,82 @@
+"""What is written where nobody can draw: narrow, colourless, dumb and closed terminals."""
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("efficient_attn_cli", reason="needs an installation, if only an editable one")
+pty = pytest.importorskip("pty", reason="there are no pseudo-terminals here")
+
+CODE = """
+import sys, time
+from types import SimpleNamespace
+from efficient_attn.sweep.run import Step
+from efficient_attn_cli import talk
+
+case = SimpleNamespace(label="a-backend(of=a, long=name)", tokens=65536, kind="time")
+with talk.progress(2) as show:
+    show(Step(done=0, total=2, remaining_s=90.0, doing=f"{case.label}, 65536 tokens, time"))
+    time.sleep(0.3)
+    show(Step(done=1, total=2, remaining_s=45.0, doing=None, record=SimpleNamespace(case=case, status="ok")))
+"""
+COMMAND = "from efficient_attn_cli.main import main; main()"
+ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+
+
+def on_a_terminal(code, *words, columns=80, **variables):
+    """What a child writes to a terminal of its own."""
+    import fcntl
+    import struct
+    import termios
+
+    ours, its = pty.openpty()
+    fcntl.ioctl(its, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    settings = {"TERM": "xterm-256color", **variables}
+    environment = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "COLUMNS")}
+    child = subprocess.Popen(
+        [sys.executable, "-c", code, *words], stdin=its, stdout=its, stderr=its, env=environment | settings
+    )
+    os.close(its)
+    written = b""
+    while True:
+        try:
+            part = os.read(ours, 1 << 16)
+        except OSError:
+            break
+        if not part:
+            break
+        written += part
+    os.close(ours)
+    child.wait()
+    return written.decode()
+
+
+@pytest.mark.parametrize("columns", [20, 80])
+def test_a_bar_stays_within_the_terminal(columns):
+    written = on_a_terminal(CODE, columns=columns)
+    assert "\x1b" in written and "0/2" in written
+    rows = re.split(r"[\r\n]+", ESCAPES.sub("", written))
+    assert max(map(len, rows)) <= columns
+
+
+@pytest.mark.parametrize("variables", [{"NO_COLOR": "1"}, {"TERM": "dumb"}, {"TERM": ""}], ids=str)
+def test_a_terminal_that_cannot_draw_gets_plain_lines(variables):
+    written = on_a_terminal(CODE, **variables)
+    assert written == "[1/2] a-backend(of=a, long=name), 65536 tokens, time: ok; 0:45 left\r\n"
+    refused = on_a_terminal(COMMAND, "bench", "--seq-len", "many", **variables)
+    assert refused.startswith("error: --seq-len") and "\x1b" not in refused
+
+
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+def test_a_reader_that_leaves_early_ends_the_command_quietly(stream):
+    words = {"stdout": ["list", "--json"], "stderr": ["bench", "--seq-len", "many"]}[stream]
+    ours, its = os.pipe()
+    os.close(ours)
+    settings = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, stream: its}
+    child = subprocess.Popen([sys.executable, "-c", COMMAND, *words], text=True, **settings)
+    os.close(its)
+    out, err = child.communicate()
+    assert not out and not err and child.returncode == 128 + 13
