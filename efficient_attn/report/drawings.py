@@ -57,7 +57,7 @@ def _costs(
     records: Sequence[Record], quantities: Sequence[str], name: str, beside: Sequence[Sequence[Record]]
 ) -> Drawing:
     """Costs share lines and conditions, hence a legend."""
-    shown = []
+    shown, conditions = [], ""
     lines: dict[str, Any] = {}
     for quantity in quantities:
         ax = _axes()
@@ -70,12 +70,13 @@ def _costs(
         ]:
             ax.update_datalim(corners)
         cost_plot.plot(records, y=quantity, ax=ax, bare=True)
-        heading, _ = cost_plot.headline(records, quantity)
+        heading, told = cost_plot.headline(records, quantity)
+        # The first says the most: that of time names its interval.
+        conditions = conditions or told
         # From the top of the plot down, as the lines end.
         ends = sorted(ax.lines, key=lambda line: -line.get_ydata()[-1])
         lines |= {line.get_label(): line for line in ends if line.get_label() not in lines}
         shown.append(Panel(heading, _svg(ax, f"{name}-{quantity}", heading, _described(records, quantity))))
-    conditions = cost_plot.headline(records, quantities[0])[1]
     return Drawing("Time and memory against tokens", conditions, _legend(lines.values()), tuple(shown))
 
 

@@ -8,6 +8,7 @@ import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields
+from functools import cached_property
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -72,7 +73,8 @@ class Case:
         """Entries of one token where heads are parts of it."""
         return self.num_heads * self.head_dim
 
-    @property
+    # Asked for many times by whatever groups records, and nothing of a case changes.
+    @cached_property
     def key(self) -> str:
         """The case as canonical JSON: the same text for the same measurement, in every process."""
         return json.dumps(asdict(self), sort_keys=True, allow_nan=False)
