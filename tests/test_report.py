@@ -206,3 +206,31 @@ def test_plots_of_several_runs_share_their_scale(tmp_path):
     plots = re.findall(r"<svg (?:(?!swatch).)*?</svg>", page_of(*runs, tmp_path=tmp_path), flags=re.DOTALL)
     ticks = [re.findall(r">([\d.]+ m?s|[\d.]+ min)<", plot) for plot in (plots[0], plots[2])]
     assert ticks[0] == ticks[1] != []
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered", "ignore:constrained_layout not applied")
+@pytest.mark.parametrize("value", [0.0, 5e-324, 1e308])
+def test_numbers_that_no_logarithmic_axis_can_hold_stay_in_the_tables(tmp_path, value):
+    odd = [
+        replace(record, times_s=(value,) * 3, peak_bytes=0) if record.case.kind != "error" else record
+        for record in costs()
+    ]
+    wrong = [
+        replace(record, output_relative_error=value, output_relative_error_draws=(value,))
+        for record in errors()
+    ]
+    page = Page(page_of(folder(tmp_path / "run", [*odd, *wrong]), tmp_path=tmp_path))
+    assert "Time per call, ms" in page.text and "Relative output error" in page.text
+
+
+def test_an_environment_of_any_shape_is_shown(tmp_path):
+    strange = {
+        "gpu": [1, {"a": 2}],
+        "torch": 5,
+        "packages": ["x"],
+        "command": "y",
+        "utc": 7,
+        "memory_bytes": 10**400,
+    }
+    page = Page(page_of(folder(tmp_path / "run", costs(), strange), tmp_path=tmp_path))
+    assert "Environment" in page.text

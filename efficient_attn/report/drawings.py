@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from efficient_attn.analysis.accuracy import panels, quantity_in
-from efficient_attn.analysis.curves import QUANTITIES, curves
+from efficient_attn.analysis.curves import QUANTITIES
 from efficient_attn.report import error_plot
 from efficient_attn.report import plot as cost_plot
 from efficient_attn.report.error_table import title
@@ -64,11 +64,13 @@ def _costs(
         if corners := [
             (point.tokens, edge)
             for run in beside
-            for curve in curves(run, quantity)
+            for curve in cost_plot.drawable(run, quantity)
             for point in curve.measured
             for edge in (point.low, point.high)
         ]:
             ax.update_datalim(corners)
+        if not cost_plot.drawable(records, quantity):
+            continue
         cost_plot.plot(records, y=quantity, ax=ax, bare=True)
         heading, told = cost_plot.headline(records, quantity)
         # The first says the most: that of time names its interval.
@@ -109,7 +111,7 @@ def _svg(ax: Any, name: str, heading: str, description: str) -> str:
 
 
 def _described(records: Sequence[Record], quantity: str) -> str:
-    drawn = [curve for curve in curves(records, quantity) if curve.measured]
+    drawn = cost_plot.drawable(records, quantity)
     tokens = [point.tokens for curve in drawn for point in curve.measured]
     names = ", ".join(curve.label for curve in drawn)
     return f"Lines of {names} from {min(tokens)} to {max(tokens)} tokens; the numbers are in the tables."

@@ -23,6 +23,9 @@ _ROUNDING = 1e-4
 
 _LONGEST_NAME = 40
 
+# Beyond this the margins of an axis are no floating-point numbers any more.
+_LARGEST = 1e300
+
 
 def plot(
     records: Sequence[Record], *, y: str = "output_relative_error", x: str | None = None, ax: Any = None
@@ -217,11 +220,12 @@ def _dress(ax: Any, panel: Panel) -> None:
 
 def _limits(shown: Sequence[Panel]) -> tuple[float, float]:
     """From below the smallest error that is no rounding to above the largest that is no nonsense."""
-    yardsticks = [panel.yardstick for panel in shown if panel.yardstick is not None]
+    yardsticks = [panel.yardstick for panel in shown if panel.yardstick]
     worst = _WORST * max(yardsticks, default=1.0)
     curves = [c for panel in shown for c in panel.curves if min(point.value for point in c.points) <= worst]
     edges = [edge for c in curves for point in c.points for edge in (point.value, point.low)]
-    told = [edge for edge in (*edges, *yardsticks) if edge > 0 and not _is_rounding(edge, shown)] or [1.0]
+    told = [edge for edge in (*edges, *yardsticks) if 0 < edge < _LARGEST and not _is_rounding(edge, shown)]
+    told = told or [1.0]
     return min(told) / 1.4, min(max(told), worst) * 1.8
 
 

@@ -36,7 +36,7 @@ def flat(values: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, str]
 def _say(name: str, value: Any) -> str:
     if isinstance(value, list):
         return ", ".join(map(str, value))
-    if name.endswith("_bytes") and isinstance(value, int):
+    if name.endswith("_bytes") and isinstance(value, int) and 0 <= value < 1 << 63:
         return show_bytes(value)
     return f"{value:.3g}" if isinstance(value, float) else str(value)
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from efficient_attn.analysis.curves import YARDSTICK, Curve, curves
+from efficient_attn.analysis.curves import YARDSTICK, Curve, Point, curves
 from efficient_attn.report.files import write
 from efficient_attn.report.harmless import plain
 from efficient_attn.report.palette import INK, MUTED, line_styles
@@ -33,6 +33,9 @@ _FEW_DECADES = 500
 
 _LONGEST_NAME = 36
 
+# Beyond this the margins of an axis are no floating-point numbers any more.
+_LARGEST = 1e300
+
 # Least distance of two names, as a share of the axis's height.
 _NAME_DISTANCE = 0.055
 
@@ -43,7 +46,7 @@ def plot(records: Sequence[Record], *, y: str = "time_s", ax: Any = None, bare: 
     Args:
         bare: Without title and names, for a page that writes them around the plot.
     """
-    drawn = [curve for curve in curves(records, y) if curve.measured]
+    drawn = drawable(records, y)
     ax = new_axes() if ax is None else ax
     styles = line_styles([(curve.label, curve.backend) for curve in drawn])
     for curve in drawn:
@@ -57,9 +60,22 @@ def plot(records: Sequence[Record], *, y: str = "time_s", ax: Any = None, bare: 
     return ax
 
 
+def drawable(records: Sequence[Record], y: str) -> list[Curve]:
+    """The curves with the points that logarithmic axes can hold; what failed stays, for its name."""
+    kept = (
+        curve._replace(points=tuple(point for point in curve.points if _has_logarithm(point)))
+        for curve in curves(records, y)
+    )
+    return [curve for curve in kept if curve.measured]
+
+
+def _has_logarithm(point: Point) -> bool:
+    return point.value is None or (point.tokens > 0 and 0 < point.value < _LARGEST)
+
+
 def headline(records: Sequence[Record], y: str) -> tuple[str, str]:
     """What a plot shows, and under which conditions."""
-    drawn = [curve for curve in curves(records, y) if curve.measured]
+    drawn = drawable(records, y)
     conditions = _subtitle(drawn[0].points[0].record.case, timed=y == "time_s") if drawn else ""
     return _TITLES[y], plain(conditions)
 
