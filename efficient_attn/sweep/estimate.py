@@ -5,7 +5,8 @@ from collections.abc import Iterable
 from efficient_attn.sweep.plan import Entry
 from efficient_attn.sweep.records import Record
 
-# Calls beside the timed ones: two to warm up in each turn; for memory one to warm up, one that is traced.
+# Calls beside the timed ones: in each turn two to warm up, of calls long enough to matter rather one; for
+# memory one to warm up, one that is traced.
 _WARM_UP_CALLS, _MEMORY_CALLS = 2, 3
 
 # Building a backend and drawing its inputs, per turn.

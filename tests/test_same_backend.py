@@ -1,0 +1,53 @@
+"""One backend under two names, really measured: no difference is seen, and one that is there is."""
+
+import statistics
+from dataclasses import replace
+
+import pytest
+
+from efficient_attn.analysis.diff import compare
+from efficient_attn.experiments.bench import bench
+
+OWN = """
+import torch
+
+
+def one(q, k, v):
+    return torch.softmax(q @ k.mT, dim=-1) @ v
+
+
+def other(q, k, v):
+    return one(q, k, v)
+
+
+def twice(q, k, v):
+    one(q, k, v)
+    return one(q, k, v)
+"""
+LENGTHS = range(128, 138)
+
+# Each interval misses in 5 % of all runs; more than this many of ten do so once in a thousand: 1 − binom.cdf.
+MOST_MISSES = 3
+
+
+@pytest.mark.slow
+def test_an_interval_of_the_ratio_to_itself_covers_one_and_that_to_twice_the_work_does_not(
+    tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own.py").write_text(OWN)
+    names = ("own.py:one", "own.py:other", "own.py:twice")
+    results = bench(names, tokens=LENGTHS, num_heads=2, head_dim=16, threads=1, budget_s=120)
+
+    def named_one(label):
+        records = [r for r in results.records if (r.case.label, r.case.kind) == (label, "time")]
+        return [replace(r, case=replace(r.case, backend="own.py:one", label="own.py:one")) for r in records]
+
+    one, other, twice = map(named_one, names)
+    same = compare(one, other).changes
+    assert len(same) == len(LENGTHS)
+    assert sum(not change.low <= 1 <= change.high for change in same) <= MOST_MISSES
+    assert not [change for change in same if change.verdict == "regression"]
+    more = compare(one, twice).changes
+    # Of ten ratios the median is spared by what a busy machine does to a few of them.
+    assert 1.5 < statistics.median(change.ratio for change in more) < 2.5
