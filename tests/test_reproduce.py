@@ -175,8 +175,10 @@ def test_powers_agree_as_far_as_intervals_tell() -> None:
 
 def test_what_was_not_measured_is_said_once_with_its_reason() -> None:
     records = [replace(record, status="skipped", reason="no time") for record in table_1() if record.times_s]
-    notes = verdicts.not_measured(records[: len(ROWS)])
-    assert notes == (f"64 tokens, time, skipped: {', '.join(ROWS)}: no time",)
+    whole = verdicts.not_measured(records)
+    assert whole == ("skipped: time of everything at 64, 128, 256, 512, 1024, 2048 tokens: no time",)
+    part = [records[0], *(replace(record, status="ok") for record in records[1 : len(ROWS)])]
+    assert verdicts.not_measured(part) == ("skipped: time of self-attention at 64 tokens: no time",)
 
 
 def test_figures_are_found_by_the_names_of_their_files() -> None:

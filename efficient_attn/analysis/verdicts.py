@@ -91,15 +91,27 @@ def against_both(dense: Mapping[str, bool | None], fused: Mapping[str, bool | No
     )
 
 
+def span(values: Sequence[float]) -> str:
+    """`1.2 to 3.4`, the least and the largest; one number where they read the same."""
+    if not values:
+        return "unknown"
+    low, high = (f"{edge:.2g}" if edge < 100 else f"{edge:.0f}" for edge in (min(values), max(values)))
+    return low if low == high else f"{low} to {high}"
+
+
 def not_measured(records: Sequence[Record]) -> tuple[str, ...]:
-    """One line for each status and number of tokens that has no numbers: who, and the first reason."""
-    groups: dict[tuple[str, int, str], list[Record]] = {}
+    """One line for each kind, status and choice of labels without numbers: where, and the first reason."""
+    lengths: dict[tuple[str, int], list[Record]] = {}
     for record in records:
-        if record.status != "ok":
-            key = (record.status, record.case.tokens, record.case.kind)
-            groups.setdefault(key, []).append(record)
+        lengths.setdefault((record.case.kind, record.case.tokens), []).append(record)
+    groups: dict[tuple[str, str, str], dict[int, str | None]] = {}
+    for (kind, tokens), both in lengths.items():
+        for status in dict.fromkeys(record.status for record in both if record.status != "ok"):
+            failed = [record for record in both if record.status == status]
+            labels = ", ".join(dict.fromkeys(record.case.label for record in failed))
+            who = "everything" if len(failed) == len(both) else labels
+            groups.setdefault((kind, status, who), {}).setdefault(tokens, failed[0].reason)
     return tuple(
-        f"{tokens} tokens, {kind}, {status}: {', '.join(record.case.label for record in failed)}: "
-        f"{failed[0].reason}"
-        for (status, tokens, kind), failed in sorted(groups.items())
+        f"{status}: {kind} of {who} at {', '.join(map(str, reasons))} tokens: {next(iter(reasons.values()))}"
+        for (kind, status, who), reasons in groups.items()
     )

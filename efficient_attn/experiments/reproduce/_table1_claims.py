@@ -13,6 +13,7 @@ from efficient_attn.analysis.verdicts import (
     costs_less,
     of_all,
     proportional,
+    span,
     turns_round,
 )
 from efficient_attn.experiments.reproduce._table1 import (
@@ -147,8 +148,8 @@ def dearer_than_recurrent(records: Sequence[Record]) -> Finding:
     timed = {label: cells(records, label, TIME) for label in ("convolutional", RECURRENT)}
     shared = sorted(timed["convolutional"].keys() & timed[RECURRENT].keys())
     faster = [_ratio(timed[RECURRENT][place], timed["convolutional"][place]) for place in shared]
-    measured = f"{_span(ratios)} times the operations at k = {KERNEL}" + (
-        f", in {_span([1 / gain for gain in faster])} times the time" if faster else ""
+    measured = f"{span(ratios)} times the operations at k = {KERNEL}" + (
+        f", in {span([1 / gain for gain in faster])} times the time" if faster else ""
     )
     if proportional(ratios, [KERNEL] * len(ratios)) and abs(ratios[0] / KERNEL - 1) < 0.01:
         return Finding(claim, measured, HOLDS)
@@ -196,7 +197,7 @@ def _ratio(record: Record, other: Record) -> float:
 
 def _gains(times: Mapping[str, Cells], label: str, places: Sequence[tuple[int, int]]) -> str:
     """How many times a layer is faster than the recurrent one, from the least place to the most."""
-    return _span(
+    return span(
         [_ratio(times[RECURRENT][place], times[label][place]) for place in places if place in times[label]]
     )
 
@@ -205,14 +206,7 @@ def _equal_operations(records: Sequence[Record]) -> str:
     """Where both do as much: the operations of attention grow with n² and those of an LSTM with n."""
     ours, others = (cells(records, label, OPERATIONS) for label in (SELF_ATTENTION, RECURRENT))
     shares = [n * (others[n, d].flops or 0) / (ours[n, d].flops or 1) / d for n, d in ours.keys() & others]
-    return f"both do as many operations at n = {_span(shares)} d" if shares else "operations were not counted"
-
-
-def _span(values: Sequence[float]) -> str:
-    if not values:
-        return "unknown"
-    low, high = (f"{edge:.2g}" if edge < 100 else f"{edge:.0f}" for edge in (min(values), max(values)))
-    return low if low == high else f"{low} to {high}"
+    return f"both do as many operations at n = {span(shares)} d" if shares else "operations were not counted"
 
 
 def _place(place: tuple[int, int]) -> str:

@@ -13,6 +13,7 @@ from efficient_attn.analysis.verdicts import (
     agrees,
     costs_less,
     of_all,
+    span,
 )
 from efficient_attn.experiments.reproduce._table3 import (
     DENSE,
@@ -111,7 +112,7 @@ def linear(records: Sequence[Record]) -> Finding:
 
 
 def _told(ratios: Ratios, baseline: str) -> str:
-    return f"{baseline} takes {min(ratios.values()):.2g} to {max(ratios.values()):.2g} times as much"
+    return f"{baseline} takes {span(list(ratios.values()))} times as much"
 
 
 def _lines(ratios: Ratios) -> dict[int, list[tuple[int, float]]]:
