@@ -121,6 +121,7 @@ def test_bfloat16_is_what_it_is_asked_for_on_cuda(monkeypatch):
         ({"device": "cpu:1"}, OptionError, "device is auto, cpu, cuda"),
         ({"threads": 10_000}, OptionError, "threads is at most the"),
         ({"threads": 0}, OptionError, "threads is at least 1"),
+        ({"rounds": 0}, OptionError, "rounds is at least 1"),
         ({"num_heads": 0}, OptionError, "num_heads is at least 1"),
         ({"batch": 1.5}, AttentionError, "batch is a whole number"),
         ({"tokens": "some"}, OptionError, "tokens cannot be 'some'"),

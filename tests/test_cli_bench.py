@@ -146,6 +146,7 @@ WRONG = [
     (["--head-dim", "x"], "--head-dim"),
     (["--batch", "-1"], "--batch"),
     (["--threads", "100000"], "threads is at most"),
+    (["--rounds", "0"], "--rounds"),
     (["--timeout", "never"], "--timeout is a duration"),
     (["--isolate", "yes"], "--isolate is none, reuse, point, not 'yes'"),
     (["--resume"], "--resume needs --out"),
