@@ -15,6 +15,7 @@ from .options import (
     BackendOption,
     BackwardOption,
     BatchOption,
+    BenchHeadDimOption,
     BudgetOption,
     CausalOption,
     DeviceOption,
@@ -22,11 +23,11 @@ from .options import (
     DtypeOption,
     ExtraArguments,
     ForceResumeOption,
-    HeadDimOption,
     IsolateOption,
     JsonToOption,
     LayersOption,
     MemoryLimitOption,
+    ModelDimOption,
     NumHeadsOption,
     OfOption,
     OutOption,
@@ -55,8 +56,9 @@ def bench_command(
     dtype: DtypeOption = "auto",
     causal: CausalOption = False,
     backward: BackwardOption = False,
-    num_heads: NumHeadsOption = 8,
-    head_dim: HeadDimOption = 64,
+    num_heads: NumHeadsOption = "8",
+    head_dim: BenchHeadDimOption = None,
+    model_dim: ModelDimOption = None,
     batch: BatchOption = 1,
     threads: ThreadsOption = None,
     seed: SeedOption = 0,
@@ -88,6 +90,7 @@ def bench_command(
         )
     # What is wrong in the request itself is said before torch is loaded.
     parse_sizes(seq_len, name="--seq-len")
+    parse_sizes(num_heads, name="--num-heads")
     budget_s = parse_seconds(budget, name="--budget")
     timeout_s = parse_seconds(timeout, name="--timeout")
     settings = parse_settings(set_ or [])
@@ -99,26 +102,25 @@ def bench_command(
     resume = resume or force_resume
     if resume and out is None:
         raise OptionError("--resume needs --out, the folder of the run to go on with.")
-    workload = bench.settle(
-        bench.Workload(
-            of=of,
-            layers=layers,
-            batch=batch,
-            num_heads=num_heads,
-            head_dim=head_dim,
-            causal=causal,
-            backward=backward,
-            dtype=dtype,
-            device=device,
-            threads=threads,
-            seed=seed,
-        )
+    asked = bench.Workload(
+        layers=layers,
+        batch=batch,
+        causal=causal,
+        backward=backward,
+        dtype=dtype,
+        device=device,
+        threads=threads,
+        seed=seed,
+    )
+    called = {"num_heads": "--num-heads", "head_dim": "--head-dim", "model_dim": "--model-dim"}
+    workloads = bench.workloads(
+        asked, of=of, num_heads=num_heads, head_dim=head_dim, model_dim=model_dim, names=called
     )
     named = names(backend)
     entries = bench.plan_bench(
         named,
         seq_len,
-        workload,
+        workloads,
         options=settings,
         memory_limit=memory_limit,
         names=("--seq-len", "--memory-limit"),
@@ -134,7 +136,7 @@ def bench_command(
             budget_s=budget_s,
             out=folder,
             command=command_line(),
-            plan=as_plan(context, {**vars(workload), "isolate": isolate}),
+            plan=as_plan(context, _settled(workloads[-1], isolate)),
             progress=show,
             isolate=isolate,
             timeout_s=timeout_s,
@@ -145,6 +147,11 @@ def bench_command(
     _print(results, as_json=json_to is not None)
     typer.echo(str(folder), err=json_to is not None)
     raise typer.Exit(_exit_code(results, named))
+
+
+def _settled(workload: Any, isolate: str) -> dict[str, Any]:
+    """What was decided where the flags left it open, the same for everything that is measured."""
+    return {name: getattr(workload, name) for name in ("device", "dtype", "threads")} | {"isolate": isolate}
 
 
 def _print(results: Any, *, as_json: bool) -> None:

@@ -11,7 +11,7 @@ from .options import DeviceOption, JsonOption
 
 def env_command(as_json: JsonOption = False, device: DeviceOption = "auto") -> None:
     """Show machine and software; every run writes the same beside its records."""
-    from efficient_attn.experiments.bench import Workload, settle
+    from efficient_attn.experiments.workload import Workload, settle
     from efficient_attn.measure.environment import environment
 
     found = environment(device=settle(Workload(device=device)).device)

@@ -44,7 +44,10 @@ SeqLenOption = Annotated[
     str, typer.Option("--seq-len", metavar="LENGTHS", help="Tokens: 256,512 or 256:4096:x2 or 1k.")
 ]
 OfOption = Annotated[
-    str, typer.Option("--of", metavar="attention|block|encoder", help="Alone, in a block, in a stack.")
+    str,
+    typer.Option(
+        "--of", metavar="attention|block|encoder", help="Alone, in a block, in a stack; several: a,b."
+    ),
 ]
 LayersOption = Annotated[int | None, typer.Option("--layers", min=1, help="Blocks of an encoder; 3.")]
 DeviceOption = Annotated[str, typer.Option("--device", help="auto, cpu, cuda or cuda:1.")]
@@ -57,7 +60,16 @@ CausalOption = Annotated[
 BackwardOption = Annotated[
     bool, typer.Option("--backward/--no-backward", help="Forward and backward pass together.")
 ]
-NumHeadsOption = Annotated[int, typer.Option("--num-heads", min=1, help="Heads.")]
+NumHeadsOption = Annotated[
+    str, typer.Option("--num-heads", metavar="N[,N…]", help="Heads; several are measured side by side.")
+]
+ModelDimOption = Annotated[
+    int | None,
+    typer.Option("--model-dim", min=1, help="Entries of all heads together, in the place of --head-dim."),
+]
+BenchHeadDimOption = Annotated[
+    int | None, typer.Option("--head-dim", min=1, help="Entries of one query or key; 64.")
+]
 HeadDimOption = Annotated[int, typer.Option("--head-dim", min=1, help="Entries of one query or key.")]
 BatchOption = Annotated[int, typer.Option("--batch", min=1, help="Sequences at once.")]
 ThreadsOption = Annotated[

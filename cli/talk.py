@@ -74,7 +74,8 @@ def _say_step(step: Any) -> None:
     if step.record is None:
         return
     case = step.record.case
-    name = f"{case.label}, {case.tokens} tokens, {case.kind}"
+    place = "" if case.of == "attention" else f", {case.of}"
+    name = f"{case.label}{place}, {case.tokens} tokens, {case.kind}"
     say(f"[{step.done}/{step.total}] {name}: {step.record.status}; {_remaining(step)}")
 
 

@@ -7,7 +7,8 @@ import torch
 
 from efficient_attn.errors import AttentionError, DataError, OptionError, UnsupportedError
 from efficient_attn.experiments import bench as module
-from efficient_attn.experiments.bench import Workload, bench, plan_bench, settle
+from efficient_attn.experiments.bench import Workload, bench, plan_bench
+from efficient_attn.experiments.workload import settle, workloads
 from efficient_attn.sweep.variants import CEILING
 
 SMALL = {"tokens": (16, 32), "num_heads": 2, "head_dim": 8, "budget_s": 30, "isolate": "none"}
@@ -36,6 +37,40 @@ def test_the_ceiling_and_fused_exact_attention_are_measured_beside_every_block(o
     assert all(r.parameter_bytes for r in results.records if r.case.kind == "memory")
     again = bench([values], of=of, out=tmp_path, resume=True, **SMALL)
     assert again.records == results.records
+
+
+def test_attention_and_block_are_measured_in_one_run_length_by_length():
+    results = bench([values], of="attention,block", **SMALL)
+    assert {(record.case.of, record.case.label) for record in results.records} == {
+        *(("attention", label) for label in ("exact", "values")),
+        *(("block", label) for label in (CEILING, "exact", "values")),
+    }
+    lengths = [record.case.tokens for record in results.records]
+    assert lengths == sorted(lengths) and {record.status for record in results.records} == {"ok"}
+    (sentence,) = (told for told in results.sentences() if told.startswith("values: on this machine"))
+    assert "; the block " in sentence and ", of at most " in sentence
+
+
+def test_heads_are_varied_at_equal_model_dim_under_labels_of_their_own():
+    results = bench([values], **{**SMALL, "num_heads": "2,4", "head_dim": None, "model_dim": 32})
+    assert {(r.case.num_heads, r.case.head_dim) for r in results.records} == {(2, 16), (4, 8)}
+    labels = {row["label"] for row in results.summary()}
+    assert labels >= {"values, num_heads=2, head_dim=16", "values, num_heads=4, head_dim=8"}
+    table = results.tables()[-1]
+    assert table.title.startswith("Time per call at 32 tokens and model_dim 32")
+    assert [row[0] for row in table.rows] == ["exact", "values"]
+
+
+@pytest.mark.parametrize("of", ["attention", "block"])
+def test_what_would_not_fit_into_memory_is_skipped_and_not_run(of, monkeypatch):
+    monkeypatch.setattr(module, "available_bytes", lambda device: 16 * 2**30)
+    settled = workloads(Workload(device="cpu"), of=of, num_heads=8, head_dim=64, model_dim=None)
+    entries = [e for e in plan_bench(["exact-dense"], "65536", settled) if e.case.backend == "exact-dense"]
+    # Scores and weights of 8 heads are 2 · 8 · 65536² · 4 bytes = 256 GiB.
+    assert len(entries) == 2 and all("needs about 25" in (e.skip or "") for e in entries)
+    monkeypatch.setattr("efficient_attn.sweep.worker.measure", lambda *args, **more: pytest.fail("called"))
+    results = module.run_bench(entries, isolate="none")
+    assert [(r.status, r.case.tokens) for r in results.records] == [("skipped", 65536)] * 2
 
 
 def test_variants_of_an_option_are_measured_side_by_side():
@@ -97,7 +132,7 @@ def test_records_are_written_while_the_rest_is_measured(tmp_path):
 def test_auto_is_float32_on_the_cpu_and_settled_in_every_case():
     workload = settle(Workload(device="cpu"))
     assert (workload.dtype, workload.device, workload.threads) == ("float32", "cpu", torch.get_num_threads())
-    entries = plan_bench(None, (16,), workload)
+    entries = plan_bench(None, (16,), [workload])
     assert {(entry.case.dtype, entry.case.device, entry.case.inputs) for entry in entries} == {
         ("float32", "cpu", "gaussian")
     }
@@ -122,7 +157,9 @@ def test_bfloat16_is_what_it_is_asked_for_on_cuda(monkeypatch):
         ({"threads": 10_000}, OptionError, "threads is at most the"),
         ({"threads": 0}, OptionError, "threads is at least 1"),
         ({"rounds": 0}, OptionError, "rounds is at least 1"),
-        ({"num_heads": 0}, OptionError, "num_heads is at least 1"),
+        ({"num_heads": 0}, OptionError, "num_heads is made of whole numbers from 1"),
+        ({"num_heads": "4,3", "model_dim": 64}, OptionError, "model_dim=64 is not divided by 3 heads"),
+        ({"head_dim": 8, "model_dim": 64}, OptionError, "head_dim and model_dim exclude each other"),
         ({"batch": 1.5}, AttentionError, "batch is a whole number"),
         ({"tokens": "some"}, OptionError, "tokens cannot be 'some'"),
         ({"memory_limit": "lots"}, OptionError, "memory_limit is an amount"),

@@ -141,6 +141,9 @@ WRONG = [
     (["--dtype", "int8"], "dtype is auto, float64"),
     (["--of", "encode"], "of is attention, block, encoder, not 'encode'"),
     (["--layers", "2"], "layers are those of an encoder"),
+    (["--num-heads", "4,x"], "--num-heads cannot be '4,x'"),
+    (["--num-heads", "4,6", "--model-dim", "64"], "--model-dim=64 is not divided by 6 heads"),
+    (["--head-dim", "8", "--model-dim", "64"], "--head-dim and --model-dim exclude each other"),
     (["--backend", "attention := v", "--of", "block"], "'attention := v' is no backend"),
     (["--num-heads", "0"], "--num-heads"),
     (["--head-dim", "x"], "--head-dim"),
@@ -178,10 +181,10 @@ def test_the_command_that_ran_is_written_down(monkeypatch):
 def test_errors_of_the_library_all_end_the_same_way(monkeypatch, capsys):
     from efficient_attn.experiments import bench
 
-    def refuse(workload):
+    def refuse(workload, **more):
         raise AttentionError("two\nlines")
 
-    monkeypatch.setattr(bench, "settle", refuse)
+    monkeypatch.setattr(bench, "workloads", refuse)
     assert command("bench") == 2
     assert capsys.readouterr().err == "error: two lines\n"
 

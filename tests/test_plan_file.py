@@ -70,9 +70,9 @@ def test_the_command_line_wins_over_the_plan(capsys):
 WRONG = [
     ("seq-ln = 3", "No key of plan.toml is called 'seq-ln'. Did you mean 'seq-len'?"),
     ("num_heads = 3", "Did you mean 'num-heads'?"),
-    ("num-heads = 'many'", "plan.toml: num-heads cannot be 'many': "),
-    ("num-heads = 0", "plan.toml: num-heads cannot be 0: "),
-    ("num-heads = 1.5", "plan.toml: num-heads cannot be 1.5: "),
+    ("head-dim = 'many'", "plan.toml: head-dim cannot be 'many': "),
+    ("batch = 0", "plan.toml: batch cannot be 0: "),
+    ("batch = 1.5", "plan.toml: batch cannot be 1.5: "),
     ("causal = 'yes'", "plan.toml: causal is true or false, not 'yes'"),
     ("seq-len = true", "plan.toml: seq-len is text, a number or a list of them, not True"),
     ("[backend]\nname = 'window'", "plan.toml: backend is text, a number or a list of them, not {'name'"),

@@ -10,7 +10,7 @@ from efficient_attn.analysis.doubts import DURING, doubts
 from efficient_attn.errors import OptionError, UnsupportedError
 from efficient_attn.experiments.folder import Book, Earlier, begin, only_writer
 from efficient_attn.experiments.results import Results, open_folder
-from efficient_attn.experiments.workload import Workload, settle
+from efficient_attn.experiments.workload import Workload, workloads
 from efficient_attn.measure.conditions import between, moment
 from efficient_attn.measure.environment import available_bytes, environment
 from efficient_attn.problem import positive_count
@@ -28,13 +28,14 @@ def bench(
     backends: Sequence[Any] | None = None,
     *,
     tokens: str | Sequence[int] = DEFAULT_TOKENS,
-    of: str = "attention",
+    of: str | Sequence[str] = "attention",
     layers: int | None = None,
     backward: bool = False,
     causal: bool = False,
     batch: int = 1,
-    num_heads: int = 8,
-    head_dim: int = 64,
+    num_heads: str | int | Sequence[int] = 8,
+    head_dim: int | None = None,
+    model_dim: int | None = None,
     dtype: str = "auto",
     device: str = "auto",
     threads: int | None = None,
@@ -57,9 +58,12 @@ def bench(
     Args:
         backends: Names, `file.py:object`, modules or functions f(q, k, v); None stands for all.
         tokens: Lengths, as numbers or as text such as `256:4096:x2`.
-        of: `attention`; or `block`, with projections and feed-forward part; or `encoder`, a stack of blocks.
+        of: `attention`; or `block`, with projections and feed-forward part; or `encoder`, a stack of blocks;
+            or several, `attention,block`.
         layers: Blocks of an encoder.
         backward: Measure forward and backward pass together.
+        num_heads: One number or several, `4,8,16`.
+        head_dim: 64, unless there is a model_dim, which is num_heads · head_dim.
         dtype: `auto` is float32 on the CPU and bfloat16 on CUDA.
         options: {backend: {option: values}}; every combination is a variant.
         budget_s: Lengths that would not fit into the rest of these seconds are skipped.
@@ -75,22 +79,18 @@ def bench(
     """
     if (resume or force_resume) and out is None:
         raise OptionError("resume needs out, the folder of the run to go on with.")
-    workload = settle(
-        Workload(
-            of=of,
-            layers=layers,
-            batch=batch,
-            num_heads=num_heads,
-            head_dim=head_dim,
-            causal=causal,
-            backward=backward,
-            dtype=dtype,
-            device=device,
-            threads=threads,
-            seed=seed,
-        )
+    asked = Workload(
+        layers=layers,
+        batch=batch,
+        causal=causal,
+        backward=backward,
+        dtype=dtype,
+        device=device,
+        threads=threads,
+        seed=seed,
     )
-    entries = plan_bench(backends, tokens, workload, options=options, memory_limit=memory_limit)
+    settled = workloads(asked, of=of, num_heads=num_heads, head_dim=head_dim, model_dim=model_dim)
+    entries = plan_bench(backends, tokens, settled, options=options, memory_limit=memory_limit)
     return run_bench(
         entries,
         budget_s=budget_s,
@@ -106,13 +106,13 @@ def bench(
 def plan_bench(
     backends: Sequence[Any] | None,
     tokens: str | Sequence[int],
-    workload: Workload,
+    workloads: Sequence[Workload],
     *,
     options: Mapping[str, Mapping[str, Sequence[Any]]] | None = None,
     memory_limit: str | int = DEFAULT_MEMORY_LIMIT,
     names: tuple[str, str] = ("tokens", "memory_limit"),
 ) -> tuple[Entry, ...]:
-    """Every case of a benchmark, and what would not fit into memory; nothing runs.
+    """Every case of a benchmark, length by length, and what would not fit into memory; nothing runs.
 
     Args:
         names: What messages call the arguments tokens and memory_limit.
@@ -121,12 +121,15 @@ def plan_bench(
     chosen = select(backends, options)
     if all(variant.backend != YARDSTICK for variant in chosen):
         chosen = (*select([YARDSTICK]), *chosen)
-    _try_options(chosen, workload, max(lengths))
-    if workload.of != "attention":
-        chosen = (ceiling(), *chosen)
-    available = available_bytes(workload.device)
-    limit = parse_bytes(memory_limit, name=names[1], available=available)
-    return plan(chosen, lengths, {**vars(workload), "inputs": "gaussian"}, memory_limit=limit)
+    limit = parse_bytes(memory_limit, name=names[1], available=available_bytes(workloads[0].device))
+    entries: list[Entry] = []
+    for workload in workloads:
+        _try_options(chosen, workload, max(lengths))
+        yardsticks = () if workload.of == "attention" else (ceiling(),)
+        shared = {**vars(workload), "inputs": "gaussian"}
+        entries += plan((*yardsticks, *chosen), lengths, shared, memory_limit=limit)
+    # What stands beside each other is measured at one time.
+    return tuple(sorted(entries, key=lambda entry: entry.case.tokens))
 
 
 def _try_options(variants: Sequence[Variant], workload: Workload, longest: int) -> None:

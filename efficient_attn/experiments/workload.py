@@ -1,16 +1,20 @@
 """What every backend of a benchmark is given to do, and whether this machine can do it."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 from efficient_attn.errors import OptionError, UnsupportedError
 from efficient_attn.measure.environment import usable_cores
 from efficient_attn.problem import positive_count
+from efficient_attn.sweep.amounts import parse_sizes
 from efficient_attn.sweep.plan import ITEM_BYTES
 
 # What can be measured: a backend alone, in a block, in a stack of blocks.
 SUBJECTS = ("attention", "block", "encoder")
 
 _DEFAULT_LAYERS = 3
+_HEAD_DIM = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +37,57 @@ class Workload:
     device: str = "auto"
     threads: int | None = None
     seed: int = 0
+
+
+def workloads(
+    workload: Workload,
+    *,
+    of: str | Sequence[str],
+    num_heads: str | int | Sequence[int],
+    head_dim: int | None,
+    model_dim: int | None,
+    names: Mapping[str, str] = MappingProxyType({}),
+) -> tuple[Workload, ...]:
+    """The settled workload for every number of heads and everything that is to be measured.
+
+    Args:
+        of: Some of SUBJECTS, as text joined by commas or one by one.
+        model_dim: The heads are parts of it: head_dim follows.
+        names: What messages call the arguments num_heads, head_dim and model_dim, where they do not call
+            them so.
+
+    Raises:
+        OptionError: If they do not fit together.
+    """
+    subjects = dict.fromkeys(of.split(",") if isinstance(of, str) else of)
+    heads = parse_sizes(num_heads, name=names.get("num_heads", "num_heads"))
+    if model_dim is not None and head_dim is not None:
+        both = " and ".join(names.get(name, name) for name in ("head_dim", "model_dim"))
+        raise OptionError(f"{both} exclude each other: one follows from the other and the heads.")
+    if workload.layers is not None and "encoder" not in subjects:
+        raise OptionError(f"layers are those of an encoder; of is {', '.join(subjects)!r}.")
+    return tuple(
+        settle(
+            replace(
+                workload,
+                of=subject,
+                layers=workload.layers if subject == "encoder" else None,
+                num_heads=count,
+                head_dim=_part(model_dim, count, names) if model_dim is not None else head_dim or _HEAD_DIM,
+            )
+        )
+        for subject in subjects
+        for count in heads
+    )
+
+
+def _part(model_dim: int, num_heads: int, names: Mapping[str, str]) -> int:
+    """The head_dim of so many heads."""
+    name = names.get("model_dim", "model_dim")
+    positive_count(name, model_dim)
+    if model_dim % num_heads:
+        raise OptionError(f"{name}={model_dim} is not divided by {num_heads} heads.")
+    return model_dim // num_heads
 
 
 def settle(workload: Workload) -> Workload:

@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
+from efficient_attn.sweep.variants import CEILING
+
 INK, MUTED, GRID, PAPER, NIGHT = "#222222", "#6b6b6b", "#e3e3e3", "#ffffff", "#14171c"
 
 # The colours of Okabe and Ito (2008), made for all kinds of colour vision; exact attention is black.
@@ -16,6 +18,7 @@ _OWN = {
     "performer-hyperbolic": ("#3a9bd9", "<"),
     "performer-oprf": ("#7b4fb5", "p"),
     "performer-full": ("#d55e00", "X"),
+    CEILING: (MUTED, ""),
 }
 _OTHERS = (("#8a6d00", ">"), ("#008b8b", "h"), ("#8b4513", "d"), ("#5f6f1f", "*"))
 _STROKES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1, 1.5)), (0, (6, 2, 1, 2)))
@@ -33,7 +36,8 @@ def line_styles(lines: Sequence[tuple[str, str]]) -> dict[str, dict[str, Any]]:
             "color": colour,
             "marker": marker,
             "markersize": 5,
-            "linestyle": _STROKES[variant % len(_STROKES)],
+            # No attention, so no full line.
+            "linestyle": _STROKES[(variant + (backend == CEILING) * 2) % len(_STROKES)],
             "linewidth": 2.4 if backend == "exact" else 1.8,
         }
     return styles

@@ -3,13 +3,13 @@
 import itertools
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 
 from efficient_attn.measure.clock import in_turns
 from efficient_attn.sweep import worker
 from efficient_attn.sweep.amounts import show_seconds
-from efficient_attn.sweep.estimate import Estimate
+from efficient_attn.sweep.estimate import Estimate, series
 from efficient_attn.sweep.interrupt import held
 from efficient_attn.sweep.plan import Entry
 from efficient_attn.sweep.records import Record
@@ -109,7 +109,7 @@ class _Sweep:
         self._turn_s = _seconds_of_a_turn(entries, budget_s, rounds)
         self._estimate = Estimate(turns=rounds, turn_s=self._turn_s, start_s=start_s)
         self._spent_s: dict[str, float] = {}
-        self._timed_out: dict[str, int] = {}
+        self._timed_out: dict[Hashable, int] = {}
 
     def measure_length(self, entries: list[Entry]) -> None:
         """Measure the entries of one length: first the times in turns, then the rest one by one."""
@@ -156,7 +156,7 @@ class _Sweep:
         return reason is not None
 
     def _hopeless(self, entry: Entry) -> str | None:
-        tokens = self._timed_out.get(entry.case.label)
+        tokens = self._timed_out.get(series(entry.case))
         return (
             None if tokens is None else f"took too long at {tokens} tokens already (raise it with --timeout)"
         )
@@ -178,12 +178,14 @@ class _Sweep:
             self._begun.pop(record.case.key, None)
             self._left.pop(record.case.key, None)
             if record.status == "timeout":
-                self._timed_out.setdefault(record.case.label, record.case.tokens)
+                self._timed_out.setdefault(series(record.case), record.case.tokens)
             self._emit(record)
         self._tell(None, record)
 
     def _announce(self, entry: Entry) -> None:
-        self._tell(f"{entry.case.label}, {entry.case.tokens} tokens, {entry.case.kind}", None)
+        case = entry.case
+        place = "" if case.of == "attention" else f", {case.of}"
+        self._tell(f"{case.label}{place}, {case.tokens} tokens, {case.kind}", None)
 
     def _tell(self, doing: str | None, record: Record | None) -> None:
         if self._progress is None:
