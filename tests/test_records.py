@@ -6,7 +6,7 @@ import json
 import pytest
 
 from efficient_attn.errors import DataError
-from efficient_attn.sweep.records import Case, Record, append, line, read
+from efficient_attn.sweep.records import Case, Record, append, line, parse, read
 
 CASE = Case(
     kind="time",
@@ -90,6 +90,11 @@ def test_a_number_that_is_not_finite_becomes_null_with_a_reason():
     row = json.loads(line(Record(case=CASE, output_mse=float("inf"), output_mse_draws=(1.0, float("nan")))))
     assert row["output_mse"] is None and row["output_mse_draws"] == [1.0, None]
     assert row["reason"] == "not a finite number: output_mse, output_mse_draws"
+
+
+def test_a_time_that_was_not_finite_is_no_sample():
+    for times_s, known in (((float("inf"), 0.5), (0.5,)), ((float("nan"),), None)):
+        assert parse(line(Record(case=CASE, times_s=times_s)).encode(), "It").times_s == known
 
 
 def test_unreadable_and_unwritable_files_are_named(tmp_path):

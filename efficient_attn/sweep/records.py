@@ -228,6 +228,9 @@ def parse(text: bytes, place: str) -> Record:
         if name in row and not strict.fits(row[name], wanted):
             raise DataError(f"{place}: {name} cannot be {str(row[name])[:40]!r}.")
     case = Case(**{name: row[name] for name in _CASE_FIELDS if name in row})
+    if row.get("times_s") is not None:
+        # Null stands for a time that was not finite, which `reason` tells; it is no sample.
+        row["times_s"] = [time_s for time_s in row["times_s"] if time_s is not None] or None
     return Record(case=case, **{name: _frozen(row[name]) for name in _RECORD_FIELDS if name in row})
 
 
