@@ -32,7 +32,7 @@ _HOME = {
     "diff": "experiments.diff",
     "Results": "experiments.results",
     "read": "experiments.results",
-    "records_schema": "sweep.records",
+    "records_schema": "sweep.schema",
     "reproduce": "experiments.reproduction",
     "sample": "measure.inputs",
     "AttentionLayer": "transformer.layer",

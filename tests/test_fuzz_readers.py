@@ -14,7 +14,8 @@ from efficient_attn.errors import AttentionError
 from efficient_attn.experiments.diff import diff
 from efficient_attn.experiments.folder import begin
 from efficient_attn.experiments.redraw import report
-from efficient_attn.sweep.records import line, read, records_schema
+from efficient_attn.sweep.records import line, read
+from efficient_attn.sweep.schema import records_schema
 
 FIXTURE = Path(__file__).parent / "fixtures" / "schema-1"
 RECORDS = (FIXTURE / "records.jsonl").read_bytes()

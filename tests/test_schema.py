@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 import efficient_attn as ea
 from efficient_attn.errors import DataError
 from efficient_attn.sweep import records
-from efficient_attn.sweep.records import KINDS, SCHEMA, STATUSES, Case, Record, line, parse, records_schema
+from efficient_attn.sweep.records import KINDS, SCHEMA, STATUSES, Case, Record, line, parse
+from efficient_attn.sweep.schema import records_schema
 
 FIXTURES = Path(__file__).parent / "fixtures"
 JSON_TYPES = {

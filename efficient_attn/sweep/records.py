@@ -9,7 +9,6 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from functools import cached_property
-from importlib.resources import files
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -163,12 +162,6 @@ _TYPES = {item.name: str(item.type) for item in (*fields(Case), *fields(Record))
 _MEASURED = tuple(name for name in _RECORD_FIELDS if name not in ("status", "reason"))
 
 
-def records_schema() -> dict[str, Any]:
-    """The JSON Schema (draft 2020-12) of one line of a file of records."""
-    text = files("efficient_attn.sweep").joinpath("records.schema.json").read_text(encoding="utf-8")
-    return strict.read_object(text, "The schema")
-
-
 def line(record: Record) -> str:
     """The record as one line of strict JSON; a number that is not finite becomes null, told in `reason`."""
     row = record.row()
@@ -231,7 +224,8 @@ def parse(text: bytes, place: str) -> Record:
     if row.get("times_s") is not None:
         # Null stands for a time that was not finite, which `reason` tells; it is no sample.
         row["times_s"] = [time_s for time_s in row["times_s"] if time_s is not None] or None
-    return Record(case=case, **{name: _frozen(row[name]) for name in _RECORD_FIELDS if name in row})
+    known = {name: row[name] for name in _RECORD_FIELDS if name in row}
+    return Record(case=case, **{k: tuple(v) if isinstance(v, list) else v for k, v in known.items()})
 
 
 def _in_this_schema(row: dict[str, Any], place: str) -> dict[str, Any]:
@@ -255,7 +249,3 @@ def _check_choice(row: Mapping[str, Any], name: str, known: Sequence[str], place
 
 def _required(item: Any) -> bool:
     return item.default is MISSING and item.default_factory is MISSING
-
-
-def _frozen(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
