@@ -15,7 +15,7 @@ from reference import (
 
 import efficient_attn as ea
 from efficient_attn.measure.memory import peak
-from efficient_attn.ops import linear, linear_causal, linear_full
+from efficient_attn.ops import flash, linear, linear_causal, linear_full, linear_softmax
 from efficient_attn.ops.linear import merge, query_weights, read, summarise
 from efficient_attn.ops.linear_tokens import Tokens
 from efficient_attn.ops.projections import draw_directions
@@ -47,16 +47,26 @@ def small_chunks(monkeypatch):
 
     def set_chunks(tokens):
         monkeypatch.setattr(linear_full, "_CHUNK", tokens)
+        monkeypatch.setattr(linear_softmax, "_PIECE", tokens)
         monkeypatch.setattr(linear_causal, "CHUNK", tokens)
 
     return set_chunks
+
+
+@pytest.fixture(params=[True, False], ids=["fused", "plain"])
+def either_kernel(request, monkeypatch):
+    """With the fused kernel of the CPU, and with the operators that every device has."""
+    if not request.param:
+        monkeypatch.setattr(flash, "_FORWARD", None)
 
 
 @pytest.mark.parametrize("chunk", [1, 2, 7, 16, 33])
 @pytest.mark.parametrize("masked", [False, True])
 @CAUSAL
 @BOTH
-def test_every_chunk_size_gives_the_quadratic_formula(name, causal, masked, chunk, small_chunks):
+def test_every_chunk_size_gives_the_quadratic_formula(
+    name, causal, masked, chunk, small_chunks, either_kernel
+):
     small_chunks(chunk)
     q, k, v = random_qkv(q_tokens=16 if causal else 20, k_tokens=32)
     mask = random_mask(2, 32) if masked else None
@@ -70,7 +80,7 @@ def test_every_chunk_size_gives_the_quadratic_formula(name, causal, masked, chun
 @pytest.mark.parametrize("chunk", [1, 3, 16])
 @CAUSAL
 @BOTH
-def test_gradients_do_not_know_the_chunks(name, causal, chunk, small_chunks):
+def test_gradients_do_not_know_the_chunks(name, causal, chunk, small_chunks, either_kernel):
     q, k, v = (x.requires_grad_() for x in random_qkv(q_tokens=9, k_tokens=11))
     mask = random_mask(2, 11)
     backend = performer(name, causal=causal)
@@ -88,7 +98,7 @@ def test_gradients_do_not_know_the_chunks(name, causal, chunk, small_chunks):
 @pytest.mark.parametrize("masked", [False, True])
 @CAUSAL
 @BOTH
-def test_derivatives_agree_with_differences(name, causal, masked):
+def test_derivatives_agree_with_differences(name, causal, masked, either_kernel):
     q, k, v = (x.requires_grad_() for x in random_qkv(1, 2, 1, 4, 5, head_dim=3, value_dim=2))
     mask = torch.tensor([[False, True, True, False, True]]) if masked else None
     backend = performer(name, head_dim=3, causal=causal, num_features=6)
@@ -128,7 +138,7 @@ ORDERS = {
 @pytest.mark.parametrize("order", ORDERS)
 @CAUSAL
 @BOTH
-def test_float32_keeps_to_the_formula_at_large_norms_in_every_order(name, causal, order):
+def test_float32_keeps_to_the_formula_at_large_norms_in_every_order(name, causal, order, either_kernel):
     norm, short = ORDERS[order]
     q, k, v = random_qkv(1, 1, 1, 200, 200, head_dim=16)
     k[..., short, :] /= 20

@@ -36,12 +36,15 @@ class FeatureMap(NamedTuple):
             the derivative by x.
         signed: Whether features may be negative.
         per_direction: How many features each direction gives.
+        exponents: Where a feature is exp(w·x − |x|²/2 + constant), takes the directions, returns the
+            w of every feature; None for other maps.
     """
 
     features: Callable[[Tensor, Tensor], Features]
     pullback: Callable[[Tensor, Features, Features, Tensor], Tensor]
     signed: bool
     per_direction: int
+    exponents: Callable[[Tensor], Tensor] | None = None
 
 
 def half_square(x: Vectors) -> Tensor:
@@ -84,9 +87,21 @@ def _trigonometric_pullback(x: Tensor, features: Features, by: Features, directi
     return (cos * by_sin - sin * by_cos) @ directions + x * by.log_scale
 
 
+def _each_direction(directions: Tensor) -> Tensor:
+    return directions
+
+
+def _both_ways(directions: Tensor) -> Tensor:
+    return torch.cat([directions, -directions], dim=-2)
+
+
 MAPS = {
-    "positive": FeatureMap(positive_features, _positive_pullback, signed=False, per_direction=1),
-    "hyperbolic": FeatureMap(hyperbolic_features, _hyperbolic_pullback, signed=False, per_direction=2),
+    "positive": FeatureMap(
+        positive_features, _positive_pullback, signed=False, per_direction=1, exponents=_each_direction
+    ),
+    "hyperbolic": FeatureMap(
+        hyperbolic_features, _hyperbolic_pullback, signed=False, per_direction=2, exponents=_both_ways
+    ),
     "trigonometric": FeatureMap(
         trigonometric_features, _trigonometric_pullback, signed=True, per_direction=2
     ),

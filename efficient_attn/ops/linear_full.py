@@ -30,6 +30,7 @@ from efficient_attn.ops.linear_gradient import (
     normalised,
     output_gradients,
 )
+from efficient_attn.ops.linear_softmax import suits, two_softmaxes
 from efficient_attn.ops.linear_tokens import Tokens
 from efficient_attn.ops.precision import without_autocast
 
@@ -70,9 +71,11 @@ def _full(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     tokens = Tokens(q, k, v, key_mask, directions, log_weights, kind, scale)
-    outputs = new_outputs(q, v)
     with without_autocast(q):
-        state = whole_state(tokens)
+        if suits(tokens):
+            outputs, state = two_softmaxes(tokens)
+            return *outputs, *state
+        outputs, state = new_outputs(q, v), whole_state(tokens)
         for part in chunks(q.shape[-2]):
             weights, reference = query_weights(
                 tokens.query_features(tokens.query_rows(part)), state.log_scale

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from efficient_attn.ops.features import MAPS, FeatureMap, Features
 from efficient_attn.ops.groups import fold, unfold
-from efficient_attn.ops.precision import hide, wide
+from efficient_attn.ops.precision import hide, wide, wide_dtype
 
 
 class Tokens(NamedTuple):
@@ -52,16 +52,27 @@ class Tokens(NamedTuple):
         sign = math.copysign(1.0, self.scale)
         return fold(wide(self.q[..., part, :]), self.k.shape[1]) * (sign * math.sqrt(abs(self.scale)))
 
+    def exponents(self) -> Tensor:
+        """Of an exponential map the w of each feature, [features head_dim] or one for each head of keys."""
+        assert self.map.exponents is not None
+        return self.map.exponents(wide(self.directions).to(wide_dtype(self.q.dtype)))
+
+    def keys(self, part: slice) -> Tensor:
+        """Keys of some tokens, zeros where they are masked, [batch kv_heads part head_dim]."""
+        return wide(hide(self.k[..., part, :], self._mask(part)))
+
     def key_rows(self, part: slice) -> Tensor:
         """Scaled keys of some tokens, zeros where they are masked, [batch kv_heads part head_dim]."""
-        return wide(hide(self.k[..., part, :], self._mask(part))) * math.sqrt(abs(self.scale))
+        return self.keys(part) * math.sqrt(abs(self.scale))
 
     def values(self, part: slice) -> Tensor:
         """Values of some tokens, zeros where they are masked, [batch kv_heads part value_dim]."""
         return wide(hide(self.v[..., part, :], self._mask(part)))
 
     def query_features(self, rows: Tensor) -> Features:
-        """Features of query rows; a signed row's own scale cancels, so it is one."""
+        """Features of query rows; what all features of a row have in common cancels, and is left out."""
+        if self.map.exponents is not None:
+            return Features(rows @ self.exponents().mT, None)
         features = self.map.features(rows, self._directions(rows))
         if self.map.signed:
             return features._replace(log_scale=torch.zeros_like(features.log_scale))
@@ -79,9 +90,12 @@ class Tokens(NamedTuple):
 
     def query_gradient(self, rows: Tensor, features: Features, by: Features) -> Tensor:
         """Derivative by some tokens of q, from the derivative by their features."""
-        if self.map.signed:
-            by = by._replace(log_scale=torch.zeros_like(by.log_scale))
-        gradient = self.map.pullback(rows, features, by, self._directions(rows))
+        if self.map.exponents is not None:
+            gradient = by.log_scale @ self.exponents()
+        else:
+            if self.map.signed:
+                by = by._replace(log_scale=torch.zeros_like(by.log_scale))
+            gradient = self.map.pullback(rows, features, by, self._directions(rows))
         sign = math.copysign(1.0, self.scale)
         return unfold(gradient, self.q.shape[1]) * (sign * math.sqrt(abs(self.scale)))
 
