@@ -224,8 +224,8 @@ def parse(text: bytes, place: str) -> Record:
     if row.get("times_s") is not None:
         # Null stands for a time that was not finite, which `reason` tells; it is no sample.
         row["times_s"] = [time_s for time_s in row["times_s"] if time_s is not None] or None
-    known = {name: row[name] for name in _RECORD_FIELDS if name in row}
-    return Record(case=case, **{k: tuple(v) if isinstance(v, list) else v for k, v in known.items()})
+    row |= {name: tuple(value) for name, value in row.items() if isinstance(value, list)}
+    return Record(case=case, **{name: row[name] for name in _RECORD_FIELDS if name in row})
 
 
 def _in_this_schema(row: dict[str, Any], place: str) -> dict[str, Any]:
