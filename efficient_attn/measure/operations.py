@@ -2,7 +2,7 @@
 
 Counted are the products that torch's own counter knows (`torch.utils.flop_counter`), a multiplication and an
 addition as two. Kernels that the counter cannot look into are replaced by their written-out form, which
-multiplies the same matrices.
+multiplies the same matrices; on the meta device, where nothing is computed, backends have no others.
 """
 
 from collections.abc import Callable, Iterator
@@ -23,7 +23,7 @@ class Operations(NamedTuple):
 
 
 def count_operations(call: Callable[[], object]) -> Operations:
-    """The operations of one call, which is made on the CPU."""
+    """The operations of one call, on the CPU or, to see into every kernel, on the meta device."""
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils.flop_counter import flop_registry

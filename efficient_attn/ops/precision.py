@@ -1,5 +1,8 @@
 """In which dtype sums are taken, and how masked tokens are put out of the way."""
 
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -22,6 +25,9 @@ def hide(x: Tensor, key_mask: Tensor | None) -> Tensor:
     return x if key_mask is None else x.masked_fill(~key_mask[:, None, :, None], 0.0)
 
 
-def without_autocast(x: Tensor) -> torch.autocast:
+def without_autocast(x: Tensor) -> AbstractContextManager[Any]:
     """A context in which sums stay in the dtype that `wide` chose."""
+    # A tensor without contents, on the meta device, has no autocast to leave.
+    if x.device.type == "meta":
+        return nullcontext()
     return torch.autocast(x.device.type, enabled=False)

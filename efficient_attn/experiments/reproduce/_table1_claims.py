@@ -51,7 +51,7 @@ def cost(records: Sequence[Record], label: str) -> Finding:
     row = ROWS[label]
     claim = f"A {label} layer costs O({row.printed}) (Table 1)"
     counted = cells(records, label, OPERATIONS)
-    if not counted:
+    if not all(record.flops for record in counted.values()) or not counted:
         return Finding(claim, "no operations were counted", NOT_MEASURABLE)
     fits = time_growths(records, label)
     shown = " and ".join(grows(fit, name) for fit, name in zip(fits, AXES, strict=True))
@@ -80,7 +80,7 @@ def waiting(records: Sequence[Record]) -> Finding:
         for label in ROWS
         if len(line := along(cells(records, label, OPERATIONS), 0)) > 1
     }
-    if chains.keys() != ROWS.keys():
+    if chains.keys() != ROWS.keys() or not all(all(chain.values()) for chain in chains.values()):
         return Finding(claim, "chains were not counted for all rows", NOT_MEASURABLE)
     wrong = [label for label, chain in chains.items() if len(set(chain.values())) > 1 and label != RECURRENT]
     recurrent = chains.pop(RECURRENT)

@@ -172,7 +172,7 @@ def _notes(records: Sequence[Record]) -> tuple[str, ...]:
     return (
         f"{shown}; the recurrent layer is an LSTM, with 8 matrices of d² where the order counts one.",
         "Operations: of the matrix products and convolutions, a multiplication and an addition as two; "
-        "the padding of convolutions and the blocks of the window are counted, since they are computed.",
+        "padding counts, as it is computed, and kernels count as their written-out form does.",
         "Chain: matrix products that wait for one another; from the fewest to the most tokens.",
         "Projections are no part of the paper's table: it counts attention without them.",
         *not_measured(records),
