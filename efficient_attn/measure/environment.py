@@ -6,6 +6,7 @@ import platform
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ def environment(*, command: Sequence[str] = (), device: str = "cpu") -> dict[str
     """Everything about machine and software that is written beside the records."""
     return {
         "command": hide_paths(command),
+        "utc": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.release()}",
         "machine": platform.machine(),

@@ -89,15 +89,18 @@ def _subject(case: Case) -> str:
 
 
 def _times(records: Sequence[Record]) -> str:
-    counts = [len(record.times_s) for record in records if record.status == "ok" and record.times_s]
-    if not counts:
+    timed = [record for record in records if record.status == "ok" and record.times_s]
+    if not timed:
         return ""
+    counts = [len(record.times_s or ()) for record in timed]
+    turns = [len(record.turn_sizes) for record in timed if record.turn_sizes]
+    rounds = f" {_range(turns)} times" if turns else ""
+    few = " (of fewer than six calls: their range)" if min(counts) < 6 else ""
     return (
-        "Each call was repeated before timing until two successive calls differed by less than a tenth or a "
-        "limit was spent; the backends then took turns within each length, in order and in reverse. Of "
+        "Each call was repeated before timing until successive calls agreed within a tenth or a limit was "
+        f"spent; the backends then took turns within each length{rounds}, in order and in reverse. Of "
         f"{_range(counts)} timed calls per point the median is given, with the interval between order "
-        "statistics that holds the true median with 95 % confidence whatever the distribution"
-        f"{' (of fewer than six calls: their range)' if min(counts) < 6 else ''}."
+        f"statistics that holds the true median with 95 % confidence whatever the distribution{few}."
     )
 
 
