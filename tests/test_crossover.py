@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from efficient_attn.analysis.crossover import _crossing, crossovers
+from efficient_attn.analysis.crossover import _crossings, crossovers
 from efficient_attn.analysis.curves import curves
 from efficient_attn.report.pays import crossover_tables
 from efficient_attn.sweep.records import Case, Record
@@ -39,8 +39,9 @@ def test_a_crossover_is_exact_between_any_two_lengths_and_beyond_alone_and_in_a_
 
 
 def test_of_several_crossings_the_last_one_counts():
-    assert _crossing(np.arange(4.0), np.array([1.0, -1.0, 1.0, -1.0])) == 2.5
-    assert _crossing(np.arange(3.0), np.array([1.0, -1.0, 1.0])) == np.inf
+    assert _crossings(np.arange(4.0), np.array([1.0, -1.0, 1.0, -1.0])) == 2.5
+    lags = np.array([[1.0, -1.0, 1.0], [1.0, 1.0, -1.0], [-1.0, -1.0, -1.0], [2.0, 2.0, 1.0]])
+    assert _crossings(np.arange(3.0), lags).tolist() == [np.inf, 1.5, -np.inf, 3.0]
 
 
 def test_beyond_the_longest_length_it_is_marked_and_far_beyond_it_is_not_told():

@@ -6,7 +6,6 @@ longest the line through the last two goes on. The interval comes from drawing t
 again, with replacement: it holds the scatter of calls, not that of other machines or hours.
 """
 
-import math
 from collections.abc import Sequence
 from functools import cache
 from typing import NamedTuple
@@ -65,7 +64,7 @@ def crossover(curve: Curve, other: Curve) -> Crossover | None:
     looked = Crossover(curve.label, other.backend, tuple(own.tokens for own, _ in pairs))
     tokens = np.asarray(looked.lengths, dtype=float)
     lags = np.asarray([(own.value or 0.0) - (its.value or 0.0) for own, its in pairs]) / tokens
-    best, furthest = _crossing(tokens, lags), FURTHEST * tokens[-1]
+    best, furthest = float(_crossings(tokens, lags)), FURTHEST * tokens[-1]
     if not tokens[0] <= best <= furthest:
         return looked._replace(always=bool((lags < 0).all()))
     drawn = np.stack(
@@ -76,7 +75,7 @@ def crossover(curve: Curve, other: Curve) -> Crossover | None:
         ],
         axis=1,
     )
-    crossings = [_crossing(tokens, row) for row in drawn / tokens]
+    crossings = _crossings(tokens, drawn / tokens)
     # Of two crossings one is taken, not their mean: some lie at infinity.
     low, high = np.percentile(crossings, _OUTSIDE, method="nearest")
     return looked._replace(
@@ -96,13 +95,13 @@ def _medians(times_s: tuple[float, ...], tokens: int, seed: int) -> np.ndarray:
     return np.asarray(np.median(drawn, axis=1))
 
 
-def _crossing(tokens: np.ndarray, lags: np.ndarray) -> float:
-    """Where the lag behind the other falls through 0 for the last time; ∓∞ if before or never."""
-    slower = np.flatnonzero(lags > 0)
-    if not len(slower):
-        return -math.inf
-    start = min(int(slower[-1]), len(tokens) - 2)
-    fall = lags[start] - lags[start + 1]
-    if fall <= 0:
-        return math.inf
-    return float(tokens[start] + (tokens[start + 1] - tokens[start]) * lags[start] / fall)
+def _crossings(tokens: np.ndarray, lags: np.ndarray) -> np.ndarray:
+    """Where lags [..., lengths] fall through 0 for the last time; ∓∞ if before or never."""
+    slower = lags > 0
+    last = lags.shape[-1] - 1 - slower[..., ::-1].argmax(axis=-1)
+    start = np.minimum(last, lags.shape[-1] - 2)
+    here, there = (np.take_along_axis(lags, at[..., None], axis=-1)[..., 0] for at in (start, start + 1))
+    falls = here > there
+    shares = here / np.where(falls, here - there, 1.0)
+    crossed = np.where(falls, tokens[start] + (tokens[start + 1] - tokens[start]) * shares, np.inf)
+    return np.where(slower.any(axis=-1), crossed, -np.inf)

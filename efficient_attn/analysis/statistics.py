@@ -31,7 +31,8 @@ def middle(samples: Sequence[float]) -> Middle:
     count = len(ordered)
     outside = max(_certainly_outside(count), 0)
     low, high = ordered[outside], ordered[count - 1 - outside]
-    return Middle(float(np.median(ordered)), float(low), float(high), count)
+    median = (ordered[(count - 1) // 2] + ordered[count // 2]) / 2
+    return Middle(float(median), float(low), float(high), count)
 
 
 def _certainly_outside(count: int) -> int:
