@@ -2,11 +2,14 @@
 
 import pytest
 
+import efficient_attn as ea
 from efficient_attn.experiments.results import Results
+from efficient_attn.problem import AttentionProblem
 from efficient_attn.report.heads import head_tables
 from efficient_attn.report.pays import pay_sentences
 from efficient_attn.sweep.records import Case, Record
 from efficient_attn.sweep.variants import CEILING
+from efficient_attn.theory.complexity import call_cost
 
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 WINDOW = "window: on this machine (2 threads, float32, 8 heads of 64)"
@@ -117,3 +120,18 @@ def test_heads_at_equal_model_dim_are_compared_in_a_table_and_a_sentence():
     )
     other_model_dim = records("attention", "exact", lambda n: n, num_heads=4, head_dim=64)
     assert head_tables([*records("attention", "exact", lambda n: n), *other_model_dim]) == []
+
+
+def test_counted_products_do_not_know_the_number_of_heads_and_exponentials_grow_with_it():
+    def cost(name, heads):
+        spec = ea.spec(name)
+        problem = AttentionProblem(head_dim=512 // heads, num_heads=heads, max_tokens=4096)
+        return call_cost(spec, problem, spec.options_type(), 4096)
+
+    for name in ("exact", "exact-dense", "linformer", "window", "performer-positive"):
+        few, many = cost(name, 4), cost(name, 16)
+        # Random features have denominators too: a column more beside the values of each head, of 128 or 32.
+        slack = 1 / 32 if name.startswith("performer") else 0
+        assert (
+            few.flops <= many.flops <= few.flops * (1 + slack) and many.exponentials == 4 * few.exponentials
+        )
