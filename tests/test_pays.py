@@ -6,7 +6,7 @@ import efficient_attn as ea
 from efficient_attn.experiments.results import Results
 from efficient_attn.problem import AttentionProblem
 from efficient_attn.report.heads import head_tables
-from efficient_attn.report.pays import pay_sentences
+from efficient_attn.report.pays import crossover_tables, pay_sentences
 from efficient_attn.sweep.records import Case, Record
 from efficient_attn.sweep.variants import CEILING
 from efficient_attn.theory.complexity import call_cost
@@ -85,6 +85,12 @@ def test_what_was_not_measured_is_left_out(made, told):
 def test_what_cannot_be_told_apart_is_said_to_be():
     (told,) = pay_sentences(attention(lengths=(450, 900), scatter=0.1))
     assert told.endswith("at 900 it is as fast as exact to within the noise.")
+
+
+def test_an_extrapolated_crossing_that_nothing_bounds_is_not_told_as_a_number():
+    made = attention(lengths=(100, 200), scatter=0.12)
+    assert "or more, extrapolated" in crossover_tables(made)[0].rows[0][1]
+    assert f"{WINDOW} from where it pays is not clear; at 200 it is 4.5 times slower." in pay_sentences(made)
 
 
 def test_what_is_unusual_about_the_runs_is_said_and_settings_are_never_mixed():

@@ -129,6 +129,8 @@ def _say_pays(told: _Told) -> str:
     """From where it is faster; `it` is the attention, or the block around it where that is all there is."""
     found, it = told.crossing, "it" if told.case.of == "attention" else f"the {_name(told.case)}"
     assert found is not None, "asked only where there is one"
+    if found.extrapolated and found.high is None:
+        return f"from where {it} pays is not clear"
     if found.tokens is not None:
         guessed = " (extrapolated)" if found.extrapolated else ""
         return f"{it} pays from about {_round(found.tokens)} tokens{guessed}"
