@@ -12,6 +12,8 @@ ONLY_AGAINST_DENSE = "holds only against dense softmax"
 FAILS = "does not hold"
 NOT_MEASURABLE = "not measurable here"
 
+_NOISY = f"{HOLDS}; too noisy to tell at "
+
 
 class Finding(NamedTuple):
     """A claim beside what was found.
@@ -71,7 +73,7 @@ def of_all(answers: Mapping[str, bool | None]) -> str:
         return FAILS
     if wrong:
         return turns_round("; ".join(wrong))
-    return f"{HOLDS}; too noisy to tell at {'; '.join(unclear)}" if unclear else HOLDS
+    return f"{_NOISY}{'; '.join(unclear)}" if unclear else HOLDS
 
 
 def against_both(dense: Mapping[str, bool | None], fused: Mapping[str, bool | None]) -> str:
@@ -85,7 +87,13 @@ def against_both(dense: Mapping[str, bool | None], fused: Mapping[str, bool | No
     if not first.startswith(HOLDS) or second == NOT_MEASURABLE:
         return second if first == NOT_MEASURABLE else first
     if second.startswith(HOLDS):
-        return max(first, second, key=len)
+        noise = {"written out": first, "in the fused kernel": second}
+        unclear = [
+            f"{told.removeprefix(_NOISY)} against softmax {name}"
+            for name, told in noise.items()
+            if told != HOLDS
+        ]
+        return _NOISY + "; ".join(unclear) if unclear else HOLDS
     return (
         ONLY_AGAINST_DENSE if second == FAILS else f"{ONLY_AGAINST_DENSE}; against fused softmax it {second}"
     )

@@ -124,7 +124,8 @@ class Reproduction:
         )
         head = f"# {self.name}: {self.figure.TITLE}\n\n{self.figure.PAPER}\n\n"
         write(folder / TABLE, head + "\n\n".join(map(to_markdown, self.tables())) + "\n")
-        write(folder / VERDICTS, head + to_markdown(claims) + "\n")
+        # Words are aligned to the left, although some begin with a number.
+        write(folder / VERDICTS, head + to_markdown(claims).replace("---:", "---") + "\n")
         write(folder / TABLE_CSV, to_csv(self.figure.rows(self.records)))
         plot.save(self.plot(), folder, self.name)
 

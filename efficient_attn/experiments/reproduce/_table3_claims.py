@@ -83,9 +83,8 @@ def at_the_end(records: Sequence[Record], saved: Saved) -> Finding:
         return Finding(claim, "no length was measured with a baseline", NOT_MEASURABLE)
     longest = max(dense, key=lambda one: (one[0], -one[1]))
     printed = saved.paper.get(longest)
-    text = (
-        f"the longest length that fits is {longest[0]}: {dense[longest]:.3g} times at rank {longest[1]}"
-        + (f", {printed:g} in the paper" if printed is not None else "")
+    text = f"measured up to {longest[0]} tokens: {dense[longest]:.3g} times at rank {longest[1]}" + (
+        f", {printed:g} in the paper" if printed is not None else ""
     )
     return Finding(claim, text, NOT_MEASURABLE)
 
