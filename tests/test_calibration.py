@@ -99,7 +99,10 @@ def estimates(backend, x, y):
     part = slice(0, 1)
     of_x = tokens.query_features(tokens.query_rows(part)).log_scale
     of_y = tokens.key_features(tokens.key_rows(part), part).log_scale
-    return (of_x + of_y).exp().flatten() * of_x.shape[-1]
+    # What is common to a query's features cancels and is left out of them.
+    moved_x = tokens.query_rows(part)
+    common = -moved_x.square().sum() / 2 - math.log(of_x.shape[-1]) / 2
+    return (of_x + of_y + common).exp().flatten() * of_x.shape[-1]
 
 
 @pytest.mark.parametrize("pair", range(4))

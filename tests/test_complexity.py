@@ -28,9 +28,9 @@ OPTIONS = {
     "performer-trig": {"num_features": 6},
     "performer-hyperbolic": {"num_features": 6},
 }
-# A transform of queries and keys is a product of head_dim².
-QUADRATIC_IN_HEAD_DIM = {"performer-full"}
-LINEAR_IN_HEAD_DIM = [n for n in ea.list_backends() if ea.spec(n).work and n not in QUADRATIC_IN_HEAD_DIM]
+# A transform of vectors is a product of head_dim², and some features are as many as entries or their pairs.
+BEYOND_LINEAR = {"performer-full", "linear-elu", "linear-taylor-1", "linear-taylor-2"}
+LINEAR_IN_HEAD_DIM = [n for n in ea.list_backends() if ea.spec(n).work and n not in BEYOND_LINEAR]
 PERFORMERS = ("performer-positive", "performer-trig", "performer-hyperbolic")
 
 

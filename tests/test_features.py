@@ -12,6 +12,7 @@ from efficient_attn.theory.couplings import log_coupled_error, orthogonal_pair_e
 from efficient_attn.theory.kernel import log_positive_error
 
 DRAWS, DIRECTIONS, DIM = 20_000, 4, 8
+SOFTMAX = ("positive", "hyperbolic", "trigonometric")
 # For |x + y|² ≤ 1 the moments of the estimate are small enough to be measured by sampling.
 PAIRS = {
     "aligned": ([0.4] + [0] * 7, [0.5] + [0] * 7),
@@ -59,7 +60,7 @@ def lemma_2(kind, pair):
 
 @pytest.mark.parametrize("pair", PAIRS)
 @pytest.mark.parametrize("draw", DRAWS_OF_DIRECTIONS)
-@pytest.mark.parametrize("kind", MAPS)
+@pytest.mark.parametrize("kind", SOFTMAX)
 def test_features_estimate_the_kernel_without_bias(kind, draw, pair):
     x, y = vectors(pair).squeeze(1)
     sample = estimates(kind, draw, pair)
@@ -68,7 +69,7 @@ def test_features_estimate_the_kernel_without_bias(kind, draw, pair):
 
 
 @pytest.mark.parametrize("pair", PAIRS)
-@pytest.mark.parametrize("kind", MAPS)
+@pytest.mark.parametrize("kind", SOFTMAX)
 def test_the_variance_of_independent_directions_is_the_closed_form(kind, pair):
     x, y = vectors(pair).squeeze(1)
     squares = (estimates(kind, "iid", pair) - (x @ y).exp()).square()
@@ -101,7 +102,7 @@ def test_orthogonal_directions_lower_the_error_of_positive_features(pair):
     assert difference <= 2.6 * standard_error
 
 
-@pytest.mark.parametrize("kind", MAPS)
+@pytest.mark.parametrize("kind", SOFTMAX)
 def test_the_error_falls_as_one_over_the_number_of_directions(kind):
     x, y = vectors("orthogonal").squeeze(1)
     single = draw_directions("iid", 800 * 1024, DIM, seed=5)
@@ -121,11 +122,13 @@ def test_the_error_falls_as_one_over_the_number_of_directions(kind):
 
 @pytest.mark.parametrize("kind", MAPS)
 def test_pullbacks_are_the_derivatives_of_the_features(kind):
-    directions = draw_directions("orthogonal", 6, 4, seed=0)
+    directions = None if MAPS[kind].fixed else draw_directions("orthogonal", 6, 4, seed=0)
     x = torch.randn(3, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64, requires_grad=True)
     features = MAPS[kind].features(x, directions)
     parts = [part for part in features if part is not None]
     by = [torch.randn(part.shape, dtype=torch.float64) for part in parts]
-    (expected,) = torch.autograd.grad(parts, x, by)
+    # A scale that cancels has no derivative.
+    used = [(part, one) for part, one in zip(parts, by, strict=True) if part.requires_grad]
+    (expected,) = torch.autograd.grad([part for part, _ in used], x, [one for _, one in used])
     given = features._replace(**dict(zip(features._fields, by, strict=False)))
     assert (MAPS[kind].pullback(x, features, given, directions) - expected).abs().max() < 1e-12

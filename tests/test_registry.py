@@ -108,6 +108,10 @@ def test_lists_are_sorted_and_tell_who_can_be_causal():
     assert set(names) >= {
         "exact",
         "exact-dense",
+        "linear-elu",
+        "linear-relu",
+        "linear-taylor-1",
+        "linear-taylor-2",
         "linformer",
         "performer-full",
         "performer-hyperbolic",

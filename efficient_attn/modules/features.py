@@ -28,6 +28,22 @@ class RandomFeatureOptions:
         whole_number("seed", self.seed)
 
 
+class FixedFeatures(nn.Module):
+    """A feature map with nothing to draw.
+
+    Attributes:
+        kind: Name of the feature map in `ops.features.MAPS`.
+    """
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def tokens(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, scale: float) -> Tokens:
+        """Queries, keys and values as they are."""
+        return Tokens(q, k, v, key_mask, None, None, self.kind, scale)
+
+
 def check_pairs(options: RandomFeatureOptions, why: str) -> None:
     """Refuse an odd number of features of a map that makes two of each direction."""
     size = options.num_features

@@ -17,6 +17,8 @@ from efficient_attn.ops.linear_full import full_linear_attention
 from efficient_attn.ops.linear_tokens import Tokens
 from efficient_attn.problem import AttentionProblem
 
+_WITHOUT_EXPONENTIALS = ("relu", "taylor-1", "taylor-2")
+
 
 class LinearAttention(nn.Module):
     """Attention through features: linear in the number of tokens, full or causal.
@@ -43,7 +45,7 @@ class LinearAttention(nn.Module):
 
     def denominators(self, q: Tensor, k: Tensor, key_mask: Tensor | None) -> Tensor:
         tokens = self._tokens(q, k, k, key_mask)
-        if not tokens.map.signed:
+        if not tokens.map.has_values:
             raise UnsupportedError(
                 "denominators are of interest for signed features, such as those of 'performer-trig'; "
                 "this backend's features are positive, and so is every sum of them."
@@ -67,16 +69,23 @@ class LinearAttention(nn.Module):
 
 
 def linear_work(
-    kind: str, problem: AttentionProblem, options: RandomFeatureOptions, tokens: int, value_dim: int
+    kind: str,
+    problem: AttentionProblem,
+    options: object,
+    tokens: int,
+    value_dim: int,
 ) -> Work:
     """Features of a kind, the keys' summary and its reading; causal: also the pairs of each chunk."""
-    features = options.num_features
-    directions = features // MAPS[kind].per_direction
+    directions = 0
+    if isinstance(options, RandomFeatureOptions):
+        directions = options.num_features // MAPS[kind].per_direction
+    features = MAPS[kind].num_features(directions, problem.head_dim)
     projected, made = tokens * directions * problem.head_dim, tokens * features
+    exponentials = 0 if kind in _WITHOUT_EXPONENTIALS else made
     steps = [
         # Directions are drawn: of these products only the tokens get a gradient.
-        Step(projected, exponentials=made, gradients=1),
-        Step(projected, exponentials=made, gradients=1, shared=True),
+        Step(projected, exponentials=exponentials, gradients=1),
+        Step(projected, exponentials=exponentials, gradients=1, shared=True),
         Step(made * value_dim, kept=features * value_dim, shared=True),
         # The denominator is the sum of values that are one, and ones get no gradient.
         Step(made, gradients=1, kept=features, shared=True),

@@ -7,20 +7,23 @@ can make the features of a few tokens anew instead of keeping those of all.
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from efficient_attn.shapes import Directions, Vectors
 
+# What Performer-ReLU adds to every feature, so that no sum of them vanishes.
+RELU_OFFSET = 1e-3
+
 
 class Features(NamedTuple):
     """Features of queries or keys, values · exp(log_scale).
 
     Attributes:
-        log_scale: [… tokens features] of a positive map, [… tokens 1] of a signed one.
-        values: [… tokens features] of a signed map; None stands for ones.
+        log_scale: [… tokens features]; [… tokens 1] where there are values.
+        values: [… tokens features] of a map that has them; None stands for ones.
     """
 
     log_scale: Tensor
@@ -34,17 +37,24 @@ class FeatureMap(NamedTuple):
         features: Takes (x, directions), returns the features of x.
         pullback: Takes (x, features, derivatives by log_scale and values, directions), returns
             the derivative by x.
-        signed: Whether features may be negative.
-        per_direction: How many features each direction gives.
+        has_values: Whether features are values that share a scale, as those of either sign have to be;
+            else each is the exponential of a scale of its own.
+        per_direction: How many features each direction gives; 0 for a map without directions.
         exponents: Where a feature is exp(w·x − |x|²/2 + constant), takes the directions, returns the
             w of every feature; None for other maps.
+        fixed: How many features a map without directions makes of head_dim entries.
     """
 
-    features: Callable[[Tensor, Tensor], Features]
-    pullback: Callable[[Tensor, Features, Features, Tensor], Tensor]
-    signed: bool
-    per_direction: int
+    features: Callable[[Tensor, Any], Features]
+    pullback: Callable[[Tensor, Features, Features, Any], Tensor]
+    has_values: bool
+    per_direction: int = 0
     exponents: Callable[[Tensor], Tensor] | None = None
+    fixed: Callable[[int], int] | None = None
+
+    def num_features(self, directions: int, head_dim: int) -> int:
+        """How many features there are."""
+        return self.fixed(head_dim) if self.fixed else self.per_direction * directions
 
 
 def half_square(x: Vectors) -> Tensor:
@@ -95,14 +105,84 @@ def _both_ways(directions: Tensor) -> Tensor:
     return torch.cat([directions, -directions], dim=-2)
 
 
+def relu_features(x: Vectors, directions: Directions) -> Features:
+    """max(w·x, 0) / √m + 0.001 for each of m directions w (Choromanski et al. 2021, Performer-ReLU)."""
+    values = (x @ directions.mT).relu() / math.sqrt(directions.shape[-2]) + RELU_OFFSET
+    return Features(torch.zeros_like(x[..., :1]), values)
+
+
+def _relu_pullback(x: Tensor, features: Features, by: Features, directions: Tensor) -> Tensor:
+    assert features.values is not None and by.values is not None
+    slope = (features.values > RELU_OFFSET).to(x) / math.sqrt(directions.shape[-2])
+    return (by.values * slope) @ directions
+
+
+def elu_features(x: Vectors, directions: None = None) -> Features:
+    """elu(x) + 1, entry by entry: 1 + x above zero, exp(x) below (Katharopoulos et al. 2020, eq. 7)."""
+    return Features(x.clamp_max(0.0) + x.relu().log1p(), None)
+
+
+def _elu_pullback(x: Tensor, features: Features, by: Features, directions: None) -> Tensor:
+    return by.log_scale / (1 + x.relu())
+
+
+def taylor_1_features(x: Vectors, directions: None = None) -> Features:
+    """[1, x]: products are 1 + x·y, the exponential's first two terms; of either sign."""
+    scale = _finite_scale(x, power=1)
+    return Features(scale, torch.cat([torch.ones_like(scale), x], dim=-1) * (-scale).exp())
+
+
+def _taylor_1_pullback(x: Tensor, features: Features, by: Features, directions: None) -> Tensor:
+    assert by.values is not None
+    return by.values[..., 1:] * (-_finite_scale(x, power=1)).exp()
+
+
+def taylor_2_features(x: Vectors, directions: None = None) -> Features:
+    """[1, x, x_i²/√2, x_i x_j for i < j]: products are 1 + x·y + (x·y)²/2, which is at least 1/2."""
+    scale = _finite_scale(x, power=2)
+    row, column, factor = _pairs(x)
+    pairs = factor * x[..., row] * x[..., column]
+    values = torch.cat([torch.ones_like(scale), x, pairs], dim=-1)
+    return Features(scale, values * (-scale).exp())
+
+
+def _taylor_2_pullback(x: Tensor, features: Features, by: Features, directions: None) -> Tensor:
+    assert by.values is not None
+    row, column, factor = _pairs(x)
+    _, by_x, by_pairs = (by.values * (-_finite_scale(x, power=2)).exp()).split([1, x.shape[-1], len(row)], -1)
+    weighted = factor * by_pairs
+    by_x = by_x.index_add(-1, row, weighted * x[..., column])
+    return by_x.index_add(-1, column, weighted * x[..., row])
+
+
+def _pairs(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The entries i ≤ j of every pair, and the factor of its product."""
+    row, column = torch.triu_indices(x.shape[-1], x.shape[-1], device=x.device)
+    return row, column, 1 - (row == column).to(x) * (1 - math.sqrt(0.5))
+
+
+def _finite_scale(x: Tensor, *, power: int) -> Tensor:
+    """Logarithm of the largest entry's power, at least 0: what keeps products in range, [… tokens 1].
+
+    It multiplies again what it divides, so no derivative goes through it.
+    """
+    return power * x.detach().abs().amax(dim=-1, keepdim=True).clamp_min(1.0).log()
+
+
 MAPS = {
     "positive": FeatureMap(
-        positive_features, _positive_pullback, signed=False, per_direction=1, exponents=_each_direction
+        positive_features, _positive_pullback, has_values=False, per_direction=1, exponents=_each_direction
     ),
     "hyperbolic": FeatureMap(
-        hyperbolic_features, _hyperbolic_pullback, signed=False, per_direction=2, exponents=_both_ways
+        hyperbolic_features, _hyperbolic_pullback, has_values=False, per_direction=2, exponents=_both_ways
     ),
     "trigonometric": FeatureMap(
-        trigonometric_features, _trigonometric_pullback, signed=True, per_direction=2
+        trigonometric_features, _trigonometric_pullback, has_values=True, per_direction=2
+    ),
+    "relu": FeatureMap(relu_features, _relu_pullback, has_values=True, per_direction=1),
+    "elu": FeatureMap(elu_features, _elu_pullback, has_values=False, fixed=lambda d: d),
+    "taylor-1": FeatureMap(taylor_1_features, _taylor_1_pullback, has_values=True, fixed=lambda d: 1 + d),
+    "taylor-2": FeatureMap(
+        taylor_2_features, _taylor_2_pullback, has_values=True, fixed=lambda d: (d + 1) * (d + 2) // 2
     ),
 }

@@ -65,7 +65,7 @@ def _full(
     k: Tensor,
     v: Tensor,
     key_mask: Tensor | None,
-    directions: Tensor,
+    directions: Tensor | None,
     log_weights: Tensor | None,
     kind: str,
     scale: float,
@@ -92,18 +92,19 @@ def _(
     k: Tensor,
     v: Tensor,
     key_mask: Tensor | None,
-    directions: Tensor,
+    directions: Tensor | None,
     log_weights: Tensor | None,
     kind: str,
     scale: float,
 ) -> tuple[Tensor, ...]:
     outputs = new_outputs(q, v)
-    signed, features = MAPS[kind].signed, MAPS[kind].per_direction * directions.shape[-2]
+    rows = 0 if directions is None else directions.shape[-2]
+    features, one_scale = MAPS[kind].num_features(rows, k.shape[-1]), MAPS[kind].has_values
     shape, logarithm = k.shape[:2], outputs.log_normaliser
     return (
         *outputs,
         logarithm.new_empty(*shape, features, v.shape[-1] + 1),
-        logarithm.new_empty(*shape, 1, 1 if signed else features),
+        logarithm.new_empty(*shape, 1, 1 if one_scale else features),
     )
 
 
@@ -119,7 +120,7 @@ def _full_backward(
     k: Tensor,
     v: Tensor,
     key_mask: Tensor | None,
-    directions: Tensor,
+    directions: Tensor | None,
     log_weights: Tensor | None,
     kind: str,
     scale: float,

@@ -23,7 +23,7 @@ class Tokens(NamedTuple):
         v: [batch kv_heads k_tokens value_dim].
         key_mask: bool [batch k_tokens], True for a real token; None: all are.
         directions: Rows of the random projection, [directions head_dim], or of one for each head
-            of keys, [kv_heads directions head_dim].
+            of keys, [kv_heads directions head_dim]; None for a map without.
         log_weights: Logarithm of a weight of each feature, [kv_heads 1 features]; None: all weigh 1.
         kind: Name of the feature map in `features.MAPS`.
         scale: Factor on q·k, shared between both sides as its root.
@@ -33,7 +33,7 @@ class Tokens(NamedTuple):
     k: Tensor
     v: Tensor
     key_mask: Tensor | None
-    directions: Tensor
+    directions: Tensor | None
     log_weights: Tensor | None
     kind: str
     scale: float
@@ -54,7 +54,7 @@ class Tokens(NamedTuple):
 
     def exponents(self) -> Tensor:
         """Of an exponential map the w of each feature, [features head_dim] or one for each head of keys."""
-        assert self.map.exponents is not None
+        assert self.map.exponents is not None and self.directions is not None
         return self.map.exponents(wide(self.directions).to(wide_dtype(self.q.dtype)))
 
     def keys(self, part: slice) -> Tensor:
@@ -74,7 +74,7 @@ class Tokens(NamedTuple):
         if self.map.exponents is not None:
             return Features(rows @ self.exponents().mT, None)
         features = self.map.features(rows, self._directions(rows))
-        if self.map.signed:
+        if self.map.has_values:
             return features._replace(log_scale=torch.zeros_like(features.log_scale))
         return features
 
@@ -93,7 +93,7 @@ class Tokens(NamedTuple):
         if self.map.exponents is not None:
             gradient = by.log_scale @ self.exponents()
         else:
-            if self.map.signed:
+            if self.map.has_values:
                 by = by._replace(log_scale=torch.zeros_like(by.log_scale))
             gradient = self.map.pullback(rows, features, by, self._directions(rows))
         sign = math.copysign(1.0, self.scale)
@@ -104,8 +104,8 @@ class Tokens(NamedTuple):
         gradient = self.map.pullback(rows, features, by, self._directions(rows))
         return gradient * math.sqrt(abs(self.scale))
 
-    def _directions(self, rows: Tensor) -> Tensor:
-        return self.directions.to(rows.dtype)
+    def _directions(self, rows: Tensor) -> Tensor | None:
+        return None if self.directions is None else self.directions.to(rows.dtype)
 
     def _mask(self, part: slice) -> Tensor | None:
         return None if self.key_mask is None else self.key_mask[:, part]

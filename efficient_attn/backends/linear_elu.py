@@ -1,0 +1,19 @@
+"""The linear transformer: features elu(x) + 1."""
+
+from functools import partial
+
+from efficient_attn.modules.features import FixedFeatures
+from efficient_attn.modules.linear import LinearAttention, linear_work
+from efficient_attn.problem import AttentionProblem
+from efficient_attn.registry import Capabilities, NoOptions, register
+
+
+@register(
+    "linear-elu",
+    summary="Another kernel than softmax: the linear transformer's features elu(x) + 1.",
+    paper="https://arxiv.org/abs/2006.16236",
+    capabilities=Capabilities(causal=True, approximates_softmax=False),
+    work=partial(linear_work, "elu"),
+)
+def build(problem: AttentionProblem, options: NoOptions) -> LinearAttention:
+    return LinearAttention(FixedFeatures("elu"), problem)

@@ -1,0 +1,19 @@
+"""The exponential's first two Taylor terms in place of it."""
+
+from functools import partial
+
+from efficient_attn.modules.features import FixedFeatures
+from efficient_attn.modules.linear import LinearAttention, linear_work
+from efficient_attn.problem import AttentionProblem
+from efficient_attn.registry import Capabilities, NoOptions, register
+
+
+@register(
+    "linear-taylor-1",
+    summary="Another kernel than softmax: 1 + q·k, its first two Taylor terms; of either sign.",
+    paper="https://arxiv.org/abs/2402.18668",
+    capabilities=Capabilities(causal=True, nonnegative=False, approximates_softmax=False),
+    work=partial(linear_work, "taylor-1"),
+)
+def build(problem: AttentionProblem, options: NoOptions) -> LinearAttention:
+    return LinearAttention(FixedFeatures("taylor-1"), problem)
