@@ -39,7 +39,22 @@ InputsOption = Annotated[
         help="gaussian, encoder (shipped), stitched (its four texts end to end) or FILE.safetensors.",
     ),
 ]
-ErrorOfOption = Annotated[str, typer.Option("--of", help="output, or weights for the attention weights.")]
+ErrorOfOption = Annotated[
+    str | None, typer.Option("--of", help="output, or weights for the attention weights; output.")
+]
+MetricOption = Annotated[
+    str | None,
+    typer.Option(
+        "--metric",
+        help="relative, mse, unsafe (rows without a positive sum), or frobenius, kl of the weights.",
+    ),
+]
+ByOption = Annotated[
+    str | None, typer.Option("--by", metavar="head", help="Tell the error of each head too.")
+]
+DataSeedsOption = Annotated[
+    int, typer.Option("--data-seeds", min=1, help="Independent draws of Gaussian inputs.")
+]
 NormOption = Annotated[
     str, typer.Option("--norm", metavar="S[,S…]", help="Gaussian inputs: q, k ~ N(0, S² I) before any scale.")
 ]
@@ -62,9 +77,12 @@ def mse_command(
     backend: BackendOption = None,
     set_: SetOption = None,
     inputs: InputsOption = "gaussian,encoder",
-    of: ErrorOfOption = "output",
+    of: ErrorOfOption = None,
+    metric: MetricOption = None,
+    by: ByOption = None,
     norm: NormOption = "0.5,1",
     draws: DrawsOption = 8,
+    data_seeds: DataSeedsOption = 1,
     seq_len: TokensOption = 4096,
     head_dim: HeadDimOption = 16,
     layer: LayerOption = None,
@@ -80,6 +98,7 @@ def mse_command(
     from efficient_attn.experiments.results import open_folder, run_folder
     from efficient_attn.measure.environment import command_line
     from efficient_attn.sweep.amounts import parse_sizes
+    from efficient_attn.sweep.questions import ask
     from efficient_attn.sweep.variants import parse_settings
 
     if extra:
@@ -91,20 +110,20 @@ def mse_command(
     norms = _norms(norm)
     layers = _layers(layer)
     settings = parse_settings(set_ or [])
-    mse.check_request(of=of, draws=draws)
+    question = ask(of=of, metric=metric, draws=draws, by=by)
     if json_to not in (None, "-"):
         raise OptionError(f"--json takes - for stdout, not {json_to!r}; files are written to --out.")
     named = names(backend)
     points = mse.plan_mse(
         named,
+        question,
         sizes=sizes,
-        of=of,
         inputs=names([inputs]) or (),
         norms=norms,
         tokens=seq_len,
         head_dim=head_dim,
         layers=layers,
-        draws=draws,
+        data_seeds=data_seeds,
         options=settings,
         seed=seed,
     )
@@ -113,8 +132,7 @@ def mse_command(
     with talk.progress(len(points)) as show, redirect_stdout(sys.stderr):
         results = mse.run_mse(
             points,
-            of=of,
-            draws=draws,
+            question,
             out=folder,
             command=command_line(),
             plan=as_plan(context, {}),
@@ -168,11 +186,11 @@ def _document(results: Any) -> dict[str, Any]:
 
 def _exit_code(results: Any, named: Sequence[str] | None) -> int:
     """How it went. In a default selection refusals are expected, other failures are not."""
-    from efficient_attn.sweep.sizes import MEAN_OF_VALUES
+    from efficient_attn.sweep.sizes import YARDSTICKS
 
     if results.interrupted:
         return exits.INTERRUPTED
-    asked = [record for record in results.records if record.case.backend != MEAN_OF_VALUES]
+    asked = [record for record in results.records if record.case.backend not in YARDSTICKS]
     failed = [record for record in asked if record.status != "ok"]
     if len(failed) == len(asked):
         return exits.NOTHING_MEASURED

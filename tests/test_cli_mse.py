@@ -96,7 +96,7 @@ def test_mse_measures_the_shipped_encoder(capsys):
 def test_mse_measures_a_function_in_a_file(capsys):
     assert command(*SMALL, "--backend", "own.py:mean", "--json", "-") == 0
     records = json.loads(capsys.readouterr().out)["records"]
-    yardstick, own = (record["output_relative_error"] for record in records)
+    yardstick, own = (records[i]["output_relative_error"] for i in (0, -1))
     # The same mean, once in float64 and once in float32.
     assert own == pytest.approx(yardstick, rel=1e-5)
 
@@ -105,7 +105,8 @@ def test_json_on_stdout_is_one_document_and_talk_goes_to_stderr(capsys):
     assert command(*SMALL, "--backend", "window", "--json", "-") == 0
     out, err = capsys.readouterr()
     document = json.loads(out)
-    assert [record["kind"] for record in document["records"]] == ["error"] * 3
+    assert {record["kind"] for record in document["records"]} == {"error"}
+    assert [record["backend"] for record in document["records"]][-2:] == ["window"] * 2
     assert set(document) == {"environment", "records", "sentences", "interrupted"}
     assert "runs/mse-" in err
 
@@ -115,7 +116,7 @@ def test_mse_sets_options_and_writes_where_it_is_told(capsys):
     assert command(*SMALL, *asked) == 0
     assert capsys.readouterr().out.splitlines()[-1] == "here"
     labels = [json.loads(line)["label"] for line in Path("here/records.jsonl").read_text().splitlines()]
-    assert labels[1:] == [f"linformer(init=gaussian, rank={rank})" for rank in (4, 8)]
+    assert labels[-2:] == [f"linformer(init=gaussian, rank={rank})" for rank in (4, 8)]
 
 
 @pytest.mark.parametrize(
@@ -140,7 +141,9 @@ def test_mse_ends_with_the_code_that_says_how_it_went(backends, code):
         (["--inputs", "images"], "inputs cannot be 'images': there is no such file."),
         (["--inputs", ","], "inputs and norms are not empty"),
         (["--inputs", "bad.safetensors"], "bad.safetensors is no safetensors file."),
-        (["--of", "kernel"], "of cannot be 'kernel' yet"),
+        (["--metric", "accuracy"], "No metric is called 'accuracy'. Known: frobenius, kl, mse"),
+        (["--metric", "mse", "--of", "weights"], "metric 'mse' is one of the output, not of the weights"),
+        (["--by", "layer"], "by is head, not 'layer'"),
         (["--of", "heads"], "of is output or weights, not 'heads'"),
         (["--draws", "0"], "--draws"),
         (["--backend", "rff"], "Here it is 'performer-trig'."),

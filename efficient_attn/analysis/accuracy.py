@@ -1,20 +1,32 @@
 """Records of errors as curves over the size of the approximation, one panel per input."""
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from efficient_attn.analysis.statistics import middle
 from efficient_attn.sweep.records import Record
-from efficient_attn.sweep.sizes import MEAN_OF_VALUES, SEED, sized
+from efficient_attn.sweep.sizes import MEAN_OF_VALUES, SEED, YARDSTICKS, sized
 
-QUANTITIES = ("output_relative_error", "output_mse", "weights_relative_error", "kernel_mse")
+QUANTITIES = (
+    "output_relative_error",
+    "output_mse",
+    "weights_relative_error",
+    "weights_row_kl",
+    "unsafe_rows",
+)
 
 
 class ErrorPoint(NamedTuple):
-    """The median error over draws at one size; low and high enclose the true median with 95 %.
+    """The median error at one size, and how far it varies over draws and over inputs, kept apart.
 
     Attributes:
         size: Features, rank or window; None where the backend has no size.
+        value: Median over inputs of the medians over draws.
+        low, high: 95 % interval of the median over draws on the same inputs, averaged over the inputs.
+        data_low, data_high: The same of the medians over draws, over inputs drawn with other seeds; None
+            where there was one.
+        record: The first of those that it is made of.
+        draws, data_seeds: How many there were.
     """
 
     size: int | None
@@ -22,6 +34,10 @@ class ErrorPoint(NamedTuple):
     low: float
     high: float
     record: Record
+    data_low: float | None = None
+    data_high: float | None = None
+    draws: int = 1
+    data_seeds: int = 1
 
 
 class ErrorCurve(NamedTuple):
@@ -44,6 +60,7 @@ class Panel(NamedTuple):
         inputs: Where q, k, v come from, such as `gaussian(norm=0.5)`.
         failed: Records without a number, each with its reason.
         yardstick: The error of the mean of the values.
+        others: Further yardsticks, no backends: the best of each rank, the Taylor series.
     """
 
     inputs: str
@@ -53,6 +70,7 @@ class Panel(NamedTuple):
     curves: tuple[ErrorCurve, ...]
     failed: tuple[Record, ...]
     yardstick: float | None
+    others: tuple[ErrorCurve, ...] = ()
 
     @property
     def source(self) -> str:
@@ -72,9 +90,7 @@ def panels(records: Iterable[Record], quantity: str) -> tuple[Panel, ...]:
     groups: dict[tuple[object, ...], list[Record]] = {}
     for record in latest.values():
         case = record.case
-        groups.setdefault((case.inputs, case.tokens, case.num_heads, case.head_dim, case.seed), []).append(
-            record
-        )
+        groups.setdefault((case.inputs, case.tokens, case.num_heads, case.head_dim), []).append(record)
     return tuple(_panel(group, quantity) for group in groups.values())
 
 
@@ -91,30 +107,53 @@ def below_from(curve: ErrorCurve, yardstick: float) -> int | None:
 def _panel(records: Sequence[Record], quantity: str) -> Panel:
     case = records[0].case
     measured = [record for record in records if getattr(record, quantity) is not None]
-    yardsticks = [getattr(record, quantity) for record in measured if record.case.backend == MEAN_OF_VALUES]
     series: dict[str, list[Record]] = {}
     for record in measured:
-        if record.case.backend != MEAN_OF_VALUES:
-            series.setdefault(sized(record.case).series, []).append(record)
+        series.setdefault(sized(record.case).series, []).append(record)
+    curves = [_curve(label, group, quantity) for label, group in series.items()]
+    plainest = next((curve for curve in curves if curve.backend == MEAN_OF_VALUES), None)
     return Panel(
         inputs=case.inputs,
         tokens=case.tokens,
         num_heads=case.num_heads,
         head_dim=case.head_dim,
-        curves=tuple(_curve(label, group, quantity) for label, group in series.items()),
+        curves=tuple(curve for curve in curves if curve.backend not in YARDSTICKS),
         failed=tuple(record for record in records if record.status != "ok"),
-        yardstick=yardsticks[-1] if yardsticks else None,
+        yardstick=plainest.points[0].value if plainest else None,
+        others=tuple(c for c in curves if c.backend in YARDSTICKS and c.backend != MEAN_OF_VALUES),
     )
 
 
 def _curve(label: str, records: Sequence[Record], quantity: str) -> ErrorCurve:
-    points = sorted((_point(record, quantity) for record in records), key=lambda point: point.size or 0)
+    groups: dict[tuple[Any, ...], list[Record]] = {}
+    for record in records:
+        # What differs by the seed of its inputs alone is one point.
+        options = tuple(sorted(record.case.options.items(), key=str))
+        groups.setdefault((sized(record.case), options), []).append(record)
+    points = sorted((_point(group, quantity) for group in groups.values()), key=lambda point: point.size or 0)
     case = records[0].case
     return ErrorCurve(label, case.backend, SEED in case.options, tuple(points))
 
 
-def _point(record: Record, quantity: str) -> ErrorPoint:
+def _point(records: Sequence[Record], quantity: str) -> ErrorPoint:
+    """One size, from a record for each draw of the inputs."""
+    found = [middle(_draws(record, quantity)) for record in records]
+    over_data = middle([one.median for one in found])
+    several = len(found) > 1
+    return ErrorPoint(
+        size=sized(records[0].case).size,
+        value=over_data.median,
+        low=sum(one.low / len(found) for one in found),
+        high=sum(one.high / len(found) for one in found),
+        record=records[0],
+        data_low=over_data.low if several else None,
+        data_high=over_data.high if several else None,
+        draws=min(one.samples for one in found),
+        data_seeds=len(found),
+    )
+
+
+def _draws(record: Record, quantity: str) -> list[float]:
     # A draw that is not finite is kept as null in the file.
-    draws = [value for value in getattr(record, f"{quantity}_draws") or () if value is not None]
-    found = middle(draws or [getattr(record, quantity)])
-    return ErrorPoint(sized(record.case).size, found.median, found.low, found.high, record)
+    draws = [value for value in getattr(record, f"{quantity}_draws", None) or () if value is not None]
+    return draws or [getattr(record, quantity)]

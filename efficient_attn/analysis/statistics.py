@@ -31,7 +31,9 @@ def middle(samples: Sequence[float]) -> Middle:
     count = len(ordered)
     outside = max(_certainly_outside(count), 0)
     low, high = ordered[outside], ordered[count - 1 - outside]
-    median = (ordered[(count - 1) // 2] + ordered[count // 2]) / 2
+    lower, upper = ordered[(count - 1) // 2], ordered[count // 2]
+    # Half the sum would overflow where the samples nearly do.
+    median = lower + (upper - lower) / 2
     return Middle(float(median), float(low), float(high), count)
 
 

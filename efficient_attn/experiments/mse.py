@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from efficient_attn.errors import OptionError, UnsupportedError
 from efficient_attn.experiments.folder import describe, only_writer
 from efficient_attn.experiments.results import (
     RECORDS,
@@ -15,12 +14,12 @@ from efficient_attn.experiments.results import (
     open_folder,
 )
 from efficient_attn.measure.environment import environment
-from efficient_attn.problem import positive_count
 
 # Results looks for the sentences about errors here.
 from efficient_attn.report.error_sentences import sentences as sentences
 from efficient_attn.sweep.amounts import parse_sizes
 from efficient_attn.sweep.interrupt import held
+from efficient_attn.sweep.questions import Question, ask
 from efficient_attn.sweep.records import Record, append
 from efficient_attn.sweep.run import Step
 from efficient_attn.sweep.sizes import possible
@@ -32,36 +31,39 @@ DEFAULT_INPUTS = ("gaussian", "encoder")
 # Performer's figure 4 (Choromanski et al. 2021): sequences of 4096 tokens, vectors of 16.
 DEFAULT_TOKENS, DEFAULT_HEAD_DIM = 4096, 16
 DEFAULT_NORMS = (0.5, 1.0)
-DEFAULT_DRAWS = 8
+DEFAULT_DRAWS, DEFAULT_DATA_SEEDS = 8, 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """One record to come: a variant on a subject at a size; no variant stands for the yardstick."""
+    """One record to come: a variant, or a yardstick, on a subject at a size."""
 
     subject: Any
-    variant: Variant | None = None
+    variant: Variant
+    yardstick: Any = None
     option: str | None = None
     size: int | None = None
 
     @property
     def label(self) -> str:
         """What a progress display says."""
-        name = "mean of V" if self.variant is None else self.variant.label
-        return f"{name}{'' if self.size is None else f' {self.size}'} on {self.subject.name}"
+        return f"{self.variant.label}{'' if self.size is None else f' {self.size}'} on {self.subject.name}"
 
 
 def mse(
     backends: Sequence[Any] | None = None,
     *,
     sizes: str | Sequence[int] = DEFAULT_SIZES,
-    of: str = "output",
+    of: str | None = None,
+    metric: str | None = None,
+    by: str | None = None,
     inputs: str | Path | Sequence[str | Path] = DEFAULT_INPUTS,
     norms: Sequence[float] = DEFAULT_NORMS,
     tokens: int = DEFAULT_TOKENS,
     head_dim: int = DEFAULT_HEAD_DIM,
     layers: Sequence[int] | None = None,
     draws: int = DEFAULT_DRAWS,
+    data_seeds: int = DEFAULT_DATA_SEEDS,
     options: Mapping[str, Mapping[str, Sequence[Any]]] | None = None,
     seed: int = 0,
     out: str | Path | None = None,
@@ -72,48 +74,51 @@ def mse(
         backends: Names, `file.py:object`, modules or functions f(q, k, v); None stands for all.
         sizes: What the size option of each backend (features, rank, window) is set to.
         of: `output`, or `weights` for the attention weights that a backend implies.
+        metric: A name in `sweep.questions.METRICS`; None: relative errors.
+        by: `head` keeps the error of each head too.
         inputs: `gaussian`, `encoder` (the shipped sample), `stitched` (its four texts end to end), or a
             safetensors file; or several of them.
         norms: s of Gaussian inputs, q, k ~ N(0, s² I) before any scale.
         tokens: Of Gaussian inputs; so is head_dim.
         layers: Of the encoder or the file; None stands for all.
         draws: Independent draws of random features.
+        data_seeds: Independent draws of Gaussian inputs; features are drawn anew for each of them.
         options: {backend: {option: values}}; every combination is a variant.
         seed: Of the Gaussian inputs, and the first of the draws.
         out: A folder that every record is written to as soon as it exists.
     """
+    question = ask(of=of, metric=metric, draws=draws, by=by)
     points = plan_mse(
         backends,
+        question,
         sizes=sizes,
-        of=of,
         inputs=inputs,
         norms=norms,
         tokens=tokens,
         head_dim=head_dim,
         layers=layers,
-        draws=draws,
+        data_seeds=data_seeds,
         options=options,
         seed=seed,
     )
-    return run_mse(points, of=of, draws=draws, out=out)
+    return run_mse(points, question, out=out)
 
 
 def plan_mse(
     backends: Sequence[Any] | None,
+    question: Question,
     *,
     sizes: str | Sequence[int],
-    of: str,
     inputs: str | Path | Sequence[str | Path],
     norms: Sequence[float],
     tokens: int,
     head_dim: int,
     layers: Sequence[int] | None,
-    draws: int,
+    data_seeds: int,
     options: Mapping[str, Mapping[str, Sequence[Any]]] | None,
     seed: int,
 ) -> tuple[Point, ...]:
-    """Every record to come, input by input, the yardstick of an input first."""
-    check_request(of=of, draws=draws)
+    """Every record to come, input by input, the yardsticks of an input first."""
     wanted = parse_sizes(sizes, name="sizes")
     variants = select(backends, options)
 
@@ -121,7 +126,15 @@ def plan_mse(
     from efficient_attn.sweep.subjects import subjects
 
     listed = [inputs] if isinstance(inputs, (str, Path)) else list(inputs)
-    chosen = subjects(listed, norms=norms, tokens=tokens, head_dim=head_dim, layers=layers, seed=seed)
+    chosen = subjects(
+        listed,
+        norms=norms,
+        tokens=tokens,
+        head_dim=head_dim,
+        layers=layers,
+        seed=seed,
+        data_seeds=data_seeds,
+    )
     for variant in variants:
         for point in _points(chosen[0], variant, wanted)[:1]:
             try_options(variant, chosen[0], option=point.option, size=point.size)
@@ -129,28 +142,16 @@ def plan_mse(
         point
         for subject in chosen
         for point in (
-            Point(subject=subject),
+            *_yardsticks(subject, question, wanted),
             *(point for variant in variants for point in _points(subject, variant, wanted)),
         )
     )
 
 
-def check_request(*, of: str, draws: int) -> None:
-    """Refuse what no input could be measured with."""
-    if of == "kernel":
-        raise UnsupportedError(
-            "of cannot be 'kernel' yet; errors of the output and of the weights are measured."
-        )
-    if of not in ("output", "weights"):
-        raise OptionError(f"of is output or weights, not {of!r}.")
-    positive_count("draws", draws)
-
-
 def run_mse(
     points: Sequence[Point],
+    question: Question,
     *,
-    of: str,
-    draws: int,
     out: str | Path | None = None,
     command: Sequence[str] = (),
     plan: str | None = None,
@@ -165,7 +166,7 @@ def run_mse(
         records: list[Record] = []
         interrupted = False
         try:
-            for record in _measure(points, of=of, draws=draws, progress=progress):
+            for record in _measure(points, question, progress=progress):
                 with held():
                     records.append(record)
                     if folder is not None:
@@ -176,6 +177,18 @@ def run_mse(
         if folder is not None:
             results.save(folder)
     return results
+
+
+def _yardsticks(subject: Any, question: Question, sizes: Sequence[int]) -> list[Point]:
+    """The mean of the values first; no row of the others' weights lacks a positive sum."""
+    from efficient_attn.sweep import yardsticks as make
+
+    made = [make.mean_of_values()]
+    if question.metrics != ("unsafe",):
+        ranks = [size for size in sizes if size < subject.tokens]
+        made += [make.taylor(order, subject.head_dim) for order in make.TAYLOR_ORDERS]
+        made += [make.oracle(rank) for rank in ranks]
+    return [Point(subject=subject, variant=one.variant, yardstick=one, size=one.rank) for one in made]
 
 
 def _points(subject: Any, variant: Variant, sizes: Sequence[int]) -> list[Point]:
@@ -193,18 +206,20 @@ def _points(subject: Any, variant: Variant, sizes: Sequence[int]) -> list[Point]
 
 
 def _measure(
-    points: Sequence[Point], *, of: str, draws: int, progress: Callable[[Step], None] | None
+    points: Sequence[Point], question: Question, *, progress: Callable[[Step], None] | None
 ) -> Iterator[Record]:
-    from efficient_attn.sweep.accuracy import measure_error, measure_yardstick
+    from efficient_attn.sweep.accuracy import measure_error
+    from efficient_attn.sweep.yardsticks import measure_yardstick
 
+    ranks = max((point.yardstick.rank or 0 for point in points if point.yardstick), default=0)
     start, record = time.monotonic(), None
     for done, point in enumerate(points):
         _tell(progress, done, len(points), start, point.label, record)
-        if point.variant is None:
-            record = measure_yardstick(point.subject, of=of)
+        if point.yardstick is not None:
+            record = measure_yardstick(point.yardstick, point.subject, question, ranks=ranks)
         else:
             record = measure_error(
-                point.variant, point.subject, of=of, draws=draws, option=point.option, size=point.size
+                point.variant, point.subject, question, option=point.option, size=point.size
             )
         yield record
     _tell(progress, len(points), len(points), start, None, record)

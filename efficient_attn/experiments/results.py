@@ -11,6 +11,7 @@ from typing import Any
 
 from efficient_attn.analysis.curves import QUANTITIES
 from efficient_attn.analysis.doubts import doubts
+from efficient_attn.analysis.head_errors import HEADS
 from efficient_attn.analysis.rate import rate_share
 from efficient_attn.analysis.statistics import middle
 from efficient_attn.analysis.summary import summary
@@ -18,6 +19,7 @@ from efficient_attn.errors import DataError, UnknownNameError
 from efficient_attn.report import plot as cost_plot
 from efficient_attn.report.files import write
 from efficient_attn.report.harmless import plain
+from efficient_attn.report.head_errors import head_error_tables, plot_heads
 from efficient_attn.report.heads import head_tables
 from efficient_attn.report.pays import crossover_tables
 from efficient_attn.report.readable import readable
@@ -34,11 +36,12 @@ _RAW = {
     "output_mse_draws": "output_mse",
     "output_relative_error_draws": "output_relative_error",
     "weights_relative_error_draws": "weights_relative_error",
+    "weights_row_kl_draws": "weights_row_kl",
     "kernel_mse_draws": "kernel_mse",
 }
 
 # What else is no single value.
-_LISTS = ("turn_sizes",)
+_LISTS = ("turn_sizes", "output_relative_error_heads")
 
 # Where errors are drawn, tabled and put into words; loaded when there are errors to show.
 _ERROR_REPORTS = (
@@ -91,7 +94,8 @@ class Results:
         """What was measured, as tables of text."""
         costs = [record for record in self.records if record.case.kind in QUANTITIES.values()]
         made = [*tables(costs), *crossover_tables(costs), *head_tables(costs)]
-        return made + (_errors("tables")(self._of_kind("error")) if self._of_kind("error") else [])
+        errors = self._of_kind("error")
+        return made + (_errors("tables")(errors) + head_error_tables(errors) if errors else [])
 
     def plot(self, y: str | None = None, x: str | None = None, *, ax: Any = None) -> Any:
         """Draw one quantity of every backend against tokens, or an error against the size; the axes."""
@@ -100,6 +104,8 @@ class Results:
             if x not in (None, "tokens"):
                 raise UnknownNameError(f"x axis for {y}", str(x), ["tokens"])
             return cost_plot.plot(self.records, y=y, ax=ax)
+        if y == HEADS:
+            return plot_heads(self._of_kind("error"))
         if y not in _RAW.values():
             raise UnknownNameError("quantity to plot", y, [*QUANTITIES, *_RAW.values()])
         return _errors("plot")(self._of_kind("error"), y=y, x=x, ax=ax)
@@ -152,7 +158,8 @@ class Results:
         """The plots worth a file: {name: quantity}."""
         ok = {record.case.kind for record in self.records if record.status == "ok"}
         wanted = {"time": "time_s", "memory": "peak_bytes", "error": "output_relative_error"}
-        return {kind: quantity for kind, quantity in wanted.items() if kind in ok}
+        plots = {kind: quantity for kind, quantity in wanted.items() if kind in ok}
+        return plots | ({"error-heads": HEADS} if any(getattr(r, HEADS) for r in self.records) else {})
 
     def _of_kind(self, kind: str) -> list[Record]:
         return [record for record in self.records if record.case.kind == kind]

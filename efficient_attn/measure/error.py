@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from efficient_attn.errors import UnsupportedError
 from efficient_attn.ops.softmax import softmax_attention, softmax_weights
 from efficient_attn.shapes import Keys, Output, Queries, Values, Weights
 
@@ -34,13 +35,13 @@ class OutputError(NamedTuple):
 def exact_output(q: Queries, k: Keys, v: Values, *, scale: float, causal: bool = False) -> Output:
     """softmax(scale · q kᵀ) v in float64, a block of queries at a time."""
     q, k, v = q.double(), k.double(), v.double()
-    blocks = [
+    parts = [
         softmax_attention(
             q[..., rows, :], k[..., :end, :], v[..., :end, :], scale=scale, causal=causal, key_mask=None
         )
-        for rows, end in _blocks(q, k, causal=causal)
+        for rows, end in blocks(q, k, causal=causal)
     ]
-    return torch.cat(blocks, dim=-2)
+    return torch.cat(parts, dim=-2)
 
 
 def mean_of_values(q: Queries, v: Values, *, causal: bool = False) -> Output:
@@ -64,16 +65,41 @@ def output_error(output: Output, exact: Output) -> OutputError:
     )
 
 
-def weights_error(backend: torch.nn.Module, q: Queries, k: Keys, *, scale: float) -> float:
-    """‖A' − A‖ / ‖A‖ in the Frobenius norm, A' the weights that a backend implies, not causal."""
-    # A module of whatever kind that has this method; its type does not say so.
-    return _weights_error(backend.attention_weights(q, k), q, k, scale=scale)  # type: ignore[operator]
+def weights_error(weights: Weights, q: Queries, k: Keys, *, scale: float) -> float:
+    """‖A' − A‖ / ‖A‖ in the Frobenius norm: A' the given weights, A the exact ones, not causal."""
+    squares = norms = 0.0
+    for rows, exact in _exact_weights(q, k, scale=scale):
+        squares += float((weights[..., rows, :].double() - exact).square().sum())
+        norms += float(exact.square().sum())
+    return (squares / norms) ** 0.5
 
 
-def uniform_weights_error(q: Queries, k: Keys, *, scale: float) -> float:
-    """The yardstick among weights: each key the same share, which is the mean of the values."""
+def row_divergence(weights: Weights, q: Queries, k: Keys, *, scale: float) -> float:
+    """Mean over rows of KL(A ‖ A') = Σ_j A_ij log(A_ij / A'_ij) in nats, for weights A' above 0.
+
+    Raises:
+        UnsupportedError: If a weight is zero or negative where the exact one is not.
+    """
+    total, smallest = 0.0, torch.finfo(weights.dtype).smallest_normal
+    for rows, exact in _exact_weights(q, k, scale=scale):
+        given = weights[..., rows, :].double()
+        # What the dtype of the given weights cannot hold is no fault of theirs, and weighs nothing.
+        counts = exact >= smallest
+        if bool((counts & (given <= 0)).any()):
+            raise UnsupportedError(
+                "The divergence of the rows is not defined: some weights are zero or negative where exact "
+                "ones are not. Use the metric 'frobenius'."
+            )
+        terms = exact * (exact.clamp_min(smallest).log() - given.clamp_min(smallest).log())
+        total += float(terms.masked_fill(~counts, 0.0).sum())
+    # Weights that are the exact ones to rounding may come out below 0 by as much.
+    return max(total / weights[..., 0].numel(), 0.0)
+
+
+def uniform_weights(q: Queries, k: Keys) -> Weights:
+    """The yardstick among weights: each key the same share, which is the mean of the values; in float64."""
     share = torch.full((), 1 / k.shape[-2], dtype=torch.float64, device=q.device)
-    return _weights_error(share.expand(*q.shape[:-1], k.shape[-2]), q, k, scale=scale)
+    return share.expand(*q.shape[:-1], k.shape[-2])
 
 
 def unsafe_rows(denominators: Tensor) -> float:
@@ -81,19 +107,16 @@ def unsafe_rows(denominators: Tensor) -> float:
     return float((denominators <= 0).double().mean())
 
 
-def _weights_error(weights: Weights, q: Queries, k: Keys, *, scale: float) -> float:
-    squares = norms = 0.0
-    for rows, _ in _blocks(q, k, causal=False):
-        exact = softmax_weights(q[..., rows, :].double(), k.double(), scale=scale, key_mask=None)
-        squares += float((weights[..., rows, :].double() - exact).square().sum())
-        norms += float(exact.square().sum())
-    return (squares / norms) ** 0.5
-
-
-def _blocks(q: Queries, k: Keys, *, causal: bool) -> Iterator[tuple[slice, int]]:
+def blocks(q: Queries, k: Keys, *, causal: bool) -> Iterator[tuple[slice, int]]:
     """Slices of the queries, and how many keys the last query of the slice may see."""
     q_tokens, k_tokens = q.shape[-2], k.shape[-2]
     step = max(1, _ENTRIES_AT_ONCE // (q.shape[0] * q.shape[1] * k_tokens))
     for start in range(0, q_tokens, step):
         end = min(start + step, q_tokens)
         yield slice(start, end), k_tokens - q_tokens + end if causal else k_tokens
+
+
+def _exact_weights(q: Queries, k: Keys, *, scale: float) -> Iterator[tuple[slice, Weights]]:
+    """The exact weights in float64, a block of rows at a time."""
+    for rows, _ in blocks(q, k, causal=False):
+        yield rows, softmax_weights(q[..., rows, :].double(), k.double(), scale=scale, key_mask=None)

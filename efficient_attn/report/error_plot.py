@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from efficient_attn.analysis.accuracy import ErrorCurve, Panel, panels, quantity_in
+from efficient_attn.analysis.statistics import FEWEST_FOR_95
 from efficient_attn.errors import OptionError
 from efficient_attn.report.error_table import NAMES, show_error, title
 from efficient_attn.report.harmless import plain
@@ -25,6 +26,12 @@ _LONGEST_NAME = 40
 
 # Beyond this the margins of an axis are no floating-point numbers any more.
 _LARGEST = 1e300
+
+# Of the yardsticks that are no backends: low ranks, and Taylor series of order 1 and 2.
+_STROKES: tuple[Any, ...] = ("-", (0, (1, 1.5)), (0, (6, 2, 1, 2)))
+
+# How far below the best backend the axes follow a yardstick.
+_FURTHER = 10.0
 
 
 def plot(
@@ -94,14 +101,18 @@ def _grid(shown: Sequence[Panel], styles: Mapping[str, Mapping[str, Any]], quant
 
 
 def headline(shown: Sequence[Panel], quantity: str) -> tuple[str, str]:
-    """What the plots show, and what lines and bands are."""
-    draws = {len(getattr(c.points[0].record, f"{quantity}_draws") or ()) for p in shown for c in p.curves}
-    band = (
-        f"lines and bands: median of {max(draws)} draws and its 95 % interval"
-        if max(draws, default=1) > 1
-        else ""
-    )
-    return f"{NAMES[quantity]} against exact softmax attention in float64", band
+    """What the plots show, and what lines, bands and bars are."""
+    points = [point for panel in shown for curve in panel.curves for point in curve.points]
+    draws = max((point.draws for point in points), default=1)
+    seeds = max((point.data_seeds for point in points), default=1)
+    told = [f"lines and bands: median of {draws} draws and its {interval(draws)}"] if draws > 1 else []
+    told += [f"bars: {interval(seeds)} over {seeds} seeds of the inputs"] if seeds > 1 else []
+    return f"{NAMES[quantity]} against exact softmax attention in float64", "; ".join(told)
+
+
+def interval(samples: int) -> str:
+    """What `middle` gives around the median of so many samples."""
+    return "95 % interval" if samples >= FEWEST_FOR_95 else "range"
 
 
 def _head(figure: Any, shown: Sequence[Panel], quantity: str) -> None:
@@ -122,6 +133,8 @@ def handles(shown: Sequence[Panel], styles: Mapping[str, Mapping[str, Any]]) -> 
     sized = {curve.label for panel in shown for curve in panel.curves if _has_sizes(curve)}
     made = [Line2D([], [], label=plain(label), **style) for label, style in styles.items() if label in sized]
     made.append(Line2D([], [], color=INK, linestyle=(0, (4, 3)), label=f"{MEAN_OF_VALUES} for every query"))
+    others = {curve.label: curve for panel in shown for curve in panel.others}
+    made += [Line2D([], [], label=plain(curve.label), **_plain_style(curve)) for curve in others.values()]
     for label in dict.fromkeys(c.label for p in shown for c in p.curves if not _has_sizes(c)):
         worst = max(c.points[0].value for p in shown for c in p.curves if c.label == label)
         if _is_rounding(worst, shown):
@@ -141,6 +154,12 @@ def _draw(
             _draw_curve(ax, curve, style)
         elif not _is_rounding(curve.points[0].value, [panel]):
             ax.axhline(curve.points[0].value, **{**style, "marker": ""}, label=plain(curve.label), zorder=3)
+    for curve in panel.others:
+        points = [point for point in curve.points if point.size is not None]
+        if points:
+            ax.plot([p.size for p in points], [p.value for p in points], **_plain_style(curve), zorder=1.5)
+        else:
+            ax.axhline(curve.points[0].value, **_plain_style(curve), zorder=1)
     ax.set_xscale("log", base=2)
     ax.set_yscale("log")
     ax.set_ylim(*limits)
@@ -162,6 +181,18 @@ def _draw_curve(ax: Any, curve: ErrorCurve, style: Mapping[str, Any]) -> None:
         linewidth=0,
         zorder=2,
     )
+    for point in points:
+        if point.data_low is not None and point.data_high is not None:
+            ax.vlines(
+                point.size, point.data_low, point.data_high, color=style["color"], linewidth=3.2, zorder=4
+            )
+
+
+def _plain_style(curve: ErrorCurve) -> dict[str, Any]:
+    """Of a yardstick that is no backend: thin, grey, one stroke for each."""
+    orders = [int(word) for word in curve.label.split() if word.isdecimal()]
+    stroke = _STROKES[orders[0] % len(_STROKES) if orders else 0]
+    return {"color": MUTED, "linestyle": stroke, "linewidth": 1.1}
 
 
 def _yardstick(ax: Any, panel: Panel) -> None:
@@ -181,7 +212,9 @@ def _yardstick(ax: Any, panel: Panel) -> None:
 
 def _off_the_scale(ax: Any, panel: Panel, styles: Mapping[str, Mapping[str, Any]], high: float) -> None:
     """Say at the upper edge which curves run above it, and from where to where."""
-    above = [curve for curve in panel.curves if min(point.value for point in curve.points) > high]
+    above = [
+        curve for curve in (*panel.others, *panel.curves) if min(point.value for point in curve.points) > high
+    ]
     for row, curve in enumerate(above):
         values = [point.value for point in curve.points]
         ax.annotate(
@@ -192,7 +225,7 @@ def _off_the_scale(ax: Any, panel: Panel, styles: Mapping[str, Mapping[str, Any]
             textcoords="offset points",
             va="top",
             fontsize=8.5,
-            color=styles[curve.label]["color"],
+            color=styles[curve.label]["color"] if curve.label in styles else MUTED,
             parse_math=False,
         )
 
@@ -200,7 +233,9 @@ def _off_the_scale(ax: Any, panel: Panel, styles: Mapping[str, Mapping[str, Any]
 def _dress(ax: Any, panel: Panel) -> None:
     from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullFormatter, NullLocator
 
-    sizes = sorted({point.size for c in panel.curves for point in c.points if point.size is not None})
+    sizes = sorted(
+        {point.size for c in (*panel.others, *panel.curves) for point in c.points if point.size is not None}
+    )
     ax.xaxis.set_major_locator(FixedLocator([size for size in sizes if size - 1 not in sizes]))
     ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0f}"))
     ax.xaxis.set_minor_locator(NullLocator())
@@ -226,7 +261,9 @@ def _limits(shown: Sequence[Panel]) -> tuple[float, float]:
     edges = [edge for c in curves for point in c.points for edge in (point.value, point.low)]
     told = [edge for edge in (*edges, *yardsticks) if 0 < edge < _LARGEST and not _is_rounding(edge, shown)]
     told = told or [1.0]
-    return min(told) / 1.4, min(max(told), worst) * 1.8
+    others = [point.value for panel in shown for curve in panel.others for point in curve.points]
+    near = [value for value in others if min(told) / _FURTHER <= value <= min(worst, _LARGEST)]
+    return min(told + near) / 1.4, min(max(told + near), worst) * 1.8
 
 
 def _is_rounding(value: float, shown: Sequence[Panel]) -> bool:

@@ -1,7 +1,7 @@
 """The error of a backend against exact attention: one record per backend, size and input."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from statistics import fmean
@@ -14,14 +14,15 @@ from efficient_attn.backends import build
 from efficient_attn.errors import AttentionError, OptionError, UnsupportedError
 from efficient_attn.measure import error as measure
 from efficient_attn.measure.inputs import Activations
+from efficient_attn.sweep.questions import Question
 from efficient_attn.sweep.records import SAME_INPUTS, Case, Record
-from efficient_attn.sweep.sizes import MEAN_OF_VALUES, SEED, with_size
+from efficient_attn.sweep.sizes import SEED, with_size
 from efficient_attn.sweep.variants import Variant
 
 _LONGEST_REASON = 300
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Subject:
     """What backends are measured on, and the exact output there.
 
@@ -46,13 +47,16 @@ class Subject:
     def tokens(self) -> int:
         return self.activations.k.shape[-2]
 
+    @property
+    def head_dim(self) -> int:
+        return self.activations.q.shape[-1]
+
 
 def measure_error(
     variant: Variant,
     subject: Subject,
+    question: Question,
     *,
-    of: str,
-    draws: int,
     option: str | None = None,
     size: int | None = None,
 ) -> Record:
@@ -63,22 +67,23 @@ def measure_error(
             a window is odd.
     """
     # Inputs and features are drawn from streams of their own, so the same seed may serve both.
-    first = subject.seed
-    seeds = range(first, first + (draws if SEED in variant.options else 1))
+    first, of = subject.seed, question.of
+    seeds = range(first, first + (question.draws if SEED in variant.options else 1))
     try:
         chosen, backends = _build(variant, subject, seeds, option, size)
         calibrated_on = _calibrate(backends, subject)
     except AttentionError as refusal:
         refused = variant if option is None or size is None else with_size(variant, option, size)
-        return _failed(refused, subject, of, "unsupported", str(refusal))
-    case = _case(chosen, subject, of)
+        return failed(refused, subject, of, "unsupported", str(refusal))
+    case = error_case(chosen, subject, of)
     try:
         with torch.no_grad():
-            return replace(_measured(case, subject, backends), calibrated_on=calibrated_on)
+            measured = _measured(case, subject, backends, question)
+            return replace(measured, calibrated_on=calibrated_on)
     except AttentionError as refusal:
-        return _failed(chosen, subject, of, "unsupported", str(refusal))
+        return failed(chosen, subject, of, "unsupported", str(refusal))
     except Exception as failure:  # The backend may be anybody's code: whatever it raises is its result.
-        return _failed(chosen, subject, of, "error", f"{type(failure).__name__}: {failure}")
+        return failed(chosen, subject, of, "error", f"{type(failure).__name__}: {failure}")
 
 
 def try_options(
@@ -96,18 +101,6 @@ def try_options(
     except UnsupportedError:
         # No promise was made: that is a result, and is recorded as one.
         return
-
-
-def measure_yardstick(subject: Subject, *, of: str) -> Record:
-    """The error of giving every query the mean of the values."""
-    variant = Variant(backend=MEAN_OF_VALUES, label=MEAN_OF_VALUES, target=None)
-    case = _case(variant, subject, of)
-    q, k, v = subject.activations
-    if of == "weights":
-        relative = measure.uniform_weights_error(q, k, scale=subject.scale)
-        return Record(case=case, weights_relative_error=relative, weights_relative_error_draws=(relative,))
-    found = measure.output_error(measure.mean_of_values(q, v), subject.exact)
-    return _output_record(case, [found])
 
 
 def _build(
@@ -150,27 +143,53 @@ def _calibrate(backends: list[Any], subject: Subject) -> str | None:
     return SAME_INPUTS
 
 
-def _measured(case: Case, subject: Subject, backends: Sequence[Any]) -> Record:
+def _measured(case: Case, subject: Subject, backends: Sequence[Any], question: Question) -> Record:
     q, k, v = subject.activations
-    if case.of == "weights":
-        errors = tuple(measure.weights_error(backend, q, k, scale=subject.scale) for backend in backends)
-        record = Record(case=case, weights_relative_error=fmean(errors), weights_relative_error_draws=errors)
-    else:
-        record = _output_record(
-            case, [measure.output_error(backend(q, k, v), subject.exact) for backend in backends]
+    unsafe = _unsafe(backends, q, k)
+    if question.metrics == ("unsafe",):
+        if unsafe is None:
+            # Why there are no denominators is said by the backend.
+            backends[0].denominators(q, k)
+        record = Record(case=case)
+    elif question.of == "weights":
+        record = weights_record(
+            case, subject, question, (backend.attention_weights(q, k) for backend in backends)
         )
-    return replace(record, unsafe_rows=_unsafe(backends, q, k), num_directions=_directions(backends[0]))
+    else:
+        record = output_record(case, subject, question, (backend(q, k, v) for backend in backends))
+    return replace(record, unsafe_rows=unsafe, num_directions=_directions(backends[0]))
 
 
-def _output_record(case: Case, errors: Sequence[measure.OutputError]) -> Record:
-    mses, relatives = (tuple(getattr(found, name) for found in errors) for name in ("mse", "relative"))
-    return Record(
-        case=case,
-        output_mse=fmean(mses),
-        output_mse_draws=mses,
-        output_relative_error=fmean(relatives),
-        output_relative_error_draws=relatives,
+def output_record(case: Case, subject: Subject, question: Question, outputs: Iterable[Tensor]) -> Record:
+    """The errors of outputs, one for each draw, as the question wants them."""
+    found = [measure.output_error(output, subject.exact) for output in outputs]
+    errors = {
+        "output_relative_error": tuple(one.relative for one in found),
+        "output_mse": tuple(one.mse for one in found),
+    }
+    record = _recorded(case, {name: errors[name] for name in question.quantities})
+    if not question.by_head:
+        return record
+    heads = torch.stack([one.relative_by_head[0] for one in found]).mean(dim=0)
+    return replace(record, output_relative_error_heads=tuple(heads.tolist()))
+
+
+def weights_record(case: Case, subject: Subject, question: Question, weights: Iterable[Tensor]) -> Record:
+    """The errors of attention weights, one for each draw, as the question wants them."""
+    q, k, _ = subject.activations
+    (quantity,) = question.quantities
+    error = {"weights_relative_error": measure.weights_error, "weights_row_kl": measure.row_divergence}
+    return _recorded(
+        case, {quantity: tuple(error[quantity](one, q, k, scale=subject.scale) for one in weights)}
     )
+
+
+def _recorded(case: Case, errors: Mapping[str, tuple[float, ...]]) -> Record:
+    """Errors by field, each with its mean and one entry per draw."""
+    values: dict[str, Any] = {}
+    for name, draws in errors.items():
+        values |= {name: fmean(draws), f"{name}_draws": draws}
+    return Record(case=case, **values)
 
 
 def _unsafe(backends: Sequence[Any], q: Tensor, k: Tensor) -> float | None:
@@ -189,12 +208,14 @@ def _directions(backend: Any) -> int | None:
     return rows[0] if rows else None
 
 
-def _failed(variant: Variant, subject: Subject, of: str, status: str, reason: str) -> Record:
+def failed(variant: Variant, subject: Subject, of: str, status: str, reason: str) -> Record:
+    """What could not be measured, with its reason as one line."""
     line = " ".join(reason.split())[:_LONGEST_REASON]
-    return Record(case=_case(variant, subject, of), status=status, reason=line)
+    return Record(case=error_case(variant, subject, of), status=status, reason=line)
 
 
-def _case(variant: Variant, subject: Subject, of: str) -> Case:
+def error_case(variant: Variant, subject: Subject, of: str) -> Case:
+    """The case of a variant on a subject."""
     q = subject.activations.q
     return Case(
         kind="error",

@@ -100,6 +100,8 @@ class Record:
             were found before.
         num_directions: Rows of the projection of a random-feature backend.
         output_mse: Mean over draws; `…_draws` are the raw values, one per draw. So for the other errors.
+        output_relative_error_heads: One entry per head, the mean over draws.
+        weights_row_kl: Mean over rows of the Kullback-Leibler divergence of the exact weights from these.
         unsafe_rows: Share of rows whose denominator is zero or negative, mean over draws.
         expected_kernel_mse: What theory says `kernel_mse` is on average.
         flops: Operations of the matrix products of a call.
@@ -126,8 +128,11 @@ class Record:
     output_mse_draws: tuple[float, ...] | None = None
     output_relative_error: float | None = None
     output_relative_error_draws: tuple[float, ...] | None = None
+    output_relative_error_heads: tuple[float, ...] | None = None
     weights_relative_error: float | None = None
     weights_relative_error_draws: tuple[float, ...] | None = None
+    weights_row_kl: float | None = None
+    weights_row_kl_draws: tuple[float, ...] | None = None
     kernel_mse: float | None = None
     kernel_mse_draws: tuple[float, ...] | None = None
     unsafe_rows: float | None = None

@@ -11,6 +11,10 @@ from efficient_attn.sweep.variants import Variant
 # What records call the yardstick of every error: each query gets the mean of the values.
 MEAN_OF_VALUES = "mean of V"
 
+# Further yardsticks: the nearest matrix of each rank to the exact weights, and the Taylor series of exp.
+ORACLE, TAYLOR = "rank-r SVD", "Taylor"
+YARDSTICKS = (MEAN_OF_VALUES, ORACLE, TAYLOR)
+
 # An option of this name makes a backend a random draw.
 SEED = "seed"
 

@@ -5,6 +5,7 @@ from pathlib import Path, PurePath
 
 from efficient_attn.errors import DataError, OptionError
 from efficient_attn.measure.inputs import Activations, Captured, gaussian, read_activations, shipped, stitched
+from efficient_attn.problem import positive_count
 from efficient_attn.sweep.accuracy import Subject
 
 WORDS = ("gaussian", "encoder", "stitched")
@@ -21,12 +22,14 @@ def subjects(
     head_dim: int,
     layers: Sequence[int] | None,
     seed: int,
+    data_seeds: int = 1,
 ) -> tuple[Subject, ...]:
-    """One subject per norm of Gaussian inputs, and per layer of what comes from a model; in float32.
+    """One subject per norm and seed of Gaussian inputs, and per layer of what comes from a model; in float32.
 
     Raises:
         OptionError, DataError: If there are no such inputs.
     """
+    positive_count("data_seeds", data_seeds)
     if not inputs or not norms:
         raise OptionError(
             f"inputs and norms are not empty; inputs are {', '.join(WORDS)} or a safetensors file."
@@ -34,7 +37,11 @@ def subjects(
     found: list[Subject] = []
     for source in inputs:
         if source == "gaussian":
-            found += [_gaussian(norm, tokens=tokens, head_dim=head_dim, seed=seed) for norm in norms]
+            found += [
+                _gaussian(norm, tokens=tokens, head_dim=head_dim, seed=one)
+                for norm in norms
+                for one in range(seed, seed + data_seeds)
+            ]
         elif source == "encoder":
             found += _layers("encoder", shipped(), layers)
         elif source == "stitched":

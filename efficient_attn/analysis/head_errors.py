@@ -1,0 +1,45 @@
+"""Records that hold the error of each head, as one row for each backend."""
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from efficient_attn.analysis.accuracy import Panel, panels
+from efficient_attn.sweep.records import Record
+from efficient_attn.sweep.sizes import YARDSTICKS
+
+HEADS = "output_relative_error_heads"
+
+
+class HeadRow(NamedTuple):
+    """The relative output error of each head of one backend, at its largest size.
+
+    Attributes:
+        label: The backend with all its options.
+        yardstick: It is no backend.
+        values: Means over draws; None where a draw was not finite.
+    """
+
+    label: str
+    backend: str
+    yardstick: bool
+    values: tuple[float | None, ...]
+
+
+def heads(records: Iterable[Record]) -> tuple[tuple[Panel, tuple[HeadRow, ...]], ...]:
+    """Inputs whose records hold errors of heads, with the rows of each, the yardsticks first."""
+    with_heads = [record for record in records if getattr(record, HEADS)]
+    return tuple((panel, _rows(panel, with_heads)) for panel in panels(with_heads, "output_relative_error"))
+
+
+def _rows(panel: Panel, records: Iterable[Record]) -> tuple[HeadRow, ...]:
+    last = [curve.points[-1].record for curve in (*panel.others, *panel.curves)]
+    plainest = [r for r in records if r.case.backend == YARDSTICKS[0] and r.case.inputs == panel.inputs]
+    return tuple(
+        HeadRow(
+            record.case.label,
+            record.case.backend,
+            record.case.backend in YARDSTICKS,
+            tuple(record.output_relative_error_heads or ()),
+        )
+        for record in (*plainest[:1], *last)
+    )

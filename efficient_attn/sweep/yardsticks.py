@@ -1,0 +1,103 @@
+"""The yardsticks of an error, as records beside those of backends."""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from efficient_attn.errors import UnsupportedError
+from efficient_attn.measure import error as measure
+from efficient_attn.measure import yardsticks as lines
+from efficient_attn.sweep.accuracy import Subject, error_case, failed, output_record, weights_record
+from efficient_attn.sweep.questions import Question
+from efficient_attn.sweep.records import Record
+from efficient_attn.sweep.sizes import MEAN_OF_VALUES, ORACLE, TAYLOR, with_size
+from efficient_attn.sweep.variants import Variant
+
+TAYLOR_ORDERS = (1, 2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Yardstick:
+    """One line to read errors against.
+
+    Attributes:
+        variant: What records call it.
+        order: Of a Taylor series.
+        rank: Of the matrix nearest to the exact weights.
+    """
+
+    variant: Variant
+    order: int | None = None
+    rank: int | None = None
+
+
+def mean_of_values() -> Yardstick:
+    """Every query gets the mean of the values."""
+    return Yardstick(variant=Variant(backend=MEAN_OF_VALUES, label=MEAN_OF_VALUES, target=None))
+
+
+def taylor(order: int, head_dim: int) -> Yardstick:
+    """exp by its Taylor series of order 1 or 2."""
+    options = {"order": order, "num_features": lines.taylor_features(head_dim, order)}
+    label = f"{TAYLOR} order {order}"
+    return Yardstick(variant=Variant(backend=TAYLOR, label=label, target=None, options=options), order=order)
+
+
+def oracle(rank: int) -> Yardstick:
+    """The matrix of this rank nearest to the exact weights."""
+    bare = Variant(backend=ORACLE, label=ORACLE, target=None)
+    return Yardstick(variant=with_size(bare, "rank", rank), rank=rank)
+
+
+def measure_yardstick(
+    yardstick: Yardstick, subject: Subject, question: Question, *, ranks: int = 0
+) -> Record:
+    """The error of a yardstick.
+
+    Args:
+        ranks: The largest rank that will be asked for on this subject.
+    """
+    variant = yardstick.variant
+    case = error_case(variant, subject, question.of)
+    try:
+        with torch.no_grad():
+            if question.metrics == ("unsafe",):
+                return Record(case=case, unsafe_rows=0.0)
+            if question.of == "weights":
+                record = weights_record(case, subject, question, [_weights(yardstick, subject, ranks)])
+            else:
+                record = output_record(case, subject, question, [_output(yardstick, subject, ranks)])
+    except UnsupportedError as refusal:
+        return failed(variant, subject, question.of, "unsupported", str(refusal))
+    return record
+
+
+def _output(yardstick: Yardstick, subject: Subject, ranks: int) -> Tensor:
+    q, k, v = subject.activations
+    if yardstick.order is not None:
+        return lines.taylor_output(q, k, v, scale=subject.scale, order=yardstick.order)
+    if yardstick.rank is None:
+        return measure.mean_of_values(q, v)
+    weights, directions = _leading(subject, ranks)
+    return lines.low_rank_output(weights, directions[..., : yardstick.rank], v)
+
+
+def _weights(yardstick: Yardstick, subject: Subject, ranks: int) -> Tensor:
+    q, k, _ = subject.activations
+    if yardstick.order is not None:
+        return lines.taylor_weights(q, k, scale=subject.scale, order=yardstick.order)
+    if yardstick.rank is None:
+        return measure.uniform_weights(q, k)
+    weights, directions = _leading(subject, ranks)
+    return lines.low_rank_weights(weights, directions[..., : yardstick.rank])
+
+
+@lru_cache(maxsize=1)
+def _leading(subject: Subject, ranks: int) -> tuple[Tensor, Tensor]:
+    """The exact weights and their leading directions; those of the last subject are kept."""
+    q, k, _ = subject.activations
+    lines.check_size(q, k)
+    weights = lines.exact_weights(q, k, scale=subject.scale)
+    return weights, lines.leading_directions(weights, ranks)
