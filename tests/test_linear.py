@@ -15,7 +15,14 @@ from reference import (
 
 import efficient_attn as ea
 from efficient_attn.measure.memory import peak
-from efficient_attn.ops import flash, linear, linear_causal, linear_full, linear_softmax
+from efficient_attn.ops import (
+    flash,
+    linear,
+    linear_causal,
+    linear_causal_exponential,
+    linear_full,
+    linear_softmax,
+)
 from efficient_attn.ops.linear import merge, query_weights, read, summarise
 from efficient_attn.ops.linear_tokens import Tokens
 from efficient_attn.ops.projections import draw_directions
@@ -49,6 +56,7 @@ def small_chunks(monkeypatch):
         monkeypatch.setattr(linear_full, "_CHUNK", tokens)
         monkeypatch.setattr(linear_softmax, "_PIECE", tokens)
         monkeypatch.setattr(linear_causal, "CHUNK", tokens)
+        monkeypatch.setattr(linear_causal_exponential, "CHUNK", tokens)
 
     return set_chunks
 
@@ -171,7 +179,7 @@ def test_without_the_guard_a_chunk_loses_rows(monkeypatch):
     backend = performer("performer-positive", head_dim=16, causal=True, num_features=64)
     expected = reference(backend, q, k, v)
     assert worst_row(backend(q, k, v), expected).max() < 1e-3
-    monkeypatch.setattr(linear, "_TINY", {torch.float32: -1.0})
+    monkeypatch.setattr(linear, "TINY", {torch.float32: -1.0})
     assert not (worst_row(backend(q, k, v), expected).max() < 1e-3)
 
 

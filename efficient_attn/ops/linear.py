@@ -16,10 +16,10 @@ from efficient_attn.ops.features import Features
 
 # Smaller exponents count as minus infinity: products of two such weights would be denormal numbers,
 # which are six to ten times slower and too small to matter.
-_LOWEST = {torch.float32: -42.0, torch.float64: -350.0}
+LOWEST = {torch.float32: -42.0, torch.float64: -350.0}
 # A row of a causal chunk whose weights all lie this far below the chunk's largest key is computed anew
 # in a smaller chunk, with a reference that is nearer to what it sees.
-_TINY = {torch.float32: 1e-8, torch.float64: 1e-100}
+TINY = {torch.float32: 1e-8, torch.float64: 1e-100}
 
 
 class LinearState(NamedTuple):
@@ -112,7 +112,7 @@ def causal_chunk(past: LinearState, queries: Features, keys: Features, v: Tensor
     sums = triangle(weights @ numbers.mT) @ with_ones(v) + weights @ (before.mT * past.sums)
     seen = _visible(past, keys, rows=sums.shape[-2])
     tokens = v.shape[-2]
-    if tokens > 1 and bool((seen & (_mass(sums, keys, here, before) < _TINY[sums.dtype])).any()):
+    if tokens > 1 and bool((seen & (_mass(sums, keys, here, before) < TINY[sums.dtype])).any()):
         return _in_halves(past, queries, keys, v)
     out, logarithm = divide(sums, seen), log_sum(sums, scale, seen)
     return Chunk(out, logarithm, sums[..., -1:] < 0, here, [tokens])
@@ -137,6 +137,13 @@ def triangle(scores: Tensor) -> Tensor:
     """Scores [… group·tokens tokens] with those of later keys set to zero."""
     tokens = scores.shape[-1]
     return scores.unflatten(-2, (scores.shape[-2] // tokens, tokens)).tril().flatten(-3, -2)
+
+
+def triangle_(scores: Tensor) -> Tensor:
+    """`triangle` in place."""
+    tokens = scores.shape[-1]
+    scores.unflatten(-2, (scores.shape[-2] // tokens, tokens)).tril_()
+    return scores
 
 
 def cut(features: Features, part: slice, group: int) -> Features:
@@ -193,7 +200,7 @@ def fade(state: LinearState, reference: Tensor) -> Tensor:
 
 def exponential(exponents: Tensor) -> Tensor:
     """exp, exactly zero where the result would be too small to matter and slow to compute with."""
-    return F.threshold(exponents, _LOWEST[exponents.dtype], -torch.inf).exp_()
+    return F.threshold(exponents, LOWEST[exponents.dtype], -torch.inf).exp_()
 
 
 def finite(reference: Tensor) -> Tensor:
