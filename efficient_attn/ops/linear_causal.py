@@ -189,8 +189,8 @@ def _query_gradients(
 
 
 def _too_large(tokens: Tokens, part: slice, weights: Tensor) -> bool:
-    """Whether a piece has to be halved; of signed maps the forward pass has found out already."""
-    if tokens.map.signed or part.stop - part.start == 1:
+    """Whether a piece has to be halved; of other than exponential maps the forward pass has found out."""
+    if tokens.map.exponents is None or part.stop - part.start == 1:
         return False
     return bool((weights.amax() > 1 / TINY[weights.dtype]).item())
 
