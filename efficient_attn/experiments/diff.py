@@ -5,7 +5,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from efficient_attn.analysis.diff import REGRESSION, THRESHOLDS, Change, Comparison, compare
+from efficient_attn.analysis.change import REGRESSION, Change
+from efficient_attn.analysis.diff import THRESHOLDS, Comparison, compare
 from efficient_attn.errors import OptionError, UnknownNameError
 from efficient_attn.experiments.results import Results, read
 from efficient_attn.report.diff_table import diff_sentences, diff_tables

@@ -3,15 +3,15 @@
 from collections import Counter
 from collections.abc import Sequence
 
-from efficient_attn.analysis.diff import (
+from efficient_attn.analysis.change import (
     IMPROVEMENT,
     REGRESSION,
     UNCHANGED,
     UNCLEAR,
     UNCOMPARABLE,
     Change,
-    Comparison,
 )
+from efficient_attn.analysis.diff import Comparison
 from efficient_attn.report.table import Table
 from efficient_attn.sweep.amounts import show_bytes, show_seconds
 

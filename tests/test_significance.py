@@ -1,0 +1,64 @@
+"""The statistics that say whether two runs differ: against SciPy, and against their own laws."""
+
+import math
+
+import numpy as np
+import pytest
+import scipy.stats
+
+from efficient_attn.analysis import significance
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_statistics_are_those_of_scipy(seed):
+    generator = np.random.default_rng(seed)
+    old, new = (
+        generator.integers(0, 20, 25).astype(float),
+        generator.integers(2, 24, 31 + seed).astype(float),
+    )
+    student = scipy.stats.ttest_ind(new, old)
+    assert significance.student_statistic(old, new)[::2] == pytest.approx((student.statistic, student.df))
+    middle = scipy.stats.trim_mean(old, 0.25)
+    assert significance.interquartile_mean(old) == pytest.approx(middle)
+    welch = scipy.stats.ttest_ind(new, old, equal_var=False)
+    assert significance.welch_statistic(old, new) == pytest.approx((welch.statistic, welch.df))
+
+
+@pytest.mark.parametrize("freedom", [1, 2.5, 6, 40, 999.0, math.inf])
+def test_tails_and_quantiles_are_those_of_student(freedom):
+    for value in (-3.0, 0.0, 0.5, 3.0, 8.0):
+        tail = scipy.stats.t.sf(value, freedom)
+        assert significance.upper_tail(value, freedom) == pytest.approx(tail, rel=1e-8)
+    assert significance.quantile(0.001, freedom) == pytest.approx(scipy.stats.t.isf(0.001, freedom), rel=1e-6)
+
+
+def test_student_with_a_known_ratio_of_variances_has_all_degrees_of_freedom():
+    generator = np.random.default_rng(0)
+    draws = [(generator.standard_normal(4), 3 * generator.standard_normal(4)) for _ in range(4000)]
+    values = [significance.student_statistic(old, new, 9.0)[0] for old, new in draws]
+    assert scipy.stats.kstest(values, scipy.stats.t(6).cdf).pvalue > 1e-3
+
+
+def test_a_run_that_is_noisier_in_all_cases_is_told_from_chance():
+    generator = np.random.default_rng(0)
+    equal = [(generator.standard_normal(4), generator.standard_normal(4)) for _ in range(400)]
+    assert significance.noise_ratio(equal[:1]) == 1.0
+    taken_for_unequal = sum(significance.noise_ratio(equal[at : at + 20]) != 1 for at in range(0, 400, 20))
+    assert taken_for_unequal <= 1 + 3 * math.sqrt(20 * 0.05 * 0.95)
+    # The logarithm of a variance of 3 degrees of freedom scatters by √ψ'(3/2) = 0.97.
+    ratio = significance.noise_ratio([(old, 3 * new) for old, new in equal])
+    assert abs(math.log(ratio / 9)) < 3 * 0.97 * math.sqrt(2 / 400)
+
+
+def test_samples_are_parted_by_turns_and_in_quarters_where_turns_are_not_known():
+    samples = list(range(10))
+    assert significance.turns(samples, (1, 0, 7, 2)) == [[0], samples[1:8], [8, 9]]
+    quarters = [[0, 1, 2], [3, 4, 5], [6, 7], [8, 9]]
+    for sizes in (None, (10,), (5, 6), (1.5, None, 3, 4), (-1, 11), (True, 9)):
+        assert significance.turns(samples, sizes) == quarters
+    assert significance.turns([1, 2], None) == [[1], [2]] and significance.turns([], None) == []
+
+
+def test_holm_adjusts_as_written_down_in_1979():
+    # 3 · 0.01, 2 · 0.02 and 1 · 0.03, which may not be less than what came before it.
+    assert significance.holm([0.03, 0.01, 0.02]) == pytest.approx([0.04, 0.03, 0.04])
