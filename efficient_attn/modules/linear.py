@@ -45,7 +45,7 @@ class LinearAttention(nn.Module):
 
     def denominators(self, q: Tensor, k: Tensor, key_mask: Tensor | None) -> Tensor:
         tokens = self._tokens(q, k, k, key_mask)
-        if not tokens.map.has_values:
+        if not tokens.map.signed:
             raise UnsupportedError(
                 "denominators are of interest for signed features, such as those of 'performer-trig'; "
                 "this backend's features are positive, and so is every sum of them."

@@ -39,6 +39,7 @@ class FeatureMap(NamedTuple):
             the derivative by x.
         has_values: Whether features are values that share a scale, as those of either sign have to be;
             else each is the exponential of a scale of its own.
+        signed: Whether features may be negative, so that a sum of them may be zero or below.
         per_direction: How many features each direction gives; 0 for a map without directions.
         exponents: Where a feature is exp(w·x − |x|²/2 + constant), takes the directions, returns the
             w of every feature; None for other maps.
@@ -48,6 +49,7 @@ class FeatureMap(NamedTuple):
     features: Callable[[Tensor, Any], Features]
     pullback: Callable[[Tensor, Features, Features, Any], Tensor]
     has_values: bool
+    signed: bool = False
     per_direction: int = 0
     exponents: Callable[[Tensor], Tensor] | None = None
     fixed: Callable[[int], int] | None = None
@@ -177,12 +179,18 @@ MAPS = {
         hyperbolic_features, _hyperbolic_pullback, has_values=False, per_direction=2, exponents=_both_ways
     ),
     "trigonometric": FeatureMap(
-        trigonometric_features, _trigonometric_pullback, has_values=True, per_direction=2
+        trigonometric_features, _trigonometric_pullback, has_values=True, signed=True, per_direction=2
     ),
     "relu": FeatureMap(relu_features, _relu_pullback, has_values=True, per_direction=1),
     "elu": FeatureMap(elu_features, _elu_pullback, has_values=False, fixed=lambda d: d),
-    "taylor-1": FeatureMap(taylor_1_features, _taylor_1_pullback, has_values=True, fixed=lambda d: 1 + d),
+    "taylor-1": FeatureMap(
+        taylor_1_features, _taylor_1_pullback, has_values=True, signed=True, fixed=lambda d: 1 + d
+    ),
     "taylor-2": FeatureMap(
-        taylor_2_features, _taylor_2_pullback, has_values=True, fixed=lambda d: (d + 1) * (d + 2) // 2
+        taylor_2_features,
+        _taylor_2_pullback,
+        has_values=True,
+        signed=True,
+        fixed=lambda d: (d + 1) * (d + 2) // 2,
     ),
 }
