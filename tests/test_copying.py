@@ -16,6 +16,7 @@ COPYING = {
     "linformer": {"rank": 4},
     "performer-positive": {"num_features": 32},
     "performer-trig": {"num_features": 64, "scale": 0.02},
+    "linear-taylor-1": {"scale": 0.02},
     "performer-hyperbolic": {"num_features": 32},
     "performer-oprf": {"num_features": 32},
     "performer-full": {"num_features": 32},
