@@ -1,0 +1,19 @@
+"""Backends in the models of Hugging Face transformers: registered by name, attached, saved and streamed."""
+
+from efficient_attn.errors import MissingPackageError
+
+try:
+    import transformers as _transformers
+except ImportError:
+    raise MissingPackageError(
+        'This needs transformers, version 5 or later: pip install "efficient-attn[hf]".'
+    ) from None
+if int(_transformers.__version__.partition(".")[0]) < 5:
+    raise MissingPackageError(
+        f"This needs transformers, version 5 or later, not {_transformers.__version__}: "
+        'pip install "efficient-attn[hf]".'
+    )
+
+from efficient_attn.integrations.transformers.attaching import attach, register, swapped
+
+__all__ = ["attach", "register", "swapped"]

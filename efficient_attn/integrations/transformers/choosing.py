@@ -1,0 +1,140 @@
+"""Which backend goes to which attention module, and its building."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from efficient_attn.backend import Backend
+from efficient_attn.backends import build, resolve
+from efficient_attn.errors import DtypeError, OptionError, UnsupportedError
+from efficient_attn.integrations.transformers.attend import serving
+from efficient_attn.integrations.transformers.places import Place
+from efficient_attn.transformer.parts import seeded, spawn_seeds
+
+
+class Choice(NamedTuple):
+    """A backend, by whatever `build` takes, with its options."""
+
+    backend: Any
+    options: Mapping[str, Any]
+
+
+EXACT = Choice("exact", {})
+
+
+def choose(
+    places: list[Place], backend: Any, kinds: Mapping[str, Any], options: Mapping[str, Any]
+) -> dict[str, Choice]:
+    """The choice for the path of every place; places that nobody mentions stay exact.
+
+    Raises:
+        OptionError, DtypeError, UnknownNameError: If the request makes no sense.
+    """
+    named = {kind: _choice(given) for kind, given in kinds.items() if given is not None}
+    if named or isinstance(backend, Mapping):
+        _refuse_options(options)
+    if backend is None and not named:
+        raise OptionError("Name a backend: attach(model, 'window'), or full=…, sliding=…, cross=….")
+    missing = [kind for kind in named if not any(place.kind == kind for place in places)]
+    if missing:
+        has = ", ".join(sorted({place.kind for place in places}))
+        raise OptionError(f"{missing[0]}=…: this model has no such layers; its layers are {has}.")
+    if isinstance(backend, Mapping):
+        rest = _by_layer(places, backend)
+    elif backend is not None:
+        rest = {place.path: Choice(backend, options) for place in places}
+    else:
+        rest = {}
+    return {place.path: named.get(place.kind) or rest.get(place.path, EXACT) for place in places}
+
+
+def build_all(
+    places: list[Place], choices: Mapping[str, Choice], max_tokens: int | None, seed: int | None
+) -> dict[str, Backend]:
+    """A backend for the path of every place; none is put into the model yet.
+
+    Args:
+        seed: Gives each layer's random features a draw of their own; None: the options say it.
+    """
+    seeds = [None] * len(places) if seed is None else spawn_seeds(seed, len(places))
+    return {
+        place.path: _build(place, choices[place.path], max_tokens, own)
+        for place, own in zip(places, seeds, strict=True)
+    }
+
+
+def _build(place: Place, choice: Choice, max_tokens: int | None, seed: int | None) -> Backend:
+    chosen, options = resolve(choice.backend), dict(choice.options)
+    if place.kind == "cross" and not chosen.capabilities.cross:
+        raise UnsupportedError(
+            f"Backend {chosen.name!r} cannot read another sequence, as {place.path} does; "
+            "attach(model, …, cross='exact') leaves such layers exact."
+        )
+    if options.get("sharing") == "layers":
+        raise UnsupportedError("sharing='layers' is for ea.Encoder; in a transformers model: 'key-value'.")
+    name, own = serving(chosen.name, place.pattern)
+    if own:
+        chosen, options = resolve(name), _model_width(place, options, own)
+    if seed is not None:
+        options = seeded(chosen, options, seed)
+    return build(
+        chosen,
+        head_dim=place.head_dim,
+        num_heads=place.num_heads,
+        max_tokens=max_tokens or place.max_tokens,
+        causal=place.pattern.causal,
+        scale=place.scale,
+        **options,
+    )
+
+
+def _model_width(place: Place, options: dict[str, Any], own: dict[str, int]) -> dict[str, Any]:
+    """The options of a layer that slides: its window is the model's, nothing else."""
+    if options.get("window", own["window"]) != own["window"]:
+        raise OptionError(
+            f"window={options['window']}: {place.path} slides over {own['window']} keys, which is the "
+            f"model's affair; full=('window', {{'window': {options['window']}}}) is for the other layers."
+        )
+    return own
+
+
+def _by_layer(places: list[Place], given: Mapping[Any, Any]) -> dict[str, Choice]:
+    """The choices of a mapping from layers, such as 3 or "0-5,8", to backends."""
+    layers: dict[int, Choice] = {}
+    last = max(place.layer for place in places)
+    for key, value in given.items():
+        for layer in _layers(key, last):
+            if layer in layers:
+                raise OptionError(f"Layer {layer} is named twice; the second time by {key!r}.")
+            layers[layer] = _choice(value)
+    return {place.path: layers[place.layer] for place in places if place.layer in layers}
+
+
+def _layers(key: Any, last: int) -> list[int]:
+    found: list[int] = []
+    for part in str(key).split(","):
+        first, _, end = part.strip().partition("-")
+        if not first.isdecimal() or not (end or first).isdecimal():
+            raise OptionError(f"Layers are named by numbers and ranges, such as '0-5,8', not {key!r}.")
+        found += range(int(first), int(end or first) + 1)
+    if not found or max(found) > last:
+        raise OptionError(f"Layers are from 0 to {last} in this model, not {key!r}.")
+    return found
+
+
+def _choice(given: Any) -> Choice:
+    """A backend, or a pair of a backend and its options."""
+    if not isinstance(given, tuple):
+        return Choice(given, {})
+    if len(given) != 2 or not isinstance(given[1], Mapping):
+        raise DtypeError(
+            f"A backend with options is a pair such as ('window', {{'window': 65}}), not {given!r}."
+        )
+    return Choice(*given)
+
+
+def _refuse_options(options: Mapping[str, Any]) -> None:
+    if options:
+        name = next(iter(options))
+        raise OptionError(
+            f"{name}=…: with several backends options belong to one of them: ('window', {{'window': 65}})."
+        )

@@ -1,0 +1,177 @@
+"""What a transformers model lets each query read, as a pattern and a mask of real keys.
+
+A model asks for its masks through one function per attention implementation. Ours builds no mask of queries
+and keys: it reads which pattern is meant and keeps the mask of real keys, in O(tokens) memory. What it
+returns is a tensor [batch 1 1 keys], which models pass on and transformers takes for a mask made ready.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
+
+from efficient_attn.errors import UnsupportedError
+
+# The attribute by which an attention function knows a mask of ours.
+_TAG = "_efficient_attn"
+
+_REFUSED = {
+    "packed_sequence_mask_function": "several sequences packed into one row (give one sequence a row and an "
+    "attention_mask)",
+    "remap_positions_for_packed_sequence": "several sequences packed into one row (give one sequence a row "
+    "and an attention_mask)",
+    "chunked_overlay": "attention in chunks",
+    "blockwise_overlay": "blocks of tokens that read each other",
+    "or_masks": "a union of mask patterns",
+}
+
+
+class Pattern(NamedTuple):
+    """Keys i−back … i+ahead that position i may read; None: all of them on that side."""
+
+    back: int | None
+    ahead: int | None
+
+    @property
+    def causal(self) -> bool:
+        return self.ahead == 0
+
+    @property
+    def sliding(self) -> bool:
+        return self.back is not None
+
+    @property
+    def window(self) -> int | None:
+        """The width that the `window` backend calls so; None where nothing slides."""
+        if self.back is None or self.ahead is None:
+            return None
+        return self.back + self.ahead + 1
+
+    def __str__(self) -> str:
+        kind = "causal" if self.causal else "bidirectional"
+        return f"{kind} over {self.window} keys" if self.sliding else f"{kind} over all keys"
+
+
+FULL, CAUSAL = Pattern(None, None), Pattern(None, 0)
+
+
+class Visible(NamedTuple):
+    """What the queries of one forward pass may read.
+
+    Attributes:
+        first_key: Position of the first key; more than 0 where a cache has let go of earlier ones.
+        keys: How many keys there are; a static cache gives more, which are not written yet.
+        key_mask: bool [batch keys], True for a real token; None: all are real.
+    """
+
+    pattern: Pattern
+    first_key: int
+    keys: int
+    key_mask: Tensor | None
+
+
+def make_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Callable = causal_mask_function,
+    attention_mask: Tensor | None = None,
+    device: Any = None,
+    **_: Any,
+) -> Tensor:
+    """The mask function for all our names, called by transformers once for each pattern of a model.
+
+    Raises:
+        UnsupportedError: If the pattern is none that a backend can honour.
+    """
+    pattern = read_pattern(mask_function)
+    keys = min(kv_length, int(q_offset) + q_length - kv_offset) if pattern.causal else kv_length
+    key_mask = _real_keys(attention_mask, kv_offset, keys)
+    shown = torch.ones(1, 1, dtype=torch.bool, device=device) if key_mask is None else key_mask
+    mask = shown[:, None, None, :].expand(batch_size, 1, 1, keys)
+    setattr(mask, _TAG, Visible(pattern, kv_offset, keys, key_mask))
+    return mask
+
+
+def visible_in(mask: Any) -> Visible | None:
+    """What `make_mask` had to say; None where there is no mask at all.
+
+    Raises:
+        UnsupportedError: If somebody else made the mask.
+    """
+    if mask is None:
+        return None
+    visible = getattr(mask, _TAG, None)
+    if visible is None:
+        raise UnsupportedError(
+            f"attention_mask is a {_description(mask)} that was not made by efficient_attn, a pattern of "
+            "queries and keys; give a mask of real tokens [batch, tokens], or use attn_implementation='sdpa'."
+        )
+    return visible
+
+
+def read_pattern(mask_function: Callable) -> Pattern:
+    """The pattern that one of transformers' mask functions stands for.
+
+    Raises:
+        UnsupportedError: If it is more than a causal or bidirectional one with a window.
+    """
+    back = ahead = None
+    for part in _parts(mask_function):
+        name = _name(part)
+        if part is causal_mask_function:
+            ahead = 0
+        elif name == "sliding_window_overlay":
+            back = _enclosed(part, "sliding_window") - 1
+        elif name == "sliding_window_bidirectional_overlay":
+            back = ahead = _enclosed(part, "sliding_window")
+        elif part is not bidirectional_mask_function:
+            raise UnsupportedError(
+                f"This model's mask asks for {_REFUSED.get(name, f'the pattern {name!r}')}, which "
+                "efficient_attn cannot honour; use attn_implementation='sdpa'."
+            )
+    return Pattern(back, ahead)
+
+
+def _parts(mask_function: Callable) -> Iterator[Callable]:
+    """The functions whose intersection a mask function is."""
+    if _name(mask_function) != "and_masks":
+        yield mask_function
+        return
+    for part in _enclosed(mask_function, "mask_functions"):
+        yield from _parts(part)
+
+
+def _name(function: Callable) -> str:
+    """The name of the function, or of the function of transformers that made it."""
+    return getattr(function, "__qualname__", repr(function)).partition(".<locals>")[0]
+
+
+def _enclosed(function: Any, name: str) -> Any:
+    """The value that a function keeps of the function that made it."""
+    cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+    if name not in cells:
+        raise UnsupportedError(
+            f"This version of transformers makes the mask {_name(function)!r} in another way than "
+            "efficient_attn knows; use attn_implementation='sdpa'."
+        )
+    return cells[name].cell_contents
+
+
+def _real_keys(attention_mask: Tensor | None, first: int, keys: int) -> Tensor | None:
+    """The part of the mask [batch all_tokens] that belongs to the keys; None where all are real."""
+    if attention_mask is None:
+        return None
+    real = attention_mask[:, first : first + keys].bool()
+    # As transformers does: what a mask does not reach is padding.
+    real = F.pad(real, (0, keys - real.shape[1]))
+    return None if bool(real.all()) else real
+
+
+def _description(mask: Any) -> str:
+    return f"tensor {list(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__

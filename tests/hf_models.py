@@ -1,0 +1,105 @@
+"""Tiny random models of transformers, made on the spot, and inputs for them."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+TOKENS, VOCABULARY, WINDOW = 24, 50, 5
+SIZES: dict[str, Any] = {
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+}
+NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+
+
+def bert(**changes: Any) -> Any:
+    from transformers import BertConfig, BertForMaskedLM
+
+    return ready(BertForMaskedLM, BertConfig(**{**SIZES, **NO_DROPOUT, **changes}))
+
+
+def modernbert(**changes: Any) -> Any:
+    """Layers 0 and 2 read everything, layer 1 four tokens on each side."""
+    from transformers import ModernBertConfig, ModernBertForMaskedLM
+
+    own = {"local_attention": 8, "global_attn_every_n_layers": 2, "cls_token_id": 1, "sep_token_id": 2}
+    return ready(ModernBertForMaskedLM, ModernBertConfig(**{**SIZES, **own, **changes}))
+
+
+def eurobert(**changes: Any) -> Any:
+    from transformers import EuroBertConfig, EuroBertForMaskedLM
+
+    own = {"num_key_value_heads": 2, "mask_token_id": 3}
+    return ready(EuroBertForMaskedLM, EuroBertConfig(**{**SIZES, **own, **changes}))
+
+
+def gpt2(**changes: Any) -> Any:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    own = {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64, "vocab_size": VOCABULARY}
+    special = {
+        "bos_token_id": 1,
+        "eos_token_id": None,
+        "attn_pdrop": 0.0,
+        "resid_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+    }
+    return ready(GPT2LMHeadModel, GPT2Config(**{**own, **special, **changes}))
+
+
+def llama(**changes: Any) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return ready(LlamaForCausalLM, LlamaConfig(**{**SIZES, "num_key_value_heads": 2, **changes}))
+
+
+def mistral(**changes: Any) -> Any:
+    """All layers read the last five tokens."""
+    from transformers import MistralConfig, MistralForCausalLM
+
+    own = {"num_key_value_heads": 2, "sliding_window": WINDOW}
+    return ready(MistralForCausalLM, MistralConfig(**{**SIZES, **own, **changes}))
+
+
+def gemma3(**changes: Any) -> Any:
+    """Layers 0 and 1 read the last five tokens, layer 2 everything before it; a scale of its own."""
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+    own = {"num_key_value_heads": 2, "sliding_window": WINDOW, "head_dim": 8, "query_pre_attn_scalar": 20}
+    types = ["sliding_attention", "sliding_attention", "full_attention"]
+    return ready(Gemma3ForCausalLM, Gemma3TextConfig(**{**SIZES, **own, "layer_types": types, **changes}))
+
+
+ENCODERS: dict[str, Callable[..., Any]] = {"bert": bert, "modernbert": modernbert, "eurobert": eurobert}
+DECODERS: dict[str, Callable[..., Any]] = {"gpt2": gpt2, "llama": llama, "mistral": mistral, "gemma3": gemma3}
+MODELS = {**ENCODERS, **DECODERS}
+
+
+def ready(kind: Any, config: Any) -> Any:
+    """A random model in eval mode, with weights large enough for attention to matter."""
+    torch.manual_seed(0)
+    model = kind(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(3)
+    return model
+
+
+def inputs(*, left: int = 3, right: int = 5) -> dict[str, Tensor]:
+    """Three texts: one that is padded on the left, one on the right, one that is not."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(4, VOCABULARY, (3, TOKENS), generator=generator)
+    mask = torch.ones_like(ids)
+    mask[0, :left] = 0
+    mask[1, TOKENS - right :] = 0
+    return {"input_ids": ids * mask, "attention_mask": mask}
