@@ -70,6 +70,14 @@ def test_equal_runs_and_improvements_end_with_0(runs):
     assert ends_with(*reversed(runs)) == 0
 
 
+def test_unclear_times_are_said_to_need_more_rounds(tmp_path, capsys):
+    folders = []
+    for name, times_s in (("old", (1e-3, 1e-3, 1e-3, 2e-3)), ("new", (1e-3, 2e-3, 2e-3, 2e-3))):
+        folders.append(write(tmp_path / name, [replace(timed(), times_s=times_s, turn_sizes=(1,) * 4)]))
+    assert ends_with(*folders) == 0
+    assert "1 unclear.\nUnclear times may be chance; more --rounds" in capsys.readouterr().out
+
+
 def test_only_what_was_named_ends_with_1(runs):
     assert ends_with(*runs, "--fail-on", "time:10%") == 1
     assert ends_with(*runs, "--fail-on", "time:60%, memory:0") == 0

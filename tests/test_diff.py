@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 
 import efficient_attn as ea
+from efficient_attn.analysis import significance
+from efficient_attn.analysis.change import turn_middles
 from efficient_attn.analysis.diff import compare
 from efficient_attn.errors import DataError, OptionError, UnknownNameError
 from efficient_attn.sweep.records import Case, Record
@@ -72,6 +74,28 @@ def test_the_reverse_is_an_improvement():
     generator = np.random.default_rng(0)
     found = compare(run(generator, slow=7, factor=1.5), run(generator))
     assert len(found.of("improvement")) == 1 and not found.of("regression")
+
+
+def test_copies_of_a_call_in_its_turn_tell_nothing_new():
+    generator = np.random.default_rng(0)
+    once = [timed(generator, calls=4, factor=factor) for factor in (1.0, 1.2)]
+    often = [replace(one, times_s=tuple(np.repeat(one.times_s, 9)), turn_sizes=(9,) * 4) for one in once]
+    assert vars(only(*often)) == pytest.approx(vars(only(*once)))
+    # In nine turns they would be taken for nine that are independent.
+    assert only(*often).p > 100 * only(*(replace(one, turn_sizes=(4,) * 9) for one in often)).p
+
+
+def test_a_run_that_is_noisier_everywhere_weighs_less_in_every_interval():
+    generator = np.random.default_rng(0)
+    old, new = run(generator), run(generator, cv=0.4)
+    turns = [(turn_middles(one), turn_middles(other)) for one, other in zip(old, new, strict=True)]
+    ratio = significance.noise_ratio(turns)
+    # 64, but for three standard errors: √(2 ψ'(3/2) / 30) = 0.25 of a logarithm.
+    assert abs(math.log(ratio / 64)) < 0.75
+    for change, pair in zip(compare(old, new).changes, turns, strict=True):
+        _, error, freedom = significance.student_statistic(*pair, ratio)
+        half_width = error * significance.quantile(0.025, freedom)
+        assert math.log(change.high / change.ratio) == pytest.approx(half_width)
 
 
 def test_a_sure_difference_below_the_threshold_is_none():

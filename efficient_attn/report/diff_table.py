@@ -38,6 +38,8 @@ def diff_sentences(found: Comparison) -> list[str]:
     counts = Counter(change.verdict for change in found.changes)
     told = [f"{counts[verdict]} {verdict}" for verdict in (*_ORDER, UNCHANGED) if counts[verdict]]
     sentences = [f"Of {len(found.changes)} comparisons: {', '.join(told)}."] if told else []
+    if any(change.kind == "time" and change.verdict == UNCLEAR and change.ratio for change in found.changes):
+        sentences.append("Unclear times may be chance; more --rounds in both runs would settle it.")
     for run, names in (("old", found.missing), ("new", found.added)):
         if names:
             sentences.append(f"Only in the {run} run ({len(names)}): {_listed(names)}.")
