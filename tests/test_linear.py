@@ -20,8 +20,10 @@ from efficient_attn.ops import (
     linear,
     linear_causal,
     linear_causal_exponential,
+    linear_causal_exponential_gradient,
     linear_full,
     linear_softmax,
+    linear_softmax_gradient,
 )
 from efficient_attn.ops.linear import merge, query_weights, read, summarise
 from efficient_attn.ops.linear_tokens import Tokens
@@ -57,6 +59,8 @@ def small_chunks(monkeypatch):
         monkeypatch.setattr(linear_softmax, "_PIECE", tokens)
         monkeypatch.setattr(linear_causal, "CHUNK", tokens)
         monkeypatch.setattr(linear_causal_exponential, "CHUNK", tokens)
+        monkeypatch.setattr(linear_causal_exponential_gradient, "CHUNK", tokens)
+        monkeypatch.setattr(linear_softmax_gradient, "_CHUNK", tokens)
 
     return set_chunks
 

@@ -9,10 +9,11 @@ from torch import Tensor, nn
 from efficient_attn.counts import Step, Work, visible_pairs
 from efficient_attn.errors import UnsupportedError
 from efficient_attn.modules.features import RandomFeatureOptions
+from efficient_attn.ops import linear_causal, linear_causal_exponential
 from efficient_attn.ops.denominators import denominators
 from efficient_attn.ops.features import MAPS
 from efficient_attn.ops.linear import LinearState
-from efficient_attn.ops.linear_causal import CHUNK, causal_linear_attention, extend_linear_attention
+from efficient_attn.ops.linear_causal import causal_linear_attention, extend_linear_attention
 from efficient_attn.ops.linear_full import full_linear_attention
 from efficient_attn.ops.linear_tokens import Tokens
 from efficient_attn.problem import AttentionProblem
@@ -92,8 +93,9 @@ def linear_work(
         Step(made * (value_dim + 1)),
     ]
     if problem.causal:
-        chunks, rest = divmod(tokens, CHUNK)
-        pairs = chunks * _pairs_up_to_itself(CHUNK) + _pairs_up_to_itself(rest)
+        algorithm = linear_causal_exponential if MAPS[kind].exponents else linear_causal
+        chunks, rest = divmod(tokens, algorithm.CHUNK)
+        pairs = chunks * _pairs_up_to_itself(algorithm.CHUNK) + _pairs_up_to_itself(rest)
         steps += [Step(pairs * features), Step(pairs * value_dim), Step(pairs, gradients=1)]
     return Work(tuple(steps), drawn=directions * problem.head_dim)
 

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from efficient_attn.ops.features import Features
 from efficient_attn.ops.linear import (
-    TINY,
     LinearState,
     causal_chunk,
     empty_state,
@@ -26,6 +25,7 @@ from efficient_attn.ops.linear import (
     with_ones,
 )
 from efficient_attn.ops.linear_causal_exponential import causal_exponential
+from efficient_attn.ops.linear_causal_exponential_gradient import causal_exponential_gradients
 from efficient_attn.ops.linear_full import whole_state
 from efficient_attn.ops.linear_gradient import (
     Outputs,
@@ -103,7 +103,6 @@ def _causal(
     with without_autocast(q):
         state = _past(tokens, before)
         if tokens.map.exponents is not None:
-            ends[[part.stop for part in _chunks(0, q.shape[-2])]] = True
             causal_exponential(tokens, state, outputs)
             return *outputs, ends
         for part in _chunks(0, q.shape[-2]):
@@ -146,38 +145,29 @@ def _causal_backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     tokens = Tokens(q, k, v, key_mask, directions, log_weights, kind, scale)
+    if tokens.map.exponents is not None:
+        with without_autocast(q):
+            past = _past(tokens, k.shape[-2] - q.shape[-2])
+            return causal_exponential_gradients(tokens, past, gradient, out, logarithm)
     outputs, stops = Outputs(out, logarithm, negative), ends.nonzero().flatten().tolist()
     pieces = [slice(start, stop) for start, stop in zip([0, *stops], stops, strict=False)]
     with without_autocast(q):
-        by_q, pieces = _query_gradients(tokens, gradient, outputs, pieces)
+        by_q = _query_gradients(tokens, gradient, outputs, pieces)
         by_k, by_v = _key_gradients(tokens, gradient, outputs, pieces)
     return by_q, by_k, by_v
 
 
-def _query_gradients(
-    tokens: Tokens, gradient: Tensor, outputs: Outputs, pieces: list[slice]
-) -> tuple[Tensor, list[slice]]:
-    """Derivatives by the queries, with the forward pass's state walking along; and the pieces it took.
-
-    A piece is halved if a row's weights are so large at the piece's reference that they might overflow:
-    that row sees keys only far below it.
-    """
+def _query_gradients(tokens: Tokens, gradient: Tensor, outputs: Outputs, pieces: list[slice]) -> Tensor:
+    """Derivatives by the queries, with the forward pass's state walking along."""
     by_q = torch.empty_like(tokens.q, memory_format=torch.contiguous_format)
     before, kv_heads = tokens.k.shape[-2] - tokens.q.shape[-2], tokens.k.shape[1]
     state = _past(tokens, before)
-    left, taken = pieces[::-1], []
-    while left:
-        part = left.pop()
+    for part in pieces:
         positions = slice(part.start + before, part.stop + before)
         features, keys = _features(tokens, part, before)
         values = tokens.values(positions)
         here = merge(state, summarise(keys, values))
         queries = normalised(features, here.log_scale, *outputs.normaliser(part, kv_heads))
-        if _too_large(tokens, part, queries.weights):
-            middle = (part.start + part.stop) // 2
-            left += [slice(middle, part.stop), slice(part.start, middle)]
-            continue
-        taken.append(part)
         g = output_gradients(gradient, outputs.out, part, kv_heads)
         earlier = fade(state, here.log_scale).mT * state.sums
         weights = at_reference(keys, -finite(here.log_scale)).weights
@@ -185,14 +175,7 @@ def _query_gradients(
         rows = tokens.query_rows(part)
         by_q[..., part, :] = tokens.query_gradient(rows, features, derivative(queries, by_weights))
         state = here
-    return by_q, taken
-
-
-def _too_large(tokens: Tokens, part: slice, weights: Tensor) -> bool:
-    """Whether a piece has to be halved; of other than exponential maps the forward pass has found out."""
-    if tokens.map.exponents is None or part.stop - part.start == 1:
-        return False
-    return bool((weights.amax() > 1 / TINY[weights.dtype]).item())
+    return by_q
 
 
 def _key_gradients(

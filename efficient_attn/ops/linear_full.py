@@ -31,6 +31,7 @@ from efficient_attn.ops.linear_gradient import (
     output_gradients,
 )
 from efficient_attn.ops.linear_softmax import suits, two_softmaxes
+from efficient_attn.ops.linear_softmax_gradient import two_softmaxes_gradients
 from efficient_attn.ops.linear_tokens import Tokens
 from efficient_attn.ops.precision import without_autocast
 
@@ -126,6 +127,9 @@ def _full_backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     tokens = Tokens(q, k, v, key_mask, directions, log_weights, kind, scale)
+    if tokens.map.exponents is not None:
+        with without_autocast(q):
+            return two_softmaxes_gradients(tokens, gradient, out, logarithm, LinearState(sums, reference))
     by_q, by_k, by_v = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     outputs, query_sums = Outputs(out, logarithm, negative), torch.zeros_like(sums)
     with without_autocast(q):
