@@ -40,7 +40,8 @@ InputsOption = Annotated[
     ),
 ]
 ErrorOfOption = Annotated[
-    str | None, typer.Option("--of", help="output, or weights for the attention weights; output.")
+    str | None,
+    typer.Option("--of", help="output (the default), weights, or kernel: one entry of it, beside theory."),
 ]
 MetricOption = Annotated[
     str | None,
@@ -56,9 +57,20 @@ DataSeedsOption = Annotated[
     int, typer.Option("--data-seeds", min=1, help="Independent draws of Gaussian inputs.")
 ]
 NormOption = Annotated[
-    str, typer.Option("--norm", metavar="S[,S…]", help="Gaussian inputs: q, k ~ N(0, S² I) before any scale.")
+    str,
+    typer.Option(
+        "--norm",
+        metavar="S[,S…]",
+        help="Gaussian inputs: q, k ~ N(0, S² I) before any scale; of a kernel entry |q|/d^¼.",
+    ),
 ]
-DrawsOption = Annotated[int, typer.Option("--draws", min=1, help="Independent draws of random features.")]
+AngleOption = Annotated[
+    str, typer.Option("--angle", metavar="DEG[,DEG…]", help="--of kernel: between query and key, 0 to 180.")
+]
+DrawsOption = Annotated[
+    int | None,
+    typer.Option("--draws", min=1, help="Independent draws of random features; 8, or 64 of a kernel entry."),
+]
 TokensOption = Annotated[int, typer.Option("--seq-len", min=1, help="Tokens of Gaussian inputs.")]
 LayerOption = Annotated[
     str | None,
@@ -81,7 +93,8 @@ def mse_command(
     metric: MetricOption = None,
     by: ByOption = None,
     norm: NormOption = "0.5,1",
-    draws: DrawsOption = 8,
+    angle: AngleOption = "60,90,120",
+    draws: DrawsOption = None,
     data_seeds: DataSeedsOption = 1,
     seq_len: TokensOption = 4096,
     head_dim: HeadDimOption = 16,
@@ -120,6 +133,7 @@ def mse_command(
         sizes=sizes,
         inputs=names([inputs]) or (),
         norms=norms,
+        angles=_angles(angle),
         tokens=seq_len,
         head_dim=head_dim,
         layers=layers,
@@ -151,6 +165,16 @@ def _norms(text: str) -> tuple[float, ...]:
     if not norms or not all(0 < norm < math.inf for norm in norms):
         raise OptionError(f"--norm is made of finite numbers above 0, such as 0.5,1, not {text!r}.")
     return tuple(dict.fromkeys(norms))
+
+
+def _angles(text: str) -> tuple[float, ...]:
+    try:
+        angles = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        angles = ()
+    if not angles or not all(0 <= angle <= 180 for angle in angles):
+        raise OptionError(f"--angle is made of degrees from 0 to 180, such as 60,90, not {text!r}.")
+    return tuple(dict.fromkeys(angles))
 
 
 def _layers(text: str | None) -> tuple[int, ...] | None:

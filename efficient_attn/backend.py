@@ -114,6 +114,29 @@ class Backend(nn.Module):
         with without_autocast(q):
             return self.core.denominators(q, k, key_mask)
 
+    def kernel_ratios(self, q: Tensor, k: Tensor) -> Tensor:
+        """φ(q_i)·φ(k_i) over the softmax kernel for query i and key i, [batch heads tokens].
+
+        Up to a factor that all keys of a query share, where the backend shifts its keys.
+
+        Raises:
+            UnsupportedError: If the backend has no features, or those of another kernel.
+        """
+        return self._core_with("kernel_ratios", q, k).kernel_ratios(q, k)
+
+    def kernel_rows(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """The scaled, transformed queries and keys that the features are made of."""
+        return self._core_with("kernel_rows", q, k).kernel_rows(q, k)
+
+    def _core_with(self, verb: str, q: Tensor, k: Tensor) -> Any:
+        if not hasattr(self.core, verb):
+            raise UnsupportedError(
+                f"Backend {self.spec.name!r} has no features that estimate the softmax kernel; "
+                "'performer-positive' has."
+            )
+        check_inputs(self.problem, self.spec, q, k, k, None)
+        return self.core
+
     def redraw(self, seed: int) -> None:
         """Draw other random features; states made before are invalid.
 

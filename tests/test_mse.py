@@ -174,7 +174,7 @@ def test_a_function_is_measured_once_and_what_breaks_is_a_record_with_its_reason
 @pytest.mark.parametrize(
     ("wrong", "error", "message"),
     [
-        ({"of": "heads"}, OptionError, "of is output or weights, not 'heads'"),
+        ({"of": "heads"}, OptionError, "of is output, weights or kernel, not 'heads'"),
         ({"metric": "msee"}, UnknownNameError, "No metric is called 'msee'. Did you mean 'mse'"),
         (
             {"metric": "kl", "of": "output"},

@@ -22,7 +22,7 @@ from efficient_attn.sweep.interrupt import held
 from efficient_attn.sweep.questions import Question, ask
 from efficient_attn.sweep.records import Record, append
 from efficient_attn.sweep.run import Step
-from efficient_attn.sweep.sizes import possible
+from efficient_attn.sweep.sizes import SEED, possible
 from efficient_attn.sweep.variants import Variant, select
 
 DEFAULT_SIZES = (16, 32, 64, 128, 256, 512, 1024)
@@ -31,7 +31,10 @@ DEFAULT_INPUTS = ("gaussian", "encoder")
 # Performer's figure 4 (Choromanski et al. 2021): sequences of 4096 tokens, vectors of 16.
 DEFAULT_TOKENS, DEFAULT_HEAD_DIM = 4096, 16
 DEFAULT_NORMS = (0.5, 1.0)
-DEFAULT_DRAWS, DEFAULT_DATA_SEEDS = 8, 1
+DEFAULT_DATA_SEEDS = 1
+
+# Of pairs whose kernel entry is estimated, in degrees: exp(x·y) above, at and below 1.
+DEFAULT_ANGLES = (60.0, 90.0, 120.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +65,8 @@ def mse(
     tokens: int = DEFAULT_TOKENS,
     head_dim: int = DEFAULT_HEAD_DIM,
     layers: Sequence[int] | None = None,
-    draws: int = DEFAULT_DRAWS,
+    angles: Sequence[float] = DEFAULT_ANGLES,
+    draws: int | None = None,
     data_seeds: int = DEFAULT_DATA_SEEDS,
     options: Mapping[str, Mapping[str, Sequence[Any]]] | None = None,
     seed: int = 0,
@@ -73,7 +77,8 @@ def mse(
     Args:
         backends: Names, `file.py:object`, modules or functions f(q, k, v); None stands for all.
         sizes: What the size option of each backend (features, rank, window) is set to.
-        of: `output`, or `weights` for the attention weights that a backend implies.
+        of: `output`; `weights` for the attention weights that a backend implies; `kernel` for one entry of
+            the softmax kernel, on pairs of a query and a key instead of the inputs.
         metric: A name in `sweep.questions.METRICS`; None: relative errors.
         by: `head` keeps the error of each head too.
         inputs: `gaussian`, `encoder` (the shipped sample), `stitched` (its four texts end to end), or a
@@ -81,7 +86,9 @@ def mse(
         norms: s of Gaussian inputs, q, k ~ N(0, s² I) before any scale.
         tokens: Of Gaussian inputs; so is head_dim.
         layers: Of the encoder or the file; None stands for all.
-        draws: Independent draws of random features.
+        angles: Between the queries and keys of pairs, in degrees; norms are then |x| = |y| for
+            x = q/head_dim^¼.
+        draws: Independent draws of random features; None: 8, or 64 of a kernel entry.
         data_seeds: Independent draws of Gaussian inputs; features are drawn anew for each of them.
         options: {backend: {option: values}}; every combination is a variant.
         seed: Of the Gaussian inputs, and the first of the draws.
@@ -94,6 +101,7 @@ def mse(
         sizes=sizes,
         inputs=inputs,
         norms=norms,
+        angles=angles,
         tokens=tokens,
         head_dim=head_dim,
         layers=layers,
@@ -111,6 +119,7 @@ def plan_mse(
     sizes: str | Sequence[int],
     inputs: str | Path | Sequence[str | Path],
     norms: Sequence[float],
+    angles: Sequence[float],
     tokens: int,
     head_dim: int,
     layers: Sequence[int] | None,
@@ -121,20 +130,25 @@ def plan_mse(
     """Every record to come, input by input, the yardsticks of an input first."""
     wanted = parse_sizes(sizes, name="sizes")
     variants = select(backends, options)
+    if question.of == "kernel":
+        variants = tuple(variant for variant in variants if backends is not None or _estimates(variant))
 
     from efficient_attn.sweep.accuracy import try_options
-    from efficient_attn.sweep.subjects import subjects
+    from efficient_attn.sweep.subjects import pair_subjects, subjects
 
     listed = [inputs] if isinstance(inputs, (str, Path)) else list(inputs)
-    chosen = subjects(
-        listed,
-        norms=norms,
-        tokens=tokens,
-        head_dim=head_dim,
-        layers=layers,
-        seed=seed,
-        data_seeds=data_seeds,
-    )
+    if question.of == "kernel":
+        chosen = pair_subjects(norms, angles, head_dim=head_dim, seed=seed)
+    else:
+        chosen = subjects(
+            listed,
+            norms=norms,
+            tokens=tokens,
+            head_dim=head_dim,
+            layers=layers,
+            seed=seed,
+            data_seeds=data_seeds,
+        )
     for variant in variants:
         for point in _points(chosen[0], variant, wanted)[:1]:
             try_options(variant, chosen[0], option=point.option, size=point.size)
@@ -183,12 +197,22 @@ def _yardsticks(subject: Any, question: Question, sizes: Sequence[int]) -> list[
     """The mean of the values first; no row of the others' weights lacks a positive sum."""
     from efficient_attn.sweep import yardsticks as make
 
+    if question.of == "kernel":
+        # What a kernel entry is read beside follows from its norm and angle alone.
+        return []
     made = [make.mean_of_values()]
     if question.metrics != ("unsafe",):
         ranks = [size for size in sizes if size < subject.tokens]
         made += [make.taylor(order, subject.head_dim) for order in make.TAYLOR_ORDERS]
         made += [make.oracle(rank) for rank in ranks]
     return [Point(subject=subject, variant=one.variant, yardstick=one, size=one.rank) for one in made]
+
+
+def _estimates(variant: Variant) -> bool:
+    """Whether a backend draws features that estimate the kernel of softmax."""
+    from efficient_attn.backends import resolve
+
+    return SEED in variant.options and resolve(variant.target).capabilities.approximates_softmax
 
 
 def _points(subject: Any, variant: Variant, sizes: Sequence[int]) -> list[Point]:

@@ -12,6 +12,7 @@ from typing import Any
 from efficient_attn.analysis.curves import QUANTITIES
 from efficient_attn.analysis.doubts import doubts
 from efficient_attn.analysis.head_errors import HEADS
+from efficient_attn.analysis.kernel import kernel_records
 from efficient_attn.analysis.rate import rate_share
 from efficient_attn.analysis.statistics import middle
 from efficient_attn.analysis.summary import summary
@@ -21,11 +22,18 @@ from efficient_attn.report.files import write
 from efficient_attn.report.harmless import plain
 from efficient_attn.report.head_errors import head_error_tables, plot_heads
 from efficient_attn.report.heads import head_tables
+from efficient_attn.report.kernel_errors import (
+    OVER,
+    kernel_plots,
+    kernel_sentences,
+    kernel_tables,
+    plot_kernel,
+)
 from efficient_attn.report.pays import crossover_tables
 from efficient_attn.report.readable import readable
 from efficient_attn.report.sentences import bench_sentences
 from efficient_attn.report.table import Table, tables, to_html
-from efficient_attn.sweep.records import NO_LINK, Record, append
+from efficient_attn.sweep.records import KINDS, NO_LINK, Record, append
 from efficient_attn.sweep.records import read as read_records
 
 RECORDS, ENVIRONMENT, COMMAND, PLAN = "records.jsonl", "environment.json", "command.txt", "plan.toml"
@@ -95,7 +103,8 @@ class Results:
         costs = [record for record in self.records if record.case.kind in QUANTITIES.values()]
         made = [*tables(costs), *crossover_tables(costs), *head_tables(costs)]
         errors = self._of_kind("error")
-        return made + (_errors("tables")(errors) + head_error_tables(errors) if errors else [])
+        made += _errors("tables")(errors) + head_error_tables(errors) if errors else []
+        return made + kernel_tables(self.records)
 
     def plot(self, y: str | None = None, x: str | None = None, *, ax: Any = None) -> Any:
         """Draw one quantity of every backend against tokens, or an error against the size; the axes."""
@@ -104,6 +113,8 @@ class Results:
             if x not in (None, "tokens"):
                 raise UnknownNameError(f"x axis for {y}", str(x), ["tokens"])
             return cost_plot.plot(self.records, y=y, ax=ax)
+        if y in OVER or (kernel_records(self.records) and not self._of_kind("error")):
+            return plot_kernel(self.records, x=x or OVER.get(y, "size"))
         if y == HEADS:
             return plot_heads(self._of_kind("error"))
         if y not in _RAW.values():
@@ -113,11 +124,13 @@ class Results:
     def sentences(self) -> list[str]:
         """A few sentences computed from the records."""
         told = bench_sentences(self.records)
-        return told + (_errors("sentences")(self._of_kind("error")) if self._of_kind("error") else [])
+        errors = self._of_kind("error")
+        told += _errors("sentences")(errors) if errors else []
+        return told + kernel_sentences(self.records)
 
     def summary(self) -> list[dict[str, Any]]:
         """Flat rows: time and memory of one backend at one length side by side; then errors."""
-        errors = [_row(record) for record in self._of_kind("error")]
+        errors = [_row(record) for record in self.records if record.case.kind == "error"]
         return summary(self.records) + errors
 
     def save(self, folder: str | Path) -> list[Path]:
@@ -156,13 +169,16 @@ class Results:
 
     def plots(self) -> dict[str, str]:
         """The plots worth a file: {name: quantity}."""
-        ok = {record.case.kind for record in self.records if record.status == "ok"}
+        ok = {kind for kind in KINDS if any(record.status == "ok" for record in self._of_kind(kind))}
         wanted = {"time": "time_s", "memory": "peak_bytes", "error": "output_relative_error"}
         plots = {kind: quantity for kind, quantity in wanted.items() if kind in ok}
-        return plots | ({"error-heads": HEADS} if any(getattr(r, HEADS) for r in self.records) else {})
+        plots |= {"error-heads": HEADS} if any(getattr(r, HEADS) for r in self.records) else {}
+        return plots | kernel_plots(self.records)
 
     def _of_kind(self, kind: str) -> list[Record]:
-        return [record for record in self.records if record.case.kind == kind]
+        """Errors of a kernel entry are told apart: they are of no input."""
+        kernel = set(map(id, kernel_records(self.records)))
+        return [record for record in self.records if record.case.kind == kind and id(record) not in kernel]
 
 
 def read(*paths: str | Path) -> Results:

@@ -12,6 +12,7 @@ from efficient_attn.modules.features import RandomFeatureOptions
 from efficient_attn.ops import linear_causal, linear_causal_exponential
 from efficient_attn.ops.denominators import denominators
 from efficient_attn.ops.features import MAPS
+from efficient_attn.ops.kernel import SOFTMAX_KERNELS, kernel_ratios, rows_of
 from efficient_attn.ops.linear import LinearState
 from efficient_attn.ops.linear_causal import causal_linear_attention, extend_linear_attention
 from efficient_attn.ops.linear_full import full_linear_attention
@@ -52,6 +53,18 @@ class LinearAttention(nn.Module):
                 "this backend's features are positive, and so is every sum of them."
             )
         return denominators(tokens, causal=self._causal)
+
+    def kernel_ratios(self, q: Tensor, k: Tensor) -> Tensor:
+        return kernel_ratios(self._softmax_tokens(q, k))
+
+    def kernel_rows(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        return rows_of(self._softmax_tokens(q, k))
+
+    def _softmax_tokens(self, q: Tensor, k: Tensor) -> Tokens:
+        tokens = self._tokens(q, k, k, None)
+        if tokens.kind not in SOFTMAX_KERNELS:
+            raise UnsupportedError(f"{tokens.kind!r} features are of another kernel than that of softmax.")
+        return tokens
 
     @property
     def redraw(self) -> Callable[[int], None]:

@@ -1,14 +1,18 @@
 """Plots for a page: small figures side by side, the names of their lines in a legend of the page's own."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from efficient_attn.analysis.accuracy import panels, quantity_in
 from efficient_attn.analysis.curves import QUANTITIES
+from efficient_attn.analysis.head_errors import HEADS
 from efficient_attn.report import error_plot
 from efficient_attn.report import plot as cost_plot
 from efficient_attn.report.error_table import title
 from efficient_attn.report.harmless import plain
+from efficient_attn.report.head_errors import plot_heads
+from efficient_attn.report.kernel_errors import OVER, plot_kernel
 from efficient_attn.report.svg import inline, swatch
 from efficient_attn.sweep.records import Record
 
@@ -50,7 +54,25 @@ def draw(
     """
     costs = [quantity for quantity in quantities if quantity in QUANTITIES]
     made = [_costs(records, costs, name, beside)] if costs else []
-    return made + [_errors(records, quantity, name) for quantity in quantities if quantity not in costs]
+    whole: dict[str, Any] = {quantity: partial(plot_kernel, x=axis) for quantity, axis in OVER.items()}
+    whole[HEADS] = plot_heads
+    errors = [quantity for quantity in quantities if quantity not in (*costs, *whole)]
+    made += [_errors(records, quantity, name) for quantity in errors]
+    return made + [
+        _figure(whole[quantity](records), f"{name}-{quantity}")
+        for quantity in quantities
+        if quantity in whole
+    ]
+
+
+def _figure(ax: Any, name: str) -> Drawing:
+    """A figure of several panels with a legend of its own."""
+    figure = ax.figure
+    heading, _, conditions = figure.get_suptitle().partition("\n")
+    figure.suptitle("")
+    described = "; ".join(one.get_title(loc="left") for one in figure.axes if one.axison)
+    caption = plain(f"Panels: {described}")
+    return Drawing(heading, conditions, (), (Panel(caption, _svg(ax, name, heading, caption)),))
 
 
 def _costs(
@@ -83,7 +105,7 @@ def _costs(
 
 
 def _errors(records: Sequence[Record], quantity: str, name: str) -> Drawing:
-    errors = [record for record in records if record.case.kind == "error"]
+    errors = [record for record in records if record.case.kind == "error" and record.case.of != "kernel"]
     quantity = quantity_in(errors, quantity)
     shown = panels(errors, quantity)
     axes = [_axes() for _ in shown]

@@ -14,6 +14,7 @@ from efficient_attn.backends import build
 from efficient_attn.errors import AttentionError, OptionError, UnsupportedError
 from efficient_attn.measure import error as measure
 from efficient_attn.measure.inputs import Activations
+from efficient_attn.sweep.kernels import kernel_record
 from efficient_attn.sweep.questions import Question
 from efficient_attn.sweep.records import SAME_INPUTS, Case, Record
 from efficient_attn.sweep.sizes import SEED, with_size
@@ -145,6 +146,9 @@ def _calibrate(backends: list[Any], subject: Subject) -> str | None:
 
 def _measured(case: Case, subject: Subject, backends: Sequence[Any], question: Question) -> Record:
     q, k, v = subject.activations
+    if question.of == "kernel":
+        record = kernel_record(case, backends, q, k, subject.scale)
+        return replace(record, num_directions=_directions(backends[0]))
     unsafe = _unsafe(backends, q, k)
     if question.metrics == ("unsafe",):
         if unsafe is None:

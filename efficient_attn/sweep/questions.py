@@ -6,7 +6,7 @@ from typing import NamedTuple
 from efficient_attn.errors import OptionError, UnknownNameError
 from efficient_attn.problem import positive_count
 
-OF = ("output", "weights")
+OF = ("output", "weights", "kernel")
 
 
 class Metric(NamedTuple):
@@ -29,10 +29,14 @@ METRICS = {
     "unsafe": Metric("output", "unsafe_rows", "share of rows whose weights' sum is zero or negative"),
     "frobenius": Metric("weights", "weights_relative_error", "‖A' − A‖ / ‖A‖ of the attention weights"),
     "kl": Metric("weights", "weights_row_kl", "mean over rows of Σ A log(A / A'), where A' is positive"),
+    "kernel": Metric("kernel", "kernel_mse", "mean squared error of one entry of the softmax kernel"),
 }
 
 # What is recorded where no metric was asked for; the first of them is shown.
-_RECORDED = {"output": ("relative", "mse"), "weights": ("frobenius",)}
+_RECORDED = {"output": ("relative", "mse"), "weights": ("frobenius",), "kernel": ("kernel",)}
+
+# Draws of a kernel entry cost little, and their mean needs many.
+_DRAWS = {"output": 8, "weights": 8, "kernel": 64}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +60,9 @@ class Question:
         return tuple(METRICS[name].quantity for name in self.metrics)
 
 
-def ask(*, of: str | None = None, metric: str | None = None, draws: int, by: str | None = None) -> Question:
+def ask(
+    *, of: str | None = None, metric: str | None = None, draws: int | None = None, by: str | None = None
+) -> Question:
     """The question; what is left out follows from the rest.
 
     Raises:
@@ -72,8 +78,9 @@ def ask(*, of: str | None = None, metric: str | None = None, draws: int, by: str
         raise OptionError(f"metric {metric!r} is one of the {about}, not of the {of}; there it is {fitting}.")
     if by not in (None, "head"):
         raise OptionError(f"by is head, not {by!r}.")
-    positive_count("draws", draws)
     chosen = of or about or "output"
+    draws = _DRAWS[chosen] if draws is None else draws
+    positive_count("draws", draws)
     metrics = _RECORDED[chosen] if metric is None else (metric,)
     if by == "head" and metrics[0] != "relative":
         raise OptionError(f"by head is for the metric 'relative', not {metrics[0]!r}.")

@@ -102,6 +102,7 @@ class Record:
         output_mse: Mean over draws; `…_draws` are the raw values, one per draw. So for the other errors.
         output_relative_error_heads: One entry per head, the mean over draws.
         weights_row_kl: Mean over rows of the Kullback-Leibler divergence of the exact weights from these.
+        kernel_value: The entry of the kernel that `kernel_mse` is the error of.
         unsafe_rows: Share of rows whose denominator is zero or negative, mean over draws.
         expected_kernel_mse: What theory says `kernel_mse` is on average.
         flops: Operations of the matrix products of a call.
@@ -135,6 +136,7 @@ class Record:
     weights_row_kl_draws: tuple[float, ...] | None = None
     kernel_mse: float | None = None
     kernel_mse_draws: tuple[float, ...] | None = None
+    kernel_value: float | None = None
     unsafe_rows: float | None = None
     expected_output_mse: float | None = None
     expected_kernel_mse: float | None = None

@@ -7,6 +7,7 @@ from efficient_attn.errors import DataError, OptionError
 from efficient_attn.measure.inputs import Activations, Captured, gaussian, read_activations, shipped, stitched
 from efficient_attn.problem import positive_count
 from efficient_attn.sweep.accuracy import Subject
+from efficient_attn.sweep.kernels import pairs
 
 WORDS = ("gaussian", "encoder", "stitched")
 
@@ -51,6 +52,27 @@ def subjects(
         else:
             found += _layers(PurePath(source).name, _read(source), layers)
     return tuple(found)
+
+
+def pair_subjects(
+    norms: Sequence[float], angles: Sequence[float], *, head_dim: int, seed: int
+) -> tuple[Subject, ...]:
+    """Pairs of a query and a key, one subject for each length and angle of their scaled vectors."""
+    if not norms or not angles:
+        raise OptionError("norms and angles are not empty.")
+    for angle in angles:
+        if not 0 <= angle <= 180:
+            raise OptionError(f"angle is from 0 to 180 degrees, not {angle!r}.")
+    return tuple(
+        Subject(
+            f"pair(norm={norm:g}, angle={angle:g})",
+            pairs(norm=norm, angle=angle, head_dim=head_dim, seed=seed),
+            head_dim**-0.5,
+            seed,
+        )
+        for norm in norms
+        for angle in angles
+    )
 
 
 def _gaussian(norm: float, *, tokens: int, head_dim: int, seed: int) -> Subject:

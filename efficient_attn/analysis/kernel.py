@@ -1,0 +1,125 @@
+"""Records of a kernel entry as lines over features, angle or norm: measured, and what theory says."""
+
+import math
+import re
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import numpy as np
+
+from efficient_attn.sweep.records import Record
+from efficient_attn.sweep.sizes import sized
+
+# What lines may run over.
+AXES = ("size", "angle", "norm")
+
+_PLACE = re.compile(r"pair\(norm=([\d.e+-]+), angle=([\d.e+-]+)\)")
+
+
+class KernelPoint(NamedTuple):
+    """The mean squared error of one kernel entry over its square.
+
+    Attributes:
+        mean: Over draws; None where it could not be measured.
+        error: Standard error of the mean, from the draws; None for a single one.
+        expected: What theory says; None where no closed form is known.
+    """
+
+    size: int
+    norm: float
+    angle: float
+    mean: float | None
+    error: float | None
+    expected: float | None
+    record: Record
+
+    def at(self, axis: str) -> float:
+        """Where the point stands on an axis."""
+        return float(getattr(self, axis))
+
+    @property
+    def deviation(self) -> float | None:
+        """Measured less expected, in standard errors."""
+        if self.mean is None or self.expected is None or not self.error:
+            return None
+        return (self.mean - self.expected) / self.error
+
+
+class KernelLine(NamedTuple):
+    """One backend with its options."""
+
+    label: str
+    backend: str
+    points: tuple[KernelPoint, ...]
+
+
+class KernelPanel(NamedTuple):
+    """Lines that differ by nothing but their backend and one axis; `fixed` names the other two."""
+
+    fixed: tuple[tuple[str, float], ...]
+    lines: tuple[KernelLine, ...]
+    head_dim: int
+
+
+def kernel_records(records: Iterable[Record]) -> list[Record]:
+    """The records of kernel entries."""
+    return [record for record in records if record.case.kind == "error" and record.case.of == "kernel"]
+
+
+def kernel_points(records: Iterable[Record]) -> list[KernelPoint]:
+    """One point for each record that tells where it stands; of equal cases the last."""
+    latest = {record.case.key: record for record in kernel_records(records)}.values()
+    found = [_point(record) for record in latest]
+    return [point for point in found if point is not None]
+
+
+def kernel_panels(records: Iterable[Record], axis: str = "size") -> tuple[KernelPanel, ...]:
+    """One panel for each value of the axes that lines do not run over; of sizes only the largest."""
+    points = kernel_points(records)
+    if axis != "size":
+        largest = {point.record.case.backend: point.size for point in sorted(points, key=lambda p: p.size)}
+        points = [point for point in points if point.size == largest[point.record.case.backend]]
+    others = [name for name in AXES if name not in (axis, "size")]
+    groups: dict[tuple[tuple[str, float], ...], list[KernelPoint]] = {}
+    for point in points:
+        fixed = tuple((name, point.at(name)) for name in others)
+        groups.setdefault(fixed, []).append(point)
+    return tuple(
+        KernelPanel(fixed, _lines(group, axis), group[0].record.case.head_dim)
+        for fixed, group in groups.items()
+    )
+
+
+def plain_guesses(norm: float, angle: float) -> dict[str, float]:
+    """The error over its square of what draws nothing: the constant 1, and Taylor series of exp(x·y)."""
+    # A right angle's cosine is no rounding error.
+    z = norm**2 * round(math.cos(math.radians(angle)), 15)
+    series = {"constant 1": 1.0, "Taylor order 1": 1 + z, "Taylor order 2": 1 + z + z**2 / 2}
+    return {name: (value * math.exp(-z) - 1) ** 2 for name, value in series.items()}
+
+
+def _lines(points: Iterable[KernelPoint], axis: str) -> tuple[KernelLine, ...]:
+    groups: dict[str, list[KernelPoint]] = {}
+    for point in points:
+        groups.setdefault(sized(point.record.case).series, []).append(point)
+    return tuple(
+        KernelLine(label, group[0].record.case.backend, tuple(sorted(group, key=lambda p: p.at(axis))))
+        for label, group in groups.items()
+    )
+
+
+def _point(record: Record) -> KernelPoint | None:
+    place, size, value = _PLACE.fullmatch(record.case.inputs), sized(record.case).size, record.kernel_value
+    if place is None or size is None or not value:
+        return None
+    draws = [draw / value**2 for draw in record.kernel_mse_draws or () if draw is not None]
+    expected = record.expected_kernel_mse
+    return KernelPoint(
+        size=size,
+        norm=float(place[1]),
+        angle=float(place[2]),
+        mean=float(np.mean(draws)) if draws else None,
+        error=float(np.std(draws, ddof=1) / math.sqrt(len(draws))) if len(draws) > 1 else None,
+        expected=None if expected is None else expected / value**2,
+        record=record,
+    )

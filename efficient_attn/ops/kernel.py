@@ -1,0 +1,28 @@
+"""What features say of the softmax kernel, one pair of a query and a key at a time."""
+
+import torch
+from torch import Tensor
+
+from efficient_attn.ops.linear_tokens import Tokens
+
+# Maps whose inner products stand for exp(x·y); those of other kernels estimate something else.
+SOFTMAX_KERNELS = ("positive", "hyperbolic", "trigonometric", "taylor-1", "taylor-2")
+_ALL = slice(None)
+
+
+def rows_of(tokens: Tokens) -> tuple[Tensor, Tensor]:
+    """The scaled queries and keys that the features see, [batch heads tokens head_dim]."""
+    return tokens.query_rows(_ALL), tokens.key_rows(_ALL)
+
+
+def kernel_ratios(tokens: Tokens) -> Tensor:
+    """φ(x_i)·φ(y_i) / exp(x_i·y_i) for query i and key i, [batch heads tokens]; 1 where they are exact."""
+    x, y = rows_of(tokens)
+    directions = None if tokens.directions is None else tokens.directions.to(x.dtype)
+    queries, keys = (tokens.map.features(rows, directions) for rows in (x, y))
+    logs = queries.log_scale + keys.log_scale - (x * y).sum(dim=-1, keepdim=True)
+    if tokens.log_weights is not None:
+        logs = logs + tokens.log_weights.to(x.dtype)
+    if queries.values is None or keys.values is None:
+        return torch.exp(logs).sum(dim=-1)
+    return (queries.values * keys.values * torch.exp(logs)).sum(dim=-1)

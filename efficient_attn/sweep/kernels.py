@@ -1,0 +1,115 @@
+"""The error of one entry of the softmax kernel: measured over draws, beside what theory says it is."""
+
+import math
+from collections.abc import Sequence
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Generator, Tensor
+
+from efficient_attn.measure.inputs import Activations
+from efficient_attn.ops.projections import haar_rotations
+from efficient_attn.problem import positive_count
+from efficient_attn.sweep.records import Case, Record
+from efficient_attn.theory import couplings, kernel
+from efficient_attn.theory.dense_exponential import DenseExponential, log_oprf_error, log_second_moments
+from efficient_attn.theory.kurtosis import standard_error
+from efficient_attn.theory.numbers import Floats, log_expm1
+
+# Pairs of one norm and angle in random directions, under each draw.
+PAIRS = 64
+
+# A measurement whose standard error is predicted above this share of the error tells nothing, and errs low.
+_MOST_UNCERTAIN = 0.5
+
+_INDEPENDENT = {
+    "positive": lambda sums, differences, m: kernel.log_positive_error(sums, num_directions=m),
+    "hyperbolic": lambda sums, differences, m: kernel.log_hyperbolic_error(sums, num_directions=m),
+    "trigonometric": lambda sums, differences, m: kernel.log_trigonometric_error(
+        differences, num_directions=m
+    ),
+}
+
+
+def pairs(*, norm: float, angle: float, head_dim: int, seed: int) -> Activations:
+    """q and k, float64 [1 1 pairs head_dim], whose scaled vectors have this length and angle.
+
+    x = q/head_dim^¼ and y = k/head_dim^¼, so that exp(x·y) is the softmax kernel at 1/√head_dim.
+
+    Args:
+        norm: |x| = |y|.
+        angle: Between x and y, in degrees.
+    """
+    positive_count("head_dim", head_dim)
+    generator = Generator().manual_seed(int(np.random.SeedSequence((seed, 2)).generate_state(1)[0]))
+    basis = haar_rotations(PAIRS, max(head_dim, 2), generator)[..., :head_dim]
+    turn = math.radians(angle)
+    x, y = basis[:, 0], math.cos(turn) * basis[:, 0] + math.sin(turn) * basis[:, 1]
+    q, k = (norm * head_dim**0.25 * rows[None, None] for rows in (x, y))
+    return Activations(q, k, k)
+
+
+def kernel_record(case: Case, backends: Sequence[Any], q: Tensor, k: Tensor, scale: float) -> Record:
+    """The mean over draws, or the reason why so many draws cannot tell it."""
+    value = float(torch.exp(scale * (q * k).sum(dim=-1)).mean())
+    expected, uncertainty = _expected(backends[0], q, k, len(backends))
+    known = None if expected is None else expected * value**2
+    if uncertainty > _MOST_UNCERTAIN:
+        reason = (
+            f"{len(backends)} draws would tell this error to {uncertainty:.1g} times itself: it sits where "
+            "directions are almost never drawn, and would come out too small."
+        )
+        return Record(
+            case=case, status="skipped", reason=reason, expected_kernel_mse=known, kernel_value=value
+        )
+    ratios = [backend.kernel_ratios(q, k) for backend in backends]
+    errors = tuple(float((ratio - 1).square().mean()) * value**2 for ratio in ratios)
+    return Record(
+        case=case,
+        kernel_mse=fmean(errors),
+        kernel_mse_draws=errors,
+        expected_kernel_mse=known,
+        kernel_value=value,
+    )
+
+
+def _expected(backend: Any, q: Tensor, k: Tensor, draws: int) -> tuple[float | None, float]:
+    """The error over SM² by theory, None where no closed form is known; and how uncertain draws leave it."""
+    core = backend.core
+    random = getattr(getattr(core, "features", None), "random", getattr(core, "features", None))
+    projection = getattr(backend.options, "projection", None)
+    if random is None or projection is None or random.kind not in _INDEPENDENT:
+        return None, 0.0
+    x, y = (rows.numpy().astype(np.float64)[0, 0] for rows in backend.kernel_rows(q, k))
+    sums, differences = ((x + y) ** 2).sum(axis=1), ((x - y) ** 2).sum(axis=1)
+    m, curvatures = len(random.projection), getattr(core.features, "curvatures", None)
+    a = None if curvatures is None else curvatures[0].double().numpy()
+    uncertainty = standard_error(
+        random.kind, float(sums.mean()), float(differences.mean()), a=a, num_directions=m, draws=draws
+    )
+    logs = _log_errors(random.kind, projection, x, y, m, a)
+    return (None if logs is None else float(np.exp(logs).mean())), uncertainty
+
+
+def _log_errors(kind: str, projection: str, x: Floats, y: Floats, m: int, a: Floats | None) -> Floats | None:
+    """log of the error over SM² of each pair."""
+    head_dim = x.shape[1]
+    sums, differences = ((x + y) ** 2).sum(axis=1), ((x - y) ** 2).sum(axis=1)
+    if a is None and projection == "iid":
+        return _INDEPENDENT[kind](sums, differences, m)
+    if a is None:
+        formula = getattr(couplings, f"log_{projection}_{kind}_error")
+        square = differences if kind == "trigonometric" else sums
+        return np.asarray(formula(square, num_directions=m, head_dim=head_dim))
+    if projection == "iid":
+        identity = np.eye(head_dim)
+        member = DenseExponential(transform=identity, basis=identity, parameters=a)
+        return log_expm1(np.maximum(np.diag(log_second_moments(member, x, y)), 0.0)) - math.log(m)
+    if np.ptp(a) > 0:
+        # Axes of different a have no closed form for coupled directions.
+        return None
+    excess = getattr(couplings, f"{projection}_pair_excess")(sums, head_dim=head_dim)
+    one = log_oprf_error(sums, head_dim=head_dim, a=float(a[0]))
+    return couplings.log_coupled_error(one, excess, num_directions=m, head_dim=head_dim)

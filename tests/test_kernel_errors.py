@@ -1,0 +1,152 @@
+"""The error of a kernel entry: measured over theory, said where it cannot be, drawn with its yardsticks."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+import efficient_attn as ea
+from efficient_attn.analysis.kernel import kernel_panels, kernel_points, plain_guesses
+from efficient_attn.errors import OptionError, UnknownNameError, UnsupportedError
+from efficient_attn.sweep.kernels import PAIRS, pairs
+from efficient_attn.theory.kurtosis import log_moments, standard_error
+
+RANDOM = ["performer-positive", "performer-hyperbolic", "performer-trig", "performer-oprf", "performer-full"]
+STANDARD_ERRORS = 4.5
+
+
+def test_pairs_have_the_norm_and_angle_that_was_asked_for():
+    q, k, _ = pairs(norm=0.7, angle=120, head_dim=9, seed=0)
+    x, y = q[0, 0] / 9**0.25, k[0, 0] / 9**0.25
+    norms = torch.full((PAIRS,), 0.7, dtype=torch.float64)
+    torch.testing.assert_close((x.norm(dim=-1), y.norm(dim=-1)), (norms, norms))
+    torch.testing.assert_close((x * y).sum(dim=-1), norms**2 * math.cos(math.radians(120)))
+
+
+@pytest.mark.parametrize("projection", ["iid", "orthogonal", "simplex"])
+@pytest.mark.parametrize("head_dim", [4, 8, 16, 64])
+def test_measured_errors_are_those_of_theory(projection, head_dim):
+    results = ea.mse(
+        RANDOM,
+        of="kernel",
+        sizes=(32,),
+        norms=(0.5,),
+        angles=(100,),
+        head_dim=head_dim,
+        draws=24,
+        options={name: {"projection": [projection]} for name in RANDOM},
+    )
+    points = kernel_points(results.records)
+    assert [point.record.case.backend for point in points] == RANDOM
+    for point in points:
+        silent = point.record.case.backend == "performer-full" and projection != "iid"
+        assert (point.expected is None) == silent
+        if point.deviation is not None:
+            assert abs(point.deviation) < STANDARD_ERRORS, point.record.case.label
+
+
+def test_an_error_that_so_many_draws_cannot_tell_is_said_beside_theory():
+    results = ea.mse(
+        ["performer-positive", "performer-trig"], of="kernel", sizes=(16,), norms=(1.5,), angles=(60,)
+    )
+    lost, found = results.records
+    assert (lost.status, lost.kernel_mse) == ("skipped", None)
+    assert "would come out too small" in lost.reason
+    # Lemma 2 of Choromanski et al. with |x + y|² = 3 · 1.5², for one block of 16 directions a little less.
+    assert 0.5 < lost.expected_kernel_mse / lost.kernel_value**2 / (math.expm1(6.75) / 16) < 1
+    assert found.status == "ok" and found.kernel_value == pytest.approx(math.exp(1.5**2 / 2))
+    table = results.tables()[0]
+    assert [row[0] for row in table.rows] == [
+        "constant 1", "Taylor order 1", "Taylor order 2", "performer-positive", "performer-trig",
+    ]  # fmt: skip
+    assert table.rows[3][2].startswith("(") and "×" in table.rows[4][2]
+    assert (
+        "At 1 of 2 points so many draws cannot tell the error; theory alone is shown." in results.sentences()
+    )
+    ax = results.plot()
+    assert "not measured, too few draws: performer-positive 16" in ax.get_xlabel().replace("\n", " ")
+
+
+def test_the_plots_run_over_features_angle_and_norm(tmp_path):
+    results = ea.mse(
+        ["performer-trig"], of="kernel", sizes=(8, 16), norms=(0.5, 1), angles=(90, 120), draws=4, head_dim=4,
+        out=tmp_path / "out",
+    )  # fmt: skip
+    assert {"kernel.png", "kernel-by-angle.png", "kernel-by-norm.png", "report.html"} <= {
+        path.name for path in (tmp_path / "out").iterdir()
+    }
+    assert len(kernel_panels(results.records)) == 4
+    by_angle = kernel_panels(results.records, "angle")
+    assert [[p.angle for p in panel.lines[0].points] for panel in by_angle] == [[90, 120]] * 2
+    assert {p.size for panel in by_angle for p in panel.lines[0].points} == {16}
+    legend = [text.get_text() for text in results.plot("kernel_mse", "norm").figure.legends[0].get_texts()]
+    assert legend == ["performer-trig", "constant 1", "Taylor order 1", "Taylor order 2"]
+    with pytest.raises(UnknownNameError, match="x axis for kernel_mse"):
+        results.plot("kernel_mse", "tokens")
+    assert ea.read(tmp_path / "out").records == results.records
+
+
+def test_by_default_only_what_estimates_the_kernel_is_measured_and_others_are_refused_by_name():
+    small = {"of": "kernel", "sizes": (8,), "norms": (0.5,), "angles": (90,), "draws": 2, "head_dim": 4}
+    assert {r.case.backend for r in ea.mse(**small).records} == set(RANDOM)
+    window, relu = ea.mse(["window", "linear-relu"], **{**small, "sizes": (9,)}).records
+    assert (window.status, relu.status) == ("unsupported", "unsupported")
+    assert "has no features that estimate the softmax kernel" in window.reason
+    assert "of another kernel than that of softmax" in relu.reason
+    with pytest.raises(OptionError, match="angle is from 0 to 180 degrees, not 181"):
+        ea.mse(**{**small, "angles": (181,)})
+    with pytest.raises(UnsupportedError, match="'exact' has no features"):
+        ea.build("exact", head_dim=4).kernel_ratios(*torch.zeros(2, 1, 1, 3, 4))
+
+
+def test_what_is_calibrated_is_calibrated_on_the_pairs_and_the_record_says_so():
+    (record,) = ea.mse(
+        ["performer-oprf"], of="kernel", sizes=(8,), norms=(0.5,), angles=(90,), draws=2
+    ).records
+    assert record.calibrated_on == "the inputs measured"
+
+
+def test_plain_guesses_are_the_errors_of_the_series():
+    z = 0.25 * math.cos(math.radians(60))
+    guesses = plain_guesses(0.5, 60)
+    assert guesses["constant 1"] == pytest.approx((1 / math.exp(z) - 1) ** 2)
+    assert guesses["Taylor order 2"] == pytest.approx(((1 + z + z**2 / 2) / math.exp(z) - 1) ** 2)
+    assert set(plain_guesses(1, 90).values()) == {0.0}
+
+
+@pytest.mark.parametrize(
+    ("kind", "ratio", "a"),
+    [
+        ("positive", lambda w, z: np.exp(w * z - z**2 / 2), None),
+        ("hyperbolic", lambda w, z: np.exp(-(z**2) / 2) * np.cosh(w * z), None),
+        ("trigonometric", lambda w, z: np.exp(z**2 / 2) * np.cos(w * z), None),
+        (
+            "positive",
+            lambda w, z: np.sqrt(1.4) * np.exp(-0.2 * w**2 + np.sqrt(1.4) * w * z - z**2 / 2),
+            np.array([-0.1]),
+        ),
+    ],
+)
+def test_moments_of_one_direction_are_their_integrals(kind, ratio, a):
+    nodes, weights = np.polynomial.hermite_e.hermegauss(120)
+    z = 0.8
+    integrals = [(weights * ratio(nodes, z) ** k).sum() / weights.sum() for k in (1, 2, 3, 4)]
+    np.testing.assert_allclose(np.exp(log_moments(kind, z**2, z**2, a=a)), integrals, rtol=1e-10)
+    x = (weights * (ratio(nodes, z) - 1) ** 4).sum() / weights.sum() / (integrals[1] - 1) ** 2
+    found = standard_error(kind, z**2, z**2, a=a, num_directions=8, draws=100)
+    assert found == pytest.approx(math.sqrt((2 + (x - 3) / 8) / 100), rel=1e-8)
+
+
+def test_the_standard_error_is_infinite_where_no_number_holds_it_and_none_where_nothing_varies():
+    assert standard_error("positive", 400.0, 0.0, num_directions=64, draws=1000) == math.inf
+    assert standard_error("positive", 0.0, 4.0, num_directions=64, draws=1000) == 0.0
+
+
+def test_a_record_that_tells_no_place_is_left_out_of_lines():
+    (record,) = ea.mse(
+        ["performer-trig"], of="kernel", sizes=(8,), norms=(0.5,), angles=(90,), draws=2
+    ).records
+    strange = replace(record, case=replace(record.case, inputs="pair(norm=x)"))
+    assert kernel_points([strange]) == [] and ea.Results([strange]).tables() == []
