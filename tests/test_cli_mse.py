@@ -141,7 +141,7 @@ def test_mse_ends_with_the_code_that_says_how_it_went(backends, code):
         (["--inputs", "images"], "inputs cannot be 'images': there is no such file."),
         (["--inputs", ","], "inputs and norms are not empty"),
         (["--inputs", "bad.safetensors"], "bad.safetensors is no safetensors file."),
-        (["--metric", "accuracy"], "No metric is called 'accuracy'. Known: frobenius, kl, mse"),
+        (["--metric", "accuracy"], "No metric is called 'accuracy'. Known: frobenius, kernel, kl"),
         (["--metric", "mse", "--of", "weights"], "metric 'mse' is one of the output, not of the weights"),
         (["--of", "kernel", "--angle", "200"], "--angle is made of degrees from 0 to 180, such as 60,90"),
         (["--by", "layer"], "by is head, not 'layer'"),
