@@ -42,6 +42,8 @@ _HOME = {
     "Decoder": "transformer.stack",
     "Transformer": "transformer.encoder_decoder",
     "generate": "transformer.generate",
+    "MultiheadAttention": "integrations.pytorch",
+    "replace_attention": "integrations.pytorch_replace",
 }
 
 _MODULES = ("testing",)
@@ -56,6 +58,8 @@ if TYPE_CHECKING:
     from efficient_attn.backends import list_backends as list_backends
     from efficient_attn.backends import spec as spec
     from efficient_attn.calibration import calibrate as calibrate
+    from efficient_attn.integrations.pytorch import MultiheadAttention as MultiheadAttention
+    from efficient_attn.integrations.pytorch_replace import replace_attention as replace_attention
     from efficient_attn.registry import BackendSpec as BackendSpec
     from efficient_attn.registry import Capabilities as Capabilities
     from efficient_attn.registry import NoOptions as NoOptions

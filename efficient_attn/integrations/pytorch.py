@@ -1,0 +1,260 @@
+"""`nn.MultiheadAttention` with any backend: constructor, call, return value and parameters are torch's."""
+
+from dataclasses import fields
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from efficient_attn.backend import Backend
+from efficient_attn.backends import build, resolve
+from efficient_attn.errors import DtypeError, OptionError, ShapeError, UnsupportedError
+from efficient_attn.integrations.pytorch_masks import Masks, added, read_masks
+from efficient_attn.modules.options import probability
+from efficient_attn.ops.biased import biased_attention, biased_weights
+from efficient_attn.ops.softmax import apply_weights, causal_mask
+from efficient_attn.problem import positive_count
+
+
+class MultiheadAttention(nn.MultiheadAttention):
+    """Concat(head_1 … head_h) W_O, each head computed by a backend (Vaswani et al. 2017, section 3.2.2).
+
+    A state dict of torch's class loads into this one; what the backend keeps stays as it was if the state
+    dict has nothing of it. Rows that may read no key give zeros before `out_proj`.
+
+    Args:
+        embed_dim, num_heads, dropout, bias, kdim, vdim, batch_first, device, dtype: As in torch. Only
+            backends with weights to drop, 'exact' and 'exact-dense', take a dropout above 0.
+        add_bias_kv, add_zero_attn: Not offered.
+        backend: Whatever `build` takes: a name, file.py:object, a module, a function.
+        causal: Position i reads positions up to i. Every call has to ask for it too, by `is_causal` or
+            by an `attn_mask`, as it does in torch.
+        max_tokens: The longest sequence, for backends that have to know it.
+        options: The options of the backend.
+
+    Attributes:
+        backend: What maps q, k and v [batch heads tokens head_dim] to the output.
+    """
+
+    backend: Backend
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        dropout: float = 0.0,
+        bias: bool = True,
+        add_bias_kv: bool = False,
+        add_zero_attn: bool = False,
+        kdim: int | None = None,
+        vdim: int | None = None,
+        batch_first: bool = False,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        *,
+        backend: Any = "exact",
+        causal: bool = False,
+        max_tokens: int | None = None,
+        **options: Any,
+    ) -> None:
+        positive_count("embed_dim", embed_dim)
+        positive_count("num_heads", num_heads)
+        if embed_dim % num_heads:
+            raise OptionError(f"embed_dim={embed_dim} is not divided by num_heads={num_heads}.")
+        if add_bias_kv or add_zero_attn:
+            asked = "add_bias_kv" if add_bias_kv else "add_zero_attn"
+            raise UnsupportedError(
+                f"{asked}=True adds a key that no backend has: torch.nn.MultiheadAttention."
+            )
+        # Built first: what cannot be built leaves nothing behind.
+        built = build_for(
+            backend,
+            embed_dim // num_heads,
+            num_heads,
+            dropout=dropout,
+            causal=causal,
+            max_tokens=max_tokens,
+            **options,
+        )
+        super().__init__(
+            embed_dim,
+            num_heads,
+            dropout,
+            bias,
+            kdim=kdim,
+            vdim=vdim,
+            batch_first=batch_first,
+            device=device,
+            dtype=dtype,
+        )
+        use_backend(self, built)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        # A checkpoint of torch's class has nothing of a backend, which then keeps what it has.
+        own = {f"{prefix}backend.{name}": value for name, value in self.backend.state_dict().items()}
+        if own.keys().isdisjoint(state_dict):
+            state_dict.update(own)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """The output in query's layout, and the weights or None; arguments and masks mean what torch's do.
+
+        Args:
+            query: [queries batch embed_dim], or [batch queries embed_dim] if batch_first, or one
+                sequence [queries embed_dim].
+            key: Likewise, kdim wide.
+            value: Likewise, vdim wide.
+            key_padding_mask: [batch keys], True for padding, or what is added to the scores.
+            need_weights: Whether to return the weights, [batch queries keys]; exact backends only.
+            attn_mask: [queries keys] or [batch · num_heads queries keys], True where nothing is read, or
+                what is added to the scores. Others than the causal one: exact backends only.
+            average_attn_weights: False keeps the heads apart, [batch num_heads queries keys].
+            is_causal: Hint that attn_mask is the causal mask, which may then be left out.
+
+        Raises:
+            UnsupportedError: If the backend cannot honour an argument.
+            ShapeError, DtypeError: If an argument does not fit.
+        """
+        self._check(query, key, value, need_weights)
+        batched = query.ndim == 3
+        if key_padding_mask is not None and not batched and key_padding_mask.ndim == 1:
+            key_padding_mask = key_padding_mask.unsqueeze(0)
+        rows = self._rows(query, key, value, batched)
+        masks = read_masks(
+            self.backend,
+            key_padding_mask,
+            attn_mask,
+            is_causal,
+            num_heads=self.num_heads,
+            queries=rows[0],
+            keys=rows[1],
+        )
+        heads, weights = self._attend(self._project(*rows), masks, need_weights)
+        output = self.out_proj(heads.transpose(1, 2).flatten(2))
+        if weights is not None and average_attn_weights:
+            weights = weights.mean(dim=1)
+        if not batched:
+            return output.squeeze(0), None if weights is None else weights.squeeze(0)
+        return (output if self.batch_first else output.transpose(0, 1)), weights
+
+    def _check(self, query: Tensor, key: Tensor, value: Tensor, need_weights: bool) -> None:
+        if need_weights and not self.backend.spec.capabilities.exact:
+            raise UnsupportedError(
+                f"Backend {self.backend.spec.name!r} computes no weights: pass need_weights=False, True by "
+                "default in torch. layer.backend.attention_weights(q, k) gives those that it implies."
+            )
+        if self.dropout != dropout_of(self.backend):
+            raise UnsupportedError(
+                f"dropout is {self.dropout} and the backend was built with {dropout_of(self.backend)}: "
+                "it is fixed when the layer is built or replaced."
+            )
+        for name, x, dim in (
+            ("query", query, self.embed_dim),
+            ("key", key, self.kdim),
+            ("value", value, self.vdim),
+        ):
+            if x.is_nested:
+                raise UnsupportedError(
+                    f"{name} is a nested tensor, which no backend reads: pad it and give key_padding_mask; "
+                    "an nn.TransformerEncoder around this layer needs use_nested_tensor=False."
+                )
+            if not x.is_floating_point():
+                raise DtypeError(f"{name} is {x.dtype}; wanted are embeddings, as nn.Embedding gives them.")
+            if x.ndim not in (2, 3) or x.ndim != query.ndim or x.shape[-1] != dim:
+                axes = "[batch, tokens, dim]" if self.batch_first else "[tokens, batch, dim]"
+                raise ShapeError(
+                    f"{name} has shape {list(x.shape)}; all three are {axes}, or all [tokens, dim], {name} "
+                    f"with dim={dim}."
+                )
+        if key.shape[:-1] != value.shape[:-1]:
+            raise ShapeError(f"key has shape {list(key.shape)} and value {list(value.shape)}: tokens differ.")
+
+    def _rows(
+        self, query: Tensor, key: Tensor, value: Tensor, batched: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """All three as [batch tokens dim]; what was one tensor stays one."""
+        if batched and self.batch_first:
+            return query, key, value
+        axis = (lambda x: x.transpose(0, 1)) if batched else (lambda x: x.unsqueeze(0))
+        first = axis(query)
+        second = first if key is query else axis(key)
+        return first, second, second if value is key else axis(value)
+
+    def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v [batch heads tokens head_dim]."""
+        if self.in_proj_weight is not None and query is key and key is value:
+            q, k, v = F.linear(query, self.in_proj_weight, self.in_proj_bias).chunk(3, dim=-1)
+        else:
+            packed = self.in_proj_weight
+            apart = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
+            weights = apart if packed is None else packed.chunk(3)
+            biases = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
+            q, k, v = (F.linear(*each) for each in zip((query, key, value), weights, biases, strict=True))
+        q, k, v = (x.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2) for x in (q, k, v))
+        return q, k, v
+
+    def _attend(
+        self, qkv: tuple[Tensor, Tensor, Tensor], masks: Masks, need_weights: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """The output of all heads [batch heads queries head_dim], and the weights if asked for."""
+        key_mask, bias, causal = masks
+        if bias is None and not need_weights:
+            return self.backend(*qkv, key_mask=key_mask), None
+        # Only an exact backend comes here: weights and patterns have one meaning, whichever kernel it has.
+        q, k, v = qkv
+        scale, dropout = self.backend.problem.factor, self.dropout if self.training else 0.0
+        if causal:
+            later = added(~causal_mask(q.shape[2], k.shape[2], q.device), q)
+            bias = later if bias is None else later + bias
+        if not need_weights:
+            assert bias is not None, "without a bias the backend is called"
+            out = biased_attention(q, k, v, scale=scale, bias=bias, key_mask=key_mask, dropout=dropout)
+            return out, None
+        weights = F.dropout(biased_weights(q, k, scale=scale, bias=bias, key_mask=key_mask), dropout)
+        return apply_weights(weights, v, key_mask=key_mask).to(q.dtype), weights.to(q.dtype)
+
+
+def build_for(
+    backend: Any, head_dim: int, num_heads: int, *, dropout: float, causal: bool, **options: Any
+) -> Backend:
+    """The backend of a layer, with torch's dropout on the weights as an option of those that have it.
+
+    Raises:
+        UnsupportedError: If it has no weights to drop.
+    """
+    probability("dropout", dropout)
+    spec = resolve(backend)
+    if dropout:
+        if all(option.name != "dropout" for option in fields(spec.options_type)):
+            raise UnsupportedError(
+                f"Backend {spec.name!r} has no attention weights to drop, and dropout is {dropout}: give "
+                "dropout=0.0, or backend='exact'."
+            )
+        options["dropout"] = dropout
+    return build(spec, head_dim=head_dim, num_heads=num_heads, causal=causal, **options)
+
+
+def dropout_of(backend: Backend) -> float:
+    """The probability with which a backend drops weights in training."""
+    return getattr(backend.options, "dropout", 0.0)
+
+
+def use_backend(layer: nn.MultiheadAttention, backend: Backend) -> None:
+    """Put a backend into a layer of torch's, in place: parameters, hooks and references to it stay."""
+    layer.__class__ = MultiheadAttention
+    weight = layer.out_proj.weight
+    layer.add_module("backend", backend.to(device=weight.device, dtype=weight.dtype).train(layer.training))
+    # In evaluation torch's encoder layer reads the weights past the layer and computes by itself; not so
+    # where query, key and value have weights of their own, which is what this name says.
+    layer._qkv_same_embed_dim = False

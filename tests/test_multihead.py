@@ -1,0 +1,325 @@
+"""`ea.MultiheadAttention` against torch's own: the same call, the same answer, the same state dict."""
+
+import copy
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import efficient_attn as ea
+
+DIM, HEADS, BATCH, TOKENS, KEYS = 12, 3, 2, 5, 7
+LATER = torch.ones(TOKENS, TOKENS, dtype=torch.bool).triu(1)
+
+
+def twins(**arguments: Any) -> tuple[nn.MultiheadAttention, ea.MultiheadAttention]:
+    """torch's layer and ours with the same weights, none of them zero, in float64."""
+    backend = {name: arguments.pop(name) for name in ("backend", "causal") if name in arguments}
+    torch.manual_seed(0)
+    theirs = nn.MultiheadAttention(DIM, HEADS, dtype=torch.float64, **arguments)
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            parameter += 0.1 * torch.randn_like(parameter)
+    ours = ea.MultiheadAttention(DIM, HEADS, dtype=torch.float64, **arguments, **backend)
+    ours.load_state_dict(theirs.state_dict())
+    return theirs, ours
+
+
+def draw(*shape: int, seed: int = 1) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def assert_same_call(theirs: nn.Module, ours: nn.Module, inputs: list[Tensor], **call: Any) -> None:
+    """Outputs, weights, and the gradients of inputs and parameters agree to 1e-12."""
+    answers = []
+    for layer in (theirs, ours):
+        # What was one tensor stays one: torch goes another way then, and so do we.
+        leaves = {id(x): x.clone().requires_grad_() for x in inputs}
+        out, weights = layer(*(leaves[id(x)] for x in inputs), **call)
+        loss = out.square().sum() + (0.0 if weights is None else weights.square().sum())
+        wanted = [*leaves.values(), *layer.parameters()]
+        answers.append((out, weights, torch.autograd.grad(loss, wanted)))
+    (out, weights, gradients), (our_out, our_weights, our_gradients) = answers
+    torch.testing.assert_close(our_out, out, rtol=0, atol=1e-12)
+    assert (weights is None) == (our_weights is None)
+    if weights is not None:
+        torch.testing.assert_close(our_weights, weights, rtol=0, atol=1e-12)
+    for ours_, theirs_ in zip(our_gradients, gradients, strict=True):
+        torch.testing.assert_close(ours_, theirs_, rtol=1e-12, atol=1e-12)
+
+
+def as_numbers(mask: Tensor) -> Tensor:
+    """What is added to scores: −inf where True hides a key, 0 elsewhere."""
+    return torch.where(mask, -torch.inf, 0.0).double()
+
+
+def masks(keys: int, kind: str) -> dict[str, Tensor]:
+    """Padding and patterns that leave every query some key, as True for hidden or as numbers."""
+    padding = torch.zeros(BATCH, keys, dtype=torch.bool)
+    padding[0, -2:] = True
+    pattern = draw(TOKENS, keys, seed=2) > 0.5
+    pattern[:, 1] = False
+    numbers = draw(BATCH * HEADS, TOKENS, keys, seed=3)
+    return {
+        "none": {},
+        "padding": {"key_padding_mask": padding},
+        "pattern": {"attn_mask": pattern},
+        "both": {"key_padding_mask": padding, "attn_mask": pattern},
+        "pattern of each head": {"attn_mask": numbers > 1},
+        "numbers": {"attn_mask": numbers},
+        "both in numbers": {
+            "key_padding_mask": as_numbers(padding),
+            "attn_mask": numbers,
+        },
+        "numbers on keys": {"key_padding_mask": draw(BATCH, keys, seed=4)},
+    }[kind]
+
+
+KINDS = ("none", "padding", "pattern", "both", "pattern of each head", "numbers", "both in numbers")
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "numbers on keys"])
+@pytest.mark.parametrize(("weights", "average"), [(False, True), (True, True), (True, False)])
+@pytest.mark.parametrize("backend", ["exact", "exact-dense"])
+def test_every_mask_means_what_it_means_in_torch(
+    kind: str, weights: bool, average: bool, backend: str
+) -> None:
+    call = {"need_weights": weights, "average_attn_weights": average}
+    for batch_first, crosses, training in product((False, True), (False, True), (False, True)):
+        theirs, ours = (layer.train(training) for layer in twins(batch_first=batch_first, backend=backend))
+        keys = KEYS if crosses else TOKENS
+        sizes = (BATCH, TOKENS) if batch_first else (TOKENS, BATCH)
+        x = draw(*sizes, DIM)
+        other = draw(*((BATCH, keys) if batch_first else (keys, BATCH)), DIM, seed=5) if crosses else x
+        assert_same_call(theirs, ours, [x, other, other], **call, **masks(keys, kind))
+
+
+@pytest.mark.parametrize("sizes", [{"kdim": 8}, {"vdim": 9, "bias": False}, {"kdim": 8, "vdim": 9}])
+def test_keys_and_values_of_other_widths(sizes: dict[str, Any]) -> None:
+    theirs, ours = twins(**sizes)
+    widths = (DIM, sizes.get("kdim", DIM), sizes.get("vdim", DIM))
+    inputs = [draw(n, BATCH, width, seed=n) for n, width in zip((TOKENS, KEYS, KEYS), widths, strict=True)]
+    assert_same_call(theirs, ours, inputs)
+    assert_same_call(theirs, ours, inputs, need_weights=False, **masks(KEYS, "both"))
+
+
+def test_a_single_sequence_needs_no_batch() -> None:
+    theirs, ours = twins(batch_first=True)
+    x, padding = draw(TOKENS, DIM), torch.tensor([False, True, False, False, True])
+    for weights in (True, False):
+        assert_same_call(theirs, ours, [x] * 3, need_weights=weights, key_padding_mask=padding)
+        assert_same_call(theirs, ours, [x] * 3, need_weights=weights, average_attn_weights=False)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("weights", [False, True])
+@pytest.mark.parametrize("padded", [False, True])
+def test_causal_calls(causal: bool, weights: bool, padded: bool) -> None:
+    theirs, ours = twins(batch_first=True, causal=causal)
+    x = draw(BATCH, TOKENS, DIM)
+    hidden = masks(TOKENS, "padding")["key_padding_mask"]
+    for numbers, hint in product((False, True), (False, True)):
+        # torch wants both masks of one kind.
+        mask, padding = (as_numbers(m) if numbers else m for m in (LATER, hidden))
+        call = {"key_padding_mask": padding} if padded else {}
+        call |= {"attn_mask": mask, "is_causal": hint, "need_weights": weights}
+        assert_same_call(theirs, ours, [x] * 3, **call)
+    call = {"attn_mask": as_numbers(LATER), "is_causal": True, **masks(TOKENS, "numbers on keys")}
+    assert_same_call(theirs, ours, [x] * 3, need_weights=weights, **call)
+    # The mask may be left out, which torch refuses.
+    torch.testing.assert_close(
+        ours(x, x, x, is_causal=True, need_weights=weights)[0],
+        theirs(x, x, x, attn_mask=LATER)[0],
+        rtol=0,
+        atol=1e-12,
+    )
+
+
+def test_state_dicts_load_both_ways() -> None:
+    theirs, ours = twins(kdim=8)
+    assert list(ours.state_dict()) == list(theirs.state_dict())
+    theirs.load_state_dict(ours.state_dict())
+
+
+def test_what_a_backend_keeps_stays_where_a_checkpoint_of_torch_has_nothing_of_it() -> None:
+    theirs, _ = twins()
+    linformer = ea.MultiheadAttention(
+        DIM, HEADS, backend="linformer", rank=2, max_tokens=TOKENS, dtype=torch.float64
+    )
+    kept = copy.deepcopy(linformer.backend.state_dict())
+    # Inside a model, where names have a prefix.
+    nn.Sequential(linformer).load_state_dict(nn.Sequential(theirs).state_dict())
+    torch.testing.assert_close(linformer.in_proj_weight, theirs.in_proj_weight)
+    torch.testing.assert_close(linformer.backend.state_dict(), kept)
+    half = dict(linformer.state_dict())
+    del half["backend.core.mix_keys"]
+    with pytest.raises(RuntimeError, match="Missing key"):
+        linformer.load_state_dict(half)
+
+
+def test_a_backend_gets_the_heads_and_the_padding() -> None:
+    options = {"backend": "performer-positive", "num_features": 6}
+    layer = ea.MultiheadAttention(DIM, HEADS, dtype=torch.float64, **options)
+    x, padding = draw(TOKENS, BATCH, DIM), masks(TOKENS, "padding")["key_padding_mask"]
+    rows = layer.in_proj_weight.chunk(3)
+    q, k, v = ((x @ weight.mT).unflatten(-1, (HEADS, -1)).permute(1, 2, 0, 3) for weight in rows)
+    heads = layer.backend(q, k, v, key_mask=~padding)
+    wanted = heads.permute(2, 0, 1, 3).flatten(2) @ layer.out_proj.weight.mT
+    for mask in (padding, as_numbers(padding)):
+        got = layer(x, x, x, key_padding_mask=mask, need_weights=False)[0]
+        torch.testing.assert_close(got, wanted, rtol=0, atol=1e-12)
+
+
+def test_a_causal_backend_takes_the_causal_mask_in_every_form() -> None:
+    layer = ea.MultiheadAttention(DIM, HEADS, backend="window", window=3, causal=True, dtype=torch.float64)
+    x = draw(TOKENS, BATCH, DIM)
+    wanted = layer(x, x, x, need_weights=False, is_causal=True)[0]
+    for mask in (LATER, as_numbers(LATER), LATER.expand(BATCH * HEADS, -1, -1)):
+        for hint in (False, True):
+            got = layer(x, x, x, need_weights=False, attn_mask=mask, is_causal=hint)[0]
+            assert torch.equal(got, wanted)
+
+
+def test_rows_that_may_read_nothing_give_zeros_before_the_output_projection() -> None:
+    _, ours = twins(batch_first=True)
+    x = draw(BATCH, TOKENS, DIM).requires_grad_()
+    everything = torch.zeros(BATCH, TOKENS, dtype=torch.bool)
+    everything[0] = True
+    nothing = torch.ones(TOKENS, TOKENS, dtype=torch.bool)
+    for call in ({"key_padding_mask": everything}, {"attn_mask": nothing}):
+        for weights in (True, False):
+            out = ours(x, x, x, need_weights=weights, **call)[0]
+            torch.testing.assert_close(out[0], ours.out_proj.bias.expand_as(out[0]), rtol=0, atol=1e-12)
+            assert torch.autograd.grad(out.sum(), x)[0].isfinite().all()
+
+
+def test_padding_may_hold_anything() -> None:
+    _, ours = twins(batch_first=True)
+    x, call = draw(BATCH, TOKENS, DIM), masks(TOKENS, "both")
+    broken = x.clone()
+    broken[0, -2:] = torch.nan
+    for weights in (True, False):
+        for mask in (call, {"key_padding_mask": call["key_padding_mask"]}):
+            wanted, got = (ours(y, y, y, need_weights=weights, **mask)[0] for y in (x, broken))
+            assert torch.equal(got[0, :-2], wanted[0, :-2]) and torch.equal(got[1], wanted[1])
+
+
+@pytest.mark.parametrize("call", [{}, {"need_weights": False}, {"need_weights": False, "attn_mask": LATER}])
+def test_dropout_is_of_weights_and_of_training(call: dict[str, Any]) -> None:
+    theirs, ours = twins(dropout=0.5, batch_first=True)
+    x = draw(BATCH, TOKENS, DIM)
+    assert_same_call(theirs.eval(), ours.eval(), [x] * 3, **call)
+    ours.train()
+    torch.manual_seed(0)
+    draws = torch.stack([ours(x, x, x, **call)[0] for _ in range(400)])
+    assert not torch.equal(draws[0], draws[1])
+    # Unbiased: within six standard errors of the mean of the draws.
+    off = (draws.mean(dim=0) - theirs(x, x, x, **call)[0]).abs()
+    assert (off <= 6 * draws.std(dim=0) / 400**0.5 + 1e-12).all()
+
+
+@pytest.mark.parametrize("backend", ["exact", "performer-positive", "window"])
+def test_autocast_computes_in_its_dtype(backend: str) -> None:
+    layer = ea.MultiheadAttention(DIM, HEADS, backend=backend)
+    x = draw(TOKENS, BATCH, DIM).float()
+    wanted = layer(x, x, x, need_weights=False)[0]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got = layer(x, x, x, need_weights=False)[0]
+    assert got.dtype is torch.bfloat16
+    # Inputs, projections and outputs are rounded to 8 bits each: a few roundings of the largest entry.
+    assert (got - wanted).abs().max() <= 8 * 2**-8 * wanted.abs().max()
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("backend", ["exact", "performer-positive", "window"])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("padding", [None, torch.bool, torch.float64])
+def test_it_compiles_in_one_graph(backend: str, causal: bool, padding: torch.dtype | None) -> None:
+    torch._dynamo.reset()
+    layer = ea.MultiheadAttention(DIM, HEADS, backend=backend, causal=causal, dtype=torch.float64)
+    x, mask = draw(TOKENS, BATCH, DIM), masks(TOKENS, "padding")["key_padding_mask"]
+    call: dict[str, Any] = {"need_weights": False}
+    if causal:
+        call |= {"is_causal": True, "attn_mask": LATER}
+    if padding is not None:
+        call["key_padding_mask"] = mask if padding is torch.bool else as_numbers(mask)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x, x, x, **call)[0], layer(x, x, x, **call)[0], rtol=0, atol=1e-12)
+
+
+@pytest.mark.compile
+def test_compiled_code_takes_no_other_numbers_for_padding() -> None:
+    torch._dynamo.reset()
+    layer = ea.MultiheadAttention(DIM, HEADS, backend="window", dtype=torch.float64)
+    x = draw(TOKENS, BATCH, DIM)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    with pytest.raises(RuntimeError, match="key_padding_mask adds other numbers than 0 and -inf"):
+        compiled(x, x, x, need_weights=False, key_padding_mask=draw(BATCH, TOKENS))
+
+
+REFUSED_WHEN_BUILT = [
+    ({"add_bias_kv": True}, "add_bias_kv=True adds a key that no backend has"),
+    ({"add_zero_attn": True}, "add_zero_attn=True adds a key that no backend has"),
+    ({"backend": "window", "dropout": 0.1}, "has no attention weights to drop.*backend='exact'"),
+    ({"backend": "linformer", "max_tokens": 8, "causal": True}, "cannot be causal. Causal backends: exact"),
+    ({"backend": "linformer"}, "build it with max_tokens"),
+    ({"backend": "sdpa"}, "Here it is 'exact'"),
+    ({"backend": "window", "num_features": 3}, "No option of backend 'window' is called 'num_features'"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), REFUSED_WHEN_BUILT)
+def test_what_cannot_be_built_is_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ea.AttentionError, match=message):
+        ea.MultiheadAttention(DIM, HEADS, **arguments)
+
+
+def test_embed_dim_is_divided_by_num_heads() -> None:
+    with pytest.raises(ea.OptionError, match="embed_dim=12 is not divided by num_heads=5"):
+        ea.MultiheadAttention(DIM, 5)
+
+
+OTHER = draw(BATCH * HEADS, TOKENS, TOKENS)
+REFUSED_WHEN_CALLED = [
+    ({}, {"need_weights": True}, "pass need_weights=False"),
+    ({}, {"attn_mask": LATER}, "reads no attn_mask: causal=True is for the causal mask"),
+    ({}, {"is_causal": True}, "built with causal=False, and backend 'window' reads no attn_mask"),
+    ({"causal": True}, {}, "asks for no causality: pass is_causal=True"),
+    ({"causal": True}, {"attn_mask": LATER.mT}, "not the causal mask, and backend 'window' reads no other"),
+    ({"causal": True}, {"attn_mask": OTHER}, "not the causal mask.*backend='exact' does"),
+    ({}, {"key_padding_mask": OTHER[:BATCH, 0]}, "adds other numbers than 0.*or use backend='exact'"),
+    ({}, {"key_padding_mask": LATER}, r"key_padding_mask has shape \[5, 5\].*here \[2, 5\]"),
+    ({}, {"key_padding_mask": LATER[:BATCH].int()}, "key_padding_mask is torch.int32; it is bool"),
+    ({"backend": "exact"}, {"attn_mask": LATER[:2]}, r"attn_mask has shape \[2, 5\]"),
+    ({"backend": "exact"}, {"attn_mask": "causal"}, "attn_mask is a torch tensor"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "call", "message"), REFUSED_WHEN_CALLED)
+def test_what_a_backend_cannot_honour_is_refused_and_never_ignored(
+    arguments: dict[str, Any], call: dict[str, Any], message: str
+) -> None:
+    layer = ea.MultiheadAttention(DIM, HEADS, dtype=torch.float64, **{"backend": "window", **arguments})
+    x = draw(TOKENS, BATCH, DIM)
+    with pytest.raises(ea.AttentionError, match=message):
+        layer(x, x, x, **{"need_weights": False, **call})
+
+
+def test_inputs_that_do_not_fit_are_refused_by_name() -> None:
+    layer = ea.MultiheadAttention(DIM, HEADS, dtype=torch.float64)
+    x, other = draw(TOKENS, BATCH, DIM), draw(KEYS, BATCH, DIM)
+    for inputs, message in (
+        ((x[..., 1:], x, x), r"query has shape \[5, 2, 11\].*\[tokens, batch, dim\].*dim=12"),
+        ((x, x[0], x), r"key has shape \[2, 12\]"),
+        ((x, x, other), r"key has shape \[5, 2, 12\] and value \[7, 2, 12\]"),
+        ((x.long(), x, x), "query is torch.int64"),
+    ):
+        with pytest.raises(ea.AttentionError, match=message):
+            layer(*inputs)
+    with pytest.raises(ea.ShapeError, match="is_causal leaves open"):
+        layer(x, other, other, is_causal=True)
+    layer.dropout = 0.5
+    with pytest.raises(ea.UnsupportedError, match=r"dropout is 0\.5 and the backend was built with 0\.0"):
+        layer(x, x, x)
