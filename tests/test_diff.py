@@ -70,6 +70,17 @@ def test_one_true_regression_is_the_only_one_found(calls):
     assert change.low < 1.5 < change.high
 
 
+def test_what_waiting_for_a_processor_can_explain_is_not_clear():
+    generator = np.random.default_rng(0)
+    old, new = timed(generator), timed(generator, factor=1.5)
+    for share, verdict in ((0.2, "regression"), (0.5, "unclear")):
+        held_up = replace(new, waited_s=share * sum(new.times_s))
+        assert only(old, held_up).verdict == verdict
+        assert only(held_up, old).verdict == verdict.replace("regression", "improvement")
+        # What the faster run waited does not make the other one slower.
+        assert only(replace(old, waited_s=held_up.waited_s), new).verdict == "regression"
+
+
 def test_the_reverse_is_an_improvement():
     generator = np.random.default_rng(0)
     found = compare(run(generator, slow=7, factor=1.5), run(generator))

@@ -82,6 +82,12 @@ def test_what_was_not_measured_is_left_out(made, told):
     assert pay_sentences(made) == [f"{WINDOW} {told}"]
 
 
+@pytest.mark.parametrize(("own", "its"), [(1e150, 1e-290), (1e-290, 1e150)])
+def test_a_ratio_that_no_float_can_hold_is_not_told(own, its):
+    made = [*records("attention", "exact", lambda n: its), *records("attention", "window", lambda n: own)]
+    assert pay_sentences(made) == []
+
+
 def test_what_cannot_be_told_apart_is_said_to_be():
     (told,) = pay_sentences(attention(lengths=(450, 900), scatter=0.1))
     assert told.endswith("at 900 it is as fast as exact to within the noise.")

@@ -115,7 +115,20 @@ def _time_test(change: Change, old: Record, new: Record, noise_ratio: float) -> 
     statistic, error, freedom = significance.student_statistic(turns_old, turns_new, noise_ratio)
     before, after = math.exp(turns_old.mean()), math.exp(turns_new.mean())
     half_width = error * significance.quantile(_OUTSIDE, freedom)
-    return Test(_with_ratio(change, before, after, half_width), *_tails(statistic, freedom))
+    change = _with_ratio(change, before, after, half_width)
+    slower, waited = max((after, _waited(new)), (before, _waited(old)))
+    if waited and slower * (1 - waited) <= min(before, after):
+        remark = (
+            f"threads waited for a processor up to {waited:.0%} of the slower time, which may be all of it"
+        )
+        return Test(replace(change, remark=remark), 1.0, 1.0)
+    return Test(change, *_tails(statistic, freedom))
+
+
+def _waited(record: Record) -> float:
+    """By what share of the time calls may be longer because their threads stood waiting, at most."""
+    total_s = math.fsum(_times(record.times_s or ()))
+    return min(1.0, max(0.0, (record.waited_s or 0.0) / total_s)) if record.case.device == "cpu" else 0.0
 
 
 def _exact_changes(change: Change, old: Record, new: Record) -> Iterator[Change]:

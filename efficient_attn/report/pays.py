@@ -4,6 +4,7 @@ What was not measured is left out. Attention, block and encoder are joined where
 setting; how much faster a block could be at most is what the ceiling "attention := v" reaches at that length.
 """
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -84,7 +85,8 @@ def _round(tokens: float) -> int:
 def _tell(curve: Curve, times: Sequence[Curve]) -> _Told | None:
     exact = partner(curve, times, YARDSTICK)
     gain = None if exact is None or curve.backend in (YARDSTICK, CEILING) else gain_over(curve, exact)
-    if exact is None or gain is None:
+    # A file may hold times whose ratio no float can hold.
+    if exact is None or gain is None or not 0 < gain.ratio < math.inf:
         return None
     own, its, least = (
         None if one is None else one.at(gain.tokens) for one in (curve, exact, partner(curve, times, CEILING))
