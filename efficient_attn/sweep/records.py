@@ -109,6 +109,7 @@ class Record:
         matmul_flops_per_s: What large matrix products reach in this dtype and with these threads.
         sequential_operations: The longest chain of products of which each waits for the one before.
         path_length: Hops of a signal from the first token to the last.
+        singular_values: Of a matrix of attention weights, the largest first.
     """
 
     case: Case
@@ -144,6 +145,7 @@ class Record:
     matmul_flops_per_s: float | None = None
     sequential_operations: int | None = None
     path_length: int | None = None
+    singular_values: tuple[float, ...] | None = None
 
     def row(self) -> dict[str, Any]:
         """Everything known in one flat dictionary: the case, the status, then what was measured."""

@@ -1,0 +1,129 @@
+"""Figure 2 of Choromanski et al. 2021 as data: pairs of vectors, and what was measured of them.
+
+Errors are those of one direction; m directions have an m-th of them. They depend on a pair of one length
+and an angle through |x + y|² and |x − y|² alone, and so does how well they can be measured.
+"""
+
+import math
+import re
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from efficient_attn.sweep.records import Case, Record
+from efficient_attn.theory.kernel import log_utility
+
+TRIGONOMETRIC, POSITIVE = "performer-trig", "performer-positive"
+
+# Of a sample of the error of positive features; beyond, most runs are too low without a sign of it.
+TRUSTED = 0.05
+
+
+class Place(NamedTuple):
+    """A pair with |x| = |y| = norm and an angle in degrees between them."""
+
+    norm: float
+    angle: float
+
+    @property
+    def sum_square(self) -> float:
+        """|x + y|²; the halved angle keeps it exact where it vanishes."""
+        return 4 * self.norm**2 * math.cos(math.radians(self.angle) / 2) ** 2 * (self.angle != 180)
+
+    @property
+    def difference_square(self) -> float:
+        """|x − y|²."""
+        return 4 * self.norm**2 * math.sin(math.radians(self.angle) / 2) ** 2
+
+    @property
+    def inputs(self) -> str:
+        """What records call it."""
+        return f"pair(norm={self.norm:g}, angle={self.angle:g})"
+
+
+class Utility(NamedTuple):
+    """The ratio of mean squared errors, trigonometric over positive, with its 95 % interval."""
+
+    value: float
+    low: float
+    high: float
+
+
+def place_of(case: Case) -> Place:
+    """The pair that a case is about."""
+    norm, angle = re.findall(r"[\d.]+", case.inputs)
+    return Place(float(norm), float(angle))
+
+
+def errors(records: Sequence[Record], backend: str) -> dict[Place, Record]:
+    """What was measured of one map, by pair."""
+    return {
+        place_of(record.case): record
+        for record in records
+        if record.status == "ok" and record.case.backend == backend
+    }
+
+
+def predicted_error(place: Place, backend: str, directions: int) -> float:
+    """Relative standard error of an error measured with so many directions, from the fourth moment."""
+    kurtosis = _lognormal if backend == POSITIVE else _cosine
+    square = place.sum_square if backend == POSITIVE else place.difference_square
+    return math.sqrt((kurtosis(square) - 1) / directions) if square else 0.0
+
+
+def trusted(place: Place, directions: int) -> bool:
+    """Whether both errors are measured well enough by directions drawn from N(0, I)."""
+    return all(predicted_error(place, name, directions) <= TRUSTED for name in (TRIGONOMETRIC, POSITIVE))
+
+
+def directions_of(record: Record) -> int:
+    """How many directions an error was averaged over."""
+    return int(record.case.options["directions"])
+
+
+def utilities(records: Sequence[Record]) -> dict[Place, Utility]:
+    """The measured ratio at every pair where both errors can be trusted and neither is zero."""
+    trig, positive = (errors(records, name) for name in (TRIGONOMETRIC, POSITIVE))
+    found = {}
+    for place in trig.keys() & positive.keys():
+        above, below = (np.asarray(one[place].kernel_mse_draws) for one in (trig, positive))
+        known = trusted(place, directions_of(trig[place]))
+        if not known or not place.sum_square or not place.difference_square:
+            continue
+        ratio = float(above.mean() / below.mean())
+        # Of a ratio of means over the same blocks of directions.
+        error = float((above - ratio * below).std(ddof=1) / below.mean() / math.sqrt(len(below)))
+        found[place] = Utility(ratio, ratio - 1.96 * error, ratio + 1.96 * error)
+    return dict(sorted(found.items()))
+
+
+def turning_angle(norm: float, level: float) -> float:
+    """The angle in degrees where the closed form passes a level."""
+    angles = np.linspace(1e-3, 180 - 1e-3, 200_001)
+    return float(np.interp(math.log(level), log_utility(norm, np.radians(angles)), angles))
+
+
+def measured_turning_angle(found: dict[Place, Utility], norm: float, level: float) -> float | None:
+    """The same between neighbouring measured pairs; None where no two enclose it."""
+    line = [(place.angle, utility.value) for place, utility in found.items() if place.norm == norm]
+    logs = [math.log(value / level) for _, value in line]
+    if len(line) < 2 or not logs[0] < 0 < logs[-1]:
+        return None
+    return float(np.interp(0.0, logs, [angle for angle, _ in line]))
+
+
+def _lognormal(s: float) -> float:
+    """Kurtosis of exp(g) for g ~ N(0, s)."""
+    return math.exp(4 * s) + 2 * math.exp(3 * s) + 3 * math.exp(2 * s) - 3
+
+
+def _cosine(s: float) -> float:
+    """Kurtosis of cos(g) for g ~ N(0, s); 15, that of g², where it is small."""
+    if s < 1e-2:
+        return 15.0
+    first, second = math.exp(-s / 2), (1 + math.exp(-2 * s)) / 2
+    third = (3 * math.exp(-s / 2) + math.exp(-9 * s / 2)) / 4
+    fourth = (3 + 4 * math.exp(-2 * s) + math.exp(-8 * s)) / 8
+    central = fourth - 4 * third * first + 6 * second * first**2 - 3 * first**4
+    return central / (second - first**2) ** 2
