@@ -13,8 +13,12 @@ import numpy as np
 
 from efficient_attn.sweep.records import Case, Record
 from efficient_attn.theory.kernel import log_utility
+from efficient_attn.theory.kurtosis import standard_error
 
 TRIGONOMETRIC, POSITIVE = "performer-trig", "performer-positive"
+
+# The feature maps of the two.
+KINDS = {TRIGONOMETRIC: "trigonometric", POSITIVE: "positive"}
 
 # Of a sample of the error of positive features; beyond, most runs are too low without a sign of it.
 TRUSTED = 0.05
@@ -67,9 +71,8 @@ def errors(records: Sequence[Record], backend: str) -> dict[Place, Record]:
 
 def predicted_error(place: Place, backend: str, directions: int) -> float:
     """Relative standard error of an error measured with so many directions, from the fourth moment."""
-    kurtosis = _lognormal if backend == POSITIVE else _cosine
-    square = place.sum_square if backend == POSITIVE else place.difference_square
-    return math.sqrt((kurtosis(square) - 1) / directions) if square else 0.0
+    squares = place.sum_square, place.difference_square
+    return standard_error(KINDS[backend], *squares, num_directions=1, draws=directions)
 
 
 def trusted(place: Place, directions: int) -> bool:
@@ -111,19 +114,3 @@ def measured_turning_angle(found: dict[Place, Utility], norm: float, level: floa
     if len(line) < 2 or not logs[0] < 0 < logs[-1]:
         return None
     return float(np.interp(0.0, logs, [angle for angle, _ in line]))
-
-
-def _lognormal(s: float) -> float:
-    """Kurtosis of exp(g) for g ~ N(0, s)."""
-    return math.exp(4 * s) + 2 * math.exp(3 * s) + 3 * math.exp(2 * s) - 3
-
-
-def _cosine(s: float) -> float:
-    """Kurtosis of cos(g) for g ~ N(0, s); 15, that of g², where it is small."""
-    if s < 1e-2:
-        return 15.0
-    first, second = math.exp(-s / 2), (1 + math.exp(-2 * s)) / 2
-    third = (3 * math.exp(-s / 2) + math.exp(-9 * s / 2)) / 4
-    fourth = (3 + 4 * math.exp(-2 * s) + math.exp(-8 * s)) / 8
-    central = fourth - 4 * third * first + 6 * second * first**2 - 3 * first**4
-    return central / (second - first**2) ** 2

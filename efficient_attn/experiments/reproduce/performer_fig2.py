@@ -13,8 +13,8 @@ from efficient_attn.analysis.verdicts import not_measured
 from efficient_attn.experiments.reproduce import _fig2_claims as claims
 from efficient_attn.experiments.reproduce import _fig2_plot
 from efficient_attn.experiments.reproduce._fig2 import (
+    KINDS,
     POSITIVE,
-    TRIGONOMETRIC,
     TRUSTED,
     Place,
     errors,
@@ -48,8 +48,6 @@ _QUICK_NORMS, _QUICK_ANGLES = (0.5, 1.0), (0, 60, 90, 120, 150, 180)
 _HEAD_DIM = 16
 _BLOCKS, _DIRECTIONS, _QUICK_DIRECTIONS = 20, 50_000, 2_000
 
-_MAPS = {TRIGONOMETRIC: "trigonometric", POSITIVE: "positive"}
-
 
 def measure(
     setting: Setting, *, emit: Callable[[Record], None], progress: Callable[[Step], None] | None
@@ -60,7 +58,7 @@ def measure(
     parts = []
     for norm in norms:
         places = [Place(norm, float(angle)) for angle in angles]
-        empty = [_record(place, name, block, setting.threads) for place in places for name in _MAPS]
+        empty = [_record(place, name, block, setting.threads) for place in places for name in KINDS]
         parts.append(Part(f"length {norm:g}", partial(_measured, empty, block), empty))
     return measure_parts(parts, setting, emit=emit, progress=progress)
 
@@ -160,7 +158,7 @@ def _measured(empty: Sequence[Record], block: int) -> Iterator[Record]:
     draws: dict[tuple[Place, str], list[float]] = {}
     for seed in range(_BLOCKS):
         directions = draw_directions("iid", block, _HEAD_DIM, seed=seed)
-        for name, kind in _MAPS.items():
+        for name, kind in KINDS.items():
             one, other = (MAPS[kind].features(vectors, directions) for vectors in (x, y))
             estimates = (one.log_scale + other.log_scale).exp()
             if one.values is not None and other.values is not None:
