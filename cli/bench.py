@@ -62,7 +62,7 @@ def bench_command(
     batch: BatchOption = 1,
     threads: ThreadsOption = None,
     seed: SeedOption = 0,
-    budget: BudgetOption = "2m",
+    budget: BudgetOption = "90s",
     memory_limit: MemoryLimitOption = "70%",
     isolate: IsolateOption = None,
     timeout: TimeoutOption = "60s",

@@ -77,7 +77,12 @@ ThreadsOption = Annotated[
 ]
 SeedOption = Annotated[int, typer.Option("--seed", min=0, help="Of the random inputs.")]
 BudgetOption = Annotated[
-    str, typer.Option("--budget", metavar="TIME", help="Skip lengths that would take longer: 90s, 2m, 1h.")
+    str,
+    typer.Option(
+        "--budget",
+        metavar="TIME",
+        help="Measure for so long and skip what would take longer; drawing comes after it: 90s, 2m, 1h.",
+    ),
 ]
 MemoryLimitOption = Annotated[
     str, typer.Option("--memory-limit", metavar="AMOUNT", help="Skip what would need more: 70% or 8GiB.")

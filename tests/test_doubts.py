@@ -109,8 +109,8 @@ def test_a_point_that_was_cut_short_and_a_long_list_of_points_are_told_briefly()
     told = doubts([*whole, short])
     assert "window at 16, 32, 64 tokens and 1 more point;" in told[0]
     assert (
-        told[1]
-        == "Cut short: slow at 256 tokens had fewer than 4 rounds; raise --timeout or let the run finish."
+        told[1] == "Cut short: slow at 256 tokens had fewer than 4 rounds; "
+        "raise --budget or --timeout, or let the run finish."
     )
 
 

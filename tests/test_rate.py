@@ -8,7 +8,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from efficient_attn.analysis.rate import rate_share
+from efficient_attn.analysis.rate import rate_share, rate_shares
 from efficient_attn.experiments.results import Results
 from efficient_attn.measure import rate
 from efficient_attn.sweep import calls, counting, worker
@@ -111,6 +111,26 @@ def test_the_share_stands_in_table_summary_and_data_frame_and_no_number_where_it
     frame = results.to_pandas().set_index("label")
     assert frame.loc["exact-dense", "rate_share"] == 0.25 and frame["rate_share"].isna()["mine"]
     assert json.loads(frame.loc[["exact-dense"]].to_json(orient="records"))[0]["flops"] == 10
+
+
+def test_no_share_is_told_of_a_rate_that_a_call_exceeds_and_a_note_says_so():
+    """Rates of 20 and, in another process, of 10 operations a second; 25 are reached."""
+    longer, other = (replace(CASE, tokens=tokens) for tokens in (32, 64))
+    records = [
+        TIMED,
+        Record(case=longer, times_s=(1.0,), flops=25, matmul_flops_per_s=20.0),
+        Record(case=other, times_s=(1.0,), flops=5, matmul_flops_per_s=10.0),
+    ]
+    assert rate_shares(records) == {other.key: 0.5}
+    results = Results(records)
+    assert [row["rate_share"] for row in results.summary()] == [None, None, 0.5]
+    assert results.to_pandas()["rate_share"].isna().tolist() == [True, True, False]
+    (table,) = results.tables()
+    assert "exact-dense at 32 tokens" in table.notes[-1]
+    (table,) = Results(records[:2]).tables()
+    assert "share of rate" not in table.columns and len(table.notes) == 1
+    # All of it is possible.
+    assert rate_shares([replace(TIMED, flops=40)]) == {CASE.key: 1.0}
 
 
 def test_nothing_is_said_of_rates_where_none_was_measured():

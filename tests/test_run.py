@@ -126,6 +126,60 @@ def test_the_budget_skips_lengths_that_would_not_fit_and_says_so():
     assert "would take about 20 min" in long.reason and "budget of 30 s" in long.reason
 
 
+class Clock:
+    """A clock on which every call of attention takes so many seconds and nothing else takes any."""
+
+    def __init__(self, call_s):
+        self.call_s, self.now_s, self.longest_s = call_s, 0.0, 0.0
+
+    def monotonic(self):
+        return self.now_s
+
+    def measure(self, case, *, target, seconds):
+        """Calls until `seconds` are full, or one."""
+        call_s = self.call_s(case)
+        turn_s = max(seconds, call_s)
+        self.now_s += turn_s
+        self.longest_s = max(self.longest_s, turn_s)
+        return (
+            Record(case=case, times_s=(call_s,)) if case.kind == "time" else Record(case=case, peak_bytes=1)
+        )
+
+
+@pytest.mark.parametrize("exponent", [0, 1, 2, 4])
+def test_measuring_ends_within_its_budget_however_much_slower_backends_become(monkeypatch, exponent):
+    """But for the one turn that is under way; and it is made use of where there is more to measure."""
+    clock = Clock(lambda case: 1e-3 * (case.tokens / 16) ** exponent)
+    monkeypatch.setattr("efficient_attn.sweep.run.time", clock)
+    planned = entries(*"abcdef", lengths=[16 * 2**power for power in range(8)], growth=min(exponent, 2))
+    _, records, steps = run_all(planned, measure=clock.measure, budget_s=60)
+    assert clock.now_s <= 60 + clock.longest_s and len(records) == len(planned)
+    assert all(step.remaining_s <= 60 for step in steps)
+    assert exponent < 4 or clock.now_s > 60 / 2
+
+
+def test_a_length_is_begun_with_as_many_backends_as_fit_and_these_have_all_turns(monkeypatch):
+    clock = Clock(lambda case: 1.0)
+    monkeypatch.setattr("efficient_attn.sweep.run.time", clock)
+    _, records, _ = run_all(
+        entries("a", "b", "c", lengths=(16, 17), kinds=("time",)), measure=clock.measure, budget_s=30
+    )
+    first, second = (
+        [len(r.times_s or ()) for r in records if r.case.tokens == tokens] for tokens in (16, 17)
+    )
+    # Twelve seconds are gone, and each needs twelve beside the little that a point costs anyway.
+    assert first == [ROUNDS] * 3 and sorted(second) == [0, 0, ROUNDS]
+
+
+def test_turns_that_no_longer_fit_are_not_taken(monkeypatch):
+    clock = Clock(lambda case: 10.0)
+    monkeypatch.setattr("efficient_attn.sweep.run.time", clock)
+    _, records, _ = run_all(
+        entries("a", "b", lengths=(16,), kinds=("time",)), measure=clock.measure, budget_s=25
+    )
+    assert clock.now_s <= 25 and {r.case.label: len(r.times_s or ()) for r in records} == {"a": 1, "b": 1}
+
+
 def test_remaining_time_knows_that_points_grow():
     linear, quadratic = (entries("a", lengths=(16, 64), growth=power, kinds=("time",)) for power in (1, 2))
     estimate = Estimate(turns=1, turn_s=0.0)

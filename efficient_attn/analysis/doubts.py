@@ -134,7 +134,10 @@ def _fewer_rounds(records: Sequence[Record], most: int) -> str | None:
     short = [record for record in records if record.turn_sizes and len(record.turn_sizes) < most]
     if not short:
         return None
-    return f"Cut short: {_names(short)} had fewer than {most} rounds; raise --timeout or let the run finish."
+    return (
+        f"Cut short: {_names(short)} had fewer than {most} rounds; "
+        "raise --budget or --timeout, or let the run finish."
+    )
 
 
 def _of_machine(environment: Mapping[str, Any]) -> list[str]:

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from efficient_attn.analysis.curves import YARDSTICK, Curve, curves, partner
-from efficient_attn.analysis.rate import rate_share
+from efficient_attn.analysis.rate import rate_shares
 from efficient_attn.sweep.records import Record
 
 
@@ -26,6 +26,7 @@ class Gain(NamedTuple):
 def summary(records: Sequence[Record]) -> list[dict[str, Any]]:
     """One flat row per backend and length: medians with intervals, bytes, and what kept a number away."""
     rows: dict[tuple[str, int], dict[str, Any]] = {}
+    shares = rate_shares(records)
     for quantity in ("time_s", "peak_bytes", "parameter_bytes", "state_bytes"):
         for curve in curves(records, quantity):
             for point in curve.points:
@@ -35,7 +36,7 @@ def summary(records: Sequence[Record]) -> list[dict[str, Any]]:
                 if quantity == "time_s":
                     row["time_low_s"], row["time_high_s"] = point.low, point.high
                     row["samples"] = len(point.record.times_s or ())
-                    row["flops"], row["rate_share"] = point.record.flops, rate_share(point.record)
+                    row["flops"], row["rate_share"] = point.record.flops, shares.get(point.record.case.key)
                 if point.record.status != "ok":
                     row["status"], row["reason"] = point.record.status, point.record.reason
     return [{**dict.fromkeys(_COLUMNS), "status": "ok", **row} for row in rows.values()]

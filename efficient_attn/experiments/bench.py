@@ -66,7 +66,7 @@ def bench(
         head_dim: 64, unless there is a model_dim, which is num_heads · head_dim.
         dtype: `auto` is float32 on the CPU and bfloat16 on CUDA.
         options: {backend: {option: values}}; every combination is a variant.
-        budget_s: Lengths that would not fit into the rest of these seconds are skipped.
+        budget_s: Seconds of measuring, without drawing; what would not fit into the rest is skipped.
         memory_limit: Bytes, or a share of the available memory; what would need more is skipped, and what
             takes more in a process of its own is out of memory.
         out: A folder that every record is written to as soon as it exists.

@@ -13,11 +13,12 @@ from efficient_attn.analysis.curves import QUANTITIES
 from efficient_attn.analysis.doubts import doubts
 from efficient_attn.analysis.head_errors import HEADS
 from efficient_attn.analysis.kernel import kernel_records
-from efficient_attn.analysis.rate import rate_share
+from efficient_attn.analysis.rate import rate_shares
 from efficient_attn.analysis.statistics import middle
 from efficient_attn.analysis.summary import summary
 from efficient_attn.errors import DataError, UnknownNameError
 from efficient_attn.report import plot as cost_plot
+from efficient_attn.report.cost_table import tables
 from efficient_attn.report.files import write
 from efficient_attn.report.harmless import plain
 from efficient_attn.report.head_errors import head_error_tables, plot_heads
@@ -32,7 +33,7 @@ from efficient_attn.report.kernel_errors import (
 from efficient_attn.report.pays import crossover_tables
 from efficient_attn.report.readable import readable
 from efficient_attn.report.sentences import bench_sentences
-from efficient_attn.report.table import Table, tables, to_html
+from efficient_attn.report.table import Table, to_html
 from efficient_attn.sweep.records import KINDS, NO_LINK, Record, append
 from efficient_attn.sweep.records import read as read_records
 
@@ -95,8 +96,10 @@ class Results:
         """One row per case, flat, times as a median with its interval; raw: one row per sample."""
         import pandas
 
-        rows = [row for record in self.records for row in (_raw_rows(record) if raw else [_row(record)])]
-        return pandas.DataFrame(rows)
+        if raw:
+            return pandas.DataFrame([row for record in self.records for row in _raw_rows(record)])
+        shares = rate_shares(self.records)
+        return pandas.DataFrame([_row(record, shares.get(record.case.key)) for record in self.records])
 
     def tables(self) -> list[Table]:
         """What was measured, as tables of text."""
@@ -255,7 +258,7 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def _row(record: Record) -> dict[str, Any]:
+def _row(record: Record, rate_share: float | None = None) -> dict[str, Any]:
     """One flat row: options as columns of their own, times by their median, raw lists left out."""
     row = _flat(record)
     if record.times_s:
@@ -265,7 +268,7 @@ def _row(record: Record) -> dict[str, Any]:
             "time_low_s": times.low,
             "time_high_s": times.high,
             "samples": times.samples,
-            "rate_share": rate_share(record),
+            "rate_share": rate_share,
         }
     return row
 

@@ -1,4 +1,4 @@
-"""Records as tables: for a terminal, for Markdown, for a spreadsheet, for a web page."""
+"""Tables of text: for a terminal, for Markdown, for LaTeX, for a spreadsheet, for a web page."""
 
 import csv
 import html
@@ -7,27 +7,13 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from efficient_attn.analysis.curves import YARDSTICK, Curve, Point, by_subject, curves
 from efficient_attn.analysis.fits import Growth
-from efficient_attn.analysis.rate import rate_share
-from efficient_attn.analysis.summary import gains
 from efficient_attn.report.harmless import csv_cell, latex_cell, markdown_cell, markdown_line, plain
-from efficient_attn.sweep.records import Record
-
-# An interval wider than this share of the median to either side is shown beside it.
-_NOISY = 0.1
-
-# Lengths of one table; of more the shortest are left out and only the files hold them.
-_MOST_LENGTHS = 8
 
 _NUMBER = re.compile(r"[-+]?\d")
 
 # A growth as it reads after escaping.
 _POWER = re.compile(r"\bn\\textasciicircum\{\}(\d+(?:\.\d+)?)")
-
-_MILLISECOND, _MEBIBYTE, _GIGA = 1e-3, 2.0**20, 1e9
-
-_SHARE = "share of rate"
 
 
 class Table(NamedTuple):
@@ -39,26 +25,6 @@ class Table(NamedTuple):
     notes: tuple[str, ...] = ()
 
 
-def tables(records: Sequence[Record]) -> list[Table]:
-    """The tables of a benchmark: time, then peak memory, as far as they were measured."""
-    made = []
-    for subject, group in by_subject(records).items():
-        place = "" if subject == "attention" else f" of the {subject}"
-        times = curves(group, "time_s")
-        if times:
-            ratios = {gain.label: f"{gain.ratio:.3g}x" for gain in gains(times)}
-            speed = {curve.label: "1" for curve in times if curve.backend == YARDSTICK} | ratios
-            extra = {"speed, exact = 1": speed if ratios else {}, _SHARE: _shares(times)}
-            table = _cost_table(f"Time per call{place}, ms", times, _MILLISECOND, extra)
-            made.append(table._replace(notes=table.notes + _rates(times)))
-        peaks = curves(group, "peak_bytes")
-        if peaks:
-            bytes_of = {"weights": "parameter_bytes", "state": "state_bytes"}
-            extra = {name: _largest(group, quantity) for name, quantity in bytes_of.items()}
-            made.append(_cost_table(f"Peak memory of a call{place}, MiB", peaks, _MEBIBYTE, extra))
-    return made
-
-
 def show_growth(fit: Growth | None) -> str:
     """The power of tokens with its interval: `n^1.98 (1.95 to 2.01)`; `about` where there is none."""
     if fit is None:
@@ -67,6 +33,13 @@ def show_growth(fit: Growth | None) -> str:
         return f"about n^{fit.power:.2g}"
     low, high = (None if edge is None else f"{edge:.2f}" for edge in (fit.low, fit.high))
     return f"n^{fit.power:.2f}" + ("" if low == high else f" ({low} to {high})")
+
+
+def three_digits(value: float) -> str:
+    """Three significant digits and no exponent."""
+    if value >= 100:
+        return f"{value:.0f}"
+    return f"{value:.{2 if value < 10 else 1}f}" if value >= 1 else f"{value:.3g}"
 
 
 def to_markdown(table: Table) -> str:
@@ -144,95 +117,3 @@ def right_aligned(table: Table) -> list[bool]:
         number > 0 and any(_NUMBER.match(row[number]) for row in table.rows)
         for number in range(len(table.columns))
     ]
-
-
-def _cost_table(
-    title: str, all_curves: Sequence[Curve], unit: float, extra: Mapping[str, Mapping[str, str]]
-) -> Table:
-    lengths = sorted({point.tokens for curve in all_curves for point in curve.points})
-    shown = lengths[-_MOST_LENGTHS:]
-    columns = ["backend", *(str(tokens) for tokens in shown), "grows as"]
-    rows = [
-        [
-            curve.label,
-            *(_cost(_find(curve, tokens), unit) for tokens in shown),
-            show_growth(curve.growth),
-        ]
-        for curve in all_curves
-    ]
-    for name, cells in extra.items():
-        if cells:
-            columns.append(name)
-            for row in rows:
-                row.append(cells.get(row[0], ""))
-    notes = [f"Shorter lengths are in the files: {', '.join(map(str, lengths[:-_MOST_LENGTHS]))}."]
-    return Table(
-        title,
-        tuple(columns),
-        tuple(map(tuple, rows)),
-        tuple(notes * (len(lengths) > _MOST_LENGTHS)) + _failures(all_curves),
-    )
-
-
-def _shares(all_curves: Sequence[Curve]) -> dict[str, str]:
-    """Of the matrix-product rate each backend's share at its longest length, where it is known."""
-    shares = {curve.label: rate_share(curve.measured[-1].record) for curve in all_curves if curve.measured}
-    return {
-        label: f"{share:.0%}" if share >= 0.1 else f"{share:.1%}" for label, share in shares.items() if share
-    }
-
-
-def _rates(all_curves: Sequence[Curve]) -> tuple[str, ...]:
-    """What the shares are shares of: the range of what was measured."""
-    found = [curve.measured[-1].record.matmul_flops_per_s for curve in all_curves if curve.measured]
-    rates = [rate / _GIGA for rate in found if rate]
-    if not rates:
-        return ()
-    low, high = (three_digits(rate) for rate in (min(rates), max(rates)))
-    return (
-        f"{_SHARE}: counted operations per second at the longest length, over what large matrix products "
-        f"reach here: {low if low == high else f'{low} to {high}'} GFLOP/s.",
-    )
-
-
-def _largest(records: Sequence[Record], quantity: str) -> dict[str, str]:
-    """Bytes at the longest length, in MiB, of every curve that has any."""
-    last = {curve.label: curve.measured[-1] for curve in curves(records, quantity) if curve.measured}
-    return {label: _cost(point, _MEBIBYTE) for label, point in last.items() if point.value}
-
-
-def _find(curve: Curve, tokens: int) -> Point | None:
-    return next((point for point in curve.points if point.tokens == tokens), None)
-
-
-def _cost(point: Point | None, unit: float) -> str:
-    if point is None:
-        return ""
-    if point.value is None:
-        return point.record.status
-    text = three_digits(point.value / unit)
-    if point.low is None or point.high is None or not point.value:
-        return text
-    spread = max(point.high - point.value, point.value - point.low) / point.value
-    return f"{text} ±{spread:.0%}" if spread > _NOISY else text
-
-
-def three_digits(value: float) -> str:
-    """Three significant digits and no exponent."""
-    if value >= 100:
-        return f"{value:.0f}"
-    return f"{value:.{2 if value < 10 else 1}f}" if value >= 1 else f"{value:.3g}"
-
-
-def _failures(all_curves: Sequence[Curve]) -> tuple[str, ...]:
-    """One line per backend and reason, with the lengths that it holds for."""
-    lengths: dict[tuple[str, str, str | None], list[int]] = {}
-    for curve in all_curves:
-        for point in curve.points:
-            if point.record.status != "ok":
-                key = (curve.label, point.record.status, point.record.reason)
-                lengths.setdefault(key, []).append(point.tokens)
-    return tuple(
-        f"{label}, {', '.join(map(str, tokens))} tokens: {status}: {reason}"
-        for (label, status, reason), tokens in lengths.items()
-    )

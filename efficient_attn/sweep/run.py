@@ -53,6 +53,7 @@ def run(
     """Measure all entries; `emit` gets each record as soon as it is complete.
 
     Args:
+        budget_s: Seconds of measuring after which nothing more is begun; what would not fit is skipped.
         rounds: Turns of each time.
         timeout_s: A time takes no further turn that would bring it beyond these seconds.
         start_s: What `measure` takes beside measuring, such as starting a process.
@@ -98,7 +99,7 @@ class _Sweep:
         self._emit = emit
         self._progress = progress
         self._measure = measure
-        self._budget_s = budget_s
+        self._budget_s = math.inf if budget_s is None else budget_s
         self._start = time.monotonic()
         self._left = {entry.case.key: entry for entry in entries}
         self._total = len(self._left)
@@ -113,11 +114,14 @@ class _Sweep:
 
     def measure_length(self, entries: list[Entry]) -> None:
         """Measure the entries of one length: first the times in turns, then the rest one by one."""
-        possible = [entry for entry in entries if not self._skipped(entry)]
-        timed = [entry for entry in possible if entry.case.kind == "time"]
+        timed, promised_s = [], 0.0
+        for entry in entries:
+            if entry.case.kind == "time" and not self._skipped(entry, promised_s=promised_s):
+                timed.append(entry)
+                promised_s += self._estimate.seconds(entry)
         for entry in in_turns(timed, rounds=self._rounds):
             self._take_turn(entry)
-        for entry in possible:
+        for entry in entries:
             if entry.case.kind != "time" and not self._skipped(entry):
                 self._announce(entry)
                 self._finish(self._one_turn(entry))
@@ -129,28 +133,41 @@ class _Sweep:
 
     def _take_turn(self, entry: Entry) -> None:
         key = entry.case.key
-        if key not in self._left:
+        if key not in self._left or self._given_up(entry):
             return
         self._announce(entry)
         start = time.monotonic()
         part = self._one_turn(entry)
         turn_s = max(time.monotonic() - start - self._start_s, 0.0)
-        spent_s = self._spent_s[key] = self._spent_s.get(key, 0.0) + turn_s
+        self._spent_s[key] = self._spent_s.get(key, 0.0) + turn_s
         self._estimate.learn(part)
         if part.status != "ok":
             self._finish(part)
             return
         parts = self._begun.setdefault(key, [])
         parts.append(part)
-        # Samples in hand are worth more than a turn that would most likely be cut off.
-        if len(parts) == self._rounds or spent_s + turn_s > self._timeout_s:
+        if len(parts) == self._rounds:
             self._finish(_joined(parts))
+
+    def _given_up(self, entry: Entry) -> bool:
+        """Whether a turn is not taken; others may have taken longer than was thought when it was planned."""
+        key = entry.case.key
+        if key not in self._begun:
+            return self._skipped(entry)
+        spent_s, parts = self._spent_s[key], self._begun[key]
+        turn_s = spent_s / len(parts)
+        # Samples in hand are worth more than a turn that would most likely be cut off.
+        cut_off = spent_s + turn_s > self._timeout_s or turn_s > self._left_s()
+        if cut_off:
+            self._finish(_joined(parts))
+        return cut_off
 
     def _one_turn(self, entry: Entry) -> Record:
         return self._measure(entry.case, target=entry.variant.target, seconds=self._turn_s)
 
-    def _skipped(self, entry: Entry) -> bool:
-        reason = entry.skip or self._hopeless(entry) or self._over_budget(entry)
+    def _skipped(self, entry: Entry, *, promised_s: float = 0.0) -> bool:
+        """Whether a record says why it is not measured; promised is what others take of the budget first."""
+        reason = entry.skip or self._hopeless(entry) or self._over_budget(entry, promised_s)
         if reason is not None:
             self._finish(Record(case=entry.case, status="skipped", reason=reason))
         return reason is not None
@@ -161,10 +178,11 @@ class _Sweep:
             None if tokens is None else f"took too long at {tokens} tokens already (raise it with --timeout)"
         )
 
-    def _over_budget(self, entry: Entry) -> str | None:
-        if self._budget_s is None:
-            return None
-        left_s = self._budget_s - (time.monotonic() - self._start)
+    def _left_s(self) -> float:
+        return self._budget_s - (time.monotonic() - self._start)
+
+    def _over_budget(self, entry: Entry, promised_s: float) -> str | None:
+        left_s = self._left_s() - promised_s
         needed_s = self._estimate.seconds(entry)
         if needed_s <= left_s:
             return None
@@ -190,7 +208,8 @@ class _Sweep:
     def _tell(self, doing: str | None, record: Record | None) -> None:
         if self._progress is None:
             return
-        remaining_s = self._estimate.total(self._left.values())
+        estimated_s = self._estimate.total(self._left.values())
+        remaining_s = min(estimated_s, max(self._left_s(), 0.0))
         done = self._total - len(self._left)
         self._progress(
             Step(done=done, total=self._total, remaining_s=remaining_s, doing=doing, record=record)

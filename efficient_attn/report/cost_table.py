@@ -1,0 +1,134 @@
+"""Time and peak memory of every backend as tables, what they reach of the machine, what failed and why."""
+
+from collections.abc import Mapping, Sequence
+
+from efficient_attn.analysis.curves import YARDSTICK, Curve, Point, by_subject, curves
+from efficient_attn.analysis.rate import exceeding, rate_shares
+from efficient_attn.analysis.summary import gains
+from efficient_attn.report.table import Table, show_growth, three_digits
+from efficient_attn.sweep.records import Record
+
+# An interval wider than this share of the median to either side is shown beside it.
+_NOISY = 0.1
+
+# Lengths of one table; of more the shortest are left out and only the files hold them.
+_MOST_LENGTHS = 8
+
+_MILLISECOND, _MEBIBYTE, _GIGA = 1e-3, 2.0**20, 1e9
+
+_SHARE = "share of rate"
+
+
+def tables(records: Sequence[Record]) -> list[Table]:
+    """The tables of a benchmark: time, then peak memory, as far as they were measured."""
+    made = []
+    shares = rate_shares(records)
+    for subject, group in by_subject(records).items():
+        place = "" if subject == "attention" else f" of the {subject}"
+        times = curves(group, "time_s")
+        if times:
+            ratios = {gain.label: f"{gain.ratio:.3g}x" for gain in gains(times)}
+            speed = {curve.label: "1" for curve in times if curve.backend == YARDSTICK} | ratios
+            extra = {"speed, exact = 1": speed if ratios else {}, _SHARE: _shares(times, shares)}
+            table = _cost_table(f"Time per call{place}, ms", times, _MILLISECOND, extra)
+            made.append(table._replace(notes=table.notes + _rates(times, shares)))
+        peaks = curves(group, "peak_bytes")
+        if peaks:
+            bytes_of = {"weights": "parameter_bytes", "state": "state_bytes"}
+            extra = {name: _largest(group, quantity) for name, quantity in bytes_of.items()}
+            made.append(_cost_table(f"Peak memory of a call{place}, MiB", peaks, _MEBIBYTE, extra))
+    return made
+
+
+def _cost_table(
+    title: str, all_curves: Sequence[Curve], unit: float, extra: Mapping[str, Mapping[str, str]]
+) -> Table:
+    lengths = sorted({point.tokens for curve in all_curves for point in curve.points})
+    shown = lengths[-_MOST_LENGTHS:]
+    columns = ["backend", *(str(tokens) for tokens in shown), "grows as"]
+    rows = [
+        [
+            curve.label,
+            *(_cost(_find(curve, tokens), unit) for tokens in shown),
+            show_growth(curve.growth),
+        ]
+        for curve in all_curves
+    ]
+    for name, cells in extra.items():
+        if cells:
+            columns.append(name)
+            for row in rows:
+                row.append(cells.get(row[0], ""))
+    notes = [f"Shorter lengths are in the files: {', '.join(map(str, lengths[:-_MOST_LENGTHS]))}."]
+    return Table(
+        title,
+        tuple(columns),
+        tuple(map(tuple, rows)),
+        tuple(notes * (len(lengths) > _MOST_LENGTHS)) + _failures(all_curves),
+    )
+
+
+def _shares(all_curves: Sequence[Curve], shares: Mapping[str, float]) -> dict[str, str]:
+    """Of the matrix-product rate each backend's share at its longest length, where it is known."""
+    longest = {
+        curve.label: shares.get(curve.measured[-1].record.case.key) for curve in all_curves if curve.measured
+    }
+    return {
+        label: f"{share:.0%}" if share >= 0.1 else f"{share:.1%}" for label, share in longest.items() if share
+    }
+
+
+def _rates(all_curves: Sequence[Curve], shares: Mapping[str, float]) -> tuple[str, ...]:
+    """What the shares are shares of: the range of what was measured; and why some are not told."""
+    notes = []
+    longest = [curve.measured[-1].record for curve in all_curves if curve.measured]
+    told = [record.matmul_flops_per_s for record in longest if record.case.key in shares]
+    if rates := [rate / _GIGA for rate in told if rate]:
+        low, high = (three_digits(rate) for rate in (min(rates), max(rates)))
+        notes.append(
+            f"{_SHARE}: counted operations per second at the longest length, over what large matrix products "
+            f"reach here: {low if low == high else f'{low} to {high}'} GFLOP/s."
+        )
+    if faster := exceeding(point.record for curve in all_curves for point in curve.measured):
+        first = faster[0].case
+        notes.append(
+            f"{_SHARE}: not told where a call ({first.label} at {first.tokens} tokens) was faster than "
+            "the large matrix products, which something else held up; an idle machine would settle it."
+        )
+    return tuple(notes)
+
+
+def _largest(records: Sequence[Record], quantity: str) -> dict[str, str]:
+    """Bytes at the longest length, in MiB, of every curve that has any."""
+    last = {curve.label: curve.measured[-1] for curve in curves(records, quantity) if curve.measured}
+    return {label: _cost(point, _MEBIBYTE) for label, point in last.items() if point.value}
+
+
+def _find(curve: Curve, tokens: int) -> Point | None:
+    return next((point for point in curve.points if point.tokens == tokens), None)
+
+
+def _cost(point: Point | None, unit: float) -> str:
+    if point is None:
+        return ""
+    if point.value is None:
+        return point.record.status
+    text = three_digits(point.value / unit)
+    if point.low is None or point.high is None or not point.value:
+        return text
+    spread = max(point.high - point.value, point.value - point.low) / point.value
+    return f"{text} ±{spread:.0%}" if spread > _NOISY else text
+
+
+def _failures(all_curves: Sequence[Curve]) -> tuple[str, ...]:
+    """One line per backend and reason, with the lengths that it holds for."""
+    lengths: dict[tuple[str, str, str | None], list[int]] = {}
+    for curve in all_curves:
+        for point in curve.points:
+            if point.record.status != "ok":
+                key = (curve.label, point.record.status, point.record.reason)
+                lengths.setdefault(key, []).append(point.tokens)
+    return tuple(
+        f"{label}, {', '.join(map(str, tokens))} tokens: {status}: {reason}"
+        for (label, status, reason), tokens in lengths.items()
+    )
