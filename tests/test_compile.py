@@ -5,7 +5,11 @@ import torch
 
 import efficient_attn as ea
 
-pytestmark = pytest.mark.compile
+pytestmark = [
+    pytest.mark.compile,
+    # What torch's own tracing of an autograd function does.
+    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
+]
 
 TOKENS, HEAD_DIM, SIZE = 16, 8, 5
 CASES = [

@@ -40,7 +40,8 @@ def fused_attention(
     else:
         mask = None if key_mask is None else _never_blind(key_mask[:, None, None, :], key_mask)
         out = _kernel(q, k, v, scale=scale, causal=rowwise, visible=mask, dropout=dropout)
-    return out[..., :value_dim]
+    # A slice of everything would copy its gradient on the way back.
+    return out if value_dim == widest else out[..., :value_dim]
 
 
 def _causal_in_blocks(

@@ -1,5 +1,7 @@
 """Softmax attention over a few learned mixtures of keys and values (Wang et al. 2020, Linformer)."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -49,16 +51,44 @@ def _mix(mix: Tensor, x: Tensor, heads: int, key_mask: Tensor | None) -> tuple[T
         grouped = used.unflatten(0, (x.shape[1], heads // x.shape[1])).flatten(1, 2)
         mixed = (grouped @ x).unflatten(2, (heads // x.shape[1], mix.shape[-2])).flatten(1, 2)
     else:
-        mixed = used @ x
+        mixed = _MixAlike.apply(used, x.flatten(0, 1)).unflatten(0, x.shape[:2])
     alive = share > 0
     return mixed / torch.where(alive, share, 1.0).unsqueeze(-1), alive
 
 
+class _MixAlike(torch.autograd.Function):
+    """One matrix [rank tokens] times every list of rows [lists tokens dim].
+
+    Left to itself torch copies all rows side by side to multiply them at once, and keeps the copy for the
+    backward pass; a batch of products would take a gradient of the matrix for every list.
+    """
+
+    @staticmethod
+    def forward(mix: Tensor, x: Tensor) -> Tensor:
+        return torch.bmm(mix.expand(len(x), -1, -1), x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        mix, x = ctx.saved_tensors
+        by_mix, by_x = None, None
+        if ctx.needs_input_grad[0]:
+            by_mix = torch.zeros_like(mix)
+            for one, other in zip(gradient, x, strict=True):
+                by_mix = by_mix.addmm(one, other.mT)
+        if ctx.needs_input_grad[1]:
+            by_x = torch.bmm(mix.mT.expand(len(x), -1, -1), gradient)
+        return by_mix, by_x
+
+
 def _share(mix: Tensor, used: Tensor, key_mask: Tensor | None) -> Tensor:
     """Σ over real j of |E_rj| over Σ over all j of |E_rj|, [1|batch 1|heads rank]."""
-    total = mix.abs().sum(dim=-1)
+    total = torch.linalg.vector_norm(mix, ord=1, dim=-1)
     if key_mask is None:
-        real = used.abs().sum(dim=-1).unsqueeze(0)
+        real = torch.linalg.vector_norm(used, ord=1, dim=-1).unsqueeze(0)
     else:
         real = (used.abs() @ key_mask.to(mix.dtype).mT).movedim(-1, 0)
     share = real / torch.where(total > 0, total, 1.0)

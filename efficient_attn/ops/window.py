@@ -35,7 +35,7 @@ def window_attention(
     q, k, v = (x if x.shape[-1] == widest else F.pad(x, (0, widest - x.shape[-1])) for x in (q, k, v))
     k, v = hide(k, key_mask), hide(v, key_mask)
     out, _ = fused_window(q, k, v, key_mask, back, ahead, scale)
-    return out[..., :value_dim]
+    return out if value_dim == widest else out[..., :value_dim]
 
 
 def _keep(ctx: Any, inputs: tuple, output: tuple) -> None:

@@ -83,9 +83,9 @@ def pieces(queries: int, keys: int, back: int, ahead: int, group: int) -> Iterat
             stop = min(start + _EDGE, last)
             low, high = max(before + start - back, 0), min(before + stop + ahead, keys)
             yield Piece(start, stop - start, 1, low, high - low)
-    for block in range(begin, end, _GROUP):
-        start = block * _BLOCK
-        yield Piece(start, _BLOCK, min(_GROUP, end - block), before + start + ahead - reach, reach + _BLOCK)
+    for block in range(begin, end, group):
+        start, blocks = block * _BLOCK, min(group, end - block)
+        yield Piece(start, _BLOCK, blocks, before + start + ahead - reach, reach + _BLOCK)
 
 
 def window_bias(piece: Piece, before: int, back: int, ahead: int, like: Tensor) -> Tensor | None:
@@ -113,6 +113,7 @@ def fused_window(
                 some, logarithm = flash.attend(piece.queries(queries), k_read, v_read, bias, scale)
                 piece.queries(outs).copy_(some)
                 piece.queries(sums).copy_(logarithm)
+                del some, logarithm
     return out, log_sum
 
 
@@ -159,6 +160,7 @@ def fused_window_backward(
                 piece.queries(heads(by_q)).copy_(some_q)
                 piece.add(heads(by_k), some_k)
                 piece.add(heads(by_v), some_v)
+                del some_q, some_k, some_v
     return by_q, by_k.to(k.dtype), by_v.to(v.dtype)
 
 
