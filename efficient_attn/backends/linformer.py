@@ -72,7 +72,7 @@ def _initial(options: LinformerOptions, max_tokens: int, heads: int | None, *, s
         # Variance 1/rank, as in the paper's proofs (Wang et al. 2020, theorem 1).
         generator = torch.Generator().manual_seed(seed)
         return torch.randn(*shape, generator=generator, dtype=torch.float64).float() / options.rank**0.5
-    return mean_pool(options.rank, max_tokens).expand(shape).clone()
+    return mean_pool(options.rank, max_tokens).expand(shape).clone(memory_format=torch.contiguous_format)
 
 
 def mean_pool(rank: int, max_tokens: int) -> Tensor:

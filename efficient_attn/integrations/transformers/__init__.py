@@ -15,5 +15,7 @@ if int(_transformers.__version__.partition(".")[0]) < 5:
     )
 
 from efficient_attn.integrations.transformers.attaching import attach, register, swapped
+from efficient_attn.integrations.transformers.caches import StateCache
+from efficient_attn.integrations.transformers.saving import load
 
-__all__ = ["attach", "register", "swapped"]
+__all__ = ["StateCache", "attach", "load", "register", "swapped"]

@@ -13,6 +13,7 @@ from efficient_attn.backend import Backend
 from efficient_attn.backends import list_backends
 from efficient_attn.errors import DtypeError, UnsupportedError
 from efficient_attn.integrations.transformers.attend import (
+    NAME,
     NO_WEIGHTS,
     PLACE,
     attend_attached,
@@ -23,8 +24,6 @@ from efficient_attn.integrations.transformers.masks import make_mask
 from efficient_attn.integrations.transformers.places import Place, find_places
 from efficient_attn.registry import SPECS
 
-# What the configuration of a model with backends of ours names as its attention, and where it keeps the plan.
-NAME = "efficient_attn"
 PLAN_FORMAT = 1
 
 # The attribute that holds the handle of the hook below.
@@ -120,14 +119,27 @@ def install(model: PreTrainedModel, places: list[Place], backends: Mapping[str, 
         model.set_attn_implementation(NAME)
         for place in places:
             parameter = next((p for p in place.module.parameters() if p.is_floating_point()), None)
-            own = backends[place.path].train(place.module.training)
-            setattr(place.module, PLACE, own if parameter is None else own.to(parameter))
+            own: Any = backends[place.path].train(place.module.training)
+            own = own if parameter is None else own.to(parameter)
+            # So transformers asks which parameters are another one by a second name, before it saves them.
+            own._tied_weights_keys = second_names(own)
+            setattr(place.module, PLACE, own)
         model.config.efficient_attn = plan_of(backends)
         if not hasattr(model, _HOOK):
             setattr(model, _HOOK, model.register_forward_pre_hook(_refuse_weights, with_kwargs=True))
     except BaseException:
         _restore(model, before)
         raise
+
+
+def second_names(backend: Backend) -> dict[str, str]:
+    """The parameters that a backend has under two names: the later name, and the first one."""
+    first: dict[int, str] = {}
+    return {
+        name: first[id(parameter)]
+        for name, parameter in backend.named_parameters(remove_duplicate=False)
+        if first.setdefault(id(parameter), name) != name
+    }
 
 
 def _refuse_weights(model: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:

@@ -12,6 +12,8 @@ from efficient_attn.backends import build, spec
 from efficient_attn.errors import UnsupportedError
 from efficient_attn.integrations.transformers.masks import CAUSAL, FULL, Pattern, Visible, visible_in
 
+# What a configuration names as its attention, alone or before ".<backend>".
+NAME = "efficient_attn"
 # The name of the submodule that `attach` puts into an attention module.
 PLACE = "efficient_attn"
 # The attribute by which a cache of ours travels with the keys that it was given.

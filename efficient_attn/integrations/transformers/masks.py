@@ -93,7 +93,8 @@ def make_mask(
     keys = min(kv_length, int(q_offset) + q_length - kv_offset) if pattern.causal else kv_length
     key_mask = _real_keys(attention_mask, kv_offset, keys)
     shown = torch.ones(1, 1, dtype=torch.bool, device=device) if key_mask is None else key_mask
-    mask = shown[:, None, None, :].expand(batch_size, 1, 1, keys)
+    # Contiguous: `generate` asks for that, and a copy would not know what we write on this tensor.
+    mask = shown[:, None, None, :].expand(batch_size, 1, 1, keys).contiguous()
     setattr(mask, _TAG, Visible(pattern, kv_offset, keys, key_mask))
     return mask
 

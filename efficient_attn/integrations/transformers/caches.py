@@ -1,0 +1,123 @@
+"""A cache for generation that keeps each layer's state instead of its keys and values.
+
+For linear attention the state is a sum, for a window its last keys and values: neither grows with the text.
+For exact attention it is all keys and values, as in any cache.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from efficient_attn.backend import Backend
+from efficient_attn.backends import spec
+from efficient_attn.errors import UnsupportedError
+from efficient_attn.integrations.transformers.attend import NAME, PLACE, STATE, serving
+from efficient_attn.integrations.transformers.places import Place, find_places
+
+
+class StateCache(Cache):
+    """What `extend` keeps, for every layer of a decoder; `generate(past_key_values=StateCache(model))`.
+
+    It is for the backends that the model has when it is made; to swap them, make another. Tokens cannot be
+    taken back (`crop`), since a sum does not know them apart.
+
+    Raises:
+        UnsupportedError: If the model does not attend through efficient_attn, or a backend keeps no state.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        places = find_places(model)
+        for place in places:
+            _check_streams(place)
+        super().__init__(layers=[StateLayer() for _ in range(1 + max(place.layer for place in places))])
+
+
+class StateLayer(CacheLayerMixin):
+    """The state of one layer after the tokens that it has seen."""
+
+    is_sliding = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = 0
+        # A NamedTuple of tensors, another for every kind of backend; None before the first token.
+        self.state: Any = None
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """The new tokens alone; models hand them on to the attention function, which finds this layer so."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        self.seen += key_states.shape[-2]
+        key_states = key_states.view_as(key_states)
+        setattr(key_states, STATE, self)
+        return key_states, value_states
+
+    def extend(self, backend: Backend, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
+        """The output of the new tokens; the state is then the one after them."""
+        out, self.state = backend.extend(q, k, v, self.state, key_mask=key_mask)
+        return out
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """As many keys as queries; the first of them after all that were seen."""
+        return query_length, self.seen
+
+    def get_seq_length(self) -> int:
+        return self.seen
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def reset(self) -> None:
+        self.seen, self.state = 0, None
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self._each(lambda x: x.index_select(0, beam_idx.to(x.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self._each(lambda x: x.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self._each(lambda x: x[indices])
+
+    def crop(self, tokens_to_remove: int) -> None:
+        if tokens_to_remove:
+            raise UnsupportedError(
+                "A StateCache cannot take tokens back; use transformers' own cache for assisted generation."
+            )
+
+    def offload(self) -> None:
+        raise UnsupportedError(
+            "A StateCache does not offload: it is small already; use it without offloading."
+        )
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> None:
+        """Change every tensor of the state, all of which begin with the batch."""
+        if self.state is not None:
+            self.state = type(self.state)(*map(change, self.state))
+
+
+def _check_streams(place: Place) -> None:
+    if not place.pattern.causal:
+        raise UnsupportedError(
+            f"{place.path} is {place.kind} attention and not causal: it keeps no state; "
+            "a StateCache is for decoders."
+        )
+    name, _, registered = place.module.config._attn_implementation.partition(".")
+    backend: Any = getattr(place.module, PLACE, None)
+    if name != NAME or (backend is None and not registered):
+        raise UnsupportedError(
+            "This model does not attend through efficient_attn, which alone knows a StateCache: attach first."
+        )
+    if registered:
+        streams = spec(serving(registered, place.pattern)[0]).capabilities.streaming
+    else:
+        streams = backend.spec.capabilities.streaming
+    if not streams:
+        raise UnsupportedError(f"The backend of {place.path} keeps no state; use transformers' own cache.")

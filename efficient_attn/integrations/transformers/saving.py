@@ -1,0 +1,165 @@
+"""Loading a saved model together with its backends: what plain `from_pretrained` leaves out.
+
+A plan in the configuration says which backend stands where; what backends keep lies beside the model's own
+tensors. Nothing of either is run: backends are looked up by name, tensors read from safetensors.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import transformers
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from transformers import AutoConfig, PreTrainedModel
+
+from efficient_attn.backend import Backend
+from efficient_attn.backends import list_backends
+from efficient_attn.errors import AttentionError, DataError
+from efficient_attn.integrations.transformers.attaching import PLAN_FORMAT, install, second_names
+from efficient_attn.integrations.transformers.attend import PLACE
+from efficient_attn.integrations.transformers.choosing import Choice, build_all
+from efficient_attn.integrations.transformers.places import Place, find_places
+
+_FIELDS: dict[str, Any] = {"backend": str, "options": dict, "max_tokens": (int, type(None))}
+
+
+def load(folder: str | Path, **arguments: Any) -> PreTrainedModel:
+    """The model that `save_pretrained` wrote, with its backends, their options and what they keep.
+
+    Args:
+        folder: A local folder.
+        arguments: For `from_pretrained`: dtype, device_map, …
+
+    Raises:
+        DataError: If the folder holds no such model, or tensors or plan do not fit it.
+    """
+    path = Path(folder)
+    if not (path / "config.json").is_file():
+        raise DataError(f"{folder} holds no config.json; load reads a folder that save_pretrained wrote.")
+    with _told(f"Cannot load a model from {folder}"):
+        config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    layers = _plan(config, path)
+    kind: Any = getattr(transformers, (config.architectures or ["?"])[0], None)
+    if not (isinstance(kind, type) and issubclass(kind, PreTrainedModel)):
+        raise DataError(
+            f"{path}/config.json names the class {config.architectures}, which transformers has not."
+        )
+    with _told(f"Cannot load a model from {folder}"), _quiet():
+        model, found = kind.from_pretrained(
+            path,
+            **arguments,
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
+            output_loading_info=True,
+        )
+    _check_complete(path, found)
+    places = find_places(model)
+    backends = _backends(places, layers, path)
+    _fill(backends, path)
+    install(model, places, backends)
+    return model
+
+
+def _plan(config: Any, path: Path) -> dict[str, dict[str, Any]]:
+    """The layers of the plan, each of the form that `attach` writes."""
+    plan = getattr(config, PLACE, None)
+    if plan is None:
+        raise DataError(
+            f"{path}/config.json names no backends (efficient_attn): they had no registered name, or nothing "
+            "was attached when the model was saved. Use from_pretrained and attach."
+        )
+    if not isinstance(plan, Mapping) or plan.get("format") != PLAN_FORMAT:
+        raise DataError(f"{path}/config.json: efficient_attn is no plan of format {PLAN_FORMAT}.")
+    layers = plan.get("layers")
+    if not isinstance(layers, Mapping) or not all(_is_layer(layer) for layer in layers.values()):
+        raise DataError(
+            f"{path}/config.json: a layer in efficient_attn has not the fields {', '.join(_FIELDS)}."
+        )
+    # A name of the table, never an address such as file.py:object: loading data runs none of its code.
+    unknown = {layer["backend"] for layer in layers.values()} - set(list_backends())
+    if unknown:
+        raise DataError(
+            f"{path}/config.json names the backend {min(unknown)!r}, which is not registered here; "
+            f"known: {', '.join(list_backends())}."
+        )
+    return dict(layers)
+
+
+def _is_layer(layer: Any) -> bool:
+    return (
+        isinstance(layer, Mapping)
+        and layer.keys() == _FIELDS.keys()
+        and all(isinstance(layer[name], kind) for name, kind in _FIELDS.items())
+    )
+
+
+def _check_complete(path: Path, found: Mapping[str, Any]) -> None:
+    """Refuse what transformers would fill with random numbers or leave out with a warning."""
+    for what, names in (
+        ("lacks", found["missing_keys"]),
+        ("has, beyond the model,", [n for n in found["unexpected_keys"] if f".{PLACE}." not in n]),
+        ("has in another shape", [str(entry[0]) for entry in found["mismatched_keys"]]),
+    ):
+        if names:
+            raise DataError(f"The safetensors of {path} are of another model: it {what} {min(names)}.")
+
+
+def _backends(places: list[Place], layers: Mapping[str, Mapping[str, Any]], path: Path) -> dict[str, Backend]:
+    if {place.path for place in places} != layers.keys():
+        raise DataError(f"{path}/config.json: the layers in efficient_attn are those of another model.")
+    backends: dict[str, Backend] = {}
+    for place in places:
+        layer = layers[place.path]
+        choice = {place.path: Choice(layer["backend"], layer["options"])}
+        try:
+            backends |= build_all([place], choice, layer["max_tokens"], None)
+        except AttentionError as error:
+            raise DataError(f"{path}/config.json, {place.path}: {error}") from None
+    return backends
+
+
+def _fill(backends: Mapping[str, Backend], path: Path) -> None:
+    """Give the backends what lies of them in the safetensors, all of it and nothing else."""
+    with _told(f"Cannot read the safetensors of {path}"):
+        tensors = dict(_tensors(path))
+    for place, backend in backends.items():
+        prefix = f"{place}.{PLACE}."
+        own = {
+            name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)
+        }
+        own |= {name: own[first] for name, first in second_names(backend).items() if first in own}
+        with _told(f"{path}: what is saved of {prefix[:-1]} does not fit backend {backend.spec.name!r}"):
+            backend.load_state_dict(own)
+
+
+def _tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
+    for file in sorted(path.glob("model*.safetensors")):
+        with safe_open(file, framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118
+                if f".{PLACE}." in name:
+                    yield name, opened.get_tensor(name)
+
+
+@contextmanager
+def _told(what: str) -> Iterator[None]:
+    """The errors of the libraries that read files, in one line of ours."""
+    try:
+        yield
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
+        if isinstance(error, AttentionError):
+            raise
+        raise DataError(f"{what}: {' '.join(str(error).split())[:200]}") from None
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without transformers' report of tensors left over: they are ours, and are read afterwards."""
+    level = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        transformers.logging.set_verbosity(level)

@@ -1,0 +1,193 @@
+"""Saved and loaded, a model says what it said; what does not fit it is refused in one line."""
+
+import json
+import logging
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+transformers = pytest.importorskip("transformers", minversion="5", reason="the extra [hf] is not installed")
+
+from hf_models import bert, gemma3, gpt2, inputs, llama, modernbert
+
+import efficient_attn as ea
+from efficient_attn.backend import Backend
+from efficient_attn.errors import DataError
+from efficient_attn.integrations.transformers import attach, load
+
+
+@pytest.fixture(autouse=True)
+def quiet(caplog):
+    caplog.set_level(logging.ERROR, "efficient_attn")
+
+
+def logits(model):
+    batch = inputs()
+    with torch.no_grad():
+        return model(**batch).logits[batch["attention_mask"].bool()]
+
+
+def linformer(**options):
+    """A BERT whose mixtures have been trained a little."""
+    model = attach(bert(), "linformer", rank=8, **options)
+    with torch.no_grad():
+        for backend in (m for m in model.modules() if isinstance(m, Backend)):
+            for parameter in backend.parameters():
+                parameter.add_(torch.randn(parameter.shape) / 100)
+    return model
+
+
+def calibrated():
+    model = attach(llama(), "performer-full", num_features=16)
+    ea.calibrate(model, inputs(left=0, right=0)["input_ids"])
+    return model
+
+
+def redrawn():
+    model = attach(gpt2(), "performer-positive", num_features=16)
+    model.transformer.h[1].attn.efficient_attn.redraw(7)
+    return model
+
+
+MADE = {
+    "linformer": linformer,
+    "linformer, keys as values": lambda: linformer(sharing="key-value"),
+    "calibrated": calibrated,
+    "redrawn": redrawn,
+    "by layer": lambda: attach(bert(), {"0-1": ("window", {"window": 7}), 2: "performer-trig"}),
+    "sliding": lambda: attach(gemma3(), sliding="window", full="performer-positive"),
+    "exact": lambda: attach(modernbert(), "exact"),
+}
+
+
+@pytest.mark.parametrize("made", MADE)
+def test_a_saved_model_is_loaded_with_its_backends_options_and_what_they_keep(made, tmp_path):
+    model = MADE[made]()
+    model.save_pretrained(tmp_path)
+    loaded = load(tmp_path)
+    assert type(loaded) is type(model)
+    assert loaded.config.efficient_attn == model.config.efficient_attn
+    assert torch.equal(logits(loaded), logits(model))
+
+
+def test_shards_are_read_too(tmp_path):
+    model = linformer()
+    model.save_pretrained(tmp_path, max_shard_size="20KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    assert torch.equal(logits(load(tmp_path)), logits(model))
+
+
+def test_what_is_loaded_may_be_saved_again(tmp_path):
+    model = linformer()
+    model.save_pretrained(tmp_path / "one")
+    load(tmp_path / "one").save_pretrained(tmp_path / "two")
+    assert torch.equal(logits(load(tmp_path / "two")), logits(model))
+
+
+def test_plain_from_pretrained_runs_sdpa_and_drops_what_backends_keep(tmp_path):
+    model = linformer()
+    model.save_pretrained(tmp_path)
+    plain = transformers.BertForMaskedLM.from_pretrained(tmp_path)
+    assert plain.config._attn_implementation == "sdpa"
+    assert not [name for name in plain.state_dict() if "efficient_attn" in name]
+    torch.testing.assert_close(logits(plain), logits(bert()), rtol=1e-5, atol=1e-4)
+
+
+@pytest.fixture
+def saved(tmp_path):
+    linformer().save_pretrained(tmp_path)
+    return tmp_path
+
+
+def change_config(folder, change):
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    change(config)
+    path.write_text(json.dumps(config))
+
+
+def change_tensors(folder, change):
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def first_layer(config):
+    return next(iter(config["efficient_attn"]["layers"].values()))
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (lambda c: c.pop("efficient_attn"), "names no backends"),
+        (lambda c: c.update(efficient_attn=[1]), "no plan of format 1"),
+        (lambda c: c["efficient_attn"].update(format=2), "no plan of format 1"),
+        (lambda c: c["efficient_attn"].update(layers=3), "has not the fields"),
+        (lambda c: first_layer(c).pop("options"), "has not the fields"),
+        (
+            lambda c: first_layer(c).update(backend="evil.py:attention"),
+            "'evil.py:attention', which is not registered",
+        ),
+        (lambda c: first_layer(c).update(backend="gone"), "'gone', which is not registered"),
+        (lambda c: first_layer(c).update(options={"rank": -1}), "rank is at least 1"),
+        (lambda c: first_layer(c).update(options={"ranks": 4}), "Did you mean 'rank'"),
+        (lambda c: c["efficient_attn"]["layers"].popitem(), "those of another model"),
+        (lambda c: c.update(architectures=["Nothing"]), "which transformers has not"),
+        (lambda c: c.update(architectures=["logging"]), "which transformers has not"),
+        (lambda c: c.update(hidden_size=64), "another model|size mismatch|Cannot load"),
+    ],
+)
+def test_a_configuration_that_does_not_fit_is_refused(saved, change, match):
+    change_config(saved, change)
+    with pytest.raises(DataError, match=match):
+        load(saved)
+
+
+MIX = "bert.encoder.layer.0.attention.self.efficient_attn.core.mix_keys"
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (lambda t: t.pop(MIX), r"does not fit backend 'linformer'.*Missing"),
+        (lambda t: t.update({MIX: torch.zeros(3, 3)}), "does not fit backend 'linformer'.*size mismatch"),
+        (lambda t: t.update({f"{MIX}_too": torch.zeros(1)}), "does not fit backend 'linformer'.*Unexpected"),
+        (lambda t: t.pop("bert.encoder.layer.1.output.dense.weight"), "of another model: it lacks"),
+        (lambda t: t.update(strange=torch.zeros(1)), "of another model: it has, beyond the model, strange"),
+    ],
+)
+def test_parameters_of_another_model_are_refused(saved, change, match):
+    change_tensors(saved, change)
+    with pytest.raises(DataError, match=match):
+        load(saved)
+
+
+@pytest.mark.parametrize("keep", [0, 4, 8, 100, -1])
+def test_a_file_that_was_cut_off_is_refused(saved, keep):
+    path = saved / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:keep])
+    with pytest.raises(DataError, match="Cannot load a model"):
+        load(saved)
+
+
+@pytest.mark.parametrize(
+    "content", [b"\xff" * 64, (1 << 40).to_bytes(8, "little") + b"{}", b"\x80\x04\x95pickle" * 9]
+)
+def test_a_hostile_file_is_refused(saved, content):
+    (saved / "model.safetensors").write_bytes(content)
+    with pytest.raises(DataError, match="Cannot load a model"):
+        load(saved)
+
+
+def test_a_folder_without_a_model_is_refused(tmp_path):
+    with pytest.raises(DataError, match=r"holds no config\.json"):
+        load(tmp_path)
+
+
+def test_a_backend_without_a_registered_name_is_not_restored(tmp_path):
+    model = attach(bert(), torch.nn.functional.scaled_dot_product_attention)
+    model.save_pretrained(tmp_path)
+    with pytest.raises(DataError, match="had no registered name"):
+        load(tmp_path)
