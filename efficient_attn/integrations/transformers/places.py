@@ -32,7 +32,7 @@ class Place(NamedTuple):
     """
 
     path: str
-    module: nn.Module
+    module: Any
     layer: int
     kind: str
     pattern: Pattern

@@ -41,11 +41,7 @@ def load(folder: str | Path, **arguments: Any) -> PreTrainedModel:
     with _told(f"Cannot load a model from {folder}"):
         config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     layers = _plan(config, path)
-    kind: Any = getattr(transformers, (config.architectures or ["?"])[0], None)
-    if not (isinstance(kind, type) and issubclass(kind, PreTrainedModel)):
-        raise DataError(
-            f"{path}/config.json names the class {config.architectures}, which transformers has not."
-        )
+    kind = _model_class(config, path)
     with _told(f"Cannot load a model from {folder}"), _quiet():
         model, found = kind.from_pretrained(
             path,
@@ -86,6 +82,13 @@ def _plan(config: Any, path: Path) -> dict[str, dict[str, Any]]:
             f"known: {', '.join(list_backends())}."
         )
     return dict(layers)
+
+
+def _model_class(config: Any, path: Path) -> Any:
+    kind = getattr(transformers, (config.architectures or ["?"])[0], None)
+    if isinstance(kind, type) and issubclass(kind, PreTrainedModel):
+        return kind
+    raise DataError(f"{path}/config.json names the class {config.architectures}, which transformers has not.")
 
 
 def _is_layer(layer: Any) -> bool:
