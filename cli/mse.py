@@ -53,6 +53,14 @@ MetricOption = Annotated[
 ByOption = Annotated[
     str | None, typer.Option("--by", metavar="head", help="Tell the error of each head too.")
 ]
+MatchOption = Annotated[
+    str,
+    typer.Option(
+        "--match",
+        metavar="features|directions|flops|time|memory",
+        help="What backends have equal amounts of; a budget is what performer-positive takes.",
+    ),
+]
 DataSeedsOption = Annotated[
     int, typer.Option("--data-seeds", min=1, help="Independent draws of Gaussian inputs.")
 ]
@@ -92,6 +100,7 @@ def mse_command(
     of: ErrorOfOption = None,
     metric: MetricOption = None,
     by: ByOption = None,
+    match: MatchOption = "features",
     norm: NormOption = "0.5,1",
     angle: AngleOption = "60,90,120",
     draws: DrawsOption = None,
@@ -123,7 +132,7 @@ def mse_command(
     norms = _norms(norm)
     layers = _layers(layer)
     settings = parse_settings(set_ or [])
-    question = ask(of=of, metric=metric, draws=draws, by=by)
+    question = ask(of=of, metric=metric, draws=draws, by=by, match=match)
     if json_to not in (None, "-"):
         raise OptionError(f"--json takes - for stdout, not {json_to!r}; files are written to --out.")
     named = names(backend)

@@ -181,6 +181,8 @@ def test_a_function_is_measured_once_and_what_breaks_is_a_record_with_its_reason
             OptionError,
             "metric 'kl' is one of the weights, not of the output",
         ),
+        ({"match": "flop"}, UnknownNameError, "No quantity to match is called 'flop'. Did you mean 'flops'"),
+        ({"match": "time", "of": "kernel"}, OptionError, "match 'time' is for errors of the output"),
         ({"by": "layer"}, OptionError, "by is head, not 'layer'"),
         ({"by": "head", "metric": "mse"}, OptionError, "by head is for the metric 'relative', not 'mse'"),
         ({"data_seeds": 0}, OptionError, "data_seeds is at least 1, not 0"),

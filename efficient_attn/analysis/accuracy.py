@@ -141,7 +141,7 @@ def _point(records: Sequence[Record], quantity: str) -> ErrorPoint:
     over_data = middle([one.median for one in found])
     several = len(found) > 1
     return ErrorPoint(
-        size=sized(records[0].case).size,
+        size=_place(records[0]),
         value=over_data.median,
         low=sum(one.low / len(found) for one in found),
         high=sum(one.high / len(found) for one in found),
@@ -151,6 +151,12 @@ def _point(records: Sequence[Record], quantity: str) -> ErrorPoint:
         draws=min(one.samples for one in found),
         data_seeds=len(found),
     )
+
+
+def _place(record: Record) -> int | None:
+    """The size of a record; at equal budgets that of the reference."""
+    own = sized(record.case).size
+    return own if record.matched is None or own is None else record.matched_size
 
 
 def _draws(record: Record, quantity: str) -> list[float]:

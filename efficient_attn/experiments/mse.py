@@ -3,10 +3,11 @@
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from efficient_attn.errors import UnsupportedError
 from efficient_attn.experiments.folder import describe, only_writer
 from efficient_attn.experiments.results import (
     RECORDS,
@@ -46,6 +47,8 @@ class Point:
     yardstick: Any = None
     option: str | None = None
     size: int | None = None
+    match: Any = None
+    refusal: str | None = None
 
     @property
     def label(self) -> str:
@@ -60,6 +63,7 @@ def mse(
     of: str | None = None,
     metric: str | None = None,
     by: str | None = None,
+    match: str = "features",
     inputs: str | Path | Sequence[str | Path] = DEFAULT_INPUTS,
     norms: Sequence[float] = DEFAULT_NORMS,
     tokens: int = DEFAULT_TOKENS,
@@ -81,6 +85,8 @@ def mse(
             the softmax kernel, on pairs of a query and a key instead of the inputs.
         metric: A name in `sweep.questions.METRICS`; None: relative errors.
         by: `head` keeps the error of each head too.
+        match: What backends have equal amounts of: `features` (their own size), `directions`, `flops`, `time`
+            or `memory`; sizes are then features of performer-positive, and what they take is the budget.
         inputs: `gaussian`, `encoder` (the shipped sample), `stitched` (its four texts end to end), or a
             safetensors file; or several of them.
         norms: s of Gaussian inputs, q, k ~ N(0, s² I) before any scale.
@@ -94,7 +100,7 @@ def mse(
         seed: Of the Gaussian inputs, and the first of the draws.
         out: A folder that every record is written to as soon as it exists.
     """
-    question = ask(of=of, metric=metric, draws=draws, by=by)
+    question = ask(of=of, metric=metric, draws=draws, by=by, match=match)
     points = plan_mse(
         backends,
         question,
@@ -150,14 +156,14 @@ def plan_mse(
             data_seeds=data_seeds,
         )
     for variant in variants:
-        for point in _points(chosen[0], variant, wanted)[:1]:
+        for point in _points(chosen[0], variant, wanted[:1], "features"):
             try_options(variant, chosen[0], option=point.option, size=point.size)
     return tuple(
         point
         for subject in chosen
         for point in (
             *_yardsticks(subject, question, wanted),
-            *(point for variant in variants for point in _points(subject, variant, wanted)),
+            *(point for variant in variants for point in _points(subject, variant, wanted, question.match)),
         )
     )
 
@@ -215,13 +221,15 @@ def _estimates(variant: Variant) -> bool:
     return SEED in variant.options and resolve(variant.target).capabilities.approximates_softmax
 
 
-def _points(subject: Any, variant: Variant, sizes: Sequence[int]) -> list[Point]:
+def _points(subject: Any, variant: Variant, sizes: Sequence[int], match: str) -> list[Point]:
     """The sizes of a variant; one point where it has none, or where its size was set as an option."""
     from efficient_attn.backends import resolve
 
     option = resolve(variant.target).size_option
     if option is None or f"{option}=" in variant.label:
         return [Point(subject=subject, variant=variant)]
+    if match != "features":
+        return _matched_points(subject, variant, option, sizes, match)
     return [
         Point(subject=subject, variant=variant, option=option, size=size)
         for size in sizes
@@ -229,10 +237,23 @@ def _points(subject: Any, variant: Variant, sizes: Sequence[int]) -> list[Point]
     ]
 
 
+def _matched_points(
+    subject: Any, variant: Variant, option: str, sizes: Sequence[int], quantity: str
+) -> list[Point]:
+    """The sizes of a variant at which it takes as much as the reference does at these."""
+    from efficient_attn.sweep.match import matched
+
+    try:
+        found = matched(variant, subject, option, sizes, quantity)
+    except UnsupportedError as refusal:
+        return [Point(subject=subject, variant=variant, refusal=str(refusal))]
+    return [Point(subject=subject, variant=variant, option=option, size=one.size, match=one) for one in found]
+
+
 def _measure(
     points: Sequence[Point], question: Question, *, progress: Callable[[Step], None] | None
 ) -> Iterator[Record]:
-    from efficient_attn.sweep.accuracy import measure_error
+    from efficient_attn.sweep.accuracy import failed, measure_error
     from efficient_attn.sweep.yardsticks import measure_yardstick
 
     ranks = max((point.yardstick.rank or 0 for point in points if point.yardstick), default=0)
@@ -241,9 +262,18 @@ def _measure(
         _tell(progress, done, len(points), start, point.label, record)
         if point.yardstick is not None:
             record = measure_yardstick(point.yardstick, point.subject, question, ranks=ranks)
+        elif point.refusal is not None:
+            record = failed(point.variant, point.subject, question.of, "unsupported", point.refusal)
         else:
             record = measure_error(
                 point.variant, point.subject, question, option=point.option, size=point.size
+            )
+        if point.match is not None:
+            record = replace(
+                record,
+                matched=question.match,
+                matched_amount=point.match.amount,
+                matched_size=point.match.reference_size,
             )
         yield record
     _tell(progress, len(points), len(points), start, None, record)

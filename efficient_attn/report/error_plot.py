@@ -249,7 +249,9 @@ def _dress(ax: Any, panel: Panel) -> None:
     for side in ("left", "bottom"):
         ax.spines[side].set_color(MUTED)
     ax.tick_params(colors=INK, which="both", length=3, labelsize=9, labelleft=True)
-    ax.set_xlabel("size: features, rank or window", color=INK, fontsize=9.5)
+    matched = next((p.record.matched for c in panel.curves for p in c.points if p.record.matched), None)
+    budget = f"budget: the {matched} of performer-positive with so many features"
+    ax.set_xlabel(budget if matched else "size: features, rank or window", color=INK, fontsize=9.5)
     ax.set_title(plain(title(panel)), loc="left", fontsize=9.5, color=INK, parse_math=False)
 
 

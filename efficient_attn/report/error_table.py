@@ -6,7 +6,7 @@ from efficient_attn.analysis.accuracy import ErrorPoint, Panel, panels, quantity
 from efficient_attn.analysis.statistics import FEWEST_FOR_95
 from efficient_attn.report.table import Table
 from efficient_attn.sweep.records import Record
-from efficient_attn.sweep.sizes import MEAN_OF_VALUES, SEED
+from efficient_attn.sweep.sizes import MEAN_OF_VALUES, SEED, sized
 
 NAMES = {
     "output_relative_error": "Relative output error",
@@ -43,6 +43,8 @@ def show_error(value: float) -> str:
 def show_point(point: ErrorPoint) -> str:
     """The value, with half the width of its interval over draws where there were several."""
     shown = show_error(point.value)
+    if point.record.matched is not None:
+        shown = f"{shown} [{sized(point.record.case).size}]"
     if point.draws == 1 or not point.value:
         return shown
     spread = max(point.high - point.value, point.value - point.low) / point.value
@@ -63,6 +65,7 @@ def _table(panel: Panel, quantity: str) -> Table:
         ("backend", "no size", *map(str, sizes)),
         tuple(rows),
         (
+            *_match_note(panel),
             *_draws_note(panel),
             *_data_note(panel),
             *_odd_note(panel, sizes),
@@ -82,6 +85,17 @@ def _columns(panel: Panel) -> list[int]:
 def _odd_note(panel: Panel, sizes: Sequence[int]) -> list[str]:
     odd = {curve.label for curve in panel.curves for point in curve.points if (point.size or 0) - 1 in sizes}
     return [f"{', '.join(sorted(odd))}: sizes are odd, each one more than its column says."] if odd else []
+
+
+def _match_note(panel: Panel) -> list[str]:
+    records = [point.record for curve in panel.curves for point in curve.points]
+    quantity = next((record.matched for record in records if record.matched is not None), None)
+    if quantity is None:
+        return []
+    return [
+        f"Equal budgets of {quantity}: a column is what performer-positive takes with so many features; in "
+        "brackets the size of each backend that takes no more. Ranks of the SVD are not matched."
+    ]
 
 
 def _draws_note(panel: Panel) -> list[str]:

@@ -104,6 +104,13 @@ def try_options(
         return
 
 
+def one_backend(variant: Variant, subject: Subject, *, option: str, size: int) -> Any:
+    """The first draw of a variant at a size, calibrated where it has to be."""
+    _, backends = _build(variant, subject, range(subject.seed, subject.seed + 1), option, size)
+    _calibrate(backends, subject)
+    return backends[0]
+
+
 def _build(
     variant: Variant, subject: Subject, seeds: Sequence[int], option: str | None, size: int | None
 ) -> tuple[Variant, list[Any]]:
@@ -148,7 +155,7 @@ def _measured(case: Case, subject: Subject, backends: Sequence[Any], question: Q
     q, k, v = subject.activations
     if question.of == "kernel":
         record = kernel_record(case, backends, q, k, subject.scale)
-        return replace(record, num_directions=_directions(backends[0]))
+        return replace(record, num_directions=directions_of(backends[0]))
     unsafe = _unsafe(backends, q, k)
     if question.metrics == ("unsafe",):
         if unsafe is None:
@@ -161,7 +168,7 @@ def _measured(case: Case, subject: Subject, backends: Sequence[Any], question: Q
         )
     else:
         record = output_record(case, subject, question, (backend(q, k, v) for backend in backends))
-    return replace(record, unsafe_rows=unsafe, num_directions=_directions(backends[0]))
+    return replace(record, unsafe_rows=unsafe, num_directions=directions_of(backends[0]))
 
 
 def output_record(case: Case, subject: Subject, question: Question, outputs: Iterable[Tensor]) -> Record:
@@ -204,7 +211,7 @@ def _unsafe(backends: Sequence[Any], q: Tensor, k: Tensor) -> float | None:
         return None
 
 
-def _directions(backend: Any) -> int | None:
+def directions_of(backend: Any) -> int | None:
     """Rows of the random projection that a backend keeps."""
     rows = [
         tensor.shape[0] for name, tensor in backend.named_buffers() if name.rpartition(".")[2] == "projection"

@@ -9,6 +9,10 @@ from efficient_attn.problem import positive_count
 OF = ("output", "weights", "kernel")
 
 
+# In what backends may be given equal budgets; by their own number of features, rank or window otherwise.
+MATCHES = ("features", "directions", "flops", "time", "memory")
+
+
 class Metric(NamedTuple):
     """A way to say how wrong something is.
 
@@ -47,12 +51,14 @@ class Question:
         metrics: Names in `METRICS`, all of the same `of`.
         draws: Independent draws of what is random in a backend.
         by_head: Keep the error of each head.
+        match: One of `MATCHES`: what backends have equal amounts of.
     """
 
     of: str
     metrics: tuple[str, ...]
     draws: int
     by_head: bool = False
+    match: str = "features"
 
     @property
     def quantities(self) -> tuple[str, ...]:
@@ -61,7 +67,12 @@ class Question:
 
 
 def ask(
-    *, of: str | None = None, metric: str | None = None, draws: int | None = None, by: str | None = None
+    *,
+    of: str | None = None,
+    metric: str | None = None,
+    draws: int | None = None,
+    by: str | None = None,
+    match: str = "features",
 ) -> Question:
     """The question; what is left out follows from the rest.
 
@@ -78,10 +89,14 @@ def ask(
         raise OptionError(f"metric {metric!r} is one of the {about}, not of the {of}; there it is {fitting}.")
     if by not in (None, "head"):
         raise OptionError(f"by is head, not {by!r}.")
+    if match not in MATCHES:
+        raise UnknownNameError("quantity to match", str(match), MATCHES)
     chosen = of or about or "output"
+    if match != "features" and chosen == "kernel":
+        raise OptionError(f"match {match!r} is for errors of the output or the weights, not of the kernel.")
     draws = _DRAWS[chosen] if draws is None else draws
     positive_count("draws", draws)
     metrics = _RECORDED[chosen] if metric is None else (metric,)
     if by == "head" and metrics[0] != "relative":
         raise OptionError(f"by head is for the metric 'relative', not {metrics[0]!r}.")
-    return Question(of=chosen, metrics=metrics, draws=draws, by_head=by == "head")
+    return Question(of=chosen, metrics=metrics, draws=draws, by_head=by == "head", match=match)

@@ -103,6 +103,9 @@ class Record:
         output_relative_error_heads: One entry per head, the mean over draws.
         weights_row_kl: Mean over rows of the Kullback-Leibler divergence of the exact weights from these.
         kernel_value: The entry of the kernel that `kernel_mse` is the error of.
+        matched: Which quantity backends were given equal budgets of: `directions`, `flops`, `time`, `memory`.
+        matched_amount: What the backend takes of it: a number, seconds or bytes.
+        matched_size: How many features of the reference take no less.
         unsafe_rows: Share of rows whose denominator is zero or negative, mean over draws.
         expected_kernel_mse: What theory says `kernel_mse` is on average.
         flops: Operations of the matrix products of a call.
@@ -138,6 +141,9 @@ class Record:
     kernel_mse: float | None = None
     kernel_mse_draws: tuple[float, ...] | None = None
     kernel_value: float | None = None
+    matched: str | None = None
+    matched_amount: float | None = None
+    matched_size: int | None = None
     unsafe_rows: float | None = None
     expected_output_mse: float | None = None
     expected_kernel_mse: float | None = None
