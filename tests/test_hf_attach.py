@@ -14,6 +14,7 @@ from hf_models import (
     MODELS,
     SIZES,
     TOKENS,
+    VOCABULARY,
     bert,
     gemma3,
     gpt2,
@@ -355,3 +356,17 @@ def test_the_scale_is_the_models(counted):
     attach(model, "exact")
     backend = model.model.layers[0].self_attn.efficient_attn
     assert backend.problem.factor == pytest.approx(20**-0.5)
+
+
+@pytest.mark.slow
+def test_modernbert_at_its_full_length_slides_as_sdpa_does():
+    long = {"max_position_embeddings": 8192, "local_attention": 128, "global_attn_every_n_layers": 3}
+    model = modernbert(**long, hidden_size=64, num_attention_heads=1)
+    ids = torch.randint(4, VOCABULARY, (1, 8192), generator=torch.Generator().manual_seed(0))
+    batch = {"input_ids": ids, "attention_mask": (torch.arange(8192) < 8000)[None].long()}
+    with torch.no_grad():
+        expected = model.model(**batch).last_hidden_state[:, :8000]
+        with swapped(model, sliding="window", full="exact"):
+            found = model.model(**batch).last_hidden_state[:, :8000]
+    # The last layer normalises, so entries are near one.
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
