@@ -1,10 +1,10 @@
 """Makes this folder: sliding layers of ModernBERT through `window` against transformers' own sdpa.
 
-A model of ModernBERT-base's sizes with random weights, its first three layers: one that reads everything and two that
-slide, as two in three do in the whole model. Forward passes on one text without padding, on one thread, ours
-and theirs in turns. Times are seconds of the processor, which other work on the machine moves less, on one
-thread, than it moves the clock on the wall; both are kept. `attention` is one sliding layer's attention alone, the
-mask of sdpa made beforehand; `model` is everything from token numbers to hidden states.
+A model of ModernBERT-base's sizes with random weights, its first three layers: one that reads everything and
+two that slide, as two in three do in the whole model. Forward passes on one text without padding, on one
+thread, ours and theirs in turns. Times are seconds of the processor, which other work on the machine moves
+less, on one thread, than it moves the clock on the wall; both are kept. `attention` is one sliding layer's
+attention alone, the mask of sdpa made beforehand; `model` is everything from token numbers to hidden states.
 
     python results/epyc-2-cores/modernbert-sliding/make.py
 """
