@@ -61,6 +61,9 @@ MatchOption = Annotated[
         help="What backends have equal amounts of; a budget is what performer-positive takes.",
     ),
 ]
+DecomposeOption = Annotated[
+    bool, typer.Option("--decompose/--no-decompose", help="Tell bias, spread over draws and rounding apart.")
+]
 DataSeedsOption = Annotated[
     int, typer.Option("--data-seeds", min=1, help="Independent draws of Gaussian inputs.")
 ]
@@ -101,6 +104,7 @@ def mse_command(
     metric: MetricOption = None,
     by: ByOption = None,
     match: MatchOption = "features",
+    decompose: DecomposeOption = False,
     norm: NormOption = "0.5,1",
     angle: AngleOption = "60,90,120",
     draws: DrawsOption = None,
@@ -132,7 +136,7 @@ def mse_command(
     norms = _norms(norm)
     layers = _layers(layer)
     settings = parse_settings(set_ or [])
-    question = ask(of=of, metric=metric, draws=draws, by=by, match=match)
+    question = ask(of=of, metric=metric, draws=draws, by=by, match=match, decompose=decompose)
     if json_to not in (None, "-"):
         raise OptionError(f"--json takes - for stdout, not {json_to!r}; files are written to --out.")
     named = names(backend)

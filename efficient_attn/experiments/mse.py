@@ -64,6 +64,7 @@ def mse(
     metric: str | None = None,
     by: str | None = None,
     match: str = "features",
+    decompose: bool = False,
     inputs: str | Path | Sequence[str | Path] = DEFAULT_INPUTS,
     norms: Sequence[float] = DEFAULT_NORMS,
     tokens: int = DEFAULT_TOKENS,
@@ -87,6 +88,7 @@ def mse(
         by: `head` keeps the error of each head too.
         match: What backends have equal amounts of: `features` (their own size), `directions`, `flops`, `time`
             or `memory`; sizes are then features of performer-positive, and what they take is the budget.
+        decompose: Tell bias, spread over draws and rounding apart.
         inputs: `gaussian`, `encoder` (the shipped sample), `stitched` (its four texts end to end), or a
             safetensors file; or several of them.
         norms: s of Gaussian inputs, q, k ~ N(0, s² I) before any scale.
@@ -100,7 +102,7 @@ def mse(
         seed: Of the Gaussian inputs, and the first of the draws.
         out: A folder that every record is written to as soon as it exists.
     """
-    question = ask(of=of, metric=metric, draws=draws, by=by, match=match)
+    question = ask(of=of, metric=metric, draws=draws, by=by, match=match, decompose=decompose)
     points = plan_mse(
         backends,
         question,

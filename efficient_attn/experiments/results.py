@@ -30,6 +30,7 @@ from efficient_attn.report.kernel_errors import (
     kernel_tables,
     plot_kernel,
 )
+from efficient_attn.report.parts import part_tables
 from efficient_attn.report.pays import crossover_tables
 from efficient_attn.report.readable import readable
 from efficient_attn.report.sentences import bench_sentences
@@ -106,7 +107,7 @@ class Results:
         costs = [record for record in self.records if record.case.kind in QUANTITIES.values()]
         made = [*tables(costs), *crossover_tables(costs), *head_tables(costs)]
         errors = self._of_kind("error")
-        made += _errors("tables")(errors) + head_error_tables(errors) if errors else []
+        made += _errors("tables")(errors) + head_error_tables(errors) + part_tables(errors) if errors else []
         return made + kernel_tables(self.records)
 
     def plot(self, y: str | None = None, x: str | None = None, *, ax: Any = None) -> Any:

@@ -14,6 +14,7 @@ from efficient_attn.backends import build
 from efficient_attn.errors import AttentionError, OptionError, UnsupportedError
 from efficient_attn.measure import error as measure
 from efficient_attn.measure.inputs import Activations
+from efficient_attn.measure.parts import parts
 from efficient_attn.sweep.kernels import kernel_record
 from efficient_attn.sweep.questions import Question
 from efficient_attn.sweep.records import SAME_INPUTS, Case, Record
@@ -167,7 +168,11 @@ def _measured(case: Case, subject: Subject, backends: Sequence[Any], question: Q
             case, subject, question, (backend.attention_weights(q, k) for backend in backends)
         )
     else:
-        record = output_record(case, subject, question, (backend(q, k, v) for backend in backends))
+        outputs = [backend(q, k, v) for backend in backends]
+        record = output_record(case, subject, question, outputs)
+        if question.decompose:
+            bias, spread, rounding = parts(outputs, subject.exact, backends, q, k, v)
+            record = replace(record, output_bias=bias, output_spread=spread, output_rounding=rounding)
     return replace(record, unsafe_rows=unsafe, num_directions=directions_of(backends[0]))
 
 

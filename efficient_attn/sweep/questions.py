@@ -51,6 +51,7 @@ class Question:
         metrics: Names in `METRICS`, all of the same `of`.
         draws: Independent draws of what is random in a backend.
         by_head: Keep the error of each head.
+        decompose: Tell bias, spread over draws and rounding apart.
         match: One of `MATCHES`: what backends have equal amounts of.
     """
 
@@ -59,6 +60,7 @@ class Question:
     draws: int
     by_head: bool = False
     match: str = "features"
+    decompose: bool = False
 
     @property
     def quantities(self) -> tuple[str, ...]:
@@ -73,6 +75,7 @@ def ask(
     draws: int | None = None,
     by: str | None = None,
     match: str = "features",
+    decompose: bool = False,
 ) -> Question:
     """The question; what is left out follows from the rest.
 
@@ -94,9 +97,13 @@ def ask(
     chosen = of or about or "output"
     if match != "features" and chosen == "kernel":
         raise OptionError(f"match {match!r} is for errors of the output or the weights, not of the kernel.")
+    if decompose and (chosen, metric) not in (("output", None), ("output", "relative")):
+        raise OptionError("decompose is for relative errors of the output.")
     draws = _DRAWS[chosen] if draws is None else draws
     positive_count("draws", draws)
     metrics = _RECORDED[chosen] if metric is None else (metric,)
     if by == "head" and metrics[0] != "relative":
         raise OptionError(f"by head is for the metric 'relative', not {metrics[0]!r}.")
-    return Question(of=chosen, metrics=metrics, draws=draws, by_head=by == "head", match=match)
+    return Question(
+        of=chosen, metrics=metrics, draws=draws, by_head=by == "head", match=match, decompose=decompose
+    )

@@ -101,6 +101,8 @@ class Record:
         num_directions: Rows of the projection of a random-feature backend.
         output_mse: Mean over draws; `…_draws` are the raw values, one per draw. So for the other errors.
         output_relative_error_heads: One entry per head, the mean over draws.
+        output_bias: Relative error of the mean over all draws; with the spread of draws around it and with
+            what float64 changes, the parts of the error.
         weights_row_kl: Mean over rows of the Kullback-Leibler divergence of the exact weights from these.
         kernel_value: The entry of the kernel that `kernel_mse` is the error of.
         matched: Which quantity backends were given equal budgets of: `directions`, `flops`, `time`, `memory`.
@@ -134,6 +136,9 @@ class Record:
     output_relative_error: float | None = None
     output_relative_error_draws: tuple[float, ...] | None = None
     output_relative_error_heads: tuple[float, ...] | None = None
+    output_bias: float | None = None
+    output_spread: float | None = None
+    output_rounding: float | None = None
     weights_relative_error: float | None = None
     weights_relative_error_draws: tuple[float, ...] | None = None
     weights_row_kl: float | None = None
