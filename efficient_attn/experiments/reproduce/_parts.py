@@ -1,13 +1,27 @@
 """Measuring part after part, where a part is more than one call: what is left over by the budget is said."""
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import NamedTuple
 
 from efficient_attn.experiments.reproduction import Setting
 from efficient_attn.sweep.records import Record
 from efficient_attn.sweep.run import Step
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    """Let torch compute with so many threads."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 class Part(NamedTuple):
@@ -49,8 +63,9 @@ def measure_parts(
                 emit(replace(record, status="skipped", reason=f"{reason} (raise it with --budget)"))
             continue
         try:
-            for record in part.measure():
-                emit(record)
+            with _threads(setting.threads):
+                for record in part.measure():
+                    emit(record)
         except KeyboardInterrupt:
             return False
         slowest = max(slowest, time.monotonic() - begun)

@@ -200,12 +200,7 @@ def _measured(empty: Sequence[Record], tokens: int) -> Iterator[Record]:
     generator = torch.Generator().manual_seed(0)
     order = torch.rand(weights.shape, generator=generator).argsort(dim=-1)
     matrices = {REAL: weights, SHUFFLED: weights.gather(-1, order)}
-    before = torch.get_num_threads()
-    torch.set_num_threads(empty[0].case.threads)
-    try:
-        for record in empty:
-            values = torch.linalg.svdvals(matrices[record.case.label][head_of(record.case).head])
-            # Five digits tell everything that is drawn, and keep the file small.
-            yield replace(record, singular_values=tuple(float(f"{value:.5g}") for value in values.tolist()))
-    finally:
-        torch.set_num_threads(before)
+    for record in empty:
+        values = torch.linalg.svdvals(matrices[record.case.label][head_of(record.case).head])
+        # Five digits tell everything that is drawn, and keep the file small.
+        yield replace(record, singular_values=tuple(float(f"{value:.5g}") for value in values.tolist()))

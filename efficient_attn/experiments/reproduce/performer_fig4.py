@@ -47,7 +47,7 @@ def measure(
     parts = [
         Part(
             f"norm {norm:g}",
-            partial(_measured, norm, quick=setting.quick, threads=setting.threads),
+            partial(_measured, norm, quick=setting.quick),
             [_skipped(norm, setting)],
         )
         for norm in norms
@@ -128,10 +128,8 @@ def _interval(point: Any) -> str:
     return f"{show_error(point.value)}{spread}"
 
 
-def _measured(norm: float, *, quick: bool, threads: int) -> Iterator[Record]:
+def _measured(norm: float, *, quick: bool) -> Iterator[Record]:
     """The records of one norm, each with an error for every sample."""
-    import torch
-
     from efficient_attn.sweep.accuracy import measure_error
     from efficient_attn.sweep.subjects import subjects
     from efficient_attn.sweep.yardsticks import (
@@ -150,22 +148,17 @@ def _measured(norm: float, *, quick: bool, threads: int) -> Iterator[Record]:
         ["gaussian"], norms=[norm], tokens=tokens, head_dim=_HEAD_DIM, layers=None, seed=0, data_seeds=samples
     )
     groups: dict[str, list[Record]] = {}
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        for number, subject in enumerate(drawn):
-            yardsticks = [mean_of_values()]
-            if number == 0:
-                yardsticks += [taylor(order, _HEAD_DIM) for order in TAYLOR_ORDERS]
-                yardsticks += [oracle(size) for size in sizes]
-            found = [measure_yardstick(one, subject, _QUESTION, ranks=max(sizes)) for one in yardsticks]
-            for variant in variants:
-                for size in sizes:
-                    found.append(measure_error(variant, subject, _QUESTION, option="num_features", size=size))
-            for record in found:
-                groups.setdefault(record.case.label, []).append(record)
-    finally:
-        torch.set_num_threads(before)
+    for number, subject in enumerate(drawn):
+        yardsticks = [mean_of_values()]
+        if number == 0:
+            yardsticks += [taylor(order, _HEAD_DIM) for order in TAYLOR_ORDERS]
+            yardsticks += [oracle(size) for size in sizes]
+        found = [measure_yardstick(one, subject, _QUESTION, ranks=max(sizes)) for one in yardsticks]
+        for variant in variants:
+            for size in sizes:
+                found.append(measure_error(variant, subject, _QUESTION, option="num_features", size=size))
+        for record in found:
+            groups.setdefault(record.case.label, []).append(record)
     for group in groups.values():
         yield _merged(group, inputs(norm))
 
