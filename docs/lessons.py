@@ -1,0 +1,216 @@
+"""Draws docs/images/lesson-*.png of docs/what-random-features-can-do.md, from fixed seeds."""
+
+import math
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from matplotlib.figure import Figure
+from torch import Tensor
+
+import efficient_attn as ea
+from efficient_attn.measure.error import exact_output, mean_of_values, output_error
+from efficient_attn.measure.inputs import gaussian
+from efficient_attn.report.palette import GRID, INK, MUTED, line_styles
+
+IMAGES = Path(__file__).parent / "images"
+
+DIMS, TOKENS, DRAWS = (4, 16, 64, 256, 1024), 512, 8
+LAYERS, SIZES, FEATURE_DRAWS = (0, 1, 5), (16, 64, 256, 1024), 8
+NORMS = (0.5, 1.0)
+_QUANTILES = np.linspace(0.001, 0.999, 400)
+_SHADES = {0: "#d98c00", 1: "#0072b2", 5: "#7b4fb5"}
+
+
+class Scores(NamedTuple):
+    """What the softmax of Gaussian scores is like; each with its mean over draws and standard error.
+
+    Attributes:
+        variance: Of a score.
+        entropy: Of a row of weights, in nats.
+        gradient: Of a row, ‖∂p/∂scores‖ in the Frobenius norm, the median over rows.
+    """
+
+    variance: tuple[float, float]
+    entropy: tuple[float, float]
+    gradient: tuple[float, float]
+
+
+def scores(dim: int, *, scaled: bool, draws: int = DRAWS) -> Scores:
+    """Scores of q, k ~ N(0, I) in so many dimensions, divided by √dim or as they are."""
+    found = []
+    for seed in range(draws):
+        q, k, _ = gaussian(norm=1.0, tokens=TOKENS, head_dim=dim, seed=seed, dtype=torch.float64)
+        product = (q @ k.mT)[0, 0] * (dim**-0.5 if scaled else 1.0)
+        p = product.softmax(dim=-1)
+        entropy = -(p * p.clamp_min(1e-300).log()).sum(dim=-1).mean()
+        found.append((product.var(), entropy, sensitivity(p).median()))
+    means = torch.tensor(found).mean(dim=0).tolist()
+    errors = (torch.tensor(found).std(dim=0) / math.sqrt(draws)).tolist()
+    return Scores(*zip(means, errors, strict=True))
+
+
+def sensitivity(p: Tensor) -> Tensor:
+    """‖diag(p) − p pᵀ‖ of every row: how far the weights move when scores do."""
+    squares, cubes = p.square().sum(dim=-1), p.pow(3).sum(dim=-1)
+    return (squares - 2 * cubes + squares**2).clamp_min(0.0).sqrt()
+
+
+def lengths(q: Tensor, k: Tensor) -> Tensor:
+    """|x + y|² of every query and key, with x = q d^(−1/4) and y = k d^(−1/4)."""
+    squares = q.square().sum(dim=-1)[..., :, None] + k.square().sum(dim=-1)[..., None, :] + 2 * q @ k.mT
+    return (squares / math.sqrt(q.shape[-1])).clamp_min(0.0)
+
+
+def errors_on(layer: int, name: str, size: int) -> tuple[float, float, float]:
+    """Relative output error on the shipped activations: median, least and largest over draws."""
+    q, k, v = ea.sample(layer=layer)
+    exact = exact_output(q, k, v, scale=q.shape[-1] ** -0.5)
+    found = []
+    for seed in range(FEATURE_DRAWS):
+        backend = ea.build(name, head_dim=q.shape[-1], num_features=size, seed=seed)
+        if backend.needs_calibration:
+            backend.calibrate(q, k)
+        with torch.no_grad():
+            found.append(output_error(backend(q, k, v), exact).relative)
+    return float(np.median(found)), min(found), max(found)
+
+
+def mean_error(layer: int) -> float:
+    """The relative output error of giving every query the mean of the values."""
+    q, k, v = ea.sample(layer=layer)
+    return output_error(mean_of_values(q, v), exact_output(q, k, v, scale=q.shape[-1] ** -0.5)).relative
+
+
+def draw_scale() -> Figure:
+    """Variance, entropy and gradient of softmax against the dimension, divided by √d and not."""
+    figure = Figure(figsize=(12.4, 3.9), layout="constrained")
+    axes = figure.subplots(1, 3)
+    titles = ("Variance of a score", "Entropy of a row, nats", "Gradient of a row by its scores")
+    for scaled, colour, label in ((False, "#d55e00", "q·k"), (True, "#0072b2", "q·k / √d")):
+        rows = [scores(dim, scaled=scaled) for dim in DIMS]
+        for ax, quantity in zip(axes, Scores._fields, strict=True):
+            values, errors = zip(*(getattr(row, quantity) for row in rows), strict=True)
+            bars = [2 * error for error in errors]
+            ax.errorbar(DIMS, values, yerr=bars, color=colour, marker="o", capsize=3, label=label)
+            print(
+                label,
+                quantity,
+                [f"{value:.3g} ± {error:.2g}" for value, error in zip(values, errors, strict=True)],
+            )
+    for ax, title in zip(axes, titles, strict=True):
+        ax.set_xscale("log", base=2)
+        ax.set_xticks(DIMS, [str(dim) for dim in DIMS])
+        dress(ax, title, "dimension d of queries and keys")
+    axes[0].set_yscale("log")
+    axes[2].set_yscale("log")
+    axes[1].axhline(math.log(TOKENS), color=MUTED, linestyle=(0, (4, 3)), linewidth=1)
+    axes[1].annotate(
+        f"log {TOKENS}: every key alike", (4, math.log(TOKENS) + 0.12), fontsize=8.5, color=MUTED
+    )
+    axes[1].set_ylim(0, 7)
+    axes[0].legend(frameon=False, fontsize=9.5)
+    return figure
+
+
+def draw_lengths() -> Figure:
+    """What share of pairs is below a length, for Gaussian inputs and real ones, and what that costs."""
+    figure = Figure(figsize=(12.4, 4.2), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    for norm in NORMS:
+        q, k, _ = gaussian(norm=norm, tokens=TOKENS, head_dim=16)
+        _share(
+            left,
+            lengths(q, k),
+            "#555555",
+            "-" if norm == 1 else (0, (4, 2)),
+            f"Gaussian, d = 16, norm {norm:g}",
+        )
+    for layer in LAYERS:
+        q, k, _ = ea.sample(layer=layer)
+        _share(left, lengths(q.double(), k.double()), _SHADES[layer], "-", f"encoder, layer {layer}")
+    left.set_xscale("log")
+    left.set_xlim(0.4, 400)
+    left.legend(frameon=False, fontsize=9, loc="lower right")
+    dress(left, "Share of pairs of query and key with a smaller |x + y|²", "|x + y|²")
+    square = np.linspace(0.3, 40, 300)
+    right.plot(square, np.expm1(square), color="#0072b2", linewidth=2)
+    for features in (256, 1_000_000):
+        right.axhline(features, color=MUTED, linewidth=0.8, linestyle=(0, (4, 3)))
+        right.annotate(
+            f"{features:,} features".replace(",", " "),
+            (39.5, features * 1.25),
+            ha="right",
+            fontsize=8.5,
+            color=MUTED,
+        )
+    right.set_yscale("log")
+    right.set_ylim(0.1, 1e17)
+    dress(right, "Positive features for an error as large as the entry", "|x + y|²")
+    return figure
+
+
+def draw_real() -> Figure:
+    """The output error on the shipped activations against features, layer by layer."""
+    figure = Figure(figsize=(12.4, 4.2), layout="constrained")
+    names = ("performer-positive", "performer-full")
+    styles = line_styles([(name, name) for name in names])
+    for ax, layer in zip(figure.subplots(1, len(LAYERS), sharey=True), LAYERS, strict=True):
+        for name in names:
+            found = [errors_on(layer, name, size) for size in SIZES]
+            median, low, high = (np.array(column) for column in zip(*found, strict=True))
+            print("layer", layer, name, [f"{value:.2f}" for value in median])
+            ax.plot(SIZES, median, label=name, **styles[name])
+            ax.fill_between(SIZES, low, high, color=styles[name]["color"], alpha=0.15, linewidth=0)
+        off = [errors_on(layer, "performer-trig", size)[0] for size in SIZES]
+        ax.text(
+            16,
+            0.03,
+            f"performer-trig: {min(off):.0f} to {max(off):.0f}, off the scale",
+            fontsize=8.5,
+            color=MUTED,
+        )
+        level = mean_error(layer)
+        print("layer", layer, "mean of V", f"{level:.2f}")
+        ax.axhline(level, color=INK, linestyle=(0, (4, 3)), linewidth=1.2, label="mean of V for every query")
+        ax.set_xscale("log", base=2)
+        ax.set_xticks(SIZES, [str(size) for size in SIZES])
+        ax.set_ylim(0, 1.25)
+        dress(ax, f"Layer {layer}", "features")
+        if layer == LAYERS[0]:
+            ax.set_ylabel("relative output error")
+    handles, labels = ax.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False, fontsize=9.5)
+    return figure
+
+
+def dress(ax: Any, title: str, x: str) -> None:
+    """A quiet grid, a title, the name of the axis."""
+    for side in ("top", "right"):
+        ax.spines[side].set_visible(False)
+    ax.grid(axis="y", color=GRID, linewidth=0.8)
+    ax.set_axisbelow(True)
+    ax.set_title(title, loc="left", fontsize=10.5, fontweight="bold", color=INK)
+    ax.set_xlabel(x, color=INK)
+    ax.tick_params(colors=INK, labelsize=9)
+
+
+def _share(ax: Any, squares: Tensor, colour: str, stroke: Any, label: str) -> None:
+    ax.plot(
+        np.quantile(squares.numpy(), _QUANTILES),
+        _QUANTILES,
+        color=colour,
+        linestyle=stroke,
+        label=label,
+        linewidth=2,
+    )
+    print(
+        label, "quantiles .05 .5 .95 of |x + y|²:", np.quantile(squares.numpy(), (0.05, 0.5, 0.95)).round(2)
+    )
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    for name, figure in (("scale", draw_scale), ("lengths", draw_lengths), ("real", draw_real)):
+        figure().savefig(IMAGES / f"lesson-{name}.png", dpi=110, metadata={"Software": None})
