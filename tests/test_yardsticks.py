@@ -9,6 +9,7 @@ from efficient_attn.analysis.head_errors import heads
 from efficient_attn.measure import yardsticks
 from efficient_attn.measure.inputs import gaussian, sample
 from efficient_attn.sweep.sizes import ORACLE, TAYLOR
+from efficient_attn.sweep.yardsticks import ranks_of
 
 SMALL = {"inputs": "gaussian", "tokens": 24, "head_dim": 4, "norms": (0.5,), "sizes": (4, 8), "draws": 3}
 RELATIVE = "output_relative_error"
@@ -151,3 +152,8 @@ def test_inputs_and_features_vary_apart():
 def test_a_single_draw_is_said_to_tell_nothing_of_others():
     notes = ea.mse(["performer-trig"], **{**SMALL, "draws": 1}).tables()[0].notes
     assert any("one draw (seed 0), so nothing tells how far another one would be" in note for note in notes)
+
+
+def test_ranks_of_long_sequences_end_where_they_would_take_longest():
+    assert ranks_of((16, 256, 512, 1024), 1024) == [16, 256, 512]
+    assert ranks_of((16, 256, 512, 1024), 4096) == [16, 256]

@@ -210,9 +210,8 @@ def _yardsticks(subject: Any, question: Question, sizes: Sequence[int]) -> list[
         return []
     made = [make.mean_of_values()]
     if question.metrics != ("unsafe",):
-        ranks = [size for size in sizes if size < subject.tokens]
         made += [make.taylor(order, subject.head_dim) for order in make.TAYLOR_ORDERS]
-        made += [make.oracle(rank) for rank in ranks]
+        made += [make.oracle(rank) for rank in make.ranks_of(sizes, subject.tokens)]
     return [Point(subject=subject, variant=one.variant, yardstick=one, size=one.rank) for one in made]
 
 

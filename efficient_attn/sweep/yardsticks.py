@@ -1,5 +1,6 @@
 """The yardsticks of an error, as records beside those of backends."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -16,6 +17,9 @@ from efficient_attn.sweep.sizes import MEAN_OF_VALUES, ORACLE, TAYLOR, with_size
 from efficient_attn.sweep.variants import Variant
 
 TAYLOR_ORDERS = (1, 2)
+
+# Of more tokens than this, ranks end here.
+_LONG, _MOST_OF_LONG = 1024, 256
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +47,11 @@ def taylor(order: int, head_dim: int) -> Yardstick:
     options = {"order": order, "num_features": lines.taylor_features(head_dim, order)}
     label = f"{TAYLOR} order {order}"
     return Yardstick(variant=Variant(backend=TAYLOR, label=label, target=None, options=options), order=order)
+
+
+def ranks_of(sizes: Sequence[int], tokens: int) -> list[int]:
+    """The ranks worth their time: high ones of a long sequence would take longer than all backends."""
+    return [size for size in sizes if size < tokens and (tokens <= _LONG or size <= _MOST_OF_LONG)]
 
 
 def oracle(rank: int) -> Yardstick:
