@@ -116,7 +116,7 @@ def test_every_schema_that_was_released_has_a_fixture_and_a_way_into_this_one():
 
 
 @pytest.mark.parametrize("folder", sorted(FIXTURES.glob("schema-*")), ids=lambda folder: folder.name)
-def test_files_of_every_released_schema_are_read_tabled_and_told(folder):
+def test_files_of_every_released_schema_are_read_tabled_told_and_compared(folder):
     results = ea.read(folder)
     assert {record.case.kind for record in results.records} == set(KINDS)
     assert {record.status for record in results.records} == set(STATUSES)
@@ -125,6 +125,7 @@ def test_files_of_every_released_schema_are_read_tabled_and_told(folder):
     )
     assert results.tables() and results.sentences() and results.environment["torch"]["version"]
     assert all(record.case.schema == SCHEMA for record in results.records)
+    assert (found := ea.diff(folder, folder)).tables() is not None and not found.regressions
     for text in (folder / "records.jsonl").read_text().splitlines():
         assert valid(strictly(text), {**records_schema(), "properties": {}})
 

@@ -4,9 +4,10 @@ A case says what is measured; equal cases are the same measurement. A record is 
 numbers, with their units in the field names. What could not be measured is a record too, with its reason.
 """
 
+import itertools
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
@@ -29,7 +30,7 @@ STATUSES = ("ok", "unsupported", "skipped", "oom", "timeout", "crash", "error")
 _UPGRADES: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {}
 
 # A line of a record is a few kilobytes, a run a few hundred lines; a file of more than this is none of ours.
-_MOST_BYTES, _MOST_ROWS = 1 << 28, 100_000
+_LONGEST_LINE, _MOST_BYTES, _MOST_ROWS = 1 << 22, 1 << 24, 20_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,18 +216,35 @@ def read(path: str | Path) -> Reading:
     Raises:
         DataError: If the file cannot be read, or a line other than a torn last one is no record.
     """
+    records, torn = [], False
     try:
-        if os.path.getsize(path) > _MOST_BYTES:
-            raise DataError(f"{path} is larger than {_MOST_BYTES} bytes, which no file of records is.")
-        data = Path(path).read_bytes()
+        for number, text in enumerate(_lines(path), start=1):
+            torn = bool(text.strip()) and not text.endswith(b"\n")
+            if text.strip() and not torn:
+                records.append(parse(text, f"{path}, line {number}"))
     except OSError as error:
         raise DataError(f"Cannot read records from {path}: {error.strerror}.") from None
-    if data.count(b"\n") > _MOST_ROWS:
-        raise DataError(f"{path} has more than {_MOST_ROWS} lines, which no file of records has.")
-    *whole, rest = data.split(b"\n")
-    lines = enumerate(whole, start=1)
-    records = tuple(parse(text, f"{path}, line {number}") for number, text in lines if text.strip())
-    return Reading(records, torn=bool(rest.strip()))
+    return Reading(tuple(records), torn)
+
+
+def _lines(path: str | Path) -> Iterator[bytes]:
+    """The lines of a file, one at a time, as long as it can be one of ours."""
+    size = 0
+    with open(path, "rb") as file:
+        for number in itertools.count(1):
+            text = file.readline(_LONGEST_LINE + 1)
+            size += len(text)
+            if len(text) > _LONGEST_LINE:
+                raise DataError(
+                    f"{path}, line {number} is longer than {_LONGEST_LINE} bytes, which no record is."
+                )
+            if size > _MOST_BYTES:
+                raise DataError(f"{path} is larger than {_MOST_BYTES} bytes, which no file of records is.")
+            if not text:
+                return
+            if number > _MOST_ROWS:
+                raise DataError(f"{path} has more than {_MOST_ROWS} lines, which no file of records has.")
+            yield text
 
 
 def parse(text: bytes, place: str) -> Record:

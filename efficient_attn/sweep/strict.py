@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import sys
 from typing import Any
 
@@ -9,6 +10,9 @@ from efficient_attn.errors import DataError
 
 # A whole number fits into 64 bits, and every number into a float.
 _LARGEST = 2**63 - 1
+
+# Without these a number has fewer than 200 digits and an exponent below 100.
+_MAY_OVERFLOW = re.compile(r"[eE]\+?[0-9]{3}|[0-9]{200}")
 
 
 def read_object(text: bytes | str, place: str) -> dict[str, Any]:
@@ -18,7 +22,10 @@ def read_object(text: bytes | str, place: str) -> dict[str, Any]:
         DataError: If it is something else, or holds a number that is not finite.
     """
     try:
-        value = json.loads(text, parse_constant=_refuse_constant, parse_float=_finite_number)
+        text = text.decode("utf-8-sig") if isinstance(text, bytes) else text
+        # Looking at every number costs more than reading them all.
+        parse_float = _finite_number if _MAY_OVERFLOW.search(text) else None
+        value = json.loads(text, parse_constant=_refuse_constant, parse_float=parse_float)
     except (ValueError, RecursionError) as error:
         raise DataError(f"{place} is no strict JSON: {str(error)[:80]}.") from None
     if not isinstance(value, dict):
@@ -71,6 +78,7 @@ def _refuse_constant(name: str) -> None:
 
 def _finite_number(text: str) -> float:
     # "1e999" is valid JSON and reads as infinity.
-    if not math.isfinite(float(text)):
+    number = float(text)
+    if not math.isfinite(number):
         raise ValueError(f"{text} is no finite number")
-    return float(text)
+    return number
