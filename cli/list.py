@@ -2,7 +2,7 @@
 
 import json
 from dataclasses import MISSING, asdict, fields
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
@@ -14,15 +14,27 @@ _SHOWN = ("causal", "cross", "key_mask", "exact", "averages")
 _POWERS = {1: "n", 2: "n²"}
 
 
-def list_command(as_json: JsonOption = False) -> None:
-    """List the backends, what each promises, its options and its paper."""
-    from efficient_attn.backends import list_backends, spec
+NoPluginsOption = Annotated[
+    bool, typer.Option("--no-plugins", help="Leave out backends that other installed packages bring.")
+]
 
-    specs = [spec(name) for name in list_backends()]
+
+def list_command(as_json: JsonOption = False, no_plugins: NoPluginsOption = False) -> None:
+    """List the backends, what each promises, its options and its paper; plug-ins with their packages."""
+    from efficient_attn.backends import list_backends, spec
+    from efficient_attn.plugins import complaints, plugins
+
+    names = list_backends()
+    # Named, not imported: what a plug-in promises is known once its backend is asked for.
+    others = [] if no_plugins else [one for name, one in sorted(plugins().items()) if name not in names]
+    for complaint in [] if no_plugins else complaints(names):
+        talk.say(complaint)
     if as_json:
-        typer.echo(json.dumps([_row(one) for one in specs], indent=2, ensure_ascii=False))
+        rows = [_row(spec(name)) for name in names]
+        rows += [dict.fromkeys(rows[0]) | {"name": one.name, "plugin": one._asdict()} for one in others]
+        typer.echo(json.dumps(rows, indent=2, ensure_ascii=False))
         return
-    talk.print_tables([_table(specs)])
+    talk.print_tables([_table([spec(name) for name in names]), *([_plugin_table(others)] if others else [])])
 
 
 def _row(one: Any) -> dict[str, Any]:
@@ -32,8 +44,17 @@ def _row(one: Any) -> dict[str, Any]:
         "paper": one.paper,
         "options": _options(one),
         "size_option": one.size_option,
+        "plugin": None,
         **asdict(one.capabilities),
     }
+
+
+def _plugin_table(others: list[Any]) -> Any:
+    from efficient_attn.report.table import Table
+
+    rows = tuple((one.name, one.distribution or "–", one.version or "–", one.module) for one in others)
+    note = "Imported when asked for, and not before: efficient-attn check NAME tells what one promises."
+    return Table("Backends of other packages", ("backend", "package", "version", "module"), rows, (note,))
 
 
 def _options(one: Any) -> dict[str, Any]:

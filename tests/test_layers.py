@@ -21,7 +21,7 @@ LAYERS = (
     {"ops"},
     {"modules"},
     {"registry"},
-    {"backend", "checks", "foreign", "calibration"},
+    {"backend", "checks", "foreign", "calibration", "plugins"},
     {"backends"},
     {"transformer"},
     {"conformance", "testing", "theory", "measure", "data"},

@@ -1,7 +1,15 @@
 """Plug-ins: code of another package runs when its backend is asked for, and not before."""
 
+import json
+import os
 import subprocess
 import sys
+
+import pytest
+
+from efficient_attn.plugins import plugins
+from efficient_attn.registry import SPECS
+from efficient_attn.testing import check_backend
 
 COMMANDS = """
 from efficient_attn.backends import list_backends, spec
@@ -43,3 +51,114 @@ def test_a_plug_in_is_listed_completed_and_suggested_without_being_imported(tmp_
     code = f"import os, sys\nsys.path.insert(0, {str(tmp_path)!r})\n{COMMANDS}"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
     assert run.returncode == 0, run.stderr
+
+
+GOOD = """
+from efficient_attn.backends.exact import DropoutOptions, FusedAttention
+from efficient_attn.registry import Capabilities, register
+
+open("imported", "w").close()
+promises = Capabilities(causal=True, exact=True, time_growth=2)
+register("stranger", summary="As exact.", capabilities=promises, options=DropoutOptions)(FusedAttention)
+"""
+TAKEN = """
+from efficient_attn.registry import Capabilities, register
+
+register("window", summary="", capabilities=Capabilities(causal=False))(print)
+"""
+
+
+@pytest.fixture
+def install(tmp_path, monkeypatch):
+    """Puts a package with a plug-in onto the path of this process, and takes all of it away again."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    modules, specs = set(sys.modules), dict(SPECS)
+
+    def add(package, name, code):
+        (tmp_path / f"{package}.py").write_text(code)
+        about = tmp_path / f"{package}-2.5.dist-info"
+        about.mkdir()
+        (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 2.5\n")
+        (about / "entry_points.txt").write_text(f"[efficient_attn.backends]\n{name} = {package}\n")
+        plugins.cache_clear()
+
+    yield add
+    plugins.cache_clear()
+    SPECS.clear()
+    SPECS.update(specs)
+    for name in set(sys.modules) - modules:
+        if name in ("strangers", "first", "second", "third"):
+            del sys.modules[name]
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """Exit code, standard output and standard error of a command."""
+    main = pytest.importorskip("efficient_attn_cli.main", reason="needs an installation").main
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def command(*words):
+        with pytest.raises(SystemExit) as leaving:
+            main(words)
+        return leaving.value.code, *capsys.readouterr()
+
+    return command
+
+
+def test_the_list_tells_which_package_brings_a_plug_in_and_can_leave_it_out(install, run):
+    install("strangers", "stranger", GOOD)
+    code, out, _ = run("list")
+    (line,) = (line for line in out.splitlines() if "strangers" in line)
+    assert code == 0 and line.split() == ["stranger", "strangers", "2.5", "strangers"]
+    rows = {row["name"]: row for row in json.loads(run("list", "--json")[1])}
+    assert rows["stranger"]["plugin"]["distribution"] == "strangers" and rows["exact"]["plugin"] is None
+    assert rows["stranger"].keys() == rows["exact"].keys()
+    assert "stranger" not in run("list", "--no-plugins")[1]
+    assert not os.path.exists("imported")
+
+
+def test_the_suite_runs_on_a_plug_in(install):
+    install("strangers", "stranger", GOOD)
+    records = check_backend(
+        "stranger", only=["equals_softmax_attention", "the_same_call_gives_the_same_bits"]
+    )
+    assert [record.outcome for record in records] == ["kept", "kept"] and os.path.exists("imported")
+
+
+@pytest.mark.slow
+def test_check_runs_the_whole_suite_on_a_plug_in(install, run):
+    install("strangers", "stranger", GOOD)
+    code, out, _ = run("check", "stranger", "--json")
+    outcomes = {row["check"]: row["outcome"] for row in json.loads(out)}
+    assert code == 0 and outcomes["equals_softmax_attention"] == "kept"
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        ("import nothing_of_this_name", "ModuleNotFoundError: No module named 'nothing_of_this_name'"),
+        (TAKEN, "RuntimeError: Two backends are called 'window'"),
+        ("", "was to register a backend of that name and did not"),
+    ],
+)
+def test_a_broken_plug_in_is_one_line_where_it_is_asked_for_and_nothing_elsewhere(
+    install, run, code, message
+):
+    install("strangers", "stranger", code)
+    left, _, said = run("list")
+    assert left == 0 and said == ""
+    left, _, said = run("check", "stranger")
+    assert left == 2 and "plug-in 'stranger' (strangers 2.5)" in said and message in said
+    assert len(said.strip().splitlines()) == 1
+
+
+def test_names_that_are_taken_are_warned_of(install, run):
+    install("first", "window", "")
+    install("second", "stranger", GOOD)
+    install("third", "stranger", GOOD)
+    left, _, said = run("list")
+    assert left == 0
+    assert "Left out is the plug-in 'window' (first 2.5): a backend here has that name." in said
+    assert "third 2.5" in said and "the last is used" in said
+    assert run("list", "--no-plugins")[2] == ""

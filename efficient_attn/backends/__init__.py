@@ -4,19 +4,16 @@ import importlib
 import pkgutil
 from collections.abc import Callable
 from dataclasses import fields
-from functools import cache
-from importlib.metadata import entry_points
 from typing import Any
 
 from torch import Tensor, nn
 
 from efficient_attn.backend import Backend
-from efficient_attn.errors import DataError, UnknownNameError, UnsupportedError
+from efficient_attn.errors import UnknownNameError, UnsupportedError
 from efficient_attn.foreign import is_address, load, spec_of
+from efficient_attn.plugins import load_plugin, plugins
 from efficient_attn.problem import AttentionProblem
 from efficient_attn.registry import SPECS, BackendSpec
-
-_PLUGINS = "efficient_attn.backends"
 
 for _module in pkgutil.iter_modules(__path__):
     importlib.import_module(f"{__name__}.{_module.name}")
@@ -32,11 +29,12 @@ def spec(name: str) -> BackendSpec:
 
     Raises:
         UnknownNameError: If neither the table nor a plug-in has the name.
+        DataError: If the plug-in cannot be imported.
     """
-    if name not in SPECS and name in _plugins():
-        _load_plugin(name)
+    if name not in SPECS and name in plugins():
+        load_plugin(name)
     if name not in SPECS:
-        raise UnknownNameError("backend", name, {*SPECS, *_plugins()})
+        raise UnknownNameError("backend", name, {*SPECS, *plugins()})
     return SPECS[name]
 
 
@@ -118,16 +116,3 @@ def _check_promises(backend: BackendSpec, problem: AttentionProblem) -> None:
         raise UnsupportedError(
             f"Backend {backend.name!r} has to know the longest sequence: build it with max_tokens."
         )
-
-
-@cache
-def _plugins() -> dict[str, Any]:
-    """Entry points of other packages by the name of their backend; none of them imported."""
-    return {point.name: point for point in entry_points(group=_PLUGINS)}
-
-
-def _load_plugin(name: str) -> None:
-    point = _plugins()[name]
-    point.load()
-    if name not in SPECS:
-        raise DataError(f"The plug-in {point.value} was to register backend {name!r} and did not.")
