@@ -88,7 +88,7 @@ def _hyperbolic_pullback(x: Tensor, features: Features, by: Features, directions
 def trigonometric_features(x: Vectors, directions: Directions) -> Features:
     """exp(|x|²/2) / √m · [cos(w·x), sin(w·x)] for each of m directions w (Choromanski et al. 2021, eq. 4)."""
     angles = x @ directions.mT
-    values = torch.cat([angles.cos(), angles.sin()], dim=-1) / math.sqrt(directions.shape[-2])
+    values = torch.cat([angles.cos(), angles.sin()], dim=-1).div_(math.sqrt(directions.shape[-2]))
     return Features(half_square(x), values)
 
 

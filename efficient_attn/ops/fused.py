@@ -22,16 +22,19 @@ def fused_attention(
     causal: bool = False,
     key_mask: KeyMask | None,
     dropout: float,
+    hidden: bool = False,
 ) -> Output:
     """softmax(scale · q kᵀ) v in O(tokens) memory beyond inputs and output.
 
-    `dropout` is the probability with which a weight is dropped, 0 outside training.
+    `dropout` is the probability with which a weight is dropped, 0 outside training; `hidden` tells that
+    keys and values hold zeros already where they are masked.
     """
     if scale <= 0:
         # The kernel multiplies the −inf of its own causal mask by the scale: NaN, or +inf.
         q, scale = q * scale, 1.0
     value_dim, widest = v.shape[-1], max(q.shape[-1], v.shape[-1])
-    k, v = hide(k, key_mask), hide(v, key_mask)
+    if not hidden:
+        k, v = hide(k, key_mask), hide(v, key_mask)
     # The kernel in O(tokens) memory wants all three equally wide; zeros change no product.
     q, k, v = (x if x.shape[-1] == widest else F.pad(x, (0, widest - x.shape[-1])) for x in (q, k, v))
     rowwise = causal and q.shape[-2] > 1

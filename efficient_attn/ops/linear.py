@@ -63,7 +63,11 @@ def empty_state(keys: Features, value_dim: int) -> LinearState:
 def summarise(keys: Features, v: Tensor) -> LinearState:
     """The state of a few keys and their values [batch kv_heads tokens value_dim]."""
     reference = keys.log_scale.detach().amax(dim=-2, keepdim=True)
-    return LinearState(weigh(keys, reference).mT @ with_ones(v), reference)
+    scale = exponential(keys.log_scale - finite(reference))
+    if keys.values is None:
+        return LinearState(scale.mT @ with_ones(v), reference)
+    # A token's one scale goes to its value, which is shorter than its features.
+    return LinearState(keys.values.mT @ (with_ones(v) * scale), reference)
 
 
 def merge(one: LinearState, other: LinearState) -> LinearState:
@@ -77,12 +81,6 @@ def read(state: LinearState, queries: Features) -> Tensor:
     """Attention of queries to all keys of a state, [batch kv_heads rows value_dim]."""
     weights, _ = query_weights(queries, state.log_scale)
     return divide(weights @ state.sums, sees(state))
-
-
-def weigh(keys: Features, reference: Tensor) -> Tensor:
-    """Features of keys relative to a logarithmic scale, [… tokens features], at most 1 below it."""
-    scale = exponential(keys.log_scale - finite(reference))
-    return scale if keys.values is None else scale * keys.values
 
 
 def query_weights(queries: Features, reference: Tensor) -> tuple[Tensor, Tensor]:
@@ -107,15 +105,20 @@ def causal_chunk(past: LinearState, queries: Features, keys: Features, v: Tensor
     """
     here = merge(past, summarise(keys, v))
     weights, scale = query_weights(queries, here.log_scale)
-    numbers = weigh(keys, here.log_scale)
     before = fade(past, here.log_scale)
-    sums = triangle(weights @ numbers.mT) @ with_ones(v) + weights @ (before.mT * past.sums)
+    sums = triangle(_scores(weights, keys, here.log_scale)) @ with_ones(v) + weights @ (before.mT * past.sums)
     seen = _visible(past, keys, rows=sums.shape[-2])
     tokens = v.shape[-2]
     if tokens > 1 and bool((seen & (_mass(sums, keys, here, before) < TINY[sums.dtype])).any()):
         return _in_halves(past, queries, keys, v)
     out, logarithm = divide(sums, seen), log_sum(sums, scale, seen)
     return Chunk(out, logarithm, sums[..., -1:] < 0, here, [tokens])
+
+
+def _scores(weights: Tensor, keys: Features, reference: Tensor) -> Tensor:
+    """Weight of each key in each row, [… rows tokens]."""
+    scale = exponential(keys.log_scale - finite(reference))
+    return weights @ scale.mT if keys.values is None else (weights @ keys.values.mT) * scale.mT
 
 
 def _in_halves(past: LinearState, queries: Features, keys: Features, v: Tensor) -> Chunk:

@@ -40,7 +40,7 @@ from efficient_attn.ops.linear_tokens import Tokens
 from efficient_attn.ops.precision import without_autocast
 
 # Tokens that read one another directly.
-CHUNK = 128
+CHUNK = 64
 
 
 def causal_linear_attention(tokens: Tokens) -> Outputs:

@@ -35,7 +35,8 @@ from efficient_attn.ops.linear_softmax_gradient import two_softmaxes_gradients
 from efficient_attn.ops.linear_tokens import Tokens
 from efficient_attn.ops.precision import without_autocast
 
-_CHUNK = 256
+# Tokens whose features are made at once, few enough to stay in cache.
+_CHUNK = 128
 
 
 def full_linear_attention(tokens: Tokens) -> Outputs:
@@ -78,13 +79,16 @@ def _full(
             return *outputs, *state
         outputs, state = new_outputs(q, v), whole_state(tokens)
         for part in chunks(q.shape[-2]):
-            weights, reference = query_weights(
-                tokens.query_features(tokens.query_rows(part)), state.log_scale
-            )
-            sums, seen = weights @ state.sums, sees(state)
-            rows = Outputs(divide(sums, seen), log_sum(sums, reference, seen), sums[..., -1:] < 0)
-            outputs.put(part, rows)
+            outputs.put(part, _read(tokens, part, state))
     return *outputs, *state
+
+
+def _read(tokens: Tokens, part: slice, state: LinearState) -> Outputs:
+    """The rows of some queries."""
+    features = tokens.query_features(tokens.query_rows(part))
+    weights, reference = query_weights(features, state.log_scale)
+    sums, seen = weights @ state.sums, sees(state)
+    return Outputs(divide(sums, seen), log_sum(sums, reference, seen), sums[..., -1:] < 0)
 
 
 @_full.register_fake

@@ -29,13 +29,14 @@ def linformer_attention(
     few_keys, alive = _mix(mix_keys.to(dtype), hide(k, key_mask).to(dtype), heads, key_mask)
     few_values, alive_values = _mix(mix_values.to(dtype), hide(v, key_mask).to(dtype), heads, key_mask)
     alive = (alive & alive_values).expand(q.shape[0], -1, -1)
+    few_values = few_values.masked_fill(~alive.unsqueeze(-1), 0.0)
     inputs = (q.to(dtype), few_keys, few_values)
     if alive.shape[1] == 1:
-        out = fused_attention(*inputs, scale=scale, key_mask=alive.squeeze(1), dropout=0.0)
+        out = fused_attention(*inputs, scale=scale, key_mask=alive.squeeze(1), dropout=0.0, hidden=True)
         return out.to(q.dtype)
     # Each head has mixtures of its own, dead ones among them: a head is a batch entry here.
     alone = (x.flatten(0, 1).unsqueeze(1) for x in inputs)
-    out = fused_attention(*alone, scale=scale, key_mask=alive.flatten(0, 1), dropout=0.0)
+    out = fused_attention(*alone, scale=scale, key_mask=alive.flatten(0, 1), dropout=0.0, hidden=True)
     return out.unflatten(0, q.shape[:2]).squeeze(2).to(q.dtype)
 
 
