@@ -79,8 +79,47 @@ def gemma3(**changes: Any) -> Any:
     return ready(Gemma3ForCausalLM, Gemma3TextConfig(**{**SIZES, **own, "layer_types": types, **changes}))
 
 
+def bart(**changes: Any) -> Any:
+    """An encoder and a decoder that reads it: three kinds of attention, two layers each."""
+    from transformers import BartConfig, BartForConditionalGeneration
+
+    own = {
+        "vocab_size": VOCABULARY,
+        "d_model": 32,
+        "max_position_embeddings": 64,
+        "decoder_start_token_id": 1,
+    }
+    sides = {
+        f"{side}_{name}": size
+        for side in ("encoder", "decoder")
+        for name, size in (("layers", 2), ("attention_heads", 4), ("ffn_dim", 32))
+    }
+    special = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None, "forced_eos_token_id": None}
+    return ready(BartForConditionalGeneration, BartConfig(**{**own, **sides, **special, **changes}))
+
+
+def opt(**changes: Any) -> Any:
+    """Scales its queries itself and asks the attention function for a factor of 1."""
+    from transformers import OPTConfig, OPTForCausalLM
+
+    own = {"vocab_size": VOCABULARY, "ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.0}
+    sizes = {
+        "hidden_size": 32,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 64,
+    }
+    return ready(OPTForCausalLM, OPTConfig(**{**own, **sizes, **changes}))
+
+
 ENCODERS: dict[str, Callable[..., Any]] = {"bert": bert, "modernbert": modernbert, "eurobert": eurobert}
-DECODERS: dict[str, Callable[..., Any]] = {"gpt2": gpt2, "llama": llama, "mistral": mistral, "gemma3": gemma3}
+DECODERS: dict[str, Callable[..., Any]] = {
+    "gpt2": gpt2,
+    "llama": llama,
+    "mistral": mistral,
+    "gemma3": gemma3,
+    "opt": opt,
+}
 MODELS = {**ENCODERS, **DECODERS}
 
 

@@ -15,6 +15,7 @@ from hf_models import (
     SIZES,
     TOKENS,
     VOCABULARY,
+    bart,
     bert,
     gemma3,
     gpt2,
@@ -162,6 +163,31 @@ def test_a_backend_that_keeps_a_draw_equals_the_same_backend_called_by_hand(name
     assert (k.shape[1], q.shape[1]) == ((2, 4) if name == "llama" else (4, 4))
 
 
+def test_an_encoder_and_its_decoder_are_served_by_kind(counted):
+    model, batch = bart(), {**inputs(), "decoder_input_ids": inputs()["input_ids"][:, :7]}
+    with torch.no_grad():
+        expected = model(**batch).logits
+        with swapped(model, "exact"):
+            torch.testing.assert_close(model(**batch).logits, expected, **ROUNDING)
+        counted.clear()
+        with swapped(model, full="window", cross="performer-positive"):
+            assert model(**batch).logits.isfinite().all()
+    assert [name for name, _ in counted] == ["window"] * 2 + ["window", "performer-positive"] * 2
+    with pytest.raises(UnsupportedError, match=r"cannot read another sequence.*cross='exact'"):
+        attach(model, "window")
+
+
+def test_a_model_without_masks_is_served(counted):
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 48}
+    model = ready(transformers.ViTModel, transformers.ViTConfig(**sizes, image_size=32, patch_size=8))
+    pixels = torch.randn(2, 3, 32, 32)
+    with torch.no_grad():
+        expected = model(pixels).last_hidden_state
+        with swapped(model, "exact"):
+            torch.testing.assert_close(model(pixels).last_hidden_state, expected, **ROUNDING)
+    assert len(counted) == 1
+
+
 def test_layers_can_be_named_by_number(counted):
     model = attach(bert(), {"0-1": ("window", {"window": 7}), 2: "performer-positive"})
     logits(model, inputs())
@@ -194,9 +220,11 @@ def test_swapped_puts_back_what_was_attached():
     assert model.config.efficient_attn == plan
 
 
-def test_calibrated_backends_are_calibrated_on_a_batch():
+def test_calibrated_backends_are_calibrated_on_a_batch(caplog):
+    caplog.set_level(logging.WARNING, "efficient_attn")
     batch = inputs(left=0, right=0)
     model = attach(bert(), "performer-oprf", num_features=16)
+    assert "ea.calibrate(model, **batch)" in caplog.text
     with pytest.raises(ea.CalibrationError, match=r"ea\.calibrate\(model"):
         model(**batch)
     ea.calibrate(model, **batch)
@@ -351,7 +379,7 @@ def test_only_models_of_transformers_are_taken():
         attach(torch.nn.Linear(2, 2), "exact")
 
 
-def test_the_scale_is_the_models(counted):
+def test_the_scale_is_the_models():
     model = gemma3()
     attach(model, "exact")
     backend = model.model.layers[0].self_attn.efficient_attn

@@ -82,6 +82,10 @@ def attach(
         "sdpa and drop what they keep.",
         type(model).__name__,
     )
+    if any(backend.needs_calibration for backend in backends.values()):
+        _log.warning(
+            "Its backends have to see typical input before they are used: ea.calibrate(model, **batch)."
+        )
     return model
 
 

@@ -18,7 +18,6 @@ NAME = "efficient_attn"
 PLACE = "efficient_attn"
 # The attribute by which a cache of ours travels with the keys that it was given.
 STATE = "_efficient_attn_state"
-_SAME_SCALE = 1e-6
 
 NO_WEIGHTS = (
     "output_attentions: no attention weights are ever built here; use attn_implementation='eager', or "
@@ -60,7 +59,8 @@ def attend_attached(
         )
     _refuse(module, others)
     visible = _visible(module, key, attention_mask, is_causal)
-    _check_built_for(backend, visible.pattern, query, scaling)
+    _check_built_for(backend, visible.pattern)
+    query = _scaled(query, scaling, backend)
     if dropout:
         backend = _with_dropout(backend, dropout, module)
     return _run(backend, query, key, value, visible), None
@@ -129,15 +129,20 @@ def _refuse(module: Any, others: dict[str, Any]) -> None:
         raise UnsupportedError(NO_WEIGHTS)
 
 
-def _check_built_for(backend: Backend, pattern: Pattern, query: Tensor, scaling: float | None) -> None:
-    """Refuse a call that is another than `attach` expected of this module."""
-    problem = backend.problem
+def _scaled(query: Tensor, scaling: float | None, backend: Backend) -> Tensor:
+    """The queries, times what is missing where a model scales otherwise than its module says.
+
+    Some scale queries themselves, say so in an attribute and then ask for a factor of 1.
+    """
     factor = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return query if factor == backend.problem.factor else query * (factor / backend.problem.factor)
+
+
+def _check_built_for(backend: Backend, pattern: Pattern) -> None:
+    """Refuse a call that is another than `attach` expected of this module."""
     error = None
-    if pattern.causal != problem.causal:
-        error = f"reads {pattern}", f"causal={problem.causal}"
-    elif abs(factor - problem.factor) > _SAME_SCALE * abs(factor):
-        error = f"scales by {factor:g}", f"scale={problem.factor:g}"
+    if pattern.causal != backend.problem.causal:
+        error = f"reads {pattern}", f"causal={backend.problem.causal}"
     elif pattern.sliding and getattr(backend.options, "window", None) != pattern.window:
         error = f"reads {pattern}", f"options {backend.options}"
     if error is not None:
