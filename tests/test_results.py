@@ -3,6 +3,7 @@
 import csv
 import io
 import re
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -11,6 +12,7 @@ from rich.console import Console
 from efficient_attn.errors import DataError, UnknownNameError
 from efficient_attn.experiments.results import Results, open_folder, read
 from efficient_attn.report import table as tables
+from efficient_attn.report.drawings import draw
 from efficient_attn.report.plot import new_axes
 from efficient_attn.sweep.records import Case, Record, append
 
@@ -83,11 +85,31 @@ def test_where_nothing_is_faster_the_sentence_says_so():
 
 def test_a_plot_draws_every_backend_on_given_or_own_axes():
     results = Results(records())
-    ax = new_axes()
+    (ax,) = new_axes()
     assert results.plot(ax=ax) is ax
     assert {text.get_text() for text in ax.texts} >= {"exact", "window"}
     assert ax.get_xscale() == ax.get_yscale() == "log"
     assert len(results.plot("peak_bytes").lines) == 2
+
+
+def test_attention_and_block_have_panels_of_their_own_in_which_a_backend_looks_alike():
+    of_block = [replace(record, case=replace(record.case, of="block")) for record in records()]
+    results = Results([*records(), *of_block])
+    first, second = results.plot().figure.axes
+    assert first.get_title(loc="left").strip() == "Time of one call"
+    assert second.get_title(loc="left").strip() == "Time of one call of the block"
+    for ax in (first, second):
+        assert [line.get_label() for line in ax.lines] == ["exact", "window"]
+    assert [line.get_color() for line in first.lines] == [line.get_color() for line in second.lines]
+    (drawing,) = draw(results.records, ["time_s", "peak_bytes"], name="run")
+    assert [panel.caption for panel in drawing.panels] == [
+        f"{cost}{place}"
+        for cost in ("Time of one call", "Peak memory of one call, beside its inputs")
+        for place in ("", " of the block")
+    ]
+    # On axes that are given, and whose lines have to be told apart by their names.
+    (ax,) = new_axes()
+    assert len(results.plot(ax=ax).lines) == 4
 
 
 def test_names_at_the_ends_of_lines_do_not_overlap():

@@ -81,26 +81,32 @@ def _costs(
     """Costs share lines and conditions, hence a legend."""
     shown, conditions = [], ""
     lines: dict[str, Any] = {}
-    for quantity in quantities:
+    panelled = [
+        (quantity, *panel) for quantity in quantities for panel in cost_plot.subjects(records, quantity)
+    ]
+    groups = {quantity: [group for of, _, group in panelled if of == quantity] for quantity in quantities}
+    for number, (quantity, subject, group) in enumerate(panelled):
         ax = _axes()
         if corners := [
             (point.tokens, edge)
             for run in beside
-            for curve in cost_plot.drawable(run, quantity)
+            for curve in cost_plot.drawable(
+                dict(cost_plot.subjects(run, quantity)).get(subject, []), quantity
+            )
             for point in curve.measured
             for edge in (point.low, point.high)
         ]:
             ax.update_datalim(corners)
-        if not cost_plot.drawable(records, quantity):
-            continue
-        cost_plot.plot(records, y=quantity, ax=ax, bare=True)
-        heading, told = cost_plot.headline(records, quantity)
+        cost_plot.plot(
+            group, y=quantity, ax=ax, bare=True, styles=cost_plot.styles_of(groups[quantity], quantity)
+        )
+        heading, told = cost_plot.headline(group, quantity)
         # The first says the most: that of time names its interval.
         conditions = conditions or told
         # From the top of the plot down, as the lines end.
         ends = sorted(ax.lines, key=lambda line: -line.get_ydata()[-1])
         lines |= {line.get_label(): line for line in ends if line.get_label() not in lines}
-        shown.append(Panel(heading, _svg(ax, f"{name}-{quantity}", heading, _described(records, quantity))))
+        shown.append(Panel(heading, _svg(ax, f"{name}-cost-{number}", heading, _described(group, quantity))))
     return Drawing("Time and memory against tokens", conditions, _legend(lines.values()), tuple(shown))
 
 

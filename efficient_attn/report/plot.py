@@ -1,15 +1,15 @@
 """Time and memory against tokens, on logarithmic axes, each line named where it ends."""
 
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from efficient_attn.analysis.curves import YARDSTICK, Curve, Point, curves
+from efficient_attn.analysis.curves import Curve, Point, by_subject, curves
 from efficient_attn.report.files import write
 from efficient_attn.report.harmless import plain
+from efficient_attn.report.line_names import line_name, name_lines
 from efficient_attn.report.palette import INK, MUTED, line_styles
-from efficient_attn.report.readable import short
 from efficient_attn.sweep.amounts import show_bytes, show_seconds
 from efficient_attn.sweep.records import Case, Record
 
@@ -31,24 +31,49 @@ _DOTS_PER_INCH = 160
 # A range of times smaller than this gets numbers at 1, 2 and 5 of each decade instead of at 1.
 _FEW_DECADES = 500
 
-_LONGEST_NAME = 36
-
 # Beyond this the margins of an axis are no floating-point numbers any more.
 _LARGEST = 1e300
 
-# Least distance of two names, as a share of the axis's height.
-_NAME_DISTANCE = 0.055
 
-
-def plot(records: Sequence[Record], *, y: str = "time_s", ax: Any = None, bare: bool = False) -> Any:
-    """Draw one cost of every backend against tokens; the axes that were drawn on.
+def plot(
+    records: Sequence[Record],
+    *,
+    y: str = "time_s",
+    ax: Any = None,
+    bare: bool = False,
+    styles: Mapping[str, Mapping[str, Any]] | None = None,
+) -> Any:
+    """Draw one cost of every backend against tokens; the axes that were drawn on, of several the first.
 
     Args:
+        ax: For all of it; a figure with a panel for attention, one for the block, … is made if left out.
         bare: Without title and names, for a page that writes them around the plot.
+        styles: Of lines, where other plots share them.
     """
+    # Where nothing can be drawn the axes stay empty.
+    groups = [records] if ax is not None else [group for _, group in subjects(records, y)] or [records]
+    styles = styles_of(groups, y) if styles is None else styles
+    axes = new_axes(len(groups)) if ax is None else [ax]
+    for one, group in zip(axes, groups, strict=True):
+        _plot_on(one, group, y, styles, bare=bare)
+    return axes[0]
+
+
+def subjects(records: Sequence[Record], y: str) -> list[tuple[str, list[Record]]]:
+    """The records of attention, of the block, …, as far as there is something to draw of each."""
+    return [(subject, group) for subject, group in by_subject(records).items() if drawable(group, y)]
+
+
+def styles_of(groups: Iterable[Sequence[Record]], y: str) -> dict[str, dict[str, Any]]:
+    """The style of each line: a backend is drawn alike in all panels."""
+    drawn = {curve.label: curve.backend for group in groups for curve in drawable(group, y)}
+    return line_styles(list(drawn.items()))
+
+
+def _plot_on(
+    ax: Any, records: Sequence[Record], y: str, styles: Mapping[str, Mapping[str, Any]], *, bare: bool
+) -> None:
     drawn = drawable(records, y)
-    ax = new_axes() if ax is None else ax
-    styles = line_styles([(curve.label, curve.backend) for curve in drawn])
     for curve in drawn:
         _draw(ax, curve, styles[curve.label])
     ax.set_xscale("log", base=2)
@@ -56,8 +81,7 @@ def plot(records: Sequence[Record], *, y: str = "time_s", ax: Any = None, bare: 
     _dress(ax, drawn, y)
     if not bare:
         _write_title(ax, *headline(records, y))
-        _name_lines(ax, drawn, styles)
-    return ax
+        name_lines(ax, drawn, styles)
 
 
 def drawable(records: Sequence[Record], y: str) -> list[Curve]:
@@ -77,14 +101,18 @@ def headline(records: Sequence[Record], y: str) -> tuple[str, str]:
     """What a plot shows, and under which conditions."""
     drawn = drawable(records, y)
     conditions = _subtitle(drawn[0].points[0].record.case, timed=y == "time_s") if drawn else ""
-    return _TITLES[y], plain(conditions)
+    named = by_subject([curve.points[0].record for curve in drawn])
+    place = f" of the {next(iter(named))}" if len(named) == 1 and "attention" not in named else ""
+    return f"{_TITLES[y]}{place}", plain(conditions)
 
 
-def new_axes() -> Any:
-    """Axes on a figure of their own, without the window that pyplot would open."""
+def new_axes(panels: int = 1) -> list[Any]:
+    """Axes below each other on a figure of their own, without the window that pyplot would open."""
     from matplotlib.figure import Figure
 
-    return Figure(figsize=_SIZE_INCHES, layout="constrained").subplots()
+    width, height = _SIZE_INCHES
+    figure = Figure(figsize=(width, height * panels), layout="constrained")
+    return list(figure.subplots(panels, squeeze=False)[:, 0])
 
 
 def save(ax: Any, folder: Path, name: str) -> list[Path]:
@@ -115,7 +143,7 @@ def to_bytes(figure: Any, kind: str, *, salt: str, letters_as_paths: bool = True
 def _draw(ax: Any, curve: Curve, style: Mapping[str, Any]) -> None:
     points = curve.measured
     tokens = [point.tokens for point in points]
-    ax.plot(tokens, [point.value for point in points], **style, label=plain(_name(curve)))
+    ax.plot(tokens, [point.value for point in points], **style, label=plain(line_name(curve)))
     ax.fill_between(
         tokens,
         [point.low for point in points],
@@ -173,61 +201,3 @@ def _subtitle(case: Case, *, timed: bool) -> str:
         f"batch {case.batch}, {case.num_heads} heads of {case.head_dim}, {case.dtype}, {where}",
     ]
     return "; ".join([*parts, "median with its 95 % interval"] if timed else parts)
-
-
-def _name_lines(ax: Any, drawn: Sequence[Curve], styles: Mapping[str, Mapping[str, Any]]) -> None:
-    """Write each name beside the end of its line, moved up or down where names would overlap."""
-    if not drawn:
-        return
-    low, high = (float(edge) for edge in ax.transScale.transform([(1, edge) for edge in ax.get_ylim()])[:, 1])
-    longest = max(curve.measured[-1].tokens for curve in drawn)
-    ends = []
-    for curve in drawn:
-        value = ax.transScale.transform((1, curve.measured[-1].value))[1]
-        ends.append(((value - low) / (high - low), curve))
-    ends.sort(key=lambda end: end[0])
-    for height, (own, curve) in zip(_spread([end[0] for end in ends]), ends, strict=True):
-        colour = styles[curve.label]["color"]
-        x = curve.measured[-1].tokens
-        ax.annotate(
-            plain(_name(curve)),
-            xy=(x, curve.measured[-1].value),
-            xytext=(1.02, height),
-            textcoords="axes fraction",
-            color=colour,
-            fontsize=9.5,
-            fontweight="bold" if curve.backend == YARDSTICK else "normal",
-            va="center",
-            annotation_clip=False,
-            parse_math=False,
-            arrowprops={
-                "arrowstyle": "-",
-                # From the middle of the name's left edge.
-                "relpos": (0, 0.5),
-                "color": colour,
-                "linewidth": 0.7,
-                "alpha": 0.6 if abs(height - own) > 0.01 or x < longest else 0.0,
-                "shrinkA": 1,
-                "shrinkB": 4,
-            },
-        )
-
-
-def _name(curve: Curve) -> str:
-    """The label, shortened if it would take the plot's place, and where it could not be measured."""
-    label = short(curve.label, _LONGEST_NAME)
-    missing = [point for point in curve.points if point.value is None]
-    return f"{label} ({missing[0].record.status} at {missing[0].tokens})" if missing else label
-
-
-def _spread(heights: Sequence[float]) -> list[float]:
-    """Rising heights moved apart to a readable distance, as little as possible, kept around the axis."""
-    placed = list(heights)
-    # Overlapping neighbours share the move; a few passes settle the few lines that a plot has.
-    for _ in range(20 * len(placed)):
-        for below in range(len(placed) - 1):
-            lack = _NAME_DISTANCE - (placed[below + 1] - placed[below])
-            if lack > 0:
-                placed[below] -= lack / 2
-                placed[below + 1] += lack / 2
-    return placed
