@@ -51,7 +51,8 @@ def plot(
         styles: Of lines, where other plots share them.
     """
     # Where nothing can be drawn the axes stay empty.
-    groups = [records] if ax is not None else [group for _, group in subjects(records, y)] or [records]
+    panels = [] if ax is not None else [group for _, group in subjects(records, y)]
+    groups: list[Sequence[Record]] = [*panels] or [records]
     styles = styles_of(groups, y) if styles is None else styles
     axes = new_axes(len(groups)) if ax is None else [ax]
     for one, group in zip(axes, groups, strict=True):
