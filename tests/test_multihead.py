@@ -220,6 +220,28 @@ def test_dropout_is_of_weights_and_of_training(call: dict[str, Any]) -> None:
     assert (off <= 6 * draws.std(dim=0) / 400**0.5 + 1e-12).all()
 
 
+def test_one_seed_gives_both_the_same_weights_to_begin_with() -> None:
+    layers = []
+    for kind in (nn.MultiheadAttention, ea.MultiheadAttention):
+        torch.manual_seed(3)
+        layers.append(kind(DIM, HEADS))
+    assert all(map(torch.equal, *(layer.state_dict().values() for layer in layers)))
+
+
+@pytest.mark.parametrize("weights", [False, True])
+def test_autocast_rounds_as_torch_rounds(weights: bool) -> None:
+    theirs, ours = (layer.float() for layer in twins())
+    x = draw(TOKENS, BATCH, DIM).float()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        wanted, got = (layer(x, x, x, need_weights=weights) for layer in (theirs, ours))
+    # One rounding to 8 bits of each of the largest entries, where sums are taken in another order.
+    for one, other in zip(got, wanted, strict=True):
+        assert (one is None) == (other is None)
+        assert one is None or (
+            one.dtype is other.dtype and (one - other).abs().max() <= 2**-7 * other.abs().max()
+        )
+
+
 @pytest.mark.parametrize("backend", ["exact", "performer-positive", "window"])
 def test_autocast_computes_in_its_dtype(backend: str) -> None:
     layer = ea.MultiheadAttention(DIM, HEADS, backend=backend)

@@ -1,6 +1,7 @@
 """`replace_attention`: every way through torch's own layers leads through the backend, and back."""
 
 import copy
+import pickle
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -266,3 +267,23 @@ def test_a_call_that_the_replaced_layer_cannot_honour_is_refused() -> None:
     encoder.use_nested_tensor = True
     with torch.no_grad(), pytest.raises(ea.UnsupportedError, match="needs use_nested_tensor=False"):
         encoder(X, src_key_padding_mask=PADDING)
+
+
+def test_a_replaced_model_can_be_copied_and_pickled() -> None:
+    model = nn.TransformerEncoder(encoder_layer(), 2).double().eval()
+    ea.replace_attention(model, "performer-positive", num_features=8)
+    wanted = model(X, src_key_padding_mask=PADDING)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(other(X, src_key_padding_mask=PADDING), wanted)
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("padding", [None, PADDING])
+def test_a_replaced_model_compiles_in_one_graph(padding: Tensor | None) -> None:
+    torch._dynamo.reset()
+    model = nn.TransformerEncoder(encoder_layer(), 2).double().eval()
+    ea.replace_attention(model, "performer-positive", num_features=8)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        got, wanted = (f(X, src_key_padding_mask=padding) for f in (compiled, model))
+    torch.testing.assert_close(got, wanted, rtol=0, atol=1e-12)

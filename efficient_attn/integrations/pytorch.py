@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from efficient_attn.backend import Backend
 from efficient_attn.backends import build, resolve
-from efficient_attn.errors import DtypeError, OptionError, ShapeError, UnsupportedError
+from efficient_attn.errors import OptionError, UnsupportedError
+from efficient_attn.integrations.pytorch_checks import check_call
 from efficient_attn.integrations.pytorch_masks import Masks, added, read_masks
 from efficient_attn.modules.options import probability
 from efficient_attn.ops.biased import biased_attention, biased_weights
@@ -126,7 +127,7 @@ class MultiheadAttention(nn.MultiheadAttention):
             UnsupportedError: If the backend cannot honour an argument.
             ShapeError, DtypeError: If an argument does not fit.
         """
-        self._check(query, key, value, need_weights)
+        check_call(self, query, key, value, need_weights)
         batched = query.ndim == 3
         if key_padding_mask is not None and not batched and key_padding_mask.ndim == 1:
             key_padding_mask = key_padding_mask.unsqueeze(0)
@@ -147,38 +148,6 @@ class MultiheadAttention(nn.MultiheadAttention):
         if not batched:
             return output.squeeze(0), None if weights is None else weights.squeeze(0)
         return (output if self.batch_first else output.transpose(0, 1)), weights
-
-    def _check(self, query: Tensor, key: Tensor, value: Tensor, need_weights: bool) -> None:
-        if need_weights and not self.backend.spec.capabilities.exact:
-            raise UnsupportedError(
-                f"Backend {self.backend.spec.name!r} computes no weights: pass need_weights=False, True by "
-                "default in torch. layer.backend.attention_weights(q, k) gives those that it implies."
-            )
-        if self.dropout != dropout_of(self.backend):
-            raise UnsupportedError(
-                f"dropout is {self.dropout} and the backend was built with {dropout_of(self.backend)}: "
-                "it is fixed when the layer is built or replaced."
-            )
-        for name, x, dim in (
-            ("query", query, self.embed_dim),
-            ("key", key, self.kdim),
-            ("value", value, self.vdim),
-        ):
-            if x.is_nested:
-                raise UnsupportedError(
-                    f"{name} is a nested tensor, which no backend reads: pad it and give key_padding_mask; "
-                    "an nn.TransformerEncoder around this layer needs use_nested_tensor=False."
-                )
-            if not x.is_floating_point():
-                raise DtypeError(f"{name} is {x.dtype}; wanted are embeddings, as nn.Embedding gives them.")
-            if x.ndim not in (2, 3) or x.ndim != query.ndim or x.shape[-1] != dim:
-                axes = "[batch, tokens, dim]" if self.batch_first else "[tokens, batch, dim]"
-                raise ShapeError(
-                    f"{name} has shape {list(x.shape)}; all three are {axes}, or all [tokens, dim], {name} "
-                    f"with dim={dim}."
-                )
-        if key.shape[:-1] != value.shape[:-1]:
-            raise ShapeError(f"key has shape {list(key.shape)} and value {list(value.shape)}: tokens differ.")
 
     def _rows(
         self, query: Tensor, key: Tensor, value: Tensor, batched: bool
@@ -243,11 +212,6 @@ def build_for(
             )
         options["dropout"] = dropout
     return build(spec, head_dim=head_dim, num_heads=num_heads, causal=causal, **options)
-
-
-def dropout_of(backend: Backend) -> float:
-    """The probability with which a backend drops weights in training."""
-    return getattr(backend.options, "dropout", 0.0)
 
 
 def use_backend(layer: nn.MultiheadAttention, backend: Backend) -> None:
