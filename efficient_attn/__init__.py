@@ -29,6 +29,7 @@ _HOME = {
     "UnsupportedError": "errors",
     "bench": "experiments.bench",
     "mse": "experiments.mse",
+    "compare": "experiments.compare",
     "diff": "experiments.diff",
     "Results": "experiments.results",
     "read": "experiments.results",

@@ -177,7 +177,7 @@ def run_bench(
     limit_bytes = entries[0].limit_bytes if entries[0].case.device == "cpu" else None
     measurer = measuring(NONE if here else isolate, timeout_s=timeout_s, limit_bytes=limit_bytes)
     machine = environment(command=command, device=entries[0].case.device)
-    notes = [_not_isolated(here[0])] if here and isolate != NONE else []
+    notes = [not_isolated(here[0])] if here and isolate != NONE else []
     resume = resume or force_resume
     folder = None if out is None else open_folder(out, name="out", fresh=not resume)
     with nullcontext() if folder is None else only_writer(folder):
@@ -213,5 +213,6 @@ def run_bench(
     return results
 
 
-def _not_isolated(label: str) -> str:
+def not_isolated(label: str) -> str:
+    """What is said where a backend could not be measured in another process."""
     return f"Nothing was isolated: {label!r} exists in this process only; name it as file.py:object."

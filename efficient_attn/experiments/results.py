@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from efficient_attn.analysis.comparison import asked_error, comparison_rows, comparisons, without_compared
 from efficient_attn.analysis.curves import QUANTITIES
 from efficient_attn.analysis.doubts import doubts
 from efficient_attn.analysis.head_errors import HEADS
@@ -18,6 +19,8 @@ from efficient_attn.analysis.statistics import middle
 from efficient_attn.analysis.summary import summary
 from efficient_attn.errors import DataError, UnknownNameError
 from efficient_attn.report import plot as cost_plot
+from efficient_attn.report.comparison import comparison_sentences, comparison_tables
+from efficient_attn.report.comparison_plot import COMPARISON, plot_comparisons
 from efficient_attn.report.cost_table import tables
 from efficient_attn.report.files import write
 from efficient_attn.report.harmless import plain
@@ -104,15 +107,24 @@ class Results:
 
     def tables(self) -> list[Table]:
         """What was measured, as tables of text."""
-        costs = [record for record in self.records if record.case.kind in QUANTITIES.values()]
-        made = [*tables(costs), *crossover_tables(costs), *head_tables(costs)]
-        errors = self._of_kind("error")
+        alone = self._apart()
+        costs = [record for record in alone.records if record.case.kind in QUANTITIES.values()]
+        made = [
+            *comparison_tables(self.records),
+            *tables(costs),
+            *crossover_tables(costs),
+            *head_tables(costs),
+        ]
+        errors = alone._of_kind("error")
         made += _errors("tables")(errors) + head_error_tables(errors) + part_tables(errors) if errors else []
         return made + kernel_tables(self.records)
 
     def plot(self, y: str | None = None, x: str | None = None, *, ax: Any = None) -> Any:
         """Draw one quantity of every backend against tokens, or an error against the size; the axes."""
+        y = y or (COMPARISON if comparisons(self.records) else None)
         y = y or ("time_s" if self._of_kind("time") else "output_relative_error")
+        if y == COMPARISON:
+            return plot_comparisons(self.records, self._max_error)
         if y in QUANTITIES:
             if x not in (None, "tokens"):
                 raise UnknownNameError(f"x axis for {y}", str(x), ["tokens"])
@@ -127,15 +139,17 @@ class Results:
 
     def sentences(self) -> list[str]:
         """A few sentences computed from the records."""
-        told = bench_sentences(self.records)
-        errors = self._of_kind("error")
+        alone = self._apart()
+        told = comparison_sentences(self.records, self._max_error) + bench_sentences(alone.records)
+        errors = alone._of_kind("error")
         told += _errors("sentences")(errors) if errors else []
         return told + kernel_sentences(self.records)
 
     def summary(self) -> list[dict[str, Any]]:
-        """Flat rows: time and memory of one backend at one length side by side; then errors."""
-        errors = [_row(record) for record in self.records if record.case.kind == "error"]
-        return summary(self.records) + errors
+        """Flat rows: comparisons; time and memory of a backend at a length side by side; then errors."""
+        alone = self._apart().records
+        errors = [_row(record) for record in alone if record.case.kind == "error"]
+        return comparison_rows(self.records) + summary(alone) + errors
 
     def save(self, folder: str | Path) -> list[Path]:
         """Write records, environment and all that is drawn; records that are there already are not touched.
@@ -173,11 +187,22 @@ class Results:
 
     def plots(self) -> dict[str, str]:
         """The plots worth a file: {name: quantity}."""
-        ok = {kind for kind in KINDS if any(record.status == "ok" for record in self._of_kind(kind))}
+        alone = self._apart()
+        ok = {kind for kind in KINDS if any(record.status == "ok" for record in alone._of_kind(kind))}
         wanted = {"time": "time_s", "memory": "peak_bytes", "error": "output_relative_error"}
-        plots = {kind: quantity for kind, quantity in wanted.items() if kind in ok}
+        plots = {COMPARISON: COMPARISON} if len(alone) < len(self) else {}
+        plots |= {kind: quantity for kind, quantity in wanted.items() if kind in ok}
         plots |= {"error-heads": HEADS} if any(getattr(r, HEADS) for r in self.records) else {}
         return plots | kernel_plots(self.records)
+
+    @property
+    def _max_error(self) -> float:
+        """The error that the run asked about."""
+        return asked_error(self.environment)
+
+    def _apart(self) -> "Results":
+        """Without the records that are part of a comparison, which shows them in its own way."""
+        return Results(without_compared(self.records, comparisons(self.records)))
 
     def _of_kind(self, kind: str) -> list[Record]:
         """Errors of a kernel entry are told apart: they are of no input."""

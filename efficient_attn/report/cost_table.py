@@ -113,10 +113,15 @@ def _cost(point: Point | None, unit: float) -> str:
         return ""
     if point.value is None:
         return point.record.status
-    text = three_digits(point.value / unit)
-    if point.low is None or point.high is None or not point.value:
-        return text
-    spread = max(point.high - point.value, point.value - point.low) / point.value
+    if point.low is None or point.high is None:
+        return three_digits(point.value / unit)
+    return show_spread(point.value, point.low, point.high, unit=unit)
+
+
+def show_spread(value: float, low: float, high: float, *, unit: float) -> str:
+    """The value in the unit; a wide interval is told beside it."""
+    text = three_digits(value / unit)
+    spread = max(high - value, value - low) / value if value else 0.0
     return f"{text} ±{spread:.0%}" if spread > _NOISY else text
 
 

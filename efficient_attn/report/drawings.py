@@ -5,10 +5,12 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from efficient_attn.analysis.accuracy import panels, quantity_in
+from efficient_attn.analysis.comparison import DEFAULT_MAX_ERROR
 from efficient_attn.analysis.curves import QUANTITIES
 from efficient_attn.analysis.head_errors import HEADS
 from efficient_attn.report import error_plot
 from efficient_attn.report import plot as cost_plot
+from efficient_attn.report.comparison_plot import COMPARISON, plot_comparisons
 from efficient_attn.report.error_table import title
 from efficient_attn.report.harmless import plain
 from efficient_attn.report.head_errors import plot_heads
@@ -45,17 +47,19 @@ def draw(
     *,
     name: str,
     beside: Sequence[Sequence[Record]] = (),
+    max_error: float = DEFAULT_MAX_ERROR,
 ) -> list[Drawing]:
     """The quantities drawn.
 
     Args:
         name: Keeps the ids of this run apart from those of another.
         beside: The records of each run that shares the axes' scale.
+        max_error: That a comparison asked about.
     """
     costs = [quantity for quantity in quantities if quantity in QUANTITIES]
     made = [_costs(records, costs, name, beside)] if costs else []
     whole: dict[str, Any] = {quantity: partial(plot_kernel, x=axis) for quantity, axis in OVER.items()}
-    whole[HEADS] = plot_heads
+    whole |= {HEADS: plot_heads, COMPARISON: partial(plot_comparisons, max_error=max_error)}
     errors = [quantity for quantity in quantities if quantity not in (*costs, *whole)]
     made += [_errors(records, quantity, name) for quantity in errors]
     return made + [

@@ -10,6 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.resources import files
 from typing import Any, NamedTuple
 
+from efficient_attn.analysis.comparison import asked_error
 from efficient_attn.report.drawings import draw
 from efficient_attn.report.harmless import plain
 from efficient_attn.report.method import flat, how_measured
@@ -69,7 +70,13 @@ def page(title: str, runs: Sequence[Run]) -> str:
     drawings = [
         (run.label, drawing)
         for number, run in enumerate(runs)
-        for drawing in draw(run.records, run.quantities, name=f"run-{number}", beside=beside)
+        for drawing in draw(
+            run.records,
+            run.quantities,
+            name=f"run-{number}",
+            beside=beside,
+            max_error=asked_error(run.environment),
+        )
     ]
     # Tables of one title stand together, so that runs are easily compared.
     titles = list(dict.fromkeys(table.title for run in runs for table in run.tables))

@@ -138,7 +138,7 @@ def _build_one(variant: Variant, subject: Subject, draw: int) -> Any:
         scale=subject.scale,
         **options,
     )
-    return backend.to(dtype=q.dtype).eval()
+    return backend.to(device=q.device, dtype=q.dtype).eval()
 
 
 def _calibrate(backends: list[Any], subject: Subject) -> str | None:

@@ -21,7 +21,9 @@ from efficient_attn.errors import UnsupportedError
 from efficient_attn.measure import memory
 from efficient_attn.registry import BackendSpec, Capabilities, NoOptions
 from efficient_attn.sweep.counting import flops
+from efficient_attn.sweep.given import read_given
 from efficient_attn.sweep.records import SAME_INPUTS, Case
+from efficient_attn.sweep.sizes import MEAN_OF_VALUES
 from efficient_attn.sweep.variants import CEILING
 from efficient_attn.transformer.block import TransformerBlock
 from efficient_attn.transformer.stack import Encoder
@@ -48,20 +50,31 @@ class Prepared(NamedTuple):
     calibrated_on: str | None
 
 
-def prepare(case: Case, target: Any) -> Prepared:
-    """Build what the case measures, around the backend that `target` names or is."""
+def prepare(case: Case, target: Any, inputs: str | None = None) -> Prepared:
+    """Build what the case measures, around the backend that `target` names or is.
+
+    Args:
+        inputs: A file of q, k, v for attention alone; None: a Gaussian draw.
+    """
     # What somebody else built is copied: moving it to a dtype or device must not change the original.
     own = target if isinstance(target, str) else copy.deepcopy(target)
-    spec = _VALUES if case.backend == CEILING else resolve(own)
+    spec = _PLAIN.get(case.backend) or resolve(own)
     if case.backward and not spec.capabilities.gradients:
         raise UnsupportedError(f"Backend {spec.name!r} has no gradients; measure it without --backward.")
-    module = _build(case, spec).to(device=case.device, dtype=getattr(torch, case.dtype)).eval()
-    *inputs, gradient = _inputs(case)
-    calibrated_on = _calibrate(module, inputs)
-    call = _with_backward(module, inputs, gradient) if case.backward else _forward(module, inputs)
+    given = None if inputs is None else read_given(inputs, case.dtype, case.device)
+    module = (
+        _build(case, spec, None if given is None else given.scale)
+        .to(device=case.device, dtype=getattr(torch, case.dtype))
+        .eval()
+    )
+    *tensors, gradient = _inputs(case) if given is None else given.tensors
+    calibrated_on = _calibrate(module, tensors)
+    call = _with_backward(module, tensors, gradient) if case.backward else _forward(module, tensors)
     streams = case.causal and bool(spec.capabilities.streaming)
-    counted = flops(case, spec, feed_forward_dim=WIDENING * case.model_dim)
-    return Prepared(module, call, tuple(inputs), streams, counted, calibrated_on)
+    # Operations are counted for q, k and v of one shape.
+    alike = len({tensor.shape for tensor in tensors}) == 1
+    counted = flops(case, spec, feed_forward_dim=WIDENING * case.model_dim) if alike else None
+    return Prepared(module, call, tuple(tensors), streams, counted, calibrated_on)
 
 
 def state_bytes(prepared: Prepared) -> int | None:
@@ -73,20 +86,21 @@ def state_bytes(prepared: Prepared) -> int | None:
     return memory.state_bytes(state)
 
 
-def _build(case: Case, spec: BackendSpec) -> Any:
+def _build(case: Case, spec: BackendSpec, scale: float | None) -> Any:
     """The module; its weights are drawn from the seed of the case, and the global generator is left alone."""
     with torch.random.fork_rng(devices=()):
         torch.default_generator.manual_seed(case.seed)
-        return _BUILDERS[case.of](case, spec)
+        return _attention(case, spec, scale) if case.of == "attention" else _BLOCKS[case.of](case, spec)
 
 
-def _attention(case: Case, spec: BackendSpec) -> Any:
+def _attention(case: Case, spec: BackendSpec, scale: float | None) -> Any:
     return build(
         spec,
         head_dim=case.head_dim,
         num_heads=case.num_heads,
         max_tokens=case.tokens,
         causal=case.causal,
+        scale=scale,
         **case.options,
     )
 
@@ -117,11 +131,7 @@ def _encoder(case: Case, spec: BackendSpec) -> nn.Module:
     )
 
 
-_BUILDERS: dict[str, Callable[[Case, BackendSpec], Any]] = {
-    "attention": _attention,
-    "block": _block,
-    "encoder": _encoder,
-}
+_BLOCKS: dict[str, Callable[[Case, BackendSpec], Any]] = {"block": _block, "encoder": _encoder}
 
 
 class _Values(nn.Module):
@@ -139,6 +149,26 @@ _VALUES = BackendSpec(
     builder=lambda problem, options: _Values(),
     work=lambda problem, options, tokens, value_dim: Work(()),
 )
+
+
+class _Mean(nn.Module):
+    """Every query gets the mean of the values, written out for each of them as a backend would."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
+        mean = v.mean(dim=-2, keepdim=True).repeat_interleave(q.shape[1] // v.shape[1], dim=1)
+        return mean.expand(*q.shape[:-1], v.shape[-1]).contiguous()
+
+
+_MEAN = BackendSpec(
+    name=MEAN_OF_VALUES,
+    summary="The mean of the values for every query.",
+    options_type=NoOptions,
+    capabilities=Capabilities(causal=False),
+    builder=lambda problem, options: _Mean(),
+)
+
+# What is measured beside backends and is none.
+_PLAIN = {CEILING: _VALUES, MEAN_OF_VALUES: _MEAN}
 
 
 def _calibrate(module: Any, inputs: list[Tensor]) -> str | None:

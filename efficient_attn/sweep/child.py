@@ -65,7 +65,8 @@ def _answer(request: dict[str, Any]) -> str:
         end_s = min(request["limit_s"] + _GRACE_S, _LONGEST_S)
         faulthandler.dump_traceback_later(end_s, exit=True, file=nowhere)
         try:
-            return line(worker.measure(case, target=request["target"], seconds=request["seconds"]))
+            settings = {name: request[name] for name in ("target", "seconds", "inputs")}
+            return line(worker.measure(case, **settings))
         except KeyboardInterrupt:
             return INTERRUPTED
         finally:

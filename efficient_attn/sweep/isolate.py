@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, replace
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
@@ -42,7 +43,7 @@ _STDERR = 2
 
 
 def measuring(
-    isolate: str, *, timeout_s: float, limit_bytes: int | None = None
+    isolate: str, *, timeout_s: float, limit_bytes: int | None = None, inputs: str | None = None
 ) -> AbstractContextManager[Callable[..., Record]]:
     """What measures a case: here for `none`, else in a process, kept (`reuse`) or new each time (`point`)."""
     if isolate not in ISOLATIONS:
@@ -50,8 +51,8 @@ def measuring(
     if not timeout_s > 0:
         raise OptionError(f"timeout_s is a number of seconds above 0, not {timeout_s!r}.")
     if isolate == NONE:
-        return nullcontext(worker.measure)
-    return Isolated(timeout_s=timeout_s, limit_bytes=limit_bytes, each=isolate == POINT)
+        return nullcontext(partial(worker.measure, inputs=inputs))
+    return Isolated(timeout_s=timeout_s, limit_bytes=limit_bytes, each=isolate == POINT, inputs=inputs)
 
 
 class Isolated:
@@ -61,12 +62,21 @@ class Isolated:
         timeout_s: Seconds for one point: all turns of a time together, or a memory; building is part of it.
         limit_bytes: Memory that the process may take beside what it has when it is ready.
         each: A new process for every request.
+        inputs: A file of the q, k, v that cases are measured on; None: Gaussian draws.
     """
 
-    def __init__(self, *, timeout_s: float, limit_bytes: int | None = None, each: bool = False) -> None:
+    def __init__(
+        self,
+        *,
+        timeout_s: float,
+        limit_bytes: int | None = None,
+        each: bool = False,
+        inputs: str | None = None,
+    ) -> None:
         self._timeout_s = timeout_s
         self._limit_bytes = limit_bytes
         self._each = each
+        self._inputs = inputs
         self._child: _Child | None = None
         self._spent_s: dict[str, float] = {}
 
@@ -81,7 +91,7 @@ class Isolated:
     def __call__(self, case: Case, *, target: str | None = None, seconds: float) -> Record:
         """The record of one case; whatever becomes of the process, there is one."""
         used = self._child is not None
-        request = {"case": asdict(case), "target": target, "seconds": seconds}
+        request = {"case": asdict(case), "target": target, "seconds": seconds, "inputs": self._inputs}
         record = self._tried(case, request)
         # What an earlier point leaked must not be held against this one.
         return self._tried(case, request) if used and record.status == "oom" else record

@@ -23,15 +23,17 @@ _OUT_OF_MEMORY = ("can't allocate memory", "out of memory", "not enough memory")
 _LONGEST_REASON = 300
 
 
-def measure(case: Case, *, target: Any = None, seconds: float = 0.1) -> Record:
+def measure(case: Case, *, target: Any = None, seconds: float = 0.1, inputs: str | None = None) -> Record:
     """Measure one case: for a time about `seconds` of calls, for memory one call.
 
     Args:
         target: What to build, where `case.backend` alone does not tell: an object, or a path.
+        inputs: A file of the q, k, v that `case.inputs` names; None: a Gaussian draw.
     """
     try:
         with _threads(case.threads):
-            return _MEASURES[case.kind](case, case.backend if target is None else target, seconds)
+            measured = _MEASURES[case.kind]
+            return measured(case, case.backend if target is None else target, seconds, inputs)
     except AttentionError as refusal:
         return Record(case=case, status="unsupported", reason=_one_line(str(refusal)))
     except Exception as failure:  # The backend may be anybody's code: whatever it raises is its result.
@@ -41,11 +43,11 @@ def measure(case: Case, *, target: Any = None, seconds: float = 0.1) -> Record:
     return Record(case=case, status=status, reason=reason)
 
 
-def _measure_time(case: Case, target: Any, seconds: float) -> Record:
+def _measure_time(case: Case, target: Any, seconds: float, inputs: str | None) -> Record:
     from efficient_attn.sweep import calls
     from efficient_attn.sweep.counting import machine_rate
 
-    prepared = calls.prepare(case, target)
+    prepared = calls.prepare(case, target, inputs)
     # Without a number of operations there is nothing to hold against the rate.
     rate = None if prepared.flops is None else machine_rate(case.dtype, case.device, case.threads)
     time_call = clock.clock(case.device)
@@ -66,10 +68,10 @@ def _measure_time(case: Case, target: Any, seconds: float) -> Record:
     )
 
 
-def _measure_memory(case: Case, target: Any, seconds: float) -> Record:
+def _measure_memory(case: Case, target: Any, seconds: float, inputs: str | None) -> Record:
     from efficient_attn.sweep import calls
 
-    prepared = calls.prepare(case, target)
+    prepared = calls.prepare(case, target, inputs)
     # The first call may fill caches that later calls find filled.
     prepared.call()
     peak = memory.peak(prepared.call, device=case.device)
@@ -84,7 +86,7 @@ def _measure_memory(case: Case, target: Any, seconds: float) -> Record:
     )
 
 
-_MEASURES: dict[str, Callable[[Case, Any, float], Record]] = {
+_MEASURES: dict[str, Callable[[Case, Any, float, str | None], Record]] = {
     "time": _measure_time,
     "memory": _measure_memory,
 }

@@ -1,0 +1,142 @@
+"""A comparison as one table and one sentence, both computed from the same records."""
+
+from collections.abc import Sequence
+
+from efficient_attn.analysis.comparison import Comparison, Contender, comparisons
+from efficient_attn.report.cost_table import show_spread
+from efficient_attn.report.error_table import describe, show_error
+from efficient_attn.report.table import Table, three_digits
+from efficient_attn.sweep.records import Record
+from efficient_attn.sweep.sizes import MEAN_OF_VALUES, ORACLE
+
+_MILLISECOND, _MEBIBYTE = 1e-3, 2.0**20
+
+# What a cell says of a cost or an error that was not measured.
+_NONE = "–"
+
+
+def comparison_tables(records: Sequence[Record]) -> list[Table]:
+    """One table for each comparison, the fastest first."""
+    return [_table(one) for one in comparisons(records)]
+
+
+def comparison_sentences(records: Sequence[Record], max_error: float) -> list[str]:
+    """One sentence for each comparison: what is both nearly exact and faster, or that nothing is."""
+    return [_sentence(one, max_error) for one in comparisons(records)]
+
+
+def heading(one: Comparison) -> str:
+    """`encoder, layer 1; 512 tokens, 12 heads of 32, float32, 2 CPU threads`."""
+    return f"{describe(one.case.inputs)}; {one.case.tokens} tokens, {_setting(one)}"
+
+
+def costs_of(one: Comparison) -> dict[str, set[str]]:
+    """{label: the costs on whose front it is}."""
+    fronts = {"time": one.front("time_s"), "memory": one.front("peak_bytes")}
+    return {row.label: {name for name, front in fronts.items() if row in front} for row in one.contenders}
+
+
+def _setting(one: Comparison) -> str:
+    case = one.case
+    heads = "1 head" if case.num_heads == 1 else f"{case.num_heads} heads"
+    where = f"{case.threads} CPU threads" if case.device == "cpu" else case.device
+    return f"{heads} of {case.head_dim}, {case.dtype}, {where}"
+
+
+def _table(one: Comparison) -> Table:
+    fronts = costs_of(one)
+    exact = one.exact
+    rows = tuple(
+        (
+            row.label,
+            _time(row),
+            _speed(row, exact),
+            _error(row),
+            _NONE if row.peak_bytes is None else three_digits(row.peak_bytes / _MEBIBYTE),
+            ", ".join(sorted(fronts[row.label], reverse=True)),
+        )
+        for row in one.contenders
+    )
+    columns = ("backend", "time, ms", "speed, exact = 1", "error", "peak memory, MiB", "front")
+    return Table(f"Error, time and memory: {heading(one)}", columns, rows, tuple(_notes(one)))
+
+
+def _time(row: Contender) -> str:
+    if row.time_s is None:
+        return _NONE
+    return show_spread(*row.time_s[:3], unit=_MILLISECOND)
+
+
+def _speed(row: Contender, exact: Contender | None) -> str:
+    """How many times as fast as exact attention."""
+    if row.time_s is None or exact is None or exact.time_s is None:
+        return _NONE
+    return "1" if row is exact else f"{three_digits(exact.time_s.median / row.time_s.median)}x"
+
+
+def _error(row: Contender) -> str:
+    if row.error is None:
+        return next((record.status for record in row.failed if record.case.kind == "error"), _NONE)
+    shown = show_error(row.error.median)
+    if row.error.samples == 1 or not row.error.median:
+        return shown
+    spread = max(row.error.high - row.error.median, row.error.median - row.error.low) / row.error.median
+    return f"{shown} ±{spread:.0%}"
+
+
+def _notes(one: Comparison) -> list[str]:
+    notes = [
+        "error: ‖out − exact‖ / ‖exact‖ against exact softmax attention in float64. front: nothing else has "
+        "both less error and less of that cost."
+    ]
+    labels = {row.label: row.backend for row in one.contenders}
+    if MEAN_OF_VALUES in labels.values():
+        notes.append(
+            f"{MEAN_OF_VALUES}: every query gets the same; an error above it is worse than not attending."
+        )
+    if ORACLE in labels.values():
+        notes.append(
+            f"{ORACLE}: the matrix of rank r nearest to the exact weights; finding it takes them, so it is "
+            "no method and has no time."
+        )
+    draws = {row.error.samples for row in one.contenders if row.drawn and row.error is not None}
+    if draws - {1}:
+        notes.append(f"± of errors: over {max(draws)} draws of the random features. ± of times: over calls.")
+    calibrated = [row.label for row in one.contenders if row.calibrated_on]
+    if calibrated:
+        on = next(row.calibrated_on for row in one.contenders if row.calibrated_on)
+        notes.append(f"Calibrated on {on}, outside the time: {', '.join(calibrated)}.")
+    return [*notes, *_failures(one)]
+
+
+def _failures(one: Comparison) -> list[str]:
+    told = (f"{row.label}: {bad.status}: {bad.reason}" for row in one.contenders for bad in row.failed)
+    return list(dict.fromkeys(told))
+
+
+def _sentence(one: Comparison, max_error: float) -> str:
+    place = f"On this machine ({_setting(one)}) at {one.case.tokens} tokens ({describe(one.case.inputs)})"
+    exact, share = one.exact, f"{100 * max_error:g} %"
+    if exact is None:
+        return f"{place} exact attention was not measured, so nothing can be compared with it."
+    verdict = one.verdict(max_error)
+    if verdict.both:
+        which = ", ".join(_told(row, exact) for row in verdict.both)
+        return f"{place} both within {share} of exact and faster: {which}{_alike(verdict.alike)}."
+    return (
+        f"{place} nothing is both within {share} of exact and faster, so exact is the answer; nearest among "
+        f"what is faster: {_told(verdict.fast, exact)}; among what is within {share}: "
+        f"{_told(verdict.accurate, exact)}{_alike(verdict.alike)}."
+    )
+
+
+def _told(row: Contender | None, exact: Contender) -> str:
+    if row is None:
+        return "nothing"
+    return f"{row.label} (error {_error(row)}, {_speed(row, exact)} as fast)"
+
+
+def _alike(rows: Sequence[Contender]) -> str:
+    """What is nearly exact and perhaps faster."""
+    names = ", ".join(row.label for row in rows)
+    return f"; the samples do not tell whether {names} is faster" if rows else ""

@@ -1,0 +1,40 @@
+"""The q, k, v that a case is measured on where they are no Gaussian draw, handed from process to process."""
+
+import functools
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from efficient_attn.measure.inputs import Activations, read_activations
+
+
+class Given(NamedTuple):
+    """What a file held.
+
+    Attributes:
+        tensors: q, k, v, and a gradient of the output.
+        scale: Factor on q·k; None stands for 1/√head_dim.
+    """
+
+    tensors: tuple[Tensor, Tensor, Tensor, Tensor]
+    scale: float | None
+
+
+def write_given(path: str | Path, activations: Activations, *, scale: float) -> None:
+    """Write q, k, v in their dtype as `read_activations` reads them."""
+    named = zip(Activations._fields, activations, strict=True)
+    tensors = {name: tensor.cpu().contiguous() for name, tensor in named}
+    save_file(tensors, path, metadata={"scale": repr(scale)})
+
+
+# All backends of a comparison read the same.
+@functools.lru_cache(maxsize=1)
+def read_given(path: str, dtype: str, device: str) -> Given:
+    """The q, k, v of a file in this dtype on this device, and ones for a gradient."""
+    captured = read_activations(path)
+    (layer,) = captured.layers.values()
+    q, k, v = (tensor.to(device=device, dtype=getattr(torch, dtype)) for tensor in layer)
+    return Given((q, k, v, q.new_ones(*q.shape[:-1], v.shape[-1])), captured.scale)

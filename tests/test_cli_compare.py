@@ -1,0 +1,111 @@
+"""`efficient-attn compare`: what it prints and writes, what it refuses, and with which code it ends."""
+
+import json
+
+import pytest
+
+pytest.importorskip("efficient_attn_cli", reason="needs an installation, if only an editable one")
+
+from efficient_attn.experiments import redraw
+from efficient_attn_cli.main import main
+
+TINY = ["compare", "--seq-len", "24", "--rounds", "1", "--draws", "1", "--isolate", "none"]
+OWN = """
+def mean(q, k, v):
+    return v.mean(dim=-2, keepdim=True).expand_as(v)
+
+
+def broken(q, k, v):
+    raise RuntimeError("it broke here")
+"""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own.py").write_text(OWN)
+    return tmp_path
+
+
+@pytest.fixture
+def undrawn(monkeypatch):
+    """Nothing is drawn, which takes longer than everything else of so small a run."""
+    monkeypatch.setattr(redraw, "draw_run", lambda results, folder: [])
+
+
+def command(*words):
+    """The exit code of the command."""
+    with pytest.raises(SystemExit) as exit_:
+        main(list(words))
+    return exit_.value.code
+
+
+def test_it_prints_one_table_one_sentence_and_the_folder_with_all_its_files(folder, capsys):
+    assert command(*TINY, "--backend", "linformer,own.py:mean", "--set", "linformer.rank=9") == 0
+    *lines, last = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if line.startswith("On this machine")] == [lines[-1]]
+    assert "at 24 tokens (encoder, layer 1)" in lines[-1]
+    for name in ("exact", "linformer(rank=9)", "own.py:mean", "mean of V"):
+        assert len([line for line in lines if line.startswith(f" {name} ")]) == 1
+    assert last.startswith("runs/compare-")
+    written = {path.name for path in (folder / last).iterdir()}
+    assert written >= {"records.jsonl", "plan.toml", "report.html", "summary.csv", "comparison.png"}
+    assert "own.py:mean" in (folder / last / "report.html").read_text()
+
+
+def test_a_plan_repeats_the_run_and_json_is_one_document(undrawn, capsys):
+    asked = ["--backend", "own.py:mean", "--max-error", "0.2", "--inputs", "stitched", "--out", "first"]
+    assert command(*TINY, *asked) == 0
+    capsys.readouterr()
+    assert command("compare", "--plan", "first/plan.toml", "--out", "second", "--json", "-") == 0
+    document = json.loads(capsys.readouterr().out)
+    assert {record["inputs"] for record in document["records"]} == {"stitched(layer=1)"}
+    assert document["environment"]["max_error"] == 0.2 and "within 20 %" in document["sentences"][0]
+    assert set(document) == {"environment", "records", "sentences", "notes", "interrupted"}
+
+
+def test_gaussian_inputs_have_the_heads_that_were_asked_for(undrawn, capsys):
+    asked = [
+        "--inputs",
+        "gaussian",
+        "--num-heads",
+        "2",
+        "--head-dim",
+        "8",
+        "--backend",
+        "exact",
+        "--json",
+        "-",
+    ]
+    assert command(*TINY, *asked) == 0
+    records = json.loads(capsys.readouterr().out)["records"]
+    assert {(record["num_heads"], record["head_dim"], record["tokens"]) for record in records} == {(2, 8, 24)}
+
+
+@pytest.mark.parametrize(("backends", "code"), [("exact,own.py:broken", 3), ("own.py:broken", 4)])
+def test_it_ends_with_the_code_that_says_how_it_went(backends, code, undrawn):
+    assert command(*TINY, "--backend", backends) == code
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--seq-len", "16,24"], "--seq-len is one length"),
+        (["--seq-len", "1k"], "1024 tokens are more than the 512 of encoder(layer=1)"),
+        (["--max-error", "0"], "max_error is a finite number above 0"),
+        (["--max-error", "little"], "'--max-error': Input should be a valid number"),
+        (["--inputs", "own.py"], "is no safetensors file"),
+        (["--inputs", "encoder,stitched"], "there is no such file"),
+        (["--layer", "4"], "layer 4 is not in encoder"),
+        (["--backend", "windw"], "Did you mean 'window'"),
+        (["--isolate", "maybe"], "--isolate is"),
+        (["--json", "file"], "--json takes -"),
+        (["window"], "'window' stands alone"),
+        (["--dtype", "int8"], "dtype is auto"),
+    ],
+)
+def test_a_wrong_request_is_one_line_and_writes_nothing(folder, words, message, capsys):
+    assert command(*TINY, *words) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+    assert not (folder / "runs").exists()

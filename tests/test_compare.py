@@ -1,0 +1,259 @@
+"""Comparisons: one table by time, the front, and a sentence that follows from them, whichever it is."""
+
+import re
+
+import pytest
+import torch
+from made_records import case
+
+import efficient_attn as ea
+from efficient_attn.analysis.comparison import comparisons
+from efficient_attn.errors import OptionError
+from efficient_attn.experiments.results import Results, read
+from efficient_attn.measure.inputs import Activations, sample
+from efficient_attn.ops.softmax import softmax_attention
+from efficient_attn.report.comparison import comparison_sentences, comparison_tables
+from efficient_attn.sweep import calls
+from efficient_attn.sweep.given import write_given
+from efficient_attn.sweep.records import Record
+
+PLACE = {"inputs": "encoder(layer=1)", "num_heads": 12, "head_dim": 32}
+# Nine calls within 1 % of each other: intervals that lie apart wherever times differ by more.
+SPREAD = [1 + step / 1000 for step in range(-4, 5)]
+
+
+def measured(label, error, seconds=None, peak=None, spread=SPREAD, **changes):
+    """The records of one contender; what is None was not measured."""
+    given = PLACE | changes
+    made = []
+    if error is not None:
+        draws = {"output_relative_error": error, "output_relative_error_draws": (error,)}
+        made.append(Record(case=case("error", label, 512, of="output", **given), **draws))
+    if seconds is not None:
+        times_s = tuple(seconds * one for one in spread)
+        made.append(Record(case=case("time", label, 512, **given), times_s=times_s))
+    if peak is not None:
+        made.append(Record(case=case("memory", label, 512, **given), peak_bytes=peak))
+    return made
+
+
+EXACT = measured("exact", 3e-7, 0.010, 4096)
+MEAN = measured("mean of V", 0.8, 0.001, 1024)
+WINDOW = measured("window", 0.3, 0.004, 2048)
+DENSE = measured("exact-dense", 2e-7, 0.030, 1 << 20)
+ORACLE = measured("rank-r SVD(rank=32)", 0.2, backend="rank-r SVD")
+ALL = [*EXACT, *MEAN, *WINDOW, *DENSE, *ORACLE]
+
+
+def sentence(records, max_error=0.1):
+    (told,) = comparison_sentences(records, max_error)
+    return told
+
+
+def test_the_sentence_says_that_exact_is_the_answer_and_what_comes_nearest():
+    told = sentence(ALL)
+    assert told == (
+        "On this machine (12 heads of 32, float32, 2 CPU threads) at 512 tokens (encoder, layer 1) nothing "
+        "is both within 10 % of exact and faster, so exact is the answer; nearest among what is faster: "
+        "window (error 0.3, 2.50x as fast); among what is within 10 %: exact-dense "
+        "(error 2e-07, 0.333x as fast)."
+    )
+
+
+def test_the_sentence_names_what_is_both_the_fastest_first():
+    both = [*measured("slow", 0.05, 0.008), *measured("quick", 0.09, 0.005)]
+    told = sentence([*ALL, *both])
+    assert (
+        "both within 10 % of exact and faster: quick (error 0.09, 2.00x as fast), slow (error 0.05, 1.25x"
+        in told
+    )
+    assert "is the answer" not in told
+
+
+def test_the_sentence_follows_the_error_that_was_asked_about():
+    assert "both within 30 % of exact and faster: window" in sentence(ALL, 0.3)
+    assert "nothing is both within 29.9 %" in sentence(ALL, 0.299)
+
+
+def test_yardsticks_are_never_the_answer():
+    told = sentence([*EXACT, *measured("mean of V", 0.01, 0.001), *ORACLE], 0.5)
+    assert "nearest among what is faster: nothing; among what is within 50 %: nothing." in told
+
+
+def test_a_time_that_cannot_be_told_from_that_of_exact_is_not_called_faster():
+    noisy = measured("near", 0.05, 0.0099, spread=[0.5, 0.7, 0.9, 1, 1, 1, 1.3, 1.6, 2])
+    told = sentence([*ALL, *noisy])
+    assert "nothing is both" in told and "the samples do not tell whether near is faster" in told
+
+
+def test_without_exact_attention_the_sentence_judges_nothing():
+    assert "exact attention was not measured" in sentence([*MEAN, *WINDOW])
+
+
+def test_error_and_cost_of_different_lengths_are_never_joined():
+    longer = Record(case=case("time", "window", 1024, **PLACE), times_s=(0.1,))
+    found = comparisons([*EXACT, *WINDOW[:1], longer])
+    (window,) = (one for one in found[0].contenders if one.label == "window")
+    assert len(found) == 1 and window.time_s is None
+
+
+def test_the_table_is_sorted_by_time_and_holds_what_has_none_last():
+    (table,) = comparison_tables(ALL)
+    assert [row[0] for row in table.rows] == [
+        "mean of V",
+        "window",
+        "exact",
+        "exact-dense",
+        "rank-r SVD(rank=32)",
+    ]
+    assert table.columns[1:5] == ("time, ms", "speed, exact = 1", "error", "peak memory, MiB")
+    assert table.rows[1][1:5] == ("4.00", "2.50x", "0.3", "0.00195")
+    assert table.rows[-1][1:5] == ("–", "–", "0.2", "–")
+
+
+def test_what_failed_stands_in_the_notes_with_its_reason():
+    failed = Record(case=case("error", "mine", 512, of="output", **PLACE), status="error", reason="it broke")
+    (table,) = comparison_tables([*ALL, failed])
+    assert ("mine", "–", "–", "error", "–", "") in table.rows and "mine: error: it broke" in table.notes
+
+
+def test_the_front_is_what_nothing_beats_in_both():
+    heavy = measured("heavy", 0.2, 0.006, 1 << 22)
+    beaten = measured("beaten", 0.31, 0.0041, 2049)
+    (one,) = comparisons([*ALL, *heavy, *beaten])
+    # exact-dense has a smaller error than exact, but both are rounding, and it costs more.
+    assert [row.label for row in one.front("time_s")] == ["mean of V", "window", "heavy", "exact"]
+    assert [row.label for row in one.front("peak_bytes")] == ["mean of V", "window", "exact"]
+
+
+def test_two_that_are_equal_in_both_are_both_on_the_front():
+    (one,) = comparisons([*EXACT, *measured("one", 0.3, 0.004), *measured("other", 0.3, 0.004)])
+    assert {row.label for row in one.front("time_s")} == {"one", "other", "exact"}
+
+
+def test_the_figure_fills_the_front_and_leaves_the_rest_hollow():
+    axes = Results([*ALL, *measured("beaten", 0.31, 0.0041)]).plot().figure.axes
+    marks = {line.get_label(): line.get_markerfacecolor() for line in axes[0].lines}
+    assert marks["beaten"] == "none" and marks["exact-dense"] == "none"
+    assert all(marks[name] != "none" for name in ("mean of V", "window", "exact"))
+
+
+def test_hostile_names_are_harmless_in_figure_table_and_page(tmp_path):
+    name = "$\\frac{<script>\x1b[2J"
+    results = Results([*ALL, *measured(name, 0.4, 0.002, 99, backend=name)])
+    results.save(tmp_path)
+    page = (tmp_path / "report.html").read_text()
+    assert "<script" not in page and "\x1b" not in page
+    assert {f"comparison.{kind}" for kind in ("png", "svg", "pdf")} <= {
+        path.name for path in tmp_path.iterdir()
+    }
+    assert not results.notes
+
+
+def test_what_was_asked_about_is_kept_with_the_run_and_drawn_again(tmp_path):
+    Results(ALL, environment={"max_error": 0.3}).save(tmp_path)
+    assert "both within 30 %" in read(tmp_path).sentences()[0]
+    assert "both within 30 %" in (tmp_path / "report.html").read_text()
+
+
+@pytest.mark.parametrize("nonsense", ["much", -1, None, True, 1e999])
+def test_a_nonsensical_error_in_a_strangers_environment_is_the_default(nonsense):
+    assert "within 10 %" in Results(ALL, environment={"max_error": nonsense}).sentences()[0]
+
+
+def test_every_backend_is_measured_on_the_same_tensors_as_its_error():
+    seen = []
+
+    def mine(q, k, v):
+        seen.append((q.clone(), k.clone(), v.clone()))
+        return v
+
+    results = ea.compare([mine, "exact"], tokens=40, rounds=1, draws=1)
+    first = [tensor[..., :40, :] for tensor in sample(1)]
+    # The error, the warm-up and samples of the time, two calls for the memory.
+    assert len(seen) > 4
+    assert all(torch.equal(one, other) for call in seen for one, other in zip(call, first, strict=True))
+    frame = results.to_pandas()
+    assert set(frame["tokens"]) == {40} and set(frame["inputs"]) == {"encoder(layer=1)"}
+    assert any("Nothing was isolated" in note for note in results.notes)
+
+
+def test_costs_are_taken_in_another_process_on_the_same_tensors(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own.py").write_text(
+        "import os, zlib\n\n"
+        "def total(q, k, v):\n"
+        "    bits = b''.join(x.contiguous().numpy().tobytes() for x in (q, k, v))\n"
+        "    with open('seen.txt', 'a') as file:\n"
+        "        file.write(f'{os.getpid()} {zlib.crc32(bits)}\\n')\n"
+        "    return v\n"
+    )
+    ea.compare(["own.py:total"], tokens=24, rounds=1, draws=1)
+    lines = {tuple(line.split()) for line in (tmp_path / "seen.txt").read_text().splitlines()}
+    assert len({pid for pid, _ in lines}) == 2 and len({bits for _, bits in lines}) == 1
+
+
+def test_what_is_timed_has_the_scale_of_the_inputs(tmp_path):
+    q, k, v = (tensor[..., :8, :] for tensor in sample(1))
+    write_given(tmp_path / "qkv.safetensors", Activations(q, k, v), scale=0.5)
+    timed = calls.prepare(case("time", "exact", 8, **PLACE), "exact", str(tmp_path / "qkv.safetensors"))
+    torch.testing.assert_close(timed.call(), softmax_attention(q, k, v, scale=0.5, key_mask=None))
+
+
+def test_what_needs_calibration_is_calibrated_on_the_inputs_and_that_is_said():
+    results = ea.compare(["performer-oprf"], tokens=32, rounds=1, draws=1, isolate="none")
+    own = [record for record in results.records if record.case.backend == "performer-oprf"]
+    assert len(own) == 3 and {record.calibrated_on for record in own} == {"the inputs measured"}
+    assert any("Calibrated on the inputs measured" in note for note in results.tables()[0].notes)
+
+
+def test_by_default_exact_and_what_approximates_softmax_is_compared():
+    from efficient_attn.experiments.contest import contest
+    from efficient_attn.experiments.workload import Workload
+
+    asked = contest(
+        None,
+        inputs="encoder",
+        layer=None,
+        tokens=16,
+        max_error=0.1,
+        options=None,
+        draws=1,
+        norm=1.0,
+        workload=Workload(),
+        memory_limit="70%",
+    )
+    names = {variant.backend for variant in asked.variants}
+    assert {"exact", "exact-dense", "window", "performer-positive"} <= names
+    assert not {name for name in names if not ea.spec(name).capabilities.approximates_softmax}
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"tokens": 513}, "513 tokens are more than the 512 of encoder.layer=1.; .* stitched have 2048"),
+        (
+            {"inputs": "stitched", "tokens": 4096},
+            "4096 tokens are more than the 2048 of stitched.*never stretched.$",
+        ),
+        ({"max_error": 0.0}, "max_error is a finite number above 0"),
+        ({"max_error": float("nan")}, "max_error is a finite number above 0"),
+        ({"draws": 0}, "draws"),
+        ({"layer": 3}, "layer 3 is not in encoder; it has 0, 1, 5"),
+        ({"inputs": "nowhere"}, "inputs cannot be 'nowhere'"),
+        ({"device": "cuda:99"}, "device"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_in_one_line(settings, message):
+    with pytest.raises(ea.AttentionError, match=message) as told:
+        ea.compare(["exact"], **settings)
+    assert "\n" not in str(told.value)
+
+
+def test_queries_and_keys_of_unlike_number_are_refused(tmp_path):
+    from safetensors.torch import save_file
+
+    q, k = torch.randn(2, 5, 4), torch.randn(2, 7, 4)
+    save_file({"q": q, "k": k, "v": k.clone()}, tmp_path / "cross.safetensors")
+    with pytest.raises(OptionError, match=re.escape("have 5 queries for 7 keys")):
+        ea.compare(["exact"], inputs=tmp_path / "cross.safetensors")
