@@ -23,6 +23,7 @@ OPTIONS = {
     "exact": {},
     "exact-dense": {},
     "window": {"window": 5},
+    "window-clusters": {"window": 4, "clusters": 3},
     "linformer": {"rank": 6},
     "performer-positive": {"num_features": 6},
     "performer-trig": {"num_features": 6},

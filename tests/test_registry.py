@@ -119,6 +119,7 @@ def test_lists_are_sorted_and_tell_who_can_be_causal():
         "performer-positive",
         "performer-trig",
         "window",
+        "window-clusters",
     }
     assert "linformer" in ea.list_backends(causal=False)
     assert set(ea.list_backends(causal=True)) == set(names) - set(ea.list_backends(causal=False))

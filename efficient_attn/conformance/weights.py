@@ -101,8 +101,8 @@ def order_of_keys_does_not_matter(subject: Subject, case: Case) -> Iterator[Find
     cases=everywhere(1, 3, 7, 65),
 )
 def a_window_reads_its_neighbourhood(subject: Subject, case: Case) -> Iterator[Finding]:
-    if not subject.has_option("window"):
-        raise CannotCheck("It has no option 'window'.")
+    if subject.spec.size_option != "window":
+        raise CannotCheck("Its size is no window.")
     inputs = subject.inputs(case)
     for window in (1, 3, 2 * case.tokens - 1):
         reach = window - 1 if case.causal else window // 2

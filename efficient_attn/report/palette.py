@@ -18,6 +18,7 @@ _OWN = {
     "performer-hyperbolic": ("#3a9bd9", "<"),
     "performer-oprf": ("#7b4fb5", "p"),
     "performer-full": ("#d55e00", "X"),
+    "window-clusters": ("#00573f", "8"),
     CEILING: (MUTED, ""),
 }
 _OTHERS = (("#8a6d00", ">"), ("#008b8b", "h"), ("#8b4513", "d"), ("#5f6f1f", "*"))

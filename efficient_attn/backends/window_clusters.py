@@ -1,0 +1,146 @@
+"""Exact attention nearby, and one summary for each cluster of keys farther away."""
+
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from efficient_attn.counts import Step, Work, softmax_steps
+from efficient_attn.errors import OptionError, UnsupportedError
+from efficient_attn.modules.options import one_of, option, whole_number
+from efficient_attn.ops.past import plan
+from efficient_attn.ops.seen import SeenTokens, merge_tokens, summarise_tokens
+from efficient_attn.ops.window_clusters import Layout, window_clusters, window_segments
+from efficient_attn.problem import AttentionProblem, positive_count
+from efficient_attn.registry import Capabilities, register
+
+_SUMMARIES = ("auto", "kmeans", "segments")
+
+
+@dataclass(frozen=True, kw_only=True)
+class WindowClustersOptions:
+    """Options of the window with clusters."""
+
+    clusters: int = option(64, "Summaries that a query reads, for all keys beyond its window.")
+    window: int = option(
+        64,
+        "Keys that a query reads one by one, a multiple of 4; queries share them in blocks of half as many.",
+    )
+    summary: str = option(
+        "auto",
+        "What a cluster is. kmeans: keys that are near each other; segments: a stretch of the sequence; "
+        "auto: kmeans, and segments where causal.",
+    )
+    steps: int = option(1, "Steps of k-means.")
+    global_tokens: int = option(0, "Tokens at the beginning that every query reads one by one.")
+
+    def __post_init__(self) -> None:
+        positive_count("clusters", self.clusters)
+        positive_count("window", self.window)
+        positive_count("steps", self.steps)
+        whole_number("global_tokens", self.global_tokens)
+        one_of("summary", self.summary, _SUMMARIES)
+        if self.window % 4:
+            below, above = self.window // 4 * 4, self.window // 4 * 4 + 4
+            near = f"{above}" if below == 0 else f"{below} or {above}"
+            raise OptionError(
+                f"window={self.window} cannot be a block of half and a quarter on each side; a multiple of 4 "
+                f"can: {near}."
+            )
+
+
+class WindowClusters(nn.Module):
+    """Attention to near keys and to clusters of far ones, chosen anew for every input."""
+
+    def __init__(self, problem: AttentionProblem, options: WindowClustersOptions) -> None:
+        super().__init__()
+        self._scale, self._options = problem.factor, options
+        self._layout = _layout(problem, options)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
+        options = self._options
+        return window_clusters(
+            q,
+            k,
+            v,
+            scale=self._scale,
+            layout=self._layout,
+            clusters=options.clusters,
+            steps=None if options.summary == "segments" else options.steps,
+            key_mask=key_mask,
+        )
+
+
+class WindowSegments(nn.Module):
+    """Causal attention to near keys and to segments of the past."""
+
+    def __init__(self, problem: AttentionProblem, options: WindowClustersOptions) -> None:
+        super().__init__()
+        self._scale, self._segments = problem.factor, options.clusters
+        self._layout = _layout(problem, options)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
+        return window_segments(
+            q, k, v, scale=self._scale, layout=self._layout, clusters=self._segments, key_mask=key_mask
+        )
+
+    def extend(
+        self, q: Tensor, k: Tensor, v: Tensor, state: SeenTokens | None, key_mask: Tensor | None
+    ) -> tuple[Tensor, SeenTokens]:
+        # Segments join as the past grows, and begin where the first real token is: all keys are kept.
+        seen = merge_tokens(state, summarise_tokens(k, v, key_mask))
+        if q.shape[2] == 0:
+            return q.new_zeros(*q.shape[:3], v.shape[3]), seen
+        mask = None if bool(seen.key_mask.all()) else seen.key_mask
+        return self(q, seen.k, seen.v, mask), seen
+
+
+def _layout(problem: AttentionProblem, options: WindowClustersOptions) -> Layout:
+    block = options.window // 2
+    sides = (block, 0) if problem.causal else (block // 2, block // 2)
+    return Layout(block, *sides, options.global_tokens)
+
+
+def work(problem: AttentionProblem, options: WindowClustersOptions, tokens: int, value_dim: int) -> Work:
+    """Every query reads its slice, the first tokens outside it, and a summary for each cluster.
+
+    Before that, every key is compared with every centre at each step of k-means and once with the mean query.
+    Sums over clusters are additions, no products.
+    """
+    layout = _layout(problem, options)
+    first = min(layout.first, tokens)
+    pairs = products = 0
+    for start in range(0, tokens, layout.block):
+        stop = min(start + layout.block, tokens)
+        low, high = max(start - layout.back, 0), min(stop + layout.ahead, tokens)
+        rows = stop - start
+        # Causal rows do not read the later ones of their own block.
+        pairs += rows * (high - low) - (rows * (rows - 1) // 2 if problem.causal else 0)
+        pairs += rows * (min(first, low) + (0 if problem.causal else max(first - high, 0)))
+        if problem.causal:
+            pairs += rows * min(len(plan(low // layout.cell, options.clusters)), options.clusters)
+    if not problem.causal:
+        clusters = min(options.clusters, tokens)
+        pairs += tokens * clusters
+        steps = 0 if options.summary == "segments" else options.steps
+        products = tokens * problem.head_dim * (steps * clusters + 1)
+    choice = (Step(products, gradients=0, shared=True),) if products else ()
+    return Work((*choice, *softmax_steps(pairs, problem.head_dim, value_dim)))
+
+
+@register(
+    "window-clusters",
+    summary="Softmax exact nearby, with one summary for each cluster of the keys farther away.",
+    options=WindowClustersOptions,
+    size_option="clusters",
+    capabilities=Capabilities(causal=True, cross=False),
+    work=work,
+)
+def build(problem: AttentionProblem, options: WindowClustersOptions) -> nn.Module:
+    if not problem.causal:
+        return WindowClusters(problem, options)
+    if options.summary == "kmeans":
+        raise UnsupportedError(
+            "summary='kmeans' cannot be causal: a cluster mixes past keys with later ones; "
+            "summary='segments' can."
+        )
+    return WindowSegments(problem, options)

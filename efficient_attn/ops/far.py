@@ -1,0 +1,160 @@
+"""What stands for keys that are not read one by one: clusters, each with its mass, mean key and mean value.
+
+The softmax of a query q over the keys of a cluster needs Σ_j e^{q·k_j} and Σ_j e^{q·k_j} v_j. Around the mean
+query m, with weights w_j = e^{m·k_j}, W = Σ w_j and means under these weights, they are to first order
+W e^{(q−m)·k̄} and the same times v̄. What the second order adds to the mass, ½ (q−m)ᵀΣ(q−m), is averaged over
+the queries with their entries taken as uncorrelated: ½ Σ_d s_d Σ_dd.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class QueryMoments(NamedTuple):
+    """How the queries of a key head lie, scaled as they enter the scores.
+
+    Attributes:
+        mean: [batch heads 1 head_dim].
+        variance: Of each entry, [batch heads 1 head_dim].
+    """
+
+    mean: Tensor
+    variance: Tensor
+
+
+class Far(NamedTuple):
+    """One key and one value for each cluster, as a softmax reads them.
+
+    Attributes:
+        k: Mean keys, [… clusters head_dim].
+        v: Mean values, [… clusters value_dim].
+        bias: Added to the scores, [… clusters 1]: the logarithm of how many ordinary keys it stands for.
+        alive: Whether it stands for any, bool [… clusters 1].
+    """
+
+    k: Tensor
+    v: Tensor
+    bias: Tensor
+    alive: Tensor
+
+
+def query_moments(q: Tensor, real: Tensor) -> QueryMoments:
+    """Mean and variance over the real queries of a group of heads.
+
+    Args:
+        q: [batch heads group tokens head_dim].
+        real: bool [batch tokens].
+    """
+    weight = real.to(q.dtype)[:, None, None, :, None]
+    count = (weight.sum(dim=-2) * q.shape[2]).clamp_min(1)[:, :, 0, :, None]
+    mean = (q * weight).sum(dim=(2, 3)).unsqueeze(-2) / count
+    variance = ((q - mean.unsqueeze(2)).square() * weight).sum(dim=(2, 3)).unsqueeze(-2) / count
+    return QueryMoments(mean, variance)
+
+
+class Members(NamedTuple):
+    """Keys as they are summed into clusters, in stretches of the sequence called cells.
+
+    Attributes:
+        rows: w · (k, v, ½ Σ_d s_d k_d², 1), [batch heads tokens head_dim + value_dim + 2].
+        chosen: The cluster of each, [batch heads tokens].
+        top: The largest exponent of each cluster, which its weights are relative to, [batch heads clusters].
+    """
+
+    rows: Tensor
+    chosen: Tensor
+    top: Tensor
+
+    def sums(self, cell: Tensor, cells: int) -> Tensor:
+        """Sums over the members of each cluster in each cell, [batch heads cells clusters …].
+
+        Args:
+            cell: Of each token, [tokens].
+        """
+        clusters, heads = self.top.shape[-1], self.rows.shape[:2]
+        # One long list of rows, each added to its place: no product.
+        head = torch.arange(heads.numel(), device=cell.device).view(*heads, 1)
+        place = (head * cells + cell) * clusters + self.chosen
+        sums = self.rows.new_zeros(heads.numel() * cells * clusters, self.rows.shape[-1])
+        sums = sums.index_add(0, place.flatten(), self.rows.flatten(0, 2))
+        return sums.view(*heads, cells, clusters, -1)
+
+    def split(self, tokens: int) -> "Iterator[Members]":
+        """So many tokens at a time."""
+        for rows, chosen in zip(
+            self.rows.split(tokens, dim=2), self.chosen.split(tokens, dim=2), strict=True
+        ):
+            yield Members(rows, chosen, self.top)
+
+
+def members(
+    k: Tensor, v: Tensor, counted: Tensor, chosen: Tensor, queries: QueryMoments, clusters: int
+) -> Members:
+    """The keys of all clusters with their weights.
+
+    Args:
+        k: [batch heads tokens head_dim]; v: [batch heads tokens value_dim].
+        counted: Keys that are summed at all, bool [batch tokens].
+        chosen: [batch heads tokens].
+    """
+    # Farther below the largest, a weight changes nothing but becomes a denormal number, which is slow.
+    floor = -300.0 if k.dtype == torch.float64 else -42.0
+    exponent = (k * queries.mean).sum(dim=-1)
+    seen = counted[:, None, :].expand_as(exponent)
+    top = exponent.new_full((*exponent.shape[:2], clusters), -torch.inf)
+    top = top.scatter_reduce(2, chosen, exponent.detach().masked_fill(~seen, -torch.inf), "amax")
+    top = top.masked_fill(top.isinf(), 0.0)
+    weight = (exponent - top.gather(2, chosen)).clamp(floor, 0.0).exp() * seen
+    bend = (k.square() * queries.variance).sum(dim=-1, keepdim=True) / 2
+    rows = torch.cat([k, v, bend, torch.ones_like(bend)], dim=-1) * weight[..., None]
+    return Members(rows, chosen, top)
+
+
+def beyond_slices(every: Members, *, block: int, back: int, group: int) -> Iterator[Tensor]:
+    """For each block the sums over all members outside its slice, so many blocks at a time.
+
+    Cells are `block` tokens, the first of them `back` tokens short, and the slice of block b is the cells b
+    and b + 1. Only sums are taken of sums, no differences, which would lose what is small.
+
+    Yields:
+        [batch heads group clusters …].
+    """
+    tokens = every.rows.shape[2]
+    blocks = -(-tokens // block)
+    groups = -(-blocks // group)
+    cell = (torch.arange(tokens, device=every.rows.device) + back) // block
+    # Coarse cells: of each group the first cell, and the others together.
+    coarse = every.sums(2 * (cell // group) + (cell % group > 0), 2 * groups + 2)
+    nothing = torch.zeros_like(coarse[:, :, :1])
+    before = torch.cat([nothing, coarse.cumsum(dim=2)], dim=2)
+    after = torch.cat([coarse.flip(2).cumsum(dim=2).flip(2), nothing], dim=2)
+    padded = every._replace(rows=F.pad(every.rows, (0, 0, back, 0)), chosen=F.pad(every.chosen, (back, 0)))
+    own = torch.arange(group, device=cell.device)[:, None]
+    other = torch.arange(group + 2, device=cell.device)
+    # A block leaves out two of the group's cells, the last of which is the next group's first.
+    outside = ((other != own) & (other != own + 1)).to(coarse.dtype)
+    for number, some in zip(range(groups), padded.split(group * block), strict=False):
+        length = some.rows.shape[2]
+        fine = some.sums(torch.arange(length, device=cell.device) // block, group)
+        next_one = coarse[:, :, 2 * number + 2 : 2 * number + 3]
+        rest = before[:, :, 2 * number : 2 * number + 1] + after[:, :, 2 * number + 3 : 2 * number + 4]
+        parts = torch.cat([fine, next_one, rest], dim=2)
+        some_blocks = min(group, blocks - number * group)
+        yield (outside[:some_blocks] @ parts.flatten(3)).unflatten(3, parts.shape[3:])
+
+
+def summarise_clusters(sums: Tensor, top: Tensor, queries: QueryMoments, head_dim: int) -> Far:
+    """The clusters of sums over members, [batch heads blocks clusters …]."""
+    mass = sums[..., -1:]
+    alive = mass > 0
+    mass = torch.where(alive, mass, 1.0)
+    means = sums[..., :-1] / mass
+    k, v = means[..., :head_dim], means[..., head_dim:-1]
+    mean, variance = (x.unsqueeze(2) for x in queries)
+    spread = (means[..., -1:] - (k.square() * variance).sum(dim=-1, keepdim=True) / 2).clamp_min(0)
+    bias = mass.log() + top[:, :, None, :, None] - (k * mean).sum(dim=-1, keepdim=True)
+    return Far(k, v, bias + (spread + spread.square() / 2).log1p(), alive)

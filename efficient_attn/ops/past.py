@@ -1,0 +1,67 @@
+"""Segments of the past, coarser the longer it is, so that their number stays the same."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from efficient_attn.ops.far import Far
+
+
+def plan(cells: int, segments: int) -> list[tuple[int, int]]:
+    """How the first `cells` cells are cut into about so many segments: (level, number), in order.
+
+    Segment (level, number) has the cells number · 2^level … (number + 1) · 2^level − 1. As many as there can
+    be are of one level, the lowest at which they are few enough; what is left over is cut by its binary
+    digits, so it may be that a few too many come out, one for each digit at most.
+    """
+    level = 0
+    while (cells >> level) + level > max(segments, 1 + level):
+        level += 1
+    found = [(level, number) for number in range(cells >> level)]
+    done = (cells >> level) << level
+    for lower in range(level - 1, -1, -1):
+        if (cells - done) >> lower:
+            found.append((lower, done >> lower))
+            done += 1 << lower
+    return found
+
+
+def past_segments(
+    k: Tensor, v: Tensor, counted: Tensor, *, starts: list[int], cell: int, segments: int
+) -> Far:
+    """Segments of all that lies before each start, each with one mean key and mean value.
+
+    Args:
+        k: [batch heads tokens head_dim]; v: [batch heads tokens value_dim].
+        counted: Keys that belong to a segment at all, bool [batch tokens].
+        starts: Multiples of `cell`.
+        cell: Tokens of the smallest segment.
+        segments: How many there are at most before a start.
+
+    Returns:
+        [batch heads starts segments …].
+    """
+    rows = torch.cat([torch.ones_like(k[..., :1]), k, v], dim=-1) * counted[:, None, :, None]
+    rows = F.pad(rows, (0, 0, 0, -rows.shape[2] % cell)).unflatten(2, (-1, cell)).sum(dim=3)
+    levels, offsets = [rows], [0]
+    while levels[-1].shape[2] > 1:
+        # Pairs of neighbours, level by level: differences of running sums would lose what is small.
+        pairs = levels[-1].shape[2] // 2
+        offsets.append(offsets[-1] + levels[-1].shape[2])
+        levels.append(levels[-1][:, :, : 2 * pairs].unflatten(2, (pairs, 2)).sum(dim=3))
+    table = torch.cat([*levels, torch.zeros_like(rows[:, :, :1])], dim=2)
+    plans = [plan(start // cell, segments) for start in starts]
+    most = max(1, *map(len, plans))
+    nothing = table.shape[2] - 1
+    places = [[offsets[level] + number for level, number in found] for found in plans]
+    places = [place + [nothing] * (most - len(place)) for place in places]
+    sums = table[:, :, torch.tensor(places, device=k.device)]
+    if most > segments:
+        # The most recent ones share the last place.
+        last = sums[:, :, :, segments - 1 :].sum(dim=3, keepdim=True)
+        sums = torch.cat([sums[:, :, :, : segments - 1], last], dim=3)
+    count = sums[..., :1]
+    alive = count > 0
+    count = torch.where(alive, count, 1.0)
+    means = sums[..., 1:] / count
+    return Far(means[..., : k.shape[3]], means[..., k.shape[3] :], count.log(), alive)
