@@ -82,4 +82,4 @@ def test_completion_knows_every_backend_without_loading_one():
     from efficient_attn_cli.options import _backends
 
     assert set(_backends("")) >= set(list_backends())
-    assert _backends("exact,lin") == ["exact,linformer"]
+    assert _backends("exact,linf") == ["exact,linformer"]

@@ -49,10 +49,12 @@ def query_moments(q: Tensor, real: Tensor) -> QueryMoments:
         q: [batch heads group tokens head_dim].
         real: bool [batch tokens].
     """
-    weight = real.to(q.dtype)[:, None, None, :, None]
-    count = (weight.sum(dim=-2) * q.shape[2]).clamp_min(1)[:, :, 0, :, None]
-    mean = (q * weight).sum(dim=(2, 3)).unsqueeze(-2) / count
-    variance = ((q - mean.unsqueeze(2)).square() * weight).sum(dim=(2, 3)).unsqueeze(-2) / count
+    # Not multiplied by zero: a query of padding may be NaN.
+    padding = ~real[:, None, None, :, None]
+    count = (real.sum(dim=-1)[:, None, None, None] * q.shape[2]).clamp_min(1)
+    mean = q.masked_fill(padding, 0.0).sum(dim=(2, 3)).unsqueeze(2) / count
+    squares = (q - mean.unsqueeze(2)).square().masked_fill(padding, 0.0)
+    variance = squares.sum(dim=(2, 3)).unsqueeze(2) / count
     return QueryMoments(mean, variance)
 
 
