@@ -11,7 +11,7 @@ from efficient_attn.experiments.bench import Workload, bench, plan_bench
 from efficient_attn.experiments.workload import settle, workloads
 from efficient_attn.sweep.variants import CEILING
 
-SMALL = {"tokens": (16, 32), "num_heads": 2, "head_dim": 8, "budget_s": 30, "isolate": "none"}
+SMALL = {"tokens": (16, 32), "num_heads": 2, "head_dim": 8, "budget_s": 3600, "isolate": "none"}
 
 
 def values(q, k, v):

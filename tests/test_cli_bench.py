@@ -13,7 +13,7 @@ from efficient_attn.errors import AttentionError
 from efficient_attn_cli.main import main
 
 SMALL = [
-    *("bench", "--seq-len", "16,32", "--num-heads", "2", "--head-dim", "8", "--budget", "30s"),
+    *("bench", "--seq-len", "16,32", "--num-heads", "2", "--head-dim", "8", "--budget", "1h"),
     *("--isolate", "none"),
 ]
 OWN = """

@@ -12,7 +12,7 @@ from efficient_attn.sweep.records import read
 from efficient_attn_cli.main import main
 from efficient_attn_cli.plan import _toml
 
-BENCH = ["--seq-len", "16", "--num-heads", "2", "--head-dim", "8", "--budget", "60s", "--isolate", "none",
+BENCH = ["--seq-len", "16", "--num-heads", "2", "--head-dim", "8", "--budget", "1h", "--isolate", "none",
          "--backend", "window", "--set", "window.window=5,7", "--causal", "--threads", "1"]  # fmt: skip
 MSE = ["--num-features", "8", "--inputs", "gaussian", "--norm", "1", "--seq-len", "32", "--draws", "2",
        "--backend", "performer-trig,window", "--seed", "3"]  # fmt: skip
