@@ -6,8 +6,11 @@ import torch
 from torch import Tensor
 
 from efficient_attn.ops.fused import fused_attention
-from efficient_attn.ops.precision import hide, wide_dtype
+from efficient_attn.ops.precision import hide, wide, wide_dtype
 from efficient_attn.shapes import KeyMask, Keys, Output, Queries, Values
+
+# Tokens at once where they come in half precision.
+_PIECE = 512
 
 
 def linformer_attention(
@@ -25,19 +28,36 @@ def linformer_attention(
     Mixture r is divided by its share s_r = Σ_real |E_rj| / Σ_all |E_rj|, so that it stays an average
     of the same size whatever part of its tokens is real; one with share 0 takes no part.
     """
-    dtype, heads = wide_dtype(q.dtype), q.shape[1]
-    few_keys, alive = _mix(mix_keys.to(dtype), hide(k, key_mask).to(dtype), heads, key_mask)
-    few_values, alive_values = _mix(mix_values.to(dtype), hide(v, key_mask).to(dtype), heads, key_mask)
+    heads, value_dim = q.shape[1], v.shape[-1]
+    few_keys, alive = _mix(mix_keys, k, heads, key_mask)
+    few_values, alive_values = _mix(mix_values, v, heads, key_mask)
     alive = (alive & alive_values).expand(q.shape[0], -1, -1)
     few_values = few_values.masked_fill(~alive.unsqueeze(-1), 0.0)
-    inputs = (q.to(dtype), few_keys, few_values)
+    rows = [
+        _read(wide(q[..., part, :]), few_keys, few_values, alive, scale).to(q.dtype) for part in _pieces(q)
+    ]
+    if not rows:
+        return q.new_zeros(*q.shape[:-1], value_dim)
+    return rows[0] if len(rows) == 1 else torch.cat(rows, dim=-2)
+
+
+def _pieces(x: Tensor) -> list[slice]:
+    """All tokens at once; a part at a time where they have to be widened, which takes memory."""
+    tokens = x.shape[-2]
+    piece = max(tokens, 1) if wide_dtype(x.dtype) is x.dtype else _PIECE
+    return [slice(start, start + piece) for start in range(0, tokens, piece)]
+
+
+def _read(q: Tensor, few_keys: Tensor, few_values: Tensor, alive: Tensor, scale: float) -> Tensor:
+    """Softmax attention to the mixtures that are alive, bool [batch 1|heads rank]."""
     if alive.shape[1] == 1:
-        out = fused_attention(*inputs, scale=scale, key_mask=alive.squeeze(1), dropout=0.0, hidden=True)
-        return out.to(q.dtype)
+        return fused_attention(
+            q, few_keys, few_values, scale=scale, key_mask=alive.squeeze(1), dropout=0.0, hidden=True
+        )
     # Each head has mixtures of its own, dead ones among them: a head is a batch entry here.
-    alone = (x.flatten(0, 1).unsqueeze(1) for x in inputs)
+    alone = (x.flatten(0, 1).unsqueeze(1) for x in (q, few_keys, few_values))
     out = fused_attention(*alone, scale=scale, key_mask=alive.flatten(0, 1), dropout=0.0, hidden=True)
-    return out.unflatten(0, q.shape[:2]).squeeze(2).to(q.dtype)
+    return out.unflatten(0, q.shape[:2]).squeeze(2)
 
 
 def _mix(mix: Tensor, x: Tensor, heads: int, key_mask: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -45,16 +65,24 @@ def _mix(mix: Tensor, x: Tensor, heads: int, key_mask: Tensor | None) -> tuple[T
 
     `mix` is [rank max_tokens] for all heads, or [heads rank max_tokens].
     """
+    mix = mix.to(wide_dtype(x.dtype))
     used = mix[..., : x.shape[-2]]
     share = _share(mix, used, key_mask)
-    if mix.ndim == 3:
-        # Each head of queries mixes the keys of its group by a pair of its own.
-        grouped = used.unflatten(0, (x.shape[1], heads // x.shape[1])).flatten(1, 2)
-        mixed = (grouped @ x).unflatten(2, (heads // x.shape[1], mix.shape[-2])).flatten(1, 2)
-    else:
-        mixed = _MixAlike.apply(used, x.flatten(0, 1)).unflatten(0, x.shape[:2])
+    mixed = x.new_zeros(*x.shape[:2], mix.shape[-2], x.shape[-1], dtype=mix.dtype)
+    for number, part in enumerate(_pieces(x)):
+        mask = None if key_mask is None else key_mask[:, part]
+        some = _mix_piece(used[..., part], wide(hide(x[..., part, :], mask)), heads)
+        mixed = mixed + some if number else some
     alive = share > 0
     return mixed / torch.where(alive, share, 1.0).unsqueeze(-1), alive
+
+
+def _mix_piece(mix: Tensor, x: Tensor, heads: int) -> Tensor:
+    if mix.ndim == 2:
+        return _MixAlike.apply(mix, x.flatten(0, 1)).unflatten(0, x.shape[:2])
+    # Each head of queries mixes the keys of its group by a pair of its own.
+    groups = (x.shape[1], heads // x.shape[1])
+    return (mix.unflatten(0, groups).flatten(1, 2) @ x).unflatten(2, (groups[1], mix.shape[-2])).flatten(1, 2)
 
 
 class _MixAlike(torch.autograd.Function):

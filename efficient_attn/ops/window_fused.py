@@ -44,16 +44,18 @@ class Piece(NamedTuple):
         return self.start + self.rows * self.blocks
 
     def queries(self, x: Tensor) -> Tensor:
-        """What belongs to the queries, [heads tokens …] as [heads blocks rows …]."""
+        """What belongs to the queries, [heads tokens …] as [heads blocks rows …], a view."""
         return x[:, self.start : self.stop].unflatten(1, (self.blocks, self.rows))
 
     def slices(self, x: Tensor, heads: int) -> Tensor:
         """The slices of keys or values, [heads|1 tokens dim] as [heads blocks keys dim], overlapping."""
-        head, token, dim = x.stride()
-        return x.as_strided(
+        run = x[:, self.first_key : self.first_key + (self.blocks - 1) * self.rows + self.keys]
+        run = wide(run) if run.is_floating_point() else run
+        head, token, dim = run.stride()
+        return run.as_strided(
             (heads, self.blocks, self.keys, x.shape[-1]),
             (head if x.shape[0] == heads else 0, self.rows * token, token, dim),
-            x.storage_offset() + self.first_key * token,
+            run.storage_offset(),
         )
 
     def add(self, whole: Tensor, parts: Tensor) -> None:
@@ -110,7 +112,7 @@ def fused_window(
             queries, keys, values, outs, sums = (heads(x) for x in (q, k, v, out, log_sum))
             for piece, bias in _steps(queries, keys, mask, back, ahead, _GROUP):
                 k_read, v_read = (piece.slices(x, len(queries)) for x in (keys, values))
-                some, logarithm = flash.attend(piece.queries(queries), k_read, v_read, bias, scale)
+                some, logarithm = flash.attend(wide(piece.queries(queries)), k_read, v_read, bias, scale)
                 piece.queries(outs).copy_(some)
                 piece.queries(sums).copy_(logarithm)
                 del some, logarithm
@@ -148,11 +150,11 @@ def fused_window_backward(
             for piece, bias in _steps(queries, keys, mask, back, ahead, _GROUP_BACK):
                 k_read, v_read = (piece.slices(x, len(queries)) for x in (keys, values))
                 some_q, some_k, some_v = flash.gradients(
-                    piece.queries(given),
-                    piece.queries(queries),
+                    wide(piece.queries(given)),
+                    wide(piece.queries(queries)),
                     k_read,
                     v_read,
-                    piece.queries(outs),
+                    wide(piece.queries(outs)),
                     piece.queries(sums),
                     bias,
                     scale,
