@@ -127,11 +127,15 @@ def test_the_suite_runs_on_a_plug_in(install):
 
 
 @pytest.mark.slow
-def test_check_runs_the_whole_suite_on_a_plug_in(install, run):
+def test_check_runs_the_whole_suite_on_a_plug_in(install):
     install("strangers", "stranger", GOOD)
-    code, out, _ = run("check", "stranger", "--json")
-    outcomes = {row["check"]: row["outcome"] for row in json.loads(out)}
-    assert code == 0 and outcomes["equals_softmax_attention"] == "kept"
+    # In a process of its own: torch.compile, which the suite tries, stumbles over the shape checks here.
+    code = f"import sys; sys.path[:] = {sys.path!r}; from efficient_attn_cli.main import main; main()"
+    command = [sys.executable, "-c", code, "check", "stranger", "--json"]
+    child = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert child.returncode == 0, child.stderr
+    outcomes = {row["check"]: row["outcome"] for row in json.loads(child.stdout)}
+    assert outcomes["equals_softmax_attention"] == "kept"
 
 
 @pytest.mark.parametrize(
