@@ -132,6 +132,35 @@ def test_padding_never_leaks_even_as_nan(name, backend):
     torch.testing.assert_close(found, clean, **ROUNDING)
 
 
+@pytest.mark.parametrize("backend", ["exact", "window", "performer-positive", "performer-trig"])
+@pytest.mark.parametrize("make", [llama, gemma3])
+def test_padding_never_leaks_in_a_decoder_even_as_nan(make, backend):
+    model, batch = attach(make(), full=backend), inputs()
+    mask = batch["attention_mask"]
+    x = model.get_input_embeddings()(batch["input_ids"])
+    clean = logits(model, {"inputs_embeds": x, "attention_mask": mask})
+    poisoned = torch.where(mask.bool()[..., None], x, torch.nan)
+    found = logits(model, {"inputs_embeds": poisoned, "attention_mask": mask})
+    torch.testing.assert_close(found, clean, **ROUNDING)
+
+
+@pytest.mark.parametrize(
+    ("backend", "options"),
+    [("exact", {}), ("window", {}), ("linformer", {"rank": 8}), ("performer-positive", {})],
+)
+def test_models_in_low_precision_lose_no_more_than_twice_what_they_lose_with_sdpa(backend, options):
+    model, batch = bert(), inputs()
+    with swapped(model, backend, **options):
+        ours = logits(model, batch)
+    theirs = logits(model, batch)
+    model.bfloat16()
+    lost = (logits(model, batch) - theirs).norm() / theirs.norm()
+    with swapped(model, backend, **options):
+        found = logits(model, batch)
+    assert found.dtype == torch.bfloat16
+    assert (found - ours).norm() < 2 * lost * ours.norm()
+
+
 @pytest.mark.parametrize("name", DECODERS)
 def test_left_padding_does_not_change_what_a_decoder_says(name):
     model, batch = DECODERS[name](), inputs(left=4)
@@ -372,6 +401,15 @@ def test_a_model_that_says_it_is_attached_and_is_not_is_told_how():
     model.set_attn_implementation("efficient_attn")
     with pytest.raises(UnsupportedError, match=r"attach\(model, …\), or load\(path\)"):
         model(**inputs())
+
+
+def test_a_model_that_transformers_leaves_as_it_is_is_refused(monkeypatch):
+    model = bert()
+    monkeypatch.setattr(type(model), "_can_set_attn_implementation", classmethod(lambda _: False))
+    state = list(model.state_dict())
+    with pytest.raises(UnsupportedError, match="does not let its attention be chosen"):
+        attach(model, "performer-positive")
+    assert list(model.state_dict()) == state
 
 
 def test_only_models_of_transformers_are_taken():

@@ -85,6 +85,18 @@ def test_what_is_loaded_may_be_saved_again(tmp_path):
     assert torch.equal(logits(load(tmp_path / "two")), logits(model))
 
 
+def test_a_plan_fits_a_model_with_and_without_its_head(tmp_path):
+    model = llama()
+    attach(model.model, "performer-positive")
+    model.save_pretrained(tmp_path / "whole")
+    assert torch.equal(logits(load(tmp_path / "whole")), logits(model))
+    attach(model, "performer-positive", seed=1).model.save_pretrained(tmp_path / "body")
+    ids = inputs()["input_ids"]
+    with torch.no_grad():
+        expected = model.model(ids).last_hidden_state
+        assert torch.equal(load(tmp_path / "body")(ids).last_hidden_state, expected)
+
+
 def test_plain_from_pretrained_runs_sdpa_and_drops_what_backends_keep(tmp_path):
     model = linformer()
     model.save_pretrained(tmp_path)

@@ -128,7 +128,8 @@ def install(model: PreTrainedModel, places: list[Place], backends: Mapping[str, 
             # So transformers asks which parameters are another one by a second name, before it saves them.
             own._tied_weights_keys = second_names(own)
             setattr(place.module, PLACE, own)
-        model.config.efficient_attn = plan_of(backends)
+        _check_heard(places)
+        model.config.efficient_attn = plan_of(model, backends)
         if not hasattr(model, _HOOK):
             setattr(model, _HOOK, model.register_forward_pre_hook(_refuse_weights, with_kwargs=True))
     except BaseException:
@@ -152,12 +153,19 @@ def _refuse_weights(model: nn.Module, args: tuple[Any, ...], named: dict[str, An
         raise UnsupportedError(NO_WEIGHTS)
 
 
-def plan_of(backends: Mapping[str, Backend]) -> dict[str, Any] | None:
+def _check_heard(places: list[Place]) -> None:
+    """Refuse models that transformers leaves as they are, with a warning."""
+    deaf = [place.path for place in places if place.module.config._attn_implementation != NAME]
+    if deaf:
+        raise UnsupportedError(f"{deaf[0]} does not let its attention be chosen; nothing was attached.")
+
+
+def plan_of(model: PreTrainedModel, backends: Mapping[str, Backend]) -> dict[str, Any] | None:
     """What a configuration keeps of attached backends; None where one of them has no name to find it by."""
     if any(SPECS.get(own.spec.name) is not own.spec for own in backends.values()):
         return None
     layers = {
-        path: {
+        name_in_plan(model, path): {
             "backend": own.spec.name,
             "options": asdict(own.options),
             "max_tokens": own.problem.max_tokens,
@@ -165,6 +173,11 @@ def plan_of(backends: Mapping[str, Backend]) -> dict[str, Any] | None:
         for path, own in backends.items()
     }
     return {"format": PLAN_FORMAT, "layers": layers}
+
+
+def name_in_plan(model: PreTrainedModel, path: str) -> str:
+    """The path from the base model on, so that a plan fits a model with and without its head."""
+    return path.removeprefix(f"{model.base_model_prefix}.")
 
 
 def _build(

@@ -17,7 +17,12 @@ from transformers import AutoConfig, PreTrainedModel
 from efficient_attn.backend import Backend
 from efficient_attn.backends import list_backends
 from efficient_attn.errors import AttentionError, DataError
-from efficient_attn.integrations.transformers.attaching import PLAN_FORMAT, install, second_names
+from efficient_attn.integrations.transformers.attaching import (
+    PLAN_FORMAT,
+    install,
+    name_in_plan,
+    second_names,
+)
 from efficient_attn.integrations.transformers.attend import PLACE
 from efficient_attn.integrations.transformers.choosing import Choice, build_all
 from efficient_attn.integrations.transformers.places import Place, find_places
@@ -53,7 +58,7 @@ def load(folder: str | Path, **arguments: Any) -> PreTrainedModel:
         )
     _check_complete(path, found)
     places = find_places(model)
-    backends = _backends(places, layers, path)
+    backends = _backends({name_in_plan(model, place.path): place for place in places}, layers, path)
     _fill(backends, path)
     install(model, places, backends)
     return model
@@ -110,12 +115,15 @@ def _check_complete(path: Path, found: Mapping[str, Any]) -> None:
             raise DataError(f"The safetensors of {path} are of another model: it {what} {min(names)}.")
 
 
-def _backends(places: list[Place], layers: Mapping[str, Mapping[str, Any]], path: Path) -> dict[str, Backend]:
-    if {place.path for place in places} != layers.keys():
+def _backends(
+    places: Mapping[str, Place], layers: Mapping[str, Mapping[str, Any]], path: Path
+) -> dict[str, Backend]:
+    """The planned backend for the path of every place; both mappings are by the names in the plan."""
+    if places.keys() != layers.keys():
         raise DataError(f"{path}/config.json: the layers in efficient_attn are those of another model.")
     backends: dict[str, Backend] = {}
-    for place in places:
-        layer = layers[place.path]
+    for name, place in places.items():
+        layer = layers[name]
         choice = {place.path: Choice(layer["backend"], layer["options"])}
         try:
             backends |= build_all([place], choice, layer["max_tokens"], None)
