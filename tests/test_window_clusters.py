@@ -16,7 +16,7 @@ WINDOW, CLUSTERS, SCALE = 8, 3, 8**-0.5
 def nearest_clusters(keys, steps):
     """Rows of keys that go to the same centre, the centres being evenly spaced keys, then means."""
     count = len(keys)
-    centres = keys[[c * count // CLUSTERS for c in range(CLUSTERS)]].clone()
+    centres = keys[[c * (count - 1) // (CLUSTERS - 1) for c in range(CLUSTERS)]].clone()
     chosen = []
     for _ in range(steps):
         for c, rows in enumerate(chosen):

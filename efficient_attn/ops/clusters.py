@@ -37,8 +37,9 @@ def segments(real: Tensor, clusters: int) -> Tensor:
 
 
 def _spread(real: Tensor, clusters: int) -> Tensor:
-    """Positions of real keys at even steps from the first on, [batch clusters]; too few come repeatedly."""
-    rank = torch.arange(clusters, device=real.device) * real.sum(dim=-1, keepdim=True) // clusters
+    """Positions of real keys at even steps, first and last among them, [batch clusters]; few ones repeat."""
+    last = (real.sum(dim=-1, keepdim=True) - 1).clamp_min(0)
+    rank = torch.arange(clusters, device=real.device) * last // max(clusters - 1, 1)
     return torch.searchsorted(real.cumsum(dim=-1), rank + 1).clamp_max(real.shape[-1] - 1)
 
 

@@ -7,6 +7,7 @@ the queries with their entries taken as uncorrelated: ½ Σ_d s_d Σ_dd.
 """
 
 from collections.abc import Iterator
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -129,11 +130,12 @@ def beyond_slices(every: Members, *, block: int, back: int, group: int) -> Itera
     blocks = -(-tokens // block)
     groups = -(-blocks // group)
     cell = (torch.arange(tokens, device=every.rows.device) + back) // block
-    # Coarse cells: of each group the first cell, and the others together.
+    # Of each group the first cell, and the others together.
     coarse = every.sums(2 * (cell // group) + (cell % group > 0), 2 * groups + 2)
-    nothing = torch.zeros_like(coarse[:, :, :1])
-    before = torch.cat([nothing, coarse.cumsum(dim=2)], dim=2)
-    after = torch.cat([coarse.flip(2).cumsum(dim=2).flip(2), nothing], dim=2)
+    firsts, others = coarse[:, :, ::2].unbind(2), coarse[:, :, 1::2].unbind(2)
+    both = [first + other for first, other in zip(firsts, others, strict=True)]
+    before = list(accumulate(both, initial=torch.zeros_like(both[0])))
+    after = list(accumulate(reversed(both), initial=torch.zeros_like(both[0])))[::-1]
     padded = every._replace(rows=F.pad(every.rows, (0, 0, back, 0)), chosen=F.pad(every.chosen, (back, 0)))
     own = torch.arange(group, device=cell.device)[:, None]
     other = torch.arange(group + 2, device=cell.device)
@@ -142,9 +144,8 @@ def beyond_slices(every: Members, *, block: int, back: int, group: int) -> Itera
     for number, some in zip(range(groups), padded.split(group * block), strict=False):
         length = some.rows.shape[2]
         fine = some.sums(torch.arange(length, device=cell.device) // block, group)
-        next_one = coarse[:, :, 2 * number + 2 : 2 * number + 3]
-        rest = before[:, :, 2 * number : 2 * number + 1] + after[:, :, 2 * number + 3 : 2 * number + 4]
-        parts = torch.cat([fine, next_one, rest], dim=2)
+        rest = before[number] + others[number + 1] + after[number + 2]
+        parts = torch.cat([fine, firsts[number + 1].unsqueeze(2), rest.unsqueeze(2)], dim=2)
         some_blocks = min(group, blocks - number * group)
         yield (outside[:some_blocks] @ parts.flatten(3)).unflatten(3, parts.shape[3:])
 

@@ -20,7 +20,7 @@ from efficient_attn.shapes import KeyMask, Keys, Output, Queries, Values
 # Hides a key by what is added to its score. Finite: a gradient multiplies it by zero.
 _HIDDEN = -1e30
 # Numbers in the summaries of the blocks that are worked on at once: little enough to stay in cache.
-_GROUP = 1 << 18
+_GROUP = 1 << 20
 _FEWEST, _MOST = 2, 16
 
 
