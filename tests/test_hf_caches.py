@@ -143,10 +143,11 @@ def test_tokens_cannot_be_taken_back_from_a_state():
         cache.crop(-1)
 
 
-def test_a_state_that_does_not_reach_the_attention_is_noticed(monkeypatch):
+@pytest.mark.parametrize("make", [llama, mistral])
+def test_a_state_that_does_not_reach_the_attention_is_noticed(make, monkeypatch):
     from efficient_attn.integrations.transformers.caches import StateLayer
 
-    model = attach(llama(), "exact")
+    model = attach(make(), "exact")
     cache = StateCache(model)
 
     def without_mark(self, k, v, *_, **__):

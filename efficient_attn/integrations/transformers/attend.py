@@ -157,7 +157,8 @@ def _run(backend: Backend, query: Tensor, key: Tensor, value: Tensor, visible: V
     layer = getattr(key, STATE, None)
     if layer is not None:
         return layer.extend(backend, query, key, value, visible.key_mask).transpose(1, 2).contiguous()
-    if visible.first_key and not visible.pattern.sliding:
+    earlier = visible.keys - query.shape[2]
+    if visible.first_key and (visible.pattern.back is None or earlier < visible.pattern.back):
         raise UnsupportedError(
             "This model does not hand the keys of its cache on as they are, so that no state can be kept; "
             "use transformers' own cache."

@@ -113,7 +113,7 @@ def main() -> None:
         for of, (one, other) in pairs.items():
             records.append(compare(of, tokens, one, other))
             print(row(records[-1]), flush=True)
-    (HERE / "records.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    (HERE / "pairs.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     (HERE / "environment.json").write_text(json.dumps(about, indent=2) + "\n")
     head = line("of", "tokens", "sdpa, ms", "window, ms", "times faster (least–most)", *UNITS, "difference")
     lines = [head, line(*["---"] * 8), *map(row, records)]
