@@ -213,6 +213,10 @@ def _spec(name: str, package: Package) -> BackendSpec:
     )
 
 
+# So that `efficient-attn bench --backend docs/others.py:performer_pytorch` measures a package like a backend.
+performer_pytorch, local_attention, linformer = (_spec(name, PACKAGES[name]) for name in PACKAGES)
+
+
 def findings(name: str) -> list[dict[str, Any]]:
     """What the suite finds about a package, promise by promise.
 
