@@ -6,6 +6,37 @@ import pytest
 
 THREADS = 1
 
+# One algorithm serves several backends: what holds for every backend is tried on one of a kind at once, and
+# on the others by `pytest -m slow`.
+OF_A_KIND = {
+    "performer-hyperbolic",
+    "performer-oprf",
+    "linear-relu",
+    "linear-elu",
+    "linear-taylor-1",
+    "linear-taylor-2",
+}
+FOR_EVERY_BACKEND = {
+    "test_block.py",
+    "test_conformance.py",
+    "test_copying.py",
+    "test_layer.py",
+    "test_reproducible.py",
+    "test_stack.py",
+}
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        params = getattr(item, "callspec", None)
+        if (
+            item.path.name in FOR_EVERY_BACKEND
+            and params
+            and OF_A_KIND & set(map(str, params.params.values()))
+        ):
+            item.add_marker("slow")
+
 
 def pytest_configure(config: pytest.Config) -> None:
     # The children that some tests start inherit this too.

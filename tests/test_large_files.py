@@ -10,6 +10,8 @@ from efficient_attn.errors import DataError
 from efficient_attn.sweep import records
 from efficient_attn.sweep.records import Case, Record, line, read
 
+pytestmark = pytest.mark.slow
+
 CASE = Case(
     kind="time", backend="b", label="b", num_heads=1, head_dim=1, tokens=1, dtype="d", device="cpu", threads=1
 )
