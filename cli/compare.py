@@ -19,6 +19,7 @@ from .options import (
     IsolateOption,
     JsonToOption,
     MemoryLimitOption,
+    OneLayerOption,
     OutOption,
     RoundsOption,
     SeedOption,
@@ -36,9 +37,6 @@ OneInputOption = Annotated[
         metavar="NAME",
         help="encoder (shipped), stitched (its four texts end to end), gaussian or FILE.safetensors.",
     ),
-]
-OneLayerOption = Annotated[
-    int | None, typer.Option("--layer", min=0, help="Of the encoder or file; 1, of a file its first.")
 ]
 CutOption = Annotated[
     str | None,

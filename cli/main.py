@@ -26,7 +26,19 @@ app = typer.Typer(
 )
 
 # One line per command: its module, beside this file, holds a function of that name, or name_command.
-COMMANDS = ("list", "bench", "mse", "compare", "diff", "report", "reproduce", "capture", "check", "env")
+COMMANDS = (
+    "list",
+    "bench",
+    "mse",
+    "compare",
+    "show",
+    "diff",
+    "report",
+    "reproduce",
+    "capture",
+    "check",
+    "env",
+)
 
 
 def _register(name: str) -> None:

@@ -30,6 +30,7 @@ _HOME = {
     "bench": "experiments.bench",
     "mse": "experiments.mse",
     "compare": "experiments.compare",
+    "show": "experiments.show",
     "diff": "experiments.diff",
     "Results": "experiments.results",
     "read": "experiments.results",

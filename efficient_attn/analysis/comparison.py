@@ -59,7 +59,7 @@ class Verdict(NamedTuple):
         both: What is, the fastest first: its interval of times lies below that of exact attention.
         alike: Nearly exact, and faster by so little that the samples do not tell.
         accurate: The fastest of what is nearly exact, exact attention aside.
-        fast: The least wrong of what is faster.
+        fast: The least wrong of what has a smaller median time.
     """
 
     both: tuple[Contender, ...]
@@ -118,7 +118,8 @@ class Comparison(NamedTuple):
         alike = tuple(
             one for one in near if one not in both and one.time_s and one.time_s.median < exact.time_s.median
         )
-        return Verdict(both, alike, near[0] if near else None, min(faster, key=_error, default=None))
+        quick = [one for one in others if one.time_s and one.time_s.median < exact.time_s.median]
+        return Verdict(both, alike, near[0] if near else None, min(quick, key=_error, default=None))
 
     def _points(self, quantity: str) -> list[tuple[float, float, Contender]]:
         """Cost and error of what has both; errors that are rounding are equal."""

@@ -96,6 +96,15 @@ def row_divergence(weights: Weights, q: Queries, k: Keys, *, scale: float) -> fl
     return max(total / weights[..., 0].numel(), 0.0)
 
 
+def entropy(weights: Weights) -> float | None:
+    """Mean over rows of −Σ_j A_ij log A_ij in nats; None where a weight is clearly below zero."""
+    weights = weights.double()
+    # Weights that come out of sums may be below zero by their rounding.
+    if float(weights.min()) < -1e-6:
+        return None
+    return float(torch.special.entr(weights.clamp_min(0)).sum(dim=-1).mean())
+
+
 def uniform_weights(q: Queries, k: Keys) -> Weights:
     """The yardstick among weights: each key the same share, which is the mean of the values; in float64."""
     share = torch.full((), 1 / k.shape[-2], dtype=torch.float64, device=q.device)

@@ -134,7 +134,7 @@ def _dress(ax: Any, panel: Any, floor: float, ceiling: float) -> None:
     if quantity == "time_s":
         ax.xaxis.set_major_locator(LogLocator(base=10, subs=(1, 3) if few else (1,)))
     else:
-        ax.xaxis.set_major_locator(LogLocator(base=2 if few else 16, numticks=9))
+        ax.xaxis.set_major_locator(LogLocator(base=2 if few else 4, numticks=9))
     ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: show(value)))
     ax.xaxis.set_minor_formatter(NullFormatter())
     ax.xaxis.set_minor_locator(NullLocator())

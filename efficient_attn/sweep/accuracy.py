@@ -105,8 +105,10 @@ def try_options(
         return
 
 
-def one_backend(variant: Variant, subject: Subject, *, option: str, size: int) -> Any:
-    """The first draw of a variant at a size, calibrated where it has to be."""
+def one_backend(
+    variant: Variant, subject: Subject, *, option: str | None = None, size: int | None = None
+) -> Any:
+    """The first draw of a variant, at a size if one is given, calibrated where it has to be."""
     _, backends = _build(variant, subject, range(subject.seed, subject.seed + 1), option, size)
     _calibrate(backends, subject)
     return backends[0]

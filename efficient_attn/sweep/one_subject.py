@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 
 from efficient_attn.errors import OptionError
-from efficient_attn.measure.inputs import Activations, gaussian
+from efficient_attn.measure.inputs import TEXTS, Activations, gaussian, read_activations, shipped
 from efficient_attn.sweep.accuracy import Subject
 from efficient_attn.sweep.subjects import subjects
 
@@ -43,6 +43,17 @@ def one_subject(
         layers = None if wanted is None else [wanted]
         found = subjects([source], norms=[norm], tokens=1, head_dim=1, layers=layers, seed=seed)[0]
     return Subject(found.name, _first(found, tokens, dtype, device), found.scale, found.seed)
+
+
+def words_of(source: str | Path, tokens: int) -> tuple[str, ...]:
+    """The token strings of the inputs; their numbers where the file does not tell."""
+    if source == "encoder":
+        found = shipped().tokens
+    elif source == "stitched":
+        found = tuple(word for text in range(len(TEXTS)) for word in shipped(text).tokens)
+    else:
+        found = read_activations(source).tokens
+    return found if len(found) == tokens else tuple(map(str, range(tokens)))
 
 
 def _first(subject: Subject, tokens: int | None, dtype: str, device: str) -> Activations:

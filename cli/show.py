@@ -1,0 +1,67 @@
+"""`efficient-attn show`: what each backend looks at, as heat maps with the words on the axes."""
+
+import sys
+from contextlib import redirect_stdout
+from typing import Annotated
+
+import typer
+
+from efficient_attn.errors import OptionError
+
+from . import exits, talk
+from .options import BackendOption, ExtraArguments, OneLayerOption, OutOption, SeedOption, SetOption, names
+from .plan import PlanOption
+
+TextOption = Annotated[
+    str,
+    typer.Option(
+        "--inputs",
+        metavar="NAME",
+        help="encoder (shipped), stitched (its four texts end to end) or FILE.safetensors.",
+    ),
+]
+HeadOption = Annotated[int, typer.Option("--head", min=0, help="Which head of the layer.")]
+ShownTokensOption = Annotated[
+    str, typer.Option("--tokens", metavar="A:B", help="Those on the axes; backends read all of the inputs.")
+]
+
+
+def show_command(
+    plan: PlanOption = None,
+    extra: ExtraArguments = None,
+    inputs: TextOption = "encoder",
+    layer: OneLayerOption = None,
+    head: HeadOption = 6,
+    tokens: ShownTokensOption = "0:24",
+    backend: BackendOption = None,
+    set_: SetOption = None,
+    seed: SeedOption = 0,
+    out: OutOption = None,
+) -> None:
+    """Draw the attention weights that backends imply beside the exact ones, with the words on the axes.
+
+    Example: efficient-attn show --backend window,my_file.py:my_attention --tokens 30:60 --head 2
+    """
+    from efficient_attn.experiments.results import open_folder, run_folder
+    from efficient_attn.experiments.show import show
+    from efficient_attn.report.plot import save
+    from efficient_attn.sweep.variants import parse_settings
+
+    if extra:
+        raise OptionError(f"Values are joined by commas, as in --backend a,b; {extra[0]!r} stands alone.")
+    # What a backend prints is talk: stdout holds results and nothing else.
+    with redirect_stdout(sys.stderr):
+        shown = show(
+            names(backend),
+            inputs=inputs,
+            layer=layer,
+            head=head,
+            tokens=tokens,
+            options=parse_settings(set_ or []),
+            seed=seed,
+        )
+    folder = open_folder(out or run_folder("show"), name="--out")
+    talk.print_tables([shown.table()])
+    for path in save(shown.plot().axes[0], folder, "show"):
+        typer.echo(str(path))
+    raise typer.Exit(exits.SOME_NOT_MEASURED if shown.notes and backend else exits.DONE)

@@ -1,0 +1,172 @@
+"""What backends look at: the weights that they imply on a text, beside those of exact attention."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from efficient_attn.analysis.curves import YARDSTICK
+from efficient_attn.errors import AttentionError, OptionError, UnsupportedError
+from efficient_attn.report.error_table import describe, show_error
+from efficient_attn.report.table import Table
+from efficient_attn.report.weights_plot import WeightsMap, plot_weights
+from efficient_attn.sweep.variants import Variant, select
+
+DEFAULT_TOKENS = "0:24"
+# It looks nearby, at the beginning, and sometimes far away: all that backends differ in.
+DEFAULT_HEAD = 6
+# Exact attention in another way, and another estimate of the same kind, would be the same picture twice.
+DEFAULT_BACKENDS = (
+    "exact",
+    "window-clusters",
+    "window",
+    "linformer",
+    "performer-full",
+    "performer-positive",
+)
+
+
+class Shown:
+    """Heat maps that were computed.
+
+    Attributes:
+        maps: Exact attention first.
+        words: Those on the axes.
+        title: What is shown.
+        keys: How many keys a query reads.
+        notes: What could not be shown, and why.
+    """
+
+    def __init__(
+        self, maps: Sequence[WeightsMap], words: Sequence[str], *, title: str, keys: int, notes: Sequence[str]
+    ) -> None:
+        self.maps, self.words, self.notes = tuple(maps), tuple(words), tuple(notes)
+        self.title, self.keys = title, keys
+
+    def plot(self) -> Any:
+        """The figure."""
+        return plot_weights(
+            self.maps,
+            self.words,
+            title=self.title,
+            keys=self.keys,
+            more=f"{self.keys - len(self.words)} others",
+        )
+
+    def table(self) -> Table:
+        """The numbers of the titles."""
+        rows = tuple(
+            (
+                one.label,
+                show_error(one.error),
+                "–" if one.entropy is None else f"{one.entropy:.2f}",
+                f"{one.lowest:.2g}",
+                f"{float(one.elsewhere.mean()):.0%}",
+            )
+            for one in self.maps
+        )
+        columns = (
+            "backend",
+            "error of the output",
+            "entropy of a row, nats",
+            "lowest weight",
+            "to other keys",
+        )
+        return Table(self.title, columns, rows, self.notes)
+
+
+def show(
+    backends: Sequence[Any] | None = None,
+    *,
+    inputs: str | Path = "encoder",
+    layer: int | None = None,
+    head: int = DEFAULT_HEAD,
+    tokens: str = DEFAULT_TOKENS,
+    options: Mapping[str, Mapping[str, Sequence[Any]]] | None = None,
+    seed: int = 0,
+) -> Shown:
+    """The attention weights of one head, for exact attention and for backends; `.plot()` draws them.
+
+    Every backend reads all tokens of the inputs; some of them stand on the axes.
+
+    Args:
+        backends: Names, `file.py:object`, modules or functions f(q, k, v); None stands for one of each kind.
+        inputs: `encoder` (the shipped sample), `stitched` or a safetensors file.
+        layer: None: 1 of what is shipped, the first of a file.
+        tokens: Those on the axes, `0:24` for the first 24.
+        options: {backend: {option: values}}; every combination is a variant.
+        seed: Of what is random in backends.
+    """
+    chosen = _chosen(backends, options)
+    from efficient_attn.sweep.one_subject import one_subject, words_of
+
+    if inputs == "gaussian":
+        raise OptionError("inputs are encoder, stitched or a safetensors file; Gaussian draws have no words.")
+    subject = one_subject(
+        inputs,
+        layer=layer,
+        tokens=None,
+        norm=1.0,
+        num_heads=1,
+        head_dim=1,
+        seed=seed,
+        dtype="float32",
+        device="cpu",
+    )
+    heads = subject.activations.q.shape[1]
+    if not 0 <= head < heads:
+        raise OptionError(f"head is from 0 to {heads - 1}, not {head}.")
+    span = _span(tokens, subject.tokens)
+    maps, notes = [], []
+    for variant in chosen:
+        try:
+            maps.append(_map(variant, subject, head, span))
+        except AttentionError as refusal:
+            if backends is not None and not isinstance(refusal, UnsupportedError):
+                raise
+            notes.append(f"{variant.label}: {refusal}")
+    words = words_of(inputs, subject.tokens)[span]
+    title = f"What each query looks at: {describe(subject.name)}, head {head}; {subject.tokens} keys"
+    return Shown(maps, words, title=title, keys=subject.tokens, notes=notes)
+
+
+def _chosen(
+    backends: Sequence[Any] | None, options: Mapping[str, Mapping[str, Sequence[Any]]] | None
+) -> tuple[Variant, ...]:
+    """The variants, exact attention first."""
+    from efficient_attn.backends import list_backends
+
+    named = [name for name in DEFAULT_BACKENDS if name in list_backends()] if backends is None else backends
+    chosen = select(named, options)
+    exact = [variant for variant in chosen if variant.backend == YARDSTICK] or select([YARDSTICK])
+    return (*exact, *(variant for variant in chosen if variant.backend != YARDSTICK))
+
+
+def _span(text: str, tokens: int) -> slice:
+    first, colon, last = text.partition(":")
+    if not (colon and first.strip().isdecimal() and last.strip().isdecimal()):
+        raise OptionError(f"tokens are a range such as {DEFAULT_TOKENS}, not {text!r}.")
+    if not int(first) < int(last) <= tokens:
+        raise OptionError(f"tokens are a range within 0:{tokens}, not {text!r}.")
+    return slice(int(first), int(last))
+
+
+def _map(variant: Variant, subject: Any, head: int, span: slice) -> WeightsMap:
+    import torch
+
+    from efficient_attn.measure.error import entropy, output_error
+    from efficient_attn.sweep.accuracy import one_backend
+
+    q, k, v = subject.activations
+    with torch.no_grad():
+        backend = one_backend(variant, subject)
+        error = output_error(backend(q, k, v), subject.exact).relative_by_head[0, head]
+        weights = backend.attention_weights(q, k)[0, head]
+    rows = weights[span]
+    return WeightsMap(
+        label=variant.label,
+        weights=rows[:, span].numpy(),
+        elsewhere=(rows.sum(dim=-1) - rows[:, span].sum(dim=-1)).numpy(),
+        error=float(error),
+        entropy=entropy(weights),
+        lowest=float(weights.min()),
+    )
