@@ -28,10 +28,10 @@ app = typer.Typer(
 # One line per command: its module, beside this file, holds a function of that name, or name_command.
 COMMANDS = (
     "list",
-    "bench",
-    "mse",
     "compare",
     "show",
+    "bench",
+    "mse",
     "diff",
     "report",
     "reproduce",

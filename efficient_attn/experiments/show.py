@@ -5,11 +5,13 @@ from pathlib import Path
 from typing import Any
 
 from efficient_attn.analysis.curves import YARDSTICK
-from efficient_attn.errors import AttentionError, OptionError, UnsupportedError
+from efficient_attn.errors import OptionError, ShapeError
 from efficient_attn.report.error_table import describe, show_error
 from efficient_attn.report.table import Table
 from efficient_attn.report.weights_plot import WeightsMap, plot_weights
 from efficient_attn.sweep.variants import Variant, select
+
+_LONGEST_REASON = 300
 
 DEFAULT_TOKENS = "0:24"
 # It looks nearby, at the beginning, and sometimes far away: all that backends differ in.
@@ -97,6 +99,7 @@ def show(
         seed: Of what is random in backends.
     """
     chosen = _chosen(backends, options)
+    from efficient_attn.sweep.accuracy import try_options
     from efficient_attn.sweep.one_subject import one_subject, words_of
 
     if inputs == "gaussian":
@@ -116,14 +119,15 @@ def show(
     if not 0 <= head < heads:
         raise OptionError(f"head is from 0 to {heads - 1}, not {head}.")
     span = _span(tokens, subject.tokens)
+    for variant in chosen:
+        try_options(variant, subject)
     maps, notes = [], []
     for variant in chosen:
         try:
             maps.append(_map(variant, subject, head, span))
-        except AttentionError as refusal:
-            if backends is not None and not isinstance(refusal, UnsupportedError):
-                raise
-            notes.append(f"{variant.label}: {refusal}")
+        except Exception as failure:  # The backend may be anybody's code: whatever it raises is its result.
+            told = f"{variant.label}: {type(failure).__name__}: {failure}"
+            notes.append(" ".join(told.split())[:_LONGEST_REASON])
     words = words_of(inputs, subject.tokens)[span]
     title = f"What each query looks at: {describe(subject.name)}, head {head}; {subject.tokens} keys"
     return Shown(maps, words, title=title, keys=subject.tokens, notes=notes)
@@ -161,6 +165,8 @@ def _map(variant: Variant, subject: Any, head: int, span: slice) -> WeightsMap:
         backend = one_backend(variant, subject)
         error = output_error(backend(q, k, v), subject.exact).relative_by_head[0, head]
         weights = backend.attention_weights(q, k)[0, head]
+    if weights.shape != (subject.tokens, subject.tokens):
+        raise ShapeError(f"output {list(weights.shape)} is not as wide as the values, {subject.tokens}.")
     rows = weights[span]
     return WeightsMap(
         label=variant.label,

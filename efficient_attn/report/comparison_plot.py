@@ -74,7 +74,7 @@ def _styles(named: Sequence[tuple[str, str]]) -> dict[str, dict[str, Any]]:
         label: {"color": MUTED, "linestyle": _STROKES[number % len(_STROKES)], "linewidth": 1.0}
         for number, label in enumerate(oracles)
     }
-    plain_guess = {"color": MUTED, "marker": "8", "linestyle": "none"}
+    plain_guess = {"color": MUTED, "marker": (4, 1, 0), "linestyle": "none"}
     return found | {label: plain_guess for label, backend in named if backend == MEAN_OF_VALUES}
 
 

@@ -18,6 +18,9 @@ _CELL_INCHES, _WORD_INCHES, _TITLE_INCHES, _HEAD_INCHES = 0.14, 0.8, 0.5, 0.7
 
 _LONGEST_NAME, _LONGEST_WORD = 40, 14
 
+# The titles of a panel need so much, however few words it shows.
+_LEAST_INCHES = 2.2
+
 # White is no weight, dark blue the whole row; weights below zero are red.
 _COLOURS = ("#a3123a", "#e8879c", "#ffffff", "#5a9bd4", "#08306b")
 _TICKS = (-1.0, -0.25, 0.0, 0.05, 0.25, 0.5, 1.0)
@@ -56,7 +59,7 @@ def plot_weights(
 
     columns = min(_COLUMNS, len(maps))
     rows = -(-len(maps) // columns)
-    side = _CELL_INCHES * len(words)
+    side = max(_CELL_INCHES * len(words), _LEAST_INCHES)
     size = (
         columns * (side + 0.35) + 2 * _WORD_INCHES + 0.5,
         rows * (side + _TITLE_INCHES) + _WORD_INCHES + _HEAD_INCHES,

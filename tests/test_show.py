@@ -1,0 +1,118 @@
+"""The pictures of weights: the right numbers, the words on the axes, and nothing of what names could do."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+import efficient_attn as ea
+from efficient_attn.experiments.show import Shown, show
+from efficient_attn.measure.error import entropy
+from efficient_attn.measure.inputs import sample, shipped
+from efficient_attn.ops.softmax import softmax_weights
+from efficient_attn.report.weights_plot import WeightsMap, plot_weights
+
+
+@pytest.fixture(scope="module")
+def shown() -> Shown:
+    return ea.show(["linformer"], options={"linformer": {"rank": [128]}}, head=2, tokens="3:9")
+
+
+def test_exact_weights_come_first_and_are_those_of_the_head_and_the_words(shown):
+    q, k, _ = sample(1, dtype=torch.float64)
+    weights = softmax_weights(q, k, scale=32**-0.5, key_mask=None)[0, 2, 3:9]
+    exact, other = shown.maps
+    assert (exact.label, other.label) == ("exact", "linformer(rank=128)")
+    # The weights are given in float32.
+    np.testing.assert_allclose(exact.weights, weights[:, 3:9], rtol=1e-4, atol=1e-7)
+    np.testing.assert_allclose(exact.elsewhere, 1 - weights[:, 3:9].sum(dim=-1), rtol=1e-4, atol=1e-6)
+    assert exact.error < 1e-5 < other.error and exact.lowest >= 0
+
+
+def test_the_words_of_the_text_stand_on_both_axes(shown):
+    words = list(shipped().tokens[3:9])
+    axes = shown.plot().axes[0]
+    # Below are the keys, and last what is not shown.
+    assert [label.get_text() for label in axes.get_yticklabels()] == words
+    assert [label.get_text() for label in axes.get_xticklabels()] == [*words, "506 others"]
+
+
+def test_the_titles_tell_error_and_entropy_and_so_does_the_table(shown):
+    told = {text.get_text() for ax in shown.plot().axes for text in ax.texts}
+    table = shown.table()
+    for one, row in zip(shown.maps, table.rows, strict=True):
+        assert row[0] == one.label and row[2] == f"{one.entropy:.2f}"
+        assert any(
+            f"error {row[1]}, entropy {one.entropy:.1f} of {math.log(512):.1f} nats" == t for t in told
+        )
+
+
+def test_entropy_of_equal_weights_is_the_logarithm_of_how_many_and_of_one_key_zero():
+    assert entropy(torch.full((3, 8), 1 / 8)) == pytest.approx(math.log(8))
+    assert entropy(torch.eye(4)) == 0
+    assert entropy(torch.tensor([[1.5, -0.5]])) is None
+
+
+def map_of(label, weights):
+    rows = np.array(weights, dtype=float)
+    signed = bool(rows.min() < 0)
+    return WeightsMap(label, rows, 1 - rows.sum(axis=1), 0.5, None if signed else 0.7, float(rows.min()))
+
+
+def test_hostile_names_and_words_are_drawn_as_they_are(tmp_path):
+    hostile = "$\\frac{x}{<script>\x1b[2J"
+    figure = plot_weights([map_of(hostile, [[0.5, 0.5]] * 2)], [hostile, "$"], title=hostile, keys=4)
+    figure.savefig(tmp_path / "hostile.svg")
+    assert "\x1b" not in (tmp_path / "hostile.svg").read_text()
+    assert figure.axes[0].get_title(loc="left") == hostile.replace("\x1b", " ")
+
+
+def test_red_is_on_the_scale_where_weights_are_below_zero_and_only_there():
+    signed, plain = map_of("signed", [[1.5, -0.5]] * 2), map_of("plain", [[0.5, 0.5]] * 2)
+    bars = [plot_weights(maps, ["a", "b"], title="", keys=2).axes[-1] for maps in ([plain], [plain, signed])]
+    assert [bar.get_ylim()[0] for bar in bars] == [0, -1]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"tokens": "0-9"}, "tokens are a range such as 0:24, not '0-9'"),
+        ({"tokens": "9:9"}, "tokens are a range within 0:512"),
+        ({"tokens": "500:513"}, "tokens are a range within 0:512"),
+        ({"head": 12}, "head is from 0 to 11, not 12"),
+        ({"layer": 2}, "layer 2 is not in encoder"),
+        ({"inputs": "gaussian"}, "Gaussian draws have no words"),
+        ({"inputs": "missing.safetensors"}, "there is no such file"),
+        ({"backends": ["windw"]}, "Did you mean 'window'"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_in_one_line(settings, message):
+    with pytest.raises(ea.AttentionError, match=message) as told:
+        show(**settings)
+    assert "\n" not in str(told.value)
+
+
+def test_the_command_prints_the_numbers_and_writes_the_picture_three_times(tmp_path, monkeypatch, capsys):
+    main = pytest.importorskip("efficient_attn_cli.main", reason="needs an installation").main
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        main(["show", "--backend", "linformer", "--tokens", "0:4", "--out", "here"])
+    assert ended.value.code == 0
+    out = capsys.readouterr().out
+    assert out.splitlines()[-3:] == ["here/show.png", "here/show.svg", "here/show.pdf"]
+    assert " exact " in out and " linformer " in out
+    assert all((tmp_path / path).stat().st_size for path in out.splitlines()[-3:])
+
+
+def test_what_cannot_be_shown_is_told_beside_what_can():
+    def narrow(q, k, v):
+        return v[..., :1]
+
+    def broken(q, k, v):
+        raise RuntimeError("it broke\nhere")
+
+    shown = show([narrow, broken, "exact"], tokens="0:4")
+    assert [one.label for one in shown.maps] == ["exact"]
+    assert shown.notes[0].startswith("narrow: ShapeError: output [512, 1]")
+    assert shown.notes[1] == "broken: RuntimeError: it broke here"
