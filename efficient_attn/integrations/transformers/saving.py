@@ -6,16 +6,17 @@ tensors. Nothing of either is run: backends are looked up by name, tensors read 
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import transformers
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedModel
 
 from efficient_attn.backend import Backend
-from efficient_attn.backends import list_backends
+from efficient_attn.backends import list_backends, spec
 from efficient_attn.errors import AttentionError, DataError
 from efficient_attn.integrations.transformers.attaching import (
     PLAN_FORMAT,
@@ -26,6 +27,10 @@ from efficient_attn.integrations.transformers.attaching import (
 from efficient_attn.integrations.transformers.attend import PLACE
 from efficient_attn.integrations.transformers.choosing import Choice, build_all
 from efficient_attn.integrations.transformers.places import Place, find_places
+from efficient_attn.problem import AttentionProblem
+
+# What lies in the safetensors of each place's backend, by the names that the backend has for it.
+_Kept = dict[str, dict[str, Tensor]]
 
 _FIELDS: dict[str, Any] = {"backend": str, "options": dict, "max_tokens": (int, type(None))}
 
@@ -58,8 +63,10 @@ def load(folder: str | Path, **arguments: Any) -> PreTrainedModel:
         )
     _check_complete(path, found)
     places = find_places(model)
-    backends = _backends({name_in_plan(model, place.path): place for place in places}, layers, path)
-    _fill(backends, path)
+    with _told(f"Cannot read the safetensors of {folder}"):
+        kept = _kept(places, path)
+    backends = _backends({name_in_plan(model, place.path): place for place in places}, layers, kept, path)
+    _fill(backends, kept, path)
     install(model, places, backends)
     return model
 
@@ -90,7 +97,9 @@ def _plan(config: Any, path: Path) -> dict[str, dict[str, Any]]:
 
 
 def _model_class(config: Any, path: Path) -> Any:
-    kind = getattr(transformers, (config.architectures or ["?"])[0], None)
+    """The class that was saved, if it is one of transformers' models."""
+    named = config.architectures[:1] if isinstance(config.architectures, list) else []
+    kind = getattr(transformers, str(*named), None)
     if isinstance(kind, type) and issubclass(kind, PreTrainedModel):
         return kind
     raise DataError(f"{path}/config.json names the class {config.architectures}, which transformers has not.")
@@ -116,7 +125,7 @@ def _check_complete(path: Path, found: Mapping[str, Any]) -> None:
 
 
 def _backends(
-    places: Mapping[str, Place], layers: Mapping[str, Mapping[str, Any]], path: Path
+    places: Mapping[str, Place], layers: Mapping[str, Mapping[str, Any]], kept: _Kept, path: Path
 ) -> dict[str, Backend]:
     """The planned backend for the path of every place; both mappings are by the names in the plan."""
     if places.keys() != layers.keys():
@@ -126,24 +135,47 @@ def _backends(
         layer = layers[name]
         choice = {place.path: Choice(layer["backend"], layer["options"])}
         try:
+            _check_size(place, layer, sum(tensor.numel() for tensor in kept[place.path].values()))
             backends |= build_all([place], choice, layer["max_tokens"], None)
         except AttentionError as error:
             raise DataError(f"{path}/config.json, {place.path}: {error}") from None
     return backends
 
 
-def _fill(backends: Mapping[str, Backend], path: Path) -> None:
-    """Give the backends what lies of them in the safetensors, all of it and nothing else."""
-    with _told(f"Cannot read the safetensors of {path}"):
-        tensors = dict(_tensors(path))
+def _check_size(place: Place, layer: Mapping[str, Any], numbers: int) -> None:
+    """Refuse a plan for more than the file holds, before memory is taken for it."""
+    chosen = spec(layer["backend"])
+    if chosen.work is None or not layer["options"].keys() <= {f.name for f in fields(chosen.options_type)}:
+        return
+    problem = AttentionProblem(
+        head_dim=place.head_dim,
+        num_heads=place.num_heads,
+        max_tokens=layer["max_tokens"] or place.max_tokens,
+        causal=place.pattern.causal,
+    )
+    work = chosen.work(problem, chosen.options_type(**layer["options"]), 1, place.head_dim)
+    if work.learned + work.drawn > numbers:
+        raise DataError(
+            f"backend {chosen.name!r} wants {work.learned + work.drawn} numbers, {numbers} are saved."
+        )
+
+
+def _fill(backends: Mapping[str, Backend], kept: _Kept, path: Path) -> None:
+    """Give the backends what was kept of them, all of it and nothing else."""
     for place, backend in backends.items():
-        prefix = f"{place}.{PLACE}."
-        own = {
-            name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)
-        }
+        own = kept[place]
         own |= {name: own[first] for name, first in second_names(backend).items() if first in own}
-        with _told(f"{path}: what is saved of {prefix[:-1]} does not fit backend {backend.spec.name!r}"):
+        with _told(f"{path}: what is saved of {place}.{PLACE} does not fit backend {backend.spec.name!r}"):
             backend.load_state_dict(own)
+
+
+def _kept(places: list[Place], path: Path) -> _Kept:
+    tensors = dict(_tensors(path))
+    prefixes = {place.path: f"{place.path}.{PLACE}." for place in places}
+    return {
+        place: {name.removeprefix(prefix): x for name, x in tensors.items() if name.startswith(prefix)}
+        for place, prefix in prefixes.items()
+    }
 
 
 def _tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
@@ -156,12 +188,15 @@ def _tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
 
 @contextmanager
 def _told(what: str) -> Iterator[None]:
-    """The errors of the libraries that read files, in one line of ours."""
+    """The errors of the libraries that read files, in one line of ours.
+
+    What a file can make them raise is any exception: they check types, and some of it not at all.
+    """
     try:
         yield
-    except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
-        if isinstance(error, AttentionError):
-            raise
+    except AttentionError:
+        raise
+    except Exception as error:
         raise DataError(f"{what}: {' '.join(str(error).split())[:200]}") from None
 
 
