@@ -121,6 +121,7 @@ def mse_command(
     Example: efficient-attn mse --inputs encoder --backend window,my_file.py:my_attention
     """
     from efficient_attn.experiments import mse
+    from efficient_attn.experiments.error_points import plan_mse
     from efficient_attn.experiments.results import open_folder, run_folder
     from efficient_attn.measure.environment import command_line
     from efficient_attn.sweep.amounts import parse_sizes
@@ -140,7 +141,7 @@ def mse_command(
     if json_to not in (None, "-"):
         raise OptionError(f"--json takes - for stdout, not {json_to!r}; files are written to --out.")
     named = names(backend)
-    points = mse.plan_mse(
+    points = plan_mse(
         named,
         question,
         sizes=sizes,

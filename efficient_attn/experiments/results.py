@@ -26,13 +26,8 @@ from efficient_attn.report.files import write
 from efficient_attn.report.harmless import plain
 from efficient_attn.report.head_errors import head_error_tables, plot_heads
 from efficient_attn.report.heads import head_tables
-from efficient_attn.report.kernel_errors import (
-    OVER,
-    kernel_plots,
-    kernel_sentences,
-    kernel_tables,
-    plot_kernel,
-)
+from efficient_attn.report.kernel_errors import kernel_sentences, kernel_tables
+from efficient_attn.report.kernel_plot import OVER, kernel_plots, plot_kernel
 from efficient_attn.report.parts import part_tables
 from efficient_attn.report.pays import crossover_tables
 from efficient_attn.report.readable import readable

@@ -14,7 +14,7 @@ from efficient_attn.report.comparison_plot import COMPARISON, plot_comparisons
 from efficient_attn.report.error_table import title
 from efficient_attn.report.harmless import plain
 from efficient_attn.report.head_errors import plot_heads
-from efficient_attn.report.kernel_errors import OVER, plot_kernel
+from efficient_attn.report.kernel_plot import OVER, plot_kernel
 from efficient_attn.report.svg import inline, swatch
 from efficient_attn.sweep.records import Record
 
