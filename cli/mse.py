@@ -80,7 +80,7 @@ AngleOption = Annotated[
 ]
 DrawsOption = Annotated[
     int | None,
-    typer.Option("--draws", min=1, help="Independent draws of random features; 8, or 64 of a kernel entry."),
+    typer.Option("--draws", min=1, help="Independent draws of random features; 6, or 64 of a kernel entry."),
 ]
 TokensOption = Annotated[int, typer.Option("--seq-len", min=1, help="Tokens of Gaussian inputs.")]
 LayerOption = Annotated[

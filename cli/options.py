@@ -28,7 +28,7 @@ BackendOption = Annotated[
     typer.Option(
         "--backend",
         metavar="NAME[,NAME…]",
-        help="Backends, by name or as path/file.py:function; all if left out.",
+        help="Backends, by name or as path/file.py:function; all if left out, of mse those near softmax.",
         autocompletion=_backends,
     ),
 ]

@@ -6,9 +6,11 @@ from safetensors.torch import save_file
 
 import efficient_attn as ea
 from efficient_attn.analysis.accuracy import below_from, panels
+from efficient_attn.analysis.statistics import FEWEST_FOR_95
 from efficient_attn.errors import DataError, DtypeError, OptionError, UnknownNameError
 from efficient_attn.measure.inputs import gaussian
 from efficient_attn.report.error_table import tables
+from efficient_attn.sweep.questions import ask
 from efficient_attn.sweep.records import Case, Record
 from efficient_attn.sweep.sizes import MEAN_OF_VALUES, YARDSTICKS, Sized, sized, with_size
 from efficient_attn.sweep.variants import Variant
@@ -101,6 +103,17 @@ def test_the_same_request_gives_the_same_numbers_and_another_seed_others():
     first, again, other = (ea.mse(["performer-trig"], **SMALL, seed=seed).records for seed in (0, 0, 1))
     assert [r.output_mse_draws for r in first] == [r.output_mse_draws for r in again]
     assert all(one.output_mse_draws != two.output_mse_draws for one, two in zip(first, other, strict=True))
+
+
+def test_by_default_what_approximates_softmax_is_measured_and_other_kernels_when_they_are_named():
+    near = {name for name in ea.list_backends() if ea.spec(name).capabilities.approximates_softmax}
+    request = {**SMALL, "sizes": (8,), "draws": 1}
+    assert {r.case.backend for r in measured_in(ea.mse(**request))} == near < set(ea.list_backends())
+    assert [r.case.backend for r in measured_in(ea.mse(["linear-elu"], **request))] == ["linear-elu"]
+
+
+def test_the_draws_by_default_are_the_fewest_with_an_interval_of_95_percent():
+    assert ask().draws == ask(of="weights").draws == FEWEST_FOR_95
 
 
 def test_a_size_is_recorded_as_it_was_measured_and_ranks_beyond_the_tokens_are_not_asked_for():

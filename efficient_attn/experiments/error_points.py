@@ -47,9 +47,9 @@ def plan_mse(
 ) -> tuple[Point, ...]:
     """Every record to come, input by input, the yardsticks of an input first."""
     wanted = parse_sizes(sizes, name="sizes")
-    variants = select(backends, options)
+    variants = select(_approximations() if backends is None else backends, options)
     if question.of == "kernel":
-        variants = tuple(variant for variant in variants if backends is not None or _estimates(variant))
+        variants = tuple(variant for variant in variants if backends is not None or SEED in variant.options)
 
     from efficient_attn.sweep.accuracy import try_options
     from efficient_attn.sweep.subjects import pair_subjects, subjects
@@ -94,11 +94,11 @@ def _yardsticks(subject: Any, question: Question, sizes: Sequence[int]) -> list[
     return [Point(subject=subject, variant=one.variant, yardstick=one, size=one.rank) for one in made]
 
 
-def _estimates(variant: Variant) -> bool:
-    """Whether a backend draws features that estimate the kernel of softmax."""
-    from efficient_attn.backends import resolve
+def _approximations() -> list[str]:
+    """What claims to be near softmax attention; of other kernels an error would be no fault."""
+    from efficient_attn.backends import list_backends, resolve
 
-    return SEED in variant.options and resolve(variant.target).capabilities.approximates_softmax
+    return [name for name in list_backends() if resolve(name).capabilities.approximates_softmax]
 
 
 def _points(subject: Any, variant: Variant, sizes: Sequence[int], match: str) -> list[Point]:

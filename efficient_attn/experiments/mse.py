@@ -59,7 +59,8 @@ def mse(
     """Errors of backends against exact softmax attention in float64.
 
     Args:
-        backends: Names, `file.py:object`, modules or functions f(q, k, v); None stands for all.
+        backends: Names, `file.py:object`, modules or functions f(q, k, v); None stands
+            for all that approximate softmax.
         sizes: What the size option of each backend (features, rank, window) is set to.
         of: `output`; `weights` for the attention weights that a backend implies; `kernel` for one entry of
             the softmax kernel, on pairs of a query and a key instead of the inputs.
@@ -75,7 +76,7 @@ def mse(
         layers: Of the encoder or the file; None stands for all.
         angles: Between the queries and keys of pairs, in degrees; norms are then |x| = |y| for
             x = q/head_dim^¼.
-        draws: Independent draws of random features; None: 8, or 64 of a kernel entry.
+        draws: Independent draws of random features; None: 6, or 64 of a kernel entry.
         data_seeds: Independent draws of Gaussian inputs; features are drawn anew for each of them.
         options: {backend: {option: values}}; every combination is a variant.
         seed: Of the Gaussian inputs, and the first of the draws.
