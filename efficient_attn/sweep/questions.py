@@ -39,7 +39,7 @@ METRICS = {
 # What is recorded where no metric was asked for; the first of them is shown.
 _RECORDED = {"output": ("relative", "mse"), "weights": ("frobenius",), "kernel": ("kernel",)}
 
-# The fewest that give a median an interval of 95 %; those of a kernel entry cost little, and its mean needs many.
+# The fewest that give a median an interval of 95 %. Of a kernel entry they cost little, and many are needed.
 _DRAWS = {"output": 6, "weights": 6, "kernel": 64}
 
 
