@@ -1,5 +1,7 @@
 """Segments of the past, coarser the longer it is, so that their number stays the same."""
 
+from collections.abc import Iterator
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -27,8 +29,8 @@ def plan(cells: int, segments: int) -> list[tuple[int, int]]:
 
 
 def past_segments(
-    k: Tensor, v: Tensor, counted: Tensor, *, starts: list[int], cell: int, segments: int
-) -> Far:
+    k: Tensor, v: Tensor, counted: Tensor, *, starts: list[int], cell: int, segments: int, group: int
+) -> Iterator[Far]:
     """Segments of all that lies before each start, each with one mean key and mean value.
 
     Args:
@@ -37,9 +39,10 @@ def past_segments(
         starts: Multiples of `cell`.
         cell: Tokens of the smallest segment.
         segments: How many there are at most before a start.
+        group: Starts at a time.
 
-    Returns:
-        [batch heads starts segments …].
+    Yields:
+        [batch heads group segments …].
     """
     rows = torch.cat([torch.ones_like(k[..., :1]), k, v], dim=-1) * counted[:, None, :, None]
     rows = F.pad(rows, (0, 0, 0, -rows.shape[2] % cell)).unflatten(2, (-1, cell)).sum(dim=3)
@@ -50,18 +53,19 @@ def past_segments(
         offsets.append(offsets[-1] + levels[-1].shape[2])
         levels.append(levels[-1][:, :, : 2 * pairs].unflatten(2, (pairs, 2)).sum(dim=3))
     table = torch.cat([*levels, torch.zeros_like(rows[:, :, :1])], dim=2)
-    plans = [plan(start // cell, segments) for start in starts]
-    most = max(1, *map(len, plans))
     nothing = table.shape[2] - 1
-    places = [[offsets[level] + number for level, number in found] for found in plans]
-    places = [place + [nothing] * (most - len(place)) for place in places]
-    sums = table[:, :, torch.tensor(places, device=k.device)]
-    if most > segments:
-        # The most recent ones share the last place.
-        last = sums[:, :, :, segments - 1 :].sum(dim=3, keepdim=True)
-        sums = torch.cat([sums[:, :, :, : segments - 1], last], dim=3)
-    count = sums[..., :1]
-    alive = count > 0
-    count = torch.where(alive, count, 1.0)
-    means = sums[..., 1:] / count
-    return Far(means[..., : k.shape[3]], means[..., k.shape[3] :], count.log(), alive)
+    for number in range(0, len(starts), group):
+        plans = [plan(start // cell, segments) for start in starts[number : number + group]]
+        most = max(1, *map(len, plans))
+        places = [[offsets[level] + one for level, one in found] for found in plans]
+        places = [place + [nothing] * (most - len(place)) for place in places]
+        sums = table[:, :, torch.tensor(places, device=k.device)]
+        if most > segments:
+            # The most recent ones share the last place.
+            last = sums[:, :, :, segments - 1 :].sum(dim=3, keepdim=True)
+            sums = torch.cat([sums[:, :, :, : segments - 1], last], dim=3)
+        count = sums[..., :1]
+        alive = count > 0
+        count = torch.where(alive, count, 1.0)
+        means = sums[..., 1:] / count
+        yield Far(means[..., : k.shape[3]], means[..., k.shape[3] :], count.log(), alive)

@@ -78,8 +78,7 @@ def window_clusters(
         chosen = kmeans(k.detach(), real, clusters, steps)
     counted = real & (torch.arange(k.shape[2], device=k.device) >= layout.first)
     every = members(k, v, counted, chosen, queries, clusters)
-    blocks = -(-k.shape[2] // layout.block)
-    group = min(blocks, _MOST, max(_FEWEST, _GROUP // every.top.numel() // every.rows.shape[3]))
+    group = _group(every.top.numel() * every.rows.shape[3], -(-k.shape[2] // layout.block))
     far = (
         summarise_clusters(sums, every.top, queries, k.shape[3])
         for sums in beyond_slices(every, block=layout.block, back=layout.back, group=group)
@@ -105,24 +104,31 @@ def window_segments(
     q = F.pad(wide(q) * scale, (0, 0, before - begin * layout.block, 0))
     q, k, v, real, turned = _from_first_real(q, wide(hide(k, key_mask)), wide(hide(v, key_mask)), key_mask)
     position = torch.arange(k.shape[2], device=k.device)
+    starts = [max(start - layout.back, 0) for start in range(0, k.shape[2], layout.block)][begin:]
+    group = _group(k.shape[0] * k.shape[1] * clusters * (k.shape[3] + v.shape[3]), len(starts))
     far = past_segments(
         k,
         v,
         real & (position >= layout.first),
-        starts=[max(start - layout.back, 0) for start in range(0, k.shape[2], layout.block)][begin:],
+        starts=starts,
         cell=layout.cell,
         segments=clusters,
+        group=group,
     )
     row = torch.arange(layout.block, device=q.device)
     own = torch.arange(-layout.back, layout.block, device=q.device)
     visible = own <= row[:, None]
-    group = far.k.shape[2]
-    out = _read(q, k, v, real, iter([far]), layout, group=group, visible=visible, begin=begin)
+    out = _read(q, k, v, real, far, layout, group=group, visible=visible, begin=begin)
     out = _turn_back(out, turned)
     if turned is not None:
         # Padding before the first real token was last when it was read.
         out = out.masked_fill((position < turned[:, None])[:, None, :, None], 0.0)
     return out[:, :, before - begin * layout.block :].to(dtype)
+
+
+def _group(numbers: int, blocks: int) -> int:
+    """Blocks that are worked on at once, by the numbers in the summaries of one."""
+    return min(blocks, _MOST, max(_FEWEST, _GROUP // numbers))
 
 
 def _from_first_real(
