@@ -128,6 +128,14 @@ class Backend(nn.Module):
         """The scaled, transformed queries and keys that the features are made of."""
         return self._core_with("kernel_rows", q, k).kernel_rows(q, k)
 
+    def kernel_weights(self, q: Tensor, k: Tensor) -> Tensor:
+        """φ(q_i)·φ(k_j) over the exact sum of row i, [batch heads q_tokens k_tokens]: nothing renormalised.
+
+        Raises:
+            UnsupportedError: If the backend has no features, or those of another kernel.
+        """
+        return self._core_with("kernel_weights", q, k).kernel_weights(q, k)
+
     def _core_with(self, verb: str, q: Tensor, k: Tensor) -> Any:
         if not hasattr(self.core, verb):
             raise UnsupportedError(

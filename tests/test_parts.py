@@ -5,7 +5,9 @@ import torch
 
 import efficient_attn as ea
 from efficient_attn.errors import OptionError
-from efficient_attn.measure.parts import parts
+from efficient_attn.measure.inputs import gaussian
+from efficient_attn.measure.parts import parts, sums
+from efficient_attn.report.error_table import show_error
 
 SMALL = {"inputs": "gaussian", "tokens": 24, "head_dim": 4, "norms": (0.5,), "sizes": (8,)}
 
@@ -41,7 +43,67 @@ def test_the_parts_are_recorded_tabled_and_add_up_to_the_error():
     assert window.output_spread is None and window.output_bias == pytest.approx(window.output_relative_error)
     assert features.output_rounding < 1e-5
     table = results.tables()[-1]
-    assert table.columns == ("backend", "error", "bias", "spread over draws", "rounding")
+    assert table.columns[:5] == ("backend", "error", "bias", "spread over draws", "rounding")
+    assert table.rows[0][5:] != ("", "") and table.rows[1][5:] == ("", "")
+    told = [one for one in results.sentences() if one.startswith("Dividing by estimated sums")]
+    ratio = features.weights_error_own_sums / features.weights_error_exact_sums
+    assert f"in {int(ratio < 1)} of 1 cases (to {show_error(ratio)} to" in told[0]
     assert [row[0] for row in table.rows] == ["performer-positive(num_features=8)", "window(window=9)"]
     with pytest.raises(OptionError, match="decompose is for relative errors of the output"):
         ea.mse(["window"], **SMALL, of="weights", decompose=True)
+
+
+def positive(x, w):
+    return torch.exp(x @ w - x @ x / 2)
+
+
+def trigonometric(x, w):
+    half = torch.exp(x @ x / 2)
+    return torch.stack([half * torch.cos(x @ w), half * torch.sin(x @ w)])
+
+
+@pytest.mark.parametrize(
+    ("name", "feature"), [("performer-positive", positive), ("performer-trig", trigonometric)]
+)
+def test_renormalising_is_told_on_the_same_draws_entry_by_entry(name, feature):
+    q, k, _ = gaussian(norm=1.0, tokens=6, head_dim=4, num_heads=2, seed=1)
+    backends = [ea.build(name, head_dim=4, num_features=8, seed=seed) for seed in (0, 1)]
+    directions = [next(iter(backend.buffers())).double() for backend in backends]
+    x, y = (rows.double()[0] / 4**0.25 for rows in (q, k))
+    squares, size = [0.0, 0.0], 0.0
+    for head in range(2):
+        for i in range(6):
+            kernel = torch.stack([torch.exp(x[head, i] @ y[head, j]) for j in range(6)])
+            exact = kernel / kernel.sum()
+            size += float(exact @ exact)
+            for rows in directions:
+                guess = torch.stack(
+                    [
+                        torch.stack(
+                            [(feature(x[head, i], w) * feature(y[head, j], w)).sum() for w in rows]
+                        ).mean()
+                        for j in range(6)
+                    ]
+                )
+                squares[0] += float((guess / kernel.sum() - exact).square().sum()) / 2
+                squares[1] += float((guess / guess.sum() - exact).square().sum()) / 2
+    found = sums(backends, q, k, scale=0.5)
+    assert found == pytest.approx([(square / size) ** 0.5 for square in squares], rel=1e-9)
+
+
+def test_nothing_is_told_of_sums_where_no_kernel_of_softmax_is_estimated():
+    q, k, _ = gaussian(norm=1.0, tokens=6, head_dim=4)
+    for name in ("window", "linear-relu"):
+        assert sums([ea.build(name, head_dim=4)], q, k, scale=0.5) is None
+
+
+def test_over_its_own_sums_a_kernel_gives_the_weights_of_its_backend():
+    q, k, _ = (rows.double() for rows in gaussian(norm=1.0, tokens=9, head_dim=4, num_heads=4))
+    k = k[:, :2]
+    for name in ("performer-positive", "performer-hyperbolic", "performer-oprf", "performer-full"):
+        backend = ea.build(name, head_dim=4, num_heads=4, num_features=8).double()
+        if backend.needs_calibration:
+            backend.calibrate(q, k)
+        raw = backend.kernel_weights(q, k)
+        weights = backend.attention_weights(q, k)
+        torch.testing.assert_close(raw / raw.sum(dim=-1, keepdim=True), weights, rtol=1e-9, atol=1e-12)

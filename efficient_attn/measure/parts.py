@@ -1,4 +1,4 @@
-"""Where the error of an output comes from: what all draws have in common, how they differ, and rounding."""
+"""Where the error of an output comes from: what all draws have in common, how they differ, rounding, sums."""
 
 import copy
 from collections.abc import Sequence
@@ -6,7 +6,12 @@ from typing import Any, NamedTuple
 
 import torch
 
+from efficient_attn.errors import UnsupportedError
+from efficient_attn.ops.softmax import softmax_weights
 from efficient_attn.shapes import Keys, Output, Queries, Values
+
+# So many queries tell how rows err; all of a long sequence would take longer than everything else.
+_ROWS = 512
 
 
 class Parts(NamedTuple):
@@ -39,3 +44,34 @@ def parts(
     wide = [copy.deepcopy(backend).double()(q.double(), k.double(), v.double()) for backend in backends]
     rounding = float((stack - torch.stack(wide)).square().sum()) / draws / size
     return Parts(distance**0.5, None if variance is None else variance**0.5, rounding**0.5)
+
+
+class Sums(NamedTuple):
+    """Relative errors of the weights in the Frobenius norm, root mean square over draws.
+
+    Attributes:
+        exact: The estimated kernel over the exact sum of each row.
+        estimated: The same kernel over its own sum, which is what an attention divides by.
+    """
+
+    exact: float
+    estimated: float
+
+
+def sums(backends: Sequence[Any], q: Queries, k: Keys, *, scale: float) -> Sums | None:
+    """What renormalising does to each draw of a backend, in float64; None where nothing estimates a kernel.
+
+    Of more than 512 queries so many are taken, evenly spaced.
+    """
+    few = q[..., :: -(-q.shape[-2] // _ROWS), :].double()
+    keys = k.double()
+    weights = softmax_weights(few, keys, scale=scale, key_mask=None)
+    size, squares = float(weights.square().sum()), [0.0, 0.0]
+    for backend in backends:
+        try:
+            raw = copy.deepcopy(backend).double().kernel_weights(few, keys)
+        except UnsupportedError:
+            return None
+        for number, found in enumerate((raw, raw / raw.sum(dim=-1, keepdim=True))):
+            squares[number] += float((found - weights).square().sum()) / size / len(backends)
+    return Sums(squares[0] ** 0.5, squares[1] ** 0.5)

@@ -12,7 +12,7 @@ from efficient_attn.modules.features import RandomFeatureOptions
 from efficient_attn.ops import linear_causal, linear_causal_exponential
 from efficient_attn.ops.denominators import denominators
 from efficient_attn.ops.features import MAPS
-from efficient_attn.ops.kernel import SOFTMAX_KERNELS, kernel_ratios, rows_of
+from efficient_attn.ops.kernel import SOFTMAX_KERNELS, kernel_ratios, kernel_weights, rows_of
 from efficient_attn.ops.linear import LinearState
 from efficient_attn.ops.linear_causal import causal_linear_attention, extend_linear_attention
 from efficient_attn.ops.linear_full import full_linear_attention
@@ -59,6 +59,9 @@ class LinearAttention(nn.Module):
 
     def kernel_rows(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         return rows_of(self._softmax_tokens(q, k))
+
+    def kernel_weights(self, q: Tensor, k: Tensor) -> Tensor:
+        return kernel_weights(self._softmax_tokens(q, k))
 
     def _softmax_tokens(self, q: Tensor, k: Tensor) -> Tokens:
         tokens = self._tokens(q, k, k, None)

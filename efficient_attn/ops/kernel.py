@@ -1,9 +1,11 @@
-"""What features say of the softmax kernel, one pair of a query and a key at a time."""
+"""What features say of the softmax kernel: of pairs of a query and a key, and of all keys of a query."""
 
 import torch
 from torch import Tensor
 
+from efficient_attn.ops.groups import unfold
 from efficient_attn.ops.linear_tokens import Tokens
+from efficient_attn.shapes import Weights
 
 # Maps whose inner products stand for exp(x·y); those of other kernels estimate something else.
 SOFTMAX_KERNELS = ("positive", "hyperbolic", "trigonometric", "taylor-1", "taylor-2")
@@ -26,3 +28,21 @@ def kernel_ratios(tokens: Tokens) -> Tensor:
     if queries.values is None or keys.values is None:
         return torch.exp(logs).sum(dim=-1)
     return (queries.values * keys.values * torch.exp(logs)).sum(dim=-1)
+
+
+def kernel_weights(tokens: Tokens) -> Weights:
+    """φ(x_i)·φ(y_j) / Σ_j exp(x_i·y_j): estimates over exact sums, which an attention cannot know."""
+    x, y = rows_of(tokens)
+    directions = None if tokens.directions is None else tokens.directions.to(x.dtype)
+    queries, keys = (tokens.map.features(rows, directions) for rows in (x, y))
+    key_scale = keys.log_scale
+    if tokens.log_weights is not None:
+        key_scale = key_scale + tokens.log_weights.to(x.dtype)
+    # What a feature has in common over the keys is moved to the queries, where the sums take it back.
+    largest = key_scale.amax(dim=-2, keepdim=True)
+    log_sums = (x @ y.mT).logsumexp(dim=-1, keepdim=True)
+    left = torch.exp(queries.log_scale + largest - log_sums)
+    right = torch.exp(key_scale - largest)
+    if queries.values is not None and keys.values is not None:
+        left, right = queries.values * left, keys.values * right
+    return unfold(left @ right.mT, tokens.q.shape[1])

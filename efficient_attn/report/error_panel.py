@@ -98,8 +98,9 @@ def _off_the_scale(ax: Any, panel: Panel, styles: Mapping[str, Mapping[str, Any]
     ]
     for row, curve in enumerate(above):
         values = [point.value for point in curve.points]
+        ends = dict.fromkeys((show_error(min(values)), show_error(max(values))))
         ax.annotate(
-            plain(f"▲ {curve.label}: {show_error(min(values))} to {show_error(max(values))}"),
+            plain(f"▲ {curve.label}: {' to '.join(ends)}"),
             xy=(0.02, 0.97),
             xycoords="axes fraction",
             xytext=(0, -12 * row),

@@ -1,9 +1,10 @@
-"""What the errors say, in at most three sentences computed from the records."""
+"""What the errors say, in a few sentences computed from the records."""
 
 from collections.abc import Sequence
 
 from efficient_attn.analysis.accuracy import ErrorCurve, Panel, below_from, panels, quantity_in
 from efficient_attn.report.error_table import describe, show_error
+from efficient_attn.report.parts import part_sentence
 from efficient_attn.sweep.records import Record
 
 _POSITIVE, _TRIGONOMETRIC = "performer-positive", "performer-trig"
@@ -14,7 +15,7 @@ def sentences(records: Sequence[Record], *, y: str = "output_relative_error") ->
     shown = panels(records, quantity_in(records, y))
     real = [panel for panel in shown if panel.source != "gaussian"]
     drawn = [panel for panel in shown if panel.source == "gaussian"]
-    told = [_random_features(real or drawn), _maps(drawn), _useful(real or drawn)]
+    told = [_random_features(real or drawn), _maps(drawn), _useful(real or drawn), part_sentence(records)]
     return [sentence for sentence in told if sentence is not None]
 
 

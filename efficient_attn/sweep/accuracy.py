@@ -14,7 +14,7 @@ from efficient_attn.backends import build
 from efficient_attn.errors import AttentionError, OptionError, UnsupportedError
 from efficient_attn.measure import error as measure
 from efficient_attn.measure.inputs import Activations
-from efficient_attn.measure.parts import parts
+from efficient_attn.measure.parts import parts, sums
 from efficient_attn.sweep.kernels import kernel_record
 from efficient_attn.sweep.questions import Question
 from efficient_attn.sweep.records import SAME_INPUTS, Case, Record
@@ -175,6 +175,11 @@ def _measured(case: Case, subject: Subject, backends: Sequence[Any], question: Q
         if question.decompose:
             bias, spread, rounding = parts(outputs, subject.exact, backends, q, k, v)
             record = replace(record, output_bias=bias, output_spread=spread, output_rounding=rounding)
+            over = sums(backends, q, k, scale=subject.scale)
+            if over is not None:
+                record = replace(
+                    record, weights_error_exact_sums=over.exact, weights_error_own_sums=over.estimated
+                )
     return replace(record, unsafe_rows=unsafe, num_directions=directions_of(backends[0]))
 
 

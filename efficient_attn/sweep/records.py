@@ -104,6 +104,8 @@ class Record:
         output_relative_error_heads: One entry per head, the mean over draws.
         output_bias: Relative error of the mean over all draws; with the spread of draws around it and with
             what float64 changes, the parts of the error.
+        weights_error_exact_sums: Relative error of the estimated kernel over the exact sum of each row;
+            `weights_error_own_sums` over its own sum. Root mean squares over draws.
         weights_row_kl: Mean over rows of the Kullback-Leibler divergence of the exact weights from these.
         kernel_value: The entry of the kernel that `kernel_mse` is the error of.
         matched: Which quantity backends were given equal budgets of: `directions`, `flops`, `time`, `memory`.
@@ -140,6 +142,8 @@ class Record:
     output_bias: float | None = None
     output_spread: float | None = None
     output_rounding: float | None = None
+    weights_error_exact_sums: float | None = None
+    weights_error_own_sums: float | None = None
     weights_relative_error: float | None = None
     weights_relative_error_draws: tuple[float, ...] | None = None
     weights_row_kl: float | None = None
