@@ -30,6 +30,7 @@ import efficient_attn as ea
 from efficient_attn.backend import Backend
 from efficient_attn.errors import DtypeError, OptionError, UnknownNameError, UnsupportedError
 from efficient_attn.integrations.transformers import attach, register, swapped
+from efficient_attn.integrations.transformers.places import find_places
 
 # Three layers and a head, each rounding a few times; logits are below 100.
 ROUNDING = {"rtol": 1e-5, "atol": 1e-4}
@@ -206,6 +207,13 @@ def test_an_encoder_and_its_decoder_are_served_by_kind(counted):
         attach(model, "window")
 
 
+@pytest.mark.parametrize("make", [bert, gpt2])
+def test_cross_attention_is_known_for_what_it_is(make):
+    model = make(is_decoder=True, add_cross_attention=True)
+    kinds = [(place.kind, place.pattern.causal) for place in find_places(model)]
+    assert kinds == [("full", True), ("cross", False)] * 3
+
+
 def test_a_model_without_masks_is_served(counted):
     sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 48}
     model = ready(transformers.ViTModel, transformers.ViTConfig(**sizes, image_size=32, patch_size=8))
@@ -311,7 +319,8 @@ def test_attention_outputs_are_refused(make):
     model, batch = make(), inputs()
     with swapped(model, "exact"), pytest.raises(UnsupportedError, match=r"output_attentions.*'eager'"):
         model(**batch, output_attentions=True)
-    assert model(**batch).logits.isfinite().all()
+    # Outside nothing is left of the refusal.
+    assert model(**batch, output_attentions=True).logits.isfinite().all()
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import efficient_attn as ea
 from efficient_attn.errors import UnsupportedError
 from efficient_attn.integrations.transformers import StateCache, attach, register, swapped
 
-NEW = 8
+NEW = 6
 register()
 
 
