@@ -285,9 +285,9 @@ def test_a_model_without_such_backends_is_left_alone():
     ea.calibrate(model, "not even called")
 
 
-def relative_errors(name, layer, draws):
+def relative_errors(name, layer, text, draws):
     """Relative output error of a backend on the shipped activations, one per draw."""
-    q, k, v = ea.sample(layer=layer)
+    q, k, v = ea.sample(layer=layer, text=text)
     expected = ea.build("exact", head_dim=q.shape[-1])(q.double(), k.double(), v.double())
     found = []
     for seed in range(draws):
@@ -298,17 +298,22 @@ def relative_errors(name, layer, draws):
     return np.array(found)
 
 
+# All that is shipped. Of so many draws, Student's t with 11 degrees of freedom at which each of the 24
+# comparisons is sure but for 0.01 / 24, so that all of them are but for 1 %.
+SHIPPED = [(0, 0), (1, 0), (5, 0), (1, 1), (1, 2), (1, 3)]
+DRAWS, SURE = 12, 4.55
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("layer", [0, 1, 5])
-def test_the_full_member_has_the_least_error_of_all_random_features_on_real_activations(layer):
-    draws = 6
+@pytest.mark.parametrize(("layer", "text"), SHIPPED)
+def test_the_full_member_has_the_least_error_of_all_random_features_on_real_activations(layer, text):
     others = [n for n in ea.list_backends() if n.startswith("performer-") and n != "performer-full"]
-    full = relative_errors("performer-full", layer, draws)
-    print(f"\nlayer {layer}: performer-full {full.mean():.3f} ± {full.std(ddof=1) / draws**0.5:.3f}")
+    full = relative_errors("performer-full", layer, text, DRAWS)
+    print(f"\ntext {text}, layer {layer}: performer-full {np.median(full):.3f}")
     for name in others:
-        other = relative_errors(name, layer, draws)
-        print(f"layer {layer}: {name} {other.mean():.3f} ± {other.std(ddof=1) / draws**0.5:.3f}")
-        # Each draw has the same directions in both, or half of them: every pair has the same sign.
-        assert (full < other).all()
+        other = relative_errors(name, layer, text, DRAWS)
+        # Draw by draw the directions are the same in both, or half of them.
         difference = np.log(other / full)
-        assert difference.mean() > 4.5 * difference.std(ddof=1) / draws**0.5
+        t = difference.mean() / difference.std(ddof=1) * DRAWS**0.5
+        print(f"{name} {np.median(other):.3f}, above in {(full < other).sum()} of {DRAWS} draws, t = {t:.1f}")
+        assert t > SURE and (full < other).all()
