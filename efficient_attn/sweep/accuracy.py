@@ -2,8 +2,7 @@
 
 import copy
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
 from statistics import fmean
 from typing import Any
 
@@ -13,45 +12,15 @@ from torch import Tensor
 from efficient_attn.backends import build
 from efficient_attn.errors import AttentionError, OptionError, UnsupportedError
 from efficient_attn.measure import error as measure
-from efficient_attn.measure.inputs import Activations
 from efficient_attn.measure.parts import parts, sums
 from efficient_attn.sweep.kernels import kernel_record
 from efficient_attn.sweep.questions import Question
 from efficient_attn.sweep.records import SAME_INPUTS, Case, Record
 from efficient_attn.sweep.sizes import SEED, with_size
+from efficient_attn.sweep.subject import Subject
 from efficient_attn.sweep.variants import Variant
 
 _LONGEST_REASON = 300
-
-
-@dataclass(frozen=True, eq=False)
-class Subject:
-    """What backends are measured on, and the exact output there.
-
-    Attributes:
-        name: What records call it, such as `gaussian(norm=0.5)`.
-        activations: q, k, v in the dtype that backends compute in.
-        scale: Factor on q·k.
-        seed: Of the inputs, where they are drawn.
-    """
-
-    name: str
-    activations: Activations
-    scale: float
-    seed: int = 0
-
-    @cached_property
-    def exact(self) -> Tensor:
-        """The exact output in float64."""
-        return measure.exact_output(*self.activations, scale=self.scale)
-
-    @property
-    def tokens(self) -> int:
-        return self.activations.k.shape[-2]
-
-    @property
-    def head_dim(self) -> int:
-        return self.activations.q.shape[-1]
 
 
 def measure_error(

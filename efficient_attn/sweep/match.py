@@ -15,8 +15,9 @@ from efficient_attn.backends import resolve
 from efficient_attn.errors import UnsupportedError
 from efficient_attn.measure import clock, memory
 from efficient_attn.problem import AttentionProblem
-from efficient_attn.sweep.accuracy import Subject, directions_of, one_backend
+from efficient_attn.sweep.accuracy import directions_of, one_backend
 from efficient_attn.sweep.sizes import possible
+from efficient_attn.sweep.subject import Subject
 from efficient_attn.sweep.variants import Variant, select
 
 REFERENCE = "performer-positive"

@@ -6,7 +6,7 @@ import torch
 
 from efficient_attn.errors import OptionError
 from efficient_attn.measure.inputs import TEXTS, Activations, gaussian, read_activations, shipped
-from efficient_attn.sweep.accuracy import Subject
+from efficient_attn.sweep.subject import Subject
 from efficient_attn.sweep.subjects import subjects
 
 # The layer whose rows are sharpest, and the only one of the stitched texts.

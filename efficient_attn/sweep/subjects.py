@@ -6,8 +6,8 @@ from pathlib import Path, PurePath
 from efficient_attn.errors import DataError, OptionError
 from efficient_attn.measure.inputs import Activations, Captured, gaussian, read_activations, shipped, stitched
 from efficient_attn.problem import positive_count
-from efficient_attn.sweep.accuracy import Subject
 from efficient_attn.sweep.kernels import pairs
+from efficient_attn.sweep.subject import Subject
 
 WORDS = ("gaussian", "encoder", "stitched")
 

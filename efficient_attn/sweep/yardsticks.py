@@ -10,10 +10,11 @@ from torch import Tensor
 from efficient_attn.errors import UnsupportedError
 from efficient_attn.measure import error as measure
 from efficient_attn.measure import yardsticks as lines
-from efficient_attn.sweep.accuracy import Subject, error_case, failed, output_record, weights_record
+from efficient_attn.sweep.accuracy import error_case, failed, output_record, weights_record
 from efficient_attn.sweep.questions import Question
 from efficient_attn.sweep.records import Record
 from efficient_attn.sweep.sizes import MEAN_OF_VALUES, ORACLE, TAYLOR, with_size
+from efficient_attn.sweep.subject import Subject
 from efficient_attn.sweep.variants import Variant
 
 TAYLOR_ORDERS = (1, 2)
