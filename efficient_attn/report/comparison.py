@@ -39,7 +39,8 @@ def costs_of(one: Comparison) -> dict[str, set[str]]:
 def _setting(one: Comparison) -> str:
     case = one.case
     heads = "1 head" if case.num_heads == 1 else f"{case.num_heads} heads"
-    where = f"{case.threads} CPU threads" if case.device == "cpu" else case.device
+    threads = "1 CPU thread" if case.threads == 1 else f"{case.threads} CPU threads"
+    where = threads if case.device == "cpu" else case.device
     return f"{heads} of {case.head_dim}, {case.dtype}, {where}"
 
 
