@@ -25,7 +25,7 @@ def test_the_first_screen_has_the_two_commands_and_the_two_plots() -> None:
 
 def test_the_first_command_runs_the_main_job() -> None:
     steps = commands()[0].split(" && ")
-    assert steps[-2:] == [".venv/bin/efficient-attn mse", ".venv/bin/efficient-attn bench"]
+    assert steps[-2:] == [".venv/bin/efficient-attn compare", ".venv/bin/efficient-attn show"]
 
 
 def test_continuous_integration_runs_the_test_command_of_the_readme_literally() -> None:

@@ -1,0 +1,181 @@
+"""Writes docs/choosing.md from the records in results/; to be run after a run there is replaced."""
+
+from pathlib import Path
+
+import efficient_attn as ea
+from efficient_attn.analysis.comparison import Comparison, Contender, comparisons
+from efficient_attn.report.comparison import comparison_sentences
+from efficient_attn.report.error_table import describe, show_error
+from efficient_attn.report.pays import pay_sentences
+from efficient_attn.report.table import three_digits
+
+HERE = Path(__file__).parent
+PAGE = HERE / "choosing.md"
+RESULTS = HERE.parent / "results" / "epyc-2-cores"
+
+COMPARED = ("compare-encoder-128", "compare-encoder", "compare-stitched")
+BENCHED = "bench-256-4096"
+TOLERATED = (0.1, 0.3, 0.5)
+
+_HEAD = """\
+# Which backend for me
+
+<!-- Written by docs/choosing.py from the records in results/; edit that file, or measure again. -->
+
+Three questions decide: how much error you can stand, how long your sequences are, and whether you train.
+Every number on this page is read from a run in `results/epyc-2-cores/`, by a script; a test says when the
+page is out of date. The runs were taken on two cores of a busy server: ratios count, not milliseconds. The
+last section measures the same on your machine and your activations, in a minute.
+"""
+
+_ERROR = """\
+## How much error can you stand?
+
+For a model that was trained with exact attention and is not trained again. Errors are ‖out − exact‖ /
+‖exact‖ on the activations of a real encoder, with the default options of every backend and nothing trained;
+the speed is against `exact`, the fused kernel. Each cell is the fastest of what stays within the error and
+is faster than `exact` beyond what the samples leave open. **Where nothing is, the answer is `exact`.**
+
+*Stitched* is four texts laid end to end: the vectors are real, that they are one sequence is not.
+"""
+
+_LENGTH = """\
+## How long are your sequences?
+
+Against exact attention through the fused kernel, error aside:
+"""
+
+_MEMORY = """\
+Memory is no reason to leave `exact`: the fused kernel never builds the matrix of scores. What needs memory
+of the square of the tokens is `exact-dense`, which papers compare themselves with.
+"""
+
+_TRAINING = """\
+## Causal? Trained?
+
+What each backend promises, and the error it begins with: between the smallest and the largest of the runs
+above, beside giving every query the mean of the values, which looks at nothing.
+"""
+
+_AFTER = """\
+- An error near the mean of V's is no approximation of attention. Such a backend can be something to *train
+  with*; to be put in the place of exact attention in a trained model it is not. What training makes of it
+  is another measurement than those here.
+- Causal and streaming matter for decoding: a backend without them cannot be built with `causal=True`.
+- `linformer` mixes positions, so it is built for a longest length, and its mixtures are meant to be
+  learned.
+- A backend that needs calibration was calibrated on the inputs that it was then measured on, which is the
+  best case for it.
+"""
+
+_OWN = """\
+## On your machine, on your activations
+
+```bash
+efficient-attn compare
+efficient-attn compare --inputs stitched --max-error 0.3
+```
+
+prints error, time and memory of everything beside each other, draws the front of what nothing beats, and
+says in one sentence whether anything is both accurate enough and faster. In the place of `stitched`, name
+the file that `efficient-attn capture` keeps of your model on your text; your own attention is compared with
+`--backend exact,my_file.py:my_attention`. What is left of a speed-up inside a transformer block is told by
+`efficient-attn bench --of block`.
+"""
+
+
+def page() -> str:
+    """The whole page."""
+    runs = {name: ea.read(RESULTS / name) for name in COMPARED}
+    compared = [comparisons(run.records)[0] for run in runs.values()]
+    bench = ea.read(RESULTS / BENCHED)
+    told = [comparison_sentences(run.records, 0.1)[0] for run in runs.values()]
+    parts = [
+        _HEAD,
+        _ERROR,
+        _by_error(compared),
+        _in_short(compared),
+        _listed(told),
+        _LENGTH,
+        _listed(pay_sentences(bench.records)),
+        _MEMORY,
+        _TRAINING,
+        _by_promise(compared),
+        _AFTER,
+        _OWN,
+    ]
+    return "\n".join(parts)
+
+
+def _by_error(compared: list[Comparison]) -> str:
+    head = ["inputs", "tokens", *(f"within {100 * error:g} %" for error in TOLERATED)]
+    rows = [
+        [describe(one.case.inputs), str(one.case.tokens), *(_best(one, error) for error in TOLERATED)]
+        for one in compared
+    ]
+    return _table(head, rows)
+
+
+def _in_short(compared: list[Comparison]) -> str:
+    """For which errors exact attention is the answer at every length, if for any."""
+    never = [error for error in TOLERATED if not any(one.verdict(error).both for one in compared)]
+    if not never:
+        return ""
+    lengths = ", ".join(str(one.case.tokens) for one in compared)
+    return (
+        f"In short: within {100 * max(never):g} % of exact attention nothing was surely faster than `exact` at "
+        f"any length measured on real activations ({lengths} tokens).\n"
+    )
+
+
+def _best(one: Comparison, error: float) -> str:
+    """The fastest that is near enough, or exact attention."""
+    both = one.verdict(error).both
+    return _cell(both[0], one) if both else "`exact`"
+
+
+def _cell(row: Contender, one: Comparison) -> str:
+    assert row.error and row.time_s and one.exact and one.exact.time_s
+    speed = three_digits(one.exact.time_s.median / row.time_s.median)
+    return f"`{row.label}` (error {show_error(row.error.median)}, {speed}x)"
+
+
+def _by_promise(compared: list[Comparison]) -> str:
+    """Backends by the smallest error that they begin with."""
+    found: dict[str, list[float]] = {}
+    for row in (row for one in compared for row in one.contenders if row.error is not None):
+        found.setdefault(row.label, []).append(row.error.median if row.error else 0.0)
+    rows = [
+        [f"`{name}`" if known else name, *_promises(name, known), _range(errors)]
+        for name, errors in sorted(found.items(), key=lambda item: max(item[1]))
+        if (known := name in ea.list_backends()) or name == "mean of V"
+    ]
+    return _table(["backend", "causal", "streaming", "needs calibration", "error untrained"], rows)
+
+
+def _promises(name: str, known: bool) -> list[str]:
+    if not known:
+        return ["–"] * 3
+    promised = ea.spec(name).capabilities
+    kept = (promised.causal, promised.streaming, promised.needs_calibration)
+    return ["yes" if one else "–" for one in kept]
+
+
+def _range(errors: list[float]) -> str:
+    low, high = show_error(min(errors)), show_error(max(errors))
+    if max(errors) < 1e-4:
+        return "rounding"
+    return low if low == high else f"{low} to {high}"
+
+
+def _table(head: list[str], rows: list[list[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
+
+
+def _listed(sentences: list[str]) -> str:
+    return "\n".join(f"- {sentence}" for sentence in sentences) + "\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
