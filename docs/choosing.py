@@ -123,8 +123,8 @@ def _in_short(compared: list[Comparison]) -> str:
         return ""
     lengths = ", ".join(str(one.case.tokens) for one in compared)
     return (
-        f"In short: within {100 * max(never):g} % of exact attention nothing was surely faster than `exact` at "
-        f"any length measured on real activations ({lengths} tokens).\n"
+        f"In short: within {100 * max(never):g} % of exact attention nothing was surely faster than `exact` "
+        f"at any length measured on real activations ({lengths} tokens).\n"
     )
 
 
