@@ -37,6 +37,8 @@ the speed is against `exact`, the fused kernel. Each cell is the fastest of what
 is faster than `exact` beyond what the samples leave open. **Where nothing is, the answer is `exact`.**
 
 *Stitched* is four texts laid end to end: the vectors are real, that they are one sequence is not.
+
+![Error against time and memory on 2048 tokens](images/compare.png)
 """
 
 _LENGTH = """\
