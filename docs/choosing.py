@@ -83,6 +83,17 @@ says in one sentence whether anything is both accurate enough and faster. In the
 the file that `efficient-attn capture` keeps of your model on your text; your own attention is compared with
 `--backend exact,my_file.py:my_attention`. What is left of a speed-up inside a transformer block is told by
 `efficient-attn bench --of block`.
+
+```bash
+efficient-attn show --head 2 --tokens 30:60
+```
+
+draws what each backend looks at: every row is a query with the words of the text, and how it weighs the keys;
+in the last column is the weight of all keys that are not shown. Backends read the whole text, and the error
+above each panel is that of this head's output on all of it. The entropy of a row, in nats, is the logarithm
+of how many keys it would look at if it looked at all of them alike.
+
+![Attention weights of six backends with the words on the axes](images/show.png)
 """
 
 
