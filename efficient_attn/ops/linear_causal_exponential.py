@@ -16,7 +16,8 @@ from efficient_attn.ops.linear_gradient import Outputs
 from efficient_attn.ops.linear_powers import LOG2_E, Powers, power
 from efficient_attn.ops.linear_tokens import Tokens
 
-CHUNK = 64
+# Tokens that read one another directly: more are fewer calls, but more pairs and more memory.
+CHUNK = 96
 # Rows that are computed by themselves at once: each needs chunk · features numbers.
 _ROWS = 16
 

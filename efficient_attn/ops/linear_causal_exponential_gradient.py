@@ -13,9 +13,12 @@ import torch
 from torch import Tensor
 
 from efficient_attn.ops.linear import TINY, LinearState, finite, triangle_
-from efficient_attn.ops.linear_causal_exponential import CHUNK, State, add, begin, step
+from efficient_attn.ops.linear_causal_exponential import State, add, begin, step
 from efficient_attn.ops.linear_powers import LOG2_E, Powers, power
 from efficient_attn.ops.linear_tokens import Tokens
+
+# Tokens at once. There is more to do for each of them than forwards, so that more are worth a call.
+CHUNK = 128
 
 
 def causal_exponential_gradients(

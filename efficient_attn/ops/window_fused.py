@@ -17,7 +17,7 @@ from efficient_attn.ops.precision import wide, without_autocast
 
 # Queries that share one slice of keys, and blocks that go through the kernel at once: fewer on the way
 # back, where each block has derivatives of a whole slice.
-_BLOCK, _GROUP, _GROUP_BACK = 64, 4, 2
+_BLOCK, _GROUP, _GROUP_BACK = 32, 16, 4
 # Queries at once near the ends of the sequence, where slices are cut off and no two are alike.
 _EDGE = 128
 
