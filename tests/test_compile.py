@@ -5,11 +5,7 @@ import torch
 
 import efficient_attn as ea
 
-pytestmark = [
-    pytest.mark.compile,
-    # What torch's own tracing of an autograd function does.
-    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
-]
+pytestmark = pytest.mark.compile
 
 TOKENS, HEAD_DIM, SIZE = 16, 8, 5
 CASES = [
