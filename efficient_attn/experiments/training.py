@@ -1,0 +1,39 @@
+"""What trainings of small models share: the optimiser, its rate at each step, one update."""
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+# AdamW (Loshchilov and Hutter 2019) with the second beta that language models are commonly trained with.
+_BETAS = (0.9, 0.95)
+# Gradients of one batch are made no longer than this: a batch that a model gets very wrong moves it no farther.
+_LONGEST_GRADIENT = 1.0
+
+
+def optimiser(model: nn.Module, *, weight_decay: float = 0.1) -> torch.optim.AdamW:
+    """AdamW over the parameters of a model; vectors (biases, norms) do not decay."""
+    parameters = list(model.parameters())
+    groups = [
+        {"params": [one for one in parameters if one.ndim > 1], "weight_decay": weight_decay},
+        {"params": [one for one in parameters if one.ndim <= 1], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=1.0, betas=_BETAS)
+
+
+def rate_at(step: int, *, peak: float, warmup: int) -> float:
+    """peak · min(step/warmup, √(warmup/step)), steps from 1 on (Vaswani et al. 2017, eq. 3).
+
+    It does not know when training ends, so that a run may always be taken further.
+    """
+    return peak * min(step / warmup, math.sqrt(warmup / step))
+
+
+def update(model: nn.Module, optimiser: torch.optim.Optimizer, loss: Tensor, *, rate: float) -> None:
+    """One step of the optimiser at this rate, down the gradient of the loss."""
+    optimiser.zero_grad()
+    loss.backward()
+    nn.utils.clip_grad_norm_(model.parameters(), _LONGEST_GRADIENT)
+    for group in optimiser.param_groups:
+        group["lr"] = rate
+    optimiser.step()
