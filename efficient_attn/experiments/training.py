@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 # AdamW (Loshchilov and Hutter 2019) with the second beta that language models are commonly trained with.
 _BETAS = (0.9, 0.95)
-# Gradients of one batch are made no longer than this: a batch that a model gets very wrong moves it no farther.
+# The longest gradient: a batch that a model gets very wrong moves it no farther than others do.
 _LONGEST_GRADIENT = 1.0
 
 

@@ -63,7 +63,7 @@ class LanguageModel(nn.Module):
         return self._logits(self.stack(self.embedding(tokens)))
 
     def extend(self, tokens: Tensor, state: EncoderState | None = None) -> tuple[Tensor, EncoderState]:
-        """The logits of new tokens after those of `state`, and the state after them: what `generate` takes."""
+        """Logits of new tokens after those of `state`, and the state after them; for `generate`."""
         x, state = self.stack.extend(self.embedding(tokens), state)
         return self._logits(x), state
 
