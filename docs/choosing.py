@@ -1,6 +1,7 @@
 """Writes docs/choosing.md from the records in results/; to be run after a run there is replaced."""
 
 from pathlib import Path
+from typing import NamedTuple
 
 import efficient_attn as ea
 from efficient_attn.analysis.comparison import Comparison, Contender, comparisons
@@ -26,6 +27,8 @@ Three questions decide: how much error you can stand, how long your sequences ar
 Every number on this page is read from a run in `results/epyc-2-cores/`, by a script; a test says when the
 page is out of date. The runs were taken on two cores of a busy server: ratios count, not milliseconds. The
 last section measures the same on your machine and your activations, in a minute.
+
+## The short answer
 """
 
 _ERROR = """\
@@ -44,7 +47,8 @@ is faster than `exact` beyond what the samples leave open. **Where nothing is, t
 _LENGTH = """\
 ## How long are your sequences?
 
-Against exact attention through the fused kernel, error aside:
+Time against exact attention through the fused kernel, on this machine ({machine}), with default options. The
+error is another matter: above for those that come near softmax attention, and `linear-…` do not mean to.
 """
 
 _MEMORY = """\
@@ -97,20 +101,40 @@ of how many keys it would look at if it looked at all of them alike.
 """
 
 
+class _Pays(NamedTuple):
+    """A sentence on where a backend pays, in the parts that a table has."""
+
+    name: str
+    machine: str
+    start: str
+    gain: str
+
+    @classmethod
+    def read(cls, sentence: str) -> "_Pays":
+        name, _, told = sentence.removesuffix(".").partition(": on this machine (")
+        machine, _, found = told.partition(") ")
+        start, _, gain = found.rpartition("; ")
+        return cls(name, machine, start, gain)
+
+
 def page() -> str:
     """The whole page."""
     runs = {name: ea.read(RESULTS / name) for name in COMPARED}
     compared = [comparisons(run.records)[0] for run in runs.values()]
     bench = ea.read(RESULTS / BENCHED)
     told = [comparison_sentences(run.records, 0.1)[0] for run in runs.values()]
+    pays = [_Pays.read(sentence) for sentence in pay_sentences(bench.records)]
     parts = [
         _HEAD,
+        _short_answer(pays, compared),
         _ERROR,
         _by_error(compared),
         _in_short(compared),
         _listed(told),
-        _LENGTH,
-        _listed(pay_sentences(bench.records)),
+        _LENGTH.format(machine=pays[0].machine),
+        _table(
+            ["backend", "from where", "how much"], [[f"`{one.name}`", one.start, one.gain] for one in pays]
+        ),
         _MEMORY,
         _TRAINING,
         _by_promise(compared),
@@ -118,6 +142,38 @@ def page() -> str:
         _OWN,
     ]
     return "\n".join(parts)
+
+
+def _short_answer(pays: list[_Pays], compared: list[Comparison]) -> str:
+    """What to take, for those in a hurry; starts and errors are those of the tables below."""
+    start = {one.name: one.start.removeprefix("it pays ") for one in pays}
+    errors = _errors(compared)
+    rows = [
+        [
+            "have a trained model and want its outputs",
+            "`exact`: the fused kernel is hard to beat, and needs no memory for the scores",
+        ],
+        [
+            "have a trained model whose layers read a window by design",
+            f"[`window`](backends.md#window) in their place: the same outputs, faster {start['window']}; "
+            "[in Hugging Face models](hugging-face.md#faster-and-still-exact-sliding-layers)",
+        ],
+        [
+            "have a trained model, long sequences, and can stand an error",
+            "[`window-clusters`](backends.md#window-clusters), causal too: the least wrong of what is "
+            f"cheaper, error {_range(errors['window-clusters'])}; faster {start['window-clusters']}",
+        ],
+        [
+            "train, and decode in memory that does not grow",
+            "`performer-positive`, `linear-…`, or `window`: see [streaming](streaming.md)",
+        ],
+        [
+            "train an encoder for one longest length",
+            f"`linformer` too, faster {start['linformer']}; it cannot be causal",
+        ],
+        ["are not sure", "`efficient-attn compare` on your own activations: the last section"],
+    ]
+    return _table(["you …", "take"], rows)
 
 
 def _by_error(compared: list[Comparison]) -> str:
@@ -155,15 +211,21 @@ def _cell(row: Contender, one: Comparison) -> str:
 
 def _by_promise(compared: list[Comparison]) -> str:
     """Backends by the smallest error that they begin with."""
-    found: dict[str, list[float]] = {}
-    for row in (row for one in compared for row in one.contenders if row.error is not None):
-        found.setdefault(row.label, []).append(row.error.median if row.error else 0.0)
+    found = _errors(compared)
     rows = [
         [f"`{name}`" if known else name, *_promises(name, known), _range(errors)]
         for name, errors in sorted(found.items(), key=lambda item: max(item[1]))
         if (known := name in ea.list_backends()) or name == "mean of V"
     ]
     return _table(["backend", "causal", "streaming", "needs calibration", "error untrained"], rows)
+
+
+def _errors(compared: list[Comparison]) -> dict[str, list[float]]:
+    """What was measured of each backend and yardstick, at all lengths."""
+    found: dict[str, list[float]] = {}
+    for row in (row for one in compared for row in one.contenders if row.error is not None):
+        found.setdefault(row.label, []).append(row.error.median if row.error else 0.0)
+    return found
 
 
 def _promises(name: str, known: bool) -> list[str]:

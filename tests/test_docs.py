@@ -1,6 +1,7 @@
 """The pages are true: generated ones are fresh, Python in them runs, commands in them exist."""
 
 import re
+import runpy
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").g
 # The extra package that a page is about; where it is not installed, nothing on the page can run.
 NEEDS = {"hugging-face.md": "transformers"}
 BLOCK = re.compile(r"^( *)```(\w+)\n(.*?)^\1```", re.MULTILINE | re.DOTALL)
+TOCTREE = re.compile(r"^```{toctree}\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
 def blocks(page: Path, language: str) -> list[str]:
@@ -84,3 +86,23 @@ def test_the_commands_on_a_page_exist_with_their_options(page: str, line: str) -
     assert answer.exit_code == 0, answer.output
     options = [word for word in words if word.startswith("--")]
     assert [option for option in options if option not in answer.output] == []
+
+
+def test_the_reference_has_every_public_name_with_its_signature() -> None:
+    made = runpy.run_path(str(ROOT / "docs/api.py"))["page"]()
+    import efficient_attn
+
+    headings = re.findall(r"^### (\S+)$", made, re.MULTILINE)
+    public = {f"ea.{name}" for name in efficient_attn.__all__ if name != "testing"}
+    public |= {f"testing.{name}" for name in efficient_attn.testing.__all__}
+    assert {name for name in headings if not name.startswith("integrations.")} == public
+    assert len(headings) == len(set(headings))
+    assert "ea.list_backends(*, causal=None)" in made
+    assert "integrations.transformers.attach(model, backend=None, *, full=None" in made
+
+
+def test_the_first_page_leads_to_the_one_that_decides_and_to_all_others() -> None:
+    first = (ROOT / "docs/index.md").read_text(encoding="utf-8")
+    assert "**[Which backend for me](choosing.md)**" in first
+    listed = set(re.findall(r"^([a-z-]+)$", "".join(TOCTREE.findall(first)), re.MULTILINE))
+    assert listed == {page.stem for page in (ROOT / "docs").glob("*.md")} - {"index"} | {"api"}
