@@ -46,7 +46,10 @@ def _spread(real: Tensor, clusters: int) -> Tensor:
 def _nearest(keys: Tensor, centres: Tensor) -> Tensor:
     """argmin_c |k − c|² = argmax_c k·c − |c|²/2, [batch heads tokens]."""
     half_squares = centres.square().sum(dim=-1)[:, :, None] / 2
-    return (keys @ centres.mT - half_squares).argmax(dim=-1)
+    products = torch.baddbmm(
+        half_squares.flatten(0, 1), keys.flatten(0, 1), centres.flatten(0, 1).mT, beta=-1
+    )
+    return products.argmax(dim=-1).unflatten(0, keys.shape[:2])
 
 
 def _means(keys: Tensor, real: Tensor, chosen: Tensor, centres: Tensor) -> Tensor:

@@ -11,7 +11,6 @@ from itertools import accumulate
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -32,7 +31,8 @@ class Far(NamedTuple):
 
     Attributes:
         k: Mean keys, [… clusters head_dim].
-        v: Mean values, [… clusters value_dim].
+        v: Mean values and a column more, which nobody reads, [… clusters value_dim + 1]: as keys have one
+            for their bias, so that nothing is copied to add it.
         bias: Added to the scores, [… clusters 1]: the logarithm of how many ordinary keys it stands for.
         alive: Whether it stands for any, bool [… clusters 1].
     """
@@ -43,13 +43,16 @@ class Far(NamedTuple):
     alive: Tensor
 
 
-def query_moments(q: Tensor, real: Tensor) -> QueryMoments:
+def query_moments(q: Tensor, real: Tensor | None) -> QueryMoments:
     """Mean and variance over the real queries of a group of heads.
 
     Args:
         q: [batch heads group tokens head_dim].
-        real: bool [batch tokens].
+        real: bool [batch tokens]; None: all are.
     """
+    if real is None:
+        variance, mean = torch.var_mean(q, dim=(2, 3), correction=0)
+        return QueryMoments(mean.unsqueeze(2), variance.unsqueeze(2))
     # Not multiplied by zero: a query of padding may be NaN.
     padding = ~real[:, None, None, :, None]
     count = (real.sum(dim=-1)[:, None, None, None] * q.shape[2]).clamp_min(1)
@@ -83,15 +86,12 @@ class Members(NamedTuple):
         head = torch.arange(heads.numel(), device=cell.device).view(*heads, 1)
         place = (head * cells + cell) * clusters + self.chosen
         sums = self.rows.new_zeros(heads.numel() * cells * clusters, self.rows.shape[-1])
-        sums = sums.index_add(0, place.flatten(), self.rows.flatten(0, 2))
+        sums.index_add_(0, place.flatten(), self.rows.flatten(0, 2))
         return sums.view(*heads, cells, clusters, -1)
 
-    def split(self, tokens: int) -> "Iterator[Members]":
-        """So many tokens at a time."""
-        for rows, chosen in zip(
-            self.rows.split(tokens, dim=2), self.chosen.split(tokens, dim=2), strict=True
-        ):
-            yield Members(rows, chosen, self.top)
+    def part(self, begin: int, end: int) -> "Members":
+        """The tokens of a stretch."""
+        return Members(self.rows[:, :, begin:end], self.chosen[:, :, begin:end], self.top)
 
 
 def members(
@@ -106,13 +106,13 @@ def members(
     """
     # Farther below the largest, a weight changes nothing but becomes a denormal number, which is slow.
     floor = -300.0 if k.dtype == torch.float64 else -42.0
-    exponent = (k * queries.mean).sum(dim=-1)
+    exponent = (k @ queries.mean.mT).squeeze(-1)
     seen = counted[:, None, :].expand_as(exponent)
     top = exponent.new_full((*exponent.shape[:2], clusters), -torch.inf)
     top = top.scatter_reduce(2, chosen, exponent.detach().masked_fill(~seen, -torch.inf), "amax")
     top = top.masked_fill(top.isinf(), 0.0)
     weight = (exponent - top.gather(2, chosen)).clamp(floor, 0.0).exp() * seen
-    bend = (k.square() * queries.variance).sum(dim=-1, keepdim=True) / 2
+    bend = k.square() @ queries.variance.mT / 2
     rows = torch.cat([k, v, bend, torch.ones_like(bend)], dim=-1) * weight[..., None]
     return Members(rows, chosen, top)
 
@@ -136,16 +136,16 @@ def beyond_slices(every: Members, *, block: int, back: int, group: int) -> Itera
     both = [first + other for first, other in zip(firsts, others, strict=True)]
     before = list(accumulate(both, initial=torch.zeros_like(both[0])))
     after = list(accumulate(reversed(both), initial=torch.zeros_like(both[0])))[::-1]
-    padded = every._replace(rows=F.pad(every.rows, (0, 0, back, 0)), chosen=F.pad(every.chosen, (back, 0)))
     own = torch.arange(group, device=cell.device)[:, None]
     other = torch.arange(group + 2, device=cell.device)
     # A block leaves out two of the group's cells, the last of which is the next group's first.
     outside = ((other != own) & (other != own + 1)).to(coarse.dtype)
-    for number, some in zip(range(groups), padded.split(group * block), strict=False):
-        length = some.rows.shape[2]
-        fine = some.sums(torch.arange(length, device=cell.device) // block, group)
-        rest = before[number] + others[number + 1] + after[number + 2]
-        parts = torch.cat([fine, firsts[number + 1].unsqueeze(2), rest.unsqueeze(2)], dim=2)
+    for number in range(groups):
+        begin, end = (max(one * group * block - back, 0) for one in (number, number + 1))
+        # The two last places are filled with what is known already.
+        parts = every.part(begin, end).sums(cell[begin:end] - number * group, group + 2)
+        parts[:, :, group] = firsts[number + 1]
+        parts[:, :, group + 1] = before[number] + others[number + 1] + after[number + 2]
         some_blocks = min(group, blocks - number * group)
         yield (outside[:some_blocks] @ parts.flatten(3)).unflatten(3, parts.shape[3:])
 
@@ -156,8 +156,8 @@ def summarise_clusters(sums: Tensor, top: Tensor, queries: QueryMoments, head_di
     alive = mass > 0
     mass = torch.where(alive, mass, 1.0)
     means = sums[..., :-1] / mass
-    k, v = means[..., :head_dim], means[..., head_dim:-1]
-    mean, variance = (x.unsqueeze(2) for x in queries)
-    spread = (means[..., -1:] - (k.square() * variance).sum(dim=-1, keepdim=True) / 2).clamp_min(0)
-    bias = mass.log() + top[:, :, None, :, None] - (k * mean).sum(dim=-1, keepdim=True)
-    return Far(k, v, bias + (spread + spread.square() / 2).log1p(), alive)
+    k = means[..., :head_dim]
+    mean, variance = (x.unsqueeze(2).mT for x in queries)
+    spread = (means[..., -1:] - k.square() @ variance / 2).clamp_min(0)
+    bias = mass.log() + top[:, :, None, :, None] - k @ mean
+    return Far(k, means[..., head_dim:], bias + (spread + spread.square() / 2).log1p(), alive)

@@ -44,7 +44,7 @@ def past_segments(
     Yields:
         [batch heads group segments …].
     """
-    rows = torch.cat([torch.ones_like(k[..., :1]), k, v], dim=-1) * counted[:, None, :, None]
+    rows = torch.cat([k, v, torch.ones_like(k[..., :1])], dim=-1) * counted[:, None, :, None]
     rows = F.pad(rows, (0, 0, 0, -rows.shape[2] % cell)).unflatten(2, (-1, cell)).sum(dim=3)
     levels, offsets = [rows], [0]
     while levels[-1].shape[2] > 1:
@@ -64,8 +64,8 @@ def past_segments(
             # The most recent ones share the last place.
             last = sums[:, :, :, segments - 1 :].sum(dim=3, keepdim=True)
             sums = torch.cat([sums[:, :, :, : segments - 1], last], dim=3)
-        count = sums[..., :1]
+        count = sums[..., -1:]
         alive = count > 0
         count = torch.where(alive, count, 1.0)
-        means = sums[..., 1:] / count
+        means = sums / count
         yield Far(means[..., : k.shape[3]], means[..., k.shape[3] :], count.log(), alive)

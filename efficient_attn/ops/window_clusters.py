@@ -19,8 +19,9 @@ from efficient_attn.shapes import KeyMask, Keys, Output, Queries, Values
 
 # Hides a key by what is added to its score. Finite: a gradient multiplies it by zero.
 _HIDDEN = -1e30
-# Numbers in the summaries of the blocks that are worked on at once: little enough to stay in cache.
-_GROUP = 1 << 20
+# Numbers in the sums of the heads, and in the summaries of the blocks, that are worked on at once: little
+# enough to stay in cache.
+_HEADS, _GROUP = 1 << 20, 1 << 20
 _FEWEST, _MOST = 2, 16
 
 
@@ -66,11 +67,29 @@ def window_clusters(
     Args:
         steps: Of k-means; None takes segments of the sequence for clusters.
     """
+    heads = max(1, _HEADS // (k.shape[0] * k.shape[2] * (k.shape[3] + v.shape[3])))
+    group = q.shape[1] // k.shape[1]
+    parts = zip(q.split(heads * group, dim=1), k.split(heads, dim=1), v.split(heads, dim=1), strict=True)
+    out = [_some_heads(*part, scale, layout, clusters, steps, key_mask) for part in parts]
+    return out[0] if len(out) == 1 else torch.cat(out, dim=1)
+
+
+def _some_heads(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    layout: Layout,
+    clusters: int,
+    steps: int | None,
+    key_mask: Tensor | None,
+) -> Tensor:
+    """The same for a few heads, whose sums are at hand together."""
     dtype = q.dtype
     q, k, v, real, turned = _from_first_real(
         wide(q) * scale, wide(hide(k, key_mask)), wide(hide(v, key_mask)), key_mask
     )
-    queries = query_moments(q.unflatten(1, (k.shape[1], -1)), real)
+    queries = query_moments(q.unflatten(1, (k.shape[1], -1)), None if turned is None else real)
     clusters = min(clusters, k.shape[2])
     if steps is None:
         chosen = segments(real, clusters)[:, None].expand(k.shape[:3])
@@ -174,7 +193,7 @@ def _read(
     """
     tokens, blocks, value_dim = q.shape[2], -(-q.shape[2] // layout.block), v.shape[3]
     # A bias stands in one more column of the keys, which queries meet with a 1; all are made equally wide.
-    widest = max(k.shape[3] + 1, value_dim)
+    widest = max(k.shape[3], value_dim) + 1
     first = torch.arange(k.shape[2], device=k.device)[: layout.first]
     start = torch.arange(begin, begin + blocks, device=k.device)[:, None] * layout.block
     outside = first < start - layout.back
@@ -182,10 +201,10 @@ def _read(
         outside |= first >= start + layout.block + layout.ahead
     outside = (outside & real[:, None, : layout.first])[:, None, ..., None]
     few_k, few_v = (x[:, :, None, : layout.first].expand(-1, -1, blocks, -1, -1) for x in (k, v))
-    few_k, few_v = _widened(few_k, _bias(outside, k), widest), F.pad(few_v, (0, widest - value_dim))
+    few_k, few_v = _widened(few_k, _bias(outside, k), widest), _padded(few_v, widest)
     near_real = _stretch(real[:, None, :, None], begin, blocks, layout)
     near_k = _widened(_stretch(k, begin, blocks, layout), _bias(near_real, k), widest)
-    near_v = F.pad(_stretch(v, begin, blocks, layout), (0, widest - value_dim))
+    near_v = _padded(_stretch(v, begin, blocks, layout), widest)
     near_k, near_v = (x.unfold(2, layout.width, layout.block).mT for x in (near_k, near_v))
     rows = _widened(F.pad(q, (0, 0, 0, blocks * layout.block - tokens)), q.new_ones(()), widest)
     # Rows of the heads that read the same keys stand together: [batch kv_heads blocks rows widest].
@@ -196,7 +215,7 @@ def _read(
     for some, one_k, one_v, first_k, first_v, clusters in zip(*parts, far, strict=True):
         far_k = _widened(clusters.k, torch.where(clusters.alive, clusters.bias, _HIDDEN), widest)
         keys = torch.cat([one_k, first_k, far_k], dim=3)
-        values = torch.cat([one_v, first_v, F.pad(clusters.v, (0, widest - value_dim))], dim=3)
+        values = torch.cat([one_v, first_v, _padded(clusters.v, widest)], dim=3)
         mask = None if visible is None else F.pad(visible, (0, keys.shape[3] - layout.width), value=True)
         out.append(_kernel(some, keys, values, mask)[..., :value_dim])
     found = torch.cat(out, dim=2).unflatten(3, (heads, layout.block)).transpose(2, 3)
@@ -216,8 +235,12 @@ def _bias(visible: Tensor, like: Tensor) -> Tensor:
 
 def _widened(x: Tensor, column: Tensor, width: int) -> Tensor:
     """`x` [… dim] with a column more, [… 1], and zeros up to the width."""
-    x = torch.cat([x, column.expand(*x.shape[:-1], 1)], dim=-1)
-    return F.pad(x, (0, width - x.shape[-1]))
+    return _padded(torch.cat([x, column.expand(*x.shape[:-1], 1)], dim=-1), width)
+
+
+def _padded(x: Tensor, width: int) -> Tensor:
+    """Zeros up to the width; F.pad copies even where none are wanted."""
+    return x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))
 
 
 def _kernel(rows: Tensor, keys: Tensor, values: Tensor, visible: Tensor | None) -> Tensor:
