@@ -18,6 +18,8 @@ COMPARISON = "comparison"
 
 _WIDTH_INCHES, _ROW_INCHES, _HEAD_INCHES = 11.0, 4.2, 0.8
 _LONGEST_NAME = 34
+# A space as wide as a digit, so that numbers stand below each other.
+_DIGIT = "\u2007"
 
 # Rounding is drawn this many times below the smallest error of a method: its own distance means nothing.
 _BELOW = 3.0
@@ -56,7 +58,7 @@ def plot_comparisons(records: Sequence[Record], max_error: float = DEFAULT_MAX_E
         for number, (ax, panel) in enumerate(zip(axes, _PANELS, strict=True)):
             _draw(ax, one, panel, styles, max_error)
             title = heading(one) if number == 0 else ""
-            ax.set_title(plain(title), loc="left", fontsize=9, color=MUTED, parse_math=False)
+            ax.set_title(plain(title), loc="left", pad=10, fontsize=9, color=MUTED, parse_math=False)
         axes[0].set_ylabel("relative output error", color=INK)
         _legend(axes[-1], one, styles)
     return grid[0, 0]
@@ -98,7 +100,8 @@ def _draw(ax: Any, one: Comparison, panel: Any, styles: dict[str, dict[str, Any]
     if steps:
         ax.plot(*zip(*steps, strict=True), drawstyle="steps-post", color=MUTED, linewidth=1.0, zorder=2)
     _shade(ax, one, quantity, max_error, floor)
-    _dress(ax, panel, floor, ceiling)
+    highest = max((row.error.median for row in one.contenders if row.error is not None), default=0.0)
+    _dress(ax, panel, floor, ceiling, clipped=highest > ceiling)
     ax.set_xlabel(name, color=INK)
 
 
@@ -125,7 +128,7 @@ def _shade(ax: Any, one: Comparison, quantity: str, max_error: float, floor: flo
         ax.set_xlim(left=left)
 
 
-def _dress(ax: Any, panel: Any, floor: float, ceiling: float) -> None:
+def _dress(ax: Any, panel: Any, floor: float, ceiling: float, *, clipped: bool) -> None:
     from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullFormatter, NullLocator
 
     quantity, _, show = panel
@@ -138,11 +141,12 @@ def _dress(ax: Any, panel: Any, floor: float, ceiling: float) -> None:
     ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: show(value)))
     ax.xaxis.set_minor_formatter(NullFormatter())
     ax.xaxis.set_minor_locator(NullLocator())
-    ticks = [tick for tick in (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3) if floor * 1.3 < tick <= ceiling]
-    ax.yaxis.set_major_locator(FixedLocator([floor, *ticks]))
-    ax.yaxis.set_major_formatter(
-        FuncFormatter(lambda value, _: "rounding" if value <= floor * 1.01 else f"{value:g}")
-    )
+    ticks = [tick for tick in (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3) if floor * 1.3 < tick < ceiling]
+    names = {floor: "rounding", **{tick: f"{tick:g}" for tick in ticks}}
+    # The highest place is that of all errors from there on; the legend has their numbers.
+    names |= {ceiling: "higher"} if clipped else {}
+    ax.yaxis.set_major_locator(FixedLocator(list(names)))
+    ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: names.get(value, "")))
     ax.yaxis.set_minor_locator(NullLocator())
     ax.set_ylim(floor / 1.3, ceiling)
     ax.grid(axis="y", color=GRID, linewidth=0.8)
@@ -162,7 +166,7 @@ def _legend(ax: Any, one: Comparison, styles: dict[str, dict[str, Any]]) -> None
 
     known = [(row.error.median, row) for row in one.contenders if row.error is not None]
     handles = [
-        Line2D([], [], **styles[row.label], label=f"{show_error(error):>7}  {_shown(row)}")
+        Line2D([], [], **styles[row.label], label=f"{show_error(error).rjust(7, _DIGIT)}  {_shown(row)}")
         for error, row in sorted(known, key=lambda pair: -pair[0])
     ]
     drawn = ax.legend(
