@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from efficient_attn.errors import OptionError
+
 
 def _backends(incomplete: str) -> list[str]:
     """Names for completion; the part after the last comma is the one being typed."""
@@ -125,5 +127,13 @@ ExtraArguments = Annotated[list[str] | None, typer.Argument(hidden=True)]
 
 
 def names(texts: list[str] | None) -> list[str] | None:
-    """The names in `a,b` and repeated options; None if there are none."""
-    return [name.strip() for text in texts for name in text.split(",") if name.strip()] if texts else None
+    """The names in `a,b` and repeated options; None if nothing was given."""
+    if not texts:
+        return None
+    found = [name.strip() for text in texts for name in text.split(",") if name.strip()]
+    if not found:
+        # What a script's empty variable becomes; none at all is something else than all.
+        raise OptionError(
+            f"{texts[0]!r} names nothing; write a,b for several names, or leave the option out."
+        )
+    return found

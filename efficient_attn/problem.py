@@ -5,6 +5,9 @@ from dataclasses import dataclass
 
 from efficient_attn.errors import DtypeError, OptionError
 
+# The largest whole number that tensors can be told of.
+LARGEST = 2**63 - 1
+
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionProblem:
@@ -44,8 +47,9 @@ def positive_count(name: str, value: object) -> None:
     """Refuse anything but a whole number of at least 1."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise DtypeError(f"{name} is a whole number, not {value!r}.")
-    if value < 1:
-        raise OptionError(f"{name} is at least 1, not {value}.")
+    if not 1 <= value <= LARGEST:
+        bound = "at least 1" if value < 1 else f"at most {LARGEST}"
+        raise OptionError(f"{name} is {bound}, not {value}.")
 
 
 def _is_finite_number(value: object) -> bool:

@@ -187,6 +187,16 @@ WRONG_CALLS = {
         ea.OptionError,
         r"scale is a finite number, not nan",
     ),
+    "a count beyond all": (
+        lambda: built("performer-positive", num_features=10**30),
+        ea.OptionError,
+        r"num_features is at most 9\d{18}, not 10",
+    ),
+    "a seed beyond all": (
+        lambda: built("performer-positive", seed=10**30),
+        ea.OptionError,
+        r"seed is at most 9\d{18}, not 10",
+    ),
     "no head_dim": (lambda: built(head_dim=0), ea.OptionError, r"head_dim is at least 1, not 0"),
     "too long": (
         lambda: built("linformer", max_tokens=5, rank=2)(Q, K, K),

@@ -109,3 +109,12 @@ def test_a_wrong_request_is_one_line_and_writes_nothing(folder, words, message, 
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
     assert not (folder / "runs").exists()
+
+
+@pytest.mark.parametrize("name", ["compare", "show", "bench", "mse"])
+def test_an_empty_list_of_backends_is_no_list_of_all(name, folder, capsys):
+    assert command(name, "--backend", " ,") == 2
+    assert (
+        capsys.readouterr().err
+        == "error: ' ,' names nothing; write a,b for several names, or leave the option out.\n"
+    )

@@ -369,6 +369,8 @@ def test_models_that_change_their_scores_are_refused_before_anything_is_attached
         (bert, {"backend": "perfomer-positive"}, UnknownNameError, "Did you mean 'performer-positive'"),
         (bert, {"backend": "performer-positive", "num_feature": 3}, UnknownNameError, "num_features"),
         (bert, {}, OptionError, "Name a backend"),
+        (bert, {"backend": {}}, OptionError, "Name a backend"),
+        (bert, {"backend": {"2-1": "window"}}, OptionError, "numbers and ranges"),
         (bert, {"sliding": "window"}, OptionError, "no such layers; its layers are full"),
         (bert, {"backend": {"0-3": "window"}}, OptionError, "Layers are from 0 to 2"),
         (bert, {"backend": {"first": "window"}}, OptionError, "numbers and ranges"),
@@ -397,7 +399,27 @@ def test_an_unknown_backend_is_no_attention_implementation():
     assert model.config._attn_implementation == "sdpa"
 
 
-@pytest.mark.parametrize("backend", ["linformer", "performer-positive"])
+ALONE = [
+    "exact",
+    "exact-dense",
+    "linear-elu",
+    "linear-taylor-1",
+    "linear-taylor-2",
+    "window",
+    "window-clusters",
+]
+
+
+@pytest.mark.parametrize("backend", ALONE)
+def test_what_keeps_nothing_works_by_its_name_alone(backend, counted):
+    model, batch = bert(), inputs()
+    model.set_attn_implementation(f"efficient_attn.{backend}")
+    by_name = logits(model, batch)
+    assert [name for name, _ in counted] == [backend] * 3
+    torch.testing.assert_close(by_name, logits(attach(bert(), backend), batch), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("backend", sorted({*ea.list_backends()} - {*ALONE}))
 def test_the_name_of_a_backend_that_keeps_something_refuses_and_names_attach(backend):
     model = bert()
     model.set_attn_implementation(f"efficient_attn.{backend}")

@@ -10,7 +10,7 @@ transformers = pytest.importorskip("transformers", minversion="5", reason="the e
 from hf_models import DECODERS, VOCABULARY, WINDOW, bert, gemma3, gpt2, llama, mistral
 
 import efficient_attn as ea
-from efficient_attn.errors import UnsupportedError
+from efficient_attn.errors import DtypeError, UnsupportedError
 from efficient_attn.integrations.transformers import StateCache, attach, register, swapped
 
 NEW = 6
@@ -133,6 +133,8 @@ def test_a_state_is_refused_where_nothing_keeps_one():
     encoder = attach(bert(), "exact")
     with pytest.raises(UnsupportedError, match="for decoders"):
         StateCache(encoder)
+    with pytest.raises(DtypeError, match="model of transformers, not int"):
+        StateCache(3)
 
 
 def test_tokens_cannot_be_taken_back_from_a_state():

@@ -13,7 +13,7 @@ from hf_models import bert, gemma3, gpt2, inputs, llama, modernbert
 
 import efficient_attn as ea
 from efficient_attn.backend import Backend
-from efficient_attn.errors import DataError
+from efficient_attn.errors import DataError, DtypeError
 from efficient_attn.integrations.transformers import attach, load
 
 
@@ -207,6 +207,8 @@ def test_a_hostile_file_is_refused(saved, content):
 def test_a_folder_without_a_model_is_refused(tmp_path):
     with pytest.raises(DataError, match=r"holds no config\.json"):
         load(tmp_path)
+    with pytest.raises(DtypeError, match="name of a folder, not None"):
+        load(None)
 
 
 def test_a_backend_without_a_registered_name_is_not_restored(tmp_path):

@@ -5,6 +5,7 @@ from dataclasses import field
 from typing import Any
 
 from efficient_attn.errors import DtypeError, OptionError, UnknownNameError
+from efficient_attn.problem import LARGEST
 
 
 def option(default: Any, help: str) -> Any:
@@ -31,5 +32,6 @@ def whole_number(name: str, value: object) -> None:
     """Refuse what is no whole number of at least 0."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise DtypeError(f"{name} is a whole number, not {value!r}.")
-    if value < 0:
-        raise OptionError(f"{name} is at least 0, not {value}.")
+    if not 0 <= value <= LARGEST:
+        bound = "at least 0" if value < 0 else f"at most {LARGEST}"
+        raise OptionError(f"{name} is {bound}, not {value}.")

@@ -13,7 +13,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from efficient_attn.backend import Backend
 from efficient_attn.backends import spec
-from efficient_attn.errors import UnsupportedError
+from efficient_attn.errors import DtypeError, UnsupportedError
 from efficient_attn.integrations.transformers.attend import NAME, PLACE, STATE, serving
 from efficient_attn.integrations.transformers.places import Place, find_places
 
@@ -29,6 +29,8 @@ class StateCache(Cache):
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
+        if not isinstance(model, PreTrainedModel):
+            raise DtypeError(f"model is a model of transformers, not {type(model).__name__}.")
         places = find_places(model)
         for place in places:
             _check_streams(place)

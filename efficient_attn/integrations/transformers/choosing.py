@@ -32,7 +32,7 @@ def choose(
     named = {kind: _choice(given) for kind, given in kinds.items() if given is not None}
     if named or isinstance(backend, Mapping):
         _refuse_options(options)
-    if backend is None and not named:
+    if not named and (backend is None or backend == {}):
         raise OptionError("Name a backend: attach(model, 'window'), or full=…, sliding=…, cross=….")
     missing = [kind for kind in named if not any(place.kind == kind for place in places)]
     if missing:
@@ -113,7 +113,8 @@ def _layers(key: Any, last: int) -> list[int]:
     found: list[int] = []
     for part in str(key).split(","):
         first, _, end = part.strip().partition("-")
-        if not first.isdecimal() or not (end or first).isdecimal():
+        numbers = (first, end or first)
+        if not all(one.isdecimal() for one in numbers) or int(numbers[0]) > int(numbers[1]):
             raise OptionError(f"Layers are named by numbers and ranges, such as '0-5,8', not {key!r}.")
         found += range(int(first), int(end or first) + 1)
     if not found or max(found) > last:

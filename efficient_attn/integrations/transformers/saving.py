@@ -17,7 +17,7 @@ from transformers import AutoConfig, PreTrainedModel
 
 from efficient_attn.backend import Backend
 from efficient_attn.backends import list_backends, spec
-from efficient_attn.errors import AttentionError, DataError
+from efficient_attn.errors import AttentionError, DataError, DtypeError
 from efficient_attn.integrations.transformers.attaching import (
     PLAN_FORMAT,
     install,
@@ -44,7 +44,10 @@ def load(folder: str | Path, **arguments: Any) -> PreTrainedModel:
 
     Raises:
         DataError: If the folder holds no such model, or tensors or plan do not fit it.
+        DtypeError: If it is no name of a folder.
     """
+    if not isinstance(folder, (str, Path)):
+        raise DtypeError(f"folder is the name of a folder, not {folder!r}.")
     path = Path(folder)
     if not (path / "config.json").is_file():
         raise DataError(f"{folder} holds no config.json; load reads a folder that save_pretrained wrote.")
