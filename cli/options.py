@@ -30,7 +30,7 @@ BackendOption = Annotated[
     typer.Option(
         "--backend",
         metavar="NAME[,NAME…]",
-        help="Backends, by name or as path/file.py:function; all if left out, of mse those near softmax.",
+        help="Backends, by name or as path/file.py:function; all near softmax if left out.",
         autocompletion=_backends,
     ),
 ]

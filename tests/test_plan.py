@@ -2,6 +2,7 @@
 
 import pytest
 
+from efficient_attn.backends import list_backends, spec
 from efficient_attn.errors import AttentionError, DtypeError, OptionError, UnknownNameError
 from efficient_attn.sweep.amounts import parse_bytes, parse_seconds, parse_sizes, show_bytes, show_seconds
 from efficient_attn.sweep.plan import plan
@@ -88,10 +89,10 @@ def test_several_values_of_an_option_make_several_labelled_variants():
     assert variants[1].options["rank"] == 64 and variants[1].options["init"] == "mean-pool"
 
 
-def test_all_backends_are_selected_by_default():
-    from efficient_attn.backends import list_backends
-
-    assert tuple(variant.label for variant in select(None)) == list_backends()
+def test_by_default_all_that_approximate_softmax_are_selected_and_other_kernels_when_they_are_named():
+    near = [name for name in list_backends() if spec(name).capabilities.approximates_softmax]
+    assert [variant.label for variant in select(None)] == near and set(near) < set(list_backends())
+    assert [variant.label for variant in select(["linear-elu"])] == ["linear-elu"]
 
 
 @pytest.mark.parametrize(

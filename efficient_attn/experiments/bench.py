@@ -56,7 +56,8 @@ def bench(
     exists nowhere else, such as a function of a notebook or a name registered there: all are treated alike.
 
     Args:
-        backends: Names, `file.py:object`, modules or functions f(q, k, v); None stands for all.
+        backends: Names, `file.py:object`, modules or functions f(q, k, v); None stands
+            for all that approximate softmax.
         tokens: Lengths, as numbers or as text such as `256:4096:x2`.
         of: `attention`; or `block`, with projections and feed-forward part; or `encoder`, a stack of blocks;
             or several, `attention,block`.

@@ -73,7 +73,7 @@ def contest(
         positive_count("tokens", tokens)
     settled = settle(workload)
     limit = parse_bytes(memory_limit, name="memory_limit", available=available_bytes(settled.device))
-    chosen = select(_near_softmax() if backends is None else backends, options)
+    chosen = select(backends, options)
     if all(variant.backend != YARDSTICK for variant in chosen):
         chosen = (*select([YARDSTICK]), *chosen)
 
@@ -101,10 +101,3 @@ def contest(
         max_error=max_error,
         limit_bytes=limit,
     )
-
-
-def _near_softmax() -> list[str]:
-    """Exact attention and what is meant to come near it."""
-    from efficient_attn.backends import list_backends, spec
-
-    return [name for name in list_backends() if spec(name).capabilities.approximates_softmax]

@@ -47,7 +47,7 @@ def plan_mse(
 ) -> tuple[Point, ...]:
     """Every record to come, input by input, the yardsticks of an input first."""
     wanted = parse_sizes(sizes, name="sizes")
-    variants = select(_approximations() if backends is None else backends, options)
+    variants = select(backends, options)
     if question.of == "kernel":
         variants = tuple(variant for variant in variants if backends is not None or SEED in variant.options)
 
@@ -92,13 +92,6 @@ def _yardsticks(subject: Any, question: Question, sizes: Sequence[int]) -> list[
         made += [make.taylor(order, subject.head_dim) for order in make.TAYLOR_ORDERS]
         made += [make.oracle(rank) for rank in make.ranks_of(sizes, subject.tokens)]
     return [Point(subject=subject, variant=one.variant, yardstick=one, size=one.rank) for one in made]
-
-
-def _approximations() -> list[str]:
-    """What claims to be near softmax attention; of other kernels an error would be no fault."""
-    from efficient_attn.backends import list_backends, resolve
-
-    return [name for name in list_backends() if resolve(name).capabilities.approximates_softmax]
 
 
 def _points(subject: Any, variant: Variant, sizes: Sequence[int], match: str) -> list[Point]:

@@ -50,15 +50,16 @@ def parse_settings(texts: Sequence[str]) -> dict[str, dict[str, list[str]]]:
 def select(
     backends: Sequence[Any] | None, settings: Mapping[str, Mapping[str, Sequence[Any]]] | None = None
 ) -> tuple[Variant, ...]:
-    """The variants of the named backends, one for each combination of the options set; None stands for all.
+    """The variants of the named backends, one for each combination of the options set.
+
+    None stands for all that approximate softmax: of other kernels an error would be no fault, and a time
+    beside exact attention no gain.
 
     Raises:
         UnknownNameError: If there is no such backend, or it has no such option.
         OptionError: If a value does not make sense, or a setting is for a backend that is not selected.
     """
-    from efficient_attn.backends import list_backends
-
-    targets = list(list_backends()) if backends is None else list(backends)
+    targets = _near_softmax() if backends is None else list(backends)
     names = [target if isinstance(target, str) else _name(target) for target in targets]
     if CEILING in names:
         raise OptionError(f"{CEILING!r} is no backend: it is measured beside every block by itself.")
@@ -72,6 +73,12 @@ def select(
         for variant in _variants(name, target, (settings or {}).get(name, {}))
     ]
     return tuple(_distinct(variants))
+
+
+def _near_softmax() -> list[str]:
+    from efficient_attn.backends import list_backends, spec
+
+    return [name for name in list_backends() if spec(name).capabilities.approximates_softmax]
 
 
 def ceiling() -> Variant:
