@@ -1,8 +1,6 @@
 """`efficient-attn bench`: time and peak memory, length by length."""
 
-import json
 import sys
-from collections.abc import Sequence
 from contextlib import redirect_stdout
 from typing import Any
 
@@ -10,7 +8,7 @@ import typer
 
 from efficient_attn.errors import OptionError
 
-from . import exits, talk
+from . import outcome, talk
 from .options import (
     BackendOption,
     BackwardOption,
@@ -38,7 +36,10 @@ from .options import (
     SetOption,
     ThreadsOption,
     TimeoutOption,
+    as_json,
+    isolation,
     names,
+    refuse_extra,
 )
 from .plan import PlanOption, as_plan
 
@@ -81,24 +82,17 @@ def bench_command(
     from efficient_attn.experiments.results import open_folder, run_folder
     from efficient_attn.measure.environment import command_line
     from efficient_attn.sweep.amounts import parse_seconds, parse_sizes
-    from efficient_attn.sweep.isolate import DEFAULT_ISOLATION, ISOLATIONS
     from efficient_attn.sweep.variants import parse_settings
 
-    if extra:
-        raise OptionError(
-            f"--seq-len takes one value, lengths joined by commas: 256,512; {extra[0]!r} stands alone."
-        )
+    refuse_extra(extra, "--seq-len 256,512")
     # What is wrong in the request itself is said before torch is loaded.
     parse_sizes(seq_len, name="--seq-len")
     parse_sizes(num_heads, name="--num-heads")
     budget_s = parse_seconds(budget, name="--budget")
     timeout_s = parse_seconds(timeout, name="--timeout")
     settings = parse_settings(set_ or [])
-    isolate = isolate or DEFAULT_ISOLATION
-    if isolate not in ISOLATIONS:
-        raise OptionError(f"--isolate is {', '.join(ISOLATIONS)}, not {isolate!r}.")
-    if json_to not in (None, "-"):
-        raise OptionError(f"--json takes - for stdout, not {json_to!r}; files are written to --out.")
+    isolate = isolation(isolate)
+    to_stdout = as_json(json_to)
     resume = resume or force_resume
     if resume and out is None:
         raise OptionError("--resume needs --out, the folder of the run to go on with.")
@@ -144,37 +138,12 @@ def bench_command(
             resume=resume,
             force_resume=force_resume,
         )
-    _print(results, as_json=json_to is not None)
-    typer.echo(str(folder), err=json_to is not None)
-    raise typer.Exit(_exit_code(results, named))
+    outcome.finish(results, named, folder=folder, as_json=to_stdout)
 
 
 def _settled(workload: Any, isolate: str) -> dict[str, Any]:
     """What was decided where the flags left it open, the same for everything that is measured."""
     return {name: getattr(workload, name) for name in ("device", "dtype", "threads")} | {"isolate": isolate}
-
-
-def _print(results: Any, *, as_json: bool) -> None:
-    if as_json:
-        typer.echo(json.dumps(_document(results), indent=2, allow_nan=False, ensure_ascii=False))
-        return
-    talk.print_tables(results.tables())
-    for sentence in results.sentences():
-        typer.echo(sentence)
-    for note in results.notes:
-        talk.say(note)
-
-
-def _document(results: Any) -> dict[str, Any]:
-    from efficient_attn.sweep.records import line
-
-    return {
-        "environment": results.environment,
-        "records": [json.loads(line(record)) for record in results.records],
-        "sentences": results.sentences(),
-        "notes": list(results.notes),
-        "interrupted": results.interrupted,
-    }
 
 
 def _plan_table(entries: Any) -> Any:
@@ -193,20 +162,3 @@ def _plan_table(entries: Any) -> Any:
     ]
     columns = ("backend", "tokens", "measured", "predicted bytes", "skipped because it")
     return Table(f"{len(entries)} points; nothing was run", columns, tuple(rows))
-
-
-def _exit_code(results: Any, named: Sequence[str] | None) -> int:
-    """How it went. In a default selection refusals and skips are expected, other failures are not."""
-    from efficient_attn.analysis.curves import YARDSTICK
-    from efficient_attn.sweep.variants import CEILING
-
-    if results.interrupted:
-        return exits.INTERRUPTED
-    # Yardsticks are measured whether they were asked for or not.
-    yardsticks = [CEILING] if named is None or YARDSTICK in named else [CEILING, YARDSTICK]
-    asked = [record for record in results.records if record.case.backend not in yardsticks]
-    failed = [record for record in asked if record.status != "ok"]
-    if len(failed) == len(asked):
-        return exits.NOTHING_MEASURED
-    unexpected = [record for record in failed if named or record.status not in ("unsupported", "skipped")]
-    return exits.SOME_NOT_MEASURED if unexpected else exits.DONE

@@ -1,16 +1,14 @@
 """`efficient-attn compare`: error, time and memory of every backend on the same q, k, v, and one sentence."""
 
-import json
 import sys
-from collections.abc import Sequence
 from contextlib import redirect_stdout
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from efficient_attn.errors import OptionError
 
-from . import exits, talk
+from . import outcome, talk
 from .options import (
     BackendOption,
     DeviceOption,
@@ -26,7 +24,10 @@ from .options import (
     SetOption,
     ThreadsOption,
     TimeoutOption,
+    as_json,
+    isolation,
     names,
+    refuse_extra,
 )
 from .plan import PlanOption, as_plan
 
@@ -86,22 +87,17 @@ def compare_command(
     from efficient_attn.experiments.workload import Workload
     from efficient_attn.measure.environment import command_line
     from efficient_attn.sweep.amounts import parse_seconds, parse_sizes
-    from efficient_attn.sweep.isolate import DEFAULT_ISOLATION, ISOLATIONS
     from efficient_attn.sweep.variants import parse_settings
 
-    if extra:
-        raise OptionError(f"Values are joined by commas, as in --backend a,b; {extra[0]!r} stands alone.")
+    refuse_extra(extra)
     # What is wrong in the request itself is said before torch is loaded.
     tokens = None if seq_len is None else parse_sizes(seq_len, name="--seq-len")
     if tokens is not None and len(tokens) > 1:
         raise OptionError(f"--seq-len is one length, all at which everything is compared, not {seq_len!r}.")
     timeout_s = parse_seconds(timeout, name="--timeout")
     settings = parse_settings(set_ or [])
-    isolate = isolate or DEFAULT_ISOLATION
-    if isolate not in ISOLATIONS:
-        raise OptionError(f"--isolate is {', '.join(ISOLATIONS)}, not {isolate!r}.")
-    if json_to not in (None, "-"):
-        raise OptionError(f"--json takes - for stdout, not {json_to!r}; files are written to --out.")
+    isolate = isolation(isolate)
+    to_stdout = as_json(json_to)
     named = names(backend)
     asked = contest(
         named,
@@ -131,46 +127,4 @@ def compare_command(
             timeout_s=timeout_s,
             rounds=rounds,
         )
-    _print(results, as_json=json_to is not None)
-    typer.echo(str(folder), err=json_to is not None)
-    raise typer.Exit(_exit_code(results, named))
-
-
-def _print(results: Any, *, as_json: bool) -> None:
-    if as_json:
-        typer.echo(json.dumps(_document(results), indent=2, allow_nan=False, ensure_ascii=False))
-        return
-    talk.print_tables(results.tables())
-    for sentence in results.sentences():
-        typer.echo(sentence)
-    for note in results.notes:
-        talk.say(note)
-
-
-def _document(results: Any) -> dict[str, Any]:
-    from efficient_attn.sweep.records import line
-
-    return {
-        "environment": results.environment,
-        "records": [json.loads(line(record)) for record in results.records],
-        "sentences": results.sentences(),
-        "notes": list(results.notes),
-        "interrupted": results.interrupted,
-    }
-
-
-def _exit_code(results: Any, named: Sequence[str] | None) -> int:
-    """How it went. In a default selection refusals and skips are expected, other failures are not."""
-    from efficient_attn.analysis.curves import YARDSTICK
-    from efficient_attn.sweep.sizes import YARDSTICKS
-
-    if results.interrupted:
-        return exits.INTERRUPTED
-    # Yardsticks are measured whether they were asked for or not.
-    beside = YARDSTICKS if named is None or YARDSTICK in named else (*YARDSTICKS, YARDSTICK)
-    asked = [record for record in results.records if record.case.backend not in beside]
-    failed = [record for record in asked if record.status != "ok"]
-    if len(failed) == len(asked):
-        return exits.NOTHING_MEASURED
-    unexpected = [record for record in failed if named or record.status not in ("unsupported", "skipped")]
-    return exits.SOME_NOT_MEASURED if unexpected else exits.DONE
+    outcome.finish(results, named, folder=folder, as_json=to_stdout)

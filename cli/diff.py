@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from . import exits, talk
-from .options import JsonToOption
+from .options import JsonToOption, as_json
 
 OldArgument = Annotated[Path, typer.Argument(metavar="OLD", help="A folder of a run, or a file of records.")]
 NewArgument = Annotated[Path, typer.Argument(metavar="NEW", help="The run to compare with it.")]
@@ -28,14 +28,12 @@ def diff(
 
     Example: efficient-attn diff runs/before runs/after --fail-on time:10%
     """
-    from efficient_attn.errors import OptionError
     from efficient_attn.experiments.diff import diff as compare
     from efficient_attn.report.harmless import plain
 
-    if json_to not in (None, "-"):
-        raise OptionError(f"--json takes - for stdout, not {json_to!r}.")
+    to_stdout = as_json(json_to)
     found = compare(old, new, fail_on=None if fail_on is None else _shares(fail_on))
-    if json_to is not None:
+    if to_stdout:
         typer.echo(json.dumps(found.as_dict(), indent=2, allow_nan=False))
     else:
         for warning in found.warnings:

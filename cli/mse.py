@@ -1,17 +1,15 @@
 """`efficient-attn mse`: how wrong each backend is, size by size."""
 
-import json
 import math
 import sys
-from collections.abc import Sequence
 from contextlib import redirect_stdout
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from efficient_attn.errors import OptionError
 
-from . import exits, talk
+from . import outcome, talk
 from .options import (
     BackendOption,
     ExtraArguments,
@@ -19,7 +17,9 @@ from .options import (
     JsonToOption,
     OutOption,
     SetOption,
+    as_json,
     names,
+    refuse_extra,
 )
 from .plan import PlanOption, as_plan
 
@@ -128,18 +128,14 @@ def mse_command(
     from efficient_attn.sweep.questions import ask
     from efficient_attn.sweep.variants import parse_settings
 
-    if extra:
-        raise OptionError(
-            f"Values are joined by commas, as in --num-features 16,64; {extra[0]!r} stands alone."
-        )
+    refuse_extra(extra, "--num-features 16,64")
     # What is wrong in the request itself is said before torch is loaded.
     sizes = parse_sizes(num_features, name="--num-features")
     norms = _norms(norm)
     layers = _layers(layer)
     settings = parse_settings(set_ or [])
     question = ask(of=of, metric=metric, draws=draws, by=by, match=match, decompose=decompose)
-    if json_to not in (None, "-"):
-        raise OptionError(f"--json takes - for stdout, not {json_to!r}; files are written to --out.")
+    to_stdout = as_json(json_to)
     named = names(backend)
     points = plan_mse(
         named,
@@ -166,9 +162,7 @@ def mse_command(
             plan=as_plan(context, {}),
             progress=show,
         )
-    _print(results, as_json=json_to is not None)
-    typer.echo(str(folder), err=json_to is not None)
-    raise typer.Exit(_exit_code(results, named))
+    outcome.finish(results, named, folder=folder, as_json=to_stdout)
 
 
 def _norms(text: str) -> tuple[float, ...]:
@@ -198,39 +192,3 @@ def _layers(text: str | None) -> tuple[int, ...] | None:
     if not all(part.isdecimal() for part in parts):
         raise OptionError(f"--layer is made of whole numbers, such as 0,1,5, not {text!r}.")
     return tuple(map(int, parts))
-
-
-def _print(results: Any, *, as_json: bool) -> None:
-    if as_json:
-        typer.echo(json.dumps(_document(results), indent=2, allow_nan=False, ensure_ascii=False))
-        return
-    talk.print_tables(results.tables())
-    for sentence in results.sentences():
-        typer.echo(sentence)
-    for note in results.notes:
-        talk.say(note)
-
-
-def _document(results: Any) -> dict[str, Any]:
-    from efficient_attn.sweep.records import line
-
-    return {
-        "environment": results.environment,
-        "records": [json.loads(line(record)) for record in results.records],
-        "sentences": results.sentences(),
-        "interrupted": results.interrupted,
-    }
-
-
-def _exit_code(results: Any, named: Sequence[str] | None) -> int:
-    """How it went. In a default selection refusals are expected, other failures are not."""
-    from efficient_attn.sweep.sizes import YARDSTICKS
-
-    if results.interrupted:
-        return exits.INTERRUPTED
-    asked = [record for record in results.records if record.case.backend not in YARDSTICKS]
-    failed = [record for record in asked if record.status != "ok"]
-    if len(failed) == len(asked):
-        return exits.NOTHING_MEASURED
-    unexpected = [record for record in failed if named or record.status != "unsupported"]
-    return exits.SOME_NOT_MEASURED if unexpected else exits.DONE

@@ -137,3 +137,25 @@ def names(texts: list[str] | None) -> list[str] | None:
             f"{texts[0]!r} names nothing; write a,b for several names, or leave the option out."
         )
     return found
+
+
+def refuse_extra(extra: list[str] | None, example: str = "--backend a,b") -> None:
+    """Say how several values are given where a word belongs to no option."""
+    if extra:
+        raise OptionError(f"Values are joined by commas, as in {example}; {extra[0]!r} stands alone.")
+
+
+def as_json(json_to: str | None) -> bool:
+    """Whether stdout is to be one JSON document."""
+    if json_to not in (None, "-"):
+        raise OptionError(f"--json takes - for stdout, not {json_to!r}; `--json - > FILE` makes it a file.")
+    return json_to is not None
+
+
+def isolation(isolate: str | None) -> str:
+    """Where measuring is done, the default if nothing was said."""
+    from efficient_attn.sweep.isolate import DEFAULT_ISOLATION, ISOLATIONS
+
+    if isolate not in (None, *ISOLATIONS):
+        raise OptionError(f"--isolate is {', '.join(ISOLATIONS)}, not {isolate!r}.")
+    return isolate or DEFAULT_ISOLATION

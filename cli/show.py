@@ -6,10 +6,17 @@ from typing import Annotated
 
 import typer
 
-from efficient_attn.errors import OptionError
-
 from . import exits, talk
-from .options import BackendOption, ExtraArguments, OneLayerOption, OutOption, SeedOption, SetOption, names
+from .options import (
+    BackendOption,
+    ExtraArguments,
+    OneLayerOption,
+    OutOption,
+    SeedOption,
+    SetOption,
+    names,
+    refuse_extra,
+)
 from .plan import PlanOption
 
 TextOption = Annotated[
@@ -47,8 +54,7 @@ def show_command(
     from efficient_attn.report.plot import save
     from efficient_attn.sweep.variants import parse_settings
 
-    if extra:
-        raise OptionError(f"Values are joined by commas, as in --backend a,b; {extra[0]!r} stands alone.")
+    refuse_extra(extra)
     # What a backend prints is talk: stdout holds results and nothing else.
     with redirect_stdout(sys.stderr):
         shown = show(

@@ -125,7 +125,7 @@ WRONG = [
     (["--seq-len", "many"], "--seq-len cannot be 'many'"),
     (["--seq-len", "0"], "--seq-len cannot be '0'"),
     (["--seq-len", "256:128:x2"], "--seq-len 256:128:x2 ends before it begins"),
-    (["--seq-len", "256", "512"], "--seq-len takes one value, lengths joined by commas"),
+    (["--seq-len", "256", "512"], "Values are joined by commas, as in --seq-len 256,512; '512' stands alone"),
     (["--backend", "softmax"], "No backend is called 'softmax'. Here it is 'exact'"),
     (["--backend", "windw"], "Did you mean 'window'"),
     (["--backend", "nowhere.py:f"], "nowhere.py"),
