@@ -36,7 +36,7 @@ class Replaced:
                 use_backend(layer, backend)
             elif isinstance(layer, MultiheadAttention):
                 del layer.backend
-                layer.__class__ = nn.MultiheadAttention  # type: ignore[assignment]
+                layer.__class__ = nn.MultiheadAttention  # type: ignore[assignment]  # a class, not an attribute
                 layer._qkv_same_embed_dim = layer.in_proj_weight is not None
         for encoder in self.encoders:
             encoder.use_nested_tensor = True

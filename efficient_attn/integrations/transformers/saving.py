@@ -184,7 +184,7 @@ def _kept(places: list[Place], path: Path) -> _Kept:
 def _tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
     for file in sorted(path.glob("model*.safetensors")):
         with safe_open(file, framework="pt") as opened:
-            for name in opened.keys():  # noqa: SIM118
+            for name in opened.keys():  # noqa: SIM118 (no mapping)
                 if f".{PLACE}." in name:
                     yield name, opened.get_tensor(name)
 
