@@ -107,7 +107,7 @@ def test_json_on_stdout_is_one_document_and_talk_goes_to_stderr(capsys):
     document = json.loads(out)
     assert {record["kind"] for record in document["records"]} == {"error"}
     assert [record["backend"] for record in document["records"]][-2:] == ["window"] * 2
-    assert set(document) == {"environment", "records", "sentences", "interrupted"}
+    assert set(document) == {"environment", "records", "sentences", "notes", "interrupted"}
     assert "runs/mse-" in err
 
 
@@ -139,7 +139,7 @@ def test_mse_ends_with_the_code_that_says_how_it_went(backends, code):
         (["--layer", "first"], "--layer is made of whole numbers, such as 0,1,5, not 'first'"),
         (["--inputs", "encoder", "--layer", "2"], "layer 2 is not in encoder; it has 0, 1, 5."),
         (["--inputs", "images"], "inputs cannot be 'images': there is no such file."),
-        (["--inputs", ","], "inputs and norms are not empty"),
+        (["--inputs", ","], "',' names nothing"),
         (["--inputs", "bad.safetensors"], "bad.safetensors is no safetensors file."),
         (["--metric", "accuracy"], "No metric is called 'accuracy'. Known: frobenius, kernel, kl"),
         (["--metric", "mse", "--of", "weights"], "metric 'mse' is one of the output, not of the weights"),
