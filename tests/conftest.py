@@ -1,5 +1,6 @@
 """What every test stands on: checked shapes in `ops`, plots without a screen, one thread."""
 
+import gc
 import os
 
 import pytest
@@ -38,6 +39,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("slow")
 
 
+def pytest_collection_finish() -> None:
+    # Whoever counts bytes collects garbage first, and need not look through all that was imported.
+    gc.collect()
+    gc.freeze()
+
+
 def pytest_configure(config: pytest.Config) -> None:
     # The children that some tests start inherit this too.
     os.environ["MPLBACKEND"] = "Agg"
@@ -50,6 +57,18 @@ def pytest_configure(config: pytest.Config) -> None:
         from jaxtyping import install_import_hook
 
         install_import_hook("efficient_attn.ops", "beartype.beartype")
+
+
+@pytest.fixture
+def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every turn of a time ends after milliseconds, for runs whose times nobody reads."""
+    monkeypatch.setattr("efficient_attn.sweep.run._TURN_S", 0.001)
+
+
+@pytest.fixture
+def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs leave no drawings, which take longer than everything else of a small one."""
+    monkeypatch.setattr("efficient_attn.experiments.redraw.draw_run", lambda results, folder: [])
 
 
 def _compiles(config: pytest.Config) -> bool:

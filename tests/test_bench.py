@@ -11,6 +11,8 @@ from efficient_attn.experiments.bench import Workload, bench, plan_bench
 from efficient_attn.experiments.workload import settle, workloads
 from efficient_attn.sweep.variants import CEILING
 
+pytestmark = pytest.mark.usefixtures("hasty")
+
 SMALL = {"tokens": (16, 32), "num_heads": 2, "head_dim": 8, "budget_s": 3600, "isolate": "none"}
 
 
@@ -28,7 +30,7 @@ def test_a_function_is_measured_beside_fused_exact_attention():
 
 
 @pytest.mark.parametrize("of", ["block", "encoder"])
-def test_the_ceiling_and_fused_exact_attention_are_measured_beside_every_block(of, tmp_path):
+def test_the_ceiling_and_fused_exact_attention_are_measured_beside_every_block(of, undrawn, tmp_path):
     results = bench([values], of=of, out=tmp_path, **SMALL)
     assert {record.case.label for record in results.records} == {CEILING, "exact", "values"}
     assert {(r.status, r.case.of, r.case.layers) for r in results.records} == {
@@ -105,14 +107,14 @@ def test_out_gets_every_record_the_environment_and_the_plots(tmp_path):
     assert len(lines) == len(results) == 8 and json.loads(lines[0])["kind"] == "time"
 
 
-def test_a_folder_of_another_run_is_refused_before_anything_is_measured(tmp_path, monkeypatch):
+def test_a_folder_of_another_run_is_refused_before_anything_is_measured(undrawn, tmp_path, monkeypatch):
     bench([values], out=tmp_path, **SMALL)
     monkeypatch.setattr(module, "run", lambda *args, **settings: pytest.fail("measured"))
     with pytest.raises(DataError, match=r"out: .* holds records of another run already"):
         bench([values], out=tmp_path, **SMALL)
 
 
-def test_records_are_written_while_the_rest_is_measured(tmp_path):
+def test_records_are_written_while_the_rest_is_measured(undrawn, tmp_path):
     """An interruption leaves every record that was complete, and says so."""
     calls = []
 

@@ -12,6 +12,8 @@ pytest.importorskip("efficient_attn_cli", reason="needs an installation, if only
 from efficient_attn.errors import AttentionError
 from efficient_attn_cli.main import main
 
+pytestmark = pytest.mark.usefixtures("hasty")
+
 SMALL = [
     *("bench", "--seq-len", "16,32", "--num-heads", "2", "--head-dim", "8", "--budget", "1h"),
     *("--isolate", "none"),
@@ -67,7 +69,7 @@ def test_bench_prints_tables_and_sentences_and_last_the_folder_of_its_files(fold
     assert "[12/12]" in err and "left" in err and "\x1b" not in out + err
 
 
-def test_json_makes_stdout_one_document(capsys):
+def test_json_makes_stdout_one_document(undrawn, capsys):
     assert command(*SMALL, "--backend", "window", "--json", "-") == 0
     document = json.loads(capsys.readouterr().out)
     assert len(document["records"]) == 8 and document["environment"]["torch"]["version"] == torch.__version__
@@ -75,13 +77,13 @@ def test_json_makes_stdout_one_document(capsys):
 
 
 @pytest.mark.parametrize("isolate", ["none", "reuse"])
-def test_what_a_backend_prints_stays_out_of_the_results(isolate, capfd):
+def test_what_a_backend_prints_stays_out_of_the_results(undrawn, isolate, capfd):
     assert command(*SMALL, "--backend", "own.py:talkative", "--isolate", isolate, "--json", "-") == 0
     out, err = capfd.readouterr()
     assert json.loads(out)["records"] and "hello" in err
 
 
-def test_a_function_in_a_file_is_benched_with_one_command(capsys):
+def test_a_function_in_a_file_is_benched_with_one_command(undrawn, capsys):
     assert command(*SMALL, "--backend", "own.py:mean", "--out", "out") == 0
     assert "own.py:mean" in capsys.readouterr().out
 
@@ -94,7 +96,7 @@ def test_a_dry_run_prints_the_plan_and_runs_nothing(folder, capsys):
     assert not (folder / "runs").exists()
 
 
-def test_a_point_asked_for_by_name_that_fails_ends_with_3_and_the_others_are_there(capsys):
+def test_a_point_asked_for_by_name_that_fails_ends_with_3_and_the_others_are_there(undrawn, capsys):
     assert command(*SMALL, "--backend", "own.py:broken,window", "--out", "out") == 3
     out = capsys.readouterr().out
     assert "own.py:broken, 16, 32 tokens: error: RuntimeError: it broke here" in out
@@ -103,17 +105,17 @@ def test_a_point_asked_for_by_name_that_fails_ends_with_3_and_the_others_are_the
 
 
 @pytest.mark.slow
-def test_refusals_of_a_default_selection_are_no_failure_but_one_asked_for_is(capsys):
+def test_refusals_of_a_default_selection_are_no_failure_but_one_asked_for_is(undrawn, capsys):
     assert command(*SMALL, "--causal", "--set", "linformer.rank=8") == 0
     assert "cannot be causal" in capsys.readouterr().out
     assert command(*SMALL, "--causal", "--backend", "linformer,window") == 3
 
 
-def test_where_nothing_that_was_asked_for_could_be_measured_the_code_is_4():
+def test_where_nothing_that_was_asked_for_could_be_measured_the_code_is_4(undrawn):
     assert command(*SMALL, "--backend", "own.py:broken") == 4
 
 
-def test_an_interruption_keeps_what_was_measured_and_ends_with_130(capsys):
+def test_an_interruption_keeps_what_was_measured_and_ends_with_130(undrawn, capsys):
     assert command(*SMALL, "--backend", "exact,own.py:impatient", "--out", "out") == 130
     lengths = [json.loads(line)["tokens"] for line in written("records.jsonl").splitlines()]
     # Two backends, time and memory, at the length before the interruption.
@@ -172,7 +174,7 @@ def test_a_wrong_request_ends_in_one_line_before_anything_is_measured(words, mes
     assert out == "" and err.count("\n") == 1 and err.startswith("error: ") and message in err
 
 
-def test_the_command_that_ran_is_written_down(monkeypatch):
+def test_the_command_that_ran_is_written_down(undrawn, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["/usr/bin/efficient-attn", *SMALL, "--out", "out"])
     assert command(*SMALL, "--backend", "own.py:mean", "--out", "out") == 0
     assert written("command.txt") == f"efficient-attn {' '.join(SMALL)} --out out\n"
@@ -189,7 +191,7 @@ def test_errors_of_the_library_all_end_the_same_way(monkeypatch, capsys):
     assert capsys.readouterr().err == "error: two lines\n"
 
 
-def test_a_run_goes_on_in_its_folder(capsys):
+def test_a_run_goes_on_in_its_folder(undrawn, capsys):
     assert command(*SMALL, "--backend", "own.py:mean", "--out", "out") == 0
     first = written("records.jsonl")
     longer = [*SMALL, "--seq-len", "16,32,48", "--backend", "own.py:mean", "--out", "out"]

@@ -6,8 +6,9 @@ import pytest
 
 pytest.importorskip("efficient_attn_cli", reason="needs an installation, if only an editable one")
 
-from efficient_attn.experiments import redraw
 from efficient_attn_cli.main import main
+
+pytestmark = pytest.mark.usefixtures("hasty")
 
 TINY = ["compare", "--seq-len", "24", "--rounds", "1", "--draws", "1", "--isolate", "none"]
 OWN = """
@@ -25,12 +26,6 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "own.py").write_text(OWN)
     return tmp_path
-
-
-@pytest.fixture
-def undrawn(monkeypatch):
-    """Nothing is drawn, which takes longer than everything else of so small a run."""
-    monkeypatch.setattr(redraw, "draw_run", lambda results, folder: [])
 
 
 def command(*words):

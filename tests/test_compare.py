@@ -17,6 +17,8 @@ from efficient_attn.sweep import calls
 from efficient_attn.sweep.given import write_given
 from efficient_attn.sweep.records import Record
 
+pytestmark = pytest.mark.usefixtures("hasty")
+
 PLACE = {"inputs": "encoder(layer=1)", "num_heads": 12, "head_dim": 32}
 # Nine calls within 1 % of each other: intervals that lie apart wherever times differ by more.
 SPREAD = [1 + step / 1000 for step in range(-4, 5)]

@@ -7,10 +7,11 @@ import pytest
 
 pytest.importorskip("efficient_attn_cli", reason="needs an installation, if only an editable one")
 
-from efficient_attn.experiments import redraw
 from efficient_attn.sweep.records import read
 from efficient_attn_cli.main import main
 from efficient_attn_cli.plan import _toml
+
+pytestmark = pytest.mark.usefixtures("hasty", "undrawn")
 
 BENCH = ["--seq-len", "16", "--num-heads", "2", "--head-dim", "8", "--budget", "1h", "--isolate", "none",
          "--backend", "window", "--set", "window.window=5,7", "--causal", "--threads", "1"]  # fmt: skip
@@ -21,8 +22,6 @@ MSE = ["--num-features", "8", "--inputs", "gaussian", "--norm", "1", "--seq-len"
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    # Drawing takes longer than all the rest, and is tested elsewhere.
-    monkeypatch.setattr(redraw, "draw_run", lambda results, folder: [])
     return tmp_path
 
 

@@ -15,6 +15,8 @@ from efficient_attn.experiments.folder import only_writer
 from efficient_attn.experiments.results import read
 from efficient_attn.sweep import worker
 
+pytestmark = pytest.mark.usefixtures("hasty", "undrawn")
+
 SMALL = {"num_heads": 2, "head_dim": 8, "threads": 1, "isolate": "none"}
 OWN = """
 import os
