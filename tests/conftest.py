@@ -2,6 +2,8 @@
 
 import gc
 import os
+import shutil
+from pathlib import Path
 
 import pytest
 
@@ -69,6 +71,13 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
 def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs leave no drawings, which take longer than everything else of a small one."""
     monkeypatch.setattr("efficient_attn.experiments.redraw.draw_run", lambda results, folder: [])
+
+
+@pytest.fixture
+def misbehaving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder of its own to run in, with `own.py:…` that end, block or flood their process."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copy(Path(__file__).parent / "misbehaving.py", tmp_path / "own.py")
 
 
 def _compiles(config: pytest.Config) -> bool:

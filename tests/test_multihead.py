@@ -6,76 +6,22 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from multihead_twins import (
+    BATCH,
+    DIM,
+    HEADS,
+    KEYS,
+    LATER,
+    TOKENS,
+    as_numbers,
+    assert_same_call,
+    draw,
+    masks,
+    twins,
+)
+from torch import nn
 
 import efficient_attn as ea
-
-DIM, HEADS, BATCH, TOKENS, KEYS = 12, 3, 2, 5, 7
-LATER = torch.ones(TOKENS, TOKENS, dtype=torch.bool).triu(1)
-
-
-def twins(**arguments: Any) -> tuple[nn.MultiheadAttention, ea.MultiheadAttention]:
-    """torch's layer and ours with the same weights, none of them zero, in float64."""
-    backend = {name: arguments.pop(name) for name in ("backend", "causal") if name in arguments}
-    torch.manual_seed(0)
-    theirs = nn.MultiheadAttention(DIM, HEADS, dtype=torch.float64, **arguments)
-    with torch.no_grad():
-        for parameter in theirs.parameters():
-            parameter += 0.1 * torch.randn_like(parameter)
-    ours = ea.MultiheadAttention(DIM, HEADS, dtype=torch.float64, **arguments, **backend)
-    ours.load_state_dict(theirs.state_dict())
-    return theirs, ours
-
-
-def draw(*shape: int, seed: int = 1) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-def assert_same_call(theirs: nn.Module, ours: nn.Module, inputs: list[Tensor], **call: Any) -> None:
-    """Outputs, weights, and the gradients of inputs and parameters agree to 1e-12."""
-    answers = []
-    for layer in (theirs, ours):
-        # What was one tensor stays one: torch goes another way then, and so do we.
-        leaves = {id(x): x.clone().requires_grad_() for x in inputs}
-        out, weights = layer(*(leaves[id(x)] for x in inputs), **call)
-        loss = out.square().sum() + (0.0 if weights is None else weights.square().sum())
-        wanted = [*leaves.values(), *layer.parameters()]
-        answers.append((out, weights, torch.autograd.grad(loss, wanted)))
-    (out, weights, gradients), (our_out, our_weights, our_gradients) = answers
-    torch.testing.assert_close(our_out, out, rtol=0, atol=1e-12)
-    assert (weights is None) == (our_weights is None)
-    if weights is not None:
-        torch.testing.assert_close(our_weights, weights, rtol=0, atol=1e-12)
-    for ours_, theirs_ in zip(our_gradients, gradients, strict=True):
-        torch.testing.assert_close(ours_, theirs_, rtol=1e-12, atol=1e-12)
-
-
-def as_numbers(mask: Tensor) -> Tensor:
-    """What is added to scores: −inf where True hides a key, 0 elsewhere."""
-    return torch.where(mask, -torch.inf, 0.0).double()
-
-
-def masks(keys: int, kind: str) -> dict[str, Tensor]:
-    """Padding and patterns that leave every query some key, as True for hidden or as numbers."""
-    padding = torch.zeros(BATCH, keys, dtype=torch.bool)
-    padding[0, -2:] = True
-    pattern = draw(TOKENS, keys, seed=2) > 0.5
-    pattern[:, 1] = False
-    numbers = draw(BATCH * HEADS, TOKENS, keys, seed=3)
-    return {
-        "none": {},
-        "padding": {"key_padding_mask": padding},
-        "pattern": {"attn_mask": pattern},
-        "both": {"key_padding_mask": padding, "attn_mask": pattern},
-        "pattern of each head": {"attn_mask": numbers > 1},
-        "numbers": {"attn_mask": numbers},
-        "both in numbers": {
-            "key_padding_mask": as_numbers(padding),
-            "attn_mask": numbers,
-        },
-        "numbers on keys": {"key_padding_mask": draw(BATCH, keys, seed=4)},
-    }[kind]
-
 
 KINDS = ("none", "padding", "pattern", "both", "pattern of each head", "numbers", "both in numbers")
 
@@ -279,69 +225,3 @@ def test_compiled_code_takes_no_other_numbers_for_padding() -> None:
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     with pytest.raises(RuntimeError, match="key_padding_mask adds other numbers than 0 and -inf"):
         compiled(x, x, x, need_weights=False, key_padding_mask=draw(BATCH, TOKENS))
-
-
-REFUSED_WHEN_BUILT = [
-    ({"add_bias_kv": True}, "add_bias_kv=True adds a key that no backend has"),
-    ({"add_zero_attn": True}, "add_zero_attn=True adds a key that no backend has"),
-    ({"backend": "window", "dropout": 0.1}, "has no attention weights to drop.*backend='exact'"),
-    ({"backend": "linformer", "max_tokens": 8, "causal": True}, "cannot be causal. Causal backends: exact"),
-    ({"backend": "linformer"}, "build it with max_tokens"),
-    ({"backend": "sdpa"}, "Here it is 'exact'"),
-    ({"backend": "window", "num_features": 3}, "No option of backend 'window' is called 'num_features'"),
-]
-
-
-@pytest.mark.parametrize(("arguments", "message"), REFUSED_WHEN_BUILT)
-def test_what_cannot_be_built_is_refused(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(ea.AttentionError, match=message):
-        ea.MultiheadAttention(DIM, HEADS, **arguments)
-
-
-def test_embed_dim_is_divided_by_num_heads() -> None:
-    with pytest.raises(ea.OptionError, match="embed_dim=12 is not divided by num_heads=5"):
-        ea.MultiheadAttention(DIM, 5)
-
-
-OTHER = draw(BATCH * HEADS, TOKENS, TOKENS)
-REFUSED_WHEN_CALLED = [
-    ({}, {"need_weights": True}, "pass need_weights=False"),
-    ({}, {"attn_mask": LATER}, "reads no attn_mask: causal=True is for the causal mask"),
-    ({}, {"is_causal": True}, "built with causal=False, and backend 'window' reads no attn_mask"),
-    ({"causal": True}, {}, "asks for no causality: pass is_causal=True"),
-    ({"causal": True}, {"attn_mask": LATER.mT}, "not the causal mask, and backend 'window' reads no other"),
-    ({"causal": True}, {"attn_mask": OTHER}, "not the causal mask.*backend='exact' does"),
-    ({}, {"key_padding_mask": OTHER[:BATCH, 0]}, "adds other numbers than 0.*or use backend='exact'"),
-    ({}, {"key_padding_mask": LATER}, r"key_padding_mask has shape \[5, 5\].*here \[2, 5\]"),
-    ({}, {"key_padding_mask": LATER[:BATCH].int()}, "key_padding_mask is torch.int32; it is bool"),
-    ({"backend": "exact"}, {"attn_mask": LATER[:2]}, r"attn_mask has shape \[2, 5\]"),
-    ({"backend": "exact"}, {"attn_mask": "causal"}, "attn_mask is a torch tensor"),
-]
-
-
-@pytest.mark.parametrize(("arguments", "call", "message"), REFUSED_WHEN_CALLED)
-def test_what_a_backend_cannot_honour_is_refused_and_never_ignored(
-    arguments: dict[str, Any], call: dict[str, Any], message: str
-) -> None:
-    layer = ea.MultiheadAttention(DIM, HEADS, dtype=torch.float64, **{"backend": "window", **arguments})
-    x = draw(TOKENS, BATCH, DIM)
-    with pytest.raises(ea.AttentionError, match=message):
-        layer(x, x, x, **{"need_weights": False, **call})
-
-
-def test_inputs_that_do_not_fit_are_refused_by_name() -> None:
-    layer = ea.MultiheadAttention(DIM, HEADS, dtype=torch.float64)
-    x, other = draw(TOKENS, BATCH, DIM), draw(KEYS, BATCH, DIM)
-    for inputs, message in (
-        ((x[..., 1:], x, x), r"query has shape \[5, 2, 11\].*\[tokens, batch, dim\].*dim=12"),
-        ((x, x[0], x), r"key has shape \[2, 12\]"),
-        ((x, x, other), r"key has shape \[5, 2, 12\] and value \[7, 2, 12\]"),
-        ((x.long(), x, x), "query is torch.int64"),
-    ):
-        with pytest.raises(ea.AttentionError, match=message):
-            layer(*inputs)
-    with pytest.raises(ea.ShapeError, match="is_causal leaves open"):
-        layer(x, other, other, is_causal=True)
-    layer.dropout = 0.5
-    with pytest.raises(ea.UnsupportedError, match=r"dropout is 0\.5 and the backend was built with 0\.0"):
-        layer(x, x, x)

@@ -1,0 +1,132 @@
+"""What tables, plots and sentences make of errors size by size."""
+
+import pytest
+
+import efficient_attn as ea
+from efficient_attn.analysis.accuracy import below_from, panels
+from efficient_attn.errors import OptionError
+from efficient_attn.report.error_table import tables
+from efficient_attn.sweep.records import Case, Record
+from efficient_attn.sweep.sizes import MEAN_OF_VALUES, Sized, sized, with_size
+from efficient_attn.sweep.variants import Variant
+
+QUANTITY = "output_relative_error"
+
+
+def record(label, error, *, inputs="encoder(layer=0)", options=None, **more):
+    case = Case(
+        kind="error",
+        backend=label.partition("(")[0],
+        label=label,
+        options=options or {},
+        of="output",
+        num_heads=1,
+        head_dim=4,
+        tokens=24,
+        dtype="float32",
+        device="cpu",
+        threads=1,
+        inputs=inputs,
+    )
+    draws = error if isinstance(error, tuple) else (error,)
+    return Record(
+        case=case, output_relative_error=sum(draws) / len(draws), output_relative_error_draws=draws, **more
+    )
+
+
+def made_up(positive, trig, window, yardstick, **more):
+    """Records of two sizes for three backends and the yardstick."""
+    named = {"performer-positive": ("num_features", positive), "performer-trig": ("num_features", trig)}
+    named["window"] = ("window", window)
+    made = [record(MEAN_OF_VALUES, yardstick, **more)]
+    for backend, (option, errors) in named.items():
+        seed = {"seed": 0} if option == "num_features" else {}
+        for size, error in zip((16, 32), errors, strict=True):
+            options = {option: size + (option == "window"), **seed}
+            made.append(record(f"{backend}({option}={options[option]})", error, options=options, **more))
+    return made
+
+
+@pytest.mark.parametrize(
+    ("label", "options", "expected"),
+    [
+        ("exact", {}, Sized("exact", None)),
+        ("f(rank=8)", {"rank": 8}, Sized("f", 8)),
+        ("f(init=x, rank=8)", {"init": "x", "rank": 8}, Sized("f(init=x)", 8)),
+        ("f(rank=8, seed=3)", {"rank": 8, "seed": 3}, Sized("f(seed=3)", 8)),
+        ("f(seed=3)", {"seed": 3}, Sized("f(seed=3)", None)),
+        ("strange(n=8)", {}, Sized("strange(n=8)", None)),
+    ],
+)
+def test_a_label_tells_its_size(label, options, expected):
+    assert sized(record(label, 0.5, options=options).case) == expected
+
+
+def test_a_size_given_to_a_variant_is_read_back_from_its_label():
+    variant = with_size(
+        Variant(backend="f", label="f(init=x)", target=None, options={"init": "x"}), "rank", 8
+    )
+    assert (variant.label, variant.options) == ("f(init=x, rank=8)", {"init": "x", "rank": 8})
+
+
+def test_a_curve_is_below_the_yardstick_from_the_size_after_which_it_stays_there():
+    shown = made_up((0.9, 0.3), (0.2, 0.9), (0.2, 0.1), 0.5)
+    positive, trig, window = panels(shown, QUANTITY)[0].curves
+    assert [below_from(curve, 0.5) for curve in (positive, trig, window)] == [32, None, 17]
+
+
+def test_of_equal_cases_the_last_one_counts():
+    (panel,) = panels([record("exact", 0.5), record("exact", 0.25)], QUANTITY)
+    assert [point.value for point in panel.curves[0].points] == [0.25]
+
+
+def test_tables_have_one_row_per_backend_and_odd_sizes_under_the_size_they_stand_for():
+    (table,) = tables(made_up((0.9, 0.3), ((20.0, 40.0, 60.0), 1e6), (0.2, 0.1), 0.5))
+    assert table.columns == ("backend", "no size", "16", "32")
+    assert table.rows == (
+        ("mean of V", "0.5", "", ""),
+        ("performer-positive", "", "0.9", "0.3"),
+        ("performer-trig", "", "40 ±50%", "1e+06"),
+        ("window", "", "0.2", "0.1"),
+    )
+    assert "window: sizes are odd, each one more than its column says." in table.notes
+
+
+def test_the_sentences_are_computed_from_the_rows():
+    real = [
+        *made_up((0.9, 0.8), (9.0, 8.0), (0.9, 0.1), 0.5),
+        *made_up((0.9, 0.4), (9.0, 8.0), (0.2, 0.1), 0.5, inputs="encoder(layer=1)"),
+    ]
+    drawn = made_up((0.9, 0.8), (0.7, 0.9), (0.9, 0.9), 0.5, inputs="gaussian(norm=0.5)")
+    first, second, third = ea.Results([*drawn, *real]).sentences()
+    assert "(performer-positive, size 32) are no better than the mean of V on 1 of 2 real inputs" in first
+    assert "layer 0: 0.8 against 0.5; encoder, layer 1: 0.4 against 0.5" in first
+    assert "gaussian, norm 0.5 at 1 of 2 sizes (32: 0.9 against 0.8)" in second
+    assert third == "Below the mean of V on 2 of 2 real inputs: window from size 33."
+
+
+def test_the_plot_has_a_panel_per_input_each_with_the_yardstick():
+    gaussians = made_up((0.9, 0.8), (900.0, 800.0), (0.9, 0.1), 0.5, inputs="gaussian(norm=1)")
+    encoder = [*made_up((0.9, 0.8), (9.0, 8.0), (0.9, 0.1), 0.5), record("exact", 1e-7)]
+    first = ea.Results([*gaussians, *encoder]).plot()
+    drawn = [ax for ax in first.figure.axes if ax.axison]
+    assert [ax.get_title(loc="left").split(";")[0] for ax in drawn] == [
+        "gaussian, norm 1",
+        "encoder, layer 0",
+    ]
+    for ax in drawn:
+        assert any(text.get_text() == "mean of V\n0.5" for text in ax.texts)
+    assert any("performer-trig: 800 to 900" in text.get_text() for text in drawn[0].texts)
+
+
+def test_a_plot_on_given_axes_needs_one_for_each_input():
+    from matplotlib.figure import Figure
+
+    one = made_up((0.9, 0.8), (9.0, 8.0), (0.9, 0.1), 0.5)
+    ax = Figure().subplots()
+    assert ea.Results(one).plot(ax=ax) is ax
+    two = [*one, *made_up((0.9, 0.8), (9.0, 8.0), (0.9, 0.1), 0.5, inputs="encoder(layer=1)")]
+    with pytest.raises(OptionError, match="ax is one for each of the 2 inputs"):
+        ea.Results(two).plot(ax=ax)
+    with pytest.raises(OptionError, match="x is size for errors, not 'tokens'"):
+        ea.Results(one).plot("output_relative_error", "tokens")

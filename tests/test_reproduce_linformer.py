@@ -1,0 +1,93 @@
+"""Table 3 of the Linformer paper measured again: verdicts follow the records in both directions."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from efficient_attn.analysis.verdicts import FAILS, HOLDS, NOT_MEASURABLE, ONLY_AGAINST_DENSE
+from efficient_attn.experiments.reproduce import _table3_claims as linformer_claims
+from efficient_attn.experiments.reproduce import linformer_table3
+from efficient_attn.sweep.records import Record
+
+Ratio = Callable[[int], float]
+
+
+def table_3(dense: Ratio, fused: Ratio, *, lengths: Sequence[int] = (512, 1024, 2048, 4096)) -> list[Record]:
+    """Records in which the baselines take so many times what Linformer takes."""
+    workload = linformer_table3.Workload(
+        of="block", num_heads=4, head_dim=64, dtype="float32", device="cpu", threads=1
+    )
+    records = []
+    for entry in linformer_table3._entries(workload, quick=False):
+        case = entry.case
+        if case.tokens not in lengths:
+            continue
+        cost = (
+            case.tokens
+            * case.batch
+            * {
+                "linformer": lambda n: 1.0,
+                "exact": fused,
+                "exact-dense": dense,
+            }[case.backend](case.tokens)
+        )
+        values = {"times_s": (cost,) * 6} if case.kind == "time" else {"peak_bytes": round(1000 * cost)}
+        records.append(Record(case=case, **values))
+    return records
+
+
+def verdicts_of(records: Sequence[Record]) -> dict[str, str]:
+    return {finding.claim.split(" (")[0]: finding.verdict for finding in linformer_claims.findings(records)}
+
+
+def test_linformer_holds_only_against_what_it_beats() -> None:
+    both = verdicts_of(table_3(lambda n: n / 256, lambda n: n / 300))
+    assert [verdict for claim, verdict in both.items() if "65536" not in claim] == [HOLDS] * 5
+    dense = verdicts_of(table_3(lambda n: n / 256, lambda n: 1.0))
+    for unit in ("time", "memory"):
+        assert dense[f"Linformer saves {unit} at every length and rank of the table"] == ONLY_AGAINST_DENSE
+        assert dense[f"The longer the sequence, the more {unit} is saved at one rank"] == ONLY_AGAINST_DENSE
+    neither = verdicts_of(table_3(lambda n: 0.9, lambda n: 0.8))
+    assert neither["Linformer saves time at every length and rank of the table"] == FAILS
+    assert neither["The longer the sequence, the more time is saved at one rank"] == FAILS
+
+
+def test_it_is_said_at_which_lengths_linformer_loses() -> None:
+    claim = "Linformer saves time at every length and rank of the table"
+    some = verdicts_of(table_3(lambda n: n / 256, lambda n: n / 1000))
+    assert some[claim] == (
+        f"{ONLY_AGAINST_DENSE}; against fused softmax it turns round when "
+        "n = 512, rank 128; n = 512, rank 256"
+    )
+    early = verdicts_of(table_3(lambda n: n / 600, lambda n: n / 600))
+    assert early[claim] == "turns round when n = 512, rank 128; n = 512, rank 256"
+    falling = verdicts_of(table_3(lambda n: 8192 / n, lambda n: n / 256))
+    more = "The longer the sequence, the more time is saved at one rank"
+    assert falling[more] == FAILS
+
+
+def test_the_largest_number_of_the_paper_is_judged_only_where_it_was_measured() -> None:
+    claim = "20 times less time at 65536 tokens and rank 128"
+    assert verdicts_of(table_3(lambda n: n / 256, lambda n: 2.0))[claim] == NOT_MEASURABLE
+    long = (512, 65536)
+    assert verdicts_of(table_3(lambda n: 21.0, lambda n: 2.0, lengths=long))[claim] == HOLDS
+    assert verdicts_of(table_3(lambda n: 19.0, lambda n: 2.0, lengths=long))[claim] == FAILS
+    assert set(verdicts_of([]).values()) == {NOT_MEASURABLE}
+
+
+def test_linear_growth_is_told_from_quadratic() -> None:
+    claim = "The time of a Linformer grows linearly with the length at one rank"
+    records = table_3(lambda n: 2.0, lambda n: 2.0)
+    assert verdicts_of(records)[claim] == HOLDS
+    quadratic = [
+        replace(record, times_s=tuple(time * record.case.tokens for time in record.times_s))
+        if record.times_s
+        else record
+        for record in records
+    ]
+    assert verdicts_of(quadratic)[claim] == FAILS
+
+
+def test_ratios_stand_beside_those_of_the_paper() -> None:
+    time, memory = linformer_table3.tables(table_3(lambda n: n / 256, lambda n: 1.25))
+    assert time.rows[0][1] == "2 / 1.2 (1.5)" and memory.rows[3][5] == "16 / 1.2 (2.3)"
+    assert time.rows[7][1] == "– / – (20)" and time.rows[0][5] == ""

@@ -1,0 +1,134 @@
+"""Table 1 of Vaswani et al. measured again: verdicts follow the records in both directions."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+from ideal_table1 import ideal, table_1
+
+from efficient_attn.analysis.verdicts import FAILS, HOLDS, NOT_MEASURABLE
+from efficient_attn.experiments import reproduction
+from efficient_attn.experiments.reproduce import _table1_claims as claims
+from efficient_attn.experiments.reproduce import vaswani_table1
+from efficient_attn.experiments.reproduce._table1 import (
+    OPERATIONS,
+    PATH,
+    RECURRENT,
+    ROWS,
+    SELF_ATTENTION,
+    TIME,
+)
+from efficient_attn.sweep.records import Record
+
+
+def changed(records: Sequence[Record], label: str, of: str, **values: int | None) -> list[Record]:
+    return [
+        replace(record, **values) if (record.case.label, record.case.of) == (label, of) else record
+        for record in records
+    ]
+
+
+def test_every_claim_of_table_1_holds_where_the_paper_is_right() -> None:
+    found = claims.findings(table_1(flops=lambda label, n, d: 4 * ROWS[label].order(n, d)))
+    # A layer with one matrix of d² for each of k taps, and a recurrent one with one: the factor is k.
+    assert [finding.verdict for finding in found] == [HOLDS] * len(found)
+    assert all(finding.claim and finding.measured for finding in found)
+
+
+@pytest.mark.parametrize("label", [label for label in ROWS if label != claims.PROJECTED])
+def test_a_cost_that_grows_otherwise_does_not_hold(label: str) -> None:
+    steeper = table_1(flops=lambda name, n, d: ROWS[name].order(n, d) * (n if name == label else 1))
+    assert claims.cost(steeper, label).verdict == FAILS
+    wider = table_1(flops=lambda name, n, d: ROWS[name].order(n, d) * (d if name == label else 1))
+    assert claims.cost(wider, label).verdict == FAILS
+
+
+def test_a_time_that_does_not_follow_its_operations_is_told() -> None:
+    slow = table_1(seconds=lambda label, n, d: ideal(label, n, d) * n)
+    found = claims.cost(slow, SELF_ATTENTION)
+    assert found.verdict == "holds in operations; time here grows with n^3.00 and not n^2"
+    untimed = [record for record in table_1() if record.case.of != TIME]
+    assert claims.cost(untimed, SELF_ATTENTION).verdict == "holds in operations"
+    assert claims.cost([], SELF_ATTENTION).verdict == NOT_MEASURABLE
+    unseen = changed(table_1(), SELF_ATTENTION, OPERATIONS, flops=0)
+    assert claims.cost(unseen, SELF_ATTENTION).verdict == NOT_MEASURABLE
+
+
+def test_chains_tell_who_waits() -> None:
+    records = table_1()
+    assert claims.waiting(records).verdict == HOLDS
+    parallel = changed(records, RECURRENT, OPERATIONS, sequential_operations=1)
+    assert claims.waiting(parallel).verdict == f"{FAILS}: recurrent"
+    waits = [
+        replace(record, sequential_operations=record.case.tokens) if record.flops else record
+        for record in records
+    ]
+    assert claims.waiting(waits).verdict.startswith(f"{FAILS}: self-attention")
+    unseen = changed(records, SELF_ATTENTION, OPERATIONS, sequential_operations=0)
+    assert claims.waiting(unseen).verdict == claims.waiting([]).verdict == NOT_MEASURABLE
+
+
+def test_one_path_of_another_length_is_found() -> None:
+    records = table_1()
+    assert claims.paths(records).verdict == HOLDS
+    wrong = changed(records, "dilated convolutional", PATH, path_length=7)
+    assert claims.paths(wrong).verdict.startswith(
+        f"{FAILS}: dilated convolutional (7 hops at 16 tokens, not 2)"
+    )
+    # A path that gradients do not find is no path of the expected length.
+    lost = changed(records, SELF_ATTENTION, PATH, path_length=None)
+    assert claims.paths(lost).verdict.startswith(f"{FAILS}: self-attention")
+    assert claims.paths([]).verdict == NOT_MEASURABLE
+
+
+def test_attention_is_faster_than_recurrence_where_it_was() -> None:
+    assert claims.faster_than_recurrent(table_1()).verdict == HOLDS
+    one = table_1(
+        seconds=lambda label, n, d: ideal(label, n, d) * (1e3 if (label, n) == (SELF_ATTENTION, 64) else 1)
+    )
+    assert claims.faster_than_recurrent(one).verdict == "turns round when n = 64, d = 256"
+    noisy = [
+        replace(record, times_s=tuple(time * factor for time in record.times_s for factor in (0.01, 1, 100)))
+        if record.times_s
+        else record
+        for record in table_1()
+    ]
+    assert claims.faster_than_recurrent(noisy).verdict == NOT_MEASURABLE
+    assert claims.faster_than_recurrent([]).verdict == NOT_MEASURABLE
+
+
+def test_a_convolution_is_as_dear_as_was_counted() -> None:
+    lstm = table_1(flops=lambda label, n, d: ROWS[label].order(n, d) * (16 if label == RECURRENT else 2))
+    assert (
+        claims.dearer_than_recurrent(lstm).verdict
+        == "turns round when the recurrent layer is an LSTM and k = 5"
+    )
+    odd = table_1(flops=lambda label, n, d: ROWS[label].order(n, d) * (1 if label == RECURRENT else 2))
+    assert claims.dearer_than_recurrent(odd).verdict == FAILS
+    assert claims.dearer_than_recurrent([]).verdict == NOT_MEASURABLE
+
+
+def test_the_operations_of_every_row_are_a_multiple_of_what_is_printed() -> None:
+    """Counted for real: a kernel that hides its operations would be found here."""
+    from efficient_attn.experiments.reproduce import _table1_layers as layers
+
+    entries = vaswani_table1._entries(vaswani_table1._QUICK, threads=1)
+    records = [layers.measure(entry.case) for entry in entries if entry.case.of == OPERATIONS]
+    for label in ROWS:
+        least, most = claims.multiples(records, label)
+        assert 1 < least <= most < 1.01 * least
+    assert claims.waiting(records).verdict == HOLDS
+
+
+@pytest.mark.slow
+def test_table_1_is_counted_as_the_paper_prints_it() -> None:
+    made = reproduction.reproduce("vaswani-table1", quick=True, threads=1, rounds=1, budget_s=20)
+    verdict = {finding.claim: finding.verdict for finding in made.findings()}
+    costs = [found for claim, found in verdict.items() if "costs O(" in claim]
+    assert len(costs) == 6 and all(found.startswith(HOLDS) for found in costs)
+    assert [
+        found for claim, found in verdict.items() if "path" in claim or "one after the other" in claim
+    ] == [
+        HOLDS,
+        HOLDS,
+    ]
