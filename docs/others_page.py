@@ -1,0 +1,166 @@
+"""Checks attention of other packages with our suite, and writes docs/others.json and docs/others.md.
+
+`python docs/others_page.py` needs the packages; others.py says how to install them.
+`python docs/others_page.py page` writes the page again from what was found, and needs none of them.
+"""
+
+import datetime
+import inspect
+import json
+import platform
+import sys
+from collections import Counter
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import others
+import torch
+
+from efficient_attn.testing import check_backend, check_names
+
+HERE = Path(__file__).parent
+KEPT, BROKEN, NOT_OFFERED = "kept", "broken", "not offered"
+
+# An error of fewer times its bound is told with how much it is above.
+_NARROW = 2
+
+# Promises of exact attention, which none of them is, and of our window, which is measured otherwise.
+NOT_ASKED = {
+    "equals_softmax_attention",
+    "equals_softmax_attention_at_every_scale",
+    "extreme_scores_stay_softmax",
+    "a_shift_of_all_keys_changes_nothing",
+    "length_moves_freely_between_queries_and_keys",
+    "a_window_reads_its_neighbourhood",
+}
+
+# Kept by the shell that this toolkit puts around every backend, whatever is inside.
+OURS = {
+    "empty_inputs_give_empty_outputs",
+    "no_keys_give_zeros",
+    "autocast_costs_no_accuracy",
+    "what_is_not_promised_is_refused",
+    "wrong_input_is_refused_by_name",
+    "calibration_is_an_explicit_act",
+}
+
+
+def findings(name: str) -> list[dict[str, Any]]:
+    """What the suite finds about a package, promise by promise.
+
+    A promise is "not offered" where the package has no argument for it, or refuses the input by an error.
+    """
+    package = others.PACKAGES[name]
+    if version(name) != others.PINNED[name]:
+        raise SystemExit(f"{name} is {version(name)}; this page is of {others.PINNED[name]}.")
+    asked = [check for check in check_names() if check not in OURS | NOT_ASKED]
+    rows = []
+    for record in check_backend(others.spec_of(name, package), on_fail="collect", only=asked):
+        outcome, detail = NOT_OFFERED, record.detail
+        if record.check in package.lacks:
+            detail = package.lacks[record.check]
+        elif record.outcome.startswith(KEPT):
+            outcome = KEPT
+        elif record.outcome == BROKEN and _is_wrong(detail):
+            outcome = BROKEN
+        figures = {"error": record.as_dict()["error"], "bound": record.as_dict()["bound"]}
+        rows.append(
+            {"check": record.check, "promise": record.promise, "outcome": outcome, "detail": detail}
+            | (figures if outcome == BROKEN else {})
+        )
+    return rows
+
+
+def _is_wrong(detail: str) -> bool:
+    """Whether something was answered, and wrongly; the check of gradients says so by an error of its own."""
+    return not detail.startswith("It raised") or "GradcheckError" in detail
+
+
+def page(found: dict[str, Any]) -> str:
+    """The page of what was found."""
+    packages = found["packages"]
+    names = [f"{name} {others.PINNED[name]}" for name in packages]
+    parts = [INTRODUCTION.format(date=found["date"], python=found["python"], torch=found["torch"])]
+    parts += [_table(["", *names], [_counts(outcome, packages) for outcome in (KEPT, BROKEN, NOT_OFFERED)])]
+    rows = zip(*packages.values(), strict=True)
+    outcomes = [[row[0]["promise"], *(one["outcome"] for one in row)] for row in rows]
+    parts += ["## Promise by promise", _table(["promise", *names], outcomes)]
+    for name, title in zip(packages, names, strict=True):
+        parts += [f"## {title}", "The adapter:", _code(others.PACKAGES[name].adapter)]
+        parts += [
+            "### Broken",
+            _list(packages[name], BROKEN),
+            "### Not offered",
+            _list(packages[name], NOT_OFFERED),
+        ]
+    return "\n\n".join(parts) + "\n"
+
+
+INTRODUCTION = """# Other packages, checked
+
+<!-- Written by `python docs/others_page.py`; do not edit. -->
+
+What the conformance suite of this toolkit (`efficient-attn check`, [promises](promises.md)) finds about
+attention in three other packages, each at one version, through the adapters shown below. The promises are
+ours, and none of the packages made them: a broken one tells what to look out for when results are compared
+or code is moved, with the smallest input of the suite that shows it. "Not offered" is what a package has no
+argument for, what it refuses by an error, or what the suite finds no input for. Left out are promises of
+exact attention, which none of the three is, and what our own shell around every backend keeps, whatever is
+inside: empty inputs, messages, autocast.
+
+An error of less than twice what is allowed is told with how much it is above: so narrow a finding could
+turn with other seeds. That the draw prefers no direction allows 4.5 standard errors of 150 draws; that more
+features come nearer allows ten times what 1/√size makes of the error with 64.
+
+Found on {date} with Python {python} and torch {torch}, on the CPU. `python docs/others_page.py` finds it
+again; what to install is said in `docs/others.py`."""
+
+
+def _counts(outcome: str, packages: dict[str, Any]) -> list[str]:
+    return [outcome, *(str(Counter(one["outcome"] for one in rows)[outcome]) for rows in packages.values())]
+
+
+def _table(header: list[str], rows: list[list[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+
+
+def _code(adapter: type) -> str:
+    return f"```py\n{inspect.getsource(adapter)}```"
+
+
+def _list(rows: list[dict[str, Any]], outcome: str) -> str:
+    chosen = [row for row in rows if row["outcome"] == outcome]
+    return "\n".join(f"- {row['promise']} {_shown(row)}".rstrip() for row in chosen) or "Nothing."
+
+
+def _shown(row: dict[str, Any]) -> str:
+    figures = ""
+    if "error" in row and row["bound"] is not None:
+        error, bound = row["error"], row["bound"]
+        shown = "NaN" if error is None else f"{error:.2g}"
+        figures = f" Error {shown}, at most {bound:.2g}"
+        if error is not None and error < _NARROW * bound:
+            figures += f": {100 * (error / bound - 1):.2g} % above"
+        figures += "."
+    detail = row["detail"].removeprefix("It raised GradcheckError: ").replace("*", "·")
+    return f"*{detail}*{figures}" if detail else ""
+
+
+def main() -> None:
+    file = HERE / "others.json"
+    if sys.argv[1:] != ["page"]:
+        found = {
+            "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+            "python": platform.python_version(),
+            "torch": torch.__version__.partition("+")[0],
+            "packages": {name: findings(name) for name in others.PINNED},
+        }
+        file.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    found = json.loads(file.read_text(encoding="utf-8"))
+    (HERE / "others.md").write_text(page(found), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
