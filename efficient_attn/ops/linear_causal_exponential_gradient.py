@@ -12,21 +12,22 @@ forwards in time with the state of keys, then backwards with one of queries, Σ_
 import torch
 from torch import Tensor
 
-from efficient_attn.ops.linear import TINY, LinearState, finite, triangle_
-from efficient_attn.ops.linear_causal_exponential import State, add, begin, step
+from efficient_attn.ops.linear import TINY, finite, triangle_
+from efficient_attn.ops.linear_causal_exponential import State, add, step
 from efficient_attn.ops.linear_powers import LOG2_E, Powers, power
 from efficient_attn.ops.linear_tokens import Tokens
 
-# Tokens at once. There is more to do for each of them than forwards, so that more are worth a call.
-CHUNK = 128
+# Tokens at once: their exponents and derivatives stay in cache.
+CHUNK = 96
 
 
 def causal_exponential_gradients(
-    tokens: Tokens, past: LinearState, gradient: Tensor, out: Tensor, logarithm: Tensor
+    tokens: Tokens, past: State, gradient: Tensor, out: Tensor, logarithm: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Derivatives by q, k and v; `past` is the state of the keys before the first query."""
-    rows = _Rows(tokens, gradient, out, logarithm)
-    by_q, pieces = _by_queries(rows, past)
+    rows, states = _Rows(tokens, gradient, out, logarithm), [past]
+    del past
+    by_q, pieces = _by_queries(rows, states.pop())
     return by_q, *_by_keys(rows, pieces)
 
 
@@ -53,7 +54,7 @@ class _Rows:
         return slice(part.start + self.before, part.stop + self.before)
 
 
-def _by_queries(rows: _Rows, past: LinearState) -> tuple[Tensor, list[slice]]:
+def _by_queries(rows: _Rows, state: State) -> tuple[Tensor, list[slice]]:
     """Derivative by q, and the pieces that were taken, in order.
 
     A piece is halved if a row's features are so large at the piece's reference that they might overflow:
@@ -61,7 +62,7 @@ def _by_queries(rows: _Rows, past: LinearState) -> tuple[Tensor, list[slice]]:
     """
     powers, tokens = rows.powers, rows.tokens
     by_q = torch.empty_like(tokens.q, memory_format=torch.contiguous_format)
-    state, taken, left = begin(past), [], _pieces(0, tokens.q.shape[-2])[::-1]
+    taken, left = [], _pieces(0, tokens.q.shape[-2])[::-1]
     while left:
         part = left.pop()
         positions, v = rows.positions(part), powers.values(rows.positions(part))

@@ -170,7 +170,9 @@ def _(
     return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
 
 
-def _backward(ctx: Any, gradient: Tensor, *_: Tensor) -> tuple:
+def _backward(ctx: Any, gradient: Tensor | None, *_: None) -> tuple:
+    if gradient is None:
+        return (None,) * 8
     return *_full_backward(gradient, *ctx.saved_tensors, ctx.kind, ctx.scale), *[None] * 5
 
 

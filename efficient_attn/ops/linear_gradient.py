@@ -90,4 +90,6 @@ def keep_for_backward(ctx: Any, inputs: tuple, output: tuple) -> None:
     """Keep what a backward pass needs: the inputs, the output and each row's normaliser; no features."""
     *tensors, ctx.kind, ctx.scale = inputs
     ctx.save_for_backward(*output, *tensors)
+    # Only the first output has a derivative; zeros for the others would be made to be thrown away.
+    ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*output[1:])

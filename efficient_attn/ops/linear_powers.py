@@ -25,10 +25,15 @@ def power(exponents: Tensor) -> Tensor:
 
 
 class Powers:
-    """Makes the exponents of queries and keys, and takes derivatives by exponents back to them."""
+    """Makes the exponents of queries and keys, and takes derivatives by exponents back to them.
 
-    def __init__(self, tokens: Tokens) -> None:
+    Args:
+        in_turns: Whether exponents of queries and of keys are never wanted at once: they share their room.
+    """
+
+    def __init__(self, tokens: Tokens, *, in_turns: bool = False) -> None:
         self.tokens, self._shape = tokens, tokens.k.shape[:2]
+        self._rooms = ("either", "either") if in_turns else ("queries", "keys")
         w = tokens.exponents() * (math.sqrt(abs(tokens.scale)) * LOG2_E)
         self._keys = w.mT.expand(*self._shape, -1, -1).flatten(0, 1)
         self._queries = self._keys if tokens.scale > 0 else -self._keys
@@ -57,7 +62,7 @@ class Powers:
 
     def of_queries(self, rows: Tensor, offset: Tensor | None = None) -> Tensor:
         """Exponents of query rows, plus an offset [lists rows 1], [lists rows features]."""
-        out = self.room("queries", rows)
+        out = self.room(self._rooms[0], rows)
         if offset is None:
             return torch.bmm(rows, self._queries, out=out)
         return torch.baddbmm(offset, rows, self._queries, out=out)
@@ -66,7 +71,7 @@ class Powers:
         """Exponents of keys, −inf where a key is masked, [lists positions features]."""
         below = torch.linalg.vector_norm(keys, dim=-1, keepdim=True).square_()
         below.mul_(-abs(self.tokens.scale) / 2 * LOG2_E).add_(self._constant)
-        exponents = torch.baddbmm(below, keys, self._keys, out=self.room("keys", keys))
+        exponents = torch.baddbmm(below, keys, self._keys, out=self.room(self._rooms[1], keys))
         if self._weights is not None:
             exponents.add_(self._weights)
         real = self.real(positions)

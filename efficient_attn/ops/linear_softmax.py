@@ -83,7 +83,7 @@ def _read(tokens: Tokens, means: Tensor, log_sums: Tensor) -> Outputs:
     for part in pieces:
         rows = _widen(fold(wide(tokens.q[..., part, :]), kv_heads), tokens)
         out, logarithm = flash.attend(rows, w, means, log_sums.unsqueeze(-2), factor)
-        logarithm = logarithm.unsqueeze(-1).masked_fill(blind, torch.inf)
+        logarithm = logarithm.unsqueeze(-1).masked_fill_(blind, torch.inf)
         some = Outputs(out[..., :value_dim], logarithm, torch.zeros_like(logarithm, dtype=torch.bool))
         if outputs is None:
             return Outputs(*(unfold(x, tokens.q.shape[1]).contiguous() for x in some))

@@ -28,7 +28,7 @@ def two_softmaxes_gradients(
         logarithm: Of each row's denominator, [batch heads q_tokens 1]; +inf: no key.
         state: Of all keys.
     """
-    powers = Powers(tokens)
+    powers = Powers(tokens, in_turns=True)
     by_q, by_k, by_v = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in tokens[:3])
     ones = state.sums[..., -1:]
     means = (state.sums[..., :-1] / ones.masked_fill(ones == 0, 1.0)).flatten(0, 1)

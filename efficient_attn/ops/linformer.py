@@ -107,7 +107,7 @@ class _MixAlike(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             by_mix = torch.zeros_like(mix)
             for one, other in zip(gradient, x, strict=True):
-                by_mix = by_mix.addmm(one, other.mT)
+                by_mix.addmm_(one, other.mT)
         if ctx.needs_input_grad[1]:
             by_x = torch.bmm(mix.mT.expand(len(x), -1, -1), gradient)
         return by_mix, by_x
@@ -116,9 +116,13 @@ class _MixAlike(torch.autograd.Function):
 def _share(mix: Tensor, used: Tensor, key_mask: Tensor | None) -> Tensor:
     """Σ over real j of |E_rj| over Σ over all j of |E_rj|, [1|batch 1|heads rank]."""
     total = torch.linalg.vector_norm(mix, ord=1, dim=-1)
-    if key_mask is None:
-        real = torch.linalg.vector_norm(used, ord=1, dim=-1).unsqueeze(0)
-    else:
+    if key_mask is not None:
         real = (used.abs() @ key_mask.to(mix.dtype).mT).movedim(-1, 0)
+    elif used.shape[-1] == mix.shape[-1]:
+        # All tokens are real: a constant, whose derivative would take copies of the mixtures.
+        total = total.detach()
+        real = total.unsqueeze(0)
+    else:
+        real = torch.linalg.vector_norm(used, ord=1, dim=-1).unsqueeze(0)
     share = real / torch.where(total > 0, total, 1.0)
     return share.unsqueeze(1) if mix.ndim == 2 else share
