@@ -9,6 +9,8 @@ import pytest
 
 pytest.importorskip("efficient_attn_cli", reason="needs an installation, if only an editable one")
 
+from efficient_attn_cli.main import main
+
 CODE = "from efficient_attn_cli.main import main; main()"
 ATTEND = """
 def attend(q, k, v):
@@ -73,7 +75,9 @@ def test_a_broken_function_ends_with_exit_code_1_and_the_smallest_input_in_stric
         ((), "Missing argument 'BACKEND'"),
     ],
 )
-def test_a_wrong_request_is_one_line_and_exit_code_2(words, message):
-    run = check(*words)
-    assert run.returncode == 2 and run.stdout == ""
-    assert message in run.stderr and len(run.stderr.splitlines()) == 1
+def test_a_wrong_request_is_one_line_and_exit_code_2(words, message, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        main(["check", *words])
+    out, err = capsys.readouterr()
+    assert exit_.value.code == 2 and out == ""
+    assert message in err and len(err.splitlines()) == 1

@@ -90,7 +90,7 @@ def test_a_process_that_hangs_in_c_does_not_outlive_a_killed_parent_for_long():
     assert soon(lambda: gone(Path("pids.complete").read_text()), within_s=1 + 5 + 5)
 
 
-def test_what_has_no_address_is_measured_here_with_all_the_others_and_that_is_told():
+def test_what_has_no_address_is_measured_here_with_all_the_others_and_that_is_told(hasty):
     def here(q, k, v):
         return v.clone()
 
@@ -121,7 +121,7 @@ def test_wrong_settings_are_refused(isolate, timeout_s, message):
         measuring(isolate, timeout_s=timeout_s)
 
 
-def test_json_on_stdout_is_one_document_whatever_backends_print_and_break(capfd):
+def test_json_on_stdout_is_one_document_whatever_backends_print_and_break(hasty, undrawn, capfd):
     pytest.importorskip("efficient_attn_cli", reason="needs an installation, if only an editable one")
     from efficient_attn_cli.main import main
 

@@ -284,7 +284,7 @@ def test_measuring_leaves_modules_threads_and_the_generator_as_they_were():
     assert torch.get_num_threads() == threads and torch.equal(torch.get_rng_state(), state)
 
 
-def test_all_backends_are_measured_in_a_small_real_run():
+def test_all_backends_are_measured_in_a_small_real_run(hasty):
     planned = plan(select(list_backends()), (16,), SHARED)
     complete, records, _ = run_all(
         [e for e in planned if e.case.backend != "linformer"], measure=worker.measure, budget_s=20

@@ -118,6 +118,9 @@ def new_axes(panels: int = 1) -> list[Any]:
 
 def save(ax: Any, folder: Path, name: str) -> list[Path]:
     """Write the figure as PNG, SVG and PDF; the files."""
+    # Where everything stands is found once and not for each file again, which takes longer than drawing.
+    ax.figure.draw_without_rendering()
+    ax.figure.set_layout_engine("none")
     return [
         write(folder / f"{name}.{kind}", to_bytes(ax.figure, kind, salt=name))
         for kind in ("png", "svg", "pdf")
