@@ -118,9 +118,6 @@ def new_axes(panels: int = 1) -> list[Any]:
 
 def save(ax: Any, folder: Path, name: str) -> list[Path]:
     """Write the figure as PNG, SVG and PDF; the files."""
-    # Where everything stands is found once and not for each file again, which takes longer than drawing.
-    ax.figure.draw_without_rendering()
-    ax.figure.set_layout_engine("none")
     return [
         write(folder / f"{name}.{kind}", to_bytes(ax.figure, kind, salt=name))
         for kind in ("png", "svg", "pdf")
@@ -135,13 +132,30 @@ def to_bytes(figure: Any, kind: str, *, salt: str, letters_as_paths: bool = True
         letters_as_paths: Every letter of an SVG is drawn, so that it looks alike without the font.
     """
     from matplotlib import rc_context
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.backends.backend_pdf import FigureCanvasPdf
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
 
+    figure.set_dpi(_DOTS_PER_INCH)
+    _settle(figure)
     file = io.BytesIO()
     undated = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(kind)
     settings: Any = {"svg.hashsalt": salt, "svg.fonttype": "path" if letters_as_paths else "none"}
+    canvases = {"png": FigureCanvasAgg, "pdf": FigureCanvasPdf, "svg": FigureCanvasSVG}
     with rc_context(settings):
-        figure.savefig(file, format=kind, dpi=_DOTS_PER_INCH, metadata=undated)
+        # `savefig` draws everything twice, at first for the layout, which is settled.
+        getattr(canvases[kind](figure), f"print_{kind}")(file, metadata=undated)
     return file.getvalue()
+
+
+def _settle(figure: Any) -> None:
+    """Find where everything stands, once for all files: it takes as long as drawing."""
+    engine = figure.get_layout_engine()
+    if engine is not None:
+        # The second time around it knows which ticks the axes have room for.
+        engine.execute(figure)
+        engine.execute(figure)
+        figure.set_layout_engine("none")
 
 
 def _draw(ax: Any, curve: Curve, style: Mapping[str, Any]) -> None:
