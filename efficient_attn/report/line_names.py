@@ -45,9 +45,9 @@ def name_lines(ax: Any, drawn: Sequence[Curve], styles: Mapping[str, Mapping[str
                 "color": colour,
                 "linewidth": 0.7,
                 "alpha": 0.6 if abs(height - own) > 0.01 or x < longest else 0.0,
-                # It begins at the name's edge, so that nothing has to be cut off there, which takes long.
+                # It begins at the name's edge: to cut off what lies within the name would take long.
                 "patchA": None,
-                "shrinkA": 0,
+                "shrinkA": 3,
                 "shrinkB": 4,
             },
         )
