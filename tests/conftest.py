@@ -4,6 +4,7 @@ import gc
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -78,6 +79,22 @@ def misbehaving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A folder of its own to run in, with `own.py:…` that end, block or flood their process."""
     monkeypatch.chdir(tmp_path)
     shutil.copy(Path(__file__).parent / "misbehaving.py", tmp_path / "own.py")
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The names and options of the backends that are called, in order."""
+    from efficient_attn.backend import Backend
+
+    calls: list[Any] = []
+    forward = Backend.forward
+
+    def count(self: Any, *args: Any, **named: Any) -> Any:
+        calls.append((self.spec.name, self.options))
+        return forward(self, *args, **named)
+
+    monkeypatch.setattr(Backend, "forward", count)
+    return calls
 
 
 def _compiles(config: pytest.Config) -> bool:

@@ -7,6 +7,10 @@ import torch
 from torch import Tensor
 
 TOKENS, VOCABULARY, WINDOW = 24, 50, 5
+
+# Three layers and a head, each rounding a few times; logits are below 100.
+ROUNDING = {"rtol": 1e-5, "atol": 1e-4}
+
 SIZES: dict[str, Any] = {
     "hidden_size": 32,
     "num_hidden_layers": 3,
@@ -142,3 +146,9 @@ def inputs(*, left: int = 3, right: int = 5) -> dict[str, Tensor]:
     mask[0, :left] = 0
     mask[1, TOKENS - right :] = 0
     return {"input_ids": ids * mask, "attention_mask": mask}
+
+
+def logits(model: Any, batch: dict[str, Tensor]) -> Tensor:
+    """The logits of the tokens that are not padding."""
+    with torch.no_grad():
+        return model(**batch).logits[batch["attention_mask"].bool()]

@@ -1,0 +1,156 @@
+"""What attaching cannot honour in a transformers model is refused by name, and nothing is attached."""
+
+import logging
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers", minversion="5", reason="the extra [hf] is not installed")
+
+from hf_models import (
+    SIZES,
+    TOKENS,
+    bert,
+    gpt2,
+    inputs,
+    llama,
+    mistral,
+    modernbert,
+    ready,
+)
+
+from efficient_attn.errors import DtypeError, OptionError, UnknownNameError, UnsupportedError
+from efficient_attn.integrations.transformers import attach, register, swapped
+
+register()
+
+
+@pytest.fixture(autouse=True)
+def quiet(caplog):
+    caplog.set_level(logging.ERROR, "efficient_attn")
+
+
+def test_packed_sequences_are_refused():
+    model = llama()
+    positions = torch.arange(TOKENS).remainder(8)[None]
+    with (
+        swapped(model, "exact"),
+        pytest.raises(UnsupportedError, match="several sequences packed into one row"),
+    ):
+        model(inputs()["input_ids"][:1], position_ids=positions, use_cache=False)
+
+
+def test_attention_in_chunks_is_refused():
+    from transformers.masking_utils import chunked_causal_mask_function
+
+    from efficient_attn.integrations.transformers.masks import make_mask
+
+    chunks = chunked_causal_mask_function(4, torch.zeros(1))
+    with pytest.raises(UnsupportedError, match="attention in chunks"):
+        make_mask(1, 8, 8, mask_function=chunks)
+
+
+def test_a_mask_of_queries_and_keys_is_refused():
+    model, batch = bert(), inputs()
+    pattern = torch.ones(3, 1, TOKENS, TOKENS, dtype=torch.bool)
+    with swapped(model, "exact"), pytest.raises(UnsupportedError, match=r"give a mask of real tokens"):
+        model(batch["input_ids"], attention_mask=pattern)
+
+
+@pytest.mark.parametrize("make", [bert, gpt2, llama])
+def test_attention_outputs_are_refused(make):
+    model, batch = make(), inputs()
+    with swapped(model, "exact"), pytest.raises(UnsupportedError, match=r"output_attentions.*'eager'"):
+        model(**batch, output_attentions=True)
+    # Outside nothing is left of the refusal.
+    assert model(**batch, output_attentions=True).logits.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("argument", "match"),
+    [("softcap", "caps the scores"), ("s_aux", "attention sinks"), ("position_bias", "position bias")],
+)
+def test_what_a_model_does_to_scores_is_refused(argument, match):
+    from efficient_attn.integrations.transformers.attend import attention_function
+
+    q = torch.randn(1, 2, 4, 8)
+    with pytest.raises(UnsupportedError, match=match):
+        attention_function("exact")(torch.nn.Identity(), q, q, q, None, **{argument: torch.ones(1)})
+
+
+def refused_models():
+    from transformers import (
+        Gemma2Config,
+        Gemma2ForCausalLM,
+        GptOssConfig,
+        GptOssForCausalLM,
+        T5Config,
+        T5Model,
+    )
+
+    own = {**SIZES, "num_key_value_heads": 2, "head_dim": 8, "num_hidden_layers": 2}
+    yield ready(Gemma2ForCausalLM, Gemma2Config(**own)), "caps its scores"
+    yield ready(GptOssForCausalLM, GptOssConfig(**own, num_local_experts=2)), "attention sinks"
+    yield (
+        ready(T5Model, T5Config(vocab_size=50, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)),
+        "position bias",
+    )
+
+
+def test_models_that_change_their_scores_are_refused_before_anything_is_attached():
+    for model, match in refused_models():
+        before = model.config._attn_implementation
+        with pytest.raises(UnsupportedError, match=match):
+            attach(model, "exact")
+        assert model.config._attn_implementation == before
+
+
+@pytest.mark.parametrize(
+    ("make", "request_", "error", "match"),
+    [
+        (gpt2, {"backend": "linformer"}, UnsupportedError, "cannot be causal"),
+        (bert, {"backend": "perfomer-positive"}, UnknownNameError, "Did you mean 'performer-positive'"),
+        (bert, {"backend": "performer-positive", "num_feature": 3}, UnknownNameError, "num_features"),
+        (bert, {}, OptionError, "Name a backend"),
+        (bert, {"backend": {}}, OptionError, "Name a backend"),
+        (bert, {"backend": {"2-1": "window"}}, OptionError, "numbers and ranges"),
+        (bert, {"sliding": "window"}, OptionError, "no such layers; its layers are full"),
+        (bert, {"backend": {"0-3": "window"}}, OptionError, "Layers are from 0 to 2"),
+        (bert, {"backend": {"first": "window"}}, OptionError, "numbers and ranges"),
+        (bert, {"backend": {"0-1": "window", 1: "exact"}}, OptionError, "named twice"),
+        (bert, {"backend": {0: ("window", 7)}}, DtypeError, "pair"),
+        (bert, {"backend": {0: "window"}, "window": 7}, OptionError, "options belong to one of them"),
+        (bert, {"backend": "linformer", "sharing": "layers", "rank": 4}, UnsupportedError, "key-value"),
+        (modernbert, {"backend": "performer-positive"}, UnsupportedError, "full='performer-positive'"),
+        (modernbert, {"backend": "window", "window": 65}, OptionError, "slides over 9 keys"),
+        (mistral, {"backend": {"1": "performer-trig"}}, UnsupportedError, "causal over 5 keys"),
+    ],
+)
+def test_a_bad_request_is_refused_and_nothing_is_attached(make, request_, error, match):
+    model = make()
+    state, config = list(model.state_dict()), model.config.to_dict()
+    with pytest.raises(error, match=match):
+        attach(model, **request_)
+    assert (list(model.state_dict()), model.config.to_dict()) == (state, config)
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_a_model_that_says_it_is_attached_and_is_not_is_told_how():
+    model = bert()
+    model.set_attn_implementation("efficient_attn")
+    with pytest.raises(UnsupportedError, match=r"attach\(model, …\), or load\(path\)"):
+        model(**inputs())
+
+
+def test_a_model_that_transformers_leaves_as_it_is_is_refused(monkeypatch):
+    model = bert()
+    monkeypatch.setattr(type(model), "_can_set_attn_implementation", classmethod(lambda _: False))
+    state = list(model.state_dict())
+    with pytest.raises(UnsupportedError, match="does not let its attention be chosen"):
+        attach(model, "performer-positive")
+    assert list(model.state_dict()) == state
+
+
+def test_only_models_of_transformers_are_taken():
+    with pytest.raises(DtypeError, match="model of transformers"):
+        attach(torch.nn.Linear(2, 2), "exact")
