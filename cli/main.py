@@ -34,6 +34,7 @@ COMMANDS = (
     "mse",
     "diff",
     "report",
+    "train",
     "reproduce",
     "capture",
     "check",

@@ -43,10 +43,15 @@ def print_tables(tables: Sequence[Any]) -> None:
         typer.echo()
 
 
+def draws() -> bool:
+    """Whether stderr is a terminal that can draw a bar."""
+    return sys.stderr.isatty() and colours() is not False
+
+
 @contextmanager
 def progress(total: int) -> Iterator[Callable[[Any], None]]:
     """A display of steps on stderr: a bar on a terminal that can draw one, else a line per finished point."""
-    if not sys.stderr.isatty() or colours() is False:
+    if not draws():
         yield _say_step
         return
     from rich.console import Console
@@ -63,7 +68,7 @@ def progress(total: int) -> Iterator[Callable[[Any], None]]:
         task = bar.add_task("", total=total, remaining="")
 
         def show(step: Any) -> None:
-            bar.update(task, completed=step.done, total=step.total, remaining=_remaining(step))
+            bar.update(task, completed=step.done, total=step.total, remaining=remaining(step))
             if step.doing is not None:
                 bar.update(task, description=step.doing)
 
@@ -76,9 +81,10 @@ def _say_step(step: Any) -> None:
     case = step.record.case
     place = "" if case.of == "attention" else f", {case.of}"
     name = f"{case.label}{place}, {case.tokens} tokens, {case.kind}"
-    say(f"[{step.done}/{step.total}] {name}: {step.record.status}; {_remaining(step)}")
+    say(f"[{step.done}/{step.total}] {name}: {step.record.status}; {remaining(step)}")
 
 
-def _remaining(step: Any) -> str:
+def remaining(step: Any) -> str:
+    """How long it will still take."""
     minutes, seconds = divmod(round(step.remaining_s), 60)
     return f"{minutes}:{seconds:02} left"

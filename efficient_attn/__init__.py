@@ -31,6 +31,8 @@ _HOME = {
     "mse": "experiments.mse",
     "compare": "experiments.compare",
     "show": "experiments.show",
+    "train": "experiments.train",
+    "read_model": "experiments.checkpoints",
     "diff": "experiments.diff",
     "Results": "experiments.results",
     "read": "experiments.results",
@@ -44,6 +46,7 @@ _HOME = {
     "Decoder": "transformer.stack",
     "Transformer": "transformer.encoder_decoder",
     "generate": "transformer.generate",
+    "LanguageModel": "transformer.language_model",
     "MultiheadAttention": "integrations.pytorch",
     "replace_attention": "integrations.pytorch_replace",
 }
@@ -70,6 +73,7 @@ if TYPE_CHECKING:
     from efficient_attn.transformer.block import TransformerBlock as TransformerBlock
     from efficient_attn.transformer.encoder_decoder import Transformer as Transformer
     from efficient_attn.transformer.generate import generate as generate
+    from efficient_attn.transformer.language_model import LanguageModel as LanguageModel
     from efficient_attn.transformer.layer import AttentionLayer as AttentionLayer
     from efficient_attn.transformer.stack import Decoder as Decoder
     from efficient_attn.transformer.stack import Encoder as Encoder

@@ -17,6 +17,7 @@ from efficient_attn.analysis.kernel import kernel_records
 from efficient_attn.analysis.rate import rate_shares
 from efficient_attn.analysis.statistics import middle
 from efficient_attn.analysis.summary import summary
+from efficient_attn.analysis.training import training_rows
 from efficient_attn.errors import DataError, UnknownNameError
 from efficient_attn.report import plot as cost_plot
 from efficient_attn.report.comparison import comparison_sentences, comparison_tables
@@ -33,6 +34,8 @@ from efficient_attn.report.pays import crossover_tables
 from efficient_attn.report.readable import readable
 from efficient_attn.report.sentences import bench_sentences
 from efficient_attn.report.table import Table, to_html
+from efficient_attn.report.train_plot import TRAINING, plot_training
+from efficient_attn.report.training import training_sentences, training_tables
 from efficient_attn.sweep.records import KINDS, NO_LINK, Record, append
 from efficient_attn.sweep.records import read as read_records
 
@@ -49,7 +52,15 @@ _RAW = {
 }
 
 # What else is no single value.
-_LISTS = ("turn_sizes", "output_relative_error_heads")
+_LISTS = (
+    "turn_sizes",
+    "output_relative_error_heads",
+    "train_steps",
+    "train_seconds_s",
+    "train_bits_per_byte",
+    "held_out_bits_per_byte",
+    "held_out_bits_per_byte_windows",
+)
 
 # Where errors are drawn, tabled and put into words; loaded when there are errors to show.
 _ERROR_REPORTS = (
@@ -112,14 +123,17 @@ class Results:
         ]
         errors = alone._of_kind("error")
         made += _errors("tables")(errors) + head_error_tables(errors) + part_tables(errors) if errors else []
-        return made + kernel_tables(self.records)
+        return made + kernel_tables(self.records) + training_tables(self.records)
 
     def plot(self, y: str | None = None, x: str | None = None, *, ax: Any = None) -> Any:
         """Draw one quantity of every backend against tokens, or an error against the size; the axes."""
         y = y or (COMPARISON if comparisons(self.records) else None)
+        y = y or (TRAINING if self._of_kind("train") else None)
         y = y or ("time_s" if self._of_kind("time") else "output_relative_error")
         if y == COMPARISON:
             return plot_comparisons(self.records, self._max_error)
+        if y == TRAINING:
+            return plot_training(self.records)
         if y in QUANTITIES:
             if x not in (None, "tokens"):
                 raise UnknownNameError(f"x axis for {y}", str(x), ["tokens"])
@@ -138,13 +152,13 @@ class Results:
         told = comparison_sentences(self.records, self._max_error) + bench_sentences(alone.records)
         errors = alone._of_kind("error")
         told += _errors("sentences")(errors) if errors else []
-        return told + kernel_sentences(self.records)
+        return told + kernel_sentences(self.records) + training_sentences(self.records)
 
     def summary(self) -> list[dict[str, Any]]:
         """Flat rows: comparisons; time and memory of a backend at a length side by side; then errors."""
         alone = self._apart().records
         errors = [_row(record) for record in alone if record.case.kind == "error"]
-        return comparison_rows(self.records) + summary(alone) + errors
+        return comparison_rows(self.records) + summary(alone) + errors + training_rows(alone)
 
     def save(self, folder: str | Path) -> list[Path]:
         """Write records, environment and all that is drawn; records that are there already are not touched.
@@ -187,6 +201,7 @@ class Results:
         wanted = {"time": "time_s", "memory": "peak_bytes", "error": "output_relative_error"}
         plots = {COMPARISON: COMPARISON} if len(alone) < len(self) else {}
         plots |= {kind: quantity for kind, quantity in wanted.items() if kind in ok}
+        plots |= {TRAINING: TRAINING} if any(record.train_steps for record in self.records) else {}
         plots |= {"error-heads": HEADS} if any(getattr(r, HEADS) for r in self.records) else {}
         return plots | kernel_plots(self.records)
 

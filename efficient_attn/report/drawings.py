@@ -16,6 +16,7 @@ from efficient_attn.report.harmless import plain
 from efficient_attn.report.head_errors import plot_heads
 from efficient_attn.report.kernel_plot import OVER, plot_kernel
 from efficient_attn.report.svg import inline, swatch
+from efficient_attn.report.train_plot import TRAINING, plot_training
 from efficient_attn.sweep.records import Record
 
 _SIZE_INCHES = (4.9, 3.4)
@@ -59,7 +60,11 @@ def draw(
     costs = [quantity for quantity in quantities if quantity in QUANTITIES]
     made = [_costs(records, costs, name, beside)] if costs else []
     whole: dict[str, Any] = {quantity: partial(plot_kernel, x=axis) for quantity, axis in OVER.items()}
-    whole |= {HEADS: plot_heads, COMPARISON: partial(plot_comparisons, max_error=max_error)}
+    whole |= {
+        HEADS: plot_heads,
+        TRAINING: plot_training,
+        COMPARISON: partial(plot_comparisons, max_error=max_error),
+    }
     errors = [quantity for quantity in quantities if quantity not in (*costs, *whole)]
     made += [_errors(records, quantity, name) for quantity in errors]
     return made + [

@@ -20,7 +20,14 @@ def how_measured(records: Sequence[Record], environment: Mapping[str, Any]) -> s
     """A paragraph on the machine, the software, the cases, and how each kind of number was taken."""
     if not records:
         return "Nothing was measured."
-    told = (_where(environment), _what(records), _times(records), _memory(records), _errors(records))
+    told = (
+        _where(environment),
+        _what(records),
+        _times(records),
+        _memory(records),
+        _errors(records),
+        _training(records),
+    )
     return plain(" ".join([sentence for sentence in (*told, _lacking(records)) if sentence]))
 
 
@@ -83,6 +90,8 @@ def _what(records: Sequence[Record]) -> str:
 
 def _subject(case: Case) -> str:
     """`the forward pass of attention, causal`, `the error of output`."""
+    if case.kind == "train":
+        return f"the training of a language model of {case.layers} blocks, causal"
     passes = "the forward and backward pass" if case.backward else "the forward pass"
     taken = f"the {case.kind} of {case.of}" if case.kind in ("error", "recall") else f"{passes} of {case.of}"
     return f"{taken}{', causal' if case.causal else ''}"
@@ -132,6 +141,16 @@ def _errors(records: Sequence[Record]) -> str:
     return (
         "Errors are relative Frobenius norms against softmax attention computed by its formula in float64 on "
         f"the same inputs{medians}."
+    )
+
+
+def _training(records: Sequence[Record]) -> str:
+    if not any(record.train_steps for record in records):
+        return ""
+    return (
+        "Models were trained by turns, some steps of each, on the same batches and from the same weights as "
+        "far as they have the same; bits per byte are means over windows of held-out text, seconds those of "
+        "training without evaluation."
     )
 
 

@@ -21,7 +21,7 @@ SCHEMA = 1
 # Where somebody put a link in the place of a file of ours, what it points to is left alone.
 NO_LINK = getattr(os, "O_NOFOLLOW", 0)
 
-KINDS = ("time", "memory", "error", "recall", "count")
+KINDS = ("time", "memory", "error", "recall", "train", "count")
 # What a record says of a backend that was calibrated on what it was then measured on.
 SAME_INPUTS = "the inputs measured"
 STATUSES = ("ok", "unsupported", "skipped", "oom", "timeout", "crash", "error")
@@ -118,6 +118,12 @@ class Record:
         sequential_operations: The longest chain of products of which each waits for the one before.
         path_length: Hops of a signal from the first token to the last.
         singular_values: Of a matrix of attention weights, the largest first.
+        train_steps: Steps of training after which a language model was evaluated; the fields that follow have
+            an entry for each, but the last one.
+        train_seconds_s: Seconds that all steps until then took.
+        train_bits_per_byte: On the batches since the evaluation before, before each of their updates.
+        held_out_bits_per_byte: The mean over all windows of the text that were held out.
+        held_out_bits_per_byte_windows: Of each of them at the last evaluation.
     """
 
     case: Case
@@ -162,6 +168,11 @@ class Record:
     sequential_operations: int | None = None
     path_length: int | None = None
     singular_values: tuple[float, ...] | None = None
+    train_steps: tuple[int, ...] | None = None
+    train_seconds_s: tuple[float, ...] | None = None
+    train_bits_per_byte: tuple[float, ...] | None = None
+    held_out_bits_per_byte: tuple[float, ...] | None = None
+    held_out_bits_per_byte_windows: tuple[float, ...] | None = None
 
     def row(self) -> dict[str, Any]:
         """Everything known in one flat dictionary: the case, the status, then what was measured."""

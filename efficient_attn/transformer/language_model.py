@@ -7,8 +7,6 @@ from torch import Tensor, nn
 from efficient_attn.problem import positive_count
 from efficient_attn.transformer.stack import Encoder, EncoderState
 
-# Standard deviation of an embedding before training (Radford et al. 2019, GPT-2, and its code).
-_EMBEDDING_STD = 0.02
 # The feed-forward part is so many times as wide as the model.
 _WIDENING = 4
 
@@ -42,7 +40,8 @@ class LanguageModel(nn.Module):
         positive_count("vocabulary", vocabulary)
         positive_count("model_dim", model_dim)
         self.embedding = nn.Embedding(vocabulary, model_dim)
-        nn.init.normal_(self.embedding.weight, std=_EMBEDDING_STD)
+        # The stack ends in a norm, whose entries have variance 1: then logits have it too.
+        nn.init.normal_(self.embedding.weight, std=model_dim**-0.5)
         self.stack = Encoder(
             model_dim,
             num_heads,

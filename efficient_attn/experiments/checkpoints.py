@@ -1,0 +1,189 @@
+"""Where a run of training keeps its models: of each a checkpoint to go on from, and the best one to use."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from efficient_attn.backends import list_backends, spec
+from efficient_attn.errors import DataError
+from efficient_attn.experiments.learner import Learner, under
+from efficient_attn.experiments.tensor_files import check_like, read_tensors, write_tensors
+from efficient_attn.problem import AttentionProblem
+from efficient_attn.report.files import slug
+from efficient_attn.sweep.sizes import SEED
+from efficient_attn.sweep.variants import Variant
+from efficient_attn.transformer.language_model import LanguageModel
+
+CHECKPOINTS, MODELS = "checkpoints", "models"
+_CHECKPOINT, _MODEL = "efficient-attn training 1", "efficient-attn language model 1"
+
+# What may differ where somebody says that it may; the curve is then no longer the same to the last bit.
+_ENVIRONMENT = ("torch", "processor", "threads", "device")
+
+
+def about(learner: Learner, machine: Mapping[str, Any]) -> dict[str, Any]:
+    """All that the curve of a learner follows from."""
+    return {
+        "backend": learner.variant.label,
+        **{f"{learner.variant.backend}.{name}": value for name, value in learner.variant.options.items()},
+        **asdict(learner.course),
+        "text": learner.text.sha256,
+        "torch": torch.__version__,
+        "processor": machine.get("processor"),
+    }
+
+
+def save_checkpoint(folder: Path, learner: Learner, now: Mapping[str, Any]) -> None:
+    """Write what to go on from; and the model, where its last evaluation is its best."""
+    for kind in (CHECKPOINTS, MODELS):
+        (folder / kind).mkdir(exist_ok=True)
+    if learner.curve and not learner.recent and learner.best == learner.curve[-1]:
+        _save_model(model_path(folder, learner.variant), learner)
+    write_tensors(_file(folder, CHECKPOINTS, learner.variant), learner.tensors(), now, format=_CHECKPOINT)
+
+
+def load_checkpoint(folder: Path, learner: Learner, now: Mapping[str, Any], *, force: bool) -> str | None:
+    """Take a learner to where its checkpoint is, if there is one; what differs in the environment.
+
+    Raises:
+        DataError: If the checkpoint is damaged, or of a run with other options.
+    """
+    path = _file(folder, CHECKPOINTS, learner.variant)
+    if not path.exists():
+        return None
+    tensors, known = read_tensors(path, format=_CHECKPOINT)
+    unlike = {name for name in {*known, *now} if known.get(name) != now.get(name)}
+    for name in sorted(unlike - set(_ENVIRONMENT)):
+        told = "another text" if name == "text" else f"{name}={known.get(name)}, not {now.get(name)}"
+        raise DataError(
+            f"out: {folder} was begun with {told[:100]} ({learner.variant.label}). Give the options of that "
+            "run, or name a new folder; nothing there was changed."
+        )
+    changed = "; ".join(
+        f"{name} was {known.get(name)}, is {now.get(name)}" for name in _ENVIRONMENT if name in unlike
+    )
+    if changed and not force:
+        raise DataError(
+            f"out: {folder} was begun in another environment: {changed[:200]}. Name a new folder, or mix "
+            "them with --force-resume."
+        )
+    _check(path, tensors, learner)
+    learner.restore(tensors)
+    return changed or None
+
+
+def read_model(path: str | Path, *, backend: Any = None) -> LanguageModel:
+    """The language model in a file that training wrote, ready to read and to generate bytes.
+
+    Args:
+        backend: Whatever `build` takes; None: the one that the file names, which is one of the table.
+
+    Raises:
+        DataError: If it is no such file.
+    """
+    path = Path(path)
+    tensors, about = read_tensors(path, format=_MODEL)
+    name = about.get("backend")
+    if backend is None and name not in list_backends():
+        raise DataError(f"{path} has a model around {str(name)[:80]!r}, which is in no table; give backend=.")
+    try:
+        _check_size(path, about, tensors, name if backend is None else None)
+        with torch.random.fork_rng(devices=()):
+            model = LanguageModel(
+                about["model_dim"],
+                about["num_heads"],
+                name if backend is None else backend,
+                num_layers=about["num_layers"],
+                positions=about["positions"],
+                max_tokens=about["max_tokens"],
+                **about["options"],
+            )
+        # Checks names and shapes; those of calibrated features follow from the file.
+        model.load_state_dict(tensors)
+    except Exception as error:  # A description that was made up can make them raise anything.
+        told = " ".join(str(error).split())[:200] or type(error).__name__
+        raise DataError(f"{path} does not hold a model that can be built: {told}") from None
+    return model.eval()
+
+
+def _save_model(path: Path, learner: Learner) -> None:
+    course, variant = learner.course, learner.variant
+    about = {
+        "backend": variant.backend,
+        # The draws are among the tensors.
+        "options": {name: value for name, value in variant.options.items() if name != SEED},
+        **{name: getattr(course, name) for name in ("model_dim", "num_heads", "num_layers", "positions")},
+        "max_tokens": course.tokens,
+        "text": learner.text.name,
+        "step": learner.step,
+        "held_out_bits_per_byte": learner.curve[-1].held_out,
+    }
+    write_tensors(path, learner.model.state_dict(), about, format=_MODEL)
+
+
+def model_path(folder: Path, variant: Variant) -> Path:
+    """Where the best model of a variant is, once there is one."""
+    return _file(folder, MODELS, variant)
+
+
+def _file(folder: Path, kind: str, variant: Variant) -> Path:
+    return folder / kind / f"{slug(variant.label)}.safetensors"
+
+
+def _check(path: Path, tensors: Mapping[str, Tensor], learner: Learner) -> None:
+    """Refuse tensors that this learner cannot have written."""
+    wanted = learner.tensors()
+    for name, parameter in learner.model.named_parameters():
+        wanted |= _moments(f"optimiser.{name}.", parameter, tensors)
+    for name in ("curve", "held_out", "recent"):
+        # As many rows as there are, each like those wanted.
+        rows = tensors[name].shape[:1] if name in tensors else ()
+        wanted[name] = wanted[name].new_zeros((*rows, *wanted[name].shape[1:]))
+    check_like(path, tensors, wanted)
+    every, curve = learner.course.every, tensors["curve"]
+    steps = [every * number for number in range(1, len(curve) + 1)]
+    numbers = [tensors[name].flatten() for name in ("curve", "held_out", "recent", "seconds")]
+    if (
+        curve[:, 0].tolist() != steps
+        or len(tensors["recent"]) > every
+        or bool((torch.cat(numbers) < 0).any())
+    ):
+        raise DataError(f"{path} is damaged: its curve cannot be that of this run.")
+
+
+def _moments(prefix: str, parameter: Tensor, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What AdamW keeps of a parameter, if anything: before its first gradient it keeps nothing."""
+    if not under(prefix, dict(tensors)):
+        return {}
+    like = parameter.detach().cpu()
+    return {f"{prefix}step": torch.tensor(0.0), f"{prefix}exp_avg": like, f"{prefix}exp_avg_sq": like}
+
+
+def _check_size(
+    path: Path, about: Mapping[str, Any], tensors: Mapping[str, Tensor], backend: str | None
+) -> None:
+    """Refuse a description of more than the file holds, before memory is taken for it."""
+    embedding, numbers = tensors.get("embedding.weight"), sum(map(Tensor.numel, tensors.values()))
+    layers = sum(name.endswith(".attention.in_proj_weight") for name in tensors)
+    if (
+        embedding is None
+        or list(embedding.shape) != [256, about["model_dim"]]
+        or layers != about["num_layers"]
+    ):
+        raise DataError(f"{path}: its tensors are not those of the model that it describes.")
+    if about["positions"] == "learned" and about["max_tokens"] * about["model_dim"] > numbers:
+        raise DataError(f"{path} describes more numbers than it holds.")
+    if backend is None:
+        return
+    chosen = spec(backend)
+    known = {field.name for field in fields(chosen.options_type)}
+    if chosen.work is None or not known >= about["options"].keys():
+        return
+    problem = AttentionProblem(head_dim=about["model_dim"] // about["num_heads"], causal=True)
+    work = chosen.work(problem, chosen.options_type(**about["options"]), 1, problem.head_dim)
+    if work.learned + work.drawn > numbers:
+        raise DataError(f"{path} describes more numbers than it holds.")

@@ -1,0 +1,214 @@
+"""One model in training: a step, an evaluation, and everything that has to be kept to go on later.
+
+What a step does depends on the model, the optimiser and the number of the step alone; so a run that was
+interrupted anywhere goes on as if it had not been.
+"""
+
+import math
+import time
+from contextlib import suppress
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from efficient_attn.backend import Backend
+from efficient_attn.calibration import calibrate
+from efficient_attn.experiments.course import Course, build_model, case_of, drawing
+from efficient_attn.experiments.texts import Text, batch_at, windows
+from efficient_attn.experiments.training import optimiser, rate_at, update
+from efficient_attn.measure.memory import parameter_bytes, state_bytes
+from efficient_attn.sweep.records import Record
+from efficient_attn.sweep.variants import Variant
+from efficient_attn.transformer.language_model import LanguageModel
+
+_CALIBRATED_ON = "a batch of the training text"
+
+
+class Point(NamedTuple):
+    """One evaluation, in bits per byte; the training loss is the mean over the batches since the last one."""
+
+    step: float
+    trained_s: float
+    held_out: float
+    train: float
+
+
+class Learner:
+    """A language model around one backend, with its optimiser and its curve so far.
+
+    Attributes:
+        step: How many were done.
+        curve: The evaluations.
+        held_out: Bits per byte of each held-out window at the last evaluation.
+        recent: Losses since then.
+        trained_s: Seconds of all steps; `evaluated_s` of all evaluations.
+        failed: Why it does not go on; None: it does.
+        advanced: It did a step since it was made.
+    """
+
+    def __init__(self, variant: Variant, text: Text, course: Course) -> None:
+        self.variant, self.text, self.course = variant, text, course
+        self.model = build_model(variant, course).to(course.device)
+        self.step, self.trained_s, self.evaluated_s = 0, 0.0, 0.0
+        self.curve: list[Point] = []
+        self.held_out: tuple[float, ...] = ()
+        self.recent: list[float] = []
+        self.failed: str | None = None
+        self.advanced = False
+        self._optimiser = optimiser(self.model)
+        self._windows = self._ids(windows(text.held_out, course.windows, tokens=course.tokens))
+        self._calibrated = _calibrate(self.model, self._batch()[:, :-1])
+
+    @property
+    def is_due(self) -> bool:
+        """Whether an evaluation comes next."""
+        return len(self.recent) >= self.course.every
+
+    @property
+    def spent_s(self) -> float:
+        """Seconds of all steps and evaluations."""
+        return self.trained_s + self.evaluated_s
+
+    def try_step(self) -> None:
+        """One step of a model that is not kept; what is wrong with it will be seen when it counts."""
+        with suppress(Exception):
+            self.advance()
+
+    def advance(self) -> None:
+        """One step: a batch, its loss, one update; a loss that is not finite ends the training."""
+        start, course = time.perf_counter(), self.course
+        ids = self._batch()
+        if course.redraw_every and self.step and self.step % course.redraw_every == 0:
+            _redraw(self.model, (course.seed, self.step))
+            _calibrate(self.model, ids[:, :-1])
+        self.model.train()
+        with drawing((course.seed, self.step)):
+            loss = F.cross_entropy(self.model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
+            found = float(loss.detach())
+            if not math.isfinite(found):
+                self.failed = f"the loss of step {self.step + 1} is not finite"
+                return
+            rate = rate_at(self.step + 1, peak=course.learning_rate, warmup=course.warmup)
+            update(self.model, self._optimiser, loss, rate=rate)
+        self.recent.append(found / math.log(2))
+        self.advanced = True
+        self.step += 1
+        self.trained_s += time.perf_counter() - start
+
+    @torch.no_grad()
+    def evaluate(self) -> Point:
+        """Bits per byte of the held-out windows, noted in the curve."""
+        start = time.perf_counter()
+        self.model.eval()
+        parts = self._windows.split(self.course.batch)
+        bits = torch.cat([_bits_per_byte(self.model, part) for part in parts])
+        point = Point(self.step, self.trained_s, float(bits.mean()), float(np.mean(self.recent)))
+        if math.isfinite(point.held_out):
+            self.held_out, self.recent = tuple(bits.tolist()), []
+            self.curve.append(point)
+        else:
+            self.failed = f"the loss of the held-out windows after step {self.step} is not finite"
+        self.evaluated_s += time.perf_counter() - start
+        return point
+
+    @property
+    def best(self) -> Point | None:
+        """The evaluation with the fewest bits per byte."""
+        return min(self.curve, key=lambda point: point.held_out, default=None)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Everything to go on from, by name."""
+        names = {id(tensor): name for name, tensor in self.model.named_parameters()}
+        kept = {f"model.{name}": tensor for name, tensor in self.model.state_dict().items()}
+        for parameter, state in self._optimiser.state.items():
+            kept |= {f"optimiser.{names[id(parameter)]}.{name}": tensor for name, tensor in state.items()}
+        numbers = {
+            "curve": self.curve,
+            "held_out": self.held_out,
+            "recent": self.recent,
+            "seconds": [self.trained_s, self.evaluated_s],
+        }
+        kept |= {name: torch.tensor(value, dtype=torch.float64) for name, value in numbers.items()}
+        return kept | {"curve": kept["curve"].reshape(-1, len(Point._fields))}
+
+    def restore(self, tensors: dict[str, Tensor]) -> None:
+        """Go on from what `tensors` returned; names and shapes were checked."""
+        self.model.load_state_dict(under("model.", tensors))
+        for name, parameter in self.model.named_parameters():
+            if state := under(f"optimiser.{name}.", tensors):
+                self._optimiser.state[parameter] = {
+                    one: value.to(parameter.device if value.ndim else "cpu") for one, value in state.items()
+                }
+        self.curve = [Point(*row) for row in tensors["curve"].tolist()]
+        self.held_out = tuple(tensors["held_out"].tolist())
+        self.recent = tensors["recent"].tolist()
+        self.step = len(self.curve) * self.course.every + len(self.recent)
+        self.trained_s, self.evaluated_s = tensors["seconds"].tolist()
+
+    def record(self) -> Record:
+        """The curve as a record; of a model that failed as far as it got."""
+        course, curve = self.course, self.curve
+        return Record(
+            case=case_of(self.variant, self.text.name, course),
+            status="ok" if self.failed is None else "error",
+            reason=self.failed,
+            train_steps=tuple(int(point.step) for point in curve),
+            train_seconds_s=tuple(point.trained_s for point in curve),
+            train_bits_per_byte=tuple(point.train for point in curve),
+            held_out_bits_per_byte=tuple(point.held_out for point in curve),
+            held_out_bits_per_byte_windows=self.held_out,
+            parameter_bytes=parameter_bytes(self.model),
+            state_bytes=self._state_bytes(),
+            calibrated_on=self._calibrated,
+        )
+
+    @torch.no_grad()
+    def _state_bytes(self) -> int | None:
+        """Of one sequence after all the tokens of a window; None where nothing is carried on."""
+        streams = all(one.spec.capabilities.streaming for one in _backends(self.model))
+        if not streams:
+            return None
+        self.model.eval()
+        _, state = self.model.extend(self._windows[:1, :-1])
+        return state_bytes(state.blocks)
+
+    def _batch(self) -> Tensor:
+        course = self.course
+        drawn = batch_at(self.step, self.text, seed=course.seed, batch=course.batch, tokens=course.tokens)
+        return self._ids(drawn)
+
+    def _ids(self, bytes_: np.ndarray) -> Tensor:
+        return torch.from_numpy(bytes_.astype(np.int64)).to(self.course.device)
+
+
+def _bits_per_byte(model: LanguageModel, ids: Tensor) -> Tensor:
+    """The mean over each window [windows tokens+1], in float64."""
+    nats = F.cross_entropy(model(ids[:, :-1]).mT, ids[:, 1:], reduction="none")
+    return nats.double().mean(dim=-1).cpu() / math.log(2)
+
+
+def _backends(model: LanguageModel) -> list[Backend]:
+    return [one for one in model.modules() if isinstance(one, Backend)]
+
+
+def _calibrate(model: LanguageModel, ids: Tensor) -> str | None:
+    """Calibrate what needs it on a batch; on what, or None where nothing does."""
+    if not any(hasattr(one.core, "calibrate") for one in _backends(model)):
+        return None
+    calibrate(model, ids)
+    return _CALIBRATED_ON
+
+
+def _redraw(model: LanguageModel, seed: tuple[int, ...]) -> None:
+    """Give every layer other random features, if it has any."""
+    drawn = [one for one in _backends(model) if hasattr(one.core, "redraw")]
+    for one, own in zip(drawn, np.random.SeedSequence(seed).generate_state(len(drawn)), strict=True):
+        one.redraw(int(own))
+
+
+def under(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors whose names begin so, without the beginning."""
+    return {name.removeprefix(prefix): one for name, one in tensors.items() if name.startswith(prefix)}

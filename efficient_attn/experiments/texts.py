@@ -1,0 +1,137 @@
+"""The text that a language model is trained on, byte by byte: a file, or Python's own standard library."""
+
+import hashlib
+import platform
+import sysconfig
+from collections.abc import Iterable
+from pathlib import Path, PurePath
+from typing import NamedTuple
+
+import numpy as np
+
+from efficient_attn.errors import DataError
+
+# One file of so many of the library, or the last part of so many of a single text, is held out.
+_PARTS = 10
+# Fewer held-out windows than this say nothing about what is not in them.
+_FEWEST_WINDOWS = 8
+# What is read is kept in memory.
+_MOST_BYTES = 1 << 30
+
+# What lies in the folder of the library and is none: packages of others, and tests, some broken on purpose.
+_LEFT_OUT = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
+
+
+class Text(NamedTuple):
+    """Bytes to learn from, and bytes that nothing is learned from.
+
+    Attributes:
+        train: uint8.
+        held_out: uint8.
+        sha256: Of both.
+    """
+
+    name: str
+    train: np.ndarray
+    held_out: np.ndarray
+    sha256: str
+
+
+def read_text(path: str | Path | None, *, tokens: int) -> Text:
+    """The text in a file, or the sources of the running Python's standard library, in two parts.
+
+    Args:
+        path: None: the standard library.
+        tokens: Of one window, of which either part has to hold some.
+
+    Raises:
+        DataError: If there is no such text, if it is none, or if it is too short.
+    """
+    if path is None:
+        name = f"stdlib-{platform.python_version()}"
+        parts = _library()
+    else:
+        name = PurePath(path).name
+        parts = _in_two(_bytes(Path(path)))
+    _check_length(path, *parts, tokens=tokens)
+    digest = hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()
+    train, held_out = (np.frombuffer(part, dtype=np.uint8) for part in parts)
+    return Text(name, train, held_out, digest)
+
+
+def windows(held_out: np.ndarray, count: int, *, tokens: int) -> np.ndarray:
+    """At most `count` windows [windows tokens+1] at equal distances, none of which overlap."""
+    most = len(held_out) // (tokens + 1)
+    starts = np.linspace(0, len(held_out) - tokens - 1, min(count, most)).astype(int)
+    return np.stack([held_out[start : start + tokens + 1] for start in starts])
+
+
+def batch_at(step: int, text: Text, *, seed: int, batch: int, tokens: int) -> np.ndarray:
+    """The windows [batch tokens+1] of one step: they depend on the seed and the step alone."""
+    draw = np.random.default_rng((seed, step))
+    starts = draw.integers(len(text.train) - tokens, size=batch)
+    return np.stack([text.train[start : start + tokens + 1] for start in starts])
+
+
+def _bytes(path: Path) -> bytes:
+    """The bytes of a file that holds text."""
+    try:
+        size = path.stat().st_size
+        if size > _MOST_BYTES:
+            raise DataError(
+                f"text: {path} has {size} bytes; at most {_MOST_BYTES} are read. Take a part of it."
+            )
+        data = path.read_bytes()
+    except (OSError, ValueError) as error:
+        told = error.strerror if isinstance(error, OSError) else error
+        raise DataError(f"text: cannot read {path}: {told}.") from None
+    if (zero := data.find(b"\0")) >= 0:
+        raise DataError(f"text: {path} is no text: byte {zero} is zero. Give a file of text in UTF-8.")
+    try:
+        data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"text: {path} is no text in UTF-8: byte {error.start} is {data[error.start]:#04x}. Convert it "
+            "first, for instance with: iconv -f latin1 -t utf-8."
+        ) from None
+    return data
+
+
+def _in_two(data: bytes) -> tuple[bytes, bytes]:
+    """The beginning to learn from, and the last part."""
+    held_out = len(data) // _PARTS
+    return data[: len(data) - held_out], data[len(data) - held_out :]
+
+
+def _library() -> tuple[bytes, bytes]:
+    """The sources of the standard library: whole files, in the order of their names, every tenth held out."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    files = sorted(path for path in root.rglob("*.py") if not _LEFT_OUT & set(path.relative_to(root).parts))
+    if not files:
+        raise DataError(f"text: Python's standard library has no sources in {root}; give a file of text.")
+    return (
+        _joined(path for number, path in enumerate(files) if number % _PARTS),
+        _joined(path for number, path in enumerate(files) if number % _PARTS == 0),
+    )
+
+
+def _joined(paths: Iterable[Path]) -> bytes:
+    try:
+        return b"\n".join(path.read_bytes() for path in paths)
+    except OSError as error:
+        raise DataError(
+            f"text: cannot read {error.filename}: {error.strerror}; give a file of text."
+        ) from None
+
+
+def _check_length(path: str | Path | None, train: bytes, held_out: bytes, *, tokens: int) -> None:
+    """Refuse what has too few windows to learn from or to judge by."""
+    needed = _FEWEST_WINDOWS * _PARTS * (tokens + 1)
+    if len(held_out) >= _FEWEST_WINDOWS * (tokens + 1):
+        return
+    longest = len(held_out) // _FEWEST_WINDOWS - 1
+    shorter = f", or windows of {longest} tokens" if longest > 0 else ""
+    raise DataError(
+        f"text: {path or 'the standard library'} has {len(train) + len(held_out)} bytes. Windows of {tokens} "
+        f"tokens need {needed}, so that {_FEWEST_WINDOWS} can be held out: give a longer text{shorter}."
+    )

@@ -1,0 +1,181 @@
+"""Files of training that are cut off, made up or of another model: one line, and nothing is changed."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import efficient_attn as ea
+from efficient_attn.errors import DataError
+from efficient_attn.experiments import redraw
+from efficient_attn.experiments.tensor_files import read_tensors, write_tensors
+
+TINY = {"tokens": 8, "batch": 2, "model_dim": 8, "num_heads": 2, "num_layers": 1, "every": 2, "windows": 8,
+        "size": 4, "threads": 1, "text": "text.txt"}  # fmt: skip
+CHECKPOINT = Path("out/checkpoints/window-window-4.safetensors")
+MODEL = Path("out/models/window-window-4.safetensors")
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """The files of a run of two steps."""
+    folder, before = tmp_path_factory.mktemp("finished"), Path.cwd()
+    os.chdir(folder)
+    try:
+        Path("text.txt").write_text("".join(f"line {number} of the text\n" for number in range(120)))
+        ea.train(["window"], steps=2, out="out", **TINY)
+        return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    finally:
+        os.chdir(before)
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch, finished):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(redraw, "draw_run", lambda results, folder: [])
+    for path, data in finished.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+
+
+def go_on():
+    return ea.train(["window"], steps=4, out="out", resume=True, **TINY)
+
+
+def about(path):
+    from safetensors import safe_open
+
+    with safe_open(path, framework="pt") as file:
+        return file.metadata()
+
+
+def with_tensor(name, tensor):
+    def change(path):
+        tensors = load_file(path) | ({} if tensor is None else {name: tensor})
+        if tensor is None:
+            del tensors[name]
+        save_file(tensors, path, metadata=about(path))
+
+    return change
+
+
+def with_about(**changed):
+    return lambda path: save_file(load_file(path), path, metadata={**about(path), **changed})
+
+
+def cut(share):
+    return lambda path: path.write_bytes(path.read_bytes()[: int(share * path.stat().st_size)])
+
+
+ONE = torch.zeros(1, dtype=torch.float64)
+NORM = "model.stack.norm.weight"
+DAMAGES = [
+    (cut(0), "no whole safetensors file"),
+    (cut(0.5), "no whole safetensors file"),
+    (cut(0.999), "no whole safetensors file"),
+    (lambda path: path.write_bytes(b"\xff" * 4000), "no whole safetensors file"),
+    (lambda path: path.write_bytes(b"\xff\xff\xff\x7f\0\0\0\0{" + b" " * 4000), "no whole safetensors file"),
+    (with_about(format="another"), "has format 'another'; wanted is 'efficient-attn training 1'"),
+    (with_about(about="[1]"), "does not say in its metadata what it holds"),
+    (with_about(about="{" * 9999), "does not say in its metadata what it holds"),
+    (with_tensor(NORM, None), f"of another model: it lacks '{NORM}'"),
+    (with_tensor(NORM, torch.ones(3)), rf"of another model: '{NORM}' is torch.float32 \[3\], not .* \[8\]"),
+    (with_tensor(NORM, torch.ones(8).double()), rf"'{NORM}' is torch.float64 \[8\], not torch.float32 \[8\]"),
+    (with_tensor(NORM, torch.full((8,), float("nan"))), f"holds '{NORM}' with entries that are not finite"),
+    (with_tensor("model.own", ONE), "has, beyond what is wanted, 'model.own'"),
+    (with_tensor("optimiser.own.step", ONE), "has, beyond what is wanted, 'optimiser.own.step'"),
+    (with_tensor("curve", None), "it lacks 'curve'"),
+    (with_tensor("curve", torch.ones(4).double()), "'curve' is"),
+    (with_tensor("curve", torch.ones(1, 4).double()), "damaged: its curve cannot be that of this run"),
+    (with_tensor("recent", torch.ones(5).double()), "damaged"),
+    (with_tensor("seconds", torch.ones(2, 2).double()), "'seconds' is"),
+    (with_tensor("seconds", -torch.ones(2).double()), "damaged"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("damage", "message"), DAMAGES)
+def test_a_damaged_checkpoint_is_refused_in_one_line_and_left_alone(damage, message):
+    damage(CHECKPOINT)
+    before = {
+        path: path.read_bytes() for path in Path("out").rglob("*") if path.is_file() and path.name != ".lock"
+    }
+    with pytest.raises(DataError, match=message) as caught:
+        go_on()
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 400
+    assert {path: path.read_bytes() for path in before} == before
+
+
+def described(**changed):
+    def change(path):
+        known = json.loads(about(path)["about"])
+        with_about(about=json.dumps({**known, **changed}))(path)
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (cut(0.5), "no whole safetensors file"),
+        (described(backend="../evil.py:thing"), "which is in no table; give backend="),
+        (described(backend=["window"]), "which is in no table; give backend="),
+        (described(model_dim=10**9), "are not those of the model that it describes"),
+        (described(model_dim=None), "its tensors are not those of the model that it describes"),
+        (described(model_dim="8"), "its tensors are not those of the model that it describes"),
+        (described(num_layers=10**9), "its tensors are not those of the model that it describes"),
+        (described(num_heads=0), "does not hold a model that can be built"),
+        (described(num_heads=3), "is not divided by num_heads=3"),
+        (described(positions="own"), "No choice of positions is called 'own'"),
+        (described(positions="learned", max_tokens=10**15), "describes more numbers than it holds"),
+        (described(options={"own": 1}), "No option of backend 'window' is called 'own'"),
+        (described(options=3), "does not hold a model that can be built"),
+        (described(backend="performer-positive", options={"num_features": 10**12}), "describes more numbers"),
+        (described(backend="performer-positive", options={"num_features": 4}), "Missing key"),
+    ],
+)
+def test_a_model_file_that_was_made_up_is_refused_in_one_line(damage, message):
+    damage(MODEL)
+    with pytest.raises(DataError, match=message) as caught:
+        ea.read_model(MODEL)
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 400
+
+
+def test_a_model_of_somebodys_own_backend_is_read_with_that_backend():
+    described(backend="own.py:window")(MODEL)
+    known = ea.read_model(MODEL, backend="window")
+    assert known.stack.blocks[0].attention.backend.spec.name == "window"
+
+
+def test_a_checkpoint_is_no_model():
+    with pytest.raises(DataError, match="has format 'efficient-attn training 1'; wanted is"):
+        ea.read_model(CHECKPOINT)
+
+
+def test_a_file_that_is_not_there_is_told():
+    with pytest.raises(DataError, match=r"Cannot read own\.safetensors: No such file"):
+        ea.read_model("own.safetensors")
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
+    path = tmp_path / "one.safetensors"
+    write_tensors(path, {"x": ONE}, {"a": 1}, format="f")
+
+    def full(descriptor):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(DataError, match=r"Cannot write .*: No space left on device"):
+        write_tensors(path, {"x": ONE + 1}, {"a": 2}, format="f")
+    tensors, told = read_tensors(path, format="f")
+    assert (
+        tensors["x"] == 0 and told == {"a": 1} and [one.name for one in tmp_path.glob("one*")] == [path.name]
+    )
+
+
+def test_models_whose_records_were_lost_are_taken_up_from_their_checkpoints():
+    Path("out/records.jsonl").unlink()
+    Path("out/environment.json").unlink()
+    assert {record.train_steps for record in go_on().records} == {(2, 4)}
