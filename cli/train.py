@@ -1,5 +1,6 @@
 """`efficient-attn train`: small language models that differ by their attention alone, trained by turns."""
 
+import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
@@ -10,7 +11,7 @@ import typer
 
 from efficient_attn.errors import OptionError
 
-from . import talk
+from . import exits, talk
 from .options import (
     BackendOption,
     DeviceOption,
@@ -23,7 +24,6 @@ from .options import (
     ThreadsOption,
     names,
 )
-from .outcome import finish
 from .plan import PlanOption, as_plan
 
 TextOption = Annotated[
@@ -89,7 +89,7 @@ def train_command(
     layers: BlocksOption = 2,
     positions: PositionsOption = "rotary",
     learning_rate: RateOption = 0.01,
-    warmup: WarmupOption = 50,
+    warmup: WarmupOption = 20,
     every: EveryOption = 20,
     windows: WindowsOption = 64,
     redraw_every: RedrawOption = 0,
@@ -157,7 +157,38 @@ def train_command(
         )
     for label, words in train.samples(folder, variants, sample):
         typer.echo(f"{label}: {words}\n", err=json_to is not None)
-    finish(results, names(backend), folder=folder, as_json=json_to is not None)
+    _print(results, as_json=json_to is not None)
+    typer.echo(str(folder), err=json_to is not None)
+    raise typer.Exit(_exit_code(results))
+
+
+def _print(results: Any, *, as_json: bool) -> None:
+    if as_json:
+        from efficient_attn.sweep.records import line
+
+        document = {
+            "environment": results.environment,
+            "records": [json.loads(line(record)) for record in results.records],
+            "sentences": results.sentences(),
+            "notes": list(results.notes),
+            "interrupted": results.interrupted,
+        }
+        typer.echo(json.dumps(document, indent=2, allow_nan=False, ensure_ascii=False))
+        return
+    talk.print_tables(results.tables())
+    for sentence in results.sentences():
+        typer.echo(sentence)
+    for note in results.notes:
+        talk.say(note)
+
+
+def _exit_code(results: Any) -> int:
+    if results.interrupted:
+        return exits.INTERRUPTED
+    failed = sum(record.status != "ok" for record in results.records)
+    if failed == len(results.records):
+        return exits.NOTHING_MEASURED
+    return exits.SOME_NOT_MEASURED if failed else exits.DONE
 
 
 @contextmanager

@@ -12,6 +12,7 @@ import pytest
 
 pytest.importorskip("efficient_attn_cli", reason="needs an installation, if only an editable one")
 
+from efficient_attn.experiments import redraw
 from efficient_attn_cli.main import main
 
 TINY = ["train", "--text", "text.txt", "--seq-len", "8", "--batch", "2", "--model-dim", "8",
@@ -53,18 +54,35 @@ def test_train_prints_progress_a_table_and_last_the_folder_of_its_files(folder, 
     assert "window(window=4):" in out and "\x1b" not in out + err
 
 
-def test_a_run_goes_on_by_its_own_plan_and_report_draws_it_again(folder, capsys):
+def test_a_run_goes_on_by_its_own_plan(undrawn):
     assert command(*TINY, "--steps", 2, "--out", "out") == 0
     assert command("train", "--plan", "out/plan.toml", "--steps", 4, "--out", "out", "--resume") == 0
-    (folder / "out/training.png").unlink()
-    assert command("report", "out") == 0
-    assert (folder / "out/training.png").exists()
     assert {
         json.loads(line)["train_steps"][-1] for line in Path("out/records.jsonl").read_text().splitlines()
     } == {4}
 
 
-def test_json_makes_stdout_one_document(capsys):
+def test_the_command_and_the_function_have_the_same_defaults():
+    import inspect
+
+    from efficient_attn.experiments.train import train
+    from efficient_attn.sweep.amounts import parse_seconds
+    from efficient_attn_cli.train import train_command
+
+    theirs = {name: one.default for name, one in inspect.signature(train_command).parameters.items()}
+    theirs |= {"tokens": theirs["seq_len"], "num_layers": theirs["layers"], "backends": theirs["backend"],
+               "budget_s": parse_seconds(theirs["budget"], name=""), "options": theirs["set_"]}  # fmt: skip
+    own = {name: one.default for name, one in inspect.signature(train).parameters.items()}
+    assert own == {name: theirs[name] for name in own}
+
+
+@pytest.fixture
+def undrawn(monkeypatch):
+    """Pictures take longer than all the rest."""
+    monkeypatch.setattr(redraw, "draw_run", lambda results, folder: [])
+
+
+def test_json_makes_stdout_one_document(undrawn, capsys):
     assert command(*TINY, "--steps", 2, "--json", "-", "--sample", 3) == 0
     document = json.loads(capsys.readouterr().out)
     assert [record["kind"] for record in document["records"]] == ["train", "train"]
@@ -96,7 +114,7 @@ def test_a_wrong_request_ends_in_one_line_and_leaves_no_folder(words, message, f
     assert not (folder / "runs").exists()
 
 
-def test_going_on_with_other_options_is_refused(folder, capsys):
+def test_going_on_with_other_options_is_refused(undrawn, capsys):
     assert command(*TINY, "--steps", 2, "--out", "out") == 0
     capsys.readouterr()
     assert command(*TINY, "--steps", 4, "--out", "out", "--resume", "--learning-rate", 0.5) == 2
@@ -105,6 +123,7 @@ def test_going_on_with_other_options_is_refused(folder, capsys):
     assert "holds records of another run already" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.name != "posix", reason="signals")
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_an_ended_command_puts_its_models_down_and_says_how_it_ended(number, code):

@@ -103,7 +103,8 @@ def test_the_table_has_every_model_the_lowest_first_and_says_what_failed():
     empty = Record(case=replace(CASE, backend="none", label="none"), status="error", reason="at once")
     (table,) = training_tables([*RECORDS, failed, empty])
     assert [row[0] for row in table.rows] == ["window", "exact", "own", "linear-relu", "linear-elu", "none"]
-    assert table.rows[0] == ("window", "30", "2.900 ±0.597", "−0.100 ±0.006", "4.900", "5.00", "2 KiB")
+    # The half of the interval is 1.96 · 0.6829 / 3.
+    assert table.rows[0] == ("window", "30", "2.900 ±0.446", "−0.100 ±0.006", "4.900", "5.00", "2 KiB")
     assert table.rows[-1] == ("none", "–", "–", "", "–", "–", "–")
     assert {"own: error: it broke", "none: error: at once"} <= set(table.notes)
 

@@ -40,7 +40,7 @@ class Course:
     num_layers: int = 2
     positions: str = "rotary"
     learning_rate: float = 0.01
-    warmup: int = 50
+    warmup: int = 20
     every: int = 20
     windows: int = 64
     redraw_every: int = 0
