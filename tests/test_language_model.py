@@ -59,5 +59,12 @@ def test_an_update_goes_down_the_gradient_and_vectors_do_not_decay():
     learner = optimiser(one)
     assert [group["weight_decay"] > 0 for group in learner.param_groups] == [True, False]
     before = one(x).item()
-    update(one, learner, one(x).sum(), rate=0.1)
+    assert update(one, learner, one(x).sum(), rate=0.1)
     assert one(x).item() < before
+
+
+def test_a_gradient_that_is_not_finite_changes_nothing():
+    one = torch.nn.Linear(3, 1)
+    learner, before = optimiser(one), one.weight.clone()
+    assert not update(one, learner, one(torch.full((1, 3), math.inf)).sum(), rate=0.1)
+    assert torch.equal(one.weight, before) and not learner.state

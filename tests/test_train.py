@@ -16,12 +16,13 @@ from safetensors.torch import load_file
 
 import efficient_attn as ea
 from efficient_attn.errors import DataError, OptionError, UnsupportedError
-from efficient_attn.experiments import redraw, train
+from efficient_attn.experiments import redraw, train, turns
 from efficient_attn.experiments.course import build_model, course
 from efficient_attn.experiments.learner import Learner
 from efficient_attn.experiments.texts import read_text
 from efficient_attn.experiments.train import samples, variants
-from efficient_attn.measure.memory import state_bytes
+from efficient_attn.report.files import write
+from efficient_attn.transformer.language_model import LanguageModel
 
 TINY = {"tokens": 8, "batch": 2, "model_dim": 8, "num_heads": 2, "num_layers": 1, "every": 2, "windows": 8,
         "warmup": 4, "threads": 1}  # fmt: skip
@@ -181,8 +182,26 @@ def test_a_model_whose_loss_is_no_number_ends_alone(monkeypatch):
 
     monkeypatch.setattr(Learner, "advance", broken)
     exact, window, performer = run(steps=6).records
-    assert (window.status, window.reason) == ("error", "the loss of step 4 is not finite")
+    assert (window.status, window.reason) == ("error", "loss or gradient of step 4 are not finite")
     assert window.train_steps == (2,) and exact.train_steps == performer.train_steps == (2, 4, 6)
+
+
+def test_what_breaks_ends_alone_and_what_cannot_be_written_ends_the_run(monkeypatch):
+    forward = LanguageModel.forward
+
+    def broken(self, tokens):
+        if self.stack.blocks[0].attention.backend.spec.name == "window" and self.training:
+            raise RuntimeError("it broke\nhere")
+        return forward(self, tokens)
+
+    monkeypatch.setattr(LanguageModel, "forward", broken)
+    exact, window, performer = run(steps=2).records
+    assert (window.status, window.reason, window.train_steps) == ("error", "RuntimeError: it broke here", ())
+    assert exact.status == performer.status == "ok"
+    monkeypatch.setattr(LanguageModel, "forward", forward)
+    monkeypatch.setattr(turns, "save_checkpoint", lambda *given: write(Path("none/file"), ""))
+    with pytest.raises(DataError, match="Cannot write none/file: No such file"):
+        run(steps=2, out="out")
 
 
 def test_features_are_drawn_anew_where_that_is_asked_for_and_the_run_still_goes_on_alike():
@@ -209,9 +228,9 @@ def test_what_is_calibrated_says_on_what_and_is_loaded_with_the_model():
 
 
 def test_the_state_is_that_of_one_window():
-    one = learner("performer-positive", num_layers=2)
-    _, state = one.model.extend(one._windows[:1, :-1])
-    assert one.record().state_bytes == state_bytes(state.blocks)
+    # Keys and values: 2 blocks, 8 tokens of 8 entries, 4 bytes each; then one byte of a mask for each token.
+    assert learner(num_layers=2).record().state_bytes == 2 * 2 * 8 * 8 * 4 + 2 * 8
+    assert learner("performer-positive", tokens=8).record().state_bytes < 2000
 
 
 def test_the_best_model_is_the_one_of_the_best_evaluation(monkeypatch):
@@ -260,7 +279,9 @@ def test_a_run_that_goes_on_with_other_options_is_refused_and_nothing_is_lost(ch
     before = {path: path.read_bytes() for path in tmp_path.rglob("*.safetensors")}
     if message is None:
         # Another variant is another model beside those that are there.
-        assert len(run(steps=2, out="out", resume=True, **changed).records) == 4
+        more = run(steps=2, out="out", resume=True, **changed)
+        assert len(more.records) == 4
+        assert any("Left as they were" in note and "num_features=4" in note for note in more.notes)
     else:
         with pytest.raises(DataError, match=f"{message}.*Give the options of that run, or name a new folder"):
             run(steps=4, out="out", resume=True, **changed)

@@ -36,7 +36,7 @@ class TrainingCurve(NamedTuple):
         seconds_s: Of training until then.
         final: The last evaluation.
         beyond_exact: How much more that is than exact attention had on the same windows after as many steps.
-        at_common_time: After the seconds that the fastest took for all its steps.
+        at_common_time: After the seconds that the fastest took for all its steps, if evaluated by then.
     """
 
     label: str
@@ -105,9 +105,14 @@ def _curve(record: Record, exact: Record | None, common_s: float | None) -> Trai
         held_out=held_out,
         final=_mean(_windows(record)) if known else None,
         beyond_exact=None if exact is None or exact is record else _beyond(record, exact),
-        at_common_time=float(np.interp(common_s, seconds, held_out)) if known and common_s else None,
+        at_common_time=_at(common_s, seconds, held_out) if known and common_s is not None else None,
         record=record,
     )
+
+
+def _at(common_s: float, seconds_s: tuple[float, ...], values: tuple[float, ...]) -> float | None:
+    """The value at a moment, on the straight line between two evaluations; None before the first one."""
+    return float(np.interp(common_s, seconds_s, values)) if common_s >= seconds_s[0] else None
 
 
 def _beyond(record: Record, exact: Record) -> Mean | None:

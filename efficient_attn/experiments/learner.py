@@ -7,6 +7,7 @@ interrupted anywhere goes on as if it had not been.
 import math
 import time
 from contextlib import suppress
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -87,20 +88,18 @@ class Learner:
         self.model.train()
         with drawing((course.seed, self.step)):
             loss = F.cross_entropy(self.model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
-            found = float(loss.detach())
-            if not math.isfinite(found):
-                self.failed = f"the loss of step {self.step + 1} is not finite"
-                return
             rate = rate_at(self.step + 1, peak=course.learning_rate, warmup=course.warmup)
-            update(self.model, self._optimiser, loss, rate=rate)
-        self.recent.append(found / math.log(2))
+            if not loss.isfinite() or not update(self.model, self._optimiser, loss, rate=rate):
+                self.failed = f"loss or gradient of step {self.step + 1} are not finite"
+                return
+        self.recent.append(float(loss.detach()) / math.log(2))
         self.advanced = True
         self.step += 1
         self.trained_s += time.perf_counter() - start
 
     @torch.no_grad()
-    def evaluate(self) -> Point:
-        """Bits per byte of the held-out windows, noted in the curve."""
+    def evaluate(self) -> None:
+        """Note the bits per byte of the held-out windows in the curve."""
         start = time.perf_counter()
         self.model.eval()
         parts = self._windows.split(self.course.batch)
@@ -112,7 +111,6 @@ class Learner:
         else:
             self.failed = f"the loss of the held-out windows after step {self.step} is not finite"
         self.evaluated_s += time.perf_counter() - start
-        return point
 
     @property
     def best(self) -> Point | None:
@@ -161,19 +159,22 @@ class Learner:
             held_out_bits_per_byte=tuple(point.held_out for point in curve),
             held_out_bits_per_byte_windows=self.held_out,
             parameter_bytes=parameter_bytes(self.model),
-            state_bytes=self._state_bytes(),
+            state_bytes=self._state_bytes,
             calibrated_on=self._calibrated,
         )
 
-    @torch.no_grad()
+    # Asked for after every round, and always the same.
+    @cached_property
     def _state_bytes(self) -> int | None:
         """Of one sequence after all the tokens of a window; None where nothing is carried on."""
-        streams = all(one.spec.capabilities.streaming for one in _backends(self.model))
-        if not streams:
+        if not all(one.spec.capabilities.streaming for one in _backends(self.model)):
             return None
-        self.model.eval()
-        _, state = self.model.extend(self._windows[:1, :-1])
-        return state_bytes(state.blocks)
+        model, state = self.model.eval(), None
+        with torch.no_grad():
+            # In two parts: what is kept of a first one may be a view of all that was projected.
+            for part in self._windows[:1, :-1].tensor_split([-1], dim=1):
+                _, state = model.extend(part, state) if part.numel() else (None, state)
+        return state_bytes(state)
 
     def _batch(self) -> Tensor:
         course = self.course

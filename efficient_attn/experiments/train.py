@@ -7,7 +7,7 @@ from typing import Any
 
 from efficient_attn.analysis.curves import YARDSTICK
 from efficient_attn.analysis.doubts import DURING
-from efficient_attn.errors import OptionError
+from efficient_attn.errors import AttentionError, OptionError
 from efficient_attn.experiments.checkpoints import model_path, read_model
 from efficient_attn.experiments.course import Course, course
 from efficient_attn.experiments.folder import only_writer
@@ -176,17 +176,29 @@ def samples(folder: str | Path, chosen: Sequence[Variant], count: int) -> Iterat
     first = torch.tensor([list(_PROMPT)])
     for variant in chosen:
         path = model_path(Path(folder), variant)
-        if count and path.exists():
+        if not count or not path.exists():
+            continue
+        try:
             model = read_model(path, backend=variant.target)
             drawn = generate(model.extend, first, count, temperature=_TEMPERATURE)
-            yield variant.label, plain((_PROMPT + bytes(drawn[0].tolist())).decode("utf-8", errors="replace"))
+            words = (_PROMPT + bytes(drawn[0].tolist())).decode("utf-8", errors="replace")
+        except AttentionError as error:
+            # One that cannot stream, or not so far.
+            words = str(error)
+        yield variant.label, plain(words).strip()
 
 
 def _learners(chosen: Sequence[Variant], text: Text, course: Course) -> list[Learner]:
     """The models before their first steps."""
     for variant in chosen:
-        # What is loaded or allocated at the first step of a kind belongs to no curve.
-        Learner(variant, text, course).try_step()
+        try:
+            # What is loaded or allocated at the first step of a kind belongs to no curve.
+            Learner(variant, text, course).try_step()
+        except AttentionError:
+            raise
+        except Exception as error:  # The backend may be anybody's code.
+            told = f"{type(error).__name__}: {error}"
+            raise OptionError(f"{variant.label} cannot be built into a model: {told[:200]}") from None
     return [Learner(variant, text, course) for variant in chosen]
 
 

@@ -29,11 +29,17 @@ def rate_at(step: int, *, peak: float, warmup: int) -> float:
     return peak * min(step / warmup, math.sqrt(warmup / step))
 
 
-def update(model: nn.Module, optimiser: torch.optim.Optimizer, loss: Tensor, *, rate: float) -> None:
-    """One step of the optimiser at this rate, down the gradient of the loss."""
+def update(model: nn.Module, optimiser: torch.optim.Optimizer, loss: Tensor, *, rate: float) -> bool:
+    """One step of the optimiser at this rate, down the gradient of the loss; whether it was made.
+
+    A gradient that is not finite changes nothing.
+    """
     optimiser.zero_grad()
     loss.backward()
-    nn.utils.clip_grad_norm_(model.parameters(), _LONGEST_GRADIENT)
+    length = nn.utils.clip_grad_norm_(model.parameters(), _LONGEST_GRADIENT)
+    if not length.isfinite():
+        return False
     for group in optimiser.param_groups:
         group["lr"] = rate
     optimiser.step()
+    return True

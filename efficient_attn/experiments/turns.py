@@ -120,7 +120,9 @@ class Book:
         if (folder / ENVIRONMENT).exists():
             self.machine = read_json(folder / ENVIRONMENT)
         self._resumed = True
-        return [f"Two environments are mixed here: {one}." for one in sorted({*changed} - {None}, key=str)]
+        notes = [f"Two environments are mixed here: {one}." for one in sorted({*changed} - {None}, key=str)]
+        left = ", ".join(record.case.label for record in self._others)
+        return notes + ([f"Left as they were, since they were not asked for: {left}."] if left else [])
 
     def begin(self, plan: str | None) -> None:
         """Describe the run in its folder.
@@ -172,7 +174,7 @@ def by_turns(
             book.note()
     except KeyboardInterrupt:
         for one in learners:
-            if one.recent:
+            if one.advanced and one.failed is None:
                 book.keep(one)
         book.note()
         return False
@@ -189,10 +191,12 @@ def _take_turn(learner: Learner, book: Book) -> None:
         if learner.failed is None:
             with held():
                 learner.evaluate()
-                book.keep(learner)
     except Exception as failure:  # The backend may be anybody's code; the others go on without it.
         told = " ".join(f"{type(failure).__name__}: {failure}".split())
         learner.failed = told[:_LONGEST_REASON]
+    if learner.failed is None:
+        with held():
+            book.keep(learner)
 
 
 def _tell(
@@ -202,8 +206,7 @@ def _tell(
         return
     turns = sum(len(one.curve) for one in learners)
     going = sum(one.failed is None for one in learners)
-    left = limit.rounds_left(learners)
-    total = max(turns, len(learners)) if left == float("inf") else turns + int(left) * going
+    total = turns + int(limit.rounds_left(learners)) * going
     name = learner.variant.label
     what = (
         f"{name} ended: {learner.failed}"

@@ -29,7 +29,8 @@ def heading(run: TrainingRun) -> str:
 
 def model(case: Case) -> str:
     """`2 blocks of 4 heads of 16, batch 8, 2 CPU threads`."""
-    where = f"{case.threads} CPU threads" if case.device == "cpu" else case.device
+    threads = "1 CPU thread" if case.threads == 1 else f"{case.threads} CPU threads"
+    where = threads if case.device == "cpu" else case.device
     return f"{case.layers} blocks of {case.num_heads} heads of {case.head_dim}, batch {case.batch}, {where}"
 
 
