@@ -1,6 +1,5 @@
 """`efficient-attn train`: small language models that differ by their attention alone, trained by turns."""
 
-import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
@@ -11,7 +10,7 @@ import typer
 
 from efficient_attn.errors import OptionError
 
-from . import exits, talk
+from . import talk
 from .options import (
     BackendOption,
     DeviceOption,
@@ -22,8 +21,11 @@ from .options import (
     ResumeOption,
     SetOption,
     ThreadsOption,
+    as_json,
     names,
+    refuse_extra,
 )
+from .outcome import finish
 from .plan import PlanOption, as_plan
 
 TextOption = Annotated[
@@ -114,10 +116,8 @@ def train_command(
     from efficient_attn.sweep.amounts import parse_seconds
     from efficient_attn.sweep.variants import parse_settings
 
-    if extra:
-        raise OptionError(f"Values are joined by commas, as in --backend a,b; {extra[0]!r} stands alone.")
-    if json_to not in (None, "-"):
-        raise OptionError(f"--json takes - for stdout, not {json_to!r}; files are written to --out.")
+    refuse_extra(extra)
+    to_stdout = as_json(json_to)
     resume = resume or force_resume
     if resume and out is None:
         raise OptionError("--resume needs --out, the folder of the run to go on with.")
@@ -156,39 +156,8 @@ def train_command(
             progress=show,
         )
     for label, words in train.samples(folder, variants, sample):
-        typer.echo(f"{label}: {words}\n", err=json_to is not None)
-    _print(results, as_json=json_to is not None)
-    typer.echo(str(folder), err=json_to is not None)
-    raise typer.Exit(_exit_code(results))
-
-
-def _print(results: Any, *, as_json: bool) -> None:
-    if as_json:
-        from efficient_attn.sweep.records import line
-
-        document = {
-            "environment": results.environment,
-            "records": [json.loads(line(record)) for record in results.records],
-            "sentences": results.sentences(),
-            "notes": list(results.notes),
-            "interrupted": results.interrupted,
-        }
-        typer.echo(json.dumps(document, indent=2, allow_nan=False, ensure_ascii=False))
-        return
-    talk.print_tables(results.tables())
-    for sentence in results.sentences():
-        typer.echo(sentence)
-    for note in results.notes:
-        talk.say(note)
-
-
-def _exit_code(results: Any) -> int:
-    if results.interrupted:
-        return exits.INTERRUPTED
-    failed = sum(record.status != "ok" for record in results.records)
-    if failed == len(results.records):
-        return exits.NOTHING_MEASURED
-    return exits.SOME_NOT_MEASURED if failed else exits.DONE
+        typer.echo(f"{label}: {words}\n", err=to_stdout)
+    finish(results, names(backend), folder=folder, as_json=to_stdout)
 
 
 @contextmanager
