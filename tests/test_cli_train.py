@@ -12,7 +12,6 @@ import pytest
 
 pytest.importorskip("efficient_attn_cli", reason="needs an installation, if only an editable one")
 
-from efficient_attn.experiments import redraw
 from efficient_attn_cli.main import main
 
 TINY = ["train", "--text", "text.txt", "--seq-len", "8", "--batch", "2", "--model-dim", "8",
@@ -74,12 +73,6 @@ def test_the_command_and_the_function_have_the_same_defaults():
                "budget_s": parse_seconds(theirs["budget"], name=""), "options": theirs["set_"]}  # fmt: skip
     own = {name: one.default for name, one in inspect.signature(train).parameters.items()}
     assert own == {name: theirs[name] for name in own}
-
-
-@pytest.fixture
-def undrawn(monkeypatch):
-    """Pictures take longer than all the rest."""
-    monkeypatch.setattr(redraw, "draw_run", lambda results, folder: [])
 
 
 def test_json_makes_stdout_one_document(undrawn, capsys):

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 import efficient_attn as ea
 from efficient_attn.errors import DataError, OptionError, UnsupportedError
-from efficient_attn.experiments import redraw, train, turns
+from efficient_attn.experiments import train, turns
 from efficient_attn.experiments.course import build_model, course
 from efficient_attn.experiments.learner import Learner
 from efficient_attn.experiments.texts import read_text
@@ -31,10 +31,8 @@ LINES = "".join(f"line {number} of the text\n" for number in range(120)).encode(
 
 
 @pytest.fixture(autouse=True)
-def text(tmp_path, monkeypatch):
+def text(tmp_path, monkeypatch, undrawn):
     monkeypatch.chdir(tmp_path)
-    # Pictures take longer than all the rest; other tests look at them.
-    monkeypatch.setattr(redraw, "draw_run", lambda results, folder: [])
     path = tmp_path / "text.txt"
     path.write_bytes(LINES)
     return path

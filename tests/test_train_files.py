@@ -10,7 +10,6 @@ from safetensors.torch import load_file, save_file
 
 import efficient_attn as ea
 from efficient_attn.errors import DataError
-from efficient_attn.experiments import redraw
 from efficient_attn.experiments.tensor_files import read_tensors, write_tensors
 
 TINY = {"tokens": 8, "batch": 2, "model_dim": 8, "num_heads": 2, "num_layers": 1, "every": 2, "windows": 8,
@@ -33,9 +32,8 @@ def finished(tmp_path_factory):
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch, finished):
+def folder(tmp_path, monkeypatch, finished, undrawn):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(redraw, "draw_run", lambda results, folder: [])
     for path, data in finished.items():
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(data)
