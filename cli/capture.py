@@ -1,4 +1,4 @@
-"""`efficient-attn capture`: q, k and v of a local encoder on a text, as a file that `mse` can read."""
+"""`efficient-attn capture`: q, k and v of a local model on a text, as a file that `mse` can read."""
 
 from pathlib import Path
 from typing import Annotated
@@ -6,24 +6,22 @@ from typing import Annotated
 import typer
 
 from efficient_attn.errors import DataError, OptionError
+from efficient_attn.sweep.amounts import parse_bytes
 
 from . import talk
+from .texts import ModelArgument, NameOption, read_text
 
-# A text of more bytes than this is no text for one sequence.
-_MOST_BYTES = 1 << 24
-
-ModelArgument = Annotated[
-    Path, typer.Argument(metavar="MODEL_FOLDER", help="A Hugging Face encoder with model.safetensors.")
-]
 TextOption = Annotated[
     Path, typer.Option("--text", metavar="FILE", help="UTF-8 text; its beginning is read.")
 ]
 LayersOption = Annotated[
     str | None, typer.Option("--layers", metavar="N[,N…]", help="Layers to keep, from 0; all if left out.")
 ]
-MaxTokensOption = Annotated[int, typer.Option("--max-tokens", min=1, help="Tokens to keep.")]
-NameOption = Annotated[
-    str | None, typer.Option("--name", help="What the file calls the model; the folder's name if left out.")
+MaxTokensOption = Annotated[
+    int, typer.Option("--max-tokens", min=1, help="Tokens to keep, at most as many as the model can take.")
+]
+MaxSizeOption = Annotated[
+    str, typer.Option("--max-size", metavar="AMOUNT", help="Refuse to write a larger file: 500M or 2GiB.")
 ]
 FileOption = Annotated[Path, typer.Option("--out", metavar="FILE.safetensors", help="A new file.")]
 
@@ -34,9 +32,10 @@ def capture_command(
     out: FileOption,
     layers: LayersOption = None,
     max_tokens: MaxTokensOption = 512,
+    max_size: MaxSizeOption = "1GiB",
     name: NameOption = None,
 ) -> None:
-    """Write q, k, v of an encoder on a text, with tokens and origin, for mse --inputs FILE.
+    """Write q, k, v of a model on a text, with tokens and origin, for mse --inputs FILE.
 
     Example: efficient-attn capture MODEL --text alice.txt --layers 0,1,5 --out alice.safetensors
     """
@@ -45,11 +44,16 @@ def capture_command(
     if out.exists():
         raise DataError(f"--out: {out} exists already; name a new file.")
     chosen = _layers(layers)
-    words = _read(text)
+    most_bytes = parse_bytes(max_size, name="--max-size", available=None)
+    if most_bytes is None:
+        raise OptionError(f"--max-size is an amount such as 500M or 2GiB, not {max_size!r}.")
+    words = read_text(text)
 
     from efficient_attn.integrations.capture import capture, save
 
-    captured = capture(model_folder, words, layers=chosen, max_tokens=max_tokens, name=name)
+    captured = capture(
+        model_folder, words, layers=chosen, max_tokens=max_tokens, name=name, most_bytes=most_bytes
+    )
     save(captured, out)
     kept = ", ".join(map(str, captured.layers))
     talk.say(
@@ -65,16 +69,3 @@ def _layers(text: str | None) -> tuple[int, ...] | None:
     if not all(part.isdecimal() for part in parts):
         raise OptionError(f"--layers is made of whole numbers, such as 0,1,5, not {text!r}.")
     return tuple(map(int, parts))
-
-
-def _read(path: Path) -> str:
-    try:
-        if path.stat().st_size > _MOST_BYTES:
-            raise DataError(
-                f"--text: {path} is larger than {_MOST_BYTES} bytes; cut it to what is to be read."
-            )
-        return path.read_bytes().decode("utf-8")
-    except OSError as error:
-        raise DataError(f"--text: cannot read {path}: {error.strerror}.") from None
-    except UnicodeDecodeError:
-        raise DataError(f"--text: {path} is no UTF-8 text.") from None

@@ -37,6 +37,7 @@ COMMANDS = (
     "train",
     "reproduce",
     "capture",
+    "swap",
     "check",
     "env",
 )

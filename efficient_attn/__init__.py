@@ -33,6 +33,7 @@ _HOME = {
     "show": "experiments.show",
     "train": "experiments.train",
     "read_model": "experiments.checkpoints",
+    "swap": "experiments.swap",
     "diff": "experiments.diff",
     "Results": "experiments.results",
     "read": "experiments.results",

@@ -1,6 +1,7 @@
 """Tiny random models of transformers, made on the spot, and inputs for them."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -152,3 +153,22 @@ def logits(model: Any, batch: dict[str, Tensor]) -> Tensor:
     """The logits of the tokens that are not padding."""
     with torch.no_grad():
         return model(**batch).logits[batch["attention_mask"].bool()]
+
+
+def saved(model: Any, folder: Path) -> Path:
+    """The model in a folder, with a tokenizer that knows the words w0, w1, …"""
+    from transformers import BertTokenizer
+
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    model.save_pretrained(folder)
+    words = [f"w{number}" for number in range(VOCABULARY - len(special))]
+    (folder / "vocab.txt").write_text("\n".join([*special, *words]))
+    BertTokenizer(str(folder / "vocab.txt")).save_pretrained(folder)
+    return folder
+
+
+def texts(count: int = 3, words: int = 40) -> dict[str, str]:
+    """Texts of such words."""
+    generator = torch.Generator().manual_seed(1)
+    drawn = torch.randint(VOCABULARY - 5, (count, words), generator=generator)
+    return {f"text {number}": " ".join(f"w{int(word)}" for word in row) for number, row in enumerate(drawn)}

@@ -1,4 +1,4 @@
-"""Capturing q, k, v from a local encoder; models here are tiny, random and made on the spot."""
+"""Capturing q, k, v from a local model; models here are tiny, random and made on the spot."""
 
 import sys
 
@@ -6,7 +6,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from efficient_attn.errors import DataError, MissingPackageError, OptionError, UnsupportedError
+import efficient_attn as ea
+from efficient_attn.errors import DataError, MissingPackageError, OptionError
 from efficient_attn.integrations.capture import capture, save
 from efficient_attn.measure.inputs import Captured, read_activations
 
@@ -85,32 +86,83 @@ def test_layers_that_the_model_does_not_have_are_refused(folder, layers):
         capture(folder, TEXT, layers=layers)
 
 
-def test_a_decoder_is_refused(tmp_path, folder):
-    transformers = pytest.importorskip("transformers")
-    config = transformers.BertConfig(
-        vocab_size=12,
-        hidden_size=8,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        intermediate_size=16,
-        is_decoder=True,
+def test_more_than_the_size_asked_for_is_refused_before_the_model_runs(folder):
+    # Two layers of three tensors with nine tokens of eight entries, two bytes each.
+    size = 2 * 3 * 9 * HEADS * HEAD_DIM * 2
+    assert len(capture(folder, TEXT, layers=[0, 1], max_tokens=9, most_bytes=size).layers) == 2
+    with pytest.raises(OptionError, match="2 layers of 9 tokens take up to 864 B, more than 863 B"):
+        capture(folder, TEXT, layers=[0, 1], max_tokens=9, most_bytes=size - 1)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "modernbert"])
+def test_what_a_layer_shows_its_queries_is_kept_and_read_back(name, tmp_path):
+    """q, k and v of decoders, grouped queries and sliding layers give the outputs that the model has."""
+    pytest.importorskip("transformers", minversion="5", reason="the extra [hf] is not installed")
+    from hf_models import MODELS, saved, texts
+
+    from efficient_attn.integrations.transformers.exchanging import places_of
+
+    (text, *_) = texts().values()
+    model = MODELS[name]()
+    captured = capture(saved(model, tmp_path), text)
+    save(captured, tmp_path / "x.safetensors")
+    kept = read_activations(tmp_path / "x.safetensors")
+    patterns = {"gpt2": "causal over all keys", "llama": "causal over all keys"}
+    expected = (
+        {1: "bidirectional over 9 keys"} if name == "modernbert" else dict.fromkeys(range(3), patterns[name])
     )
-    transformers.BertLMHeadModel(config).save_pretrained(tmp_path)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (tmp_path / name).write_bytes((folder / name).read_bytes())
-    with pytest.raises(UnsupportedError, match="capture reads bidirectional encoders"):
-        capture(tmp_path, TEXT)
+    assert kept.patterns == captured.patterns == expected
+    outputs = {}
+    for place in places_of(model).every:
+        projection = getattr(place.module, "c_proj", None) or getattr(place.module, "o_proj", None)
+        projection = projection or place.module.Wo
+        projection.register_forward_pre_hook(
+            lambda module, given, layer=place.layer: outputs.update({layer: given[0]})
+        )
+    tokenizer = __import__("transformers").AutoTokenizer.from_pretrained(tmp_path)
+    with torch.no_grad():
+        model(tokenizer(text, return_tensors="pt")["input_ids"])
+    for layer, (q, k, v) in captured.layers.items():
+        told = captured.patterns.get(layer, "")
+        own = ea.attention(
+            q, k, v, "window" if "over 9" in told else "exact", causal="causal" in told, scale=captured.scale,
+            **({"window": 9} if "over 9" in told else {}),
+        )  # fmt: skip
+        torch.testing.assert_close(own.transpose(1, 2).flatten(2), outputs[layer], rtol=1e-5, atol=1e-5)
+        assert k.shape[1] == (2 if name == "llama" else 4)
 
 
-def test_a_folder_without_safetensors_is_refused_before_anything_is_loaded(tmp_path):
+def test_layers_that_are_causal_are_not_taken_for_others(tmp_path):
+    pytest.importorskip("transformers", minversion="5", reason="the extra [hf] is not installed")
+    from hf_models import gpt2, saved, texts
+
+    (text, *_) = texts().values()
+    save(capture(saved(gpt2(), tmp_path), text), tmp_path / "x.safetensors")
+    with pytest.raises(DataError, match=r"Layer 0 of x\.safetensors is causal over all keys in its model"):
+        ea.mse(["exact"], inputs=[tmp_path / "x.safetensors"])
+
+
+@pytest.mark.parametrize("told", ["[]", "{", '{"0": 1}', '{"a": "b"}'])
+def test_patterns_that_are_none_are_refused(told, tmp_path):
+    tensors = {f"layer.0.{letter}": torch.ones(1, 2, 2) for letter in "qkv"}
+    save_file(tensors, tmp_path / "x.safetensors", metadata={"patterns": told})
+    with pytest.raises(DataError, match="has patterns in its metadata that are no JSON object"):
+        read_activations(tmp_path / "x.safetensors")
+
+
+def test_a_folder_without_safetensors_is_refused_before_anything_is_loaded(folder, tmp_path):
+    (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
     (tmp_path / "pytorch_model.bin").write_bytes(b"a pickle")
-    with pytest.raises(DataError, match=r"holds no model\.safetensors"):
+    with pytest.raises(DataError, match=r"as pytorch_model\.bin and no model\.safetensors"):
         capture(tmp_path, TEXT)
 
 
 def test_a_folder_that_is_no_model_is_refused_in_one_line(tmp_path):
     pytest.importorskip("transformers", reason="the extra [hf] is not installed")
     save_file({"weight": torch.ones(1)}, tmp_path / "model.safetensors")
+    with pytest.raises(DataError, match=r"holds no config\.json"):
+        capture(tmp_path, TEXT)
+    (tmp_path / "config.json").write_text('{"model_type": "none of them"}')
     with pytest.raises(DataError, match="Cannot load a model from") as caught:
         capture(tmp_path, TEXT)
     assert "\n" not in str(caught.value)
@@ -118,6 +170,8 @@ def test_a_folder_that_is_no_model_is_refused_in_one_line(tmp_path):
 
 def test_without_transformers_the_extra_is_named(tmp_path, monkeypatch):
     save_file({"weight": torch.ones(1)}, tmp_path / "model.safetensors")
+    for name in [one for one in sys.modules if one.startswith("efficient_attn.integrations.transformers")]:
+        monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(MissingPackageError, match=r'pip install "efficient-attn\[hf\]"'):
         capture(tmp_path, TEXT)

@@ -10,6 +10,7 @@ import torch
 
 from efficient_attn.errors import OptionError
 from efficient_attn.measure.inputs import TEXTS, sample, shipped, stitched
+from efficient_attn.measure.texts import shipped_texts
 
 WEIGHTS_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
 MOST_BYTES = 8 * 10**6
@@ -78,6 +79,16 @@ def test_the_provenance_names_hash_licence_and_every_text():
     assert "Apache-2.0" in told
     for name in TEXTS:
         assert f"`{name}.txt`" in told
+
+
+def test_the_texts_for_models_are_six_long_enough_plain_and_told():
+    told = DATA.joinpath("PROVENANCE.md").read_text(encoding="utf-8")
+    found = shipped_texts()
+    assert len(found) == 6 and set(TEXTS) < set(found)
+    for name, text in found.items():
+        assert f"`{name}.txt`" in told and text.isascii()
+        # English words are one token or more.
+        assert len(text.split()) >= 512
 
 
 @pytest.mark.slow

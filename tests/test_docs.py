@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
 # The extra package that a page is about; where it is not installed, nothing on the page can run.
-NEEDS = {"hugging-face.md": "transformers"}
+NEEDS = {"hugging-face.md": "transformers", "hugging-face-swapping.md": "transformers"}
 BLOCK = re.compile(r"^( *)```(\w+)\n(.*?)^\1```", re.MULTILINE | re.DOTALL)
 TOCTREE = re.compile(r"^```{toctree}\n(.*?)^```", re.MULTILINE | re.DOTALL)
 

@@ -21,7 +21,18 @@ EXACT: Mapping[str, tuple[str, ...]] = {
     "memory": ("peak_bytes", "parameter_bytes", "state_bytes"),
     "count": ("flops", "sequential_operations", "path_length"),
 }
-_ERRORS = ("output_relative_error", "output_mse", "weights_relative_error", "kernel_mse")
+_ERRORS = (
+    "output_relative_error",
+    "output_mse",
+    "weights_relative_error",
+    "kernel_mse",
+    "hidden_relative_error",
+    "mean_pool_distance",
+    "first_token_distance",
+    "next_token_kl",
+    "next_token_disagreement",
+    "perplexity",
+)
 
 # Of an interval around a ratio, on either side.
 _OUTSIDE = 0.025

@@ -28,7 +28,14 @@ from efficient_attn.analysis.curves import Namer, namer
 from efficient_attn.sweep.records import SCHEMA, Case, Record
 
 # How much more counts, as a share of the old value.
-THRESHOLDS: Mapping[str, float] = {"time": 0.05, "memory": 0.0, "error": 0.05, "recall": 0.0, "count": 0.0}
+THRESHOLDS: Mapping[str, float] = {
+    "time": 0.05,
+    "memory": 0.0,
+    "error": 0.05,
+    "recall": 0.0,
+    "count": 0.0,
+    "swap": 0.05,
+}
 
 # Of comparisons of equal runs so many may see a regression anywhere, and so many an improvement.
 FALSE_ALARMS = 0.01

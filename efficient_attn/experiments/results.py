@@ -18,6 +18,7 @@ from efficient_attn.analysis.rate import rate_shares
 from efficient_attn.analysis.statistics import middle
 from efficient_attn.analysis.summary import summary
 from efficient_attn.analysis.training import training_rows
+from efficient_attn.analysis.swaps import swap_rows, swaps, without_swaps
 from efficient_attn.errors import DataError, UnknownNameError
 from efficient_attn.report import plot as cost_plot
 from efficient_attn.report.comparison import comparison_sentences, comparison_tables
@@ -33,6 +34,8 @@ from efficient_attn.report.parts import part_tables
 from efficient_attn.report.pays import crossover_tables
 from efficient_attn.report.readable import readable
 from efficient_attn.report.sentences import bench_sentences
+from efficient_attn.report.swap_plot import SWAP, plot_swaps
+from efficient_attn.report.swaps import swap_sentences, swap_tables
 from efficient_attn.report.table import Table, to_html
 from efficient_attn.report.train_plot import TRAINING, plot_training
 from efficient_attn.report.training import training_sentences, training_tables
@@ -49,6 +52,12 @@ _RAW = {
     "weights_relative_error_draws": "weights_relative_error",
     "weights_row_kl_draws": "weights_row_kl",
     "kernel_mse_draws": "kernel_mse",
+    "hidden_relative_error_draws": "hidden_relative_error",
+    "mean_pool_distance_draws": "mean_pool_distance",
+    "first_token_distance_draws": "first_token_distance",
+    "next_token_kl_draws": "next_token_kl",
+    "next_token_disagreement_draws": "next_token_disagreement",
+    "perplexity_draws": "perplexity",
 }
 
 # What else is no single value.
@@ -60,6 +69,7 @@ _LISTS = (
     "train_bits_per_byte",
     "held_out_bits_per_byte",
     "held_out_bits_per_byte_windows",
+    "hidden_relative_error_layers",
 )
 
 # Where errors are drawn, tabled and put into words; loaded when there are errors to show.
@@ -116,6 +126,7 @@ class Results:
         alone = self._apart()
         costs = [record for record in alone.records if record.case.kind in QUANTITIES.values()]
         made = [
+            *swap_tables(self.records),
             *comparison_tables(self.records),
             *tables(costs),
             *crossover_tables(costs),
@@ -127,9 +138,12 @@ class Results:
 
     def plot(self, y: str | None = None, x: str | None = None, *, ax: Any = None) -> Any:
         """Draw one quantity of every backend against tokens, or an error against the size; the axes."""
+        y = y or (SWAP if swaps(self.records) else None)
         y = y or (COMPARISON if comparisons(self.records) else None)
         y = y or (TRAINING if self._of_kind("train") else None)
         y = y or ("time_s" if self._of_kind("time") else "output_relative_error")
+        if y == SWAP:
+            return plot_swaps(self.records)
         if y == COMPARISON:
             return plot_comparisons(self.records, self._max_error)
         if y == TRAINING:
@@ -149,7 +163,8 @@ class Results:
     def sentences(self) -> list[str]:
         """A few sentences computed from the records."""
         alone = self._apart()
-        told = comparison_sentences(self.records, self._max_error) + bench_sentences(alone.records)
+        told = swap_sentences(self.records) + comparison_sentences(self.records, self._max_error)
+        told += bench_sentences(alone.records)
         errors = alone._of_kind("error")
         told += _errors("sentences")(errors) if errors else []
         return told + kernel_sentences(self.records) + training_sentences(self.records)
@@ -158,7 +173,8 @@ class Results:
         """Flat rows: comparisons; time and memory of a backend at a length side by side; then errors."""
         alone = self._apart().records
         errors = [_row(record) for record in alone if record.case.kind == "error"]
-        return comparison_rows(self.records) + summary(alone) + errors + training_rows(alone)
+        made = swap_rows(self.records) + comparison_rows(self.records)
+        return made + summary(alone) + errors + training_rows(alone)
 
     def save(self, folder: str | Path) -> list[Path]:
         """Write records, environment and all that is drawn; records that are there already are not touched.
@@ -199,7 +215,8 @@ class Results:
         alone = self._apart()
         ok = {kind for kind in KINDS if any(record.status == "ok" for record in alone._of_kind(kind))}
         wanted = {"time": "time_s", "memory": "peak_bytes", "error": "output_relative_error"}
-        plots = {COMPARISON: COMPARISON} if len(alone) < len(self) else {}
+        plots = {SWAP: SWAP} if swaps(self.records) else {}
+        plots |= {COMPARISON: COMPARISON} if comparisons(self.records) else {}
         plots |= {kind: quantity for kind, quantity in wanted.items() if kind in ok}
         plots |= {TRAINING: TRAINING} if any(record.train_steps for record in self.records) else {}
         plots |= {"error-heads": HEADS} if any(getattr(r, HEADS) for r in self.records) else {}
@@ -211,8 +228,8 @@ class Results:
         return asked_error(self.environment)
 
     def _apart(self) -> "Results":
-        """Without the records that are part of a comparison, which shows them in its own way."""
-        return Results(without_compared(self.records, comparisons(self.records)))
+        """Without the records of comparisons and models, which are shown in their own ways."""
+        return Results(without_swaps(without_compared(self.records, comparisons(self.records))))
 
     def _of_kind(self, kind: str) -> list[Record]:
         """Errors of a kernel entry are told apart: they are of no input."""

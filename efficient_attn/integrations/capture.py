@@ -1,12 +1,13 @@
-"""q, k and v of every layer of a Hugging Face encoder, as they enter softmax(scale · q·k) v.
+"""q, k and v of the layers of a Hugging Face model, as they enter softmax(scale · q·k) v.
 
-The model is loaded from a folder, from safetensors alone, and its own attention is replaced by a function
-that keeps what it is given. Nothing is fetched, and no code from the folder is run.
+The model is read from a folder, from safetensors alone; nothing is fetched, and no code from the folder is
+run. Its attention is swapped for exact attention of ours, which is asked what it is given.
 """
 
 import hashlib
 import json
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,16 @@ import torch
 from safetensors.torch import save as to_bytes
 from torch import Tensor
 
-from efficient_attn.errors import DataError, MissingPackageError, OptionError, UnsupportedError
+from efficient_attn.errors import DataError, OptionError, UnsupportedError
 from efficient_attn.measure.inputs import Activations, Captured
 from efficient_attn.problem import positive_count
+from efficient_attn.sweep.amounts import show_bytes
 
 FORMAT = "efficient-attn activations 1"
-_NAME = "efficient_attn.capture"
-_READ_BYTES = 1 << 20
+DEFAULT_MAX_TOKENS = 512
+# A file of a long text and a large model is soon larger than anybody meant.
+MOST_BYTES = 1 << 30
+_HALF_BYTES = 2
 
 
 def capture(
@@ -28,39 +32,57 @@ def capture(
     text: str,
     *,
     layers: Sequence[int] | None = None,
-    max_tokens: int = 512,
+    max_tokens: int = DEFAULT_MAX_TOKENS,
     name: str | None = None,
+    most_bytes: int = MOST_BYTES,
 ) -> Captured:
-    """The activations of a local encoder on the first `max_tokens` tokens of a text.
+    """The activations of a local encoder or decoder on the first `max_tokens` tokens of a text.
+
+    The text is cut to the positions that the model has. What a layer lets its queries read is kept beside
+    its activations, where it is less than everything.
 
     Args:
         layers: Numbers of the layers to keep; None keeps all.
         name: What the file calls the model; None takes the name of the folder.
+        most_bytes: Of the file; more is refused before the model runs.
 
     Raises:
         MissingPackageError: If transformers is not installed.
         DataError: If the folder holds no model that can be read, or the text has no tokens.
-        UnsupportedError: If the model is no bidirectional encoder.
+        UnsupportedError: If the model attends in a way that no backend knows.
     """
+    from efficient_attn.integrations.transformers.attaching import installed
+    from efficient_attn.integrations.transformers.exchanging import build_for, places_of
+    from efficient_attn.integrations.transformers.masks import FULL
+    from efficient_attn.integrations.transformers.opening import open_model, positions, token_ids
+
     positive_count("max_tokens", max_tokens)
-    folder = Path(model_folder)
-    weights = folder / "model.safetensors"
-    if not weights.is_file():
-        raise DataError(f"{folder} holds no model.safetensors; capture reads a local folder with that file.")
-    calls: list[tuple[Activations, float | None]] = []
-    model, tokenizer = _load(folder, calls)
-    limit = min(max_tokens, getattr(model.config, "max_position_embeddings", max_tokens))
-    ids = tokenizer(text, truncation=True, max_length=limit, return_tensors="pt")["input_ids"]
+    opened = open_model(model_folder, name=name)
+    places = places_of(opened.model)
+    chosen = _choose(places.every, layers)
+    ids = token_ids(opened, text, most=min(max_tokens, positions(opened) or max_tokens))
     if ids.numel() == 0:
         raise DataError("The text holds no tokens.")
-    with torch.inference_mode():
-        model(input_ids=ids)
-    kept = _choose(calls, layers)
+    _check_size(chosen, ids.shape[1], most_bytes)
+    backends = build_for(places, "exact", {}, layer=None, max_tokens=ids.shape[1], seed=0)
+    kept: dict[int, Activations] = {}
+    with installed(opened.model, places.every, backends), ExitStack() as stack, torch.inference_mode():
+        for place in chosen:
+            hook = backends[place.path].register_forward_pre_hook(_keeper(kept, place.layer))
+            stack.callback(hook.remove)
+        opened.model(input_ids=ids)
+    about = {key: opened.about[key] for key in ("model", "weights_sha256", "transformers")}
     return Captured(
-        layers={layer: calls[layer][0] for layer in kept},
-        tokens=tuple(tokenizer.convert_ids_to_tokens(ids[0])),
-        scale=calls[kept[0]][1],
-        about=_provenance(name or folder.resolve().name, weights, text),
+        layers={layer: kept[layer] for layer in sorted(kept)},
+        tokens=tuple(opened.tokenizer.convert_ids_to_tokens(ids[0].tolist())),
+        scale=_one_scale({place.layer: backends[place.path].problem.factor for place in chosen}),
+        patterns={place.layer: str(place.pattern) for place in chosen if place.pattern != FULL},
+        about={
+            "format": FORMAT,
+            **about,
+            "text_sha256": hashlib.sha256(text.encode()).hexdigest(),
+            "torch": torch.__version__,
+        },
     )
 
 
@@ -74,94 +96,53 @@ def save(captured: Captured, path: str | Path) -> None:
     about = {**captured.about, "tokens": json.dumps(captured.tokens, ensure_ascii=False)}
     if captured.scale is not None:
         about["scale"] = json.dumps(captured.scale)
+    if captured.patterns:
+        about["patterns"] = json.dumps({str(layer): told for layer, told in captured.patterns.items()})
     try:
         Path(path).write_bytes(to_bytes(tensors, metadata=about))
     except OSError as error:
         raise DataError(f"Cannot write activations to {path}: {error.strerror}.") from None
 
 
-def _load(folder: Path, calls: list[tuple[Activations, float | None]]) -> tuple[Any, Any]:
-    try:
-        from transformers import AttentionInterface, AttentionMaskInterface, AutoModel, AutoTokenizer
-    except ImportError:
-        raise MissingPackageError('Capturing needs transformers: pip install "efficient-attn[hf]".') from None
-    # An attention function without a mask function of the same name would silently be given no masks.
-    AttentionInterface.register(_NAME, _recorder(calls))
-    AttentionMaskInterface.register(_NAME, _key_mask)
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        model = AutoModel.from_pretrained(
-            folder,
-            attn_implementation=_NAME,
-            dtype=torch.float32,
-            use_safetensors=True,
-            local_files_only=True,
-            trust_remote_code=False,
-        )
-    except (OSError, ValueError, KeyError) as error:
-        raise DataError(f"Cannot load a model from {folder}: {' '.join(str(error).split())[:200]}") from None
-    return model.eval(), tokenizer
+def _keeper(kept: dict[int, Activations], layer: int) -> Callable[[Any, tuple[Tensor, ...]], None]:
+    """A hook that keeps what a backend is given."""
+
+    def keep(backend: Any, tensors: tuple[Tensor, ...]) -> None:
+        q, k, v = (tensor.clone() for tensor in tensors)
+        kept[layer] = Activations(q, k, v)
+
+    return keep
 
 
-def _recorder(calls: list[tuple[Activations, float | None]]) -> Callable[..., tuple[Tensor, None]]:
-    """An attention function for transformers that keeps q, k, v and attends exactly."""
-
-    def attend(
-        module: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Any,
-        scaling: float | None = None,
-        **_: Any,
-    ) -> tuple[Tensor, None]:
-        if getattr(module, "is_causal", False):
-            raise UnsupportedError("capture reads bidirectional encoders; this model attends causally.")
-        calls.append((Activations(*(tensor.clone() for tensor in (query, key, value))), scaling))
-        output = torch.nn.functional.scaled_dot_product_attention(
-            query, key, value, scale=scaling, enable_gqa=True
-        )
-        return output.transpose(1, 2).contiguous(), None
-
-    return attend
-
-
-def _key_mask(*, attention_mask: Tensor | None = None, **_: Any) -> None:
-    """One text without padding: every token is real, and there is no mask to make."""
-    if attention_mask is not None and not attention_mask.all():
-        raise UnsupportedError("capture reads one text without padding.")
-
-
-def _choose(
-    calls: Sequence[tuple[Activations, float | None]], layers: Sequence[int] | None
-) -> tuple[int, ...]:
-    if not calls:
-        raise UnsupportedError(
-            "This model does not call transformers' attention interface; nothing was captured."
-        )
-    kept = tuple(range(len(calls))) if layers is None else tuple(sorted(set(layers)))
-    beyond = [layer for layer in kept if not 0 <= layer < len(calls)]
+def _choose(places: Sequence[Any], layers: Sequence[int] | None) -> list[Any]:
+    """The places of the layers."""
+    known = {place.layer: place for place in places}
+    if len(known) < len(places):
+        raise UnsupportedError("Two attentions of this model have the same number; capture cannot name them.")
+    kept = sorted(known) if layers is None else sorted(set(layers))
+    beyond = [layer for layer in kept if layer not in known]
     if beyond or not kept:
         asked = ", ".join(map(str, beyond)) or "none"
-        raise OptionError(f"layers are from 0 to {len(calls) - 1} in this model, not {asked}.")
-    return kept
+        raise OptionError(f"layers are from {min(known)} to {max(known)} in this model, not {asked}.")
+    return [known[layer] for layer in kept]
 
 
-def _provenance(name: str, weights: Path, text: str) -> dict[str, str]:
-    import transformers
+def _check_size(places: Sequence[Any], tokens: int, most_bytes: int) -> None:
+    """Refuse what would not be a file of this size, grouped heads counted as if each were one."""
+    entries = sum(3 * (place.num_heads or 1) * place.head_dim for place in places)
+    needed = _HALF_BYTES * tokens * entries
+    if needed > most_bytes:
+        raise OptionError(
+            f"{len(places)} layers of {tokens} tokens take up to {show_bytes(needed)}, more than "
+            f"{show_bytes(most_bytes)}; name fewer layers or tokens."
+        )
 
-    digest = hashlib.sha256()
-    with weights.open("rb") as file:
-        while block := file.read(_READ_BYTES):
-            digest.update(block)
-    return {
-        "format": FORMAT,
-        "model": name,
-        "weights_sha256": digest.hexdigest(),
-        "text_sha256": hashlib.sha256(text.encode()).hexdigest(),
-        "transformers": transformers.__version__,
-        "torch": torch.__version__,
-    }
+
+def _one_scale(scales: dict[int, float]) -> float:
+    """The factor on q·k that all layers have."""
+    if len(set(scales.values())) > 1:
+        raise UnsupportedError("The layers of this model have scales of their own; name one of them.")
+    return next(iter(scales.values()))
 
 
 def _half(tensor: Tensor, name: str) -> Tensor:

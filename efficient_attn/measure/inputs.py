@@ -3,7 +3,7 @@
 import json
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -43,12 +43,14 @@ class Captured:
         layers: Activations by number of the layer, in the dtype of the file, batch of one.
         tokens: The token strings; empty where the file does not tell.
         scale: Factor on q·k in the model; None stands for 1/√head_dim.
+        patterns: What the queries of a layer may read in the model, where it is not all keys.
         about: Everything else that the file says of its origin.
     """
 
     layers: Mapping[int, Activations]
     tokens: tuple[str, ...] = ()
     scale: float | None = None
+    patterns: Mapping[int, str] = field(default_factory=dict)
     about: Mapping[str, str]
 
 
@@ -128,7 +130,8 @@ def read_activations(path: str | Path) -> Captured:
         layers=layers,
         tokens=_tokens(about, path),
         scale=_scale(about, path),
-        about={name: text for name, text in about.items() if name not in ("tokens", "scale")},
+        patterns=_patterns(about, path),
+        about={name: text for name, text in about.items() if name not in ("tokens", "scale", "patterns")},
     )
 
 
@@ -198,6 +201,15 @@ def _scale(about: Mapping[str, str], path: str | Path) -> float | None:
             f"{path} has scale {about['scale'][:40]!r} in its metadata, which is no positive number."
         )
     return float(scale)
+
+
+def _patterns(about: Mapping[str, str], path: str | Path) -> dict[int, str]:
+    patterns: Any = _json(about.get("patterns", "{}"))
+    if not isinstance(patterns, dict) or not all(
+        layer.isdecimal() and isinstance(told, str) for layer, told in patterns.items()
+    ):
+        raise DataError(f"{path} has patterns in its metadata that are no JSON object of layers and words.")
+    return {int(layer): told for layer, told in patterns.items()}
 
 
 def _json(text: str) -> Any:

@@ -27,6 +27,7 @@ def how_measured(records: Sequence[Record], environment: Mapping[str, Any]) -> s
         _memory(records),
         _errors(records),
         _training(records),
+        _swaps(records),
     )
     return plain(" ".join([sentence for sentence in (*told, _lacking(records)) if sentence]))
 
@@ -151,6 +152,18 @@ def _training(records: Sequence[Record]) -> str:
         "Models were trained by turns, some steps of each, on the same batches and from the same weights as "
         "far as they have the same; bits per byte are means over windows of held-out text, seconds those of "
         "training without evaluation."
+    )
+
+
+def _swaps(records: Sequence[Record]) -> str:
+    swapped = [record for record in records if record.case.kind == "swap" and record.status == "ok"]
+    if not swapped:
+        return ""
+    return (
+        f"The model read the beginnings of {_range([record.texts or 1 for record in swapped])} texts with "
+        "its own attention, and with each backend in its place and the same weights; cosines, divergences "
+        "and relative errors compare the two, computed in float64, and are means over texts and draws of "
+        "random features."
     )
 
 

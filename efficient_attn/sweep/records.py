@@ -21,7 +21,7 @@ SCHEMA = 1
 # Where somebody put a link in the place of a file of ours, what it points to is left alone.
 NO_LINK = getattr(os, "O_NOFOLLOW", 0)
 
-KINDS = ("time", "memory", "error", "recall", "train", "count")
+KINDS = ("time", "memory", "error", "recall", "train", "count", "swap")
 # What a record says of a backend that was calibrated on what it was then measured on.
 SAME_INPUTS = "the inputs measured"
 STATUSES = ("ok", "unsupported", "skipped", "oom", "timeout", "crash", "error")
@@ -38,15 +38,18 @@ class Case:
     """One measurement, described completely enough to be made again.
 
     Attributes:
-        kind: Which question: `time`, `memory`, `error`, `recall`, or `count` for what has no noise.
+        kind: Which question: `time`, `memory`, `error`, `recall`, `count` for what has no noise, `swap` for
+            what a model gives with its attention swapped.
         backend: A registered name, or `file.py:object`.
         label: What tables and plots call it: the backend with the options that were set.
         options: All options that the backend was built with.
-        of: What was measured: `attention`, `block`, `encoder`; for errors `output`, `weights`, `kernel`.
+        of: What was measured: `attention`, `block`, `encoder`, `model`; for errors `output`, `weights`,
+            `kernel`.
         layers: Blocks of an encoder; None for what is none.
+        layer: The only layer of a model whose attention was swapped, from 0; None: all that can be.
         backward: Forward and backward pass together, instead of the forward pass alone.
         threads: Of torch on the CPU.
-        inputs: Where q, k and v come from, such as `gaussian`.
+        inputs: Where q, k and v come from, such as `gaussian`; of a model its name and its texts.
     """
 
     kind: str
@@ -65,6 +68,7 @@ class Case:
     device: str
     threads: int
     inputs: str = "gaussian"
+    layer: int | None = None
     seed: int = 0
     schema: int = SCHEMA
 
@@ -115,6 +119,15 @@ class Record:
         expected_kernel_mse: What theory says `kernel_mse` is on average.
         flops: Operations of the matrix products of a call.
         matmul_flops_per_s: What large matrix products reach in this dtype and with these threads.
+        hidden_relative_error: ‖h − exact‖ / ‖exact‖ of a model's last hidden states, the mean over draws:
+            every text with every seed, text by text. So for the next ones.
+        hidden_relative_error_layers: One entry for the states after each layer, the mean over draws.
+        mean_pool_distance: 1 − cosine of the mean of the last hidden states; `first_token_distance` of the
+            first of them, [CLS].
+        next_token_kl: Mean over positions of the Kullback-Leibler divergence of the exact distribution from
+            this one, in nats; `next_token_disagreement`: share of positions with another likeliest token.
+        perplexity: Of the texts.
+        texts: How many there were.
         sequential_operations: The longest chain of products of which each waits for the one before.
         path_length: Hops of a signal from the first token to the last.
         singular_values: Of a matrix of attention weights, the largest first.
@@ -173,6 +186,20 @@ class Record:
     train_bits_per_byte: tuple[float, ...] | None = None
     held_out_bits_per_byte: tuple[float, ...] | None = None
     held_out_bits_per_byte_windows: tuple[float, ...] | None = None
+    hidden_relative_error: float | None = None
+    hidden_relative_error_draws: tuple[float, ...] | None = None
+    hidden_relative_error_layers: tuple[float, ...] | None = None
+    mean_pool_distance: float | None = None
+    mean_pool_distance_draws: tuple[float, ...] | None = None
+    first_token_distance: float | None = None
+    first_token_distance_draws: tuple[float, ...] | None = None
+    next_token_kl: float | None = None
+    next_token_kl_draws: tuple[float, ...] | None = None
+    next_token_disagreement: float | None = None
+    next_token_disagreement_draws: tuple[float, ...] | None = None
+    perplexity: float | None = None
+    perplexity_draws: tuple[float, ...] | None = None
+    texts: int | None = None
 
     def row(self) -> dict[str, Any]:
         """Everything known in one flat dictionary: the case, the status, then what was measured."""

@@ -129,7 +129,7 @@ class _Sweep:
     def finish_begun(self) -> None:
         """Emit what the times that were begun have so far."""
         for parts in list(self._begun.values()):
-            self._finish(_joined(parts))
+            self._finish(joined(parts))
 
     def _take_turn(self, entry: Entry) -> None:
         key = entry.case.key
@@ -147,7 +147,7 @@ class _Sweep:
         parts = self._begun.setdefault(key, [])
         parts.append(part)
         if len(parts) == self._rounds:
-            self._finish(_joined(parts))
+            self._finish(joined(parts))
 
     def _given_up(self, entry: Entry) -> bool:
         """Whether a turn is not taken; others may have taken longer than was thought when it was planned."""
@@ -159,7 +159,7 @@ class _Sweep:
         # Samples in hand are worth more than a turn that would most likely be cut off.
         cut_off = spent_s + turn_s > self._timeout_s or turn_s > self._left_s()
         if cut_off:
-            self._finish(_joined(parts))
+            self._finish(joined(parts))
         return cut_off
 
     def _one_turn(self, entry: Entry) -> Record:
@@ -223,7 +223,7 @@ def _seconds_of_a_turn(entries: Sequence[Entry], budget_s: float | None, rounds:
     return min(_TURN_S, _SHARE_OF_BUDGET * budget_s / (timed * rounds))
 
 
-def _joined(parts: Sequence[Record]) -> Record:
+def joined(parts: Sequence[Record]) -> Record:
     """One record with the samples of all turns."""
     waited_s = [part.waited_s for part in parts if part.waited_s is not None]
     return replace(

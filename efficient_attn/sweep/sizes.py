@@ -11,6 +11,9 @@ from efficient_attn.sweep.variants import Variant
 # What records call the yardstick of every error: each query gets the mean of the values.
 MEAN_OF_VALUES = "mean of V"
 
+# The attention that a model came with, which backends are swapped for.
+OWN = "the model's own"
+
 # Further yardsticks: the nearest matrix of each rank to the exact weights, and the Taylor series of exp.
 ORACLE, TAYLOR = "rank-r SVD", "Taylor"
 YARDSTICKS = (MEAN_OF_VALUES, ORACLE, TAYLOR)

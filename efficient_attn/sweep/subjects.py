@@ -89,8 +89,20 @@ def _read(path: str | Path) -> Captured:
 def _layers(name: str, captured: Captured, layers: Sequence[int] | None) -> list[Subject]:
     return [
         _subject(f"{name}(layer={layer})", captured.layers[layer], captured.scale)
-        for layer in _chosen(name, captured.layers, layers)
+        for layer in _chosen(name, _reading_all(name, captured, layers), layers)
     ]
+
+
+def _reading_all(name: str, captured: Captured, layers: Sequence[int] | None) -> Mapping[int, Activations]:
+    """The layers whose queries read every key in the model, as they do in what is measured here."""
+    kept = {layer: x for layer, x in captured.layers.items() if layer not in captured.patterns}
+    lost = [layer for layer in captured.patterns if layers is None or layer in layers]
+    if lost and (layers is not None or not kept):
+        raise DataError(
+            f"Layer {lost[0]} of {name} is {captured.patterns[lost[0]]} in its model; what is measured here "
+            "reads all keys in both directions."
+        )
+    return kept if lost else captured.layers
 
 
 def _chosen(name: str, has: Mapping[int, object], layers: Sequence[int] | None) -> Sequence[int]:

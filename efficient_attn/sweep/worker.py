@@ -7,6 +7,7 @@ not fit into memory and what breaks is an answer like any other.
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from efficient_attn.errors import AttentionError
@@ -30,10 +31,15 @@ def measure(case: Case, *, target: Any = None, seconds: float = 0.1, inputs: str
         target: What to build, where `case.backend` alone does not tell: an object, or a path.
         inputs: A file of the q, k, v that `case.inputs` names; None: a Gaussian draw.
     """
+    own = case.backend if target is None else target
+    return answer(case, lambda: _MEASURES[case.kind](case, own, seconds, inputs))
+
+
+def answer(case: Case, measured: Callable[[], Record]) -> Record:
+    """What `measured` returns with the threads of the case; or a record of what it raised."""
     try:
         with _threads(case.threads):
-            measured = _MEASURES[case.kind]
-            return measured(case, case.backend if target is None else target, seconds, inputs)
+            return measured()
     except AttentionError as refusal:
         return Record(case=case, status="unsupported", reason=_one_line(str(refusal)))
     except Exception as failure:  # The backend may be anybody's code: whatever it raises is its result.
@@ -43,18 +49,13 @@ def measure(case: Case, *, target: Any = None, seconds: float = 0.1, inputs: str
     return Record(case=case, status=status, reason=reason)
 
 
-def _measure_time(case: Case, target: Any, seconds: float, inputs: str | None) -> Record:
-    from efficient_attn.sweep import calls
-    from efficient_attn.sweep.counting import machine_rate
-
-    prepared = calls.prepare(case, target, inputs)
-    # Without a number of operations there is nothing to hold against the rate.
-    rate = None if prepared.flops is None else machine_rate(case.dtype, case.device, case.threads)
+def time_of(case: Case, call: Callable[[], object], *, seconds: float, least: int = _FEWEST_CALLS) -> Record:
+    """About `seconds` of calls, after a warm-up."""
     time_call = clock.clock(case.device)
     empty_call_s = clock.empty_call_s(time_call)
-    clock.warm_up(prepared.call, time_call, limit_s=seconds)
+    clock.warm_up(call, time_call, limit_s=seconds)
     waited_before_s = conditions.waited_s()
-    times_s = clock.sample(prepared.call, time_call, seconds=seconds, least=_FEWEST_CALLS, most=_MOST_CALLS)
+    times_s = clock.sample(call, time_call, seconds=seconds, least=least, most=_MOST_CALLS)
     waited_s = conditions.waited_s()
     return Record(
         case=case,
@@ -62,6 +63,31 @@ def _measure_time(case: Case, target: Any, seconds: float, inputs: str | None) -
         turn_sizes=(len(times_s),),
         waited_s=None if waited_s is None or waited_before_s is None else waited_s - waited_before_s,
         empty_call_s=empty_call_s,
+    )
+
+
+def memory_of(case: Case, call: Callable[[], object]) -> Record:
+    """The peak of one call."""
+    # The first call may fill caches that later calls find filled.
+    call()
+    peak = memory.peak(call, device=case.device)
+    return Record(
+        case=case,
+        peak_bytes=peak.peak_bytes,
+        requested_peak_bytes=peak.requested_bytes,
+        memory_method=peak.method,
+    )
+
+
+def _measure_time(case: Case, target: Any, seconds: float, inputs: str | None) -> Record:
+    from efficient_attn.sweep import calls
+    from efficient_attn.sweep.counting import machine_rate
+
+    prepared = calls.prepare(case, target, inputs)
+    # Without a number of operations there is nothing to hold against the rate.
+    rate = None if prepared.flops is None else machine_rate(case.dtype, case.device, case.threads)
+    return replace(
+        time_of(case, prepared.call, seconds=seconds),
         flops=prepared.flops,
         matmul_flops_per_s=rate,
         calibrated_on=prepared.calibrated_on,
@@ -72,14 +98,8 @@ def _measure_memory(case: Case, target: Any, seconds: float, inputs: str | None)
     from efficient_attn.sweep import calls
 
     prepared = calls.prepare(case, target, inputs)
-    # The first call may fill caches that later calls find filled.
-    prepared.call()
-    peak = memory.peak(prepared.call, device=case.device)
-    return Record(
-        case=case,
-        peak_bytes=peak.peak_bytes,
-        requested_peak_bytes=peak.requested_bytes,
-        memory_method=peak.method,
+    return replace(
+        memory_of(case, prepared.call),
         parameter_bytes=memory.parameter_bytes(prepared.module),
         state_bytes=calls.state_bytes(prepared),
         calibrated_on=prepared.calibrated_on,

@@ -106,11 +106,17 @@ def swapped(
     Arguments are those of `attach`.
     """
     kinds = {"full": full, "sliding": sliding, "cross": cross}
-    places, backends = _build(model, backend, kinds, options, max_tokens, seed)
+    with installed(model, *_build(model, backend, kinds, options, max_tokens, seed)):
+        yield model
+
+
+@contextmanager
+def installed(model: PreTrainedModel, places: list[Place], backends: Mapping[str, Backend]) -> Iterator[None]:
+    """The model with built backends in their modules, inside the `with`; as it was before, after it."""
     before = _remember(model)
     try:
         install(model, places, backends)
-        yield model
+        yield
     finally:
         _restore(model, before)
 

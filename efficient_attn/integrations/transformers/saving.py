@@ -5,12 +5,10 @@ tensors. Nothing of either is run: backends are looked up by name, tensors read 
 """
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-import transformers
 from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedModel
@@ -26,6 +24,13 @@ from efficient_attn.integrations.transformers.attaching import (
 )
 from efficient_attn.integrations.transformers.attend import PLACE
 from efficient_attn.integrations.transformers.choosing import Choice, build_all
+from efficient_attn.integrations.transformers.opening import (
+    check_complete,
+    check_nothing_else,
+    model_class,
+    quiet,
+    told,
+)
 from efficient_attn.integrations.transformers.places import Place, find_places
 from efficient_attn.problem import AttentionProblem
 
@@ -51,11 +56,11 @@ def load(folder: str | Path, **arguments: Any) -> PreTrainedModel:
     path = Path(folder)
     if not (path / "config.json").is_file():
         raise DataError(f"{folder} holds no config.json; load reads a folder that save_pretrained wrote.")
-    with _told(f"Cannot load a model from {folder}"):
+    with told(f"Cannot load a model from {folder}"):
         config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     layers = _plan(config, path)
-    kind = _model_class(config, path)
-    with _told(f"Cannot load a model from {folder}"), _quiet():
+    kind = model_class(config, path)
+    with told(f"Cannot load a model from {folder}"), quiet():
         model, found = kind.from_pretrained(
             path,
             **arguments,
@@ -64,9 +69,10 @@ def load(folder: str | Path, **arguments: Any) -> PreTrainedModel:
             use_safetensors=True,
             output_loading_info=True,
         )
-    _check_complete(path, found)
+    check_complete(path, found)
+    check_nothing_else(path, found, ours=f".{PLACE}.")
     places = find_places(model)
-    with _told(f"Cannot read the safetensors of {folder}"):
+    with told(f"Cannot read the safetensors of {folder}"):
         kept = _kept(places, path)
     backends = _backends({name_in_plan(model, place.path): place for place in places}, layers, kept, path)
     _fill(backends, kept, path)
@@ -99,32 +105,12 @@ def _plan(config: Any, path: Path) -> dict[str, dict[str, Any]]:
     return dict(layers)
 
 
-def _model_class(config: Any, path: Path) -> Any:
-    """The class that was saved, if it is one of transformers' models."""
-    named = config.architectures[:1] if isinstance(config.architectures, list) else []
-    kind = getattr(transformers, str(*named), None)
-    if isinstance(kind, type) and issubclass(kind, PreTrainedModel):
-        return kind
-    raise DataError(f"{path}/config.json names the class {config.architectures}, which transformers has not.")
-
-
 def _is_layer(layer: Any) -> bool:
     return (
         isinstance(layer, Mapping)
         and layer.keys() == _FIELDS.keys()
         and all(isinstance(layer[name], kind) for name, kind in _FIELDS.items())
     )
-
-
-def _check_complete(path: Path, found: Mapping[str, Any]) -> None:
-    """Refuse what transformers would fill with random numbers or leave out with a warning."""
-    for what, names in (
-        ("lacks", found["missing_keys"]),
-        ("has, beyond the model,", [n for n in found["unexpected_keys"] if f".{PLACE}." not in n]),
-        ("has in another shape", [str(entry[0]) for entry in found["mismatched_keys"]]),
-    ):
-        if names:
-            raise DataError(f"The safetensors of {path} are of another model: it {what} {min(names)}.")
 
 
 def _backends(
@@ -168,7 +154,7 @@ def _fill(backends: Mapping[str, Backend], kept: _Kept, path: Path) -> None:
     for place, backend in backends.items():
         own = kept[place]
         own |= {name: own[first] for name, first in second_names(backend).items() if first in own}
-        with _told(f"{path}: what is saved of {place}.{PLACE} does not fit backend {backend.spec.name!r}"):
+        with told(f"{path}: what is saved of {place}.{PLACE} does not fit backend {backend.spec.name!r}"):
             backend.load_state_dict(own)
 
 
@@ -187,28 +173,3 @@ def _tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
             for name in opened.keys():  # noqa: SIM118 (no mapping)
                 if f".{PLACE}." in name:
                     yield name, opened.get_tensor(name)
-
-
-@contextmanager
-def _told(what: str) -> Iterator[None]:
-    """The errors of the libraries that read files, in one line of ours.
-
-    What a file can make them raise is any exception: they check types, and some of it not at all.
-    """
-    try:
-        yield
-    except AttentionError:
-        raise
-    except Exception as error:
-        raise DataError(f"{what}: {' '.join(str(error).split())[:200]}") from None
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Without transformers' report of tensors left over: they are ours, and are read afterwards."""
-    level = transformers.logging.get_verbosity()
-    transformers.logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        transformers.logging.set_verbosity(level)

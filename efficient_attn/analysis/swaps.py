@@ -1,0 +1,174 @@
+"""Records of a model with its attention swapped, as one row for each backend."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from statistics import fmean, stdev
+from typing import Any, NamedTuple
+
+from efficient_attn.analysis.curves import YARDSTICK
+from efficient_attn.analysis.statistics import Middle, middle
+from efficient_attn.sweep.records import Case, Record
+from efficient_attn.sweep.sizes import OWN
+
+MODEL = "model"
+
+# What a model is judged by first: the best of these that was measured.
+KL, DISAGREEMENT, PERPLEXITY = "next_token_kl", "next_token_disagreement", "perplexity"
+MEAN_POOL, FIRST_TOKEN, HIDDEN = "mean_pool_distance", "first_token_distance", "hidden_relative_error"
+DECISIVE = (KL, MEAN_POOL, HIDDEN)
+# Those whose 1 − value is what people know: cosines, and the share of equal tokens.
+TURNED = (MEAN_POOL, FIRST_TOKEN, DISAGREEMENT)
+
+# Of float32 in hidden states; cosines and divergences differ from theirs by squares of that.
+_ROUNDING = 1e-4
+
+# What the cases of one swap have in common.
+_SHARED = ("inputs", "tokens", "num_heads", "head_dim", "causal", "dtype", "device", "threads", "seed")
+
+
+class Spread(NamedTuple):
+    """A quantity over texts and draws.
+
+    Attributes:
+        over_seeds: Standard deviation of its mean over the texts from draw to draw; None for one draw.
+        worst: Its mean over draws at the worst text.
+    """
+
+    mean: float
+    over_seeds: float | None
+    worst: float
+
+
+class SwapRow(NamedTuple):
+    """One backend.
+
+    Attributes:
+        whole: With all layers swapped; None where that failed, and for what is only timed.
+        alone: With one layer swapped, by its number.
+        time_s: Of one forward pass of the model.
+    """
+
+    label: str
+    backend: str
+    whole: Record | None
+    alone: Mapping[int, Record]
+    time_s: Middle | None
+    peak_bytes: int | None
+    failed: tuple[Record, ...]
+
+    def spread(self, quantity: str) -> Spread | None:
+        """The quantity with all layers swapped."""
+        return None if self.whole is None else spread(self.whole, quantity)
+
+
+class Swap(NamedTuple):
+    """Everything measured of one model on the same texts.
+
+    Attributes:
+        rows: The model as it came, then in the order of the records.
+        quantity: What it is judged by, one of DECISIVE.
+    """
+
+    case: Case
+    rows: tuple[SwapRow, ...]
+    quantity: str
+    records: tuple[Record, ...]
+
+    @property
+    def own(self) -> SwapRow | None:
+        """The model as it came."""
+        return next((row for row in self.rows if row.backend == OWN), None)
+
+    @property
+    def rounding(self) -> float:
+        """Differences up to this are those of the dtype: twice those of exact attention in another kernel."""
+        least = _ROUNDING if self.quantity == HIDDEN else _ROUNDING**2
+        found = [row.spread(self.quantity) for row in self.rows if row.backend == YARDSTICK]
+        return max([least, *(2 * one.mean for one in found if one is not None)])
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """Layers that were swapped alone."""
+        return tuple(sorted({layer for row in self.rows for layer in row.alone}))
+
+
+def swaps(records: Iterable[Record]) -> tuple[Swap, ...]:
+    """One for each model, set of texts and setting."""
+    groups: dict[tuple[object, ...], list[Record]] = {}
+    for record in {record.case.key: record for record in records if record.case.of == MODEL}.values():
+        groups.setdefault(tuple(getattr(record.case, name) for name in _SHARED), []).append(record)
+    return tuple(_swap(group) for group in groups.values())
+
+
+def without_swaps(records: Sequence[Record]) -> list[Record]:
+    """The records that are of no model."""
+    return [record for record in records if record.case.of != MODEL]
+
+
+def spread(record: Record, quantity: str) -> Spread | None:
+    """Mean and spread of a quantity; None where it was not measured or some draw has no number."""
+    mean, draws = getattr(record, quantity), getattr(record, f"{quantity}_draws") or ()
+    if record.status != "ok" or mean is None or None in draws:
+        return None
+    texts = record.texts or 1
+    seeds = len(draws) // texts
+    if not seeds or seeds * texts != len(draws):
+        return Spread(mean, None, mean)
+    by_text = [draws[start : start + seeds] for start in range(0, len(draws), seeds)]
+    by_seed = [fmean(one) for one in zip(*by_text, strict=True)]
+    return Spread(mean, stdev(by_seed) if seeds > 1 else None, max(map(fmean, by_text)))
+
+
+def swap_rows(records: Iterable[Record]) -> list[dict[str, Any]]:
+    """One flat row for each backend, and one for each layer that was swapped alone."""
+    rows = []
+    for one in swaps(records):
+        shared = {name: getattr(one.case, name) for name in _SHARED}
+        for row in one.rows:
+            cost = {
+                "time_s": row.time_s.median if row.time_s else None,
+                "time_low_s": row.time_s.low if row.time_s else None,
+                "time_high_s": row.time_s.high if row.time_s else None,
+                "peak_bytes": row.peak_bytes,
+                "reason": "; ".join(f"{bad.status}: {bad.reason}" for bad in row.failed) or None,
+            }
+            named = {"label": row.label, "backend": row.backend, **shared}
+            rows.append({**named, "layer": None, **_quantities(row.whole), **cost})
+            rows += [
+                {**named, "layer": layer, **_quantities(record)}
+                for layer, record in sorted(row.alone.items())
+            ]
+    return rows
+
+
+def _quantities(record: Record | None) -> dict[str, Any]:
+    names = (HIDDEN, MEAN_POOL, FIRST_TOKEN, KL, DISAGREEMENT, PERPLEXITY)
+    return {name: None if record is None else getattr(record, name) for name in names}
+
+
+def _swap(records: Sequence[Record]) -> Swap:
+    groups: dict[str, list[Record]] = {}
+    for record in records:
+        groups.setdefault(record.case.label, []).append(record)
+    rows = sorted(map(_row, groups.values()), key=lambda row: row.backend != OWN)
+    known = [
+        name for name in DECISIVE if any(row.whole and getattr(row.whole, name) is not None for row in rows)
+    ]
+    return Swap(records[0].case, tuple(rows), known[0] if known else HIDDEN, tuple(records))
+
+
+def _row(records: Sequence[Record]) -> SwapRow:
+    """The records of one label."""
+    case = records[0].case
+    swapped = {record.case.layer: record for record in records if record.case.kind == "swap"}
+    time = next((r for r in records if r.case.kind == "time" and r.status == "ok"), None)
+    memory = next((r for r in records if r.case.kind == "memory" and r.status == "ok"), None)
+    times = [time_s for time_s in (time.times_s or () if time else ()) if time_s is not None]
+    return SwapRow(
+        label=case.label,
+        backend=case.backend,
+        whole=swapped.get(None),
+        alone={layer: record for layer, record in swapped.items() if layer is not None},
+        time_s=middle(times) if times else None,
+        peak_bytes=memory.peak_bytes if memory else None,
+        failed=tuple(record for record in records if record.status != "ok"),
+    )

@@ -1,0 +1,48 @@
+"""How far the outputs of a model are from those of the same model with other attention.
+
+Everything is computed in float64, some rows at a time where a row is as wide as the vocabulary.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+_ROWS = 64
+
+
+def cosine_distance(x: Tensor, exact: Tensor) -> float:
+    """1 − cos(x, exact) of two vectors, as |x/|x| − exact/|exact||² / 2: accurate near 0, never negative."""
+    one, other = (F.normalize(vector.double(), dim=-1) for vector in (x, exact))
+    return float((one - other).square().sum() / 2)
+
+
+def relative_error(x: Tensor, exact: Tensor) -> float:
+    """‖x − exact‖ / ‖exact‖ of all entries."""
+    wide = exact.double()
+    return float((x.double() - wide).norm() / wide.norm())
+
+
+def next_token_kl(logits: Tensor, exact: Tensor) -> float:
+    """Mean over positions of Σ p log(p / p'), in nats; logits [tokens vocabulary], p of `exact`."""
+    total = 0.0
+    for rows, exact_rows in zip(logits.split(_ROWS), exact.split(_ROWS), strict=True):
+        p, other = (F.log_softmax(part.double(), dim=-1) for part in (exact_rows, rows))
+        total += float(F.kl_div(other, p, reduction="sum", log_target=True))
+    # Of equal distributions it is zero, and rounding may fall on either side.
+    return max(total / len(logits), 0.0) if math.isfinite(total) else total
+
+
+def next_token_disagreement(logits: Tensor, exact: Tensor) -> float:
+    """Share of positions at which another token is the most likely one."""
+    return float((logits.argmax(dim=-1) != exact.argmax(dim=-1)).double().mean())
+
+
+def perplexity(logits: Tensor, ids: Tensor) -> float:
+    """exp of the mean of −log p(next token) over the tokens of a text but the first; ids [tokens]."""
+    losses = [
+        F.cross_entropy(rows.double(), following, reduction="sum")
+        for rows, following in zip(logits[:-1].split(_ROWS), ids[1:].split(_ROWS), strict=True)
+    ]
+    return float(torch.stack(losses).sum().div(len(ids) - 1).exp())

@@ -1,0 +1,380 @@
+"""Swapping the attention of models and comparing them with themselves; models are tiny, random, made here."""
+
+import json
+import shutil
+from dataclasses import replace
+from statistics import fmean, stdev
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers", minversion="5", reason="the extra [hf] is not installed")
+
+from hf_models import MODELS, WINDOW, bart, bert, gpt2, mistral, saved, texts
+
+import efficient_attn as ea
+from efficient_attn.analysis.swaps import spread, swaps
+from efficient_attn.errors import DataError, DtypeError, OptionError, UnsupportedError
+from efficient_attn.integrations.transformers import swapped
+from efficient_attn.report.swaps import show_cosine
+from efficient_attn.sweep import models
+from efficient_attn.sweep.sizes import MEAN_OF_VALUES, OWN
+
+TOKENS = 24
+# Of float32 hidden states of order one after three layers, in sums of a few dozen terms taken in another
+# order: 2^-23 for each of some ten steps, in norm. Cosines and divergences differ by the square of it.
+ROUNDING = 1e-6
+
+
+@pytest.fixture(autouse=True)
+def hurried(monkeypatch):
+    """What is timed here is nobody's concern."""
+    monkeypatch.setattr(models, "_TURN_S", 0.0)
+
+
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory):
+    return saved(bert(), tmp_path_factory.mktemp("encoder"))
+
+
+@pytest.fixture(scope="module")
+def decoder(tmp_path_factory):
+    return saved(gpt2(), tmp_path_factory.mktemp("decoder"))
+
+
+def swap(model, backends, **changes):
+    return ea.swap(model, backends, **{"texts": texts(), "tokens": TOKENS, "rounds": 1, **changes})
+
+
+def quality(results):
+    """{(label, layer): record} of what was compared."""
+    return {(r.case.label, r.case.layer): r for r in results.records if r.case.kind == "swap"}
+
+
+def tokenized(folder):
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    return [
+        tokenizer(text, truncation=True, max_length=TOKENS, return_tensors="pt")["input_ids"]
+        for text in texts().values()
+    ]
+
+
+def test_an_encoder_is_compared_by_hidden_states_and_embeddings_of_every_text(encoder):
+    record = quality(swap(encoder, ["window"], options={"window": {"window": [5]}}))["window(window=5)", None]
+    model = transformers.AutoModelForMaskedLM.from_pretrained(encoder).eval()
+    hidden, pooled, first = [], [], []
+    for ids in tokenized(encoder):
+        with torch.no_grad():
+            exact = model(ids, output_hidden_states=True).hidden_states
+            with swapped(model, "window", window=5):
+                other = model(ids, output_hidden_states=True).hidden_states
+        h, e = other[-1][0].double(), exact[-1][0].double()
+        hidden.append([float((a - b).norm() / b.norm()) for a, b in zip(other[1:], exact[1:], strict=True)])
+        pooled.append(1 - float(torch.cosine_similarity(h.mean(0), e.mean(0), dim=0)))
+        first.append(1 - float(torch.cosine_similarity(h[0], e[0], dim=0)))
+    assert min(pooled) > 100 * ROUNDING**2
+    assert record.texts == 3
+    # The states are those of two runs of the same model, so only rounding within one run is left.
+    assert record.hidden_relative_error_draws == pytest.approx([one[-1] for one in hidden], rel=1e-4)
+    assert record.hidden_relative_error_layers == pytest.approx(
+        [fmean(layer) for layer in zip(*hidden, strict=True)], rel=1e-4
+    )
+    assert record.mean_pool_distance_draws == pytest.approx(pooled, rel=1e-3)
+    assert record.first_token_distance_draws == pytest.approx(first, rel=1e-3)
+    assert record.mean_pool_distance == pytest.approx(fmean(pooled), rel=1e-3)
+    assert record.next_token_kl is None and record.perplexity is None
+
+
+def test_a_causal_model_is_compared_by_its_next_tokens(decoder):
+    found = quality(swap(decoder, ["window"], options={"window": {"window": [3]}}))
+    record = found["window(window=3)", None]
+    model = transformers.AutoModelForCausalLM.from_pretrained(decoder).eval()
+    divergence, unlike, perplexity, own = [], [], [], []
+    for ids in tokenized(decoder):
+        with torch.no_grad():
+            p = model(ids).logits[0].double().softmax(-1)
+            own.append(float(model(ids, labels=ids).loss.exp()))
+            with swapped(model, "window", window=3):
+                other = model(ids).logits[0].double().softmax(-1)
+                perplexity.append(float(model(ids, labels=ids).loss.exp()))
+        divergence.append(float((p * (p / other).log()).sum(-1).mean()))
+        unlike.append(float((p.argmax(-1) != other.argmax(-1)).double().mean()))
+    assert record.next_token_kl_draws == pytest.approx(divergence, rel=1e-3)
+    assert record.next_token_disagreement_draws == pytest.approx(unlike) and max(unlike) > 0
+    assert record.perplexity_draws == pytest.approx(perplexity, rel=1e-5)
+    assert found[OWN, None].perplexity_draws == pytest.approx(own, rel=1e-5)
+    assert record.mean_pool_distance is None
+
+
+@pytest.mark.parametrize("name", ["bert", "modernbert", "gpt2", "llama", "mistral"])
+def test_exact_swapped_for_exact_changes_nothing_but_rounding(name, tmp_path):
+    results = swap(saved(MODELS[name](), tmp_path), ["exact", "exact-dense"], by_layer=True)
+    checked = 0
+    for (label, _), record in quality(results).items():
+        if record.case.backend in (OWN, MEAN_OF_VALUES) or record.status == "unsupported":
+            continue
+        checked += 1
+        assert record.status == "ok", record.reason
+        assert record.hidden_relative_error < ROUNDING, label
+        known = record.next_token_kl if record.case.causal else record.mean_pool_distance
+        assert known < ROUNDING**2 or known < 1e-12
+        assert not record.next_token_disagreement
+    assert checked >= 4
+
+
+def test_a_causal_model_without_a_head_is_compared_by_its_hidden_states(tmp_path):
+    folder = saved(gpt2().transformer, tmp_path)
+    record = quality(swap(folder, ["window"], options={"window": {"window": [3]}}))["window(window=3)", None]
+    assert record.hidden_relative_error > 100 * ROUNDING
+    assert record.next_token_kl is None and record.mean_pool_distance is None
+
+
+def test_a_layer_alone_is_the_model_with_that_layer_swapped(encoder):
+    found = quality(swap(encoder, ["window"], options={"window": {"window": [5]}}, by_layer=True))
+    model = transformers.AutoModelForMaskedLM.from_pretrained(encoder).eval()
+    ids = tokenized(encoder)[0]
+    with torch.no_grad():
+        exact = model(ids, output_hidden_states=True).hidden_states[-1][0]
+        for layer in range(3):
+            with swapped(model, {layer: ("window", {"window": 5})}):
+                other = model(ids, output_hidden_states=True).hidden_states[-1][0]
+            told = found["window(window=5)", layer].hidden_relative_error_draws[0]
+            assert told == pytest.approx(float((other - exact).norm() / exact.norm()), rel=1e-3)
+            assert told > 100 * ROUNDING
+
+
+def test_random_features_are_drawn_anew_for_every_seed_and_layer(encoder):
+    results = swap(encoder, ["performer-positive"], seeds=4, seed=7)
+    record = quality(results)["performer-positive", None]
+    draws = record.hidden_relative_error_draws
+    assert len(draws) == 3 * 4 and len(set(draws)) == len(draws)
+    by_seed = [fmean(draws[seed::4]) for seed in range(4)]
+    by_text = [fmean(draws[4 * text : 4 * text + 4]) for text in range(3)]
+    told = spread(record, "hidden_relative_error")
+    assert told.mean == record.hidden_relative_error == pytest.approx(fmean(by_seed))
+    assert told.over_seeds == pytest.approx(stdev(by_seed)) and told.worst == pytest.approx(max(by_text))
+    # The first draw of the run is what `swapped` gives with the same seed.
+    model = transformers.AutoModelForMaskedLM.from_pretrained(encoder).eval()
+    ids = tokenized(encoder)[0]
+    with torch.no_grad():
+        exact = model(ids, output_hidden_states=True).hidden_states[-1][0]
+        with swapped(model, "performer-positive", seed=7):
+            other = model(ids, output_hidden_states=True).hidden_states[-1][0]
+    assert draws[0] == pytest.approx(float((other - exact).norm() / exact.norm()), rel=1e-3)
+
+
+def test_backends_that_need_it_are_calibrated_on_the_first_text(encoder):
+    record = quality(swap(encoder, ["performer-oprf"], seeds=1))["performer-oprf", None]
+    assert (record.status, record.calibrated_on) == ("ok", "the first text")
+    assert record.hidden_relative_error > 0
+
+
+def test_layers_that_slide_stay_exact_and_are_told(tmp_path):
+    results = swap(saved(MODELS["modernbert"](), tmp_path), ["performer-positive"], by_layer=True, seeds=1)
+    assert {layer for _, layer in quality(results)} == {None, 0, 2}
+    assert "1 of 3 attentions are sliding and stay exact" in results.notes[0]
+
+
+def test_a_model_whose_layers_all_slide_takes_the_window_of_its_own_width(tmp_path):
+    found = quality(swap(saved(mistral(), tmp_path), ["window", "performer-positive"]))
+    assert found["window", None].case.options["window"] == WINDOW
+    assert found["window", None].hidden_relative_error < ROUNDING
+    assert found["performer-positive", None].status == "unsupported"
+
+
+def test_what_a_backend_cannot_serve_is_a_record_with_its_reason(decoder):
+    results = swap(decoder, ["linformer"])
+    record = quality(results)["linformer", None]
+    assert record.status == "unsupported"
+    assert record.reason.startswith("Backend 'linformer' cannot be causal.")
+    assert "linformer" not in {r.case.label for r in results.records if r.case.kind == "time"}
+
+
+@pytest.mark.parametrize("fails", ["forward", "build"])
+def test_the_models_own_attention_is_put_back_even_after_an_error(encoder, fails):
+    model = bert()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(encoder)
+    ids = tokenized(encoder)[0]
+    before, implementation = model(ids).logits, model.config._attn_implementation
+
+    def broken(q, k, v):
+        raise RuntimeError("no such thing")
+
+    wrong = [broken] if fails == "forward" else ["linformer"]
+    options = {"linformer": {"sharing": ["layers"], "rank": [8]}} if fails == "build" else None
+    results = swap(model, wrong, tokenizer=tokenizer, options=options)
+    label = "broken" if fails == "forward" else "linformer(sharing=layers, rank=8)"
+    assert quality(results)[label, None].status == ("error" if fails == "forward" else "unsupported")
+    assert model.config._attn_implementation == implementation
+    assert not any(isinstance(module, ea.Backend) for module in model.modules())
+    assert torch.equal(model(ids).logits, before)
+
+
+def test_interrupting_keeps_what_was_measured_and_puts_the_attention_back(encoder, tmp_path):
+    model = bert()
+    calls = []
+
+    def impatient(q, k, v):
+        calls.append(q)
+        raise KeyboardInterrupt
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(encoder)
+    results = swap(model, ["window", impatient], tokenizer=tokenizer, out=tmp_path / "run")
+    assert calls and results.interrupted
+    assert {label for label, _ in quality(results)} == {"exact", MEAN_OF_VALUES, "window"}
+    assert len(ea.read(tmp_path / "run")) == len(results)
+    assert not any(isinstance(module, ea.Backend) for module in model.modules())
+
+
+def test_a_run_is_written_read_drawn_tabled_told_and_compared(encoder, tmp_path):
+    options = {"window": {"window": [3, 9]}}
+    results = swap(
+        encoder,
+        ["window", "performer-positive"],
+        options=options,
+        by_layer=True,
+        rounds=2,
+        out=tmp_path / "a",
+    )
+    kinds = [record.case.kind for record in results.records]
+    assert (kinds.count("time"), kinds.count("memory")) == (6, 6)
+    timed = [record for record in results.records if record.case.kind == "time"]
+    assert all(len(r.turn_sizes) == 2 and len(r.times_s) == sum(r.turn_sizes) >= 4 for r in timed)
+    assert all(r.peak_bytes > 0 for r in results.records if r.case.kind == "memory")
+    again = ea.read(tmp_path / "a")
+    assert again.records == results.records
+    about = again.environment["model"]
+    assert about["class"] == "BertForMaskedLM" and set(about["texts"]) == set(texts())
+    assert len(about["weights_sha256"]) == 64
+    titles = [table.title for table in again.tables()]
+    assert [title.partition(":")[0] for title in titles] == [
+        "Attention swapped", "One layer swapped, cosine, mean pool", "Error through the layers"
+    ]  # fmt: skip
+    rows = {row[0]: row for row in again.tables()[0].rows}
+    assert set(rows) == {
+        OWN,
+        "exact",
+        MEAN_OF_VALUES,
+        "window(window=3)",
+        "window(window=9)",
+        "performer-positive",
+    }
+    found = quality(again)["window(window=3)", None]
+    assert rows["window(window=3)"][1] == show_cosine(1 - found.mean_pool_distance)
+    assert any("stays nearest to itself with" in sentence for sentence in again.sentences())
+    for name in ("records.jsonl", "environment.json", "summary.csv", "report.html", "swap.png"):
+        assert (tmp_path / "a" / name).is_file()
+    assert len(again.plot().figure.axes) == 3
+    assert len(again.to_pandas()) == len(again)
+    (one,) = swaps(again.records)
+    assert one.own is not None and one.own.time_s is not None and one.layers == (0, 1, 2)
+    assert not ea.diff(again, again).regressions
+    worse = [
+        replace(r, **{name: tuple(2 * x for x in getattr(r, name)) for name in ("mean_pool_distance_draws",)})
+        if r.case.label == "performer-positive" and r.case.kind == "swap" and r.case.layer is None
+        else r
+        for r in again.records
+    ]
+    changed = ea.diff(again, ea.Results(worse)).comparison.changes
+    assert any(c.quantity == "mean_pool_distance" and c.ratio == pytest.approx(2) for c in changed)
+
+
+def test_texts_are_cut_to_one_length_and_to_what_the_model_can_take(encoder):
+    words = {"short": " ".join(["w1"] * 10), "long": " ".join(["w2"] * 30)}
+    results = ea.swap(encoder, ["exact"], texts=words, rounds=1)
+    # [CLS] and [SEP] are tokens too.
+    assert {record.case.tokens for record in results.records} == {12}
+    long = ea.swap(encoder, ["exact"], texts=[" ".join(["w3"] * 500)], rounds=1)
+    assert {record.case.tokens for record in long.records} == {64}
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"tokens": 65}, OptionError, "tokens is at most the 64 positions of this model, not 65"),
+        ({"tokens": 1}, OptionError, "tokens is at least 2, not 1"),
+        ({"tokens": 60}, DataError, "The text 'text 0' has 42 tokens, fewer than tokens=60"),
+        ({"texts": []}, DtypeError, "texts is a list of texts"),
+        ({"texts": "a text"}, DtypeError, "not one text"),
+        ({"seeds": 0}, OptionError, "seeds"),
+        ({"tokenizer": "one"}, OptionError, "tokenizer is for a model that is loaded"),
+        ({"options": {"window": {"window": [4]}}, "backends": ["window"]}, OptionError, "window"),
+        ({"backends": ["windw"]}, ValueError, "Did you mean 'window'"),
+        ({"dtype": "int8"}, OptionError, "dtype"),
+    ],
+)
+def test_a_request_that_makes_no_sense_is_refused(encoder, changes, error, message):
+    given = {"backends": ["exact"], "texts": texts(), **changes}
+    with pytest.raises(error, match=message):
+        ea.swap(encoder, **given)
+
+
+def test_a_model_that_is_loaded_needs_its_tokenizer_and_eval_mode(encoder):
+    with pytest.raises(OptionError, match="tokenizer is needed"):
+        swap(bert(), ["exact"])
+    with pytest.raises(OptionError, match="training mode"):
+        swap(bert().train(), ["exact"], tokenizer=transformers.AutoTokenizer.from_pretrained(encoder))
+    with pytest.raises(DtypeError, match="model is a folder or a model of transformers, not int"):
+        swap(3, ["exact"])
+
+
+def test_an_encoder_with_a_decoder_is_refused(tmp_path):
+    with pytest.raises(UnsupportedError, match="is an encoder with a decoder"):
+        swap(saved(bart(), tmp_path), ["exact"])
+
+
+def spoiled(encoder, path, change):
+    """A copy of the folder, changed."""
+    shutil.copytree(encoder, path)
+    change(path)
+    return path
+
+
+def rewrite(path, **changes):
+    file = path / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+
+def only_a_pickle(path):
+    (path / "model.safetensors").unlink()
+    (path / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'touch ran'\ntR.")
+
+
+def code_of_its_own(path):
+    rewrite(path, model_type="strange", auto_map={"AutoModel": "modeling.Strange"})
+    (path / "modeling.py").write_text("raise SystemExit('it ran')")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda path: shutil.rmtree(path), "is no folder"),
+        (lambda path: (path / "config.json").unlink(), r"holds no config\.json"),
+        (lambda path: (path / "model.safetensors").unlink(), r"holds no model\.safetensors"),
+        (only_a_pickle, r"as pytorch_model\.bin and no model\.safetensors\. Reading a pickle can run code"),
+        (code_of_its_own, r"needs code of its own \(auto_map"),
+        (lambda path: (path / "config.json").write_text("{"), "Cannot read .*config.json"),
+        (lambda path: (path / "config.json").write_text("[]"), "is no JSON object"),
+        (lambda path: rewrite(path, architectures=["Nothing"]), r"names the class \['Nothing'\]"),
+        (lambda path: rewrite(path, num_hidden_layers=4), "of another model: it lacks"),
+        (lambda path: (path / "model.safetensors").write_bytes(b"\0" * 64), "Cannot load a model from"),
+    ],
+)
+def test_a_folder_that_is_no_model_is_refused_in_one_line(encoder, tmp_path, change, message):
+    with pytest.raises(DataError, match=message) as caught:
+        swap(spoiled(encoder, tmp_path / "m", change), ["exact"])
+    assert "\n" not in str(caught.value)
+
+
+def test_a_tokenizer_of_another_model_is_refused(encoder, tmp_path):
+    folder = saved(bert(vocab_size=20), tmp_path / "small")
+    with pytest.raises(DataError, match=r"The tokenizer counts to 4\d, and this model knows 20 tokens"):
+        swap(folder, ["exact"])
+
+
+@pytest.mark.parametrize(
+    ("cosine", "shown"),
+    [(1.0, "1"), (0.99999999, "1"), (0.9998, "0.99980"), (0.99, "0.9900"), (0.6, "0.600"), (-0.25, "-0.250")],
+)
+def test_cosines_are_shown_with_as_many_digits_as_they_have_nines(cosine, shown):
+    assert show_cosine(cosine) == shown
