@@ -151,7 +151,7 @@ def test_random_features_are_drawn_anew_for_every_seed_and_layer(encoder):
     by_seed = [fmean(draws[seed::4]) for seed in range(4)]
     by_text = [fmean(draws[4 * text : 4 * text + 4]) for text in range(3)]
     told = spread(record, "hidden_relative_error")
-    assert told.mean == record.hidden_relative_error == pytest.approx(fmean(by_seed))
+    assert told.mean == pytest.approx(record.hidden_relative_error) == pytest.approx(fmean(by_seed))
     assert told.over_seeds == pytest.approx(stdev(by_seed)) and told.worst == pytest.approx(max(by_text))
     # The first draw of the run is what `swapped` gives with the same seed.
     model = transformers.AutoModelForMaskedLM.from_pretrained(encoder).eval()

@@ -1,6 +1,8 @@
 """Records of a model with its attention swapped, as one row for each backend."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
@@ -20,6 +22,9 @@ TURNED = (MEAN_POOL, FIRST_TOKEN, DISAGREEMENT)
 
 # Of float32 in hidden states; cosines and divergences differ from theirs by squares of that.
 _ROUNDING = 1e-4
+
+# A file may hold numbers that no measurement gives.
+_LARGEST = 1e100
 
 # What the cases of one swap have in common.
 _SHARED = ("inputs", "tokens", "num_heads", "head_dim", "causal", "dtype", "device", "threads", "seed")
@@ -60,7 +65,8 @@ class SwapRow(NamedTuple):
         return None if self.whole is None else spread(self.whole, quantity)
 
 
-class Swap(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Swap:
     """Everything measured of one model on the same texts.
 
     Attributes:
@@ -73,19 +79,19 @@ class Swap(NamedTuple):
     quantity: str
     records: tuple[Record, ...]
 
-    @property
+    @cached_property
     def own(self) -> SwapRow | None:
         """The model as it came."""
         return next((row for row in self.rows if row.backend == OWN), None)
 
-    @property
+    @cached_property
     def rounding(self) -> float:
         """Differences up to this are those of the dtype: twice those of exact attention in another kernel."""
         least = _ROUNDING if self.quantity == HIDDEN else _ROUNDING**2
         found = [row.spread(self.quantity) for row in self.rows if row.backend == YARDSTICK]
         return max([least, *(2 * one.mean for one in found if one is not None)])
 
-    @property
+    @cached_property
     def layers(self) -> tuple[int, ...]:
         """Layers that were swapped alone."""
         return tuple(sorted({layer for row in self.rows for layer in row.alone}))
@@ -104,18 +110,23 @@ def without_swaps(records: Sequence[Record]) -> list[Record]:
     return [record for record in records if record.case.of != MODEL]
 
 
-def spread(record: Record, quantity: str) -> Spread | None:
-    """Mean and spread of a quantity; None where it was not measured or some draw has no number."""
-    mean, draws = getattr(record, quantity), getattr(record, f"{quantity}_draws") or ()
-    if record.status != "ok" or mean is None or None in draws:
-        return None
-    texts = record.texts or 1
+def by_text(record: Record, quantity: str) -> list[tuple[float, ...]]:
+    """The draws of each text; empty where it was not measured or some draw has no number."""
+    draws, texts = getattr(record, f"{quantity}_draws") or (), record.texts or 1
     seeds = len(draws) // texts
-    if not seeds or seeds * texts != len(draws):
-        return Spread(mean, None, mean)
-    by_text = [draws[start : start + seeds] for start in range(0, len(draws), seeds)]
-    by_seed = [fmean(one) for one in zip(*by_text, strict=True)]
-    return Spread(mean, stdev(by_seed) if seeds > 1 else None, max(map(fmean, by_text)))
+    usable = record.status == "ok" and all(value is not None and value < _LARGEST for value in draws)
+    if not usable or not seeds or seeds * texts != len(draws):
+        return []
+    return [draws[start : start + seeds] for start in range(0, len(draws), seeds)]
+
+
+def spread(record: Record, quantity: str) -> Spread | None:
+    """Mean and spread of a quantity; None where `by_text` is empty."""
+    texts = by_text(record, quantity)
+    if not texts:
+        return None
+    by_seed = [fmean(one) for one in zip(*texts, strict=True)]
+    return Spread(fmean(by_seed), stdev(by_seed) if len(by_seed) > 1 else None, max(map(fmean, texts)))
 
 
 def swap_rows(records: Iterable[Record]) -> list[dict[str, Any]]:
@@ -162,7 +173,7 @@ def _row(records: Sequence[Record]) -> SwapRow:
     swapped = {record.case.layer: record for record in records if record.case.kind == "swap"}
     time = next((r for r in records if r.case.kind == "time" and r.status == "ok"), None)
     memory = next((r for r in records if r.case.kind == "memory" and r.status == "ok"), None)
-    times = [time_s for time_s in (time.times_s or () if time else ()) if time_s is not None]
+    times = [time_s for time_s in (time.times_s or () if time else ()) if time_s]
     return SwapRow(
         label=case.label,
         backend=case.backend,

@@ -188,7 +188,7 @@ def _try_options(variants: Sequence[Variant], subject: Any) -> None:
             continue
 
 
-def _as_wide(variant: Variant, window: int) -> Variant:
+def _as_wide(variant: Variant, window: int | None) -> Variant:
     """The variant with the window of the model, where nobody set one: a sliding layer can have no other."""
     if variant.label != variant.backend or "window" not in variant.options:
         return variant

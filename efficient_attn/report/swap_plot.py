@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from statistics import fmean
 from typing import Any
 
-from efficient_attn.analysis.swaps import HIDDEN, TURNED, Swap, SwapRow, spread, swaps
+from efficient_attn.analysis.swaps import HIDDEN, TURNED, Swap, SwapRow, by_text, spread, swaps
 from efficient_attn.report.harmless import plain
 from efficient_attn.report.palette import GRID, INK, MUTED, line_styles
 from efficient_attn.report.readable import short
@@ -18,6 +18,9 @@ SWAP = "swap"
 _PANEL_INCHES, _NAMES_INCHES, _HEAD_INCHES = 4.2, 2.2, 0.7
 _LEAST_INCHES, _ROW_INCHES = 3.2, 0.27
 _LONGEST_NAME = 36
+# More than these are in the tables.
+_MOST_MODELS, _MOST_ROWS = 8, 40
+_LARGEST = 1e6
 
 # Rounding is drawn this many times below the smallest real difference: its own distance means nothing.
 _BELOW = 3.0
@@ -29,7 +32,7 @@ def plot_swaps(records: Sequence[Record]) -> Any:
     """A row of panels for each model; the axes of the first."""
     from matplotlib.figure import Figure
 
-    found = swaps(records)
+    found = swaps(records)[:_MOST_MODELS]
     most = max((len(_panels(one)) for one in found), default=1)
     heights = [max(_LEAST_INCHES, _ROW_INCHES * len(_drawn(one)) + 1.2) for one in found] or [_LEAST_INCHES]
     size = (most * _PANEL_INCHES + _NAMES_INCHES, sum(heights) + _HEAD_INCHES)
@@ -66,14 +69,14 @@ def _panels(one: Swap) -> list[Any]:
 def _drawn(one: Swap) -> list[SwapRow]:
     """The rows that have a value, the nearest first; exact attention in all its ways is rounding."""
     known = [(value.mean, row) for row in one.rows if (value := row.spread(one.quantity)) is not None]
-    return [row for _, row in sorted(known, key=lambda pair: pair[0])]
+    return [row for _, row in sorted(known, key=lambda pair: pair[0])][:_MOST_ROWS]
 
 
 def _styles(one: Swap) -> dict[str, dict[str, Any]]:
-    rows = [row for row in one.rows if row.backend != MEAN_OF_VALUES]
-    found = line_styles([(row.label, row.backend) for row in rows])
+    rows = _drawn(one)
+    found = line_styles([(row.label, row.backend) for row in rows if row.backend != MEAN_OF_VALUES])
     cross = {"color": MUTED, "marker": "x", "linestyle": (0, (1, 2)), "linewidth": 1.2, "markersize": 6}
-    return found | {row.label: cross for row in one.rows if row.backend == MEAN_OF_VALUES}
+    return found | {row.label: cross for row in rows if row.backend == MEAN_OF_VALUES}
 
 
 def _end_to_end(ax: Any, one: Swap, styles: dict[str, dict[str, Any]]) -> None:
@@ -83,7 +86,7 @@ def _end_to_end(ax: Any, one: Swap, styles: dict[str, dict[str, Any]]) -> None:
     floor = _floor(means, one.rounding)
     for height, (row, mean) in enumerate(zip(rows, means, strict=True)):
         style = {**styles[row.label], "linestyle": "none"}
-        texts = [max(value, floor) for value in _texts(row, one.quantity)]
+        texts = [max(fmean(draws), floor) for draws in by_text(row.whole, one.quantity)] if row.whole else []
         if mean > one.rounding:
             ax.plot(texts, [height] * len(texts), ".", color=style["color"], alpha=0.45, markersize=4)
         ax.plot([max(mean, floor)], [height], **{**style, "markersize": 8}, clip_on=False)
@@ -123,24 +126,13 @@ def _depth(ax: Any, one: Swap, styles: dict[str, dict[str, Any]]) -> None:
     """The error of the hidden states after each layer, all of them swapped."""
     for row in _drawn(one):
         states = row.whole.hidden_relative_error_layers if row.whole is not None else None
-        if states and None not in states:
+        if states and all(value is not None and value < _LARGEST for value in states):
             ax.plot(range(len(states)), states, **styles[row.label], label=plain(row.label))
     ax.set_ylim(bottom=0)
     ax.grid(axis="y", color=GRID, linewidth=0.8)
     _layers(ax)
     ax.set_xlabel("after layer, all layers swapped", color=INK)
     ax.set_ylabel(NAMES[HIDDEN], color=INK)
-
-
-def _texts(row: SwapRow, quantity: str) -> list[float]:
-    """The mean over draws at each text."""
-    if row.whole is None:
-        return []
-    draws, texts = getattr(row.whole, f"{quantity}_draws") or (), row.whole.texts or 1
-    seeds = len(draws) // texts
-    if not seeds or seeds * texts != len(draws):
-        return []
-    return [fmean(draws[start : start + seeds]) for start in range(0, len(draws), seeds)]
 
 
 def _by_layer(row: SwapRow, quantity: str) -> dict[int, float]:
