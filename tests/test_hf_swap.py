@@ -15,6 +15,8 @@ from hf_models import MODELS, WINDOW, bart, bert, gpt2, mistral, saved, texts
 import efficient_attn as ea
 from efficient_attn.analysis.swaps import spread, swaps
 from efficient_attn.errors import DataError, DtypeError, OptionError, UnsupportedError
+from efficient_attn.experiments.exchange import exchange
+from efficient_attn.experiments.workload import Workload
 from efficient_attn.integrations.transformers import swapped
 from efficient_attn.report.swaps import show_cosine
 from efficient_attn.sweep import models
@@ -83,6 +85,26 @@ def test_an_encoder_is_compared_by_hidden_states_and_embeddings_of_every_text(en
     assert record.first_token_distance_draws == pytest.approx(first, rel=1e-3)
     assert record.mean_pool_distance == pytest.approx(fmean(pooled), rel=1e-3)
     assert record.next_token_kl is None and record.perplexity is None
+
+
+def test_the_model_is_compared_with_its_own_attention_whatever_is_measured_first(encoder):
+    asked = exchange(
+        encoder,
+        ["window"],
+        texts=texts(),
+        tokenizer=None,
+        tokens=TOKENS,
+        options={"window": {"window": [5]}},
+        seeds=1,
+        by_layer=False,
+        name=None,
+        workload=Workload(dtype="float32", device="cpu"),
+    )
+    window = asked.variants[-1]
+    alone = models.measure_swap(window, asked.subject, seeds=1)
+    assert alone.hidden_relative_error > 100 * ROUNDING
+    results = swap(encoder, ["window"], options={"window": {"window": [5]}})
+    assert quality(results)[window.label, None].hidden_relative_error == alone.hidden_relative_error
 
 
 def test_a_causal_model_is_compared_by_its_next_tokens(decoder):

@@ -83,7 +83,7 @@ def exchange(
     ids = _read(opened, named, tokens)
     first = places.exchanged[0]
     shared = {
-        "num_heads": first.num_heads,
+        "num_heads": first.num_heads or 1,
         "head_dim": first.head_dim,
         "tokens": ids[0].shape[1],
         "causal": places.causal,

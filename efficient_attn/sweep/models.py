@@ -108,6 +108,8 @@ def measure_memory(variant: Variant, subject: ModelSubject) -> Record:
 
 
 def _measured(case: Case, variant: Variant, subject: ModelSubject, seeds: int, layer: int | None) -> Record:
+    # Before anything is swapped: they are computed when they are first asked for.
+    exact = subject.exact
     draws = range(seeds if SEED in variant.options else 1)
     found: list[list[dict[str, Any]]] = [[] for _ in subject.texts]
     calibrated = False
@@ -116,7 +118,7 @@ def _measured(case: Case, variant: Variant, subject: ModelSubject, seeds: int, l
             calibrated = calibrated or was_calibrated
             for number, ids in enumerate(subject.texts):
                 given = run(subject.model, ids, predicts=subject.predicts)
-                found[number].append(_compared(given, subject.exact[number], ids, subject))
+                found[number].append(_compared(given, exact[number], ids, subject))
     one_by_one = [one for text in found for one in text]
     record = Record(case=case, texts=len(subject.texts), calibrated_on=FIRST_TEXT if calibrated else None)
     layers = [one.pop("layers") for one in one_by_one]
