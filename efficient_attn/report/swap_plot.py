@@ -17,7 +17,9 @@ SWAP = "swap"
 
 _PANEL_INCHES, _NAMES_INCHES, _HEAD_INCHES = 4.2, 2.2, 0.7
 _LEAST_INCHES, _ROW_INCHES = 3.2, 0.27
-_LONGEST_NAME = 36
+_LONGEST_NAME = 40
+# How far an axis reaches beyond the largest difference.
+_MARGIN = 1.3
 # More than these are in the tables.
 _MOST_MODELS, _MOST_ROWS = 8, 40
 _LARGEST = 1e6
@@ -54,11 +56,7 @@ def plot_swaps(records: Sequence[Record]) -> Any:
             ax.tick_params(colors=INK, which="both", length=3, labelsize=9)
         for ax in axes[len(_panels(one)) :]:
             ax.set_axis_off()
-        told = axes[0].annotate(
-            plain(heading(one)), (0, 1), (0, 18), xycoords="axes fraction", textcoords="offset points",
-            fontsize=9, color=MUTED, parse_math=False,
-        )  # fmt: skip
-        told.set_in_layout(False)
+        axes[0].set_title(plain(heading(one)), loc="left", fontsize=9, color=MUTED, parse_math=False)
     return grid[0, 0]
 
 
@@ -83,20 +81,23 @@ def _end_to_end(ax: Any, one: Swap, styles: dict[str, dict[str, Any]]) -> None:
     """One line for each backend: the mean, and each text as a dot."""
     rows = _drawn(one)
     means = [value.mean for row in rows if (value := row.spread(one.quantity)) is not None]
-    floor = _floor(means, one.rounding)
+    floor, largest = _floor(means, one.rounding), max(means, default=1.0)
     for height, (row, mean) in enumerate(zip(rows, means, strict=True)):
-        style = {**styles[row.label], "linestyle": "none"}
+        style = styles[row.label]
         texts = [max(fmean(draws), floor) for draws in by_text(row.whole, one.quantity)] if row.whole else []
         if mean > one.rounding:
             ax.plot(texts, [height] * len(texts), ".", color=style["color"], alpha=0.45, markersize=4)
-        ax.plot([max(mean, floor)], [height], **{**style, "markersize": 8}, clip_on=False)
+        # The stroke beside the name is that of the lines in the other panels.
+        ax.plot([_MARGIN * largest, max(mean, floor)], [height] * 2, **{**style, "marker": ""})
+        ax.plot(
+            [max(mean, floor)], [height], **{**style, "linestyle": "none", "markersize": 8}, clip_on=False
+        )
     ax.set_yticks(range(len(rows)), [short(plain(row.label), _LONGEST_NAME) for row in rows])
-    for label, row in zip(ax.get_yticklabels(), rows, strict=True):
-        label.set_color(styles[row.label]["color"])
+    for label in ax.get_yticklabels():
         label.set_parse_math(False)
     ax.set_ylim(len(rows) - 0.4, -0.6)
     ax.grid(axis="x", color=GRID, linewidth=0.8)
-    _nearness(ax.xaxis, one.quantity, floor, max(means, default=1.0))
+    _nearness(ax.xaxis, one.quantity, floor, largest)
     ax.invert_xaxis()
     ax.set_xlabel(f"all layers: {NAMES[one.quantity]}; dots: texts", color=INK)
 
@@ -151,8 +152,8 @@ def _nearness(axis: Any, quantity: str, floor: float, largest: float) -> None:
 
     turned = quantity in TURNED
     axis.axes.set(**{f"{axis.axis_name}scale": "log"})
-    axis.axes.set(**{f"{axis.axis_name}lim": (floor / 1.15, 1.3 * max(largest, 2 * floor))})
-    marks = [1 - mark for mark in _MARKS if 1.5 * floor < 1 - mark <= 1.3 * largest]
+    axis.axes.set(**{f"{axis.axis_name}lim": (floor / 1.15, _MARGIN * max(largest, 2 * floor))})
+    marks = [1 - mark for mark in _MARKS if 1.5 * floor < 1 - mark <= _MARGIN * largest]
     locator = FixedLocator([floor, *marks]) if turned else LogLocator(base=10, subs=(1, 3))
     axis.set_major_locator(locator)
     axis.set_minor_locator(NullLocator())
