@@ -80,6 +80,7 @@ def _say_step(step: Any) -> None:
         return
     case = step.record.case
     place = "" if case.of == "attention" else f", {case.of}"
+    place += "" if case.layer is None else f", layer {case.layer}"
     name = f"{case.label}{place}, {case.tokens} tokens, {case.kind}"
     say(f"[{step.done}/{step.total}] {name}: {step.record.status}; {remaining(step)}")
 
