@@ -18,6 +18,8 @@ SWAP = "swap"
 _PANEL_INCHES, _NAMES_INCHES, _HEAD_INCHES = 4.2, 2.2, 0.7
 _LEAST_INCHES, _ROW_INCHES = 3.2, 0.27
 _LONGEST_NAME = 40
+# Texts are dots under the line of their mean, so far in rows.
+_BELOW_LINE = 0.28
 # How far an axis reaches beyond the largest difference.
 _MARGIN = 1.3
 # More than these are in the tables.
@@ -86,7 +88,8 @@ def _end_to_end(ax: Any, one: Swap, styles: dict[str, dict[str, Any]]) -> None:
         style = styles[row.label]
         texts = [max(fmean(draws), floor) for draws in by_text(row.whole, one.quantity)] if row.whole else []
         if mean > one.rounding:
-            ax.plot(texts, [height] * len(texts), ".", color=style["color"], alpha=0.45, markersize=4)
+            below = [height + _BELOW_LINE] * len(texts)
+            ax.plot(texts, below, ".", color=style["color"], alpha=0.6, markersize=4)
         # The stroke beside the name is that of the lines in the other panels.
         ax.plot([_MARGIN * largest, max(mean, floor)], [height] * 2, **{**style, "marker": ""})
         ax.plot(
