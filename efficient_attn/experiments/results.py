@@ -17,8 +17,8 @@ from efficient_attn.analysis.kernel import kernel_records
 from efficient_attn.analysis.rate import rate_shares
 from efficient_attn.analysis.statistics import middle
 from efficient_attn.analysis.summary import summary
-from efficient_attn.analysis.training import training_rows
 from efficient_attn.analysis.swaps import swap_rows, swaps, without_swaps
+from efficient_attn.analysis.training import training_rows
 from efficient_attn.errors import DataError, UnknownNameError
 from efficient_attn.report import plot as cost_plot
 from efficient_attn.report.comparison import comparison_sentences, comparison_tables

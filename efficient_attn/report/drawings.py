@@ -16,8 +16,8 @@ from efficient_attn.report.harmless import plain
 from efficient_attn.report.head_errors import plot_heads
 from efficient_attn.report.kernel_plot import OVER, plot_kernel
 from efficient_attn.report.svg import inline, swatch
-from efficient_attn.report.train_plot import TRAINING, plot_training
 from efficient_attn.report.swap_plot import SWAP, plot_swaps
+from efficient_attn.report.train_plot import TRAINING, plot_training
 from efficient_attn.sweep.records import Record
 
 _SIZE_INCHES = (4.9, 3.4)
