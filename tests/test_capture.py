@@ -173,8 +173,9 @@ def test_without_transformers_the_extra_is_named(tmp_path, monkeypatch):
     for name in [one for one in sys.modules if one.startswith("efficient_attn.integrations.transformers")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(MissingPackageError, match=r'pip install "efficient-attn\[hf\]"'):
-        capture(tmp_path, TEXT)
+    for ask in (lambda: capture(tmp_path, TEXT), lambda: ea.swap(tmp_path, ["exact"])):
+        with pytest.raises(MissingPackageError, match=r'pip install "efficient-attn\[hf\]"'):
+            ask()
 
 
 def test_what_cannot_be_stored_or_written_is_said(tmp_path):
