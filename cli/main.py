@@ -32,6 +32,7 @@ COMMANDS = (
     "show",
     "bench",
     "mse",
+    "recall",
     "diff",
     "report",
     "train",

@@ -30,6 +30,7 @@ _HOME = {
     "bench": "experiments.bench",
     "mse": "experiments.mse",
     "compare": "experiments.compare",
+    "recall": "experiments.recall",
     "show": "experiments.show",
     "train": "experiments.train",
     "read_model": "experiments.checkpoints",

@@ -30,7 +30,7 @@ Share = Callable[[Record], float | None]
 
 def doubts(records: Iterable[Record], environment: Mapping[str, Any] | None = None) -> list[str]:
     """One sentence for each thing that makes times uncertain or wrong; none if there is no sign of any."""
-    timed = [record for record in records if record.status == "ok" and _samples(record)]
+    timed = [r for r in records if r.case.kind == "time" and r.status == "ok" and _samples(r)]
     if not timed:
         return []
     most = max(len(record.turn_sizes or ()) for record in timed)

@@ -33,6 +33,8 @@ from efficient_attn.report.kernel_plot import OVER, kernel_plots, plot_kernel
 from efficient_attn.report.parts import part_tables
 from efficient_attn.report.pays import crossover_tables
 from efficient_attn.report.readable import readable
+from efficient_attn.report.recall import recall_sentences, recall_tables
+from efficient_attn.report.recall_plot import RECALL, plot_recall
 from efficient_attn.report.sentences import bench_sentences
 from efficient_attn.report.swap_plot import SWAP, plot_swaps
 from efficient_attn.report.swaps import swap_sentences, swap_tables
@@ -134,20 +136,21 @@ class Results:
         ]
         errors = alone._of_kind("error")
         made += _errors("tables")(errors) + head_error_tables(errors) + part_tables(errors) if errors else []
-        return made + kernel_tables(self.records) + training_tables(self.records)
+        made += kernel_tables(self.records) + recall_tables(self.records)
+        return made + training_tables(self.records)
 
     def plot(self, y: str | None = None, x: str | None = None, *, ax: Any = None) -> Any:
         """Draw one quantity of every backend against tokens, or an error against the size; the axes."""
         y = y or (SWAP if swaps(self.records) else None)
         y = y or (COMPARISON if comparisons(self.records) else None)
         y = y or (TRAINING if self._of_kind("train") else None)
+        y = y or (RECALL if self._of_kind("recall") else None)
         y = y or ("time_s" if self._of_kind("time") else "output_relative_error")
-        if y == SWAP:
-            return plot_swaps(self.records)
+        whole = {SWAP: plot_swaps, TRAINING: plot_training, RECALL: plot_recall}
         if y == COMPARISON:
             return plot_comparisons(self.records, self._max_error)
-        if y == TRAINING:
-            return plot_training(self.records)
+        if y in whole:
+            return whole[y](self.records)
         if y in QUANTITIES:
             if x not in (None, "tokens"):
                 raise UnknownNameError(f"x axis for {y}", str(x), ["tokens"])
@@ -167,12 +170,13 @@ class Results:
         told += bench_sentences(alone.records)
         errors = alone._of_kind("error")
         told += _errors("sentences")(errors) if errors else []
-        return told + kernel_sentences(self.records) + training_sentences(self.records)
+        told += kernel_sentences(self.records) + recall_sentences(self.records)
+        return told + training_sentences(self.records)
 
     def summary(self) -> list[dict[str, Any]]:
         """Flat rows: comparisons; time and memory of a backend at a length side by side; then errors."""
         alone = self._apart().records
-        errors = [_row(record) for record in alone if record.case.kind == "error"]
+        errors = [_row(record) for record in alone if record.case.kind in ("error", "recall")]
         made = swap_rows(self.records) + comparison_rows(self.records)
         return made + summary(alone) + errors + training_rows(alone)
 
@@ -214,7 +218,12 @@ class Results:
         """The plots worth a file: {name: quantity}."""
         alone = self._apart()
         ok = {kind for kind in KINDS if any(record.status == "ok" for record in alone._of_kind(kind))}
-        wanted = {"time": "time_s", "memory": "peak_bytes", "error": "output_relative_error"}
+        wanted = {
+            "time": "time_s",
+            "memory": "peak_bytes",
+            "error": "output_relative_error",
+            "recall": RECALL,
+        }
         plots = {SWAP: SWAP} if swaps(self.records) else {}
         plots |= {COMPARISON: COMPARISON} if comparisons(self.records) else {}
         plots |= {kind: quantity for kind, quantity in wanted.items() if kind in ok}

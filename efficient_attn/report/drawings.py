@@ -15,6 +15,7 @@ from efficient_attn.report.error_table import title
 from efficient_attn.report.harmless import plain
 from efficient_attn.report.head_errors import plot_heads
 from efficient_attn.report.kernel_plot import OVER, plot_kernel
+from efficient_attn.report.recall_plot import RECALL, plot_recall
 from efficient_attn.report.svg import inline, swatch
 from efficient_attn.report.swap_plot import SWAP, plot_swaps
 from efficient_attn.report.train_plot import TRAINING, plot_training
@@ -65,6 +66,7 @@ def draw(
         HEADS: plot_heads,
         TRAINING: plot_training,
         SWAP: plot_swaps,
+        RECALL: plot_recall,
         COMPARISON: partial(plot_comparisons, max_error=max_error),
     }
     errors = [quantity for quantity in quantities if quantity not in (*costs, *whole)]

@@ -28,6 +28,7 @@ def how_measured(records: Sequence[Record], environment: Mapping[str, Any]) -> s
         _errors(records),
         _training(records),
         _swaps(records),
+        _recall(records),
     )
     return plain(" ".join([sentence for sentence in (*told, _lacking(records)) if sentence]))
 
@@ -99,7 +100,7 @@ def _subject(case: Case) -> str:
 
 
 def _times(records: Sequence[Record]) -> str:
-    timed = [record for record in records if record.status == "ok" and record.times_s]
+    timed = [r for r in records if r.case.kind == "time" and r.status == "ok" and r.times_s]
     if not timed:
         return ""
     counts = [len(record.times_s or ()) for record in timed]
@@ -164,6 +165,17 @@ def _swaps(records: Sequence[Record]) -> str:
         "its own attention, and with each backend in its place and the same weights; cosines, divergences "
         "and relative errors compare the two, computed in float64, and are means over texts and draws of "
         "random features."
+    )
+
+
+def _recall(records: Sequence[Record]) -> str:
+    if not any(record.case.kind == "recall" for record in records):
+        return ""
+    return (
+        "Every block began with the same weights for a seed and saw the same sequences in the same order, "
+        "drawn anew for every step; its accuracy was taken on sequences that none was trained on. The time "
+        "of a step is the median over all steps of a forward pass, a backward pass and an update, without "
+        "drawing the sequences."
     )
 
 

@@ -29,7 +29,8 @@ def _readable(record: Record, labels: dict[str, str]) -> Record:
     label = record.case.label
     if label not in labels:
         labels[label] = _unlike(short(plain(label)), label, set(labels.values()))
-    case = _changed(record.case, label=labels[label])
+    # What was trained on is told by more words than other inputs.
+    case = _changed(record.case, label=labels[label], inputs=short(plain(record.case.inputs)))
     reason = None if record.reason is None else short(plain(record.reason), _LONGEST_REASON)
     return _changed(record, case=case, reason=reason)
 

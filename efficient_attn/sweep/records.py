@@ -137,6 +137,9 @@ class Record:
         train_bits_per_byte: On the batches since the evaluation before, before each of their updates.
         held_out_bits_per_byte: The mean over all windows of the text that were held out.
         held_out_bits_per_byte_windows: Of each of them at the last evaluation.
+        accuracy: Share of the right answers after training; `chance` is that of a guess.
+        answers: How many were asked for.
+        numbers_read: By a query, per head: keys and values, mixtures of them, or a state of features.
     """
 
     case: Case
@@ -200,6 +203,10 @@ class Record:
     perplexity: float | None = None
     perplexity_draws: tuple[float, ...] | None = None
     texts: int | None = None
+    accuracy: float | None = None
+    chance: float | None = None
+    answers: int | None = None
+    numbers_read: int | None = None
 
     def row(self) -> dict[str, Any]:
         """Everything known in one flat dictionary: the case, the status, then what was measured."""

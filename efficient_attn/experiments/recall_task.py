@@ -1,0 +1,145 @@
+"""Associative recall: pairs of a key and a value, then keys alone, whose values are asked for.
+
+A sequence is `pairs` tokens that each hold a key and a value, `gap` tokens that hold nothing, and `queries`
+tokens that hold a key of before and no value. No key comes twice, and each class of values comes equally
+often: which values there are tells nothing of which belongs to a key, so that what cannot look a key up is
+right once in `classes` times, however long it is trained.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from efficient_attn.errors import OptionError
+from efficient_attn.modules.options import whole_number
+from efficient_attn.problem import positive_count
+
+# Sequences to learn from and sequences to be tested on come from streams that share no number.
+LEARNED, TESTED = 0, 1
+
+# Keys are drawn from so many for each pair of a sequence: some are always missing.
+_KEYS_FOR_A_PAIR = 2
+
+
+class Sequences(NamedTuple):
+    """Sequences with what is asked for.
+
+    Attributes:
+        keys: [batch tokens], `task.keys` where there is none.
+        values: [batch tokens], `task.classes` where there is none.
+        answers: [batch queries], the values of the last keys.
+    """
+
+    keys: Any
+    values: Any
+    answers: Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """How long the sequences are, and how many different values there are.
+
+    Attributes:
+        gap: Tokens between pairs and queries: what looks no farther back than these sees no pair.
+    """
+
+    pairs: int = 64
+    classes: int = 16
+    queries: int = 16
+    gap: int = 8
+
+    def __post_init__(self) -> None:
+        for name in ("pairs", "classes", "queries"):
+            positive_count(name, getattr(self, name))
+        whole_number("gap", self.gap)
+        if self.classes < 2:
+            raise OptionError(f"classes is at least 2, not {self.classes}: one has nothing to be told from.")
+        if self.pairs % self.classes:
+            below = self.pairs // self.classes * self.classes
+            near = f"{below + self.classes}" if below == 0 else f"{below} or {below + self.classes}"
+            raise OptionError(
+                f"pairs={self.pairs} is no multiple of classes={self.classes}, so that some values would "
+                f"come more often than others: take pairs={near}."
+            )
+        if self.queries > self.pairs:
+            raise OptionError(
+                f"queries={self.queries} is more than pairs={self.pairs}; no pair is asked for twice."
+            )
+
+    @property
+    def keys(self) -> int:
+        """Different keys."""
+        return _KEYS_FOR_A_PAIR * self.pairs
+
+    @property
+    def tokens(self) -> int:
+        """Of a sequence."""
+        return self.pairs + self.gap + self.queries
+
+    @property
+    def chance(self) -> float:
+        """How often what knows nothing of the pairs is right."""
+        return 1 / self.classes
+
+    @property
+    def blind_window(self) -> int:
+        """The widest odd window, causal or not, from which no query sees a pair."""
+        return self.gap // 2 * 2 + 1
+
+    def draw(self, batch: int, *, seed: int, stream: int, number: int) -> Sequences:
+        """The sequences of one batch: the same ones for the same numbers, whatever was drawn before."""
+        import numpy as np
+        import torch
+
+        random = np.random.default_rng([seed, stream, number])
+        keys = _orders(random, batch, self.keys)[:, : self.pairs]
+        values = _orders(random, batch, self.pairs) % self.classes
+        asked = _orders(random, batch, self.pairs)[:, : self.queries]
+        no_key, no_value = self.keys, self.classes
+        silent = np.full((batch, self.gap), no_key)
+        unknown = np.full((batch, self.gap + self.queries), no_value)
+        drawn = (
+            np.concatenate([keys, silent, np.take_along_axis(keys, asked, axis=1)], axis=1),
+            np.concatenate([values, unknown], axis=1),
+            np.take_along_axis(values, asked, axis=1),
+        )
+        return Sequences(*map(torch.from_numpy, drawn))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Course:
+    """How every backend is trained.
+
+    Attributes:
+        batch: Sequences of a step.
+        rate: The highest learning rate: it rises over a tenth of the steps and then falls to 0 in a line.
+    """
+
+    task: Task
+    steps: int
+    batch: int
+    rate: float
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch"):
+            positive_count(name, getattr(self, name))
+        if isinstance(self.rate, bool) or not 0 < self.rate < float("inf"):
+            raise OptionError(f"rate is a finite number above 0, such as 0.01, not {self.rate!r}.")
+
+    @property
+    def name(self) -> str:
+        """What records call their inputs."""
+        task = self.task
+        return (
+            f"recall(pairs={task.pairs}, classes={task.classes}, queries={task.queries}, gap={task.gap}, "
+            f"steps={self.steps}, rate={self.rate:g})"
+        )
+
+    def rate_at(self, step: int) -> float:
+        """The learning rate of a step, counted from 0."""
+        rising = max(self.steps // 10, 1)
+        return self.rate * min((step + 1) / rising, (self.steps - step) / max(self.steps - rising, 1))
+
+
+def _orders(random: Any, batch: int, count: int) -> Any:
+    """0 … count − 1 in a random order for each sequence, [batch count]."""
+    return random.random((batch, count)).argsort(axis=1)

@@ -1,0 +1,231 @@
+"""One block trained on associative recall: the model, its training, and what is measured of it.
+
+Key and value fill one half of a token each, normalised by itself, so that the block's own norm leaves every
+token as it is, up to a factor and a shift for each entry: what a mean over tokens can tell is then the sum of
+the keys and the sum of the values, whatever was learned, and nothing of which belong together.
+"""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from statistics import fmean
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from efficient_attn.backend import Backend
+from efficient_attn.calibration import calibrate
+from efficient_attn.counts import Step, Work
+from efficient_attn.errors import AttentionError, UnsupportedError
+from efficient_attn.experiments.recall_task import LEARNED, TESTED, Course, Sequences, Task
+from efficient_attn.measure import memory
+from efficient_attn.measure.error import exact_output, mean_of_values, output_error
+from efficient_attn.problem import AttentionProblem
+from efficient_attn.registry import BackendSpec, Capabilities, NoOptions
+from efficient_attn.sweep.accuracy import directions_of
+from efficient_attn.sweep.records import Case, Record
+from efficient_attn.sweep.sizes import MEAN_OF_VALUES, SEED
+from efficient_attn.sweep.variants import Variant
+from efficient_attn.transformer.block import TransformerBlock
+
+_TEST_BATCHES, _TEST_SEQUENCES = 4, 32
+_LONGEST_REASON = 300
+
+# Of the first sequences to learn from: typical queries and keys before any step.
+CALIBRATED_ON = "the first batch, untrained"
+
+
+class _Mean(nn.Module):
+    """Every query gets the mean of the values that it may see."""
+
+    def __init__(self, problem: AttentionProblem) -> None:
+        super().__init__()
+        self._causal = problem.causal
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
+        return mean_of_values(q, v, causal=self._causal).to(q.dtype)
+
+
+# The control that looks at nothing.
+MEAN = Variant(
+    backend=MEAN_OF_VALUES,
+    label=MEAN_OF_VALUES,
+    target=BackendSpec(
+        name=MEAN_OF_VALUES,
+        summary="The mean of the values for every query.",
+        options_type=NoOptions,
+        capabilities=Capabilities(causal=True, streaming=False, key_mask=False),
+        builder=lambda problem, options: _Mean(problem),
+        work=lambda problem, options, tokens, value_dim: Work((Step(tokens * value_dim),)),
+    ),
+)
+
+
+class Learner(nn.Module):
+    """Halves for key and value, one pre-norm block, and a guess of the value at each query."""
+
+    def __init__(self, task: Task, case: Case, target: Any, options: dict[str, Any]) -> None:
+        super().__init__()
+        half = case.model_dim // 2
+        self.queries = task.queries
+        self.keys = nn.Embedding(task.keys + 1, half)
+        self.values = nn.Embedding(task.classes + 1, half)
+        self.block = TransformerBlock(
+            case.model_dim,
+            case.num_heads,
+            target,
+            feed_forward_dim=case.model_dim,
+            activation="gelu",
+            norm="pre",
+            causal=case.causal,
+            max_tokens=case.tokens,
+            **options,
+        )
+        self.guess = nn.Linear(case.model_dim, task.classes)
+        # A query begins nearest to its own key. From unlike projections every backend first has to leave a
+        # plateau, and how long that takes is chance more than anything else.
+        with torch.no_grad():
+            of_queries, of_keys, _ = self.block.attention.in_proj_weight.chunk(3)
+            of_keys.copy_(of_queries)
+
+    def forward(self, keys: Tensor, values: Tensor) -> Tensor:
+        """Logits of the classes at the queries, [batch queries classes]."""
+        halves = (F.layer_norm(one, one.shape[-1:]) for one in (self.keys(keys), self.values(values)))
+        return self.guess(self.block(torch.cat(list(halves), dim=-1))[:, -self.queries :])
+
+    @property
+    def backend(self) -> Backend:
+        return self.block.attention.backend
+
+
+def learner(task: Task, case: Case, target: Any) -> Learner:
+    """A learner with the weights that every backend begins with; what is random is drawn by the seed too."""
+    options = dict(case.options)
+    if SEED in options:
+        options[SEED] += case.seed
+    with torch.random.fork_rng(devices=()):
+        torch.default_generator.manual_seed(case.seed)
+        shared = Learner(task, case, "exact", {}).state_dict()
+        made = Learner(task, case, target, options)
+    # What exact attention has every block has; what is left is the backend's own.
+    made.load_state_dict({**made.state_dict(), **shared})
+    return made
+
+
+def measure(case: Case, target: Any, course: Course) -> Record:
+    """Train one backend from one seed, and test it on sequences that nothing was trained on."""
+    try:
+        with _threads(case.threads):
+            return _measured(Record(case=case), target, course)
+    except UnsupportedError as refusal:
+        return _failed(case, "unsupported", str(refusal))
+    except AttentionError as refusal:
+        return _failed(case, "error", str(refusal))
+    except Exception as failure:  # The backend may be anybody's code: whatever it raises is its result.
+        return _failed(case, "error", f"{type(failure).__name__}: {failure}")
+
+
+def _measured(record: Record, target: Any, course: Course) -> Record:
+    case, task = record.case, course.task
+    model = learner(task, case, target)
+    first = task.draw(course.batch, seed=case.seed, stream=LEARNED, number=0)
+    calibrated = model.backend.needs_calibration
+    calibrate(model, first.keys, first.values)
+    record = replace(
+        record,
+        chance=task.chance,
+        numbers_read=numbers_read(model.backend, case),
+        num_directions=directions_of(model.backend),
+        parameter_bytes=memory.parameter_bytes(model.backend),
+        calibrated_on=CALIBRATED_ON if calibrated else None,
+        **_untrained(model, task.draw(course.batch, seed=case.seed, stream=TESTED, number=0)),
+    )
+    times_s, loss = _train(model, course, case.seed)
+    # A microsecond is less than the clock can tell of a step.
+    record = replace(record, times_s=tuple(round(time_s, 6) for time_s in times_s))
+    if loss is not None:
+        return replace(record, status="error", reason=f"step {len(times_s)}: the loss was {loss}.")
+    right = _right(model, task, case.seed)
+    return replace(record, accuracy=fmean(right), answers=len(right))
+
+
+def _untrained(model: Learner, sequences: Sequences) -> dict[str, Any]:
+    """The error against exact attention on the q, k, v of the block, and the state after one sequence."""
+    seen: list[Tensor] = []
+    hook = model.backend.register_forward_pre_hook(lambda module, inputs: seen.extend(inputs))
+    with torch.no_grad():
+        model(sequences.keys, sequences.values)
+        hook.remove()
+        q, k, v = seen
+        problem = model.backend.problem
+        exact = exact_output(q, k, v, scale=problem.factor, causal=problem.causal)
+        error = output_error(model.backend(q, k, v), exact).relative
+        state = None
+        if problem.causal and model.backend.spec.capabilities.streaming:
+            _, state = model.backend.extend(q[:1], k[:1], v[:1])
+    return {
+        "output_relative_error": error,
+        "state_bytes": None if state is None else memory.state_bytes(state),
+    }
+
+
+def _train(model: Learner, course: Course, seed: int) -> tuple[list[float], float | None]:
+    """Seconds of every step; and the loss that was not finite, if one was."""
+    optimiser = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.99), weight_decay=0.0, fused=True)
+    times_s: list[float] = []
+    for step in range(course.steps):
+        drawn = course.task.draw(course.batch, seed=seed, stream=LEARNED, number=step)
+        start = time.perf_counter()
+        loss = F.cross_entropy(model(drawn.keys, drawn.values).flatten(0, 1), drawn.answers.flatten())
+        for group in optimiser.param_groups:
+            group["lr"] = course.rate_at(step)
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
+        times_s.append(time.perf_counter() - start)
+        if not loss.isfinite():
+            return times_s, loss.item()
+    return times_s, None
+
+
+@torch.no_grad()
+def _right(model: Learner, task: Task, seed: int) -> list[bool]:
+    """Whether each answer was right, on sequences drawn for tests alone."""
+    model.eval()
+    right: list[bool] = []
+    for number in range(_TEST_BATCHES):
+        drawn = task.draw(_TEST_SEQUENCES, seed=seed, stream=TESTED, number=number)
+        guessed = model(drawn.keys, drawn.values).argmax(dim=-1)
+        right += (guessed == drawn.answers).flatten().tolist()
+    return right
+
+
+def numbers_read(backend: Backend, case: Case) -> int | None:
+    """How many numbers a query reads per head: keys and values, mixtures, or a state of features.
+
+    These are the products of a query's side in which nothing is constant, as the backend counts its work
+    without a causal mask: 2 · head_dim for a key and its value, value_dim + 1 for a feature.
+    """
+    if backend.spec.work is None:
+        return None
+    problem = replace(backend.problem, causal=False)
+    work = backend.spec.work(problem, backend.options, case.tokens, case.head_dim)
+    own = (step.multiply_adds for step in work.steps if not step.shared and step.gradients == 2)
+    return round(sum(own) / case.tokens)
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _failed(case: Case, status: str, reason: str) -> Record:
+    return Record(case=case, status=status, reason=" ".join(reason.split())[:_LONGEST_REASON])

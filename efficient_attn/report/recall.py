@@ -1,0 +1,156 @@
+"""What trained blocks recall, as a table and in sentences."""
+
+from collections.abc import Sequence
+
+from efficient_attn.analysis.recall import Contest, Learned, agreement, contests
+from efficient_attn.report.error_table import describe, show_error
+from efficient_attn.report.table import Table, three_digits
+from efficient_attn.sweep.amounts import show_bytes
+from efficient_attn.sweep.records import Record
+from efficient_attn.sweep.sizes import SEED
+
+_NONE = "–"
+
+# What counts as having learned to look keys up.
+_LEARNED = 0.99
+
+
+def recall_tables(records: Sequence[Record]) -> list[Table]:
+    """One table for each task and way to train, the most accurate first."""
+    return [_table(one) for one in contests(records)]
+
+
+def recall_sentences(records: Sequence[Record]) -> list[str]:
+    """How exact attention and the controls did, what came near, and what became of the untrained order."""
+    return [sentence for one in contests(records) for sentence in _sentences(one) if sentence]
+
+
+def heading(one: Contest) -> str:
+    """The task and the block: `recall, pairs 64, …; 88 tokens, 1 head of 32`."""
+    case = one.case
+    heads = "1 head" if case.num_heads == 1 else f"{case.num_heads} heads"
+    causal = ", causal" if case.causal else ""
+    return f"{describe(case.inputs)}; {case.tokens} tokens, {heads} of {case.head_dim}{causal}"
+
+
+def show_accuracy(row: Learned) -> str:
+    """`0.731 (0.70 to 0.76)`; why there is none where there is none."""
+    if row.accuracy is None:
+        return row.failed[0].status if row.failed else _NONE
+    return f"{row.accuracy.mean:.3f} ({row.accuracy.low:.3f} to {row.accuracy.high:.3f})"
+
+
+def _table(one: Contest) -> Table:
+    before = {row.label: place for place, row in enumerate(_by_error(one.compared), start=1)}
+    after = {row.label: place for place, row in enumerate(one.compared, start=1)}
+    rows = tuple(
+        (
+            row.label,
+            show_accuracy(row),
+            str(after.get(row.label, _NONE)),
+            str(before.get(row.label, _NONE)),
+            _NONE if row.untrained is None else show_error(row.untrained),
+            _NONE if row.step_s is None else three_digits(row.step_s.median * 1e3),
+            _NONE if row.numbers_read is None else str(row.numbers_read),
+            _NONE if row.state_bytes is None else show_bytes(row.state_bytes),
+        )
+        for row in one.rows
+    )
+    columns = (
+        "backend",
+        "accuracy",
+        "place",
+        "place untrained",
+        "error untrained",
+        "step, ms",
+        "numbers read",
+        "state",
+    )
+    return Table(f"Recall after training: {heading(one)}", columns, rows, tuple(_notes(one)))
+
+
+def _notes(one: Contest) -> list[str]:
+    seeds = max((row.seeds for row in one.rows), default=0)
+    notes = [
+        f"accuracy: over {seeds} seed{'' if seeds == 1 else 's'}, on sequences nobody trained on. In "
+        "brackets its 95 % interval: Student's over seeds or Wilson's over answers, at each end the wider "
+        f"one. A guess is right in {one.rows[0].chance:.3g}.",
+        "error untrained: ‖out − exact‖ / ‖exact‖ of the same block's q, k and v before the first step. "
+        "place: among all but exact attention and the controls, by accuracy and by that error.",
+        "numbers read: by a query, per head: keys and values, mixtures, or a state of features.",
+    ]
+    if any(row.state_bytes is not None for row in one.rows):
+        notes.append("state: what is carried on after one sequence, all heads together.")
+    if any(SEED in row.case.options for row in one.rows):
+        notes.append("Random features: drawn once for each seed, never again while training.")
+    controls = ", ".join(row.label for row in one.controls)
+    if controls:
+        notes.append(f"Controls, which can know nothing of the pairs: {controls}.")
+    told = (f"{r.case.label}: {r.status}: {r.reason}" for row in one.rows for r in row.failed)
+    return [*notes, *dict.fromkeys(told)]
+
+
+def _sentences(one: Contest) -> list[str]:
+    return [_exact(one), _controls(one), _nearest(one), _orders(one)]
+
+
+def _exact(one: Contest) -> str:
+    if one.exact is None or one.exact.step_s is None:
+        return f"{heading(one)}: exact attention was not trained, so nothing can be compared with it."
+    return (
+        f"{heading(one)}: after training exact attention is right in {show_accuracy(one.exact)} of its "
+        f"answers, at {three_digits(one.exact.step_s.median * 1e3)} ms a step; a guess is in "
+        f"{one.exact.chance:.3g}."
+    )
+
+
+def _controls(one: Contest) -> str:
+    """Whether what can know nothing learned nothing."""
+    told = [f"{row.label} {show_accuracy(row)}" for row in one.controls if row.accuracy]
+    if not told:
+        return ""
+    above = [row.label for row in one.controls if row.accuracy and not row.at_chance]
+    if above:
+        return f"Trust none of it: {', '.join(above)} cannot know a pair, and is not at chance."
+    return f"At chance within their intervals, as they must be: {', '.join(told)}."
+
+
+def _nearest(one: Contest) -> str:
+    """What learned the task, the fewest numbers read first; or else what came nearest."""
+    rows = [row for row in one.compared if row.accuracy and row.accuracy.mean >= _LEARNED]
+    if rows:
+        rows.sort(key=lambda row: row.numbers_read or 0)
+        which = ", ".join(_read(row) for row in rows)
+        return f"At {_LEARNED:g} or more after training, what reads least first: {which}."
+    if not one.compared:
+        return ""
+    best = one.compared[0]
+    return (
+        f"Beside exact attention nothing reaches {_LEARNED:g} here; nearest: {_read(best)} with "
+        f"{show_accuracy(best)}."
+    )
+
+
+def _read(row: Learned) -> str:
+    return row.label if row.numbers_read is None else f"{row.label} ({row.numbers_read} numbers)"
+
+
+def _orders(one: Contest) -> str:
+    """The order after training beside that of the errors before it."""
+    tau = agreement(one.compared)
+    if tau is None or len(one.compared) < 3:
+        return ""
+    after, before = one.compared, _by_error(one.compared)
+    return (
+        f"The order after training and that of the untrained errors agree by Kendall's τ = {tau:.2f} over "
+        f"{len(after)} backends and sizes; most accurate after it: {_first(after)}; least error before it: "
+        f"{_first(before)}."
+    )
+
+
+def _by_error(rows: Sequence[Learned]) -> list[Learned]:
+    return sorted(rows, key=lambda row: (row.untrained or 0.0, row.label))
+
+
+def _first(rows: Sequence[Learned]) -> str:
+    return ", ".join(row.label for row in rows[:3])

@@ -1,0 +1,124 @@
+"""`efficient-attn recall`: what it prints and writes, what it refuses, and with which code it ends."""
+
+import json
+
+import pytest
+
+pytest.importorskip("efficient_attn_cli", reason="needs an installation, if only an editable one")
+
+from efficient_attn.experiments import recall_training, redraw
+from efficient_attn.sweep.records import Record
+from efficient_attn_cli.main import main
+
+TASK = ["--pairs", "8", "--classes", "4", "--queries", "4", "--gap", "4"]
+TINY = [
+    "recall",
+    *TASK,
+    "--steps",
+    "1",
+    "--seeds",
+    "1",
+    "--num-features",
+    "4",
+    "--batch",
+    "2",
+    "--head-dim",
+    "8",
+]
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own.py").write_text("def broken(q, k, v):\n    raise RuntimeError('it broke here')\n")
+    return tmp_path
+
+
+@pytest.fixture
+def untrained(monkeypatch):
+    """Nothing is trained and nothing drawn, which takes longer than everything else of so small a run."""
+    monkeypatch.setattr(redraw, "draw_run", lambda results, folder: [])
+
+    def measure(case, target, course):
+        if case.backend.startswith("own.py"):
+            return Record(case=case, status="error", reason="it broke here")
+        if case.backend == "linformer" and case.causal:
+            return Record(case=case, status="unsupported", reason="it cannot be causal")
+        return Record(case=case, accuracy=0.5, answers=8, chance=0.25, times_s=(0.001,))
+
+    monkeypatch.setattr(recall_training, "measure", measure)
+
+
+def command(*words):
+    """The exit code of the command."""
+    with pytest.raises(SystemExit) as exit_:
+        main(list(words))
+    return exit_.value.code
+
+
+def test_it_prints_a_table_sentences_and_the_folder_with_all_its_files(folder, capsys):
+    assert command(*TINY, "--backend", "performer-positive") == 0
+    *lines, last = capsys.readouterr().out.splitlines()
+    for name in ("exact", "mean of V", "window(window=5)", "performer-positive(num_features=4)"):
+        assert len([line for line in lines if line.startswith(f" {name} ")]) == 1
+    assert any("exact attention is right in" in line for line in lines)
+    assert last.startswith("runs/recall-")
+    written = {path.name for path in (folder / last).iterdir()}
+    assert written >= {"records.jsonl", "plan.toml", "report.html", "summary.csv", "recall.png"}
+
+
+def test_a_plan_repeats_the_run_and_json_is_one_document(untrained, capsys):
+    assert (
+        command(*TINY, "--backend", "window", "--set", "window.window=7", "--causal", "--out", "first") == 0
+    )
+    capsys.readouterr()
+    assert command("recall", "--plan", "first/plan.toml", "--out", "second", "--json", "-") == 0
+    document = json.loads(capsys.readouterr().out)
+    assert {record["label"] for record in document["records"]} >= {"exact", "window(window=7)"}
+    assert all(record["causal"] and record["tokens"] == 16 for record in document["records"])
+    assert set(document) == {"environment", "records", "sentences", "notes", "interrupted"}
+
+
+def test_a_run_goes_on_where_it_ended(untrained, capsys):
+    assert command(*TINY, "--backend", "exact", "--out", "run") == 0
+    capsys.readouterr()
+    assert (
+        command(*TINY, "--backend", "exact", "--seeds", "2", "--out", "run", "--resume", "--json", "-") == 0
+    )
+    assert len(json.loads(capsys.readouterr().out)["records"]) == 6
+    assert command(*TINY, "--backend", "exact", "--out", "run") == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        (["--backend", "exact,own.py:broken"], 3),
+        (["--causal"], 0),
+        (["--causal", "--backend", "linformer"], 3),
+    ],
+)
+def test_it_ends_with_the_code_that_says_how_it_went(words, code, untrained):
+    assert command(*TINY, *words) == code
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--pairs", "9"], "pairs=9 is no multiple of classes=4"),
+        (["--steps", "0"], "steps is at least 1, not 0"),
+        (["--seeds", "0"], "seeds is at least 1, not 0"),
+        (["--steps", "many"], "'--steps': Input should be a valid integer"),
+        (["--num-features", "few"], "--num-features cannot be 'few'"),
+        (["--num-features", "1.5"], "--num-features cannot be '1.5'"),
+        (["--backend", "windw"], "Did you mean 'window'"),
+        (["--rate", "0"], "rate is a finite number above 0"),
+        (["--resume"], "--resume needs --out"),
+        (["--json", "file"], "--json takes -"),
+        (["window"], "'window' stands alone"),
+    ],
+)
+def test_a_wrong_request_is_one_line_and_writes_nothing(folder, words, message, capsys):
+    assert command(*TINY, *words) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+    assert not (folder / "runs").exists()
