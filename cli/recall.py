@@ -63,7 +63,7 @@ def recall_command(
     set_: SetOption = None,
     classes: ClassesOption = 16,
     queries: QueriesOption = 16,
-    gap: GapOption = 8,
+    gap: GapOption = 16,
     batch: TrainedBatchOption = 4,
     num_heads: TrainedHeadsOption = 2,
     head_dim: HeadDimOption = 16,

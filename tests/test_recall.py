@@ -64,7 +64,7 @@ def learned(label, accuracies=(0.5, 0.52, 0.48), error=0.3, **changes):
         "numbers_read": 64,
         **changes,
     }
-    options = {"window": 5} if label == "window(window=5)" else {"num_features": 8}
+    options = {"window": 9} if label == "window(window=9)" else {"num_features": 8}
     made = enumerate(accuracies)
     return [
         Record(case=replace(asked(backend, seed=s, options=options), label=label), accuracy=one, **measured)
@@ -74,7 +74,7 @@ def learned(label, accuracies=(0.5, 0.52, 0.48), error=0.3, **changes):
 
 EXACT = learned("exact", (0.99, 1.0, 1.0), 1e-7, numbers_read=336)
 MEAN_OF_V = learned("mean of V", (0.25, 0.24, 0.26), 0.5, numbers_read=8)
-BLIND = learned("window(window=5)", (0.26, 0.25, 0.24), 0.9)
+BLIND = learned("window(window=9)", (0.26, 0.25, 0.24), 0.9)
 ALL = [
     *EXACT,
     *MEAN_OF_V,
@@ -180,7 +180,7 @@ def test_the_mean_of_the_values_tells_nothing_of_what_belongs_together(causal):
 @pytest.mark.parametrize("causal", [False, True])
 def test_the_control_window_sees_no_pair_and_a_wider_one_does(causal):
     wider = TASK.gap + 2 if causal else 2 * TASK.gap + 3
-    own = learner(TASK, window(TASK.blind_window, causal=causal), "window")
+    own = learner(TASK, window(TASK.blind_window(causal=causal), causal=causal), "window")
     assert changed(own, rotated) == 0
     assert changed(learner(TASK, window(wider, causal=causal), "window"), rotated) > 0
 
@@ -212,12 +212,12 @@ def test_a_run_is_the_same_again_and_leaves_the_generator_and_the_threads_alone(
 
 
 def test_sizes_beyond_the_sequence_are_left_out_and_said():
-    results = ea.recall(["window", "performer-positive"], **TINY | {"sizes": (4, 32), "seeds": 1, "steps": 1})
+    results = ea.recall(["window", "performer-positive"], **TINY | {"sizes": (8, 32), "seeds": 1, "steps": 1})
     labels = [record.case.label for record in results.records]
-    # A window that is not causal is odd: at size 4 it is the control.
+    # A window that is not causal is odd: at size 8 it is the control.
     assert labels[2:] == [
-        "window(window=5)",
-        "performer-positive(num_features=4)",
+        "window(window=9)",
+        "performer-positive(num_features=8)",
         "performer-positive(num_features=32)",
     ]
     assert any(note.startswith("window: left out 32") for note in results.notes)
@@ -274,13 +274,13 @@ def test_the_table_has_the_order_after_training_beside_that_of_the_untrained_err
     shown = {row[0]: row[2:5] for row in table.rows}
     assert [row[0] for row in table.rows][:3] == ["exact", "late", "rank(num_features=8)"]
     assert shown["late"] == ("1", "3", "0.7") and shown["rank(num_features=8)"] == ("2", "1", "0.1")
-    assert shown["exact"][:2] == shown["mean of V"][:2] == shown["window(window=5)"][:2] == ("–", "–")
+    assert shown["exact"][:2] == shown["mean of V"][:2] == shown["window(window=9)"][:2] == ("–", "–")
 
 
 def test_sentences_tell_exact_controls_and_the_agreement_of_the_orders():
     exact, controls, reached, orders = recall_sentences(ALL)
     assert "exact attention is right in 0.997 (" in exact and exact.endswith("a guess is in 0.25.")
-    assert controls.startswith("At chance within their intervals") and "window(window=5)" in controls
+    assert controls.startswith("At chance within their intervals") and "window(window=9)" in controls
     assert reached.endswith("what reads least first: late (64 numbers).")
     assert "τ = -0.33 over 3" in orders
 
@@ -306,7 +306,7 @@ def test_the_figure_has_an_accuracy_with_its_interval_for_each_size(tmp_path):
     results = Results(ALL)
     axes = results.plot().figure.axes
     lines = {line.get_label(): line for line in axes[0].containers}
-    assert set(lines) == {"exact", "mean of V", "window(window=5)", "rank", "late"}
+    assert set(lines) == {"exact", "mean of V", "window(window=9)", "rank", "late"}
     assert lines["rank"].lines[0].get_ydata().tolist() == pytest.approx([0.5, 0.91])
     results.save(tmp_path)
     assert not results.notes and "Recall after training" in (tmp_path / "report.html").read_text()

@@ -100,7 +100,7 @@ def _variants(
     if _CLUSTERS in names and "window" not in given.get(_CLUSTERS, {}):
         # A window that reached the pairs would do what the clusters are to be tested at.
         given[_CLUSTERS] = {"window": [max(task.gap // 4 * 4, 4)], **given.get(_CLUSTERS, {})}
-    blind = select([_WINDOW], {_WINDOW: {"window": [task.blind_window]}})
+    blind = select([_WINDOW], {_WINDOW: {"window": [task.blind_window(causal=workload.causal)]}})
     found = {one.label: one for one in (*select([YARDSTICK]), MEAN, *blind)}
     notes = []
     for variant in select(names, given):

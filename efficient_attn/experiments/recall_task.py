@@ -45,7 +45,7 @@ class Task:
     pairs: int = 64
     classes: int = 16
     queries: int = 16
-    gap: int = 8
+    gap: int = 16
 
     def __post_init__(self) -> None:
         for name in ("pairs", "classes", "queries"):
@@ -80,10 +80,9 @@ class Task:
         """How often what knows nothing of the pairs is right."""
         return 1 / self.classes
 
-    @property
-    def blind_window(self) -> int:
-        """The widest odd window, causal or not, from which no query sees a pair."""
-        return self.gap // 2 * 2 + 1
+    def blind_window(self, *, causal: bool) -> int:
+        """The widest window from which no query sees a pair."""
+        return self.gap + 1 if causal else 2 * self.gap + 1
 
     def draw(self, batch: int, *, seed: int, stream: int, number: int) -> Sequences:
         """The sequences of one batch: the same ones for the same numbers, whatever was drawn before."""
