@@ -1,16 +1,14 @@
 """`efficient-attn recall`: one block per backend, trained to look things up."""
 
-import json
 import sys
-from collections.abc import Sequence
 from contextlib import redirect_stdout
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from efficient_attn.errors import OptionError
 
-from . import exits, talk
+from . import talk
 from .options import (
     BackendOption,
     CausalOption,
@@ -22,8 +20,11 @@ from .options import (
     ResumeOption,
     SetOption,
     ThreadsOption,
+    as_json,
     names,
+    refuse_extra,
 )
+from .outcome import finish
 from .plan import PlanOption, as_plan
 
 PairsOption = Annotated[int, typer.Option("--pairs", help="Tokens of a key and a value.")]
@@ -87,16 +88,12 @@ def recall_command(
     from efficient_attn.sweep.amounts import parse_sizes
     from efficient_attn.sweep.variants import parse_settings
 
-    if extra:
-        raise OptionError(
-            f"Values are joined by commas, as in --num-features 32,64; {extra[0]!r} stands alone."
-        )
+    refuse_extra(extra)
     # What is wrong in the request itself is said before torch is loaded.
     resume = resume or force_resume
     if resume and out is None:
         raise OptionError("--resume needs --out, the folder of the run to go on with.")
-    if json_to not in (None, "-"):
-        raise OptionError(f"--json takes - for stdout, not {json_to!r}; files are written to --out.")
+    to_stdout = as_json(json_to)
     task = Task(pairs=pairs, classes=classes, queries=queries, gap=gap)
     course = Course(task=task, steps=steps, batch=batch, rate=rate)
     named = names(backend)
@@ -124,44 +121,4 @@ def recall_command(
             resume=resume,
             force_resume=force_resume,
         )
-    _print(results, as_json=json_to is not None)
-    typer.echo(str(folder), err=json_to is not None)
-    raise typer.Exit(_exit_code(results, named))
-
-
-def _print(results: Any, *, as_json: bool) -> None:
-    if as_json:
-        typer.echo(json.dumps(_document(results), indent=2, allow_nan=False, ensure_ascii=False))
-        return
-    talk.print_tables(results.tables())
-    for sentence in results.sentences():
-        typer.echo(sentence)
-    for note in results.notes:
-        talk.say(note)
-
-
-def _document(results: Any) -> dict[str, Any]:
-    from efficient_attn.sweep.records import line
-
-    return {
-        "environment": results.environment,
-        "records": [json.loads(line(record)) for record in results.records],
-        "sentences": results.sentences(),
-        "notes": list(results.notes),
-        "interrupted": results.interrupted,
-    }
-
-
-def _exit_code(results: Any, named: Sequence[str] | None) -> int:
-    """How it went. In a default selection refusals are expected, other failures are not."""
-    from efficient_attn.analysis.recall import contests
-
-    if results.interrupted:
-        return exits.INTERRUPTED
-    beside = {row.label for one in contests(results.records) for row in one.controls}
-    asked = [record for record in results.records if record.case.label not in beside]
-    failed = [record for record in asked if record.status != "ok"]
-    if len(failed) == len(asked):
-        return exits.NOTHING_MEASURED
-    unexpected = [record for record in failed if named or record.status != "unsupported"]
-    return exits.SOME_NOT_MEASURED if unexpected else exits.DONE
+    finish(results, named, folder=folder, as_json=to_stdout)
