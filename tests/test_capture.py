@@ -100,7 +100,7 @@ def test_what_a_layer_shows_its_queries_is_kept_and_read_back(name, tmp_path):
     pytest.importorskip("transformers", minversion="5", reason="the extra [hf] is not installed")
     from hf_models import MODELS, saved, texts
 
-    from efficient_attn.integrations.transformers.exchanging import places_of
+    from efficient_attn.integrations.transformers.swapping import places_of
 
     (text, *_) = texts().values()
     model = MODELS[name]()

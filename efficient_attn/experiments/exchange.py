@@ -75,13 +75,13 @@ def exchange(
     settled = settle(workload)
     chosen = select(_near_softmax() if backends is None else backends, options)
 
-    from efficient_attn.integrations.transformers.exchanging import MEAN, places_of
+    from efficient_attn.integrations.transformers.swapping import MEAN, places_of
     from efficient_attn.sweep.models import ModelSubject
 
     opened = _open(model, tokenizer, name, settled)
     places = places_of(opened.model)
     ids = _read(opened, named, tokens)
-    first = places.exchanged[0]
+    first = places.swapped[0]
     shared = {
         "num_heads": first.num_heads or 1,
         "head_dim": first.head_dim,
@@ -96,7 +96,7 @@ def exchange(
     exact = [variant for variant in chosen if variant.backend == YARDSTICK] or select([YARDSTICK])
     others = [variant for variant in chosen if variant.backend != YARDSTICK]
     mean = Variant(backend=MEAN_OF_VALUES, label=MEAN_OF_VALUES, target=MEAN)
-    if any(place.kind == "sliding" for place in places.exchanged):
+    if any(place.kind == "sliding" for place in places.swapped):
         others = [_as_wide(variant, first.pattern.window) for variant in others]
     subject = ModelSubject(opened=opened, places=places, texts=ids, shared=shared)
     _try_options(others, subject)
@@ -169,7 +169,7 @@ def _read(opened: Any, named: Mapping[str, str], tokens: int | None) -> tuple[An
 def _try_options(variants: Sequence[Variant], subject: Any) -> None:
     """Build what has options set, once: a value that never works is a wrong request."""
     from efficient_attn.errors import UnsupportedError
-    from efficient_attn.integrations.transformers.exchanging import build_for
+    from efficient_attn.integrations.transformers.swapping import build_for
 
     for variant in variants:
         if variant.label == variant.backend:

@@ -52,9 +52,9 @@ def capture(
         UnsupportedError: If the model attends in a way that no backend knows.
     """
     from efficient_attn.integrations.transformers.attaching import installed
-    from efficient_attn.integrations.transformers.exchanging import build_for, places_of
     from efficient_attn.integrations.transformers.masks import FULL
     from efficient_attn.integrations.transformers.opening import open_model, positions, token_ids
+    from efficient_attn.integrations.transformers.swapping import build_for, places_of
 
     positive_count("max_tokens", max_tokens)
     opened = open_model(model_folder, name=name)

@@ -10,7 +10,8 @@ from typing import Any
 from torch import Tensor
 
 from efficient_attn.integrations.transformers.attaching import installed
-from efficient_attn.integrations.transformers.exchanging import (
+from efficient_attn.integrations.transformers.opening import Opened
+from efficient_attn.integrations.transformers.swapping import (
     Outputs,
     Places,
     build_for,
@@ -19,7 +20,6 @@ from efficient_attn.integrations.transformers.exchanging import (
     predicts_next,
     run,
 )
-from efficient_attn.integrations.transformers.opening import Opened
 from efficient_attn.measure import outputs as measure
 from efficient_attn.measure.memory import parameter_bytes
 from efficient_attn.sweep.records import Case, Record

@@ -34,26 +34,26 @@ class Places(NamedTuple):
     """Where a model attends.
 
     Attributes:
-        exchanged: Where backends are put.
+        swapped: Where backends are put.
         others: What stays exact.
     """
 
-    exchanged: tuple[Place, ...]
+    swapped: tuple[Place, ...]
     others: tuple[Place, ...]
 
     @property
     def every(self) -> list[Place]:
         """In the order of the model."""
-        return [*self.exchanged, *self.others]
+        return [*self.swapped, *self.others]
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """Numbers of the layers that are exchanged."""
-        return tuple(sorted({place.layer for place in self.exchanged}))
+        """Numbers of the layers that are swapped."""
+        return tuple(sorted({place.layer for place in self.swapped}))
 
     @property
     def causal(self) -> bool:
-        return self.exchanged[0].pattern.causal
+        return self.swapped[0].pattern.causal
 
 
 def places_of(model: Any) -> Places:
@@ -84,15 +84,15 @@ def build_for(
     max_tokens: int,
     seed: int,
 ) -> dict[str, Backend]:
-    """A backend for every place: the chosen one where it is exchanged, exact attention elsewhere.
+    """A backend for every place: the chosen one where it is swapped, exact attention elsewhere.
 
     Args:
-        layer: The only layer to exchange; None: all that can be.
+        layer: The only layer to swap; None: all that can be.
         seed: Gives each layer's random features a draw of their own, the same alone as among others.
     """
     chosen = Choice(backend, options)
     choices = {place.path: EXACT for place in places.every} | {
-        place.path: chosen for place in places.exchanged if layer in (None, place.layer)
+        place.path: chosen for place in places.swapped if layer in (None, place.layer)
     }
     return build_all(places.every, choices, max_tokens, seed)
 
