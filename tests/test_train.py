@@ -1,33 +1,22 @@
-"""Training by turns: what curves depend on, what is kept, and that a run goes on as if never interrupted."""
+"""Training by turns: what curves depend on, where runs end, what becomes of the models."""
 
 import json
-import os
-import random
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file
+from tiny_training import BACKENDS, LINES, TINY, curves, run
 
 import efficient_attn as ea
 from efficient_attn.errors import DataError, OptionError, UnsupportedError
-from efficient_attn.experiments import train, turns
+from efficient_attn.experiments import turns
 from efficient_attn.experiments.course import build_model, course
 from efficient_attn.experiments.learner import Learner
 from efficient_attn.experiments.texts import read_text
 from efficient_attn.experiments.train import samples, variants
 from efficient_attn.report.files import write
 from efficient_attn.transformer.language_model import LanguageModel
-
-TINY = {"tokens": 8, "batch": 2, "model_dim": 8, "num_heads": 2, "num_layers": 1, "every": 2, "windows": 8,
-        "warmup": 4, "threads": 1}  # fmt: skip
-BACKENDS = ["window", "performer-positive"]
-LINES = "".join(f"line {number} of the text\n" for number in range(120)).encode()
 
 
 @pytest.fixture(autouse=True)
@@ -36,22 +25,6 @@ def text(tmp_path, monkeypatch, undrawn):
     path = tmp_path / "text.txt"
     path.write_bytes(LINES)
     return path
-
-
-def run(steps=6, backends=BACKENDS, **changed):
-    return ea.train(backends, **{**TINY, "text": "text.txt", "size": 4, "steps": steps, **changed})
-
-
-def curves(results):
-    """All that does not depend on time."""
-    return {
-        record.case.label: (
-            record.train_bits_per_byte,
-            record.held_out_bits_per_byte,
-            record.held_out_bits_per_byte_windows,
-        )
-        for record in results.records
-    }
 
 
 def learner(backend="exact", **changed):
@@ -64,7 +37,10 @@ def test_models_learn_and_exact_attention_is_always_among_them():
     assert [record.case.label for record in results.records] == [
         "exact", "window(window=4)", "performer-positive(num_features=4)"]  # fmt: skip
     for record in results.records:
-        first, last = record.held_out_bits_per_byte[0], record.held_out_bits_per_byte[-1]
+        first, last = (
+            record.held_out_bits_per_byte[0],
+            record.held_out_bits_per_byte[-1],
+        )
         assert record.train_steps == (10, 20, 30, 40) and last < first < 9
         assert (
             record.state_bytes and record.parameter_bytes and len(record.held_out_bits_per_byte_windows) == 8
@@ -90,79 +66,12 @@ def test_the_bits_of_a_window_are_those_of_its_bytes():
     assert one.held_out[0] == pytest.approx(sum(bits) / 8, rel=1e-6)
 
 
-def test_a_run_that_goes_on_has_the_curve_of_one_that_never_stopped():
-    whole = run(steps=6, out="whole")
-    run(steps=2, out="parts")
-    parts = run(steps=6, out="parts", resume=True)
-    assert curves(parts) == curves(whole) == curves(ea.read("parts"))
-    assert same_checkpoints("whole", "parts")
-
-
-def kept(root, name):
-    """The tensors of a checkpoint without the seconds, which differ from run to run."""
-    tensors = load_file(f"{root}/checkpoints/{name}")
-    del tensors["seconds"]
-    return {**tensors, "curve": tensors["curve"][:, [0, 2, 3]]}
-
-
-def same_checkpoints(one, other):
-    for name in os.listdir(f"{one}/checkpoints"):
-        own, theirs = kept(one, name), kept(other, name)
-        assert own.keys() == theirs.keys() and all(torch.equal(own[key], theirs[key]) for key in own)
-    return True
-
-
-@pytest.mark.parametrize("number", [1, 3, 4])
-def test_an_interruption_keeps_every_step_that_was_done(number, monkeypatch):
-    whole = curves(run(steps=4))
-    done = []
-    advance = Learner.advance
-
-    def interrupted(self):
-        advance(self)
-        done.append(self)
-        # The steps that are tried before count for nothing.
-        if len(done) == 3 + number:
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(Learner, "advance", interrupted)
-    cut = run(steps=4, out="out")
-    assert cut.interrupted
-    monkeypatch.setattr(Learner, "advance", advance)
-    checkpoints = [load_file(path) for path in Path("out/checkpoints").iterdir()]
-    assert sum(2 * len(one["curve"]) + len(one["recent"]) for one in checkpoints) == number
-    assert curves(run(steps=4, out="out", resume=True)) == whole
-
-
-CODE = """
-import json, sys, efficient_attn as ea
-ea.train(["window", "performer-positive"], out="killed", **json.loads(sys.argv[1]))
-"""
-
-
-@pytest.mark.skipif(os.name != "posix", reason="signals")
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2, 3))])
-def test_a_run_that_was_killed_at_a_random_moment_goes_on_to_the_same_bits(seed, tmp_path):
-    settings = {**TINY, "text": "text.txt", "size": 4, "steps": 600}
-    child = subprocess.Popen([sys.executable, "-c", CODE, json.dumps(settings)])
-    start = time.monotonic()
-    while not (tmp_path / "killed/records.jsonl").exists():
-        assert child.poll() is None and time.monotonic() - start < 120, "waited in vain"
-        time.sleep(0.005)
-    time.sleep(random.Random(seed).uniform(0, 0.3))
-    child.send_signal(signal.SIGKILL)
-    assert child.wait() == -signal.SIGKILL
-    records = ea.read("killed").records
-    steps = 2 + max(max(record.train_steps) for record in records)
-    assert steps < 600
-    resumed = run(steps=steps, out="killed", resume=True)
-    assert curves(resumed) == curves(run(steps=steps, out="whole"))
-    assert same_checkpoints("whole", "killed")
-
-
 def test_a_run_ends_with_the_round_that_still_fits_its_budget(monkeypatch):
     clock = iter(range(10**6))
-    monkeypatch.setattr("efficient_attn.experiments.learner.time.perf_counter", lambda: float(next(clock)))
+    monkeypatch.setattr(
+        "efficient_attn.experiments.learner.time.perf_counter",
+        lambda: float(next(clock)),
+    )
     # Each step and each evaluation takes one second by this clock: 9 seconds for a round of three models.
     records = run(steps=None, budget_s=30).records
     assert {record.train_steps[-1] for record in records} == {6}
@@ -180,7 +89,10 @@ def test_a_model_whose_loss_is_no_number_ends_alone(monkeypatch):
 
     monkeypatch.setattr(Learner, "advance", broken)
     exact, window, performer = run(steps=6).records
-    assert (window.status, window.reason) == ("error", "loss or gradient of step 4 are not finite")
+    assert (window.status, window.reason) == (
+        "error",
+        "loss or gradient of step 4 are not finite",
+    )
     assert window.train_steps == (2,) and exact.train_steps == performer.train_steps == (2, 4, 6)
 
 
@@ -194,7 +106,11 @@ def test_what_breaks_ends_alone_and_what_cannot_be_written_ends_the_run(monkeypa
 
     monkeypatch.setattr(LanguageModel, "forward", broken)
     exact, window, performer = run(steps=2).records
-    assert (window.status, window.reason, window.train_steps) == ("error", "RuntimeError: it broke here", ())
+    assert (window.status, window.reason, window.train_steps) == (
+        "error",
+        "RuntimeError: it broke here",
+        (),
+    )
     assert exact.status == performer.status == "ok"
     monkeypatch.setattr(LanguageModel, "forward", forward)
     monkeypatch.setattr(turns, "save_checkpoint", lambda *given: write(Path("none/file"), ""))
@@ -258,66 +174,37 @@ def test_the_best_model_is_read_and_writes_bytes_through_its_state():
     whole = torch.cat((torch.tensor([list(b"line")]), made), dim=1)
     assert torch.equal(model(whole)[:, 3:-1].argmax(dim=-1), made)
     told = dict(samples("out", variants(BACKENDS, size=4), 5))
-    assert list(told) == ["exact", "window(window=4)", "performer-positive(num_features=4)"]
-
-
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"learning_rate": 0.02}, r"begun with learning_rate=0\.01, not 0\.02"),
-        ({"seed": 3}, r"begun with seed=0, not 3"),
-        ({"every": 1}, r"begun with every=2, not 1"),
-        ({"text": "other.txt"}, r"begun with another text"),
-        ({"options": {"performer-positive": {"projection": ["iid"]}}}, None),
-    ],
-)
-def test_a_run_that_goes_on_with_other_options_is_refused_and_nothing_is_lost(changed, message, tmp_path):
-    (tmp_path / "other.txt").write_bytes(LINES[::-1])
-    run(steps=2, out="out")
-    before = {path: path.read_bytes() for path in tmp_path.rglob("*.safetensors")}
-    if message is None:
-        # Another variant is another model beside those that are there.
-        more = run(steps=2, out="out", resume=True, **changed)
-        assert len(more.records) == 4
-        assert any("Left as they were" in note and "num_features=4" in note for note in more.notes)
-    else:
-        with pytest.raises(DataError, match=f"{message}.*Give the options of that run, or name a new folder"):
-            run(steps=4, out="out", resume=True, **changed)
-    assert all(path.read_bytes() == data for path, data in before.items())
-    assert curves(run(steps=2, out="out", resume=True)).items() >= curves(run(steps=2)).items()
-
-
-def test_another_environment_is_refused_unless_it_is_forced(monkeypatch):
-    run(steps=2, out="out")
-    here = train.environment()
-    monkeypatch.setattr(train, "environment", lambda **asked: {**here, "processor": "another"})
-    with pytest.raises(DataError, match=r"environment: processor was .*, is another\. Name a new folder"):
-        run(steps=4, out="out", resume=True)
-    mixed = run(steps=4, out="out", force_resume=True)
-    assert mixed.records[0].train_steps == (2, 4)
-    assert any("Two environments are mixed" in note for note in mixed.notes)
-
-
-def test_a_folder_of_another_run_is_not_written_over():
-    run(steps=2, out="out")
-    os.remove("out/records.jsonl")
-    with pytest.raises(DataError, match=r"holds checkpoints of another run\. Go on with it by --resume"):
-        run(steps=2, out="out")
-
-
-def test_a_run_that_has_had_its_budget_says_so():
-    run(steps=2, out="out")
-    assert any("Nothing was left to do" in note for note in run(steps=2, out="out", resume=True).notes)
+    assert list(told) == [
+        "exact",
+        "window(window=4)",
+        "performer-positive(num_features=4)",
+    ]
 
 
 @pytest.mark.parametrize(
     ("changed", "error", "message"),
     [
-        ({"backends": ["linformer"]}, UnsupportedError, "'linformer' cannot be causal. Causal backends"),
-        ({"steps": 3}, OptionError, "steps=3 does not end with an evaluation, one every 2 steps: 2 or 4"),
+        (
+            {"backends": ["linformer"]},
+            UnsupportedError,
+            "'linformer' cannot be causal. Causal backends",
+        ),
+        (
+            {"steps": 3},
+            OptionError,
+            "steps=3 does not end with an evaluation, one every 2 steps: 2 or 4",
+        ),
         ({"steps": 1}, OptionError, "one every 2 steps: 2\\."),
-        ({"budget_s": 0}, OptionError, "budget_s is a number of seconds above 0, not 0"),
-        ({"learning_rate": float("nan")}, OptionError, "learning_rate is a finite number above 0, not nan"),
+        (
+            {"budget_s": 0},
+            OptionError,
+            "budget_s is a number of seconds above 0, not 0",
+        ),
+        (
+            {"learning_rate": float("nan")},
+            OptionError,
+            "learning_rate is a finite number above 0, not nan",
+        ),
         ({"model_dim": 9}, OptionError, "model_dim=9 is not divided by num_heads=2"),
         ({"size": 0}, OptionError, "size is at least 1"),
         ({"resume": True}, OptionError, "resume needs out"),
@@ -330,4 +217,9 @@ def test_a_wrong_request_is_refused(changed, error, message):
 
 def test_the_case_of_a_curve_names_what_was_trained():
     case = run(steps=2).records[0].case
-    assert (case.kind, case.inputs, case.tokens, case.layers) == ("train", "text.txt", 8, 1)
+    assert (case.kind, case.inputs, case.tokens, case.layers) == (
+        "train",
+        "text.txt",
+        8,
+        1,
+    )

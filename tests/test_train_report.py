@@ -71,6 +71,11 @@ def test_curves_are_compared_after_as_many_seconds_as_the_fastest_took():
     assert found["exact"].steps_per_s == pytest.approx(10.0)
 
 
+def test_what_rounding_makes_of_training_is_no_difference():
+    _, found = by_label([record("exact"), record("exact-dense", worse=1e-5), record("window", worse=1e-2)])
+    assert not found["exact-dense"].beyond_exact.is_clear and found["window"].beyond_exact.is_clear
+
+
 def test_after_other_numbers_of_steps_nothing_is_subtracted():
     _, found = by_label([record("exact"), record("window", steps=(10, 20))])
     assert found["window"].beyond_exact is None and found["window"].final is not None

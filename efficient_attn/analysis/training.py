@@ -12,6 +12,9 @@ from efficient_attn.sweep.records import Record
 # Of a normal distribution 95 % lies within so many standard deviations; means over windows are nearly normal.
 _NORMAL_95 = 1.96
 
+# Bits are shown with three decimals; what they do not show is called no difference.
+_SHOWN = 5e-4
+
 # What the models of one group have in common.
 _SHARED = ("inputs", "tokens", "batch", "layers", "num_heads", "head_dim", "device", "threads", "seed")
 
@@ -24,8 +27,8 @@ class Mean(NamedTuple):
 
     @property
     def is_clear(self) -> bool:
-        """Whether zero lies outside of the interval."""
-        return abs(self.value) > self.half
+        """Whether it is a difference that can be seen, and zero lies outside of the interval."""
+        return abs(self.value) > max(self.half, _SHOWN)
 
 
 class TrainingCurve(NamedTuple):
