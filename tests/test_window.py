@@ -8,7 +8,7 @@ from reference import random_mask, random_qkv, reference_attention
 
 import efficient_attn as ea
 from efficient_attn.measure.memory import peak
-from efficient_attn.ops import flash
+from efficient_attn.ops import flash, window_blocks, window_blocks_gradient, window_fused
 
 BLOCK = 64
 
@@ -58,13 +58,21 @@ def dense_band(q, k, v, window, causal, mask):
     return weights @ v.repeat_interleave(group, dim=1)
 
 
-# From three blocks within the window's reach on, blocks go through the kernel in groups, the ends alone.
+# Blocks inside the sequence go through plain products if there are many, else through the kernel in groups.
+@pytest.mark.parametrize("products", [False, True])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("heads", [(2, 2), (4, 2)])
 @pytest.mark.parametrize("window", [5, 129, 201])
 @pytest.mark.parametrize("tokens", [5 * BLOCK, 9 * BLOCK + 1])
-def test_whole_blocks_and_ends_join_forward_and_backward(tokens, window, heads, masked, causal):
+def test_whole_blocks_and_ends_join_forward_and_backward(
+    monkeypatch, tokens, window, heads, masked, causal, products
+):
+    monkeypatch.setattr(window_fused, "_MANY", 1 if products else tokens)
+    monkeypatch.setattr(window_fused, "_MANY_MORE", 0)
+    # Steps of a few blocks, the last ones shorter, on the way back no longer than what is kept between them.
+    monkeypatch.setattr(window_blocks, "_SCORES", 3 * BLOCK * (window + BLOCK))
+    monkeypatch.setattr(window_blocks_gradient, "_NUMBERS", 0)
     queries = tokens - 100 if causal else tokens
     inputs = [x.requires_grad_() for x in random_qkv(2, *heads, queries, tokens)]
     mask = random_mask(2, tokens) if masked else None
@@ -76,10 +84,51 @@ def test_whole_blocks_and_ends_join_forward_and_backward(tokens, window, heads, 
         assert (one - other).abs().max() <= 1e-12
 
 
-def test_heads_between_tokens_in_memory_are_read_where_they_are():
-    q, k, v = (torch.randn(2, 400, 3, 8).transpose(1, 2) for _ in range(3))
+@pytest.mark.parametrize("tokens", [400, 1200])
+def test_heads_between_tokens_in_memory_are_read_where_they_are(tokens):
+    q, k, v = (torch.randn(2, tokens, 3, 8).transpose(1, 2) for _ in range(3))
     backend = ea.build("window", head_dim=8, window=65)
     assert torch.equal(backend(q, k, v), backend(*(x.contiguous() for x in (q, k, v))))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_long_sequences_in_half_precision_are_float32_rounded_once(dtype):
+    inputs = [torch.randn(1, 2, 1500, 8).to(dtype).requires_grad_() for _ in range(3)]
+    given = torch.randn(1, 2, 1500, 8).to(dtype)
+    backend = ea.build("window", head_dim=8, window=33)
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    found, wanted = (
+        (out := backend(*x), *torch.autograd.grad(out, x, given.to(out))) for x in (inputs, exact)
+    )
+    for name, one, other in zip(["out", "q", "k", "v"], found, wanted, strict=True):
+        assert one.dtype == dtype
+        # The output is rounded; the gradients read it rounded, as every backward pass does.
+        allowed = torch.finfo(dtype).eps * (other.abs() + (0 if name == "out" else other.abs().max()))
+        assert ((one.double() - other).abs() <= allowed + 1e-5).all(), name
+
+
+@pytest.mark.parametrize("norm", [1, 5, 20])
+def test_long_sequences_stay_finite_and_right_when_norms_grow(norm):
+    q, k, v = (torch.randn(1, 1, 1200, 16, dtype=torch.float64) for _ in range(3))
+    inputs = [(norm * q).requires_grad_(), (norm * k).requires_grad_(), v.requires_grad_()]
+    single = [x.detach().float().requires_grad_() for x in inputs]
+    backend = ea.build("window", head_dim=16, window=65)
+    outs = backend(*single), dense_band(*inputs, 65, False, None)
+    # A score of n² times √dim entries is off by its own rounding, and so, relatively, is every weight.
+    rounding = 8 * torch.finfo(torch.float32).eps * norm**2 * 16**0.5
+    assert (outs[0] - outs[1]).abs().max() <= rounding * v.abs().max()
+    assert all(x.isfinite().all() for x in torch.autograd.grad(outs[0].sum(), single))
+
+
+def test_a_row_without_a_visible_key_gives_zeros_in_a_long_sequence_too():
+    inputs = [x.requires_grad_() for x in random_qkv(1, 2, 2, 1400, 1400)]
+    mask = torch.ones(1, 1400, dtype=torch.bool)
+    mask[:, 600:700] = False
+    out = ea.build("window", head_dim=8, window=33)(*inputs, key_mask=mask)
+    assert (out[:, :, 616:684] == 0).all() and (out[:, :, 615] != 0).any()
+    by_q, by_k, by_v = torch.autograd.grad(out.sum(), inputs)
+    assert (by_q[:, :, 616:684] == 0).all()
+    assert (by_k[:, :, 600:700] == 0).all() and (by_v[:, :, 600:700] == 0).all()
 
 
 def test_without_the_fused_kernel_the_plain_operators_say_the_same(monkeypatch):

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from efficient_attn.ops import flash
+from efficient_attn.ops.fused import fused_attention
 from efficient_attn.ops.precision import hide, wide
 from efficient_attn.ops.softmax import softmax_over
 from efficient_attn.ops.window_fused import fused_window, fused_window_backward
@@ -25,7 +26,12 @@ def window_attention(
 
     The queries are the last positions of the keys; `ahead` reaches no further than the last key.
     """
-    back, ahead = min(back, k.shape[-2]), min(ahead, k.shape[-2])
+    q_tokens, k_tokens = q.shape[-2], k.shape[-2]
+    back, ahead = min(back, k_tokens), min(ahead, k_tokens)
+    # The kernel of exact attention has no second derivatives, which the window promises.
+    trained = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+    if not trained and back >= k_tokens - 1 and (ahead == 0 or ahead >= q_tokens - 1):
+        return fused_attention(q, k, v, scale=scale, causal=ahead == 0, key_mask=key_mask, dropout=0.0)
     if not flash.available(q, k, v):
         return _plain(q, k, v, key_mask, back, ahead, scale)
     if scale <= 0:

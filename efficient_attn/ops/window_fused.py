@@ -1,103 +1,28 @@
-"""Window attention through the fused kernel of the CPU, forward and backward, as registered operators.
+"""Window attention on the CPU, forward and backward, as registered operators.
 
-Consecutive blocks of queries read slices of the keys that overlap. The slices are views: nothing is copied,
-and the kernel keeps the scores of a block to itself, so what exists beyond inputs and outputs is one group
-of blocks. Products cost (block + window) / window times the least that is possible.
+In a long sequence the blocks of queries whose slices of keys lie inside it go through plain products. Its
+ends, and all of a shorter one, go through the fused kernel, many heads and blocks at once: the slices of
+consecutive blocks overlap and are views. Beyond inputs and outputs there is the scratch of one step.
 """
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from efficient_attn.ops import flash
-from efficient_attn.ops.precision import wide, without_autocast
+from efficient_attn.ops.precision import wide, wide_dtype, without_autocast
+from efficient_attn.ops.window_blocks import Band, Forward, attend_blocks
+from efficient_attn.ops.window_blocks_gradient import Backward, differentiate_blocks
+from efficient_attn.ops.window_pieces import Piece, pieces, whole_blocks, window_bias
 
-# Queries that share one slice of keys, and blocks that go through the kernel at once: fewer on the way
-# back, where each block has derivatives of a whole slice.
-_BLOCK, _GROUP, _GROUP_BACK = 32, 16, 4
-# Queries at once near the ends of the sequence, where slices are cut off and no two are alike.
-_EDGE = 128
-
-
-class Piece(NamedTuple):
-    """Blocks of queries and the slices of keys that they read.
-
-    Attributes:
-        start: The first query.
-        rows: Queries in a block.
-        blocks: How many; each begins `rows` queries, and as many keys, after the one before.
-        first_key: The first key of the first slice.
-        keys: Keys in a slice.
-    """
-
-    start: int
-    rows: int
-    blocks: int
-    first_key: int
-    keys: int
-
-    @property
-    def stop(self) -> int:
-        return self.start + self.rows * self.blocks
-
-    def queries(self, x: Tensor) -> Tensor:
-        """What belongs to the queries, [heads tokens …] as [heads blocks rows …], a view."""
-        return x[:, self.start : self.stop].unflatten(1, (self.blocks, self.rows))
-
-    def slices(self, x: Tensor, heads: int) -> Tensor:
-        """The slices of keys or values, [heads|1 tokens dim] as [heads blocks keys dim], overlapping."""
-        run = x[:, self.first_key : self.first_key + (self.blocks - 1) * self.rows + self.keys]
-        run = wide(run) if run.is_floating_point() else run
-        head, token, dim = run.stride()
-        return run.as_strided(
-            (heads, self.blocks, self.keys, x.shape[-1]),
-            (head if x.shape[0] == heads else 0, self.rows * token, token, dim),
-            run.storage_offset(),
-        )
-
-    def add(self, whole: Tensor, parts: Tensor) -> None:
-        """Add slices [heads blocks keys dim] to where they were read from, [heads|1 tokens dim]."""
-        if whole.shape[0] != parts.shape[0]:
-            parts = parts.sum(dim=0, keepdim=True)
-        for column in range(0, self.keys, self.rows):
-            part = parts[:, :, column : column + self.rows]
-            start = self.first_key + column
-            target = whole[:, start : start + (self.blocks - 1) * self.rows + part.shape[2]]
-            if self.blocks == 1:
-                target += part[:, 0]
-            else:
-                target.unflatten(1, (self.blocks, self.rows)).add_(part)
-
-
-def pieces(queries: int, keys: int, back: int, ahead: int, group: int) -> Iterator[Piece]:
-    """All queries, each once: groups of whole blocks, and what is left at both ends of the sequence."""
-    before = keys - queries
-    # As many keys as make whole blocks, so that slices can be added block by block.
-    reach = -(-(back + ahead) // _BLOCK) * _BLOCK
-    begin = max(0, -(-(reach - ahead - before) // _BLOCK))
-    end = max(begin, (queries - ahead) // _BLOCK)
-    edges = [(0, queries)] if begin == end else [(0, begin * _BLOCK), (end * _BLOCK, queries)]
-    for first, last in edges:
-        for start in range(first, last, _EDGE):
-            stop = min(start + _EDGE, last)
-            low, high = max(before + start - back, 0), min(before + stop + ahead, keys)
-            yield Piece(start, stop - start, 1, low, high - low)
-    for block in range(begin, end, group):
-        start, blocks = block * _BLOCK, min(group, end - block)
-        yield Piece(start, _BLOCK, blocks, before + start + ahead - reach, reach + _BLOCK)
-
-
-def window_bias(piece: Piece, before: int, back: int, ahead: int, like: Tensor) -> Tensor | None:
-    """What hides keys outside the window from a block's rows, 0 or −inf, [rows keys]; None: nothing does."""
-    lag = before + piece.start - piece.first_key
-    if lag <= back - piece.rows + 1 and lag + ahead >= piece.keys - 1:
-        return None
-    outside = like.new_ones(piece.rows, piece.keys, dtype=torch.bool)
-    outside = outside.triu(lag + ahead + 1) | outside.tril(lag - back - 1)
-    return wide(like.new_zeros(())).masked_fill(outside, -torch.inf)
+# Blocks that go through the kernel at once: fewer on the way back, where each has derivatives of a slice.
+_GROUP, _GROUP_BACK = 16, 4
+# Blocks from which plain products pay, which take head after head. On the way back the last `kept` blocks of
+# a head only collect, and the scratch holds twice as many: a wide window is left to the kernel.
+_MANY, _MANY_MORE, _KEPT = 32, 2, 8
 
 
 @torch.library.custom_op("efficient_attn::window", mutates_args=())
@@ -107,10 +32,14 @@ def fused_window(
     """The output [batch heads q_tokens dim] and each row's log-sum-exp [batch heads q_tokens]."""
     out = q.new_empty(*q.shape[:-1], v.shape[-1])
     log_sum = wide(q.new_empty(0)).new_empty(q.shape[:-1])
+    inside = whole_blocks(q.shape[-2], k.shape[-2], back, ahead)
+    products = inside.blocks >= _MANY
     with without_autocast(q):
+        if products:
+            attend_blocks(Forward(q, k, v, key_mask, out, log_sum), inside, scale)
         for heads, mask in _heads(q, k, v, key_mask):
             queries, keys, values, outs, sums = (heads(x) for x in (q, k, v, out, log_sum))
-            for piece, bias in _steps(queries, keys, mask, back, ahead, _GROUP):
+            for piece, bias in _steps(queries, keys, mask, back, ahead, inside, None if products else _GROUP):
                 k_read, v_read = (piece.slices(x, len(queries)) for x in (keys, values))
                 some, logarithm = flash.attend(wide(piece.queries(queries)), k_read, v_read, bias, scale)
                 piece.queries(outs).copy_(some)
@@ -140,14 +69,20 @@ def fused_window_backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Derivatives by q, k and v; the weights of a group of blocks are made anew from the log-sum-exps."""
-    by_q = torch.empty_like(q, memory_format=torch.contiguous_format)
     # A key is read by several blocks, whose parts are summed in float32 or better.
-    by_k, by_v = (torch.zeros_like(wide(x), memory_format=torch.contiguous_format) for x in (k, v))
+    sums = [x.new_zeros(x.shape, dtype=wide_dtype(x.dtype)) for x in (q, k, v)]
+    by_q, by_k, by_v = sums
+    inside = whole_blocks(q.shape[-2], k.shape[-2], back, ahead)
+    products = inside.kept <= _KEPT and inside.blocks >= _MANY + _MANY_MORE * inside.kept
     with without_autocast(q):
+        if products:
+            forward = Forward(q, k, v, key_mask, out, log_sum)
+            differentiate_blocks(Backward(forward, gradient, by_q, by_k, by_v), inside, scale)
         for heads, mask in _heads(q, k, v, key_mask):
-            queries, keys, values, sums = (heads(x) for x in (q, k, v, log_sum))
+            queries, keys, values, log_sums = (heads(x) for x in (q, k, v, log_sum))
             given, outs = heads(gradient), heads(out)
-            for piece, bias in _steps(queries, keys, mask, back, ahead, _GROUP_BACK):
+            group = None if products else _GROUP_BACK
+            for piece, bias in _steps(queries, keys, mask, back, ahead, inside, group):
                 k_read, v_read = (piece.slices(x, len(queries)) for x in (keys, values))
                 some_q, some_k, some_v = flash.gradients(
                     wide(piece.queries(given)),
@@ -155,7 +90,7 @@ def fused_window_backward(
                     k_read,
                     v_read,
                     wide(piece.queries(outs)),
-                    piece.queries(sums),
+                    piece.queries(log_sums),
                     bias,
                     scale,
                 )
@@ -163,7 +98,9 @@ def fused_window_backward(
                 piece.add(heads(by_k), some_k)
                 piece.add(heads(by_v), some_v)
                 del some_q, some_k, some_v
-    return by_q, by_k.to(k.dtype), by_v.to(v.dtype)
+    # One after the other: half precision has all three in float32 until here.
+    del by_q, by_k, by_v
+    return sums.pop(0).to(q.dtype), sums.pop(0).to(k.dtype), sums.pop(0).to(v.dtype)
 
 
 @fused_window_backward.register_fake
@@ -203,12 +140,18 @@ def _even(x: Tensor) -> bool:
 
 
 def _steps(
-    queries: Tensor, keys: Tensor, mask: Tensor | None, back: int, ahead: int, group: int
+    queries: Tensor,
+    keys: Tensor,
+    mask: Tensor | None,
+    back: int,
+    ahead: int,
+    inside: Band,
+    group: int | None,
 ) -> Iterator[tuple[Piece, Tensor | None]]:
     """The pieces, and what is added to the scores of each, [rows keys] or [1 blocks rows keys]."""
     before = keys.shape[1] - queries.shape[1]
     known: dict[tuple[int, ...], Tensor | None] = {}
-    for piece in pieces(queries.shape[1], keys.shape[1], back, ahead, group):
+    for piece in pieces(queries.shape[1], keys.shape[1], back, ahead, inside, group):
         alike = (piece.rows, piece.keys, piece.start - piece.first_key)
         if alike not in known:
             known[alike] = window_bias(piece, before, back, ahead, like=queries)

@@ -1,0 +1,152 @@
+"""Derivatives of blocks of a window by plain products, on a scratch that stays in cache.
+
+On the way back a key collects from all blocks of queries that read it. The weights are therefore kept with
+every block one block further to the right than the one before it:
+
+    queries 0   ▒▒▒▒▒         What a block of keys collects is a column of this: one regular view, and one
+    queries 1     ▒▒▒▒▒       product with the queries beside it. Nothing is added up slice by slice, and no
+    queries 2       ▒▒▒▒▒     weight is made twice: the last blocks of a step are kept for the next.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from efficient_attn.ops.window_blocks import (
+    BLOCK,
+    LOG2_E,
+    Band,
+    Ends,
+    Forward,
+    hide_keys,
+    in_blocks,
+    run,
+    slices,
+)
+
+# Numbers in the scratch, which exists beside all gradients: 3.5 MiB in float32.
+_NUMBERS = 7 * 2**17
+
+
+class Backward(NamedTuple):
+    """What the way back reads and adds to, [batch heads tokens …], or of one head, [tokens …]."""
+
+    forward: Forward
+    gradient: Tensor
+    by_q: Tensor
+    by_k: Tensor
+    by_v: Tensor
+
+    def head(self, entry: int, head: int) -> "Backward":
+        """One head of queries, and the keys and values that it reads."""
+        kv_head = head * self.by_k.shape[1] // self.by_q.shape[1]
+        by_k, by_v = (x[entry, kv_head] for x in (self.by_k, self.by_v))
+        forward = self.forward.head(entry, head)
+        return Backward(forward, self.gradient[entry, head], self.by_q[entry, head], by_k, by_v)
+
+
+class _Step(NamedTuple):
+    """Where one step works: views of one scratch, which serves all heads.
+
+    Attributes:
+        block: The first block of queries, and the first of keys that have then collected from all.
+        scores: [new BLOCK width], `new` the blocks of queries that there are.
+        ends: Those of the scores, which not all rows see.
+        weights: Of the new blocks, by queries; `by_scores`, derivatives by the scores, likewise.
+        given: Gradients by outputs, [new BLOCK dim]; queries likewise.
+        by_keys: The columns of weights and of derivatives [blocks BLOCK width], and what they are multiplied
+            with, given and queries [blocks width dim].
+        empty: Where blocks would be that there are none of.
+        first: What the step before kept, of all, and `last`, what is kept for the next.
+    """
+
+    block: int
+    scores: Tensor
+    ends: Tensor
+    weights: Tensor
+    by_scores: Tensor
+    given: Tensor
+    queries: Tensor
+    by_keys: list[tuple[Tensor, Tensor]]
+    empty: list[Tensor]
+    first: list[Tensor]
+    last: list[Tensor]
+
+
+def _steps(band: Band, ends: Ends, dim: int, like: Tensor) -> list[_Step]:
+    """All steps of a head; after its queries come blocks without weights, for keys that still collect."""
+    width, kept, total = band.width, band.kept, band.blocks + band.kept
+    group = (_NUMBERS // BLOCK - 2 * kept * (width + dim)) // (3 * (width + dim))
+    group = min(total, max(group, kept, 1))
+    scores = like.new_empty(group, BLOCK, width)
+    beside = like.new_empty(2, kept + group, BLOCK, dim)
+    weights = like.new_empty(2, (kept + group) * BLOCK * (width + 1))
+    pair, block = weights.stride(0), BLOCK * (width + 1)
+    rows = weights.as_strided((2, kept + group, BLOCK, width), (pair, block, width, 1))
+    columns = weights.as_strided((2, group, BLOCK, width), (pair, block, 1, width), band.reach)
+    steps = []
+    for first in range(0, total, group):
+        blocks = min(group, total - first)
+        new = max(0, min(blocks, band.blocks - first))
+        steps.append(
+            _Step(
+                first,
+                scores[:new],
+                ends.of_scores(scores[:new]),
+                *rows[:, kept : kept + new],
+                *beside[:, kept : kept + new],
+                [
+                    (column[:blocks], slices(token.flatten(0, 1), blocks, width))
+                    for column, token in zip(columns, beside, strict=True)
+                ],
+                [x[:, kept + new : kept + blocks] for x in (rows, beside)],
+                [x[:, :kept] for x in (rows, beside)],
+                [x[:, blocks : blocks + kept] for x in (rows, beside)],
+            )
+        )
+    return steps
+
+
+def differentiate_blocks(call: Backward, band: Band, scale: float) -> None:
+    """Add what the band's queries contribute to the derivatives by q, k and v."""
+    ends = Ends.of(band, call.by_q)
+    steps = _steps(band, ends, call.by_q.shape[-1], like=call.by_q)
+    for entry in range(call.by_q.shape[0]):
+        for number in range(call.by_q.shape[1]):
+            _differentiate(call.head(entry, number), band, ends, steps, scale)
+
+
+def _differentiate(head: Backward, band: Band, ends: Ends, steps: list[_Step], scale: float) -> None:
+    (q, k, v, mask, out, log_sum), gradient, by_q, by_k, by_v = head
+    queries = band.queries(0, band.blocks)
+    q, gradient, out, log_sum, by_q = (in_blocks(x[queries]) for x in (q, gradient, out, log_sum, by_q))
+    keys = band.keys(0, band.blocks + band.kept)
+    by_v, by_k = (in_blocks(x[keys]) for x in (by_v, by_k))
+    for x in steps[0].first:
+        x.zero_()
+    for step in steps:
+        rows = slice(step.block, step.block + len(step.scores))
+        if len(step.scores):
+            read = band.read(step.block, len(step.scores))
+            some_k, some_v = (slices(run(x, read), len(step.scores), band.width) for x in (k, v))
+            step.given.copy_(gradient[rows])
+            step.queries.copy_(q[rows])
+            step.scores.baddbmm_(step.queries, some_k.mT, beta=0, alpha=scale * LOG2_E)
+            step.ends.add_(ends.hidden)
+            if mask is not None:
+                hide_keys(step.scores, mask[read])
+            step.scores.sub_(log_sum[rows].unsqueeze(-1), alpha=LOG2_E)
+            torch.exp2(step.scores, out=step.weights)
+            torch.bmm(step.given, some_v.mT, out=step.scores)
+            # Weights sum to one, so what the gradient says of the output as it is, is taken off.
+            step.scores.sub_((step.given * out[rows]).sum(dim=-1, keepdim=True))
+            torch.mul(step.scores, step.weights, out=step.by_scores)
+            by_q[rows].baddbmm_(step.by_scores, some_k, alpha=scale)
+        for x in step.empty:
+            x.zero_()
+        for by, factor, (columns, beside) in zip((by_v, by_k), (1.0, scale), step.by_keys, strict=True):
+            by[step.block : step.block + len(columns)].baddbmm_(columns, beside, alpha=factor)
+        if step is not steps[-1]:
+            for x, y in zip(step.first, step.last, strict=True):
+                x.copy_(y)

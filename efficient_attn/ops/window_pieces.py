@@ -1,0 +1,102 @@
+"""Into which pieces window attention is cut: blocks inside the sequence, and what is left at its ends."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from efficient_attn.ops.precision import wide, wide_dtype
+from efficient_attn.ops.window_blocks import BLOCK, Band
+
+# Queries at once near the ends of the sequence, where slices are cut off and no two are alike.
+_EDGE = 128
+# Scores of a head up to which a sequence that is hardly longer than its window is one piece.
+_SMALL = 2**18
+
+
+class Piece(NamedTuple):
+    """Blocks of queries and the slices of keys that they read.
+
+    Attributes:
+        start: The first query.
+        rows: Queries in a block.
+        blocks: How many; each begins `rows` queries, and as many keys, after the one before.
+        first_key: The first key of the first slice.
+        keys: Keys in a slice.
+    """
+
+    start: int
+    rows: int
+    blocks: int
+    first_key: int
+    keys: int
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.rows * self.blocks
+
+    def queries(self, x: Tensor) -> Tensor:
+        """What belongs to the queries, [heads tokens …] as [heads blocks rows …], a view."""
+        return x[:, self.start : self.stop].unflatten(1, (self.blocks, self.rows))
+
+    def slices(self, x: Tensor, heads: int) -> Tensor:
+        """The slices of keys or values, [heads|1 tokens dim] as [heads blocks keys dim], overlapping."""
+        run = x[:, self.first_key : self.first_key + (self.blocks - 1) * self.rows + self.keys]
+        run = wide(run) if run.is_floating_point() else run
+        head, token, dim = run.stride()
+        return run.as_strided(
+            (heads, self.blocks, self.keys, x.shape[-1]),
+            (head if x.shape[0] == heads else 0, self.rows * token, token, dim),
+            run.storage_offset(),
+        )
+
+    def add(self, whole: Tensor, parts: Tensor) -> None:
+        """Add slices [heads blocks keys dim] to where they were read from, [heads|1 tokens dim]."""
+        if whole.shape[0] != parts.shape[0]:
+            parts = parts.sum(dim=0, keepdim=True)
+        for column in range(0, self.keys, self.rows):
+            part = parts[:, :, column : column + self.rows]
+            start = self.first_key + column
+            target = whole[:, start : start + (self.blocks - 1) * self.rows + part.shape[2]]
+            if self.blocks == 1:
+                target += part[:, 0]
+            else:
+                target.unflatten(1, (self.blocks, self.rows)).add_(part)
+
+
+def whole_blocks(queries: int, keys: int, back: int, ahead: int) -> Band:
+    """The blocks whose slices lie inside the sequence; there may be none."""
+    before = keys - queries
+    reach = -(-(back + ahead) // BLOCK) * BLOCK
+    begin = max(0, -(-(reach - ahead - before) // BLOCK))
+    end = max(begin, (queries - ahead) // BLOCK)
+    return Band(begin * BLOCK, end - begin, before + begin * BLOCK + ahead, back + ahead)
+
+
+def pieces(
+    queries: int, keys: int, back: int, ahead: int, inside: Band, group: int | None
+) -> Iterator[Piece]:
+    """All queries once: both ends of the sequence, and what is inside by `group` blocks, unless None."""
+    before = keys - queries
+    if keys < 2 * (back + ahead) and queries * keys <= _SMALL:
+        yield Piece(0, queries, 1, 0, keys)
+        return
+    begin, end = inside.first, inside.first + inside.blocks * BLOCK
+    for first, last in [(0, begin), (end, queries)] if inside.blocks else [(0, queries)]:
+        for start in range(first, last, _EDGE):
+            stop = min(start + _EDGE, last)
+            low, high = max(before + start - back, 0), min(before + stop + ahead, keys)
+            yield Piece(start, stop - start, 1, low, high - low)
+    for block in range(0, inside.blocks, group) if group else ():
+        blocks, read = min(group, inside.blocks - block), inside.read(block, 1)
+        yield Piece(inside.queries(block, 1).start, BLOCK, blocks, read.start, inside.width)
+
+
+def window_bias(piece: Piece, before: int, back: int, ahead: int, like: Tensor) -> Tensor | None:
+    """What hides keys outside the window from a block's rows, 0 or −inf, [rows keys]; None: nothing does."""
+    lag = before + piece.start - piece.first_key
+    if lag <= back - piece.rows + 1 and lag + ahead >= piece.keys - 1:
+        return None
+    hidden = like.new_full((piece.rows, piece.keys), -torch.inf, dtype=wide_dtype(like.dtype))
+    return hidden.triu(lag + ahead + 1) + hidden.tril(lag - back - 1)
