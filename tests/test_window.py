@@ -13,6 +13,14 @@ from efficient_attn.ops import flash, window_blocks, window_blocks_gradient, win
 BLOCK = 64
 
 
+@pytest.fixture
+def products(monkeypatch):
+    """Blocks inside the sequence go through plain products, however small the problem."""
+    monkeypatch.setattr(window_fused, "_LARGE", 0)
+    monkeypatch.setattr(window_fused, "_MANY", 1)
+    monkeypatch.setattr(window_fused, "_MANY_MORE", 0)
+
+
 def band(window, causal):
     back = window - 1 if causal else window // 2
     ahead = 0 if causal else window // 2
@@ -59,16 +67,17 @@ def dense_band(q, k, v, window, causal, mask):
 
 
 # Blocks inside the sequence go through plain products if there are many, else through the kernel in groups.
-@pytest.mark.parametrize("products", [False, True])
+@pytest.mark.parametrize("by_products", [False, True])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("heads", [(2, 2), (4, 2)])
 @pytest.mark.parametrize("window", [5, 129, 201])
 @pytest.mark.parametrize("tokens", [5 * BLOCK, 9 * BLOCK + 1])
 def test_whole_blocks_and_ends_join_forward_and_backward(
-    monkeypatch, tokens, window, heads, masked, causal, products
+    monkeypatch, tokens, window, heads, masked, causal, by_products
 ):
-    monkeypatch.setattr(window_fused, "_MANY", 1 if products else tokens)
+    monkeypatch.setattr(window_fused, "_LARGE", 0)
+    monkeypatch.setattr(window_fused, "_MANY", 1 if by_products else tokens)
     monkeypatch.setattr(window_fused, "_MANY_MORE", 0)
     # Steps of a few blocks, the last ones shorter, on the way back no longer than what is kept between them.
     monkeypatch.setattr(window_blocks, "_SCORES", 3 * BLOCK * (window + BLOCK))
@@ -84,15 +93,16 @@ def test_whole_blocks_and_ends_join_forward_and_backward(
         assert (one - other).abs().max() <= 1e-12
 
 
-@pytest.mark.parametrize("tokens", [400, 1200])
-def test_heads_between_tokens_in_memory_are_read_where_they_are(tokens):
-    q, k, v = (torch.randn(2, tokens, 3, 8).transpose(1, 2) for _ in range(3))
+@pytest.mark.parametrize("large", [0, 2**30])
+def test_heads_between_tokens_in_memory_are_read_where_they_are(monkeypatch, large):
+    monkeypatch.setattr(window_fused, "_LARGE", large)
+    q, k, v = (torch.randn(2, 1200, 3, 8).transpose(1, 2) for _ in range(3))
     backend = ea.build("window", head_dim=8, window=65)
     assert torch.equal(backend(q, k, v), backend(*(x.contiguous() for x in (q, k, v))))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_long_sequences_in_half_precision_are_float32_rounded_once(dtype):
+def test_long_sequences_in_half_precision_are_float32_rounded_once(products, dtype):
     inputs = [torch.randn(1, 2, 1500, 8).to(dtype).requires_grad_() for _ in range(3)]
     given = torch.randn(1, 2, 1500, 8).to(dtype)
     backend = ea.build("window", head_dim=8, window=33)
@@ -108,7 +118,7 @@ def test_long_sequences_in_half_precision_are_float32_rounded_once(dtype):
 
 
 @pytest.mark.parametrize("norm", [1, 5, 20])
-def test_long_sequences_stay_finite_and_right_when_norms_grow(norm):
+def test_long_sequences_stay_finite_and_right_when_norms_grow(products, norm):
     q, k, v = (torch.randn(1, 1, 1200, 16, dtype=torch.float64) for _ in range(3))
     inputs = [(norm * q).requires_grad_(), (norm * k).requires_grad_(), v.requires_grad_()]
     single = [x.detach().float().requires_grad_() for x in inputs]
@@ -120,7 +130,7 @@ def test_long_sequences_stay_finite_and_right_when_norms_grow(norm):
     assert all(x.isfinite().all() for x in torch.autograd.grad(outs[0].sum(), single))
 
 
-def test_a_row_without_a_visible_key_gives_zeros_in_a_long_sequence_too():
+def test_a_row_without_a_visible_key_gives_zeros_in_a_long_sequence_too(products):
     inputs = [x.requires_grad_() for x in random_qkv(1, 2, 2, 1400, 1400)]
     mask = torch.ones(1, 1400, dtype=torch.bool)
     mask[:, 600:700] = False
@@ -139,8 +149,9 @@ def test_without_the_fused_kernel_the_plain_operators_say_the_same(monkeypatch):
     assert (backend(q, k, v) - fused).abs().max() <= 1e-12
 
 
-def test_training_grows_by_output_and_gradients_alone():
-    heads, dim, lengths = 2, 32, (2048, 4096)
+@pytest.mark.parametrize(("heads", "dim"), [(2, 32), (8, 64)])
+def test_training_grows_by_output_and_gradients_alone(heads, dim):
+    lengths = 2048, 4096
     backend = ea.build("window", head_dim=dim, window=257)
     peaks = []
     for tokens in lengths:

@@ -89,13 +89,17 @@ def _steps(band: Band, ends: Ends, dim: int, like: Tensor) -> list[_Step]:
     for first in range(0, total, group):
         blocks = min(group, total - first)
         new = max(0, min(blocks, band.blocks - first))
+        new_weights, new_by_scores = rows[:, kept : kept + new]
+        new_given, new_queries = beside[:, kept : kept + new]
         steps.append(
             _Step(
                 first,
                 scores[:new],
                 ends.of_scores(scores[:new]),
-                *rows[:, kept : kept + new],
-                *beside[:, kept : kept + new],
+                new_weights,
+                new_by_scores,
+                new_given,
+                new_queries,
                 [
                     (column[:blocks], slices(token.flatten(0, 1), blocks, width))
                     for column, token in zip(columns, beside, strict=True)

@@ -79,7 +79,7 @@ def pieces(
 ) -> Iterator[Piece]:
     """All queries once: both ends of the sequence, and what is inside by `group` blocks, unless None."""
     before = keys - queries
-    if keys < 2 * (back + ahead) and queries * keys <= _SMALL:
+    if group is not None and keys < 2 * (back + ahead) and queries * keys <= _SMALL:
         yield Piece(0, queries, 1, 0, keys)
         return
     begin, end = inside.first, inside.first + inside.blocks * BLOCK
@@ -88,9 +88,10 @@ def pieces(
             stop = min(start + _EDGE, last)
             low, high = max(before + start - back, 0), min(before + stop + ahead, keys)
             yield Piece(start, stop - start, 1, low, high - low)
-    for block in range(0, inside.blocks, group) if group else ():
-        blocks, read = min(group, inside.blocks - block), inside.read(block, 1)
-        yield Piece(inside.queries(block, 1).start, BLOCK, blocks, read.start, inside.width)
+    if group is not None:
+        for block in range(0, inside.blocks, group):
+            blocks, read = min(group, inside.blocks - block), inside.read(block, 1)
+            yield Piece(inside.queries(block, 1).start, BLOCK, blocks, read.start, inside.width)
 
 
 def window_bias(piece: Piece, before: int, back: int, ahead: int, like: Tensor) -> Tensor | None:
