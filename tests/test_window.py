@@ -18,7 +18,6 @@ def products(monkeypatch):
     """Blocks inside the sequence go through plain products, however small the problem."""
     monkeypatch.setattr(window_fused, "_LARGE", 0)
     monkeypatch.setattr(window_fused, "_MANY", 1)
-    monkeypatch.setattr(window_fused, "_MANY_MORE", 0)
 
 
 def band(window, causal):
@@ -78,7 +77,6 @@ def test_whole_blocks_and_ends_join_forward_and_backward(
 ):
     monkeypatch.setattr(window_fused, "_LARGE", 0)
     monkeypatch.setattr(window_fused, "_MANY", 1 if by_products else tokens)
-    monkeypatch.setattr(window_fused, "_MANY_MORE", 0)
     # Steps of a few blocks, the last ones shorter, on the way back no longer than what is kept between them.
     monkeypatch.setattr(window_blocks, "_SCORES", 3 * BLOCK * (window + BLOCK))
     monkeypatch.setattr(window_blocks_gradient, "_NUMBERS", 0)

@@ -21,9 +21,10 @@ from efficient_attn.ops.window_pieces import Piece, pieces, whole_blocks, window
 # Blocks that go through the kernel at once: fewer on the way back, where each has derivatives of a slice.
 _GROUP, _GROUP_BACK = 16, 4
 # Where plain products pay: with queries of so many numbers the scratch is small beside them, and with so many
-# blocks in a head it costs less to take head after head. On the way back the last `kept` blocks of a head
-# only collect, and the scratch holds twice as many: a wide window is left to the kernel.
-_LARGE, _MANY, _MANY_MORE, _KEPT = 2**20, 32, 2, 8
+# blocks in a head it costs less to take head after head.
+_LARGE, _MANY = 2**20, 32
+# Blocks in a slice, beside its own, up to which a step on the way back can keep as many for the next one.
+_KEPT = 8
 
 
 @torch.library.custom_op("efficient_attn::window", mutates_args=())
@@ -74,8 +75,7 @@ def fused_window_backward(
     sums = [x.new_zeros(x.shape, dtype=wide_dtype(x.dtype)) for x in (q, k, v)]
     by_q, by_k, by_v = sums
     inside = whole_blocks(q.shape[-2], k.shape[-2], back, ahead)
-    products = q.numel() >= _LARGE and inside.blocks >= _MANY + _MANY_MORE * inside.kept
-    products = products and inside.kept <= _KEPT
+    products = q.numel() >= _LARGE and inside.blocks >= _MANY and inside.kept <= _KEPT
     with without_autocast(q):
         if products:
             forward = Forward(q, k, v, key_mask, out, log_sum)
