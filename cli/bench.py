@@ -79,7 +79,7 @@ def bench_command(
     Example: efficient-attn bench --seq-len 256:4096:x2 --backend window,my_file.py:my_attention
     """
     from efficient_attn.experiments import bench
-    from efficient_attn.experiments.results import open_folder, run_folder
+    from efficient_attn.experiments.files import open_folder, run_folder
     from efficient_attn.measure.environment import command_line
     from efficient_attn.sweep.amounts import parse_seconds, parse_sizes
     from efficient_attn.sweep.variants import parse_settings

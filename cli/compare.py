@@ -83,7 +83,7 @@ def compare_command(
     """
     from efficient_attn.experiments import compare
     from efficient_attn.experiments.contest import contest
-    from efficient_attn.experiments.results import open_folder, run_folder
+    from efficient_attn.experiments.files import open_folder, run_folder
     from efficient_attn.experiments.workload import Workload
     from efficient_attn.measure.environment import command_line
     from efficient_attn.sweep.amounts import parse_seconds, parse_sizes

@@ -122,7 +122,7 @@ def mse_command(
     """
     from efficient_attn.experiments import mse
     from efficient_attn.experiments.error_points import plan_mse
-    from efficient_attn.experiments.results import open_folder, run_folder
+    from efficient_attn.experiments.files import open_folder, run_folder
     from efficient_attn.measure.environment import command_line
     from efficient_attn.sweep.amounts import parse_sizes
     from efficient_attn.sweep.questions import ask

@@ -80,10 +80,10 @@ def recall_command(
 
     Example: efficient-attn recall --causal --backend window,my_file.py:my_attention
     """
+    from efficient_attn.experiments.files import open_folder, run_folder
     from efficient_attn.experiments.recall import run_recall
     from efficient_attn.experiments.recall_plan import plan_recall
     from efficient_attn.experiments.recall_task import Course, Task
-    from efficient_attn.experiments.results import open_folder, run_folder
     from efficient_attn.measure.environment import command_line
     from efficient_attn.sweep.amounts import parse_sizes
     from efficient_attn.sweep.variants import parse_settings

@@ -46,7 +46,7 @@ def reproduce_command(
         _list()
         return
     from efficient_attn.experiments import reproduction
-    from efficient_attn.experiments.results import open_folder, run_folder
+    from efficient_attn.experiments.files import open_folder, run_folder
     from efficient_attn.measure.environment import command_line
 
     reproduction.find(figure)

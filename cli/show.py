@@ -49,7 +49,7 @@ def show_command(
 
     Example: efficient-attn show --backend window,my_file.py:my_attention --tokens 30:60 --head 2
     """
-    from efficient_attn.experiments.results import open_folder, run_folder
+    from efficient_attn.experiments.files import open_folder, run_folder
     from efficient_attn.experiments.show import show
     from efficient_attn.report.plot import save
     from efficient_attn.sweep.variants import parse_settings

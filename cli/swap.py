@@ -63,7 +63,7 @@ def swap_command(
     """
     from efficient_attn.experiments import swap
     from efficient_attn.experiments.exchange import exchange
-    from efficient_attn.experiments.results import open_folder, run_folder
+    from efficient_attn.experiments.files import open_folder, run_folder
     from efficient_attn.experiments.workload import Workload
     from efficient_attn.measure.environment import command_line
     from efficient_attn.sweep.variants import parse_settings

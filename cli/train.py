@@ -110,7 +110,7 @@ def train_command(
     """
     from efficient_attn.experiments import train
     from efficient_attn.experiments.course import course
-    from efficient_attn.experiments.results import run_folder
+    from efficient_attn.experiments.files import run_folder
     from efficient_attn.experiments.turns import Limit
     from efficient_attn.measure.environment import command_line
     from efficient_attn.sweep.amounts import parse_seconds

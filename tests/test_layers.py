@@ -31,7 +31,16 @@ LAYERS = (
     {"experiments"},
     {"cli"},
 )
-NEEDS_NO_TORCH = ("errors", "problem", "sweep/records", "sweep/plan", "analysis", "report", "cli")
+NEEDS_NO_TORCH = (
+    "errors",
+    "problem",
+    "sweep/case",
+    "sweep/records",
+    "sweep/plan",
+    "analysis",
+    "report",
+    "cli",
+)
 
 RUNS_FOREIGN_CODE = re.compile(
     r"torch\.load\b|pickle|marshal|(?<![\w.])(?:eval|exec)\(|yaml\.(?:unsafe_|full_)?load\b"

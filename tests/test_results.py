@@ -10,7 +10,8 @@ import pytest
 from rich.console import Console
 
 from efficient_attn.errors import DataError, UnknownNameError
-from efficient_attn.experiments.results import Results, open_folder, read
+from efficient_attn.experiments.files import open_folder
+from efficient_attn.experiments.results import Results, read
 from efficient_attn.report import table as tables
 from efficient_attn.report.drawings import draw
 from efficient_attn.report.plot import new_axes

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from efficient_attn.errors import DataError
+from efficient_attn.experiments.files import open_folder
 from efficient_attn.experiments.folder import begin, only_writer
-from efficient_attn.experiments.results import open_folder
 from efficient_attn.report.files import write
 from efficient_attn.sweep.records import Case, Record, append, line, read
 

@@ -8,8 +8,9 @@ from typing import Any
 from efficient_attn.analysis.curves import YARDSTICK
 from efficient_attn.analysis.doubts import DURING, doubts
 from efficient_attn.errors import OptionError, UnsupportedError
+from efficient_attn.experiments.files import open_folder
 from efficient_attn.experiments.folder import Book, Earlier, begin, only_writer
-from efficient_attn.experiments.results import Results, open_folder
+from efficient_attn.experiments.results import Results
 from efficient_attn.experiments.workload import Workload, workloads
 from efficient_attn.measure.conditions import between, moment
 from efficient_attn.measure.environment import available_bytes, environment

@@ -22,8 +22,9 @@ from efficient_attn.experiments.contest import (
     Contest,
     contest,
 )
+from efficient_attn.experiments.files import open_folder
 from efficient_attn.experiments.folder import Book, describe, only_writer
-from efficient_attn.experiments.results import Results, open_folder
+from efficient_attn.experiments.results import Results
 from efficient_attn.experiments.workload import Workload
 from efficient_attn.measure.conditions import between, moment
 from efficient_attn.measure.environment import environment

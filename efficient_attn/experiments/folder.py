@@ -8,16 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from efficient_attn.errors import DataError
-from efficient_attn.experiments.results import (
-    COMMAND,
-    ENVIRONMENT,
-    PLAN,
-    RECORDS,
-    read,
-    read_json,
-    write,
-    write_json,
-)
+from efficient_attn.experiments.files import COMMAND, ENVIRONMENT, PLAN, RECORDS, read_json, write_json
+from efficient_attn.experiments.results import read
+from efficient_attn.report.files import write
 from efficient_attn.report.harmless import plain
 from efficient_attn.sweep.plan import Entry
 from efficient_attn.sweep.records import NO_LINK, Case, Record, append

@@ -8,12 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from efficient_attn.experiments.error_points import Point, plan_mse
+from efficient_attn.experiments.files import RECORDS, open_folder
 from efficient_attn.experiments.folder import describe, only_writer
-from efficient_attn.experiments.results import (
-    RECORDS,
-    Results,
-    open_folder,
-)
+from efficient_attn.experiments.results import Results
 from efficient_attn.measure.environment import environment
 
 # Results looks for the sentences about errors here.

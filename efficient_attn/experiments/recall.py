@@ -8,10 +8,11 @@ from typing import Any
 
 from efficient_attn.analysis.doubts import DURING
 from efficient_attn.errors import OptionError
+from efficient_attn.experiments.files import open_folder
 from efficient_attn.experiments.folder import Book, Earlier, begin, only_writer
 from efficient_attn.experiments.recall_plan import Trainings, plan_recall
 from efficient_attn.experiments.recall_task import Course, Task
-from efficient_attn.experiments.results import Results, open_folder
+from efficient_attn.experiments.results import Results
 from efficient_attn.measure.conditions import between, moment
 from efficient_attn.measure.environment import environment
 from efficient_attn.sweep.interrupt import held

@@ -4,14 +4,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from efficient_attn.errors import DataError, OptionError
-from efficient_attn.experiments.results import COMMAND, RECORDS, Results, open_folder, read, run_folder
+from efficient_attn.experiments.files import COMMAND, PLAN, RECORDS, open_folder, run_folder
+from efficient_attn.experiments.results import Results, read
 from efficient_attn.report import plot as cost_plot
 from efficient_attn.report.details import details, without_failures
 from efficient_attn.report.files import slug, write
 from efficient_attn.report.html import Run, page
 from efficient_attn.report.table import to_csv, to_latex, to_markdown
 
-REPORT, SUMMARY, MARKDOWN, LATEX, PLAN = "report.html", "summary.csv", "tables.md", "tables.tex", "plan.toml"
+REPORT, SUMMARY, MARKDOWN, LATEX = "report.html", "summary.csv", "tables.md", "tables.tex"
 
 
 def report(*folders: str | Path, html: str | Path | None = None, out: str | Path | None = None) -> list[Path]:

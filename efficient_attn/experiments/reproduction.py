@@ -16,13 +16,14 @@ from efficient_attn.analysis.doubts import DURING, doubts
 from efficient_attn.analysis.verdicts import Finding
 from efficient_attn.errors import OptionError, UnknownNameError
 from efficient_attn.experiments import reproduce as figures
+from efficient_attn.experiments.files import COMMAND, ENVIRONMENT, RECORDS, open_folder, write_json
 from efficient_attn.experiments.folder import only_writer
-from efficient_attn.experiments.results import COMMAND, ENVIRONMENT, RECORDS, open_folder, write, write_json
 from efficient_attn.experiments.workload import Workload, settle
 from efficient_attn.measure.conditions import between, moment
 from efficient_attn.measure.environment import environment
 from efficient_attn.problem import positive_count
 from efficient_attn.report import plot
+from efficient_attn.report.files import write
 from efficient_attn.report.table import Table, to_csv, to_markdown
 from efficient_attn.sweep.records import Record, append
 from efficient_attn.sweep.run import ROUNDS, Step

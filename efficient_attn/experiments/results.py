@@ -1,8 +1,5 @@
 """What an experiment hands back: its records, as a data frame, a plot, sentences, or files."""
 
-import json
-import os
-import time
 from collections.abc import Callable, Iterable, Mapping
 from importlib import import_module
 from importlib.util import find_spec
@@ -15,16 +12,16 @@ from efficient_attn.analysis.doubts import doubts
 from efficient_attn.analysis.head_errors import HEADS
 from efficient_attn.analysis.kernel import kernel_records
 from efficient_attn.analysis.rate import rate_shares
-from efficient_attn.analysis.statistics import middle
+from efficient_attn.analysis.rows import SAMPLES, flat_row, sample_rows
 from efficient_attn.analysis.summary import summary
 from efficient_attn.analysis.swaps import swap_rows, swaps, without_swaps
 from efficient_attn.analysis.training import training_rows
 from efficient_attn.errors import DataError, UnknownNameError
+from efficient_attn.experiments.files import ENVIRONMENT, RECORDS, open_folder, read_json, write_json
 from efficient_attn.report import plot as cost_plot
 from efficient_attn.report.comparison import comparison_sentences, comparison_tables
 from efficient_attn.report.comparison_plot import COMPARISON, plot_comparisons
 from efficient_attn.report.cost_table import tables
-from efficient_attn.report.files import write
 from efficient_attn.report.harmless import plain
 from efficient_attn.report.head_errors import head_error_tables, plot_heads
 from efficient_attn.report.heads import head_tables
@@ -41,38 +38,9 @@ from efficient_attn.report.swaps import swap_sentences, swap_tables
 from efficient_attn.report.table import Table, to_html
 from efficient_attn.report.train_plot import TRAINING, plot_training
 from efficient_attn.report.training import training_sentences, training_tables
-from efficient_attn.sweep.records import KINDS, NO_LINK, Record, append
+from efficient_attn.sweep.case import KINDS, Record
+from efficient_attn.sweep.records import append
 from efficient_attn.sweep.records import read as read_records
-
-RECORDS, ENVIRONMENT, COMMAND, PLAN = "records.jsonl", "environment.json", "command.txt", "plan.toml"
-
-# Raw lists of a record and what one of their entries is called.
-_RAW = {
-    "times_s": "time_s",
-    "output_mse_draws": "output_mse",
-    "output_relative_error_draws": "output_relative_error",
-    "weights_relative_error_draws": "weights_relative_error",
-    "weights_row_kl_draws": "weights_row_kl",
-    "kernel_mse_draws": "kernel_mse",
-    "hidden_relative_error_draws": "hidden_relative_error",
-    "mean_pool_distance_draws": "mean_pool_distance",
-    "first_token_distance_draws": "first_token_distance",
-    "next_token_kl_draws": "next_token_kl",
-    "next_token_disagreement_draws": "next_token_disagreement",
-    "perplexity_draws": "perplexity",
-}
-
-# What else is no single value.
-_LISTS = (
-    "turn_sizes",
-    "output_relative_error_heads",
-    "train_steps",
-    "train_seconds_s",
-    "train_bits_per_byte",
-    "held_out_bits_per_byte",
-    "held_out_bits_per_byte_windows",
-    "hidden_relative_error_layers",
-)
 
 # Where errors are drawn, tabled and put into words; loaded when there are errors to show.
 _ERROR_REPORTS = (
@@ -119,9 +87,9 @@ class Results:
         import pandas
 
         if raw:
-            return pandas.DataFrame([row for record in self.records for row in _raw_rows(record)])
+            return pandas.DataFrame([row for record in self.records for row in sample_rows(record)])
         shares = rate_shares(self.records)
-        return pandas.DataFrame([_row(record, shares.get(record.case.key)) for record in self.records])
+        return pandas.DataFrame([flat_row(record, shares.get(record.case.key)) for record in self.records])
 
     def tables(self) -> list[Table]:
         """What was measured, as tables of text."""
@@ -159,8 +127,8 @@ class Results:
             return plot_kernel(self.records, x=x or OVER.get(y, "size"))
         if y == HEADS:
             return plot_heads(self._of_kind("error"))
-        if y not in _RAW.values():
-            raise UnknownNameError("quantity to plot", y, [*QUANTITIES, *_RAW.values()])
+        if y not in SAMPLES.values():
+            raise UnknownNameError("quantity to plot", y, [*QUANTITIES, *SAMPLES.values()])
         return _errors("plot")(self._of_kind("error"), y=y, x=x, ax=ax)
 
     def sentences(self) -> list[str]:
@@ -176,7 +144,7 @@ class Results:
     def summary(self) -> list[dict[str, Any]]:
         """Flat rows: comparisons; time and memory of a backend at a length side by side; then errors."""
         alone = self._apart().records
-        errors = [_row(record) for record in alone if record.case.kind in ("error", "recall")]
+        errors = [flat_row(record) for record in alone if record.case.kind in ("error", "recall")]
         made = swap_rows(self.records) + comparison_rows(self.records)
         return made + summary(alone) + errors + training_rows(alone)
 
@@ -270,86 +238,6 @@ def read(*paths: str | Path) -> Results:
         notes += doubts(latest, known)
     # Two machines have no common environment.
     return Results(records, environment=environment if len(paths) == 1 else None, notes=notes)
-
-
-def open_folder(folder: str | Path, *, name: str = "folder", fresh: bool = False) -> Path:
-    """The folder, made if need be and tried by writing to it.
-
-    Args:
-        name: What the message calls the argument.
-        fresh: Refuse a folder that holds records already.
-    """
-    if str(folder) in ("", "-"):
-        raise DataError(f"{name} is a folder, not {str(folder)!r}; --json - writes to stdout.")
-    folder = Path(folder)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        trial = folder / ".trial"
-        os.close(os.open(trial, os.O_WRONLY | os.O_CREAT | NO_LINK, 0o644))
-        trial.unlink()
-    except (OSError, ValueError) as error:
-        raise DataError(f"{name}: cannot write to {folder}: {_told(error)}.") from None
-    if fresh and (folder / RECORDS).exists():
-        raise DataError(f"{name}: {folder} holds records of another run already; name a new folder.")
-    return folder
-
-
-def _told(error: Exception) -> str:
-    """What the system says; a name that no file can have is refused without asking it."""
-    return (error.strerror if isinstance(error, OSError) else None) or str(error)
-
-
-def run_folder(command: str) -> Path:
-    """Where a command writes unless told otherwise: `runs/<command>-<UTC time>`."""
-    return Path("runs") / f"{command}-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}"
-
-
-def write_json(path: Path, value: Mapping[str, Any]) -> Path:
-    """Write strict JSON for people to read."""
-    return write(path, json.dumps(value, indent=2, allow_nan=False, ensure_ascii=False) + "\n")
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise DataError(f"Cannot read {path}: {error}.") from None
-    if not isinstance(value, dict):
-        raise DataError(f"{path} is no JSON object.")
-    return value
-
-
-def _row(record: Record, rate_share: float | None = None) -> dict[str, Any]:
-    """One flat row: options as columns of their own, times by their median, raw lists left out."""
-    row = _flat(record)
-    if record.times_s:
-        times = middle(record.times_s)
-        row |= {
-            "time_s": times.median,
-            "time_low_s": times.low,
-            "time_high_s": times.high,
-            "samples": times.samples,
-            "rate_share": rate_share,
-        }
-    return row
-
-
-def _raw_rows(record: Record) -> list[dict[str, Any]]:
-    """One row per sample; a record without samples is one row."""
-    lists = {one: values for name, one in _RAW.items() if (values := getattr(record, name)) is not None}
-    row = {name: value for name, value in _flat(record).items() if name not in lists}
-    count = max(map(len, lists.values()), default=0)
-    samples = [
-        {"sample": number, **{name: values[number] for name, values in lists.items() if number < len(values)}}
-        for number in range(count)
-    ]
-    return [{**row, **sample} for sample in samples] or [row]
-
-
-def _flat(record: Record) -> dict[str, Any]:
-    row = {name: value for name, value in record.row().items() if name not in (*_RAW, *_LISTS, "options")}
-    return row | {f"option_{name}": value for name, value in record.case.options.items()}
 
 
 def _errors(verb: str) -> Callable[..., Any]:

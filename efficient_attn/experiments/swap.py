@@ -9,8 +9,9 @@ from typing import Any
 
 from efficient_attn.analysis.doubts import DURING, doubts
 from efficient_attn.experiments.exchange import DEFAULT_SEEDS, Exchange, Texts, exchange
+from efficient_attn.experiments.files import open_folder
 from efficient_attn.experiments.folder import Book, describe, only_writer
-from efficient_attn.experiments.results import Results, open_folder
+from efficient_attn.experiments.results import Results
 from efficient_attn.experiments.workload import Workload
 from efficient_attn.measure.clock import in_turns
 from efficient_attn.measure.conditions import between, moment

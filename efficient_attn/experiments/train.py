@@ -10,9 +10,10 @@ from efficient_attn.analysis.doubts import DURING
 from efficient_attn.errors import AttentionError, OptionError
 from efficient_attn.experiments.checkpoints import model_path, read_model
 from efficient_attn.experiments.course import Course, course
+from efficient_attn.experiments.files import open_folder
 from efficient_attn.experiments.folder import only_writer
 from efficient_attn.experiments.learner import Learner
-from efficient_attn.experiments.results import Results, open_folder
+from efficient_attn.experiments.results import Results
 from efficient_attn.experiments.texts import Text, read_text
 from efficient_attn.experiments.turns import Book, Limit, by_turns
 from efficient_attn.measure.conditions import between, moment

@@ -16,10 +16,11 @@ from efficient_attn.experiments.checkpoints import (
     save_checkpoint,
 )
 from efficient_attn.experiments.course import Course
+from efficient_attn.experiments.files import ENVIRONMENT, RECORDS, read_json
 from efficient_attn.experiments.folder import describe
 from efficient_attn.experiments.learner import Learner
-from efficient_attn.experiments.results import ENVIRONMENT, RECORDS, read_json, write
 from efficient_attn.problem import positive_count
+from efficient_attn.report.files import write
 from efficient_attn.sweep.amounts import show_seconds
 from efficient_attn.sweep.interrupt import held
 from efficient_attn.sweep.records import Record, line

@@ -13,9 +13,9 @@ from efficient_attn.backends import build
 from efficient_attn.errors import AttentionError, OptionError, UnsupportedError
 from efficient_attn.measure import error as measure
 from efficient_attn.measure.parts import parts, sums
+from efficient_attn.sweep.case import SAME_INPUTS, Case, Record
 from efficient_attn.sweep.kernels import kernel_record
 from efficient_attn.sweep.questions import Question
-from efficient_attn.sweep.records import SAME_INPUTS, Case, Record
 from efficient_attn.sweep.sizes import SEED, with_size
 from efficient_attn.sweep.subject import Subject
 from efficient_attn.sweep.variants import Variant

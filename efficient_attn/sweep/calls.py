@@ -20,9 +20,9 @@ from efficient_attn.counts import Work
 from efficient_attn.errors import UnsupportedError
 from efficient_attn.measure import memory
 from efficient_attn.registry import BackendSpec, Capabilities, NoOptions
+from efficient_attn.sweep.case import SAME_INPUTS, Case
 from efficient_attn.sweep.counting import flops
 from efficient_attn.sweep.given import read_given
-from efficient_attn.sweep.records import SAME_INPUTS, Case
 from efficient_attn.sweep.sizes import MEAN_OF_VALUES
 from efficient_attn.sweep.variants import CEILING
 from efficient_attn.transformer.block import TransformerBlock

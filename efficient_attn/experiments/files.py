@@ -1,0 +1,62 @@
+"""The files of a run: what they are called, the folder they lie in, and JSON for people to read."""
+
+import json
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from efficient_attn.errors import DataError
+from efficient_attn.report.files import write
+from efficient_attn.sweep.records import NO_LINK
+
+RECORDS, ENVIRONMENT, COMMAND, PLAN = "records.jsonl", "environment.json", "command.txt", "plan.toml"
+
+
+def open_folder(folder: str | Path, *, name: str = "folder", fresh: bool = False) -> Path:
+    """The folder, made if need be and tried by writing to it.
+
+    Args:
+        name: What the message calls the argument.
+        fresh: Refuse a folder that holds records already.
+    """
+    if str(folder) in ("", "-"):
+        raise DataError(f"{name} is a folder, not {str(folder)!r}; --json - writes to stdout.")
+    folder = Path(folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        trial = folder / ".trial"
+        os.close(os.open(trial, os.O_WRONLY | os.O_CREAT | NO_LINK, 0o644))
+        trial.unlink()
+    except (OSError, ValueError) as error:
+        raise DataError(f"{name}: cannot write to {folder}: {_told(error)}.") from None
+    if fresh and (folder / RECORDS).exists():
+        raise DataError(f"{name}: {folder} holds records of another run already; name a new folder.")
+    return folder
+
+
+def _told(error: Exception) -> str:
+    """What the system says; a name that no file can have is refused without asking it."""
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)
+
+
+def run_folder(command: str) -> Path:
+    """Where a command writes unless told otherwise: `runs/<command>-<UTC time>`."""
+    return Path("runs") / f"{command}-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}"
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> Path:
+    """Write strict JSON for people to read."""
+    return write(path, json.dumps(value, indent=2, allow_nan=False, ensure_ascii=False) + "\n")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise DataError(f"Cannot read {path}: {error}.") from None
+    if not isinstance(value, dict):
+        raise DataError(f"{path} is no JSON object.")
+    return value
