@@ -171,7 +171,6 @@ CAPTURE = ["capture", "model", "--text", "text.txt", "--out", "new.safetensors"]
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (CAPTURE, "model holds no model.safetensors"),
         ([*CAPTURE, "--layers", "all"], "--layers is made of whole numbers, such as 0,1,5, not 'all'"),
         ([*CAPTURE, "--text", "absent.txt"], "--text: cannot read absent.txt: No such file or directory."),
         ([*CAPTURE, "--text", "binary"], "--text: binary is no UTF-8 text."),
