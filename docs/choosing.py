@@ -16,6 +16,8 @@ RESULTS = HERE.parent / "results" / "epyc-2-cores"
 
 COMPARED = ("compare-encoder-128", "compare-encoder", "compare-stitched")
 BENCHED = "bench-256-4096"
+# One backend was made faster after that run and timed again, beside exact attention.
+BENCHED_LATER, LATER, LATER_LABEL = "bench-window-clusters", "window-clusters", "window-clusters(window=64)"
 TOLERATED = (0.1, 0.3, 0.5)
 
 _HEAD = """\
@@ -124,6 +126,10 @@ def page() -> str:
     bench = ea.read(RESULTS / BENCHED)
     told = [comparison_sentences(run.records, 0.1)[0] for run in runs.values()]
     pays = [_Pays.read(sentence) for sentence in pay_sentences(bench.records)]
+    again = {
+        one.name: one for one in map(_Pays.read, pay_sentences(ea.read(RESULTS / BENCHED_LATER).records))
+    }
+    pays = [again[LATER_LABEL]._replace(name=LATER) if one.name == LATER else one for one in pays]
     parts = [
         _HEAD,
         _short_answer(pays, compared),
