@@ -17,7 +17,7 @@ BLOCK = 32
 # Weights are powers of two, which torch computes three times as fast as powers of e.
 LOG2_E = 1 / math.log(2)
 # Scores worked on at once: with fewer the calls would show, with more memory.
-_SCORES = 2**19
+_SCORES = 3 * 2**18
 
 
 class Band(NamedTuple):
