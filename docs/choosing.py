@@ -5,9 +5,11 @@ from typing import NamedTuple
 
 import efficient_attn as ea
 from efficient_attn.analysis.comparison import Comparison, Contender, comparisons
+from efficient_attn.analysis.recall import Contest, Learned, contests
 from efficient_attn.report.comparison import comparison_sentences
 from efficient_attn.report.error_table import describe, show_error
 from efficient_attn.report.pays import pay_sentences
+from efficient_attn.report.recall import recall_sentences, show_accuracy
 from efficient_attn.report.table import three_digits
 
 HERE = Path(__file__).parent
@@ -18,6 +20,7 @@ COMPARED = ("compare-encoder-128", "compare-encoder", "compare-stitched")
 BENCHED = "bench-256-4096"
 # One backend was made faster after that run and timed again, beside exact attention.
 BENCHED_LATER, LATER, LATER_LABEL = "bench-window-clusters", "window-clusters", "window-clusters(window=64)"
+TRAINED = "recall-default"
 TOLERATED = (0.1, 0.3, 0.5)
 
 _HEAD = """\
@@ -68,12 +71,27 @@ above, beside giving every query the mean of the values, which looks at nothing.
 _AFTER = """\
 - An error near the mean of V's is no approximation of attention. Such a backend can be something to *train
   with*; to be put in the place of exact attention in a trained model it is not. What training makes of it
-  is another measurement than those here.
+  is told below.
 - Causal and streaming matter for decoding: a backend without them cannot be built with `causal=True`.
 - `linformer` mixes positions, so it is built for a longest length, and its mixtures are meant to be
   learned.
 - A backend that needs calibration was calibrated on the inputs that it was then measured on, which is the
   best case for it.
+"""
+
+_LEARNED = """\
+## What training makes of them
+
+One block for each backend, trained from the same weights on the same sequences to look up which value stood
+beside a key ([how, and what it does not say](recall.md)). Each row is the size at which the backend did best;
+the accuracy is that over all seeds, with its 95 % interval.
+
+![Accuracy after training, against what a query reads and against the error before](images/recall.png)
+"""
+
+_LEARNED_HERE = """\
+It is a task for sharp attention, one key out of all. What does badly at it cannot look one thing up among
+many after so few steps; it may well do where many keys count a little.
 """
 
 _OWN = """\
@@ -123,7 +141,8 @@ def page() -> str:
     """The whole page."""
     runs = {name: ea.read(RESULTS / name) for name in COMPARED}
     compared = [comparisons(run.records)[0] for run in runs.values()]
-    bench = ea.read(RESULTS / BENCHED)
+    bench, learned = ea.read(RESULTS / BENCHED), ea.read(RESULTS / TRAINED)
+    (trained,) = contests(learned.records)
     told = [comparison_sentences(run.records, 0.1)[0] for run in runs.values()]
     pays = [_Pays.read(sentence) for sentence in pay_sentences(bench.records)]
     again = {
@@ -145,6 +164,10 @@ def page() -> str:
         _TRAINING,
         _by_promise(compared),
         _AFTER,
+        _LEARNED,
+        _by_accuracy(trained),
+        _listed(recall_sentences(learned.records)),
+        _LEARNED_HERE,
         _OWN,
     ]
     return "\n".join(parts)
@@ -232,6 +255,25 @@ def _errors(compared: list[Comparison]) -> dict[str, list[float]]:
     for row in (row for one in compared for row in one.contenders if row.error is not None):
         found.setdefault(row.label, []).append(row.error.median if row.error else 0.0)
     return found
+
+
+def _by_accuracy(one: Contest) -> str:
+    """The best size of each backend, the most accurate first; controls by themselves."""
+    best: dict[str, Learned] = {}
+    for row in one.rows:
+        best.setdefault(row.label if row in one.controls else row.sized.series, row)
+    head = ["backend", "accuracy after training", "error before it", "numbers a query reads"]
+    rows = [
+        [
+            f"{row.label}, a control" if row in one.controls else f"`{row.label}`",
+            show_accuracy(row),
+            "rounding" if row is one.exact else show_error(row.untrained or 0.0),
+            str(row.numbers_read),
+        ]
+        for row in best.values()
+        if row.accuracy
+    ]
+    return _table(head, rows)
 
 
 def _promises(name: str, known: bool) -> list[str]:

@@ -135,6 +135,11 @@ def test_all_backends_begin_with_the_same_weights_and_so_the_same_q_k_v(causal):
     keys, values, _ = drawn()
     cases = (asked(), window(3), features())
     models = [learner(TASK, replace(one, causal=causal), one.backend) for one in cases]
+    # A backend that takes numbers from the generator while it is built.
+    drawing = replace(
+        MEAN.target, builder=lambda *given: torch.rand(3) is None or MEAN.target.builder(*given)
+    )
+    models.append(learner(TASK, replace(asked(MEAN.backend), causal=causal), drawing))
     exact, *others = [model.state_dict() for model in models]
     assert all(torch.equal(other[name], weight) for other in others for name, weight in exact.items())
     seen = []
@@ -149,6 +154,11 @@ def test_another_seed_is_another_draw_of_the_weights_and_of_the_features():
     assert not torch.equal(one.guess.weight, other.guess.weight)
     buffers = [dict(model.backend.named_buffers())["core.features.projection"] for model in (one, other)]
     assert not torch.equal(*buffers)
+
+
+def test_a_query_begins_nearest_to_its_own_key():
+    of_queries, of_keys, of_values = learner(TASK, asked(), "exact").block.attention.in_proj_weight.chunk(3)
+    assert torch.equal(of_queries, of_keys) and not torch.equal(of_keys, of_values)
 
 
 def changed(model, change):
@@ -201,10 +211,19 @@ def test_numbers_read_are_those_of_keys_and_values_or_of_the_state(name, options
     assert numbers_read(built, asked()) == numbers
 
 
-def test_a_run_is_the_same_again_and_leaves_the_generator_and_the_threads_alone():
-    state, threads = torch.get_rng_state(), torch.get_num_threads()
+@pytest.fixture
+def two_threads():
+    """Not the one thread that the runs here ask for."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_a_run_is_the_same_again_and_leaves_the_generator_and_the_threads_alone(two_threads):
+    state = torch.get_rng_state()
     runs = [ea.recall(NAMES, **TINY) for _ in range(2)]
-    assert torch.equal(torch.get_rng_state(), state) and torch.get_num_threads() == threads
+    assert torch.equal(torch.get_rng_state(), state) and torch.get_num_threads() == 2
     kept = [[(r.accuracy, r.output_relative_error, r.answers) for r in run.records] for run in runs]
     # Exact attention, two controls and the features, of two seeds.
     assert kept[0] == kept[1] and len(kept[0]) == 8

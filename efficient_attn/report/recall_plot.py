@@ -18,6 +18,9 @@ _LONGEST_NAME = 40
 
 # Errors below this are rounding, and have no place among those of methods.
 _ROUNDING = 1e-4
+
+# A range of errors smaller than this gets numbers at 1, 2 and 5 of each decade instead of at 1.
+_FEW_DECADES = 1000
 _GREY_MARKS: tuple[Any, ...] = ((4, 1, 0), (4, 2, 0))
 
 
@@ -106,7 +109,7 @@ def _ticks(reads: Any, errs: Any) -> None:
     reads.xaxis.set_major_locator(LogLocator(base=2, numticks=9))
     reads.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0f}"))
     low, high = errs.get_xlim()
-    errs.xaxis.set_major_locator(LogLocator(base=10, subs=(1, 2, 5) if high / low < 200 else (1,)))
+    errs.xaxis.set_major_locator(LogLocator(base=10, subs=(1, 2, 5) if high / low < _FEW_DECADES else (1,)))
     errs.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     for axis in (reads.xaxis, errs.xaxis):
         axis.set_minor_locator(NullLocator())
