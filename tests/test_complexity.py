@@ -115,9 +115,9 @@ def inputs_of_the_operator(name: str, **built: object) -> tuple:
 
 @pytest.fixture
 def as_any_map(monkeypatch):
-    """Exponential features without the shortcuts that they allow, which the counter cannot see into."""
+    """Features without the shortcuts that some of them allow, which the counter cannot see into."""
     for kind, feature_map in MAPS.items():
-        monkeypatch.setitem(MAPS, kind, feature_map._replace(exponents=None))
+        monkeypatch.setitem(MAPS, kind, feature_map._replace(exponents=None, waves=False))
 
 
 @pytest.mark.parametrize("name", PERFORMERS)

@@ -24,6 +24,7 @@ from efficient_attn.ops import (
     linear_full,
     linear_softmax,
     linear_softmax_gradient,
+    linear_trigonometric,
 )
 from efficient_attn.ops.linear import merge, query_weights, read, summarise
 from efficient_attn.ops.linear_tokens import Tokens
@@ -57,6 +58,8 @@ def small_chunks(monkeypatch):
     def set_chunks(tokens):
         monkeypatch.setattr(linear_full, "_CHUNK", tokens)
         monkeypatch.setattr(linear_softmax, "_PIECE", tokens)
+        monkeypatch.setattr(linear_trigonometric, "_CHUNK", tokens)
+        monkeypatch.setattr(linear_trigonometric, "_PIECE", tokens)
         monkeypatch.setattr(linear_causal, "CHUNK", tokens)
         monkeypatch.setattr(linear_causal_exponential, "CHUNK", tokens)
         monkeypatch.setattr(linear_causal_exponential_gradient, "CHUNK", tokens)

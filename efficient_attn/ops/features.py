@@ -43,6 +43,7 @@ class FeatureMap(NamedTuple):
         per_direction: How many features each direction gives; 0 for a map without directions.
         exponents: Where a feature is exp(w·x − |x|²/2 + constant), takes the directions, returns the
             w of every feature; None for other maps.
+        waves: Whether the features are the cosines, then the sines, of w·x, times exp(|x|²/2 + constant).
         fixed: How many features a map without directions makes of head_dim entries.
     """
 
@@ -52,6 +53,7 @@ class FeatureMap(NamedTuple):
     signed: bool = False
     per_direction: int = 0
     exponents: Callable[[Tensor], Tensor] | None = None
+    waves: bool = False
     fixed: Callable[[int], int] | None = None
 
     def num_features(self, directions: int, head_dim: int) -> int:
@@ -179,7 +181,12 @@ MAPS = {
         hyperbolic_features, _hyperbolic_pullback, has_values=False, per_direction=2, exponents=_both_ways
     ),
     "trigonometric": FeatureMap(
-        trigonometric_features, _trigonometric_pullback, has_values=True, signed=True, per_direction=2
+        trigonometric_features,
+        _trigonometric_pullback,
+        has_values=True,
+        signed=True,
+        per_direction=2,
+        waves=True,
     ),
     "relu": FeatureMap(relu_features, _relu_pullback, has_values=True, per_direction=1),
     "elu": FeatureMap(elu_features, _elu_pullback, has_values=False, fixed=lambda d: d),

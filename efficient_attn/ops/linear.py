@@ -142,10 +142,10 @@ def triangle(scores: Tensor) -> Tensor:
     return scores.unflatten(-2, (scores.shape[-2] // tokens, tokens)).tril().flatten(-3, -2)
 
 
-def triangle_(scores: Tensor) -> Tensor:
-    """`triangle` in place."""
-    tokens = scores.shape[-1]
-    scores.unflatten(-2, (scores.shape[-2] // tokens, tokens)).tril_()
+def triangle_(scores: Tensor, *, before: int = 0) -> Tensor:
+    """`triangle` in place; the first columns, `before` in number, are kept whole."""
+    tokens = scores.shape[-1] - before
+    scores.unflatten(-2, (scores.shape[-2] // tokens, tokens)).tril_(before)
     return scores
 
 

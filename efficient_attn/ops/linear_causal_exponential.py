@@ -1,8 +1,9 @@
 """The forward pass of causal linear attention with exponential features, chunk by chunk and in place.
 
-A chunk's key features are kept relative to the largest exponent that any key so far has had, feature by
-feature, so that the state never leaves the range of floats. A row that sees keys only far below that
-reference, because a later key of its chunk set it, is computed again by itself.
+As long as all exponents are moderate, features are taken as they are. From the first chunk on where one is
+not, a chunk's key features are kept relative to the largest exponent that any key so far has had, feature
+by feature, so that the state never leaves the range of floats. A row that then sees keys only far below
+that reference, because a later key of its chunk set it, is computed again by itself.
 """
 
 from typing import NamedTuple
@@ -12,12 +13,13 @@ from torch import Tensor
 
 from efficient_attn.ops import linear
 from efficient_attn.ops.linear import LinearState, finite
+from efficient_attn.ops.linear_causal_plain import Plain, moderate, read_plain, relative
 from efficient_attn.ops.linear_gradient import Outputs
 from efficient_attn.ops.linear_powers import LOG2_E, Powers, power
 from efficient_attn.ops.linear_tokens import Tokens
 
 # Tokens that read one another directly: more are fewer calls, but more pairs and more memory.
-CHUNK = 96
+CHUNK = 80
 # Rows that are computed by themselves at once: each needs chunk · features numbers.
 _ROWS = 16
 
@@ -42,7 +44,10 @@ def causal_exponential(tokens: Tokens, past: LinearState, into: Outputs) -> None
     if tokens.key_mask is not None:
         seen = (tokens.key_mask.cumsum(dim=-1) > 0)[:, None, :, None].expand(*tokens.k.shape[:3], 1)
     before, length = tokens.k.shape[-2] - tokens.q.shape[-2], tokens.q.shape[-2]
-    state = begin(past)
+    state: State | Plain = begin(past)
+    if before == 0:
+        # Contiguous, as products that add in place want it.
+        state = Plain(state.values.contiguous(), state.ones.contiguous())
     for start in range(0, length, CHUNK):
         part = slice(start, min(start + CHUNK, length))
         positions = slice(part.start + before, part.stop + before)
@@ -73,12 +78,39 @@ def add(state: State, numbers: Tensor, v: Tensor) -> None:
 
 
 def _read_chunk(
-    powers: Powers, part: slice, positions: slice, state: State, seen: Tensor | None
-) -> tuple[Tensor, Tensor, State]:
+    powers: Powers, part: slice, positions: slice, state: State | Plain, seen: Tensor | None
+) -> tuple[Tensor, Tensor, State | Plain]:
     """Outputs and log denominators of a chunk's rows, and the state after it."""
-    v = powers.values(positions)
-    numbers, here = step(state, powers.of_keys(powers.keys(positions), positions))
-    queries = powers.of_queries(powers.lists(powers.tokens.q, part)).add_(finite(here.reference))
+    v = powers.tokens.value_lists(positions)
+    keys = powers.of_keys(powers.tokens.key_lists(positions))
+    queries = powers.of_queries(powers.tokens.lists(powers.tokens.q, part))
+    if isinstance(state, Plain) and moderate(queries, keys, v):
+        sums, out = read_plain(powers, positions, state, queries.exp2_(), keys, v)
+        logarithm = sums.log()
+    else:
+        if isinstance(state, Plain):
+            state = State(*relative(state))
+        keys = powers.hide_(keys, positions, -torch.inf)
+        sums, out, logarithm, state = _read_relative(powers, part, positions, state, (queries, keys, v), seen)
+    out.div_(sums)
+    if seen is not None:
+        out.masked_fill_(~seen, 0.0)
+        logarithm.masked_fill_(~seen, torch.inf)
+    return out, logarithm, state
+
+
+def _read_relative(
+    powers: Powers,
+    part: slice,
+    positions: slice,
+    state: State,
+    chunk: tuple[Tensor, Tensor, Tensor],
+    seen: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, State]:
+    """Denominators, numerators and log denominators of a chunk's rows, and the state after it."""
+    queries, keys, v = chunk
+    numbers, here = step(state, keys)
+    queries.add_(finite(here.reference))
     top = queries.amax(dim=-1, keepdim=True)
     weights = power(queries.sub_(top))
     scores = linear.triangle_(torch.bmm(weights, numbers.mT))
@@ -90,12 +122,7 @@ def _read_chunk(
         weak &= seen
     if bool(weak.any()):
         _repair(powers, part, positions, state, weak.squeeze(-1).nonzero(), (out, sums, top))
-    logarithm = top.add_(sums.log2()).div_(LOG2_E)
-    out.div_(sums)
-    if seen is not None:
-        out.masked_fill_(~seen, 0.0)
-        logarithm.masked_fill_(~seen, torch.inf)
-    return out, logarithm, here
+    return sums, out, top.add_(sums.log2()).div_(LOG2_E), here
 
 
 def _repair(
@@ -107,8 +134,9 @@ def _repair(
     into: tuple[Tensor, Tensor, Tensor],
 ) -> None:
     """Compute rows [list, row] again, each relative to the keys that it sees itself."""
-    queries = powers.of_queries(powers.lists(powers.tokens.q, part))
-    keys, v = powers.of_keys(powers.keys(positions), positions), powers.values(positions)
+    queries = powers.of_queries(powers.tokens.lists(powers.tokens.q, part))
+    keys = powers.of_real_keys(powers.tokens.key_lists(positions), positions)
+    v = powers.tokens.value_lists(positions)
     tokens = keys.shape[-2]
     later = torch.arange(tokens, device=keys.device) > (weak[:, 1] % tokens)[:, None]
     for some, hidden in zip(weak.split(_ROWS), later.split(_ROWS), strict=True):

@@ -41,13 +41,13 @@ class _Rows:
 
     def slopes(self, part: slice) -> tuple[Tensor, Tensor]:
         """g [lists rows value_dim] and δ [lists rows 1]."""
-        g, out = (self.powers.lists(x, part) for x in self._results[:2])
+        g, out = (self.tokens.lists(x, part) for x in self._results[:2])
         return g, (g * out).sum(dim=-1, keepdim=True)
 
     def exponents(self, part: slice) -> Tensor:
         """s_tf − L_t, [lists rows features]."""
-        offset = self.powers.lists(self._results[2], part).mul(-LOG2_E)
-        return self.powers.of_queries(self.powers.lists(self.tokens.q, part), offset)
+        offset = self.tokens.lists(self._results[2], part).mul(-LOG2_E)
+        return self.powers.of_queries(self.tokens.lists(self.tokens.q, part), offset)
 
     def positions(self, part: slice) -> slice:
         """Where the queries stand among the keys."""
@@ -65,8 +65,8 @@ def _by_queries(rows: _Rows, state: State) -> tuple[Tensor, list[slice]]:
     taken, left = [], _pieces(0, tokens.q.shape[-2])[::-1]
     while left:
         part = left.pop()
-        positions, v = rows.positions(part), powers.values(rows.positions(part))
-        numbers, here = step(state, powers.of_keys(powers.keys(positions), positions))
+        positions, v = rows.positions(part), tokens.value_lists(rows.positions(part))
+        numbers, here = step(state, powers.of_real_keys(tokens.key_lists(positions), positions))
         p = power(rows.exponents(part).add_(finite(here.reference)))
         if part.stop - part.start > 1 and bool(p.amax() > 1 / TINY[p.dtype]):
             middle = (part.start + part.stop) // 2
@@ -78,7 +78,7 @@ def _by_queries(rows: _Rows, state: State) -> tuple[Tensor, list[slice]]:
             slope * here.ones.mT, g, here.values.mT, beta=-1, out=powers.room("derivatives", p)
         )
         by.baddbmm_(triangle_(torch.baddbmm(slope, g, v.mT, beta=-1)), numbers)
-        by_q[..., part, :] = powers.unlist(powers.by_queries(by.mul_(p)))
+        by_q[..., part, :] = tokens.unlist(powers.by_queries(by.mul_(p)))
         add(here, numbers, v)
         state = here
     return by_q, taken
@@ -118,8 +118,8 @@ def _put(
 ) -> None:
     """Write derivatives by some keys, from later queries' sums and from p, g, δ of their own piece."""
     powers, (by_k, by_v) = rows.powers, into
-    keys, v = powers.keys(positions), powers.values(positions)
-    r = power(powers.of_keys(keys, positions).add_(finite(later.reference)))
+    keys, v = rows.tokens.key_lists(positions), rows.tokens.value_lists(positions)
+    r = power(powers.of_real_keys(keys, positions).add_(finite(later.reference)))
     by = torch.bmm(v, later.values.mT, out=powers.room("derivatives", r)).sub_(later.ones.mT)
     by_values = torch.bmm(r, later.values)
     if queries is not None:

@@ -33,6 +33,7 @@ from efficient_attn.ops.linear_gradient import (
 from efficient_attn.ops.linear_softmax import suits, two_softmaxes
 from efficient_attn.ops.linear_softmax_gradient import two_softmaxes_gradients
 from efficient_attn.ops.linear_tokens import Tokens
+from efficient_attn.ops.linear_trigonometric import trigonometric_attention, trigonometric_gradients
 from efficient_attn.ops.precision import without_autocast
 
 # Tokens whose features are made at once, few enough to stay in cache.
@@ -76,6 +77,9 @@ def _full(
     with without_autocast(q):
         if suits(tokens):
             outputs, state = two_softmaxes(tokens)
+            return *outputs, *state
+        if tokens.map.waves:
+            outputs, state = trigonometric_attention(tokens)
             return *outputs, *state
         outputs, state = new_outputs(q, v), whole_state(tokens)
         for part in chunks(q.shape[-2]):
@@ -134,8 +138,12 @@ def _full_backward(
     if tokens.map.exponents is not None:
         with without_autocast(q):
             return two_softmaxes_gradients(tokens, gradient, out, logarithm, LinearState(sums, reference))
+    outputs = Outputs(out, logarithm, negative)
+    if tokens.map.waves:
+        with without_autocast(q):
+            return trigonometric_gradients(tokens, gradient, outputs, LinearState(sums, reference))
     by_q, by_k, by_v = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-    outputs, query_sums = Outputs(out, logarithm, negative), torch.zeros_like(sums)
+    query_sums = torch.zeros_like(sums)
     with without_autocast(q):
         for part in chunks(q.shape[-2]):
             rows = tokens.query_rows(part)

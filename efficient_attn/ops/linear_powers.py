@@ -10,10 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from efficient_attn.ops.groups import fold, unfold
 from efficient_attn.ops.linear import LOWEST
 from efficient_attn.ops.linear_tokens import Tokens
-from efficient_attn.ops.precision import wide
+from efficient_attn.ops.rooms import Rooms
 
 LOG2_E, LN_2 = math.log2(math.e), math.log(2)
 
@@ -32,50 +31,38 @@ class Powers:
     """
 
     def __init__(self, tokens: Tokens, *, in_turns: bool = False) -> None:
-        self.tokens, self._shape = tokens, tokens.k.shape[:2]
-        self._rooms = ("either", "either") if in_turns else ("queries", "keys")
+        self.tokens, self.rooms = tokens, Rooms()
+        self._names = ("either", "either") if in_turns else ("queries", "keys")
         w = tokens.exponents() * (math.sqrt(abs(tokens.scale)) * LOG2_E)
-        self._keys = w.mT.expand(*self._shape, -1, -1).flatten(0, 1)
+        self._keys = tokens.for_lists(w).mT
         self._queries = self._keys if tokens.scale > 0 else -self._keys
         self._constant = -math.log2(w.shape[-2]) / 2
         self._weights = None
         if tokens.log_weights is not None:
-            weights = tokens.log_weights.to(w.dtype) * LOG2_E
-            self._weights = weights.expand(*self._shape, -1, -1).flatten(0, 1)
-        self._buffers: dict[str, Tensor] = {}
-
-    def lists(self, x: Tensor, part: slice) -> Tensor:
-        """What belongs to some queries, [batch heads tokens dim] as [lists group·part dim]."""
-        return fold(wide(x[..., part, :]), self._shape[1]).flatten(0, 1)
-
-    def unlist(self, x: Tensor) -> Tensor:
-        """The inverse of `lists`, [lists group·part dim] as [batch heads part dim]."""
-        return unfold(x.unflatten(0, self._shape), self.tokens.q.shape[1])
-
-    def keys(self, positions: slice) -> Tensor:
-        """Some keys, [lists positions head_dim]."""
-        return self.tokens.keys(positions).flatten(0, 1)
-
-    def values(self, positions: slice) -> Tensor:
-        """Some values, [lists positions value_dim]."""
-        return self.tokens.values(positions).flatten(0, 1)
+            self._weights = tokens.for_lists(tokens.log_weights.to(w.dtype) * LOG2_E)
 
     def of_queries(self, rows: Tensor, offset: Tensor | None = None) -> Tensor:
         """Exponents of query rows, plus an offset [lists rows 1], [lists rows features]."""
-        out = self.room(self._rooms[0], rows)
+        out = self.room(self._names[0], rows)
         if offset is None:
             return torch.bmm(rows, self._queries, out=out)
         return torch.baddbmm(offset, rows, self._queries, out=out)
 
-    def of_keys(self, keys: Tensor, positions: slice) -> Tensor:
-        """Exponents of keys, −inf where a key is masked, [lists positions features]."""
+    def of_keys(self, keys: Tensor) -> Tensor:
+        """Exponents of keys, whether they are masked or not, [lists positions features]."""
         below = torch.linalg.vector_norm(keys, dim=-1, keepdim=True).square_()
         below.mul_(-abs(self.tokens.scale) / 2 * LOG2_E).add_(self._constant)
-        exponents = torch.baddbmm(below, keys, self._keys, out=self.room(self._rooms[1], keys))
-        if self._weights is not None:
-            exponents.add_(self._weights)
-        real = self.real(positions)
-        return exponents if real is None else exponents.masked_fill_(~real, -torch.inf)
+        exponents = torch.baddbmm(below, keys, self._keys, out=self.room(self._names[1], keys))
+        return exponents if self._weights is None else exponents.add_(self._weights)
+
+    def of_real_keys(self, keys: Tensor, positions: slice) -> Tensor:
+        """Exponents of keys, −inf where a key is masked, [lists positions features]."""
+        return self.hide_(self.of_keys(keys), positions, -torch.inf)
+
+    def hide_(self, x: Tensor, positions: slice, value: float) -> Tensor:
+        """Put a value in place of what belongs to masked keys, [lists positions …]."""
+        real = self.tokens.real(positions)
+        return x if real is None else x.masked_fill_(~real, value)
 
     def by_queries(self, by_exponents: Tensor) -> Tensor:
         """Derivative by query rows from that by natural exponents."""
@@ -86,17 +73,6 @@ class Powers:
         longer = by_exponents.sum(dim=-1, keepdim=True).mul_(-abs(self.tokens.scale))
         return torch.bmm(by_exponents, self._keys.mT).mul_(LN_2).addcmul_(keys, longer)
 
-    def real(self, positions: slice) -> Tensor | None:
-        """Which keys are tokens, [lists positions 1]; None: all are."""
-        mask = self.tokens.key_mask
-        if mask is None:
-            return None
-        return mask[:, None, positions, None].expand(-1, self._shape[1], -1, -1).flatten(0, 1)
-
     def room(self, name: str, rows: Tensor) -> Tensor:
         """Room for one number per row and feature, the same whenever it is asked for."""
-        shape = (*rows.shape[:-1], self._keys.shape[-1])
-        kept = self._buffers.get(name)
-        if kept is None or kept.shape != shape:
-            kept = self._buffers[name] = rows.new_empty(shape)
-        return kept
+        return self.rooms(name, rows, (*rows.shape[:-1], self._keys.shape[-1]))

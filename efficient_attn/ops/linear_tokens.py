@@ -69,6 +69,39 @@ class Tokens(NamedTuple):
         """Values of some tokens, zeros where they are masked, [batch kv_heads part value_dim]."""
         return wide(hide(self.v[..., part, :], self._mask(part)))
 
+    def lists(self, x: Tensor, part: slice) -> Tensor:
+        """What belongs to some queries, [batch heads tokens dim] as [batch·kv_heads group·part dim]."""
+        return fold(wide(x[..., part, :]), self.k.shape[1]).flatten(0, 1)
+
+    def unlist(self, x: Tensor) -> Tensor:
+        """The inverse of `lists`, [batch·kv_heads group·part dim] as [batch heads part dim]."""
+        return unfold(x.unflatten(0, self.k.shape[:2]), self.q.shape[1])
+
+    def grouped(self, x: Tensor) -> Tensor:
+        """What belongs to all queries, [batch heads tokens dim], viewed as [batch kv_heads group tokens dim]."""
+        return x.unflatten(1, (self.k.shape[1], self.group))
+
+    def key_lists(self, part: slice) -> Tensor:
+        """Keys of some tokens, zeros where they are masked, [batch·kv_heads part head_dim]."""
+        return self.keys(part).flatten(0, 1)
+
+    def value_lists(self, part: slice) -> Tensor:
+        """Values of some tokens, zeros where they are masked, [batch·kv_heads part value_dim]."""
+        return self.values(part).flatten(0, 1)
+
+    def for_lists(self, x: Tensor) -> Tensor:
+        """What belongs to all heads, [rows dim], or to each head of keys, as [batch·kv_heads rows dim]."""
+        batch, kv_heads = self.k.shape[:2]
+        if x.ndim == 2:
+            return x.expand(batch * kv_heads, -1, -1)
+        return x.expand(batch, kv_heads, -1, -1).flatten(0, 1)
+
+    def real(self, part: slice) -> Tensor | None:
+        """Which keys are tokens, bool [batch·kv_heads part 1]; None: all are."""
+        if self.key_mask is None:
+            return None
+        return self.key_mask[:, None, part, None].expand(-1, self.k.shape[1], -1, -1).flatten(0, 1)
+
     def query_features(self, rows: Tensor) -> Features:
         """Features of query rows; what all features of a row have in common cancels, and is left out."""
         if self.map.exponents is not None:

@@ -1,0 +1,76 @@
+"""Causal chunks without guards: where exponents are moderate, and only there, and what follows them."""
+
+import pytest
+import torch
+from reference import random_qkv, reference_linear, worst_row
+
+import efficient_attn as ea
+from efficient_attn.ops import linear_causal_exponential, linear_causal_plain
+
+
+@pytest.fixture
+def taken(monkeypatch):
+    """Whether each chunk was taken without guards, in order."""
+    told = []
+
+    def asked(*exponents_and_values):
+        told.append(linear_causal_plain.moderate(*exponents_and_values))
+        return told[-1]
+
+    monkeypatch.setattr(linear_causal_exponential, "moderate", asked)
+    monkeypatch.setattr(linear_causal_exponential, "CHUNK", 16)
+    return told
+
+
+def output(q, k, v, **options):
+    backend = ea.build("performer-positive", head_dim=16, causal=True, num_features=64)
+    expected = reference_linear(
+        q, k, v, backend.core.features.projection, "positive", scale=0.25, causal=True, **options
+    )
+    return backend(q, k, v, **options), expected
+
+
+def test_a_call_leaves_the_moderate_for_good_and_goes_on_from_its_sums(taken):
+    q, k, v = (x.float() for x in random_qkv(1, 2, 1, 96, 96, head_dim=16))
+    q[..., 40:50, :] *= 20
+    k[..., 40:50, :] *= 20
+    mask = torch.arange(96)[None] != 41
+    out, expected = output(q, k, v, key_mask=mask)
+    # Chunks 0 and 1 are moderate; after the third nobody asks.
+    assert taken == [True, True, False]
+    # What float32 is promised at norms of 20 times Gaussian.
+    assert worst_row(out, expected).max() < 1e-3
+    calm = worst_row(out, expected)[..., :32]
+    # Exponents below 32 are rounded to 32 · 6e-8, and a row's weights are off by a few of these.
+    assert calm.max() < 8 * 32 * torch.finfo(torch.float32).eps
+
+
+@pytest.mark.parametrize("size", [1e30, 1e-30])
+def test_values_that_would_leave_the_range_of_floats_are_guarded(taken, size):
+    q, k, v = (x.float() for x in random_qkv(1, 1, 1, 32, 32, head_dim=16))
+    out, expected = output(q, k, v * size)
+    assert taken == [False]
+    assert worst_row(out.double() / size, expected / size).max() < 1e-4
+
+
+@pytest.mark.parametrize("size", [2.0**-13, 1.0, 2.0**13])
+def test_exponents_of_any_moderate_size_keep_all_digits(taken, size):
+    q, k, v = (x.float() for x in random_qkv(1, 1, 1, 48, 48, head_dim=16))
+    # Products of features as small and as large as are let through, in one row.
+    direction = ea.build(
+        "performer-positive", head_dim=16, causal=True, num_features=64
+    ).core.features.projection[0]
+    q[..., 5, :], q[..., 20, :], k[..., 7, :] = 1.9 * direction, -1.9 * direction, 1.2 * direction
+    out, expected = output(q, k, v * size)
+    assert taken == [True, True, True]
+    assert worst_row(out.double() / size, expected / size).max() < 8 * 40 * torch.finfo(torch.float32).eps
+
+
+def test_nan_is_not_moderate():
+    one = torch.ones(1, 2, 2)
+    assert linear_causal_plain.moderate(one, one, one)
+    assert linear_causal_plain.moderate(one, one, 0 * one)
+    for number in range(3):
+        some = [one.clone() for _ in range(3)]
+        some[number][0, 0, 0] = torch.nan
+        assert not linear_causal_plain.moderate(*some)
