@@ -101,10 +101,10 @@ def _causal(
     outputs, before = new_outputs(q, v), k.shape[-2] - q.shape[-2]
     ends = torch.zeros(q.shape[-2] + 1, dtype=torch.bool)
     with without_autocast(q):
-        state = _past(tokens, before)
         if tokens.map.exponents is not None:
-            causal_exponential(tokens, state, outputs)
+            causal_exponential(tokens, _past(tokens, before) if before else None, outputs)
             return *outputs, ends
+        state = _past(tokens, before)
         for part in _chunks(0, q.shape[-2]):
             keys = slice(part.start + before, part.stop + before)
             chunk = causal_chunk(state, *_features(tokens, part, before), tokens.values(keys))

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from efficient_attn.ops import linear
 from efficient_attn.ops.linear import LinearState, finite
-from efficient_attn.ops.linear_causal_plain import Plain, moderate, read_plain, relative
+from efficient_attn.ops.linear_causal_plain import Plain, moderate, no_keys, read_plain, relative
 from efficient_attn.ops.linear_gradient import Outputs
 from efficient_attn.ops.linear_powers import LOG2_E, Powers, power
 from efficient_attn.ops.linear_tokens import Tokens
@@ -38,23 +38,28 @@ class State(NamedTuple):
     reference: Tensor
 
 
-def causal_exponential(tokens: Tokens, past: LinearState, into: Outputs) -> None:
-    """Write the output of every query, which are the last positions of the keys, after those of `past`."""
+def causal_exponential(tokens: Tokens, past: LinearState | None, into: Outputs) -> None:
+    """Write the output of every query; those are the last positions of the keys, after the keys of `past`."""
     powers, seen = Powers(tokens), None
     if tokens.key_mask is not None:
-        seen = (tokens.key_mask.cumsum(dim=-1) > 0)[:, None, :, None].expand(*tokens.k.shape[:3], 1)
+        seen = (tokens.key_mask.cumsum(dim=-1) > 0)[:, None, None, :, None]
     before, length = tokens.k.shape[-2] - tokens.q.shape[-2], tokens.q.shape[-2]
-    state: State | Plain = begin(past)
-    if before == 0:
-        # Contiguous, as products that add in place want it.
-        state = Plain(state.values.contiguous(), state.ones.contiguous())
+    state: State | Plain = no_keys(powers) if past is None else begin(past)
+    into.negative.zero_()
     for start in range(0, length, CHUNK):
         part = slice(start, min(start + CHUNK, length))
         positions = slice(part.start + before, part.stop + before)
-        sees = None if seen is None else seen[:, :, positions].flatten(0, 1).repeat(1, tokens.group, 1)
-        out, logarithm, state = _read_chunk(powers, part, positions, state, sees)
-        rows = Outputs(out, logarithm, torch.zeros_like(logarithm, dtype=torch.bool))
-        into.put(part, Outputs(*(x.unflatten(0, tokens.k.shape[:2]) for x in rows)))
+        sees = None if seen is None else seen[..., positions, :]
+        *rows, state = _read_chunk(powers, part, positions, state, sees)
+        sums, values, logarithm = (
+            x.unflatten(0, tokens.k.shape[:2]).unflatten(2, (tokens.group, -1)) for x in rows
+        )
+        out, logarithms = (tokens.grouped(x)[..., part, :] for x in into[:2])
+        torch.div(values, sums, out=out)
+        logarithms.copy_(logarithm)
+        if sees is not None:
+            out.masked_fill_(~sees, 0.0)
+            logarithms.masked_fill_(~sees, torch.inf)
 
 
 def begin(past: LinearState) -> State:
@@ -79,24 +84,21 @@ def add(state: State, numbers: Tensor, v: Tensor) -> None:
 
 def _read_chunk(
     powers: Powers, part: slice, positions: slice, state: State | Plain, seen: Tensor | None
-) -> tuple[Tensor, Tensor, State | Plain]:
-    """Outputs and log denominators of a chunk's rows, and the state after it."""
+) -> tuple[Tensor, Tensor, Tensor, State | Plain]:
+    """Denominators, numerators and log denominators of a chunk's rows, and the state after it."""
     v = powers.tokens.value_lists(positions)
     keys = powers.of_keys(powers.tokens.key_lists(positions))
     queries = powers.of_queries(powers.tokens.lists(powers.tokens.q, part))
-    if isinstance(state, Plain) and moderate(queries, keys, v):
-        sums, out = read_plain(powers, positions, state, queries.exp2_(), keys, v)
-        logarithm = sums.log()
-    else:
-        if isinstance(state, Plain):
-            state = State(*relative(state))
-        keys = powers.hide_(keys, positions, -torch.inf)
-        sums, out, logarithm, state = _read_relative(powers, part, positions, state, (queries, keys, v), seen)
-    out.div_(sums)
+    if isinstance(state, Plain):
+        if moderate(queries, keys, v):
+            sums, values = read_plain(powers, positions, state, queries.exp2_(), keys, v)
+            return sums, values, sums.log(), state
+        state = State(*relative(state))
+    keys = powers.hide_(keys, positions, -torch.inf)
     if seen is not None:
-        out.masked_fill_(~seen, 0.0)
-        logarithm.masked_fill_(~seen, torch.inf)
-    return out, logarithm, state
+        shape = *powers.tokens.k.shape[:2], powers.tokens.group
+        seen = seen.expand(*shape, -1, -1).flatten(2, 3).flatten(0, 1)
+    return _read_relative(powers, part, positions, state, (queries, keys, v), seen)
 
 
 def _read_relative(

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from efficient_attn.ops.linear import triangle_
 from efficient_attn.ops.linear_powers import Powers
+from efficient_attn.ops.precision import wide
 
 # Exponents up to this size, and values within 2^±16 (or all zero), keep sums of 2^30 products of two features
 # and a value within the range of floats, 2^±126 in float32, and every denominator far from its lower end.
@@ -28,6 +29,14 @@ class Plain(NamedTuple):
 
     values: Tensor
     ones: Tensor
+
+
+def no_keys(powers: Powers) -> Plain:
+    """The sums before any key."""
+    tokens = powers.tokens
+    lists, features = tokens.k.shape[0] * tokens.k.shape[1], powers.features
+    like = wide(tokens.q[:0])
+    return Plain(like.new_zeros(lists, features, tokens.v.shape[-1]), like.new_zeros(lists, features, 1))
 
 
 def moderate(queries: Tensor, keys: Tensor, v: Tensor) -> bool:

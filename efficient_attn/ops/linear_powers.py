@@ -34,9 +34,9 @@ class Powers:
         self.tokens, self.rooms = tokens, Rooms()
         self._names = ("either", "either") if in_turns else ("queries", "keys")
         w = tokens.exponents() * (math.sqrt(abs(tokens.scale)) * LOG2_E)
-        self._keys = tokens.for_lists(w).mT
+        self._keys, self.features = tokens.for_lists(w).mT, w.shape[-2]
         self._queries = self._keys if tokens.scale > 0 else -self._keys
-        self._constant = -math.log2(w.shape[-2]) / 2
+        self._constant = -math.log2(self.features) / 2
         self._weights = None
         if tokens.log_weights is not None:
             self._weights = tokens.for_lists(tokens.log_weights.to(w.dtype) * LOG2_E)
@@ -75,4 +75,4 @@ class Powers:
 
     def room(self, name: str, rows: Tensor) -> Tensor:
         """Room for one number per row and feature, the same whenever it is asked for."""
-        return self.rooms(name, rows, (*rows.shape[:-1], self._keys.shape[-1]))
+        return self.rooms(name, rows, (*rows.shape[:-1], self.features))

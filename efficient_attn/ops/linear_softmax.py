@@ -75,7 +75,9 @@ def _read(tokens: Tokens, means: Tensor, log_sums: Tensor) -> Outputs:
     w, factor = tokens.exponents(), math.sqrt(abs(tokens.scale))
     w = _widen(w.expand(*tokens.k.shape[:2], *w.shape[-2:]), tokens) * math.copysign(1.0, tokens.scale)
     kv_heads, value_dim = tokens.k.shape[1], tokens.v.shape[-1]
-    blind = (log_sums == -torch.inf).all(dim=-1)[..., None, None]
+    blind = None
+    if tokens.key_mask is not None:
+        blind = (log_sums == -torch.inf).all(dim=-1)[..., None, None]
     pieces = _pieces(tokens.q, tokens, masked=False)
     # What comes in one piece in the right dtype is the output: no second one is filled from it.
     whole = len(pieces) == 1 and tokens.q.dtype is means.dtype
@@ -83,7 +85,9 @@ def _read(tokens: Tokens, means: Tensor, log_sums: Tensor) -> Outputs:
     for part in pieces:
         rows = _widen(fold(wide(tokens.q[..., part, :]), kv_heads), tokens)
         out, logarithm = flash.attend(rows, w, means, log_sums.unsqueeze(-2), factor)
-        logarithm = logarithm.unsqueeze(-1).masked_fill_(blind, torch.inf)
+        logarithm = logarithm.unsqueeze(-1)
+        if blind is not None:
+            logarithm.masked_fill_(blind, torch.inf)
         some = Outputs(out[..., :value_dim], logarithm, torch.zeros_like(logarithm, dtype=torch.bool))
         if outputs is None:
             return Outputs(*(unfold(x, tokens.q.shape[1]).contiguous() for x in some))

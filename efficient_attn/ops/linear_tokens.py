@@ -78,7 +78,7 @@ class Tokens(NamedTuple):
         return unfold(x.unflatten(0, self.k.shape[:2]), self.q.shape[1])
 
     def grouped(self, x: Tensor) -> Tensor:
-        """What belongs to all queries, [batch heads tokens dim], viewed as [batch kv_heads group tokens dim]."""
+        """What belongs to all queries, viewed as [batch kv_heads group tokens dim]."""
         return x.unflatten(1, (self.k.shape[1], self.group))
 
     def key_lists(self, part: slice) -> Tensor:

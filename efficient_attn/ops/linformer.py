@@ -67,12 +67,18 @@ def _mix(mix: Tensor, x: Tensor, heads: int, key_mask: Tensor | None) -> tuple[T
     """
     mix = mix.to(wide_dtype(x.dtype))
     used = mix[..., : x.shape[-2]]
-    share = _share(mix, used, key_mask)
-    mixed = x.new_zeros(*x.shape[:2], mix.shape[-2], x.shape[-1], dtype=mix.dtype)
-    for number, part in enumerate(_pieces(x)):
+    mixed = None
+    for part in _pieces(x):
         mask = None if key_mask is None else key_mask[:, part]
         some = _mix_piece(used[..., part], wide(hide(x[..., part, :], mask)), heads)
-        mixed = mixed + some if number else some
+        mixed = some if mixed is None else mixed + some
+    if mixed is None:
+        mixed = x.new_zeros(*x.shape[:2], mix.shape[-2], x.shape[-1], dtype=mix.dtype)
+    if key_mask is None and used.shape[-1] == mix.shape[-1]:
+        # All tokens are real and every share is 1; only a mixture of nothing has none.
+        alive = (mix.detach().abs().sum(dim=-1) > 0).unsqueeze(0)
+        return mixed, alive.unsqueeze(1) if mix.ndim == 2 else alive
+    share = _share(mix, used, key_mask)
     alive = share > 0
     return mixed / torch.where(alive, share, 1.0).unsqueeze(-1), alive
 
@@ -107,7 +113,7 @@ class _MixAlike(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             by_mix = torch.zeros_like(mix)
             for one, other in zip(gradient, x, strict=True):
-                by_mix.addmm_(one, other.mT)
+                torch.addmm(by_mix, one, other.mT, out=by_mix)
         if ctx.needs_input_grad[1]:
             by_x = torch.bmm(mix.mT.expand(len(x), -1, -1), gradient)
         return by_mix, by_x
@@ -118,10 +124,6 @@ def _share(mix: Tensor, used: Tensor, key_mask: Tensor | None) -> Tensor:
     total = torch.linalg.vector_norm(mix, ord=1, dim=-1)
     if key_mask is not None:
         real = (used.abs() @ key_mask.to(mix.dtype).mT).movedim(-1, 0)
-    elif used.shape[-1] == mix.shape[-1]:
-        # All tokens are real: a constant, whose derivative would take copies of the mixtures.
-        total = total.detach()
-        real = total.unsqueeze(0)
     else:
         real = torch.linalg.vector_norm(used, ord=1, dim=-1).unsqueeze(0)
     share = real / torch.where(total > 0, total, 1.0)
