@@ -44,8 +44,11 @@ def linformer_attention(
 def _pieces(x: Tensor) -> list[slice]:
     """All tokens at once; a part at a time where they have to be widened, which takes memory."""
     tokens = x.shape[-2]
-    piece = max(tokens, 1) if wide_dtype(x.dtype) is x.dtype else _PIECE
-    return [slice(start, start + piece) for start in range(0, tokens, piece)]
+    return _parts(tokens, max(tokens, 1) if wide_dtype(x.dtype) is x.dtype else _PIECE)
+
+
+def _parts(tokens: int, size: int) -> list[slice]:
+    return [slice(start, start + size) for start in range(0, tokens, size)]
 
 
 def _read(q: Tensor, few_keys: Tensor, few_values: Tensor, alive: Tensor, scale: float) -> Tensor:
@@ -67,13 +70,7 @@ def _mix(mix: Tensor, x: Tensor, heads: int, key_mask: Tensor | None) -> tuple[T
     """
     mix = mix.to(wide_dtype(x.dtype))
     used = mix[..., : x.shape[-2]]
-    mixed = None
-    for part in _pieces(x):
-        mask = None if key_mask is None else key_mask[:, part]
-        some = _mix_piece(used[..., part], wide(hide(x[..., part, :], mask)), heads)
-        mixed = some if mixed is None else mixed + some
-    if mixed is None:
-        mixed = x.new_zeros(*x.shape[:2], mix.shape[-2], x.shape[-1], dtype=mix.dtype)
+    mixed = _mix_rows(used, hide(x, key_mask), heads)
     if key_mask is None and used.shape[-1] == mix.shape[-1]:
         # All tokens are real and every share is 1; only a mixture of nothing has none.
         alive = (mix.detach().abs().sum(dim=-1) > 0).unsqueeze(0)
@@ -83,24 +80,36 @@ def _mix(mix: Tensor, x: Tensor, heads: int, key_mask: Tensor | None) -> tuple[T
     return mixed / torch.where(alive, share, 1.0).unsqueeze(-1), alive
 
 
-def _mix_piece(mix: Tensor, x: Tensor, heads: int) -> Tensor:
+def _mix_rows(mix: Tensor, x: Tensor, heads: int) -> Tensor:
     if mix.ndim == 2:
         return _MixAlike.apply(mix, x.flatten(0, 1)).unflatten(0, x.shape[:2])
     # Each head of queries mixes the keys of its group by a pair of its own.
     groups = (x.shape[1], heads // x.shape[1])
-    return (mix.unflatten(0, groups).flatten(1, 2) @ x).unflatten(2, (groups[1], mix.shape[-2])).flatten(1, 2)
+    mix = mix.unflatten(0, groups).flatten(1, 2)
+    mixed = None
+    for part in _pieces(x):
+        some = mix[..., part] @ wide(x[..., part, :])
+        mixed = some if mixed is None else mixed + some
+    if mixed is None:
+        mixed = mix.new_zeros(*x.shape[:2], mix.shape[-2], x.shape[-1])
+    return mixed.unflatten(2, (groups[1], -1)).flatten(1, 2)
 
 
 class _MixAlike(torch.autograd.Function):
     """One matrix [rank tokens] times every list of rows [lists tokens dim].
 
     Left to itself torch copies all rows side by side to multiply them at once, and keeps the copy for the
-    backward pass; a batch of products would take a gradient of the matrix for every list.
+    backward pass; a batch of products would take a gradient of the matrix for every list. Rows in half
+    precision are kept so, and widened a piece at a time.
     """
 
     @staticmethod
     def forward(mix: Tensor, x: Tensor) -> Tensor:
-        return torch.bmm(mix.expand(len(x), -1, -1), x)
+        mixed = None
+        for part in _pieces(x):
+            some = torch.bmm(mix[:, part].expand(len(x), -1, -1), wide(x[:, part]))
+            mixed = some if mixed is None else mixed.add_(some)
+        return mix.new_zeros(len(x), len(mix), x.shape[-1]) if mixed is None else mixed
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
@@ -112,10 +121,14 @@ class _MixAlike(torch.autograd.Function):
         by_mix, by_x = None, None
         if ctx.needs_input_grad[0]:
             by_mix = torch.zeros_like(mix)
-            for one, other in zip(gradient, x, strict=True):
-                torch.addmm(by_mix, one, other.mT, out=by_mix)
+            # A part at a time whatever the dtype: a product of all tokens would be a second by_mix.
+            for part in _parts(x.shape[-2], _PIECE):
+                for one, other in zip(gradient, wide(x[:, part]), strict=True):
+                    by_mix[:, part].add_(one @ other.mT)
         if ctx.needs_input_grad[1]:
-            by_x = torch.bmm(mix.mT.expand(len(x), -1, -1), gradient)
+            lists = (torch.bmm(mix[:, part].mT.expand(len(x), -1, -1), gradient) for part in _pieces(x))
+            some = [by_part.to(x.dtype) for by_part in lists]
+            by_x = some[0] if len(some) == 1 else torch.cat(some, dim=-2)
         return by_mix, by_x
 
 
