@@ -126,9 +126,10 @@ class _MixAlike(torch.autograd.Function):
                 for one, other in zip(gradient, wide(x[:, part]), strict=True):
                     by_mix[:, part].add_(one @ other.mT)
         if ctx.needs_input_grad[1]:
-            lists = (torch.bmm(mix[:, part].mT.expand(len(x), -1, -1), gradient) for part in _pieces(x))
-            some = [by_part.to(x.dtype) for by_part in lists]
-            by_x = some[0] if len(some) == 1 else torch.cat(some, dim=-2)
+            parts = [
+                torch.bmm(mix[:, part].mT.expand(len(x), -1, -1), gradient).to(x.dtype) for part in _pieces(x)
+            ]
+            by_x = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-2)
         return by_mix, by_x
 
 
