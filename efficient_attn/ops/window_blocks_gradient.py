@@ -30,7 +30,7 @@ _NUMBERS = 7 * 2**17
 
 
 class Backward(NamedTuple):
-    """What the way back reads and adds to, [batch heads tokens …], or of one head, [tokens …]."""
+    """What the way back reads, and writes, `by_…`: [batch heads tokens …], or of one head, [tokens …]."""
 
     forward: Forward
     gradient: Tensor
@@ -113,7 +113,7 @@ def _steps(band: Band, ends: Ends, dim: int, like: Tensor) -> list[_Step]:
 
 
 def differentiate_blocks(call: Backward, band: Band, scale: float) -> None:
-    """Add what the band's queries contribute to the derivatives by q, k and v."""
+    """Write the derivatives by the band's queries, and add to those by keys and values."""
     ends = Ends.of(band, call.by_q)
     steps = _steps(band, ends, call.by_q.shape[-1], like=call.by_q)
     for entry in range(call.by_q.shape[0]):
@@ -146,7 +146,7 @@ def _differentiate(head: Backward, band: Band, ends: Ends, steps: list[_Step], s
             # Weights sum to one, so what the gradient says of the output as it is, is taken off.
             step.scores.sub_((step.given * out[rows]).sum(dim=-1, keepdim=True))
             torch.mul(step.scores, step.weights, out=step.by_scores)
-            by_q[rows].baddbmm_(step.by_scores, some_k, alpha=scale)
+            by_q[rows].baddbmm_(step.by_scores, some_k, beta=0, alpha=scale)
         for x in step.empty:
             x.zero_()
         for by, factor, (columns, beside) in zip((by_v, by_k), (1.0, scale), step.by_keys, strict=True):

@@ -71,9 +71,11 @@ def fused_window_backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Derivatives by q, k and v; the weights of a group of blocks are made anew from the log-sum-exps."""
+    dtype = wide_dtype(q.dtype)
+    by_q = q.new_empty(q.shape, dtype=dtype)
     # A key is read by several blocks, whose parts are summed in float32 or better.
-    sums = [x.new_zeros(x.shape, dtype=wide_dtype(x.dtype)) for x in (q, k, v)]
-    by_q, by_k, by_v = sums
+    by_k, by_v = (x.new_zeros(x.shape, dtype=dtype) for x in (k, v))
+    sums = [by_q, by_k, by_v]
     inside = whole_blocks(q.shape[-2], k.shape[-2], back, ahead)
     products = q.numel() >= _LARGE and inside.blocks >= _MANY and inside.kept <= _KEPT
     with without_autocast(q):
