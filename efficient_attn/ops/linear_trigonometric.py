@@ -13,7 +13,7 @@ from efficient_attn.ops.linear_tokens import Tokens
 from efficient_attn.ops.linear_waves import Waves
 
 # Tokens at once: their features stay in cache.
-_CHUNK = 128
+_CHUNK = 144
 # Tokens at once of which nothing but a scale is wanted.
 _PIECE = 512
 
