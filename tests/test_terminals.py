@@ -16,7 +16,9 @@ from types import SimpleNamespace
 from efficient_attn.sweep.run import Step
 from efficient_attn_cli import talk
 
-case = SimpleNamespace(of="attention", label="a-backend(of=a, long=name)", tokens=65536, kind="time")
+case = SimpleNamespace(
+    of="attention", label="a-backend(of=a, long=name)", tokens=65536, kind="time", layer=None
+)
 with talk.progress(2) as show:
     show(Step(done=0, total=2, remaining_s=90.0, doing=f"{case.label}, 65536 tokens, time"))
     time.sleep(0.3)

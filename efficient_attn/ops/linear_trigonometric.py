@@ -12,8 +12,8 @@ from efficient_attn.ops.linear_gradient import Outputs, new_outputs, output_grad
 from efficient_attn.ops.linear_tokens import Tokens
 from efficient_attn.ops.linear_waves import Waves
 
-# Tokens at once: their features stay in cache.
-_CHUNK = 144
+# Tokens at once: their features stay in cache, and on the way back their derivatives too.
+_CHUNK, _CHUNK_BACK = 144, 112
 # Tokens at once of which nothing but a scale is wanted.
 _PIECE = 512
 
@@ -63,25 +63,27 @@ def trigonometric_gradients(
     sums, reference = state.sums.flatten(0, 1), finite(state.log_scale)
     by_q, by_k, by_v = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in tokens[:3])
     query_sums = torch.zeros_like(sums)
-    for part in _chunks(tokens.q, _CHUNK):
+    for part in _chunks(tokens.q, _CHUNK_BACK):
         logarithm, sign = outputs.normaliser(part, kv_heads)
         factor = exponential(reference - logarithm).mul_(sign).flatten(0, 1)
         g = output_gradients(gradient, outputs.out, part, kv_heads).flatten(0, 1)
         features = waves.of_queries(tokens.lists(tokens.q, part), factor)
-        by_q[..., part, :] = tokens.unlist(waves.by_queries(features, torch.bmm(g, sums.mT)))
+        by = torch.bmm(g, sums.mT, out=waves.room_like(features))
+        by_q[..., part, :] = tokens.unlist(waves.by_queries(features, by))
         query_sums.baddbmm_(features.mT, g)
     query_sums.div_(waves.directions)
-    for part in _chunks(tokens.k, _CHUNK):
+    for part in _chunks(tokens.k, _CHUNK_BACK):
         keys, factor = (
             tokens.key_lists(part),
             exponential(waves.log_scales(part).sub_(reference.flatten(0, 1))),
         )
         features = waves.of_keys(keys, factor)
-        by = torch.bmm(with_ones(tokens.value_lists(part)), query_sums.mT)
-        by_scale = (features * by).sum(dim=-1, keepdim=True).mul_(abs(tokens.scale))
-        by_keys = waves.by_keys(features, by).addcmul_(keys, by_scale)
-        by_k[..., part, :] = by_keys.view_as(by_k[..., part, :])
         by_v[..., part, :] = torch.bmm(features, query_sums[..., :-1]).view_as(by_v[..., part, :])
+        by = torch.bmm(with_ones(tokens.value_lists(part)), query_sums.mT, out=waves.room_like(features))
+        by_keys = waves.by_keys(features, by)
+        by_scale = features.mul_(by).sum(dim=-1, keepdim=True).mul_(abs(tokens.scale))
+        by_keys.addcmul_(keys, by_scale)
+        by_k[..., part, :] = by_keys.view_as(by_k[..., part, :])
     return by_q, by_k, by_v
 
 

@@ -54,12 +54,16 @@ class Waves:
         """Derivative by keys at a fixed scale, from that by their features before the factor."""
         return torch.bmm(self._by_angles(features, by_features), self._keys).mul_(2)
 
+    def room_like(self, features: Tensor) -> Tensor:
+        """Room for derivatives by features, which making features writes over."""
+        return self._rooms("derivatives", features, tuple(features.shape))
+
     def _features(self, rows: Tensor, directions: Tensor, factor: Tensor) -> Tensor:
         shape = (*rows.shape[:-1], self.directions)
         t = torch.bmm(rows, directions.mT, out=self._rooms("angles", rows, shape)).tan_()
         features = self._rooms("features", rows, (*shape[:-1], 2 * shape[-1]))
         cos, sin = features.chunk(2, dim=-1)
-        plus = torch.addcmul(t.new_ones(()), t, t, out=self._rooms("plus", rows, shape))
+        plus = torch.addcmul(t.new_ones(()), t, t, out=self._rooms("derivatives", rows, shape))
         torch.div(2 * factor, plus, out=plus)
         torch.sub(plus, factor, out=cos)
         torch.mul(plus, t, out=sin)

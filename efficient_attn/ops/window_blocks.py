@@ -124,7 +124,8 @@ class Forward(NamedTuple):
 
 def attend_blocks(call: Forward, band: Band, scale: float) -> None:
     """Write the band's outputs, softmax(scale · q kᵀ) v over each query's window, and their log-sum-exps."""
-    group = max(1, min(band.blocks, _SCORES // (BLOCK * band.width)))
+    # As much for a shorter sequence, so that memory is affine in its length.
+    group = max(1, _SCORES // (BLOCK * band.width))
     scratch = call.log_sum.new_empty(group, BLOCK, band.width)
     ends = Ends.of(band, scratch)
     for entry in range(call.q.shape[0]):
