@@ -24,7 +24,7 @@ from efficient_attn.ops.linear import (
     triangle,
     with_ones,
 )
-from efficient_attn.ops.linear_causal_exponential import begin, causal_exponential
+from efficient_attn.ops.linear_causal_exponential import causal_exponential
 from efficient_attn.ops.linear_causal_exponential_gradient import causal_exponential_gradients
 from efficient_attn.ops.linear_full import whole_state
 from efficient_attn.ops.linear_gradient import (
@@ -147,10 +147,9 @@ def _causal_backward(
     tokens = Tokens(q, k, v, key_mask, directions, log_weights, kind, scale)
     if tokens.map.exponents is not None:
         with without_autocast(q):
-            # The state goes without a name of its own, so that it is freed once it is used.
-            return causal_exponential_gradients(
-                tokens, begin(_past(tokens, k.shape[-2] - q.shape[-2])), gradient, out, logarithm
-            )
+            before = k.shape[-2] - q.shape[-2]
+            past = _past(tokens, before) if before else None
+            return causal_exponential_gradients(tokens, past, gradient, out, logarithm)
     outputs, stops = Outputs(out, logarithm, negative), ends.nonzero().flatten().tolist()
     pieces = [slice(start, stop) for start, stop in zip([0, *stops], stops, strict=False)]
     with without_autocast(q):

@@ -68,6 +68,13 @@ def begin(past: LinearState) -> State:
     return State(sums[..., :-1], sums[..., -1:], reference * LOG2_E)
 
 
+def nothing(exponents: Tensor, value_dim: int) -> State:
+    """The state of no rows, where a row has these exponents, [lists rows features]."""
+    lists, _, features = exponents.shape
+    sums = exponents.new_zeros(lists, features, value_dim + 1)
+    return State(sums[..., :-1], sums[..., -1:], exponents.new_full((lists, 1, features), -torch.inf))
+
+
 def step(state: State, keys: Tensor) -> tuple[Tensor, State]:
     """The features of some keys, from their exponents, and the state, both at the reference of all."""
     reference = torch.maximum(state.reference, keys.amax(dim=-2, keepdim=True))

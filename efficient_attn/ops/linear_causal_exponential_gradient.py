@@ -12,8 +12,8 @@ forwards in time with the state of keys, then backwards with one of queries, Σ_
 import torch
 from torch import Tensor
 
-from efficient_attn.ops.linear import TINY, finite, triangle_
-from efficient_attn.ops.linear_causal_exponential import State, add, step
+from efficient_attn.ops.linear import TINY, LinearState, finite, triangle_
+from efficient_attn.ops.linear_causal_exponential import State, add, begin, nothing, step
 from efficient_attn.ops.linear_powers import LOG2_E, Powers, power
 from efficient_attn.ops.linear_tokens import Tokens
 
@@ -22,12 +22,11 @@ CHUNK = 96
 
 
 def causal_exponential_gradients(
-    tokens: Tokens, past: State, gradient: Tensor, out: Tensor, logarithm: Tensor
+    tokens: Tokens, past: LinearState | None, gradient: Tensor, out: Tensor, logarithm: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Derivatives by q, k and v; `past` is the state of the keys before the first query."""
-    rows, states = _Rows(tokens, gradient, out, logarithm), [past]
-    del past
-    by_q, pieces = _by_queries(rows, states.pop())
+    """Derivatives by q, k and v; `past` is the state of the keys before the first query, if any."""
+    rows = _Rows(tokens, gradient, out, logarithm)
+    by_q, pieces = _by_queries(rows, past)
     return by_q, *_by_keys(rows, pieces)
 
 
@@ -54,7 +53,7 @@ class _Rows:
         return slice(part.start + self.before, part.stop + self.before)
 
 
-def _by_queries(rows: _Rows, state: State) -> tuple[Tensor, list[slice]]:
+def _by_queries(rows: _Rows, past: LinearState | None) -> tuple[Tensor, list[slice]]:
     """Derivative by q, and the pieces that were taken, in order.
 
     A piece is halved if a row's features are so large at the piece's reference that they might overflow:
@@ -62,11 +61,15 @@ def _by_queries(rows: _Rows, state: State) -> tuple[Tensor, list[slice]]:
     """
     powers, tokens = rows.powers, rows.tokens
     by_q = torch.empty_like(tokens.q, memory_format=torch.contiguous_format)
+    state = None if past is None else begin(past)
     taken, left = [], _pieces(0, tokens.q.shape[-2])[::-1]
     while left:
         part = left.pop()
         positions, v = rows.positions(part), tokens.value_lists(rows.positions(part))
-        numbers, here = step(state, powers.of_real_keys(tokens.key_lists(positions), positions))
+        keys = powers.of_real_keys(tokens.key_lists(positions), positions)
+        if state is None:
+            state = nothing(keys, v.shape[-1])
+        numbers, here = step(state, keys)
         p = power(rows.exponents(part).add_(finite(here.reference)))
         if part.stop - part.start > 1 and bool(p.amax() > 1 / TINY[p.dtype]):
             middle = (part.start + part.stop) // 2
@@ -100,11 +103,7 @@ def _by_keys(rows: _Rows, pieces: list[slice]) -> tuple[Tensor, Tensor]:
 def _by_keys_of_a_piece(rows: _Rows, part: slice, later: State | None, into: tuple[Tensor, Tensor]) -> State:
     """Write the derivatives by a piece's keys and values; the state of queries from this piece on."""
     exponents, (g, slope) = rows.exponents(part), rows.slopes(part)
-    if later is None:
-        empty = exponents.new_full((len(g), 1, exponents.shape[-1]), -torch.inf)
-        sums = g.new_zeros(len(g), exponents.shape[-1], g.shape[-1] + 1)
-        later = State(sums[..., :-1], sums[..., -1:], empty)
-    p, here = step(later, exponents)
+    p, here = step(nothing(exponents, g.shape[-1]) if later is None else later, exponents)
     _put(rows, rows.positions(part), here, (p, g, slope), into)
     return State(here.values.baddbmm_(p.mT, g), here.ones.baddbmm_(p.mT, slope), here.reference)
 
