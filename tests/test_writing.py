@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from efficient_attn.errors import DataError
+from efficient_attn.experiments import files
 from efficient_attn.experiments.files import open_folder
 from efficient_attn.experiments.folder import begin, only_writer
 from efficient_attn.report.files import write
@@ -209,3 +210,10 @@ def test_a_disk_without_room_is_told_before_anything_is_measured(tmp_path):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_runs_that_begin_in_the_same_second_have_folders_of_their_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(files.time, "strftime", lambda *_: "now")
+    found = [open_folder(files.run_folder("bench")).name for _ in range(3)]
+    assert found == ["bench-now", "bench-now-2", "bench-now-3"]

@@ -4,6 +4,7 @@ import json
 import os
 import time
 from collections.abc import Mapping
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +43,13 @@ def _told(error: Exception) -> str:
 
 
 def run_folder(command: str) -> Path:
-    """Where a command writes unless told otherwise: `runs/<command>-<UTC time>`."""
-    return Path("runs") / f"{command}-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}"
+    """Where a command writes unless told otherwise: `runs/<command>-<UTC time>`.
+
+    Of several that begin in the same second the later ones have a number.
+    """
+    folder = Path("runs") / f"{command}-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}"
+    numbered = (folder.with_name(f"{folder.name}-{number}") for number in count(2))
+    return next(one for one in chain([folder], numbered) if not one.exists())
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> Path:
