@@ -1,5 +1,7 @@
 """The middle of raw samples, and how far it can be trusted."""
 
+import functools
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -7,6 +9,10 @@ import numpy as np
 
 # Of so many samples of the median one lies above the interval, and one below: together 5 %.
 _ONE_IN = 40
+
+# Square roots of the count below the middle of binomial(count, ½), 20 standard deviations: the rest of the
+# probability is 0 in a double.
+_ROOTS = 10
 
 # Of five samples all lie on one side of the median once in sixteen.
 FEWEST_FOR_95 = 6
@@ -37,15 +43,17 @@ def middle(samples: Sequence[float]) -> Middle:
     return Middle(float(median), float(low), float(high), count)
 
 
+@functools.lru_cache(maxsize=4096)
 def _certainly_outside(count: int) -> int:
     """The largest m for which m or fewer of `count` samples lie under the median once in 40; or -1.
 
-    In integers, since 2^count does not fit a float beyond a thousand samples.
+    Time and memory grow with the square root of the count.
     """
-    ways = term = 1
-    below = 0
-    while ways * _ONE_IN <= 2**count:
-        below += 1
-        term = term * (count - below + 1) // below
-        ways += term
-    return below - 1
+    most = count // 2
+    below = np.arange(most, max(most - _ROOTS * (math.isqrt(count) + 1), 0) - 1, -1)
+    highest = math.lgamma(count + 1) - math.lgamma(most + 1) - math.lgamma(count - most + 1)
+    # P(m − 1) / P(m) = m / (count − m + 1)
+    steps = np.cumsum(np.log(below[:-1]) - np.log(count - below[:-1] + 1))
+    logs = highest - count * math.log(2) + np.concatenate([[0.0], steps])
+    at_most = np.cumsum(np.exp(logs)[::-1])
+    return int(below[-1]) + int(np.searchsorted(at_most, 1 / _ONE_IN, side="right")) - 1
