@@ -41,7 +41,9 @@ class WindowAttention(nn.Module):
     def extend(
         self, q: Tensor, k: Tensor, v: Tensor, state: SeenTokens | None, key_mask: Tensor | None
     ) -> tuple[Tensor, SeenTokens]:
-        seen = merge_tokens(state, summarise_tokens(k, v, key_mask))
+        new = summarise_tokens(k, v, key_mask)
+        # Only the last tokens are kept: the first call copies no others.
+        seen = new if state is None else merge_tokens(state, new)
         after = last_tokens(seen, self._back)
         if q.shape[-2] == 0:
             return q.new_zeros(*q.shape[:-1], v.shape[-1]), after

@@ -28,9 +28,9 @@ def summarise_tokens(k: Tensor, v: Tensor, key_mask: Tensor | None) -> SeenToken
 
 
 def merge_tokens(one: SeenTokens | None, other: SeenTokens) -> SeenTokens:
-    """The state after the tokens of both, in this order."""
+    """The state after the tokens of both, in this order, in memory of its own."""
     if one is None:
-        return other
+        return SeenTokens(*(_own(x) for x in other))
     return SeenTokens(
         torch.cat([one.k, other.k], dim=-2),
         torch.cat([one.v, other.v], dim=-2),
@@ -41,5 +41,10 @@ def merge_tokens(one: SeenTokens | None, other: SeenTokens) -> SeenTokens:
 def last_tokens(state: SeenTokens, tokens: int) -> SeenTokens:
     """The state of the most recent tokens only, in memory of its own."""
     start = max(state.k.shape[-2] - tokens, 0)
-    k, v = state.k[..., start:, :].clone(), state.v[..., start:, :].clone()
-    return SeenTokens(k, v, state.key_mask[:, start:].clone())
+    k, v = state.k[..., start:, :], state.v[..., start:, :]
+    return SeenTokens(_own(k), _own(v), _own(state.key_mask[:, start:]))
+
+
+def _own(x: Tensor) -> Tensor:
+    """A copy that no caller can write to, and that keeps no larger buffer alive."""
+    return x.clone(memory_format=torch.contiguous_format)

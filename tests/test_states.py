@@ -1,0 +1,155 @@
+"""A state owns its memory: what callers do to their tensors afterwards changes no later output."""
+
+from collections.abc import Callable
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor
+
+import efficient_attn as ea
+
+STREAMING = [name for name in ea.list_backends() if ea.spec(name).capabilities.streaming]
+HEADS, HEAD_DIM, TOKENS = 2, 8, 24
+SIZES = {"window": {"window": 5}, "window-clusters": {"clusters": 4, "window": 4}}
+
+
+def built(name: str, kv_heads: int = HEADS) -> ea.Backend:
+    size = ea.spec(name).size_option
+    options = SIZES.get(name, {} if size is None else {size: 6})
+    backend = ea.build(name, head_dim=HEAD_DIM, causal=True, **options).double()
+    if backend.needs_calibration:
+        backend.calibrate(*inputs(TOKENS, seed=1, kv_heads=kv_heads)[:2])
+    return backend
+
+
+def inputs(tokens: int, *, seed: int = 0, kv_heads: int = HEADS) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        torch.randn(2, heads, tokens, HEAD_DIM, generator=generator, dtype=torch.float64)
+        for heads in (HEADS, kv_heads, kv_heads)
+    ]
+
+
+def fresh(x: Tensor) -> tuple[Tensor, Tensor]:
+    own = x.clone()
+    return own, own
+
+
+def slice_of_a_longer_one(x: Tensor) -> tuple[Tensor, Tensor]:
+    whole = x.new_zeros(*x.shape[:2], x.shape[2] + 7, x.shape[3])
+    view = whole[:, :, 3 : 3 + x.shape[2]]
+    view.copy_(x)
+    return view, whole
+
+
+def heads_between_tokens(x: Tensor) -> tuple[Tensor, Tensor]:
+    whole = x.transpose(1, 2).contiguous()
+    return whole.transpose(1, 2), whole
+
+
+BUFFERS: list[Callable[[Tensor], tuple[Tensor, Tensor]]] = [
+    fresh,
+    slice_of_a_longer_one,
+    heads_between_tokens,
+]
+
+
+@pytest.mark.parametrize("buffer", BUFFERS)
+@pytest.mark.parametrize(("masked", "kv_heads"), [(False, HEADS), (True, 1)])
+@pytest.mark.parametrize("name", STREAMING)
+def test_buffers_that_are_used_again_change_no_later_output(name, masked, kv_heads, buffer):
+    backend, given = built(name, kv_heads), inputs(TOKENS, kv_heads=kv_heads)
+    mask = torch.arange(TOKENS)[None].expand(2, -1) % 5 != 0 if masked else None
+    # The first call and later ones, several tokens and one, and none at all.
+    bounds = [0, 9, 9, 10, 17, 18, TOKENS]
+
+    def outputs(*, overwrite: bool) -> Tensor:
+        state, found = None, []
+        for start, stop in pairwise(bounds):
+            views, wholes = zip(*(buffer(x[:, :, start:stop]) for x in given), strict=True)
+            own_mask = None if mask is None else mask[:, start:stop].clone()
+            out, state = backend.extend(*views, state, key_mask=own_mask)
+            found.append(out.clone())
+            if overwrite:
+                for whole in (*wholes, out):
+                    whole.fill_(torch.nan)
+                if own_mask is not None:
+                    own_mask.logical_not_()
+        return torch.cat(found, dim=2)
+
+    assert torch.equal(outputs(overwrite=True), outputs(overwrite=False))
+
+
+@pytest.mark.parametrize("name", STREAMING)
+def test_an_expanded_key_and_value_are_kept_as_they_were(name):
+    backend, (q, k, v) = built(name), inputs(TOKENS)
+    one_k, one_v = k[:, :1].clone(), v[:, :1].clone()
+    _, state = backend.extend(q, one_k.expand_as(k), one_v.expand_as(v))
+    one_k.fill_(torch.nan), one_v.fill_(torch.nan)
+    _, wanted = backend.extend(q, k[:, :1].repeat(1, HEADS, 1, 1), v[:, :1].repeat(1, HEADS, 1, 1))
+    step = [x[:, :, -1:] for x in (q, k, v)]
+    torch.testing.assert_close(
+        backend.extend(*step, state)[0], backend.extend(*step, wanted)[0], rtol=0, atol=0
+    )
+
+
+@pytest.mark.parametrize("name", STREAMING)
+def test_a_state_keeps_none_of_the_callers_memory_alive(name):
+    backend = built(name)
+    packed = torch.stack(inputs(TOKENS), dim=3)
+    q, k, v = packed.unbind(dim=3)
+    _, state = backend.extend(q, k, v)
+    _, later = backend.extend(q, k, v, state)
+    _, same = backend.extend(*(x[:, :, :0] for x in (q, k, v)), state)
+    theirs = packed.untyped_storage().data_ptr()
+    for one in (state, later, same):
+        for kept in one:
+            assert kept.untyped_storage().data_ptr() != theirs
+            # Nothing but what the state is made of is held.
+            assert kept.untyped_storage().nbytes() == kept.numel() * kept.element_size()
+
+
+@pytest.mark.parametrize("name", STREAMING)
+def test_a_state_is_extended_twice_without_one_continuation_knowing_the_other(name):
+    backend, (q, k, v) = built(name), inputs(TOKENS)
+    first, one, other = (
+        [x[:, :, part] for x in (q, k, v)] for part in (slice(0, 9), slice(9, 16), slice(16, 24))
+    )
+    _, state = backend.extend(*first)
+    before = [x.clone() for x in state]
+    wanted, branch = backend.extend(*one, state)
+    kept = [x.clone() for x in branch]
+    backend.extend(*other, state)
+    backend.extend(*other, branch)
+    assert torch.equal(backend.extend(*one, state)[0], wanted)
+    assert all(torch.equal(x, y) for x, y in zip([*state, *branch], [*before, *kept], strict=True))
+
+
+@pytest.mark.parametrize("name", STREAMING)
+def test_gradients_through_states_are_those_of_one_call(name):
+    backend, given = built(name), inputs(TOKENS)
+
+    def gradients(bounds: list[int]) -> list[Tensor]:
+        leaves, state, found = [x.clone().requires_grad_() for x in given], None, []
+        for start, stop in pairwise(bounds):
+            out, state = backend.extend(*(x[:, :, start:stop] for x in leaves), state)
+            found.append(out)
+        return list(torch.autograd.grad(torch.cat(found, dim=2).square().sum(), leaves))
+
+    for got, wanted in zip(gradients([0, 9, 9, 10, TOKENS]), gradients([0, TOKENS]), strict=True):
+        # Signed sums may nearly cancel, and gradients divide by their squares: relative to the largest.
+        assert (got - wanted).abs().max() <= 1e-11 * wanted.abs().max()
+
+
+@pytest.mark.parametrize("name", STREAMING)
+def test_zero_new_tokens_leave_everything_as_it_was(name):
+    backend, (q, k, v) = built(name), inputs(TOKENS)
+    none = [x[:, :, :0] for x in (q, k, v)]
+    out, empty = backend.extend(*none)
+    assert out.shape == (2, HEADS, 0, HEAD_DIM)
+    wanted, state = backend.extend(q, k, v)
+    torch.testing.assert_close(backend.extend(q, k, v, empty)[0], wanted, rtol=1e-12, atol=1e-12)
+    out, same = backend.extend(*none, state)
+    assert out.shape == (2, HEADS, 0, HEAD_DIM)
+    assert all(torch.equal(x, y) for x, y in zip(same, state, strict=True))
