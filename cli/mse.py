@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from efficient_attn.errors import OptionError
+from efficient_attn.limits import WHOLE_NUMBER
 
 from . import outcome, talk
 from .options import (
@@ -88,7 +89,7 @@ LayerOption = Annotated[
     typer.Option("--layer", metavar="N[,N…]", help="Layers of the encoder or file; all if left out."),
 ]
 DrawSeedOption = Annotated[
-    int, typer.Option("--seed", min=0, help="Of Gaussian inputs and of the first draw.")
+    int, typer.Option("--seed", min=0, max=WHOLE_NUMBER, help="Of Gaussian inputs and of the first draw.")
 ]
 
 

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from efficient_attn.errors import OptionError
+from efficient_attn.limits import WHOLE_NUMBER
 
 
 def _backends(incomplete: str) -> list[str]:
@@ -80,7 +81,7 @@ ThreadsOption = Annotated[
 OneLayerOption = Annotated[
     int | None, typer.Option("--layer", min=0, help="Of the encoder or file; 1, of a file its first.")
 ]
-SeedOption = Annotated[int, typer.Option("--seed", min=0, help="Of the random inputs.")]
+SeedOption = Annotated[int, typer.Option("--seed", min=0, max=WHOLE_NUMBER, help="Of the random inputs.")]
 BudgetOption = Annotated[
     str,
     typer.Option(

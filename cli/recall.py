@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from efficient_attn.errors import OptionError
+from efficient_attn.limits import WHOLE_NUMBER
 
 from . import talk
 from .options import (
@@ -48,7 +49,9 @@ SizesOption = Annotated[
 TrainedBatchOption = Annotated[int, typer.Option("--batch", help="Sequences of a step.")]
 TrainedHeadsOption = Annotated[int, typer.Option("--num-heads", help="Heads of the block.")]
 RateOption = Annotated[float, typer.Option("--rate", help="The highest learning rate.")]
-FirstSeedOption = Annotated[int, typer.Option("--seed", min=0, help="The first of the seeds.")]
+FirstSeedOption = Annotated[
+    int, typer.Option("--seed", min=0, max=WHOLE_NUMBER, help="The first of the seeds.")
+]
 
 
 def recall_command(

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from efficient_attn.errors import OptionError
+from efficient_attn.limits import WHOLE_NUMBER
 
 from . import talk
 from .options import (
@@ -68,7 +69,9 @@ RedrawOption = Annotated[
     int,
     typer.Option("--redraw-every", min=0, help="Draw random features anew after so many steps; 0: never."),
 ]
-TrainSeedOption = Annotated[int, typer.Option("--seed", min=0, help="Of weights, batches and features.")]
+TrainSeedOption = Annotated[
+    int, typer.Option("--seed", min=0, max=WHOLE_NUMBER, help="Of weights, batches and features.")
+]
 SampleOption = Annotated[
     int, typer.Option("--sample", min=0, metavar="N", help="Print N bytes that each best model goes on with.")
 ]

@@ -4,9 +4,10 @@ import math
 from dataclasses import dataclass
 
 from efficient_attn.errors import DtypeError, OptionError
+from efficient_attn.limits import COUNT, WHOLE_NUMBER
 
 # The largest whole number that tensors can be told of.
-LARGEST = 2**63 - 1
+LARGEST = WHOLE_NUMBER
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,8 +48,8 @@ def positive_count(name: str, value: object) -> None:
     """Refuse anything but a whole number of at least 1."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise DtypeError(f"{name} is a whole number, not {value!r}.")
-    if not 1 <= value <= LARGEST:
-        bound = "at least 1" if value < 1 else f"at most {LARGEST}"
+    if not 1 <= value <= COUNT:
+        bound = "at least 1" if value < 1 else f"at most {COUNT}"
         raise OptionError(f"{name} is {bound}, not {value}.")
 
 

@@ -49,7 +49,7 @@ def test_gaussian_inputs_are_not_the_numbers_that_a_backend_draws_from_the_same_
         ({"norm": float("inf")}, OptionError, "norm is a finite number above 0, not inf"),
         ({"tokens": 0}, OptionError, "tokens is at least 1, not 0"),
         ({"head_dim": 2.5}, DtypeError, "head_dim is a whole number, not 2.5"),
-        ({"seed": -1}, OptionError, "seed is a whole number of at least 0, not -1"),
+        ({"seed": -1}, OptionError, "seed is at least 0, not -1"),
     ],
 )
 def test_gaussian_inputs_that_make_no_sense_are_refused(wrong, error, message):

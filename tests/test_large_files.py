@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
+from efficient_attn import limits
 from efficient_attn.errors import DataError
-from efficient_attn.sweep import records
 from efficient_attn.sweep.records import Case, Record, line, read
 
 pytestmark = pytest.mark.slow
@@ -53,7 +53,7 @@ FILES = {
 def fill(path, made):
     """As much as is read of a file."""
     text = f"{json.dumps(made)}\n"
-    path.write_text(text * min(records._MOST_ROWS, records._MOST_BYTES // len(text)), encoding="utf-8")
+    path.write_text(text * min(limits.RECORDS_LINES, limits.RECORDS_BYTES // len(text)), encoding="utf-8")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc")
@@ -73,14 +73,14 @@ def test_what_is_larger_is_refused_by_what_is_too_much_of_it(monkeypatch, tmp_pa
     text = f"{line(Record(case=CASE))}\n"
     path.write_text(text * 3)
     for limit, value, message in (
-        ("_LONGEST_LINE", len(text) - 1, "line 1 is longer than"),
-        ("_MOST_BYTES", 3 * len(text) - 1, "is larger than"),
-        ("_MOST_ROWS", 2, "has more than 2 lines"),
+        ("RECORD_LINE_BYTES", len(text) - 1, "line 1 is longer than"),
+        ("RECORDS_BYTES", 3 * len(text) - 1, "is larger than"),
+        ("RECORDS_LINES", 2, "has more than 2 lines"),
     ):
         with monkeypatch.context() as patch:
-            patch.setattr(records, limit, value + 1)
+            patch.setattr(limits, limit, value + 1)
             assert len(read(path).records) == 3
-            patch.setattr(records, limit, value)
+            patch.setattr(limits, limit, value)
             with pytest.raises(DataError, match=message):
                 read(path)
 

@@ -52,6 +52,10 @@ def test_a_torn_last_line_is_left_out_and_told(tmp_path):
         assert read(path) == ((RECORD,), length > 0)
 
 
+def with_field(name, value):
+    return json.dumps({**json.loads(line(RECORD)), name: value})
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -69,6 +73,26 @@ def test_a_torn_last_line_is_left_out_and_told(tmp_path):
         (line(RECORD).replace("33}", "[33]}"), "options cannot be"),
         (line(RECORD).replace("256", "-256"), "tokens cannot be '-256'"),
         (line(RECORD).replace("256", "1" + "0" * 30), "tokens cannot be '1000"),
+        *(
+            (
+                line(RECORD).replace('"tokens": 256', f'"tokens": {value}'),
+                f"line 1: tokens cannot be '{shown}'",
+            )
+            for value, shown in (("0", "0"), (f"{2**62}", f"{2**62}"), ("true", "True"), ("256.0", "256.0"))
+        ),
+        (with_field("batch", 0), "batch cannot be '0'; wanted are whole numbers from 1 to 1099511627776"),
+        (with_field("threads", True), "threads cannot be 'True'"),
+        (with_field("seed", 1.0), "seed cannot be '1.0'"),
+        (with_field("causal", 1), "causal cannot be '1'"),
+        (with_field("turn_sizes", [1.0]), r"turn_sizes cannot be '\[1.0\]'"),
+        (with_field("turn_sizes", [True]), r"turn_sizes cannot be '\[True\]'"),
+        (with_field("turn_sizes", [None]), r"turn_sizes cannot be '\[None\]'"),
+        (with_field("train_steps", [2**62]), "train_steps cannot be"),
+        (with_field("answers", 2**62), "answers cannot be"),
+        (with_field("peak_bytes", 2**62), "peak_bytes cannot be"),
+        (with_field("times_s", [True]), r"times_s cannot be '\[True\]'"),
+        (line(RECORD)[:-1] + ', "tokens": 256}', "line 1 is no strict JSON: 'tokens' stands twice"),
+        (line(RECORD).replace("33}", '33, "window": 33}'), "'window' stands twice in one object"),
         ("[" * 100_000, "is no strict JSON"),
         (line(RECORD).replace('"label": "window(window=33)"', '"label": 3'), "label cannot be '3'"),
     ],

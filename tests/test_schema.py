@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 import efficient_attn as ea
 from efficient_attn.errors import DataError
 from efficient_attn.sweep import records
+from efficient_attn.sweep.case import SPANS
 from efficient_attn.sweep.records import KINDS, SCHEMA, STATUSES, Case, Record, line, parse
 from efficient_attn.sweep.schema import records_schema
 
@@ -76,8 +77,9 @@ def test_the_schema_names_every_field_of_a_record_and_no_other():
 def test_every_kind_of_record_is_valid_and_strict_whatever_was_measured(kind, status):
     broken = float("nan")
     measured = {item.name: 1 for item in fields(Record) if "int" in str(item.type)}
+    measured |= {item.name: (1, 2) for item in fields(Record) if "tuple[int" in str(item.type)}
     measured |= {item.name: broken for item in fields(Record) if str(item.type).startswith("float")}
-    measured |= {item.name: (1.0, float("inf")) for item in fields(Record) if "tuple" in str(item.type)}
+    measured |= {item.name: (1.0, float("inf")) for item in fields(Record) if "tuple[float" in str(item.type)}
     case = replace(CASE, kind=kind, options={"a": 1, "b": "c", "d": None, "e": broken})
     for record in (
         Record(case=case, status=status, reason="because"),
@@ -106,6 +108,21 @@ def test_the_reader_accepts_exactly_what_the_schema_does(name, value):
         accepted = True
     # To a schema 1.0 is an integer too; we never write it.
     assert accepted == valid(row, records_schema())
+
+
+@pytest.mark.parametrize("name", SPANS)
+def test_reader_and_schema_agree_on_the_range_of_every_whole_number(name):
+    listed = records_schema()["properties"][name]
+    least, most = SPANS[name]
+    allowed = dict.fromkeys((least, most), True) | dict.fromkeys((least - 1, most + 1, 2.0**62), False)
+    for value, fits in allowed.items():
+        row = {**json.loads(line(Record(case=CASE))), name: [value] if "items" in listed else value}
+        assert valid(row, records_schema()) == fits
+        if fits:
+            parse(json.dumps(row).encode(), "It")
+        else:
+            with pytest.raises(DataError, match=f"It: {name} cannot be .* from {least} to {most}"):
+                parse(json.dumps(row).encode(), "It")
 
 
 def test_every_schema_that_was_released_has_a_fixture_and_a_way_into_this_one():

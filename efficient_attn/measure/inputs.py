@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from efficient_attn.errors import DataError, OptionError
+from efficient_attn.modules.options import whole_number
 from efficient_attn.problem import positive_count
 from efficient_attn.shapes import Keys, Queries, Values
 
@@ -68,8 +69,7 @@ def gaussian(
         positive_count(name, value)
     if not norm > 0 or norm == float("inf"):
         raise OptionError(f"norm is a finite number above 0, not {norm!r}.")
-    if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
-        raise OptionError(f"seed is a whole number of at least 0, not {seed!r}.")
+    whole_number("seed", seed)
     stream = np.random.SeedSequence((seed, _INPUT_STREAM)).generate_state(1)
     generator = torch.Generator().manual_seed(int(stream[0]))
     shape = (3, 1, num_heads, tokens, head_dim)

@@ -10,6 +10,8 @@ from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from typing import Any
 
+from efficient_attn.limits import BYTES, COUNT, WHOLE_NUMBER
+
 # The version of what records are made of.
 SCHEMA = 1
 
@@ -205,4 +207,13 @@ class Record:
 CASE_FIELDS = {item.name: item for item in fields(Case)}
 RECORD_FIELDS = tuple(item.name for item in fields(Record) if item.name != "case")
 TYPES = {item.name: str(item.type) for item in (*fields(Case), *fields(Record)) if item.name != "case"}
+# Smallest and largest value of a field of whole numbers, or of its entries.
+SPANS = {
+    name: (
+        int(name in ("layers", "batch", "num_heads", "head_dim", "tokens", "threads")),
+        BYTES if name.endswith("_bytes") else WHOLE_NUMBER if name in ("seed", "flops") else COUNT,
+    )
+    for name, wanted in TYPES.items()
+    if "int" in wanted and name != "schema"
+}
 _MEASURED = tuple(name for name in RECORD_FIELDS if name not in ("status", "reason"))

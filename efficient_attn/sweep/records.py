@@ -8,18 +8,25 @@ from dataclasses import MISSING
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from efficient_attn import limits, strict
 from efficient_attn.errors import DataError
-from efficient_attn.sweep import strict
-from efficient_attn.sweep.case import CASE_FIELDS, KINDS, RECORD_FIELDS, SCHEMA, STATUSES, TYPES, Case, Record
+from efficient_attn.sweep.case import (
+    CASE_FIELDS,
+    KINDS,
+    RECORD_FIELDS,
+    SCHEMA,
+    SPANS,
+    STATUSES,
+    TYPES,
+    Case,
+    Record,
+)
 
 # Where somebody put a link in the place of a file of ours, what it points to is left alone.
 NO_LINK = getattr(os, "O_NOFOLLOW", 0)
 
 # A released schema stays readable for ever: what turns a row of one version into a row of the next.
 _UPGRADES: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {}
-
-# A line of a record is a few kilobytes, a run a few hundred lines; a file of more than this is none of ours.
-_LONGEST_LINE, _MOST_BYTES, _MOST_ROWS = 1 << 22, 1 << 24, 20_000
 
 
 class Reading(NamedTuple):
@@ -82,19 +89,21 @@ def _lines(path: str | Path) -> Iterator[bytes]:
     size = 0
     with open(path, "rb") as file:
         for number in itertools.count(1):
-            text = file.readline(_LONGEST_LINE + 1)
+            text = file.readline(limits.RECORD_LINE_BYTES + 1)
             size += len(text)
-            if len(text) > _LONGEST_LINE:
-                raise DataError(
-                    f"{path}, line {number} is longer than {_LONGEST_LINE} bytes, which no record is."
-                )
-            if size > _MOST_BYTES:
-                raise DataError(f"{path} is larger than {_MOST_BYTES} bytes, which no file of records is.")
+            if len(text) > limits.RECORD_LINE_BYTES:
+                raise _too_large(f"{path}, line {number} is longer than {limits.RECORD_LINE_BYTES} bytes")
+            if size > limits.RECORDS_BYTES:
+                raise _too_large(f"{path} is larger than {limits.RECORDS_BYTES} bytes")
             if not text:
                 return
-            if number > _MOST_ROWS:
-                raise DataError(f"{path} has more than {_MOST_ROWS} lines, which no file of records has.")
+            if number > limits.RECORDS_LINES:
+                raise _too_large(f"{path} has more than {limits.RECORDS_LINES} lines")
             yield text
+
+
+def _too_large(fact: str) -> DataError:
+    return DataError(f"{fact}, the most that is read of records.")
 
 
 def parse(text: bytes, place: str) -> Record:
@@ -106,8 +115,10 @@ def parse(text: bytes, place: str) -> Record:
     if missing:
         raise DataError(f"{place} lacks {', '.join(missing)}.")
     for name, wanted in TYPES.items():
-        if name in row and not strict.fits(row[name], wanted):
-            raise DataError(f"{place}: {name} cannot be {str(row[name])[:40]!r}.")
+        least, most = SPANS.get(name, (0, limits.WHOLE_NUMBER))
+        if name in row and not strict.fits(row[name], wanted, least, most):
+            wants = f"; wanted are whole numbers from {least} to {most}" if name in SPANS else ""
+            raise DataError(f"{place}: {name} cannot be {str(row[name])[:40]!r}{wants}.")
     case = Case(**{name: row[name] for name in CASE_FIELDS if name in row})
     if row.get("times_s") is not None:
         # Null stands for a time that was not finite, which `reason` tells; it is no sample.

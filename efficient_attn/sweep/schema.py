@@ -3,7 +3,7 @@
 from importlib.resources import files
 from typing import Any
 
-from efficient_attn.sweep.strict import read_object
+from efficient_attn.strict import read_object
 
 
 def records_schema() -> dict[str, Any]:

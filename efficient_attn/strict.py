@@ -1,15 +1,13 @@
-"""Strict JSON: every number is finite, a row is flat, and a value is what its field says."""
+"""Strict JSON: every number is finite, every name is unique, and a value is of its field's type."""
 
 import json
 import math
 import re
 import sys
+from collections import Counter
 from typing import Any
 
 from efficient_attn.errors import DataError
-
-# A whole number fits into 64 bits, and every number into a float.
-_LARGEST = 2**63 - 1
 
 # Without these a number has fewer than 200 digits and an exponent below 100.
 _MAY_OVERFLOW = re.compile(r"[eE]\+?[0-9]{3}|[0-9]{200}")
@@ -19,13 +17,15 @@ def read_object(text: bytes | str, place: str) -> dict[str, Any]:
     """The JSON object that a text is; messages call where it stands `place`.
 
     Raises:
-        DataError: If it is something else, or holds a number that is not finite.
+        DataError: If it is something else, or holds a number that is not finite or a name twice.
     """
     try:
         text = text.decode("utf-8-sig") if isinstance(text, bytes) else text
         # Looking at every number costs more than reading them all.
         parse_float = _finite_number if _MAY_OVERFLOW.search(text) else None
-        value = json.loads(text, parse_constant=_refuse_constant, parse_float=parse_float)
+        value = json.loads(
+            text, parse_constant=_refuse_constant, parse_float=parse_float, object_pairs_hook=_object
+        )
     except (ValueError, RecursionError) as error:
         raise DataError(f"{place} is no strict JSON: {str(error)[:80]}.") from None
     if not isinstance(value, dict):
@@ -33,19 +33,27 @@ def read_object(text: bytes | str, place: str) -> dict[str, Any]:
     return value
 
 
-def fits(value: Any, wanted: str) -> bool:
-    """Whether a value read from JSON is of a field's type; what was counted or measured is never negative."""
+def fits(value: Any, wanted: str, least: int, most: int) -> bool:
+    """Whether a value read from JSON is of a field's type; a number is never negative.
+
+    Args:
+        least: Smallest whole number of a field of whole numbers; `most` the largest.
+    """
     if value is None:
         return "None" in wanted
     if "Mapping" in wanted:
         return isinstance(value, dict) and not any(isinstance(item, (dict, list)) for item in value.values())
     if "tuple" in wanted:
-        return isinstance(value, list) and all(item is None or _is_number(item) for item in value)
+        if not isinstance(value, list):
+            return False
+        if "int" in wanted:
+            return _all_fit(value, {int}, least, most)
+        return _all_fit([item for item in value if item is not None], {int, float}, 0, sys.float_info.max)
     if "float" in wanted:
-        return _is_number(value)
+        return _all_fit([value], {int, float}, 0, sys.float_info.max)
     if "bool" in wanted or "str" in wanted:
         return isinstance(value, bool if "bool" in wanted else str)
-    return isinstance(value, int) and _is_number(value) and value <= _LARGEST
+    return _all_fit([value], {int}, least, most)
 
 
 def finite(value: Any) -> bool:
@@ -66,10 +74,20 @@ def without_infinities(value: Any) -> Any:
     return value if finite(value) else None
 
 
-def _is_number(value: Any) -> bool:
-    return (
-        isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= sys.float_info.max
-    )
+def _all_fit(values: list[Any], types: set[type], least: float, most: float) -> bool:
+    # Types are compared, since a bool is an int to `isinstance`. Samples are many: no Python runs for each.
+    if not values:
+        return True
+    return set(map(type, values)) <= types and least <= min(values) and max(values) <= most
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    # Readers of JSON differ in which of two values they take.
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        ((twice, _),) = Counter(name for name, _ in pairs).most_common(1)
+        raise ValueError(f"{twice[:40]!r} stands twice in one object")
+    return value
 
 
 def _refuse_constant(name: str) -> None:
