@@ -193,7 +193,10 @@ def log_factors(head_dim, spread, seed):
     return positive, positive - np.array([error.mean() for error in paired + members])
 
 
-@pytest.mark.parametrize(("head_dim", "spread"), KNOWN_FACTORS)
+@pytest.mark.parametrize(
+    ("head_dim", "spread"),
+    [pytest.param(*key, marks=[pytest.mark.slow] if key[0] == 64 else []) for key in KNOWN_FACTORS],
+)
 def test_variance_falls_by_the_known_factors(head_dim, spread):
     batches = [log_factors(head_dim, spread, seed) for seed in range(BATCHES)]
     positive, factors = (np.array(column) for column in zip(*batches, strict=True))
