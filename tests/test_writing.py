@@ -4,6 +4,7 @@ import builtins
 import errno
 import io
 import os
+import stat
 import sys
 from pathlib import Path
 
@@ -142,6 +143,87 @@ def test_a_run_is_taken_up_or_left_as_it_was_whichever_call_fails(tmp_path, monk
 
     lay_out()
     outcomes(monkeypatch, act, lay_out)
+
+
+def short(write, counted):
+    """`os.write` that takes half of it, as a signal or a nearly full disk makes it do."""
+
+    def halved(descriptor, data):
+        counted.append(len(data))
+        return write(descriptor, data[: (len(data) + 1) // 2])
+
+    return halved
+
+
+def test_a_record_of_which_the_system_takes_half_at_a_time_is_written_whole(tmp_path, monkeypatch):
+    path, counted = tmp_path / "records.jsonl", []
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", short(os.write, counted))
+        append(path, RECORD)
+        append(path, RECORD)
+    assert read(path) == ((RECORD, RECORD), False) and len(counted) > 4
+
+
+@pytest.mark.parametrize("k", range(1, 8))
+def test_a_record_that_fails_after_a_part_of_it_leaves_whole_lines_that_more_are_added_to(
+    k, tmp_path, monkeypatch
+):
+    path = tmp_path / "records.jsonl"
+    append(path, RECORD)
+    before = path.read_bytes()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", short(os.write, []))
+        fault = Fault(k, errno.ENOSPC)
+        fault.wrap(os, "write", patch)
+        with pytest.raises(DataError, match="No space left on device"):
+            append(path, RECORD)
+    assert fault.came and path.read_bytes() == before
+    append(path, RECORD)
+    assert read(path) == ((RECORD, RECORD), False)
+
+
+class Disk:
+    """Everything that would survive a power failure: bytes and names as they were at the last `fsync`."""
+
+    def __init__(self, monkeypatch):
+        self.sizes, self.names = {}, {}
+        fsync = os.fsync
+
+        def counted(descriptor):
+            fsync(descriptor)
+            about = os.fstat(descriptor)
+            if stat.S_ISDIR(about.st_mode):
+                self.names |= {entry.name: entry.inode() for entry in os.scandir(descriptor)}
+            else:
+                self.sizes[about.st_ino] = about.st_size
+
+        monkeypatch.setattr(os, "fsync", counted)
+
+    def holds(self, path):
+        about = path.stat()
+        return self.names.get(path.name) == about.st_ino and self.sizes.get(about.st_ino) == about.st_size
+
+
+@pytest.mark.skipif(os.name != "posix", reason="folders cannot be waited for")
+def test_a_record_is_acknowledged_when_it_and_the_name_of_its_file_are_on_the_disk(tmp_path, monkeypatch):
+    disk, path = Disk(monkeypatch), tmp_path / "records.jsonl"
+    for _ in range(3):
+        append(path, RECORD)
+        assert disk.holds(path)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="folders cannot be waited for")
+def test_a_file_takes_its_name_when_it_is_on_the_disk_and_the_name_is_waited_for(tmp_path, monkeypatch):
+    disk, path, replace = Disk(monkeypatch), tmp_path / "summary.csv", os.replace
+
+    def replaced(part, target):
+        assert disk.sizes.get(os.stat(part).st_ino) == len("content")
+        replace(part, target)
+
+    monkeypatch.setattr(os, "replace", replaced)
+    for _ in range(2):
+        write(path, "content")
+        assert disk.holds(path)
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no device that is always full")

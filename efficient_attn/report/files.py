@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 from efficient_attn.errors import DataError
+from efficient_attn.sweep.records import sync_names
 
 _LONGEST = 80
 
@@ -35,6 +36,7 @@ def write(path: Path, content: str | bytes) -> Path:
             # A name that outlived a power failure would else stand for an empty file.
             os.fsync(file.fileno())
         os.replace(part, path)
+        sync_names(path.parent)
     except OSError as error:
         part.unlink(missing_ok=True)
         raise DataError(f"Cannot write {path}: {error.strerror}.") from None

@@ -1,9 +1,11 @@
 """Records in files: one JSON object a line, written the moment it exists, read whatever version wrote it."""
 
+import errno
 import itertools
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import MISSING
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -52,19 +54,48 @@ def line(record: Record) -> str:
 
 
 def append(path: str | Path, record: Record) -> None:
-    """Add one line to the file in one write, and wait until it is on the disk."""
-    data = f"{line(record)}\n".encode()
+    """Add one line to the file, whole or not at all, and wait until it is on the disk."""
+    path, data = Path(path), f"{line(record)}\n".encode()
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | NO_LINK, 0o644)
         try:
-            written = os.write(descriptor, data)
-            os.fsync(descriptor)
+            size = os.fstat(descriptor).st_size
+            _write_whole(descriptor, data, size)
         finally:
             os.close(descriptor)
+        if size == 0:
+            sync_names(path.parent)
     except OSError as error:
         raise DataError(f"Cannot write records to {path}: {error.strerror}.") from None
-    if written != len(data):
-        raise DataError(f"Cannot write records to {path}: the disk took {written} of {len(data)} bytes.")
+
+
+def _write_whole(descriptor: int, data: bytes, size: int) -> None:
+    """Append to a file of `size` bytes, or leave it as it was."""
+    try:
+        # The system may take less than it was given, and says so in the result alone.
+        while data:
+            data = data[os.write(descriptor, data) :]
+        os.fsync(descriptor)
+    except OSError:
+        # The next record would continue a part of a line. A part that cannot be removed is read as torn.
+        with suppress(OSError):
+            os.ftruncate(descriptor, size)
+        raise
+
+
+def sync_names(folder: Path) -> None:
+    """Wait until the names in a folder are on the disk, where the system lets folders be waited for."""
+    if os.name != "posix":
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        # Some file systems of networks do not know the request.
+        if error.errno != errno.EINVAL:
+            raise
+    finally:
+        os.close(descriptor)
 
 
 def read(path: str | Path) -> Reading:
