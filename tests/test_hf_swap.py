@@ -241,8 +241,20 @@ def test_interrupting_keeps_what_was_measured_and_puts_the_attention_back(encode
     results = swap(model, ["window", impatient], tokenizer=tokenizer, out=tmp_path / "run")
     assert calls and results.interrupted
     assert {label for label, _ in quality(results)} == {"exact", MEAN_OF_VALUES, "window"}
-    assert len(ea.read(tmp_path / "run")) == len(results)
+    again = ea.read(tmp_path / "run")
+    assert len(again) == len(results)
+    told = again.sentences()
+    assert told == results.sentences()
+    assert told[0].endswith("Not measured (1 of 3 candidates): impatient."), told
     assert not any(isinstance(module, ea.Backend) for module in model.modules())
+
+
+def test_a_window_wider_than_the_texts_and_a_rank_of_half_of_them_are_remarked_on(encoder):
+    options = {"window": {"window": [TOKENS + 1, 5]}, "linformer": {"rank": [TOKENS // 2, 4]}}
+    told = swap(encoder, ["window", "linformer"], options=options).sentences()
+    (remark,) = (sentence for sentence in told if sentence.startswith("Operations, exact attention = 1"))
+    assert f"window(window={TOKENS + 1}) (" in remark and f"linformer(rank={TOKENS // 2}) (1.00x)" in remark
+    assert "window=5" not in remark and "rank=4" not in remark
 
 
 def test_a_run_is_written_read_drawn_tabled_told_and_compared(encoder, tmp_path):

@@ -57,15 +57,20 @@ class Verdict(NamedTuple):
 
     Attributes:
         both: What is, the fastest first: its interval of times lies below that of exact attention.
-        alike: Nearly exact, and faster by so little that the samples do not tell.
-        accurate: The fastest of what is nearly exact, exact attention aside.
-        fast: The least wrong of what has a smaller median time.
+        alike: Nearly exact, with an interval of times that overlaps that of exact attention.
+        near: All that is nearly exact, exact attention aside, by time.
+        fast: The least wrong of what is faster.
     """
 
     both: tuple[Contender, ...]
     alike: tuple[Contender, ...]
-    accurate: Contender | None
+    near: tuple[Contender, ...]
     fast: Contender | None
+
+    @property
+    def accurate(self) -> Contender | None:
+        """The fastest of what is nearly exact."""
+        return self.near[0] if self.near else None
 
 
 class Comparison(NamedTuple):
@@ -86,6 +91,23 @@ class Comparison(NamedTuple):
         """Exact attention through the fused kernel, if both its error and its time were measured."""
         found = [one for one in self.contenders if one.backend == YARDSTICK and one.error and one.time_s]
         return min(found, key=lambda one: len(one.label), default=None)
+
+    @property
+    def nearest(self) -> Contender | None:
+        """The least error of what is no yardstick and not `exact`."""
+        found = [
+            one for one in self.contenders if one.error and not one.is_yardstick and one is not self.exact
+        ]
+        return min(found, key=_error, default=None)
+
+    @property
+    def finished(self) -> set[str]:
+        """Labels of which both error and time were measured, or failed."""
+        kinds = {
+            kind: {record.case.label for record in self.records if record.case.kind == kind}
+            for kind in ("error", "time")
+        }
+        return kinds["error"] & kinds["time"] | {one.label for one in self.contenders if one.failed}
 
     @property
     def rounding(self) -> float:
@@ -112,14 +134,12 @@ class Comparison(NamedTuple):
         assert exact is not None and exact.time_s is not None
         known = [one for one in self.contenders if one.error and one.time_s and not one.is_yardstick]
         others = [one for one in known if one is not exact]
-        near = [one for one in others if one.error and one.error.median <= max_error]
+        near = tuple(one for one in others if one.error and one.error.median <= max_error)
         faster = [one for one in others if one.time_s and one.time_s.high < exact.time_s.low]
+        slower = [one for one in others if one.time_s and one.time_s.low > exact.time_s.high]
         both = tuple(one for one in near if one in faster)
-        alike = tuple(
-            one for one in near if one not in both and one.time_s and one.time_s.median < exact.time_s.median
-        )
-        quick = [one for one in others if one.time_s and one.time_s.median < exact.time_s.median]
-        return Verdict(both, alike, near[0] if near else None, min(quick, key=_error, default=None))
+        alike = tuple(one for one in near if one not in faster and one not in slower)
+        return Verdict(both, alike, near, min(faster, key=_error, default=None))
 
     def _points(self, quantity: str) -> list[tuple[float, float, Contender]]:
         """Cost and error of what has both; errors that are rounding are equal."""

@@ -22,6 +22,11 @@ _WAITED = 0.05
 _OTHERS, _STOLEN, _THROTTLED = 0.1, 0.02, 0.01
 _SLOWED = 0.15
 
+_LOADS = (
+    ("others_share", _OTHERS, "other processes took {} of all cores during the run"),
+    ("stolen_share", _STOLEN, "the host gave {} of all cores to other virtual machines"),
+)
+
 # Points that are named before the rest is only counted.
 _NAMED = 3
 
@@ -30,7 +35,7 @@ Share = Callable[[Record], float | None]
 
 def doubts(records: Iterable[Record], environment: Mapping[str, Any] | None = None) -> list[str]:
     """One sentence for each thing that makes times uncertain or wrong; none if there is no sign of any."""
-    timed = [r for r in records if r.case.kind == "time" and r.status == "ok" and _samples(r)]
+    timed = [record for record in records if _timed(record)]
     if not timed:
         return []
     most = max(len(record.turn_sizes or ()) for record in timed)
@@ -65,6 +70,15 @@ def doubts(records: Iterable[Record], environment: Mapping[str, Any] | None = No
     return [sentence for sentence in told if sentence] + _of_machine(environment or {})
 
 
+def disturbance(records: Iterable[Record], environment: Mapping[str, Any] | None = None) -> str | None:
+    """The load that kept processors from a run, as a clause; times taken under it decide nothing."""
+    waiting = [share for record in records if _timed(record) and (share := _waiting(record)) is not None]
+    most = max(waiting, default=0.0)
+    held_up = [f"threads waited for a processor up to {most:.0%} of the time"] if most > _WAITED else []
+    return next(iter([*_loads(_runs(environment)), *held_up]), None)
+
+
+IDLE = "an idle machine or fewer --threads would settle it"
 _ROUNDS = "more --rounds would settle it."
 _LONGER = "use a longer --seq-len or a larger --batch."
 _THREADS = "use fewer --threads, or an idle machine."
@@ -87,6 +101,10 @@ def _names(records: Sequence[Record]) -> str:
     named = ", ".join(f"{label} at {', '.join(map(str, tokens))} tokens" for label, tokens in lengths.items())
     more = len(records) - _NAMED
     return named if more <= 0 else f"{named} and {more} more {'point' if more == 1 else 'points'}"
+
+
+def _timed(record: Record) -> bool:
+    return record.case.kind == "time" and record.status == "ok" and bool(_samples(record))
 
 
 def _samples(record: Record) -> tuple[float, ...]:
@@ -141,15 +159,9 @@ def _fewer_rounds(records: Sequence[Record], most: int) -> str | None:
 
 
 def _of_machine(environment: Mapping[str, Any]) -> list[str]:
-    runs = environment.get(DURING)
-    runs = [run for run in runs if isinstance(run, Mapping)] if isinstance(runs, list) else []
+    runs = _runs(environment)
     told = [
-        _machine(
-            runs, "others_share", _OTHERS, "Loaded: other processes took {} of all cores during the run"
-        ),
-        _machine(
-            runs, "stolen_share", _STOLEN, "Loaded: the host gave {} of all cores to other virtual machines"
-        ),
+        *(f"Loaded: {load}: times are longer and less certain; {_THREADS}" for load in _loads(runs)),
         *map(_throttled, runs),
         *map(_slowed, runs),
         *map(_slowed_gpu, runs),
@@ -157,11 +169,18 @@ def _of_machine(environment: Mapping[str, Any]) -> list[str]:
     return list(dict.fromkeys(sentence for sentence in told if sentence))
 
 
-def _machine(runs: Sequence[Mapping[str, Any]], name: str, limit: float, text: str) -> str | None:
-    largest = max((value for run in runs if (value := _number(run, name)) is not None), default=0.0)
-    if largest <= limit:
-        return None
-    return f"{text.format(f'{largest:.0%}')}: times are longer and less certain; {_THREADS}"
+def _runs(environment: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
+    runs = (environment or {}).get(DURING)
+    return [run for run in runs if isinstance(run, Mapping)] if isinstance(runs, list) else []
+
+
+def _loads(runs: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Who else had the cores, beyond the limits."""
+    found = []
+    for name, limit, text in _LOADS:
+        largest = max((value for run in runs if (value := _number(run, name)) is not None), default=0.0)
+        found += [text.format(f"{largest:.0%}")] if largest > limit else []
+    return found
 
 
 def _throttled(run: Mapping[str, Any]) -> str | None:

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from efficient_attn.analysis.candidates import CANDIDATES
 from efficient_attn.analysis.comparison import DEFAULT_MAX_ERROR, MAX_ERROR
 from efficient_attn.analysis.doubts import DURING, doubts
 from efficient_attn.experiments.bench import not_isolated
@@ -106,7 +107,11 @@ def run_compare(
     """Measure the errors, then what has one is timed; with `out` everything is written there."""
     positive_count("rounds", rounds)
     device = asked.workload.device
-    machine = {**environment(command=command, device=device), MAX_ERROR: asked.max_error}
+    machine = {
+        **environment(command=command, device=device),
+        MAX_ERROR: asked.max_error,
+        CANDIDATES: [variant.label for variant in asked.variants],
+    }
     folder = None if out is None else open_folder(out, name="out", fresh=True)
     with nullcontext() if folder is None else only_writer(folder):
         if folder is not None:

@@ -34,7 +34,8 @@ from efficient_attn.report.recall import recall_sentences, recall_tables
 from efficient_attn.report.recall_plot import RECALL, plot_recall
 from efficient_attn.report.sentences import bench_sentences
 from efficient_attn.report.swap_plot import SWAP, plot_swaps
-from efficient_attn.report.swaps import swap_sentences, swap_tables
+from efficient_attn.report.swap_sentences import swap_sentences
+from efficient_attn.report.swaps import swap_tables
 from efficient_attn.report.table import Table, to_html
 from efficient_attn.report.train_plot import TRAINING, plot_training
 from efficient_attn.report.training import training_sentences, training_tables
@@ -134,7 +135,8 @@ class Results:
     def sentences(self) -> list[str]:
         """A few sentences computed from the records."""
         alone = self._apart()
-        told = swap_sentences(self.records) + comparison_sentences(self.records, self._max_error)
+        told = swap_sentences(self.records, self.environment)
+        told += comparison_sentences(self.records, self._max_error, self.environment)
         told += bench_sentences(alone.records)
         errors = alone._of_kind("error")
         told += _errors("sentences")(errors) if errors else []

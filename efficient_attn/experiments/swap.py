@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from efficient_attn.analysis.candidates import CANDIDATES
 from efficient_attn.analysis.doubts import DURING, doubts
 from efficient_attn.experiments.exchange import DEFAULT_SEEDS, Exchange, Texts, exchange
 from efficient_attn.experiments.files import open_folder
@@ -19,6 +20,7 @@ from efficient_attn.measure.environment import environment
 from efficient_attn.problem import positive_count
 from efficient_attn.sweep.records import Record
 from efficient_attn.sweep.run import ROUNDS, Step, joined
+from efficient_attn.sweep.sizes import MEAN_OF_VALUES
 from efficient_attn.sweep.variants import Variant
 
 # Where the environment of a run tells the origin of the model and its texts.
@@ -93,7 +95,11 @@ def run_swap(
     """Measure what each backend changes, then times in turns, then memory; with `out` all is written."""
     positive_count("rounds", rounds)
     device = asked.subject.shared["device"]
-    machine = {**environment(command=command, device=device), MODEL: dict(asked.about)}
+    machine = {
+        **environment(command=command, device=device),
+        MODEL: dict(asked.about),
+        CANDIDATES: [one.label for one in asked.variants if one.backend != MEAN_OF_VALUES],
+    }
     folder = None if out is None else open_folder(out, name="out", fresh=True)
     with nullcontext() if folder is None else only_writer(folder):
         if folder is not None:

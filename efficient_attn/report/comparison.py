@@ -1,8 +1,11 @@
 """A comparison as one table and one sentence, both computed from the same records."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
+from efficient_attn.analysis.candidates import candidates, not_measured, saves_little
 from efficient_attn.analysis.comparison import Comparison, Contender, comparisons
+from efficient_attn.analysis.doubts import IDLE, disturbance
 from efficient_attn.report.cost_table import show_spread
 from efficient_attn.report.error_table import describe, show_error
 from efficient_attn.report.table import Table, three_digits
@@ -14,15 +17,27 @@ _MILLISECOND, _MEBIBYTE = 1e-3, 2.0**20
 # What a cell says of a cost or an error that was not measured.
 _NONE = "–"
 
+# Names of candidates that were not measured, before the rest is only counted.
+_MOST_NAMES = 12
+
 
 def comparison_tables(records: Sequence[Record]) -> list[Table]:
     """One table for each comparison, the fastest first."""
     return [_table(one) for one in comparisons(records)]
 
 
-def comparison_sentences(records: Sequence[Record], max_error: float) -> list[str]:
-    """One sentence for each comparison: what is both nearly exact and faster, or that nothing is."""
-    return [_sentence(one, max_error) for one in comparisons(records)]
+def comparison_sentences(
+    records: Sequence[Record], max_error: float, environment: Mapping[str, Any] | None = None
+) -> list[str]:
+    """For each comparison the verdict, and which candidates save no operations.
+
+    Args:
+        environment: Of the run: its load and its candidates decide how far the verdict goes.
+    """
+    told = []
+    for one in comparisons(records):
+        told += [_sentence(one, max_error, environment), operations_sentence(one.records)]
+    return [sentence for sentence in told if sentence is not None]
 
 
 def heading(one: Comparison) -> str:
@@ -115,20 +130,58 @@ def _failures(one: Comparison) -> list[str]:
     return list(dict.fromkeys(told))
 
 
-def _sentence(one: Comparison, max_error: float) -> str:
+def _sentence(one: Comparison, max_error: float, environment: Mapping[str, Any] | None) -> str:
     place = f"On this machine ({_setting(one)}) at {one.case.tokens} tokens ({describe(one.case.inputs)})"
     exact, share = one.exact, f"{100 * max_error:g} %"
     if exact is None:
         return f"{place} exact attention was not measured, so nothing can be compared with it."
-    verdict = one.verdict(max_error)
-    if verdict.both:
-        which = ", ".join(_told(row, exact) for row in verdict.both)
-        return f"{place} both within {share} of exact and faster: {which}{_alike(verdict.alike)}."
+    verdict, load = one.verdict(max_error), disturbance(one.records, environment)
+    left = not_measured(environment, one.finished)
+    nothing = "nothing measured so far" if left else "nothing"
+    both = f"both within {share} of exact and faster"
+    if not verdict.near:
+        told = f"{nothing} but exact is within {share} of it, whatever the times"
+        told += "" if one.nearest is None else f"; nearest: {_wrong(one.nearest)}"
+    elif load is not None:
+        near = ", ".join(_wrong(row) for row in verdict.near)
+        told = f"the times do not show now whether anything is {both}: {load}; {IDLE}. "
+        told += f"Within {share}, which no load changes: {near}"
+    elif verdict.both:
+        told = f"{both}: {', '.join(_told(row, exact) for row in verdict.both)}{_alike(verdict.alike)}"
+    elif verdict.alike:
+        names = ", ".join(row.label for row in verdict.alike)
+        told = f"it is unclear whether anything is {both}: the times of {names} overlap those of exact; "
+        told += "more --rounds would settle it"
+    else:
+        answer = "" if left else ", so exact is the answer"
+        told = f"{nothing} is {both}{answer}; nearest among what is faster: {_told(verdict.fast, exact)}; "
+        told += f"among what is within {share}: {_told(verdict.accurate, exact)}"
+    return f"{place} {told}.{missing(left, environment)}"
+
+
+def missing(labels: Sequence[str], environment: Mapping[str, Any] | None) -> str:
+    """` Not measured (2 of 5 candidates): window, linformer.`; empty if nothing is missing."""
+    if not labels:
+        return ""
+    more = f" and {len(labels) - _MOST_NAMES} more" if len(labels) > _MOST_NAMES else ""
+    names = f"{', '.join(labels[:_MOST_NAMES])}{more}"
+    return f" Not measured ({len(labels)} of {len(candidates(environment))} candidates): {names}."
+
+
+def operations_sentence(records: Sequence[Record]) -> str | None:
+    """Which approximations save few operations or none at the length measured."""
+    found = saves_little(records)
+    if not found:
+        return None
+    names = ", ".join(f"{label} ({share:.2f}x)" for label, share in found.items())
     return (
-        f"{place} nothing is both within {share} of exact and faster, so exact is the answer; nearest among "
-        f"what is faster: {_told(verdict.fast, exact)}; among what is within {share}: "
-        f"{_told(verdict.accurate, exact)}{_alike(verdict.alike)}."
+        f"Operations, exact attention = 1, of what saves few or none at {records[0].case.tokens} tokens: "
+        f"{names}."
     )
+
+
+def _wrong(row: Contender | None) -> str:
+    return "nothing" if row is None else f"{row.label} (error {_error(row)})"
 
 
 def _told(row: Contender | None, exact: Contender) -> str:
@@ -138,6 +191,6 @@ def _told(row: Contender | None, exact: Contender) -> str:
 
 
 def _alike(rows: Sequence[Contender]) -> str:
-    """What is nearly exact and perhaps faster."""
+    """Those nearly exact whose times overlap those of exact attention."""
     names = ", ".join(row.label for row in rows)
     return f"; the samples do not tell whether {names} is faster" if rows else ""

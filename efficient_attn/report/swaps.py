@@ -1,4 +1,4 @@
-"""Models with their attention swapped, as tables and sentences."""
+"""Models with their attention swapped, as tables."""
 
 from collections.abc import Sequence
 
@@ -20,7 +20,7 @@ from efficient_attn.report.cost_table import show_spread
 from efficient_attn.report.error_table import show_error
 from efficient_attn.report.table import Table, three_digits
 from efficient_attn.sweep.records import Record
-from efficient_attn.sweep.sizes import MEAN_OF_VALUES, OWN
+from efficient_attn.sweep.sizes import MEAN_OF_VALUES
 
 _MILLISECOND, _MEBIBYTE = 1e-3, 2.0**20
 _NONE = "–"
@@ -38,11 +38,6 @@ NAMES = {
 def swap_tables(records: Sequence[Record]) -> list[Table]:
     """End to end; then each layer alone, and the states after each layer, as far as they were measured."""
     return [table for one in swaps(records) for table in (_whole(one), *_alone(one), *_depth(one))]
-
-
-def swap_sentences(records: Sequence[Record]) -> list[str]:
-    """What comes nearest to each model, and which layer bears the swap least."""
-    return [sentence for one in swaps(records) for sentence in (_nearest(one), *_weakest(one)) if sentence]
 
 
 def heading(one: Swap) -> str:
@@ -84,7 +79,7 @@ def _whole(one: Swap) -> Table:
             row.label,
             *(cell for quantity in quantities for cell in _cells(one, row, quantity)),
             show_spread(*row.time_s[:3], unit=_MILLISECOND) if row.time_s else _NONE,
-            _speed(one, row),
+            speed(one, row),
             _NONE if row.peak_bytes is None else three_digits(row.peak_bytes / _MEBIBYTE),
         )
         for row in one.rows
@@ -128,7 +123,7 @@ def _texts(one: Swap) -> int:
     return max((row.whole.texts or 1 for row in one.rows if row.whole is not None), default=1)
 
 
-def _speed(one: Swap, row: SwapRow) -> str:
+def speed(one: Swap, row: SwapRow) -> str:
     """How many times as fast as the model as it came."""
     own = one.own
     if row.time_s is None or own is None or own.time_s is None:
@@ -202,49 +197,3 @@ def _depth(one: Swap) -> list[Table]:
     columns = ("backend", *(f"after {layer}" for layer in range(max(map(len, rows)) - 1)))
     note = "‖h − exact‖ / ‖exact‖ of the hidden states after each layer, all layers swapped."
     return [Table(f"Error through the layers: {heading(one)}", columns, tuple(rows), (note,))]
-
-
-def _approximations(one: Swap) -> list[tuple[float, SwapRow]]:
-    """What is no exact attention, the nearest first."""
-    found = [
-        (value.mean, row)
-        for row in one.rows
-        if row.backend not in (OWN, MEAN_OF_VALUES) and (value := row.spread(one.quantity)) is not None
-    ]
-    return sorted((pair for pair in found if pair[0] > one.rounding), key=lambda pair: pair[0])
-
-
-def _nearest(one: Swap) -> str:
-    near = _approximations(one)
-    if not near:
-        return ""
-    value, row = near[0]
-    name = f"{NAMES[one.quantity]} {show_quantity(one.quantity, value)}"
-    own = one.own
-    fast = f", {_speed(one, row)} as fast as before" if own is not None and own.time_s and row.time_s else ""
-    plainest = next((r.spread(one.quantity) for r in one.rows if r.backend == MEAN_OF_VALUES), None)
-    worse = [r.label for mean, r in near if plainest is not None and mean >= plainest.mean]
-    said = f" No nearer than the mean of the values: {', '.join(worse)}." if worse else ""
-    place = f"With all its attention swapped, {one.case.inputs} stays nearest to itself with {row.label}"
-    return f"{place}: {name}{fast}.{said}"
-
-
-def _weakest(one: Swap) -> list[str]:
-    """For the nearest approximation the layer that bears it least."""
-    near = [row for _, row in _approximations(one) if row.alone]
-    if not near:
-        return []
-    row = near[0]
-    parts = {
-        layer: part.mean
-        for layer, record in row.alone.items()
-        if (part := spread(record, one.quantity)) is not None
-    }
-    if len(parts) < 2:
-        return []
-    worst, best = max(parts, key=lambda layer: parts[layer]), min(parts, key=lambda layer: parts[layer])
-    return [
-        f"{row.label} alone costs most in layer {worst} ({NAMES[one.quantity]} "
-        f"{show_quantity(one.quantity, parts[worst])}) and least in layer {best} "
-        f"({show_quantity(one.quantity, parts[best])})."
-    ]

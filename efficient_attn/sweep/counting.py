@@ -1,7 +1,10 @@
 """The operations of the call that a case measures, and the rate of the machine that it is measured on."""
 
 import functools
+from dataclasses import replace
+from typing import Any
 
+from efficient_attn.backends import resolve
 from efficient_attn.measure.rate import product_rate
 from efficient_attn.problem import AttentionProblem
 from efficient_attn.registry import BackendSpec
@@ -31,6 +34,11 @@ def flops(case: Case, spec: BackendSpec, *, feed_forward_dim: int) -> int | None
         backward=case.backward,
     )
     return (case.layers or 1) * (cost.flops + around)
+
+
+def attention_flops(case: Case, target: Any) -> int | None:
+    """Operations of the attention of one layer, whatever the case is about; None where nobody counted."""
+    return flops(replace(case, of="attention"), resolve(target), feed_forward_dim=0)
 
 
 @functools.cache

@@ -22,6 +22,7 @@ from efficient_attn.integrations.transformers.swapping import (
 )
 from efficient_attn.measure import outputs as measure
 from efficient_attn.measure.memory import parameter_bytes
+from efficient_attn.sweep.counting import attention_flops
 from efficient_attn.sweep.records import Case, Record
 from efficient_attn.sweep.sizes import OWN, SEED
 from efficient_attn.sweep.variants import Variant
@@ -120,7 +121,12 @@ def _measured(case: Case, variant: Variant, subject: ModelSubject, seeds: int, l
                 given = run(subject.model, ids, predicts=subject.predicts)
                 found[number].append(_compared(given, exact[number], ids, subject))
     one_by_one = [one for text in found for one in text]
-    record = Record(case=case, texts=len(subject.texts), calibrated_on=FIRST_TEXT if calibrated else None)
+    record = Record(
+        case=case,
+        texts=len(subject.texts),
+        calibrated_on=FIRST_TEXT if calibrated else None,
+        flops=attention_flops(case, variant.target),
+    )
     layers = [one.pop("layers") for one in one_by_one]
     if layer is None:
         record = replace(record, hidden_relative_error_layers=tuple(map(fmean, zip(*layers, strict=True))))

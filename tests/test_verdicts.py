@@ -1,0 +1,163 @@
+"""Verdicts go no further than their measurements: load, noise, an interrupt and counted operations."""
+
+import pytest
+from made_records import case
+
+import efficient_attn as ea
+from efficient_attn.analysis.candidates import CANDIDATES, exact_operations
+from efficient_attn.analysis.doubts import DURING
+from efficient_attn.experiments.results import read
+from efficient_attn.report.comparison import comparison_sentences
+from efficient_attn.report.swap_sentences import swap_sentences
+from efficient_attn.sweep.records import Record
+from efficient_attn.sweep.sizes import OWN
+
+SPREAD = [1 + step / 1000 for step in range(-4, 5)]
+PLACE = {"inputs": "encoder(layer=1)", "num_heads": 12, "head_dim": 32}
+BUSY = {DURING: [{"others_share": 0.83}]}
+
+
+def measured(label, error, seconds=None, **more):
+    made = [
+        Record(
+            case=case("error", label, 512, of="output", **PLACE),
+            output_relative_error=error,
+            output_relative_error_draws=(error,),
+        )
+    ]
+    if seconds is not None:
+        times_s = tuple(seconds * one for one in SPREAD)
+        made.append(Record(case=case("time", label, 512, **PLACE), times_s=times_s, **more))
+    return made
+
+
+ALL = [
+    *measured("exact", 3e-7, 0.01),
+    *measured("window", 0.3, 0.004),
+    *measured("exact-dense", 2e-7, 0.03),
+]
+
+
+def verdict(records, environment=None):
+    return comparison_sentences(records, 0.1, environment)[0]
+
+
+def test_on_a_busy_machine_no_verdict_depends_on_times():
+    told = verdict([*ALL, *measured("near", 0.05, 0.001)], BUSY)
+    assert "do not show now whether anything is both within 10 % of exact and faster" in told
+    assert "other processes took 83% of all cores during the run" in told
+    assert "an idle machine or fewer --threads would settle it" in told
+    assert "within 10 %, which no load changes: near (error 0.05), exact-dense (error 2e-07)" in told.lower()
+    assert "nothing" not in told and "as fast" not in told
+
+
+@pytest.mark.parametrize(
+    "environment", [None, {}, {DURING: [{"others_share": 0.05}]}, {DURING: "much"}, {DURING: [None]}]
+)
+def test_on_a_quiet_machine_the_verdict_stands(environment):
+    assert "nothing is both within 10 % of exact and faster, so exact is the answer" in verdict(
+        ALL, environment
+    )
+
+
+def test_threads_that_waited_leave_the_verdict_open_without_an_environment():
+    told = verdict([*ALL, *measured("near", 0.05, 0.02, waited_s=0.2)])
+    assert "do not show now" in told and "threads waited for a processor up to" in told
+
+
+def test_errors_alone_decide_whatever_the_load_where_nothing_is_near():
+    told = verdict(ALL[:4], BUSY)
+    assert told.endswith(
+        "nothing but exact is within 10 % of it, whatever the times; nearest: window (error 0.3)."
+    )
+
+
+def test_times_that_overlap_are_unclear_and_the_remedy_is_named():
+    told = verdict([*ALL, *measured("near", 0.05, 0.01001)])
+    assert "unclear whether anything is both" in told
+    assert "the times of near overlap those of exact; more --rounds would settle it" in told
+
+
+def test_an_interrupted_comparison_names_the_candidates_it_did_not_measure():
+    listed = {CANDIDATES: ["exact", "window", "exact-dense", "linformer", "performer-trig"]}
+    told = verdict([*ALL, *measured("linformer", 0.05)], listed)
+    assert "nothing measured so far is both" in told and "is the answer" not in told
+    assert told.endswith("Not measured (2 of 5 candidates): linformer, performer-trig.")
+
+
+@pytest.mark.parametrize("listed", [None, "exact", 7, {"exact": 1}, [1, None]])
+def test_a_strangers_list_of_candidates_is_read_as_none(listed):
+    assert verdict(ALL, {CANDIDATES: listed}) == verdict(ALL)
+
+
+def test_interrupting_a_comparison_keeps_the_list_of_candidates_in_its_folder(tmp_path):
+    calls = []
+
+    def stops(q, k, v):
+        calls.append(1)
+        if len(calls) > 1:
+            raise KeyboardInterrupt
+        return v
+
+    results = ea.compare(
+        ["exact", stops, "window"], tokens=24, rounds=1, draws=1, isolate="none", out=tmp_path
+    )
+    assert results.interrupted and len(calls) == 2
+    assert results.environment[CANDIDATES] == ["exact", "stops", "window"]
+    assert read(tmp_path).environment[CANDIDATES] == ["exact", "stops", "window"]
+
+
+def test_what_saves_few_operations_or_none_is_named_with_its_share():
+    whole = exact_operations(ALL[0].case)
+    more = [
+        *measured("linformer(rank=256)", 0.4, 0.02, flops=whole),
+        *measured("window(window=513)", 0.1, 0.02, flops=int(0.76 * whole)),
+        *measured("small", 0.3, 0.02, flops=whole // 2),
+    ]
+    told = comparison_sentences([*ALL, *more], 0.1)[1]
+    assert told == (
+        "Operations, exact attention = 1, of what saves few or none at 512 tokens: "
+        "window(window=513) (0.76x), linformer(rank=256) (1.00x)."
+    )
+
+
+@pytest.mark.parametrize(
+    ("backend", "options"),
+    [("window", {"window": 25}), ("window", {"window": 47}), ("linformer", {"rank": 12})],
+)
+def test_a_window_wider_than_the_text_and_a_rank_of_half_of_it_are_named_by_compare(backend, options):
+    wanted = {backend: {name: [value] for name, value in options.items()}}
+    results = ea.compare([backend], options=wanted, tokens=24, rounds=1, draws=1, isolate="none")
+    (inner,) = (f"{name}={value}" for name, value in options.items())
+    assert any("save" in told and f"{backend}({inner}) (" in told for told in results.sentences())
+
+
+def swapped(label, distance, seconds=0.01, **more):
+    shared = {"of": "model", "inputs": "model on 3 texts #0", **more}
+    kept = {} if label == OWN else {"mean_pool_distance": distance, "mean_pool_distance_draws": (distance,)}
+    times_s = tuple(seconds * one for one in SPREAD)
+    return [
+        Record(case=case("swap", label, 64, **shared), **kept),
+        Record(case=case("time", label, 64, **shared), times_s=times_s),
+    ]
+
+
+SWAPPED = [*swapped(OWN, None, 0.01), *swapped("window", 0.2, 0.004)]
+
+
+def test_an_interrupted_swap_names_the_candidates_it_did_not_measure():
+    (told,) = swap_sentences(SWAPPED, {CANDIDATES: ["window", "linformer", "performer-positive"]})
+    assert "stays nearest to itself with window among the candidates measured so far" in told
+    assert told.endswith("Not measured (2 of 3 candidates): linformer, performer-positive.")
+
+
+def test_a_complete_swap_names_no_missing_candidates():
+    (told,) = swap_sentences(SWAPPED, {CANDIDATES: ["window"]})
+    assert "so far" not in told and "Not measured" not in told and "2.50x as fast as before" in told
+
+
+def test_the_speed_of_a_swap_is_open_on_a_busy_machine_and_within_the_noise():
+    (told,) = swap_sentences(SWAPPED, BUSY)
+    assert "the times do not show now: other processes took 83%" in told and "as fast" not in told
+    (told,) = swap_sentences([*SWAPPED[:2], *swapped("window", 0.2, 0.01001)])
+    assert "as fast as before to within the noise" in told
