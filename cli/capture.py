@@ -59,7 +59,7 @@ def capture_command(
     talk.say(
         f"Layers {kept} on {len(captured.tokens)} tokens. Measure on them: efficient-attn mse --inputs {out}"
     )
-    typer.echo(str(out))
+    talk.put(out)
 
 
 def _layers(text: str | None) -> tuple[int, ...] | None:

@@ -1,6 +1,5 @@
 """`efficient-attn check`: which promises of a backend are kept."""
 
-import json
 from collections import Counter
 from typing import Annotated, Any
 
@@ -27,10 +26,10 @@ def check(backend: BackendArgument, as_json: JsonOption = False, seed: SeedOptio
 
     records = check_backend(backend, on_fail="collect", seed=seed)
     if as_json:
-        typer.echo(json.dumps([record.as_dict() for record in records], indent=2, ensure_ascii=False))
+        talk.put_json([record.as_dict() for record in records])
     else:
         talk.print_tables([_table(backend, records)])
-        typer.echo(_verdict(backend, records))
+        talk.put(_verdict(backend, records))
     return BROKEN_PROMISE if any(record.failed for record in records) else exits.DONE
 
 

@@ -1,6 +1,5 @@
 """`efficient-attn diff`: two runs, and what became worse."""
 
-import json
 from pathlib import Path
 from typing import Annotated
 
@@ -29,18 +28,17 @@ def diff(
     Example: efficient-attn diff runs/before runs/after --fail-on time:10%
     """
     from efficient_attn.experiments.diff import diff as compare
-    from efficient_attn.report.harmless import plain
 
     to_stdout = as_json(json_to)
     found = compare(old, new, fail_on=None if fail_on is None else _shares(fail_on))
     if to_stdout:
-        typer.echo(json.dumps(found.as_dict(), indent=2, allow_nan=False))
+        talk.put_json(found.as_dict())
     else:
         for warning in found.warnings:
-            typer.echo(plain(warning))
+            talk.put(warning)
         talk.print_tables(found.tables())
         for sentence in found.sentences():
-            typer.echo(plain(sentence))
+            talk.put(sentence)
     if not found.comparison.changes:
         talk.say("Nothing to compare: no case is in both runs.")
         return exits.NOTHING_MEASURED

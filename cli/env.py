@@ -1,11 +1,9 @@
 """`efficient-attn env`: the machine and the software that numbers come from."""
 
-import json
 from collections.abc import Iterator
 from typing import Any
 
-import typer
-
+from . import talk
 from .options import DeviceOption, JsonOption
 
 
@@ -16,10 +14,10 @@ def env_command(as_json: JsonOption = False, device: DeviceOption = "auto") -> N
 
     found = environment(device=settle(Workload(device=device)).device)
     if as_json:
-        typer.echo(json.dumps(found, indent=2, allow_nan=False, ensure_ascii=False))
+        talk.put_json(found)
         return
     for name, value in _lines(found):
-        typer.echo(f"{name:32} {value}")
+        talk.put(f"{name:32} {value}")
 
 
 def _lines(values: dict[str, Any], above: str = "") -> Iterator[tuple[str, str]]:

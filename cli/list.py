@@ -1,6 +1,5 @@
 """`efficient-attn list`: the backends and what each promises."""
 
-import json
 from dataclasses import MISSING, asdict, fields
 from typing import Annotated, Any
 
@@ -32,7 +31,7 @@ def list_command(as_json: JsonOption = False, no_plugins: NoPluginsOption = Fals
     if as_json:
         rows = [_row(spec(name)) for name in names]
         rows += [dict.fromkeys(rows[0]) | {"name": one.name, "plugin": one._asdict()} for one in others]
-        typer.echo(json.dumps(rows, indent=2, ensure_ascii=False))
+        talk.put_json(rows)
         return
     talk.print_tables([_table([spec(name) for name in names]), *([_plugin_table(others)] if others else [])])
 

@@ -56,6 +56,8 @@ for _name in COMMANDS:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and leave with the exit code that says how it went."""
+    if arguments is None:
+        sys.excepthook = talk.fault
     with polite() as ends:
         try:
             code = _run(arguments)
@@ -89,5 +91,5 @@ def _unread() -> int:
 
 def fail(message: str) -> NoReturn:
     """One line that says what was wrong with the request, and exit code 2."""
-    typer.secho(f"error: {' '.join(message.split())}", fg="red", err=True, color=talk.colours())
+    talk.refuse(message)
     sys.exit(exits.WRONG_REQUEST)

@@ -23,7 +23,8 @@ def _backend_names() -> list[str]:
     found = find_spec("efficient_attn.backends")
     files = iter_modules(found.submodule_search_locations if found else None)
     own = {file.name.replace("_", "-") for file in files}
-    return sorted(own | {point.name for point in entry_points(group="efficient_attn.backends")})
+    brought = {point.name for point in entry_points(group="efficient_attn.backends")}
+    return sorted(own | {name for name in brought if name.isprintable()})
 
 
 BackendOption = Annotated[

@@ -17,15 +17,15 @@ def finish(results: Any, named: Sequence[str] | None, *, folder: Path, as_json: 
         named: The backends that were asked for; None for a default selection.
     """
     if as_json:
-        typer.echo(json.dumps(document(results), indent=2, allow_nan=False, ensure_ascii=False))
+        talk.put_json(document(results))
     else:
         talk.print_tables(results.tables())
         for sentence in results.sentences():
-            typer.echo(sentence)
+            talk.put(sentence)
         for note in results.notes:
             talk.say(note)
     # With JSON, stdout is one document and nothing else.
-    typer.echo(str(folder), err=as_json)
+    talk.put(folder, err=as_json)
     raise typer.Exit(exit_code(results, named))
 
 

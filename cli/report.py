@@ -5,6 +5,8 @@ from typing import Annotated
 
 import typer
 
+from . import talk
+
 FoldersArgument = Annotated[list[Path], typer.Argument(metavar="DIR…", help="Folders of runs.")]
 HtmlOption = Annotated[
     Path | None, typer.Option("--html", metavar="FILE", help="Write nothing but the page, to this file.")
@@ -23,4 +25,4 @@ def report_command(folders: FoldersArgument, html: HtmlOption = None, out: OutOp
     from efficient_attn.experiments.redraw import report
 
     for path in report(*folders, html=html, out=out):
-        typer.echo(str(path))
+        talk.put(path)

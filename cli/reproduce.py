@@ -67,17 +67,16 @@ def reproduce_command(
         _say(finding)
     for note in made.notes():
         talk.say(note)
-    typer.echo(str(folder))
+    talk.put(folder)
     raise typer.Exit(_exit_code(made))
 
 
 def _say(finding: Any) -> None:
     """A claim, the numbers that bear on it, the verdict last."""
-    from efficient_attn.report.harmless import plain
-
-    typer.echo(plain(finding.claim))
-    typer.echo(f"  measured: {plain(finding.measured)}")
-    typer.secho(f"  verdict:  {plain(finding.verdict)}\n", bold=True)
+    talk.put(finding.claim)
+    talk.put(f"  measured: {finding.measured}")
+    talk.put(f"  verdict:  {finding.verdict}", bold=True)
+    talk.put("")
 
 
 def _list() -> None:

@@ -69,5 +69,5 @@ def show_command(
     folder = open_folder(out or run_folder("show"), name="--out")
     talk.print_tables([shown.table()])
     for path in save(shown.plot().axes[0], folder, "show"):
-        typer.echo(str(path))
+        talk.put(path)
     raise typer.Exit(exits.SOME_NOT_MEASURED if shown.notes and backend else exits.DONE)

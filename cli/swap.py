@@ -91,7 +91,7 @@ def swap_command(
     with talk.progress(swap.points(asked)) as show, redirect_stdout(sys.stderr):
         results = swap.run_swap(asked, rounds=rounds, out=folder, command=command_line(), progress=show)
     _print(results, as_json=json_to is not None)
-    typer.echo(str(folder), err=json_to is not None)
+    talk.put(folder, err=json_to is not None)
     raise typer.Exit(_exit_code(results, named))
 
 
@@ -106,11 +106,11 @@ def _texts(files: Sequence[Path] | None) -> dict[str, str] | None:
 
 def _print(results: Any, *, as_json: bool) -> None:
     if as_json:
-        typer.echo(json.dumps(_document(results), indent=2, allow_nan=False, ensure_ascii=False))
+        talk.put_json(_document(results))
         return
     talk.print_tables(results.tables())
     for sentence in results.sentences():
-        typer.echo(sentence)
+        talk.put(sentence)
     for note in results.notes:
         talk.say(note)
 

@@ -1,9 +1,15 @@
-"""Tables to stdout, talk and progress to stderr."""
+"""Results to stdout, talk and progress to stderr: every text that a command writes goes through here.
 
+Names and messages may be anybody's; each leaves as one line without control characters.
+"""
+
+import json
 import os
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from types import TracebackType
 from typing import Any
 
 import typer
@@ -20,16 +26,40 @@ def colours() -> bool | None:
 
 def say(text: str) -> None:
     """One line to the person at the keyboard."""
+    put(text, err=True)
+
+
+def put(text: object, *, err: bool = False, bold: bool = False) -> None:
+    """One line of results."""
     from efficient_attn.report.harmless import plain
 
-    typer.echo(plain(text), err=True)
+    typer.secho(plain(str(text)), err=err, bold=bold or None, color=colours())
+
+
+def put_json(document: Any) -> None:
+    """One JSON document to stdout, in printable ASCII: no text in it reaches a terminal as it is."""
+    # Of the control characters JSON leaves this one as it is.
+    typer.echo(json.dumps(document, indent=2, allow_nan=False).replace("\x7f", "\\u007f"))
+
+
+def refuse(message: str) -> None:
+    """One line, in red, that says what was wrong."""
+    from efficient_attn.report.harmless import plain
+
+    typer.secho(f"error: {plain(' '.join(message.split()))}", fg="red", err=True, color=colours())
+
+
+def fault(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """The traceback of a fault of ours; the text of the error may be somebody else's."""
+    for part in traceback.format_exception(kind, error, trace):
+        for row in part.splitlines():
+            say(row)
 
 
 def print_tables(tables: Sequence[Any]) -> None:
     """Tables with their notes to stdout."""
     from rich.console import Console
 
-    from efficient_attn.report.harmless import plain
     from efficient_attn.report.table import to_rich
 
     width = None if sys.stdout.isatty() else _WIDTH_OF_A_FILE
@@ -39,8 +69,8 @@ def print_tables(tables: Sequence[Any]) -> None:
             console.print(to_rich(table))
         typer.echo("\n".join(row.rstrip() for row in drawn.get().rstrip().splitlines()))
         for note in table.notes:
-            typer.echo(f"  {plain(note)}")
-        typer.echo()
+            put(f"  {note}")
+        put("")
 
 
 def draws() -> bool:
@@ -57,6 +87,8 @@ def progress(total: int) -> Iterator[Callable[[Any], None]]:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+    from efficient_attn.report.harmless import plain
+
     columns = (
         BarColumn(bar_width=24),
         MofNCompleteColumn(),
@@ -70,7 +102,7 @@ def progress(total: int) -> Iterator[Callable[[Any], None]]:
         def show(step: Any) -> None:
             bar.update(task, completed=step.done, total=step.total, remaining=remaining(step))
             if step.doing is not None:
-                bar.update(task, description=step.doing)
+                bar.update(task, description=plain(step.doing))
 
         yield show
 

@@ -159,7 +159,8 @@ def train_command(
             progress=show,
         )
     for label, words in train.samples(folder, variants, sample):
-        typer.echo(f"{label}: {words}\n", err=to_stdout)
+        talk.put(f"{label}: {words}", err=to_stdout)
+        talk.put("", err=to_stdout)
     finish(results, names(backend), folder=folder, as_json=to_stdout)
 
 

@@ -6,9 +6,10 @@ import subprocess
 import sys
 
 import pytest
+from terminals import on_a_terminal
 
 pytest.importorskip("efficient_attn_cli", reason="needs an installation, if only an editable one")
-pty = pytest.importorskip("pty", reason="there are no pseudo-terminals here")
+pytest.importorskip("pty", reason="there are no pseudo-terminals here")
 
 CODE = """
 import sys, time
@@ -26,34 +27,6 @@ with talk.progress(2) as show:
 """
 COMMAND = "from efficient_attn_cli.main import main; main()"
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
-
-
-def on_a_terminal(code, *words, columns=80, **variables):
-    """What a child writes to a terminal of its own."""
-    import fcntl
-    import struct
-    import termios
-
-    ours, its = pty.openpty()
-    fcntl.ioctl(its, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
-    settings = {"TERM": "xterm-256color", **variables}
-    environment = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "COLUMNS")}
-    child = subprocess.Popen(
-        [sys.executable, "-c", code, *words], stdin=its, stdout=its, stderr=its, env=environment | settings
-    )
-    os.close(its)
-    written = b""
-    while True:
-        try:
-            part = os.read(ours, 1 << 16)
-        except OSError:
-            break
-        if not part:
-            break
-        written += part
-    os.close(ours)
-    child.wait()
-    return written.decode()
 
 
 @pytest.mark.parametrize("columns", [20, 80])
