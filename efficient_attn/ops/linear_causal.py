@@ -38,6 +38,7 @@ from efficient_attn.ops.linear_gradient import (
 )
 from efficient_attn.ops.linear_tokens import Tokens
 from efficient_attn.ops.precision import without_autocast
+from efficient_attn.ops.transforms import transformable
 
 # Tokens that read one another directly.
 CHUNK = 64
@@ -45,7 +46,7 @@ CHUNK = 64
 
 def causal_linear_attention(tokens: Tokens) -> Outputs:
     """Linear attention of each token to those up to itself; the queries are the last positions."""
-    return Outputs(*_causal(*tokens)[:3])
+    return Outputs(*_attend(*tokens)[:3])
 
 
 def extend_linear_attention(tokens: Tokens, state: LinearState | None) -> tuple[Tensor, LinearState]:
@@ -250,7 +251,8 @@ def _(
 def _backward(ctx: Any, gradient: Tensor | None, *_: None) -> tuple:
     if gradient is None:
         return (None,) * 8
-    return *_causal_backward(gradient, *ctx.saved_tensors, ctx.kind, ctx.scale), *[None] * 5
+    return *_differentiate(gradient, *ctx.saved_tensors, ctx.kind, ctx.scale), *[None] * 5
 
 
-_causal.register_autograd(_backward, setup_context=keep_for_backward)
+_attend = transformable(_causal, _backward, keep_for_backward)
+_differentiate = transformable(_causal_backward)

@@ -35,6 +35,7 @@ from efficient_attn.ops.linear_softmax_gradient import two_softmaxes_gradients
 from efficient_attn.ops.linear_tokens import Tokens
 from efficient_attn.ops.linear_trigonometric import trigonometric_attention, trigonometric_gradients
 from efficient_attn.ops.precision import without_autocast
+from efficient_attn.ops.transforms import transformable
 
 # Tokens whose features are made at once, few enough to stay in cache.
 _CHUNK = 128
@@ -42,7 +43,7 @@ _CHUNK = 128
 
 def full_linear_attention(tokens: Tokens) -> Outputs:
     """Σ_j φ(q)·φ(k_j) v_j / Σ_j φ(q)·φ(k_j) over all keys (Choromanski et al. 2021, section 2.2)."""
-    return Outputs(*_full(*tokens)[:3])
+    return Outputs(*_attend(*tokens)[:3])
 
 
 def chunks(tokens: int) -> list[slice]:
@@ -181,7 +182,8 @@ def _(
 def _backward(ctx: Any, gradient: Tensor | None, *_: None) -> tuple:
     if gradient is None:
         return (None,) * 8
-    return *_full_backward(gradient, *ctx.saved_tensors, ctx.kind, ctx.scale), *[None] * 5
+    return *_differentiate(gradient, *ctx.saved_tensors, ctx.kind, ctx.scale), *[None] * 5
 
 
-_full.register_autograd(_backward, setup_context=keep_for_backward)
+_attend = transformable(_full, _backward, keep_for_backward)
+_differentiate = transformable(_full_backward)

@@ -103,6 +103,8 @@ class _MixAlike(torch.autograd.Function):
     precision are kept so, and widened a piece at a time.
     """
 
+    generate_vmap_rule = True
+
     @staticmethod
     def forward(mix: Tensor, x: Tensor) -> Tensor:
         mixed = None
@@ -120,7 +122,7 @@ class _MixAlike(torch.autograd.Function):
         mix, x = ctx.saved_tensors
         by_mix, by_x = None, None
         if ctx.needs_input_grad[0]:
-            by_mix = torch.zeros_like(mix)
+            by_mix = gradient.new_zeros(mix.shape)
             # A part at a time whatever the dtype: a product of all tokens would be a second by_mix.
             for part in _parts(x.shape[-2], _PIECE):
                 for one, other in zip(gradient, wide(x[:, part]), strict=True):

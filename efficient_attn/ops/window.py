@@ -10,6 +10,7 @@ from efficient_attn.ops import flash
 from efficient_attn.ops.fused import fused_attention
 from efficient_attn.ops.precision import hide, wide
 from efficient_attn.ops.softmax import softmax_over
+from efficient_attn.ops.transforms import transformed
 from efficient_attn.ops.window_fused import fused_window, fused_window_backward
 from efficient_attn.shapes import KeyMask, Keys, Output, Queries, Values
 
@@ -28,11 +29,12 @@ def window_attention(
     """
     q_tokens, k_tokens = q.shape[-2], k.shape[-2]
     back, ahead = min(back, k_tokens), min(ahead, k_tokens)
+    plain = transformed(q, k, v) or not flash.available(q, k, v)
     # The kernel of exact attention has no second derivatives, which the window promises.
     trained = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
-    if not trained and back >= k_tokens - 1 and (ahead == 0 or ahead >= q_tokens - 1):
+    if not (plain or trained) and back >= k_tokens - 1 and (ahead == 0 or ahead >= q_tokens - 1):
         return fused_attention(q, k, v, scale=scale, causal=ahead == 0, key_mask=key_mask, dropout=0.0)
-    if not flash.available(q, k, v):
+    if plain:
         return _plain(q, k, v, key_mask, back, ahead, scale)
     if scale <= 0:
         q, scale = q * scale, 1.0
@@ -68,7 +70,7 @@ fused_window.register_autograd(_backward, setup_context=_keep)
 def _plain(
     q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, back: int, ahead: int, scale: float
 ) -> Tensor:
-    """The same with plain operators, for other devices and for derivatives of any order."""
+    """The same with plain operators: for other devices, transforms, and derivatives of any order."""
     tokens, before = q.shape[-2], k.shape[-2] - q.shape[-2]
     blocks = -(-tokens // _BLOCK)
     # The keys from the first query's neighbourhood to the last's; outside the sequence, padding.

@@ -1,0 +1,112 @@
+"""Registered operators inside the transforms of torch.func: grad, vmap and jacrev.
+
+The registration of `torch.library` serves autograd and the compiler; transforms need an autograd function.
+Batch entries are independent, so a mapped axis is folded into the batch.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.forward_ad import unpack_dual
+
+from efficient_attn.errors import UnsupportedError
+
+# Arguments without a batch axis: parameters of the model, and the pieces of a sequence.
+_SHARED = {"directions", "log_weights", "ends"}
+
+
+def transformed(*args: Any) -> bool:
+    """Whether a transform of torch.func is active, or a tensor carries a forward-mode derivative."""
+    if torch.compiler.is_compiling():
+        return False
+    return torch._C._are_functorch_transforms_active() or any(
+        isinstance(x, Tensor) and unpack_dual(x).tangent is not None for x in args
+    )
+
+
+def transformable(
+    operator: Any, backward: Callable | None = None, keep: Callable | None = None
+) -> Callable[..., Any]:
+    """The operator, registered with its derivative for autograd and for the transforms of torch.func.
+
+    Args:
+        operator: Of `torch.library.custom_op`; takes no keyword arguments.
+        backward: Takes a context and the gradients by the outputs; None: gradients are refused in words.
+        keep: Takes a context, the inputs and the output, and keeps in the context the inputs of `backward`.
+    """
+    backward, keep = backward or _refuse_derivatives, keep or _keep_nothing
+    operator.register_autograd(backward, setup_context=keep)
+    shared = [argument.name in _SHARED for argument in operator._opoverload._schema.arguments]
+
+    def over_batches(info: Any, in_dims: tuple, *args: Any) -> tuple[Any, Any]:
+        if any(dim is not None for dim, one in zip(in_dims, shared, strict=True) if one):
+            return _one_by_one(carrier.apply, info.batch_size, in_dims, args)
+        return _folded(carrier.apply, info.batch_size, in_dims, args, shared)
+
+    members = {
+        "forward": lambda *args: operator(*args),
+        "setup_context": keep,
+        "backward": backward,
+        "jvp": _refuse_tangents,
+        "vmap": over_batches,
+    }
+    carrier: Any = type(
+        operator._name, (torch.autograd.Function,), {name: staticmethod(one) for name, one in members.items()}
+    )
+
+    def call(*args: Any) -> Any:
+        if not transformed(*args):
+            return operator(*args)
+        return carrier.apply(*args) if torch._C._are_functorch_transforms_active() else _refuse_tangents()
+
+    return call
+
+
+def _folded(
+    call: Callable, size: int, in_dims: tuple, args: tuple, shared: list[bool]
+) -> tuple[tuple, tuple]:
+    """One call whose batch has all mapped entries."""
+    whole = [
+        x if one or not isinstance(x, Tensor) else _mapped_first(x, dim, size).flatten(0, 1)
+        for x, dim, one in zip(args, in_dims, shared, strict=True)
+    ]
+    outputs = call(*whole)
+    # The only output without a batch axis, the pieces of a sequence, is a list.
+    dims = tuple(None if x.ndim == 1 else 0 for x in outputs)
+    return tuple(
+        x if dim is None else x.unflatten(0, (size, len(x) // size))
+        for x, dim in zip(outputs, dims, strict=True)
+    ), dims
+
+
+def _mapped_first(x: Tensor, dim: int | None, size: int) -> Tensor:
+    return x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
+
+
+def _one_by_one(call: Callable, size: int, in_dims: tuple, args: tuple) -> tuple[tuple, tuple]:
+    """A call for each mapped entry, where parameters of several models are mapped."""
+    outputs = [
+        call(*(x if dim is None else x.select(dim, number) for x, dim in zip(args, in_dims, strict=True)))
+        for number in range(size)
+    ]
+    return tuple(map(torch.stack, zip(*outputs, strict=True))), (0,) * len(outputs[0])
+
+
+def _keep_nothing(ctx: Any, inputs: tuple, output: Any) -> None:
+    """A context of a derivative that is refused."""
+
+
+def _refuse_derivatives(ctx: Any, *gradients: Any) -> Any:
+    raise UnsupportedError(
+        "The gradients of this attention have no derivatives of their own; backend 'exact-dense' has "
+        "derivatives of every order."
+    )
+
+
+def _refuse_tangents(*_: Any) -> Any:
+    raise UnsupportedError(
+        "This attention has no forward-mode derivatives (jvp, jacfwd): use torch.func.vjp or jacrev, or "
+        "backend 'exact-dense'."
+    )

@@ -1,0 +1,156 @@
+"""Backends inside the transforms of torch.func, against autograd and loops of single calls."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd.forward_ad import dual_level, make_dual, unpack_dual
+from torch.func import functional_call, grad, jacrev, jvp, stack_module_state, vmap
+
+import efficient_attn as ea
+
+# torch calls kernels without a batching rule entry by entry, and warns that this is slow.
+pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
+
+TOKENS, HEAD_DIM, ENTRIES = 9, 4, 3
+CASES = [
+    (name, causal)
+    for name in ea.list_backends()
+    for causal in (False, True)
+    if ea.spec(name).capabilities.causal >= causal
+]
+EVERY = pytest.mark.parametrize(("name", "causal"), CASES)
+
+
+def built(name: str, causal: bool, **options: int) -> ea.Backend:
+    size = ea.spec(name).size_option
+    sizes = {} if size is None else {size: {"window": 5, "window-clusters": 2}.get(name, 6)}
+    backend = ea.build(name, head_dim=HEAD_DIM, max_tokens=12, causal=causal, **sizes, **options).double()
+    if backend.needs_calibration:
+        backend.calibrate(*(x[0] for x in inputs(seed=1)[:2]))
+    return backend
+
+
+def inputs(seed: int = 0, heads: int = 1) -> list[Tensor]:
+    """q, k and v of several calls, [calls batch heads tokens dim]."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(ENTRIES, 2, h, TOKENS, HEAD_DIM) for h in (heads, 1, 1)]
+    return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+
+
+def masks() -> Tensor:
+    mask = torch.rand(ENTRIES, 2, TOKENS, generator=torch.Generator().manual_seed(2)) < 0.7
+    # One entry sees no key at all.
+    mask[1, 0] = False
+    return mask
+
+
+def loss(backend: ea.Backend) -> Callable[..., Tensor]:
+    def call(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None = None) -> Tensor:
+        return backend(q, k, v, key_mask=key_mask).sin().sum()
+
+    return call
+
+
+def gradients(backend: ea.Backend, *given: Tensor) -> list[Tensor]:
+    leaves = [x.clone().requires_grad_() for x in given[:3]]
+    return list(torch.autograd.grad(loss(backend)(*leaves, *given[3:]), leaves))
+
+
+def assert_equal(got: object, wanted: object) -> None:
+    # Folded into one batch or not, sums are taken in another order.
+    torch.testing.assert_close(got, wanted, rtol=1e-10, atol=1e-11)
+
+
+@EVERY
+def test_grad_and_jacrev_are_the_derivatives_of_autograd(name, causal):
+    backend, given = built(name, causal), [x[0] for x in inputs(heads=2)]
+    assert_equal(list(grad(loss(backend), (0, 1, 2))(*given)), gradients(backend, *given))
+    q, k, v = (x[:1, :1, :3] for x in given)
+    wanted = torch.autograd.functional.jacobian(lambda q, k, v: backend(q, k, v), (q, k, v))
+    assert_equal(jacrev(lambda q, k, v: backend(q, k, v), (0, 1, 2))(q, k, v), wanted)
+
+
+@EVERY
+def test_vmap_gives_the_calls_one_by_one_with_masks_and_grouped_queries(name, causal):
+    backend, given = built(name, causal), [*inputs(heads=2), masks()]
+    call = lambda q, k, v, m: backend(q, k, v, key_mask=m)  # noqa: E731
+    wanted = torch.stack([call(*one) for one in zip(*given, strict=True)])
+    assert_equal(vmap(call)(*given), wanted)
+    # Any axis may be the mapped one, and some arguments may have none.
+    q, k, v, mask = given
+    mapped = vmap(call, in_dims=(2, None, 1, None))(q.movedim(0, 2), k[0], v.movedim(0, 1), mask[0])
+    assert_equal(mapped, torch.stack([call(q[i], k[0], v[i], mask[0]) for i in range(ENTRIES)]))
+
+
+@EVERY
+def test_vmap_and_grad_compose_in_either_order(name, causal):
+    backend, given = built(name, causal), [*inputs(heads=2), masks()]
+    one_by_one = [gradients(backend, *one) for one in zip(*given, strict=True)]
+    wanted = [torch.stack(parts) for parts in zip(*one_by_one, strict=True)]
+    assert_equal(list(vmap(grad(loss(backend), (0, 1, 2)))(*given)), wanted)
+    together = grad(lambda *x: vmap(loss(backend))(*x, given[3]).sum(), (0, 1, 2))
+    assert_equal(list(together(*given[:3])), wanted)
+
+
+@pytest.mark.parametrize(
+    ("name", "causal"),
+    [one for one in CASES if one[0] in ("linformer", "performer-positive", "performer-trig")],
+)
+def test_an_ensemble_of_models_is_mapped_over_its_parameters_and_directions(name, causal):
+    models = [
+        built(name, causal, **({} if name == "linformer" else {"seed": number})) for number in range(ENTRIES)
+    ]
+    for number, model in enumerate(models):
+        for parameter in model.parameters():
+            torch.nn.init.normal_(parameter, generator=torch.Generator().manual_seed(number))
+    state, given = stack_module_state(models), [x[0] for x in inputs()]
+
+    def one(parameters: dict, buffers: dict, q: Tensor) -> Tensor:
+        return functional_call(models[0], (parameters, buffers), (q, *given[1:])).sin().sum()
+
+    wanted = [gradients(model, *given)[0] for model in models]
+    assert_equal(vmap(grad(one, 2), in_dims=(0, 0, None))(*state, given[0]), torch.stack(wanted))
+
+
+# torch's own forward mode compiles its decompositions in a way that it calls deprecated.
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+@EVERY
+def test_forward_mode_derivatives_are_right_or_refused_and_never_zero(name, causal):
+    backend, (q, k, v) = built(name, causal), [x[0] for x in inputs()]
+    tangent = torch.randn(q.shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    cotangent = torch.randn(v.shape, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+    leaf = q.clone().requires_grad_()
+    (by_q,) = torch.autograd.grad(backend(leaf, k, v), leaf, cotangent)
+
+    def by_transform() -> Tensor:
+        return jvp(lambda q: backend(q, k, v), (q,), (tangent,))[1]
+
+    def by_dual_numbers() -> Tensor | None:
+        with dual_level():
+            return unpack_dual(backend(make_dual(q, tangent), k, v)).tangent
+
+    for derivative in (by_transform, by_dual_numbers):
+        if name in ("exact-dense", "window"):
+            found = derivative()
+            assert found is not None
+            assert_equal((found * cotangent).sum(), (by_q * tangent).sum())
+        else:
+            # Our refusal, or that of torch's fused kernel.
+            with pytest.raises(NotImplementedError, match=r"no forward-mode derivatives|forward AD"):
+                derivative()
+
+
+@EVERY
+def test_second_derivatives_through_torch_func_are_right_or_refused(name, causal):
+    backend, (q, k, v) = built(name, causal), (x[0] for x in inputs())
+    once = lambda q: grad(lambda q: backend(q, k, v).sin().sum())(q).square().sum()  # noqa: E731
+    if ea.spec(name).capabilities.second_derivatives:
+        leaf = q.clone().requires_grad_()
+        (first,) = torch.autograd.grad(backend(leaf, k, v).sin().sum(), leaf, create_graph=True)
+        (wanted,) = torch.autograd.grad(first.square().sum(), leaf)
+        assert_equal(grad(once)(q), wanted)
+    else:
+        with pytest.raises(RuntimeError, match=r"no derivatives of their own|is not implemented"):
+            grad(once)(q)
