@@ -1,0 +1,73 @@
+"""Every backend gives the golden values, which make_golden.py computed with 50 digits."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import efficient_attn as ea
+
+GOLDEN = json.loads((Path(__file__).parent / "fixtures" / "golden.json").read_text())
+CASES = GOLDEN["cases"]
+
+
+def tensor(x: Any) -> Tensor:
+    def numbers(x: Any) -> Any:
+        return [numbers(one) for one in x] if isinstance(x, list) else float.fromhex(x)
+
+    return torch.tensor(numbers(x), dtype=torch.float64)
+
+
+def built(name: str, case: dict[str, Any]) -> ea.Backend:
+    """A backend with the stored parameters."""
+    stored, head_dim = GOLDEN["backends"][name], case["head_dim"]
+    backend = ea.build(
+        name,
+        head_dim=head_dim,
+        max_tokens=GOLDEN["max_tokens"],
+        causal=case["causal"] and ea.spec(name).capabilities.causal,
+        scale=case["scale"],
+        **stored["options"],
+    ).double()
+    kept = {key: tensor(x) for key, x in stored["parameters"][str(head_dim)].items()}
+    # An empty list has lost its further axes.
+    own = backend.state_dict()
+    backend.load_state_dict({key: x if x.numel() else own[key] for key, x in kept.items()})
+    return backend
+
+
+def test_every_backend_has_twenty_cases():
+    assert sorted(GOLDEN["backends"]) == list(ea.list_backends())
+    assert len(CASES) >= 20
+    assert all(len(one["outputs"]) == len(CASES) for one in GOLDEN["backends"].values())
+
+
+@pytest.mark.parametrize("name", ea.list_backends())
+def test_outputs_are_the_golden_values(name):
+    stored = GOLDEN["backends"][name]
+    for number, case in enumerate(CASES):
+        q, k, v = (tensor(case[x])[None] for x in "qkv")
+        masked = case["mask"] is not None and name != "window-clusters"
+        mask = torch.tensor(case["mask"])[None] if masked else None
+        out = built(name, case)(q, k, v, key_mask=mask)[0]
+        wanted, condition = tensor(stored["outputs"][number]), torch.tensor(stored["conditions"][number])
+        # Signed weights magnify rounding by the size of their terms over that of their sum.
+        bound = 1e-12 * condition.double().unsqueeze(-1) * v.abs().max()
+        assert ((out - wanted).abs() <= bound).all(), (number, ((out - wanted).abs() / bound).max())
+
+
+@pytest.mark.parametrize("name", ea.list_backends())
+def test_a_seed_still_draws_the_stored_directions(name):
+    for case in CASES:
+        head_dim = case["head_dim"]
+        backend = ea.build(
+            name, head_dim=head_dim, max_tokens=GOLDEN["max_tokens"], **GOLDEN["backends"][name]["options"]
+        )
+        for key, value in backend.state_dict().items():
+            if key.endswith("projection"):
+                stored = tensor(GOLDEN["backends"][name]["parameters"][str(head_dim)][key])
+                # The last bits of a factorisation differ between linear algebra libraries.
+                torch.testing.assert_close(value.double(), stored, rtol=1e-5, atol=1e-6)
