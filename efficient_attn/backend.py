@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from efficient_attn.checks import check_inputs
+from efficient_attn.checks import check_inputs, check_kept
 from efficient_attn.errors import UnknownNameError, UnsupportedError
 from efficient_attn.ops.precision import without_autocast
 from efficient_attn.problem import AttentionProblem
@@ -46,7 +46,7 @@ class Backend(nn.Module):
             UnsupportedError: If the backend does not promise what the inputs need.
         """
         _refuse(unknown, ["key_mask"])
-        check_inputs(self.problem, self.spec, q, k, v, key_mask)
+        self._check(q, k, v, key_mask)
         if q.numel() == 0 or k.shape[2] == 0 or v.shape[-1] == 0:
             return _nothing_to_read(q, k, v)
         with without_autocast(q):
@@ -75,7 +75,7 @@ class Backend(nn.Module):
             raise UnsupportedError("extend needs a causal backend: build it with causal=True.")
         if not self.spec.capabilities.streaming:
             raise UnsupportedError(f"Backend {self.spec.name!r} keeps no state and cannot extend.")
-        check_inputs(self.problem, self.spec, q, k, v, key_mask, streaming=True)
+        self._check(q, k, v, key_mask, streaming=True)
         with without_autocast(q):
             return self.core.extend(q, k, v, state, key_mask)
 
@@ -90,7 +90,7 @@ class Backend(nn.Module):
         Args:
             rows: The queries of interest, as an index of q's tokens (a slice or a list); None: all.
         """
-        check_inputs(self.problem, self.spec, q, k, k, key_mask)
+        self._check(q, k, k, key_mask)
         wide = torch.promote_types(q.dtype, torch.float32)
         unit = torch.eye(k.shape[2], dtype=wide, device=k.device)
         unit = unit.expand(*k.shape[:2], *unit.shape)
@@ -110,7 +110,7 @@ class Backend(nn.Module):
             raise UnsupportedError(
                 f"Backend {self.spec.name!r} has no random features; 'performer-trig' has denominators."
             )
-        check_inputs(self.problem, self.spec, q, k, k, key_mask)
+        self._check(q, k, k, key_mask)
         with without_autocast(q):
             return self.core.denominators(q, k, key_mask)
 
@@ -136,13 +136,19 @@ class Backend(nn.Module):
         """
         return self._core_with("kernel_weights", q, k).kernel_weights(q, k)
 
+    def _check(
+        self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *, streaming: bool = False
+    ) -> None:
+        check_inputs(self.problem, self.spec, q, k, v, key_mask, streaming=streaming)
+        check_kept(self.spec, self, q)
+
     def _core_with(self, verb: str, q: Tensor, k: Tensor) -> Any:
         if not hasattr(self.core, verb):
             raise UnsupportedError(
                 f"Backend {self.spec.name!r} has no features that estimate the softmax kernel; "
                 "'performer-positive' has."
             )
-        check_inputs(self.problem, self.spec, q, k, k, None)
+        self._check(q, k, k, None)
         return self.core
 
     def redraw(self, seed: int) -> None:
@@ -175,7 +181,7 @@ class Backend(nn.Module):
         _refuse(unknown, ["key_mask"])
         if not hasattr(self.core, "calibrate"):
             raise UnsupportedError(f"Backend {self.spec.name!r} has nothing to calibrate.")
-        check_inputs(self.problem, self.spec, q, k, k, key_mask)
+        self._check(q, k, k, key_mask)
         with without_autocast(q):
             self.core.calibrate(q, k, key_mask)
 

@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from efficient_attn.errors import AttentionError, DtypeError, ShapeError, UnsupportedError
 from efficient_attn.problem import AttentionProblem
@@ -34,6 +34,27 @@ def check_inputs(
     _check_tokens(problem, spec, q, k, v, streaming=streaming)
     if key_mask is not None:
         _check_mask(spec, key_mask, k)
+
+
+def check_kept(spec: BackendSpec, backend: nn.Module, q: Tensor) -> None:
+    """Refuse parameters and buffers of a backend that lie on another device than the queries.
+
+    Raises:
+        ShapeError: If one does.
+    """
+    # While a call is compiled, the operators refuse tensors of several devices.
+    if torch.compiler.is_compiling():
+        return
+    for path, module in backend.named_modules():
+        # The hook of accelerate brings the tensors of its module when the module is called.
+        if "_hf_hook" in module.__dict__:
+            continue
+        for name, x in (*module._parameters.items(), *module._buffers.items()):
+            if x is not None and x.device != q.device:
+                remedy = "load it, or build the backend again" if x.is_meta else "move one to the other"
+                raise ShapeError(
+                    f"{path}.{name} of backend {spec.name!r} is on {x.device} and q on {q.device}; {remedy}."
+                )
 
 
 def _check_tensor(name: str, x: Any, q: Tensor, spec: BackendSpec) -> None:

@@ -77,9 +77,7 @@ def test_what_is_estimated_is_softmax_attention_whatever_it_was_calibrated_on(sc
 
 def estimates(backend, x, y):
     """Each direction's estimate of exp(x·y), one row per direction, for scaled vectors [d]."""
-    tokens = backend.core.features.tokens(
-        x[None, None, None], y[None, None, None], y[None, None, None], None, 1.0
-    )
+    tokens = backend.core.features(x[None, None, None], y[None, None, None], y[None, None, None], None, 1.0)
     part = slice(0, 1)
     of_x = tokens.query_features(tokens.query_rows(part)).log_scale
     of_y = tokens.key_features(tokens.key_rows(part), part).log_scale

@@ -49,6 +49,10 @@ class CalibratedFeatures(WideBuffers):
         for name, value in zip(Fit._fields, fit, strict=True):
             setattr(self, name, value.to(getattr(self, name)))
 
+    def reset_parameters(self) -> None:
+        """Forget the fit."""
+        self.use(Fit(*(getattr(self, name)[:0] for name in Fit._fields)))
+
     def redraw(self, seed: int) -> None:
         self.random.redraw(seed)
 
@@ -68,7 +72,7 @@ class CalibratedFeatures(WideBuffers):
                 raise DataError(f"{name} holds numbers that are not finite; calibrate on finite ones.")
         self.use(self._fit(moments(x, x.shape[0] * x.shape[2]), moments(y, keys)))
 
-    def tokens(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, scale: float) -> Tokens:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, scale: float) -> Tokens:
         """The transformed queries and keys, with the directions and weights of each head's fit."""
         fit = self._fit_for(k.shape[1], wide_dtype(k.dtype))
         tokens = self._positive(q, k, v, key_mask, scale)
@@ -77,14 +81,15 @@ class CalibratedFeatures(WideBuffers):
             moved_k = (tokens.key_rows(ALL) - fit.shift.unsqueeze(1)) @ fit.key_transform.mT
             tokens = tokens._replace(q=unfold(moved_q, q.shape[1]), k=moved_k, scale=1.0)
         a = fit.curvatures
-        w = self.random.projection.to(a)
+        assert tokens.directions is not None, "positive features have directions"
+        w = tokens.directions.to(a)
         # Both sides' constants, a feature's weight, are given to the keys.
         weights = 2 * a @ w.square().mT + (1 - 4 * a).log().sum(dim=-1, keepdim=True) / 2
         directions = w * (1 - 4 * a).sqrt().unsqueeze(1)
         return tokens._replace(directions=directions, log_weights=weights.unsqueeze(1))
 
     def _positive(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, scale: float) -> Tokens:
-        return self.random.tokens(q, k, v, key_mask, scale)
+        return self.random(q, k, v, key_mask, scale)
 
     def _fit_for(self, kv_heads: int, dtype: torch.dtype) -> Fit:
         """The fit of each head of keys; a fit of fewer heads serves groups of neighbouring ones."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from efficient_attn.errors import OptionError
+from efficient_attn.errors import OptionError, UnsupportedError
 from efficient_attn.modules.options import one_of, option, whole_number
 from efficient_attn.ops.features import MAPS
 from efficient_attn.ops.linear_tokens import Tokens
@@ -39,7 +39,7 @@ class FixedFeatures(nn.Module):
         super().__init__()
         self.kind = kind
 
-    def tokens(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, scale: float) -> Tokens:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, scale: float) -> Tokens:
         """Queries, keys and values as they are."""
         return Tokens(q, k, v, key_mask, None, None, self.kind, scale)
 
@@ -52,7 +52,10 @@ def check_pairs(options: RandomFeatureOptions, why: str) -> None:
 
 
 class WideBuffers(nn.Module):
-    """A module whose buffers follow the model anywhere, but to no dtype narrower than float32."""
+    """A module whose buffers follow the model anywhere, but to no dtype narrower than float32.
+
+    Buffers that leave the meta device, where there are no numbers, are made again by `reset_parameters`.
+    """
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "WideBuffers":
         kept = dict(self.named_buffers(recurse=False))
@@ -61,7 +64,13 @@ class WideBuffers(nn.Module):
             moved = getattr(self, name)
             if moved.dtype in (torch.float16, torch.bfloat16):
                 setattr(self, name, tensor.to(moved.device))
+        if any(x.is_meta and not getattr(self, name).is_meta for name, x in kept.items()):
+            self.reset_parameters()
         return self
+
+    def reset_parameters(self) -> None:
+        """Make the buffers as they were when the module was built."""
+        raise NotImplementedError
 
 
 class RandomFeatures(WideBuffers):
@@ -79,9 +88,11 @@ class RandomFeatures(WideBuffers):
         self.kind = kind
         self._draw = options.projection
         self._shape = (options.num_features // MAPS[kind].per_direction, head_dim)
-        self.register_buffer("projection", self._directions(options.seed))
+        self._seed = options.seed
+        # The draw is made on the CPU whatever the default device is, and then moved there.
+        self.register_buffer("projection", self._directions().to(torch.get_default_device()))
 
-    def tokens(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, scale: float) -> Tokens:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, scale: float) -> Tokens:
         """Queries, keys and values with the directions that their features take."""
         return Tokens(q, k, v, key_mask, self.projection, None, self.kind, scale)
 
@@ -89,8 +100,16 @@ class RandomFeatures(WideBuffers):
     def redraw(self, seed: int) -> None:
         """Put other directions in place of these; states made before are invalid."""
         whole_number("seed", seed)
-        self.projection.copy_(self._directions(seed))
+        if self.projection.is_meta:
+            raise UnsupportedError("redraw: the random features lie on meta; load the model first.")
+        self._seed = seed
+        self.reset_parameters()
 
-    def _directions(self, seed: int) -> Tensor:
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draw the directions of the seed again."""
+        self.projection.copy_(self._directions())
+
+    def _directions(self) -> Tensor:
         # Rounded to float32 for every model: the same directions in float64 then show rounding alone.
-        return draw_directions(self._draw, *self._shape, seed=seed).float()
+        return draw_directions(self._draw, *self._shape, seed=self._seed).float()

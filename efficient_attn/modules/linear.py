@@ -31,7 +31,7 @@ class LinearAttention(nn.Module):
 
     def __init__(self, features: nn.Module, problem: AttentionProblem) -> None:
         super().__init__()
-        # A module with tokens(q, k, v, key_mask, scale) -> Tokens.
+        # A module that maps (q, k, v, key_mask, scale) to Tokens.
         self.features: Any = features
         self._scale, self._causal = problem.factor, problem.causal
 
@@ -82,7 +82,7 @@ class LinearAttention(nn.Module):
         return self.features.calibrated
 
     def _tokens(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tokens:
-        return self.features.tokens(q, k, v, key_mask, self._scale)
+        return self.features(q, k, v, key_mask, self._scale)
 
 
 def linear_work(

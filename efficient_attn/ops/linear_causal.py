@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from efficient_attn.ops.devices import check_one_device
 from efficient_attn.ops.features import Features
 from efficient_attn.ops.linear import (
     LinearState,
@@ -126,6 +127,7 @@ def _(
     kind: str,
     scale: float,
 ) -> tuple[Tensor, ...]:
+    check_one_device(q=q, k=k, v=v, key_mask=key_mask, directions=directions, log_weights=log_weights)
     return *new_outputs(q, v), torch.empty(q.shape[-2] + 1, dtype=torch.bool)
 
 

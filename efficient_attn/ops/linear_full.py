@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from efficient_attn.ops.devices import check_one_device
 from efficient_attn.ops.features import MAPS
 from efficient_attn.ops.linear import (
     LinearState,
@@ -107,6 +108,7 @@ def _(
     kind: str,
     scale: float,
 ) -> tuple[Tensor, ...]:
+    check_one_device(q=q, k=k, v=v, key_mask=key_mask, directions=directions, log_weights=log_weights)
     outputs = new_outputs(q, v)
     rows = 0 if directions is None else directions.shape[-2]
     features, one_scale = MAPS[kind].num_features(rows, k.shape[-1]), MAPS[kind].has_values

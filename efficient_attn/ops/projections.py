@@ -8,7 +8,7 @@ from torch import Generator, Tensor
 
 def iid_directions(num_directions: int, head_dim: int, generator: Generator) -> Tensor:
     """Independent rows of N(0, I), float64 [num_directions head_dim]."""
-    return torch.randn(num_directions, head_dim, generator=generator, dtype=torch.float64)
+    return torch.randn(num_directions, head_dim, generator=generator, dtype=torch.float64, device="cpu")
 
 
 def orthogonal_directions(num_directions: int, head_dim: int, generator: Generator) -> Tensor:
@@ -31,7 +31,7 @@ def simplex_directions(num_directions: int, head_dim: int, generator: Generator)
     """
     if head_dim == 1:
         return iid_directions(num_directions, head_dim, generator)
-    corners = torch.eye(head_dim, dtype=torch.float64) - 1 / head_dim
+    corners = torch.eye(head_dim, dtype=torch.float64, device="cpu") - 1 / head_dim
     corners /= corners.norm(dim=-1, keepdim=True)
     blocks = -(-num_directions // head_dim)
     rotated = (corners @ haar_rotations(blocks, head_dim, generator)).flatten(0, 1)[:num_directions]
@@ -44,7 +44,7 @@ def haar_rotations(blocks: int, dim: int, generator: Generator) -> Tensor:
     The Q of a QR decomposition is uniform only once the signs of R's diagonal are moved into it
     (Mezzadri 2007, section 5): the bare Q has a preferred sign, and positive features inherit a bias.
     """
-    gaussian = torch.randn(blocks, dim, dim, generator=generator, dtype=torch.float64)
+    gaussian = torch.randn(blocks, dim, dim, generator=generator, dtype=torch.float64, device="cpu")
     rotation, triangle = torch.linalg.qr(gaussian)
     signs = torch.where(triangle.diagonal(dim1=-2, dim2=-1) < 0, -1.0, 1.0).to(rotation)
     return rotation * signs.unsqueeze(-2)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from efficient_attn.ops import flash
+from efficient_attn.ops.devices import check_one_device
 from efficient_attn.ops.precision import wide, wide_dtype, without_autocast
 from efficient_attn.ops.window_blocks import Band, Forward, attend_blocks
 from efficient_attn.ops.window_blocks_gradient import Backward, differentiate_blocks
@@ -54,6 +55,7 @@ def fused_window(
 def _(
     q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, back: int, ahead: int, scale: float
 ) -> tuple[Tensor, Tensor]:
+    check_one_device(q=q, k=k, v=v, key_mask=key_mask)
     return q.new_empty(*q.shape[:-1], v.shape[-1]), wide(q.new_empty(0)).new_empty(q.shape[:-1])
 
 

@@ -128,9 +128,7 @@ def install(model: PreTrainedModel, places: list[Place], backends: Mapping[str, 
         register()
         model.set_attn_implementation(NAME)
         for place in places:
-            parameter = next((p for p in place.module.parameters() if p.is_floating_point()), None)
-            own: Any = backends[place.path].train(place.module.training)
-            own = own if parameter is None else own.to(parameter)
+            own: Any = _move(backends[place.path], model, place).train(place.module.training)
             # So transformers asks which parameters are another one by a second name, before it saves them.
             own._tied_weights_keys = second_names(own)
             setattr(place.module, PLACE, own)
@@ -141,6 +139,30 @@ def install(model: PreTrainedModel, places: list[Place], backends: Mapping[str, 
     except BaseException:
         _restore(model, before)
         raise
+
+
+def _move(backend: Backend, model: nn.Module, place: Place) -> Backend:
+    """The backend in the dtype of its place's parameters, on the device where they are multiplied.
+
+    accelerate leaves an offloaded parameter on meta until its module is called; a hook knows the device.
+    """
+    parameter = next((p for p in place.module.parameters() if p.is_floating_point()), None)
+    if parameter is None:
+        return backend
+    device: Any = parameter.device
+    if parameter.is_meta:
+        names = place.path.split(".")
+        parents = (model.get_submodule(".".join(names[:n])) for n in reversed(range(len(names))))
+        hooks = (getattr(module, "_hf_hook", None) for module in (*place.module.modules(), *parents))
+        each = (one for hook in hooks for one in getattr(hook, "hooks", [hook]))
+        devices = (getattr(one, "execution_device", None) for one in each)
+        device = next((found for found in devices if found is not None), None)
+    if device is None:
+        raise UnsupportedError(
+            f"The parameters of {place.path} lie on meta and no hook of accelerate names a device; load the "
+            "model first, then attach."
+        )
+    return backend.to(device=device, dtype=parameter.dtype)
 
 
 def second_names(backend: Backend) -> dict[str, str]:
