@@ -17,7 +17,6 @@ from .options import (
     IsolateOption,
     JsonToOption,
     MemoryLimitOption,
-    OneLayerOption,
     OutOption,
     RoundsOption,
     SeedOption,
@@ -36,7 +35,16 @@ OneInputOption = Annotated[
     typer.Option(
         "--inputs",
         metavar="NAME",
-        help="encoder (shipped), stitched (its four texts end to end), gaussian or FILE.safetensors.",
+        help="encoder (shipped), stitched (four documents concatenated), gaussian or FILE.safetensors.",
+    ),
+]
+ComparedLayerOption = Annotated[
+    int | None,
+    typer.Option(
+        "--layer",
+        min=0,
+        metavar="N",
+        help="One layer of the encoder or file. Default: errors on all layers, times on one.",
     ),
 ]
 CutOption = Annotated[
@@ -57,7 +65,7 @@ def compare_command(
     plan: PlanOption = None,
     extra: ExtraArguments = None,
     inputs: OneInputOption = "encoder",
-    layer: OneLayerOption = None,
+    layer: ComparedLayerOption = None,
     seq_len: CutOption = None,
     max_error: MaxErrorOption = 0.1,
     backend: BackendOption = None,

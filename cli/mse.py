@@ -37,7 +37,7 @@ InputsOption = Annotated[
     typer.Option(
         "--inputs",
         metavar="NAME[,NAME…]",
-        help="gaussian, encoder (shipped), stitched (its four texts end to end) or FILE.safetensors.",
+        help="gaussian, encoder (shipped), stitched (four documents concatenated) or FILE.safetensors.",
     ),
 ]
 ErrorOfOption = Annotated[

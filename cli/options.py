@@ -79,9 +79,6 @@ BatchOption = Annotated[int, typer.Option("--batch", min=1, help="Sequences at o
 ThreadsOption = Annotated[
     int | None, typer.Option("--threads", min=1, help="CPU threads; torch's own choice.")
 ]
-OneLayerOption = Annotated[
-    int | None, typer.Option("--layer", min=0, help="Of the encoder or file; 1, of a file its first.")
-]
 SeedOption = Annotated[int, typer.Option("--seed", min=0, max=WHOLE_NUMBER, help="Of the random inputs.")]
 BudgetOption = Annotated[
     str,

@@ -10,7 +10,6 @@ from . import exits, talk
 from .options import (
     BackendOption,
     ExtraArguments,
-    OneLayerOption,
     OutOption,
     SeedOption,
     SetOption,
@@ -24,12 +23,18 @@ TextOption = Annotated[
     typer.Option(
         "--inputs",
         metavar="NAME",
-        help="encoder (shipped), stitched (its four texts end to end) or FILE.safetensors.",
+        help="encoder (shipped), stitched (four documents concatenated) or FILE.safetensors.",
     ),
 ]
 HeadOption = Annotated[int, typer.Option("--head", min=0, help="Which head of the layer.")]
 ShownTokensOption = Annotated[
     str, typer.Option("--tokens", metavar="A:B", help="Those on the axes; backends read all of the inputs.")
+]
+ShownLayerOption = Annotated[
+    int | None,
+    typer.Option(
+        "--layer", min=0, metavar="N", help="Layer of the encoder or file: 1, or the first of a file."
+    ),
 ]
 
 
@@ -37,7 +42,7 @@ def show_command(
     plan: PlanOption = None,
     extra: ExtraArguments = None,
     inputs: TextOption = "encoder",
-    layer: OneLayerOption = None,
+    layer: ShownLayerOption = None,
     head: HeadOption = 6,
     tokens: ShownTokensOption = "0:24",
     backend: BackendOption = None,

@@ -39,7 +39,7 @@ def test_it_prints_one_table_one_sentence_and_the_folder_with_all_its_files(fold
     assert command(*TINY, "--backend", "linformer,own.py:mean", "--set", "linformer.rank=9") == 0
     *lines, last = capsys.readouterr().out.splitlines()
     assert [line for line in lines if line.startswith("On this machine")] == [lines[-1]]
-    assert "at 24 tokens (encoder, layer 1)" in lines[-1]
+    assert "at 24 tokens (encoder, layers 0, 1, 5)" in lines[-1]
     for name in ("exact", "linformer(rank=9)", "own.py:mean", "mean of V"):
         assert len([line for line in lines if line.startswith(f" {name} ")]) == 1
     assert last.startswith("runs/compare-")
@@ -86,7 +86,7 @@ def test_it_ends_with_the_code_that_says_how_it_went(backends, code, undrawn):
     ("words", "message"),
     [
         (["--seq-len", "16,24"], "--seq-len is one length"),
-        (["--seq-len", "1k"], "1024 tokens are more than the 512 of encoder(layer=1)"),
+        (["--seq-len", "1k"], "1024 tokens are more than the 512 of encoder(layer=0)"),
         (["--max-error", "0"], "max_error is a finite number above 0"),
         (["--max-error", "little"], "'--max-error': Input should be a valid number"),
         (["--inputs", "own.py"], "is no safetensors file"),

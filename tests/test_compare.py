@@ -15,6 +15,7 @@ from efficient_attn.ops.softmax import softmax_attention
 from efficient_attn.report.comparison import comparison_sentences, comparison_tables
 from efficient_attn.sweep import calls
 from efficient_attn.sweep.given import write_given
+from efficient_attn.sweep.layers import joint_name, single_names
 from efficient_attn.sweep.records import Record
 
 pytestmark = pytest.mark.usefixtures("hasty")
@@ -170,7 +171,7 @@ def test_every_backend_is_measured_on_the_same_tensors_as_its_error():
         seen.append((q.clone(), k.clone(), v.clone()))
         return v
 
-    results = ea.compare([mine, "exact"], tokens=40, rounds=1, draws=1)
+    results = ea.compare([mine, "exact"], layer=1, tokens=40, rounds=1, draws=1)
     first = [tensor[..., :40, :] for tensor in sample(1)]
     # The error, the warm-up and samples of the time, two calls for the memory.
     assert len(seen) > 4
@@ -190,7 +191,7 @@ def test_costs_are_taken_in_another_process_on_the_same_tensors(tmp_path, monkey
         "        file.write(f'{os.getpid()} {zlib.crc32(bits)}\\n')\n"
         "    return v\n"
     )
-    ea.compare(["own.py:total"], tokens=24, rounds=1, draws=1)
+    ea.compare(["own.py:total"], layer=1, tokens=24, rounds=1, draws=1)
     lines = {tuple(line.split()) for line in (tmp_path / "seen.txt").read_text().splitlines()}
     assert len({pid for pid, _ in lines}) == 2 and len({bits for _, bits in lines}) == 1
 
@@ -203,10 +204,120 @@ def test_what_is_timed_has_the_scale_of_the_inputs(tmp_path):
 
 
 def test_what_needs_calibration_is_calibrated_on_the_inputs_and_that_is_said():
-    results = ea.compare(["performer-oprf"], tokens=32, rounds=1, draws=1, isolate="none")
+    results = ea.compare(["performer-oprf"], layer=1, tokens=32, rounds=1, draws=1, isolate="none")
     own = [record for record in results.records if record.case.backend == "performer-oprf"]
     assert len(own) == 3 and {record.calibrated_on for record in own} == {"the inputs measured"}
     assert any("Calibrated on the inputs measured" in note for note in results.tables()[0].notes)
+
+
+def layered(label, errors, seconds=None):
+    """Errors on layers 0, 1 and 5, and one time for all of them."""
+    made = []
+    for layer, error in zip((0, 1, 5), errors, strict=True):
+        made += measured(label, error, inputs=f"encoder(layer={layer})")
+    return made + measured(label, None, seconds, inputs="encoder(layers=0,1,5)")
+
+
+LAYERED = [
+    *layered("exact", (3e-7, 4e-7, 2e-7), 0.01),
+    *layered("window", (0.05, 0.3, 0.09), 0.004),
+    *layered("exact-dense", (2e-7,) * 3, 0.03),
+]
+
+
+def test_errors_of_several_layers_are_a_median_and_a_range_with_the_layers_named():
+    (table,) = comparison_tables(LAYERED)
+    assert "encoder, layers 0, 1, 5; 512 tokens" in table.title and "error (range)" in table.columns
+    cells = {row[0]: row[3] for row in table.rows}
+    assert cells["window"] == "0.09 (0.05 to 0.3)" and cells["exact"] == "3e-07"
+    assert any(
+        note.startswith("Errors: median and range over layers 0, 1, 5") and note.endswith("on layer 1.")
+        for note in table.notes
+    )
+
+
+def test_near_means_near_on_every_layer_and_near_on_some_is_called_that():
+    told = sentence(LAYERED)
+    assert "(encoder, layers 0, 1, 5) nothing is both within 10 % of exact on every layer and faster" in told
+    assert told.endswith(
+        "; within 10 % on some of the layers only: window (error 0.09 (0.05 to 0.3), 2.50x as fast)."
+    )
+    assert "both within 30 % of exact on every layer and faster: window" in sentence(LAYERED, 0.3)
+
+
+def test_a_backend_that_fails_on_one_layer_has_no_error_over_all():
+    broken = [record for record in LAYERED if record.case.inputs != "encoder(layer=5)"]
+    (one,) = comparisons([*broken, *(r for r in LAYERED if r.case.label == "exact")])
+    assert {row.label for row in one.contenders if row.error is None} == {"window", "exact-dense"}
+
+
+def test_runs_on_one_layer_and_on_several_are_told_apart():
+    single = [*measured("exact", 4e-7, 0.01), *measured("window", 0.3, 0.004)]
+    both = comparisons([*LAYERED, *single])
+    assert [one.case.inputs for one in both] == ["encoder(layers=0,1,5)", "encoder(layer=1)"]
+    assert [row.layers for one in both for row in one.contenders if row.label == "window"] == [3, 1]
+
+
+def test_bars_of_the_figure_reach_from_the_least_to_the_largest_error_over_layers():
+    figure = Results(LAYERED).plot().figure
+    bars = [
+        tuple(segment[:, 1])
+        for lines in figure.axes[0].collections
+        if hasattr(lines, "get_segments")
+        for segment in lines.get_segments()
+    ]
+    assert any(bar == pytest.approx((0.05, 0.3)) for bar in bars)
+    (legend,) = [ax.get_legend() for ax in figure.axes if ax.get_legend()]
+    assert legend.get_title().get_text() == "error: median (bar: range)\nover layers 0, 1, 5"
+
+
+def test_by_default_errors_are_measured_on_all_shipped_layers_and_times_once():
+    results = ea.compare(["window"], tokens=24, rounds=1, draws=1, isolate="none")
+    window = [record.case for record in results.records if record.case.backend == "window"]
+    assert [(one.kind, one.inputs) for one in window] == [
+        ("error", "encoder(layer=0)"),
+        ("error", "encoder(layer=1)"),
+        ("error", "encoder(layer=5)"),
+        ("time", "encoder(layers=0,1,5)"),
+        ("memory", "encoder(layers=0,1,5)"),
+    ]
+    assert not results.interrupted and len(comparisons(results.records)) == 1
+
+
+def test_one_layer_is_measured_where_it_is_named():
+    results = ea.compare(["window"], layer=5, tokens=24, rounds=1, draws=1, isolate="none")
+    assert {record.case.inputs for record in results.records} == {"encoder(layer=5)"}
+
+
+def test_concatenated_documents_are_called_that():
+    results = ea.compare(["window"], inputs="stitched", tokens=24, rounds=1, draws=1, isolate="none")
+    (table,) = results.tables()
+    assert "concatenated documents, layer 1; 24 tokens" in table.title
+    assert any(note.startswith("Concatenated documents: q, k and v of four texts") for note in table.notes)
+    assert "(concatenated documents, layer 1)" in results.sentences()[0]
+
+
+def test_layers_of_unlike_shapes_are_refused_until_one_is_named(tmp_path):
+    from safetensors.torch import save_file
+
+    tensors = {f"layer.{n}.{x}": torch.randn(n + 1, 8, 4) for n in (0, 1) for x in "qkv"}
+    save_file(tensors, tmp_path / "unlike.safetensors")
+    with pytest.raises(OptionError, match=r"differ in shape; name one of them: --layer N, layer=N\.$"):
+        ea.compare(["exact"], inputs=tmp_path / "unlike.safetensors")
+    one = ea.compare(["exact"], inputs=tmp_path / "unlike.safetensors", layer=1, rounds=1, isolate="none")
+    assert {record.case.num_heads for record in one.records} == {2}
+
+
+@pytest.mark.parametrize(
+    ("names", "joint"),
+    [
+        (["encoder(layer=0)"], "encoder(layer=0)"),
+        (["a(layer=1).st(layer=0)", "a(layer=1).st(layer=7)"], "a(layer=1).st(layers=0,7)"),
+        (["gaussian(norm=1)"], "gaussian(norm=1)"),
+    ],
+)
+def test_a_joint_name_stands_for_its_layers(names, joint):
+    assert joint_name(names) == joint and list(single_names(joint)) == names
 
 
 def test_by_default_exact_and_what_approximates_softmax_is_compared():
@@ -233,7 +344,10 @@ def test_by_default_exact_and_what_approximates_softmax_is_compared():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"tokens": 513}, "513 tokens are more than the 512 of encoder.layer=1.; .* stitched have 2048"),
+        (
+            {"tokens": 513},
+            "513 tokens are more than the 512 of encoder.layer=0.; .*documents have 2048: inputs stitched",
+        ),
         (
             {"inputs": "stitched", "tokens": 4096},
             "4096 tokens are more than the 2048 of stitched.*never stretched.$",

@@ -1,10 +1,12 @@
-"""Error, time and memory of backends on the same q, k, v: the front of them, and what is worth its error."""
+"""Error, time and memory of backends on the same inputs: the front of them, and what is worth its error."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from statistics import median
 from typing import Any, NamedTuple
 
 from efficient_attn.analysis.curves import YARDSTICK
 from efficient_attn.analysis.statistics import Middle, middle
+from efficient_attn.sweep.layers import single_names
 from efficient_attn.sweep.records import Case, Record
 from efficient_attn.sweep.sizes import SEED, YARDSTICKS
 
@@ -15,17 +17,18 @@ MAX_ERROR = "max_error"
 
 # Relative errors below this, or below twice that of exact attention in the same dtype, are rounding: of two
 # of them none is the smaller one.
-_ROUNDING = 1e-4
+ROUNDING = 1e-4
 
 # What the cases of one comparison have in common.
-_SHARED = ("inputs", "tokens", "batch", "num_heads", "head_dim", "causal", "dtype", "seed")
+_SHARED = ("tokens", "batch", "num_heads", "head_dim", "causal", "dtype", "seed")
 
 
 class Contender(NamedTuple):
     """What was measured of one backend, or of a yardstick; None is what was not.
 
     Attributes:
-        error: Relative output error, its median over draws.
+        error: Relative output error, its median over draws; of several layers their median and their range.
+        layers: Number of layers that the error was measured on.
         time_s: Of one call, the median.
         drawn: Its features are random.
         failed: Why something is lacking.
@@ -39,6 +42,14 @@ class Contender(NamedTuple):
     drawn: bool
     calibrated_on: str | None
     failed: tuple[Record, ...]
+    layers: int = 1
+
+    @property
+    def worst(self) -> float:
+        """The error on the layer where it is largest."""
+        if self.error is None:
+            return float("inf")
+        return self.error.high if self.layers > 1 else self.error.median
 
     @property
     def is_yardstick(self) -> bool:
@@ -56,16 +67,19 @@ class Verdict(NamedTuple):
     """Whether anything is both nearly exact and faster.
 
     Attributes:
-        both: What is, the fastest first: its interval of times lies below that of exact attention.
+        both: What is, on every layer, the fastest first: its interval of times lies below that of exact
+            attention.
         alike: Nearly exact, with an interval of times that overlaps that of exact attention.
         near: All that is nearly exact, exact attention aside, by time.
         fast: The least wrong of what is faster.
+        partly: Faster, and nearly exact on some layers only.
     """
 
     both: tuple[Contender, ...]
     alike: tuple[Contender, ...]
     near: tuple[Contender, ...]
     fast: Contender | None
+    partly: tuple[Contender, ...]
 
     @property
     def accurate(self) -> Contender | None:
@@ -112,8 +126,7 @@ class Comparison(NamedTuple):
     @property
     def rounding(self) -> float:
         """Errors up to this are those of the dtype and not of a method."""
-        own = self.exact.error.median if self.exact and self.exact.error else 0.0
-        return max(_ROUNDING, 2 * own)
+        return max(ROUNDING, 2 * self.exact.worst if self.exact else 0.0)
 
     def front(self, quantity: str) -> tuple[Contender, ...]:
         """What nothing else beats in both error and this cost (Pareto), from the cheapest on."""
@@ -134,12 +147,17 @@ class Comparison(NamedTuple):
         assert exact is not None and exact.time_s is not None
         known = [one for one in self.contenders if one.error and one.time_s and not one.is_yardstick]
         others = [one for one in known if one is not exact]
-        near = tuple(one for one in others if one.error and one.error.median <= max_error)
+        near = tuple(one for one in others if one.worst <= max_error)
         faster = [one for one in others if one.time_s and one.time_s.high < exact.time_s.low]
         slower = [one for one in others if one.time_s and one.time_s.low > exact.time_s.high]
         both = tuple(one for one in near if one in faster)
         alike = tuple(one for one in near if one not in faster and one not in slower)
-        return Verdict(both, alike, near, min(faster, key=_error, default=None))
+        partly = tuple(
+            one
+            for one in faster
+            if one not in near and one.layers > 1 and one.error and one.error.low <= max_error
+        )
+        return Verdict(both, alike, near, min(faster, key=_error, default=None), partly)
 
     def _points(self, quantity: str) -> list[tuple[float, float, Contender]]:
         """Cost and error of what has both; errors that are rounding are equal."""
@@ -160,13 +178,14 @@ def comparisons(records: Iterable[Record]) -> tuple[Comparison, ...]:
         # Errors know the kind of device, costs which one it was.
         key = (case.device.partition(":")[0], *(getattr(case, name) for name in _SHARED))
         if case.kind == "error":
-            errors.setdefault(key, []).append(record)
+            errors.setdefault((case.inputs, *key), []).append(record)
         else:
-            costs.setdefault(key, {}).setdefault(case.threads, []).append(record)
+            costs.setdefault((case.inputs, *key), {}).setdefault(case.threads, []).append(record)
     return tuple(
         _comparison([*wrong, *group])
-        for key, wrong in errors.items()
-        for group in costs.get(key, {}).values()
+        for (inputs, *key), groups in costs.items()
+        if (wrong := [one for name in single_names(str(inputs)) for one in errors.get((name, *key), ())])
+        for group in groups.values()
         if any(record.case.kind == "time" for record in group)
     )
 
@@ -191,7 +210,7 @@ def without_compared(records: Sequence[Record], compared: Sequence[Comparison]) 
 
 def _row(compared: Comparison, one: Contender) -> dict[str, Any]:
     time_s, error = one.time_s, one.error
-    shared = {name: getattr(compared.case, name) for name in (*_SHARED, "device", "threads")}
+    shared = {name: getattr(compared.case, name) for name in ("inputs", *_SHARED, "device", "threads")}
     return {
         "label": one.label,
         "backend": one.backend,
@@ -218,27 +237,42 @@ def _belongs(record: Record) -> bool:
 
 
 def _comparison(records: Sequence[Record]) -> Comparison:
-    groups: dict[str, dict[str, Record]] = {}
+    groups: dict[str, list[Record]] = {}
     for record in records:
-        groups.setdefault(record.case.label, {})[record.case.kind] = record
-    found = [_contender(label, group) for label, group in groups.items()]
+        groups.setdefault(record.case.label, []).append(record)
     case = next(record.case for record in records if record.case.kind == "time")
+    layers = len(single_names(case.inputs))
+    found = [_contender(label, group, layers) for label, group in groups.items()]
     return Comparison(case, tuple(sorted(found, key=_place)), tuple(records))
 
 
-def _contender(label: str, group: dict[str, Record]) -> Contender:
-    error, time, memory = (group.get(kind) for kind in ("error", "time", "memory"))
-    some = next(iter(group.values()))
+def _contender(label: str, group: Sequence[Record], layers: int) -> Contender:
+    errors = [record for record in group if record.case.kind == "error"]
+    time, memory = (
+        next((record for record in group if record.case.kind == kind), None) for kind in ("time", "memory")
+    )
     return Contender(
         label=label,
-        backend=some.case.backend,
-        error=None if error is None else _error_of(error),
+        backend=group[0].case.backend,
+        error=_error_over([_error_of(record) for record in errors]) if len(errors) == layers else None,
         time_s=middle(time.times_s) if time is not None and time.status == "ok" and time.times_s else None,
         peak_bytes=None if memory is None else memory.peak_bytes,
-        drawn=SEED in some.case.options,
-        calibrated_on=next((one.calibrated_on for one in group.values() if one.calibrated_on), None),
-        failed=tuple(record for record in group.values() if record.status != "ok"),
+        drawn=SEED in group[0].case.options,
+        calibrated_on=next((one.calibrated_on for one in group if one.calibrated_on), None),
+        failed=tuple(record for record in group if record.status != "ok"),
+        layers=layers,
     )
+
+
+def _error_over(layers: Sequence[Middle | None]) -> Middle | None:
+    """The error of the only layer; of several their median and range; None where one has none."""
+    known = [one for one in layers if one is not None]
+    if not known or len(known) < len(layers):
+        return None
+    if len(known) == 1:
+        return known[0]
+    medians = [one.median for one in known]
+    return Middle(median(medians), min(medians), max(medians), min(one.samples for one in known))
 
 
 def _error_of(record: Record) -> Middle | None:

@@ -11,6 +11,7 @@ from efficient_attn.experiments.workload import Workload, settle
 from efficient_attn.measure.environment import available_bytes
 from efficient_attn.problem import positive_count
 from efficient_attn.sweep.amounts import parse_bytes
+from efficient_attn.sweep.layers import joint_name, timed
 from efficient_attn.sweep.variants import Variant, select
 
 DEFAULT_INPUTS = "encoder"
@@ -29,22 +30,33 @@ class Contest:
     """What is compared, on what.
 
     Attributes:
-        subject: The q, k, v of everything.
+        subjects: The q, k, v of each layer that errors are measured on.
         workload: Device, dtype and threads, settled.
         limit_bytes: Memory that a call may take; None where nobody knows what there is.
     """
 
     variants: tuple[Variant, ...]
-    subject: Any
+    subjects: tuple[Any, ...]
     workload: Workload
     draws: int
     max_error: float
     limit_bytes: int | None
 
     @property
+    def subject(self) -> Any:
+        """The q, k, v that times and memory are measured on."""
+        return self.subjects[timed(len(self.subjects))]
+
+    @property
+    def inputs(self) -> str:
+        """The name of all subjects together."""
+        return joint_name([subject.name for subject in self.subjects])
+
+    @property
     def points(self) -> int:
-        """How many records there will be at most."""
-        return 3 * (len(self.variants) + 1) + len(self.ranks)
+        """Number of records, at most."""
+        errors = len(self.subjects) * (len(self.variants) + 1 + len(self.ranks))
+        return errors + 2 * (len(self.variants) + 1)
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -78,9 +90,9 @@ def contest(
         chosen = (*select([YARDSTICK]), *chosen)
 
     from efficient_attn.sweep.accuracy import try_options
-    from efficient_attn.sweep.one_subject import one_subject
+    from efficient_attn.sweep.one_subject import layer_subjects
 
-    subject = one_subject(
+    subjects = layer_subjects(
         inputs,
         layer=layer,
         tokens=DEFAULT_TOKENS if tokens is None and inputs == "gaussian" else tokens,
@@ -92,10 +104,10 @@ def contest(
         device=settled.device,
     )
     for variant in chosen:
-        try_options(variant, subject)
+        try_options(variant, subjects[0])
     return Contest(
         variants=chosen,
-        subject=subject,
+        subjects=subjects,
         workload=settled,
         draws=draws,
         max_error=max_error,

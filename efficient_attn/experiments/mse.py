@@ -66,7 +66,7 @@ def mse(
         match: What backends have equal amounts of: `features` (their own size), `directions`, `flops`, `time`
             or `memory`; sizes are then features of performer-positive, and what they take is the budget.
         decompose: Tell bias, spread over draws and rounding apart.
-        inputs: `gaussian`, `encoder` (the shipped sample), `stitched` (its four texts end to end), or a
+        inputs: `gaussian`, `encoder` (the shipped sample), `stitched` (four documents concatenated), or a
             safetensors file; or several of them.
         norms: s of Gaussian inputs, q, k ~ N(0, s² I) before any scale.
         tokens: Of Gaussian inputs; so is head_dim.

@@ -104,17 +104,7 @@ def show(
 
     if inputs == "gaussian":
         raise OptionError("inputs are encoder, stitched or a safetensors file; Gaussian draws have no words.")
-    subject = one_subject(
-        inputs,
-        layer=layer,
-        tokens=None,
-        norm=1.0,
-        num_heads=1,
-        head_dim=1,
-        seed=seed,
-        dtype="float32",
-        device="cpu",
-    )
+    subject = one_subject(inputs, layer=layer, seed=seed)
     heads = subject.activations.q.shape[1]
     if not 0 <= head < heads:
         raise OptionError(f"head is from 0 to {heads - 1}, not {head}.")

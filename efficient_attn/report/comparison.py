@@ -4,11 +4,18 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from efficient_attn.analysis.candidates import candidates, not_measured, saves_little
-from efficient_attn.analysis.comparison import Comparison, Contender, comparisons
+from efficient_attn.analysis.comparison import ROUNDING, Comparison, Contender, comparisons
 from efficient_attn.analysis.doubts import IDLE, disturbance
 from efficient_attn.report.cost_table import show_spread
-from efficient_attn.report.error_table import describe, show_error
+from efficient_attn.report.error_table import (
+    CONCATENATED,
+    CONCATENATED_NOTE,
+    describe,
+    layer_words,
+    show_error,
+)
 from efficient_attn.report.table import Table, three_digits
+from efficient_attn.sweep.layers import single_names, timed_layer
 from efficient_attn.sweep.records import Record
 from efficient_attn.sweep.sizes import MEAN_OF_VALUES, ORACLE
 
@@ -73,7 +80,8 @@ def _table(one: Comparison) -> Table:
         )
         for row in one.contenders
     )
-    columns = ("backend", "time, ms", "speed, exact = 1", "error", "peak memory, MiB", "front")
+    error = "error (range)" if len(single_names(one.case.inputs)) > 1 else "error"
+    columns = ("backend", "time, ms", "speed, exact = 1", error, "peak memory, MiB", "front")
     return Table(f"Error, time and memory: {heading(one)}", columns, rows, tuple(_notes(one)))
 
 
@@ -94,6 +102,9 @@ def _error(row: Contender) -> str:
     if row.error is None:
         return next((record.status for record in row.failed if record.case.kind == "error"), _NONE)
     shown = show_error(row.error.median)
+    if row.layers > 1:
+        low, high = show_error(row.error.low), show_error(row.error.high)
+        return shown if low == high == shown or row.worst < ROUNDING else f"{shown} ({low} to {high})"
     if row.error.samples == 1 or not row.error.median:
         return shown
     spread = max(row.error.high - row.error.median, row.error.median - row.error.low) / row.error.median
@@ -103,8 +114,11 @@ def _error(row: Contender) -> str:
 def _notes(one: Comparison) -> list[str]:
     notes = [
         "error: ‖out − exact‖ / ‖exact‖ against exact softmax attention in float64. front: nothing else has "
-        "both less error and less of that cost."
+        "both less error and less of that cost.",
+        *_layers_note(one),
     ]
+    if one.case.inputs.startswith(CONCATENATED):
+        notes.append(CONCATENATED_NOTE)
     labels = {row.label: row.backend for row in one.contenders}
     if MEAN_OF_VALUES in labels.values():
         notes.append(
@@ -116,13 +130,25 @@ def _notes(one: Comparison) -> list[str]:
             "no method and has no time."
         )
     draws = {row.error.samples for row in one.contenders if row.drawn and row.error is not None}
-    if draws - {1}:
+    if draws - {1} and len(single_names(one.case.inputs)) == 1:
         notes.append(f"± of errors: over {max(draws)} draws of the random features. ± of times: over calls.")
     calibrated = [row.label for row in one.contenders if row.calibrated_on]
     if calibrated:
         on = next(row.calibrated_on for row in one.contenders if row.calibrated_on)
         notes.append(f"Calibrated on {on}, outside the time: {', '.join(calibrated)}.")
     return [*notes, *_failures(one)]
+
+
+def _layers_note(one: Comparison) -> list[str]:
+    """The layers of the errors, and the one layer of times and memory."""
+    names = single_names(one.case.inputs)
+    if len(names) == 1:
+        return []
+    draws = max((row.error.samples for row in one.contenders if row.drawn and row.error), default=1)
+    return [
+        f"Errors: median and range over {layer_words(one.case.inputs)}, of random features medians of "
+        f"{draws} draws. Times and memory: on {timed_layer(one.case.inputs)}."
+    ]
 
 
 def _failures(one: Comparison) -> list[str]:
@@ -138,9 +164,9 @@ def _sentence(one: Comparison, max_error: float, environment: Mapping[str, Any] 
     verdict, load = one.verdict(max_error), disturbance(one.records, environment)
     left = not_measured(environment, one.finished)
     nothing = "nothing measured so far" if left else "nothing"
-    both = f"both within {share} of exact and faster"
+    both = f"both within {share} of exact{_everywhere(one)} and faster"
     if not verdict.near:
-        told = f"{nothing} but exact is within {share} of it, whatever the times"
+        told = f"{nothing} but exact is within {share} of it{_everywhere(one)}, whatever the times"
         told += "" if one.nearest is None else f"; nearest: {_wrong(one.nearest)}"
     elif load is not None:
         near = ", ".join(_wrong(row) for row in verdict.near)
@@ -156,7 +182,14 @@ def _sentence(one: Comparison, max_error: float, environment: Mapping[str, Any] 
         answer = "" if left else ", so exact is the answer"
         told = f"{nothing} is {both}{answer}; nearest among what is faster: {_told(verdict.fast, exact)}; "
         told += f"among what is within {share}: {_told(verdict.accurate, exact)}"
+    if verdict.partly and load is None:
+        told += f"; within {share} on some of the layers only: "
+        told += ", ".join(_told(row, exact) for row in verdict.partly)
     return f"{place} {told}.{missing(left, environment)}"
+
+
+def _everywhere(one: Comparison) -> str:
+    return " on every layer" if len(single_names(one.case.inputs)) > 1 else ""
 
 
 def missing(labels: Sequence[str], environment: Mapping[str, Any] | None) -> str:

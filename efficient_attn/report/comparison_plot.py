@@ -5,11 +5,12 @@ from typing import Any
 
 from efficient_attn.analysis.comparison import DEFAULT_MAX_ERROR, Comparison, Contender, comparisons
 from efficient_attn.report.comparison import heading
-from efficient_attn.report.error_table import show_error
+from efficient_attn.report.error_table import layer_words, show_error
 from efficient_attn.report.harmless import plain
 from efficient_attn.report.palette import GRID, INK, MUTED, line_styles
 from efficient_attn.report.readable import short
 from efficient_attn.sweep.amounts import show_bytes, show_seconds
+from efficient_attn.sweep.layers import single_names
 from efficient_attn.sweep.records import Record
 from efficient_attn.sweep.sizes import MEAN_OF_VALUES, ORACLE, YARDSTICKS
 
@@ -93,6 +94,9 @@ def _draw(ax: Any, one: Comparison, panel: Any, styles: dict[str, dict[str, Any]
         if row.backend == ORACLE:
             ax.axhline(y, **style, zorder=1)
         elif cost := row.cost(quantity):
+            if row.layers > 1:
+                ends = [_height_of(error, one, floor, ceiling) for error in (row.error.low, row.error.high)]
+                ax.vlines(cost, *ends, color=style["color"], linewidth=1.2, zorder=2)
             fill = style["color"] if row in front else "none"
             size = {"markersize": 9, "markeredgewidth": 1.6, "clip_on": False}
             ax.plot([cost], [y], **style, **size, markerfacecolor=fill, zorder=3, label=plain(row.label))
@@ -100,14 +104,15 @@ def _draw(ax: Any, one: Comparison, panel: Any, styles: dict[str, dict[str, Any]
     if steps:
         ax.plot(*zip(*steps, strict=True), drawstyle="steps-post", color=MUTED, linewidth=1.0, zorder=2)
     _shade(ax, one, quantity, max_error, floor)
-    highest = max((row.error.median for row in one.contenders if row.error is not None), default=0.0)
+    highest = max((row.worst for row in one.contenders if row.error is not None), default=0.0)
     _dress(ax, panel, floor, ceiling, clipped=highest > ceiling)
     ax.set_xlabel(name, color=INK)
 
 
 def _limits(one: Comparison, max_error: float) -> tuple[float, float]:
     """Where rounding is drawn, and above what nothing is."""
-    errors = [row.error.median for row in one.contenders if row.error is not None]
+    errors = [error for row in one.contenders if row.error for error in (row.error.low, row.error.high)]
+    errors += [row.error.median for row in one.contenders if row.error]
     real = [error for error in errors if error > one.rounding]
     plainest = [row.error.median for row in one.contenders if row.backend == MEAN_OF_VALUES and row.error]
     ceiling = _WORST * max(*plainest, *(error for error in real if error <= 1), max_error, 0.5)
@@ -115,7 +120,10 @@ def _limits(one: Comparison, max_error: float) -> tuple[float, float]:
 
 
 def _height(row: Contender, one: Comparison, floor: float, ceiling: float) -> float:
-    error = row.error.median if row.error is not None else ceiling
+    return _height_of(row.error.median if row.error is not None else ceiling, one, floor, ceiling)
+
+
+def _height_of(error: float, one: Comparison, floor: float, ceiling: float) -> float:
     return floor if error <= one.rounding else min(error, ceiling)
 
 
@@ -160,6 +168,13 @@ def _shown(row: Contender) -> str:
     return short(plain(row.label), _LONGEST_NAME)
 
 
+def _legend_title(one: Comparison) -> str | None:
+    """The meaning of points and bars where errors are those of several layers."""
+    if len(single_names(one.case.inputs)) == 1:
+        return None
+    return f"error: median (bar: range)\nover {layer_words(one.case.inputs)}"
+
+
 def _legend(ax: Any, one: Comparison, styles: dict[str, dict[str, Any]]) -> None:
     """Every name beside the panels, the smallest error last, as they stand in them."""
     from matplotlib.lines import Line2D
@@ -176,6 +191,9 @@ def _legend(ax: Any, one: Comparison, styles: dict[str, dict[str, Any]]) -> None
         frameon=False,
         fontsize=9,
         labelcolor=INK,
+        title=_legend_title(one),
+        title_fontsize=9,
+        alignment="left",
     )
     for text in drawn.get_texts():
         text.set_parse_math(False)

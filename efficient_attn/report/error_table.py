@@ -1,5 +1,6 @@
 """Errors as tables: one per input, backends as rows, sizes as columns."""
 
+import re
 from collections.abc import Sequence
 
 from efficient_attn.analysis.accuracy import ErrorPoint, Panel, panels, quantity_in
@@ -7,6 +8,14 @@ from efficient_attn.analysis.statistics import FEWEST_FOR_95
 from efficient_attn.report.table import Table
 from efficient_attn.sweep.records import Record
 from efficient_attn.sweep.sizes import MEAN_OF_VALUES, SEED, sized
+
+# The shipped inputs that are longer than any text the model has read.
+CONCATENATED = "stitched"
+CONCATENATED_NOTE = (
+    "Concatenated documents: q, k and v of four texts of 512 tokens each, read one by one and laid end to "
+    "end. Attention across their borders is no attention of the model; 512 tokens are the longest real "
+    "sequence that is shipped."
+)
 
 NAMES = {
     "output_relative_error": "Relative output error",
@@ -30,9 +39,19 @@ def title(panel: Panel) -> str:
 
 
 def describe(inputs: str) -> str:
-    """`encoder(layer=0)` as people say it: `encoder, layer 0`."""
+    """`encoder(layer=0)` and `encoder(layers=0,1)` in words: `encoder, layer 0`, `encoder, layers 0, 1`."""
     source, _, inner = inputs.partition("(")
-    return f"{source}, {inner.removesuffix(')').replace('=', ' ')}" if inner else source
+    source = "concatenated documents" if source == CONCATENATED else source
+    return f"{source}, {_words(inner)}" if inner else source
+
+
+def layer_words(inputs: str) -> str:
+    """`layers 0, 1, 5` of `encoder(layers=0,1,5)`."""
+    return _words(inputs.rpartition("(")[2])
+
+
+def _words(inner: str) -> str:
+    return re.sub(r",(?=\S)", ", ", inner.removesuffix(")").replace("=", " "))
 
 
 def show_error(value: float) -> str:
@@ -65,6 +84,7 @@ def _table(panel: Panel, quantity: str) -> Table:
         ("backend", "no size", *map(str, sizes)),
         tuple(rows),
         (
+            *([CONCATENATED_NOTE] if panel.source == CONCATENATED else []),
             *_match_note(panel),
             *_draws_note(panel),
             *_data_note(panel),

@@ -1,4 +1,4 @@
-"""The one subject of a comparison: everything about a backend is measured on the same q, k, v."""
+"""The subjects of a comparison: everything about a backend is measured on the same q, k, v."""
 
 from pathlib import Path
 
@@ -9,11 +9,11 @@ from efficient_attn.measure.inputs import TEXTS, Activations, gaussian, read_act
 from efficient_attn.sweep.subject import Subject
 from efficient_attn.sweep.subjects import subjects
 
-# The layer whose rows are sharpest, and the only one of the stitched texts.
+# The layer whose weights are drawn, the sharpest, where none is named.
 _LAYER = 1
 
 
-def one_subject(
+def layer_subjects(
     source: str | Path,
     *,
     layer: int | None,
@@ -24,25 +24,39 @@ def one_subject(
     seed: int,
     dtype: str,
     device: str,
-) -> Subject:
-    """One layer of the inputs, its first tokens; they are cut, never stretched.
+) -> tuple[Subject, ...]:
+    """The layers of the inputs, their first tokens; inputs are cut, never stretched.
 
     Args:
-        layer: None: layer 1 of what is shipped, the first one of a file.
-        tokens: None: all that there are.
-        norm: Of Gaussian inputs; so are num_heads and head_dim.
+        layer: The only layer; None: all layers.
+        tokens: Number of tokens; None: all.
+        norm, num_heads, head_dim: Norm and sizes of Gaussian inputs, which have no layers.
 
     Raises:
-        OptionError, DataError: If there are no such inputs, or fewer tokens.
+        OptionError, DataError: If there are no such inputs, fewer tokens, or layers of unlike shapes.
     """
     if source == "gaussian":
         drawn = gaussian(norm=norm, tokens=tokens or 0, num_heads=num_heads, head_dim=head_dim, seed=seed)
-        found = Subject(f"gaussian(norm={norm:g})", drawn, head_dim**-0.5, seed)
+        found: tuple[Subject, ...] = (Subject(f"gaussian(norm={norm:g})", drawn, head_dim**-0.5, seed),)
     else:
-        wanted = _LAYER if layer is None and source in ("encoder", "stitched") else layer
-        layers = None if wanted is None else [wanted]
-        found = subjects([source], norms=[norm], tokens=1, head_dim=1, layers=layers, seed=seed)[0]
-    return Subject(found.name, _first(found, tokens, dtype, device), found.scale, found.seed)
+        layers = None if layer is None else [layer]
+        found = subjects([source], norms=[norm], tokens=1, head_dim=1, layers=layers, seed=seed)
+    shapes = {tuple(tensor.shape for tensor in one.activations) for one in found}
+    if len(shapes) > 1:
+        raise OptionError(f"layers of {source} differ in shape; name one of them: --layer N, layer=N.")
+    return tuple(Subject(one.name, _first(one, tokens, dtype, device), one.scale, one.seed) for one in found)
+
+
+def one_subject(source: str | Path, *, layer: int | None, seed: int) -> Subject:
+    """One layer of the inputs with all its tokens.
+
+    Args:
+        layer: None: layer 1 of the shipped inputs, the first one of a file.
+    """
+    wanted = _LAYER if layer is None and source in ("encoder", "stitched") else layer
+    layers = None if wanted is None else [wanted]
+    found = subjects([source], norms=[1.0], tokens=1, head_dim=1, layers=layers, seed=seed)[0]
+    return Subject(found.name, _first(found, None, "float32", "cpu"), found.scale, found.seed)
 
 
 def words_of(source: str | Path, tokens: int) -> tuple[str, ...]:
@@ -65,7 +79,8 @@ def _first(subject: Subject, tokens: int | None, dtype: str, device: str) -> Act
             f"inputs {subject.name} have {q.shape[-2]} queries for {has} keys; as many are needed."
         )
     if tokens is not None and tokens > has:
-        more = " The shipped inputs stitched have 2048." if subject.name.startswith("encoder") else ""
+        shipped_name = subject.name.startswith("encoder")
+        more = " Concatenated documents have 2048: inputs stitched." if shipped_name else ""
         raise OptionError(
             f"{tokens} tokens are more than the {has} of {subject.name}; they are cut, never stretched.{more}"
         )
