@@ -5,23 +5,45 @@ from collections.abc import Iterable, Sequence
 from statistics import fmean
 from typing import NamedTuple
 
+import numpy as np
+
 from efficient_attn.analysis.curves import YARDSTICK
 from efficient_attn.analysis.significance import quantile
-from efficient_attn.analysis.statistics import Middle, middle
+from efficient_attn.analysis.statistics import FEWEST_FOR_95, Middle, middle
 from efficient_attn.sweep.records import Case, Record
 from efficient_attn.sweep.sizes import MEAN_OF_VALUES, Sized, sized
 
-# Of a normal distribution or of Student's t, on either side of an interval of 95 %.
+# On either side of an interval of 95 %.
 _OUTSIDE = 0.025
+
+# On either side of what a control may get by chance: one alarm in a thousand is false.
+_CONTROL_OUTSIDE = 0.0005
 _NORMAL = 1e9
+
+# Random weights whose quantiles are the edges of an interval.
+_WEIGHTINGS, _SEED = 20_000, 0
 
 
 class Accuracy(NamedTuple):
-    """A share of right answers with its interval of 95 %."""
+    """A share of right answers, the mean over seeds.
+
+    Attributes:
+        low: Lower edge of the 95 % interval for the mean over all seeds; None for fewer than six seeds.
+        least: The accuracy of the worst seed; `most` is that of the best one.
+    """
 
     mean: float
-    low: float
-    high: float
+    low: float | None
+    high: float | None
+    least: float
+    most: float
+
+    @property
+    def edges(self) -> tuple[float, float]:
+        """The interval, or the range over seeds where there is none."""
+        if self.low is None or self.high is None:
+            return self.least, self.most
+        return self.low, self.high
 
 
 class Learned(NamedTuple):
@@ -30,6 +52,7 @@ class Learned(NamedTuple):
     Attributes:
         case: Of its first seed.
         accuracy: None where no training ended.
+        answers: Number of answers of all seeds.
         step_s: Seconds of a training step.
         untrained: Relative output error against exact attention before training, mean over seeds.
         failed: Trainings without an accuracy.
@@ -37,6 +60,7 @@ class Learned(NamedTuple):
 
     case: Case
     accuracy: Accuracy | None
+    answers: int
     seeds: int
     chance: float
     step_s: Middle | None
@@ -56,8 +80,11 @@ class Learned(NamedTuple):
 
     @property
     def at_chance(self) -> bool:
-        """Whether the interval holds what a guess gets."""
-        return self.accuracy is not None and self.accuracy.low <= self.chance <= self.accuracy.high
+        """Whether guesses, each of which is right by chance, may be right as often."""
+        if self.accuracy is None:
+            return False
+        low, high = wilson(self.accuracy.mean, self.answers, _CONTROL_OUTSIDE)
+        return low <= self.chance <= high
 
 
 class Contest(NamedTuple):
@@ -102,24 +129,27 @@ def contests(records: Iterable[Record]) -> tuple[Contest, ...]:
     return tuple(found)
 
 
-def accuracy_of(shares: Sequence[float], answers: int) -> Accuracy:
-    """The mean over seeds, with an interval for what another seed's weights and sequences would give.
+def accuracy_of(shares: Sequence[float]) -> Accuracy:
+    """The mean over seeds, with an interval for the mean over all seeds where there are six or more.
 
-    Either end is the farther one of two intervals: Student's over the seeds, which holds all that differs
-    between them, and Wilson's (1927) over all answers together, since a few seeds may agree by chance.
+    A training may learn the task or fail, and three that learned do not exclude that one in two fails. So
+    the interval is Gaffke's (2005), for any distribution between 0 and 1: quantiles of the mean of all seeds
+    and one more, which got 0 or 1, under random weights that are uniform on the simplex. For seeds that all
+    got 0 or 1 it is that of Clopper and Pearson.
     """
-    mean = fmean(shares)
-    low, high = wilson(mean, answers)
-    if len(shares) > 1:
-        spread = math.sqrt(sum((one - mean) ** 2 for one in shares) / (len(shares) - 1))
-        reach = quantile(_OUTSIDE, len(shares) - 1) * spread / math.sqrt(len(shares))
-        low, high = min(low, mean - reach), max(high, mean + reach)
-    return Accuracy(mean, max(low, 0.0), min(high, 1.0))
+    low = high = None
+    if len(shares) >= FEWEST_FOR_95:
+        generator = np.random.default_rng(_SEED)
+        weights = generator.dirichlet(np.ones(len(shares) + 1), size=_WEIGHTINGS)
+        means = weights[:, 1:] @ np.asarray(shares)
+        low = float(np.quantile(means, _OUTSIDE))
+        high = float(np.quantile(means + weights[:, 0], 1 - _OUTSIDE))
+    return Accuracy(fmean(shares), low, high, min(shares), max(shares))
 
 
-def wilson(share: float, answers: int) -> tuple[float, float]:
-    """The shares of which so many answers do not differ by more than 1.96 standard errors (Wilson 1927)."""
-    z = quantile(_OUTSIDE, _NORMAL)
+def wilson(share: float, answers: int, outside: float = _OUTSIDE) -> tuple[float, float]:
+    """Wilson's (1927) interval of a proportion, with the probability `outside` on either side."""
+    z = quantile(outside, _NORMAL)
     middle_, reach = (
         share + z**2 / (2 * answers),
         z * math.sqrt(share * (1 - share) / answers + (z / 2 / answers) ** 2),
@@ -182,7 +212,8 @@ def _row(records: list[Record]) -> Learned:
     first = right[0] if right else records[0]
     return Learned(
         case=first.case,
-        accuracy=accuracy_of(shares, answers) if right else None,
+        accuracy=accuracy_of(shares) if right else None,
+        answers=answers,
         seeds=len(right),
         chance=first.chance or 0.0,
         step_s=middle(times_s) if times_s else None,

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from efficient_attn.analysis.recall import Contest, Learned, agreement, contests
+from efficient_attn.analysis.statistics import FEWEST_FOR_95
 from efficient_attn.report.error_table import describe, show_error
 from efficient_attn.report.table import Table, three_digits
 from efficient_attn.sweep.amounts import show_bytes
@@ -34,10 +35,15 @@ def heading(one: Contest) -> str:
 
 
 def show_accuracy(row: Learned) -> str:
-    """`0.731 (0.70 to 0.76)`; why there is none where there is none."""
-    if row.accuracy is None:
+    """`0.731 (0.702 to 0.760)`, `0.731, seeds 0.702 to 0.760`, or the reason why there is no accuracy."""
+    found = row.accuracy
+    if found is None:
         return row.failed[0].status if row.failed else _NONE
-    return f"{row.accuracy.mean:.3f} ({row.accuracy.low:.3f} to {row.accuracy.high:.3f})"
+    if found.low is not None and found.high is not None:
+        return f"{found.mean:.3f} ({found.low:.3f} to {found.high:.3f})"
+    if row.seeds == 1:
+        return f"{found.mean:.3f}"
+    return f"{found.mean:.3f}, seeds {found.least:.3f} to {found.most:.3f}"
 
 
 def _table(one: Contest) -> Table:
@@ -70,11 +76,17 @@ def _table(one: Contest) -> Table:
 
 
 def _notes(one: Contest) -> list[str]:
-    seeds = max((row.seeds for row in one.rows), default=0)
+    seeds = [row.seeds for row in one.rows if row.seeds]
+    most, least = max(seeds, default=0), min(seeds, default=0)
+    model = (
+        "In brackets the 95 % interval for the mean over all seeds, whatever their distribution. "
+        * (most >= FEWEST_FOR_95)
+        + f"No interval for fewer than {FEWEST_FOR_95} seeds (--seeds {FEWEST_FOR_95}): seeds learn or fail. "
+        * (least < FEWEST_FOR_95)
+    )
     notes = [
-        f"accuracy: over {seeds} seed{'' if seeds == 1 else 's'}, on sequences nobody trained on. In "
-        "brackets its 95 % interval: Student's over seeds or Wilson's over answers, at each end the wider "
-        f"one. A guess is right in {one.rows[0].chance:.3g}.",
+        f"accuracy: mean over {most} seed{'' if most == 1 else 's'}, on sequences that no model was trained "
+        f"on. {model}A guess is right in {one.rows[0].chance:.3g}.",
         "error untrained: ‖out − exact‖ / ‖exact‖ of the same block's q, k and v before the first step. "
         "place: among all but exact attention and the controls, by accuracy and by that error.",
         "numbers read: by a query, per head: keys and values, mixtures, or a state of features.",
@@ -106,13 +118,13 @@ def _exact(one: Contest) -> str:
 
 def _controls(one: Contest) -> str:
     """Whether what can know nothing learned nothing."""
-    told = [f"{row.label} {show_accuracy(row)}" for row in one.controls if row.accuracy]
+    told = [f"{row.label} {row.accuracy.mean:.3f}" for row in one.controls if row.accuracy]
     if not told:
         return ""
     above = [row.label for row in one.controls if row.accuracy and not row.at_chance]
     if above:
         return f"Trust none of it: {', '.join(above)} cannot know a pair, and is not at chance."
-    return f"At chance within their intervals, as they must be: {', '.join(told)}."
+    return f"At chance, as controls must be: {', '.join(told)}."
 
 
 def _nearest(one: Contest) -> str:

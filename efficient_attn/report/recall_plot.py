@@ -95,8 +95,8 @@ def _line(
     if not known:
         return
     means = [accuracy.mean for _, accuracy in known]
-    below = [accuracy.mean - accuracy.low for _, accuracy in known]
-    above = [accuracy.high - accuracy.mean for _, accuracy in known]
+    below = [accuracy.mean - accuracy.edges[0] for _, accuracy in known]
+    above = [accuracy.edges[1] - accuracy.mean for _, accuracy in known]
     bars = {"elinewidth": 1.0, "capsize": 2, "clip_on": False}
     ax.errorbar(
         [x for x, _ in known], means, yerr=[below, above], **style, **bars, label=plain(name), zorder=3
