@@ -1,6 +1,7 @@
 """Growth, medians, gains: numbers from records."""
 
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -8,8 +9,11 @@ from scipy import stats
 
 from efficient_attn.analysis.curves import curves
 from efficient_attn.analysis.fits import exact_growth, growth
+from efficient_attn.analysis.rounds import call_time, time_ratio
 from efficient_attn.analysis.statistics import middle
 from efficient_attn.analysis.summary import gains
+from efficient_attn.report.cost_table import tables
+from efficient_attn.report.sentences import bench_sentences
 from efficient_attn.sweep.records import Case, Record
 
 LENGTHS = np.array([256, 512, 1024, 2048, 4096])
@@ -100,7 +104,40 @@ def record(label, tokens, times_s, **changes):
         threads=1,
         **changes,
     )
-    return Record(case=case, times_s=tuple(times_s))
+    return Record(case=case, times_s=tuple(times_s), turn_sizes=(1,) * len(times_s))
+
+
+def test_a_time_is_the_median_over_rounds_with_the_interval_of_rounds_and_not_of_calls():
+    # A thousand calls of a round are one sample.
+    once = record("exact", 100, [1.0, 1.1, 1.2, 1.3])
+    often = replace(once, times_s=tuple(np.repeat(once.times_s, 250).tolist()), turn_sizes=(250,) * 4)
+    assert call_time(often)[:3] == pytest.approx(call_time(once)[:3])
+    median, low, high, samples = call_time(often)
+    assert median == pytest.approx(1.15) and samples == 1000 and low * high == pytest.approx(median**2)
+    # Student's interval for independent rounds, widened as far as a correlation of 0.7 takes.
+    logs = np.log(once.times_s)
+    student = stats.t.ppf(0.975, 3) * logs.std(ddof=1) / 2
+    correlations = 0.7 ** np.abs(np.subtract.outer(np.arange(4), np.arange(4)))
+    of_mean, of_samples = correlations.mean(), (4 - 4 * correlations.mean()) / 3
+    assert np.log(high / median) == pytest.approx(student * np.sqrt(4 * of_mean / of_samples))
+
+
+@pytest.mark.parametrize("sizes", [None, (6,), (2, 2, 2), (3, 3, 3), (1, 1, 3, -1, 2), (True,) * 6])
+def test_a_time_without_four_known_rounds_has_no_interval(sizes):
+    one = replace(record("exact", 100, [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]), turn_sizes=sizes)
+    assert call_time(one) == (3.5, None, None, 6)
+    (curve,) = curves([one], "time_s")
+    assert curve.points[0].low is curve.points[0].high is None
+
+
+def test_the_ratio_of_two_times_is_taken_round_by_round():
+    rounds = [1.0, 5.0, 2.0, 3.0, 1.5]
+    own, its = record("window", 100, rounds), record("exact", 100, [2 * time_s for time_s in rounds])
+    assert time_ratio(own, its)[:3] == pytest.approx((2, 2, 2))
+    # A run that was cut short lacks the last rounds.
+    short = replace(own, times_s=own.times_s[:4], turn_sizes=(1,) * 4)
+    assert time_ratio(short, its)[:3] == pytest.approx((2, 2, 2))
+    assert time_ratio(record("window", 100, rounds[:3]), its)[1:3] == (None, None)
 
 
 def test_a_backend_pays_from_where_it_is_clearly_faster_at_all_longer_lengths():
@@ -109,8 +146,38 @@ def test_a_backend_pays_from_where_it_is_clearly_faster_at_all_longer_lengths():
     records += [record("unclear", n, [0.01, *[0.39] * 4, 0.5]) for n in (100, 200, 400)]
     fast, unclear = gains(curves(records, "time_s"))
     assert (fast.label, fast.pays_from, fast.tokens) == ("fast", 200, 400)
-    assert fast.ratio == pytest.approx(0.4 / 0.15)
+    assert fast.ratio.median == pytest.approx(0.4 / 0.15)
     assert unclear.pays_from is None
+
+
+def test_the_fit_is_of_the_medians_that_are_shown_and_not_of_the_fastest_calls():
+    """The fastest calls grow as n², the medians as n."""
+    made = [record("exact", n, [1e-9 * n**2, *[1e-3 * n] * 6]) for n in LENGTHS.tolist()]
+    (curve,) = curves(made, "time_s")
+    assert curve.growth.power == pytest.approx(1, abs=0.01)
+    assert tables(made)[0].rows[0][-1] == "n^1.00"
+
+
+def test_three_lengths_or_an_interval_that_is_cut_off_give_no_power_in_tables_and_sentences():
+    """Minima of 5.0, 7.5 and 20.0 ms and medians of 32.7, 26.1 and 28.0 ms are no n^2.3."""
+    times = ((5.0, 32.7), (7.5, 26.1), (20.0, 28.0))
+    lengths = LENGTHS.tolist()
+    three = [
+        record("exact", n, [low, *[middle] * 6]) for n, (low, middle) in zip(lengths, times, strict=False)
+    ]
+    # One step at the last length: all powers from 3 on explain it.
+    step = [record("exact", n, [y] * 7) for n, y in zip(lengths, (1, 1, 1, 1, 50), strict=True)]
+    for made in (three, step):
+        assert tables(made)[0].rows[0][-1] == "unclear"
+        assert not any("grows as" in sentence for sentence in bench_sentences(made))
+
+
+def test_a_sentence_shows_the_interval_of_a_power_that_is_not_narrow():
+    noisy = [1.0, 2.2, 3.8, 8.4, 15.6]
+    made = [record("exact", n, [y] * 4) for n, y in zip(LENGTHS.tolist(), noisy, strict=True)]
+    (fit,) = (curve.growth for curve in curves(made, "time_s"))
+    assert fit.clear and fit.high - fit.low > 0.1
+    assert f"n^{fit.power:.1f} (exact [{fit.low:.1f} to {fit.high:.1f}])" in bench_sentences(made)[0]
 
 
 def test_runs_that_differ_become_curves_with_what_differs_in_their_names():

@@ -1,22 +1,23 @@
-"""From how many tokens on a backend is faster than another: fused exact attention, or the dense one.
+"""Crossover lengths: from how many tokens on a backend is faster than fused or dense exact attention.
 
-What attention, a block and a stack cost is a part for every token and one for every pair of tokens. So the
-difference of two medians, divided by the tokens, is taken as a straight line between two lengths; beyond the
-longest the line through the last two goes on. The interval comes from drawing the raw samples of every length
-again, with replacement: it holds the scatter of calls, not that of other machines or hours.
+The cost of attention, a block and a stack has a part for every token and one for every pair of tokens. So the
+difference of two times, divided by the tokens, is taken as a straight line between two lengths; beyond the
+longest the line through the last two goes on.
+
+Both times of a round are taken within a moment of each other, so the difference is taken round by round and a
+round is one sample. The interval holds every length at which the line does not differ from zero (Fieller's
+method, for a line instead of a ratio), whatever the number of lengths between which it lies.
 """
 
+import math
 from collections.abc import Sequence
-from functools import cache
 from typing import NamedTuple
 
 import numpy as np
 
-from efficient_attn.analysis.curves import YARDSTICK, Curve, partner
+from efficient_attn.analysis.curves import YARDSTICK, Curve, Point, partner
+from efficient_attn.analysis.rounds import half_width, paired, time_ratio
 from efficient_attn.sweep.variants import CEILING
-
-_RESAMPLES, _SEED = 400, 0
-_OUTSIDE = (2.5, 97.5)
 
 # A line through two lengths is not followed further than this multiple of the longest.
 FURTHEST = 8
@@ -28,11 +29,13 @@ class Crossover(NamedTuple):
     Attributes:
         against: The backend that it is compared with.
         lengths: Where both were measured: a crossover was looked for from the first to eight times the last.
-        tokens: None if there is none.
+        tokens: None if there is none, or none that is clear.
         low: None if it may be below the shortest length.
         high: None if nothing bounds it.
+        timed: Both had the rounds that an interval needs at every length.
         extrapolated: It lies beyond the longest length.
-        always: It is faster at every length, which is why there is no crossover.
+        always: It is clearly faster at every length.
+        never: It is clearly slower at every length, and no crossover was found beyond.
     """
 
     label: str
@@ -41,8 +44,22 @@ class Crossover(NamedTuple):
     tokens: float | None = None
     low: float | None = None
     high: float | None = None
+    timed: bool = True
     extrapolated: bool = False
     always: bool = False
+    never: bool = False
+
+    @property
+    def bounded(self) -> bool:
+        """Whether an interval says where it is: beyond a length, or below one, or both."""
+        return self.tokens is not None and (self.low is not None or self.high is not None)
+
+
+class _Lag(NamedTuple):
+    """By how many seconds per token one backend is behind the other at a length, and half its interval."""
+
+    value: float
+    half: float | None
 
 
 def crossovers(all_curves: Sequence[Curve], against: str = YARDSTICK) -> list[Crossover]:
@@ -61,47 +78,64 @@ def crossover(curve: Curve, other: Curve) -> Crossover | None:
     pairs = [(own, its) for own in curve.measured if (its := other.at(own.tokens)) is not None]
     if len(pairs) < 2:
         return None
-    looked = Crossover(curve.label, other.backend, tuple(own.tokens for own, _ in pairs))
+    lags = [_lag(own, its) for own, its in pairs]
+    timed = all(lag.half is not None for lag in lags)
+    looked = Crossover(curve.label, other.backend, tuple(own.tokens for own, _ in pairs), timed=timed)
     tokens = np.asarray(looked.lengths, dtype=float)
-    lags = np.asarray([(own.value or 0.0) - (its.value or 0.0) for own, its in pairs]) / tokens
-    best, furthest = float(_crossings(tokens, lags)), FURTHEST * tokens[-1]
+    best, furthest = _crossing(tokens, [lag.value for lag in lags]), FURTHEST * tokens[-1]
+    sides = [time_ratio(own.record, its.record).side_of_one for own, its in pairs]
     if not tokens[0] <= best <= furthest:
-        return looked._replace(always=bool((lags < 0).all()))
-    drawn = np.stack(
-        [
-            _medians(own.record.times_s, own.tokens, _SEED)
-            - _medians(its.record.times_s, its.tokens, _SEED + 1)
-            for own, its in pairs
-        ],
-        axis=1,
-    )
-    crossings = _crossings(tokens, drawn / tokens)
-    # Of two crossings one is taken, not their mean: some lie at infinity.
-    low, high = np.percentile(crossings, _OUTSIDE, method="nearest")
-    return looked._replace(
-        tokens=best,
-        low=float(low) if low >= tokens[0] else None,
-        high=float(high) if high <= furthest else None,
-        extrapolated=bool(best > tokens[-1]),
-    )
+        return looked._replace(
+            always=all(side == 1 for side in sides), never=all(side == -1 for side in sides)
+        )
+    found = looked._replace(tokens=best, extrapolated=bool(best > tokens[-1]))
+    if not timed:
+        return found
+    low, high = _undecided(tokens, lags, best)
+    return found._replace(low=low if low > tokens[0] else None, high=high if high < furthest else None)
 
 
-# The yardstick's serve for every backend, and all of them for sentences and for tables.
-@cache
-def _medians(times_s: tuple[float, ...], tokens: int, seed: int) -> np.ndarray:
-    """The medians of samples drawn again: [resamples]."""
-    generator = np.random.default_rng([seed, tokens])
-    drawn = generator.choice(np.asarray(times_s), size=(_RESAMPLES, len(times_s)))
-    return np.asarray(np.median(drawn, axis=1))
+def _lag(own: Point, its: Point) -> _Lag:
+    ours, others = paired(own.record, its.record)
+    if not len(ours):
+        return _Lag(((own.value or 0.0) - (its.value or 0.0)) / own.tokens, None)
+    lags = (ours - others) / own.tokens
+    return _Lag(float(np.median(lags)), half_width(lags))
 
 
-def _crossings(tokens: np.ndarray, lags: np.ndarray) -> np.ndarray:
-    """Where lags [..., lengths] fall through 0 for the last time; ∓∞ if before or never."""
-    slower = lags > 0
-    last = lags.shape[-1] - 1 - slower[..., ::-1].argmax(axis=-1)
-    start = np.minimum(last, lags.shape[-1] - 2)
-    here, there = (np.take_along_axis(lags, at[..., None], axis=-1)[..., 0] for at in (start, start + 1))
-    falls = here > there
-    shares = here / np.where(falls, here - there, 1.0)
-    crossed = np.where(falls, tokens[start] + (tokens[start + 1] - tokens[start]) * shares, np.inf)
-    return np.where(slower.any(axis=-1), crossed, -np.inf)
+def _crossing(tokens: np.ndarray, lags: Sequence[float]) -> float:
+    """Where the line through the lags falls through 0 for the last time; ∓∞ if before or never."""
+    behind = np.flatnonzero(np.asarray(lags) > 0)
+    if not len(behind):
+        return -math.inf
+    start = min(int(behind[-1]), len(lags) - 2)
+    here, there = lags[start], lags[start + 1]
+    if here <= there:
+        return math.inf
+    return float(tokens[start] + (tokens[start + 1] - tokens[start]) * (here / (here - there)))
+
+
+def _undecided(tokens: np.ndarray, lags: Sequence[_Lag], best: float) -> tuple[float, float]:
+    """The first and the last length at which the line does not differ from 0."""
+    edges = [best]
+    for start in range(len(lags) - 1):
+        step = tokens[start + 1] - tokens[start]
+        last = start == len(lags) - 2
+        furthest = (FURTHEST * tokens[-1] - tokens[start]) / step if last else 1.0
+        edges += [tokens[start] + step * at for at in _near_zero(lags[start], lags[start + 1], furthest)]
+    return float(min(edges)), float(max(edges))
+
+
+def _near_zero(here: _Lag, there: _Lag, furthest: float) -> list[float]:
+    """First and last w in [0, furthest] where |(1−w)·here + w·there| is within its half interval.
+
+    The half intervals of the ends, h and k, are independent: that of the line is √((1−w)²h² + w²k²).
+    """
+    # In units of the largest number nothing of the squares is lost.
+    unit = max(abs(here.value), abs(there.value), here.half or 0.0, there.half or 0.0) or 1.0
+    d, e, h, k = (x / unit for x in (here.value, there.value, here.half or 0.0, there.half or 0.0))
+    square = (e - d) ** 2 - h**2 - k**2
+    linear, constant = 2 * d * (e - d) + 2 * h**2, d**2 - h**2
+    roots = [float(root.real) for root in np.roots([square, linear, constant]) if not root.imag]
+    ends = [at for at in (0.0, furthest) if (square * at + linear) * at + constant <= 0]
+    return ends + [root for root in roots if 0 <= root <= furthest]

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from efficient_attn.analysis.fits import Growth, exact_growth, growth
-from efficient_attn.analysis.statistics import middle
+from efficient_attn.analysis.rounds import call_time
 from efficient_attn.sweep.records import Case, Record
 from efficient_attn.sweep.variants import CEILING
 
@@ -39,7 +39,11 @@ _MAY_DIFFER = (
 
 
 class Point(NamedTuple):
-    """A cost at one length; low and high enclose the true median. No value: the record says why."""
+    """A cost at one length; no value: the record says why.
+
+    Attributes:
+        low: Lower edge of the 95 % interval within the run; None where the rounds are too few for one.
+    """
 
     tokens: int
     value: float | None
@@ -63,15 +67,10 @@ class Curve(NamedTuple):
 
     @property
     def growth(self) -> Growth | None:
-        """How the measured points grow with tokens.
-
-        Of times the fastest call counts: other work on the machine only ever adds, and more at one length
-        than at another, which would bend the curve.
-        """
+        """How the values of the measured points grow with tokens."""
         tokens = [point.tokens for point in self.measured]
-        if self.quantity == "time_s":
-            return growth(tokens, [min(point.record.times_s or ()) for point in self.measured])
-        return exact_growth(tokens, [float(point.value or 0) for point in self.measured])
+        fit = growth if self.quantity == "time_s" else exact_growth
+        return fit(tokens, [float(point.value or 0) for point in self.measured])
 
     @property
     def setting(self) -> tuple[Any, ...]:
@@ -157,7 +156,6 @@ def _value(record: Record, quantity: str) -> tuple[float | None, float | None, f
     if quantity == "time_s":
         if not record.times_s:
             return None, None, None
-        summary = middle(record.times_s)
-        return summary.median, summary.low, summary.high
+        return call_time(record)[:3]
     value = getattr(record, quantity)
     return value, value, value

@@ -5,7 +5,8 @@ mixture and puts p too low wherever the fixed part is felt, so the three numbers
 given p the best a ≥ 0 and b ≥ 0 are a small linear problem, and p is searched for. Residuals are relative, so
 that short and long sequences count alike. The interval holds every p whose residuals are not significantly
 larger than those of the best one (an F test, 95 %); it takes four lengths, and is wide where the lengths do
-not span enough to tell a fixed part from slow growth.
+not span enough to tell a fixed part from slow growth. Three lengths always lie on one such curve, which
+proves nothing: their power is unclear.
 
 Bytes have no noise, but they have kinks: a workspace grows with the sequence until it holds one block. So for
 exact costs the fit begins at the shortest length from which on one curve meets every point.
@@ -57,8 +58,10 @@ class Growth(NamedTuple):
     def clear(self) -> bool:
         """Whether there is an interval, narrow enough to tell powers apart; or no growth at all."""
         if self.low is None or self.high is None:
-            return self.factor == 0
-        return self.high - self.low <= _TELLING
+            return self.power == 0
+        # At an edge of the powers that were tried the interval is cut off.
+        inside = self.low > _POWERS[0] and self.high < _POWERS[-1]
+        return bool(inside) and self.high - self.low <= _TELLING
 
 
 def growth(tokens: Sequence[float], costs: Sequence[float]) -> Growth | None:

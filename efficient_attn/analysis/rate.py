@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from efficient_attn.analysis.statistics import middle
+from efficient_attn.analysis.rounds import call_time
 from efficient_attn.sweep.records import Record
 
 
@@ -14,7 +14,7 @@ def rate_share(record: Record) -> float | None:
     """
     if not (record.status == "ok" and record.flops and record.times_s and record.matmul_flops_per_s):
         return None
-    return record.flops / middle(record.times_s).median / record.matmul_flops_per_s
+    return record.flops / call_time(record).median / record.matmul_flops_per_s
 
 
 def rate_shares(records: Iterable[Record]) -> dict[str, float]:

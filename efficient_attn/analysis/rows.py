@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from efficient_attn.analysis.statistics import middle
+from efficient_attn.analysis.rounds import call_time
 from efficient_attn.sweep.case import Record
 
 # Raw lists of a record and what one of their entries is called.
@@ -38,7 +38,7 @@ def flat_row(record: Record, rate_share: float | None = None) -> dict[str, Any]:
     """One flat row: options as columns of their own, times by their median, raw lists left out."""
     row = _flat(record)
     if record.times_s:
-        times = middle(record.times_s)
+        times = call_time(record)
         row |= {
             "time_s": times.median,
             "time_low_s": times.low,

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 from efficient_attn.analysis.curves import YARDSTICK, Curve, curves, partner
 from efficient_attn.analysis.rate import rate_shares
+from efficient_attn.analysis.rounds import Typical, time_ratio
 from efficient_attn.sweep.records import Record
 
 
@@ -12,15 +13,15 @@ class Gain(NamedTuple):
     """How a backend stands against the yardstick.
 
     Attributes:
-        pays_from: The shortest measured length from which on it is faster at every measured one.
+        pays_from: The shortest measured length from which on it is clearly faster at every measured one.
         tokens: The longest length at which both were measured.
-        ratio: Yardstick's median over its own there: above 1 it is faster.
+        ratio: Time of the yardstick over its own there, with an interval: above 1 it is faster.
     """
 
     label: str
     pays_from: int | None
     tokens: int
-    ratio: float
+    ratio: Typical
 
 
 def summary(records: Sequence[Record]) -> list[dict[str, Any]]:
@@ -66,10 +67,7 @@ def yardstick(all_curves: Iterable[Curve]) -> Curve | None:
 
 
 def gains(all_curves: Sequence[Curve]) -> list[Gain]:
-    """Every backend against the yardstick of its setting, at the lengths where both were measured.
-
-    It counts as faster at a length where the intervals of the two medians do not overlap.
-    """
+    """Every backend against the yardstick of its setting, at the lengths where both were measured."""
     compared = (
         gain_over(curve, exact)
         for curve in all_curves
@@ -83,10 +81,10 @@ def gain_over(curve: Curve, exact: Curve) -> Gain | None:
     pairs = [(own, its) for own in curve.measured if (its := exact.at(own.tokens)) is not None]
     if not pairs:
         return None
+    ratios = [(own.tokens, time_ratio(own.record, its.record)) for own, its in pairs]
     pays_from = None
-    for own, its in reversed(pairs):
-        if own.high is None or its.low is None or own.high >= its.low:
+    for tokens, ratio in reversed(ratios):
+        if ratio.side_of_one != 1:
             break
-        pays_from = own.tokens
-    own, its = pairs[-1]
-    return Gain(curve.label, pays_from, own.tokens, (its.value or 0.0) / (own.value or 1.0))
+        pays_from = tokens
+    return Gain(curve.label, pays_from, *ratios[-1])

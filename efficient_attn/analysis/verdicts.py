@@ -1,10 +1,11 @@
 """What became of a paper's claim: the words that every reproduction uses, and the rules behind them."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from efficient_attn.analysis.fits import Growth
-from efficient_attn.analysis.statistics import Middle, middle
+from efficient_attn.analysis.rounds import call_time, time_ratio
 from efficient_attn.sweep.records import Record
 
 HOLDS = "holds"
@@ -47,20 +48,18 @@ def agrees(power: float, fit: Growth | None) -> bool | None:
     return fit.low <= power <= fit.high
 
 
-def cost(record: Record) -> Middle:
-    """The time or the peak bytes of a record; bytes have no noise."""
-    if record.times_s:
-        return middle(record.times_s)
-    peak = float(record.peak_bytes or 0)
-    return Middle(peak, peak, peak, 1)
+def cost(record: Record) -> float:
+    """The time or the peak bytes of a record."""
+    return call_time(record).median if record.times_s else float(record.peak_bytes or 0)
 
 
 def costs_less(record: Record, other: Record) -> bool | None:
-    """Whether a record's time or memory is below the other's; None where their intervals overlap."""
-    own, its = cost(record), cost(other)
-    if own.high < its.low:
-        return True
-    return False if own.low >= its.high else None
+    """Whether a record's time or memory is below the other's; None where the rounds do not show it."""
+    if record.times_s and other.times_s:
+        ratio = time_ratio(record, other)
+        return True if ratio.side_of_one == 1 else False if (ratio.high or math.inf) <= 1 else None
+    # Bytes have no noise.
+    return cost(record) < cost(other)
 
 
 def of_all(answers: Mapping[str, bool | None]) -> str:

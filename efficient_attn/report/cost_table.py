@@ -4,8 +4,9 @@ from collections.abc import Mapping, Sequence
 
 from efficient_attn.analysis.curves import YARDSTICK, Curve, Point, by_subject, curves
 from efficient_attn.analysis.rate import exceeding, rate_shares
+from efficient_attn.analysis.rounds import FEWEST_ROUNDS, Typical, round_times
 from efficient_attn.analysis.summary import gains
-from efficient_attn.report.table import Table, show_growth, three_digits
+from efficient_attn.report.table import Table, show_growth, show_range, three_digits
 from efficient_attn.sweep.records import Record
 
 # An interval wider than this share of the median to either side is shown beside it.
@@ -27,17 +28,28 @@ def tables(records: Sequence[Record]) -> list[Table]:
         place = "" if subject == "attention" else f" of the {subject}"
         times = curves(group, "time_s")
         if times:
-            ratios = {gain.label: f"{gain.ratio:.3g}x" for gain in gains(times)}
+            ratios = {gain.label: show_ratio(gain.ratio) for gain in gains(times)}
             speed = {curve.label: "1" for curve in times if curve.backend == YARDSTICK} | ratios
             extra = {"speed, exact = 1": speed if ratios else {}, _SHARE: _shares(times, shares)}
             table = _cost_table(f"Time per call{place}, ms", times, _MILLISECOND, extra)
-            made.append(table._replace(notes=table.notes + _rates(times, shares)))
+            timed = [point.record for curve in times for point in curve.measured]
+            made.append(table._replace(notes=(*table.notes, _model(timed), *_rates(times, shares))))
         peaks = curves(group, "peak_bytes")
         if peaks:
             bytes_of = {"weights": "parameter_bytes", "state": "state_bytes"}
             extra = {name: _largest(group, quantity) for name, quantity in bytes_of.items()}
             made.append(_cost_table(f"Peak memory of a call{place}, MiB", peaks, _MEBIBYTE, extra))
     return made
+
+
+def _model(records: Sequence[Record]) -> str:
+    """The model behind the intervals of these times, and how many times have none."""
+    few = sum(len(round_times(record)) < FEWEST_ROUNDS for record in records)
+    lacking = f"; {few} of {len(records)} times have fewer and no interval" if few else ""
+    return (
+        "Intervals (±, and in brackets): 95 %, for the median within this run; one round is one sample, and "
+        f"at least {FEWEST_ROUNDS} are needed (--rounds){lacking}. Another run can differ by more."
+    )
 
 
 def _cost_table(
@@ -123,6 +135,15 @@ def show_spread(value: float, low: float, high: float, *, unit: float) -> str:
     text = three_digits(value / unit)
     spread = max(high - value, value - low) / value if value else 0.0
     return f"{text} ±{spread:.0%}" if spread > _NOISY else text
+
+
+def show_ratio(ratio: Typical) -> str:
+    """`3.1x`, with its interval where that is wide or holds 1."""
+    text = f"{ratio.median:.3g}x"
+    if ratio.low is None or ratio.high is None:
+        return text
+    telling = ratio.side_of_one and ratio.high - ratio.low <= 2 * _NOISY * ratio.median
+    return text if telling else f"{text} ({show_range(ratio.low, ratio.high)})"
 
 
 def _failures(all_curves: Sequence[Curve]) -> tuple[str, ...]:

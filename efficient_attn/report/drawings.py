@@ -108,6 +108,7 @@ def _costs(
             )
             for point in curve.measured
             for edge in (point.low, point.high)
+            if edge is not None
         ]:
             ax.update_datalim(corners)
         cost_plot.plot(

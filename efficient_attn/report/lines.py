@@ -3,6 +3,8 @@
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from efficient_attn.report.harmless import plain
 from efficient_attn.report.palette import INK, MUTED, line_styles
 
@@ -14,7 +16,7 @@ _FEW_DECADES = 500
 
 
 class Line(NamedTuple):
-    """Values at places, with an interval where there is one.
+    """Values at places, each with an interval or with None.
 
     Attributes:
         backend: What its colour stands for.
@@ -24,8 +26,8 @@ class Line(NamedTuple):
     backend: str
     x: Sequence[float]
     y: Sequence[float]
-    low: Sequence[float] | None = None
-    high: Sequence[float] | None = None
+    low: Sequence[float | None] | None = None
+    high: Sequence[float | None] | None = None
 
 
 def new_panels(rows: int, columns: int) -> Any:
@@ -53,7 +55,9 @@ def draw_lines(
         ax.plot(line.x, line.y, label=plain(line.label), **styles[line.label])
         if line.low is not None and line.high is not None:
             colour = styles[line.label]["color"]
-            ax.fill_between(line.x, line.low, line.high, color=colour, alpha=0.18, linewidth=0)
+            # None becomes NaN, a gap in the band.
+            low, high = (np.asarray(edges, dtype=float) for edges in (line.low, line.high))
+            ax.fill_between(line.x, low, high, color=colour, alpha=0.18, linewidth=0)
     dress(ax, title=title, subtitle=subtitle, x_label=x_label, show_y=show_y)
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from efficient_attn.analysis.rounds import CORRELATION, FEWEST_ROUNDS, round_times
 from efficient_attn.measure.memory import ALLOCATIONS, CUDA_ALLOCATED, OPERATOR_RESULTS
 from efficient_attn.report.error_table import describe
 from efficient_attn.report.harmless import plain
@@ -106,12 +107,14 @@ def _times(records: Sequence[Record]) -> str:
     counts = [len(record.times_s or ()) for record in timed]
     turns = [len(record.turn_sizes) for record in timed if record.turn_sizes]
     rounds = f" {_range(turns)} times" if turns else ""
-    few = " (of fewer than six calls: their range)" if min(counts) < 6 else ""
+    enough = all(len(round_times(record)) >= FEWEST_ROUNDS for record in timed)
+    few = "" if enough else f", where there were {FEWEST_ROUNDS} rounds or more"
     return (
         "Each call was repeated before timing until successive calls agreed within a tenth or a limit was "
         f"spent; the backends then took turns within each length{rounds}, in order and in reverse. Of "
-        f"{_range(counts)} timed calls per point the median is given, with the interval between order "
-        f"statistics that holds the true median with 95 % confidence whatever the distribution{few}."
+        f"{_range(counts)} timed calls per point the median over rounds of each round's median is given, "
+        "with an interval for this run: Student's over rounds with 95 % confidence, widened for neighbouring "
+        f"rounds that correlate by up to {CORRELATION}{few}."
     )
 
 

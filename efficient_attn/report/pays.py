@@ -1,7 +1,11 @@
 """One sentence per backend: from how many tokens it pays, how much faster it is, alone and in a block.
 
-What was not measured is left out. Attention, block and encoder are joined where they were measured under one
-setting; how much faster a block could be at most is what the ceiling "attention := v" reaches at that length.
+Points without a measurement are left out. Attention, block and encoder are joined where they were measured
+under one setting; the ceiling "attention := v" at the same length bounds the speed-up of a block.
+
+A sentence says "faster" or "slower" only where the interval of the ratio in the table does not hold 1, and
+names a crossover only where its interval in the table is bounded and agrees with the ratio at the longest
+length. Otherwise it says that it is unclear.
 """
 
 import math
@@ -9,9 +13,10 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from efficient_attn.analysis.crossover import FURTHEST, Crossover, crossover, crossovers
-from efficient_attn.analysis.curves import DENSE, YARDSTICK, Curve, Point, by_subject, curves, partner
+from efficient_attn.analysis.curves import DENSE, YARDSTICK, Curve, by_subject, curves, partner
+from efficient_attn.analysis.rounds import FEWEST_ROUNDS, Typical, time_ratio
 from efficient_attn.analysis.summary import Gain, gain_over
-from efficient_attn.report.table import Table
+from efficient_attn.report.table import Table, show_range
 from efficient_attn.sweep.records import Case, Record
 from efficient_attn.sweep.variants import CEILING
 
@@ -24,8 +29,7 @@ class _Told(NamedTuple):
     case: Case
     crossing: Crossover | None
     gain: Gain
-    clear: bool
-    ceiling: float | None
+    ceiling: Typical | None
 
 
 def pay_sentences(records: Sequence[Record]) -> list[str]:
@@ -59,7 +63,10 @@ def crossover_tables(records: Sequence[Record]) -> list[Table]:
                 f"Faster{place} from, tokens (95 % interval)",
                 ("backend", *(f"than {against}" for against in both)),
                 rows,
-                (f"Looked for at {looked} tokens, and beyond as far as {FURTHEST} times the last.",),
+                (
+                    f"Looked for at {looked} tokens, and beyond as far as {FURTHEST} times the last. "
+                    f"Intervals hold within this run and need {FEWEST_ROUNDS} rounds.",
+                ),
             )
         )
     return made
@@ -71,7 +78,11 @@ def _say_crossover(found: Crossover | None) -> str:
         return ""
     first, last = found.lengths[0], found.lengths[-1]
     if found.tokens is None:
-        return f"all from {first}" if found.always else f"none up to {last}"
+        return f"all from {first}" if found.always else f"none up to {last}" if found.never else "unclear"
+    if not found.timed:
+        return f"{_round(found.tokens)} (no interval)"
+    if not found.bounded:
+        return "unclear"
     low = f"below {first}" if found.low is None else str(_round(found.low))
     interval = f"{low} or more" if found.high is None else f"{low} to {_round(found.high)}"
     return f"{_round(found.tokens)} ({interval}{', extrapolated' if found.extrapolated else ''})"
@@ -86,24 +97,17 @@ def _tell(curve: Curve, times: Sequence[Curve]) -> _Told | None:
     exact = partner(curve, times, YARDSTICK)
     gain = None if exact is None or curve.backend in (YARDSTICK, CEILING) else gain_over(curve, exact)
     # A file may hold times whose ratio no float can hold.
-    if exact is None or gain is None or not 0 < gain.ratio < math.inf:
+    if exact is None or gain is None or not 0 < gain.ratio.median < math.inf:
         return None
-    own, its, least = (
-        None if one is None else one.at(gain.tokens) for one in (curve, exact, partner(curve, times, CEILING))
+    its, least = (
+        None if one is None else one.at(gain.tokens) for one in (exact, partner(curve, times, CEILING))
     )
-    reached = its.value / least.value if its and least and its.value and least.value else None
     return _Told(
         case=curve.points[0].record.case,
         crossing=crossover(curve, exact),
         gain=gain,
-        clear=bool(own and its and not _overlap(own, its)),
-        ceiling=reached,
+        ceiling=time_ratio(least.record, its.record) if its and least else None,
     )
-
-
-def _overlap(own: Point, its: Point) -> bool:
-    """Whether the intervals of two medians have a time in common."""
-    return (own.low or 0) <= (its.high or 0) and (its.low or 0) <= (own.high or 0)
 
 
 def _series(case: Case) -> tuple[object, ...]:
@@ -131,34 +135,42 @@ def _say_pays(told: _Told) -> str:
     """From where it is faster; `it` is the attention, or the block around it where that is all there is."""
     found, it = told.crossing, "it" if told.case.of == "attention" else f"the {_name(told.case)}"
     assert found is not None, "asked only where there is one"
-    if found.extrapolated and found.high is None:
-        return f"from where {it} pays is not clear"
-    if found.tokens is not None:
+    # At the longest length it is clearly faster beyond a crossover, and not before one.
+    agrees = (told.gain.ratio.side_of_one == 1) != found.extrapolated
+    if found.tokens is not None and found.high is not None and agrees:
         guessed = " (extrapolated)" if found.extrapolated else ""
         return f"{it} pays from about {_round(found.tokens)} tokens{guessed}"
     if found.always:
-        return f"{it} pays at every length from {found.lengths[0]} tokens on"
-    return f"{it} does not pay from {found.lengths[0]} to {found.lengths[-1]} tokens"
+        return f"{it} pays at every length measured, from {found.lengths[0]} to {found.lengths[-1]} tokens"
+    if found.never:
+        return f"{it} does not pay from {found.lengths[0]} to {found.lengths[-1]} tokens"
+    return f"from where {it} pays is unclear"
 
 
 def _say_gain(told: _Told) -> str:
     verb = f"at {told.gain.tokens} it is {_times(told)}"
-    return verb + (" faster" if told.clear and told.gain.ratio > 1 else "") + _at_most(told)
+    return verb + (" faster" if told.gain.ratio.side_of_one == 1 else "") + _at_most(told)
 
 
 def _times(told: _Told) -> str:
-    """`3.1 times`, `2 times slower`, or that the two cannot be told apart."""
-    if not told.clear:
-        return "as fast as exact to within the noise"
+    """`3.1 times`, `2 times slower`, or the interval of a ratio that may be either."""
     ratio = told.gain.ratio
-    return f"{_two_digits(ratio)} times" if ratio > 1 else f"{_two_digits(1 / ratio)} times slower"
+    if ratio.low is None or ratio.high is None:
+        return f"unclear whether it is faster (fewer than {FEWEST_ROUNDS} rounds)"
+    if not ratio.side_of_one:
+        return f"unclear whether it is faster ({show_range(ratio.low, ratio.high)} times as fast as exact)"
+    if ratio.median > 1:
+        return f"{_two_digits(ratio.median)} times"
+    return f"{_two_digits(1 / ratio.median)} times slower"
 
 
 def _at_most(told: _Told) -> str:
-    if told.ceiling is None:
+    """The bound by the ceiling, where it is clearly faster than exact and not slower than the backend."""
+    bound = told.ceiling
+    if bound is None or bound.side_of_one != 1 or bound.median < told.gain.ratio.median:
         return ""
-    faster = "" if told.clear and told.gain.ratio > 1 else " times faster"
-    return f", of at most {_two_digits(told.ceiling)}{faster}"
+    faster = "" if told.gain.ratio.side_of_one == 1 else " times faster"
+    return f", of at most {_two_digits(bound.median)}{faster}"
 
 
 def _name(case: Case) -> str:

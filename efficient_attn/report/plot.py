@@ -1,6 +1,7 @@
 """Time and memory against tokens, on logarithmic axes, each line named where it ends."""
 
 import io
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -162,10 +163,11 @@ def _draw(ax: Any, curve: Curve, style: Mapping[str, Any]) -> None:
     points = curve.measured
     tokens = [point.tokens for point in points]
     ax.plot(tokens, [point.value for point in points], **style, label=plain(line_name(curve)))
+    # Where there is no interval the band has a gap.
     ax.fill_between(
         tokens,
-        [point.low for point in points],
-        [point.high for point in points],
+        [math.nan if point.low is None else point.low for point in points],
+        [math.nan if point.high is None else point.high for point in points],
         color=style["color"],
         alpha=0.18,
         linewidth=0,
@@ -218,4 +220,4 @@ def _subtitle(case: Case, *, timed: bool) -> str:
         f"{passes}{', causal' if case.causal else ''}",
         f"batch {case.batch}, {case.num_heads} heads of {case.head_dim}, {case.dtype}, {where}",
     ]
-    return "; ".join([*parts, "median with its 95 % interval"] if timed else parts)
+    return "; ".join([*parts, "median with its 95 % interval within the run"] if timed else parts)

@@ -32,15 +32,20 @@ def _growth_sentence(times: Sequence[Curve], peaks: Sequence[Curve]) -> str | No
 
 
 def _powers(all_curves: Sequence[Curve]) -> str:
-    """`n^1.0 (window, linformer), n^2.0 (exact)`, and for which it is not clear; empty if for all."""
+    """`n^1.0 (window, linformer [0.9 to 1.1]), n^2.0 (exact)`, and for which it is unclear; empty if for all.
+
+    An interval stands where it does not round to the power.
+    """
     groups: dict[float, list[str]] = {}
     unclear = []
     for curve in all_curves:
         fit = curve.growth
-        if fit is not None and fit.clear:
-            groups.setdefault(round(fit.power, 1), []).append(curve.label)
-        else:
+        if fit is None or not fit.clear:
             unclear.append(curve.label)
+            continue
+        low, high = (f"{fit.power if edge is None else edge:.1f}" for edge in (fit.low, fit.high))
+        label = curve.label if low == high else f"{curve.label} [{low} to {high}]"
+        groups.setdefault(round(fit.power, 1), []).append(label)
     if not groups:
         return ""
     told = [f"n^{power} ({', '.join(labels)})" for power, labels in sorted(groups.items())]

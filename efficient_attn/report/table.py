@@ -26,13 +26,18 @@ class Table(NamedTuple):
 
 
 def show_growth(fit: Growth | None) -> str:
-    """The power of tokens with its interval: `n^1.98 (1.95 to 2.01)`; `about` where there is none."""
+    """The power of tokens with its interval: `n^1.98 (1.95 to 2.01)`, or `unclear`; empty without a fit."""
     if fit is None:
         return ""
-    if fit.low is None and not fit.clear:
-        return f"about n^{fit.power:.2g}"
+    if not fit.clear:
+        return "unclear"
     low, high = (None if edge is None else f"{edge:.2f}" for edge in (fit.low, fit.high))
     return f"n^{fit.power:.2f}" + ("" if low == high else f" ({low} to {high})")
+
+
+def show_range(low: float, high: float) -> str:
+    """`0.83 to 1.2`: two edges to three digits."""
+    return f"{three_digits(low)} to {three_digits(high)}"
 
 
 def three_digits(value: float) -> str:

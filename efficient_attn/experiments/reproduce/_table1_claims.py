@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from efficient_attn.analysis.fits import Growth, growth
-from efficient_attn.analysis.statistics import middle
+from efficient_attn.analysis.rounds import call_time, time_ratio
 from efficient_attn.analysis.verdicts import (
     FAILS,
     HOLDS,
@@ -159,10 +159,10 @@ def dearer_than_recurrent(records: Sequence[Record]) -> Finding:
 
 
 def time_growths(records: Sequence[Record], label: str) -> list[Growth | None]:
-    """How the time of a row grows with tokens and with width; of each size the fastest call counts."""
+    """How the time of a row grows with tokens and with width."""
     found = cells(records, label, TIME)
     return [
-        growth(list(line), [min(record.times_s or ()) for record in line.values()])
+        growth(list(line), [call_time(record).median for record in line.values()])
         for line in (along(found, axis) for axis in range(2))
     ]
 
@@ -177,7 +177,9 @@ def multiples(records: Sequence[Record], label: str) -> tuple[float, float]:
 
 def grows(fit: Growth | None, name: str) -> str:
     """`n^1.98 (1.95 to 2.01)`, the power of tokens or of width."""
-    return show_growth(fit).replace("n^", f"{name}^") if fit is not None else f"{name} to an unknown power"
+    if fit is None or not fit.clear:
+        return f"{name} to an unclear power"
+    return show_growth(fit).replace("n^", f"{name}^")
 
 
 def _orders(label: str, found: Cells) -> list[float]:
@@ -192,7 +194,7 @@ def _power_of_operations(counted: Cells, axis: int) -> float:
 
 
 def _ratio(record: Record, other: Record) -> float:
-    return middle(record.times_s or ()).median / middle(other.times_s or ()).median
+    return time_ratio(other, record).median
 
 
 def _gains(times: Mapping[str, Cells], label: str, places: Sequence[tuple[int, int]]) -> str:

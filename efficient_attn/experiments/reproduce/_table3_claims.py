@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 from efficient_attn.analysis.fits import growth
+from efficient_attn.analysis.rounds import call_time
 from efficient_attn.analysis.verdicts import (
     FAILS,
     HOLDS,
@@ -95,7 +96,7 @@ def linear(records: Sequence[Record]) -> Finding:
     fits = {}
     for size in RANKS:
         times = {
-            record.case.tokens: min(record.times_s) / record.case.batch
+            record.case.tokens: call_time(record).median / record.case.batch
             for record in records
             if record.times_s and record.case.backend == LINFORMER and rank(record.case) == size
         }

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from efficient_attn.analysis.statistics import middle
+from efficient_attn.analysis.rounds import call_time
 from efficient_attn.analysis.verdicts import not_measured
 from efficient_attn.experiments.reproduce import _table3_claims as claims
 from efficient_attn.experiments.reproduce._table3 import (
@@ -83,7 +83,7 @@ def rows(records: Sequence[Record]) -> list[dict[str, Any]]:
     for record in records:
         case = record.case
         place = (case.tokens, rank(case))
-        times = middle(record.times_s) if record.times_s else None
+        times = call_time(record) if record.times_s else None
         made.append(
             {
                 "measured": case.kind,

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from efficient_attn.analysis.statistics import middle
+from efficient_attn.analysis.rounds import call_time
 from efficient_attn.analysis.verdicts import not_measured
 from efficient_attn.experiments.reproduce import _table1_claims as claims
 from efficient_attn.experiments.reproduce._table1 import (
@@ -90,7 +90,7 @@ def rows(records: Sequence[Record]) -> list[dict[str, Any]]:
             (case.label, case.tokens, d), {"layer": case.label, "tokens": case.tokens, "model_dim": d}
         )
         if record.times_s:
-            times = middle(record.times_s)
+            times = call_time(record)
             row |= {"time_s": times.median, "time_low_s": times.low, "time_high_s": times.high}
         for name in ("flops", "sequential_operations", "path_length"):
             if (value := getattr(record, name)) is not None:
@@ -138,7 +138,7 @@ def _line(records: Sequence[Record], label: str, of: str, axis: int) -> Line:
     line = along(cells(records, label, of), axis)
     own = ROWS[label].backend
     if of == TIME:
-        times = [middle(record.times_s or ()) for record in line.values()]
+        times = [call_time(record) for record in line.values()]
         median, low, high = ([getattr(time, name) for time in times] for name in ("median", "low", "high"))
         return Line(label, own, list(line), median, low, high)
     wanted = "path_length" if of == PATH else "sequential_operations"

@@ -1,0 +1,119 @@
+"""Intervals from interleaved rounds of timing: one round is one sample.
+
+Calls of one round share a state of the machine, so a thousand of them may show hardly more than one. Each
+round therefore counts once, by the median of its calls, and Student's t over rounds gives the interval.
+Neighbouring rounds may be alike too, which a handful of rounds cannot show: the interval is as wide as rounds
+need that follow an autoregressive process with a correlation of 0.7 between neighbours, and covers more where
+rounds are independent. Rounds of one run know nothing of another run: intervals hold within the run.
+"""
+
+import math
+from functools import cache
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from efficient_attn.analysis.significance import quantile
+from efficient_attn.analysis.statistics import middle
+from efficient_attn.sweep.case import Record
+
+Floats = NDArray[np.float64]
+
+# Three rounds would need six standard deviations to either side, four need four.
+FEWEST_ROUNDS = 4
+
+# The correlation of neighbouring rounds that intervals allow for.
+CORRELATION = 0.7
+
+_OUTSIDE = 0.025
+
+# Times beyond these are none that a clock gives, and leave the range of floats in products.
+_SHORTEST_S, _LONGEST_S, _WIDEST = 1e-90, 1e90, 100.0
+
+
+class Typical(NamedTuple):
+    """A median over rounds with a 95 % interval within the run; without edges where rounds are too few.
+
+    Attributes:
+        samples: Number of calls, or of rounds where rounds are the samples.
+    """
+
+    median: float
+    low: float | None
+    high: float | None
+    samples: int
+
+    @property
+    def side_of_one(self) -> int:
+        """1 if the interval lies above 1, −1 if below, 0 if it holds 1 or does not exist."""
+        if self.low is None or self.high is None:
+            return 0
+        return int(self.low > 1) - int(self.high < 1)
+
+
+def call_time(record: Record) -> Typical:
+    """The time of a call: the median over rounds of the median of each round's calls."""
+    times_s, rounds = record.times_s or (), round_times(record)
+    if not len(rounds):
+        return Typical(middle(times_s).median, None, None, len(times_s))
+    return _typical(rounds)._replace(samples=len(times_s))
+
+
+def time_ratio(record: Record, other: Record) -> Typical:
+    """The other's time over the record's: the median over rounds, each of which holds calls of both.
+
+    Rounds that were slow for both cancel. A value above 1 means that `record` is faster.
+    """
+    own, its = paired(record, other)
+    if not len(own):
+        # A file may hold times of zero.
+        return Typical(call_time(other).median / (call_time(record).median or 1.0), None, None, 0)
+    return _typical(its / own)
+
+
+def round_times(record: Record) -> Floats:
+    """The median of each round's calls, shape (rounds,); empty where rounds are not known."""
+    times, sizes = np.asarray(record.times_s or (), dtype=float), record.turn_sizes or ()
+    known = all(type(size) is int and size >= 0 for size in sizes) and sum(sizes) == len(times)
+    if not known or not ((times > _SHORTEST_S) & (times < _LONGEST_S)).all():
+        return np.empty(0)
+    ends = np.cumsum((0, *sizes)).tolist()
+    return np.array([np.median(times[start:end]) for start, end in pairwise(ends) if end > start])
+
+
+def paired(record: Record, other: Record) -> tuple[Floats, Floats]:
+    """The times of the rounds that both have; a record lacks rounds at the end, never in between."""
+    one, two = round_times(record), round_times(other)
+    both = min(len(one), len(two))
+    return one[:both], two[:both]
+
+
+def half_width(samples: Floats) -> float | None:
+    """Half of the 95 % interval around the median of rounds; None for fewer than four."""
+    if len(samples) < FEWEST_ROUNDS:
+        return None
+    return float(samples.std(ddof=1)) * _standard_deviations(len(samples))
+
+
+@cache
+def _standard_deviations(rounds: int) -> float:
+    """Half an interval over the standard deviation of so many rounds.
+
+    Under the correlation ρ the mean of n rounds has the variance A·σ²/n, and their sample variance the mean
+    B·σ², with A = 1 + 2·Σ (1 − k/n)·ρᵏ over k from 1 to n − 1 and B = (n − A)/(n − 1).
+    """
+    rho = CORRELATION
+    a = (1 + rho) / (1 - rho) - 2 * rho * (1 - rho**rounds) / (rounds * (1 - rho) ** 2)
+    b = (rounds - a) / (rounds - 1)
+    return quantile(_OUTSIDE, rounds - 1) * math.sqrt(a / b / rounds)
+
+
+def _typical(rounds: Floats) -> Typical:
+    """The median, with an interval that is symmetric in the logarithm."""
+    median, half = float(np.median(rounds)), half_width(np.log(rounds))
+    if half is None:
+        return Typical(median, None, None, len(rounds))
+    factor = math.exp(min(half, _WIDEST))
+    return Typical(median, median / factor, median * factor, len(rounds))

@@ -1,0 +1,193 @@
+"""Coverage of nominal 95 % intervals under noise that timings and trainings have, by simulation.
+
+    python tests/simulate_intervals.py 2000
+
+prints the table of docs/measuring.md. Every simulated run becomes records, and its intervals are those that
+tables and sentences show.
+"""
+
+import math
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from made_records import case
+
+from efficient_attn.analysis.crossover import crossovers
+from efficient_attn.analysis.curves import Curve, curves
+from efficient_attn.analysis.recall import accuracy_of
+from efficient_attn.analysis.summary import gains
+from efficient_attn.sweep.records import Record
+
+LENGTHS = (256, 512, 1024, 2048, 4096)
+CALLS = 9
+
+# Exact attention takes n² and a part for every token, the backend so many tokens' worth for every token.
+CROSSOVER, PER_TOKEN = 900, 300
+
+# The scatter of single calls under every model.
+OF_CALLS = 0.05
+
+Noise = Callable[[np.random.Generator, int], np.ndarray]
+
+
+class Coverage(NamedTuple):
+    """How many intervals held the truth, of those that were printed."""
+
+    held: int
+    printed: int
+
+    @property
+    def share(self) -> float:
+        return self.held / self.printed if self.printed else math.nan
+
+    @property
+    def standard_error(self) -> float:
+        return math.sqrt(self.share * (1 - self.share) / self.printed) if self.printed else math.nan
+
+    def __str__(self) -> str:
+        if not self.printed:
+            return "none printed"
+        return f"{100 * self.share:.1f} ± {100 * self.standard_error:.1f}"
+
+
+def independent(generator: np.random.Generator, rounds: int) -> np.ndarray:
+    """No effect but that of single calls: shape [backends lengths rounds], so for all models."""
+    return np.zeros((2, len(LENGTHS), rounds))
+
+
+def of_rounds(scatter: float) -> Noise:
+    """Effects of the round of each backend, which its calls share."""
+    return lambda generator, rounds: generator.normal(0, scatter, (2, len(LENGTHS), rounds))
+
+
+def of_shared_rounds(scatter: float) -> Noise:
+    """Effects of the round, which all calls of both backends share."""
+    return lambda generator, rounds: generator.normal(0, scatter, (1, len(LENGTHS), rounds)).repeat(2, axis=0)
+
+
+def autocorrelated(generator: np.random.Generator, rounds: int) -> np.ndarray:
+    """Effects of 10 % of the rounds of each backend, of which neighbours correlate by 0.7."""
+    draws = generator.normal(0, 0.1, (2, len(LENGTHS), rounds))
+    for number in range(1, rounds):
+        draws[..., number] = 0.7 * draws[..., number - 1] + math.sqrt(1 - 0.7**2) * draws[..., number]
+    return draws
+
+
+def one_sided(generator: np.random.Generator, rounds: int) -> np.ndarray:
+    """Effects that only slow a round down, by 10 % in the mean; the truth is their median."""
+    return generator.exponential(0.1, (2, len(LENGTHS), rounds)) - 0.1 * math.log(2)
+
+
+def of_runs(generator: np.random.Generator, rounds: int) -> np.ndarray:
+    """A shift of 5 % that every call of a case shares in this run and no other."""
+    return np.broadcast_to(generator.normal(0, 0.05, (2, len(LENGTHS), 1)), (2, len(LENGTHS), rounds))
+
+
+MODELS: Mapping[str, Noise] = {
+    "independent calls": independent,
+    "effects of rounds, 5 %": of_rounds(0.05),
+    "effects of rounds, 10 %": of_rounds(0.1),
+    "effects of rounds, 20 %": of_rounds(0.2),
+    "the same shared by backends, 20 %": of_shared_rounds(0.2),
+    "autocorrelated rounds, 10 %, AR(1) 0.7": autocorrelated,
+    "rounds that are only slowed down, 10 %": one_sided,
+}
+RUN_SHIFTS = "shifts of a whole run, 5 %"
+
+
+def run(generator: np.random.Generator, noise: Noise, rounds: int) -> list[Record]:
+    """The records of one simulated run."""
+    effects = noise(generator, rounds)
+    made = []
+    for at, tokens in enumerate(LENGTHS):
+        for number, label in enumerate(("exact", "window")):
+            calls = generator.normal(0, OF_CALLS, (rounds, CALLS)) + effects[number, at][:, None]
+            times_s = true_s(label, tokens) * np.exp(calls)
+            record = Record(
+                case=case("time", label, tokens),
+                times_s=tuple(times_s.ravel().tolist()),
+                turn_sizes=(CALLS,) * rounds,
+            )
+            made.append(record)
+    return made
+
+
+def true_s(label: str, tokens: int) -> float:
+    """The median time of a call."""
+    return 1e-9 * tokens * (PER_TOKEN + (tokens if label == "exact" else CROSSOVER))
+
+
+def time_coverage(noise: Noise, *, rounds: int, runs: int, seed: int = 0) -> dict[str, Coverage]:
+    """How often the intervals of medians, ratios, crossovers and powers hold the truth."""
+    held = {"median": [], "speed": [], "crossover": [], "power": []}
+    for number in range(runs):
+        both = curves(run(np.random.default_rng([seed, number]), noise, rounds), "time_s")
+        held["median"] += _medians(both)
+        held["speed"] += _speeds(both)
+        held["crossover"] += _crossovers(both)
+        held["power"] += _powers(both)
+    return {name: Coverage(sum(found), len(found)) for name, found in held.items()}
+
+
+# One length of one backend stands for all: medians of a run are independent of each other.
+def _medians(both: Sequence[Curve]) -> list[bool]:
+    point = both[0].points[2]
+    if point.low is None or point.high is None:
+        return []
+    return [point.low <= true_s(both[0].label, point.tokens) <= point.high]
+
+
+def _speeds(both: Sequence[Curve]) -> list[bool]:
+    (gain,) = gains(both)
+    ratio, true = gain.ratio, true_s("exact", gain.tokens) / true_s("window", gain.tokens)
+    return [] if ratio.low is None or ratio.high is None else [ratio.low <= true <= ratio.high]
+
+
+def _crossovers(both: Sequence[Curve]) -> list[bool]:
+    (found,) = crossovers(both)
+    printed = found.bounded and found.timed
+    return [(found.low or 0) <= CROSSOVER <= (found.high or math.inf)] if printed else []
+
+
+def _powers(both: Sequence[Curve]) -> list[bool]:
+    """The part of `window` that grows is linear, all of it."""
+    fit = both[1].growth
+    return [fit.low <= 1 <= fit.high] if fit is not None and fit.clear else []
+
+
+def recall_coverage(
+    *, seeds: int, runs: int, learning: float = 0.7, answers: int = 3200, seed: int = 0
+) -> Coverage:
+    """How often the interval of an accuracy holds the mean over all seeds, of which some learn nothing."""
+    true = learning * 0.93 + (1 - learning) / 16
+    held = []
+    for number in range(runs):
+        generator = np.random.default_rng([seed, number])
+        learned = generator.random(seeds) < learning
+        chances = np.where(learned, 0.93, 1 / 16)
+        found = accuracy_of((generator.binomial(answers, chances) / answers).tolist())
+        if found.low is not None and found.high is not None:
+            held.append(found.low <= true <= found.high)
+    return Coverage(sum(held), len(held))
+
+
+def table(runs: int) -> str:
+    """The coverage of all intervals in Markdown."""
+    columns = ("median", "speed", "crossover", "power")
+    lines = [["noise", "rounds", *columns], ["---", "---:", *["---:"] * len(columns)]]
+    for name, noise in (MODELS | {f"{RUN_SHIFTS}: against the truth over runs": of_runs}).items():
+        for rounds in (4, 10):
+            found = time_coverage(noise, rounds=rounds, runs=runs)
+            lines.append([name, str(rounds), *(str(found[column]) for column in columns)])
+    lines += [[], ["seeds of recall", "seeds that learn", "accuracy"], ["---:", "---:", "---:"]]
+    for seeds in (1, 3, 6, 10, 30):
+        for learning in (0.5, 0.7, 0.9):
+            found = recall_coverage(seeds=seeds, runs=runs, learning=learning)
+            lines.append([str(seeds), f"{learning:.0%}", str(found)])
+    return "\n".join(f"| {' | '.join(line)} |" if line else "" for line in lines)
+
+
+if __name__ == "__main__":
+    print(table(int(sys.argv[1]) if len(sys.argv) > 1 else 1000))
