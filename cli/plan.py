@@ -12,12 +12,10 @@ from typing import Annotated, Any
 import typer
 
 from efficient_attn.errors import DataError, OptionError, UnknownNameError
+from efficient_attn.limits import PLAN_BYTES, read_bytes
 
 # Where a run goes and how it is shown is no part of what it measures.
 _NOT_REPEATED = ("out", "resume", "force-resume", "dry-run", "json")
-
-# A plan is a page; a file of more bytes than this is none.
-_MOST_BYTES = 1 << 20
 
 
 def take_up(context: typer.Context, path: Path | None) -> Path | None:
@@ -72,9 +70,7 @@ def _flags(context: typer.Context) -> dict[str, Any]:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        if path.stat().st_size > _MOST_BYTES:
-            raise DataError(f"--plan: {path} is larger than {_MOST_BYTES} bytes, which no plan is.")
-        return tomllib.loads(path.read_bytes().decode("utf-8"))
+        return tomllib.loads(read_bytes(path, PLAN_BYTES).decode("utf-8"))
     except OSError as error:
         raise DataError(f"--plan: cannot read {path}: {error.strerror}.") from None
     except (ValueError, RecursionError) as error:

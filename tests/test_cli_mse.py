@@ -140,7 +140,10 @@ def test_mse_ends_with_the_code_that_says_how_it_went(backends, code):
         (["--inputs", "encoder", "--layer", "2"], "layer 2 is not in encoder; it has 0, 1, 5."),
         (["--inputs", "images"], "inputs cannot be 'images': there is no such file."),
         (["--inputs", ","], "',' names nothing"),
-        (["--inputs", "bad.safetensors"], "bad.safetensors is no safetensors file."),
+        (
+            ["--inputs", "bad.safetensors"],
+            "bad.safetensors is no whole safetensors file: it begins with no header. Make one with",
+        ),
         (["--metric", "accuracy"], "No metric is called 'accuracy'. Known: frobenius, kernel, kl"),
         (["--metric", "mse", "--of", "weights"], "metric 'mse' is one of the output, not of the weights"),
         (["--of", "kernel", "--angle", "200"], "--angle is made of degrees from 0 to 180, such as 60,90"),

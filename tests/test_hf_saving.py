@@ -191,7 +191,7 @@ def test_parameters_of_another_model_are_refused(saved, change, match):
 def test_a_file_that_was_cut_off_is_refused(saved, keep):
     path = saved / "model.safetensors"
     path.write_bytes(path.read_bytes()[:keep])
-    with pytest.raises(DataError, match="Cannot load a model"):
+    with pytest.raises(DataError, match=r"Cannot load a model|is no whole safetensors file|has a header of"):
         load(saved)
 
 
@@ -200,7 +200,7 @@ def test_a_file_that_was_cut_off_is_refused(saved, keep):
 )
 def test_a_hostile_file_is_refused(saved, content):
     (saved / "model.safetensors").write_bytes(content)
-    with pytest.raises(DataError, match="Cannot load a model"):
+    with pytest.raises(DataError, match=r"Cannot load a model|is no whole safetensors file|has a header of"):
         load(saved)
 
 

@@ -113,13 +113,13 @@ def test_a_file_without_matching_finite_q_k_v_is_refused_in_one_line(tmp_path, c
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "is no safetensors file"),
-        (b"short", "is no safetensors file"),
-        (b"q,k,v\n1,2,3\n", "is no safetensors file"),
-        (pickle.dumps({"q": 1}), "is no safetensors file"),
+        (b"", "is no whole safetensors file"),
+        (b"short", "is no whole safetensors file"),
+        (b"q,k,v\n1,2,3\n", "is no whole safetensors file"),
+        (pickle.dumps({"q": 1}), "is no whole safetensors file"),
         (struct.pack("<Q", 1 << 40) + b"{}", "has a header of 1099511627776 bytes"),
-        (struct.pack("<Q", 2) + b"{]", "is no safetensors file"),
-        (struct.pack("<Q", 500) + b"{}", "is no safetensors file"),
+        (struct.pack("<Q", 2) + b"{]", "is no whole safetensors file"),
+        (struct.pack("<Q", 500) + b"{}", "is no whole safetensors file"),
     ],
 )
 def test_a_file_that_is_no_safetensors_file_is_refused_in_one_line(tmp_path, content, message):
@@ -138,5 +138,5 @@ def test_a_scale_that_is_no_positive_number_is_refused(tmp_path, scale):
 
 
 def test_a_missing_file_is_named_with_the_reason(tmp_path):
-    with pytest.raises(DataError, match=r"Cannot read activations from .*absent\.safetensors: No such file"):
+    with pytest.raises(DataError, match=r"Cannot read .*absent\.safetensors: No such file"):
         read_activations(tmp_path / "absent.safetensors")

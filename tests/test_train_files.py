@@ -10,7 +10,8 @@ from safetensors.torch import load_file, save_file
 
 import efficient_attn as ea
 from efficient_attn.errors import DataError
-from efficient_attn.experiments.tensor_files import read_tensors, write_tensors
+from efficient_attn.experiments import tensor_files
+from efficient_attn.experiments.tensor_files import describe_tensors, read_tensors, write_tensors
 
 TINY = {"tokens": 8, "batch": 2, "model_dim": 8, "num_heads": 2, "num_layers": 1, "every": 2, "windows": 8,
         "size": 4, "threads": 1, "text": "text.txt"}  # fmt: skip
@@ -50,12 +51,17 @@ def about(path):
         return file.metadata()
 
 
+def rewrite(path, tensors, described):
+    """A file of our form with other contents, as its author would write it: the checksum is theirs."""
+    write_tensors(path, tensors, described, format=about(path)["format"])
+
+
 def with_tensor(name, tensor):
     def change(path):
         tensors = load_file(path) | ({} if tensor is None else {name: tensor})
         if tensor is None:
             del tensors[name]
-        save_file(tensors, path, metadata=about(path))
+        rewrite(path, tensors, json.loads(about(path)["about"]))
 
     return change
 
@@ -75,10 +81,12 @@ DAMAGES = [
     (cut(0.5), "no whole safetensors file"),
     (cut(0.999), "no whole safetensors file"),
     (lambda path: path.write_bytes(b"\xff" * 4000), "no whole safetensors file"),
-    (lambda path: path.write_bytes(b"\xff\xff\xff\x7f\0\0\0\0{" + b" " * 4000), "no whole safetensors file"),
-    (with_about(format="another"), "has format 'another'; wanted is 'efficient-attn training 1'"),
-    (with_about(about="[1]"), "does not say in its metadata what it holds"),
-    (with_about(about="{" * 9999), "does not say in its metadata what it holds"),
+    (lambda path: path.write_bytes(b"\xff\xff\xff\x7f\0\0\0\0{" + b" " * 4000), "has a header of 2147"),
+    (with_about(format="another"), "has format 'another'; wanted is 'efficient-attn training 2'"),
+    (with_about(about="[1]"), "The description in .* is no JSON object"),
+    (with_about(about="{" * 9999), "The description in .* is no strict JSON"),
+    (with_about(about='{"a": 1, "a": 2}'), "The description in .* is no strict JSON: 'a' stands twice"),
+    (with_about(about="{}"), "begun with"),
     (with_tensor(NORM, None), f"of another model: it lacks '{NORM}'"),
     (with_tensor(NORM, torch.ones(3)), rf"of another model: '{NORM}' is torch.float32 \[3\], not .* \[8\]"),
     (with_tensor(NORM, torch.ones(8).double()), rf"'{NORM}' is torch.float64 \[8\], not torch.float32 \[8\]"),
@@ -106,10 +114,77 @@ def test_a_damaged_checkpoint_is_refused_in_one_line_and_left_alone(damage, mess
     assert {path: path.read_bytes() for path in before} == before
 
 
+def flipped(place):
+    """One bit of the file, the other way round."""
+
+    def change(path):
+        data = bytearray(path.read_bytes())
+        data[place] ^= 1 << (place % 8)
+        path.write_bytes(data)
+
+    return change
+
+
+def places(whole, step):
+    """Every `step`-th byte of the header, fewer of the data, and the last."""
+    header = 8 + int.from_bytes(whole[:8], "little")
+    return {*range(0, header, step), *range(header, len(whole), 31 * step), len(whole) - 1}
+
+
+everywhere = pytest.mark.parametrize(
+    ("path", "step"),
+    [
+        (MODEL, 9),
+        (CHECKPOINT, 41),
+        *(pytest.param(path, 1, marks=pytest.mark.slow) for path in (MODEL, CHECKPOINT)),
+    ],
+)
+
+
+@everywhere
+def test_a_flipped_bit_anywhere_is_found(path, step):
+    form, whole = about(path)["format"], path.read_bytes()
+    for place in places(whole, step):
+        flipped(place)(path)
+        with pytest.raises(DataError):
+            read_tensors(describe_tensors(path, format=form))
+        path.write_bytes(whole)
+    read_tensors(describe_tensors(path, format=form))
+
+
+@everywhere
+def test_a_file_cut_off_anywhere_is_refused(path, step):
+    form, whole = about(path)["format"], path.read_bytes()
+    for length in places(whole, step):
+        path.write_bytes(whole[:length])
+        with pytest.raises(DataError, match="is no whole safetensors file"):
+            read_tensors(describe_tensors(path, format=form))
+
+
+def test_a_damaged_checkpoint_ends_in_advice_that_works():
+    flipped(-9)(CHECKPOINT)
+    with pytest.raises(DataError, match=r"window-4\.safetensors is damaged: .* delete it and train .* again"):
+        go_on()
+    CHECKPOINT.unlink()
+    assert {record.train_steps for record in go_on().records} == {(2, 4)}
+
+
+def test_a_checkpoint_of_another_model_is_refused_before_its_tensors_are_read(monkeypatch):
+    with_tensor(NORM, torch.ones(3))(CHECKPOINT)
+    load = tensor_files.load_tensors
+
+    def others(path, names):
+        assert path != CHECKPOINT, "its tensors were read"
+        return load(path, names)
+
+    monkeypatch.setattr(tensor_files, "load_tensors", others)
+    with pytest.raises(DataError, match="of another model"):
+        go_on()
+
+
 def described(**changed):
     def change(path):
-        known = json.loads(about(path)["about"])
-        with_about(about=json.dumps({**known, **changed}))(path)
+        rewrite(path, load_file(path), {**json.loads(about(path)["about"]), **changed})
 
     return change
 
@@ -148,7 +223,7 @@ def test_a_model_of_somebodys_own_backend_is_read_with_that_backend():
 
 
 def test_a_checkpoint_is_no_model():
-    with pytest.raises(DataError, match="has format 'efficient-attn training 1'; wanted is"):
+    with pytest.raises(DataError, match="has format 'efficient-attn training 2'; wanted is"):
         ea.read_model(CHECKPOINT)
 
 
@@ -167,9 +242,11 @@ def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(DataError, match=r"Cannot write .*: No space left on device"):
         write_tensors(path, {"x": ONE + 1}, {"a": 2}, format="f")
-    tensors, told = read_tensors(path, format="f")
+    described = describe_tensors(path, format="f")
     assert (
-        tensors["x"] == 0 and told == {"a": 1} and [one.name for one in tmp_path.glob("one*")] == [path.name]
+        read_tensors(described)["x"] == 0
+        and described.about == {"a": 1}
+        and [one.name for one in tmp_path.glob("one*")] == [path.name]
     )
 
 

@@ -11,7 +11,12 @@ from torch import Tensor
 from efficient_attn.backends import list_backends, spec
 from efficient_attn.errors import DataError
 from efficient_attn.experiments.learner import Learner, under
-from efficient_attn.experiments.tensor_files import check_like, read_tensors, write_tensors
+from efficient_attn.experiments.tensor_files import (
+    check_like,
+    describe_tensors,
+    read_tensors,
+    write_tensors,
+)
 from efficient_attn.problem import AttentionProblem
 from efficient_attn.report.files import slug
 from efficient_attn.sweep.sizes import SEED
@@ -19,7 +24,7 @@ from efficient_attn.sweep.variants import Variant
 from efficient_attn.transformer.language_model import LanguageModel
 
 CHECKPOINTS, MODELS = "checkpoints", "models"
-_CHECKPOINT, _MODEL = "efficient-attn training 1", "efficient-attn language model 1"
+_CHECKPOINT, _MODEL = "efficient-attn training 2", "efficient-attn language model 2"
 
 # What may differ where somebody says that it may; the curve is then no longer the same to the last bit.
 _ENVIRONMENT = ("torch", "processor", "threads", "device")
@@ -55,7 +60,8 @@ def load_checkpoint(folder: Path, learner: Learner, now: Mapping[str, Any], *, f
     path = _file(folder, CHECKPOINTS, learner.variant)
     if not path.exists():
         return None
-    tensors, known = read_tensors(path, format=_CHECKPOINT)
+    described = describe_tensors(path, format=_CHECKPOINT)
+    known = described.about
     unlike = {name for name in {*known, *now} if known.get(name) != now.get(name)}
     for name in sorted(unlike - set(_ENVIRONMENT)):
         told = "another text" if name == "text" else f"{name}={known.get(name)}, not {now.get(name)}"
@@ -71,7 +77,9 @@ def load_checkpoint(folder: Path, learner: Learner, now: Mapping[str, Any], *, f
             f"out: {folder} was begun in another environment: {changed[:200]}. Name a new folder, or mix "
             "them with --force-resume."
         )
-    _check(path, tensors, learner)
+    _check_shapes(path, described.tensors, learner)
+    tensors = read_tensors(described)
+    _check_curve(path, tensors, learner)
     learner.restore(tensors)
     return changed or None
 
@@ -86,12 +94,13 @@ def read_model(path: str | Path, *, backend: Any = None) -> LanguageModel:
         DataError: If it is no such file.
     """
     path = Path(path)
-    tensors, about = read_tensors(path, format=_MODEL)
+    described = describe_tensors(path, format=_MODEL)
+    about = described.about
     name = about.get("backend")
     if backend is None and name not in list_backends():
         raise DataError(f"{path} has a model around {str(name)[:80]!r}, which is in no table; give backend=.")
     try:
-        _check_size(path, about, tensors, name if backend is None else None)
+        _check_size(path, about, described.tensors, name if backend is None else None)
         with torch.random.fork_rng(devices=()):
             model = LanguageModel(
                 about["model_dim"],
@@ -103,7 +112,9 @@ def read_model(path: str | Path, *, backend: Any = None) -> LanguageModel:
                 **about["options"],
             )
         # Checks names and shapes; those of calibrated features follow from the file.
-        model.load_state_dict(tensors)
+        model.load_state_dict(read_tensors(described))
+    except DataError:
+        raise
     except Exception as error:  # A description that was made up can make them raise anything.
         told = " ".join(str(error).split())[:200] or type(error).__name__
         raise DataError(f"{path} does not hold a model that can be built: {told}") from None
@@ -134,16 +145,20 @@ def _file(folder: Path, kind: str, variant: Variant) -> Path:
     return folder / kind / f"{slug(variant.label)}.safetensors"
 
 
-def _check(path: Path, tensors: Mapping[str, Tensor], learner: Learner) -> None:
-    """Refuse tensors that this learner cannot have written."""
+def _check_shapes(path: Path, tensors: Mapping[str, Tensor], learner: Learner) -> None:
+    """Refuse a checkpoint of another model before its tensors are read."""
     wanted = learner.tensors()
     for name, parameter in learner.model.named_parameters():
         wanted |= _moments(f"optimiser.{name}.", parameter, tensors)
     for name in ("curve", "held_out", "recent"):
         # As many rows as there are, each like those wanted.
         rows = tensors[name].shape[:1] if name in tensors else ()
-        wanted[name] = wanted[name].new_zeros((*rows, *wanted[name].shape[1:]))
+        wanted[name] = wanted[name].to("meta").new_empty((*rows, *wanted[name].shape[1:]))
     check_like(path, tensors, wanted)
+
+
+def _check_curve(path: Path, tensors: Mapping[str, Tensor], learner: Learner) -> None:
+    """Refuse a curve that this learner cannot have written."""
     every, curve = learner.course.every, tensors["curve"]
     steps = [every * number for number in range(1, len(curve) + 1)]
     numbers = [tensors[name].flatten() for name in ("curve", "held_out", "recent", "seconds")]

@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from efficient_attn.errors import DataError
+from efficient_attn.limits import ENVIRONMENT_BYTES, read_bytes
 from efficient_attn.report.files import write
+from efficient_attn.strict import read_object
 from efficient_attn.sweep.records import NO_LINK
 
 RECORDS, ENVIRONMENT, COMMAND, PLAN = "records.jsonl", "environment.json", "command.txt", "plan.toml"
@@ -58,11 +60,8 @@ def write_json(path: Path, value: Mapping[str, Any]) -> Path:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file."""
+    """The JSON object in a file of a run."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise DataError(f"Cannot read {path}: {error}.") from None
-    if not isinstance(value, dict):
-        raise DataError(f"{path} is no JSON object.")
-    return value
+        return read_object(read_bytes(path, ENVIRONMENT_BYTES), str(path))
+    except OSError as error:
+        raise DataError(f"Cannot read {path}: {error.strerror}.") from None

@@ -1,7 +1,6 @@
 """Where q, k and v come from: a Gaussian draw, the shipped activations, or a file of captured ones."""
 
 import json
-import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import resources
@@ -10,20 +9,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from efficient_attn.errors import DataError, OptionError
 from efficient_attn.modules.options import whole_number
 from efficient_attn.problem import positive_count
 from efficient_attn.shapes import Keys, Queries, Values
+from efficient_attn.tensor_headers import load_tensors, read_header
 
 # The texts of the shipped sample, in the order in which `stitched` lays them end to end.
 TEXTS = ("alice", "pride", "sawyer", "opticks")
 
-# A header names a few tensors and some thousand tokens; one of more bytes than this is no header of ours.
-_MOST_HEADER_BYTES = 1 << 20
-_LENGTH_BYTES = 8
 # Backends draw their directions from the plain seed; inputs drawn from the same would be those directions.
 _INPUT_STREAM = 1
 
@@ -117,15 +113,13 @@ def read_activations(path: str | Path) -> Captured:
     Raises:
         DataError: If the file cannot be read, is no safetensors file, or lacks matching finite q, k, v.
     """
-    _check_header(Path(path))
-    try:
-        with safe_open(path, framework="pt") as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
-            about = file.metadata() or {}
-    except (SafetensorError, OSError, ValueError, TypeError) as error:
-        raise DataError(f"{path} is no safetensors file: {' '.join(str(error).split())}.") from None
-    groups = _by_layer(tensors, path)
-    layers = {layer: _activations(groups[layer], path) for layer in sorted(groups)}
+    path = Path(path)
+    described, about = read_header(path, hint=". Make one with: efficient-attn capture")
+    names = _by_layer(described, path)
+    for group in names.values():
+        _check_shapes({letter: described[name] for letter, name in group.items()}, path)
+    tensors = load_tensors(path, (name for group in names.values() for name in group.values()))
+    layers = {layer: _activations(names[layer], tensors, path) for layer in sorted(names)}
     return Captured(
         layers=layers,
         tokens=_tokens(about, path),
@@ -135,30 +129,16 @@ def read_activations(path: str | Path) -> Captured:
     )
 
 
-def _check_header(path: Path) -> None:
-    """Refuse what is no safetensors file before anything is allocated for it."""
-    try:
-        with path.open("rb") as file:
-            start = file.read(_LENGTH_BYTES + 1)
-    except OSError as error:
-        raise DataError(f"Cannot read activations from {path}: {error.strerror}.") from None
-    if len(start) <= _LENGTH_BYTES or start[_LENGTH_BYTES:] != b"{":
-        raise DataError(f"{path} is no safetensors file. Make one with: efficient-attn capture.")
-    (length,) = struct.unpack("<Q", start[:_LENGTH_BYTES])
-    if length > _MOST_HEADER_BYTES:
-        raise DataError(f"{path} has a header of {length} bytes; at most {_MOST_HEADER_BYTES} are read.")
-
-
-def _by_layer(tensors: Mapping[str, Tensor], path: str | Path) -> dict[int, dict[str, Tensor]]:
-    """{layer: {"q": …, "k": …, "v": …}}; tensors without a layer in their name are layer 0."""
-    groups: dict[int, dict[str, Tensor]] = {}
-    for name, tensor in tensors.items():
+def _by_layer(tensors: Mapping[str, Tensor], path: Path) -> dict[int, dict[str, str]]:
+    """{layer: {"q": name, "k": …, "v": …}}; tensors without a layer in their name are layer 0."""
+    groups: dict[int, dict[str, str]] = {}
+    for name in tensors:
         prefix, _, letter = name.rpartition(".")
         number = prefix.removeprefix("layer.")
         if letter in Activations._fields and (
             not prefix or (prefix.startswith("layer.") and number.isdecimal())
         ):
-            groups.setdefault(int(number or 0), {})[letter] = tensor
+            groups.setdefault(int(number or 0), {})[letter] = name
     incomplete = [layer for layer, group in groups.items() if len(group) < len(Activations._fields)]
     if not groups or incomplete:
         found = ", ".join(sorted(tensors)[:6]) or "nothing"
@@ -168,21 +148,29 @@ def _by_layer(tensors: Mapping[str, Tensor], path: str | Path) -> dict[int, dict
     return groups
 
 
-def _activations(group: Mapping[str, Tensor], path: str | Path) -> Activations:
-    tensors = {name: tensor[None] if tensor.ndim == 3 else tensor for name, tensor in group.items()}
-    q, k, v = (tensors[name] for name in Activations._fields)
+def _check_shapes(group: Mapping[str, Tensor], path: Path) -> None:
+    """Refuse q, k and v that do not fit together, of which no data are needed."""
     shapes = ", ".join(f"{name} {list(group[name].shape)}" for name in Activations._fields)
+    q, k, v = (_as_batch(group[name]) for name in Activations._fields)
     if any(tensor.ndim != 4 or tensor.shape[0] != 1 or tensor.numel() == 0 for tensor in (q, k, v)):
         raise DataError(f"{path} does not hold q, k, v as [heads, tokens, head_dim] or [1, …]: {shapes}.")
     heads_fit = k.shape[1] == v.shape[1] and q.shape[1] % k.shape[1] == 0
     if not heads_fit or q.shape[-1] != k.shape[-1] or k.shape[-2] != v.shape[-2]:
         raise DataError(f"{path} holds q, k, v that do not fit together: {shapes}.")
-    for name, tensor in tensors.items():
+    for name, tensor in group.items():
         if not tensor.is_floating_point():
             raise DataError(f"{path} holds {name} as {tensor.dtype}, which is no floating-point dtype.")
-        if not tensor.isfinite().all():
-            raise DataError(f"{path} holds {name} with entries that are not finite.")
-    return Activations(q, k, v)
+
+
+def _activations(names: Mapping[str, str], tensors: Mapping[str, Tensor], path: Path) -> Activations:
+    for letter, name in names.items():
+        if not tensors[name].isfinite().all():
+            raise DataError(f"{path} holds {letter} with entries that are not finite.")
+    return Activations(*(_as_batch(tensors[names[letter]]) for letter in Activations._fields))
+
+
+def _as_batch(tensor: Tensor) -> Tensor:
+    return tensor[None] if tensor.ndim == 3 else tensor
 
 
 def _tokens(about: Mapping[str, str], path: str | Path) -> tuple[str, ...]:

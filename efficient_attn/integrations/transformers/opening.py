@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AutoConfig, AutoTokenizer, PreTrainedModel
 
 from efficient_attn.errors import AttentionError, DataError, OptionError
+from efficient_attn.limits import CONFIG_BYTES, read_bytes
+from efficient_attn.tensor_headers import check_header
 
 _READ_BYTES = 1 << 20
-# A configuration is a page.
-_MOST_CONFIG_BYTES = 1 << 22
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.h5", "*.msgpack")
 _LONGEST_MESSAGE = 200
 
@@ -180,9 +180,11 @@ def _weights(path: Path) -> list[Path]:
         )
     if not (path / "config.json").is_file():
         raise DataError(f"{path} holds no config.json; a model is a folder that save_pretrained wrote.")
-    _check_no_code(path)
+    check_config(path)
     weights = sorted(path.glob("model*.safetensors"))
     if weights:
+        for file in weights:
+            check_header(file)
         return weights
     others = sorted(file.name for pattern in _PICKLES for file in path.glob(pattern))
     if others:
@@ -193,13 +195,11 @@ def _weights(path: Path) -> list[Path]:
     raise DataError(f"{path} holds no model.safetensors.")
 
 
-def _check_no_code(path: Path) -> None:
+def check_config(path: Path) -> None:
     """Refuse a configuration that asks for classes from the folder, which transformers does not know."""
     file = path / "config.json"
     with told(f"Cannot read {file}"):
-        if file.stat().st_size > _MOST_CONFIG_BYTES:
-            raise DataError(f"{file} is larger than {_MOST_CONFIG_BYTES} bytes, which no configuration is.")
-        config = json.loads(file.read_text(encoding="utf-8"))
+        config = json.loads(read_bytes(file, CONFIG_BYTES))
     if not isinstance(config, dict):
         raise DataError(f"{file} is no JSON object.")
     kind = config.get("model_type")

@@ -26,6 +26,7 @@ from efficient_attn.integrations.transformers.attend import PLACE
 from efficient_attn.integrations.transformers.choosing import Choice, build_all
 from efficient_attn.integrations.transformers.opening import (
     check_complete,
+    check_config,
     check_nothing_else,
     model_class,
     quiet,
@@ -33,6 +34,7 @@ from efficient_attn.integrations.transformers.opening import (
 )
 from efficient_attn.integrations.transformers.places import Place, find_places
 from efficient_attn.problem import AttentionProblem
+from efficient_attn.tensor_headers import check_header
 
 # What lies in the safetensors of each place's backend, by the names that the backend has for it.
 _Kept = dict[str, dict[str, Tensor]]
@@ -56,6 +58,9 @@ def load(folder: str | Path, **arguments: Any) -> PreTrainedModel:
     path = Path(folder)
     if not (path / "config.json").is_file():
         raise DataError(f"{folder} holds no config.json; load reads a folder that save_pretrained wrote.")
+    check_config(path)
+    for file in path.glob("*.safetensors"):
+        check_header(file)
     with told(f"Cannot load a model from {folder}"):
         config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     layers = _plan(config, path)
