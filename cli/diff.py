@@ -1,36 +1,49 @@
-"""`efficient-attn diff`: two runs, and what became worse."""
+"""`efficient-attn diff`: runs before and after, and what became worse."""
 
-from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from . import exits, talk
 from .options import JsonToOption, as_json
 
-OldArgument = Annotated[Path, typer.Argument(metavar="OLD", help="A folder of a run, or a file of records.")]
-NewArgument = Annotated[Path, typer.Argument(metavar="NEW", help="The run to compare with it.")]
+# Stands for the `--` between old and new runs, which the parser would swallow; no argument can hold it.
+_NEW_RUNS = "\0"
+
+RunsArgument = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="OLD NEW", help="Folders of runs, or files of records; several a side: OLD OLD -- NEW NEW."
+    ),
+]
 FailOnOption = Annotated[
     str | None,
     typer.Option(
         "--fail-on",
-        metavar="KIND:SHARE[,…]",
-        help="What ends with exit code 1: time:10%,memory:0%,error:5%; all kinds if left out.",
+        metavar="NAME:SHARE[,…]",
+        help="Quantities or kinds that end with exit code 1 if worse: time:10%,accuracy:2%; default: all.",
     ),
 ]
 
 
-def diff(
-    old: OldArgument, new: NewArgument, fail_on: FailOnOption = None, json_to: JsonToOption = None
-) -> int:
-    """Compare two runs case by case; exit code 1 if anything became worse.
+class CommandClass(TyperCommand):
+    """Keeps the place of `--` among the arguments."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse arguments with a sign in the place of `--`."""
+        return super().parse_args(ctx, [_NEW_RUNS if one == "--" else one for one in args])
+
+
+def diff(runs: RunsArgument, fail_on: FailOnOption = None, json_to: JsonToOption = None) -> int:
+    """Compare two runs, or several on each side, case by case; exit code 1 if anything became worse.
 
     Example: efficient-attn diff runs/before runs/after --fail-on time:10%
     """
     from efficient_attn.experiments.diff import diff as compare
 
     to_stdout = as_json(json_to)
-    found = compare(old, new, fail_on=None if fail_on is None else _shares(fail_on))
+    found = compare(*_sides(runs), fail_on=None if fail_on is None else _shares(fail_on))
     if to_stdout:
         talk.put_json(found.as_dict())
     else:
@@ -45,6 +58,16 @@ def diff(
     return exits.REGRESSION if found.regressions else exits.DONE
 
 
+def _sides(runs: list[str]) -> tuple[list[str], list[str]]:
+    """The old and the new runs: before and behind `--`, or two without it."""
+    at = runs.index(_NEW_RUNS) if runs.count(_NEW_RUNS) == 1 else 1
+    old, new = runs[:at], runs[at + 1 if _NEW_RUNS in runs else at :]
+    if not old or not new or _NEW_RUNS in new or (_NEW_RUNS not in runs and len(new) > 1):
+        given = " ".join("--" if one == _NEW_RUNS else one for one in runs)
+        raise typer.BadParameter(f"diff {given}: write OLD NEW, or several on a side, OLD OLD -- NEW NEW.")
+    return old, new
+
+
 def _shares(text: str) -> dict[str, float]:
     """`time:10%,memory:0` as {"time": 0.1, "memory": 0.0}."""
     shares = {}
@@ -54,7 +77,7 @@ def _shares(text: str) -> dict[str, float]:
         try:
             value = float(number.removesuffix("%")) / (100 if number.endswith("%") else 1)
         except ValueError:
-            message = f"--fail-on {text}: write kinds with shares, such as time:10%,memory:0%."
+            message = f"--fail-on {text}: write names with shares, such as time:10%,accuracy:2%."
             raise typer.BadParameter(message) from None
         shares[kind.strip()] = value
     return shares

@@ -46,7 +46,8 @@ COMMANDS = (
 
 def _register(name: str) -> None:
     module = import_module(f".{name}", __package__)
-    app.command(name)(getattr(module, f"{name}_command", None) or getattr(module, name))
+    parser = getattr(module, "CommandClass", None)
+    app.command(name, cls=parser)(getattr(module, f"{name}_command", None) or getattr(module, name))
 
 
 for _name in COMMANDS:

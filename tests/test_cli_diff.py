@@ -93,11 +93,11 @@ def test_runs_without_a_common_case_end_with_4(runs, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--fail-on", "time"], "write kinds with shares, such as time:10%"),
-        (["--fail-on", "time:"], "write kinds with shares"),
+        (["--fail-on", "time"], "write names with shares, such as time:10%"),
+        (["--fail-on", "time:"], "write names with shares"),
         (["--fail-on", "time:-1%"], "time is a share from 0 on"),
         (["--fail-on", "time:nan"], "time is a share from 0 on"),
-        (["--fail-on", "speed:3%"], "No kind of record is called 'speed'"),
+        (["--fail-on", "speed:3%"], "No quantity is called 'speed'"),
         (["--json", "x"], "--json takes - for stdout"),
     ],
 )

@@ -1,44 +1,35 @@
-"""One case of two runs: how its numbers differ, and how likely so much is by chance.
-
-Times and errors scatter and are tested; bytes and counts do not and are compared as they are.
-"""
+"""One case in both runs: each of its quantities, and the probability of such a difference by chance."""
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
 
-from efficient_attn.analysis import significance
-from efficient_attn.sweep.records import Record
+from efficient_attn.analysis.quantities import QUANTITIES, TEXTS, Quantity
+from efficient_attn.analysis.scatter import (
+    Noise,
+    Side,
+    Tested,
+    as_they_are,
+    numbers,
+    records_of,
+    test_times,
+    test_values,
+    times,
+)
+from efficient_attn.sweep.records import Case, Record
 
 REGRESSION, IMPROVEMENT, UNCHANGED = "regression", "improvement", "unchanged"
-UNCLEAR, UNCOMPARABLE = "unclear", "not comparable"
+CHANGED, UNCLEAR, UNCOMPARABLE = "changed", "unclear", "not comparable"
 
-# What does not scatter, by kind.
-EXACT: Mapping[str, tuple[str, ...]] = {
-    "memory": ("peak_bytes", "parameter_bytes", "state_bytes"),
-    "count": ("flops", "sequential_operations", "path_length"),
-}
-_ERRORS = (
-    "output_relative_error",
-    "output_mse",
-    "weights_relative_error",
-    "kernel_mse",
-    "hidden_relative_error",
-    "mean_pool_distance",
-    "first_token_distance",
-    "next_token_kl",
-    "next_token_disagreement",
-    "perplexity",
-)
+# The width of an interval, as a logarithm, beyond which it leaves the range of floats.
+_WIDEST = 100.0
 
-# Of an interval around a ratio, on either side.
-_OUTSIDE = 0.025
-
-# Beyond these, ratios and their intervals leave the range of floats.
-_SMALLEST, _LARGEST, _WIDEST = 1e-100, 1e100, 100.0
+# Errors below so many times the precision of a dtype are rounding.
+_PRECISION = {"float64": 2**-52, "float32": 2**-23, "float16": 2**-10, "bfloat16": 2**-7}
+_ROUNDING = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,10 +39,11 @@ class Change:
     Attributes:
         name: The label, and whatever else tells the cases of these runs apart beside tokens.
         quantity: `time_s`, `peak_bytes`, … or `status`.
-        old: Of times the geometric mean over turns, of errors the mean over draws; None: there is no number.
+        old: Of times the geometric mean over rounds, else the mean; None: there is no number.
         ratio: New over old, with an interval that holds with 95 %.
         p: Probability of so large a difference by chance, in the direction seen, in the light of all cases.
-        verdict: `regression`, `improvement`, `unchanged`, `unclear` or `not comparable`.
+        over: Unit of the test: `rounds`, `runs`, `draws`, `windows` or `seeds`; None: the numbers decide.
+        verdict: `regression`, `improvement`, `unchanged`, `changed`, `unclear` or `not comparable`.
         remark: What the numbers do not say.
     """
 
@@ -65,138 +57,170 @@ class Change:
     low: float | None = None
     high: float | None = None
     p: float | None = None
+    over: str | None = None
     verdict: str = UNCHANGED
     remark: str | None = None
 
 
 class Test(NamedTuple):
-    """A change, and how likely so much more, and so much less, is by chance; None where nothing is."""
+    """A change, and the probability of so much more, and so much less, by chance; None: no test.
+
+    Attributes:
+        rounding: Both numbers are rounding error.
+    """
 
     change: Change
     more: float | None = None
     less: float | None = None
+    rounding: bool = False
 
 
-def turn_middles(record: Record) -> significance.Floats:
-    """For every turn of timed calls the interquartile mean of their logarithms, shape (turns,)."""
-    parts = [_times(part) for part in significance.turns(record.times_s or (), record.turn_sizes)]
-    return np.array(
-        [significance.interquartile_mean([math.log(time_s) for time_s in part]) for part in parts if part]
-    )
+def compared(case: Case, old: Side, new: Side, name: str, noise: Noise) -> list[Test]:
+    """Every quantity of one case that both sides have, after a change of how it ended."""
+    change = Change(name=name, kind=case.kind, tokens=case.tokens, quantity="status")
+    tests = [Test(status)] if (status := _status_change(change, old, new)) else []
+    sides = [[[r for r in run if r.status == "ok"] for run in side] for side in (old, new)]
+    sides = [[run for run in side if run] for side in sides]
+    if all(sides):
+        before, after = _to_common_step(case, *sides)
+        for quantity in QUANTITIES:
+            test = _quantity_test(replace(change, quantity=quantity.name), quantity, before, after, noise)
+            tests += [] if test is None else [test]
+        tests += map(Test, _text_changes(change, before, after))
+    return tests or [Test(change)]
 
 
-def compared(old: Record, new: Record, name: str, noise_ratio: float) -> list[Test]:
-    """Everything that was measured of one case in both runs.
-
-    Args:
-        noise_ratio: How many times the variance of the old run's times the new run's have.
-    """
-    change = Change(name=name, kind=old.case.kind, tokens=old.case.tokens, quantity="status")
-    if (old.status, new.status) != ("ok", "ok"):
-        return [Test(_status_change(change, old, new))]
-    if change.kind == "time":
-        return [_time_test(replace(change, quantity="time_s"), old, new, noise_ratio)]
-    if change.kind in EXACT:
-        return [Test(one) for one in _exact_changes(change, old, new)]
-    return [
-        _error_test(replace(change, quantity=quantity), old, new)
-        for quantity in _ERRORS
-        if _numbers([getattr(old, quantity)]) and _numbers([getattr(new, quantity)])
+def _status_change(change: Change, old: Side, new: Side) -> Change | None:
+    """The change of how often a case ended well: always, sometimes or never."""
+    before, after = records_of(old), records_of(new)
+    failed = [[record for record in side if record.status != "ok"] for side in (before, after)]
+    if not any(failed):
+        return None
+    ended = [
+        2 if not bad else int(len(bad) < len(side)) for bad, side in zip(failed, (before, after), strict=True)
     ]
-
-
-def _status_change(change: Change, old: Record, new: Record) -> Change:
-    if old.status == new.status:
+    statuses = [bad[0].status if bad else "ok" for bad in failed]
+    if ended[0] == ended[1] and statuses[0] == statuses[1]:
         return change
-    verdict = UNCHANGED
-    if "skipped" in (old.status, new.status):
+    verdict = UNCHANGED if ended[0] == ended[1] else REGRESSION if ended[0] > ended[1] else IMPROVEMENT
+    if "skipped" in statuses:
         verdict = UNCLEAR
-    elif "ok" in (old.status, new.status):
-        verdict = REGRESSION if old.status == "ok" else IMPROVEMENT
-    reason = new.reason if new.status != "ok" else old.reason
-    remark = f"{old.status} → {new.status}" + (f": {reason}" if reason else "")
+    reason = (failed[1] or failed[0])[0].reason
+    remark = " → ".join(statuses) + (f": {reason}" if reason else "")
+    if max(len(before), len(after)) > 1:
+        counts = [
+            f"{len(side) - len(bad)} of {len(side)}"
+            for bad, side in zip(failed, (before, after), strict=True)
+        ]
+        remark = f"ok in {' → '.join(counts)}; {remark}"
     return replace(change, verdict=verdict, remark=remark)
 
 
-def _time_test(change: Change, old: Record, new: Record, noise_ratio: float) -> Test:
-    """Student's test of the logarithms, a turn being one sample."""
-    turns_old, turns_new = turn_middles(old), turn_middles(new)
-    if min(len(turns_old), len(turns_new)) < 2:
-        return Test(replace(change, verdict=UNCOMPARABLE, remark="fewer than two turns were timed"))
-    statistic, error, freedom = significance.student_statistic(turns_old, turns_new, noise_ratio)
-    before, after = math.exp(turns_old.mean()), math.exp(turns_new.mean())
-    half_width = error * significance.quantile(_OUTSIDE, freedom)
-    change = _with_ratio(change, before, after, half_width)
-    slower, waited = max((after, _waited(new)), (before, _waited(old)))
-    if waited and slower * (1 - waited) <= min(before, after):
+def _quantity_test(change: Change, quantity: Quantity, old: Side, new: Side, noise: Noise) -> Test | None:
+    if quantity.entry == "worst":
+        return _worst_entry(change, quantity, old, new)
+    if all(getattr(record, quantity.field) is None for record in records_of(old)):
+        return None
+    if all(getattr(record, quantity.field) is None for record in records_of(new)):
+        return None
+    if quantity.scatter == "rounds":
+        found = test_times(old, new, noise)
+    else:
+        found = test_values(quantity, old, new, noise)
+    if found is None:
+        return Test(replace(change, verdict=UNCOMPARABLE, remark="no value is a usable number"))
+    return _decidable(_with_ratio(change, found), quantity, found, old, new)
+
+
+def _decidable(change: Change, quantity: Quantity, found: Tested, old: Side, new: Side) -> Test:
+    """The test, less what tells nothing: rounding, other ways to count, waiting for a processor."""
+    methods = {record.memory_method for record in records_of((*old, *new))}
+    if quantity.name.endswith("peak_bytes") and len(methods) > 1:
+        remark = f"counted by {' and by '.join(sorted(map(str, methods)))}"
+        return Test(replace(change, verdict=UNCOMPARABLE, remark=remark))
+    precision = _PRECISION.get(records_of(old)[0].case.dtype, 0.0)
+    if quantity.rounding and max(found.old, found.new) < (_ROUNDING * precision) ** quantity.rounding:
+        return Test(replace(change, remark=None), rounding=True)
+    slower, waited = max((found.new, _waited(new)), (found.old, _waited(old)))
+    if quantity.name == "time_s" and waited and slower * (1 - waited) <= min(found.old, found.new):
         remark = (
             f"threads waited for a processor up to {waited:.0%} of the slower time, which may be all of it"
         )
         return Test(replace(change, remark=remark), 1.0, 1.0)
-    return Test(change, *_tails(statistic, freedom))
+    return Test(change, found.more, found.less)
 
 
-def _waited(record: Record) -> float:
-    """By what share of the time calls may be longer because their threads stood waiting, at most."""
-    total_s = math.fsum(_times(record.times_s or ()))
-    return min(1.0, max(0.0, (record.waited_s or 0.0) / total_s)) if record.case.device == "cpu" else 0.0
+def _waited(side: Side) -> float:
+    """The share by which waiting threads may have lengthened the calls at most, mean over runs."""
+    shares = [_waited_share(record) for record in records_of(side)]
+    return math.fsum(shares) / len(shares)
 
 
-def _exact_changes(change: Change, old: Record, new: Record) -> Iterator[Change]:
-    """What was counted is exact, so that any difference is real and only the threshold decides."""
-    for quantity in EXACT[change.kind]:
-        before, after = _numbers([getattr(old, quantity)]), _numbers([getattr(new, quantity)])
-        if not before or not after:
-            continue
-        counted = _with_ratio(replace(change, quantity=quantity), before[0], after[0], 0.0)
-        if quantity == "peak_bytes" and old.memory_method != new.memory_method:
-            remark = f"counted by {old.memory_method}, then by {new.memory_method}"
-            counted = replace(counted, verdict=UNCOMPARABLE, remark=remark)
-        yield counted
+def _waited_share(record: Record) -> float:
+    if record.case.device != "cpu" or not record.waited_s:
+        return 0.0
+    return min(1.0, max(0.0, record.waited_s / (math.fsum(times(record.times_s or ())) or math.inf)))
 
 
-def _error_test(change: Change, old: Record, new: Record) -> Test:
-    """Welch's test of the means over draws; equal draws are the same features on the same inputs."""
-    quantity = change.quantity
-    draws_old = _numbers(getattr(old, f"{quantity}_draws") or [getattr(old, quantity)])
-    draws_new = _numbers(getattr(new, f"{quantity}_draws") or [getattr(new, quantity)])
-    if not draws_old or not draws_new:
-        return Test(replace(change, verdict=UNCOMPARABLE, remark="no draw has a number"))
-    before, after = float(np.mean(draws_old)), float(np.mean(draws_new))
-    if draws_old == draws_new:
-        return Test(_with_ratio(change, before, after, 0.0))
-    if min(len(draws_old), len(draws_new)) < 2:
-        change = _with_ratio(change, before, after, None)
-        return Test(replace(change, remark="one draw, and so no spread to compare with"))
-    statistic, freedom = significance.welch_statistic(draws_old, draws_new)
-    relative = [np.std(x, ddof=1) / math.sqrt(len(x)) / (np.mean(x) or 1.0) for x in (draws_old, draws_new)]
-    half_width = math.hypot(*relative) * significance.quantile(_OUTSIDE, freedom)
-    return Test(_with_ratio(change, before, after, half_width), *_tails(statistic, freedom))
+def _worst_entry(change: Change, quantity: Quantity, old: Side, new: Side) -> Test | None:
+    """The entry that grew most, or, where none grew, the one that fell most."""
+    tables = [[getattr(record, quantity.field) for record in records_of(side)] for side in (old, new)]
+    tables = [[row for row in table if row is not None] for table in tables]
+    if not all(tables):
+        return None
+    rows = [row for table in tables for row in table]
+    if len(set(map(len, rows))) > 1 or not all(row and len(numbers(row)) == len(row) for row in rows):
+        return Test(replace(change, verdict=UNCOMPARABLE, remark="the entries do not correspond"))
+    before, after = (np.mean(table, axis=0) for table in tables)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        grown = np.nan_to_num(np.log(after) - np.log(before), nan=0.0)
+    place = int(grown.argmax() if grown.max() > math.log1p(quantity.threshold) else grown.argmin())
+    found = as_they_are(quantity, (float(before[place]), float(after[place])), old, new)
+    remark = f"entry {place} of {len(grown)}" + (f"; {found.remark}" if found.remark else "")
+    return _decidable(_with_ratio(change, found._replace(remark=remark)), quantity, found, old, new)
 
 
-def _with_ratio(change: Change, old: float, new: float, half_width: float | None) -> Change:
-    """Both values and new over old; the interval reaches `half_width` of a logarithm to either side."""
-    change = replace(change, old=old, new=new)
-    if not old:
-        return replace(change, ratio=1.0 if not new else None)
-    ratio = new / old
-    if half_width is None:
+def _text_changes(change: Change, old: Side, new: Side) -> Iterator[Change]:
+    for name in TEXTS:
+        before, after = (sorted({str(getattr(one, name)) for one in records_of(side)}) for side in (old, new))
+        if before != after:
+            remark = f"{', '.join(before)} → {', '.join(after)}"
+            yield replace(change, quantity=name, verdict=CHANGED, remark=remark)
+
+
+def _to_common_step(case: Case, old: Side, new: Side) -> tuple[Side, Side]:
+    """Trainings cut off after the last evaluation that all of them have."""
+    steps = [record.train_steps or () for record in records_of((*old, *new))]
+    if case.kind != "train" or not all(steps) or len({one[-1] for one in steps}) == 1:
+        return old, new
+    common = max(set.intersection(*map(set, steps)), default=None)
+    before, after = ([[_until(record, common) for record in run] for run in side] for side in (old, new))
+    return before, after
+
+
+_CURVES = ("train_seconds_s", "train_bits_per_byte", "held_out_bits_per_byte")
+
+
+def _until(record: Record, step: float | None) -> Record:
+    steps = record.train_steps or ()
+    count = steps.index(step) + 1 if step is not None else 0
+    seconds, learned, held_out = ((getattr(record, name) or ())[:count] or None for name in _CURVES)
+    return replace(
+        record,
+        train_seconds_s=seconds,
+        train_bits_per_byte=learned,
+        held_out_bits_per_byte=held_out,
+        held_out_bits_per_byte_windows=None,
+    )
+
+
+def _with_ratio(change: Change, found: Tested) -> Change:
+    """Both values and new over old, with an interval of the ratio where there is one."""
+    change = replace(change, old=found.old, new=found.new, over=found.over, remark=found.remark)
+    if not found.old:
+        return replace(change, ratio=1.0 if not found.new else None)
+    ratio = found.new / found.old
+    if found.half_width is None:
         return replace(change, ratio=ratio)
-    factor = math.exp(min(half_width, _WIDEST))
+    factor = math.exp(min(found.half_width, _WIDEST))
     return replace(change, ratio=ratio, low=ratio / factor, high=ratio * factor)
-
-
-def _tails(statistic: float, freedom: float) -> tuple[float, float]:
-    """How likely so much more, and so much less, is by chance."""
-    return significance.upper_tail(statistic, freedom), significance.upper_tail(-statistic, freedom)
-
-
-def _times(samples: Iterable[float | None]) -> list[float]:
-    return [time_s for time_s in _numbers(samples) if time_s > 0]
-
-
-def _numbers(values: Iterable[float | None]) -> list[float]:
-    """What can be reckoned with: a file may hold numbers that no measurement gives."""
-    return [
-        float(value) for value in values if value is not None and (value == 0 or _SMALLEST < value < _LARGEST)
-    ]

@@ -1,20 +1,18 @@
-"""Two runs compared case by case: what became slower, larger, less accurate, or stopped working.
+"""Runs compared case by case: what became slower, larger, less accurate, or stopped working.
 
-A difference of times or errors counts if it is large enough to matter and too large to be chance, in the
-light of how many cases are looked at: a whole comparison of equal runs is meant to see a regression once in a
-hundred times, and an improvement as rarely. Bytes do not scatter and are compared as they are.
+A difference of what scatters counts if it is large enough to matter and too large to be chance, in the light
+of how many cases are looked at: a whole comparison of equal runs is meant to see a regression once in a
+hundred times, and an improvement as rarely. Numbers that a case reproduces are compared as they are.
 """
 
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
 from efficient_attn.analysis import significance
 from efficient_attn.analysis.change import (
-    EXACT,
+    CHANGED,
     IMPROVEMENT,
     REGRESSION,
     UNCHANGED,
@@ -22,46 +20,46 @@ from efficient_attn.analysis.change import (
     Change,
     Test,
     compared,
-    turn_middles,
 )
 from efficient_attn.analysis.curves import Namer, namer
-from efficient_attn.sweep.records import SCHEMA, Case, Record
+from efficient_attn.analysis.quantities import BY_NAME, QUANTITIES
+from efficient_attn.analysis.scatter import Noise, Run, Side, records_of, seed_scatter, turn_middles
+from efficient_attn.sweep.case import KINDS, SCHEMA, Case, Record
 
-# How much more counts, as a share of the old value.
-THRESHOLDS: Mapping[str, float] = {
-    "time": 0.05,
-    "memory": 0.0,
-    "error": 0.05,
-    "recall": 0.0,
-    "count": 0.0,
-    "swap": 0.05,
-}
+# Names of --fail-on: of quantities, and of kinds of records.
+NAMES = (*KINDS, *BY_NAME)
 
 # Of comparisons of equal runs so many may see a regression anywhere, and so many an improvement.
 FALSE_ALARMS = 0.01
 
-# What describes a measurement no further: how it is called, how its file is written.
-_NO_PART_OF_IT: Mapping[str, Any] = {"label": "", "schema": SCHEMA}
+# Trainings from several seeds are repetitions of one measurement.
+_OVER_SEEDS = ("recall", "train")
 
 # Fewer ratios say nothing of the machine.
 _FEWEST_FOR_DRIFT = 5
 
+_Cases = Mapping[Case, Side]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """What two runs differ in.
+    """Differences between the runs of two sides.
 
     Attributes:
         changes: In the order of the old run.
-        missing: Names of cases that only the old run has.
-        added: Names of cases that only the new run has.
+        missing: Names of cases that only the old side has.
+        added: Names of cases that only the new side has.
         drift: Median ratio of all times; None for fewer than five.
+        correlation: Of successive rounds, as far as one was seen and allowed for.
+        runs: Number of old and of new runs.
     """
 
     changes: tuple[Change, ...]
     missing: tuple[str, ...]
     added: tuple[str, ...]
     drift: float | None
+    correlation: float = 0.0
+    runs: tuple[int, int] = (1, 1)
 
     def of(self, verdict: str) -> tuple[Change, ...]:
         """The changes with this verdict."""
@@ -69,40 +67,86 @@ class Comparison:
 
 
 def compare(
-    old: Iterable[Record], new: Iterable[Record], *, thresholds: Mapping[str, float] = THRESHOLDS
+    old: Iterable[Record], new: Iterable[Record], *, thresholds: Mapping[str, float] | None = None
 ) -> Comparison:
-    """Every case that both runs have, and what only one of them has.
+    """Every case that two runs have, and the names of the others.
 
     Args:
-        thresholds: By kind, how much more counts, as a share of the old value.
+        thresholds: By quantity or by kind of record, the relative change that matters.
     """
+    return compare_runs([tuple(old)], [tuple(new)], thresholds=thresholds)
+
+
+def compare_runs(
+    old: Sequence[Sequence[Record]],
+    new: Sequence[Sequence[Record]],
+    *,
+    thresholds: Mapping[str, float] | None = None,
+) -> Comparison:
+    """The same for several runs on a side, where a run is one sample."""
     before, after = _by_case(old), _by_case(new)
-    name = namer([record.case for record in (*before.values(), *after.values())])
+    name = namer([_case(side) for side in (*before.values(), *after.values())])
     pairs = [(before[key], after[key]) for key in before if key in after]
-    noise_ratio = _noise_ratio(pairs)
-    tests = [test for pair in pairs for test in compared(*pair, name(pair[0].case), noise_ratio)]
-    changes = tuple(_decided(tests, {**THRESHOLDS, **thresholds}))
+    noise = _noise(pairs)
+    tests = [
+        test for one, other in pairs for test in compared(_case(one), one, other, name(_case(one)), noise)
+    ]
+    changes = tuple(_decided(tests, thresholds or {}))
     ratios = [change.ratio for change in changes if change.quantity == "time_s" and change.ratio is not None]
     return Comparison(
         changes=changes,
-        missing=tuple(_full_name(before[key].case, name) for key in before if key not in after),
-        added=tuple(_full_name(after[key].case, name) for key in after if key not in before),
+        missing=_only_in(before, after, name),
+        added=_only_in(after, before, name),
         drift=float(np.median(ratios)) if len(ratios) >= _FEWEST_FOR_DRIFT else None,
+        correlation=noise.correlation,
+        runs=(len(old), len(new)),
     )
 
 
-def _by_case(records: Iterable[Record]) -> dict[str, Record]:
-    """Of equal cases the last record counts."""
-    return {json.dumps({**vars(record.case), **_NO_PART_OF_IT}, sort_keys=True): record for record in records}
+def _by_case(runs: Sequence[Sequence[Record]]) -> _Cases:
+    """The records of each case, run by run; labels and seeds of trainings are no part of a case here."""
+    found: dict[Case, list[Run]] = {}
+    for records in runs:
+        # Of equal cases the last record of a run counts.
+        in_run: dict[Case, dict[int, Record]] = {}
+        for record in records:
+            seed = 0 if record.case.kind in _OVER_SEEDS else record.case.seed
+            key = replace(record.case, label="", schema=SCHEMA, seed=seed)
+            in_run.setdefault(key, {})[record.case.seed] = record
+        for key, by_seed in in_run.items():
+            found.setdefault(key, []).append(tuple(by_seed.values()))
+    return found
 
 
-def _full_name(case: Case, name: Namer) -> str:
-    return f"{name(case)}, {case.tokens} tokens, {case.kind}"
+def _case(side: Side) -> Case:
+    """The case of a side, with the label of its first record."""
+    first = side[0][0].case
+    return replace(first, seed=0) if first.kind in _OVER_SEEDS else first
 
 
-def _noise_ratio(pairs: Iterable[tuple[Record, Record]]) -> float:
-    timed = [pair for pair in pairs if all(one.status == "ok" and one.case.kind == "time" for one in pair)]
-    return significance.noise_ratio([(turn_middles(old), turn_middles(new)) for old, new in timed])
+def _only_in(cases: _Cases, others: _Cases, name: Namer) -> tuple[str, ...]:
+    alone = [_case(side) for key, side in cases.items() if key not in others]
+    return tuple(f"{name(case)}, {case.tokens} tokens, {case.kind}" for case in alone)
+
+
+def _noise(pairs: Sequence[tuple[Side, Side]]) -> Noise:
+    """Properties of the scatter that all cases of a comparison show together."""
+    seeds = {
+        quantity.name: seed_scatter(quantity, (side for pair in pairs for side in pair))
+        for quantity in QUANTITIES
+        if quantity.scatter == "seeds"
+    }
+    timed = [
+        tuple(turn_middles(side[0][0]) for side in pair)
+        for pair in pairs
+        if all(len(side) == 1 and _is_timed(side) for side in pair)
+    ]
+    ratio = significance.noise_ratio([(old, new) for old, new in timed])
+    return Noise(ratio, significance.correlation([one for pair in timed for one in pair]), seeds)
+
+
+def _is_timed(side: Side) -> bool:
+    return all(record.status == "ok" and record.case.kind == "time" for record in records_of(side))
 
 
 def _decided(tests: Sequence[Test], thresholds: Mapping[str, float]) -> Iterator[Change]:
@@ -110,21 +154,26 @@ def _decided(tests: Sequence[Test], thresholds: Mapping[str, float]) -> Iterator
     more = iter(significance.holm([test.more for test in tests if test.more is not None]))
     less = iter(significance.holm([test.less for test in tests if test.less is not None]))
     for test in tests:
-        if test.more is None:
-            yield _judged(test.change, thresholds[test.change.kind], None, None)
-        else:
-            yield _judged(test.change, thresholds[test.change.kind], next(more), next(less))
+        p = (None, None) if test.more is None else (next(more), next(less))
+        yield test.change if test.rounding else _judged(test.change, thresholds, *p)
 
 
-def _judged(change: Change, threshold: float, more: float | None, less: float | None) -> Change:
+def _judged(
+    change: Change, thresholds: Mapping[str, float], more: float | None, less: float | None
+) -> Change:
     if change.verdict != UNCHANGED or change.old is None or change.new is None:
         return change
-    worse = change.new > change.old * (1 + threshold)
-    better = change.old > change.new * (1 + threshold)
+    quantity = BY_NAME[change.quantity]
+    threshold = thresholds.get(quantity.name, thresholds.get(change.kind, quantity.threshold))
     p = more if change.new >= change.old else less
-    if not worse and not better:
-        return replace(change, p=p)
-    # One draw, or not clear enough in so many cases, decides nothing; what was counted decides by itself.
-    if change.kind not in EXACT and (p is None or p > FALSE_ALARMS):
+    grew = change.new > change.old * (1 + threshold)
+    if not grew and not change.old > change.new * (1 + threshold):
+        return replace(change, p=p, remark=None)
+    if quantity.better is None:
+        return replace(change, verdict=CHANGED)
+    # A number whose repetitions nobody kept decides where it was asked for.
+    untested = p is None and change.over is not None
+    asked = quantity.scatter == "draws" and quantity.name in thresholds
+    if (untested and not asked) or (p is not None and p > FALSE_ALARMS):
         return replace(change, p=p, verdict=UNCLEAR)
-    return replace(change, p=p, verdict=REGRESSION if worse else IMPROVEMENT)
+    return replace(change, p=p, verdict=REGRESSION if grew == (quantity.better == "less") else IMPROVEMENT)

@@ -22,6 +22,10 @@ QUARTERS = 4
 # In comparisons of equally noisy runs so many are taken for unequally noisy.
 _UNEQUAL = 0.05
 
+# So many pairs of successive rounds, over all cases, can show a correlation.
+_FEWEST_STEPS = 20
+_CORRELATIONS = np.linspace(0.0, 0.98, 99)
+
 # More degrees of freedom than this are a normal distribution.
 _NORMAL = 1e3
 
@@ -36,15 +40,14 @@ def turns(samples: Sequence[float | None], sizes: Sequence[int] | None) -> list[
     return [samples[start:end] for start, end in pairwise(ends) if end > start]
 
 
-def interquartile_mean(samples: Sequence[float]) -> float:
+def interquartile_mean(samples: Sequence[float] | Floats) -> float:
     """Mean of what is left without the lowest and the highest quarter.
 
     A quarter of the calls may be disturbed, as with the median of a few; for normal noise it has 0.84 to 0.9
     of the precision of the mean, the median of five calls or more 0.64 to 0.77.
     """
     quarter = len(samples) // 4
-    middle = sorted(samples)[quarter : len(samples) - quarter]
-    return math.fsum(middle) / len(middle)
+    return float(np.sort(samples)[quarter : len(samples) - quarter].mean())
 
 
 def noise_ratio(pairs: Sequence[tuple[Floats, Floats]]) -> float:
@@ -79,14 +82,82 @@ def student_statistic(old: Floats, new: Floats, ratio: float = 1.0) -> tuple[flo
     return (math.copysign(math.inf, difference) if difference else 0.0), 0.0, freedom
 
 
-def welch_statistic(old: Sequence[float], new: Sequence[float]) -> tuple[float, float]:
-    """Difference of means in standard errors and its degrees of freedom, variances unequal (Welch 1947)."""
-    one, other = (float(np.var(samples, ddof=1)) / len(samples) for samples in (old, new))
-    difference = float(np.mean(new) - np.mean(old))
-    if not one + other:
-        return (math.copysign(math.inf, difference) if difference else 0.0), 1.0
-    freedom = (one + other) ** 2 / (one**2 / (len(old) - 1) + other**2 / (len(new) - 1))
-    return difference / math.sqrt(one + other), freedom
+def two_sample_statistic(old: Floats, new: Floats, *, least: float = 0.0) -> tuple[float, float, float]:
+    """Difference of means in standard errors, one standard error, degrees of freedom.
+
+    Welch's t (1947), variances unequal; of one sample on one side the variance is that of the other side.
+
+    Args:
+        least: Standard deviation that either side has at least.
+    """
+    difference, counts = float(new.mean() - old.mean()), (len(old), len(new))
+    if max(counts) < 2:
+        return 0.0, math.inf, 1.0
+    variances = [max(float(one.var(ddof=1)), least**2) if len(one) > 1 else None for one in (old, new)]
+    known = next(one for one in variances if one is not None)
+    parts = [(known if one is None else one) / count for one, count in zip(variances, counts, strict=True)]
+    error = math.sqrt(sum(parts))
+    if not error:
+        return (math.copysign(math.inf, difference) if difference else 0.0), 0.0, max(min(counts) - 1.0, 1.0)
+    if min(counts) < 2:
+        return difference / error, error, max(counts) - 1.0
+    freedom = error**4 / sum(part**2 / (count - 1) for part, count in zip(parts, counts, strict=True))
+    return difference / error, error, freedom
+
+
+def paired_statistic(old: Floats, new: Floats) -> tuple[float, float, float]:
+    """Mean difference of pairs in standard errors, one standard error, degrees of freedom."""
+    differences = new - old
+    error, difference = float(differences.std(ddof=1)) / math.sqrt(len(old)), float(differences.mean())
+    if not error:
+        return (math.copysign(math.inf, difference) if difference else 0.0), 0.0, len(old) - 1.0
+    return difference / error, error, len(old) - 1.0
+
+
+def correlation(series: Sequence[Floats]) -> float:
+    """Correlation of successive rounds in all series together; 0 if they do not show any.
+
+    The mean square of successive differences over the variance (von Neumann 1941) is 2 in the mean for
+    independent normal samples, whatever their number. Student's test over series decides at 5 %; a
+    correlation that is seen is taken for one standard error higher. A few short series show nothing.
+    """
+    long = [one for one in series if len(one) > 2 and one.var() > 0]
+    if sum(len(one) - 1 for one in long) < _FEWEST_STEPS or len(long) < 2:
+        return 0.0
+    shares = np.array([1 - (np.diff(one) ** 2).sum() / (2 * one.var() * len(one)) for one in long])
+    error = float(shares.std(ddof=1)) / math.sqrt(len(shares))
+    if shares.mean() <= error * quantile(_UNEQUAL, len(shares) - 1):
+        return 0.0
+    count, seen = int(np.median([len(one) for one in long])), float(shares.mean()) + error
+    return float(np.interp(seen, [_expected_share(count, value) for value in _CORRELATIONS], _CORRELATIONS))
+
+
+def _expected_share(count: int, value: float) -> float:
+    """Expectation of 1 − half of von Neumann's ratio for a first-order autoregression."""
+    return 1 - (1 - value) * (count - 1) / (count - _times_more_variance(count, value))
+
+
+def _times_more_variance(count: int, value: float) -> float:
+    """Variance of the mean of a first-order autoregression, over that of independent samples."""
+    lags = np.arange(1, count)
+    return 1 + 2 * float(((1 - lags / count) * value**lags).sum())
+
+
+def correlated(count: int, value: float) -> tuple[float, float]:
+    """The factor by which the standard error of a mean grows, and the share of its freedom that is left.
+
+    Of `count` samples of a first-order autoregression: their mean varies more, and their variance around it
+    is smaller and less certain.
+    """
+    if not value:
+        return 1.0, 1.0
+    places = np.arange(count)
+    covariance = value ** np.abs(places[:, None] - places)
+    around_mean = covariance - covariance.mean(axis=0)
+    scatter = float(np.trace(around_mean))
+    freedom = scatter**2 / float(np.trace(around_mean @ around_mean))
+    factor = math.sqrt(_times_more_variance(count, value) * (count - 1) / scatter)
+    return factor, freedom / (count - 1)
 
 
 def upper_tail(value: float, freedom: float) -> float:

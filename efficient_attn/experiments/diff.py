@@ -1,17 +1,20 @@
-"""Compare two runs: what became slower, larger, less accurate, or stopped working."""
+"""Compare runs: what became slower, larger, less accurate, or stopped working."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from statistics import median
 from typing import Any
 
-from efficient_attn.analysis.change import REGRESSION, Change
-from efficient_attn.analysis.diff import THRESHOLDS, Comparison, compare
+from efficient_attn.analysis.change import CHANGED, REGRESSION, Change
+from efficient_attn.analysis.diff import NAMES, Comparison, compare_runs
+from efficient_attn.analysis.quantities import QUANTITIES
 from efficient_attn.errors import OptionError, UnknownNameError
 from efficient_attn.experiments.results import Results, read
 from efficient_attn.report.diff_table import diff_sentences, diff_tables
 from efficient_attn.report.harmless import plain
 from efficient_attn.report.table import Table, to_html
+from efficient_attn.sweep.records import Record
 
 # What makes another machine of it, and what else moves numbers: names and where the environment has them.
 _MACHINE = {
@@ -37,22 +40,35 @@ _SOFTWARE = {
 _DRIFT = 0.03
 
 
+# Rates of the machine that records hold; a median may move so much before it is reported.
+_RATES, _RATE_MOVED = ("empty_call_s", "matmul_flops_per_s"), 0.1
+
+Run = str | Path | Results
+
+
 class Diff:
-    """Two runs, compared.
+    """Two runs, or two groups of runs, compared.
 
     Attributes:
-        comparison: Every change with its verdict; cases that only one run has.
-        thresholds: By kind, how much more counts.
-        failing: The kinds whose regressions count as failures.
+        comparison: Every change with its verdict; cases that only one side has.
+        thresholds: By quantity and by kind of record, the relative change that matters.
+        failing: Quantities and kinds whose regressions count as failures.
     """
 
-    def __init__(self, old: Results, new: Results, fail_on: Mapping[str, float] | None) -> None:
-        self.thresholds = {**THRESHOLDS, **(fail_on or {})}
-        self.failing = tuple(THRESHOLDS if fail_on is None else fail_on)
-        self.comparison: Comparison = compare(old.records, new.records, thresholds=self.thresholds)
-        self._environments = (old.environment, new.environment)
-        runs = {"Old run": old, "New run": new}
-        self._notes = [f"{name}: {note}" for name, run in runs.items() for note in run.notes]
+    def __init__(
+        self, old: Sequence[Results], new: Sequence[Results], fail_on: Mapping[str, float] | None
+    ) -> None:
+        self.thresholds = {**{one.name: one.threshold for one in QUANTITIES}, **(fail_on or {})}
+        self.failing = tuple(NAMES if fail_on is None else fail_on)
+        self._asked = () if fail_on is None else self.failing
+        before, after = ([run.records for run in side] for side in (old, new))
+        self.comparison: Comparison = compare_runs(before, after, thresholds=fail_on)
+        self._environments = [[run.environment for run in side] for side in (old, new)]
+        self._rates = {name: (_median(before, name), _median(after, name)) for name in _RATES}
+        sides = {"Old run": old, "New run": new}
+        self._notes = [
+            f"{name}: {note}" for name, side in sides.items() for run in side for note in run.notes
+        ]
 
     def __repr__(self) -> str:
         return f"Diff({' '.join(self.sentences())} .regressions, .tables(), .to_pandas())"
@@ -62,8 +78,10 @@ class Diff:
 
     @property
     def regressions(self) -> tuple[Change, ...]:
-        """What became worse, of the kinds that count as failures."""
-        return tuple(one for one in self.comparison.of(REGRESSION) if one.kind in self.failing)
+        """Regressions that count as failures, and changes without a direction that were asked for."""
+        worse = [one for one in self.comparison.of(REGRESSION) if {one.kind, one.quantity} & {*self.failing}]
+        moved = [one for one in self.comparison.of(CHANGED) if one.quantity in self._asked]
+        return tuple(worse + moved)
 
     @property
     def warnings(self) -> list[str]:
@@ -80,6 +98,9 @@ class Diff:
                 f"All times together moved to {drift:.3g} times the old ones: "
                 "perhaps the machine changed and not the code."
             )
+        for name, (old, new) in self._rates.items():
+            if old and new and max(old / new, new / old) > 1 + _RATE_MOVED:
+                told.append(f"The median {name} of the machine was {old:.3g}, is {new:.3g}.")
         return [*told, *self._notes]
 
     def tables(self) -> list[Table]:
@@ -107,37 +128,54 @@ class Diff:
             "missing": list(self.comparison.missing),
             "added": list(self.comparison.added),
             "drift": self.comparison.drift,
+            "runs": list(self.comparison.runs),
+            "models": self.sentences(),
         }
 
     def _unlike(self, names: Mapping[str, tuple[str, ...]]) -> list[str]:
-        old, new = self._environments
-        if not old or not new:
+        sides = [[run for run in side if run] for side in self._environments]
+        if not all(sides):
             return []
-        pairs = {name: (_at(old, path), _at(new, path)) for name, path in names.items()}
+        pairs = {
+            name: [" or ".join(dict.fromkeys(_at(run, path) for run in side)) for side in sides]
+            for name, path in names.items()
+        }
         return [f"{name} was {then}, is {now}" for name, (then, now) in pairs.items() if then != now]
 
 
 def diff(
-    old: str | Path | Results, new: str | Path | Results, *, fail_on: Mapping[str, float] | None = None
+    old: Run | Sequence[Run], new: Run | Sequence[Run], *, fail_on: Mapping[str, float] | None = None
 ) -> Diff:
-    """Compare two runs case by case.
+    """Compare two runs case by case, or the runs of two sides.
 
     Args:
-        old: A folder of a run, a file of records, or results.
-        fail_on: By kind, such as `time`, how much more is a regression, as a share of the old value; only
-            these kinds count as failures then. Left out, all do, at 5 % for times and errors and at any more
-            for bytes.
+        old: A folder of a run, a file of records, or results; or several of them, repetitions of one
+            measurement, of which each is one sample.
+        fail_on: By quantity or by kind of record, such as `time` or `accuracy`, the relative change that is a
+            regression; only these count as failures then. Left out, all do: from 5 % on for numbers that
+            scatter, 2 % for bits per byte, any for bytes and counts.
 
     Raises:
         DataError: If a file cannot be read or holds something else.
     """
-    for kind, share in (fail_on or {}).items():
-        if kind not in THRESHOLDS:
-            raise UnknownNameError("kind of record", kind, THRESHOLDS)
+    for name, share in (fail_on or {}).items():
+        if name not in NAMES:
+            raise UnknownNameError("quantity", name, NAMES)
         if not 0 <= share <= 1e6:
-            raise OptionError(f"fail_on: {kind} is a share from 0 on, such as 10% or 0.1, not {share!r}.")
-    before, after = (one if isinstance(one, Results) else read(one) for one in (old, new))
-    return Diff(before, after, fail_on)
+            raise OptionError(f"fail_on: {name} is a share from 0 on, such as 10% or 0.1, not {share!r}.")
+    return Diff(_runs(old, "old"), _runs(new, "new"), fail_on)
+
+
+def _runs(side: Run | Sequence[Run], name: str) -> list[Results]:
+    runs: Sequence[Run] = [side] if isinstance(side, (str, Path, Results)) else side
+    if not runs:
+        raise OptionError(f"{name} has no run; name at least one.")
+    return [one if isinstance(one, Results) else read(one) for one in runs]
+
+
+def _median(runs: Sequence[Sequence[Record]], name: str) -> float | None:
+    values = [value for run in runs for one in run if (value := getattr(one, name)) is not None]
+    return median(values) if values else None
 
 
 def _at(environment: Any, path: tuple[str, ...]) -> str:

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from efficient_attn.analysis.change import (
+    CHANGED,
     IMPROVEMENT,
     REGRESSION,
     UNCHANGED,
@@ -16,7 +17,7 @@ from efficient_attn.report.table import Table
 from efficient_attn.sweep.amounts import show_bytes, show_seconds
 
 # The order of the rows: the worst first.
-_ORDER = (REGRESSION, IMPROVEMENT, UNCLEAR, UNCOMPARABLE)
+_ORDER = (REGRESSION, IMPROVEMENT, UNCLEAR, UNCOMPARABLE, CHANGED)
 
 # Names of so many cases that only one run has are listed.
 _MOST_NAMES = 12
@@ -38,12 +39,37 @@ def diff_sentences(found: Comparison) -> list[str]:
     counts = Counter(change.verdict for change in found.changes)
     told = [f"{counts[verdict]} {verdict}" for verdict in (*_ORDER, UNCHANGED) if counts[verdict]]
     sentences = [f"Of {len(found.changes)} comparisons: {', '.join(told)}."] if told else []
-    if any(change.kind == "time" and change.verdict == UNCLEAR and change.ratio for change in found.changes):
+    if any(
+        change.quantity == "time_s" and change.verdict == UNCLEAR and change.ratio for change in found.changes
+    ):
         sentences.append("Unclear times may be chance; more --rounds in both runs would settle it.")
+    sentences += _models(found)
     for run, names in (("old", found.missing), ("new", found.added)):
         if names:
             sentences.append(f"Only in the {run} run ({len(names)}): {_listed(names)}.")
     return sentences
+
+
+def _models(found: Comparison) -> list[str]:
+    """The unit of each test, and the differences that it cannot see."""
+    units = {change.over for change in found.changes if change.low is not None}
+    return [_MODELS[unit].format(*found.runs) for unit in _MODELS if unit in units] + (
+        [f"Successive rounds correlate (up to {found.correlation:.2f}); intervals of times allow for it."]
+        if found.correlation and "rounds" in units
+        else []
+    )
+
+
+_MODELS = {
+    "rounds": "Times are tested over the rounds of one run on each side: verdicts and intervals hold for "
+    "independent rounds, and a run on a slower machine looks like slower code. Several runs on each side, "
+    "diff OLD OLD -- NEW NEW, make the run the unit.",
+    "runs": "The unit of times, and of other numbers that differ between the runs of a side, is the run: "
+    "{} old, {} new.",
+    "draws": "Errors are tested over draws of random features, on the same inputs.",
+    "windows": "Held-out bits per byte are tested over windows, each in both runs, of one training each.",
+    "seeds": "Trainings are tested over seeds.",
+}
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -1,0 +1,246 @@
+"""Every quantity of every study is compared by `diff`, with the test that fits its scatter."""
+
+import json
+from dataclasses import fields, replace
+
+import numpy as np
+import pytest
+
+import efficient_attn as ea
+from efficient_attn.analysis.quantities import BY_NAME, CONDITIONS, QUANTITIES, TEXTS
+from efficient_attn.errors import UnknownNameError
+from efficient_attn.experiments.diff import diff
+from efficient_attn.sweep.case import CASE_FIELDS, KINDS, Case, Record
+from efficient_attn.sweep.records import line
+from efficient_attn.sweep.schema import records_schema
+
+# A kind of record that holds a quantity; all others are held by records of errors.
+KIND_OF = {
+    "time_s": "time",
+    "train_step_s": "train",
+    "accuracy": "recall",
+    "train_bits_per_byte": "train",
+    "held_out_bits_per_byte": "train",
+}
+NOISE = np.exp(0.01 * np.random.default_rng(0).standard_normal((2, 16)))
+
+
+def case(kind, seed=0, **fields):
+    about = {"num_heads": 2, "head_dim": 8, "tokens": 64, "dtype": "float32", "device": "cpu", "threads": 1}
+    return Case(kind=kind, backend="b", label="b", seed=seed, **{**about, **fields})
+
+
+def record(kind, seed=0, **measured):
+    return Record(case=case(kind, seed), **measured)
+
+
+def results(*records):
+    return ea.Results(records)
+
+
+def measured(quantity, value, noise):
+    """Records of a run in which a quantity is about `value`, with repetitions where it has any."""
+    kind, whole = KIND_OF.get(quantity.name, "error"), quantity.name in ("train_steps", "texts", "answers")
+    if quantity.name == "train_step_s":
+        return [
+            record(kind, train_steps=tuple(range(1, 17)), train_seconds_s=tuple(np.cumsum(value * noise)))
+        ]
+    if quantity.scatter == "rounds":
+        return [record(kind, times_s=tuple(value * noise), turn_sizes=(4,) * 4)]
+    if quantity.scatter == "seeds":
+        values = [value * one for one in noise[:4]]
+        entries = [(one,) if quantity.entry else one for one in values]
+        return [record(kind, seed, **{quantity.field: one}) for seed, one in enumerate(entries)]
+    value = round(value) if whole else value
+    made = {quantity.field: (3 * value, value) if quantity.entry else value}
+    if quantity.samples:
+        made[quantity.samples] = tuple(value * noise)
+    if quantity.entry == "last":
+        made["train_steps"] = made.get("train_steps", (1, 2))
+    return [record(kind, **made)]
+
+
+def test_every_field_of_a_record_is_compared_or_says_its_part_in_the_comparison():
+    compared = {one.field for one in QUANTITIES} | {one.samples for one in QUANTITIES} - {None}
+    known = {item.name for item in fields(Record)} - {"case"}
+    assert known == compared | set(TEXTS) | set(CONDITIONS)
+    assert known == set(records_schema()["properties"]) - set(CASE_FIELDS)
+    # No field is compared and excused, and the excuses are these alone.
+    assert not compared & {*TEXTS, *CONDITIONS}
+    assert sorted(CONDITIONS) == [
+        "empty_call_s",
+        "matmul_flops_per_s",
+        "memory_method",
+        "reason",
+        "status",
+        "turn_sizes",
+        "waited_s",
+    ]
+    assert len(BY_NAME) == len(QUANTITIES) and not set(BY_NAME) & set(KINDS)
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_a_worse_number_of_every_quantity_is_called_worse_and_fails_where_it_was_asked_for(name):
+    quantity = BY_NAME[name]
+    small, large = (measured(quantity, value, noise) for value, noise in zip((2.0, 4.0), NOISE, strict=True))
+    old, new = (small, large) if quantity.better != "more" else (large, small)
+    asked = {name: 0.1}
+    found = diff(results(*old), results(*new), fail_on=asked)
+    assert [one.quantity for one in found.regressions] == [name]
+    back = diff(results(*new), results(*old), fail_on=asked)
+    verdicts = {one.quantity: one.verdict for one in back.comparison.changes}
+    if quantity.better is None:
+        assert verdicts[name] == "changed"
+    else:
+        assert verdicts[name] == "improvement" and not back.regressions
+        # It fails without being asked for too, by its own threshold and by its kind.
+        assert name in [one.quantity for one in diff(results(*old), results(*new)).regressions]
+        kind = old[0].case.kind
+        assert name in [
+            o.quantity for o in diff(results(*old), results(*new), fail_on={kind: 0.1}).regressions
+        ]
+    assert not diff(results(*old), results(*old), fail_on=asked).regressions
+
+
+def test_a_name_that_nobody_compares_is_refused_with_the_nearest_one():
+    empty = results()
+    for wrong, right in (
+        ("acuracy", "accuracy"),
+        ("held_out_bits", "held_out_bits_per_byte"),
+        ("tme", "time"),
+    ):
+        with pytest.raises(UnknownNameError, match=f"Did you mean '{right}'"):
+            diff(empty, empty, fail_on={wrong: 0.1})
+
+
+def test_a_collapse_of_recall_and_of_training_is_two_regressions(tmp_path):
+    """One record each, as short as they can be."""
+    folders = []
+    for name, accuracy, bits in (("old", 0.99, 2.5), ("new", 0.10, 4.9)):
+        made = [
+            record("recall", accuracy=accuracy, answers=2048, chance=1 / 16),
+            record("train", train_steps=(20,), held_out_bits_per_byte=(bits,)),
+        ]
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "records.jsonl").write_text("".join(f"{line(one)}\n" for one in made))
+        folders.append(tmp_path / name)
+    found = diff(*folders)
+    assert {one.quantity for one in found.regressions} == {"accuracy", "held_out_bits_per_byte"}
+    assert json.loads(json.dumps(found.as_dict()))["regressions"]
+
+
+def accuracies(*values, answers=2048):
+    return results(*(record("recall", seed, accuracy=v, answers=answers) for seed, v in enumerate(values)))
+
+
+def verdict(found, quantity):
+    (one,) = [change for change in found.comparison.changes if change.quantity == quantity]
+    return one.verdict
+
+
+def test_the_unit_of_recall_is_the_seed_and_not_the_answer():
+    old, new = accuracies(0.99, 0.98, 0.97), accuracies(0.11, 0.10, 0.09)
+    assert verdict(diff(old, new), "accuracy") == "regression"
+    assert verdict(diff(new, old), "accuracy") == "improvement"
+    # A training that learns from one seed in three, whatever the number of answers.
+    old, new = accuracies(0.99, 0.1, 0.99, answers=10**6), accuracies(0.1, 0.99, 0.1, answers=10**6)
+    assert verdict(diff(old, new), "accuracy") == "unclear"
+
+
+def test_seeds_of_one_backend_that_learn_or_fail_make_all_verdicts_careful():
+    """Three that learned and three that failed may be chance where other backends show such a chance."""
+
+    def side(values, other):
+        others = [
+            replace(r, case=replace(r.case, backend="c", label="c")) for r in accuracies(*other).records
+        ]
+        return results(*accuracies(*values).records, *others)
+
+    old, new = side((0.99, 0.98, 0.97), (0.1, 0.99, 0.1)), side((0.1, 0.11, 0.1), (0.99, 0.1, 0.99))
+    found = [one.verdict for one in diff(old, new).comparison.changes if one.quantity == "accuracy"]
+    assert found == ["unclear", "unclear"]
+
+
+def trained(bits, *, windows=None, steps=(10, 20)):
+    curve = tuple(float(bits) + 1 - n for n in np.linspace(0, 1, len(steps)))
+    return results(
+        record(
+            "train",
+            train_steps=steps,
+            train_seconds_s=tuple(float(step) for step in steps),
+            held_out_bits_per_byte=curve,
+            held_out_bits_per_byte_windows=None if windows is None else tuple(windows),
+        )
+    )
+
+
+def test_held_out_windows_are_compared_in_pairs():
+    hard = np.random.default_rng(0).normal(3, 1, 64)
+    old, new = trained(3, windows=hard), trained(3.1, windows=hard + 0.1 + 0.01 * NOISE.mean())
+    # Unpaired, 0.1 bits of windows that scatter by 1 bit are half of a standard error.
+    assert verdict(diff(old, new), "held_out_bits_per_byte") == "regression"
+    scattered = hard + 0.3 + np.tile([2.0, -2.0], 32)
+    assert verdict(diff(old, trained(3.3, windows=scattered)), "held_out_bits_per_byte") == "unclear"
+
+
+def test_trainings_of_unequal_length_are_compared_after_the_last_step_that_both_have():
+    short, long = trained(2.5, steps=(10, 20)), trained(2.5, steps=(10, 20, 30))
+    found = {one.quantity: one for one in diff(short, long).comparison.changes}
+    # After 20 of 30 steps it is half a bit from its end.
+    assert found["held_out_bits_per_byte"].new == pytest.approx(3.0)
+    assert found["held_out_bits_per_byte"].verdict == "regression"
+
+
+def swapped(draws, texts):
+    return results(
+        record("swap", perplexity=float(np.mean(draws)), perplexity_draws=tuple(draws), texts=texts)
+    )
+
+
+def test_texts_are_the_same_in_both_runs_and_only_seeds_are_chance():
+    texts = np.array([5.0, 20.0, 80.0])
+    # One seed: three texts that are all 10 % worse, though they differ by more than that from each other.
+    assert verdict(diff(swapped(texts, 3), swapped(1.1 * texts, 3)), "perplexity") == "regression"
+    seeds = np.repeat(texts, 2) * np.tile([0.8, 1.2], 3)
+    assert verdict(diff(swapped(seeds, 3), swapped(1.1 * seeds, 3)), "perplexity") == "unclear"
+
+
+def test_rounding_of_exact_attention_is_no_regression():
+    small, large = (
+        record("error", output_relative_error=one * 1e-7, output_mse=one * 1e-15) for one in (1, 3)
+    )
+    assert not diff(results(small), results(large)).regressions
+    assert not diff(results(small), results(large), fail_on={"output_relative_error": 0.0}).regressions
+
+
+def test_a_mean_over_draws_without_their_values_is_unclear_until_it_is_asked_for():
+    def run(bias):
+        return results(
+            record(
+                "error", output_relative_error=0.5, output_relative_error_draws=(0.4, 0.6), output_bias=bias
+            )
+        )
+
+    assert verdict(diff(run(0.1), run(0.3)), "output_bias") == "unclear"
+    assert diff(run(0.1), run(0.3), fail_on={"output_bias": 0.1}).regressions
+
+
+def test_the_entry_that_grew_is_named():
+    old, new = (
+        record("error", output_relative_error_heads=heads) for heads in ((0.1, 0.2, 0.3), (0.1, 0.4, 0.1))
+    )
+    (change,) = diff(results(old), results(new)).regressions
+    assert (change.old, change.new) == (0.2, 0.4) and change.remark.startswith("entry 1 of 3;")
+
+
+def test_what_a_backend_was_calibrated_on_is_reported_as_changed():
+    old, new = (record("error", output_mse=0.1, calibrated_on=text) for text in (None, "a text"))
+    found = diff(results(old), results(new))
+    assert verdict(found, "calibrated_on") == "changed" and not found.regressions
+    assert "None → a text" in str(found.tables()[0].notes)
+
+
+def test_rates_of_the_machine_that_moved_are_a_warning():
+    old, new = (record("time", times_s=(1e-3,) * 8, matmul_flops_per_s=rate) for rate in (1e11, 5e10))
+    (told,) = [text for text in diff(results(old), results(new)).warnings if "matmul" in text]
+    assert "was 1e+11, is 5e+10" in told
