@@ -34,7 +34,8 @@ def measured(label, error, seconds=None, peak=None, spread=SPREAD, **changes):
         made.append(Record(case=case("error", label, 512, of="output", **given), **draws))
     if seconds is not None:
         times_s = tuple(seconds * one for one in spread)
-        made.append(Record(case=case("time", label, 512, **given), times_s=times_s))
+        rounds = (1,) * len(times_s)
+        made.append(Record(case=case("time", label, 512, **given), times_s=times_s, turn_sizes=rounds))
     if peak is not None:
         made.append(Record(case=case("memory", label, 512, **given), peak_bytes=peak))
     return made

@@ -56,13 +56,10 @@ def test_a_quiet_run_raises_no_doubt():
 # A record, and all that is said about it.
 OF_RECORDS = {
     "noisy": (
-        record([1.0, 1.2, 1.0, 1.2, 1.0, 1.2, 1.0] * 4),
-        "Noisy: the interval of window at 256 tokens reaches 20% from the median; more --rounds",
-    ),
-    "drifting": (
-        # Each round is steady, and one is slower: no interval of all samples together shows it.
+        # Each round is steady, and one is slower: no scatter of calls within rounds shows it. The standard
+        # deviation of the logarithms is half of log 1.3, and the interval four of them to either side.
         record(STEADY * 3 + tuple(1.3 * time_s for time_s in STEADY)),
-        "Drifting: the medians of rounds of window at 256 tokens differ by up to 30%; more --rounds",
+        "Noisy: the interval of window at 256 tokens reaches 69% from the median; more --rounds",
     ),
     "too short": (
         record(empty_call_s=0.03),
@@ -73,9 +70,9 @@ OF_RECORDS = {
         record(waited_s=0.2 * 2 * sum(STEADY * 4)),
         "Held up: threads of window at 256 tokens waited for a processor up to 20% of the time; use",
     ),
-    "few calls": (
-        record([1.0] * 5, turn_sizes=(2, 1, 1, 1)),
-        "Few calls: window at 256 tokens had fewer than 6, and the interval is",
+    "few rounds": (
+        record([1.0] * 50, turn_sizes=(20, 20, 10)),
+        "Few rounds: window at 256 tokens had fewer than 4, too few for an interval; use --rounds 4 or more.",
     ),
 }
 
@@ -108,8 +105,9 @@ def test_a_point_that_was_cut_short_and_a_long_list_of_points_are_told_briefly()
     short = record(STEADY * 2, label="slow", turn_sizes=(7, 7))
     told = doubts([*whole, short])
     assert "window at 16, 32, 64 tokens and 1 more point;" in told[0]
+    assert told[1].startswith("Few rounds: slow at 256 tokens")
     assert (
-        told[1] == "Cut short: slow at 256 tokens had fewer than 4 rounds; "
+        told[2] == "Cut short: slow at 256 tokens had fewer than 4 rounds; "
         "raise --budget or --timeout, or let the run finish."
     )
 

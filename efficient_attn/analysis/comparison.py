@@ -5,6 +5,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from efficient_attn.analysis.curves import YARDSTICK
+from efficient_attn.analysis.rounds import Typical, call_time, time_ratio
 from efficient_attn.analysis.statistics import Middle, middle
 from efficient_attn.sweep.layers import single_names
 from efficient_attn.sweep.records import Case, Record
@@ -29,7 +30,8 @@ class Contender(NamedTuple):
     Attributes:
         error: Relative output error, its median over draws; of several layers their median and their range.
         layers: Number of layers that the error was measured on.
-        time_s: Of one call, the median.
+        time_s: Of one call.
+        timed: The record of its times.
         drawn: Its features are random.
         failed: Why something is lacking.
     """
@@ -37,11 +39,12 @@ class Contender(NamedTuple):
     label: str
     backend: str
     error: Middle | None
-    time_s: Middle | None
+    time_s: Typical | None
     peak_bytes: int | None
     drawn: bool
     calibrated_on: str | None
     failed: tuple[Record, ...]
+    timed: Record | None = None
     layers: int = 1
 
     @property
@@ -55,6 +58,12 @@ class Contender(NamedTuple):
     def is_yardstick(self) -> bool:
         """Whether it is a line to read others against, and no method."""
         return self.backend in YARDSTICKS
+
+    def speed(self, other: "Contender | None") -> Typical | None:
+        """How many times as fast as another it is; None where one of them was not timed."""
+        if self.timed is None or other is None or other.timed is None:
+            return None
+        return time_ratio(self.timed, other.timed)
 
     def cost(self, quantity: str) -> float | None:
         """The median time, or the peak memory."""
@@ -148,8 +157,9 @@ class Comparison(NamedTuple):
         known = [one for one in self.contenders if one.error and one.time_s and not one.is_yardstick]
         others = [one for one in known if one is not exact]
         near = tuple(one for one in others if one.worst <= max_error)
-        faster = [one for one in others if one.time_s and one.time_s.high < exact.time_s.low]
-        slower = [one for one in others if one.time_s and one.time_s.low > exact.time_s.high]
+        sides = {one.label: speed.side_of_one for one in others if (speed := one.speed(exact)) is not None}
+        faster = [one for one in others if sides[one.label] == 1]
+        slower = [one for one in others if sides[one.label] == -1]
         both = tuple(one for one in near if one in faster)
         alike = tuple(one for one in near if one not in faster and one not in slower)
         partly = tuple(
@@ -251,11 +261,13 @@ def _contender(label: str, group: Sequence[Record], layers: int) -> Contender:
     time, memory = (
         next((record for record in group if record.case.kind == kind), None) for kind in ("time", "memory")
     )
+    timed = time if time is not None and time.status == "ok" and time.times_s else None
     return Contender(
         label=label,
         backend=group[0].case.backend,
         error=_error_over([_error_of(record) for record in errors]) if len(errors) == layers else None,
-        time_s=middle(time.times_s) if time is not None and time.status == "ok" and time.times_s else None,
+        time_s=call_time(timed) if timed is not None else None,
+        timed=timed,
         peak_bytes=None if memory is None else memory.peak_bytes,
         drawn=SEED in group[0].case.options,
         calibrated_on=next((one.calibrated_on for one in group if one.calibrated_on), None),

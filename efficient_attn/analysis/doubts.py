@@ -2,12 +2,9 @@
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import pairwise
 from typing import Any
 
-import numpy as np
-
-from efficient_attn.analysis.statistics import FEWEST_FOR_95, middle
+from efficient_attn.analysis.rounds import FEWEST_ROUNDS, call_time, round_times
 from efficient_attn.sweep.amounts import show_seconds
 from efficient_attn.sweep.records import Record
 
@@ -15,8 +12,7 @@ from efficient_attn.sweep.records import Record
 DURING = "during"
 
 # Shares from which on something is worth a word: people compare backends for effects of a few percent.
-_WIDE_INTERVAL = 0.05
-_ROUNDS_DIFFER = 0.1
+_WIDE_INTERVAL = 0.1
 _TOO_MUCH_CLOCK = 0.02
 _WAITED = 0.05
 _OTHERS, _STOLEN, _THROTTLED = 0.1, 0.02, 0.01
@@ -48,9 +44,6 @@ def doubts(records: Iterable[Record], environment: Mapping[str, Any] | None = No
             _ROUNDS,
         ),
         _points(
-            timed, _drift, _ROUNDS_DIFFER, "Drifting: the medians of rounds of {} differ by up to {}", _ROUNDS
-        ),
-        _points(
             timed,
             _overhead,
             _TOO_MUCH_CLOCK,
@@ -64,7 +57,7 @@ def doubts(records: Iterable[Record], environment: Mapping[str, Any] | None = No
             "Held up: threads of {} waited for a processor up to {} of the time",
             _THREADS,
         ),
-        _few_calls(timed),
+        _few_rounds(timed),
         _fewer_rounds(timed, most),
     ]
     return [sentence for sentence in told if sentence] + _of_machine(environment or {})
@@ -112,24 +105,14 @@ def _samples(record: Record) -> tuple[float, ...]:
     return tuple(time_s for time_s in record.times_s or () if time_s is not None and time_s > 0)
 
 
-def _half_width(record: Record) -> float:
-    median, low, high, _ = middle(_samples(record))
-    return max(high - median, median - low) / median
-
-
-def _drift(record: Record) -> float | None:
-    """How far the medians of the turns lie apart, beyond what the scatter within turns explains."""
-    samples, sizes = _samples(record), record.turn_sizes or ()
-    if any(not isinstance(size, int) or size < FEWEST_FOR_95 for size in sizes) or sum(sizes) != len(samples):
-        return None
-    ends = np.cumsum([0, *sizes])
-    turns = [middle(samples[start:end]) for start, end in pairwise(ends)]
-    slowest, fastest = max(turns, key=lambda turn: turn.low), min(turns, key=lambda turn: turn.high)
-    return slowest.median / fastest.median - 1 if slowest.low > fastest.high else None
+def _half_width(record: Record) -> float | None:
+    median, _, high, _ = call_time(record)
+    return None if high is None else high / median - 1
 
 
 def _overhead(record: Record) -> float | None:
-    return None if record.empty_call_s is None else record.empty_call_s / middle(_samples(record)).median
+    median = call_time(record).median
+    return record.empty_call_s / median if record.empty_call_s is not None and median else None
 
 
 def _waiting(record: Record) -> float | None:
@@ -138,13 +121,13 @@ def _waiting(record: Record) -> float | None:
     return record.waited_s / (sum(_samples(record)) * max(record.case.threads, 1))
 
 
-def _few_calls(records: Sequence[Record]) -> str | None:
-    few = [record for record in records if len(_samples(record)) < FEWEST_FOR_95]
+def _few_rounds(records: Sequence[Record]) -> str | None:
+    few = [record for record in records if 0 < len(round_times(record)) < FEWEST_ROUNDS]
     if not few:
         return None
     return (
-        f"Few calls: {_names(few)} had fewer than {FEWEST_FOR_95}, and the interval is from the fastest "
-        f"to the slowest; --rounds {FEWEST_FOR_95} would make it one of 95 %."
+        f"Few rounds: {_names(few)} had fewer than {FEWEST_ROUNDS}, too few for an interval; "
+        f"use --rounds {FEWEST_ROUNDS} or more."
     )
 
 

@@ -7,7 +7,7 @@ from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
 from efficient_attn.analysis.curves import YARDSTICK
-from efficient_attn.analysis.statistics import Middle, middle
+from efficient_attn.analysis.rounds import Typical, call_time, time_ratio
 from efficient_attn.sweep.records import Case, Record
 from efficient_attn.sweep.sizes import OWN
 
@@ -50,15 +50,23 @@ class SwapRow(NamedTuple):
         whole: With all layers swapped; None where that failed, and for what is only timed.
         alone: With one layer swapped, by its number.
         time_s: Of one forward pass of the model.
+        timed: The record of its times.
     """
 
     label: str
     backend: str
     whole: Record | None
     alone: Mapping[int, Record]
-    time_s: Middle | None
+    time_s: Typical | None
+    timed: Record | None
     peak_bytes: int | None
     failed: tuple[Record, ...]
+
+    def speed(self, own: "SwapRow | None") -> Typical | None:
+        """How many times as fast as the model as it came; None where one of them was not timed."""
+        if self.timed is None or own is None or own.timed is None:
+            return None
+        return time_ratio(self.timed, own.timed)
 
     def spread(self, quantity: str) -> Spread | None:
         """The quantity with all layers swapped."""
@@ -173,13 +181,14 @@ def _row(records: Sequence[Record]) -> SwapRow:
     swapped = {record.case.layer: record for record in records if record.case.kind == "swap"}
     time = next((r for r in records if r.case.kind == "time" and r.status == "ok"), None)
     memory = next((r for r in records if r.case.kind == "memory" and r.status == "ok"), None)
-    times = [time_s for time_s in (time.times_s or () if time else ()) if time_s]
+    timed = time if time is not None and any(time.times_s or ()) else None
     return SwapRow(
         label=case.label,
         backend=case.backend,
         whole=swapped.get(None),
         alone={layer: record for layer, record in swapped.items() if layer is not None},
-        time_s=middle(times) if times else None,
+        time_s=call_time(timed) if timed is not None else None,
+        timed=timed,
         peak_bytes=memory.peak_bytes if memory else None,
         failed=tuple(record for record in records if record.status != "ok"),
     )

@@ -6,7 +6,7 @@ from typing import Any
 from efficient_attn.analysis.candidates import candidates, not_measured, saves_little
 from efficient_attn.analysis.comparison import ROUNDING, Comparison, Contender, comparisons
 from efficient_attn.analysis.doubts import IDLE, disturbance
-from efficient_attn.report.cost_table import show_spread
+from efficient_attn.report.cost_table import show_ratio, show_spread
 from efficient_attn.report.error_table import (
     CONCATENATED,
     CONCATENATED_NOTE,
@@ -93,9 +93,8 @@ def _time(row: Contender) -> str:
 
 def _speed(row: Contender, exact: Contender | None) -> str:
     """How many times as fast as exact attention."""
-    if row.time_s is None or exact is None or exact.time_s is None:
-        return _NONE
-    return "1" if row is exact else f"{three_digits(exact.time_s.median / row.time_s.median)}x"
+    speed = row.speed(exact)
+    return _NONE if speed is None else "1" if row is exact else show_ratio(speed)
 
 
 def _error(row: Contender) -> str:
@@ -131,7 +130,7 @@ def _notes(one: Comparison) -> list[str]:
         )
     draws = {row.error.samples for row in one.contenders if row.drawn and row.error is not None}
     if draws - {1} and len(single_names(one.case.inputs)) == 1:
-        notes.append(f"± of errors: over {max(draws)} draws of the random features. ± of times: over calls.")
+        notes.append(f"± of errors: over {max(draws)} draws of the random features. ± of times: over rounds.")
     calibrated = [row.label for row in one.contenders if row.calibrated_on]
     if calibrated:
         on = next(row.calibrated_on for row in one.contenders if row.calibrated_on)

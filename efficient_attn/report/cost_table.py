@@ -125,21 +125,21 @@ def _cost(point: Point | None, unit: float) -> str:
         return ""
     if point.value is None:
         return point.record.status
-    if point.low is None or point.high is None:
-        return three_digits(point.value / unit)
     return show_spread(point.value, point.low, point.high, unit=unit)
 
 
-def show_spread(value: float, low: float, high: float, *, unit: float) -> str:
-    """The value in the unit; a wide interval is told beside it."""
+def show_spread(value: float, low: float | None, high: float | None, *, unit: float) -> str:
+    """The value in the unit, with half of its interval where there is one and it is wide."""
     text = three_digits(value / unit)
-    spread = max(high - value, value - low) / value if value else 0.0
+    if low is None or high is None or not value:
+        return text
+    spread = max(high - value, value - low) / value
     return f"{text} ±{spread:.0%}" if spread > _NOISY else text
 
 
 def show_ratio(ratio: Typical) -> str:
-    """`3.1x`, with its interval where that is wide or holds 1."""
-    text = f"{ratio.median:.3g}x"
+    """`3.10x`, with its interval where that is wide or holds 1."""
+    text = f"{three_digits(ratio.median)}x"
     if ratio.low is None or ratio.high is None:
         return text
     telling = ratio.side_of_one and ratio.high - ratio.low <= 2 * _NOISY * ratio.median

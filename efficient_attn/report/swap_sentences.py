@@ -52,15 +52,14 @@ def _nearest(one: Swap, environment: Mapping[str, Any] | None) -> str:
 
 def _speed_told(one: Swap, row: SwapRow, environment: Mapping[str, Any] | None) -> str:
     """How much faster the model became, unless the load or the intervals of both times leave it open."""
-    own = one.own
-    if own is None or own.time_s is None or row.time_s is None:
+    found = row.speed(one.own)
+    if found is None:
         return ""
     load = disturbance(one.records, environment)
     if load is not None:
         return f"; how fast, the times do not show now: {load}; {IDLE}"
-    if row.time_s.low <= own.time_s.high and own.time_s.low <= row.time_s.high:
-        return ", as fast as before to within the noise"
-    return f", {speed(one, row)} as fast as before"
+    told = f", {speed(one, row)} as fast as before"
+    return told if found.side_of_one else f"{told}, which leaves open whether it is faster"
 
 
 def _weakest(one: Swap) -> list[str]:

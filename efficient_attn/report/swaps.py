@@ -16,7 +16,7 @@ from efficient_attn.analysis.swaps import (
     spread,
     swaps,
 )
-from efficient_attn.report.cost_table import show_spread
+from efficient_attn.report.cost_table import show_ratio, show_spread
 from efficient_attn.report.error_table import show_error
 from efficient_attn.report.table import Table, three_digits
 from efficient_attn.sweep.records import Record
@@ -125,10 +125,8 @@ def _texts(one: Swap) -> int:
 
 def speed(one: Swap, row: SwapRow) -> str:
     """How many times as fast as the model as it came."""
-    own = one.own
-    if row.time_s is None or own is None or own.time_s is None:
-        return _NONE
-    return "1" if row is own else f"{three_digits(own.time_s.median / row.time_s.median)}x"
+    found = row.speed(one.own)
+    return _NONE if found is None else "1" if row is one.own else show_ratio(found)
 
 
 def _notes(one: Swap) -> list[str]:
