@@ -75,6 +75,8 @@ def test_torch_finds_nothing_wrong_with_a_registration(name, utility):
     forward = name.removesuffix("_backward")
     # A compilation takes a second.
     few = utility == "test_aot_dispatch_dynamic"
-    cases = arguments(name, trained=True, few=few) if name == forward else backward_arguments(forward, few=few)
+    cases = (
+        arguments(name, trained=True, few=few) if name == forward else backward_arguments(forward, few=few)
+    )
     for given in cases:
         assert opcheck(OPERATORS[name], given, test_utils=utility) == {utility: "SUCCESS"}

@@ -5,6 +5,7 @@ of how many cases are looked at: a whole comparison of equal runs is meant to se
 hundred times, and an improvement as rarely. Numbers that a case reproduces are compared as they are.
 """
 
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -24,7 +25,7 @@ from efficient_attn.analysis.change import (
 from efficient_attn.analysis.curves import Namer, namer
 from efficient_attn.analysis.quantities import BY_NAME, QUANTITIES
 from efficient_attn.analysis.scatter import Noise, Run, Side, records_of, seed_scatter, turn_middles
-from efficient_attn.sweep.case import KINDS, SCHEMA, Case, Record
+from efficient_attn.sweep.case import CASE_FIELDS, KINDS, SCHEMA, Case, Record
 
 # Names of --fail-on: of quantities, and of kinds of records.
 NAMES = (*KINDS, *BY_NAME)
@@ -38,7 +39,7 @@ _OVER_SEEDS = ("recall", "train")
 # Fewer ratios say nothing of the machine.
 _FEWEST_FOR_DRIFT = 5
 
-_Cases = Mapping[Case, Side]
+_Cases = Mapping[str, Side]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,13 +106,14 @@ def compare_runs(
 
 def _by_case(runs: Sequence[Sequence[Record]]) -> _Cases:
     """The records of each case, run by run; labels and seeds of trainings are no part of a case here."""
-    found: dict[Case, list[Run]] = {}
+    found: dict[str, list[Run]] = {}
     for records in runs:
         # Of equal cases the last record of a run counts.
-        in_run: dict[Case, dict[int, Record]] = {}
+        in_run: dict[str, dict[int, Record]] = {}
         for record in records:
+            case = {name: getattr(record.case, name) for name in CASE_FIELDS}
             seed = 0 if record.case.kind in _OVER_SEEDS else record.case.seed
-            key = replace(record.case, label="", schema=SCHEMA, seed=seed)
+            key = json.dumps({**case, "label": "", "schema": SCHEMA, "seed": seed}, sort_keys=True)
             in_run.setdefault(key, {})[record.case.seed] = record
         for key, by_seed in in_run.items():
             found.setdefault(key, []).append(tuple(by_seed.values()))
