@@ -1,8 +1,12 @@
 """Whatever the files of a run hold, reading, comparing, drawing and resuming end well or in our own error."""
 
 import contextlib
+import io
 import json
 import os
+import re
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -10,12 +14,18 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import efficient_attn as ea
-from efficient_attn.errors import AttentionError
+from efficient_attn.errors import AttentionError, DataError
 from efficient_attn.experiments.diff import diff
 from efficient_attn.experiments.folder import begin
 from efficient_attn.experiments.redraw import report
+from efficient_attn.limits import ENVIRONMENT_BYTES, PLAN_BYTES
 from efficient_attn.sweep.records import line, read
 from efficient_attn.sweep.schema import records_schema
+
+pytest.importorskip("efficient_attn_cli", reason="needs an installation, if only an editable one")
+
+from efficient_attn_cli.main import main
+from efficient_attn_cli.plan import _read
 
 FIXTURE = Path(__file__).parent / "fixtures" / "schema-1"
 RECORDS = (FIXTURE / "records.jsonl").read_bytes()
@@ -23,6 +33,7 @@ ENVIRONMENT = (FIXTURE / "environment.json").read_bytes()
 ROWS = [json.loads(text) for text in RECORDS.splitlines()]
 
 # More by hand: EFFICIENT_ATTN_FUZZ=10000 pytest tests/test_fuzz_readers.py
+MOST_S, MOST_BYTES = 2.0, 256e6
 EXAMPLES = int(os.environ.get("EFFICIENT_ATTN_FUZZ", "40"))
 fuzz = settings(
     max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck), print_blob=True
@@ -81,8 +92,28 @@ def lay_out(folder, records, environment=ENVIRONMENT):
 def use(folder, html=False):
     """All that commands do with the files of a run, but for drawing, which takes long."""
     for act in (_show, _compare, _go_on, *([_draw] if html else [])):
+        start = time.process_time()
         with contextlib.suppress(AttentionError):
             act(folder)
+        assert html or time.process_time() - start <= MOST_S, act.__name__
+
+
+def _memory(name):
+    """A line of this process's memory, in bytes."""
+    return 1024 * int(re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())[1])
+
+
+@pytest.fixture(autouse=True)
+def little_memory():
+    """Nothing that a test reads takes more than MOST_BYTES beyond the memory of the process before."""
+    if sys.platform != "linux":
+        yield
+        return
+    # The system counts the largest size anew from here on.
+    Path("/proc/self/clear_refs").write_text("5")
+    before = _memory("VmRSS")
+    yield
+    assert _memory("VmHWM") - before <= MOST_BYTES
 
 
 def _show(folder):
@@ -152,3 +183,55 @@ def test_any_environment_is_refused_or_made_use_of(folder, value):
 @given(changes=CHANGES)
 def test_any_value_in_any_field_is_refused_or_drawn(folder, changes):
     use(lay_out(folder, changed(changes)), html=True)
+
+
+PLAN = b"""seq-len = [16, 32]
+backend = ["window"]
+set = "window.window=5"
+causal = true
+"""
+
+
+def plan_with(folder, data):
+    """The outcome of a command that reads a plan and measures nothing."""
+    path = folder / "plan.toml"
+    path.write_bytes(data)
+    out, err = io.StringIO(), io.StringIO()
+    start = time.process_time()
+    with pytest.raises(SystemExit) as ended, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        main(["bench", "--plan", str(path), "--dry-run", "--threads", "1"])
+    assert time.process_time() - start <= MOST_S
+    assert ended.value.code == 0 or (ended.value.code == 2 and err.getvalue().count("\n") == 1), (
+        err.getvalue()
+    )
+
+
+def test_a_plan_cut_at_any_byte_is_refused_or_used(folder):
+    for length in range(len(PLAN)):
+        plan_with(folder, PLAN[:length])
+
+
+@fuzz
+@given(place=st.integers(0, len(PLAN)), removed=st.integers(0, 20), added=st.binary(max_size=8))
+def test_any_bytes_at_any_place_of_a_plan_are_refused_or_used(folder, place, removed, added):
+    plan_with(folder, PLAN[:place] + added + PLAN[place + removed :])
+
+
+@pytest.mark.parametrize("name", ["/dev/zero", "large.toml"])
+def test_a_plan_without_end_is_refused(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("large.toml").write_bytes(b"#" * (PLAN_BYTES + 1))
+    with pytest.raises(DataError, match=f"{name} is larger than {PLAN_BYTES} bytes"):
+        _read(Path(name))
+
+
+def test_an_environment_that_is_too_large_or_names_a_field_twice_is_refused(folder):
+    for content, message in (
+        (b" " * (ENVIRONMENT_BYTES + 1), f"environment.json is larger than {ENVIRONMENT_BYTES} bytes"),
+        (b'{"torch": 1, "torch": 2}', "environment.json is no strict JSON: 'torch' stands twice"),
+        (b'{"torch": NaN}', "environment.json is no strict JSON: NaN"),
+    ):
+        lay_out(folder, RECORDS, content)
+        for act in (ea.read, _go_on):
+            with pytest.raises(DataError, match=message):
+                act(folder)
