@@ -1,10 +1,13 @@
 """What tables, plots and sentences make of errors size by size."""
 
+import math
+
 import pytest
 
 import efficient_attn as ea
 from efficient_attn.analysis.accuracy import below_from, panels
 from efficient_attn.errors import OptionError
+from efficient_attn.report.error_overview import overview_tables
 from efficient_attn.report.error_table import tables
 from efficient_attn.sweep.records import Case, Record
 from efficient_attn.sweep.sizes import MEAN_OF_VALUES, Sized, sized, with_size
@@ -130,3 +133,68 @@ def test_a_plot_on_given_axes_needs_one_for_each_input():
         ea.Results(two).plot(ax=ax)
     with pytest.raises(OptionError, match="x is size for errors, not 'tokens'"):
         ea.Results(one).plot("output_relative_error", "tokens")
+
+
+def both(label, relative, mean_square=0.04, **more):
+    """A record of the relative and of the mean squared error of one draw."""
+    squared = mean_square * relative**2
+    return record(label, relative, output_mse=squared, output_mse_draws=(squared,), **more)
+
+
+def test_the_overview_has_the_mean_squared_error_beside_the_relative_one_and_the_range_over_layers():
+    layers = [
+        both(label, error * (1 + layer), inputs=f"encoder(layer={layer})")
+        for layer in (0, 1, 5)
+        for label, error in ((MEAN_OF_VALUES, 0.1), ("window", 0.05))
+    ]
+    gaussian = [both("window", 0.3, inputs="gaussian(norm=1)")]
+    (table,) = overview_tables([*layers, *gaussian])
+    assert table.columns == ("backend", "size", "encoder, layers 0, 1, 5", "MSE", "gaussian, norm 1", "MSE")
+    assert table.rows == (
+        ("mean of V", "", "0.2 (0.1 to 0.6)", "0.0016 (0.0004 to 0.014)", "", ""),
+        ("window", "", "0.1 (0.05 to 0.3)", "0.0004 (0.0001 to 0.0036)", "0.3", "0.0036"),
+    )
+    assert table in ea.Results([*layers, *gaussian]).tables()
+
+
+def test_without_mean_squared_errors_there_is_no_overview():
+    assert overview_tables(made_up((0.9, 0.3), (20.0, 30.0), (0.2, 0.1), 0.5)) == []
+
+
+def test_the_right_axis_of_the_plot_is_the_mean_squared_error():
+    axes = ea.Results(
+        [both(MEAN_OF_VALUES, 0.5), *(both(f"f(n={n})", 1 / n, options={"n": n}) for n in (4, 8))]
+    ).plot()
+    (right,) = (one for one in axes.child_axes if one.get_ylabel() == "mean squared error")
+    axes.figure.draw_without_rendering()
+    assert right.get_ylim() == pytest.approx([0.04 * edge**2 for edge in axes.get_ylim()])
+    only = ea.Results([record("f(n=4)", 0.5, options={"n": 4})]).plot()
+    assert not only.child_axes
+
+
+def featured(norm, size=64):
+    name = f"performer-positive(num_features={size})"
+    shown = [record(MEAN_OF_VALUES, 0.5), record(name, 0.9, options={"num_features": size, "seed": 0})]
+    return ea.Results(shown, environment={"pair_norms": {"encoder(layer=0)": norm}}).sentences()
+
+
+def test_the_reason_for_the_errors_of_random_features_follows_from_the_measured_norms():
+    (reason,) = (told for told in featured(8.0) if told.startswith("The reason"))
+    scatter = ((math.exp(8.0) - 1) / 64) ** 0.5
+    assert reason.endswith(f"encoder, layer 0: |x+y|² 8, 64 features, {scatter:.2g}.")
+    (reason,) = (told for told in featured(2000.0) if told.startswith("The reason"))
+    assert reason.endswith("|x+y|² 2000, 64 features, 10^433.")
+
+
+@pytest.mark.parametrize("norm", ["large", None, True, -1, 1e999, [1]])
+def test_a_strangers_norm_gives_no_reason(norm):
+    assert not any(told.startswith("The reason") for told in featured(norm))
+
+
+def test_from_which_size_an_approximation_saves_no_operations_is_said():
+    shown = [
+        record(f"window(window={size})", 0.1, options={"window": size}, flops=flops)
+        for size, flops in ((5, 10**3), (47, 10**9))
+    ]
+    told = ea.Results([record(MEAN_OF_VALUES, 0.5), *shown]).sentences()[-1]
+    assert told.endswith("No fewer operations than exact attention at 24 tokens: window from size 47.")

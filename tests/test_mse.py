@@ -209,3 +209,13 @@ def test_files_written_are_read_back_as_the_same_records(tmp_path):
     }
     with pytest.raises(DataError, match="holds records of another run already"):
         ea.mse(["window"], **SMALL, out=tmp_path / "out")
+
+
+def test_the_median_norm_of_pairs_is_kept_with_the_run_and_their_operations_with_the_records():
+    results = ea.mse(["window", "performer-positive"], **{**SMALL, "sizes": (5, 47)})
+    q, k, _ = (tensor.double() for tensor in gaussian(norm=0.5, tokens=24, head_dim=4))
+    pairs = (q[..., :, None, :] + k[..., None, :, :]).square().sum(-1) / 4**0.5
+    kept = results.environment["pair_norms"]
+    assert kept == {"gaussian(norm=0.5)": pytest.approx(float(pairs.median()), rel=1e-6)}
+    assert any(told.startswith("The reason") for told in results.sentences())
+    assert all(record.flops for record in measured_in(results))

@@ -126,7 +126,7 @@ def test_heads_are_told_one_by_one():
     assert results.records[-1].output_relative_error_heads == pytest.approx(expected.tolist(), rel=1e-5)
     ((_, rows),) = heads(results.records)
     assert [row.label for row in rows][::4] == ["mean of V", "window(window=33)"]
-    table = results.tables()[1]
+    table = results.tables()[2]
     assert table.title.startswith("Relative output error of each head: encoder, layer 1")
     assert table.columns == ("backend", *(f"head {number}" for number in range(12)))
     assert "error-heads" in results.plots()

@@ -14,6 +14,7 @@ from efficient_attn.experiments.results import Results
 from efficient_attn.measure.environment import environment
 
 # Results looks for the sentences about errors here.
+from efficient_attn.report.error_sentences import PAIR_NORMS
 from efficient_attn.report.error_sentences import sentences as sentences
 from efficient_attn.sweep.interrupt import held
 from efficient_attn.sweep.questions import Question, ask
@@ -108,7 +109,7 @@ def run_mse(
 ) -> Results:
     """Measure the points; with `out` everything is written there, records as soon as they exist."""
     folder = None if out is None else open_folder(out, name="out", fresh=True)
-    machine = environment(command=command)
+    machine = {**environment(command=command), PAIR_NORMS: pair_norms(points, question)}
     with nullcontext() if folder is None else only_writer(folder):
         if folder is not None:
             describe(folder, machine, plan)
@@ -126,6 +127,14 @@ def run_mse(
         if folder is not None:
             results.save(folder)
     return results
+
+
+def pair_norms(points: Sequence[Point], question: Question) -> dict[str, float]:
+    """{inputs: median of |x + y|² over queries and keys}; the variance of random features grows with it."""
+    if question.of == "kernel":
+        return {}
+    subjects = {id(point.subject): point.subject for point in points}.values()
+    return {subject.name: subject.pair_norm for subject in subjects}
 
 
 def _measure(

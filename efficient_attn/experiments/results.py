@@ -22,6 +22,7 @@ from efficient_attn.report import plot as cost_plot
 from efficient_attn.report.comparison import comparison_sentences, comparison_tables
 from efficient_attn.report.comparison_plot import COMPARISON, plot_comparisons
 from efficient_attn.report.cost_table import tables
+from efficient_attn.report.error_overview import overview_tables
 from efficient_attn.report.harmless import plain
 from efficient_attn.report.head_errors import head_error_tables, plot_heads
 from efficient_attn.report.heads import head_tables
@@ -104,7 +105,9 @@ class Results:
             *head_tables(costs),
         ]
         errors = alone._of_kind("error")
-        made += _errors("tables")(errors) + head_error_tables(errors) + part_tables(errors) if errors else []
+        if errors:
+            made += _errors("tables")(errors) + overview_tables(errors)
+            made += head_error_tables(errors) + part_tables(errors)
         made += kernel_tables(self.records) + recall_tables(self.records)
         return made + training_tables(self.records)
 
@@ -139,7 +142,7 @@ class Results:
         told += comparison_sentences(self.records, self._max_error, self.environment)
         told += bench_sentences(alone.records)
         errors = alone._of_kind("error")
-        told += _errors("sentences")(errors) if errors else []
+        told += _errors("sentences")(errors, environment=self.environment) if errors else []
         told += kernel_sentences(self.records) + recall_sentences(self.records)
         return told + training_sentences(self.records)
 

@@ -17,18 +17,32 @@ _ROUNDING = 1e-4
 
 # Beyond this the margins of an axis are no floating-point numbers any more.
 _LARGEST = 1e300
+# The square of a smaller relative error may be no floating-point number any more.
+_SMALLEST = 1e-100
 
 # Of the yardsticks that are no backends: low ranks, and Taylor series of order 1 and 2.
 _STROKES: tuple[Any, ...] = ("-", (0, (1, 1.5)), (0, (6, 2, 1, 2)))
+
+# Distance of the yardstick's name from the axes, and beyond the numbers of a second axis.
+_GAP_POINTS, _BEYOND_POINTS = 5, 46
 
 # How far below the best backend the axes follow a yardstick.
 _FURTHER = 10.0
 
 
 def draw_panel(
-    ax: Any, panel: Panel, styles: Mapping[str, Mapping[str, Any]], scale: tuple[float, float]
+    ax: Any,
+    panel: Panel,
+    styles: Mapping[str, Mapping[str, Any]],
+    scale: tuple[float, float],
+    *,
+    squared: bool = False,
 ) -> None:
-    """Draw what a panel holds, errors between the two ends of the scale."""
+    """Draw the curves of a panel, errors between the two ends of the scale.
+
+    Args:
+        squared: Add an axis of mean squared errors to one of relative errors.
+    """
     for curve in panel.curves:
         style = styles[curve.label]
         if has_sizes(curve):
@@ -44,7 +58,7 @@ def draw_panel(
     ax.set_xscale("log", base=2)
     ax.set_yscale("log")
     ax.set_ylim(*scale)
-    _yardstick(ax, panel)
+    _yardstick(ax, panel, beyond=squared and _squared_axis(ax, panel))
     _off_the_scale(ax, panel, styles, scale[1])
     _dress(ax, panel)
 
@@ -76,14 +90,45 @@ def plain_style(curve: ErrorCurve) -> dict[str, Any]:
     return {"color": MUTED, "linestyle": stroke, "linewidth": 1.1}
 
 
-def _yardstick(ax: Any, panel: Panel) -> None:
+def _squared_axis(ax: Any, panel: Panel) -> bool:
+    """Draw the mean squared error on the right, relative² · mean(exact²); whether it is drawn."""
+    factor = mean_square(panel)
+    low, high = ax.get_ylim()
+    if factor is None or not 1 / _LARGEST < factor * low**2 < factor * high**2 < _LARGEST:
+        return False
+    right = ax.secondary_yaxis(
+        "right",
+        functions=(lambda relative: factor * relative**2, lambda squared: (squared / factor) ** 0.5),
+    )
+    right.tick_params(colors=MUTED, which="major", length=3, labelsize=8)
+    right.tick_params(which="minor", length=0, labelright=False)
+    right.spines["right"].set_color(MUTED)
+    right.set_ylabel("mean squared error", color=MUTED, fontsize=8, labelpad=1)
+    return True
+
+
+def mean_square(panel: Panel) -> float | None:
+    """mean(exact²) of the input, from a draw of which both errors were kept; None if there is none."""
+    for point in (point for curve in panel.curves for point in curve.points):
+        record = point.record
+        both = zip(record.output_relative_error_draws or (), record.output_mse_draws or (), strict=False)
+        for relative, squared in both:
+            if relative and squared and _SMALLEST < relative < _LARGEST**0.5 and squared < _LARGEST:
+                return squared / relative**2
+    return None
+
+
+def _yardstick(ax: Any, panel: Panel, *, beyond: bool) -> None:
+    """The line of the mean of the values, named on the right, beyond the numbers of a second axis."""
     if panel.yardstick is None:
         return
     ax.axhline(panel.yardstick, color=INK, linestyle=(0, (4, 3)), linewidth=1.2, zorder=1)
     ax.annotate(
         f"{MEAN_OF_VALUES}\n{show_error(panel.yardstick)}",
-        xy=(1.015, panel.yardstick),
+        xy=(1.0, panel.yardstick),
         xycoords=("axes fraction", "data"),
+        xytext=(_BEYOND_POINTS if beyond else _GAP_POINTS, 0),
+        textcoords="offset points",
         va="center",
         fontsize=8.5,
         color=INK,

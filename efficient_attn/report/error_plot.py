@@ -14,15 +14,14 @@ from efficient_attn.report.readable import short
 from efficient_attn.sweep.records import Record
 from efficient_attn.sweep.sizes import MEAN_OF_VALUES
 
-_PANEL_INCHES = (4.1, 3.3)
+_PANEL_INCHES = (4.5, 3.3)
 _HEAD_INCHES, _LEGEND_INCHES = 0.75, 2.6
 
 _LONGEST_NAME = 40
+RELATIVE = "output_relative_error"
 
 
-def plot(
-    records: Sequence[Record], *, y: str = "output_relative_error", x: str | None = None, ax: Any = None
-) -> Any:
+def plot(records: Sequence[Record], *, y: str = RELATIVE, x: str | None = None, ax: Any = None) -> Any:
     """Draw the error of every backend against its size; the axes of the first input.
 
     Args:
@@ -37,7 +36,7 @@ def plot(
     for one, panel in zip(axes, shown, strict=True):
         # Inputs of one source share a scale, so that they can be compared.
         scale = limits([other for other in shown if other.source == panel.source])
-        draw_panel(one, panel, styles, scale)
+        draw_panel(one, panel, styles, scale, squared=quantity == RELATIVE)
         if ax is not None or one.get_subplotspec().is_first_col():
             one.set_ylabel(NAMES[quantity].lower(), color=INK)
     return axes[0]

@@ -1,21 +1,45 @@
 """What the errors say, in a few sentences computed from the records."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from efficient_attn.analysis.accuracy import ErrorCurve, Panel, below_from, panels, quantity_in
+from efficient_attn.analysis.candidates import operations_share
 from efficient_attn.report.error_table import describe, show_error
 from efficient_attn.report.parts import part_sentence
 from efficient_attn.sweep.records import Record
 
+# The key of a run's environment that holds {inputs: median of |x + y|²}.
+PAIR_NORMS = "pair_norms"
+
+# A relative standard error of more digits may be more than a float holds.
+_MOST_DIGITS = 9
+
 _POSITIVE, _TRIGONOMETRIC = "performer-positive", "performer-trig"
 
 
-def sentences(records: Sequence[Record], *, y: str = "output_relative_error") -> list[str]:
-    """Random features against the mean of V, their two maps against each other, and what is of use."""
+def sentences(
+    records: Sequence[Record],
+    *,
+    y: str = "output_relative_error",
+    environment: Mapping[str, Any] | None = None,
+) -> list[str]:
+    """Random features against the mean of V and why, their two maps against each other, and what is of use.
+
+    Args:
+        environment: Of the run, with the norms of its inputs.
+    """
     shown = panels(records, quantity_in(records, y))
     real = [panel for panel in shown if panel.source != "gaussian"]
     drawn = [panel for panel in shown if panel.source == "gaussian"]
-    told = [_random_features(real or drawn), _maps(drawn), _useful(real or drawn), part_sentence(records)]
+    told = [
+        _random_features(real or drawn),
+        _reason([*drawn, *real], environment or {}),
+        _maps(drawn),
+        _useful(real or drawn),
+        part_sentence(records),
+    ]
     return [sentence for sentence in told if sentence is not None]
 
 
@@ -39,6 +63,31 @@ def _random_features(shown: Sequence[Panel]) -> str | None:
     return (
         f"The best untrained random features ({label}, size {best[0][2].size}) are no better than the "
         f"mean of V on {worse} of {len(best)} {_kind(shown)} input{_s(best)} ({places})."
+    )
+
+
+def _reason(shown: Sequence[Panel], environment: Mapping[str, Any]) -> str | None:
+    """How far one weight scatters at the measured norms: √((exp(|x + y|²) − 1) / m) of its value."""
+    norms = environment.get(PAIR_NORMS)
+    norms = norms if isinstance(norms, dict) else {}
+    told = []
+    for panel in shown:
+        curve, norm = _named(panel, _POSITIVE), norms.get(panel.inputs)
+        known = isinstance(norm, (int, float)) and not isinstance(norm, bool)
+        size = curve.points[-1].size if curve is not None and curve.random else None
+        if norm is not None and known and 0 <= norm < math.inf and size:
+            # The logarithm keeps what no float can hold.
+            log10 = (norm + math.log(-math.expm1(-norm) or 1.0) - math.log(size)) / 2 / math.log(10)
+            scatter = show_error(10**log10) if log10 < _MOST_DIGITS else f"10^{log10:.0f}"
+            place = f"{describe(panel.inputs)}: |x+y|² {show_error(float(norm))}"
+            told.append(f"{place}, {size} features, {scatter}")
+    if not told:
+        return None
+    return (
+        "The reason: one weight estimated by m positive features has a relative standard error of "
+        "√((exp(|x+y|²) − 1) / m), with x, y = q, k / d^¼; above 1 its scatter hides the differences between "
+        "keys, and the output is no nearer than uniform attention. At the median |x+y|² over queries and "
+        f"keys: {'; '.join(told)}."
     )
 
 
@@ -77,7 +126,21 @@ def _useful(shown: Sequence[Panel]) -> str | None:
             found.append(f"{label} from size {max(known)}")
     verdict = ", ".join(found) or "nothing measured here"
     inputs = f"{_kind(shown)} input{_s(shown)}"
-    return f"Below the mean of V on {len(shown)} of {len(shown)} {inputs}: {verdict}."
+    told = f"Below the mean of V on {len(shown)} of {len(shown)} {inputs}: {verdict}"
+    return f"{told}.{_no_fewer_operations(shown)}"
+
+
+def _no_fewer_operations(shown: Sequence[Panel]) -> str:
+    """From which size on an approximation takes as many operations as exact attention, or more."""
+    least: dict[str, int] = {}
+    points = [(curve, point) for panel in shown for curve in panel.curves for point in curve.points]
+    for curve, point in points:
+        share = operations_share(point.record)
+        if point.size is not None and share is not None and share >= 1:
+            least[curve.label] = min(point.size, least.get(curve.label, point.size))
+    tokens = min(panel.tokens for panel in shown)
+    names = ", ".join(f"{label} from size {size}" for label, size in least.items())
+    return f" No fewer operations than exact attention at {tokens} tokens: {names}." if names else ""
 
 
 def _kind(shown: Sequence[Panel]) -> str:

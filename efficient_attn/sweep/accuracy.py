@@ -14,6 +14,7 @@ from efficient_attn.errors import AttentionError, OptionError, UnsupportedError
 from efficient_attn.measure import error as measure
 from efficient_attn.measure.parts import parts, sums
 from efficient_attn.sweep.case import SAME_INPUTS, Case, Record
+from efficient_attn.sweep.counting import attention_flops
 from efficient_attn.sweep.kernels import kernel_record
 from efficient_attn.sweep.questions import Question
 from efficient_attn.sweep.sizes import SEED, with_size
@@ -50,7 +51,7 @@ def measure_error(
     try:
         with torch.no_grad():
             measured = _measured(case, subject, backends, question)
-            return replace(measured, calibrated_on=calibrated_on)
+            return replace(measured, calibrated_on=calibrated_on, flops=attention_flops(case, variant.target))
     except AttentionError as refusal:
         return failed(chosen, subject, of, "unsupported", str(refusal))
     except Exception as failure:  # The backend may be anybody's code: whatever it raises is its result.

@@ -15,6 +15,11 @@ def joint_name(names: Sequence[str]) -> str:
     return f"{names[0].rpartition('(')[0]}(layers={','.join(one[2] for one in found if one)})"
 
 
+def is_layer(inputs: str) -> bool:
+    """Whether the name is that of one layer of a model."""
+    return _SINGLE.fullmatch(inputs) is not None
+
+
 def single_names(inputs: str) -> tuple[str, ...]:
     """The inputs that a joint name stands for; any other name stands for itself."""
     found = _SEVERAL.fullmatch(inputs)
