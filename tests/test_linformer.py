@@ -1,5 +1,7 @@
 """Linformer is softmax over mixtures that stay averages of real tokens."""
 
+import copy
+
 import pytest
 import torch
 from reference import random_mask, random_qkv, reference_attention
@@ -107,3 +109,21 @@ def test_what_linformer_cannot_do_is_refused():
         ea.build("linformer", head_dim=8, max_tokens=8, rank=4, sharing="none")
     with pytest.raises(ea.ShapeError, match=r"at most 12 tokens and k has 13.*max_tokens=13"):
         linformer(rank=4)(*random_qkv(k_tokens=13))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("sharing", ["heads", "none", "key-value"])
+def test_half_precision_beyond_one_piece_is_float64_rounded_once(sharing, dtype):
+    tokens = 1100
+    q, k, v = (x.to(dtype) for x in random_qkv(1, 4, 2, tokens, tokens))
+    backend = ea.build("linformer", head_dim=8, num_heads=4, max_tokens=tokens, rank=8, sharing=sharing)
+    # Every piece matters: values grow along the sequence.
+    v = (v + torch.linspace(0, 4, tokens)[:, None]).to(dtype)
+    found, wanted = [], []
+    for to, results in ((dtype, found), (torch.float64, wanted)):
+        leaves = [x.to(to).requires_grad_() for x in (q, k, v)]
+        out = copy.deepcopy(backend).to(to)(*leaves)
+        results += [out, *torch.autograd.grad(out.sum(), leaves)]
+    # A tensor is rounded once on its way out; what is summed before is wider.
+    for one, other in zip(found, wanted, strict=True):
+        assert (one - other).abs().max() <= 2 * torch.finfo(dtype).eps * other.abs().max()

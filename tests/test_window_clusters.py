@@ -8,7 +8,7 @@ from reference import random_mask, random_qkv, reference_attention
 from torch.autograd import gradcheck
 
 import efficient_attn as ea
-from efficient_attn.ops.past import plan
+from efficient_attn.ops.past import past_segments, plan
 
 WINDOW, CLUSTERS, SCALE = 8, 3, 8**-0.5
 
@@ -144,6 +144,29 @@ def test_a_past_is_cut_once_into_few_segments_the_coarsest_first(segments):
         assert [begin for begin, _ in ends] == [0, *(end for _, end in ends[:-1])] and ends[-1][1] == cells
         assert len(parts) <= max(segments, math.ceil(math.log2(cells + 1)))
         assert [level for level, _ in parts] == sorted((level for level, _ in parts), reverse=True)
+
+
+@pytest.mark.parametrize("segments", [1, 2, 3, 5])
+def test_segments_of_a_past_hold_every_counted_key_once_however_few_they_are(segments):
+    cell, starts = 2, list(range(0, 62, 2))
+    k, v, _ = random_qkv(1, 1, 1, 64, 64, head_dim=3, value_dim=3)
+    counted = (torch.arange(64) % 5 != 0)[None]
+    far = past_segments(k, v, counted, starts=starts, cell=cell, segments=segments, group=4)
+    blocks = [one for some in far for one in zip(*(x.unbind(2) for x in some), strict=True)]
+    assert len(blocks) == len(starts)
+    for start, (means, _, bias, alive) in zip(starts, blocks, strict=True):
+        assert means.shape[2] <= segments
+        mass = bias.exp() * alive
+        kept = k[:, :, :start] * counted[:, None, :start, None]
+        assert mass.sum() == pytest.approx(int(counted[:, :start].sum()), rel=1e-12)
+        torch.testing.assert_close((mass * means).sum(dim=2), kept.sum(dim=2), rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("options", KINDS)
+def test_a_mask_of_real_tokens_changes_nothing_for_grouped_queries(options):
+    q, k, v = random_qkv(2, 6, 2, 39, 39)
+    backend, mask = built(**options), torch.ones(2, 39, dtype=torch.bool)
+    assert (backend(q, k, v, key_mask=mask) - backend(q, k, v)).abs().max() <= 1e-12
 
 
 @pytest.mark.parametrize("options", KINDS)

@@ -1,0 +1,99 @@
+"""Gradients of linear attention against the estimator written out, with halved chunks and negative scales."""
+
+import math
+
+import pytest
+import torch
+from reference import random_qkv
+
+import efficient_attn as ea
+from efficient_attn.ops import linear, linear_causal
+from efficient_attn.ops.features import MAPS
+
+LINEAR = [name for name in ea.list_backends() if name.startswith(("linear-", "performer-"))]
+HALVED = ["performer-trig", "linear-elu"]
+
+
+def built(name, *, causal=True, scale=None, head_dim=8):
+    size = ea.spec(name).size_option
+    backend = ea.build(name, head_dim=head_dim, causal=causal, scale=scale, **({size: 32} if size else {}))
+    if backend.needs_calibration:
+        backend.calibrate(*random_qkv(1, 2, 2, 32, 32, head_dim, seed=9)[:2])
+    return backend
+
+
+def by_definition(backend, q, k, v):
+    """Σ_j φ(q)·φ(k_j) v_j / Σ_j φ(q)·φ(k_j) over earlier keys in float64, from differentiable features."""
+    kind = backend.core.features.kind
+    directions = getattr(backend.core.features, "projection", None)
+    root = math.sqrt(backend.problem.factor)
+    of_q, of_k = (
+        MAPS[kind].features(x.double() * root, None if directions is None else directions.double())
+        for x in (q, k)
+    )
+    if of_q.values is None:
+        logs = (of_q.log_scale.unsqueeze(-2) + of_k.log_scale.unsqueeze(-3)).logsumexp(dim=-1)
+        signs = 1.0
+    else:
+        products = of_q.values @ of_k.values.mT
+        logs, signs = products.abs().log() + of_k.log_scale.mT, products.sign()
+    later = torch.ones(logs.shape[-2:], dtype=torch.bool).triu(1)
+    logs = logs.masked_fill(later, -torch.inf)
+    weights = signs * (logs - logs.detach().amax(dim=-1, keepdim=True)).exp()
+    return weights @ v.double() / weights.sum(dim=-1, keepdim=True)
+
+
+def rising(norm):
+    """Inputs whose keys grow, so that early rows of a chunk see only keys far below its largest."""
+    q, k, v = random_qkv(1, 2, 2, 150, 150, head_dim=8, value_dim=4)
+    growth = torch.linspace(0.05, norm, 150, dtype=torch.float64)[:, None]
+    return [q, k * growth, v]
+
+
+@pytest.mark.parametrize("name", HALVED)
+def test_gradients_are_right_where_chunks_are_computed_in_halves(name, monkeypatch):
+    lengths, chunk = [], linear_causal.causal_chunk
+
+    def recorded(*args):
+        found = chunk(*args)
+        lengths.extend(found.lengths)
+        return found
+
+    monkeypatch.setattr(linear_causal, "causal_chunk", recorded)
+    # Halved in float64, where rounding hides nothing, as float32 is at larger norms.
+    monkeypatch.setitem(linear.TINY, torch.float64, 4.0)
+    backend, inputs = built(name), [x.requires_grad_() for x in rising(6.0)]
+    out = backend(*inputs)
+    assert len(lengths) > math.ceil(150 / linear_causal.CHUNK), "nothing was halved"
+    wanted = torch.autograd.grad(by_definition(backend, *inputs).sin().sum(), inputs)
+    for one, other in zip(torch.autograd.grad(out.sin().sum(), inputs), wanted, strict=True):
+        assert (one - other).abs().max() <= 1e-9 * other.abs().max()
+
+
+@pytest.mark.parametrize("name", ["performer-positive", *HALVED])
+def test_gradients_stay_finite_where_early_rows_lie_far_below_their_chunk(name):
+    inputs = [x.float().requires_grad_() for x in rising(60.0)]
+    out = built(name)(*inputs)
+    for one in (out, *torch.autograd.grad(out.sin().sum(), inputs)):
+        assert one.isfinite().all()
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("name", LINEAR)
+def test_a_scale_below_zero_is_the_scale_above_it_for_turned_queries(name, causal):
+    inputs = [x.requires_grad_() for x in random_qkv(1, 4, 2, 90, 90)]
+    turned = [-inputs[0], *inputs[1:]]
+    below, above = (built(name, causal=causal, scale=scale) for scale in (-0.4, 0.4))
+    above.load_state_dict(below.state_dict())
+
+    def results(backend, given):
+        out = backend(*given)
+        found = [out, *torch.autograd.grad(out.sin().sum(), inputs)]
+        if causal:
+            first, state = backend.extend(*(x[..., :70, :] for x in given))
+            second, _ = backend.extend(*(x[..., 70:, :] for x in given), state)
+            found += [first, second]
+        return found
+
+    for one, other in zip(results(below, inputs), results(above, turned), strict=True):
+        assert (one - other).abs().max() <= 1e-11 * other.abs().max()
