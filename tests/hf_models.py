@@ -117,6 +117,14 @@ def opt(**changes: Any) -> Any:
     return ready(OPTForCausalLM, OPTConfig(**{**own, **sizes, **changes}))
 
 
+def moshi(**changes: Any) -> Any:
+    """The configuration has the width of a window, which no mask of the model reads."""
+    from transformers import MoshiConfig, MoshiForCausalLM
+
+    own = {"num_key_value_heads": 2, "sliding_window": WINDOW, "head_dim": 8, "ffn_dim": 48}
+    return ready(MoshiForCausalLM, MoshiConfig(**{**SIZES, **own, **changes}))
+
+
 ENCODERS: dict[str, Callable[..., Any]] = {"bert": bert, "modernbert": modernbert, "eurobert": eurobert}
 DECODERS: dict[str, Callable[..., Any]] = {
     "gpt2": gpt2,

@@ -110,7 +110,7 @@ def test_calibrated_backends_are_calibrated_on_a_batch(caplog):
 def test_attaching_says_what_plain_from_pretrained_does(caplog):
     caplog.set_level(logging.WARNING, "efficient_attn")
     attach(bert(), "exact")
-    assert "plain from_pretrained would run sdpa" in caplog.text
+    assert "plain from_pretrained refuses" in caplog.text
 
 
 def test_an_unknown_backend_is_no_attention_implementation():

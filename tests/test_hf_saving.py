@@ -2,6 +2,8 @@
 
 import json
 import logging
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -13,8 +15,9 @@ from hf_models import bert, gemma3, gpt2, inputs, llama, modernbert
 
 import efficient_attn as ea
 from efficient_attn.backend import Backend
-from efficient_attn.errors import DataError, DtypeError
-from efficient_attn.integrations.transformers import attach, load
+from efficient_attn.errors import DataError, DtypeError, UnsupportedError
+from efficient_attn.integrations.transformers import attach, load, register
+from efficient_attn.integrations.transformers.opening import open_model
 
 
 @pytest.fixture(autouse=True)
@@ -97,10 +100,43 @@ def test_a_plan_fits_a_model_with_and_without_its_head(tmp_path):
         assert torch.equal(load(tmp_path / "body")(ids).last_hidden_state, expected)
 
 
-def test_plain_from_pretrained_runs_sdpa_and_drops_what_backends_keep(tmp_path):
+def test_plain_from_pretrained_runs_no_model_without_its_backends(saved):
+    register()
+    loaded = transformers.AutoModel.from_pretrained(saved)
+    with pytest.raises(
+        UnsupportedError, match=r"Nothing is attached to this BertSelfAttention.*load\(path\)"
+    ):
+        loaded(**inputs())
+
+
+WITHOUT_US = """
+import sys
+from transformers import AutoModel
+try:
+    AutoModel.from_pretrained(sys.argv[1])
+except ValueError as error:
+    print(error)
+assert "efficient_attn" not in sys.modules
+"""
+
+
+def test_a_process_without_efficient_attn_refuses_a_model_with_backends(saved):
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_US, str(saved)], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert 'attn_implementation="efficient_attn"` is not supported' in done.stdout
+
+
+def test_a_model_with_backends_is_not_opened_for_a_comparison_without_them(saved):
+    with pytest.raises(DataError, match="holds a model with backends attached"):
+        open_model(saved)
+
+
+def test_from_pretrained_leaves_backends_away_where_it_is_asked_for_sdpa(tmp_path):
     model = linformer()
     model.save_pretrained(tmp_path)
-    plain = transformers.BertForMaskedLM.from_pretrained(tmp_path)
+    plain = transformers.BertForMaskedLM.from_pretrained(tmp_path, attn_implementation="sdpa")
     assert plain.config._attn_implementation == "sdpa"
     assert not [name for name in plain.state_dict() if "efficient_attn" in name]
     torch.testing.assert_close(logits(plain), logits(bert()), rtol=1e-5, atol=1e-4)

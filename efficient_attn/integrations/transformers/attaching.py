@@ -15,6 +15,7 @@ from efficient_attn.errors import DtypeError, UnsupportedError
 from efficient_attn.integrations.transformers.attend import (
     NAME,
     NO_WEIGHTS,
+    PATTERN,
     PLACE,
     attend_attached,
     attention_function,
@@ -25,6 +26,9 @@ from efficient_attn.integrations.transformers.places import Place, find_places
 from efficient_attn.registry import SPECS
 
 PLAN_FORMAT = 1
+
+# The entry of a configuration from which `from_pretrained` takes its attention function.
+_FUNCTION = "attn_implementation"
 
 # The attribute that holds the handle of the hook below.
 _HOOK = "_efficient_attn_hook"
@@ -78,8 +82,8 @@ def attach(
     install(model, places, backends)
     _log.warning(
         "%s attends through efficient_attn. save_pretrained keeps its backends and "
-        "efficient_attn.integrations.transformers.load brings them back; plain from_pretrained would run "
-        "sdpa and drop what they keep.",
+        "efficient_attn.integrations.transformers.load brings them back; plain from_pretrained refuses, "
+        "unless attn_implementation='sdpa' asks for the model without them.",
         type(model).__name__,
     )
     if any(backend.needs_calibration for backend in backends.values()):
@@ -131,9 +135,12 @@ def install(model: PreTrainedModel, places: list[Place], backends: Mapping[str, 
             own: Any = _move(backends[place.path], model, place).train(place.module.training)
             # So transformers asks which parameters are another one by a second name, before it saves them.
             own._tied_weights_keys = second_names(own)
+            setattr(own, PATTERN, place.pattern)
             setattr(place.module, PLACE, own)
         _check_heard(places)
         model.config.efficient_attn = plan_of(model, backends)
+        # A saved model that runs without its backends would run something else, silently.
+        setattr(model.config, _FUNCTION, NAME)
         if not hasattr(model, _HOOK):
             setattr(model, _HOOK, model.register_forward_pre_hook(_refuse_weights, with_kwargs=True))
     except BaseException:
@@ -227,7 +234,7 @@ class _Before(NamedTuple):
 
     backends: list[tuple[nn.Module, nn.Module]]
     implementations: list[tuple[PreTrainedConfig, str | None]]
-    plan: Any
+    entries: dict[str, Any]
     hooked: bool
 
 
@@ -241,7 +248,8 @@ def _remember(model: PreTrainedModel) -> _Before:
         if isinstance(getattr(m, "config", None), PreTrainedConfig)
     }
     implementations = [(config, config._attn_implementation) for config in configs.values()]
-    return _Before(attached, implementations, getattr(model.config, NAME, None), hasattr(model, _HOOK))
+    entries = {name: value for name, value in vars(model.config).items() if name in (NAME, _FUNCTION)}
+    return _Before(attached, implementations, entries, hasattr(model, _HOOK))
 
 
 def _restore(model: PreTrainedModel, before: _Before) -> None:
@@ -253,10 +261,9 @@ def _restore(model: PreTrainedModel, before: _Before) -> None:
     # Setting a configuration sets the ones inside it, which come later in this list.
     for config, implementation in before.implementations:
         config._attn_implementation = implementation
-    if before.plan is None:
-        model.config.__dict__.pop(NAME, None)
-    else:
-        setattr(model.config, NAME, before.plan)
+    for name in (NAME, _FUNCTION):
+        vars(model.config).pop(name, None)
+    vars(model.config).update(before.entries)
     if hasattr(model, _HOOK) and not before.hooked:
         getattr(model, _HOOK).remove()
         delattr(model, _HOOK)

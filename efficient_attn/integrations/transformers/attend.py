@@ -16,6 +16,8 @@ from efficient_attn.integrations.transformers.masks import CAUSAL, FULL, Pattern
 NAME = "efficient_attn"
 # The name of the submodule that `attach` puts into an attention module.
 PLACE = "efficient_attn"
+# The attribute of an attached backend that holds the pattern of its place.
+PATTERN = "_efficient_attn_pattern"
 # The attribute by which a cache of ours travels with the keys that it was given.
 STATE = "_efficient_attn_state"
 
@@ -139,16 +141,12 @@ def _scaled(query: Tensor, scaling: float | None, backend: Backend) -> Tensor:
 
 
 def _check_built_for(backend: Backend, pattern: Pattern) -> None:
-    """Refuse a call that is another than `attach` expected of this module."""
-    error = None
-    if pattern.causal != backend.problem.causal:
-        error = f"reads {pattern}", f"causal={backend.problem.causal}"
-    elif pattern.sliding and getattr(backend.options, "window", None) != pattern.window:
-        error = f"reads {pattern}", f"options {backend.options}"
-    if error is not None:
+    """Refuse a call with another pattern than the configuration of the model had when `attach` read it."""
+    expected = getattr(backend, PATTERN)
+    if pattern != expected:
         raise UnsupportedError(
-            f"This layer {error[0]}, and backend {backend.spec.name!r} was attached with {error[1]}; "
-            "attach again."
+            f"This layer reads {pattern}, and backend {backend.spec.name!r} was attached to one that reads "
+            f"{expected}; attach again, or use attn_implementation='sdpa' if that changes nothing."
         )
 
 

@@ -1,8 +1,9 @@
 """What a transformers model lets each query read, as a pattern and a mask of real keys.
 
 A model asks for its masks through one function per attention implementation. Ours builds no mask of queries
-and keys: it reads which pattern is meant and keeps the mask of real keys, in O(tokens) memory. What it
-returns is a tensor [batch 1 1 keys], which models pass on and transformers takes for a mask made ready.
+and keys: it reads which pattern is meant and keeps the mask of real keys, in O(tokens) memory. Its result is
+a tensor [batch 1 1 keys], which models pass on and transformers takes for a mask made ready. Code that
+computes with this tensor expects another mask, so every computation with it raises an error.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,8 +16,13 @@ from transformers.masking_utils import bidirectional_mask_function, causal_mask_
 
 from efficient_attn.errors import UnsupportedError
 
-# The attribute by which an attention function knows a mask of ours.
-_TAG = "_efficient_attn"
+# Properties of a tensor that hand its entries on, methods that read no entry, and methods that copy all.
+_ENTRIES = {"data", "T", "mT", "H", "mH", "real", "imag"}
+_DESCRIBING = {
+    *("dim", "size", "stride", "numel", "is_contiguous", "is_floating_point", "is_complex", "is_conj"),
+    *("is_neg", "_is_view", "storage_offset", "untyped_storage", "__len__", "__repr__"),
+}
+_MOVING = {"to", "cpu", "cuda", "contiguous", "clone", "detach"}
 
 _REFUSED = {
     "packed_sequence_mask_function": "several sequences packed into one row (give one sequence a row and an "
@@ -73,6 +79,43 @@ class Visible(NamedTuple):
     key_mask: Tensor | None
 
 
+class Mask(Tensor):
+    """The mask of one pattern for the attention functions of efficient_attn; other computations raise.
+
+    Attributes:
+        visible: The keys that queries may read.
+    """
+
+    visible: Visible
+
+    @classmethod
+    def made(cls, entries: Tensor, visible: Visible) -> "Mask":
+        """The mask with the entries of a tensor."""
+        mask = entries.as_subclass(cls)
+        mask.visible = visible
+        return mask
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = func.__name__
+        with torch._C.DisableTorchFunctionSubclass():
+            if name in _DESCRIBING or (
+                name in ("__get__", "__set__") and func.__self__.__name__ not in _ENTRIES
+            ):
+                return func(*args, **(kwargs or {}))
+            if name in _MOVING and isinstance(mask := args[0], Mask):
+                moved, real = func(*args, **(kwargs or {})), mask.visible.key_mask
+                if moved.dtype == torch.bool:
+                    real = None if real is None else real.to(moved.device)
+                    return cls.made(moved, mask.visible._replace(key_mask=real))
+        raise UnsupportedError(
+            f"This model computes with its attention mask ({name}) outside of transformers' attention "
+            "interface, which efficient_attn cannot honour; use attn_implementation='sdpa'."
+        )
+
+
 def make_mask(
     batch_size: int,
     q_length: int,
@@ -93,10 +136,8 @@ def make_mask(
     keys = min(kv_length, int(q_offset) + q_length - kv_offset) if pattern.causal else kv_length
     key_mask = _real_keys(attention_mask, kv_offset, keys)
     shown = torch.ones(1, 1, dtype=torch.bool, device=device) if key_mask is None else key_mask
-    # Contiguous: `generate` asks for that, and a copy would not know what we write on this tensor.
     mask = shown[:, None, None, :].expand(batch_size, 1, 1, keys).contiguous()
-    setattr(mask, _TAG, Visible(pattern, kv_offset, keys, key_mask))
-    return mask
+    return Mask.made(mask, Visible(pattern, kv_offset, keys, key_mask))
 
 
 def visible_in(mask: Any) -> Visible | None:
@@ -107,13 +148,12 @@ def visible_in(mask: Any) -> Visible | None:
     """
     if mask is None:
         return None
-    visible = getattr(mask, _TAG, None)
-    if visible is None:
+    if not isinstance(mask, Mask):
         raise UnsupportedError(
             f"attention_mask is a {_description(mask)} that was not made by efficient_attn, a pattern of "
             "queries and keys; give a mask of real tokens [batch, tokens], or use attn_implementation='sdpa'."
         )
-    return visible
+    return mask.visible
 
 
 def read_pattern(mask_function: Callable) -> Pattern:

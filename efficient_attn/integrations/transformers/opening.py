@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AutoConfig, AutoTokenizer, PreTrainedModel
 
 from efficient_attn.errors import AttentionError, DataError, OptionError
+from efficient_attn.integrations.transformers.attend import NAME
 from efficient_attn.limits import CONFIG_BYTES, read_bytes
 from efficient_attn.tensor_headers import check_header
 
@@ -55,6 +56,8 @@ def open_model(
     weights = _weights(path)
     with told(f"Cannot load a model from {folder}"):
         config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    if config._attn_implementation == NAME:
+        raise DataError(f"{folder} holds a model with backends attached; give the folder of one without.")
     kind = model_class(config, path)
     with told(f"Cannot load the tokenizer of {folder}"), quiet():
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)

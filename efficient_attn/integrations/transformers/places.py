@@ -2,6 +2,7 @@
 
 import inspect
 import re
+import sys
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -101,7 +102,13 @@ def _kind(path: str, module: Any, config: Any, layer: int) -> str:
             )
         return "sliding" if types[layer] == "sliding_attention" else "full"
     slides = getattr(module if hasattr(module, "sliding_window") else config, "sliding_window", None)
-    return "full" if slides is None else "sliding"
+    return "full" if slides is None or not _makes_sliding_masks(module) else "sliding"
+
+
+def _makes_sliding_masks(module: Any) -> bool:
+    """Whether the code of the model knows sliding masks; some configurations have a width that none reads."""
+    names = vars(sys.modules[type(module).__module__])
+    return any("sliding_window" in name and "mask" in name for name in names)
 
 
 def _pattern(kind: str, module: Any, config: Any) -> Pattern:

@@ -20,6 +20,7 @@ from efficient_attn.integrations.transformers.attaching import (
     PLAN_FORMAT,
     install,
     name_in_plan,
+    register,
     second_names,
 )
 from efficient_attn.integrations.transformers.attend import PLACE
@@ -65,6 +66,8 @@ def load(folder: str | Path, **arguments: Any) -> PreTrainedModel:
         config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     layers = _plan(config, path)
     kind = model_class(config, path)
+    # The configuration names the attention function of attached models.
+    register()
     with told(f"Cannot load a model from {folder}"), quiet():
         model, found = kind.from_pretrained(
             path,

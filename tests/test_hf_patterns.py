@@ -1,0 +1,170 @@
+"""A layer that asks for another pattern than its backend was attached for is refused."""
+
+import logging
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+transformers = pytest.importorskip("transformers", minversion="5", reason="the extra [hf] is not installed")
+
+from hf_models import ROUNDING, bert, gpt2, inputs, llama, logits, mistral, moshi, ready
+
+from efficient_attn.errors import UnsupportedError
+from efficient_attn.integrations.transformers import attach, register, swapped
+from efficient_attn.integrations.transformers.masks import CAUSAL, Mask, Visible, make_mask
+from efficient_attn.integrations.transformers.places import find_places
+
+register()
+
+
+@pytest.fixture(autouse=True)
+def quiet(caplog):
+    caplog.set_level(logging.ERROR, "efficient_attn")
+
+
+def test_a_width_that_no_mask_of_the_model_reads_makes_no_layer_slide(counted):
+    model, batch = moshi(), inputs()
+    expected = logits(model, batch)
+    assert {place.kind for place in find_places(model)} == {"full"}
+    with swapped(model, "exact"):
+        torch.testing.assert_close(logits(model, batch), expected, **ROUNDING)
+    assert {name for name, _ in counted} == {"exact"}
+
+
+CHANGES = {
+    "a window that is gone": (
+        mistral,
+        {"sliding_window": None},
+        "reads causal over all keys.*causal over 5 keys",
+    ),
+    "a window that is new": (
+        lambda: mistral(sliding_window=None),
+        {"sliding_window": 5},
+        "reads causal over 5 keys.*causal over all keys",
+    ),
+    "another width": (mistral, {"sliding_window": 7}, "reads causal over 7 keys.*causal over 5 keys"),
+    "causal at once": (bert, {"is_decoder": True}, "reads causal over all keys.*bidirectional over all keys"),
+    "no longer causal": (
+        lambda: bert(is_decoder=True),
+        {"is_decoder": False},
+        "reads bidirectional over all keys.*causal over all keys",
+    ),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_call_with_another_pattern_than_that_of_the_attached_layer_is_refused(change):
+    make, changed, match = CHANGES[change]
+    # A window that the user chose, of the width of a sliding layer, does not make the layer slide.
+    for backend in ({"full": ("window", {"window": 5})}, {"backend": "exact"}):
+        model = make()
+        kinds = {place.kind for place in find_places(model)}
+        attach(model, **(backend if kinds == {"full"} else {"backend": "window"}))
+        logits(model, inputs())
+        for name, value in changed.items():
+            setattr(model.config, name, value)
+        with pytest.raises(UnsupportedError, match=match):
+            model(**inputs())
+
+
+def big_bird():
+    own = {
+        "encoder_layers": 2,
+        "decoder_layers": 2,
+        "encoder_attention_heads": 4,
+        "decoder_attention_heads": 4,
+    }
+    sizes = {"d_model": 32, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "max_position_embeddings": 64}
+    special = {"vocab_size": 50, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    config = transformers.BigBirdPegasusConfig(**own, **sizes, **special)
+    return ready(transformers.BigBirdPegasusForConditionalGeneration, config)
+
+
+def test_a_model_that_adds_our_mask_to_its_scores_is_refused():
+    model, batch = big_bird(), inputs()
+    model.set_attn_implementation("efficient_attn.exact")
+    with pytest.raises(UnsupportedError, match=r"computes with its attention mask \(\w+\) outside"):
+        model(**batch, decoder_input_ids=batch["input_ids"])
+
+
+Q = torch.randn(2, 3, 4, 8)
+READERS = {
+    "added to scores": lambda mask: torch.zeros(2, 3, 4, 4) + mask,
+    "from one": lambda mask: 1.0 - mask,
+    "as a float": lambda mask: mask.to(torch.float32),
+    "as another tensor's dtype": lambda mask: mask.to(Q),
+    "as the device of another tensor": lambda mask: Q.to(mask),
+    "as bool": lambda mask: mask.bool(),
+    "inverted": lambda mask: ~mask,
+    "compared": lambda mask: mask == 0,
+    "where": lambda mask: torch.where(mask, 0.0, -torch.inf),
+    "filled": lambda mask: torch.zeros(2, 3, 4, 4).masked_fill(mask, 1.0),
+    "sdpa": lambda mask: F.scaled_dot_product_attention(Q, Q, Q, attn_mask=mask),
+    "sliced": lambda mask: mask[..., :2],
+    "expanded": lambda mask: mask.expand(2, 3, 4, 4),
+    "summed": lambda mask: mask.sum(),
+    "asked": lambda mask: bool(mask.all()),
+    "listed": lambda mask: mask.tolist(),
+    "as an array": lambda mask: np.asarray(mask),
+    "transposed": lambda mask: mask.mT,
+    "its data": lambda mask: mask.data,
+    "joined": lambda mask: torch.cat([mask, mask]),
+}
+
+
+@pytest.fixture
+def mask():
+    real = torch.tensor([[True, True, True, False], [True, True, True, True]])
+    return make_mask(2, 4, 4, attention_mask=real)
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_whoever_computes_with_our_mask_is_refused(reader, mask):
+    with pytest.raises(UnsupportedError, match=r"outside of transformers' attention interface.*'sdpa'"):
+        READERS[reader](mask)
+
+
+def test_whoever_moves_our_mask_or_asks_for_its_shape_gets_it(mask):
+    assert (mask.shape, mask.ndim, mask.size(-1), len(mask)) == ((2, 1, 1, 4), 4, 4, 2)
+    assert (mask.dtype, mask.device.type, mask.is_contiguous()) == (torch.bool, "cpu", True)
+    assert "True" in repr(mask)
+    for moved in (mask.to("cpu"), mask.contiguous(), mask.clone(), mask.detach(), mask.to("meta")):
+        assert isinstance(moved, Mask)
+        assert moved.visible.pattern == CAUSAL
+        assert moved.visible.key_mask.device == moved.device
+        assert moved.device.type == "meta" or torch.equal(moved.visible.key_mask, mask.visible.key_mask)
+
+
+def test_a_mask_of_real_keys_alone_has_no_mask_to_move():
+    mask = make_mask(2, 4, 4)
+    assert mask.clone().visible == mask.visible == Visible(CAUSAL, 0, 4, None)
+
+
+@pytest.mark.parametrize("make", [gpt2, llama])
+def test_models_that_compute_their_activations_again_keep_our_mask(make):
+    model, batch = make(), inputs()
+    model.set_attn_implementation("efficient_attn.exact")
+    model.train()
+    gradients = []
+    for again in (False, True):
+        if again:
+            model.activation_checkpointing_enable()
+        model.zero_grad()
+        model(**batch, use_cache=False).logits.square().mean().backward()
+        gradients.append([p.grad.clone() for p in model.parameters()])
+    for gradient, expected in zip(*gradients, strict=True):
+        torch.testing.assert_close(gradient, expected)
+
+
+@pytest.mark.compile
+@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
+@pytest.mark.parametrize("make", [bert, llama])
+def test_a_compiled_model_reads_our_mask(make):
+    torch._dynamo.reset()
+    model, batch = make(), inputs()
+    expected = logits(model, batch)
+    model.set_attn_implementation("efficient_attn.exact")
+    compiled = torch.compile(model, backend="eager")
+    torch.testing.assert_close(logits(compiled, batch), expected, **ROUNDING)
