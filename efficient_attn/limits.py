@@ -4,8 +4,10 @@ from pathlib import Path
 
 from efficient_attn.errors import DataError
 
-# A line of a record is a few kilobytes, a run a few hundred lines.
-RECORD_LINE_BYTES, RECORDS_BYTES, RECORDS_LINES = 1 << 22, 1 << 24, 20_000
+# A line of a record is a few kilobytes, a run a few hundred lines; a million samples are 24 megabytes.
+RECORD_LINE_BYTES, RECORDS_BYTES, RECORDS_LINES = 1 << 22, 3 << 23, 20_000
+# Entries of one field of a record: timed calls, draws, windows.
+SAMPLES = 100_000
 
 # Counts in records: tokens, heads, threads, answers, …; bytes; and whole numbers that are neither, which fit
 # into 64 bits.

@@ -10,7 +10,7 @@ from typing import Any
 from efficient_attn.errors import DataError
 
 # Without these a number has fewer than 200 digits and an exponent below 100.
-_MAY_OVERFLOW = re.compile(r"[eE]\+?[0-9]{3}|[0-9]{200}")
+_MAY_OVERFLOW = re.compile(r"[eE]\+?[0-9]{3}"), re.compile(r"(?<![0-9])[0-9]{200}")
 
 
 def read_object(text: bytes | str, place: str) -> dict[str, Any]:
@@ -22,7 +22,7 @@ def read_object(text: bytes | str, place: str) -> dict[str, Any]:
     try:
         text = text.decode("utf-8-sig") if isinstance(text, bytes) else text
         # Looking at every number costs more than reading them all.
-        parse_float = _finite_number if _MAY_OVERFLOW.search(text) else None
+        parse_float = _finite_number if any(one.search(text) for one in _MAY_OVERFLOW) else None
         value = json.loads(
             text, parse_constant=_refuse_constant, parse_float=parse_float, object_pairs_hook=_object
         )

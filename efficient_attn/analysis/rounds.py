@@ -75,6 +75,18 @@ def time_ratio(record: Record, other: Record) -> Typical:
 
 def round_times(record: Record) -> Floats:
     """The median of each round's calls, shape (rounds,); empty where rounds are not known."""
+    # Tables, sentences and drawings ask for it again and again, and a record never changes.
+    kept = vars(record)
+    if _KEPT not in kept:
+        kept[_KEPT] = _round_times(record)
+        kept[_KEPT].flags.writeable = False
+    return kept[_KEPT]  # type: ignore[no-any-return]
+
+
+_KEPT = "_round_times"
+
+
+def _round_times(record: Record) -> Floats:
     times, sizes = np.asarray(record.times_s or (), dtype=float), record.turn_sizes or ()
     known = all(type(size) is int and size >= 0 for size in sizes) and sum(sizes) == len(times)
     if not known or not ((times > _SHORTEST_S) & (times < _LONGEST_S)).all():

@@ -43,8 +43,13 @@ class Reading(NamedTuple):
 
 
 def line(record: Record) -> str:
-    """The record as one line of strict JSON; a number that is not finite becomes null, told in `reason`."""
+    """The record as one line of strict JSON; a number that is not finite becomes null, told in `reason`.
+
+    Raises:
+        DataError: If a field has more entries than a record may have.
+    """
     row = record.row()
+    _check_samples(row, f"{record.case.label}, {record.case.tokens} tokens, {record.case.kind}")
     broken = [name for name, value in row.items() if not strict.finite(value)]
     if broken:
         row = strict.without_infinities(row)
@@ -150,12 +155,21 @@ def parse(text: bytes, place: str) -> Record:
         if name in row and not strict.fits(row[name], wanted, least, most):
             wants = f"; wanted are whole numbers from {least} to {most}" if name in SPANS else ""
             raise DataError(f"{place}: {name} cannot be {str(row[name])[:40]!r}{wants}.")
+    _check_samples(row, place)
     case = Case(**{name: row[name] for name in CASE_FIELDS if name in row})
     if row.get("times_s") is not None:
         # Null stands for a time that was not finite, which `reason` tells; it is no sample.
         row["times_s"] = [time_s for time_s in row["times_s"] if time_s is not None] or None
     row |= {name: tuple(value) for name, value in row.items() if isinstance(value, list)}
     return Record(case=case, **{name: row[name] for name in RECORD_FIELDS if name in row})
+
+
+def _check_samples(row: Mapping[str, Any], place: str) -> None:
+    for name, value in row.items():
+        if isinstance(value, (list, tuple)) and len(value) > limits.SAMPLES:
+            raise DataError(
+                f"{place}: {name} has {len(value)} entries; at most {limits.SAMPLES} are kept in a record."
+            )
 
 
 def _in_this_schema(row: dict[str, Any], place: str) -> dict[str, Any]:

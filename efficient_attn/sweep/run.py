@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 
+from efficient_attn import limits
 from efficient_attn.measure.clock import in_turns
 from efficient_attn.sweep import worker
 from efficient_attn.sweep.amounts import show_seconds
@@ -224,12 +225,18 @@ def _seconds_of_a_turn(entries: Sequence[Entry], budget_s: float | None, rounds:
 
 
 def joined(parts: Sequence[Record]) -> Record:
-    """One record with the samples of all turns."""
-    waited_s = [part.waited_s for part in parts if part.waited_s is not None]
+    """One record with the samples of all turns, of each as many of the first as a record has room for."""
+    most = max(limits.SAMPLES // len(parts), 1)
+    kept = [(part.times_s or ())[:most] for part in parts]
+    waited_s = [
+        part.waited_s * len(times_s) / max(len(part.times_s or ()), 1)
+        for part, times_s in zip(parts, kept, strict=True)
+        if part.waited_s is not None
+    ]
     return replace(
         parts[0],
-        times_s=tuple(time_s for part in parts for time_s in part.times_s or ()),
-        turn_sizes=tuple(len(part.times_s or ()) for part in parts),
+        times_s=tuple(time_s for times_s in kept for time_s in times_s),
+        turn_sizes=tuple(map(len, kept)),
         waited_s=sum(waited_s) if len(waited_s) == len(parts) else None,
         empty_call_s=min(
             (part.empty_call_s for part in parts if part.empty_call_s is not None), default=None

@@ -1,0 +1,133 @@
+"""Records with many samples: the limit that writers and readers hold, and the time that a million takes."""
+
+import json
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+import efficient_attn as ea
+from efficient_attn import limits
+from efficient_attn.errors import DataError
+from efficient_attn.sweep.case import Case, Record
+from efficient_attn.sweep.records import append, line, parse
+from efficient_attn.sweep.run import joined
+
+LENGTHS = (256, 512, 1024, 2048, 4096)
+
+
+def case(kind, label="exact", tokens=256, **fields):
+    about = {"num_heads": 8, "head_dim": 64, "dtype": "float32", "device": "cpu", "threads": 2, **fields}
+    return Case(kind=kind, backend=label, label=label, tokens=tokens, **about)
+
+
+def noise(seed, count=limits.SAMPLES):
+    return np.exp(0.05 * np.random.default_rng(seed).standard_normal(count))
+
+
+def timed(rounds):
+    sizes = (limits.SAMPLES // rounds,) * rounds
+    return [
+        Record(
+            case=case("time", label, tokens),
+            times_s=tuple(1e-6 * tokens * noise(tokens, sum(sizes))),
+            turn_sizes=sizes,
+            waited_s=0.0,
+            empty_call_s=1e-7,
+        )
+        for label in ("exact", "window")
+        for tokens in LENGTHS
+    ]
+
+
+def drawn():
+    return [
+        Record(
+            case=case("error", label, tokens, of="output"),
+            output_relative_error=0.5,
+            output_relative_error_draws=tuple(0.5 * noise(tokens)),
+        )
+        for label in ("performer-positive(num_features=64)", "performer-trigonometric(num_features=64)")
+        for tokens in LENGTHS
+    ]
+
+
+def trained():
+    steps = tuple(range(1, 1001))
+    return [
+        Record(
+            case=case("train", f"backend-{number}", layers=2),
+            train_steps=steps,
+            train_seconds_s=tuple(0.1 * step for step in steps),
+            train_bits_per_byte=(3.0,) * len(steps),
+            held_out_bits_per_byte=(3.0,) * len(steps),
+            held_out_bits_per_byte_windows=tuple(3 * noise(number)),
+        )
+        for number in range(10)
+    ]
+
+
+def recalled():
+    return [
+        Record(
+            case=case("recall", "exact", seed=seed, inputs="recall"),
+            times_s=tuple(1e-2 * noise(seed)),
+            accuracy=0.9,
+            answers=2048,
+            chance=1 / 16,
+        )
+        for seed in range(10)
+    ]
+
+
+MANY = {
+    "4 rounds": lambda: timed(4),
+    "1000 rounds": lambda: timed(1000),
+    "a round for each call": lambda: timed(limits.SAMPLES),
+    "draws": drawn,
+    "windows": trained,
+    "steps": recalled,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("made", MANY)
+def test_a_million_samples_are_read_summarised_drawn_and_compared_in_five_seconds_each(made, tmp_path):
+    records = MANY[made]()
+    path = tmp_path / "records.jsonl"
+    path.write_text("".join(f"{line(record)}\n" for record in records))
+    small = ea.Results([replace(records[0], times_s=records[0].times_s and records[0].times_s[:8])])
+    # The first drawing loads matplotlib and its fonts.
+    small.save(tmp_path / "small")
+    start = time.process_time()
+    results = ea.read(path)
+    results.sentences()
+    results.save(tmp_path / "drawn")
+    drawn_s = time.process_time() - start
+    assert not ea.diff(results, results).regressions
+    assert drawn_s <= 5
+    assert time.process_time() - start - drawn_s <= 5
+
+
+def test_more_samples_than_a_record_may_have_are_refused_by_writer_and_reader(tmp_path):
+    full = Record(case=case("time"), times_s=(1e-3,) * limits.SAMPLES)
+    row = json.loads(line(full))
+    assert parse(json.dumps(row).encode(), "It") == full
+    message = f"times_s has {limits.SAMPLES + 1} entries; at most {limits.SAMPLES} are kept in a record"
+    row["times_s"].append(1e-3)
+    with pytest.raises(DataError, match=f"It: {message}"):
+        parse(json.dumps(row).encode(), "It")
+    with pytest.raises(DataError, match=f"exact, 256 tokens, time: {message}"):
+        append(tmp_path / "records.jsonl", replace(full, times_s=(1e-3,) * (limits.SAMPLES + 1)))
+    assert not (tmp_path / "records.jsonl").exists()
+
+
+def test_a_time_in_many_rounds_keeps_the_first_calls_of_each():
+    part = Record(case=case("time"), times_s=tuple(float(n) for n in range(1, 1001)), waited_s=1.0)
+    whole, cut = joined([part] * 100), joined([part] * 260)
+    assert len(whole.times_s) == 100_000 and whole.waited_s == 100
+    assert cut.turn_sizes == (384,) * 260 and cut.times_s[:3] == (1.0, 2.0, 3.0)
+    # Threads waited for all calls, of which 384 of 1000 are left.
+    assert cut.waited_s == pytest.approx(260 * 0.384)
+    assert len(line(cut)) < limits.RECORD_LINE_BYTES
