@@ -6,8 +6,10 @@ from efficient_attn.errors import DataError
 
 # A line of a record is a few kilobytes, a run a few hundred lines; a million samples are 24 megabytes.
 RECORD_LINE_BYTES, RECORDS_BYTES, RECORDS_LINES = 1 << 22, 3 << 23, 20_000
-# Entries of one field of a record: timed calls, draws, windows.
-SAMPLES = 100_000
+# Entries of one field of a record: timed calls, draws, windows; and of its options.
+SAMPLES, OPTIONS = 100_000, 1000
+# All of these in one file.
+RECORDS_SAMPLES = 2_000_000
 
 # Counts in records: tokens, heads, threads, answers, …; bytes; and whole numbers that are neither, which fit
 # into 64 bits.

@@ -109,12 +109,15 @@ def read(path: str | Path) -> Reading:
     Raises:
         DataError: If the file cannot be read, or a line other than a torn last one is no record.
     """
-    records, torn = [], False
+    records, torn, samples = [], False, 0
     try:
         for number, text in enumerate(_lines(path), start=1):
             torn = bool(text.strip()) and not text.endswith(b"\n")
             if text.strip() and not torn:
                 records.append(parse(text, f"{path}, line {number}"))
+                samples += _entries(records[-1])
+                if samples > limits.RECORDS_SAMPLES:
+                    raise _too_large(f"{path} has more than {limits.RECORDS_SAMPLES} samples and options")
     except OSError as error:
         raise DataError(f"Cannot read records from {path}: {error.strerror}.") from None
     return Reading(tuple(records), torn)
@@ -150,12 +153,12 @@ def parse(text: bytes, place: str) -> Record:
     missing = [name for name, item in CASE_FIELDS.items() if name not in row and _required(item)]
     if missing:
         raise DataError(f"{place} lacks {', '.join(missing)}.")
+    _check_samples(row, place)
     for name, wanted in TYPES.items():
         least, most = SPANS.get(name, (0, limits.WHOLE_NUMBER))
         if name in row and not strict.fits(row[name], wanted, least, most):
             wants = f"; wanted are whole numbers from {least} to {most}" if name in SPANS else ""
             raise DataError(f"{place}: {name} cannot be {str(row[name])[:40]!r}{wants}.")
-    _check_samples(row, place)
     case = Case(**{name: row[name] for name in CASE_FIELDS if name in row})
     if row.get("times_s") is not None:
         # Null stands for a time that was not finite, which `reason` tells; it is no sample.
@@ -165,11 +168,17 @@ def parse(text: bytes, place: str) -> Record:
 
 
 def _check_samples(row: Mapping[str, Any], place: str) -> None:
-    for name, value in row.items():
-        if isinstance(value, (list, tuple)) and len(value) > limits.SAMPLES:
-            raise DataError(
-                f"{place}: {name} has {len(value)} entries; at most {limits.SAMPLES} are kept in a record."
-            )
+    lists = {name: row[name] for name in TYPES if isinstance(row.get(name), (list, tuple, dict))}
+    for name, value in lists.items():
+        most = limits.OPTIONS if isinstance(value, dict) else limits.SAMPLES
+        if len(value) > most:
+            raise DataError(f"{place}: {name} has {len(value)} entries; at most {most} are kept in a record.")
+
+
+def _entries(record: Record) -> int:
+    """Samples and options of a record."""
+    samples = sum(len(value) for value in vars(record).values() if isinstance(value, tuple))
+    return samples + len(record.case.options)
 
 
 def _in_this_schema(row: dict[str, Any], place: str) -> dict[str, Any]:
