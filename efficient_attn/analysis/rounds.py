@@ -80,7 +80,8 @@ def round_times(record: Record) -> Floats:
     if _KEPT not in kept:
         kept[_KEPT] = _round_times(record)
         kept[_KEPT].flags.writeable = False
-    return kept[_KEPT]  # type: ignore[no-any-return]
+    found: Floats = kept[_KEPT]
+    return found
 
 
 _KEPT = "_round_times"
