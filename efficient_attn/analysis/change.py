@@ -83,9 +83,11 @@ def compared(case: Case, old: Side, new: Side, name: str, noise: Noise) -> list[
     sides = [[run for run in side if run] for side in sides]
     if all(sides):
         before, after = _to_common_step(case, *sides)
+        known = _known(before) & _known(after)
         for quantity in QUANTITIES:
-            test = _quantity_test(replace(change, quantity=quantity.name), quantity, before, after, noise)
-            tests += [] if test is None else [test]
+            if quantity.field in known:
+                named = replace(change, quantity=quantity.name)
+                tests.append(_quantity_test(named, quantity, before, after, noise))
         tests += map(Test, _text_changes(change, before, after))
     return tests or [Test(change)]
 
@@ -116,13 +118,14 @@ def _status_change(change: Change, old: Side, new: Side) -> Change | None:
     return replace(change, verdict=verdict, remark=remark)
 
 
-def _quantity_test(change: Change, quantity: Quantity, old: Side, new: Side, noise: Noise) -> Test | None:
+def _known(side: Side) -> set[str]:
+    """Names of the fields that a record of the side has."""
+    return {name for record in records_of(side) for name, value in vars(record).items() if value is not None}
+
+
+def _quantity_test(change: Change, quantity: Quantity, old: Side, new: Side, noise: Noise) -> Test:
     if quantity.entry == "worst":
         return _worst_entry(change, quantity, old, new)
-    if all(getattr(record, quantity.field) is None for record in records_of(old)):
-        return None
-    if all(getattr(record, quantity.field) is None for record in records_of(new)):
-        return None
     if quantity.scatter == "rounds":
         found = test_times(old, new, noise)
     else:
@@ -162,12 +165,10 @@ def _waited_share(record: Record) -> float:
     return min(1.0, max(0.0, record.waited_s / (math.fsum(times(record.times_s or ())) or math.inf)))
 
 
-def _worst_entry(change: Change, quantity: Quantity, old: Side, new: Side) -> Test | None:
+def _worst_entry(change: Change, quantity: Quantity, old: Side, new: Side) -> Test:
     """The entry that grew most, or, where none grew, the one that fell most."""
     tables = [[getattr(record, quantity.field) for record in records_of(side)] for side in (old, new)]
     tables = [[row for row in table if row is not None] for table in tables]
-    if not all(tables):
-        return None
     rows = [row for table in tables for row in table]
     if len(set(map(len, rows))) > 1 or not all(row and len(numbers(row)) == len(row) for row in rows):
         return Test(replace(change, verdict=UNCOMPARABLE, remark="the entries do not correspond"))
