@@ -84,6 +84,35 @@ def test_only_what_was_named_ends_with_1(runs):
     assert ends_with(*runs, "--fail-on", "memory:0%") == 0
 
 
+def test_several_runs_on_each_side_stand_before_and_behind_two_dashes(runs, tmp_path, capsys):
+    others = [write(tmp_path / name, [timed(), timed(1, factor=1.01), memory(1000)]) for name in ("b", "c")]
+    assert ends_with(runs[0], *others, "--", runs[1], runs[1], "--fail-on", "memory:0") == 0
+    shown = capsys.readouterr().out
+    assert "is the run: 3 old, 2 new." in shown and "Of 3 comparisons:" in shown
+    # One run on a side, written either way, is the same.
+    assert ends_with(runs[0], "--", runs[1]) == ends_with(*runs) == 1
+
+
+@pytest.mark.parametrize(
+    "words", [("a",), ("a", "b", "c"), ("a", "--"), ("--", "a"), ("a", "--", "b", "--", "c")]
+)
+def test_runs_that_are_of_no_side_are_refused_in_one_line(words, capsys):
+    assert ends_with(*words) == 2
+    told = capsys.readouterr().err
+    assert "write OLD NEW, or several on a side, OLD OLD -- NEW NEW" in told and len(told.splitlines()) == 1
+
+
+def test_quantities_of_every_study_are_names_of_fail_on(tmp_path):
+    folders = []
+    for name, accuracy in (("old", 0.99), ("new", 0.1)):
+        record = Record(case=case(kind="recall"), accuracy=accuracy, answers=2048)
+        folders.append(write(tmp_path / name, [record]))
+    assert ends_with(*folders) == 1
+    assert ends_with(*folders, "--fail-on", "accuracy:5%") == 1
+    assert ends_with(*folders, "--fail-on", "recall:5%") == 1
+    assert ends_with(*folders, "--fail-on", "perplexity:5%,time:5%") == 0
+
+
 def test_runs_without_a_common_case_end_with_4(runs, tmp_path, capsys):
     assert ends_with(runs[0], write(tmp_path / "other", [timed(9)])) == 4
     shown = capsys.readouterr()
@@ -98,6 +127,7 @@ def test_runs_without_a_common_case_end_with_4(runs, tmp_path, capsys):
         (["--fail-on", "time:-1%"], "time is a share from 0 on"),
         (["--fail-on", "time:nan"], "time is a share from 0 on"),
         (["--fail-on", "speed:3%"], "No quantity is called 'speed'"),
+        (["--fail-on", "acuracy:3%"], "Did you mean 'accuracy'?"),
         (["--json", "x"], "--json takes - for stdout"),
     ],
 )

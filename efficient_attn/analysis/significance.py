@@ -23,7 +23,7 @@ QUARTERS = 4
 _UNEQUAL = 0.05
 
 # So many pairs of successive rounds, over all cases, can show a correlation.
-_FEWEST_STEPS = 20
+_FEWEST_STEPS, _ALIKE = 20, 0.2
 _CORRELATIONS = np.linspace(0.0, 0.98, 99)
 
 # More degrees of freedom than this are a normal distribution.
@@ -118,17 +118,21 @@ def correlation(series: Sequence[Floats]) -> float:
     """Correlation of successive rounds in all series together; 0 if they do not show any.
 
     The mean square of successive differences over the variance (von Neumann 1941) is 2 in the mean for
-    independent normal samples, whatever their number. Student's test over series decides at 5 %; a
-    correlation that is seen is taken for one standard error higher. A few short series show nothing.
+    independent normal samples, whatever their number. Student's test over series decides, at 20 % since a
+    correlation that is not seen costs more than one that is not there; what is seen is taken for one standard
+    error higher. A few short series show nothing.
     """
     long = [one for one in series if len(one) > 2 and one.var() > 0]
     if sum(len(one) - 1 for one in long) < _FEWEST_STEPS or len(long) < 2:
         return 0.0
-    shares = np.array([1 - (np.diff(one) ** 2).sum() / (2 * one.var() * len(one)) for one in long])
+    steps = np.array([(np.diff(one) ** 2).sum() / 2 for one in long])
+    squares = np.array([one.var() * len(one) for one in long])
+    shares = 1 - steps / squares
     error = float(shares.std(ddof=1)) / math.sqrt(len(shares))
-    if shares.mean() <= error * quantile(_UNEQUAL, len(shares) - 1):
+    if shares.mean() <= error * quantile(_ALIKE, len(shares) - 1):
         return 0.0
-    count, seen = int(np.median([len(one) for one in long])), float(shares.mean()) + error
+    # The mean of ratios is 0 for independent samples; of others the ratio of means has a known value.
+    count, seen = int(np.median([len(one) for one in long])), 1 - float(steps.sum() / squares.sum()) + error
     return float(np.interp(seen, [_expected_share(count, value) for value in _CORRELATIONS], _CORRELATIONS))
 
 
