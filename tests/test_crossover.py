@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy.stats import binom
 
-from efficient_attn.analysis.crossover import _crossing, crossovers
+from efficient_attn.analysis.crossover import _crossing, _Lag, _near_zero, crossovers
 from efficient_attn.analysis.curves import curves
 from efficient_attn.report.pays import crossover_tables
 from efficient_attn.sweep.records import Case, Record
@@ -154,3 +154,16 @@ def test_the_table_tells_number_and_interval_or_that_there_is_none_and_where_it_
     assert cells(10_000) == ("10000 (10000 to 10000, extrapolated)", "2500 (2500 to 2500)")
     assert cells(100) == ("all from 256", "all from 256")
     assert cells(40_000)[0] == "none up to 4096"
+
+
+def test_the_interval_between_two_lengths_is_where_the_line_is_within_its_own_interval_of_zero():
+    generator = np.random.default_rng(0)
+    along = np.linspace(0, 1, 20_001)
+    for _ in range(300):
+        (here, there), (h, k) = generator.normal(size=2), generator.exponential(size=2)
+        line, half = (1 - along) * here + along * there, np.hypot((1 - along) * h, along * k)
+        inside = along[np.abs(line) <= half]
+        edges = _near_zero(_Lag(here, h), _Lag(there, k), 1.0)
+        assert bool(edges) == bool(len(inside))
+        if edges:
+            assert (min(edges), max(edges)) == pytest.approx((inside[0], inside[-1]), abs=1e-4)

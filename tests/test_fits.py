@@ -25,6 +25,21 @@ def test_the_power_of_the_part_that_grows_is_recovered_beside_a_fixed_part(power
     fit = growth(LENGTHS, fixed + 1e-6 * LENGTHS**power)
     assert fit.power == pytest.approx(power, abs=0.01)
     assert fit.fixed == pytest.approx(fixed, rel=0.05, abs=1e-5)
+    assert fit.fixed + fit.factor * LENGTHS**fit.power == pytest.approx(
+        fixed + 1e-6 * LENGTHS**power, rel=0.01
+    )
+
+
+def test_no_part_of_a_fit_is_negative():
+    # Steeper than every power that is tried, and falling.
+    for costs in (1e-12 * LENGTHS**5.0, 1 / LENGTHS):
+        fit = growth(LENGTHS, costs)
+        assert fit.fixed >= 0 and fit.factor >= 0 and fit.fixed + fit.factor > 0
+
+
+def test_a_power_is_clear_if_its_interval_tells_linear_from_quadratic():
+    fit = growth(LENGTHS, 1e-6 * LENGTHS**1.5)
+    assert fit._replace(low=1.1, high=2.0).clear and not fit._replace(low=1.0, high=2.1).clear
 
 
 @pytest.mark.parametrize("power", [1.0, 1.5, 2.0])
@@ -122,7 +137,7 @@ def test_a_time_is_the_median_over_rounds_with_the_interval_of_rounds_and_not_of
     assert np.log(high / median) == pytest.approx(student * np.sqrt(4 * of_mean / of_samples))
 
 
-@pytest.mark.parametrize("sizes", [None, (6,), (2, 2, 2), (3, 3, 3), (1, 1, 3, -1, 2), (True,) * 6])
+@pytest.mark.parametrize("sizes", [None, (6,), (2, 2, 2), (3, 3, 3), (1,) * 5, (1, 1, 3, -1, 2), (True,) * 6])
 def test_a_time_without_four_known_rounds_has_no_interval(sizes):
     one = replace(record("exact", 100, [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]), turn_sizes=sizes)
     assert call_time(one) == (3.5, None, None, 6)

@@ -6,6 +6,7 @@ import io
 import os
 import stat
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -210,6 +211,24 @@ def test_a_record_is_acknowledged_when_it_and_the_name_of_its_file_are_on_the_di
     for _ in range(3):
         append(path, RECORD)
         assert disk.holds(path)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="folders cannot be waited for")
+@pytest.mark.parametrize(("number", "told"), [(errno.EIO, True), (errno.EINVAL, False)])
+def test_a_name_that_fails_to_reach_the_disk_is_told_unless_the_file_system_knows_no_such_request(
+    number, told, tmp_path, monkeypatch
+):
+    fsync = os.fsync
+
+    def failing(descriptor):
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(number, os.strerror(number))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", failing)
+    for act in (lambda: append(tmp_path / "records.jsonl", RECORD), lambda: write(tmp_path / "a", "b")):
+        with pytest.raises(DataError, match=os.strerror(number)) if told else nullcontext():
+            act()
 
 
 @pytest.mark.skipif(os.name != "posix", reason="folders cannot be waited for")

@@ -1,0 +1,39 @@
+"""Masks of transformers: the part of them that belongs to the keys."""
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
+
+import efficient_attn as ea
+from efficient_attn.integrations.transformers.attend import _scaled
+from efficient_attn.integrations.transformers.masks import make_mask, visible_in
+
+
+def visible(mask, function=bidirectional_mask_function, **sizes):
+    return visible_in(make_mask(1, mask_function=function, attention_mask=mask, **sizes))
+
+
+def test_keys_that_a_mask_does_not_reach_are_padding():
+    found = visible(torch.ones(1, 3), q_length=3, kv_length=5)
+    assert found.key_mask.tolist() == [[True, True, True, False, False]]
+
+
+def test_a_mask_begins_at_the_first_key_that_a_cache_still_holds():
+    mask = torch.tensor([[0, 0, 0, 1, 0, 1]])
+    found = visible(mask, causal_mask_function, q_length=1, kv_length=3, q_offset=5, kv_offset=3)
+    assert (found.first_key, found.keys) == (3, 3) and found.key_mask.tolist() == [[True, False, True]]
+
+
+def test_keys_that_are_not_written_yet_are_none_and_a_mask_without_padding_is_none():
+    found = visible(torch.ones(1, 9), causal_mask_function, q_length=2, kv_length=9, q_offset=4)
+    assert found.keys == 6 and found.key_mask is None
+
+
+@pytest.mark.parametrize("scaling", [None, 1.0, 0.125])
+def test_scores_have_the_factor_that_the_model_asks_for_whatever_the_backend_was_built_with(scaling):
+    backend, query = ea.build("exact", head_dim=16, scale=0.5), torch.randn(1, 1, 3, 16)
+    wanted = 0.25 if scaling is None else scaling
+    torch.testing.assert_close(_scaled(query, scaling, backend) * 0.5, query * wanted)
