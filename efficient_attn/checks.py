@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from efficient_attn.errors import AttentionError, DtypeError, ShapeError, UnsupportedError
@@ -11,6 +12,9 @@ from efficient_attn.registry import BackendSpec
 
 _AXES = {"q": "[batch, heads, tokens, head_dim]", "k": "[batch, kv_heads, tokens, head_dim]"}
 _AXES["v"] = "[batch, kv_heads, tokens, value_dim]"
+
+# The function that torch's context_parallel replaces while it is active.
+_SDPA = torch._C._nn.scaled_dot_product_attention
 
 
 def check_inputs(
@@ -28,12 +32,34 @@ def check_inputs(
     Raises:
         ShapeError, DtypeError, UnsupportedError: As the message says.
     """
+    check_whole(q=q, k=k, v=v, key_mask=key_mask)
     for name, x in (("q", q), ("k", k), ("v", v)):
         _check_tensor(name, x, q, spec)
     _check_heads(problem, q, k, v)
     _check_tokens(problem, spec, q, k, v, streaming=streaming)
     if key_mask is not None:
         _check_mask(spec, key_mask, k)
+
+
+def check_whole(**tensors: Any) -> None:
+    """Refuse tensors that are parts of a sequence whose other parts are in other processes.
+
+    Raises:
+        UnsupportedError: If torch's context_parallel is active, or a DTensor is not replicated.
+    """
+    sdpa = F.scaled_dot_product_attention
+    # Others replace the function too, by a faster kernel of the same tensors.
+    if sdpa is not _SDPA and str(sdpa.__module__).startswith("torch.distributed."):
+        raise UnsupportedError(
+            "Inside torch's context_parallel a backend would attend to the tokens of its own process alone; "
+            "leave context_parallel, or call torch.nn.functional.scaled_dot_product_attention itself."
+        )
+    for name, x in tensors.items():
+        if type(x) is not Tensor and any(not p.is_replicate() for p in getattr(x, "placements", ())):
+            raise UnsupportedError(
+                f"{name} is a DTensor with placements {tuple(x.placements)}, and a backend would attend to "
+                f"the part of its own process alone; give {name}.full_tensor()."
+            )
 
 
 def check_kept(spec: BackendSpec, backend: nn.Module, q: Tensor) -> None:

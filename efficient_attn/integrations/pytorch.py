@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from efficient_attn.backend import Backend
 from efficient_attn.backends import build, resolve
+from efficient_attn.checks import check_whole
 from efficient_attn.errors import OptionError, UnsupportedError
 from efficient_attn.integrations.pytorch_checks import check_call
 from efficient_attn.integrations.pytorch_masks import Masks, added, read_masks
@@ -182,6 +183,7 @@ class MultiheadAttention(nn.MultiheadAttention):
             return self.backend(*qkv, key_mask=key_mask), None
         # Only an exact backend comes here: weights and patterns have one meaning, whichever kernel it has.
         q, k, v = qkv
+        check_whole(q=q, k=k, v=v, key_mask=key_mask)
         scale, dropout = self.backend.problem.factor, self.dropout if self.training else 0.0
         if causal:
             later = added(~causal_mask(q.shape[2], k.shape[2], q.device), q)
