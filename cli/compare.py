@@ -81,7 +81,7 @@ def compare_command(
     memory_limit: MemoryLimitOption = "70%",
     isolate: IsolateOption = None,
     timeout: TimeoutOption = "60s",
-    rounds: RoundsOption = 4,
+    rounds: RoundsOption = 8,
     out: OutOption = None,
     json_to: JsonToOption = None,
 ) -> None:

@@ -44,9 +44,11 @@ For a model that was trained with exact attention and is not trained again. Erro
 the speed is against `exact`, the fused kernel. Each cell is the fastest of what stays within the error and
 is faster than `exact` beyond what the samples leave open. **Where nothing is, the answer is `exact`.**
 
-*Stitched* is four texts laid end to end: the vectors are real, that they are one sequence is not.
+Up to 512 tokens the inputs are one real text. The 2048 tokens are *concatenated documents*: the vectors of
+four texts laid end to end, and no real sequence of that length. Errors on several layers are their median and
+range, and *within* means on every layer.
 
-![Error against time and memory on 2048 tokens](images/compare.png)
+![Relative output error against time and memory on one text of 512 tokens](images/compare.png)
 """
 
 _LENGTH = """\
@@ -235,7 +237,7 @@ def _best(one: Comparison, error: float) -> str:
 def _cell(row: Contender, one: Comparison) -> str:
     assert row.error and row.time_s and one.exact and one.exact.time_s
     speed = three_digits(one.exact.time_s.median / row.time_s.median)
-    return f"`{row.label}` (error {show_error(row.error.median)}, {speed}x)"
+    return f"`{row.label}` (error {show_error(row.worst)}, {speed}x)"
 
 
 def _by_promise(compared: list[Comparison]) -> str:
@@ -252,8 +254,11 @@ def _by_promise(compared: list[Comparison]) -> str:
 def _errors(compared: list[Comparison]) -> dict[str, list[float]]:
     """What was measured of each backend and yardstick, at all lengths."""
     found: dict[str, list[float]] = {}
-    for row in (row for one in compared for row in one.contenders if row.error is not None):
-        found.setdefault(row.label, []).append(row.error.median if row.error else 0.0)
+    for row in (row for one in compared for row in one.contenders):
+        if row.error is None:
+            continue
+        edges = (row.error.median,) if row.layers == 1 else (row.error.low, row.error.high)
+        found.setdefault(row.label, []).extend(edges)
     return found
 
 

@@ -5,8 +5,14 @@ from pathlib import Path
 
 import pytest
 
+from efficient_attn.analysis.comparison import comparisons
+from efficient_attn.experiments.results import read
+from efficient_attn.report.error_table import layer_words
+from efficient_attn.report.plot import save
+
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+RUNS = ROOT / "results/epyc-2-cores"
 # Lines that a screen shows before anybody scrolls.
 SCREEN = 30
 
@@ -26,6 +32,46 @@ def test_the_first_screen_has_the_two_commands_and_the_two_plots() -> None:
 def test_the_first_command_runs_the_main_job() -> None:
     steps = commands()[0].split(" && ")
     assert steps[-2:] == [".venv/bin/efficient-attn compare", ".venv/bin/efficient-attn show"]
+
+
+def first_figure() -> tuple[str, Path]:
+    """The caption of the first figure, and the reference run that the figure is copied from."""
+    caption, image = re.findall(r"^!\[(.*?)\]\((.*?)\)$", README, re.MULTILINE)[0]
+    drawn = (ROOT / image).read_bytes()
+    runs = [path.parent for path in RUNS.glob("*/comparison.png") if path.read_bytes() == drawn]
+    assert len(runs) == 1, "run: efficient-attn report on the reference run, and copy comparison.png"
+    return caption, runs[0]
+
+
+def test_the_first_figure_is_made_by_the_command_above_it() -> None:
+    above = README.partition("![")[0]
+    assert commands()[0] in above
+    _, run = first_figure()
+    ran = (run / "command.txt").read_text(encoding="utf-8").strip()
+    assert re.sub(r" --out \S+$", "", ran) == "efficient-attn compare"
+
+
+def test_the_caption_of_the_first_figure_has_the_inputs_of_its_records() -> None:
+    caption, run = first_figure()
+    (one,) = comparisons(read(run).records)
+    assert f"{one.case.tokens} tokens" in caption
+    assert f"over {layer_words(one.case.inputs)} of a real encoder" in caption
+    assert one.case.inputs.startswith("encoder(layers=") and "one text" in caption
+
+
+def test_the_first_figure_shows_what_its_records_hold(tmp_path: Path) -> None:
+    """A drawing from the records has the labels and points of the committed one, or that one is stale."""
+    _, run = first_figure()
+    save(read(run).plot(), tmp_path, "comparison")
+    kept, fresh = (shown(folder / "comparison.svg") for folder in (run, tmp_path))
+    assert kept == fresh, f"run: efficient-attn report {run.relative_to(ROOT)}, and copy comparison.png"
+
+
+def shown(path: Path) -> tuple[list[str], list[list[float]]]:
+    """The texts of a drawing, and the positions of its markers to a tenth of a point."""
+    svg = path.read_text(encoding="utf-8")
+    places = re.findall(r'<use [^>]*x="([-\d.]+)" y="([-\d.]+)"', svg)
+    return re.findall(r"<!-- (.*?) -->", svg), [[round(float(x), 1) for x in pair] for pair in places]
 
 
 def test_continuous_integration_runs_the_test_command_of_the_readme_literally() -> None:

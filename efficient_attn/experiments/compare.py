@@ -20,6 +20,7 @@ from efficient_attn.experiments.contest import (
     DEFAULT_INPUTS,
     DEFAULT_MEMORY_LIMIT,
     DEFAULT_NUM_HEADS,
+    DEFAULT_ROUNDS,
     ORACLE_RANKS,
     Contest,
     contest,
@@ -35,7 +36,7 @@ from efficient_attn.sweep.isolate import DEFAULT_ISOLATION, DEFAULT_TIMEOUT_S, N
 from efficient_attn.sweep.plan import Entry, plan
 from efficient_attn.sweep.questions import ask
 from efficient_attn.sweep.records import Record
-from efficient_attn.sweep.run import ROUNDS, Step, run
+from efficient_attn.sweep.run import Step, run
 from efficient_attn.sweep.variants import Variant, has_address
 
 
@@ -54,7 +55,7 @@ def compare(
     dtype: str = "float32",
     device: str = "auto",
     threads: int | None = None,
-    rounds: int = ROUNDS,
+    rounds: int = DEFAULT_ROUNDS,
     memory_limit: str | int = DEFAULT_MEMORY_LIMIT,
     isolate: str = DEFAULT_ISOLATION,
     timeout_s: float = DEFAULT_TIMEOUT_S,
@@ -103,7 +104,7 @@ def run_compare(
     progress: Callable[[Step], None] | None = None,
     isolate: str = DEFAULT_ISOLATION,
     timeout_s: float = DEFAULT_TIMEOUT_S,
-    rounds: int = ROUNDS,
+    rounds: int = DEFAULT_ROUNDS,
 ) -> Results:
     """Measure the errors, then what has one is timed; with `out` everything is written there."""
     positive_count("rounds", rounds)

@@ -16,6 +16,8 @@ from efficient_attn.sweep.variants import Variant, select
 
 DEFAULT_INPUTS = "encoder"
 DEFAULT_DRAWS = 4
+# Times of a few backends at one length are short, and a verdict on them needs an interval.
+DEFAULT_ROUNDS = 8
 DEFAULT_MEMORY_LIMIT = "70%"
 
 # Of Gaussian inputs, which have no length of their own.
