@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import efficient_attn as ea
 from efficient_attn.analysis.comparison import Comparison, Contender, comparisons
+from efficient_attn.analysis.doubts import disturbance
 from efficient_attn.analysis.recall import Contest, Learned, contests
 from efficient_attn.report.comparison import comparison_sentences
 from efficient_attn.report.error_table import describe, show_error
@@ -145,7 +146,13 @@ def page() -> str:
     compared = [comparisons(run.records)[0] for run in runs.values()]
     bench, learned = ea.read(RESULTS / BENCHED), ea.read(RESULTS / TRAINED)
     (trained,) = contests(learned.records)
-    told = [comparison_sentences(run.records, 0.1)[0] for run in runs.values()]
+    told = [comparison_sentences(run.records, 0.1, run.environment)[0] for run in runs.values()]
+    # Times that were taken under a load decide nothing.
+    quiet = [
+        one
+        for one, run in zip(compared, runs.values(), strict=True)
+        if disturbance(one.records, run.environment) is None
+    ]
     pays = [_Pays.read(sentence) for sentence in pay_sentences(bench.records)]
     again = {
         one.name: one for one in map(_Pays.read, pay_sentences(ea.read(RESULTS / BENCHED_LATER).records))
@@ -155,8 +162,8 @@ def page() -> str:
         _HEAD,
         _short_answer(pays, compared),
         _ERROR,
-        _by_error(compared),
-        _in_short(compared),
+        _by_error(compared, quiet),
+        _in_short(quiet),
         _listed(told),
         _LENGTH.format(machine=pays[0].machine),
         _table(
@@ -207,10 +214,14 @@ def _short_answer(pays: list[_Pays], compared: list[Comparison]) -> str:
     return _table(["you …", "take"], rows)
 
 
-def _by_error(compared: list[Comparison]) -> str:
+def _by_error(compared: list[Comparison], quiet: list[Comparison]) -> str:
     head = ["inputs", "tokens", *(f"within {100 * error:g} %" for error in TOLERATED)]
     rows = [
-        [describe(one.case.inputs), str(one.case.tokens), *(_best(one, error) for error in TOLERATED)]
+        [
+            describe(one.case.inputs),
+            str(one.case.tokens),
+            *(_best(one, error) if one in quiet else "unclear: the machine was busy" for error in TOLERATED),
+        ]
         for one in compared
     ]
     return _table(head, rows)
@@ -219,7 +230,7 @@ def _by_error(compared: list[Comparison]) -> str:
 def _in_short(compared: list[Comparison]) -> str:
     """For which errors exact attention is the answer at every length, if for any."""
     never = [error for error in TOLERATED if not any(one.verdict(error).both for one in compared)]
-    if not never:
+    if not never or not compared:
         return ""
     lengths = ", ".join(str(one.case.tokens) for one in compared)
     return (

@@ -1,7 +1,7 @@
 """Verdicts go no further than their measurements: load, noise, an interrupt and counted operations."""
 
 import pytest
-from made_records import case
+from made_records import case, costs
 
 import efficient_attn as ea
 from efficient_attn.analysis.candidates import CANDIDATES, exact_operations
@@ -164,3 +164,19 @@ def test_the_speed_of_a_swap_is_open_on_a_busy_machine_and_within_the_noise():
     assert "the times do not show now: other processes took 83%" in told and "as fast" not in told
     (told,) = swap_sentences([*SWAPPED[:2], *swapped("window", 0.2, 0.01001)])
     assert "0.999x (0.988 to 1.01) as fast as before, which leaves open whether it is faster" in told
+
+
+def test_on_a_busy_machine_a_benchmark_says_nothing_that_depends_on_times():
+    quiet, busy = (ea.Results(costs(), environment=one).sentences() for one in ({}, BUSY))
+    assert any(told.startswith("window: on this machine") for told in quiet)
+    assert not any("on this machine (" in told or "time grows" in told for told in busy)
+    assert busy[-1] == (
+        "The times do not show now how they grow and from where a backend pays: other processes took 83% of "
+        "all cores during the run; an idle machine or fewer --threads would settle it."
+    )
+    assert any("memory grows" in told for told in busy)
+
+
+def test_a_thread_that_waited_elsewhere_leaves_the_verdict_alone():
+    waited = measured("far", 0.4, 0.02, waited_s=0.2)
+    assert "do not show now" not in verdict([*ALL, *waited])

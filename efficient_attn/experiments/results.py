@@ -140,7 +140,7 @@ class Results:
         alone = self._apart()
         told = swap_sentences(self.records, self.environment)
         told += comparison_sentences(self.records, self._max_error, self.environment)
-        told += bench_sentences(alone.records)
+        told += bench_sentences(alone.records, self.environment)
         errors = alone._of_kind("error")
         told += _errors("sentences")(errors, environment=self.environment) if errors else []
         told += kernel_sentences(self.records) + recall_sentences(self.records)

@@ -160,7 +160,8 @@ def _sentence(one: Comparison, max_error: float, environment: Mapping[str, Any] 
     exact, share = one.exact, f"{100 * max_error:g} %"
     if exact is None:
         return f"{place} exact attention was not measured, so nothing can be compared with it."
-    verdict, load = one.verdict(max_error), disturbance(one.records, environment)
+    verdict = one.verdict(max_error)
+    load = disturbance([row.timed for row in (exact, *verdict.near) if row.timed], environment)
     left = not_measured(environment, one.finished)
     nothing = "nothing measured so far" if left else "nothing"
     both = f"both within {share} of exact{_everywhere(one)} and faster"

@@ -1,8 +1,10 @@
 """What a benchmark says, in a few sentences computed from its records."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from efficient_attn.analysis.curves import Curve, by_subject, curves
+from efficient_attn.analysis.doubts import IDLE, disturbance
 from efficient_attn.analysis.summary import yardstick
 from efficient_attn.report.heads import head_sentences
 from efficient_attn.report.pays import pay_sentences
@@ -10,15 +12,23 @@ from efficient_attn.sweep.amounts import show_bytes
 from efficient_attn.sweep.records import Record
 
 
-def bench_sentences(records: Sequence[Record]) -> list[str]:
-    """How time and memory grow, from where each backend pays, what memory costs, what heads cost."""
+def bench_sentences(records: Sequence[Record], environment: Mapping[str, Any] | None = None) -> list[str]:
+    """How time and memory grow, from where each backend pays, what memory costs, what heads cost.
+
+    Args:
+        environment: Of the run: under a load times decide nothing.
+    """
     told = []
+    load = disturbance([], environment)
     for subject, group in by_subject(records).items():
         times, peaks = curves(group, "time_s"), curves(group, "peak_bytes")
         place = "" if subject == "attention" else f"Of the {subject}: "
-        for sentence in (_growth_sentence(times, peaks), _memory_sentence(peaks)):
+        for sentence in (_growth_sentence(times if load is None else (), peaks), _memory_sentence(peaks)):
             if sentence is not None:
                 told.append(place + (sentence[0].lower() + sentence[1:] if place else sentence))
+    if load is not None and any(record.case.kind == "time" for record in records):
+        open_ = "The times do not show now how they grow and from where a backend pays"
+        return [*told, f"{open_}: {load}; {IDLE}."]
     return [*told, *pay_sentences(records), *head_sentences(records)]
 
 
