@@ -237,3 +237,15 @@ def test_only_the_kinds_that_were_named_fail():
         ea.diff(results(old), results(new), fail_on={"time": math.nan})
     with pytest.raises(DataError, match="Cannot read records"):
         ea.diff("nowhere", results(new))
+
+
+def test_of_equal_cases_in_a_run_the_last_record_counts_whatever_their_label():
+    renamed = replace(memory(), case=replace(memory().case, label="other"))
+    found = compare([memory()], [memory(peak_bytes=9000), renamed])
+    assert {change.verdict for change in found.changes} == {"unchanged"}
+    assert not found.missing and not found.added
+
+
+def test_fewer_than_five_times_show_no_drift():
+    made = run(np.random.default_rng(0))
+    assert compare(made[:4], made[:4]).drift is None and compare(made[:5], made[:5]).drift == pytest.approx(1)

@@ -244,3 +244,8 @@ def test_rates_of_the_machine_that_moved_are_a_warning():
     old, new = (record("time", times_s=(1e-3,) * 8, matmul_flops_per_s=rate) for rate in (1e11, 5e10))
     (told,) = [text for text in diff(results(old), results(new)).warnings if "matmul" in text]
     assert "was 1e+11, is 5e+10" in told
+
+
+def test_entries_of_unequal_number_are_not_compared():
+    old, new = (record("error", output_relative_error_heads=(0.1,) * count) for count in (2, 3))
+    assert "not comparable" in {change.verdict for change in diff(results(old), results(new)).comparison.changes}

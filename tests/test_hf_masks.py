@@ -8,7 +8,7 @@ transformers = pytest.importorskip("transformers")
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
 import efficient_attn as ea
-from efficient_attn.integrations.transformers.attend import _scaled
+from efficient_attn.integrations.transformers.attend import _refuse, _scaled
 from efficient_attn.integrations.transformers.masks import make_mask, visible_in
 
 
@@ -37,3 +37,8 @@ def test_scores_have_the_factor_that_the_model_asks_for_whatever_the_backend_was
     backend, query = ea.build("exact", head_dim=16, scale=0.5), torch.randn(1, 1, 3, 16)
     wanted = 0.25 if scaling is None else scaling
     torch.testing.assert_close(_scaled(query, scaling, backend) * 0.5, query * wanted)
+
+
+def test_attention_outputs_are_refused_by_the_call_itself():
+    with pytest.raises(ea.UnsupportedError, match="output_attentions"):
+        _refuse(None, {"output_attentions": True})
