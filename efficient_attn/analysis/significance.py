@@ -119,8 +119,8 @@ def correlation(series: Sequence[Floats]) -> float:
 
     The mean square of successive differences over the variance (von Neumann 1941) is 2 in the mean for
     independent normal samples, whatever their number. Student's test over series decides, at 20 % since a
-    correlation that is not seen costs more than one that is not there; what is seen is taken for one standard
-    error higher. A few short series show nothing.
+    correlation that is not seen costs more than one that is not there; what is seen is taken for two standard
+    errors higher. A few short series show nothing.
     """
     long = [one for one in series if len(one) > 2 and one.var() > 0]
     if sum(len(one) - 1 for one in long) < _FEWEST_STEPS or len(long) < 2:
@@ -132,7 +132,8 @@ def correlation(series: Sequence[Floats]) -> float:
     if shares.mean() <= error * quantile(_ALIKE, len(shares) - 1):
         return 0.0
     # The mean of ratios is 0 for independent samples; of others the ratio of means has a known value.
-    count, seen = int(np.median([len(one) for one in long])), 1 - float(steps.sum() / squares.sum()) + error
+    count = int(np.median([len(one) for one in long]))
+    seen = 1 - float(steps.sum() / squares.sum()) + 2 * error
     return float(np.interp(seen, [_expected_share(count, value) for value in _CORRELATIONS], _CORRELATIONS))
 
 

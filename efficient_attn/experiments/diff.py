@@ -129,7 +129,7 @@ class Diff:
             "added": list(self.comparison.added),
             "drift": self.comparison.drift,
             "runs": list(self.comparison.runs),
-            "models": self.sentences(),
+            "sentences": self.sentences(),
         }
 
     def _unlike(self, names: Mapping[str, tuple[str, ...]]) -> list[str]:
