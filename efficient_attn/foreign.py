@@ -12,12 +12,15 @@ from typing import Any
 from torch import Tensor, nn
 
 from efficient_attn.backend import Backend
+from efficient_attn.contained import importing
 from efficient_attn.errors import DataError, DtypeError, UnknownNameError, UnsupportedError
 from efficient_attn.problem import AttentionProblem
 from efficient_attn.registry import SPECS, BackendSpec, Capabilities, NoOptions
 
 # What can be measured of a function of q, k and v that says nothing about itself.
 BARE = Capabilities(causal=False, key_mask=False, nonnegative=False, averages=False, compile=False)
+
+_NOTHING = object()
 
 
 class CalledAttention(nn.Module):
@@ -88,30 +91,22 @@ def load(address: str) -> BackendSpec:
         UnknownNameError: If it has no such object.
     """
     place, _, attribute = address.rpartition(":")
-    module = _file(Path(place)) if place.endswith(".py") else _module(place)
-    if not hasattr(module, attribute):
+    path = Path(place) if place.endswith(".py") else None
+    if path is not None and not path.is_file():
+        raise DataError(f"There is no file {place!r} to take a backend from.")
+    with importing(place):
+        module = importlib.import_module(place) if path is None else _file(path)
+        thing = getattr(module, attribute, _NOTHING)
+    if thing is _NOTHING:
         public = [n for n, x in vars(module).items() if callable(x) and not n.startswith("_")]
         raise UnknownNameError(f"object in {place}", attribute, public)
-    return spec_of(getattr(module, attribute), name=f"{Path(place).name}:{attribute}")
+    return spec_of(thing, name=f"{Path(place).name}:{attribute}")
 
 
 def _file(path: Path) -> ModuleType:
-    if not path.is_file():
-        raise DataError(f"There is no file {str(path)!r} to take a backend from.")
     found = importlib.util.spec_from_file_location(f"efficient_attn_file_{path.stem}", path)
     assert found is not None, "a path that ends in .py has a loader"
     loader, module = found.loader, importlib.util.module_from_spec(found)
     assert loader is not None, "a path that ends in .py has a loader"
-    _run(lambda: loader.exec_module(module), str(path))
+    loader.exec_module(module)
     return module
-
-
-def _module(name: str) -> ModuleType:
-    return _run(lambda: importlib.import_module(name), name)
-
-
-def _run(action: Callable[[], Any], place: str) -> Any:
-    try:
-        return action()
-    except Exception as error:  # whatever a stranger's file raises becomes one line that names the file
-        raise DataError(f"{place} cannot be imported: {type(error).__name__}: {error}.") from error

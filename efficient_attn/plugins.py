@@ -4,6 +4,7 @@ from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import NamedTuple
 
+from efficient_attn.contained import importing
 from efficient_attn.errors import DataError
 from efficient_attn.registry import SPECS
 
@@ -48,10 +49,8 @@ def load_plugin(name: str) -> None:
         DataError: If it cannot be imported, or does not register what its name says.
     """
     found = plugins()[name]
-    try:
+    with importing(f"The {found}"):
         EntryPoint(name, found.module, GROUP).load()
-    except Exception as error:  # whatever a stranger's module raises becomes one line that names its package
-        raise DataError(f"The {found} cannot be imported: {type(error).__name__}: {error}.") from error
     if name not in SPECS:
         raise DataError(f"The {found} was to register a backend of that name and did not.")
 

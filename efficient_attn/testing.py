@@ -21,6 +21,7 @@ from efficient_attn.conformance import (  # noqa: F401  (importing them enters t
     weights,
 )
 from efficient_attn.conformance.records import (
+    BROKEN,
     KEPT,
     UNPROMISED,
     BrokenPromiseError,
@@ -28,6 +29,7 @@ from efficient_attn.conformance.records import (
 )
 from efficient_attn.conformance.subject import Subject, subject
 from efficient_attn.conformance.table import CHECKS, record_of
+from efficient_attn.contained import LeftError, contained
 from efficient_attn.errors import OptionError, UnknownNameError
 from efficient_attn.registry import Capabilities
 
@@ -49,6 +51,9 @@ def check_backend(
     only: Iterable[str] | None = None,
 ) -> list[CheckRecord]:
     """What became of each promise of a backend, one record per check.
+
+    The backend runs in this process, so a hang or a crash of it is one of this process. The command
+    `efficient-attn check` runs the same checks in another process, each with a time limit.
 
     Args:
         backend: A name, file.py:object, a BackendSpec, a registered builder, a module or f(q, k, v).
@@ -88,7 +93,18 @@ def _one_thread() -> Iterator[None]:
 
 
 def _record(name: str, tested: Subject, expected: str | None) -> CheckRecord:
-    record = record_of(CHECKS[name], tested)
+    try:
+        with contained():
+            record = record_of(CHECKS[name], tested)
+    except LeftError as left:
+        record = CheckRecord(
+            backend=tested.spec.name,
+            check=name,
+            promise=CHECKS[name].promise,
+            outcome=BROKEN,
+            detail=f"It raised {left}.",
+            failed=True,
+        )
     if expected is None:
         return record
     # Strict: what was expected to fail and does not is out of date.

@@ -1,6 +1,7 @@
 """`bench` from Python: the yardstick, the workload, the files, anybody's function."""
 
 import json
+import signal
 
 import pytest
 import torch
@@ -121,7 +122,7 @@ def test_records_are_written_while_the_rest_is_measured(undrawn, tmp_path):
     def interrupting(q, k, v):
         calls.append(len(q))
         if q.shape[-2] == 32:
-            raise KeyboardInterrupt
+            signal.raise_signal(signal.SIGINT)
         return v.clone()
 
     results = bench([interrupting], out=tmp_path, **SMALL)

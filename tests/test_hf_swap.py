@@ -1,5 +1,6 @@
 """Swapping the attention of models and comparing them with themselves; models are tiny, random, made here."""
 
+import signal
 from dataclasses import replace
 from statistics import fmean, stdev
 
@@ -235,7 +236,7 @@ def test_interrupting_keeps_what_was_measured_and_puts_the_attention_back(encode
 
     def impatient(q, k, v):
         calls.append(q)
-        raise KeyboardInterrupt
+        signal.raise_signal(signal.SIGINT)
 
     tokenizer = transformers.AutoTokenizer.from_pretrained(encoder)
     results = swap(model, ["window", impatient], tokenizer=tokenizer, out=tmp_path / "run")

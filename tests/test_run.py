@@ -1,5 +1,7 @@
 """Running a plan: no failure stops it, nothing measured is lost."""
 
+import signal
+
 import pytest
 import torch
 
@@ -262,7 +264,7 @@ def test_what_a_backend_refuses_is_unsupported_in_its_own_words():
 
 def test_an_interruption_is_no_failure_of_the_backend():
     def interrupted(q, k, v):
-        raise KeyboardInterrupt
+        signal.raise_signal(signal.SIGINT)
 
     with pytest.raises(KeyboardInterrupt):
         worker.measure(case_of("time"), target=interrupted)

@@ -1,5 +1,7 @@
 """Verdicts go no further than their measurements: load, noise, an interrupt and counted operations."""
 
+import signal
+
 import pytest
 from made_records import case, costs
 
@@ -99,7 +101,7 @@ def test_interrupting_a_comparison_keeps_the_list_of_candidates_in_its_folder(tm
     def stops(q, k, v):
         calls.append(1)
         if len(calls) > 1:
-            raise KeyboardInterrupt
+            signal.raise_signal(signal.SIGINT)
         return v
 
     results = ea.compare(

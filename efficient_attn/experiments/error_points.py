@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from efficient_attn.errors import UnsupportedError
+from efficient_attn.contained import contained, described
+from efficient_attn.errors import AttentionError, UnsupportedError
 from efficient_attn.sweep.amounts import parse_sizes
 from efficient_attn.sweep.questions import Question
 from efficient_attn.sweep.sizes import SEED, possible
@@ -117,7 +118,12 @@ def _matched_points(
     from efficient_attn.sweep.match import matched
 
     try:
-        found = matched(variant, subject, option, sizes, quantity)
+        with contained():
+            found = matched(variant, subject, option, sizes, quantity)
     except UnsupportedError as refusal:
         return [Point(subject=subject, variant=variant, refusal=str(refusal))]
+    except AttentionError:
+        raise
+    except Exception as failure:  # The backend may be anybody's code.
+        return [Point(subject=subject, variant=variant, refusal=described(failure))]
     return [Point(subject=subject, variant=variant, option=option, size=one.size, match=one) for one in found]

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from efficient_attn.analysis.curves import YARDSTICK
-from efficient_attn.errors import DataError, DtypeError, OptionError
+from efficient_attn.contained import contained
+from efficient_attn.errors import AttentionError, DataError, DtypeError, OptionError, UnsupportedError
 from efficient_attn.experiments.workload import Workload, settle
 from efficient_attn.measure.texts import shipped_texts
 from efficient_attn.problem import positive_count
@@ -168,23 +169,28 @@ def _read(opened: Any, named: Mapping[str, str], tokens: int | None) -> tuple[An
 
 def _try_options(variants: Sequence[Variant], subject: Any) -> None:
     """Build what has options set, once: a value that never works is a wrong request."""
-    from efficient_attn.errors import UnsupportedError
     from efficient_attn.integrations.transformers.swapping import build_for
 
     for variant in variants:
         if variant.label == variant.backend:
             continue
         try:
-            build_for(
-                subject.places,
-                variant.target,
-                variant.options,
-                layer=None,
-                max_tokens=subject.shared["tokens"],
-                seed=subject.seed,
-            )
+            with contained():
+                build_for(
+                    subject.places,
+                    variant.target,
+                    variant.options,
+                    layer=None,
+                    max_tokens=subject.shared["tokens"],
+                    seed=subject.seed,
+                )
         except UnsupportedError:
             # No promise was made: that is a result, and is recorded as one.
+            continue
+        except AttentionError:
+            raise
+        except Exception:
+            # Whatever somebody else's builder raises is raised again where it is recorded.
             continue
 
 

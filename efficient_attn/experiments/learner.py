@@ -6,7 +6,7 @@ interrupted anywhere goes on as if it had not been.
 
 import math
 import time
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import cached_property
 from typing import NamedTuple
 
@@ -17,9 +17,11 @@ from torch import Tensor
 
 from efficient_attn.backend import Backend
 from efficient_attn.calibration import calibrate
+from efficient_attn.contained import contained
 from efficient_attn.experiments.course import Course, build_model, case_of, drawing
 from efficient_attn.experiments.texts import Text, batch_at, windows
 from efficient_attn.experiments.training import optimiser, rate_at, update
+from efficient_attn.measure.checked import outputs_checked
 from efficient_attn.measure.memory import parameter_bytes, state_bytes
 from efficient_attn.sweep.records import Record
 from efficient_attn.sweep.variants import Variant
@@ -75,7 +77,7 @@ class Learner:
 
     def try_step(self) -> None:
         """One step of a model that is not kept; what is wrong with it will be seen when it counts."""
-        with suppress(Exception):
+        with suppress(Exception), contained():
             self.advance()
 
     def advance(self) -> None:
@@ -86,7 +88,7 @@ class Learner:
             _redraw(self.model, (course.seed, self.step))
             _calibrate(self.model, ids[:, :-1])
         self.model.train()
-        with drawing((course.seed, self.step)):
+        with drawing((course.seed, self.step)), nullcontext() if self.step else outputs_checked(self.model):
             loss = F.cross_entropy(self.model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
             rate = rate_at(self.step + 1, peak=course.learning_rate, warmup=course.warmup)
             if not loss.isfinite() or not update(self.model, self._optimiser, loss, rate=rate):

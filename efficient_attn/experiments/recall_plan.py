@@ -5,7 +5,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from efficient_attn.analysis.curves import DENSE, YARDSTICK
-from efficient_attn.errors import OptionError, UnsupportedError
+from efficient_attn.contained import contained
+from efficient_attn.errors import AttentionError, OptionError, UnsupportedError
 from efficient_attn.experiments.recall_task import Course, Task
 from efficient_attn.experiments.workload import Workload, settle
 from efficient_attn.problem import positive_count
@@ -140,7 +141,8 @@ def _buildable(variant: Variant, task: Task, workload: Workload, option: str | N
 
     sizes = {"head_dim": workload.head_dim, "num_heads": workload.num_heads, "max_tokens": task.tokens}
     try:
-        build(variant.target, **sizes, causal=workload.causal, **variant.options)
+        with contained():
+            build(variant.target, **sizes, causal=workload.causal, **variant.options)
     except UnsupportedError:
         # No promise was made: that is a result, and is recorded as one.
         return variant
@@ -151,4 +153,9 @@ def _buildable(variant: Variant, task: Task, workload: Workload, option: str | N
         label = variant.label.replace(f"{option}={size - 1}", f"{option}={size}")
         larger = replace(variant, label=label, options={**variant.options, option: size})
         return _buildable(larger, task, workload)
+    except AttentionError:
+        raise
+    except Exception:
+        # Whatever somebody else's builder raises is raised again where it is recorded.
+        return variant
     return variant

@@ -18,10 +18,12 @@ from torch import Tensor, nn
 
 from efficient_attn.backend import Backend
 from efficient_attn.calibration import calibrate
+from efficient_attn.contained import contained, described, one_line
 from efficient_attn.counts import Step, Work
 from efficient_attn.errors import AttentionError, UnsupportedError
 from efficient_attn.experiments.recall_task import LEARNED, TESTED, Course, Sequences, Task
 from efficient_attn.measure import memory
+from efficient_attn.measure.checked import outputs_checked
 from efficient_attn.measure.error import exact_output, mean_of_values, output_error
 from efficient_attn.problem import AttentionProblem
 from efficient_attn.registry import BackendSpec, Capabilities, NoOptions
@@ -32,7 +34,6 @@ from efficient_attn.sweep.variants import Variant
 from efficient_attn.transformer.block import TransformerBlock
 
 _TEST_BATCHES, _TEST_SEQUENCES = 4, 32
-_LONGEST_REASON = 300
 
 # Of the first sequences to learn from: typical queries and keys before any step.
 CALIBRATED_ON = "the first batch, untrained"
@@ -118,14 +119,14 @@ def learner(task: Task, case: Case, target: Any) -> Learner:
 def measure(case: Case, target: Any, course: Course) -> Record:
     """Train one backend from one seed, and test it on sequences that nothing was trained on."""
     try:
-        with _threads(case.threads):
+        with _threads(case.threads), contained():
             return _measured(Record(case=case), target, course)
     except UnsupportedError as refusal:
         return _failed(case, "unsupported", str(refusal))
     except AttentionError as refusal:
         return _failed(case, "error", str(refusal))
     except Exception as failure:  # The backend may be anybody's code: whatever it raises is its result.
-        return _failed(case, "error", f"{type(failure).__name__}: {failure}")
+        return _failed(case, "error", described(failure))
 
 
 def _measured(record: Record, target: Any, course: Course) -> Record:
@@ -157,7 +158,8 @@ def _untrained(model: Learner, sequences: Sequences) -> dict[str, Any]:
     seen: list[Tensor] = []
     hook = model.backend.register_forward_pre_hook(lambda module, inputs: seen.extend(inputs))
     with torch.no_grad():
-        model(sequences.keys, sequences.values)
+        with outputs_checked(model):
+            model(sequences.keys, sequences.values)
         hook.remove()
         q, k, v = seen
         problem = model.backend.problem
@@ -228,4 +230,4 @@ def _threads(count: int) -> Iterator[None]:
 
 
 def _failed(case: Case, status: str, reason: str) -> Record:
-    return Record(case=case, status=status, reason=" ".join(reason.split())[:_LONGEST_REASON])
+    return Record(case=case, status=status, reason=one_line(reason))

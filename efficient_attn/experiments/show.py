@@ -5,13 +5,12 @@ from pathlib import Path
 from typing import Any
 
 from efficient_attn.analysis.curves import YARDSTICK
+from efficient_attn.contained import contained, described
 from efficient_attn.errors import OptionError, ShapeError
 from efficient_attn.report.error_table import describe, show_error
 from efficient_attn.report.table import Table
 from efficient_attn.report.weights_plot import WeightsMap, plot_weights
 from efficient_attn.sweep.variants import Variant, select
-
-_LONGEST_REASON = 300
 
 DEFAULT_TOKENS = "0:24"
 # It looks nearby, at the beginning, and sometimes far away: all that backends differ in.
@@ -114,10 +113,10 @@ def show(
     maps, notes = [], []
     for variant in chosen:
         try:
-            maps.append(_map(variant, subject, head, span))
+            with contained():
+                maps.append(_map(variant, subject, head, span))
         except Exception as failure:  # The backend may be anybody's code: whatever it raises is its result.
-            told = f"{variant.label}: {type(failure).__name__}: {failure}"
-            notes.append(" ".join(told.split())[:_LONGEST_REASON])
+            notes.append(f"{variant.label}: {described(failure)}")
     words = words_of(inputs, subject.tokens)[span]
     title = f"What each query looks at: {describe(subject.name)}, head {head}; {subject.tokens} keys"
     return Shown(maps, words, title=title, keys=subject.tokens, notes=notes)
@@ -147,13 +146,15 @@ def _span(text: str, tokens: int) -> slice:
 def _map(variant: Variant, subject: Any, head: int, span: slice) -> WeightsMap:
     import torch
 
+    from efficient_attn.measure.checked import outputs_checked
     from efficient_attn.measure.error import entropy, output_error
     from efficient_attn.sweep.accuracy import one_backend
 
     q, k, v = subject.activations
     with torch.no_grad():
         backend = one_backend(variant, subject)
-        error = output_error(backend(q, k, v), subject.exact).relative_by_head[0, head]
+        with outputs_checked(backend):
+            error = output_error(backend(q, k, v), subject.exact).relative_by_head[0, head]
         weights = backend.attention_weights(q, k)[0, head]
     if weights.shape != (subject.tokens, subject.tokens):
         raise ShapeError(f"output {list(weights.shape)} is not as wide as the values, {subject.tokens}.")

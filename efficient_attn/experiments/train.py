@@ -7,6 +7,7 @@ from typing import Any
 
 from efficient_attn.analysis.curves import YARDSTICK
 from efficient_attn.analysis.doubts import DURING
+from efficient_attn.contained import contained, described
 from efficient_attn.errors import AttentionError, OptionError
 from efficient_attn.experiments.checkpoints import model_path, read_model
 from efficient_attn.experiments.course import Course, course
@@ -194,12 +195,12 @@ def _learners(chosen: Sequence[Variant], text: Text, course: Course) -> list[Lea
     for variant in chosen:
         try:
             # What is loaded or allocated at the first step of a kind belongs to no curve.
-            Learner(variant, text, course).try_step()
+            with contained():
+                Learner(variant, text, course).try_step()
         except AttentionError:
             raise
         except Exception as error:  # The backend may be anybody's code.
-            told = f"{type(error).__name__}: {error}"
-            raise OptionError(f"{variant.label} cannot be built into a model: {told[:200]}") from None
+            raise OptionError(f"{variant.label} cannot be built into a model: {described(error)}") from None
     return [Learner(variant, text, course) for variant in chosen]
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from efficient_attn.contained import contained, described
 from efficient_attn.errors import DataError, OptionError
 from efficient_attn.experiments.checkpoints import (
     CHECKPOINTS,
@@ -26,8 +27,6 @@ from efficient_attn.sweep.interrupt import held
 from efficient_attn.sweep.records import Record, line
 from efficient_attn.sweep.records import read as read_records
 from efficient_attn.sweep.run import Step
-
-_LONGEST_REASON = 300
 
 
 class Limit(NamedTuple):
@@ -187,14 +186,13 @@ def _take_turn(learner: Learner, book: Book) -> None:
     """The steps up to the next evaluation, and a checkpoint; an interruption waits for the end of a step."""
     try:
         while learner.failed is None and not learner.is_due:
-            with held():
+            with held(), contained():
                 learner.advance()
         if learner.failed is None:
-            with held():
+            with held(), contained():
                 learner.evaluate()
     except Exception as failure:  # The backend may be anybody's code; the others go on without it.
-        told = " ".join(f"{type(failure).__name__}: {failure}".split())
-        learner.failed = told[:_LONGEST_REASON]
+        learner.failed = described(failure)
     if learner.failed is None:
         with held():
             book.keep(learner)

@@ -23,9 +23,13 @@ def clock(device: str) -> Clock:
     return partial(_time_on_cuda, device=device) if device.startswith("cuda") else _time_on_cpu
 
 
-def warm_up(call: Call, time_call: Clock, *, limit_s: float) -> float:
-    """Seconds of the last of as many calls as it takes until three agree, or until the limit is spent."""
-    last: deque[float] = deque([time_call(call)], maxlen=_AGREEING)
+def warm_up(call: Call, time_call: Clock, *, limit_s: float, first: Call | None = None) -> float:
+    """Seconds of the last of as many calls as it takes until three agree, or until the limit is spent.
+
+    Args:
+        first: The first of them, which may do more than the others.
+    """
+    last: deque[float] = deque([time_call(first or call)], maxlen=_AGREEING)
     spent_s = last[-1]
     while spent_s < limit_s and not _agree(last):
         last.append(time_call(call))

@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from efficient_attn.backends import build
+from efficient_attn.contained import contained, described, one_line
 from efficient_attn.errors import AttentionError, OptionError, UnsupportedError
 from efficient_attn.measure import error as measure
+from efficient_attn.measure.checked import outputs_checked
 from efficient_attn.measure.parts import parts, sums
 from efficient_attn.sweep.case import SAME_INPUTS, Case, Record
 from efficient_attn.sweep.counting import attention_flops
@@ -20,8 +22,6 @@ from efficient_attn.sweep.questions import Question
 from efficient_attn.sweep.sizes import SEED, with_size
 from efficient_attn.sweep.subject import Subject
 from efficient_attn.sweep.variants import Variant
-
-_LONGEST_REASON = 300
 
 
 def measure_error(
@@ -41,21 +41,19 @@ def measure_error(
     # Inputs and features are drawn from streams of their own, so the same seed may serve both.
     first, of = subject.seed, question.of
     seeds = range(first, first + (question.draws if SEED in variant.options else 1))
+    chosen = variant if option is None or size is None else with_size(variant, option, size)
     try:
-        chosen, backends = _build(variant, subject, seeds, option, size)
-        calibrated_on = _calibrate(backends, subject)
-    except AttentionError as refusal:
-        refused = variant if option is None or size is None else with_size(variant, option, size)
-        return failed(refused, subject, of, "unsupported", str(refusal))
-    case = error_case(chosen, subject, of)
-    try:
-        with torch.no_grad():
-            measured = _measured(case, subject, backends, question)
+        with contained(), torch.no_grad():
+            chosen, backends = _build(variant, subject, seeds, option, size)
+            calibrated_on = _calibrate(backends, subject)
+            case = error_case(chosen, subject, of)
+            with outputs_checked(*backends):
+                measured = _measured(case, subject, backends, question)
             return replace(measured, calibrated_on=calibrated_on, flops=attention_flops(case, variant.target))
     except AttentionError as refusal:
         return failed(chosen, subject, of, "unsupported", str(refusal))
     except Exception as failure:  # The backend may be anybody's code: whatever it raises is its result.
-        return failed(chosen, subject, of, "error", f"{type(failure).__name__}: {failure}")
+        return failed(chosen, subject, of, "error", described(failure))
 
 
 def try_options(
@@ -69,9 +67,15 @@ def try_options(
     if variant.label == variant.backend:
         return
     try:
-        _build(variant, subject, range(1), option, size)
+        with contained():
+            _build(variant, subject, range(1), option, size)
     except UnsupportedError:
         # No promise was made: that is a result, and is recorded as one.
+        return
+    except AttentionError:
+        raise
+    except Exception:
+        # So is whatever somebody else's builder raises.
         return
 
 
@@ -203,8 +207,7 @@ def directions_of(backend: Any) -> int | None:
 
 def failed(variant: Variant, subject: Subject, of: str, status: str, reason: str) -> Record:
     """What could not be measured, with its reason as one line."""
-    line = " ".join(reason.split())[:_LONGEST_REASON]
-    return Record(case=error_case(variant, subject, of), status=status, reason=line)
+    return Record(case=error_case(variant, subject, of), status=status, reason=one_line(reason))
 
 
 def error_case(variant: Variant, subject: Subject, of: str) -> Case:

@@ -19,6 +19,7 @@ from efficient_attn.calibration import calibrate
 from efficient_attn.counts import Work
 from efficient_attn.errors import UnsupportedError
 from efficient_attn.measure import memory
+from efficient_attn.measure.checked import backends_in, check_gradients, outputs_checked
 from efficient_attn.registry import BackendSpec, Capabilities, NoOptions
 from efficient_attn.sweep.case import SAME_INPUTS, Case
 from efficient_attn.sweep.counting import flops
@@ -36,6 +37,7 @@ class Prepared(NamedTuple):
     """A module on its device, and the call to be measured: forward, or forward and backward.
 
     Attributes:
+        checked: The call, with what it returns checked: it raises where that is no output or no gradient.
         inputs: q, k, v [batch heads tokens head_dim], or x [batch tokens model_dim].
         streams: It carries a state from call to call.
         flops: Operations of the call's matrix products; None where nobody counted.
@@ -44,6 +46,7 @@ class Prepared(NamedTuple):
 
     module: Any
     call: Callable[[], object]
+    checked: Callable[[], object]
     inputs: tuple[Tensor, ...]
     streams: bool
     flops: int | None
@@ -74,7 +77,8 @@ def prepare(case: Case, target: Any, inputs: str | None = None) -> Prepared:
     # Operations are counted for q, k and v of one shape.
     alike = len({tensor.shape for tensor in tensors}) == 1
     counted = flops(case, spec, feed_forward_dim=WIDENING * case.model_dim) if alike else None
-    return Prepared(module, call, tuple(tensors), streams, counted, calibrated_on)
+    checked = functools.partial(_checked, module, call, case)
+    return Prepared(module, call, checked, tuple(tensors), streams, counted, calibrated_on)
 
 
 def state_bytes(prepared: Prepared) -> int | None:
@@ -190,12 +194,31 @@ def _forward(module: Any, inputs: list[Tensor]) -> Callable[[], object]:
 def _with_backward(module: Any, inputs: list[Tensor], gradient: Tensor) -> Callable[[], object]:
     """Forward, then the gradients of the inputs and of everything that is learned."""
     own = [tensor.detach().requires_grad_() for tensor in inputs]
-    learned = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    learned = list(_learned(module).values())
 
     def call() -> object:
         return torch.autograd.grad(module(*own), [*own, *learned], gradient, allow_unused=True)
 
     return call
+
+
+def _learned(module: Any) -> dict[str, Tensor]:
+    return {name: one for name, one in module.named_parameters() if one.requires_grad}
+
+
+def _checked(module: Any, call: Callable[[], Any], case: Case) -> object:
+    """The call, refused where a backend returns no output, or a gradient is missing or not finite."""
+    with outputs_checked(module):
+        result = call()
+    if case.backward:
+        learned = _learned(module)
+        names = [*(["q", "k", "v"] if case.of == "attention" else ["x"]), *learned]
+        # A backend may keep parameters that it does not use; what is no attention reads no q and no k.
+        own = {id(one) for backend in backends_in(module) for one in backend.parameters()}
+        optional = [name for name, one in learned.items() if id(one) in own]
+        optional += ["q", "k"] if case.backend in _PLAIN else []
+        check_gradients(dict(zip(names, result, strict=True)), optional=optional)
+    return result
 
 
 def _inputs(case: Case) -> tuple[Tensor, ...]:

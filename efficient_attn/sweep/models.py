@@ -21,6 +21,7 @@ from efficient_attn.integrations.transformers.swapping import (
     run,
 )
 from efficient_attn.measure import outputs as measure
+from efficient_attn.measure.checked import backends_in, outputs_checked
 from efficient_attn.measure.memory import parameter_bytes
 from efficient_attn.sweep.counting import attention_flops
 from efficient_attn.sweep.records import Case, Record
@@ -118,7 +119,8 @@ def _measured(case: Case, variant: Variant, subject: ModelSubject, seeds: int, l
         with _swapped(variant, subject, draw, layer) as was_calibrated:
             calibrated = calibrated or was_calibrated
             for number, ids in enumerate(subject.texts):
-                given = run(subject.model, ids, predicts=subject.predicts)
+                with outputs_checked(subject.model):
+                    given = run(subject.model, ids, predicts=subject.predicts)
                 found[number].append(_compared(given, exact[number], ids, subject))
     one_by_one = [one for text in found for one in text]
     record = Record(
@@ -170,13 +172,14 @@ def _compared(given: Outputs, exact: Outputs, ids: Tensor, subject: ModelSubject
 
 def _timed(case: Case, variant: Variant, subject: ModelSubject) -> Record:
     with _swapped(variant, subject):
-        return time_of(case, _call(subject), seconds=_TURN_S, least=_FEWEST_CALLS)
+        call, first = _call(subject), _checked(subject)
+        return time_of(case, call, seconds=_TURN_S, first=first, least=_FEWEST_CALLS)
 
 
 def _peak(case: Case, variant: Variant, subject: ModelSubject) -> Record:
     with _swapped(variant, subject):
-        record = memory_of(case, _call(subject))
-        kept = sum(parameter_bytes(m) for m in _backends_in(subject))
+        record = memory_of(case, _call(subject), first=_checked(subject))
+        kept = sum(parameter_bytes(m) for m in backends_in(subject.model))
         return replace(record, parameter_bytes=kept)
 
 
@@ -184,10 +187,12 @@ def _call(subject: ModelSubject) -> Callable[[], object]:
     return lambda: forward(subject.model, subject.texts[0])
 
 
-def _backends_in(subject: ModelSubject) -> list[Any]:
-    from efficient_attn.backend import Backend
+def _checked(subject: ModelSubject) -> Callable[[], object]:
+    def call() -> object:
+        with outputs_checked(subject.model):
+            return _call(subject)()
 
-    return [module for module in subject.model.modules() if isinstance(module, Backend)]
+    return call
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+from efficient_attn.contained import contained, described, one_line
 from efficient_attn.errors import AttentionError
 from efficient_attn.measure import clock, conditions, memory
 from efficient_attn.sweep.records import Case, Record
@@ -20,8 +21,7 @@ _FEWEST_CALLS, _MOST_CALLS = 1, 1000
 # What torch's allocators say; the one of the CPU raises a plain RuntimeError.
 _OUT_OF_MEMORY = ("can't allocate memory", "out of memory", "not enough memory")
 
-# A message of a backend becomes one line of at most this many characters.
-_LONGEST_REASON = 300
+Call = Callable[[], object]
 
 
 def measure(case: Case, *, target: Any = None, seconds: float = 0.1, inputs: str | None = None) -> Record:
@@ -38,22 +38,28 @@ def measure(case: Case, *, target: Any = None, seconds: float = 0.1, inputs: str
 def answer(case: Case, measured: Callable[[], Record]) -> Record:
     """What `measured` returns with the threads of the case; or a record of what it raised."""
     try:
-        with _threads(case.threads):
+        with _threads(case.threads), contained():
             return measured()
     except AttentionError as refusal:
-        return Record(case=case, status="unsupported", reason=_one_line(str(refusal)))
+        return Record(case=case, status="unsupported", reason=one_line(str(refusal)))
     except Exception as failure:  # The backend may be anybody's code: whatever it raises is its result.
         status = "oom" if _is_out_of_memory(failure) else "error"
-        reason = _one_line(f"{type(failure).__name__}: {failure}")
+        reason = described(failure)
     _give_memory_back(case.device)
     return Record(case=case, status=status, reason=reason)
 
 
-def time_of(case: Case, call: Callable[[], object], *, seconds: float, least: int = _FEWEST_CALLS) -> Record:
-    """About `seconds` of calls, after a warm-up."""
+def time_of(
+    case: Case, call: Call, *, seconds: float, first: Call | None = None, least: int = _FEWEST_CALLS
+) -> Record:
+    """About `seconds` of calls, after a warm-up.
+
+    Args:
+        first: The same call, its result checked; None: nothing is.
+    """
     time_call = clock.clock(case.device)
     empty_call_s = clock.empty_call_s(time_call)
-    clock.warm_up(call, time_call, limit_s=seconds)
+    clock.warm_up(call, time_call, limit_s=seconds, first=first)
     waited_before_s = conditions.waited_s()
     times_s = clock.sample(call, time_call, seconds=seconds, least=least, most=_MOST_CALLS)
     waited_s = conditions.waited_s()
@@ -66,10 +72,10 @@ def time_of(case: Case, call: Callable[[], object], *, seconds: float, least: in
     )
 
 
-def memory_of(case: Case, call: Callable[[], object]) -> Record:
-    """The peak of one call."""
+def memory_of(case: Case, call: Call, *, first: Call | None = None) -> Record:
+    """The peak of one call; `first` is the same call, its result checked."""
     # The first call may fill caches that later calls find filled.
-    call()
+    (first or call)()
     peak = memory.peak(call, device=case.device)
     return Record(
         case=case,
@@ -87,7 +93,7 @@ def _measure_time(case: Case, target: Any, seconds: float, inputs: str | None) -
     # Without a number of operations there is nothing to hold against the rate.
     rate = None if prepared.flops is None else machine_rate(case.dtype, case.device, case.threads)
     return replace(
-        time_of(case, prepared.call, seconds=seconds),
+        time_of(case, prepared.call, seconds=seconds, first=prepared.checked),
         flops=prepared.flops,
         matmul_flops_per_s=rate,
         calibrated_on=prepared.calibrated_on,
@@ -99,7 +105,7 @@ def _measure_memory(case: Case, target: Any, seconds: float, inputs: str | None)
 
     prepared = calls.prepare(case, target, inputs)
     return replace(
-        memory_of(case, prepared.call),
+        memory_of(case, prepared.call, first=prepared.checked),
         parameter_bytes=memory.parameter_bytes(prepared.module),
         state_bytes=calls.state_bytes(prepared),
         calibrated_on=prepared.calibrated_on,
@@ -129,7 +135,7 @@ def _threads(count: int) -> Iterator[None]:
 def _is_out_of_memory(failure: Exception) -> bool:
     if isinstance(failure, MemoryError) or type(failure).__name__ == "OutOfMemoryError":
         return True
-    return isinstance(failure, RuntimeError) and any(words in str(failure) for words in _OUT_OF_MEMORY)
+    return isinstance(failure, RuntimeError) and any(words in described(failure) for words in _OUT_OF_MEMORY)
 
 
 def _give_memory_back(device: str) -> None:
@@ -138,7 +144,3 @@ def _give_memory_back(device: str) -> None:
         import torch
 
         torch.cuda.empty_cache()
-
-
-def _one_line(text: str) -> str:
-    return " ".join(text.split())[:_LONGEST_REASON]

@@ -1,0 +1,188 @@
+"""Code of somebody else ends nothing but itself: what it raises is an error, and Ctrl-C is still Ctrl-C."""
+
+import os
+import signal
+import sys
+import threading
+
+import pytest
+from isolated_points import SHARED, case_of
+
+from efficient_attn.contained import LeftError, contained, described
+from efficient_attn.errors import DataError
+from efficient_attn.experiments.mse import mse
+from efficient_attn.experiments.recall import recall
+from efficient_attn.experiments.show import show
+from efficient_attn.experiments.train import train
+from efficient_attn.registry import BackendSpec, Capabilities, NoOptions
+from efficient_attn.sweep.interrupt import held
+from efficient_attn.sweep.plan import plan
+from efficient_attn.sweep.run import run
+from efficient_attn.sweep.variants import Variant
+from efficient_attn.sweep.worker import measure
+from efficient_attn.testing import check_backend
+
+
+def leaves(q, k, v):
+    sys.exit("goodbye")
+
+
+def interrupted(q, k, v):
+    raise KeyboardInterrupt
+
+
+class Ended(BaseException):
+    pass
+
+
+def ended(q, k, v):
+    raise Ended("of its own kind")
+
+
+LEAVING = {"leaves": leaves, "interrupted": interrupted, "ended": ended}
+SAID = {
+    "leaves": "SystemExit: goodbye",
+    "interrupted": "KeyboardInterrupt",
+    "ended": "Ended: of its own kind",
+}
+
+
+@pytest.mark.parametrize("name", LEAVING)
+def test_what_would_end_a_program_is_an_error_that_says_so(name):
+    with pytest.raises(LeftError, match=SAID[name]), contained():
+        LEAVING[name](None, None, None)
+    with pytest.raises(ValueError, match="as it is"), contained():
+        raise ValueError("as it is")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_passes(number):
+    def handle(number, frame):
+        raise KeyboardInterrupt
+
+    before = signal.signal(number, handle)
+    try:
+        with pytest.raises(KeyboardInterrupt), contained(), contained():
+            signal.raise_signal(number)
+        assert signal.getsignal(number) is handle
+    finally:
+        signal.signal(number, before)
+
+
+def test_a_signal_that_has_to_wait_comes_after_the_block():
+    came = []
+    before = signal.signal(signal.SIGINT, lambda *_: came.append(len(came)))
+    try:
+        with held(), contained():
+            os.kill(os.getpid(), signal.SIGINT)
+            assert came == []
+        assert came == [0]
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_in_another_thread_nothing_is_a_signal():
+    found = []
+
+    def work():
+        try:
+            with contained():
+                raise KeyboardInterrupt
+        except LeftError as error:
+            found.append(str(error))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert found == ["KeyboardInterrupt"]
+
+
+def test_an_error_is_described_in_one_short_line_whatever_its_text_does():
+    class Textless(Exception):
+        def __str__(self):
+            sys.exit("no text")
+
+    assert described(Textless()) == "Textless"
+    assert described(ValueError("two\nlines" + "x" * 10_000_000))[:20] == "ValueError: two line"
+    assert len(described(ValueError("x" * 1000))) == 300 and described(KeyError()) == "KeyError"
+
+
+@pytest.mark.parametrize("name", LEAVING)
+def test_a_backend_that_leaves_is_one_record_and_the_others_are_measured(name):
+    def attend(q, k, v):
+        return (q @ k.mT / q.shape[-1] ** 0.5).softmax(dim=-1) @ v
+
+    variants = [Variant(backend=one, label=one, target=LEAVING.get(one, attend)) for one in (name, "attend")]
+    records = []
+    assert run(plan(variants, (16,), SHARED), emit=records.append, measure=measure)
+    assert {(one.case.label, one.status, one.reason) for one in records} == {
+        (name, "error", SAID[name]),
+        ("attend", "ok", None),
+    }
+
+
+@pytest.mark.parametrize("name", LEAVING)
+def test_studies_in_this_process_go_on_after_a_backend_that_leaves(name, tmp_path):
+    wrong = LEAVING[name]
+    found = mse([wrong, "window"], inputs="gaussian", tokens=16, norms=(1,), sizes=(4,))
+    assert [(one.status, one.reason) for one in found.records if one.case.backend == name] == [
+        ("error", SAID[name])
+    ]
+    assert found.records[-1].status == "ok" and not found.interrupted
+    assert show([wrong]).notes == (f"{name}: {SAID[name]}",)
+    found = recall([wrong], steps=1, seeds=1, sizes=(4,), pairs=16)
+    assert found.records[-1].reason == SAID[name] and not found.interrupted
+
+
+@pytest.mark.parametrize("name", LEAVING)
+def test_builders_that_leave_end_no_study(name, tmp_path):
+    spec = BackendSpec(
+        name="built",
+        summary="It is never built.",
+        options_type=NoOptions,
+        capabilities=Capabilities(causal=True),
+        builder=lambda problem, options: LEAVING[name](None, None, None),
+    )
+    record = measure(case_of("built"), target=spec)
+    assert (record.status, record.reason) == ("error", SAID[name])
+    record = mse([spec], inputs="gaussian", tokens=16, norms=(1,), sizes=(4,)).records[-1]
+    assert (record.status, record.reason) == ("error", SAID[name])
+    record = recall([spec], steps=1, seeds=1, sizes=(4,), pairs=16).records[-1]
+    assert (record.status, record.reason) == ("error", SAID[name])
+    (tmp_path / "text.txt").write_text("words and words " * 999)
+    with pytest.raises(ValueError, match=f"built cannot be built into a model: {SAID[name]}"):
+        train([spec], text=tmp_path / "text.txt", tokens=16, model_dim=8, num_heads=1, steps=20)
+
+
+@pytest.mark.parametrize("name", LEAVING)
+def test_a_check_of_a_backend_that_leaves_is_a_broken_promise(name):
+    (record,) = check_backend(LEAVING[name], on_fail="collect", only=["the_same_call_gives_the_same_bits"])
+    assert record.outcome == "broken" and SAID[name] in record.detail
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("import sys\nsys.exit()", "SystemExit"),
+        ("import sys\nsys.exit('goodbye')", "SystemExit: goodbye"),
+        ("raise KeyboardInterrupt", "KeyboardInterrupt"),
+        ("def __getattr__(name):\n    raise SystemExit(name)", "SystemExit: attend"),
+    ],
+    ids=["silent", "leaves", "interrupted", "late"],
+)
+def test_an_import_that_leaves_is_a_line_that_names_the_file(text, said, tmp_path):
+    from efficient_attn.foreign import load
+
+    path = tmp_path / "mine.py"
+    path.write_text(text)
+    with pytest.raises(DataError, match=rf"mine\.py cannot be imported: {said}\.$"):
+        load(f"{path}:attend")
+
+
+def test_what_a_file_prints_at_its_import_stays_out_of_stdout(tmp_path, capsys):
+    from efficient_attn.foreign import load
+
+    path = tmp_path / "mine.py"
+    path.write_text("print('noise')\ndef attend(q, k, v):\n    return v\n")
+    assert load(f"{path}:attend").name == "mine.py:attend"
+    assert capsys.readouterr() == ("", "noise\n")
