@@ -1,12 +1,15 @@
 """`efficient-attn check`: which promises of a backend are kept."""
 
+import os
+import sys
 from collections import Counter
+from contextlib import redirect_stdout
 from typing import Annotated, Any
 
 import typer
 
 from . import exits, talk
-from .options import JsonOption, SeedOption, _backends
+from .options import RUNS_CODE, JsonOption, SeedOption, _backends, names
 
 BROKEN_PROMISE = 1
 
@@ -14,23 +17,54 @@ BackendArgument = Annotated[
     str,
     typer.Argument(
         metavar="BACKEND",
-        help="A backend by name, as path/file.py:object or as package.module:object.",
+        help=f"A backend by name, as path/file.py:object or as package.module:object. {RUNS_CODE}",
         autocompletion=_backends,
     ),
 ]
 
 
-def check(backend: BackendArgument, as_json: JsonOption = False, seed: SeedOption = 0) -> int:
-    """Check every promise of a backend: kept, broken, not promised, could not be checked."""
-    from efficient_attn.testing import check_backend
+OnlyOption = Annotated[
+    str | None, typer.Option("--only", metavar="NAME[,NAME…]", help="Checks to run; all if left out.")
+]
+CheckTimeoutOption = Annotated[
+    str,
+    typer.Option("--timeout", metavar="TIME", help="End a check that takes longer: it is broken."),
+]
 
-    records = check_backend(backend, on_fail="collect", seed=seed)
+
+def check(
+    backend: BackendArgument,
+    as_json: JsonOption = False,
+    seed: SeedOption = 0,
+    only: OnlyOption = None,
+    timeout: CheckTimeoutOption = "60s",
+) -> int:
+    """Check every promise of a backend: kept, broken, not promised, could not be checked.
+
+    The backend runs in a process of its own: a check that hangs or crashes is a row like the others.
+    """
+    from efficient_attn.sweep.amounts import parse_seconds
+
+    timeout_s, chosen = parse_seconds(timeout, name="--timeout"), names(None if only is None else [only])
+    records = _records(backend, chosen, seed, timeout_s)
     if as_json:
         talk.put_json([record.as_dict() for record in records])
     else:
         talk.print_tables([_table(backend, records)])
         talk.put(_verdict(backend, records))
     return BROKEN_PROMISE if any(record.failed for record in records) else exits.DONE
+
+
+def _records(backend: str, only: list[str] | None, seed: int, timeout_s: float) -> list[Any]:
+    if os.name == "posix":
+        from efficient_attn.sweep.checks import check_isolated
+
+        return check_isolated(backend, seed=seed, only=only, timeout_s=timeout_s)
+    # Elsewhere there are no process groups, and nothing is isolated.
+    from efficient_attn.testing import check_backend
+
+    with redirect_stdout(sys.stderr):
+        return check_backend(backend, on_fail="collect", seed=seed, only=only)
 
 
 def _table(backend: str, records: list[Any]) -> Any:

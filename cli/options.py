@@ -11,6 +11,9 @@ import typer
 from efficient_attn.errors import OptionError
 from efficient_attn.limits import WHOLE_NUMBER
 
+# What everybody should know before naming somebody else's file.
+RUNS_CODE = "Such a file is run with your rights."
+
 
 def _backends(incomplete: str) -> list[str]:
     """Names for completion; the part after the last comma is the one being typed."""
@@ -32,7 +35,7 @@ BackendOption = Annotated[
     typer.Option(
         "--backend",
         metavar="NAME[,NAME…]",
-        help="Backends, by name or as path/file.py:function; all near softmax if left out.",
+        help=f"Backends, by name or as path/file.py:function; all near softmax if left out. {RUNS_CODE}",
         autocompletion=_backends,
     ),
 ]

@@ -122,3 +122,17 @@ def refuses(q, k, v):
 
 def interrupted(q, k, v):
     raise KeyboardInterrupt
+
+
+def signals(q, k, v):
+    os.kill(os.getpid(), signal.SIGINT)
+    return v.clone()
+
+
+class Textless(Exception):
+    def __str__(self):
+        sys.exit("no text")
+
+
+def textless(q, k, v):
+    raise Textless

@@ -33,8 +33,12 @@ def talkative(q, k, v):
 
 
 def impatient(q, k, v):
+    import os, signal, time
+
+    # Somebody presses Ctrl-C while another process measures.
     if q.shape[-2] > 16:
-        raise KeyboardInterrupt
+        os.kill(os.getppid(), signal.SIGINT)
+        time.sleep(60)
     return v.clone()
 """
 

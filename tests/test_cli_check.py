@@ -18,7 +18,17 @@ def attend(q, k, v):
 
 def broken(q, k, v):
     return attend(q.mul_(2), k, v)
+
+def endless(q, k, v):
+    while q.requires_grad:
+        pass
+    return attend(q, k, v)
+
+def segfaults(q, k, v):
+    import ctypes
+    return ctypes.string_at(0) if q.requires_grad else attend(q, k, v)
 """
+TRIED = ("gradients_are_those_of_finite_differences", "order_of_keys_does_not_matter")
 
 
 def check(*words: str) -> subprocess.CompletedProcess:
@@ -27,6 +37,12 @@ def check(*words: str) -> subprocess.CompletedProcess:
     return subprocess.run(
         [sys.executable, "-c", CODE, "check", *words], capture_output=True, text=True, env=environment
     )
+
+
+def main_code(*words: str) -> int:
+    with pytest.raises(SystemExit) as exit_:
+        main(list(words))
+    return int(exit_.value.code)
 
 
 @pytest.fixture
@@ -68,8 +84,33 @@ def test_a_broken_function_ends_with_exit_code_1_and_the_smallest_input_in_stric
 
 
 @pytest.mark.parametrize(
+    ("name", "detail"),
+    [
+        pytest.param("endless", "It took longer than 5 s (raise it with --timeout).", marks=pytest.mark.slow),
+        ("segfaults", "It did not end: the process crashed with signal 11 (SIGSEGV)."),
+    ],
+)
+def test_a_check_that_hangs_or_crashes_is_a_row_and_the_next_one_is_made(name, detail, mine, capfd):
+    assert main_code("check", f"{mine}:{name}", "--only", ",".join(TRIED), "--timeout", "5s", "--json") == 1
+    records = json.loads(capfd.readouterr().out)
+    assert [record["check"] for record in records] == list(TRIED)
+    assert [record["outcome"] for record in records] == ["broken", "kept"]
+    assert records[0]["detail"] == detail and records[0]["failed"]
+
+
+@pytest.mark.slow
+def test_after_three_checks_that_hang_the_others_are_not_tried(tmp_path, capfd):
+    path = tmp_path / "mine.py"
+    path.write_text("def attend(q, k, v):\n    while True:\n        pass\n")
+    assert main_code("check", f"{path}:attend", "--timeout", "2s") == 1
+    out = capfd.readouterr().out
+    assert out.count("It took longer than 2 s") == 3 and "Not tried: 3 checks before it did not end." in out
+
+
+@pytest.mark.parametrize(
     ("words", "message"),
     [
+        (("exact", "--only", "nonesuch"), "No check is called 'nonesuch'."),
         (("softmax",), "No backend is called 'softmax'. Here it is 'exact'."),
         (("nowhere.py:attend",), "There is no file 'nowhere.py' to take a backend from."),
         ((), "Missing argument 'BACKEND'"),

@@ -35,7 +35,9 @@ def broken(q, k, v):
 
 
 def impatient(q, k, v):
-    raise KeyboardInterrupt
+    import signal
+
+    signal.raise_signal(signal.SIGINT)
 """
 
 

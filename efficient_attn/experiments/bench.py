@@ -16,8 +16,9 @@ from efficient_attn.measure.conditions import between, moment
 from efficient_attn.measure.environment import available_bytes, environment
 from efficient_attn.problem import positive_count
 from efficient_attn.sweep.amounts import parse_bytes, parse_sizes
-from efficient_attn.sweep.isolate import DEFAULT_ISOLATION, DEFAULT_TIMEOUT_S, NONE, POINT, START_S, measuring
+from efficient_attn.sweep.isolate import DEFAULT_ISOLATION, DEFAULT_TIMEOUT_S, NONE, POINT, measuring
 from efficient_attn.sweep.plan import Entry, plan
+from efficient_attn.sweep.process import START_S
 from efficient_attn.sweep.run import ROUNDS, Step, run
 from efficient_attn.sweep.variants import Variant, ceiling, has_address, is_ours, select
 
@@ -120,7 +121,8 @@ def plan_bench(
         names: What messages call the arguments tokens and memory_limit.
     """
     lengths = parse_sizes(tokens, name=names[0])
-    chosen = select(backends, options)
+    # Calls are made where their time is limited, and what becomes of them is a row.
+    chosen = select(backends, options, rehearse=False)
     if all(variant.backend != YARDSTICK for variant in chosen):
         chosen = (*select([YARDSTICK]), *chosen)
     limit = parse_bytes(memory_limit, name=names[1], available=available_bytes(workloads[0].device))

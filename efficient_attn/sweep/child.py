@@ -1,4 +1,4 @@
-"""The process that measures: a request a line in, an answer a line out, over two pipes of their own.
+"""The process that runs backends: a request a line in, an answer a line out, over two pipes of their own.
 
 Its stdout belongs to the backends, and is where stderr is. It ends, with all that it started, as soon as
 nobody is left to ask.
@@ -14,10 +14,9 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from efficient_attn.sweep import worker
-from efficient_attn.sweep.records import Case, line
+from efficient_attn.sweep import jobs
 
-READY, INTERRUPTED = "ready", "interrupted"
+READY = "ready"
 
 # Threads and libraries reserve addresses that they never fill; so many are not held against a backend.
 _RESERVED_BYTES = 1 << 30
@@ -32,11 +31,13 @@ def main(requests: int, answers: int, limit_bytes: int | None = None) -> None:
     Args:
         limit_bytes: Memory that may be allocated on the CPU once torch is loaded.
     """
-    # First of all, so that an asker who leaves at once leaves nothing behind.
+    # No terminal interrupts it: a backend that sends itself the signal ends nothing.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Before torch is loaded, so that an asker who leaves at once leaves nothing behind.
     received: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
     threading.Thread(target=_receive, args=(requests, received), daemon=True).start()
-    # Loaded before the first request: it takes longer than most measurements.
-    import torch  # noqa: F401  (loading it is part of starting, not of the first point)
+    # Loaded before the first request: it takes longer than most measurements. Torch comes with it.
+    from efficient_attn.sweep import calls  # noqa: F401  (loading is part of starting, not of the first point)
 
     if limit_bytes is not None:
         _limit_memory(limit_bytes)
@@ -59,16 +60,12 @@ def _limit_memory(limit_bytes: int) -> None:
 
 
 def _answer(request: dict[str, Any]) -> str:
-    case = Case(**request["case"])
     with open(os.devnull, "wb") as nowhere:
         # Of what Python offers this alone needs no lock that a hanging call may hold.
         end_s = min(request["limit_s"] + _GRACE_S, _LONGEST_S)
         faulthandler.dump_traceback_later(end_s, exit=True, file=nowhere)
         try:
-            settings = {name: request[name] for name in ("target", "seconds", "inputs")}
-            return line(worker.measure(case, **settings))
-        except KeyboardInterrupt:
-            return INTERRUPTED
+            return jobs.answer(request)
         finally:
             faulthandler.cancel_dump_traceback_later()
 

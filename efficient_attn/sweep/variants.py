@@ -11,6 +11,7 @@ from pathlib import PurePath
 from typing import Any
 
 from efficient_attn.errors import DtypeError, OptionError, UnknownNameError
+from efficient_attn.sweep.proof import prove
 
 # What records call the yardstick of every block: its attention hands on the values, so none costs less.
 CEILING = "attention := v"
@@ -48,14 +49,21 @@ def parse_settings(texts: Sequence[str]) -> dict[str, dict[str, list[str]]]:
 
 
 def select(
-    backends: Sequence[Any] | None, settings: Mapping[str, Mapping[str, Sequence[Any]]] | None = None
+    backends: Sequence[Any] | None,
+    settings: Mapping[str, Mapping[str, Sequence[Any]]] | None = None,
+    *,
+    rehearse: bool = True,
 ) -> tuple[Variant, ...]:
     """The variants of the named backends, one for each combination of the options set.
 
     None stands for all that approximate softmax: of other kernels an error would be no fault, and a time
-    beside exact attention no gain.
+    beside exact attention no gain. Files and packages of others are first imported in another process.
+
+    Args:
+        rehearse: Call their backends once there too: for studies that call them in this process.
 
     Raises:
+        DataError: If an import, or that call, ends its process or takes too long.
         UnknownNameError: If there is no such backend, or it has no such option.
         OptionError: If a value does not make sense, or a setting is for a backend that is not selected.
     """
@@ -67,6 +75,7 @@ def select(
         if backend not in names:
             chosen = ", ".join(names)
             raise OptionError(f"--set {backend}.…: {backend!r} is not among the backends chosen ({chosen}).")
+    prove([target for target in targets if isinstance(target, str)], rehearse=rehearse)
     variants = [
         variant
         for name, target in zip(names, targets, strict=True)

@@ -1,0 +1,70 @@
+"""The conformance suite in another process: a check that hangs or crashes is a record, the next one runs."""
+
+import json
+from collections.abc import Iterable
+from functools import partial
+
+from efficient_attn.conformance.records import BROKEN, UNKNOWN, CheckRecord
+from efficient_attn.errors import DataError, UnknownNameError
+from efficient_attn.sweep.amounts import show_seconds
+from efficient_attn.sweep.process import CrashError, Process
+from efficient_attn.sweep.proof import refusal_of
+
+# Seconds for one check; an idle machine takes less than one for most of them.
+DEFAULT_TIMEOUT_S = 60.0
+
+# What hangs in so many checks hangs in all: the others are not tried.
+_MOST_HANGS = 3
+
+# Seconds for the names of the checks, which run nothing.
+_NAMES_S = 60.0
+
+
+def check_isolated(
+    backend: str,
+    *,
+    seed: int = 0,
+    only: Iterable[str] | None = None,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+) -> list[CheckRecord]:
+    """The records of `testing.check_backend` for a name or an address, made in another process.
+
+    Args:
+        seed: Seed of the inputs.
+        only: Names of the checks to run; None: all.
+        timeout_s: Seconds for one check, and for the import of the backend.
+
+    Raises:
+        DataError: If there is no such backend, or importing it takes too long or ends the process.
+        UnknownNameError: If there is no such check.
+    """
+    with Process() as process:
+        refusal = refusal_of(backend, process, rehearse=False, limit_s=timeout_s)
+        if refusal is not None:
+            raise DataError(refusal)
+        promises: dict[str, str] = json.loads(process.ask("checks", {}, limit_s=_NAMES_S))
+        chosen = list(promises) if only is None else list(only)
+        for name in chosen:
+            if name not in promises:
+                raise UnknownNameError("check", name, promises)
+        records: list[CheckRecord] = []
+        hung = 0
+        for name in chosen:
+            request = {"target": backend, "check": name, "seed": seed}
+            lost = partial(CheckRecord, backend=backend, check=name, promise=promises[name])
+            if hung == _MOST_HANGS:
+                detail = f"Not tried: {hung} checks before it did not end."
+                records.append(lost(outcome=UNKNOWN, detail=detail))
+                continue
+            try:
+                answer = process.ask("check", request, limit_s=timeout_s)
+            except TimeoutError:
+                hung += 1
+                detail = f"It took longer than {show_seconds(timeout_s)} (raise it with --timeout)."
+                records.append(lost(outcome=BROKEN, detail=detail, failed=True))
+            except CrashError as ending:
+                detail = f"It did not end: {ending}."
+                records.append(lost(outcome=BROKEN, detail=detail, failed=True))
+            else:
+                records.append(CheckRecord(**json.loads(answer)))
+    return records

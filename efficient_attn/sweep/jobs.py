@@ -1,0 +1,83 @@
+"""The requests that a process of ours answers: each runs code that may be anybody's."""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from functools import cache
+from typing import Any
+
+from efficient_attn.contained import contained, described
+from efficient_attn.errors import AttentionError
+from efficient_attn.sweep import worker
+from efficient_attn.sweep.records import Case, line
+
+# A rehearsal is a call on so many tokens of two heads.
+_TOKENS, _HEADS, _HEAD_DIM = 16, 2, 8
+
+
+def answer(request: Mapping[str, Any]) -> str:
+    """The answer to a request, one line."""
+    return _JOBS[request["job"]](request)
+
+
+def _measure(request: Mapping[str, Any]) -> str:
+    case = Case(**request["case"])
+    return line(worker.measure(case, **{name: request[name] for name in ("target", "seconds", "inputs")}))
+
+
+def _load(request: Mapping[str, Any]) -> str:
+    """Why there is no such backend; None if there is one. What a first call raises is no reason."""
+    try:
+        spec = _resolved(request["target"])
+    except AttentionError as error:
+        return json.dumps(str(error))
+    if request["rehearse"]:
+        _rehearse(spec)
+    return json.dumps(None)
+
+
+def _checks(request: Mapping[str, Any]) -> str:
+    """Names and promises of all checks."""
+    from efficient_attn.conformance.table import CHECKS
+    from efficient_attn.testing import check_names
+
+    return json.dumps({name: CHECKS[name].promise for name in check_names()})
+
+
+def _check(request: Mapping[str, Any]) -> str:
+    """One check of a backend, as the fields of its record."""
+    from efficient_attn.testing import check_backend
+
+    spec, name = _resolved(request["target"]), request["check"]
+    (record,) = check_backend(spec, on_fail="collect", seed=request["seed"], only=[name])
+    return json.dumps(asdict(record))
+
+
+@cache
+def _resolved(target: str) -> Any:
+    from efficient_attn.backends import resolve
+
+    return resolve(target)
+
+
+def _rehearse(spec: Any) -> None:
+    """Build it and call it once: a study in the process of its user would not survive a hang or a crash."""
+    import torch
+
+    from efficient_attn.backends import build
+
+    try:
+        with contained(), torch.no_grad():
+            backend = build(spec, head_dim=_HEAD_DIM, num_heads=_HEADS, max_tokens=_TOKENS).eval()
+            backend(*torch.randn(3, 1, _HEADS, _TOKENS, _HEAD_DIM))
+    except Exception as error:
+        # The study will find out itself, and record it.
+        described(error)
+
+
+_JOBS: dict[str, Callable[[Mapping[str, Any]], str]] = {
+    "measure": _measure,
+    "load": _load,
+    "checks": _checks,
+    "check": _check,
+}

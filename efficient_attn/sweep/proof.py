@@ -1,0 +1,76 @@
+"""Files and packages of others, proved in another process before this one imports them.
+
+An import that hangs, crashes or ends its process then costs one line and not the command. Python's own
+`build` does without: it runs what it is given, here.
+"""
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from efficient_attn.errors import DataError
+from efficient_attn.sweep.amounts import show_seconds
+from efficient_attn.sweep.process import CrashError, Process
+
+# Seconds for an import, and for the first call of what was imported.
+LIMIT_S = 60.0
+
+# What was proved, as it was then: a file that was changed since is another one.
+_proved: set[tuple[str, int, bool]] = set()
+
+
+def prove(targets: Sequence[str], *, rehearse: bool) -> None:
+    """Import what is not ours in another process, once.
+
+    Raises:
+        DataError: If that takes longer than `LIMIT_S`, or the process does not survive it.
+    """
+    new = [target for target in targets if _key(target, rehearse) not in _proved and _is_foreign(target)]
+    # Without process groups there is no process of ours.
+    if not new or os.name != "posix":
+        return
+    with Process() as process:
+        for target in new:
+            refusal_of(target, process, rehearse=rehearse)
+            _proved.add(_key(target, rehearse))
+
+
+def refusal_of(target: str, process: Process, *, rehearse: bool, limit_s: float | None = None) -> str | None:
+    """Why a process finds no such backend; None if it finds one.
+
+    Raises:
+        DataError: If finding out takes too long or ends the process.
+    """
+    place, longest_s = target.rpartition(":")[0] or target, LIMIT_S if limit_s is None else limit_s
+    try:
+        answer = process.ask("load", {"target": target, "rehearse": rehearse}, limit_s=longest_s)
+    except TimeoutError:
+        message = f"its import{' or a first call' * rehearse} took longer than {show_seconds(longest_s)}"
+    except CrashError as ending:
+        message = f"during its import{' or a first call' * rehearse} {ending}"
+    else:
+        refusal: str | None = json.loads(answer)
+        return refusal
+    raise DataError(f"{place} cannot be used: {message}.")
+
+
+def _key(target: str, rehearse: bool) -> tuple[str, int, bool]:
+    path = Path(target.rpartition(":")[0])
+    try:
+        changed = path.stat().st_mtime_ns
+    except (OSError, ValueError):
+        changed = 0
+    return target, changed, rehearse
+
+
+def _is_foreign(target: str) -> bool:
+    """Whether looking it up runs code of others: of a file that is there, a module, or a plug-in."""
+    from efficient_attn.backends import list_backends
+    from efficient_attn.foreign import is_address
+    from efficient_attn.plugins import plugins
+
+    if not is_address(target):
+        return target not in list_backends() and target in plugins()
+    place = target.rpartition(":")[0]
+    return not place.endswith(".py") or Path(place).is_file()
