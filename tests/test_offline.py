@@ -1,0 +1,107 @@
+"""No command makes a connection: in its own process and in every process it starts, sockets are refused."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("efficient_attn_cli", reason="needs an installation, if only an editable one")
+
+# Python imports this module at its start. The hook sees every socket of the process, whoever makes it; the
+# file lists attempts that somebody may have forgiven.
+REFUSE = """
+import os, sys
+
+REFUSED = {"socket.__new__", "socket.connect", "socket.bind", "socket.getaddrinfo", "socket.gethostbyname"}
+
+def refuse(event, arguments):
+    if event in REFUSED:
+        with open(os.environ["TRIED"], "a") as file:
+            file.write(f"{event} {sys.argv}\\n")
+        raise OSError(f"There is no network: {event}.")
+
+sys.addaudithook(refuse)
+with open(os.environ["HOOKED"], "a") as file:
+    file.write("1\\n")
+"""
+RUN = """
+import json, sys
+from efficient_attn_cli.main import main
+codes = []
+for words in json.loads(sys.argv[1]):
+    try:
+        main(words)
+    except SystemExit as leaving:
+        codes.append(leaving.code)
+print("codes", json.dumps(codes), file=sys.stderr)
+"""
+SMALL = ("--num-heads", "2", "--head-dim", "8", "--threads", "1", "--rounds", "2")
+QUICK = [
+    ("list",),
+    ("env",),
+    ("check", "mine.py:attend", "--only", "order_of_keys_does_not_matter"),
+]
+LONG = [
+    ("bench", "--seq-len", "16", *SMALL, "--backend", "exact,window,mine.py:attend", "--out", "bench"),
+    ("diff", "bench", "bench"),
+    ("bench", "--seq-len", "16", *SMALL, "--backward", "--of", "attention,block,encoder"),
+    ("compare", "--inputs", "gaussian", "--seq-len", "16", *SMALL, "--out", "compare"),
+    ("compare", "--inputs", "encoder", "--seq-len", "64", "--rounds", "2", "--backend", "exact,window"),
+    ("mse", "--inputs", "gaussian,encoder", "--seq-len", "64", "--num-features", "4", "--out", "mse"),
+    ("show",),
+    ("recall", "--steps", "1", "--seeds", "1", "--num-features", "8"),
+    (
+        "train",
+        "--steps",
+        "20",
+        "--seq-len",
+        "16",
+        "--model-dim",
+        "8",
+        "--num-heads",
+        "1",
+        "--backend",
+        "window",
+    ),
+    ("report", "compare", "mse", "--html", "both.html"),
+    ("reproduce",),
+]
+
+
+def offline(commands, folder):
+    """The exit codes of commands where every socket is refused, and how many processes were hooked."""
+    path = folder / "hook"
+    path.mkdir()
+    (path / "sitecustomize.py").write_text(REFUSE)
+    (folder / "mine.py").write_text("def attend(q, k, v):\n    return (q @ k.mT).softmax(dim=-1) @ v\n")
+    settings = {"PYTHONPATH": str(path), "TRIED": str(folder / "tried"), "HOOKED": str(folder / "hooked")}
+    command = [sys.executable, "-c", RUN, json.dumps(commands)]
+    run = subprocess.run(
+        command, cwd=folder, env={**os.environ, **settings}, capture_output=True, text=True, check=False
+    )
+    last = run.stderr.strip().splitlines()[-1]
+    assert last.startswith("codes "), run.stderr
+    tried = folder / "tried"
+    assert not tried.exists(), tried.read_text()
+    return json.loads(last.removeprefix("codes ")), (folder / "hooked").read_text().count("1")
+
+
+def test_commands_and_the_processes_that_they_start_make_no_socket(tmp_path):
+    codes, processes = offline(QUICK, tmp_path)
+    assert codes == [0] * len(QUICK)
+    # That of the commands, and that of the checks.
+    assert processes == 2
+
+
+@pytest.mark.slow
+def test_no_study_makes_a_socket(tmp_path):
+    codes, processes = offline(LONG, tmp_path)
+    assert codes == [0] * len(LONG) and processes > 1
+
+
+def test_the_hook_refuses_a_socket_and_says_so(tmp_path):
+    (tmp_path / "network.py").write_text("import socket\nsocket.create_connection(('localhost', 1))\n")
+    with pytest.raises(AssertionError, match="socket"):
+        offline([("check", "network.py:attend")], tmp_path)
