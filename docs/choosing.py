@@ -87,7 +87,7 @@ _LEARNED = """\
 
 One block for each backend, trained from the same weights on the same sequences to look up which value stood
 beside a key ([how, and what it does not say](recall.md)). Each row is the size at which the backend did best;
-the accuracy is that over all seeds, with its 95 % interval.
+the accuracy is the mean over three seeds, with the range over them: an interval would take six.
 
 ![Accuracy after training, against what a query reads and against the error before](images/recall.png)
 """

@@ -9,7 +9,8 @@ rounds are independent. Rounds of one run know nothing of another run: intervals
 
 import math
 from functools import cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
+from statistics import median
 from typing import NamedTuple
 
 import numpy as np
@@ -88,12 +89,12 @@ _KEPT = "_round_times"
 
 
 def _round_times(record: Record) -> Floats:
-    times, sizes = np.asarray(record.times_s or (), dtype=float), record.turn_sizes or ()
-    known = all(type(size) is int and size >= 0 for size in sizes) and sum(sizes) == len(times)
-    if not known or not ((times > _SHORTEST_S) & (times < _LONGEST_S)).all():
+    times_s, sizes = record.times_s or (), record.turn_sizes or ()
+    known = all(type(size) is int and size >= 0 for size in sizes) and sum(sizes) == len(times_s)
+    if not known or not all(time_s and _SHORTEST_S < time_s < _LONGEST_S for time_s in times_s):
         return np.empty(0)
-    ends = np.cumsum((0, *sizes)).tolist()
-    return np.array([np.median(times[start:end]) for start, end in pairwise(ends) if end > start])
+    ends = accumulate(sizes, initial=0)
+    return np.array([median(times_s[start:end]) for start, end in pairwise(ends) if end > start])
 
 
 def paired(record: Record, other: Record) -> tuple[Floats, Floats]:
@@ -125,8 +126,8 @@ def _standard_deviations(rounds: int) -> float:
 
 def _typical(rounds: Floats) -> Typical:
     """The median, with an interval that is symmetric in the logarithm."""
-    median, half = float(np.median(rounds)), half_width(np.log(rounds))
+    centre, half = median(rounds.tolist()), half_width(np.log(rounds))
     if half is None:
-        return Typical(median, None, None, len(rounds))
+        return Typical(centre, None, None, len(rounds))
     factor = math.exp(min(half, _WIDEST))
-    return Typical(median, median / factor, median * factor, len(rounds))
+    return Typical(centre, centre / factor, centre * factor, len(rounds))
