@@ -115,6 +115,14 @@ def test_a_round_that_was_slow_for_both_moves_no_crossover():
     ]
     (crossover,) = found(slow)
     assert crossover.tokens == pytest.approx(700)
+    # Where both were slow in different rounds, nothing cancels and the interval is wide.
+    apart = [
+        replace(one, times_s=one.times_s[::-1])
+        if one.case.label == "window" and one.case.tokens == 512
+        else one
+        for one in slow
+    ]
+    assert found(apart)[0].low is None
 
 
 def test_too_few_rounds_or_unknown_ones_give_a_number_without_an_interval():
