@@ -185,6 +185,7 @@ LATE = (
     ("check", PLANT),
     ("check", f"{PLANT}:attend"),
     ("check", f"own.py:{PLANT}no"),
+    ("check", "leaves.py:attend"),
     ("check", "raises.py:attend"),
 )
 
