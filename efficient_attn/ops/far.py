@@ -44,7 +44,7 @@ class Far(NamedTuple):
 
 
 def query_moments(q: Tensor, real: Tensor | None) -> QueryMoments:
-    """Mean and variance over the real queries of a group of heads.
+    """Mean and variance over the real queries of the heads that share summaries.
 
     Args:
         q: [batch heads group tokens head_dim].

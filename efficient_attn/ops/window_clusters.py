@@ -71,12 +71,14 @@ def _some_clusters(
     q, k, v, real, turned = _from_first_real(
         wide(q) * scale, wide(hide(k, key_mask)), wide(hide(v, key_mask)), key_mask
     )
-    queries = query_moments(q.unflatten(1, (k.shape[1], -1)), None if turned is None else real)
     clusters = min(clusters, k.shape[2])
     if steps is None:
         chosen = segments(real, clusters)[:, None].expand(k.shape[:3])
     else:
         chosen = kmeans(k.detach(), real, clusters, steps)
+    # Summaries are made for the queries of one head, whatever other heads share its keys.
+    k, v, chosen = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v, chosen))
+    queries = query_moments(q.unsqueeze(2), None if turned is None else real)
     counted = real & (torch.arange(k.shape[2], device=k.device) >= layout.first)
     every = members(k, v, counted, chosen, queries, clusters)
     group = _group(every.top.numel() * every.rows.shape[3], -(-k.shape[2] // layout.block))
