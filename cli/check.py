@@ -22,6 +22,9 @@ BackendArgument = Annotated[
     ),
 ]
 
+LongOption = Annotated[
+    bool, typer.Option("--long", help="Also sequences of 2100 tokens and the growth of time; takes minutes.")
+]
 
 OnlyOption = Annotated[
     str | None, typer.Option("--only", metavar="NAME[,NAME…]", help="Checks to run; all if left out.")
@@ -38,6 +41,7 @@ def check(
     seed: SeedOption = 0,
     only: OnlyOption = None,
     timeout: CheckTimeoutOption = "60s",
+    long: LongOption = False,
 ) -> int:
     """Check every promise of a backend: kept, broken, not promised, could not be checked.
 
@@ -46,7 +50,7 @@ def check(
     from efficient_attn.sweep.amounts import parse_seconds
 
     timeout_s, chosen = parse_seconds(timeout, name="--timeout"), names(None if only is None else [only])
-    records = _records(backend, chosen, seed, timeout_s)
+    records = _records(backend, chosen, seed, timeout_s, long)
     if as_json:
         talk.put_json([record.as_dict() for record in records])
     else:
@@ -55,16 +59,16 @@ def check(
     return BROKEN_PROMISE if any(record.failed for record in records) else exits.DONE
 
 
-def _records(backend: str, only: list[str] | None, seed: int, timeout_s: float) -> list[Any]:
+def _records(backend: str, only: list[str] | None, seed: int, timeout_s: float, long: bool) -> list[Any]:
     if os.name == "posix":
         from efficient_attn.sweep.checks import check_isolated
 
-        return check_isolated(backend, seed=seed, only=only, timeout_s=timeout_s)
+        return check_isolated(backend, seed=seed, only=only, timeout_s=timeout_s, long=long)
     # Elsewhere there are no process groups, and nothing is isolated.
     from efficient_attn.testing import check_backend
 
     with redirect_stdout(sys.stderr):
-        return check_backend(backend, on_fail="collect", seed=seed, only=only)
+        return check_backend(backend, on_fail="collect", seed=seed, only=only, long=long)
 
 
 def _table(backend: str, records: list[Any]) -> Any:

@@ -9,15 +9,21 @@ from typing import Any, Literal
 import torch
 
 from efficient_attn.conformance import (  # noqa: F401  (importing them enters their checks)
+    calls,
     causality,
     gradients,
     growth,
     inputs,
+    joint,
+    lengths,
     masks,
     modules,
     numerics,
+    precision,
     randomness,
     refusals,
+    settings,
+    streams,
     weights,
 )
 from efficient_attn.conformance.records import (
@@ -36,9 +42,13 @@ from efficient_attn.registry import Capabilities
 __all__ = ["BrokenPromiseError", "CheckRecord", "check_backend", "check_names"]
 
 
-def check_names() -> tuple[str, ...]:
-    """Names of all checks, in the order in which they run."""
-    return tuple(CHECKS)
+def check_names(*, long: bool = False) -> tuple[str, ...]:
+    """Names of all checks, in the order in which they run.
+
+    Args:
+        long: Whether checks of the long form alone are among them.
+    """
+    return tuple(name for name, one in CHECKS.items() if long or not one.is_long)
 
 
 def check_backend(
@@ -49,6 +59,7 @@ def check_backend(
     on_fail: Literal["raise", "warn", "collect"] = "raise",
     seed: int = 0,
     only: Iterable[str] | None = None,
+    long: bool = False,
 ) -> list[CheckRecord]:
     """What became of each promise of a backend, one record per check.
 
@@ -62,6 +73,7 @@ def check_backend(
         on_fail: raise one error that lists all failures, warn of each, or only collect the records.
         seed: Of the inputs.
         only: Names of the checks to run; None: all.
+        long: Whether to try sequences of 2100 tokens, too, and the growth of time; takes minutes.
 
     Raises:
         BrokenPromiseError: If a promise is broken, or kept without having been made, or kept against
@@ -70,11 +82,11 @@ def check_backend(
     """
     if on_fail not in ("raise", "warn", "collect"):
         raise OptionError(f"on_fail is 'raise', 'warn' or 'collect', not {on_fail!r}.")
-    expected, chosen = dict(expected_failures or {}), CHECKS if only is None else list(only)
+    expected, chosen = dict(expected_failures or {}), check_names(long=long) if only is None else list(only)
     for name in [*expected, *chosen]:
         if name not in CHECKS:
             raise UnknownNameError("check", name, CHECKS)
-    tested = subject(backend, capabilities, seed)
+    tested = subject(backend, capabilities, seed, long)
     with _one_thread():
         records = [_record(name, tested, expected.get(name)) for name in chosen]
     _report(records, on_fail)

@@ -32,7 +32,8 @@ class Softmax(nn.Module):
                 torch.cat([state[2], mask], 1),
             )
         out = q.new_zeros(*q.shape[:-1], v.shape[-1]) if k.shape[2] == 0 else self(q, k, v, mask)
-        return out, (k, v, mask)
+        # A state owns its memory: the caller may use the tensors again.
+        return out, (k.clone(), v.clone(), mask.clone())
 
     def for_every_head(self, x: Tensor, heads: int) -> Tensor:
         return x.repeat_interleave(heads // x.shape[1], dim=1)

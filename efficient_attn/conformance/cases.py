@@ -1,5 +1,7 @@
 """The inputs of the checks: small problems from the smallest up, and the tensors of each."""
 
+import itertools
+import random
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -14,6 +16,7 @@ class Case:
     Attributes:
         norm: Standard deviation of the entries of q and k.
         masked: Whether a key mask hides some keys, among them the first of the second sequence.
+        pattern: Seed of a random mask, another one for every sequence; None: the regular one.
     """
 
     tokens: int
@@ -25,6 +28,7 @@ class Case:
     value_dim: int = 4
     causal: bool = False
     masked: bool = False
+    pattern: int | None = None
     dtype: str = "float64"
     norm: float = 1.0
 
@@ -80,11 +84,19 @@ def draw(case: Case, seed: int) -> Inputs:
 
 def _mask(case: Case) -> Tensor:
     """The first sequence loses its last third, the second its first key and every third one after."""
+    if case.pattern is not None:
+        return _random_mask(case, torch.Generator().manual_seed(case.pattern))
     position = torch.arange(case.k_tokens)
     mask = torch.ones(case.batch, case.k_tokens, dtype=torch.bool)
     mask[0::2] = position < case.k_tokens - (case.k_tokens + 1) // 3
     mask[1::2] = position % 3 != 0
     return mask
+
+
+def _random_mask(case: Case, generator: torch.Generator) -> Tensor:
+    """Every sequence keeps another share of its keys; one in eight keeps none, one in eight all."""
+    share = torch.rand(case.batch, 1, generator=generator) * 4 / 3 - 1 / 6
+    return torch.rand(case.batch, case.k_tokens, generator=generator) < share
 
 
 # No token to spare, no multiple of anything, more than one block of 64.
@@ -105,3 +117,45 @@ def everywhere(*lengths: int, dtype: str = "float64") -> tuple[Case, ...]:
 def causally(*lengths: int, dtype: str = "float64") -> tuple[Case, ...]:
     """Every length, causal, without and with a key mask."""
     return tuple(case for case in everywhere(*lengths, dtype=dtype) if case.causal)
+
+
+# One around every size that a block, a chunk or a cache of an implementation may have.
+BORDERS = (63, 64, 65, 127, 128, 129, 200, 255, 256, 257, 511, 512, 513)
+LONG_BORDERS = (1023, 1024, 1025, 2047, 2048, 2049, 2100)
+
+
+def joint(seed: int, *lengths: int, dtype: str = "float64") -> tuple[Case, ...]:
+    """Cases in which everything differs at once, drawn from a seed, the smallest first.
+
+    Every combination of causality, key mask and cross attention occurs, half of them with a batch of at
+    least three, and every number of heads from 1 to 8 with one of its divisors; sizes of keys and values
+    differ. One round of eight cases for each length.
+    """
+    draws = random.Random(f"{seed} {lengths} {dtype}")
+    cases = []
+    for tokens in lengths:
+        batches, heads = [1, 2, 3, 4] * 2, list(range(1, 9))
+        draws.shuffle(batches)
+        draws.shuffle(heads)
+        kinds = itertools.product((False, True), repeat=3)
+        for batch, several, (causal, masked, cross) in zip(batches, heads, kinds, strict=True):
+            head_dim, value_dim = draws.sample((1, 2, 3, 4, 5, 8, 9), 2)
+            more = draws.randint(1, max(1, tokens // 2))
+            # Causal queries are the last positions of the keys, so there are more keys only.
+            keys = tokens + more if causal or draws.random() < 0.5 else max(1, tokens - more)
+            cases.append(
+                Case(
+                    tokens=tokens,
+                    keys=keys if cross else None,
+                    batch=batch,
+                    heads=several,
+                    kv_heads=draws.choice([n for n in range(1, several + 1) if several % n == 0]),
+                    head_dim=head_dim,
+                    value_dim=value_dim,
+                    causal=causal,
+                    masked=masked,
+                    pattern=draws.randrange(2**31) if masked else None,
+                    dtype=dtype,
+                )
+            )
+    return tuple(sorted(cases, key=lambda case: (case.k_tokens, case.batch * case.heads)))

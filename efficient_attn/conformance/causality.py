@@ -34,10 +34,13 @@ def no_output_depends_on_a_later_token(subject: Subject, case: Case) -> Iterator
     inputs = subject.inputs(case)
     leaves = [x.requires_grad_() for x in inputs[:3]]
     out = run(subject.build(case), inputs)
-    for row in range(0, case.tokens - 1, 1 + case.tokens // 16):
-        gradients = torch.autograd.grad(out[:, :, row].sum(), leaves, retain_graph=True)
+    flowing = subject.inputs(case, other=1).v
+    for row in sorted({0, case.tokens // 3, case.tokens // 2, case.tokens - 2}):
+        # All rows up to this one at once: a random weight for each keeps their derivatives from cancelling.
+        some = (out * flowing)[:, :, : row + 1].sum()
+        gradients = torch.autograd.grad(some, leaves, retain_graph=True)
         for name, gradient in zip("qkv", gradients, strict=True):
-            yield Finding(f"Output {row} by later {name}", largest(gradient[:, :, row + 1 :]), 0.0)
+            yield Finding(f"Outputs up to {row} by later {name}", largest(gradient[:, :, row + 1 :]), 0.0)
 
 
 @check(

@@ -1,6 +1,9 @@
-"""How much more memory twice as many tokens take, in bytes, which have no noise."""
+"""How memory and time grow with the number of tokens: bytes, which have no noise, and processor time."""
 
-from collections.abc import Iterator
+import itertools
+import math
+import time
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -12,31 +15,97 @@ from efficient_attn.measure import memory
 
 # A multiple of every block, and long enough that scores of all pairs outweigh what a block takes.
 LONG = Case(tokens=1024, batch=1, heads=1, kv_heads=1, dtype="float32")
+# What powers may be off: tables beside the tensors in bytes, caches of the processor in time.
+BYTES_POWER, TIME_POWER = 0.1, 0.2
+# Lengths of the long form, as multiples of the shortest.
+DOUBLINGS = (1, 2, 4, 8)
+REPEATS = 5
 
 
 @check(
-    "Memory grows no faster than declared: twice the tokens, at most twice or four times the peak.",
+    "Memory grows no faster than declared, forward and in training: the peak of twice the tokens.",
     cases=both(LONG),
 )
 def memory_grows_as_declared(subject: Subject, case: Case) -> Iterator[Finding]:
+    _needs_growth(subject)
+    # A fixed part and blocks that are not full only make it less than that.
+    most = 2.0 ** (subject.promises.memory_growth + BYTES_POWER)
+    for where, backward in _passes(subject):
+        once, twice = (_peak_bytes(subject, case.but(tokens=n * case.tokens), backward) for n in (1, 2))
+        ratio = twice / max(once, 1)
+        yield Finding(f"{where}, bytes at {2 * case.tokens} tokens over those at {case.tokens}", ratio, most)
+
+
+@check(
+    "No fixed part hides how memory grows: what is added by each doubling of the tokens.",
+    long=lambda seed: both(LONG),
+)
+def growth_of_memory_is_not_hidden(subject: Subject, case: Case) -> Iterator[Finding]:
+    _needs_growth(subject)
+    most = 2.0 ** (subject.promises.memory_growth + BYTES_POWER)
+    lengths = _lengths(subject.promises.memory_growth, case)
+    for where, backward in _passes(subject):
+        peaks = [_peak_bytes(subject, case.but(tokens=n), backward) for n in lengths]
+        added = [longer - shorter for shorter, longer in itertools.pairwise(peaks)]
+        # A workspace that begins to fill bends the curve once; what grows too fast does so at every doubling.
+        least = min(b / max(a, 1) for a, b in itertools.pairwise(added))
+        yield Finding(f"{where}, bytes added by a doubling over the doubling before", least, most)
+
+
+@check(
+    "Time grows no faster than declared, forward and in training.",
+    long=lambda seed: both(LONG),
+)
+def time_grows_as_declared(subject: Subject, case: Case) -> Iterator[Finding]:
+    _needs_growth(subject)
+    declared = subject.promises.time_growth
+    shortest, *_, longest = _lengths(declared, case)
+    for where, backward in _passes(subject):
+        early, late = (
+            [_seconds(call) for _ in range(REPEATS)]
+            for call in (_call(subject, case.but(tokens=n), backward) for n in (shortest, longest))
+        )
+        # The smallest power that the samples allow: what slowed some of them down is no growth.
+        power = math.log(min(late) / max(early)) / math.log(longest / shortest)
+        yield Finding(
+            f"{where}, power of the tokens from {shortest} to {longest}", power, declared + TIME_POWER
+        )
+
+
+def _needs_growth(subject: Subject) -> None:
     if subject.bare:
         raise CannotCheck("It declares no growth.")
-    # A fixed part and blocks that are not full only make it less than that.
-    once, twice = (_peak_bytes(subject, case.but(tokens=tokens)) for tokens in (case.tokens, 2 * case.tokens))
-    yield Finding(
-        f"Peak bytes at {2 * case.tokens} tokens over those at {case.tokens}",
-        twice / max(once, 1),
-        2.0**subject.promises.memory_growth,
-    )
 
 
-def _peak_bytes(subject: Subject, case: Case) -> int:
+def _passes(subject: Subject) -> list[tuple[str, bool]]:
+    return [("Forward", False), *([("In training", True)] if subject.promises.gradients else [])]
+
+
+def _lengths(declared: int, case: Case) -> list[int]:
+    """Long enough to tell, short enough that the declared power can be paid."""
+    return [case.tokens * n // (1 if declared == 1 else 4) for n in DOUBLINGS]
+
+
+def _call(subject: Subject, case: Case, backward: bool) -> Callable[[], object]:
     backend, inputs = subject.build(case), subject.inputs(case)
+    leaves = [x.requires_grad_(backward) for x in inputs[:3]]
 
     def call() -> object:
-        with torch.no_grad():
-            return run(backend, inputs)
+        with torch.set_grad_enabled(backward):
+            out = run(backend, inputs)
+            return torch.autograd.grad(out.sum(), leaves) if backward else out
 
-    # The first call may fill caches that later calls find filled.
-    call()
+    return call
+
+
+def _peak_bytes(subject: Subject, case: Case, backward: bool) -> int:
+    call = _call(subject, case, backward)
+    # The first call may fill caches that later calls find filled: they count, so long as they are small.
+    _call(subject, case.but(tokens=8), backward)()
     return memory.peak(call, device="cpu").peak_bytes
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    start = time.thread_time()
+    call()
+    return time.thread_time() - start

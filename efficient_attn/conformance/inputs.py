@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from efficient_attn.conformance.cases import Case, Inputs, both, everywhere
+from efficient_attn.conformance.cases import Case, Inputs, both, everywhere, joint
 from efficient_attn.conformance.compare import close, largest, rounding, same_bits
 from efficient_attn.conformance.records import Finding
 from efficient_attn.conformance.subject import Subject, run
@@ -65,20 +65,26 @@ def _empty(subject: Subject, case: Case) -> Iterator[Finding]:
 @check(
     "Transposed, sliced and expanded tensors give the output of contiguous ones.",
     cases=everywhere(3, 7),
+    drawn=lambda seed: joint(seed, 9),
 )
 def layout_in_memory_does_not_matter(subject: Subject, case: Case) -> Iterator[Finding]:
     inputs, backend = subject.inputs(case), subject.build(case)
     wanted, bound = run(backend, inputs), rounding(backend, inputs, case.dtype)
     for where, layout in (("Transposed", _transposed), ("Sliced", _sliced), ("Turned", _turned)):
-        yield close(where, run(backend, inputs.of(*map(layout, inputs[:3]))), wanted, bound)
+        given = inputs.of(*map(layout, inputs[:3]))
+        if inputs.key_mask is not None:
+            given = given._replace(key_mask=layout(inputs.key_mask))
+        yield close(where, run(backend, given), wanted, bound)
     first = inputs.of(*(x[:1, :1].expand_as(x) for x in inputs[:3]))
-    copied = inputs.of(*(x.contiguous() for x in first[:3]))
+    if inputs.key_mask is not None:
+        first = first._replace(key_mask=inputs.key_mask[:1].expand_as(inputs.key_mask))
+    copied = Inputs(*(None if x is None else x.contiguous() for x in first))  # type: ignore[arg-type]  # only the mask is None
     yield close("Expanded", run(backend, first), run(backend, copied), rounding(backend, copied, case.dtype))
 
 
 def _transposed(x: Tensor) -> Tensor:
     """The same numbers in memory as [batch, tokens, heads, dim]."""
-    return x.transpose(1, 2).contiguous().transpose(1, 2)
+    return x.transpose(0, 1).contiguous().transpose(0, 1).transpose(1, -2).contiguous().transpose(1, -2)
 
 
 def _sliced(x: Tensor) -> Tensor:
@@ -91,12 +97,23 @@ def _turned(x: Tensor) -> Tensor:
     return x.mT.contiguous().mT
 
 
-@check("Inputs are not written to, forward or backward.", cases=everywhere(3, 65))
+@check(
+    "Inputs are not written to, forward, backward or in `extend`.",
+    cases=(*everywhere(3, 65), Case(tokens=200, masked=True)),
+    drawn=lambda seed: joint(seed, 9, 140),
+)
 def inputs_are_not_written_to(subject: Subject, case: Case) -> Iterator[Finding]:
     inputs, backend = subject.inputs(case), subject.build(case)
     before = [None if x is None else x.clone() for x in inputs]
     versions = [None if x is None else x._version for x in inputs]
     run(backend, inputs)
+    if subject.promises.gradients:
+        leaves = [x.detach().requires_grad_() for x in inputs[:3]]
+        # Results of other operations may be written to where leaves may not.
+        run(backend, inputs.of(*(x.view_as(x) for x in leaves))).square().sum().backward()
+    if subject.promises.streaming and case.causal and case.tokens == case.k_tokens:
+        _, state = backend.extend(*inputs[:3], key_mask=inputs.key_mask)
+        backend.extend(*inputs[:3], state, key_mask=inputs.key_mask)
     for name, x, old, version in zip(inputs._fields, inputs, before, versions, strict=True):
         if x is not None and old is not None:
             yield Finding(f"Writes into {name}", float(x._version != version or not torch.equal(x, old)), 0.0)

@@ -5,7 +5,16 @@ from collections.abc import Iterator
 
 import torch
 
-from efficient_attn.conformance.cases import LENGTHS, Case, Inputs, both, everywhere
+from efficient_attn.conformance.cases import (
+    BORDERS,
+    LENGTHS,
+    LONG_BORDERS,
+    Case,
+    Inputs,
+    both,
+    everywhere,
+    joint,
+)
 from efficient_attn.conformance.compare import close, condition, distance, largest, rounding, rounding_step
 from efficient_attn.conformance.records import Finding
 from efficient_attn.conformance.reference import exact
@@ -51,7 +60,19 @@ def _shapes(*, dtype: str) -> tuple[Case, ...]:
 
 @check(
     "The output is that of softmax attention, to rounding.",
-    cases=(case for dtype in ("float64", *NARROW) for case in _shapes(dtype=dtype)),
+    cases=(
+        *(case for dtype in ("float64", *NARROW) for case in _shapes(dtype=dtype)),
+        *(one for n in BORDERS for one in both(Case(tokens=n, batch=1, heads=1, kv_heads=1))),
+    ),
+    drawn=lambda seed: (
+        *joint(seed, 5, 40, 200),
+        *(case for dtype in NARROW for case in joint(seed, 40, 200, dtype=dtype) if case.batch < 4),
+    ),
+    long=lambda seed: tuple(
+        case.but(batch=1, heads=2, kv_heads=1)
+        for dtype in ("float64", "float32", "bfloat16")
+        for case in joint(seed, *LONG_BORDERS, dtype=dtype)
+    ),
     capability="exact",
 )
 def equals_softmax_attention(subject: Subject, case: Case) -> Iterator[Finding]:
@@ -108,7 +129,8 @@ def length_moves_freely_between_queries_and_keys(subject: Subject, case: Case) -
 
 @check(
     "The scale is the factor on q·k, once: inputs c times as long at scale s are inputs at scale c²·s.",
-    cases=both(Case(tokens=7)),
+    cases=(*both(Case(tokens=7)), *both(Case(tokens=200, batch=1, value_dim=3))),
+    drawn=lambda seed: joint(seed, 9),
 )
 def scale_is_a_factor_on_the_scores(subject: Subject, case: Case) -> Iterator[Finding]:
     inputs, default = subject.inputs(case), case.head_dim**-0.5
@@ -123,7 +145,11 @@ def scale_is_a_factor_on_the_scores(subject: Subject, case: Case) -> Iterator[Fi
 
 @check(
     "In float32, bfloat16 and float16 the output is near that in float64 of the same numbers.",
-    cases=(case for dtype in NARROW for case in everywhere(1, 3, 16, 65, dtype=dtype)),
+    cases=(
+        *(case for dtype in NARROW for case in everywhere(1, 3, 16, 65, dtype=dtype)),
+        *(one.but(batch=1) for dtype in NARROW for one in everywhere(200, 513, dtype=dtype)),
+    ),
+    drawn=lambda seed: tuple(case for dtype in NARROW for case in joint(seed, 9, dtype=dtype)),
     beyond="narrow dtypes",
 )
 def narrow_dtypes_lose_only_rounding(subject: Subject, case: Case) -> Iterator[Finding]:

@@ -29,6 +29,7 @@ class Subject:
     Attributes:
         bare: Whether it is a function that says nothing about itself.
         options: What the backend was built with, for one that exists already; {} takes the defaults.
+        long: Whether the long form of the suite runs.
     """
 
     spec: BackendSpec
@@ -36,6 +37,7 @@ class Subject:
     bare: bool
     options: dict[str, Any]
     seed: int
+    long: bool = False
 
     def cases(self, cases: tuple[Case, ...]) -> list[Case]:
         """Those of the cases that the backend promises to serve."""
@@ -114,7 +116,7 @@ class Subject:
         return backend.eval().to(getattr(torch, case.dtype))
 
 
-def subject(thing: Any, capabilities: Capabilities | None, seed: int) -> Subject:
+def subject(thing: Any, capabilities: Capabilities | None, seed: int, long: bool = False) -> Subject:
     """What is to be checked: a name, a spec, a builder, file.py:object, a module or a function."""
     options: dict[str, Any] = {}
     if isinstance(thing, Backend):
@@ -124,7 +126,7 @@ def subject(thing: Any, capabilities: Capabilities | None, seed: int) -> Subject
     bare = capabilities is None and spec.capabilities is BARE
     if capabilities is not None:
         spec = replace(spec, capabilities=capabilities)
-    return Subject(spec=spec, promises=spec.capabilities, bare=bare, options=options, seed=seed)
+    return Subject(spec=spec, promises=spec.capabilities, bare=bare, options=options, seed=seed, long=long)
 
 
 @torch.no_grad()

@@ -17,6 +17,7 @@ from efficient_attn.conformance.records import (
 from efficient_attn.conformance.subject import Subject
 
 Body = Callable[[Subject, Case], Iterable[Finding]]
+Draw = Callable[[int], tuple[Case, ...]]
 
 
 class CannotCheck(Exception):
@@ -39,6 +40,8 @@ class Check:
         name: Name of the function, which is the promise.
         promise: The promise in words.
         cases: Inputs to try, the smallest first.
+        drawn: Further inputs, drawn from a seed; one that declares nothing is spared grouped heads.
+        long: Further inputs of the long form of the suite, drawn likewise.
         capability: The capability that makes the promise; None for what every backend promises.
         needs: Capabilities without which there is nothing to promise.
         unless: Capabilities that take the promise away.
@@ -49,10 +52,27 @@ class Check:
     promise: str
     body: Body
     cases: tuple[Case, ...]
+    drawn: Draw
+    long: Draw
     capability: str | None
     needs: tuple[str, ...]
     unless: tuple[str, ...]
     beyond: str | None
+
+    @property
+    def is_long(self) -> bool:
+        """Whether it belongs to the long form altogether."""
+        return not self.cases and not self.drawn(0)
+
+    def inputs(self, subject: Subject) -> list[Case]:
+        """The inputs that the subject promises to serve."""
+        drawn = (
+            *self.drawn(subject.seed),
+            *(self.long(subject.seed) if subject.long or self.is_long else ()),
+        )
+        if subject.bare:
+            drawn = tuple(case for case in drawn if case.heads == case.kv_heads)
+        return subject.cases((*self.cases, *drawn))
 
 
 # What a capability is in a sentence that says who lacks it.
@@ -75,7 +95,9 @@ CHECKS: dict[str, Check] = {}
 def check(
     promise: str,
     *,
-    cases: Iterable[Case],
+    cases: Iterable[Case] = (),
+    drawn: Draw = lambda seed: (),
+    long: Draw = lambda seed: (),
     capability: str | None = None,
     needs: tuple[str, ...] = (),
     unless: tuple[str, ...] = (),
@@ -89,6 +111,8 @@ def check(
             promise=promise,
             body=body,
             cases=tuple(cases),
+            drawn=drawn,
+            long=long,
             capability=capability,
             needs=needs,
             unless=unless,
@@ -155,7 +179,7 @@ class _Raised(Exception):
 
 
 def _findings(one: Check, subject: Subject) -> Iterator[tuple[Case, Finding]]:
-    for case in subject.cases(one.cases):
+    for case in one.inputs(subject):
         try:
             for finding in one.body(subject, case):
                 yield case, finding

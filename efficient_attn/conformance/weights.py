@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from efficient_attn.conformance.cases import Case, both, everywhere
+from efficient_attn.conformance.cases import BORDERS, Case, both, everywhere
 from efficient_attn.conformance.compare import close, condition, largest, rounding
 from efficient_attn.conformance.records import Finding
 from efficient_attn.conformance.reference import exact
@@ -14,6 +14,8 @@ from efficient_attn.conformance.table import CannotCheck, check
 
 # Three learned states: what holds by luck at one does not at the next.
 LEARNED = (0, 1, 2)
+# Around every border, with little beside the length.
+SINGLE = tuple(one for n in BORDERS for one in both(Case(tokens=n, batch=1, heads=1, kv_heads=1)))
 SEVERAL = (*everywhere(1, 2, 7, 16), *(c.but(norm=3.0) for c in everywhere(16)))
 
 
@@ -71,10 +73,12 @@ def outputs_are_linear_in_the_values(subject: Subject, case: Case) -> Iterator[F
     yield close("Of 3·v − 2·v′", mixed, wanted, bound)
 
 
-@check("Queries in another order give their outputs in that order.", cases=everywhere(2, 7), needs=("cross",))
+@check(
+    "Queries in another order give their outputs in that order.",
+    cases=tuple(case for case in (*everywhere(2, 7), *SINGLE) if not case.causal),
+    needs=("cross",),
+)
 def order_of_queries_is_order_of_outputs(subject: Subject, case: Case) -> Iterator[Finding]:
-    if case.causal:
-        return
     inputs, backend = subject.inputs(case), subject.build(case)
     out = run(backend, inputs._replace(q=inputs.q.flip(2)))
     bound = rounding(backend, inputs, case.dtype).flip(2)
@@ -83,14 +87,16 @@ def order_of_queries_is_order_of_outputs(subject: Subject, case: Case) -> Iterat
 
 @check(
     "Keys, values and mask in another order give the same output.",
-    cases=everywhere(2, 7),
+    cases=(*everywhere(2, 7), *SINGLE),
+    long=lambda seed: both(Case(tokens=2100, batch=1, heads=1, kv_heads=1)),
     needs=("cross",),
     unless=("needs_max_tokens",),
 )
 def order_of_keys_does_not_matter(subject: Subject, case: Case) -> Iterator[Finding]:
-    if case.causal:
-        return
     inputs, backend = subject.inputs(case), subject.build(case)
+    if case.causal:
+        # The last query alone sees every key.
+        inputs = inputs._replace(q=inputs.q[:, :, -1:])
     mask = None if inputs.key_mask is None else inputs.key_mask.flip(1)
     out = run(backend, inputs._replace(k=inputs.k.flip(2), v=inputs.v.flip(2), key_mask=mask))
     yield close("Reversed keys", out, run(backend, inputs), rounding(backend, inputs, case.dtype))
@@ -114,7 +120,11 @@ def a_window_reads_its_neighbourhood(subject: Subject, case: Case) -> Iterator[F
 @check(
     "Fewer heads of keys and values serve equal groups of neighbouring heads of queries.",
     cases=tuple(
-        one for kv in (1, 2) for one in both(Case(tokens=5, batch=1, heads=4, kv_heads=kv, head_dim=4))
+        one
+        for heads in (4, 1, 2, 3, 5, 6, 7, 8)
+        for kv in range(1, heads + 1)
+        if heads % kv == 0
+        for one in both(Case(tokens=5, heads=heads, kv_heads=kv, value_dim=3))
     ),
     beyond="grouped queries",
 )

@@ -26,6 +26,7 @@ def check_isolated(
     seed: int = 0,
     only: Iterable[str] | None = None,
     timeout_s: float = DEFAULT_TIMEOUT_S,
+    long: bool = False,
 ) -> list[CheckRecord]:
     """The records of `testing.check_backend` for a name or an address, made in another process.
 
@@ -33,6 +34,7 @@ def check_isolated(
         seed: Seed of the inputs.
         only: Names of the checks to run; None: all.
         timeout_s: Seconds for one check, and for the import of the backend.
+        long: Whether the long form of the suite runs.
 
     Raises:
         DataError: If there is no such backend, or importing it takes too long or ends the process.
@@ -42,7 +44,9 @@ def check_isolated(
         refusal = refusal_of(backend, process, rehearse=False, limit_s=timeout_s)
         if refusal is not None:
             raise DataError(refusal)
-        promises: dict[str, str] = json.loads(process.ask("checks", {}, limit_s=_NAMES_S))
+        # A check of the long form alone runs where it is asked for by name.
+        every = long or only is not None
+        promises: dict[str, str] = json.loads(process.ask("checks", {"long": every}, limit_s=_NAMES_S))
         chosen = list(promises) if only is None else list(only)
         for name in chosen:
             if name not in promises:
@@ -50,7 +54,7 @@ def check_isolated(
         records: list[CheckRecord] = []
         hung = 0
         for name in chosen:
-            request = {"target": backend, "check": name, "seed": seed}
+            request = {"target": backend, "check": name, "seed": seed, "long": long}
             lost = partial(CheckRecord, backend=backend, check=name, promise=promises[name])
             if hung == _MOST_HANGS:
                 detail = f"Not tried: {hung} checks before it did not end."

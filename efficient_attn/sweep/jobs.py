@@ -41,7 +41,7 @@ def _checks(request: Mapping[str, Any]) -> str:
     from efficient_attn.conformance.table import CHECKS
     from efficient_attn.testing import check_names
 
-    return json.dumps({name: CHECKS[name].promise for name in check_names()})
+    return json.dumps({name: CHECKS[name].promise for name in check_names(long=request["long"])})
 
 
 def _check(request: Mapping[str, Any]) -> str:
@@ -49,7 +49,9 @@ def _check(request: Mapping[str, Any]) -> str:
     from efficient_attn.testing import check_backend
 
     spec, name = _resolved(request["target"]), request["check"]
-    (record,) = check_backend(spec, on_fail="collect", seed=request["seed"], only=[name])
+    (record,) = check_backend(
+        spec, on_fail="collect", seed=request["seed"], only=[name], long=request["long"]
+    )
     return json.dumps(asdict(record))
 
 

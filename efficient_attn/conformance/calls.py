@@ -1,0 +1,98 @@
+"""Many calls of one backend: none leaves a trace in another, in what was returned or in what was given."""
+
+import itertools
+from collections.abc import Iterator
+
+import torch
+
+from efficient_attn.conformance.cases import Case, Inputs, both, joint
+from efficient_attn.conformance.compare import same_bits
+from efficient_attn.conformance.records import Finding
+from efficient_attn.conformance.subject import Subject, learn, run
+from efficient_attn.conformance.table import check
+
+CALLS = 100
+# Calls before which parameters are written to in place, as an optimiser does.
+UPDATES = (0, 40, 70)
+ONE = Case(tokens=7, batch=3, heads=4, kv_heads=2, value_dim=3, masked=True, pattern=3)
+
+
+def _variants(case: Case) -> tuple[Case, ...]:
+    """Neighbouring calls in one program: other masks, lengths and batches for the same backend."""
+    return (
+        case,
+        case.but(pattern=4),
+        case.but(masked=False),
+        case.but(tokens=case.tokens - 2, pattern=5),
+        case.but(batch=1),
+        case.but(value_dim=case.value_dim + 2),
+        case.but(kv_heads=case.heads),
+        case.but(tokens=1),
+    )
+
+
+@check(
+    f"{CALLS} calls, with other shapes and updates between them: each gives what a fresh copy gives.",
+    cases=both(ONE),
+    drawn=lambda seed: both(ONE.but(dtype="float32")),
+)
+def a_hundred_calls_leave_no_trace(subject: Subject, case: Case) -> Iterator[Finding]:
+    variants = [v for v in _variants(case) if subject.serves(v)] or [case.but(masked=False)]
+    if subject.bare:
+        variants = [v.but(kv_heads=v.heads) for v in variants]
+    draws = itertools.cycle([(v, subject.inputs(v, other=n)) for n in (0, 1, 2) for v in variants])
+    # The same tensors hold the inputs of all calls of one shape, as a program with fixed buffers does.
+    buffers = {v: subject.inputs(v) for v in variants}
+    backend, kept = subject.build(case), []
+    for number, (variant, inputs) in zip(range(CALLS), draws, strict=False):
+        if number in UPDATES:
+            learn(backend, number)
+            wanted: dict[int, torch.Tensor] = {}
+        filled = _fill(buffers[variant], inputs)
+        asks = subject.promises.gradients and number % 3 == 0
+        with torch.set_grad_enabled(asks):
+            leaves = filled.of(*(x.detach().requires_grad_(asks) for x in filled[:3]))
+            out = run(backend, leaves)
+            if asks:
+                out.square().sum().backward()
+        key = id(inputs)
+        if key not in wanted:
+            fresh = subject.build(case)
+            fresh.load_state_dict(backend.state_dict())
+            wanted[key] = run(fresh, inputs).detach()
+        yield same_bits(f"Call {number + 1}", out, wanted[key])
+        kept.append((number, out, wanted[key]))
+    for number, out, before in kept:
+        yield same_bits(f"The output of call {number + 1} at the end", out, before)
+
+
+def _fill(buffers: Inputs, inputs: Inputs) -> Inputs:
+    for buffer, x in zip(buffers, inputs, strict=True):
+        if buffer is not None and x is not None:
+            buffer.detach().copy_(x)
+    return buffers
+
+
+@check(
+    "An output is the caller's: inputs written to later do not change it, and writing to it changes no call.",
+    cases=(*both(Case(tokens=1)), *both(Case(tokens=1, batch=1, heads=1, kv_heads=1)), *both(Case(tokens=7))),
+    drawn=lambda seed: joint(seed, 1, 9),
+)
+def outputs_are_the_callers(subject: Subject, case: Case) -> Iterator[Finding]:
+    inputs, backend = subject.inputs(case), subject.build(case)
+    with torch.no_grad():
+        given = Inputs(*(None if x is None else x.clone() for x in inputs))  # type: ignore[arg-type]  # only the mask is None
+        out = run(backend, given)
+        wanted = out.clone()
+        for x in given[:3]:
+            x.fill_(torch.nan)
+        if given.key_mask is not None:
+            given.key_mask.logical_not_()
+        yield same_bits("After its inputs were overwritten", out, wanted)
+        later = run(backend, subject.inputs(case, other=1)).clone()
+        yield same_bits("After another call", out, wanted)
+        if 0 in out.stride() and out.numel() > 1:
+            return  # an expanded output cannot be written to at all
+        out.fill_(torch.nan)
+        yield same_bits("After an output was overwritten", run(backend, inputs), wanted)
+        yield same_bits("Another call then", run(backend, subject.inputs(case, other=1)), later)

@@ -1,0 +1,174 @@
+"""Sizes, masks, causality and cross attention drawn together: relations that hold for every combination."""
+
+import itertools
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from efficient_attn.backend import Backend
+from efficient_attn.conformance.cases import Case, Inputs, joint
+from efficient_attn.conformance.compare import close, distance, rounding
+from efficient_attn.conformance.records import Finding
+from efficient_attn.conformance.subject import Subject, run
+from efficient_attn.conformance.table import check
+
+# Short vectors keep signed features from cancelling, as with finite differences of tiny inputs.
+GENTLE = 0.5
+STEP = 1e-5
+DIRECTIONS = 3
+BORDER = Case(tokens=129, batch=1, heads=2, kv_heads=1, value_dim=3, norm=GENTLE)
+# One length beyond each of the usual blocks, with everything that a gradient may depend on.
+BEYOND = tuple(
+    BORDER.but(tokens=tokens, causal=causal, masked=masked)
+    for tokens, masked in ((129, True), (257, False), (513, True))
+    for causal in (False, True)
+)
+
+
+@check(
+    "Every sequence of a batch has the output that it has alone.",
+    drawn=lambda seed: (*joint(seed, 3, 9, 70, 200), *joint(seed, 9, 70, dtype="float32")),
+    long=lambda seed: joint(seed, 2100)[:2],
+)
+def every_sequence_is_its_single_call(subject: Subject, case: Case) -> Iterator[Finding]:
+    inputs, backend = subject.inputs(case), subject.build(case)
+    out, bound = run(backend, inputs), rounding(backend, inputs, case.dtype)
+    for b in range(case.batch):
+        alone = Inputs(*(None if x is None else x[b : b + 1] for x in inputs))  # type: ignore[arg-type]  # only the mask is None
+        yield close(f"Sequence {b} alone", run(backend, alone), out[b : b + 1], bound[b : b + 1])
+
+
+@check(
+    "Every head has the output that it has alone, with the keys and values of its group.",
+    drawn=lambda seed: (*joint(seed, 3, 9, 70), *joint(seed, 9, dtype="float32")),
+    long=lambda seed: joint(seed, 2100)[:2],
+)
+def every_head_is_its_single_call(subject: Subject, case: Case) -> Iterator[Finding]:
+    inputs, backend = subject.inputs(case), subject.build(case)
+    out, bound = run(backend, inputs), rounding(backend, inputs, case.dtype)
+    single = _single_head(subject, case, backend)
+    for head in range(case.heads):
+        group = head // (case.heads // case.kv_heads)
+        alone = inputs.of(*(x[:, i : i + 1] for x, i in zip(inputs[:3], (head, group, group), strict=True)))
+        if single is None:
+            # Heads have parameters of their own: the head stays in its place, with copies of it beside it.
+            alone = alone.of(*(x.repeat(1, case.heads, 1, 1) for x in alone[:3]))
+        got = run(single or backend, alone)[:, head if single is None else 0]
+        yield close(f"Head {head} alone", got, out[:, head], bound[:, head])
+
+
+@check(
+    "Every column of the values has the output that it has alone, whatever the sizes of keys and values.",
+    drawn=lambda seed: (*joint(seed, 3, 9), *joint(seed, 9, dtype="float32")),
+)
+def columns_of_values_are_computed_alone(subject: Subject, case: Case) -> Iterator[Finding]:
+    inputs, backend = subject.inputs(case), subject.build(case)
+    out, bound = run(backend, inputs), rounding(backend, inputs, case.dtype)
+    for column in range(case.value_dim):
+        alone = run(backend, inputs._replace(v=inputs.v[..., column : column + 1]))
+        yield close(f"Column {column} of v alone", alone, out[..., column : column + 1], bound)
+
+
+def _single_head(subject: Subject, case: Case, backend: Backend) -> Backend | None:
+    """The same backend for one head; None where it has parameters for each head."""
+    single, state = subject.build(case.but(heads=1, kv_heads=1)), backend.state_dict()
+    if any(x.shape != single.state_dict()[name].shape for name, x in state.items()):
+        return None
+    single.load_state_dict(state)
+    return single
+
+
+@check(
+    "Gradients by q, k, v and parameters are those of finite differences, at every combination and length.",
+    cases=BEYOND,
+    drawn=lambda seed: tuple(case.but(norm=GENTLE) for case in joint(seed, 2, 6, 33)),
+    long=lambda seed: (BORDER.but(tokens=2100), BORDER.but(tokens=2100, causal=True)),
+    needs=("gradients",),
+)
+def gradients_hold_at_every_shape(subject: Subject, case: Case) -> Iterator[Finding]:
+    if case.dtype not in subject.promises.dtypes:
+        return
+    backend, finding = subject.build(case).train(), None
+    for direction in range(DIRECTIONS):
+        # A kink between two points spoils their quotient; a wrong gradient is wrong in every direction.
+        finding = _along(subject, backend, case, direction)
+        if finding.holds:
+            break
+    assert finding is not None
+    yield finding
+
+
+def _along(subject: Subject, backend: Backend, case: Case, direction: int) -> Finding:
+    """The derivative of a weighted sum of outputs along a random direction, beside difference quotients."""
+    inputs, (dq, dk, dv, _) = (subject.inputs(case, other=n) for n in (2 * direction, 2 * direction + 1))
+    leaves = [x.requires_grad_() for x in inputs[:3]]
+    learned = list(backend.parameters())
+    generator = torch.Generator().manual_seed(direction)
+    moves = [torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x) for x in learned]
+    out = run(backend, inputs)
+    weights = torch.randn(out.shape, generator=generator, dtype=torch.float64).to(out)
+    gradients = torch.autograd.grad((out * weights).sum(), [*leaves, *learned], allow_unused=True)
+    pairs = zip(gradients, (dq, dk, dv, *moves), strict=True)
+    slope = float(sum((g * d).sum() for g, d in pairs if g is not None))
+
+    @torch.no_grad()
+    def quotient(step: float) -> float:
+        sums = []
+        for change in (step, -step):
+            _shift(learned, moves, change)
+            at = inputs.of(*(x + change * d for x, d in zip(leaves, (dq, dk, dv), strict=True)))
+            sums.append(float((run(backend, at) * weights).sum()))
+            _shift(learned, moves, -change)
+        return (sums[0] - sums[1]) / (2 * step)
+
+    near, far = quotient(STEP), quotient(2 * STEP)
+    # Two steps differ by three times what the smaller one is off; rounding is divided by the step.
+    noise = float((rounding(backend, inputs, case.dtype) * weights.abs()).sum()) / STEP
+    return Finding("Along a random direction", abs(slope - near), abs(far - near) + noise)
+
+
+@torch.no_grad()
+def _shift(parameters: list[torch.nn.Parameter], moves: list[Tensor], factor: float) -> None:
+    for parameter, move in zip(parameters, moves, strict=True):
+        parameter.add_(move, alpha=factor)
+
+
+@check(
+    "Which of q, k, v and the parameters ask for a gradient changes no gradient.",
+    cases=(*BEYOND, *(case.but(dtype="float32") for case in BEYOND)),
+    drawn=lambda seed: (*joint(seed, 6), *joint(seed, 6, dtype="float32")),
+    needs=("gradients",),
+)
+def what_is_frozen_changes_no_gradient(subject: Subject, case: Case) -> Iterator[Finding]:
+    inputs, backend = subject.inputs(case), subject.build(case)
+    wanted = _gradients(backend, inputs, (True,) * 4)
+    bound = float(rounding(backend, inputs, case.dtype).max())
+    sizes = [max(1.0, float(x.abs().max())) if x is not None and x.numel() else 1.0 for x in wanted]
+    # Beside the inputs the parameters are one more thing that may be frozen, all of them together.
+    own = (False, True) if any(True for _ in backend.parameters()) else (False,)
+    for asking in itertools.product((False, True), (False, True), (False, True), own):
+        got = _gradients(backend, inputs, asking) if any(asking) else []
+        for name, one, other, size in zip(_names(backend), got, wanted, sizes, strict=False):
+            if one is not None and other is not None:
+                where = "".join(letter for letter, is_asked in zip("qkv", asking, strict=False) if is_asked)
+                label = f"Gradient by {name} where {where or 'nothing'}{' and parameters' * asking[3]} ask"
+                yield Finding(label, distance(one, other), bound * size)
+
+
+def _names(backend: Backend) -> list[str]:
+    return ["q", "k", "v", *(name for name, _ in backend.named_parameters())]
+
+
+def _gradients(backend: Backend, inputs: Inputs, asking: tuple[bool, ...]) -> list[Tensor | None]:
+    """Gradients of the sum of squares by q, k, v and the parameters; None where none is asked for."""
+    leaves = [x.detach().clone().requires_grad_(ask) for x, ask in zip(inputs[:3], asking, strict=False)]
+    parameters = [x.requires_grad_(asking[3]) for x in backend.parameters()]
+    total = run(backend, inputs.of(*leaves)).square().sum()
+    every = [*leaves, *parameters]
+    asked = [x for x in every if x.requires_grad]
+    found = iter(torch.autograd.grad(total, asked, allow_unused=True))
+    gradients = [next(found) if x.requires_grad else None for x in every]
+    for parameter in parameters:
+        parameter.requires_grad_(True)
+    return gradients

@@ -1,0 +1,88 @@
+"""Dtypes are computed in, not only accepted: float64 is float64 throughout, float32 is float32."""
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from efficient_attn.backend import Backend
+from efficient_attn.conformance.cases import Case, Inputs, both
+from efficient_attn.conformance.compare import close, magnified
+from efficient_attn.conformance.records import Finding
+from efficient_attn.conformance.subject import Subject, run
+from efficient_attn.conformance.table import check
+
+# Half way in digits from a dtype to the next narrower one: far above rounding, far below the narrower dtype.
+BETWEEN = {
+    "float64": math.sqrt(torch.finfo(torch.float64).eps * torch.finfo(torch.float32).eps),
+    "float32": math.sqrt(torch.finfo(torch.float32).eps * torch.finfo(torch.float16).eps),
+}
+# Small enough that a difference is linear in it to the last digit, as large as the steps of float32.
+STEP = 3e-8
+DIRECTIONS = 2
+# Features that nearly cancel move an output so much that no step is small and every rounding is felt: the
+# cube of its change is curvature, and its change over the step in units of 1e-16 is rounding.
+CURVATURE, ROUNDINGS = 10, 1000 * 1e-16 / STEP
+DRAWS = 3
+SIZES = (Case(tokens=1), Case(tokens=16), Case(tokens=16, masked=True), Case(tokens=129, batch=1))
+NORMS = (0.5, 1.0, 3.0)
+
+
+def _cases(dtype: str) -> tuple[Case, ...]:
+    cases = [case.but(dtype=dtype, norm=norm) for case in SIZES for norm in NORMS]
+    cases.append(Case(tokens=513, batch=1, dtype=dtype))
+    return tuple(one for case in cases for one in both(case))
+
+
+@check(
+    "In float32 nothing is computed more coarsely: errors stay below half the digits between it and float16.",
+    cases=_cases("float32"),
+    beyond="narrow dtypes",
+)
+def float32_is_float32_throughout(subject: Subject, case: Case) -> Iterator[Finding]:
+    inputs = subject.inputs(case)
+    wide = subject.build(case).double()
+    wanted = run(wide, inputs.double())
+    bound = _moved(wide, inputs.double(), BETWEEN["float32"])
+    yield close("Against float64", run(subject.build(case), inputs), wanted, bound)
+
+
+@torch.no_grad()
+def _moved(backend: Backend, inputs: Inputs, share: float) -> Tensor:
+    """The change of every output that errors of this share in the inputs make, and in what is summed."""
+    wanted, change = run(backend, inputs), magnified(share, backend, inputs)
+    for seed in range(DRAWS):
+        change = torch.maximum(change, (run(backend, _noisy(inputs, share, seed)) - wanted).abs().amax())
+    return 2 * change
+
+
+def _noisy(inputs: Inputs, share: float, seed: int) -> Inputs:
+    generator = torch.Generator().manual_seed(seed)
+    noise = (torch.randn(x.shape, generator=generator, dtype=x.dtype) for x in inputs[:3])
+    return inputs.of(*(x * (1 + share * n) for x, n in zip(inputs[:3], noise, strict=True)))
+
+
+@check(
+    "In float64 nothing is computed more coarsely: changes of some parts in 10⁸ show in proportion.",
+    cases=_cases("float64"),
+)
+def float64_is_float64_throughout(subject: Subject, case: Case) -> Iterator[Finding]:
+    inputs, backend = subject.inputs(case), subject.build(case)
+    bound = magnified(BETWEEN["float64"], backend, inputs)
+    for name in ("q", "k", "v"):
+        # A kink between two steps spoils one direction; a coarser dtype is felt along all of them.
+        for direction in range(DIRECTIONS):
+            one, two = (_difference(backend, inputs, name, n * STEP, direction) for n in (1, 2))
+            slack = CURVATURE * two.abs() ** 3 + ROUNDINGS * two.abs()
+            finding = close(f"Small steps of {name}", two, 2 * one, bound + slack)
+            if finding.holds:
+                break
+        yield finding
+
+
+@torch.no_grad()
+def _difference(backend: Backend, inputs: Inputs, name: str, step: float, direction: int) -> Tensor:
+    """The change of the output from one side of an input to the other, on which even powers cancel."""
+    above, below = (_noisy(inputs, sign * step, direction)._asdict()[name] for sign in (1, -1))
+    return run(backend, inputs._replace(**{name: above})) - run(backend, inputs._replace(**{name: below}))

@@ -1,0 +1,210 @@
+"""The settings that a call meets, which change nothing: default dtypes, modes, seeds, layouts, warnings."""
+
+import contextlib
+import io
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from efficient_attn.backend import Backend
+from efficient_attn.conformance.cases import Case, Inputs, both, joint
+from efficient_attn.conformance.compare import close, distance, rounding, same_bits
+from efficient_attn.conformance.records import Finding
+from efficient_attn.conformance.subject import Subject, is_called, run
+from efficient_attn.conformance.table import CannotCheck, check
+
+ONE = Case(tokens=7, value_dim=3)
+KINDS = (*both(ONE), *both(ONE.but(masked=True)), *both(ONE.but(dtype="float32")))
+
+
+def results(
+    subject: Subject, backend: Backend, inputs: Inputs, forward: AbstractContextManager[Any] | None = None
+) -> list[tuple[str, Tensor]]:
+    """All that a backend returns: output, gradients, and the output of `extend` in two parts.
+
+    Args:
+        forward: A mode of the calls, which the backward pass is not in.
+    """
+    mode = forward or contextlib.nullcontext()
+    leaves = [x.detach().clone().requires_grad_(subject.promises.gradients) for x in inputs[:3]]
+    with mode:
+        out = run(backend, inputs.of(*leaves))
+    found = [("Output", out.detach())]
+    if subject.promises.gradients:
+        gradients = torch.autograd.grad(out.square().sum(), leaves)
+        found += [(f"Gradient by {name}", g) for name, g in zip("qkv", gradients, strict=True)]
+    if subject.promises.streaming and backend.problem.causal:
+        state, half = None, inputs.q.shape[2] // 2
+        for number, here in enumerate((slice(0, half), slice(half, None))):
+            q, k, v = (x[:, :, here] for x in inputs[:3])
+            mask = None if inputs.key_mask is None else inputs.key_mask[:, here]
+            with mode:
+                out, state = backend.extend(q, k, v, state, key_mask=mask)
+            found.append((f"Part {number} of extend", out.detach()))
+    return found
+
+
+def _same(where: str, got: list[tuple[str, Tensor]], wanted: list[tuple[str, Tensor]]) -> Iterator[Finding]:
+    for (name, one), (_, other) in zip(got, wanted, strict=True):
+        yield Finding(f"{name} {where} is {one.dtype}, not {other.dtype}", float(one.dtype != other.dtype), 0)
+        yield same_bits(f"{name} {where}", one, other)
+
+
+@check("The default dtype changes nothing, when building and when calling.", cases=KINDS)
+def the_default_dtype_changes_nothing(subject: Subject, case: Case) -> Iterator[Finding]:
+    inputs = subject.inputs(case)
+    wanted = results(subject, subject.build(case), inputs)
+    before = torch.get_default_dtype()
+    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+        try:
+            torch.set_default_dtype(dtype)
+            got = results(subject, subject.build(case), inputs)
+        finally:
+            torch.set_default_dtype(before)
+        yield from _same(f"with {dtype} as default", got, wanted)
+
+
+@check(
+    "The state of the global generators changes nothing, in training neither.",
+    cases=(*KINDS, ONE.but(tokens=200)),
+)
+def global_seeds_change_nothing(subject: Subject, case: Case) -> Iterator[Finding]:
+    inputs, backend = subject.inputs(case), subject.build(case).train()
+    found = []
+    with torch.random.fork_rng(devices=[]):
+        for seed in (0, 1):
+            torch.manual_seed(seed)
+            found.append(results(subject, backend, inputs))
+    yield from _same("with another global seed", *found)
+    yield from _same("in evaluation", results(subject, backend.eval(), inputs), found[0])
+
+
+@check("Inference mode and no_grad change no output, and no later call.", cases=KINDS)
+def modes_change_nothing(subject: Subject, case: Case) -> Iterator[Finding]:
+    inputs = subject.inputs(case)
+    wanted = results(subject, subject.build(case), inputs)
+    mode: Callable[[], AbstractContextManager[Any]]
+    for mode in (torch.inference_mode, torch.no_grad):
+        backend = subject.build(case)
+        with mode():
+            given = Inputs(*(None if x is None else x.clone() for x in inputs))  # type: ignore[arg-type]  # only the mask is None
+            out = run(backend, given)
+        yield same_bits(f"Output in {mode.__name__}", out.clone(), wanted[0][1])
+        # What was kept in that mode could not be saved for a backward pass.
+        yield from _same(f"after {mode.__name__}", results(subject, backend, inputs), wanted)
+
+
+@check("Under autocast gradients and streaming keep their dtype and accuracy.", cases=KINDS)
+def autocast_changes_no_result(subject: Subject, case: Case) -> Iterator[Finding]:
+    inputs, backend = subject.inputs(case), subject.build(case)
+    wanted, bound = results(subject, backend, inputs), rounding(backend, inputs, case.dtype).max()
+    for dtype in (torch.bfloat16, torch.float16):
+        got = results(subject, backend, inputs, torch.autocast("cpu", dtype=dtype))
+        for (name, one), (_, other) in zip(got, wanted, strict=True):
+            yield Finding(f"{name} is {one.dtype}, not {other.dtype}", float(one.dtype != other.dtype), 0.0)
+            yield close(
+                f"{name} under {dtype}", one, other, float(bound) * max(1.0, float(other.abs().max()))
+            )
+
+
+@check("A call warns of nothing and prints nothing.", cases=(*KINDS, *both(ONE.but(tokens=200))))
+def calls_are_silent(subject: Subject, case: Case) -> Iterator[Finding]:
+    inputs, backend, printed = subject.inputs(case), subject.build(case), io.StringIO()
+    with (
+        warnings.catch_warnings(record=True) as caught,
+        contextlib.redirect_stdout(printed),
+        contextlib.redirect_stderr(printed),
+    ):
+        warnings.simplefilter("always")
+        results(subject, backend, inputs)
+        run(backend.train(), inputs)
+    said = [str(one.message) for one in caught] + [printed.getvalue()] * bool(printed.getvalue())
+    yield Finding(f"It says {(said or [''])[0]!r:.100}", float(bool(said)), 0.0)
+
+
+@check(
+    "A negative scale is the positive one of queries turned round.",
+    cases=KINDS,
+    drawn=lambda seed: joint(seed, 9),
+)
+def a_negative_scale_turns_queries_round(subject: Subject, case: Case) -> Iterator[Finding]:
+    plus = subject.build(case, scale=0.7)
+    if is_called(plus):
+        raise CannotCheck("A function takes no scale.")
+    inputs, minus = subject.inputs(case), subject.build(case, scale=-0.7)
+    # What was fitted to typical queries is fitted to the same ones.
+    minus.load_state_dict(plus.state_dict())
+    turned = inputs._replace(q=-inputs.q)
+    bound = rounding(plus, turned, case.dtype)
+    yield close("Scale −0.7", run(minus, inputs), run(plus, turned), bound)
+
+
+@check(
+    "Gradients do not depend on the layout of the inputs or of what flows back, and nothing is written to.",
+    drawn=lambda seed: (*joint(seed, 9, 70), *joint(seed, 9, dtype="float32")),
+    needs=("gradients",),
+)
+def layout_changes_no_gradient(subject: Subject, case: Case) -> Iterator[Finding]:
+    inputs, backend = subject.inputs(case), subject.build(case)
+    shape = run(backend, inputs).shape
+    flowing = subject.inputs(case, other=1).q.new_ones(shape).cumsum(-1).sin()
+    bound = float(rounding(backend, inputs, case.dtype).max())
+    wanted, _ = _backward(backend, inputs, flowing)
+    turned = inputs.of(*(x.mT.contiguous().mT for x in inputs[:3]))
+    if inputs.key_mask is not None:
+        turned = turned._replace(key_mask=inputs.key_mask.T.contiguous().T)
+    for name, layout in (("Turned", _turned), ("Sliced", _sliced)):
+        given = layout(flowing)
+        before = [x.clone() for x in (*turned, given) if x is not None]
+        first, got = _backward(backend, turned, given)
+        for letter, one, again, other in zip("qkv", first, got, wanted, strict=True):
+            yield same_bits(f"{name}: gradient by {letter} at a second pass", again, one)
+            size = bound * max(1.0, float(other.abs().max()) if other.numel() else 1.0)
+            yield Finding(f"{name}: gradient by {letter}", distance(one, other), size)
+            yield Finding(
+                f"{name}: gradient by {letter} is {one.dtype}", float(one.dtype != other.dtype), 0.0
+            )
+        for x, old in zip((x for x in (*turned, given) if x is not None), before, strict=True):
+            yield same_bits(f"{name}: an input or a gradient that flowed back, afterwards", x, old)
+
+
+def _backward(
+    backend: Backend, inputs: Inputs, flowing: Tensor
+) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """Gradients of two passes backward through one graph, which the second finds as the first one did."""
+    leaves = [x.detach().requires_grad_() for x in inputs[:3]]
+    out = run(backend, inputs.of(*leaves))
+    first = torch.autograd.grad(out, leaves, flowing, retain_graph=True)
+    return first, torch.autograd.grad(out, leaves, flowing)
+
+
+def _turned(x: Tensor) -> Tensor:
+    """The same numbers in memory as [batch, heads, dim, tokens]."""
+    return x.mT.contiguous().mT
+
+
+def _sliced(x: Tensor) -> Tensor:
+    """The same numbers as every second entry of a larger tensor."""
+    return x.repeat_interleave(2, dim=-1)[..., ::2]
+
+
+@check("What a backward pass reaches beside q, k and v are parameters of the module.", cases=both(ONE))
+def gradients_reach_parameters_only(subject: Subject, case: Case) -> Iterator[Finding]:
+    inputs, backend = subject.inputs(case), subject.build(case)
+    leaves = [x.requires_grad_() for x in inputs[:3]]
+    known = {id(x) for x in (*leaves, *backend.parameters())}
+    todo, seen = [run(backend, inputs).grad_fn], set()
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        todo += [one for one, _ in node.next_functions]
+        leaf = getattr(node, "variable", None)
+        if leaf is not None:
+            label = f"A tensor {list(leaf.shape)} that is no parameter"
+            yield Finding(label, float(id(leaf) not in known), 0.0)

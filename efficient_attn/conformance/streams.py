@@ -1,0 +1,171 @@
+"""Streaming at every shape: parts of any size, buffers that are used again, states that are kept."""
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from efficient_attn.backend import Backend
+from efficient_attn.conformance.cases import BORDERS, LONG_BORDERS, Case, Inputs, joint
+from efficient_attn.conformance.compare import close, distance, rounding, same_bits
+from efficient_attn.conformance.records import Finding
+from efficient_attn.conformance.subject import Subject, run
+from efficient_attn.conformance.table import check
+
+# A little more than the longest of the borders.
+DECODED = Case(tokens=530, batch=1, heads=2, kv_heads=1, value_dim=3, causal=True)
+LONGEST = DECODED.but(tokens=2100, masked=True, pattern=2)
+# Single tokens are decoded on either side of every border.
+AROUND = 3
+
+
+def _drawn(seed: int, *lengths: int, dtype: str = "float64") -> tuple[Case, ...]:
+    """Causal cases with as many queries as keys, which are those that can be streamed."""
+    return tuple(case.but(keys=None) for case in joint(seed, *lengths, dtype=dtype) if case.causal)
+
+
+@check(
+    "In parts of any size, even none, from buffers that are used again, the output is that of the whole.",
+    drawn=lambda seed: (
+        *_drawn(seed, 2, 9, 70, 200),
+        *(case for dtype in ("float32", "bfloat16", "float16") for case in _drawn(seed, 70, dtype=dtype)),
+    ),
+    needs=("streaming",),
+)
+def parts_of_any_size_are_the_whole(subject: Subject, case: Case) -> Iterator[Finding]:
+    inputs, backend = subject.inputs(case), subject.build(case)
+    wanted, bound = run(backend, inputs), rounding(backend, inputs, case.dtype)
+    parts = _parts(case.tokens, random.Random(f"{subject.seed} {case}"))
+    where = f"In parts of {', '.join(map(str, parts))}"
+    yield from _streamed(where, backend, inputs, parts, wanted, bound)
+
+
+def _parts(tokens: int, draws: random.Random) -> list[int]:
+    """In any order: some single tokens, one large part, the rest, and twice no token at all."""
+    singles = min(tokens, draws.randint(1, 3))
+    large = draws.randint(0, tokens - singles)
+    parts = [*[1] * singles, large, tokens - singles - large, 0, 0]
+    draws.shuffle(parts)
+    return parts
+
+
+@check(
+    "Decoding forgets nothing and adds nothing on either side of any length, however long the state.",
+    cases=(DECODED, DECODED.but(masked=True, pattern=2), DECODED.but(dtype="float32")),
+    long=lambda seed: (LONGEST,),
+    needs=("streaming",),
+)
+def long_states_are_whole(subject: Subject, case: Case) -> Iterator[Finding]:
+    inputs, backend = subject.inputs(case), subject.build(case)
+    wanted, bound = run(backend, inputs), rounding(backend, inputs, case.dtype)
+    steps, done = [], 0
+    for border in (*BORDERS, *LONG_BORDERS):
+        if done < border - AROUND and border + AROUND < case.tokens:
+            steps += [border - AROUND - done, *[1] * 2 * AROUND]
+            done = border + AROUND
+    steps.append(case.tokens - done)
+    yield from _streamed("Decoding", backend, inputs, steps, wanted, bound)
+
+
+def _streamed(
+    where: str, backend: Backend, inputs: Inputs, parts: list[int], wanted: Tensor, bound: Tensor
+) -> Iterator[Finding]:
+    """Findings on each part: its output when it came, and the same bits at the end."""
+    buffers = [torch.full_like(x[:, :, : max(parts)], torch.nan) for x in inputs[:3]]
+    mask = None if inputs.key_mask is None else torch.zeros_like(inputs.key_mask[:, : max(parts)])
+    state, start, kept = None, 0, []
+    with torch.no_grad():
+        for tokens in parts:
+            here = slice(start, start + tokens)
+            for buffer, x in zip(buffers, inputs[:3], strict=True):
+                buffer[:, :, :tokens].copy_(x[:, :, here])
+            if mask is not None and inputs.key_mask is not None:
+                mask[:, :tokens].copy_(inputs.key_mask[:, here])
+            q, k, v = (buffer[:, :, :tokens] for buffer in buffers)
+            out, state = backend.extend(q, k, v, state, key_mask=None if mask is None else mask[:, :tokens])
+            yield close(f"{where}, from {start}", out, wanted[:, :, here], bound[:, :, here])
+            dtype = f"{where}: {out.dtype} instead of {wanted.dtype}"
+            yield Finding(dtype, float(out.dtype != wanted.dtype), 0.0)
+            kept.append((out, out.clone()))
+            start += tokens
+            for buffer in buffers:
+                buffer.fill_(torch.nan)
+            if mask is not None:
+                mask.logical_not_()
+        for number, (out, before) in enumerate(kept):
+            yield same_bits(f"{where}: part {number} at the end", out, before)
+
+
+@check(
+    "A state is kept: whatever other sequences go on from it, the same tokens give the same bits.",
+    drawn=lambda seed: (*_drawn(seed, 9, 140), *_drawn(seed, 9, dtype="float32")),
+    needs=("streaming",),
+)
+def any_number_of_sequences_go_on_from_a_state(subject: Subject, case: Case) -> Iterator[Finding]:
+    inputs, backend = subject.inputs(case), subject.build(case)
+    before = case.tokens // 2
+    with torch.no_grad():
+        _, state = _extend(backend, inputs, slice(0, before), None)
+        copied = [x.clone() for x in _tensors(state)]
+        for tokens in sorted({1, case.tokens - before}):
+            here = slice(before, before + tokens)
+            first, later = _extend(backend, inputs, here, state)
+            kept = first.clone()
+            other, _ = _extend(backend, subject.inputs(case, other=1), here, state)
+            _extend(backend, subject.inputs(case, other=1), here, later)
+            again, _ = _extend(backend, inputs, here, state)
+            yield same_bits(f"{tokens} tokens once more", again, kept)
+            yield same_bits(f"The output of {tokens} tokens, later", first, kept)
+            if not torch.equal(subject.inputs(case, other=1).v[:, :, here], inputs.v[:, :, here]):
+                other.fill_(torch.nan)
+                again, _ = _extend(backend, inputs, here, state)
+                yield same_bits("After another output was overwritten", again, kept)
+    for x, old in zip(_tensors(state), copied, strict=True):
+        yield same_bits("The state's own tensors", x, old)
+
+
+@check(
+    "Gradients pass through states: those of a streamed sequence are those of the whole.",
+    drawn=lambda seed: (*_drawn(seed, 3, 9), *_drawn(seed, 70)[:2]),
+    needs=("streaming", "gradients"),
+)
+def gradients_pass_through_states(subject: Subject, case: Case) -> Iterator[Finding]:
+    inputs, backend = subject.inputs(case), subject.build(case)
+    bound = float(rounding(backend, inputs, case.dtype).max())
+    learned = list(backend.parameters())
+
+    def gradients(streamed: bool) -> tuple[Tensor | None, ...]:
+        leaves = [x.detach().clone().requires_grad_() for x in inputs[:3]]
+        given = inputs.of(*leaves)
+        out = _in_three(backend, given, case.tokens) if streamed else run(backend, given)
+        return torch.autograd.grad(out.square().sum(), [*leaves, *learned], allow_unused=True)
+
+    names = ["q", "k", "v", *(name for name, _ in backend.named_parameters())]
+    for name, got, wanted in zip(names, gradients(True), gradients(False), strict=True):
+        if wanted is not None:
+            got = torch.full_like(wanted, torch.nan) if got is None else got
+            size = max(1.0, float(wanted.abs().max()))
+            yield Finding(f"Gradient by {name} through two states", distance(got, wanted), bound * size)
+
+
+def _in_three(backend: Backend, inputs: Inputs, tokens: int) -> Tensor:
+    outputs, state = [], None
+    for here in (slice(0, tokens // 2), slice(tokens // 2, tokens - 1), slice(tokens - 1, tokens)):
+        out, state = _extend(backend, inputs, here, state)
+        outputs.append(out)
+    return torch.cat(outputs, dim=2)
+
+
+def _extend(backend: Backend, inputs: Inputs, here: slice, state: Any) -> tuple[Tensor, Any]:
+    q, k, v = (x[:, :, here] for x in inputs[:3])
+    key_mask = None if inputs.key_mask is None else inputs.key_mask[:, here]
+    return backend.extend(q, k, v, state, key_mask=key_mask)
+
+
+def _tensors(state: Any) -> list[Tensor]:
+    """The tensors of a state, whatever tuples and lists they are in."""
+    if isinstance(state, Tensor):
+        return [state]
+    return [x for one in state for x in _tensors(one)] if isinstance(state, tuple | list) else []
