@@ -47,7 +47,8 @@ class CalibratedFeatures(WideBuffers):
     def use(self, fit: Fit) -> None:
         """Take the parameters of a fit."""
         for name, value in zip(Fit._fields, fit, strict=True):
-            setattr(self, name, value.to(getattr(self, name)))
+            # Buffers are stored row by row: torch.export writes others wrongly.
+            setattr(self, name, value.to(getattr(self, name)).contiguous())
 
     def reset_parameters(self) -> None:
         """Forget the fit."""

@@ -111,5 +111,6 @@ class RandomFeatures(WideBuffers):
         self.projection.copy_(self._directions())
 
     def _directions(self) -> Tensor:
-        # Rounded to float32 for every model: the same directions in float64 then show rounding alone.
-        return draw_directions(self._draw, *self._shape, seed=self._seed).float()
+        # Rounded to float32 for every model: the same directions in float64 then show rounding alone. Stored
+        # row by row, which a rotation is not: torch.export writes other buffers wrongly.
+        return draw_directions(self._draw, *self._shape, seed=self._seed).float().contiguous()
