@@ -248,4 +248,6 @@ def test_rates_of_the_machine_that_moved_are_a_warning():
 
 def test_entries_of_unequal_number_are_not_compared():
     old, new = (record("error", output_relative_error_heads=(0.1,) * count) for count in (2, 3))
-    assert "not comparable" in {change.verdict for change in diff(results(old), results(new)).comparison.changes}
+    assert "not comparable" in {
+        change.verdict for change in diff(results(old), results(new)).comparison.changes
+    }

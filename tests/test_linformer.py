@@ -127,3 +127,14 @@ def test_half_precision_beyond_one_piece_is_float64_rounded_once(sharing, dtype)
     # A tensor is rounded once on its way out; what is summed before is wider.
     for one, other in zip(found, wanted, strict=True):
         assert (one - other).abs().max() <= 2 * torch.finfo(dtype).eps * other.abs().max()
+
+
+@pytest.mark.parametrize("sharing", ["heads", "none"])
+def test_a_mixture_whose_values_are_mixed_from_no_token_takes_no_part(sharing):
+    backend = linformer(rank=3, sharing=sharing, init="gaussian")
+    with torch.no_grad():
+        backend.core.mix_values[..., 1, :9] = 0.0
+    q, k, v = random_qkv(q_tokens=4, k_tokens=9)
+    kept = linformer(rank=2, sharing=sharing)
+    set_mixing(kept, backend.core.mix_keys[..., [0, 2], :], backend.core.mix_values[..., [0, 2], :])
+    torch.testing.assert_close(backend(q, k, v), kept(q, k, v), rtol=1e-12, atol=1e-12)
