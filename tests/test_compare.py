@@ -189,12 +189,14 @@ def test_costs_are_taken_in_another_process_on_the_same_tensors(tmp_path, monkey
         "def total(q, k, v):\n"
         "    bits = b''.join(x.contiguous().numpy().tobytes() for x in (q, k, v))\n"
         "    with open('seen.txt', 'a') as file:\n"
-        "        file.write(f'{os.getpid()} {zlib.crc32(bits)}\\n')\n"
+        "        file.write(f'{os.getpid()} {zlib.crc32(bits)} {q.shape[-2]}\\n')\n"
         "    return v\n"
     )
     ea.compare(["own.py:total"], layer=1, tokens=24, rounds=1, draws=1)
     lines = {tuple(line.split()) for line in (tmp_path / "seen.txt").read_text().splitlines()}
-    assert len({pid for pid, _ in lines}) == 2 and len({bits for _, bits in lines}) == 1
+    # A third process made the first call of the file, on fewer tokens.
+    measured = [line[:2] for line in lines if line[2] == "24"]
+    assert len({pid for pid, _ in measured}) == 2 and len({bits for _, bits in measured}) == 1
 
 
 def test_what_is_timed_has_the_scale_of_the_inputs(tmp_path):
