@@ -205,12 +205,12 @@ def moments(queries: list) -> tuple[list, list]:
     return mean, squares
 
 
-def clusters_row(position: int, q: list, k: list, v: list, group: list, scale, causal: bool) -> list:
+def clusters_row(position: int, q: list, k: list, v: list, queries: list, scale, causal: bool) -> list:
     """Near keys one by one, far ones by cluster: k-means from the outermost keys; causal: segments."""
     tokens, block = len(k), position // BLOCK * BLOCK
     low = max(block - (BLOCK if causal else BLOCK // 2), 0)
     near = list(range(low, position + 1 if causal else min(block + BLOCK + BLOCK // 2, tokens)))
-    mean, variance = moments([[scale * a for a in one] for one in group])
+    mean, variance = moments([[scale * a for a in one] for one in queries])
     if causal:
         mean, variance = [0 * x for x in mean], [0 * x for x in variance]
         # Segments of a power of two tokens, the longest first, as short as two places can hold for any past.
@@ -255,9 +255,7 @@ def row(name: str, case: Case, kept: dict, given: dict, head: int, i: int):
     if name == "linformer":
         return linformer_row(kept, q, k, v, seen, scale) or [mpf(0)] * case.value_dim, mpf(1)
     if name == "window-clusters":
-        size = case.heads // case.kv_heads
-        group = [one for h in range(kv_head * size, (kv_head + 1) * size) for one in given["q"][h]]
-        return clusters_row(position, q, k, v, group, scale, causal), mpf(1)
+        return clusters_row(position, q, k, v, given["q"][head], scale, causal), mpf(1)
     return linear_row(name, kept, q, keys, values, scale)
 
 
