@@ -8,11 +8,10 @@ from twins import Softmax
 
 
 class Kernel(Softmax):
-    """Attention by a positive kernel, φ(q)·φ(k) with φ = elu + 1: right, and not softmax attention."""
+    """Attention by a positive kernel, 1 + softplus(scale · q·k): right, and not softmax attention."""
 
     def scores(self, q, k):
-        q, k = (nn.functional.elu(self.wide(x)) + 1 for x in (q * self.problem.factor, k))
-        return (q @ k.mT).log()
+        return nn.functional.softplus(super().scores(q, k)).log1p()
 
 
 class Tempered(Softmax):
@@ -20,7 +19,7 @@ class Tempered(Softmax):
 
     def __init__(self, problem, options):
         super().__init__(problem, options)
-        self.factor = nn.Parameter(torch.ones(()))
+        self.factor = nn.Parameter(torch.ones((), dtype=torch.float32))
 
     def scores(self, q, k):
         return super().scores(q, k) * self.factor
@@ -30,7 +29,7 @@ class LinearMemory(Softmax):
     """Exact attention by torch's fused kernel, for two whole sequences without causality."""
 
     def forward(self, q, k, v, key_mask):
-        return nn.functional.scaled_dot_product_attention(q, k, v, scale=self.problem.factor)
+        return nn.functional.scaled_dot_product_attention(q, k, v, scale=self.problem.factor, enable_gqa=True)
 
 
 # Batches, heads, columns ------------------------------------------------------------------------------
