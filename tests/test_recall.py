@@ -269,10 +269,13 @@ def test_what_a_backend_raises_is_its_result_and_ends_nothing_else():
     assert "it broke here" in results.tables()[0].notes[-1]
 
 
-def test_a_loss_that_is_not_finite_is_an_error_and_no_accuracy():
-    results = ea.recall([lambda q, k, v: v * float("inf")], **TINY | {"seeds": 1})
+@pytest.mark.parametrize(
+    ("factor", "reason"), [(float("inf"), "entries of the output are not finite"), (1e30, "the loss was")]
+)
+def test_an_output_or_a_loss_that_is_not_finite_is_an_error_and_no_accuracy(factor, reason):
+    results = ea.recall([lambda q, k, v: v * factor], **TINY | {"seeds": 1})
     last = parse(line(results.records[-1]).encode(), "here")
-    assert last.status == "error" and last.accuracy is None and "step 1: the loss was" in last.reason
+    assert last.status == "error" and last.accuracy is None and reason in last.reason
 
 
 @pytest.mark.parametrize(("right", "answers"), [(0, 10), (7, 10), (600, 9600), (10, 10)])
