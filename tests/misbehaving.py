@@ -92,6 +92,12 @@ def leaks(q, k, v):
     return v.clone()
 
 
+def crowded(q, k, v):
+    # Full if a point of another length was before it; this module is loaded anew for each point.
+    tokens = str(q.shape[2])
+    return v.clone() if os.environ.setdefault("FIRST_TOKENS", tokens) == tokens else full(q, k, v)
+
+
 def slow(q, k, v):
     time.sleep(0.3)
     return v.clone()

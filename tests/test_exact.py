@@ -8,6 +8,7 @@ from reference import random_mask, random_qkv, reference_attention
 
 import efficient_attn as ea
 from efficient_attn.measure.memory import peak
+from efficient_attn.ops import fused
 
 EXACT = ("exact", "exact-dense")
 SHAPES = [  # batch, heads, kv_heads, q_tokens, k_tokens, head_dim, value_dim
@@ -116,3 +117,23 @@ def test_masks_and_causality_together_take_no_memory_of_tokens_squared():
         peaks.append(peak(lambda q=q, mask=mask: backend(q, q, q, key_mask=mask), device="cpu").peak_bytes)
     # Twice the tokens, at most a little more than twice the bytes; a mask of tokens² would be four times.
     assert peaks[1] < 2.5 * peaks[0]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_kernel_is_asked_for_no_row_without_a_key(monkeypatch, causal):
+    asked, kernel = [], fused._kernel
+
+    def kept(*tensors, visible, **options):
+        asked.append(visible)
+        return kernel(*tensors, visible=visible, **options)
+
+    monkeypatch.setattr(fused, "_kernel", kept)
+    mask = torch.arange(7) >= torch.tensor([[3], [7]])
+    ea.build("exact", head_dim=8, causal=causal)(*random_qkv(2, 2, 1, 7, 7), key_mask=mask)
+    assert asked and all(visible.any(dim=-1).all() for visible in asked)
+
+
+def test_weights_of_half_precision_come_in_float32_unrounded():
+    q, k, _ = (x.bfloat16() for x in random_qkv(1, 2, 1, 7, 7))
+    backend = ea.build("exact", head_dim=8)
+    assert torch.equal(backend.attention_weights(q, k), backend.attention_weights(q.float(), k.float()))
