@@ -1,5 +1,7 @@
 """Causal chunks without guards: where exponents are moderate, and only there, and what follows them."""
 
+import math
+
 import pytest
 import torch
 from reference import random_qkv, reference_linear, worst_row
@@ -74,3 +76,12 @@ def test_nan_is_not_moderate():
         some = [one.clone() for _ in range(3)]
         some[number][0, 0, 0] = torch.nan
         assert not linear_causal_plain.moderate(*some)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_exponents_whose_sums_would_leave_the_range_of_floats_are_not_moderate(dtype):
+    one = torch.ones(1, 2, 2, dtype=dtype)
+    # Sums of 2^30 products of two features and a value of 2^16.
+    large = one * (math.log2(torch.finfo(dtype).max) - 30 - 16) / 2 + 1
+    assert not linear_causal_plain.moderate(large, one, one)
+    assert not linear_causal_plain.moderate(one, -large, one)
