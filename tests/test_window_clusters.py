@@ -8,6 +8,7 @@ from reference import random_mask, random_qkv, reference_attention
 from torch.autograd import gradcheck
 
 import efficient_attn as ea
+from efficient_attn.ops.clusters import kmeans
 from efficient_attn.ops.past import past_segments, plan
 
 WINDOW, CLUSTERS, SCALE = 8, 3, 8**-0.5
@@ -227,3 +228,9 @@ def test_clusters_of_keys_cannot_be_causal_and_a_window_is_a_multiple_of_four():
         built(window=65)
     with pytest.raises(ea.UnknownNameError, match="kmeans"):
         built(summary="means")
+
+
+def test_a_centre_without_keys_stays_where_it_is():
+    # The three centres begin at 4, and the first takes all keys, whose mean is 3.8.
+    keys = torch.tensor([4.0, 4.0, 4.0, 3.0, 4.0])[None, None, :, None]
+    assert kmeans(keys, torch.ones(1, 5, dtype=torch.bool), 3, steps=2).tolist() == [[[1, 1, 1, 0, 1]]]
