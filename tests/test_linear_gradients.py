@@ -7,7 +7,7 @@ import torch
 from reference import random_qkv
 
 import efficient_attn as ea
-from efficient_attn.ops import linear, linear_causal
+from efficient_attn.ops import linear, linear_causal, linear_causal_exponential_gradient
 from efficient_attn.ops.features import MAPS
 
 LINEAR = [name for name in ea.list_backends() if name.startswith(("linear-", "performer-"))]
@@ -67,6 +67,24 @@ def test_gradients_are_right_where_chunks_are_computed_in_halves(name, monkeypat
     assert len(lengths) > math.ceil(150 / linear_causal.CHUNK), "nothing was halved"
     wanted = torch.autograd.grad(by_definition(backend, *inputs).sin().sum(), inputs)
     for one, other in zip(torch.autograd.grad(out.sin().sum(), inputs), wanted, strict=True):
+        assert (one - other).abs().max() <= 1e-9 * other.abs().max()
+
+
+def test_gradients_are_right_where_pieces_of_exponential_features_are_halved(monkeypatch):
+    pieces, by_queries = [], linear_causal_exponential_gradient._by_queries
+
+    def recorded(*args):
+        found = by_queries(*args)
+        pieces.extend(found[1])
+        return found
+
+    monkeypatch.setattr(linear_causal_exponential_gradient, "_by_queries", recorded)
+    monkeypatch.setitem(linear.TINY, torch.float64, 0.25)
+    backend, inputs = built("performer-positive"), [x.requires_grad_() for x in rising(6.0)]
+    wanted = torch.autograd.grad(by_definition(backend, *inputs).sin().sum(), inputs)
+    found = torch.autograd.grad(backend(*inputs).sin().sum(), inputs)
+    assert len(pieces) > math.ceil(150 / linear_causal_exponential_gradient.CHUNK), "nothing was halved"
+    for one, other in zip(found, wanted, strict=True):
         assert (one - other).abs().max() <= 1e-9 * other.abs().max()
 
 
