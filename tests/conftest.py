@@ -3,6 +3,7 @@
 import gc
 import os
 import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,8 @@ def pytest_collection_finish() -> None:
 def pytest_configure(config: pytest.Config) -> None:
     # The children that some tests start inherit this too.
     os.environ["MPLBACKEND"] = "Agg"
+    # Ctrl-C interrupts here too where a shell in the background, which ignores it, started the tests.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
     import torch
 

@@ -120,7 +120,9 @@ def test_where_nothing_that_was_asked_for_could_be_measured_the_code_is_4(undraw
 
 
 def test_an_interruption_keeps_what_was_measured_and_ends_with_130(undrawn, capsys):
-    assert command(*SMALL, "--backend", "exact,own.py:impatient", "--out", "out") == 130
+    # A process of its own measures, so that its parent is this one and not whoever started the tests.
+    isolated = [*SMALL, "--isolate", "reuse"]
+    assert command(*isolated, "--backend", "exact,own.py:impatient", "--out", "out") == 130
     lengths = [json.loads(line)["tokens"] for line in written("records.jsonl").splitlines()]
     # Two backends, time and memory, at the length before the interruption.
     assert lengths.count(16) == 4

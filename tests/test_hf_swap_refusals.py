@@ -91,7 +91,7 @@ def code_of_its_own(path):
         (lambda path: (path / "config.json").write_text("[]"), "is no JSON object"),
         (lambda path: rewrite(path, architectures=["Nothing"]), r"names the class \['Nothing'\]"),
         (lambda path: rewrite(path, num_hidden_layers=4), "of another model: it lacks"),
-        (lambda path: (path / "model.safetensors").write_bytes(b"\0" * 64), "Cannot load a model from"),
+        (lambda path: (path / "model.safetensors").write_bytes(b"\0" * 64), "is no whole safetensors file"),
     ],
 )
 def test_a_folder_that_is_no_model_is_refused_in_one_line(encoder, tmp_path, change, message):

@@ -127,7 +127,9 @@ def _sentence(parts: Sequence[_Told]) -> str:
     told = [f"{first.case.label}: {machine} {pays}{_say_gain(first)}"]
     for part in others:
         at = "" if part.gain.tokens == first.gain.tokens else f"at {part.gain.tokens} "
-        told.append(f"{at}the {_name(part.case)} {_times(part)}{_at_most(part)}")
+        clear = part.gain.ratio.side_of_one != 0
+        subject = f"the {_name(part.case)}" if clear else f"for the {_name(part.case)} it is"
+        told.append(f"{at}{subject} {_times(part)}{_at_most(part)}")
     return f"{'; '.join(told)}."
 
 
