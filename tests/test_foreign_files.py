@@ -69,7 +69,7 @@ def test_no_command_is_ended_by_an_import(command, name, files, capfd):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", set(COMMANDS) - {"bench"})
+@pytest.mark.parametrize("command", sorted(set(COMMANDS) - {"bench"}))
 @pytest.mark.parametrize("name", ["segfaults", "endless", "endless_building"])
 def test_a_study_in_this_process_is_not_ended_by_a_first_call(name, command, files, capfd):
     line = refusal(capfd, command, *COMMANDS[command], "--backend", f"own.py:{name}")
