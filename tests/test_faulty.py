@@ -6,6 +6,7 @@ nothing but relations between calls can tell.
 
 import faulty as f
 import pytest
+import torch
 from test_broken import EXACT, spec_of
 from twins import Softmax
 
@@ -103,6 +104,15 @@ CONTROLS = {
     "tempered": spec_of(f.Tempered, OTHER, NoOptions, None),
     "linear-memory": spec_of(f.LinearMemory, TWO_WHOLE, NoOptions, None),
 }
+
+
+@pytest.fixture(autouse=True)
+def products_as_they_were():
+    """A fault that sets the precision of matrix products leaves it to no later test of the process."""
+    before = torch.get_float32_matmul_precision()
+    yield
+    torch.set_float32_matmul_precision(before)
+
 
 
 def with_fault(fault: type, base: type, capabilities: Capabilities) -> BackendSpec:

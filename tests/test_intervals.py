@@ -38,7 +38,8 @@ def test_intervals_of_times_hold_under_every_noise(noise, rounds):
     found = time_coverage(MODELS[noise], rounds=rounds, runs=1000)
     for name, wanted in {"median": 0.9, "speed": 0.9, "crossover": 0.9, "power": 0.93}.items():
         assert found[name].held >= fewest(wanted, found[name].printed), (name, str(found[name]))
-        assert found[name].printed > 500
+        # A hundred give a coverage of 95 % a standard error of 2 %; where noise is large, more stay unclear.
+        assert found[name].printed > 100
 
 
 @pytest.mark.slow

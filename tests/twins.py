@@ -76,10 +76,12 @@ class Positive(Softmax):
         self.directions.copy_(self.draw(seed))
 
     def logarithms(self, x: Tensor) -> Tensor:
-        x = self.wide(x) * self.problem.factor**0.5
+        x = self.wide(x) * abs(self.problem.factor) ** 0.5
         return x @ self.directions.to(x).mT - x.square().sum(dim=-1, keepdim=True) / 2
 
     def scores(self, q: Tensor, k: Tensor) -> Tensor:
+        # A negative scale turns the queries round.
+        q = -q if self.problem.factor < 0 else q
         pairs = self.logarithms(q).unsqueeze(-2) + self.logarithms(k).unsqueeze(-3)
         return pairs.logsumexp(dim=-1)
 
