@@ -81,7 +81,7 @@ def _fill(buffers: Inputs, inputs: Inputs) -> Inputs:
 def outputs_are_the_callers(subject: Subject, case: Case) -> Iterator[Finding]:
     inputs, backend = subject.inputs(case), subject.build(case)
     with torch.no_grad():
-        given = Inputs(*(None if x is None else x.clone() for x in inputs))  # type: ignore[arg-type]  # only the mask is None
+        given = inputs.each(torch.clone)
         out = run(backend, given)
         wanted = out.clone()
         for x in given[:3]:

@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -63,6 +64,11 @@ class Inputs(NamedTuple):
     def of(self, q: Tensor, k: Tensor, v: Tensor) -> "Inputs":
         """Other tensors under the same mask."""
         return Inputs(q, k, v, self.key_mask)
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> "Inputs":
+        """Every tensor after `change`, the mask among them where there is one."""
+        mask = None if self.key_mask is None else change(self.key_mask)
+        return Inputs(change(self.q), change(self.k), change(self.v), mask)
 
     def double(self) -> "Inputs":
         return Inputs(self.q.double(), self.k.double(), self.v.double(), self.key_mask)

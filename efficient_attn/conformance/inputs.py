@@ -78,7 +78,7 @@ def layout_in_memory_does_not_matter(subject: Subject, case: Case) -> Iterator[F
     first = inputs.of(*(x[:1, :1].expand_as(x) for x in inputs[:3]))
     if inputs.key_mask is not None:
         first = first._replace(key_mask=inputs.key_mask[:1].expand_as(inputs.key_mask))
-    copied = Inputs(*(None if x is None else x.contiguous() for x in first))  # type: ignore[arg-type]  # only the mask is None
+    copied = first.each(Tensor.contiguous)
     yield close("Expanded", run(backend, first), run(backend, copied), rounding(backend, copied, case.dtype))
 
 
@@ -128,7 +128,7 @@ def batch_mates_do_not_matter(subject: Subject, case: Case) -> Iterator[Finding]
     wanted, bound = run(backend, inputs), rounding(backend, inputs, case.dtype)
     for where, changed in _elsewhere(inputs, axis=0):
         yield close(f"{where} in another sequence", run(backend, changed)[:1], wanted[:1], bound[:1])
-    alone = Inputs(*(None if x is None else x[:1] for x in inputs))  # type: ignore[arg-type]  # only the mask is None
+    alone = inputs.each(lambda x: x[:1])
     yield close("Alone", run(backend, alone), wanted[:1], bound[:1])
 
 

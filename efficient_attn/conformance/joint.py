@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Iterator
+from operator import itemgetter
 
 import torch
 from torch import Tensor
@@ -35,7 +36,7 @@ def every_sequence_is_its_single_call(subject: Subject, case: Case) -> Iterator[
     inputs, backend = subject.inputs(case), subject.build(case)
     out, bound = run(backend, inputs), rounding(backend, inputs, case.dtype)
     for b in range(case.batch):
-        alone = Inputs(*(None if x is None else x[b : b + 1] for x in inputs))  # type: ignore[arg-type]  # only the mask is None
+        alone = inputs.each(itemgetter(slice(b, b + 1)))
         yield close(f"Sequence {b} alone", run(backend, alone), out[b : b + 1], bound[b : b + 1])
 
 
