@@ -184,7 +184,12 @@ def page() -> str:
 
 def _short_answer(pays: list[_Pays], compared: list[Comparison]) -> str:
     """What to take, for those in a hurry; starts and errors are those of the tables below."""
-    start = {one.name: one.start.removeprefix("it pays ") for one in pays}
+    start = {
+        one.name: one.start.removeprefix("it pays ")
+        if one.start.startswith("it pays ")
+        else "from a length that the run leaves open"
+        for one in pays
+    }
     errors = _errors(compared)
     rows = [
         [

@@ -99,6 +99,23 @@ def test_a_check_that_hangs_or_crashes_is_a_row_and_the_next_one_is_made(name, d
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("words", "found"), [((), False), (("--long",), True)])
+def test_long_adds_sequences_that_the_short_form_does_not_reach(words, found, tmp_path, capfd):
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "import torch\n"
+        "def attend(q, k, v):\n"
+        "    if q.shape[2] > 2000:\n"
+        "        v = v.roll((1, 1), dims=(0, 1))\n"
+        "    return (q @ k.mT / q.shape[-1] ** 0.5).softmax(dim=-1) @ v\n"
+    )
+    alone = "every_sequence_is_its_single_call,every_head_is_its_single_call"
+    main_code("check", f"{path}:attend", "--only", alone, "--json", *words)
+    outcomes = [record["outcome"] for record in json.loads(capfd.readouterr().out)]
+    assert outcomes == ["broken" if found else "kept"] * 2
+
+
+@pytest.mark.slow
 def test_after_three_checks_that_hang_the_others_are_not_tried(tmp_path, capfd):
     path = tmp_path / "mine.py"
     path.write_text("def attend(q, k, v):\n    while True:\n        pass\n")

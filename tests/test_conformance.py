@@ -12,8 +12,13 @@ from efficient_attn.testing import BrokenPromiseError, check_backend, check_name
 COMPILED = "compiled_it_is_the_same"
 # Runtime shape checks make torch.compile stumble, and draw from `random` to choose what they look at.
 WITHOUT_SHAPE_CHECKS = (COMPILED, "nothing_global_is_touched")
+# Each takes seconds for one backend; tests/test_broken.py shows the faults that they are for.
+SLOW = ("a_hundred_calls_leave_no_trace", "what_is_frozen_changes_no_gradient")
 NAMES = [
-    pytest.param(name, marks=pytest.mark.compile) if name in WITHOUT_SHAPE_CHECKS else name
+    pytest.param(
+        name,
+        marks=[pytest.mark.compile] * (name in WITHOUT_SHAPE_CHECKS) + [pytest.mark.slow] * (name in SLOW),
+    )
     for name in check_names()
 ]
 
@@ -39,6 +44,13 @@ def of(records, check):
 @pytest.mark.parametrize("backend", ea.list_backends())
 def test_a_registered_backend_keeps_what_it_promises(backend: str, check: str) -> None:
     check_backend(backend, only=[check])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ea.list_backends())
+def test_a_registered_backend_keeps_what_it_promises_at_long_lengths(backend: str) -> None:
+    chosen = [name for name in check_names(long=True) if name not in WITHOUT_SHAPE_CHECKS]
+    check_backend(backend, only=chosen, long=True)
 
 
 def test_linformer_that_pools_means_gives_a_constant_for_constant_values() -> None:

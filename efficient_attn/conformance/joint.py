@@ -27,10 +27,18 @@ BEYOND = tuple(
 )
 
 
+# The long form has an input that every backend serves, and one with everything at once.
+LONG = Case(tokens=2100, batch=2, heads=2, kv_heads=2)
+
+
+def _long(seed: int) -> tuple[Case, ...]:
+    return (LONG, *joint(seed, 2100)[:2])
+
+
 @check(
     "Every sequence of a batch has the output that it has alone.",
     drawn=lambda seed: (*joint(seed, 3, 9, 70, 200), *joint(seed, 9, 70, dtype="float32")),
-    long=lambda seed: joint(seed, 2100)[:2],
+    long=_long,
 )
 def every_sequence_is_its_single_call(subject: Subject, case: Case) -> Iterator[Finding]:
     inputs, backend = subject.inputs(case), subject.build(case)
@@ -43,7 +51,7 @@ def every_sequence_is_its_single_call(subject: Subject, case: Case) -> Iterator[
 @check(
     "Every head has the output that it has alone, with the keys and values of its group.",
     drawn=lambda seed: (*joint(seed, 3, 9, 70), *joint(seed, 9, dtype="float32")),
-    long=lambda seed: joint(seed, 2100)[:2],
+    long=_long,
 )
 def every_head_is_its_single_call(subject: Subject, case: Case) -> Iterator[Finding]:
     inputs, backend = subject.inputs(case), subject.build(case)
