@@ -1,1 +1,1 @@
-"""The promises of a backend as checks: one small function each, its name the promise."""
+"""Conformance suite: one small function per promise of a backend, named after the promise."""

@@ -1,4 +1,4 @@
-"""Many calls of one backend: none leaves a trace in another, in what was returned or in what was given."""
+"""Repeated calls: no call affects another, earlier outputs, or its inputs."""
 
 import itertools
 from collections.abc import Iterator
@@ -12,13 +12,13 @@ from efficient_attn.conformance.subject import Subject, learn, run
 from efficient_attn.conformance.table import check
 
 CALLS = 100
-# Calls before which parameters are written to in place, as an optimiser does.
+# Calls before which parameters are updated in place, as an optimiser does.
 UPDATES = (0, 40, 70)
 ONE = Case(tokens=7, batch=3, heads=4, kv_heads=2, value_dim=3, masked=True, pattern=3)
 
 
 def _variants(case: Case) -> tuple[Case, ...]:
-    """Neighbouring calls in one program: other masks, lengths and batches for the same backend."""
+    """Calls that alternate in one program: other masks, lengths and batch sizes for the same backend."""
     return (
         case,
         case.but(pattern=4),
@@ -32,7 +32,7 @@ def _variants(case: Case) -> tuple[Case, ...]:
 
 
 @check(
-    f"{CALLS} calls, with other shapes and updates between them: each gives what a fresh copy gives.",
+    f"{CALLS} calls with alternating shapes and parameter updates match calls of a fresh copy.",
     cases=both(ONE),
     drawn=lambda seed: both(ONE.but(dtype="float32")),
 )
@@ -41,7 +41,7 @@ def a_hundred_calls_leave_no_trace(subject: Subject, case: Case) -> Iterator[Fin
     if subject.bare:
         variants = [v.but(kv_heads=v.heads) for v in variants]
     draws = itertools.cycle([(v, subject.inputs(v, other=n)) for n in (0, 1, 2) for v in variants])
-    # The same tensors hold the inputs of all calls of one shape, as a program with fixed buffers does.
+    # Calls of one shape share buffers, as in a program with static inputs.
     buffers = {v: subject.inputs(v) for v in variants}
     backend, kept = subject.build(case), []
     for number, (variant, inputs) in zip(range(CALLS), draws, strict=False):
@@ -63,7 +63,7 @@ def a_hundred_calls_leave_no_trace(subject: Subject, case: Case) -> Iterator[Fin
         yield same_bits(f"Call {number + 1}", out, wanted[key])
         kept.append((number, out, wanted[key]))
     for number, out, before in kept:
-        yield same_bits(f"The output of call {number + 1} at the end", out, before)
+        yield same_bits(f"The output of call {number + 1} after the last call", out, before)
 
 
 def _fill(buffers: Inputs, inputs: Inputs) -> Inputs:
@@ -74,7 +74,7 @@ def _fill(buffers: Inputs, inputs: Inputs) -> Inputs:
 
 
 @check(
-    "An output is the caller's: inputs written to later do not change it, and writing to it changes no call.",
+    "Outputs do not alias: overwriting inputs changes no output, and overwriting an output no later call.",
     cases=(*both(Case(tokens=1)), *both(Case(tokens=1, batch=1, heads=1, kv_heads=1)), *both(Case(tokens=7))),
     drawn=lambda seed: joint(seed, 1, 9),
 )
@@ -92,7 +92,7 @@ def outputs_are_the_callers(subject: Subject, case: Case) -> Iterator[Finding]:
         later = run(backend, subject.inputs(case, other=1)).clone()
         yield same_bits("After another call", out, wanted)
         if 0 in out.stride() and out.numel() > 1:
-            return  # an expanded output cannot be written to at all
+            return  # an expanded output is not writable
         out.fill_(torch.nan)
         yield same_bits("After an output was overwritten", run(backend, inputs), wanted)
         yield same_bits("Another call then", run(backend, subject.inputs(case, other=1)), later)

@@ -1,4 +1,4 @@
-"""The inputs of the checks: small problems from the smallest up, and the tensors of each."""
+"""Inputs of the checks: problems of increasing size, and their tensors."""
 
 import itertools
 import random
@@ -12,12 +12,12 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One input: its sizes, its dtype, what is asked of the backend.
+    """The sizes, dtype and settings of one input.
 
     Attributes:
         norm: Standard deviation of the entries of q and k.
         masked: Whether a key mask hides some keys, among them the first of the second sequence.
-        pattern: Seed of a random mask, another one for every sequence; None: the regular one.
+        pattern: Seed of a random mask with another pattern per sequence; None: a regular mask.
     """
 
     tokens: int
@@ -62,11 +62,11 @@ class Inputs(NamedTuple):
     key_mask: Tensor | None
 
     def of(self, q: Tensor, k: Tensor, v: Tensor) -> "Inputs":
-        """Other tensors under the same mask."""
+        """The same mask with other tensors."""
         return Inputs(q, k, v, self.key_mask)
 
     def each(self, change: Callable[[Tensor], Tensor]) -> "Inputs":
-        """Every tensor after `change`, the mask among them where there is one."""
+        """Every tensor, and the mask if there is one, after `change`."""
         mask = None if self.key_mask is None else change(self.key_mask)
         return Inputs(change(self.q), change(self.k), change(self.v), mask)
 
@@ -75,7 +75,7 @@ class Inputs(NamedTuple):
 
 
 def draw(case: Case, seed: int) -> Inputs:
-    """Gaussian tensors of a case; the same seed gives the same ones, rounded to the case's dtype."""
+    """Seeded Gaussian tensors of a case, rounded to its dtype."""
     generator = torch.Generator().manual_seed(seed)
     dtype = getattr(torch, case.dtype)
 
@@ -89,7 +89,7 @@ def draw(case: Case, seed: int) -> Inputs:
 
 
 def _mask(case: Case) -> Tensor:
-    """The first sequence loses its last third, the second its first key and every third one after."""
+    """Mask the last third of the first sequence, and the first key and every third after it of the second."""
     if case.pattern is not None:
         return _random_mask(case, torch.Generator().manual_seed(case.pattern))
     position = torch.arange(case.k_tokens)
@@ -100,38 +100,38 @@ def _mask(case: Case) -> Tensor:
 
 
 def _random_mask(case: Case, generator: torch.Generator) -> Tensor:
-    """Every sequence keeps another share of its keys; one in eight keeps none, one in eight all."""
+    """Each sequence keeps a random share of its keys; one in eight keeps none, one in eight all."""
     share = torch.rand(case.batch, 1, generator=generator) * 4 / 3 - 1 / 6
     return torch.rand(case.batch, case.k_tokens, generator=generator) < share
 
 
-# No token to spare, no multiple of anything, more than one block of 64.
+# One token, no multiples of a block size, and more than a block of 64.
 LENGTHS = (1, 2, 3, 7, 16, 65)
 
 
 def both(case: Case) -> tuple[Case, ...]:
-    """The case without and with causality."""
+    """The case with and without causality."""
     return case, case.but(causal=True)
 
 
 def everywhere(*lengths: int, dtype: str = "float64") -> tuple[Case, ...]:
-    """Every length without and with causality, without and with a key mask."""
+    """Every length, with and without causality and with and without a key mask."""
     cases = [Case(tokens=n, masked=masked, dtype=dtype) for n in lengths for masked in (False, True)]
     return tuple(one for case in cases for one in both(case))
 
 
 def causally(*lengths: int, dtype: str = "float64") -> tuple[Case, ...]:
-    """Every length, causal, without and with a key mask."""
+    """Every length, causal, with and without a key mask."""
     return tuple(case for case in everywhere(*lengths, dtype=dtype) if case.causal)
 
 
-# One around every size that a block, a chunk or a cache of an implementation may have.
+# Lengths around every usual size of a block, a chunk or a cache.
 BORDERS = (63, 64, 65, 127, 128, 129, 200, 255, 256, 257, 511, 512, 513)
 LONG_BORDERS = (1023, 1024, 1025, 2047, 2048, 2049, 2100)
 
 
 def joint(seed: int, *lengths: int, dtype: str = "float64") -> tuple[Case, ...]:
-    """Cases in which everything differs at once, drawn from a seed, the smallest first.
+    """Random combinations of all settings, seeded, the smallest first.
 
     Every combination of causality, key mask and cross attention occurs, half of them with a batch of at
     least three, and every number of heads from 1 to 8 with one of its divisors; sizes of keys and values
@@ -147,7 +147,7 @@ def joint(seed: int, *lengths: int, dtype: str = "float64") -> tuple[Case, ...]:
         for batch, several, (causal, masked, cross) in zip(batches, heads, kinds, strict=True):
             head_dim, value_dim = draws.sample((1, 2, 3, 4, 5, 8, 9), 2)
             more = draws.randint(1, max(1, tokens // 2))
-            # Causal queries are the last positions of the keys, so there are more keys only.
+            # Causal queries are the last positions of the keys, which requires at least as many keys.
             keys = tokens + more if causal or draws.random() < 0.5 else max(1, tokens - more)
             cases.append(
                 Case(

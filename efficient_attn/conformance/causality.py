@@ -1,4 +1,4 @@
-"""What a causal backend may know of later tokens: nothing; and the same numbers token by token."""
+"""Causality: no leakage from later tokens, and equal outputs in full and incremental decoding."""
 
 import math
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ CAUSAL = ("causal",)
 
 
 @check(
-    "The derivative of an output by anything of a later token is exactly zero.",
+    "The gradient of an output with respect to any later token is exactly zero.",
     cases=(*causally(2, 3, 7, 65), Case(tokens=16, causal=True, norm=LONG)),
     needs=("causal", "gradients"),
 )
@@ -36,15 +36,15 @@ def no_output_depends_on_a_later_token(subject: Subject, case: Case) -> Iterator
     out = run(subject.build(case), inputs)
     flowing = subject.inputs(case, other=1).v
     for row in sorted({0, case.tokens // 3, case.tokens // 2, case.tokens - 2}):
-        # All rows up to this one at once: a random weight for each keeps their derivatives from cancelling.
+        # One backward pass for all rows up to this one: random weights keep their gradients from cancelling.
         some = (out * flowing)[:, :, : row + 1].sum()
         gradients = torch.autograd.grad(some, leaves, retain_graph=True)
         for name, gradient in zip("qkv", gradients, strict=True):
-            yield Finding(f"Outputs up to {row} by later {name}", largest(gradient[:, :, row + 1 :]), 0.0)
+            yield Finding(f"Outputs up to {row}, later {name}", largest(gradient[:, :, row + 1 :]), 0.0)
 
 
 @check(
-    "Whatever finite values later tokens take, the outputs before them move by no more than rounding.",
+    "Later tokens change earlier outputs by no more than rounding, for any finite values.",
     cases=(case for dtype in ("float64", "float32") for case in causally(2, 7, 70, 130, dtype=dtype)),
     needs=CAUSAL,
 )
@@ -59,7 +59,7 @@ def later_values_move_no_output(subject: Subject, case: Case) -> Iterator[Findin
 
 
 def _sequences(subject: Subject, case: Case) -> Iterator[tuple[str, Inputs, dict[str, float]]]:
-    """Ordinary keys; long keys first and short ones after; all of them long."""
+    """Gaussian inputs; long keys followed by short ones; long queries and keys throughout."""
     inputs, half = subject.inputs(case), case.tokens // 2
     yield "Gaussian", inputs, LEAK
     falling = torch.ones(case.tokens, 1, dtype=inputs.k.dtype)
@@ -69,7 +69,7 @@ def _sequences(subject: Subject, case: Case) -> Iterator[tuple[str, Inputs, dict
 
 
 def _changed_after(inputs: Inputs, cut: int, other: Inputs) -> Iterator[tuple[str, Inputs]]:
-    """Other values in tokens from `cut` on: of ordinary size, 20 times as long, nothing but zeros."""
+    """Inputs with other tokens from `cut` on: of ordinary norm, 20 times as long, or zero."""
     for what, factor in (("others", 1.0), ("long ones", LONG), ("zeros", 0.0)):
         q, k, v = (x.detach().clone() for x in inputs[:3])
         q[:, :, cut:] = other.q[:, :, cut:] * factor
@@ -79,7 +79,7 @@ def _changed_after(inputs: Inputs, cut: int, other: Inputs) -> Iterator[tuple[st
 
 
 @check(
-    "Fewer queries than keys are the last positions of the keys.",
+    "With fewer queries than keys, the queries are the last positions of the keys.",
     cases=(case for case in causally(2, 7, 65)),
     needs=CAUSAL,
 )
@@ -93,7 +93,7 @@ def queries_are_the_last_positions(subject: Subject, case: Case) -> Iterator[Fin
 
 
 @check(
-    "A sequence continued through `extend` at any split gives the output of the whole.",
+    "A sequence continued through `extend` at any split gives the output of the full pass.",
     cases=(*causally(1, 2, 9, dtype="float64"), *causally(9, dtype="float32")),
     needs=("streaming",),
 )
@@ -106,7 +106,7 @@ def continued_anywhere_is_the_whole(subject: Subject, case: Case) -> Iterator[Fi
 
 
 @check(
-    "Decoding token by token gives the output of the whole sequence.",
+    "Decoding token by token gives the output of the full pass.",
     cases=(*causally(3, 9, 70), *causally(9, dtype="float32"), *causally(9, dtype="bfloat16")),
     needs=("streaming",),
 )
@@ -117,7 +117,7 @@ def token_by_token_is_the_whole(subject: Subject, case: Case) -> Iterator[Findin
 
 
 @check(
-    "A state is not written to: extended twice with the same tokens it gives the same bits.",
+    "A state is immutable: extending it twice with the same tokens gives the same bits.",
     cases=causally(9),
     needs=("streaming",),
 )
@@ -131,7 +131,7 @@ def a_state_can_be_extended_twice(subject: Subject, case: Case) -> Iterator[Find
 
 
 @check(
-    "What `extend` hides stays hidden: a masked token of NaN in any call changes no later output.",
+    "Masked tokens stay masked in `extend`: a masked NaN token changes no later output.",
     cases=(case for case in causally(9) if case.masked),
     needs=("streaming", "key_mask"),
 )
@@ -148,7 +148,7 @@ def extend_honours_its_mask(subject: Subject, case: Case) -> Iterator[Finding]:
 
 
 def _streamed(backend: Backend, inputs: Inputs, parts: list[int]) -> Tensor:
-    """The outputs of consecutive parts of a sequence, one call of `extend` each."""
+    """Outputs of consecutive parts of a sequence, with one call of `extend` per part."""
     outputs, state, start = [], None, 0
     for tokens in parts:
         out, state = _extend(backend, _part(inputs, slice(start, start + tokens)), state)

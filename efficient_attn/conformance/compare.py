@@ -1,4 +1,4 @@
-"""How two outputs are compared, and how far rounding may move one."""
+"""Comparison of two outputs, and bounds on the effect of rounding."""
 
 import torch
 from torch import Tensor
@@ -8,48 +8,48 @@ from efficient_attn.conformance.cases import Inputs
 from efficient_attn.conformance.records import Finding
 from efficient_attn.conformance.subject import run
 
-# What two orders of the same operations may differ by, as a share of the largest value read.
+# Difference that reordering the same operations may cause, relative to the largest value.
 ROUNDING = {"float64": 1e-12, "float32": 1e-4, "bfloat16": 1e-4, "float16": 1e-4}
-# What later tokens may move an output of a causal backend by, and at 20 times Gaussian norms.
+# Change of an output that later tokens may cause; LEAK_LONG applies at 20 times Gaussian norms.
 LEAK = {"float64": 1e-10, "float32": 1e-4}
 LEAK_LONG = {"float64": 1e-10, "float32": 1e-3}
 LONG = 20.0
 
 
 def largest(x: Tensor) -> float:
-    """The largest magnitude; 0 for an empty tensor, NaN where there is one."""
+    """Largest magnitude; 0 for an empty tensor, NaN if any entry is NaN."""
     return float(x.detach().double().abs().max()) if x.numel() else 0.0
 
 
 def same_bits(where: str, got: Tensor, wanted: Tensor) -> Finding:
-    """Equal in every bit; NaN equals NaN."""
+    """Bitwise equality; NaN equals NaN."""
     equal = got.shape == wanted.shape and torch.equal(got.nan_to_num(nan=7e4), wanted.nan_to_num(nan=7e4))
     gap = 0.0 if equal else distance(got, wanted)
     return Finding(where, gap or (0.0 if equal else float("nan")), 0.0)
 
 
 def distance(got: Tensor, wanted: Tensor) -> float:
-    """The largest difference of two tensors of one shape; NaN where one has NaN or the shapes differ."""
+    """Largest difference of two tensors; NaN if either contains NaN or the shapes differ."""
     if got.shape != wanted.shape:
         return float("nan")
     return largest(got.detach().double() - wanted.detach().double())
 
 
 def close(where: str, got: Tensor, wanted: Tensor, bound: float | Tensor) -> Finding:
-    """Within a bound, which may differ from row to row; the figures are those of the worst entry."""
+    """Agreement within a bound, which may vary by row; the finding reports the worst entry."""
     if got.shape != wanted.shape:
         return Finding(f"{where}: shape {list(got.shape)} instead of {list(wanted.shape)}", float("nan"), 0.0)
     gap = (got.detach().double() - wanted.detach().double()).abs()
     limit = torch.as_tensor(bound, dtype=torch.float64).expand_as(gap)
     if gap.numel() == 0:
         return Finding(where, 0.0, float(limit.max()) if limit.numel() else 0.0)
-    # NaN counts as the worst of all.
+    # NaN counts as the largest error.
     worst = (gap / limit.clamp_min(torch.finfo(torch.float64).tiny)).nan_to_num(nan=torch.inf).argmax()
     return Finding(where, float(gap.flatten()[worst]), float(limit.flatten()[worst]))
 
 
 def condition(backend: Backend, inputs: Inputs) -> Tensor:
-    """Σ_j |weight_ij| of every row, at least 1: what magnifies its rounding, [batch heads q_tokens 1]."""
+    """Condition number Σ_j |weight_ij| of every row, at least 1, [batch heads q_tokens 1]."""
     if backend.spec.capabilities.nonnegative:
         return torch.ones(*inputs.q.shape[:-1], 1, dtype=torch.float64)
     weights = backend.attention_weights(inputs.q, inputs.k, key_mask=inputs.key_mask)
@@ -57,16 +57,16 @@ def condition(backend: Backend, inputs: Inputs) -> Tensor:
 
 
 def rounding(backend: Backend, inputs: Inputs, dtype: str) -> Tensor:
-    """What rounding may move each row of the output by, [batch heads q_tokens 1]."""
+    """Bound on the rounding error of each row of the output, [batch heads q_tokens 1]."""
     steps = 2 * rounding_step(inputs.v) if dtype in ("bfloat16", "float16") else 0.0
     return magnified(ROUNDING[dtype], backend, inputs) + steps * condition(backend, inputs)
 
 
 def magnified(share: float, backend: Backend, inputs: Inputs) -> Tensor:
-    """An error of this share in the weights, seen in each row of the output, [batch heads q_tokens 1].
+    """Effect on each output row of a relative error `share` in the weights, [batch heads q_tokens 1].
 
-    With κ = Σ_j |weight_ij| the numerator is off by share · κ · |v|, the denominator by a share of κ:
-    together κ · share · (|v| + |output_i|). Of the two sizes the larger is taken.
+    With κ = Σ_j |weight_ij| the numerator is off by share · κ · |v| and the denominator by share · κ:
+    together κ · share · (|v| + |output_i|). The bound uses the larger of the two norms.
     """
     out = run(backend, inputs).detach().double().abs()
     size = out.amax(dim=-1, keepdim=True) if out.shape[-1] else out.new_zeros(*out.shape[:-1], 1)
@@ -75,5 +75,5 @@ def magnified(share: float, backend: Backend, inputs: Inputs) -> Tensor:
 
 
 def rounding_step(x: Tensor) -> float:
-    """The spacing of the dtype's numbers at the largest of x, which one rounding loses half of."""
+    """Spacing of the dtype's numbers at the largest entry of x; one rounding loses half of it."""
     return torch.finfo(x.dtype).eps * largest(x)

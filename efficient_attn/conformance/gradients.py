@@ -1,4 +1,4 @@
-"""Derivatives against finite differences, and what becomes of those that are not promised."""
+"""Gradients and second derivatives against finite differences."""
 
 from collections.abc import Callable, Iterator
 
@@ -14,7 +14,7 @@ from efficient_attn.conformance.records import Finding
 from efficient_attn.conformance.subject import Subject, run
 from efficient_attn.conformance.table import Refused, SilentlyWrong, check
 
-# Short vectors keep signed features from cancelling: an ill-conditioned row has no good difference quotient.
+# Short vectors keep signed features from cancelling; ill-conditioned rows have no good difference quotient.
 TINY = Case(tokens=3, batch=1, heads=1, kv_heads=1, head_dim=2, value_dim=2, norm=0.5)
 _KINDS = (
     TINY,
@@ -27,7 +27,7 @@ KINDS = tuple(one for case in _KINDS for one in both(case))
 
 
 @check(
-    "Gradients by q, k and v are those of finite differences, the same at every call.",
+    "Gradients w.r.t. q, k and v match finite differences, and are the same at every call.",
     cases=KINDS,
     capability="gradients",
 )
@@ -38,7 +38,7 @@ def gradients_are_those_of_finite_differences(subject: Subject, case: Case) -> I
 
 
 @check(
-    "Second derivatives are those of finite differences; where they are not promised, asking raises.",
+    "Second derivatives match finite differences, or raise an error if they are not promised.",
     cases=KINDS,
     capability="second_derivatives",
 )
@@ -52,16 +52,16 @@ def second_derivatives_are_right_or_refused(subject: Subject, case: Case) -> Ite
         first = torch.autograd.grad(call(*leaves).square().sum(), leaves, create_graph=True)
         torch.autograd.grad([x.square().sum() for x in first], leaves)
     except RuntimeError as error:
-        raise Refused("Asking for them raises.") from error
+        raise Refused("Second derivatives raise an error.") from error
     try:
         gradgradcheck(call, leaves)
     except GradcheckError as error:
-        raise SilentlyWrong("Second derivatives are given, and wrong.") from error
+        raise SilentlyWrong("Second derivatives are returned, but wrong.") from error
     yield Finding("Finite differences", 0.0, 0.0)
 
 
 @check(
-    "A gradient in half precision is near that in float64 of the same numbers.",
+    "Gradients in half precision are close to float64 on the same inputs.",
     cases=(
         one
         for dtype in ("bfloat16", "float16", "float32")
@@ -73,16 +73,17 @@ def second_derivatives_are_right_or_refused(subject: Subject, case: Case) -> Ite
         if case.heads < 4
     ),
     needs=("gradients",),
-    beyond="narrow dtypes",
+    beyond="low-precision dtypes",
 )
 def gradients_in_narrow_dtypes_lose_only_rounding(subject: Subject, case: Case) -> Iterator[Finding]:
     inputs, backend = subject.inputs(case), subject.build(case)
     got = _gradients(backend, inputs)
     wanted = _gradients(subject.build(case).double(), inputs.double())
-    # A gradient is a sum over tokens of products of numbers rounded to the dtype.
+    # A gradient is a sum over tokens of products of rounded numbers.
     steps = 4 * case.tokens * torch.finfo(inputs.q.dtype).eps + 1e-3
     for name, one, other in zip("qkv", got, wanted, strict=True):
-        yield Finding(f"Gradient by {name}", distance(one, other), steps * max(1.0, float(other.abs().max())))
+        bound = steps * max(1.0, float(other.abs().max()))
+        yield Finding(f"Gradient w.r.t. {name}", distance(one, other), bound)
 
 
 def _gradients(backend: Backend, inputs: Inputs) -> tuple[Tensor, ...]:

@@ -1,4 +1,4 @@
-"""How memory and time grow with the number of tokens: bytes, which have no noise, and processor time."""
+"""Growth of memory and time with the number of tokens: peak bytes, which have no noise, and CPU time."""
 
 import itertools
 import math
@@ -13,9 +13,9 @@ from efficient_attn.conformance.subject import Subject, run
 from efficient_attn.conformance.table import CannotCheck, check
 from efficient_attn.measure import memory
 
-# A multiple of every block, and long enough that scores of all pairs outweigh what a block takes.
+# A multiple of every block, and long enough that scores of all pairs outweigh the scratch of a block.
 LONG = Case(tokens=1024, batch=1, heads=1, kv_heads=1, dtype="float32")
-# What powers may be off: tables beside the tensors in bytes, caches of the processor in time.
+# Tolerance of the exponents: for tables besides the tensors in bytes, and for CPU caches in time.
 BYTES_POWER, TIME_POWER = 0.1, 0.2
 # Lengths of the long form, as multiples of the shortest.
 DOUBLINGS = (1, 2, 4, 8)
@@ -23,12 +23,12 @@ REPEATS = 5
 
 
 @check(
-    "Memory grows no faster than declared, forward and in training: the peak of twice the tokens.",
+    "Memory grows no faster than declared, forward and in training: peak bytes at twice the tokens.",
     cases=both(LONG),
 )
 def memory_grows_as_declared(subject: Subject, case: Case) -> Iterator[Finding]:
     _needs_growth(subject)
-    # A fixed part and blocks that are not full only make it less than that.
+    # Fixed costs and partly filled blocks only lower the ratio.
     most = 2.0 ** (subject.promises.memory_growth + BYTES_POWER)
     for where, backward in _passes(subject):
         once, twice = (_peak_bytes(subject, case.but(tokens=n * case.tokens), backward) for n in (1, 2))
@@ -37,7 +37,7 @@ def memory_grows_as_declared(subject: Subject, case: Case) -> Iterator[Finding]:
 
 
 @check(
-    "No fixed part hides how memory grows: what is added by each doubling of the tokens.",
+    "The growth of memory is not hidden by fixed costs: bytes added by each doubling of the tokens.",
     long=lambda seed: both(LONG),
 )
 def growth_of_memory_is_not_hidden(subject: Subject, case: Case) -> Iterator[Finding]:
@@ -47,7 +47,7 @@ def growth_of_memory_is_not_hidden(subject: Subject, case: Case) -> Iterator[Fin
     for where, backward in _passes(subject):
         peaks = [_peak_bytes(subject, case.but(tokens=n), backward) for n in lengths]
         added = [longer - shorter for shorter, longer in itertools.pairwise(peaks)]
-        # A workspace that begins to fill bends the curve once; what grows too fast does so at every doubling.
+        # A workspace that fills up bends the curve once; excess growth shows at every doubling.
         least = min(b / max(a, 1) for a, b in itertools.pairwise(added))
         yield Finding(f"{where}, bytes added by a doubling over the doubling before", least, most)
 
@@ -65,16 +65,16 @@ def time_grows_as_declared(subject: Subject, case: Case) -> Iterator[Finding]:
             [_seconds(call) for _ in range(REPEATS)]
             for call in (_call(subject, case.but(tokens=n), backward) for n in (shortest, longest))
         )
-        # The smallest power that the samples allow: what slowed some of them down is no growth.
+        # The smallest exponent consistent with the samples: background load is not growth.
         power = math.log(min(late) / max(early)) / math.log(longest / shortest)
         yield Finding(
-            f"{where}, power of the tokens from {shortest} to {longest}", power, declared + TIME_POWER
+            f"{where}, exponent of the tokens from {shortest} to {longest}", power, declared + TIME_POWER
         )
 
 
 def _needs_growth(subject: Subject) -> None:
     if subject.bare:
-        raise CannotCheck("It declares no growth.")
+        raise CannotCheck("The backend declares no growth.")
 
 
 def _passes(subject: Subject) -> list[tuple[str, bool]]:
@@ -82,7 +82,7 @@ def _passes(subject: Subject) -> list[tuple[str, bool]]:
 
 
 def _lengths(declared: int, case: Case) -> list[int]:
-    """Long enough to tell, short enough that the declared power can be paid."""
+    """Lengths long enough to measure, and short enough for the declared power."""
     return [case.tokens * n // (1 if declared == 1 else 4) for n in DOUBLINGS]
 
 
@@ -100,7 +100,7 @@ def _call(subject: Subject, case: Case, backward: bool) -> Callable[[], object]:
 
 def _peak_bytes(subject: Subject, case: Case, backward: bool) -> int:
     call = _call(subject, case, backward)
-    # The first call may fill caches that later calls find filled: they count, so long as they are small.
+    # Caches that the first call fills are excluded, provided that a short call fills them.
     _call(subject, case.but(tokens=8), backward)()
     return memory.peak(call, device="cpu").peak_bytes
 

@@ -1,4 +1,4 @@
-"""What a backend does with its inputs: any size and layout, nothing written, nothing mixed up."""
+"""Inputs: any size and memory layout, no in-place writes, no mixing of sequences or heads."""
 
 import math
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ SMALL = Case(tokens=5)
 
 
 @check(
-    "The output has the values' last size, and q's other sizes, dtype and device.",
+    "The output has the last dimension of v, and the other dimensions, dtype and device of q.",
     cases=(
         one
         for dtype in DTYPES
@@ -35,7 +35,7 @@ def outputs_have_the_shape_and_dtype_asked_for(subject: Subject, case: Case) -> 
 
 
 @check(
-    "No batch, no queries and no keys give zeros or nothing, and a backward pass.",
+    "Empty batches, queries and keys give empty or zero outputs, and a backward pass.",
     cases=(
         one
         for case in (SMALL.but(batch=0), SMALL.but(tokens=0, keys=0), SMALL.but(tokens=0, keys=5))
@@ -59,7 +59,7 @@ def _empty(subject: Subject, case: Case) -> Iterator[Finding]:
     yield same_bits("Output", out, wanted)
     if subject.promises.gradients:
         for name, gradient in zip("qkv", torch.autograd.grad(out.sum(), leaves), strict=True):
-            yield Finding(f"Gradient by {name}", largest(gradient), 0.0)
+            yield Finding(f"Gradient w.r.t. {name}", largest(gradient), 0.0)
 
 
 @check(
@@ -83,22 +83,22 @@ def layout_in_memory_does_not_matter(subject: Subject, case: Case) -> Iterator[F
 
 
 def _transposed(x: Tensor) -> Tensor:
-    """The same numbers in memory as [batch, tokens, heads, dim]."""
+    """The same values, laid out in memory as [batch, tokens, heads, dim]."""
     return x.transpose(0, 1).contiguous().transpose(0, 1).transpose(1, -2).contiguous().transpose(1, -2)
 
 
 def _sliced(x: Tensor) -> Tensor:
-    """The same numbers as every second entry of a larger tensor."""
+    """The same values, as every second entry of a larger tensor."""
     return x.repeat_interleave(2, dim=-1)[..., ::2]
 
 
 def _turned(x: Tensor) -> Tensor:
-    """The same numbers in memory as [batch, heads, dim, tokens]."""
+    """The same values, laid out in memory as [batch, heads, dim, tokens]."""
     return x.mT.contiguous().mT
 
 
 @check(
-    "Inputs are not written to, forward, backward or in `extend`.",
+    "Inputs are not modified in place, forward, backward or in `extend`.",
     cases=(*everywhere(3, 65), Case(tokens=200, masked=True)),
     drawn=lambda seed: joint(seed, 9, 140),
 )
@@ -109,7 +109,7 @@ def inputs_are_not_written_to(subject: Subject, case: Case) -> Iterator[Finding]
     run(backend, inputs)
     if subject.promises.gradients:
         leaves = [x.detach().requires_grad_() for x in inputs[:3]]
-        # Results of other operations may be written to where leaves may not.
+        # An in-place write is legal on a non-leaf tensor, where autograd does not raise.
         run(backend, inputs.of(*(x.view_as(x) for x in leaves))).square().sum().backward()
     if subject.promises.streaming and case.causal and case.tokens == case.k_tokens:
         _, state = backend.extend(*inputs[:3], key_mask=inputs.key_mask)
@@ -120,7 +120,7 @@ def inputs_are_not_written_to(subject: Subject, case: Case) -> Iterator[Finding]
 
 
 @check(
-    "An output depends on its own sequence only, however long or broken the others of the batch are.",
+    "Outputs are batch-invariant: other sequences do not affect an output, even if they are long or NaN.",
     cases=everywhere(3, 7, 65),
 )
 def batch_mates_do_not_matter(subject: Subject, case: Case) -> Iterator[Finding]:
@@ -133,7 +133,7 @@ def batch_mates_do_not_matter(subject: Subject, case: Case) -> Iterator[Finding]
 
 
 @check(
-    "An output depends on its own head only, however long or broken the other heads are.",
+    "Heads are independent: other heads do not affect an output, even if they are long or NaN.",
     cases=everywhere(3, 7, 65),
 )
 def other_heads_do_not_matter(subject: Subject, case: Case) -> Iterator[Finding]:

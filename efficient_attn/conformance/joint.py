@@ -1,4 +1,4 @@
-"""Sizes, masks, causality and cross attention drawn together: relations that hold for every combination."""
+"""Randomised combinations of sizes, masks, causality and cross-attention: relations that always hold."""
 
 import itertools
 from collections.abc import Iterator
@@ -14,12 +14,12 @@ from efficient_attn.conformance.records import Finding
 from efficient_attn.conformance.subject import Subject, run
 from efficient_attn.conformance.table import check
 
-# Short vectors keep signed features from cancelling, as with finite differences of tiny inputs.
+# Short vectors keep signed features from cancelling, which would spoil finite differences.
 GENTLE = 0.5
 STEP = 1e-5
 DIRECTIONS = 3
 BORDER = Case(tokens=129, batch=1, heads=2, kv_heads=1, value_dim=3, norm=GENTLE)
-# One length beyond each of the usual blocks, with everything that a gradient may depend on.
+# One length beyond each usual block size, with every setting that affects gradients.
 BEYOND = tuple(
     BORDER.but(tokens=tokens, causal=causal, masked=masked)
     for tokens, masked in ((129, True), (257, False), (513, True))
@@ -36,7 +36,7 @@ def _long(seed: int) -> tuple[Case, ...]:
 
 
 @check(
-    "Every sequence of a batch has the output that it has alone.",
+    "A sequence of a batch has the same output as in a call of its own.",
     drawn=lambda seed: (*joint(seed, 3, 9, 70, 200), *joint(seed, 9, 70, dtype="float32")),
     long=_long,
 )
@@ -49,7 +49,7 @@ def every_sequence_is_its_single_call(subject: Subject, case: Case) -> Iterator[
 
 
 @check(
-    "Every head has the output that it has alone, with the keys and values of its group.",
+    "A head has the same output as in a call of its own, with the keys and values of its group.",
     drawn=lambda seed: (*joint(seed, 3, 9, 70), *joint(seed, 9, dtype="float32")),
     long=_long,
 )
@@ -61,14 +61,14 @@ def every_head_is_its_single_call(subject: Subject, case: Case) -> Iterator[Find
         group = head // (case.heads // case.kv_heads)
         alone = inputs.of(*(x[:, i : i + 1] for x, i in zip(inputs[:3], (head, group, group), strict=True)))
         if single is None:
-            # Heads have parameters of their own: the head stays in its place, with copies of it beside it.
+            # Heads have their own parameters: the head keeps its position among copies of itself.
             alone = alone.of(*(x.repeat(1, case.heads, 1, 1) for x in alone[:3]))
         got = run(single or backend, alone)[:, head if single is None else 0]
         yield close(f"Head {head} alone", got, out[:, head], bound[:, head])
 
 
 @check(
-    "Every column of the values has the output that it has alone, whatever the sizes of keys and values.",
+    "A column of the values has the same output as in a call of its own, for any key and value dimensions.",
     drawn=lambda seed: (*joint(seed, 3, 9), *joint(seed, 9, dtype="float32")),
 )
 def columns_of_values_are_computed_alone(subject: Subject, case: Case) -> Iterator[Finding]:
@@ -80,7 +80,7 @@ def columns_of_values_are_computed_alone(subject: Subject, case: Case) -> Iterat
 
 
 def _single_head(subject: Subject, case: Case, backend: Backend) -> Backend | None:
-    """The same backend for one head; None where it has parameters for each head."""
+    """The same backend for one head; None if it has parameters per head."""
     single, state = subject.build(case.but(heads=1, kv_heads=1)), backend.state_dict()
     if any(x.shape != single.state_dict()[name].shape for name, x in state.items()):
         return None
@@ -89,7 +89,7 @@ def _single_head(subject: Subject, case: Case, backend: Backend) -> Backend | No
 
 
 @check(
-    "Gradients by q, k, v and parameters are those of finite differences, at every combination and length.",
+    "Gradients w.r.t. q, k, v and parameters match finite differences, for all settings and lengths.",
     cases=BEYOND,
     drawn=lambda seed: tuple(case.but(norm=GENTLE) for case in joint(seed, 2, 6, 33)),
     long=lambda seed: (BORDER.but(tokens=2100), BORDER.but(tokens=2100, causal=True)),
@@ -100,7 +100,7 @@ def gradients_hold_at_every_shape(subject: Subject, case: Case) -> Iterator[Find
         return
     backend, finding = subject.build(case).train(), None
     for direction in range(DIRECTIONS):
-        # A kink between two points spoils their quotient; a wrong gradient is wrong in every direction.
+        # A kink spoils the difference quotient of one direction; a wrong gradient is wrong along all of them.
         finding = _along(subject, backend, case, direction)
         if finding.holds:
             break
@@ -109,7 +109,7 @@ def gradients_hold_at_every_shape(subject: Subject, case: Case) -> Iterator[Find
 
 
 def _along(subject: Subject, backend: Backend, case: Case, direction: int) -> Finding:
-    """The derivative of a weighted sum of outputs along a random direction, beside difference quotients."""
+    """Compare a directional derivative of a weighted sum of outputs with difference quotients."""
     inputs, (dq, dk, dv, _) = (subject.inputs(case, other=n) for n in (2 * direction, 2 * direction + 1))
     leaves = [x.requires_grad_() for x in inputs[:3]]
     learned = list(backend.parameters())
@@ -132,7 +132,7 @@ def _along(subject: Subject, backend: Backend, case: Case, direction: int) -> Fi
         return (sums[0] - sums[1]) / (2 * step)
 
     near, far = quotient(STEP), quotient(2 * STEP)
-    # Two steps differ by three times what the smaller one is off; rounding is divided by the step.
+    # The two quotients differ by three times the error of the smaller step; rounding is divided by the step.
     noise = float((rounding(backend, inputs, case.dtype) * weights.abs()).sum()) / STEP
     return Finding("Along a random direction", abs(slope - near), abs(far - near) + noise)
 
@@ -144,7 +144,7 @@ def _shift(parameters: list[torch.nn.Parameter], moves: list[Tensor], factor: fl
 
 
 @check(
-    "Which of q, k, v and the parameters ask for a gradient changes no gradient.",
+    "Gradients do not depend on which of q, k, v and the parameters require them.",
     cases=(*BEYOND, *(case.but(dtype="float32") for case in BEYOND)),
     drawn=lambda seed: (*joint(seed, 6), *joint(seed, 6, dtype="float32")),
     needs=("gradients",),
@@ -154,14 +154,14 @@ def what_is_frozen_changes_no_gradient(subject: Subject, case: Case) -> Iterator
     wanted = _gradients(backend, inputs, (True,) * 4)
     bound = float(rounding(backend, inputs, case.dtype).max())
     sizes = [max(1.0, float(x.abs().max())) if x is not None and x.numel() else 1.0 for x in wanted]
-    # Beside the inputs the parameters are one more thing that may be frozen, all of them together.
+    # The parameters, all together, are a fourth input that may be frozen.
     own = (False, True) if any(True for _ in backend.parameters()) else (False,)
     for asking in itertools.product((False, True), (False, True), (False, True), own):
         got = _gradients(backend, inputs, asking) if any(asking) else []
         for name, one, other, size in zip(_names(backend), got, wanted, sizes, strict=False):
             if one is not None and other is not None:
                 where = "".join(letter for letter, is_asked in zip("qkv", asking, strict=False) if is_asked)
-                label = f"Gradient by {name} where {where or 'nothing'}{' and parameters' * asking[3]} ask"
+                label = f"Gradient w.r.t. {name}, {where or 'none'}{' and parameters' * asking[3]} required"
                 yield Finding(label, distance(one, other), bound * size)
 
 
@@ -170,7 +170,7 @@ def _names(backend: Backend) -> list[str]:
 
 
 def _gradients(backend: Backend, inputs: Inputs, asking: tuple[bool, ...]) -> list[Tensor | None]:
-    """Gradients of the sum of squares by q, k, v and the parameters; None where none is asked for."""
+    """Gradients of the sum of squares w.r.t. q, k, v and the parameters; None where not required."""
     leaves = [x.detach().clone().requires_grad_(ask) for x, ask in zip(inputs[:3], asking, strict=False)]
     parameters = [x.requires_grad_(asking[3]) for x in backend.parameters()]
     total = run(backend, inputs.of(*leaves)).square().sum()

@@ -1,4 +1,4 @@
-"""Lengths around every usual size of a block: what holds for few tokens holds for many."""
+"""Lengths around every usual block size: short and long sequences behave alike."""
 
 from collections.abc import Iterator
 
@@ -10,7 +10,7 @@ from efficient_attn.conformance.records import Finding
 from efficient_attn.conformance.subject import Subject, run
 from efficient_attn.conformance.table import check
 
-# A little more than the longest of the borders.
+# A little more than the largest of BORDERS.
 WHOLE = Case(tokens=530, batch=1, heads=2, kv_heads=1, value_dim=3)
 MASKED = WHOLE.but(masked=True, pattern=2)
 LONGEST = WHOLE.but(tokens=2100)
@@ -21,7 +21,7 @@ def _borders(case: Case) -> tuple[int, ...]:
 
 
 @check(
-    "The outputs of a causal sequence's first tokens are those of the shorter sequence, whatever its length.",
+    "The first outputs of a causal sequence equal the outputs of the shorter sequence, at any length.",
     cases=(WHOLE.but(causal=True), MASKED.but(causal=True)),
     long=lambda seed: (LONGEST.but(causal=True),),
     needs=("causal",),
@@ -35,7 +35,7 @@ def a_prefix_is_a_sequence_of_its_own(subject: Subject, case: Case) -> Iterator[
 
 
 @check(
-    "A query alone gives its row, with all keys or, if causal, with the keys up to its own.",
+    "A single query gives its row, with all keys or, if causal, with the keys up to its own position.",
     cases=(*both(WHOLE), *both(MASKED)),
     drawn=lambda seed: joint(seed, 5, 40),
     long=lambda seed: both(LONGEST),
@@ -55,13 +55,13 @@ def a_query_alone_is_its_row(subject: Subject, case: Case) -> Iterator[Finding]:
 
 
 def _first(inputs: Inputs, tokens: int) -> Inputs:
-    """The first tokens, and as many queries as there are."""
+    """The first tokens, with at most as many queries."""
     q, k, v = (x[:, :, :tokens] for x in inputs[:3])
     return Inputs(q, k, v, None if inputs.key_mask is None else inputs.key_mask[:, :tokens])
 
 
 @check(
-    "Masked keys leave no gap: outputs are those of the real tokens alone.",
+    "Masked keys leave no gap: outputs equal the outputs for the real tokens alone.",
     cases=(*both(MASKED.but(batch=2)), Case(tokens=3, keys=40, masked=True, pattern=1)),
     drawn=lambda seed: tuple(
         case.but(keys=None) if case.causal else case for case in joint(seed, 9, 70, 200) if case.masked
@@ -76,7 +76,7 @@ def masked_keys_leave_no_gap(subject: Subject, case: Case) -> Iterator[Finding]:
     out, bound = run(backend, inputs), rounding(backend, inputs, case.dtype)
     for b, real in enumerate(inputs.key_mask):
         q, k, v = (x[b : b + 1] for x in inputs[:3])
-        # Causal queries move up with the keys, so only those of real tokens have a place.
+        # Causal queries move with the keys, so that only real tokens have a position.
         queries = real if case.causal else slice(None)
         alone = run(backend, Inputs(q[:, :, queries], k[:, :, real], v[:, :, real], None))
         got, most = out[b : b + 1, :, queries], bound[b : b + 1, :, queries]
@@ -84,7 +84,7 @@ def masked_keys_leave_no_gap(subject: Subject, case: Case) -> Iterator[Finding]:
 
 
 @check(
-    "A mask that hides nothing changes nothing but rounding.",
+    "A mask without masked keys changes the output by no more than rounding.",
     cases=tuple(one for n in (1, 7, *BORDERS) for one in both(Case(tokens=n, batch=1, heads=2, kv_heads=1))),
     long=lambda seed: both(LONGEST),
     needs=("key_mask",),

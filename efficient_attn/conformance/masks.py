@@ -1,4 +1,4 @@
-"""What masked keys may do: nothing."""
+"""Key masks: masked keys have no effect."""
 
 import math
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ DTYPES = ("float64", "float32", "bfloat16", "float16")
 
 
 @check(
-    "The contents of a masked key and its value change no bit, not even where they are NaN or infinite.",
+    "The contents of masked keys and values change no bit, even if they are NaN or infinite.",
     cases=(case for dtype in DTYPES for case in everywhere(2, 7, 65, dtype=dtype) if case.masked),
     drawn=lambda seed: tuple(case for case in joint(seed, 9, 200, 513) if case.masked and case.batch < 4),
     needs=MASK,
@@ -29,7 +29,7 @@ def padding_contents_change_no_bit(subject: Subject, case: Case) -> Iterator[Fin
 
 
 @check(
-    "However many masked keys follow, the output is the same to rounding.",
+    "The number of masked keys appended changes the output by no more than rounding.",
     cases=(case for case in everywhere(1, 7, 65) if not case.causal and not case.masked),
     needs=("key_mask", "cross"),
 )
@@ -43,7 +43,7 @@ def amount_of_padding_does_not_matter(subject: Subject, case: Case) -> Iterator[
 
 
 @check(
-    "However many masked tokens stand before or after a sequence, its outputs are the same to rounding.",
+    "The number of masked tokens before or after a sequence changes its outputs by no more than rounding.",
     cases=(*(case for case in everywhere(1, 7, 65) if not case.masked), *both(Case(tokens=200, batch=1))),
     needs=MASK,
     unless=("needs_max_tokens",),
@@ -57,7 +57,7 @@ def padding_on_either_side_does_not_matter(subject: Subject, case: Case) -> Iter
 
 
 @check(
-    "A query that may see no key gets zeros, and finite gradients: zeros where nothing is read.",
+    "Fully-masked rows give zero outputs and finite gradients, which are zero for their own inputs.",
     cases=(one for dtype in DTYPES for n in (1, 3, 65) for one in both(Case(tokens=n, dtype=dtype))),
     needs=MASK,
 )
@@ -65,7 +65,7 @@ def blind_queries_give_zeros(subject: Subject, case: Case) -> Iterator[Finding]:
     inputs, backend = subject.inputs(case), subject.build(case)
     mask = torch.ones(case.batch, case.k_tokens, dtype=torch.bool)
     mask[0] = False
-    # Where a token reads only those before it, the first of the other sequences is blind too.
+    # In a causal case the first query of the other sequences is fully masked too.
     mask[1:, 0] = not case.causal
     leaves = [x.requires_grad_() for x in inputs[:3]]
     out = run(backend, inputs._replace(key_mask=mask))
@@ -74,14 +74,14 @@ def blind_queries_give_zeros(subject: Subject, case: Case) -> Iterator[Finding]:
         yield Finding("A first token that is masked", largest(out[1:, :, 0]), 0.0)
     if subject.promises.gradients:
         for name, gradient in zip("qkv", torch.autograd.grad(out.square().sum(), leaves), strict=True):
-            yield Finding(f"Its gradient by {name}", largest(gradient[0]), 0.0)
+            yield Finding(f"Gradient of a fully-masked sequence w.r.t. {name}", largest(gradient[0]), 0.0)
             if subject.promises.nonnegative or case.dtype in ("float64", "float32"):
-                # A signed sum close to zero may have a derivative that no half-precision number holds.
-                yield Finding(f"Gradient by {name}", 0.0 if gradient.isfinite().all() else math.nan, 0.0)
+                # A signed denominator close to zero may have a gradient that overflows half precision.
+                yield Finding(f"Gradient w.r.t. {name}", 0.0 if gradient.isfinite().all() else math.nan, 0.0)
 
 
 @check(
-    "Masked keys and values get gradients of exactly zero.",
+    "Gradients with respect to masked keys and values are exactly zero.",
     cases=(case for case in everywhere(2, 7) if case.masked),
     needs=("key_mask", "gradients"),
 )
@@ -92,14 +92,14 @@ def masked_keys_get_no_gradient(subject: Subject, case: Case) -> Iterator[Findin
     assert inputs.key_mask is not None
     hidden = ~inputs.key_mask[:, None, :].expand(leaves[1].shape[:3])
     gradients = torch.autograd.grad(out.square().sum(), leaves)
-    yield Finding("Gradient by q", 0.0 if gradients[0].isfinite().all() else math.nan, 0.0)
+    yield Finding("Gradient w.r.t. q", 0.0 if gradients[0].isfinite().all() else math.nan, 0.0)
     for name, gradient in zip("kv", gradients[1:], strict=True):
-        yield Finding(f"Gradient by masked {name}", largest(gradient[hidden]), 0.0)
-        yield Finding(f"Gradient by {name}", 0.0 if gradient.isfinite().all() else math.nan, 0.0)
+        yield Finding(f"Gradient w.r.t. masked {name}", largest(gradient[hidden]), 0.0)
+        yield Finding(f"Gradient w.r.t. {name}", 0.0 if gradient.isfinite().all() else math.nan, 0.0)
 
 
 def padded_with(filling: float, inputs: Inputs) -> Inputs:
-    """The inputs with something else in the masked keys and values."""
+    """The inputs with `filling` in the masked keys and values."""
     assert inputs.key_mask is not None
     hidden = ~inputs.key_mask[:, None, :, None]
     return inputs._replace(k=inputs.k.masked_fill(hidden, filling), v=inputs.v.masked_fill(hidden, filling))
@@ -114,7 +114,7 @@ def _appended(inputs: Inputs, more: int) -> Inputs:
 
 
 def _surrounded(inputs: Inputs, before: int, after: int) -> Inputs:
-    """Masked tokens of NaN around keys and values, and queries of ones beside them."""
+    """Inputs with masked NaN keys and values on either side, and queries of ones at these positions."""
 
     def around(x: torch.Tensor, filling: float) -> torch.Tensor:
         parts = [x.new_full((*x.shape[:2], n, x.shape[3]), filling) for n in (before, after)]

@@ -1,4 +1,4 @@
-"""A backend as a module among others: saved, copied, compiled, called from threads, without a trace."""
+"""A backend as an nn.Module: saving, copying, compiling, threads, no global side effects."""
 
 import copy
 import random
@@ -23,7 +23,7 @@ THREADS = 8
 UNUSUAL = 987_654_321
 
 
-@check("The same call gives the same bits, in training and in evaluation.", cases=everywhere(1, 7))
+@check("Equal calls give equal bits, in training and in evaluation.", cases=everywhere(1, 7))
 def the_same_call_gives_the_same_bits(subject: Subject, case: Case) -> Iterator[Finding]:
     inputs, backend = subject.inputs(case), subject.build(case)
     wanted = run(backend, inputs)
@@ -35,7 +35,7 @@ def the_same_call_gives_the_same_bits(subject: Subject, case: Case) -> Iterator[
 
 
 @check(
-    "All that the output depends on is in the state_dict: an instance that loads it gives the same bits.",
+    "The output is determined by the state_dict: an instance that loads it gives the same bits.",
     cases=both(ONE),
 )
 def a_saved_state_brings_the_output_back(subject: Subject, case: Case) -> Iterator[Finding]:
@@ -50,18 +50,18 @@ def a_saved_state_brings_the_output_back(subject: Subject, case: Case) -> Iterat
     yield same_bits("Loaded", run(other, inputs), wanted)
 
 
-@check("A deep copy gives the same bits and shares nothing.", cases=both(ONE))
+@check("A deep copy gives the same bits and shares no tensor.", cases=both(ONE))
 def a_copy_is_equal_and_apart(subject: Subject, case: Case) -> Iterator[Finding]:
     inputs, backend = subject.inputs(case), subject.build(case)
     wanted = run(backend, inputs)
     copied = copy.deepcopy(backend)
     yield same_bits("Copy", run(copied, inputs), wanted)
     learn(copied, 1)
-    yield same_bits("Original after its copy learned", run(backend, inputs), wanted)
+    yield same_bits("Original after training of its copy", run(backend, inputs), wanted)
 
 
 @check(
-    "Compiled whole by torch.compile it gives the same output and gradients.",
+    "Output and gradients under torch.compile(fullgraph=True) equal the eager ones.",
     cases=both(ONE),
     capability="compile",
 )
@@ -76,13 +76,13 @@ def compiled_it_is_the_same(subject: Subject, case: Case) -> Iterator[Finding]:
             pairs = zip(_gradients(compiled, inputs), _gradients(backend, inputs), strict=True)
             for name, (got, wanted) in zip("qkv", pairs, strict=True):
                 limit = float(bound.max()) * max(1.0, float(wanted.abs().max()))
-                yield Finding(f"Gradient by {name}", distance(got, wanted), limit)
+                yield Finding(f"Gradient w.r.t. {name}", distance(got, wanted), limit)
     finally:
         torch._dynamo.reset()
 
 
 @check(
-    "Under autocast the output keeps q's dtype and the accuracy of that dtype.",
+    "The output keeps q's dtype, and the accuracy of that dtype, under autocast.",
     cases=(one for dtype in ("float32", "bfloat16") for one in both(ONE.but(dtype=dtype))),
 )
 def autocast_costs_no_accuracy(subject: Subject, case: Case) -> Iterator[Finding]:
@@ -94,7 +94,7 @@ def autocast_costs_no_accuracy(subject: Subject, case: Case) -> Iterator[Finding
     yield close("Under autocast", out, wanted, rounding(backend, inputs, case.dtype))
 
 
-@check("Called from eight threads at once it gives what it gives one after the other.", cases=both(ONE))
+@check("Calls are thread-safe: eight threads at once give the sequential outputs.", cases=both(ONE))
 def threads_do_not_disturb_each_other(subject: Subject, case: Case) -> Iterator[Finding]:
     backend = subject.build(case)
     inputs = [subject.inputs(case, other=number) for number in range(THREADS)]
@@ -107,7 +107,7 @@ def threads_do_not_disturb_each_other(subject: Subject, case: Case) -> Iterator[
         yield close(f"Call {number}", out, wanted[which], bound)
 
 
-@check("No uninitialised memory is read, forward or backward.", cases=everywhere(3, 65))
+@check("Uninitialised memory is never read, forward or backward.", cases=everywhere(3, 65))
 def nothing_uninitialised_is_read(subject: Subject, case: Case) -> Iterator[Finding]:
     inputs, backend = subject.inputs(case), subject.build(case)
     wanted = _results(subject, backend, inputs)
@@ -120,7 +120,7 @@ def nothing_uninitialised_is_read(subject: Subject, case: Case) -> Iterator[Find
     filled = mode.fill_uninitialized_memory
     try:
         torch.use_deterministic_algorithms(True, warn_only=True)
-        # In this mode torch fills what it allocates with NaN.
+        # In this mode torch fills new tensors with NaN.
         mode.fill_uninitialized_memory = True
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -133,7 +133,7 @@ def nothing_uninitialised_is_read(subject: Subject, case: Case) -> Iterator[Find
 
 
 @check(
-    "Nothing global is touched, not even when a call fails: generators, default dtype, threads, flags.",
+    "Global state is unchanged, even if a call fails: generators, default dtype, threads, flags.",
     cases=both(ONE),
 )
 def nothing_global_is_touched(subject: Subject, case: Case) -> Iterator[Finding]:
@@ -154,7 +154,7 @@ def nothing_global_is_touched(subject: Subject, case: Case) -> Iterator[Finding]
 
 @contextmanager
 def _unusual_generators() -> Iterator[None]:
-    """Generators in states that no usual seed gives, so that seeding them shows."""
+    """Set the generators to states that no usual seed gives, so that reseeding shows."""
     of_numpy, of_random = np.random.get_state(), random.getstate()
     try:
         with torch.random.fork_rng(devices=[]):
@@ -190,7 +190,7 @@ def _differences(where: str, before: dict[str, Any], after: dict[str, Any]) -> I
 
 
 def _results(subject: Subject, backend: Any, inputs: Inputs) -> list[Tensor]:
-    """The output, and its gradients where there are any."""
+    """The output, and its gradients if the backend promises them."""
     leaves = [x.detach().clone().requires_grad_(subject.promises.gradients) for x in inputs[:3]]
     out = run(backend, inputs.of(*leaves))
     gradients = torch.autograd.grad(out.square().sum(), leaves) if subject.promises.gradients else ()

@@ -1,4 +1,4 @@
-"""What the numbers are: exact softmax where that is promised, finite and near their float64 everywhere."""
+"""Numerics: exact softmax where promised; finite, and close to float64, everywhere."""
 
 import math
 from collections.abc import Iterator
@@ -23,15 +23,15 @@ from efficient_attn.conformance.table import CannotCheck, check
 
 HALF = ("bfloat16", "float16")
 NARROW = ("float32", *HALF)
-# Sums of one per key that no half-precision number can count, and float16 cannot even hold.
+# More keys of weight one than half precision can count; their sum overflows float16.
 LONG_SUM = 70_000
 
 
 def softmax_bound(inputs: Inputs, wanted: torch.Tensor, *, scale: float, causal: bool, dtype: str) -> float:
-    """What an exact backend may be off: 1e-12 in float64, else twice what the plain formula loses."""
+    """Error bound of an exact backend: 1e-12 in float64, else twice the error of naive attention."""
     if dtype == "float64":
         return 1e-12 * max(1.0, largest(inputs.v))
-    # The scale multiplies queries or scores; the formula says nothing of it, and either rounds its own way.
+    # The scale may multiply queries, keys or scores, with different rounding; the loosest is allowed.
     scaled = inputs._replace(q=inputs.q * scale), inputs._replace(k=inputs.k * scale), inputs
     plain = [exact(one, scale=s, causal=causal) for one, s in zip(scaled, (1.0, 1.0, scale), strict=True)]
     lost = max(distance(one, wanted) for one in plain)
@@ -59,7 +59,7 @@ def _shapes(*, dtype: str) -> tuple[Case, ...]:
 
 
 @check(
-    "The output is that of softmax attention, to rounding.",
+    "The output equals softmax attention up to rounding.",
     cases=(
         *(case for dtype in ("float64", *NARROW) for case in _shapes(dtype=dtype)),
         *(one for n in BORDERS for one in both(Case(tokens=n, batch=1, heads=1, kv_heads=1))),
@@ -80,19 +80,19 @@ def equals_softmax_attention(subject: Subject, case: Case) -> Iterator[Finding]:
 
 
 @check(
-    "Whatever the scale, the output is that of softmax attention.",
+    "The output equals softmax attention at every scale.",
     cases=(one for dtype in ("float64", "float32") for one in both(Case(tokens=7, dtype=dtype))),
     needs=("exact",),
 )
 def equals_softmax_attention_at_every_scale(subject: Subject, case: Case) -> Iterator[Finding]:
     if is_called(subject.build(case)):
-        raise CannotCheck("A function takes no scale.")
+        raise CannotCheck("A plain callable takes no scale.")
     for scale in (0.0, 1e-3, 1.0, 30.0):
         yield _exactness(subject, case, scale)
 
 
 @check(
-    "Scores of any size give the softmax, one-hot rows among them, and nothing that is not finite.",
+    "The output equals softmax attention for scores of any size, with one-hot rows, and stays finite.",
     cases=(
         one
         for dtype in ("float64", "float32")
@@ -106,7 +106,7 @@ def extreme_scores_stay_softmax(subject: Subject, case: Case) -> Iterator[Findin
 
 
 @check(
-    "Adding one vector to all keys changes nothing: the softmax of a row does not see a constant.",
+    "Softmax is shift-invariant: adding one vector to all keys does not change the output.",
     cases=both(Case(tokens=7)),
     needs=("exact",),
 )
@@ -117,7 +117,7 @@ def a_shift_of_all_keys_changes_nothing(subject: Subject, case: Case) -> Iterato
 
 
 @check(
-    "Queries c times as long with keys c times as short give the same output.",
+    "Only products q·k matter: queries times c and keys divided by c give the same output.",
     cases=both(Case(tokens=7)),
     needs=("exact",),
 )
@@ -128,7 +128,7 @@ def length_moves_freely_between_queries_and_keys(subject: Subject, case: Case) -
 
 
 @check(
-    "The scale is the factor on q·k, once: inputs c times as long at scale s are inputs at scale c²·s.",
+    "The scale multiplies q·k exactly once: inputs times c at scale s equal inputs at scale c²·s.",
     cases=(*both(Case(tokens=7)), *both(Case(tokens=200, batch=1, value_dim=3))),
     drawn=lambda seed: joint(seed, 9),
 )
@@ -136,7 +136,7 @@ def scale_is_a_factor_on_the_scores(subject: Subject, case: Case) -> Iterator[Fi
     inputs, default = subject.inputs(case), case.head_dim**-0.5
     backend = subject.build(case)
     if is_called(backend):
-        raise CannotCheck("It declares no scale: a function is called as it is.")
+        raise CannotCheck("A plain callable declares no scale.")
     wanted, bound = run(backend, inputs), rounding(backend, inputs, case.dtype)
     yield close("Default scale given", run(subject.build(case, scale=default), inputs), wanted, bound)
     twice = inputs._replace(q=inputs.q * 2.0, k=inputs.k * 2.0)
@@ -144,13 +144,13 @@ def scale_is_a_factor_on_the_scores(subject: Subject, case: Case) -> Iterator[Fi
 
 
 @check(
-    "In float32, bfloat16 and float16 the output is near that in float64 of the same numbers.",
+    "The output in float32, bfloat16 and float16 is close to float64 on the same inputs.",
     cases=(
         *(case for dtype in NARROW for case in everywhere(1, 3, 16, 65, dtype=dtype)),
         *(one.but(batch=1) for dtype in NARROW for one in everywhere(200, 513, dtype=dtype)),
     ),
     drawn=lambda seed: tuple(case for dtype in NARROW for case in joint(seed, 9, dtype=dtype)),
-    beyond="narrow dtypes",
+    beyond="low-precision dtypes",
 )
 def narrow_dtypes_lose_only_rounding(subject: Subject, case: Case) -> Iterator[Finding]:
     inputs = subject.inputs(case)
@@ -158,20 +158,20 @@ def narrow_dtypes_lose_only_rounding(subject: Subject, case: Case) -> Iterator[F
     wanted = run(wide, inputs.double())
     bound = rounding(wide, inputs.double(), "float32") + 2 * rounding_step(wanted.to(inputs.v.dtype))
     if case.dtype in HALF:
-        # Sums of products that a promise of exactness measures more finely.
+        # Rounding of long sums, for which a promise of exactness has a tighter bound.
         bound = bound + 2 * distance(_plain(inputs, case), _plain(inputs.double(), case))
     yield close("Against float64", run(subject.build(case), inputs), wanted, bound)
 
 
 @check(
-    "Sums over many keys are taken in float32 or better, whatever the dtype.",
+    "Long sums accumulate in float32 or better, in every dtype.",
     cases=(
         one
         for dtype, keys in (("bfloat16", 3000), ("float16", LONG_SUM))
         for one in both(Case(tokens=1, keys=keys, batch=1, heads=1, kv_heads=1, dtype=dtype, norm=0.0))
     ),
     needs=("cross",),
-    beyond="narrow dtypes",
+    beyond="low-precision dtypes",
 )
 def long_sums_do_not_stall_in_half_precision(subject: Subject, case: Case) -> Iterator[Finding]:
     inputs = subject.inputs(case)
@@ -184,7 +184,7 @@ def long_sums_do_not_stall_in_half_precision(subject: Subject, case: Case) -> It
 
 
 @check(
-    "Large scores in half precision, and queries opposed to every key, overflow nothing.",
+    "Large scores in half precision, and queries opposed to every key, cause no overflow.",
     cases=(
         one
         for dtype in ("float64", *NARROW)
@@ -197,7 +197,7 @@ def large_inputs_stay_finite(subject: Subject, case: Case) -> Iterator[Finding]:
     size = largest(inputs.v) * float(condition(backend, inputs).max())
     for where, one in (("Random", inputs), ("Opposed", inputs._replace(q=-inputs.k))):
         out = run(backend, one)
-        # Signed weights may cancel almost altogether: of such a row only finiteness is asked.
+        # Signed weights may cancel almost completely; such rows need only be finite.
         bound = 2 * size if subject.promises.nonnegative and subject.promises.averages else math.inf
         yield Finding(where, largest(out), bound if largest(out) < math.inf else 0.0)
 

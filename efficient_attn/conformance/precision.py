@@ -1,4 +1,4 @@
-"""Dtypes are computed in, not only accepted: float64 is float64 throughout, float32 is float32."""
+"""Precision: computations in float64 and float32 use that dtype throughout."""
 
 import math
 from collections.abc import Iterator
@@ -13,16 +13,16 @@ from efficient_attn.conformance.records import Finding
 from efficient_attn.conformance.subject import Subject, run
 from efficient_attn.conformance.table import check
 
-# Half way in digits from a dtype to the next narrower one: far above rounding, far below the narrower dtype.
+# Geometric mean of the epsilons of a dtype and the next lower one: far from the rounding of either.
 BETWEEN = {
     "float64": math.sqrt(torch.finfo(torch.float64).eps * torch.finfo(torch.float32).eps),
     "float32": math.sqrt(torch.finfo(torch.float32).eps * torch.finfo(torch.float16).eps),
 }
-# Small enough that a difference is linear in it to the last digit, as large as the steps of float32.
+# Small enough that differences are linear in the step, and close to the resolution of float32.
 STEP = 3e-8
 DIRECTIONS = 2
-# Features that nearly cancel move an output so much that no step is small and every rounding is felt: the
-# cube of its change is curvature, and its change over the step in units of 1e-16 is rounding.
+# Tolerance for features that nearly cancel, whose outputs are sensitive: the cube of the difference bounds
+# curvature, and the difference divided by the step, in units of 1e-16, bounds rounding.
 CURVATURE, ROUNDINGS = 10, 1000 * 1e-16 / STEP
 DRAWS = 3
 SIZES = (Case(tokens=1), Case(tokens=16), Case(tokens=16, masked=True), Case(tokens=129, batch=1))
@@ -36,9 +36,9 @@ def _cases(dtype: str) -> tuple[Case, ...]:
 
 
 @check(
-    "In float32 nothing is computed more coarsely: errors stay below half the digits between it and float16.",
+    "Computations in float32 use float32 throughout: errors stay below the midpoint between it and float16.",
     cases=_cases("float32"),
-    beyond="narrow dtypes",
+    beyond="low-precision dtypes",
 )
 def float32_is_float32_throughout(subject: Subject, case: Case) -> Iterator[Finding]:
     inputs = subject.inputs(case)
@@ -50,7 +50,7 @@ def float32_is_float32_throughout(subject: Subject, case: Case) -> Iterator[Find
 
 @torch.no_grad()
 def _moved(backend: Backend, inputs: Inputs, share: float) -> Tensor:
-    """The change of every output that errors of this share in the inputs make, and in what is summed."""
+    """Change of every output that relative errors `share` in the inputs and in the sums cause."""
     wanted, change = run(backend, inputs), magnified(share, backend, inputs)
     for seed in range(DRAWS):
         change = torch.maximum(change, (run(backend, _noisy(inputs, share, seed)) - wanted).abs().amax())
@@ -64,14 +64,14 @@ def _noisy(inputs: Inputs, share: float, seed: int) -> Inputs:
 
 
 @check(
-    "In float64 nothing is computed more coarsely: changes of some parts in 10⁸ show in proportion.",
+    "Computations in float64 use float64 throughout: changes of parts in 10⁸ have proportional effects.",
     cases=_cases("float64"),
 )
 def float64_is_float64_throughout(subject: Subject, case: Case) -> Iterator[Finding]:
     inputs, backend = subject.inputs(case), subject.build(case)
     bound = magnified(BETWEEN["float64"], backend, inputs)
     for name in ("q", "k", "v"):
-        # A kink between two steps spoils one direction; a coarser dtype is felt along all of them.
+        # A kink spoils the difference along one direction; a lower precision shows along all of them.
         for direction in range(DIRECTIONS):
             one, two = (_difference(backend, inputs, name, n * STEP, direction) for n in (1, 2))
             slack = CURVATURE * two.abs() ** 3 + ROUNDINGS * two.abs()
@@ -83,6 +83,6 @@ def float64_is_float64_throughout(subject: Subject, case: Case) -> Iterator[Find
 
 @torch.no_grad()
 def _difference(backend: Backend, inputs: Inputs, name: str, step: float, direction: int) -> Tensor:
-    """The change of the output from one side of an input to the other, on which even powers cancel."""
+    """Central difference of the output along a random direction of one input; even powers cancel."""
     above, below = (_noisy(inputs, sign * step, direction)._asdict()[name] for sign in (1, -1))
     return run(backend, inputs._replace(**{name: above})) - run(backend, inputs._replace(**{name: below}))

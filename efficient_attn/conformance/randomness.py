@@ -1,4 +1,4 @@
-"""What is drawn at random: from a seed, without a preferred direction, towards softmax attention."""
+"""Random features: seeded, isotropic, and convergent to softmax attention."""
 
 import math
 from collections.abc import Iterator
@@ -13,22 +13,22 @@ from efficient_attn.conformance.reference import exact
 from efficient_attn.conformance.subject import Subject, run
 from efficient_attn.conformance.table import CannotCheck, check
 
-# A correct draw fails a comparison at this many standard errors less than once in 100 000 times.
+# A correct implementation exceeds this many standard errors less than once in 100 000 comparisons.
 STANDARD_ERRORS = 4.5
 DRAWS = 150
 FEW, MANY = 64, 4096
 LITTLE = Case(tokens=7)
-# One query and two keys along the diagonal, where a QR decomposition's preferred sign shows most.
+# One query and two keys along the diagonal, where the sign convention of a QR decomposition shows most.
 DIAGONAL = Case(tokens=1, keys=2, batch=1, heads=1, kv_heads=1, head_dim=16)
 
 
 def _needs_redraw(subject: Subject, case: Case) -> None:
     if not hasattr(subject.build(case).core, "redraw"):
-        raise CannotCheck("Nothing in it is redrawn.")
+        raise CannotCheck("The backend has no random features.")
 
 
 @check(
-    "A seed fixes the draw: the same seed gives the same bits, another one does not.",
+    "The seed determines the random features: equal seeds give equal bits, different seeds do not.",
     cases=both(LITTLE.but(dtype="float32")),
 )
 def a_seed_fixes_the_draw(subject: Subject, case: Case) -> Iterator[Finding]:
@@ -46,7 +46,7 @@ def a_seed_fixes_the_draw(subject: Subject, case: Case) -> Iterator[Finding]:
 
 
 @check(
-    "The draw prefers no direction: over draws, mirrored queries and keys give the same mean output.",
+    "The random features are isotropic: mirrored queries and keys give the same mean output.",
     cases=(DIAGONAL,),
     needs=("cross",),
 )
@@ -58,7 +58,7 @@ def the_draw_has_no_preferred_direction(subject: Subject, case: Case) -> Iterato
     backend = subject.build(case, size=case.head_dim, scale=1.0)
     keys = torch.cat([along, 0 * along], dim=2)
     if hasattr(backend.core, "calibrate"):
-        # Typical inputs with a mean would make a difference between vectors and their mirror images.
+        # Calibration inputs with a nonzero mean would distinguish a vector from its mirror image.
         typical = torch.cat([along, -along], dim=2)
         backend.calibrate(typical, typical)
     gaps = []
@@ -73,14 +73,14 @@ def the_draw_has_no_preferred_direction(subject: Subject, case: Case) -> Iterato
 
 
 @check(
-    "The more is drawn, the nearer the output is to softmax attention: its error falls as 1/√size.",
+    "The output converges to softmax attention with the number of features: its error falls as 1/√size.",
     cases=both(LITTLE.but(head_dim=8, value_dim=8, norm=0.7)),
     needs=("approximates_softmax",),
 )
 def more_features_come_nearer_to_softmax(subject: Subject, case: Case) -> Iterator[Finding]:
     _needs_redraw(subject, case)
     if subject.spec.size_option is None:
-        raise CannotCheck("It has no size to vary.")
+        raise CannotCheck("The backend has no size option.")
     inputs = subject.inputs(case)
     wanted = exact(inputs, scale=case.head_dim**-0.5, causal=case.causal)
     few, many = (_mean_square(subject, case, size, wanted) for size in (FEW, MANY))
@@ -89,7 +89,7 @@ def more_features_come_nearer_to_softmax(subject: Subject, case: Case) -> Iterat
 
 
 def _mean_square(subject: Subject, case: Case, size: int, wanted: Tensor) -> float:
-    """The median over draws, which a single unlucky denominator does not move."""
+    """Median over draws, which is robust to a single small denominator."""
     inputs, backend = subject.inputs(case), subject.build(case, size=size)
     squares = []
     for seed in range(15):
@@ -98,11 +98,11 @@ def _mean_square(subject: Subject, case: Case, size: int, wanted: Tensor) -> flo
     return float(torch.stack(squares).median())
 
 
-# More tokens than a window beside which another size is varied.
-@check("Every size is used: another size gives another output.", cases=(Case(tokens=160),))
+# More tokens than the window of a backend in which another size is varied.
+@check("The size option matters: another size gives another output.", cases=(Case(tokens=160),))
 def the_size_matters(subject: Subject, case: Case) -> Iterator[Finding]:
     if subject.spec.size_option is None:
-        raise CannotCheck("It has no size.")
+        raise CannotCheck("The backend has no size option.")
     inputs = subject.inputs(case)
     small, large = (
         (run(subject.build(case, size=size, learned=None), inputs) for size in (1, 9))

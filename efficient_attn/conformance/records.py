@@ -1,4 +1,4 @@
-"""What becomes of a promise: kept or broken, with the figures that show it."""
+"""The outcome of a check: kept or broken, with the errors that show it."""
 
 import math
 from dataclasses import asdict, dataclass
@@ -12,10 +12,10 @@ UNKNOWN = "could not check"
 
 
 class Finding(NamedTuple):
-    """One comparison: the promise holds where error ≤ bound; an error of NaN breaks it.
+    """One comparison: the promise holds if error ≤ bound; an error of NaN breaks it.
 
     Attributes:
-        where: What was compared, for whoever has to find the fault.
+        where: Description of the compared quantities.
     """
 
     where: str
@@ -28,7 +28,7 @@ class Finding(NamedTuple):
 
     @property
     def share(self) -> float:
-        """How much of the bound is used; 0 for an exact agreement that had to be exact."""
+        """Error as a fraction of the bound; 0 for exact agreement where the bound is 0."""
         if self.error == 0:
             return 0.0
         return self.error / self.bound if self.bound > 0 else math.inf
@@ -36,18 +36,18 @@ class Finding(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class CheckRecord:
-    """What a check found about one promise of one backend.
+    """Result of one check of one backend.
 
     Attributes:
         check: Name of the check.
-        promise: The promise in words.
+        promise: The promise as a sentence.
         outcome: kept, broken, not promised, kept without promise or could not check.
-        detail: The smallest input that shows it; why there was nothing to check.
-        error: The largest error, as a share of its bound; that of the first broken case.
-        bound: The largest error that keeps the promise there.
-        expected: Why the backend's author expects the promise to be broken.
+        detail: Smallest input that shows the outcome, or the reason why nothing was checked.
+        error: Error of the comparison with the largest share of its bound; of the first broken case.
+        bound: Largest error that would keep the promise there.
+        expected: Reason why the author of the backend expects the promise to be broken.
         failed: Whether this outcome fails the backend.
-        time_s: How long the check took.
+        time_s: Duration of the check.
     """
 
     backend: str
@@ -62,7 +62,7 @@ class CheckRecord:
     time_s: float = 0.0
 
     def as_dict(self) -> dict[str, Any]:
-        """Fields for strict JSON; a figure that is not finite becomes None, its detail says so."""
+        """Fields for strict JSON; a non-finite error becomes None and is described in the detail."""
         fields = asdict(self)
         for name in ("error", "bound"):
             if fields[name] is not None and not math.isfinite(fields[name]):
@@ -70,14 +70,14 @@ class CheckRecord:
         return fields
 
     def sentence(self) -> str:
-        """One line: the check, what became of it, where."""
+        """One line: check, outcome and detail."""
         figures = "" if self.error is None else f" (error {self.error:.2g}, at most {self.bound:.2g})"
         reason = "" if self.expected is None else f" [expected: {self.expected}]"
         return f"{self.check}: {self.outcome}. {self.promise} {self.detail}{figures}{reason}".strip()
 
 
 class BrokenPromiseError(AssertionError):
-    """A backend does not do what it promises.
+    """Raised if a backend breaks a promise.
 
     Attributes:
         records: All records of the run.

@@ -1,4 +1,4 @@
-"""Softmax attention once more, by its definition, in the dtype of its inputs."""
+"""Reference softmax attention, computed from the definition in the dtype of its inputs."""
 
 import torch
 from torch import Tensor
@@ -7,10 +7,10 @@ from efficient_attn.conformance.cases import Inputs
 
 
 def exact(inputs: Inputs, *, scale: float, causal: bool, reach: int | None = None) -> Tensor:
-    """Σ_j exp(scale · q_i·k_j) v_j / Σ_j exp(scale · q_i·k_j) over visible j; zeros where none is.
+    """Σ_j exp(scale · q_i·k_j) v_j / Σ_j exp(scale · q_i·k_j) over visible j; zeros for fully-masked rows.
 
     Args:
-        reach: Keys farther than this from the query's position are not visible; None: all are.
+        reach: Maximum distance between a query and a visible key; None: unlimited.
     """
     q, k, v, key_mask = inputs
     group = torch.arange(q.shape[1]) // (q.shape[1] // k.shape[1])

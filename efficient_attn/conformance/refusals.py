@@ -1,4 +1,4 @@
-"""What is refused: what is not promised, and what makes no sense; never is an argument ignored."""
+"""Refusals: unpromised capabilities and invalid arguments raise errors; no argument is ignored."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -27,7 +27,7 @@ ONE = Case(tokens=5)
 Wrong = tuple[str, str, type[AttentionError], Callable[[], Any]]
 
 
-@check("What is not promised is refused in one line, and nothing is ignored.", cases=(ONE,))
+@check("Unpromised capabilities are refused with a one-line error; no argument is ignored.", cases=(ONE,))
 def what_is_not_promised_is_refused(subject: Subject, case: Case) -> Iterator[Finding]:
     for asked, word, kind, call in _unpromised(subject, case):
         yield _refusal(asked, word, kind, call)
@@ -58,7 +58,7 @@ def _unpromised(subject: Subject, case: Case) -> Iterator[Wrong]:
         yield name, name, DtypeError, partial(backend, *other)
 
 
-@check("Wrong input is refused in one line that names the argument.", cases=(ONE,))
+@check("Invalid arguments are refused with a one-line error that names the argument.", cases=(ONE,))
 def wrong_input_is_refused_by_name(subject: Subject, case: Case) -> Iterator[Finding]:
     for asked, word, kind, call in _wrong(subject, case):
         yield _refusal(asked, word, kind, call)
@@ -92,7 +92,7 @@ def _wrong(subject: Subject, case: Case) -> Iterator[Wrong]:
 
 
 @check(
-    "Who has to be calibrated refuses to compute before, and changes by nothing but calibration after.",
+    "Calibration is explicit: required before the first call, and changed by no other call.",
     cases=both(ONE.but(masked=True)),
 )
 def calibration_is_an_explicit_act(subject: Subject, case: Case) -> Iterator[Finding]:
@@ -130,7 +130,7 @@ def _refusal(asked: str, word: str, kind: type[AttentionError], call: Callable[[
         call()
     except kind as error:
         clear = word in str(error) and "\n" not in str(error)
-        return Finding(f"Asked for {asked}, it says {str(error)!r} without {word!r}", float(not clear), 0.0)
+        return Finding(f"Asked for {asked}: error {str(error)!r} lacks {word!r}", float(not clear), 0.0)
     except Exception as error:
-        return Finding(f"Asked for {asked}, it raises {type(error).__name__}, no {kind.__name__}", 1.0, 0.0)
-    return Finding(f"Asked for {asked}, it does not refuse", 1.0, 0.0)
+        return Finding(f"Asked for {asked}: {type(error).__name__} instead of {kind.__name__}", 1.0, 0.0)
+    return Finding(f"Asked for {asked}: no error", 1.0, 0.0)

@@ -1,4 +1,4 @@
-"""The settings that a call meets, which change nothing: default dtypes, modes, seeds, layouts, warnings."""
+"""Global settings that must not affect results: default dtype, modes, seeds, layouts, warnings."""
 
 import contextlib
 import io
@@ -24,10 +24,10 @@ KINDS = (*both(ONE), *both(ONE.but(masked=True)), *both(ONE.but(dtype="float32")
 def results(
     subject: Subject, backend: Backend, inputs: Inputs, forward: AbstractContextManager[Any] | None = None
 ) -> list[tuple[str, Tensor]]:
-    """All that a backend returns: output, gradients, and the output of `extend` in two parts.
+    """All results of a backend: output, gradients, and the output of `extend` in two parts.
 
     Args:
-        forward: A mode of the calls, which the backward pass is not in.
+        forward: Context of the forward calls; the backward pass runs outside of it.
     """
     mode = forward or contextlib.nullcontext()
     leaves = [x.detach().clone().requires_grad_(subject.promises.gradients) for x in inputs[:3]]
@@ -36,7 +36,7 @@ def results(
     found = [("Output", out.detach())]
     if subject.promises.gradients:
         gradients = torch.autograd.grad(out.square().sum(), leaves)
-        found += [(f"Gradient by {name}", g) for name, g in zip("qkv", gradients, strict=True)]
+        found += [(f"Gradient w.r.t. {name}", g) for name, g in zip("qkv", gradients, strict=True)]
     if subject.promises.streaming and backend.problem.causal:
         state, half = None, inputs.q.shape[2] // 2
         for number, here in enumerate((slice(0, half), slice(half, None))):
@@ -54,7 +54,7 @@ def _same(where: str, got: list[tuple[str, Tensor]], wanted: list[tuple[str, Ten
         yield same_bits(f"{name} {where}", one, other)
 
 
-@check("The default dtype changes nothing, when building and when calling.", cases=KINDS)
+@check("The default dtype affects neither construction nor calls.", cases=KINDS)
 def the_default_dtype_changes_nothing(subject: Subject, case: Case) -> Iterator[Finding]:
     inputs = subject.inputs(case)
     usual = subject.build(case)
@@ -64,7 +64,7 @@ def the_default_dtype_changes_nothing(subject: Subject, case: Case) -> Iterator[
         try:
             torch.set_default_dtype(dtype)
             backend = subject.build(case)
-            # Parameters may start in the default dtype, as those of torch's own modules do.
+            # Parameters may be initialised in the default dtype, as in torch.nn.
             backend.load_state_dict(usual.state_dict())
             got = results(subject, backend, inputs)
         finally:
@@ -73,7 +73,7 @@ def the_default_dtype_changes_nothing(subject: Subject, case: Case) -> Iterator[
 
 
 @check(
-    "The state of the global generators changes nothing, in training neither.",
+    "Global random state affects no result, neither in training nor in evaluation.",
     cases=(*KINDS, ONE.but(tokens=200)),
 )
 def global_seeds_change_nothing(subject: Subject, case: Case) -> Iterator[Finding]:
@@ -87,7 +87,7 @@ def global_seeds_change_nothing(subject: Subject, case: Case) -> Iterator[Findin
     yield from _same("in evaluation", results(subject, backend.eval(), inputs), found[0])
 
 
-@check("Inference mode and no_grad change no output, and no later call.", cases=KINDS)
+@check("Inference mode and no_grad affect neither the output nor later calls.", cases=KINDS)
 def modes_change_nothing(subject: Subject, case: Case) -> Iterator[Finding]:
     inputs = subject.inputs(case)
     wanted = results(subject, subject.build(case), inputs)
@@ -98,11 +98,11 @@ def modes_change_nothing(subject: Subject, case: Case) -> Iterator[Finding]:
             given = inputs.each(Tensor.clone)
             out = run(backend, given)
         yield same_bits(f"Output in {mode.__name__}", out.clone(), wanted[0][1])
-        # What was kept in that mode could not be saved for a backward pass.
+        # A tensor cached in that mode could not be saved for a backward pass.
         yield from _same(f"after {mode.__name__}", results(subject, backend, inputs), wanted)
 
 
-@check("Under autocast gradients and streaming keep their dtype and accuracy.", cases=KINDS)
+@check("Gradients and incremental decoding keep their dtype and accuracy under autocast.", cases=KINDS)
 def autocast_changes_no_result(subject: Subject, case: Case) -> Iterator[Finding]:
     inputs, backend = subject.inputs(case), subject.build(case)
     wanted, bound = results(subject, backend, inputs), rounding(backend, inputs, case.dtype).max()
@@ -115,7 +115,7 @@ def autocast_changes_no_result(subject: Subject, case: Case) -> Iterator[Finding
             )
 
 
-@check("A call warns of nothing and prints nothing.", cases=(*KINDS, *both(ONE.but(tokens=200))))
+@check("Calls emit no warning and print nothing.", cases=(*KINDS, *both(ONE.but(tokens=200))))
 def calls_are_silent(subject: Subject, case: Case) -> Iterator[Finding]:
     inputs, backend, printed = subject.inputs(case), subject.build(case), io.StringIO()
     with (
@@ -127,20 +127,20 @@ def calls_are_silent(subject: Subject, case: Case) -> Iterator[Finding]:
         results(subject, backend, inputs)
         run(backend.train(), inputs)
     said = [str(one.message) for one in caught] + [printed.getvalue()] * bool(printed.getvalue())
-    yield Finding(f"It says {(said or [''])[0]!r:.100}", float(bool(said)), 0.0)
+    yield Finding(f"Output {(said or [''])[0]!r:.100}", float(bool(said)), 0.0)
 
 
 @check(
-    "A negative scale is the positive one of queries turned round.",
+    "A negative scale is equivalent to negated queries at the positive scale.",
     cases=KINDS,
     drawn=lambda seed: joint(seed, 9),
 )
 def a_negative_scale_turns_queries_round(subject: Subject, case: Case) -> Iterator[Finding]:
     plus = subject.build(case, scale=0.7)
     if is_called(plus):
-        raise CannotCheck("A function takes no scale.")
+        raise CannotCheck("A plain callable takes no scale.")
     inputs, minus = subject.inputs(case), subject.build(case, scale=-0.7)
-    # What was fitted to typical queries is fitted to the same ones.
+    # Calibrated parameters are shared, so that both backends use the same fit.
     minus.load_state_dict(plus.state_dict())
     turned = inputs._replace(q=-inputs.q)
     bound = rounding(plus, turned, case.dtype)
@@ -148,7 +148,7 @@ def a_negative_scale_turns_queries_round(subject: Subject, case: Case) -> Iterat
 
 
 @check(
-    "Gradients do not depend on the layout of the inputs or of what flows back, and nothing is written to.",
+    "Gradients do not depend on memory layout, and nothing is modified in place.",
     drawn=lambda seed: (*joint(seed, 9, 70), *joint(seed, 9, dtype="float32")),
     needs=("gradients",),
 )
@@ -166,20 +166,20 @@ def layout_changes_no_gradient(subject: Subject, case: Case) -> Iterator[Finding
         before = [x.clone() for x in (*turned, given) if x is not None]
         first, got = _backward(backend, turned, given)
         for letter, one, again, other in zip("qkv", first, got, wanted, strict=True):
-            yield same_bits(f"{name}: gradient by {letter} at a second pass", again, one)
+            yield same_bits(f"{name}: gradient w.r.t. {letter} at a second pass", again, one)
             size = bound * max(1.0, float(other.abs().max()) if other.numel() else 1.0)
-            yield Finding(f"{name}: gradient by {letter}", distance(one, other), size)
+            yield Finding(f"{name}: gradient w.r.t. {letter}", distance(one, other), size)
             yield Finding(
-                f"{name}: gradient by {letter} is {one.dtype}", float(one.dtype != other.dtype), 0.0
+                f"{name}: gradient w.r.t. {letter} is {one.dtype}", float(one.dtype != other.dtype), 0.0
             )
         for x, old in zip((x for x in (*turned, given) if x is not None), before, strict=True):
-            yield same_bits(f"{name}: an input or a gradient that flowed back, afterwards", x, old)
+            yield same_bits(f"{name}: an input or upstream gradient after the call", x, old)
 
 
 def _backward(
     backend: Backend, inputs: Inputs, flowing: Tensor
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """Gradients of two passes backward through one graph, which the second finds as the first one did."""
+    """Gradients of two backward passes through one graph; both must find it unchanged."""
     leaves = [x.detach().requires_grad_() for x in inputs[:3]]
     out = run(backend, inputs.of(*leaves))
     first = torch.autograd.grad(out, leaves, flowing, retain_graph=True)
@@ -187,16 +187,16 @@ def _backward(
 
 
 def _turned(x: Tensor) -> Tensor:
-    """The same numbers in memory as [batch, heads, dim, tokens]."""
+    """The same values, laid out in memory as [batch, heads, dim, tokens]."""
     return x.mT.contiguous().mT
 
 
 def _sliced(x: Tensor) -> Tensor:
-    """The same numbers as every second entry of a larger tensor."""
+    """The same values, as every second entry of a larger tensor."""
     return x.repeat_interleave(2, dim=-1)[..., ::2]
 
 
-@check("What a backward pass reaches beside q, k and v are parameters of the module.", cases=both(ONE))
+@check("The leaves of the autograd graph are q, k, v and parameters of the module.", cases=both(ONE))
 def gradients_reach_parameters_only(subject: Subject, case: Case) -> Iterator[Finding]:
     inputs, backend = subject.inputs(case), subject.build(case)
     leaves = [x.requires_grad_() for x in inputs[:3]]
@@ -210,5 +210,5 @@ def gradients_reach_parameters_only(subject: Subject, case: Case) -> Iterator[Fi
         todo += [one for one, _ in node.next_functions]
         leaf = getattr(node, "variable", None)
         if leaf is not None:
-            label = f"A tensor {list(leaf.shape)} that is no parameter"
+            label = f"A tensor {list(leaf.shape)} that is not a parameter"
             yield Finding(label, float(id(leaf) not in known), 0.0)

@@ -1,4 +1,4 @@
-"""Streaming at every shape: parts of any size, buffers that are used again, states that are kept."""
+"""Incremental decoding at all shapes: chunks of any size, reused buffers, states that are kept."""
 
 import random
 from collections.abc import Iterator
@@ -14,20 +14,20 @@ from efficient_attn.conformance.records import Finding
 from efficient_attn.conformance.subject import Subject, run
 from efficient_attn.conformance.table import check
 
-# A little more than the longest of the borders.
+# A little more than the largest of BORDERS.
 DECODED = Case(tokens=530, batch=1, heads=2, kv_heads=1, value_dim=3, causal=True)
 LONGEST = DECODED.but(tokens=2100, masked=True, pattern=2)
-# Single tokens are decoded on either side of every border.
+# Tokens around every border are decoded one at a time.
 AROUND = 3
 
 
 def _drawn(seed: int, *lengths: int, dtype: str = "float64") -> tuple[Case, ...]:
-    """Causal cases with as many queries as keys, which are those that can be streamed."""
+    """Causal cases with as many queries as keys, as incremental decoding requires."""
     return tuple(case.but(keys=None) for case in joint(seed, *lengths, dtype=dtype) if case.causal)
 
 
 @check(
-    "In parts of any size, even none, from buffers that are used again, the output is that of the whole.",
+    "Decoding in chunks of any size, even empty, from reused buffers gives the output of the full pass.",
     drawn=lambda seed: (
         *_drawn(seed, 2, 9, 70, 200),
         *(case for dtype in ("float32", "bfloat16", "float16") for case in _drawn(seed, 70, dtype=dtype)),
@@ -43,7 +43,7 @@ def parts_of_any_size_are_the_whole(subject: Subject, case: Case) -> Iterator[Fi
 
 
 def _parts(tokens: int, draws: random.Random) -> list[int]:
-    """In any order: some single tokens, one large part, the rest, and twice no token at all."""
+    """Chunk sizes in random order: single tokens, one large chunk, the rest, and two empty chunks."""
     singles = min(tokens, draws.randint(1, 3))
     large = draws.randint(0, tokens - singles)
     parts = [*[1] * singles, large, tokens - singles - large, 0, 0]
@@ -52,7 +52,7 @@ def _parts(tokens: int, draws: random.Random) -> list[int]:
 
 
 @check(
-    "Decoding forgets nothing and adds nothing on either side of any length, however long the state.",
+    "Decoding one token at a time is exact on either side of every block border, however long the state.",
     cases=(DECODED, DECODED.but(masked=True, pattern=2), DECODED.but(dtype="float32")),
     long=lambda seed: (LONGEST,),
     needs=("streaming",),
@@ -72,7 +72,7 @@ def long_states_are_whole(subject: Subject, case: Case) -> Iterator[Finding]:
 def _streamed(
     where: str, backend: Backend, inputs: Inputs, parts: list[int], wanted: Tensor, bound: Tensor
 ) -> Iterator[Finding]:
-    """Findings on each part: its output when it came, and the same bits at the end."""
+    """Findings on each chunk: its output when returned, and the same bits after the last call."""
     buffers = [torch.full_like(x[:, :, : max(parts)], torch.nan) for x in inputs[:3]]
     mask = None if inputs.key_mask is None else torch.zeros_like(inputs.key_mask[:, : max(parts)])
     state, start, kept = None, 0, []
@@ -99,7 +99,7 @@ def _streamed(
 
 
 @check(
-    "A state is kept: whatever other sequences go on from it, the same tokens give the same bits.",
+    "A state can be shared: every continuation with the same tokens gives the same bits.",
     drawn=lambda seed: (*_drawn(seed, 9, 140), *_drawn(seed, 9, dtype="float32")),
     needs=("streaming",),
 )
@@ -127,7 +127,7 @@ def any_number_of_sequences_go_on_from_a_state(subject: Subject, case: Case) -> 
 
 
 @check(
-    "Gradients pass through states: those of a streamed sequence are those of the whole.",
+    "Gradients flow through states: incremental decoding gives the gradients of the full pass.",
     drawn=lambda seed: (*_drawn(seed, 3, 9), *_drawn(seed, 70)[:2]),
     needs=("streaming", "gradients"),
 )
@@ -147,7 +147,7 @@ def gradients_pass_through_states(subject: Subject, case: Case) -> Iterator[Find
         if wanted is not None:
             got = torch.full_like(wanted, torch.nan) if got is None else got
             size = max(1.0, float(wanted.abs().max()))
-            yield Finding(f"Gradient by {name} through two states", distance(got, wanted), bound * size)
+            yield Finding(f"Gradient w.r.t. {name} through two states", distance(got, wanted), bound * size)
 
 
 def _in_three(backend: Backend, inputs: Inputs, tokens: int) -> Tensor:
@@ -165,7 +165,7 @@ def _extend(backend: Backend, inputs: Inputs, here: slice, state: Any) -> tuple[
 
 
 def _tensors(state: Any) -> list[Tensor]:
-    """The tensors of a state, whatever tuples and lists they are in."""
+    """All tensors of a state, in nested tuples and lists."""
     if isinstance(state, Tensor):
         return [state]
     return [x for one in state for x in _tensors(one)] if isinstance(state, tuple | list) else []

@@ -1,4 +1,4 @@
-"""The backend under test: how it is built for a case, and what it says of itself."""
+"""The backend under test: its promises, and its construction for each case."""
 
 import copy
 from dataclasses import dataclass, fields, replace
@@ -14,21 +14,21 @@ from efficient_attn.errors import OptionError
 from efficient_attn.foreign import BARE, CalledAttention
 from efficient_attn.registry import BackendSpec, Capabilities
 
-# Sizes small enough that a few tokens are many: the first that the backend accepts is used.
+# Small sizes, so that a few tokens exceed them; the first size that the backend accepts is used.
 SMALL_SIZES = (6, 5)
-# Room for more tokens than a case has, so that a longest sequence is not always a full one.
+# Capacity beyond the tokens of a case, so that sequences of the maximum length are not the only ones tested.
 SPARE_TOKENS = 8
-# What data-dependent parameters are found from: seeds that no case uses.
+# Length and seed of the calibration inputs; no case uses this seed.
 CALIBRATION_TOKENS, CALIBRATION_SEED = 32, 999_000
 
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """A backend and what it promises.
+    """A backend and its promises.
 
     Attributes:
-        bare: Whether it is a function that says nothing about itself.
-        options: What the backend was built with, for one that exists already; {} takes the defaults.
+        bare: Whether the backend is a callable without declared capabilities.
+        options: Options of an already built backend; {} takes the defaults.
         long: Whether the long form of the suite runs.
     """
 
@@ -40,19 +40,19 @@ class Subject:
     long: bool = False
 
     def cases(self, cases: tuple[Case, ...]) -> list[Case]:
-        """Those of the cases that the backend promises to serve."""
+        """Cases that the backend promises to support."""
         return [case for case in cases if self.serves(case)]
 
     def serves(self, case: Case) -> bool:
         can = self.promises
         fits = case.causal or can.cross or case.k_tokens == case.tokens
         masks = can.key_mask or not case.masked
-        # A function that declares nothing has float32 and float64 as everybody has.
+        # A callable without declared capabilities is assumed to support float32 and float64.
         dtypes = [name for name in can.dtypes if "32" in name or "64" in name] if self.bare else can.dtypes
         return (can.causal or not case.causal) and masks and fits and case.dtype in dtypes
 
     def inputs(self, case: Case, *, other: int = 0) -> Inputs:
-        """The tensors of a case; `other` gives further ones of the same sizes."""
+        """The tensors of a case; `other` selects further draws of the same shapes."""
         return draw(case, 1000 * self.seed + other)
 
     def build(
@@ -66,15 +66,15 @@ class Subject:
         calibrated: bool = True,
         **options: Any,
     ) -> Backend:
-        """A backend for a case, in evaluation mode and in the case's dtype.
+        """Build the backend for a case, in evaluation mode and in the case's dtype.
 
         Args:
-            size: Of the size option; None takes a small one.
-            max_tokens: The longest sequence that it is built for; None: a little more than the case.
-            learned: Seed of what its parameters learned, so that no promise rests on how they start;
-                None leaves them as they start.
-            calibrated: Whether a backend that can be calibrated is, on inputs of the case's sizes that no
-                check measures on, as long in their scores at any scale.
+            size: Value of the size option; None selects a small one.
+            max_tokens: Maximum sequence length; None: a little more than the case needs.
+            learned: Seed of a random perturbation of the parameters, so that no promise depends on their
+                initial values; None keeps the initial values.
+            calibrated: Whether to calibrate a backend that supports it, on inputs that no check uses and with
+                scores of the same spread at every scale.
         """
         sizes = (size,) if size is not None else self._small_sizes(options)
         for number, one in enumerate(sizes):
@@ -108,7 +108,7 @@ class Subject:
         return (None,) if size is None or size in {**self.options, **options} else SMALL_SIZES
 
     def _ready(self, backend: Backend, case: Case, learned: int | None) -> Backend:
-        # What is not built anew belongs to somebody, and is left as it is.
+        # An already built module belongs to the caller and must not be modified.
         if self.spec.options_type().__dict__ == {}:
             backend = _own(backend)
         if learned is not None:
@@ -117,7 +117,7 @@ class Subject:
 
 
 def subject(thing: Any, capabilities: Capabilities | None, seed: int, long: bool = False) -> Subject:
-    """What is to be checked: a name, a spec, a builder, file.py:object, a module or a function."""
+    """The subject of a check: a name, a spec, a builder, file.py:object, a module or a function."""
     options: dict[str, Any] = {}
     if isinstance(thing, Backend):
         options = {field.name: getattr(thing.options, field.name) for field in fields(thing.options)}
@@ -131,7 +131,7 @@ def subject(thing: Any, capabilities: Capabilities | None, seed: int, long: bool
 
 @torch.no_grad()
 def learn(backend: Backend, seed: int) -> None:
-    """Move every parameter by Gaussian noise, as training would."""
+    """Perturb every parameter with Gaussian noise, as training would."""
     generator = torch.Generator().manual_seed(seed)
     for parameter in backend.parameters():
         noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
@@ -139,29 +139,29 @@ def learn(backend: Backend, seed: int) -> None:
 
 
 def calibrate(backend: Backend, case: Case, seed: int) -> Backend:
-    """The backend, calibrated if it can be, on Gaussian inputs like those of the case."""
+    """Calibrate the backend, if it supports calibration, on Gaussian inputs with the sizes of the case."""
     if hasattr(backend.core, "calibrate"):
         typical = case.but(tokens=CALIBRATION_TOKENS, keys=None, batch=1, masked=False)
         q, k, _, _ = draw(typical, CALIBRATION_SEED + seed)
-        # Scores are scale · q·k: at any scale they are to be those of the default one.
+        # Scores are scale · q·k: this factor gives them the spread of the default scale.
         size = abs(case.head_dim**0.5 * backend.problem.factor) ** -0.5 if backend.problem.factor else 1.0
         backend.calibrate(q * size, k * size)
     return backend
 
 
 def run(backend: Backend, inputs: Inputs) -> Tensor:
-    """The output for the inputs."""
+    """The output for these inputs."""
     q, k, v, key_mask = inputs
     return backend(q, k, v) if key_mask is None else backend(q, k, v, key_mask=key_mask)
 
 
 def is_called(backend: Backend) -> bool:
-    """Whether it is a function or module of (q, k, v) that was built without the toolkit."""
+    """Whether the backend wraps a callable of (q, k, v) that was built without the toolkit."""
     return isinstance(backend.core, CalledAttention)
 
 
 def _own(backend: Backend) -> Backend:
     try:
         return copy.deepcopy(backend)
-    except Exception:  # what cannot be copied is checked as it is; another check says that it cannot
+    except Exception:  # the original is checked; `a_copy_is_equal_and_apart` reports the error
         return backend

@@ -1,4 +1,4 @@
-"""The table of checks, and how one of them is run."""
+"""The table of checks, and the execution of one check."""
 
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -21,31 +21,31 @@ Draw = Callable[[int], tuple[Case, ...]]
 
 
 class CannotCheck(Exception):
-    """Raised by a check that finds nothing to check; says why."""
+    """Raised by a check that does not apply; carries the reason."""
 
 
 class Refused(Exception):
-    """Raised by a check of something unpromised, where asking for it was refused as it should be."""
+    """Raised by a check of an unpromised capability if the backend refuses it, as it should."""
 
 
 class SilentlyWrong(Exception):
-    """Raised by a check of something unpromised that was answered, wrongly, instead of refused."""
+    """Raised by a check of an unpromised capability if the backend returns wrong results."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """A promise and how it is checked.
+    """A promise and its check.
 
     Attributes:
-        name: Name of the function, which is the promise.
-        promise: The promise in words.
-        cases: Inputs to try, the smallest first.
-        drawn: Further inputs, drawn from a seed; one that declares nothing is spared grouped heads.
-        long: Further inputs of the long form of the suite, drawn likewise.
-        capability: The capability that makes the promise; None for what every backend promises.
-        needs: Capabilities without which there is nothing to promise.
-        unless: Capabilities that take the promise away.
-        beyond: What a function that declares nothing may refuse with an error of its own.
+        name: Name of the function, which states the promise.
+        promise: The promise as a sentence.
+        cases: Inputs, the smallest first.
+        drawn: Further inputs, drawn from a seed; no grouped heads for a backend without capabilities.
+        long: Further inputs of the long form of the suite, drawn from a seed.
+        capability: Capability that makes the promise; None if every backend promises it.
+        needs: Capabilities that the promise requires.
+        unless: Capabilities that exempt a backend from the promise.
+        beyond: Feature that a backend without declared capabilities may refuse with an error of its own.
     """
 
     name: str
@@ -61,11 +61,11 @@ class Check:
 
     @property
     def is_long(self) -> bool:
-        """Whether it belongs to the long form altogether."""
+        """Whether the check belongs to the long form only."""
         return not self.cases and not self.drawn(0)
 
     def inputs(self, subject: Subject) -> list[Case]:
-        """The inputs that the subject promises to serve."""
+        """Inputs that the subject promises to support."""
         drawn = (
             *self.drawn(subject.seed),
             *(self.long(subject.seed) if subject.long or self.is_long else ()),
@@ -75,7 +75,7 @@ class Check:
         return subject.cases((*self.cases, *drawn))
 
 
-# What a capability is in a sentence that says who lacks it.
+# Noun phrases for capabilities, for reasons.
 _WORDS = {
     "causal": "causality",
     "cross": "keys of another sequence",
@@ -103,7 +103,7 @@ def check(
     unless: tuple[str, ...] = (),
     beyond: str | None = None,
 ) -> Callable[[Body], Body]:
-    """Enter the decorated function as the check of a promise; it yields one finding per comparison."""
+    """Register the decorated generator of findings, one per comparison, as the check of a promise."""
 
     def enter(body: Body) -> Body:
         CHECKS[body.__name__] = Check(
@@ -124,7 +124,7 @@ def check(
 
 
 def record_of(one: Check, subject: Subject) -> CheckRecord:
-    """What a check finds about a backend."""
+    """Run one check of a backend."""
     start = time.perf_counter()
     outcome, detail, finding = _examine(one, subject)
     return CheckRecord(
@@ -135,7 +135,7 @@ def record_of(one: Check, subject: Subject) -> CheckRecord:
         detail=detail,
         error=None if finding is None else finding.error,
         bound=None if finding is None else finding.bound,
-        # A function that declares nothing fails only where it breaks what every backend promises.
+        # A backend without declared capabilities fails only by promises that every backend makes.
         failed=outcome == BROKEN or (outcome == UNPROMISED and not subject.bare),
         time_s=time.perf_counter() - start,
     )
@@ -170,12 +170,12 @@ def _examine(one: Check, subject: Subject) -> tuple[str, str, Finding | None]:
             return UNKNOWN, f"It declares no {one.beyond}. {raised}", None
         return (BROKEN if promised else NOT_PROMISED), str(raised), None
     if worst is None:
-        return UNKNOWN, "No input of the check is one that it serves.", None
+        return UNKNOWN, "The backend supports none of the inputs of this check.", None
     return (KEPT if promised else UNPROMISED), "", worst
 
 
 class _Raised(Exception):
-    """An error of the backend on an input that it should serve."""
+    """An error of the backend on an input that it promises to support."""
 
 
 def _findings(one: Check, subject: Subject) -> Iterator[tuple[Case, Finding]]:
@@ -187,6 +187,6 @@ def _findings(one: Check, subject: Subject) -> Iterator[tuple[Case, Finding]]:
             raise
         except SilentlyWrong as error:
             raise SilentlyWrong(f"{error} On {case}.") from error
-        except Exception as error:  # whatever a backend raises is a broken promise with its input
+        except Exception as error:  # any error on a supported input breaks the promise
             first = (str(error).strip().splitlines() or [""])[0]
             raise _Raised(f"It raised {type(error).__name__}: {first} On {case}.") from error

@@ -1,4 +1,4 @@
-"""The weights that a backend implies: their sign, their sum, what they are applied to."""
+"""Implied attention weights: their sign, their row sums, and the values that they are applied to."""
 
 from collections.abc import Iterator
 
@@ -12,14 +12,14 @@ from efficient_attn.conformance.reference import exact
 from efficient_attn.conformance.subject import Subject, run
 from efficient_attn.conformance.table import CannotCheck, check
 
-# Three learned states: what holds by luck at one does not at the next.
+# Several perturbations of the parameters, so that no property holds by chance.
 LEARNED = (0, 1, 2)
-# Around every border, with little beside the length.
+# One sequence and one head at every block border.
 SINGLE = tuple(one for n in BORDERS for one in both(Case(tokens=n, batch=1, heads=1, kv_heads=1)))
 SEVERAL = (*everywhere(1, 2, 7, 16), *(c.but(norm=3.0) for c in everywhere(16)))
 
 
-@check("No implied weight is negative.", cases=SEVERAL, capability="nonnegative")
+@check("The implied weights are nonnegative.", cases=SEVERAL, capability="nonnegative")
 def weights_are_never_negative(subject: Subject, case: Case) -> Iterator[Finding]:
     inputs = subject.inputs(case)
     for learned in LEARNED:
@@ -36,13 +36,13 @@ def weights_of_a_row_sum_to_one(subject: Subject, case: Case) -> Iterator[Findin
     for learned in LEARNED:
         backend = subject.build(case, learned=learned)
         out = run(backend, ones)
-        # Rows that see no key are zero, which another check asks for.
+        # Fully-masked rows are zero, as `blind_queries_give_zeros` checks.
         wanted = reads(subject, case, inputs.key_mask, out)[..., None].double().expand_as(out)
         yield close("Row sums", out, wanted, 1e-12 * condition(backend, inputs) * case.k_tokens)
 
 
 @check(
-    "Every output lies between the smallest and the largest value that it averages.",
+    "Every output lies between the smallest and the largest of the averaged values.",
     cases=SEVERAL,
     needs=("nonnegative", "averages"),
 )
@@ -58,9 +58,7 @@ def outputs_lie_among_the_values(subject: Subject, case: Case) -> Iterator[Findi
     if out.numel() == 0:
         return
     outside = max(float(out.max() - v.max()), float(v.min() - out.min()), 0.0)
-    yield Finding(
-        "Beyond the values", outside, 4 * case.k_tokens * torch.finfo(torch.float64).eps * largest(v)
-    )
+    yield Finding("Out of range", outside, 4 * case.k_tokens * torch.finfo(torch.float64).eps * largest(v))
 
 
 @check("The output is linear in the values.", cases=everywhere(1, 2, 7))
@@ -74,7 +72,7 @@ def outputs_are_linear_in_the_values(subject: Subject, case: Case) -> Iterator[F
 
 
 @check(
-    "Queries in another order give their outputs in that order.",
+    "Permuted queries give permuted outputs.",
     cases=tuple(case for case in (*everywhere(2, 7), *SINGLE) if not case.causal),
     needs=("cross",),
 )
@@ -86,7 +84,7 @@ def order_of_queries_is_order_of_outputs(subject: Subject, case: Case) -> Iterat
 
 
 @check(
-    "Keys, values and mask in another order give the same output.",
+    "Permuting keys, values and mask together does not change the output.",
     cases=(*everywhere(2, 7), *SINGLE),
     long=lambda seed: both(Case(tokens=2100, batch=1, heads=1, kv_heads=1)),
     needs=("cross",),
@@ -95,7 +93,7 @@ def order_of_queries_is_order_of_outputs(subject: Subject, case: Case) -> Iterat
 def order_of_keys_does_not_matter(subject: Subject, case: Case) -> Iterator[Finding]:
     inputs, backend = subject.inputs(case), subject.build(case)
     if case.causal:
-        # The last query alone sees every key.
+        # Only the last query sees every key.
         inputs = inputs._replace(q=inputs.q[:, :, -1:])
     mask = None if inputs.key_mask is None else inputs.key_mask.flip(1)
     out = run(backend, inputs._replace(k=inputs.k.flip(2), v=inputs.v.flip(2), key_mask=mask))
@@ -103,12 +101,12 @@ def order_of_keys_does_not_matter(subject: Subject, case: Case) -> Iterator[Find
 
 
 @check(
-    "A window of r keys is softmax over the nearest: i−⌊r/2⌋ … i+⌊r/2⌋, or the last r if causal.",
+    "A window of r keys is softmax over the nearest keys: i−⌊r/2⌋ … i+⌊r/2⌋, or the last r if causal.",
     cases=everywhere(1, 3, 7, 65),
 )
 def a_window_reads_its_neighbourhood(subject: Subject, case: Case) -> Iterator[Finding]:
     if subject.spec.size_option != "window":
-        raise CannotCheck("Its size is no window.")
+        raise CannotCheck("The size option is not a window.")
     inputs = subject.inputs(case)
     for window in (1, 3, 2 * case.tokens - 1):
         reach = window - 1 if case.causal else window // 2
@@ -118,7 +116,7 @@ def a_window_reads_its_neighbourhood(subject: Subject, case: Case) -> Iterator[F
 
 
 @check(
-    "Fewer heads of keys and values serve equal groups of neighbouring heads of queries.",
+    "Grouped queries share key and value heads: equal groups of neighbouring query heads.",
     cases=tuple(
         one
         for heads in (4, 1, 2, 3, 5, 6, 7, 8)
@@ -137,9 +135,9 @@ def grouped_queries_are_repeated_heads(subject: Subject, case: Case) -> Iterator
 
 
 def reads(subject: Subject, case: Case, key_mask: Tensor | None, out: Tensor) -> Tensor:
-    """Which queries read a key, bool [batch heads q_tokens].
+    """Queries that read at least one key, bool [batch heads q_tokens].
 
-    A backend of one sequence may be local: where it takes a mask, a row of zeros is one that reads none.
+    A self-attention backend may be local: with a mask, a row of zeros is taken as a query that reads no key.
     """
     if key_mask is None:
         seen = torch.ones(case.batch, 1, case.tokens, dtype=torch.bool)
