@@ -1,4 +1,4 @@
-"""Code of somebody else, run so that it ends nothing but itself: all that it raises is an ordinary error."""
+"""Containment of external code: every exception that it raises becomes an ordinary error."""
 
 import signal
 import sys
@@ -10,24 +10,24 @@ from typing import Any
 
 from efficient_attn.errors import DataError
 
-# A message of somebody else's code becomes one line of at most this many characters.
+# Maximum length of a message of external code, as one line.
 _LONGEST = 300
 
 _ENDS = (signal.SIGINT, signal.SIGTERM)
 
 
 class LeftError(Exception):
-    """The code tried to leave: SystemExit, KeyboardInterrupt or another exception that ends a program."""
+    """External code raised SystemExit, KeyboardInterrupt or another exception that ends a program."""
 
 
 @contextmanager
 def contained() -> Iterator[None]:
-    """Turn a SystemExit or KeyboardInterrupt that the block raises itself into an ordinary error.
+    """Convert a SystemExit or KeyboardInterrupt raised by the block itself to an ordinary error.
 
-    Ctrl-C, and a request to end the process, pass: a handler of their signals has run.
+    Signals such as Ctrl-C and SIGTERM pass through.
 
     Raises:
-        LeftError: In the place of what would end the program.
+        LeftError: In place of an exception that would end the program.
     """
     came: list[int] = []
     with _noting(came):
@@ -42,41 +42,41 @@ def contained() -> Iterator[None]:
 
 
 def described(error: BaseException) -> str:
-    """`Type: text` as one line; a text that cannot be had is left out."""
+    """`Type: text` as one line; the text is omitted if it cannot be computed."""
     if isinstance(error, LeftError):
         return str(error)
     try:
         with contained():
             text = str(error)
-    except Exception:  # The text of an error is code of whoever wrote it.
+    except Exception:  # str() of an external exception runs external code
         text = ""
     return one_line(f"{type(error).__name__}: {text}").rstrip(": ")
 
 
 def one_line(text: str) -> str:
     """The beginning of a text as one line."""
-    # A text of megabytes is cut before it is taken apart.
+    # A text of megabytes is cut before it is split.
     return " ".join(text[: 10 * _LONGEST].split())[:_LONGEST]
 
 
 @contextmanager
 def importing(place: str) -> Iterator[None]:
-    """Run the code of a file or a package; what it prints is talk, for stdout holds results and nothing else.
+    """Run the import of external code, with its stdout redirected to stderr: stdout holds results only.
 
     Raises:
-        DataError: Where it raises anything; the message names the place.
+        DataError: If the import raises any exception; the message names the file or package.
     """
     try:
         with contained(), redirect_stdout(sys.stderr):
             yield
-    except Exception as error:  # Whatever a stranger's file raises becomes one line.
+    except Exception as error:  # any exception of external code becomes one line
         raise DataError(f"{place} cannot be imported: {described(error)}.") from error
 
 
 @contextmanager
 def _noting(came: list[int]) -> Iterator[None]:
-    """List the signals that come while the block runs, and handle them as before."""
-    # Python handles signals in the main thread only; elsewhere none interrupts.
+    """Record the signals that arrive while the block runs, and handle them as before."""
+    # Python handles signals in the main thread only; other threads are never interrupted.
     main = threading.current_thread() is threading.main_thread()
     found: dict[int, Any] = {number: signal.getsignal(number) for number in _ENDS} if main else {}
     handlers = {number: handler for number, handler in found.items() if callable(handler)}

@@ -1,9 +1,9 @@
-"""Every error that a user can cause, one class per kind."""
+"""All errors that a user can cause, one class per kind."""
 
 import difflib
 from collections.abc import Iterable
 
-# What other libraries call a thing, and what it is here. No edit distance finds these neighbours.
+# Names in other libraries and here; edit distance cannot match these.
 _ELSEWHERE = {
     "softmax": "exact",
     "sdpa": "exact",
@@ -76,7 +76,7 @@ _ELSEWHERE = {
     "enable_gqa": "num_heads",
 }
 
-# What the difference of meaning is, where the other library's word does not mean quite the same.
+# Remarks on names whose meaning differs from other libraries.
 _REMARKS = {
     "attn_mask": "key_mask is bool [batch, k_tokens], True for a real token",
     "mask": "key_mask is bool [batch, k_tokens], True for a real token",
@@ -92,39 +92,39 @@ _REMARKS = {
 
 
 class AttentionError(Exception):
-    """Base of every error that says what was asked and what would work."""
+    """Base class; messages state the request and a valid alternative."""
 
 
 class ShapeError(AttentionError, ValueError):
-    """A tensor has the wrong shape or lies on the wrong device."""
+    """A tensor has a wrong shape or is on the wrong device."""
 
 
 class DtypeError(AttentionError, TypeError):
-    """A tensor has the wrong dtype, or an argument the wrong type."""
+    """A tensor has a wrong dtype, or an argument a wrong type."""
 
 
 class OptionError(AttentionError, ValueError):
-    """A number or an option is outside what makes sense."""
+    """A number or an option is out of range."""
 
 
 class UnsupportedError(AttentionError, NotImplementedError):
-    """The backend does not promise what was asked of it."""
+    """The backend does not support the request."""
 
 
 class CalibrationError(AttentionError, RuntimeError):
-    """A backend that has to be calibrated was used before it was."""
+    """A backend that requires calibration was called before it."""
 
 
 class DataError(AttentionError, ValueError):
-    """A file cannot be read or written, or does not hold what it should."""
+    """A file cannot be read or written, or has invalid content."""
 
 
 class MissingPackageError(AttentionError, ImportError):
-    """An optional package is needed; the message names the extra to install."""
+    """An optional package is required; the message names the extra to install."""
 
 
 class UnknownNameError(AttentionError, ValueError):
-    """Nothing has this name; the message names the nearest thing that exists."""
+    """Unknown name; the message suggests the nearest known name."""
 
     def __init__(self, kind: str, name: str, known: Iterable[str]) -> None:
         names = sorted(known)

@@ -1,4 +1,4 @@
-"""Backends of other packages: found by their entry points, imported when they are asked for."""
+"""Backends of other packages: found by entry points, imported on first use."""
 
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
@@ -12,12 +12,12 @@ GROUP = "efficient_attn.backends"
 
 
 class Plugin(NamedTuple):
-    """A backend that another package says it has.
+    """A backend that another package declares.
 
     Attributes:
-        module: What is imported to register it.
-        distribution: The package that brings it, None where its files do not say.
-        version: Of that package.
+        module: Module whose import registers the backend.
+        distribution: Package that declares it; None if unknown.
+        version: Version of the package.
     """
 
     name: str
@@ -32,7 +32,7 @@ class Plugin(NamedTuple):
 
 @cache
 def plugins() -> dict[str, Plugin]:
-    """The plug-ins by the names of their backends; none of them is imported."""
+    """All plug-ins by backend name; none is imported."""
     return {point.name: _plugin(point) for point in entry_points(group=GROUP)}
 
 
@@ -43,29 +43,29 @@ def _plugin(point: EntryPoint) -> Plugin:
 
 
 def load_plugin(name: str) -> None:
-    """Import the plug-in, which puts its backend into the table.
+    """Import a plug-in, which registers its backend.
 
     Raises:
-        DataError: If it cannot be imported, or does not register what its name says.
+        DataError: If the import fails or does not register the declared name.
     """
     found = plugins()[name]
     with importing(f"The {found}"):
         EntryPoint(name, found.module, GROUP).load()
     if name not in SPECS:
-        raise DataError(f"The {found} was to register a backend of that name and did not.")
+        raise DataError(f"The {found} did not register a backend of that name.")
 
 
 def complaints(ours: tuple[str, ...]) -> list[str]:
-    """What the names of plug-ins tell to be wrong with them, one sentence each.
+    """Warnings about the names of plug-ins, one sentence each.
 
     Args:
-        ours: Names of the backends that no plug-in can have.
+        ours: Names of the built-in backends, which no plug-in may take.
     """
     said = []
     for name, chosen in sorted(plugins().items()):
         rivals = [str(_plugin(point)) for point in entry_points(group=GROUP, name=name)]
         if name in ours:
-            said.append(f"Left out is the {chosen}: a backend here has that name.")
+            said.append(f"The {chosen} is ignored: a built-in backend has that name.")
         elif len(rivals) > 1:
-            said.append(f"Of {', '.join(rivals)} the last is used.")
+            said.append(f"Several packages declare one backend, and the last is used: {', '.join(rivals)}.")
     return said

@@ -1,7 +1,7 @@
-"""Headers of safetensors files, held to limits before a tensor is allocated.
+"""Validation of safetensors headers before any tensor is allocated.
 
-Safetensors itself holds shapes and offsets to the size of the file, but reads headers of 100 MB, which take
-seconds and half a gigabyte.
+The safetensors library checks shapes and offsets against the file size, but accepts headers of 100 MB, which
+take seconds and half a gigabyte.
 """
 
 import math
@@ -35,11 +35,11 @@ _DTYPES = {
 
 
 class Header(NamedTuple):
-    """Description of a file of tensors.
+    """Header of a tensor file.
 
     Attributes:
-        tensors: Shape and dtype of each, as tensors of the device meta, which hold no data.
-        metadata: Texts beside the tensors.
+        tensors: Shape and dtype of each tensor, as tensors on the meta device, which hold no data.
+        metadata: Metadata strings.
     """
 
     tensors: dict[str, Tensor]
@@ -47,13 +47,13 @@ class Header(NamedTuple):
 
 
 def read_header(path: Path, *, hint: str = "") -> Header:
-    """The header of a file whose tensors are to be read as a whole.
+    """Read the header of a file whose tensors will be read as a whole.
 
     Args:
-        hint: Advice on files of this kind, for the message on a file that is none.
+        hint: Advice for the error message on other files.
 
     Raises:
-        DataError: If it cannot be read, is no safetensors file, or exceeds a limit.
+        DataError: If the file cannot be read, is not a safetensors file, or exceeds a limit.
     """
     entries, metadata, size = _read(path, hint)
     if size > TENSOR_FILE_BYTES:
@@ -62,16 +62,16 @@ def read_header(path: Path, *, hint: str = "") -> Header:
 
 
 def check_header(path: Path) -> None:
-    """Refuse a file that another library is about to read, if its header exceeds a limit."""
+    """Refuse a file with a header above the limits, before another library reads it."""
     _read(path)
 
 
 def load_tensors(path: Path, names: Iterable[str]) -> dict[str, Tensor]:
-    """The named tensors of a file whose header was read."""
+    """The named tensors of a file whose header has been read."""
     try:
         with safe_open(path, framework="pt") as file:
             return {name: file.get_tensor(name) for name in names}
-    # PyTorch raises a RuntimeError where the file cannot be mapped into memory.
+    # PyTorch raises a RuntimeError if the file cannot be mapped into memory.
     except (SafetensorError, OSError, ValueError, TypeError, RuntimeError) as error:
         raise _broken(path, " ".join(str(error).split())[:200]) from None
 
@@ -87,15 +87,15 @@ def _read(path: Path, hint: str = "") -> tuple[dict[str, Any], dict[str, str], i
     except OSError as error:
         raise DataError(f"Cannot read {path}: {error.strerror}.") from None
     if not text.startswith(b"{"):
-        raise _broken(path, f"it begins with no header{hint}")
+        raise _broken(path, f"it has no header{hint}")
     if length > TENSOR_HEADER_BYTES:
         raise DataError(f"{path} has a header of {length} bytes; at most {TENSOR_HEADER_BYTES} are read.")
     if len(text) < length:
-        raise _broken(path, "its header is cut off")
-    entries = read_object(text, f"{path} is no whole safetensors file: its header")
+        raise _broken(path, "its header is truncated")
+    entries = read_object(text, f"{path} is not a valid safetensors file: its header")
     metadata = entries.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise _broken(path, "its metadata are no texts")
+        raise _broken(path, "its metadata are not strings")
     if len(entries) > TENSORS:
         raise DataError(f"{path} holds {len(entries)} tensors; at most {TENSORS} are read.")
     return entries, metadata, size
@@ -109,7 +109,7 @@ def _described(path: Path, name: str, entry: Any, size: int) -> Tensor:
         or len(shape) > _MOST_AXES
         or not all(type(length) is int and 0 <= length <= size for length in shape)
     ):
-        raise _broken(path, f"{name[:80]!r} has no shape that fits into it")
+        raise _broken(path, f"{name[:80]!r} has no shape that fits its data")
     if not isinstance(dtype, str) or dtype not in _DTYPES:
         raise DataError(
             f"{path} holds {name[:80]!r} as {str(dtype)[:40]!r}; dtypes are {', '.join(_DTYPES)}."
@@ -120,4 +120,4 @@ def _described(path: Path, name: str, entry: Any, size: int) -> Tensor:
 
 
 def _broken(path: Path, reason: str) -> DataError:
-    return DataError(f"{path} is no whole safetensors file: {reason}.")
+    return DataError(f"{path} is not a valid safetensors file: {reason}.")

@@ -1,4 +1,4 @@
-"""The conformance suite: what a backend promises, checked, for our backends and for anybody's."""
+"""The conformance suite, for built-in and external backends."""
 
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import torch
 
-from efficient_attn.conformance import (  # noqa: F401  (importing them enters their checks)
+from efficient_attn.conformance import (  # noqa: F401  (imported to register their checks)
     calls,
     causality,
     gradients,
@@ -43,10 +43,10 @@ __all__ = ["BrokenPromiseError", "CheckRecord", "check_backend", "check_names"]
 
 
 def check_names(*, long: bool = False) -> tuple[str, ...]:
-    """Names of all checks, in the order in which they run.
+    """Names of all checks, in order of execution.
 
     Args:
-        long: Whether checks of the long form alone are among them.
+        long: Whether to include the checks of the long form only.
     """
     return tuple(name for name, one in CHECKS.items() if long or not one.is_long)
 
@@ -61,24 +61,24 @@ def check_backend(
     only: Iterable[str] | None = None,
     long: bool = False,
 ) -> list[CheckRecord]:
-    """What became of each promise of a backend, one record per check.
+    """Check every promise of a backend; returns one record per check.
 
-    The backend runs in this process, so a hang or a crash of it is one of this process. The command
-    `efficient-attn check` runs the same checks in another process, each with a time limit.
+    The backend runs in this process, without isolation from hangs and crashes. The command `efficient-attn
+    check` runs the same checks in another process, each with a time limit.
 
     Args:
         backend: A name, file.py:object, a BackendSpec, a registered builder, a module or f(q, k, v).
-        capabilities: What it promises, in place of what its spec says.
-        expected_failures: Reasons by the name of the check. One that is kept after all fails.
+        capabilities: Promises of the backend, in place of its spec's.
+        expected_failures: Reasons by name of the check. An expected failure that does not occur is a failure.
         on_fail: raise one error that lists all failures, warn of each, or only collect the records.
-        seed: Of the inputs.
+        seed: Random seed of the inputs.
         only: Names of the checks to run; None: all.
-        long: Whether to try sequences of 2100 tokens, too, and the growth of time; takes minutes.
+        long: Whether to include sequences of 2100 tokens and the growth of time; takes minutes.
 
     Raises:
-        BrokenPromiseError: If a promise is broken, or kept without having been made, or kept against
+        BrokenPromiseError: If a promise is broken, holds without being declared, or holds against
             expectation, and `on_fail` is "raise".
-        UnknownNameError: If there is no such backend or no such check.
+        UnknownNameError: If the backend or a check does not exist.
     """
     if on_fail not in ("raise", "warn", "collect"):
         raise OptionError(f"on_fail is 'raise', 'warn' or 'collect', not {on_fail!r}.")
@@ -95,7 +95,7 @@ def check_backend(
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Tensors this small lose more by waiting for other threads than they gain."""
+    """Use one thread: for tensors this small, synchronisation costs more than parallelism gains."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -119,7 +119,7 @@ def _record(name: str, tested: Subject, expected: str | None) -> CheckRecord:
         )
     if expected is None:
         return record
-    # Strict: what was expected to fail and does not is out of date.
+    # Strict: an expected failure that does not occur is out of date.
     return replace(record, expected=expected, failed=record.outcome in (KEPT, UNPROMISED))
 
 

@@ -146,7 +146,7 @@ def test_layers_that_are_causal_are_not_taken_for_others(tmp_path):
 def test_patterns_that_are_none_are_refused(told, tmp_path):
     tensors = {f"layer.0.{letter}": torch.ones(1, 2, 2) for letter in "qkv"}
     save_file(tensors, tmp_path / "x.safetensors", metadata={"patterns": told})
-    with pytest.raises(DataError, match="has patterns in its metadata that are no JSON object"):
+    with pytest.raises(DataError, match="patterns in the metadata are not a JSON object"):
         read_activations(tmp_path / "x.safetensors")
 
 
@@ -180,7 +180,7 @@ def test_without_transformers_the_extra_is_named(tmp_path, monkeypatch):
 
 def test_what_cannot_be_stored_or_written_is_said(tmp_path):
     vast = torch.full((1, 1, 2, 2), 1e6)
-    with pytest.raises(DataError, match=r"layer\.0\.q has entries beyond float16"):
+    with pytest.raises(DataError, match=r"layer\.0\.q has entries beyond the range of float16"):
         save(Captured(layers={0: (vast, vast, vast)}, about={}), tmp_path / "vast.safetensors")
     small = torch.ones(1, 1, 2, 2)
     with pytest.raises(DataError, match=r"Cannot write activations to .*: No such file or directory"):

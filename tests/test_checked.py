@@ -29,12 +29,12 @@ def one_nan(q, k, v):
 WRONG = {
     "nothing": (
         lambda q, k, v: None,
-        "the output is None; wanted is a tensor [1, 2, 16, 8] of torch.float32",
+        "the output is None; expected a tensor [1, 2, 16, 8] of torch.float32",
     ),
-    "pair": (lambda q, k, v: (v, v), "the output is of type tuple; wanted"),
-    "broadcast": (lambda q, k, v: v.mean(dim=-2, keepdim=True), "the output has shape [1, 2, 1, 8]; wanted"),
-    "axes": (lambda q, k, v: v.transpose(1, 2), "the output has shape [1, 16, 2, 8]; wanted"),
-    "double": (lambda q, k, v: v.double(), "the output is of torch.float64; wanted"),
+    "pair": (lambda q, k, v: (v, v), "the output is of type tuple; expected"),
+    "broadcast": (lambda q, k, v: v.mean(dim=-2, keepdim=True), "output has shape [1, 2, 1, 8]; expected"),
+    "axes": (lambda q, k, v: v.transpose(1, 2), "the output has shape [1, 16, 2, 8]; expected"),
+    "double": (lambda q, k, v: v.double(), "the output has dtype torch.float64; expected"),
     "nan": (one_nan, "1 of 256 entries of the output are not finite"),
     "infinite": (lambda q, k, v: v / 0, "256 of 256 entries of the output are not finite"),
 }
@@ -147,7 +147,7 @@ def test_a_training_refuses_what_is_no_output(tmp_path):
     small = {"tokens": 16, "model_dim": 8, "num_heads": 1, "num_layers": 1, "batch": 2, "every": 1}
     results = train([spec], text=tmp_path / "text.txt", steps=1, **small)
     (record,) = [one for one in results.records if one.case.backend == "flat"]
-    assert record.status == "error" and "the output has shape [2, 1, 1, 8]; wanted" in record.reason
+    assert record.status == "error" and "the output has shape [2, 1, 1, 8]; expected" in record.reason
 
 
 class Flat(nn.Module):

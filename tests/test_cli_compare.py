@@ -89,7 +89,7 @@ def test_it_ends_with_the_code_that_says_how_it_went(backends, code, undrawn):
         (["--seq-len", "1k"], "1024 tokens are more than the 512 of encoder(layer=0)"),
         (["--max-error", "0"], "max_error is a finite number above 0"),
         (["--max-error", "little"], "'--max-error': Input should be a valid number"),
-        (["--inputs", "own.py"], "is no whole safetensors file"),
+        (["--inputs", "own.py"], "is not a valid safetensors file"),
         (["--inputs", "encoder,stitched"], "there is no such file"),
         (["--layer", "4"], "layer 4 is not in encoder"),
         (["--backend", "windw"], "Did you mean 'window'"),

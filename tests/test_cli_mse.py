@@ -144,7 +144,7 @@ def test_mse_ends_with_the_code_that_says_how_it_went(backends, code):
         (["--inputs", ","], "',' names nothing"),
         (
             ["--inputs", "bad.safetensors"],
-            "bad.safetensors is no whole safetensors file: it begins with no header. Make one with",
+            "bad.safetensors is not a valid safetensors file: it has no header. Make one with",
         ),
         (["--metric", "accuracy"], "No metric is called 'accuracy'. Known: frobenius, kernel, kl"),
         (["--metric", "mse", "--of", "weights"], "metric 'mse' is one of the output, not of the weights"),

@@ -42,7 +42,7 @@ def test_an_encoder_and_its_decoder_are_served_by_kind(counted):
         with swapped(model, full="window", cross="performer-positive"):
             assert model(**batch).logits.isfinite().all()
     assert [name for name, _ in counted] == ["window"] * 2 + ["window", "performer-positive"] * 2
-    with pytest.raises(UnsupportedError, match=r"cannot read another sequence.*cross='exact'"):
+    with pytest.raises(UnsupportedError, match=r"has no cross-attention.*cross='exact'"):
         attach(model, "window")
 
 

@@ -106,7 +106,7 @@ def test_random_features_that_are_offloaded_are_not_drawn_again(tmp_path):
 def test_a_model_without_memory_is_refused_and_nothing_is_attached():
     with torch.device("meta"):
         model = transformers.LlamaForCausalLM(llama().config)
-    with pytest.raises(UnsupportedError, match=r"layers\.0\.self_attn lie on meta.*load the model first"):
+    with pytest.raises(UnsupportedError, match=r"layers\.0\.self_attn are on meta.*load the model first"):
         attach(model, "performer-positive")
     assert not any(isinstance(module, Backend) for module in model.modules())
     assert model.config._attn_implementation == "sdpa"

@@ -78,7 +78,7 @@ def test_a_state_that_has_read_nothing_has_nothing_to_select():
 
 def test_a_state_is_not_offloaded(streamed):
     _, cache, _, _ = streamed
-    with pytest.raises(UnsupportedError, match="does not offload"):
+    with pytest.raises(UnsupportedError, match="cannot be offloaded"):
         cache.layers[0].offload()
 
 
@@ -88,14 +88,14 @@ PACKED = ["cache", "cu_seq_lens_q", "cu_seq_lens_k", "block_table"]
 @pytest.mark.parametrize("argument", PACKED)
 def test_pages_and_packed_rows_are_refused_by_the_name_of_their_argument(argument):
     q = torch.randn(1, 2, 4, 8)
-    with pytest.raises(UnsupportedError, match=rf"Identity .*\({argument}\), which no backend honours"):
+    with pytest.raises(UnsupportedError, match=rf"Identity .*\({argument}\), which no backend supports"):
         attention_function("exact")(torch.nn.Identity(), q, q, q, None, **{argument: torch.ones(1)})
 
 
 def test_a_layer_that_slides_is_refused_without_a_mask():
     q, layer = torch.randn(1, 2, 4, 8), torch.nn.Identity()
     layer.sliding_window = 3
-    with pytest.raises(UnsupportedError, match="Identity slides and was given no mask"):
+    with pytest.raises(UnsupportedError, match="Identity has a sliding window but got no mask"):
         attention_function("exact")(layer, q, q, q, None)
 
 

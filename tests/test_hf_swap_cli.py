@@ -82,7 +82,7 @@ def test_a_wrong_request_is_one_line_and_exit_code_2(model, words, message, caps
 
 
 @pytest.mark.parametrize(
-    ("name", "message"), [("absent", "absent is no folder"), (".", "holds no config.json")]
+    ("name", "message"), [("absent", "absent is not a folder"), (".", "holds no config.json")]
 )
 def test_what_is_no_model_is_one_line_and_exit_code_2(name, message, capsys):
     assert tiny(name) == 2

@@ -53,7 +53,7 @@ def test_a_model_that_is_loaded_needs_its_tokenizer_and_eval_mode(encoder):
 
 
 def test_an_encoder_with_a_decoder_is_refused(tmp_path):
-    with pytest.raises(UnsupportedError, match="is an encoder with a decoder"):
+    with pytest.raises(UnsupportedError, match="is an encoder-decoder"):
         swap(saved(bart(), tmp_path), ["exact"])
 
 
@@ -82,16 +82,19 @@ def code_of_its_own(path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda path: shutil.rmtree(path), "is no folder"),
+        (lambda path: shutil.rmtree(path), "is not a folder"),
         (lambda path: (path / "config.json").unlink(), r"holds no config\.json"),
         (lambda path: (path / "model.safetensors").unlink(), r"holds no model\.safetensors"),
         (only_a_pickle, r"as pytorch_model\.bin and no model\.safetensors\. Reading a pickle can run code"),
-        (code_of_its_own, r"needs code of its own \(auto_map"),
+        (code_of_its_own, r"requires code of its own \(auto_map"),
         (lambda path: (path / "config.json").write_text("{"), "Cannot read .*config.json"),
-        (lambda path: (path / "config.json").write_text("[]"), "is no JSON object"),
+        (lambda path: (path / "config.json").write_text("[]"), "is not a JSON object"),
         (lambda path: rewrite(path, architectures=["Nothing"]), r"names the class \['Nothing'\]"),
-        (lambda path: rewrite(path, num_hidden_layers=4), "of another model: it lacks"),
-        (lambda path: (path / "model.safetensors").write_bytes(b"\0" * 64), "is no whole safetensors file"),
+        (lambda path: rewrite(path, num_hidden_layers=4), "to another model: it lacks"),
+        (
+            lambda path: (path / "model.safetensors").write_bytes(b"\0" * 64),
+            "is not a valid safetensors file",
+        ),
     ],
 )
 def test_a_folder_that_is_no_model_is_refused_in_one_line(encoder, tmp_path, change, message):
@@ -102,5 +105,5 @@ def test_a_folder_that_is_no_model_is_refused_in_one_line(encoder, tmp_path, cha
 
 def test_a_tokenizer_of_another_model_is_refused(encoder, tmp_path):
     folder = saved(bert(vocab_size=20), tmp_path / "small")
-    with pytest.raises(DataError, match=r"The tokenizer counts to 4\d, and this model knows 20 tokens"):
+    with pytest.raises(DataError, match=r"The tokenizer has ids up to 4\d, this model only 20 embeddings"):
         swap(folder, ["exact"])

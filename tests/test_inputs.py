@@ -92,15 +92,15 @@ def changed(**changes):
     [
         (changed(v=None), r"lacks q, k and v of one layer .*; it holds k, q"),
         ({"weight": torch.ones(2)}, r"lacks q, k and v .*; it holds weight"),
-        (changed(k=torch.ones(2, 6, 5)), r"do not fit together: q \[2, 6, 4\], k \[2, 6, 5\], v \[2, 6, 4\]"),
-        (changed(v=torch.ones(2, 7, 4)), "do not fit together"),
-        (changed(k=torch.ones(3, 6, 4), v=torch.ones(3, 6, 4)), "do not fit together"),
+        (changed(k=torch.ones(2, 6, 5)), r"inconsistent shapes: q \[2, 6, 4\], k \[2, 6, 5\], v \[2, 6, 4\]"),
+        (changed(v=torch.ones(2, 7, 4)), "inconsistent shapes"),
+        (changed(k=torch.ones(3, 6, 4), v=torch.ones(3, 6, 4)), "inconsistent shapes"),
         (changed(q=torch.ones(6, 4)), r"does not hold q, k, v as \[heads, tokens, head_dim\]"),
         (changed(q=torch.ones(2, 2, 6, 4)), r"does not hold q, k, v as \[heads, tokens, head_dim\]"),
         (changed(q=torch.ones(2, 0, 4)), r"does not hold q, k, v as \[heads, tokens, head_dim\]"),
         (changed(q=torch.ones(2, 6, 4, dtype=torch.int64)), "holds q as torch.int64"),
-        (changed(k=torch.full((2, 6, 4), torch.nan)), "holds k with entries that are not finite"),
-        (changed(v=torch.full((2, 6, 4), torch.inf)), "holds v with entries that are not finite"),
+        (changed(k=torch.full((2, 6, 4), torch.nan)), "holds k with non-finite entries"),
+        (changed(v=torch.full((2, 6, 4), torch.inf)), "holds v with non-finite entries"),
     ],
 )
 def test_a_file_without_matching_finite_q_k_v_is_refused_in_one_line(tmp_path, content, message):
@@ -113,13 +113,13 @@ def test_a_file_without_matching_finite_q_k_v_is_refused_in_one_line(tmp_path, c
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "is no whole safetensors file"),
-        (b"short", "is no whole safetensors file"),
-        (b"q,k,v\n1,2,3\n", "is no whole safetensors file"),
-        (pickle.dumps({"q": 1}), "is no whole safetensors file"),
+        (b"", "is not a valid safetensors file"),
+        (b"short", "is not a valid safetensors file"),
+        (b"q,k,v\n1,2,3\n", "is not a valid safetensors file"),
+        (pickle.dumps({"q": 1}), "is not a valid safetensors file"),
         (struct.pack("<Q", 1 << 40) + b"{}", "has a header of 1099511627776 bytes"),
-        (struct.pack("<Q", 2) + b"{]", "is no whole safetensors file"),
-        (struct.pack("<Q", 500) + b"{}", "is no whole safetensors file"),
+        (struct.pack("<Q", 2) + b"{]", "is not a valid safetensors file"),
+        (struct.pack("<Q", 500) + b"{}", "is not a valid safetensors file"),
     ],
 )
 def test_a_file_that_is_no_safetensors_file_is_refused_in_one_line(tmp_path, content, message):
@@ -133,7 +133,7 @@ def test_a_file_that_is_no_safetensors_file_is_refused_in_one_line(tmp_path, con
 @pytest.mark.parametrize("scale", ["0", "-1", "nan", "many", "[1]", "true"])
 def test_a_scale_that_is_no_positive_number_is_refused(tmp_path, scale):
     save_file(tensors(), tmp_path / "bad.safetensors", metadata={"scale": scale})
-    with pytest.raises(DataError, match="which is no positive number"):
+    with pytest.raises(DataError, match="not a positive number"):
         read_activations(tmp_path / "bad.safetensors")
 
 

@@ -223,5 +223,5 @@ def test_compiled_code_takes_no_other_numbers_for_padding() -> None:
     layer = ea.MultiheadAttention(DIM, HEADS, backend="window", dtype=torch.float64)
     x = draw(TOKENS, BATCH, DIM)
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    with pytest.raises(RuntimeError, match="key_padding_mask adds other numbers than 0 and -inf"):
+    with pytest.raises(RuntimeError, match="key_padding_mask has entries other than 0 and -inf"):
         compiled(x, x, x, need_weights=False, key_padding_mask=draw(BATCH, TOKENS))

@@ -9,8 +9,8 @@ from multihead_twins import BATCH, DIM, HEADS, KEYS, LATER, TOKENS, draw
 import efficient_attn as ea
 
 REFUSED_WHEN_BUILT = [
-    ({"add_bias_kv": True}, "add_bias_kv=True adds a key that no backend has"),
-    ({"add_zero_attn": True}, "add_zero_attn=True adds a key that no backend has"),
+    ({"add_bias_kv": True}, "add_bias_kv=True adds a key, which no backend supports"),
+    ({"add_zero_attn": True}, "add_zero_attn=True adds a key, which no backend supports"),
     ({"backend": "window", "dropout": 0.1}, "has no attention weights to drop.*backend='exact'"),
     ({"backend": "linformer", "max_tokens": 8, "causal": True}, "cannot be causal. Causal backends: exact"),
     ({"backend": "linformer"}, "build it with max_tokens"),
@@ -26,21 +26,25 @@ def test_what_cannot_be_built_is_refused(arguments: dict[str, Any], message: str
 
 
 def test_embed_dim_is_divided_by_num_heads() -> None:
-    with pytest.raises(ea.OptionError, match="embed_dim=12 is not divided by num_heads=5"):
+    with pytest.raises(ea.OptionError, match="embed_dim=12 is not divisible by num_heads=5"):
         ea.MultiheadAttention(DIM, 5)
 
 
 OTHER = draw(BATCH * HEADS, TOKENS, TOKENS)
 REFUSED_WHEN_CALLED = [
     ({}, {"need_weights": True}, "pass need_weights=False"),
-    ({}, {"attn_mask": LATER}, "reads no attn_mask: causal=True is for the causal mask"),
-    ({}, {"is_causal": True}, "built with causal=False, and backend 'window' reads no attn_mask"),
-    ({"causal": True}, {}, "asks for no causality: pass is_causal=True"),
-    ({"causal": True}, {"attn_mask": LATER.mT}, "not the causal mask, and backend 'window' reads no other"),
-    ({"causal": True}, {"attn_mask": OTHER}, "not the causal mask.*backend='exact' does"),
-    ({}, {"key_padding_mask": OTHER[:BATCH, 0]}, "adds other numbers than 0.*or use backend='exact'"),
+    ({}, {"attn_mask": LATER}, "supports no attn_mask: use causal=True for the causal mask"),
+    ({}, {"is_causal": True}, "built with causal=False, and backend 'window' supports no attn_mask"),
+    ({"causal": True}, {}, "is not causal: pass is_causal=True"),
+    (
+        {"causal": True},
+        {"attn_mask": LATER.mT},
+        "not the causal mask, and backend 'window' supports no other",
+    ),
+    ({"causal": True}, {"attn_mask": OTHER}, "not the causal mask.*use backend='exact'"),
+    ({}, {"key_padding_mask": OTHER[:BATCH, 0]}, "has entries other than 0.*or use backend='exact'"),
     ({}, {"key_padding_mask": LATER}, r"key_padding_mask has shape \[5, 5\].*here \[2, 5\]"),
-    ({}, {"key_padding_mask": LATER[:BATCH].int()}, "key_padding_mask is torch.int32; it is bool"),
+    ({}, {"key_padding_mask": LATER[:BATCH].int()}, "key_padding_mask is torch.int32; expected bool"),
     ({"backend": "exact"}, {"attn_mask": LATER[:2]}, r"attn_mask has shape \[2, 5\]"),
     ({"backend": "exact"}, {"attn_mask": "causal"}, "attn_mask is a torch tensor"),
 ]
@@ -67,7 +71,7 @@ def test_inputs_that_do_not_fit_are_refused_by_name() -> None:
     ):
         with pytest.raises(ea.AttentionError, match=message):
             layer(*inputs)
-    with pytest.raises(ea.ShapeError, match="is_causal leaves open"):
+    with pytest.raises(ea.ShapeError, match="is_causal is ambiguous"):
         layer(x, other, other, is_causal=True)
     layer.dropout = 0.5
     with pytest.raises(ea.UnsupportedError, match=r"dropout is 0\.5 and the backend was built with 0\.0"):

@@ -143,7 +143,7 @@ def test_check_runs_the_whole_suite_on_a_plug_in(install):
     [
         ("import nothing_of_this_name", "ModuleNotFoundError: No module named 'nothing_of_this_name'"),
         (TAKEN, "RuntimeError: Two backends are called 'window'"),
-        ("", "was to register a backend of that name and did not"),
+        ("", "did not register a backend of that name"),
     ],
 )
 def test_a_broken_plug_in_is_one_line_where_it_is_asked_for_and_nothing_elsewhere(
@@ -163,6 +163,6 @@ def test_names_that_are_taken_are_warned_of(install, run):
     install("third", "stranger", GOOD)
     left, _, said = run("list")
     assert left == 0
-    assert "Left out is the plug-in 'window' (first 2.5): a backend here has that name." in said
+    assert "The plug-in 'window' (first 2.5) is ignored: a built-in backend has that name." in said
     assert "third 2.5" in said and "the last is used" in said
     assert run("list", "--no-plugins")[2] == ""

@@ -223,13 +223,13 @@ REFUSED = [
         lambda: nn.Transformer(DIM, HEADS, 1, 1, batch_first=True),
         "window",
         {"dropout": 0.0},
-        r"^decoder\.layers\.0\.multihead_attn: .*another sequence: only='\*\.self_attn'",
+        r"^decoder\.layers\.0\.multihead_attn: .*no cross-attention: only='\*\.self_attn'",
     ),
     (
         lambda: nn.ModuleList([encoder_layer(), Own(DIM, HEADS)]),
         "exact",
         {},
-        "^1: Own computes in its own way",
+        "^1: Own has its own implementation",
     ),
     (
         lambda: nn.MultiheadAttention(DIM, HEADS, add_zero_attn=True),
@@ -260,7 +260,9 @@ def test_where_one_layer_cannot_be_replaced_none_is(
 def test_a_call_that_the_replaced_layer_cannot_honour_is_refused() -> None:
     layer = encoder_layer().double()
     ea.replace_attention(layer, "window", window=3)
-    with pytest.raises(ea.UnsupportedError, match="reads no attn_mask: causal=True is for the causal mask"):
+    with pytest.raises(
+        ea.UnsupportedError, match="supports no attn_mask: use causal=True for the causal mask"
+    ):
         layer(X, src_mask=LATER, is_causal=True)
     encoder = nn.TransformerEncoder(encoder_layer(), 1).double().eval()
     ea.replace_attention(encoder, "window", window=3)

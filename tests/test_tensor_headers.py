@@ -44,31 +44,31 @@ def many(count, metadata=""):
 
 
 CRAFTED = [
-    (entries(shape=[2**62, 4]), "'q' has no shape that fits into it"),
-    (entries(shape=[2**40]), "'q' has no shape that fits into it"),
+    (entries(shape=[2**62, 4]), "'q' has no shape that fits its data"),
+    (entries(shape=[2**40]), "'q' has no shape that fits its data"),
     (entries(shape=[100, 100]), "'q' is larger than the file"),
-    (entries(shape=[1] * 17), "'q' has no shape that fits into it"),
-    (entries(shape=[-1, 2, 2]), "'q' has no shape that fits into it"),
-    (entries(shape=[True, 2, 2]), "'q' has no shape that fits into it"),
-    (entries(shape=[1.0, 2, 2]), "'q' has no shape that fits into it"),
-    (entries(shape={"1": 1}), "'q' has no shape that fits into it"),
-    (entries(shape=None), "'q' has no shape that fits into it"),
+    (entries(shape=[1] * 17), "'q' has no shape that fits its data"),
+    (entries(shape=[-1, 2, 2]), "'q' has no shape that fits its data"),
+    (entries(shape=[True, 2, 2]), "'q' has no shape that fits its data"),
+    (entries(shape=[1.0, 2, 2]), "'q' has no shape that fits its data"),
+    (entries(shape={"1": 1}), "'q' has no shape that fits its data"),
+    (entries(shape=None), "'q' has no shape that fits its data"),
     (entries(dtype="F31"), "holds 'q' as 'F31'; dtypes are F64, F32"),
     (entries(dtype=["F32"]), "dtypes are F64, F32"),
-    (entries(dtype="F64"), "is no whole safetensors file"),
-    (entries(data_offsets=[16, 32]), "is no whole safetensors file"),
-    (entries(data_offsets=[0, 2**62]), "is no whole safetensors file"),
-    (entries(data_offsets=[-16, 0]), "is no whole safetensors file"),
-    (entries(data_offsets=None), "is no whole safetensors file"),
-    ({**entries(), "__metadata__": {"tokens": 3}}, "its metadata are no texts"),
-    ({**entries(), "__metadata__": [1]}, "its metadata are no texts"),
-    ({**entries(), "x": 3}, "'x' has no shape that fits into it"),
+    (entries(dtype="F64"), "is not a valid safetensors file"),
+    (entries(data_offsets=[16, 32]), "is not a valid safetensors file"),
+    (entries(data_offsets=[0, 2**62]), "is not a valid safetensors file"),
+    (entries(data_offsets=[-16, 0]), "is not a valid safetensors file"),
+    (entries(data_offsets=None), "is not a valid safetensors file"),
+    ({**entries(), "__metadata__": {"tokens": 3}}, "its metadata are not strings"),
+    ({**entries(), "__metadata__": [1]}, "its metadata are not strings"),
+    ({**entries(), "x": 3}, "'x' has no shape that fits its data"),
     (json.dumps(entries()).encode()[:-1] + b', "q": 1}', "its header is no strict JSON: 'q' stands twice"),
     (b'{"q": NaN}', "its header is no strict JSON"),
     (b'{"q": ' + b"[" * 100_000 + b"}", "its header is no strict JSON"),
     (b'{"q": "\xff"}', "its header is no strict JSON"),
-    (b"[]", "it begins with no header"),
-    (b"", "it begins with no header"),
+    (b"[]", "it has no header"),
+    (b"", "it has no header"),
     (many(limits.TENSORS + 1), f"holds {limits.TENSORS + 1} tensors; at most {limits.TENSORS} are read"),
     (b"{" + b" " * limits.TENSOR_HEADER_BYTES, f"at most {limits.TENSOR_HEADER_BYTES} are read"),
 ]
@@ -116,7 +116,7 @@ def test_a_file_with_holes_of_more_bytes_than_are_read_is_refused(read, tmp_path
 
 def test_a_file_that_shrinks_after_its_header_was_read_is_refused(tmp_path):
     path = file_of(tmp_path / "it.safetensors", entries(), b"\0" * 8)
-    with pytest.raises(DataError, match="is no whole safetensors file"):
+    with pytest.raises(DataError, match="is not a valid safetensors file"):
         load_tensors(path, ["q"])
 
 
@@ -137,7 +137,7 @@ def test_a_file_cut_off_at_any_byte_is_refused(tmp_path):
     path = tmp_path / "it.safetensors"
     for length in range(len(WHOLE)):
         path.write_bytes(WHOLE[:length])
-        with pytest.raises(DataError, match="is no whole safetensors file"):
+        with pytest.raises(DataError, match="is not a valid safetensors file"):
             read_activations(path)
 
 

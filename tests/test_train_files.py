@@ -77,10 +77,10 @@ def cut(share):
 ONE = torch.zeros(1, dtype=torch.float64)
 NORM = "model.stack.norm.weight"
 DAMAGES = [
-    (cut(0), "no whole safetensors file"),
-    (cut(0.5), "no whole safetensors file"),
-    (cut(0.999), "no whole safetensors file"),
-    (lambda path: path.write_bytes(b"\xff" * 4000), "no whole safetensors file"),
+    (cut(0), "not a valid safetensors file"),
+    (cut(0.5), "not a valid safetensors file"),
+    (cut(0.999), "not a valid safetensors file"),
+    (lambda path: path.write_bytes(b"\xff" * 4000), "not a valid safetensors file"),
     (lambda path: path.write_bytes(b"\xff\xff\xff\x7f\0\0\0\0{" + b" " * 4000), "has a header of 2147"),
     (with_about(format="another"), "has format 'another'; wanted is 'efficient-attn training 2'"),
     (with_about(about="[1]"), "The description in .* is no JSON object"),
@@ -157,7 +157,7 @@ def test_a_file_cut_off_anywhere_is_refused(path, step):
     form, whole = about(path)["format"], path.read_bytes()
     for length in places(whole, step):
         path.write_bytes(whole[:length])
-        with pytest.raises(DataError, match="is no whole safetensors file"):
+        with pytest.raises(DataError, match="is not a valid safetensors file"):
             read_tensors(describe_tensors(path, format=form))
 
 
@@ -192,7 +192,7 @@ def described(**changed):
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (cut(0.5), "no whole safetensors file"),
+        (cut(0.5), "not a valid safetensors file"),
         (described(backend="../evil.py:thing"), "which is in no table; give backend="),
         (described(backend=["window"]), "which is in no table; give backend="),
         (described(model_dim=10**9), "are not those of the model that it describes"),

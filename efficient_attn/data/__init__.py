@@ -1,1 +1,1 @@
-"""Queries, keys and values of a real encoder on public-domain prose; PROVENANCE.md says whence."""
+"""Queries, keys and values of a real encoder on public-domain prose; see PROVENANCE.md."""

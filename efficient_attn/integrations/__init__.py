@@ -1,1 +1,1 @@
-"""Bridges to optional packages; each is imported only when asked for."""
+"""Integrations with optional packages; each is imported only when used."""

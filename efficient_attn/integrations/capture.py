@@ -1,7 +1,7 @@
 """q, k and v of the layers of a Hugging Face model, as they enter softmax(scale · q·k) v.
 
-The model is read from a folder, from safetensors alone; nothing is fetched, and no code from the folder is
-run. Its attention is swapped for exact attention of ours, which is asked what it is given.
+The model is read from a local folder, from safetensors only; nothing is fetched, and no code from the
+folder is run. Its attention is replaced by exact attention with a hook that records the inputs.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ from efficient_attn.sweep.amounts import show_bytes
 
 FORMAT = "efficient-attn activations 1"
 DEFAULT_MAX_TOKENS = 512
-# A file of a long text and a large model is soon larger than anybody meant.
+# Files of long texts and large models grow quickly.
 MOST_BYTES = 1 << 30
 _HALF_BYTES = 2
 
@@ -36,20 +36,20 @@ def capture(
     name: str | None = None,
     most_bytes: int = MOST_BYTES,
 ) -> Captured:
-    """The activations of a local encoder or decoder on the first `max_tokens` tokens of a text.
+    """Record the activations of a local encoder or decoder on the first `max_tokens` tokens of a text.
 
-    The text is cut to the positions that the model has. What a layer lets its queries read is kept beside
-    its activations, where it is less than everything.
+    The text is cut to the maximum sequence length of the model. The visible keys of each layer are stored
+    with its activations, unless all keys are visible.
 
     Args:
-        layers: Numbers of the layers to keep; None keeps all.
-        name: What the file calls the model; None takes the name of the folder.
-        most_bytes: Of the file; more is refused before the model runs.
+        layers: Indices of the layers to keep; None keeps all.
+        name: Name of the model in the file; None takes the name of the folder.
+        most_bytes: Upper limit on the file size; larger requests are refused before the model runs.
 
     Raises:
         MissingPackageError: If transformers is not installed.
-        DataError: If the folder holds no model that can be read, or the text has no tokens.
-        UnsupportedError: If the model attends in a way that no backend knows.
+        DataError: If the folder holds no readable model, or the text has no tokens.
+        UnsupportedError: If no backend supports the model's attention.
     """
     from efficient_attn.integrations.transformers.attaching import installed
     from efficient_attn.integrations.transformers.masks import FULL
@@ -87,7 +87,7 @@ def capture(
 
 
 def save(captured: Captured, path: str | Path) -> None:
-    """Write the activations as float16 safetensors, tokens and origin in the file's metadata."""
+    """Write the activations as float16 safetensors, with tokens and origin in the metadata."""
     tensors = {
         f"layer.{layer}.{name}": _half(tensor, f"layer.{layer}.{name}")
         for layer, activations in captured.layers.items()
@@ -105,7 +105,7 @@ def save(captured: Captured, path: str | Path) -> None:
 
 
 def _keeper(kept: dict[int, Activations], layer: int) -> Callable[[Any, tuple[Tensor, ...]], None]:
-    """A hook that keeps what a backend is given."""
+    """A forward hook that stores the inputs of a backend."""
 
     def keep(backend: Any, tensors: tuple[Tensor, ...]) -> None:
         q, k, v = (tensor.clone() for tensor in tensors)
@@ -115,10 +115,10 @@ def _keeper(kept: dict[int, Activations], layer: int) -> Callable[[Any, tuple[Te
 
 
 def _choose(places: Sequence[Any], layers: Sequence[int] | None) -> list[Any]:
-    """The places of the layers."""
+    """The attention modules of the layers."""
     known = {place.layer: place for place in places}
     if len(known) < len(places):
-        raise UnsupportedError("Two attentions of this model have the same number; capture cannot name them.")
+        raise UnsupportedError("Two attentions of this model share a layer number; capture cannot name them.")
     kept = sorted(known) if layers is None else sorted(set(layers))
     beyond = [layer for layer in kept if layer not in known]
     if beyond or not kept:
@@ -128,7 +128,7 @@ def _choose(places: Sequence[Any], layers: Sequence[int] | None) -> list[Any]:
 
 
 def _check_size(places: Sequence[Any], tokens: int, most_bytes: int) -> None:
-    """Refuse what would not be a file of this size, grouped heads counted as if each were one."""
+    """Refuse files above the limit, with grouped heads counted as separate ones."""
     entries = sum(3 * (place.num_heads or 1) * place.head_dim for place in places)
     needed = _HALF_BYTES * tokens * entries
     if needed > most_bytes:
@@ -139,14 +139,14 @@ def _check_size(places: Sequence[Any], tokens: int, most_bytes: int) -> None:
 
 
 def _one_scale(scales: dict[int, float]) -> float:
-    """The factor on q·k that all layers have."""
+    """The scale that all layers share."""
     if len(set(scales.values())) > 1:
-        raise UnsupportedError("The layers of this model have scales of their own; name one of them.")
+        raise UnsupportedError("The layers of this model have different scales; choose a single layer.")
     return next(iter(scales.values()))
 
 
 def _half(tensor: Tensor, name: str) -> Tensor:
     half = tensor.squeeze(0).to(torch.float16).contiguous()
     if not half.isfinite().all():
-        raise DataError(f"{name} has entries beyond float16 and cannot be stored.")
+        raise DataError(f"{name} has entries beyond the range of float16 and cannot be stored.")
     return half

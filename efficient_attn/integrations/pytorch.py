@@ -1,4 +1,4 @@
-"""`nn.MultiheadAttention` with any backend: constructor, call, return value and parameters are torch's."""
+"""`nn.MultiheadAttention` with any backend: constructor, call, return value and parameters as in torch."""
 
 from dataclasses import fields
 from typing import Any
@@ -22,21 +22,21 @@ from efficient_attn.problem import positive_count
 class MultiheadAttention(nn.MultiheadAttention):
     """Concat(head_1 … head_h) W_O, each head computed by a backend (Vaswani et al. 2017, section 3.2.2).
 
-    A state dict of torch's class loads into this one; what the backend keeps stays as it was if the state
-    dict has nothing of it. Rows that may read no key give zeros before `out_proj`.
+    State dicts of `torch.nn.MultiheadAttention` load into this class; the backend keeps its own state if the
+    state dict has no entries for it. Fully-masked rows give zeros before `out_proj`.
 
     Args:
-        embed_dim, num_heads, dropout, bias, kdim, vdim, batch_first, device, dtype: As in torch. Only
-            backends with weights to drop, 'exact' and 'exact-dense', take a dropout above 0.
-        add_bias_kv, add_zero_attn: Not offered.
-        backend: Whatever `build` takes: a name, file.py:object, a module, a function.
-        causal: Position i reads positions up to i. Every call has to ask for it too, by `is_causal` or
-            by an `attn_mask`, as it does in torch.
-        max_tokens: The longest sequence, for backends that have to know it.
-        options: The options of the backend.
+        embed_dim, num_heads, dropout, bias, kdim, vdim, batch_first, device, dtype: As in torch. A dropout
+            above 0 requires a backend with attention weights, 'exact' or 'exact-dense'.
+        add_bias_kv, add_zero_attn: Not supported.
+        backend: Any argument of `build`: a name, file.py:object, a module or a function.
+        causal: Causal attention. Every call has to request it too, by `is_causal` or an `attn_mask`, as in
+            torch.
+        max_tokens: Maximum sequence length, for backends that require it.
+        options: Options of the backend.
 
     Attributes:
-        backend: What maps q, k and v [batch heads tokens head_dim] to the output.
+        backend: Attention of q, k and v [batch heads tokens head_dim].
     """
 
     backend: Backend
@@ -63,13 +63,13 @@ class MultiheadAttention(nn.MultiheadAttention):
         positive_count("embed_dim", embed_dim)
         positive_count("num_heads", num_heads)
         if embed_dim % num_heads:
-            raise OptionError(f"embed_dim={embed_dim} is not divided by num_heads={num_heads}.")
+            raise OptionError(f"embed_dim={embed_dim} is not divisible by num_heads={num_heads}.")
         if add_bias_kv or add_zero_attn:
             asked = "add_bias_kv" if add_bias_kv else "add_zero_attn"
             raise UnsupportedError(
-                f"{asked}=True adds a key that no backend has: torch.nn.MultiheadAttention."
+                f"{asked}=True adds a key, which no backend supports: use torch.nn.MultiheadAttention."
             )
-        # Built first: what cannot be built leaves nothing behind.
+        # Built before super().__init__(), so that a refusal has no side effects.
         built = build_for(
             backend,
             embed_dim // num_heads,
@@ -93,7 +93,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         use_backend(self, built)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        # A checkpoint of torch's class has nothing of a backend, which then keeps what it has.
+        # A state dict of torch's class has no entries for the backend, which keeps its own.
         own = {f"{prefix}backend.{name}": value for name, value in self.backend.state_dict().items()}
         if own.keys().isdisjoint(state_dict):
             state_dict.update(own)
@@ -110,23 +110,23 @@ class MultiheadAttention(nn.MultiheadAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """The output in query's layout, and the weights or None; arguments and masks mean what torch's do.
+        """The output in query's layout, and the weights or None; arguments and masks as in torch.
 
         Args:
             query: [queries batch embed_dim], or [batch queries embed_dim] if batch_first, or one
                 sequence [queries embed_dim].
-            key: Likewise, kdim wide.
-            value: Likewise, vdim wide.
-            key_padding_mask: [batch keys], True for padding, or what is added to the scores.
+            key: Likewise, with kdim features.
+                value: Likewise, with vdim features.
+            key_padding_mask: [batch keys], True for padding, or a float mask that is added to the scores.
             need_weights: Whether to return the weights, [batch queries keys]; exact backends only.
-            attn_mask: [queries keys] or [batch · num_heads queries keys], True where nothing is read, or
-                what is added to the scores. Others than the causal one: exact backends only.
-            average_attn_weights: False keeps the heads apart, [batch num_heads queries keys].
-            is_causal: Hint that attn_mask is the causal mask, which may then be left out.
+            attn_mask: [queries keys] or [batch · num_heads queries keys], True where masked, or a float
+                mask that is added to the scores. Only exact backends take masks other than the causal one.
+            average_attn_weights: False returns the weights per head, [batch num_heads queries keys].
+            is_causal: Hint that attn_mask is the causal mask, which may then be omitted.
 
         Raises:
-            UnsupportedError: If the backend cannot honour an argument.
-            ShapeError, DtypeError: If an argument does not fit.
+            UnsupportedError: If the backend does not support an argument.
+                ShapeError, DtypeError: If an argument has the wrong shape or dtype.
         """
         check_call(self, query, key, value, need_weights)
         batched = query.ndim == 3
@@ -153,7 +153,7 @@ class MultiheadAttention(nn.MultiheadAttention):
     def _rows(
         self, query: Tensor, key: Tensor, value: Tensor, batched: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """All three as [batch tokens dim]; what was one tensor stays one."""
+        """All three as [batch tokens dim]; tensors that were one object remain one."""
         if batched and self.batch_first:
             return query, key, value
         axis = (lambda x: x.transpose(0, 1)) if batched else (lambda x: x.unsqueeze(0))
@@ -177,11 +177,11 @@ class MultiheadAttention(nn.MultiheadAttention):
     def _attend(
         self, qkv: tuple[Tensor, Tensor, Tensor], masks: Masks, need_weights: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """The output of all heads [batch heads queries head_dim], and the weights if asked for."""
+        """Output of all heads [batch heads queries head_dim], and the weights if requested."""
         key_mask, bias, causal = masks
         if bias is None and not need_weights:
             return self.backend(*qkv, key_mask=key_mask), None
-        # Only an exact backend comes here: weights and patterns have one meaning, whichever kernel it has.
+        # Only exact backends get here, for which weights and patterns are defined for every kernel.
         q, k, v = qkv
         check_whole(q=q, k=k, v=v, key_mask=key_mask)
         scale, dropout = self.backend.problem.factor, self.dropout if self.training else 0.0
@@ -199,28 +199,28 @@ class MultiheadAttention(nn.MultiheadAttention):
 def build_for(
     backend: Any, head_dim: int, num_heads: int, *, dropout: float, causal: bool, **options: Any
 ) -> Backend:
-    """The backend of a layer, with torch's dropout on the weights as an option of those that have it.
+    """Build the backend of a layer, with torch's dropout as its option if it has attention weights.
 
     Raises:
-        UnsupportedError: If it has no weights to drop.
+        UnsupportedError: If the backend has no attention weights to drop.
     """
     probability("dropout", dropout)
     spec = resolve(backend)
     if dropout:
         if all(option.name != "dropout" for option in fields(spec.options_type)):
             raise UnsupportedError(
-                f"Backend {spec.name!r} has no attention weights to drop, and dropout is {dropout}: give "
-                "dropout=0.0, or backend='exact'."
+                f"Backend {spec.name!r} has no attention weights to drop, and dropout is {dropout}: use "
+                "dropout=0.0 or backend='exact'."
             )
         options["dropout"] = dropout
     return build(spec, head_dim=head_dim, num_heads=num_heads, causal=causal, **options)
 
 
 def use_backend(layer: nn.MultiheadAttention, backend: Backend) -> None:
-    """Put a backend into a layer of torch's, in place: parameters, hooks and references to it stay."""
+    """Install a backend in a torch layer, in place: parameters, hooks and references to it remain."""
     layer.__class__ = MultiheadAttention
     weight = layer.out_proj.weight
     layer.add_module("backend", backend.to(device=weight.device, dtype=weight.dtype).train(layer.training))
-    # In evaluation torch's encoder layer reads the weights past the layer and computes by itself; not so
-    # where query, key and value have weights of their own, which is what this name says.
+    # In evaluation torch's encoder layer bypasses forward for a fused path, unless query, key and value have
+    # separate projections, as this attribute claims.
     layer._qkv_same_embed_dim = False

@@ -1,4 +1,4 @@
-"""The checks of a call of `MultiheadAttention`, in the words of torch's arguments."""
+"""Argument checks of `MultiheadAttention`, in torch's terms."""
 
 from typing import Any
 
@@ -9,15 +9,15 @@ from efficient_attn.errors import DtypeError, ShapeError, UnsupportedError
 
 
 def check_call(layer: Any, query: Tensor, key: Tensor, value: Tensor, need_weights: bool) -> None:
-    """Refuse what does not fit the layer, or what its backend has not got.
+    """Refuse arguments that do not fit the layer or that its backend does not support.
 
     Raises:
-        UnsupportedError, ShapeError, DtypeError: As the message says.
+        UnsupportedError, ShapeError, DtypeError: If an argument does not fit.
     """
     if need_weights and not layer.backend.spec.capabilities.exact:
         raise UnsupportedError(
-            f"Backend {layer.backend.spec.name!r} computes no weights: pass need_weights=False, True by "
-            "default in torch. layer.backend.attention_weights(q, k) gives those that it implies."
+            f"Backend {layer.backend.spec.name!r} computes no weights: pass need_weights=False (torch's "
+            "default is True). layer.backend.attention_weights(q, k) returns its implied weights."
         )
     if layer.dropout != dropout_of(layer.backend):
         raise UnsupportedError(
@@ -31,11 +31,11 @@ def check_call(layer: Any, query: Tensor, key: Tensor, value: Tensor, need_weigh
     ):
         if x.is_nested:
             raise UnsupportedError(
-                f"{name} is a nested tensor, which no backend reads: pad it and give key_padding_mask; "
-                "an nn.TransformerEncoder around this layer needs use_nested_tensor=False."
+                f"{name} is a nested tensor, which no backend supports: pad it and pass key_padding_mask; "
+                "an enclosing nn.TransformerEncoder needs use_nested_tensor=False."
             )
         if not x.is_floating_point():
-            raise DtypeError(f"{name} is {x.dtype}; wanted are embeddings, as nn.Embedding gives them.")
+            raise DtypeError(f"{name} is {x.dtype}; expected floating-point embeddings.")
         if x.ndim not in (2, 3) or x.ndim != query.ndim or x.shape[-1] != dim:
             axes = "[batch, tokens, dim]" if layer.batch_first else "[tokens, batch, dim]"
             raise ShapeError(
@@ -47,5 +47,5 @@ def check_call(layer: Any, query: Tensor, key: Tensor, value: Tensor, need_weigh
 
 
 def dropout_of(backend: Backend) -> float:
-    """The probability with which a backend drops weights in training."""
+    """Probability of dropping an attention weight in training."""
     return getattr(backend.options, "dropout", 0.0)

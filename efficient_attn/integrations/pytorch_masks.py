@@ -1,4 +1,4 @@
-"""The masks of `nn.MultiheadAttention`, where True hides, read as what our backends know."""
+"""Conversion of the masks of `nn.MultiheadAttention`, in which True is masked, to key masks and biases."""
 
 from typing import Any, NamedTuple
 
@@ -11,13 +11,13 @@ from efficient_attn.ops.softmax import causal_mask
 
 
 class Masks(NamedTuple):
-    """What a call asks for beyond what its backend was built for.
+    """Masking that a call requests beyond the pattern of its backend.
 
     Attributes:
-        key_mask: bool [batch keys], True for a real token; None where all are.
-        bias: What is added to the scores, broadcastable to [batch heads queries keys]; only exact
-            attention has room for it.
-        causal: Whether queries read no later keys, beyond what the bias says.
+        key_mask: bool [batch keys], True for a real token; None: all keys are real.
+        bias: Float mask that is added to the scores, broadcastable to [batch heads queries keys]; only
+            exact attention supports it.
+        causal: Whether queries read no later keys, in addition to the bias.
     """
 
     key_mask: Tensor | None
@@ -35,11 +35,11 @@ def read_masks(
     queries: Tensor,
     keys: Tensor,
 ) -> Masks:
-    """Both masks of a call; queries and keys are [batch tokens dim], the padding [batch keys].
+    """Convert both masks of a call; queries and keys are [batch tokens dim], the padding [batch keys].
 
     Raises:
-        UnsupportedError: If the backend cannot honour a mask.
-        ShapeError, DtypeError: If a mask does not fit the tokens.
+        UnsupportedError: If the backend does not support a mask.
+            ShapeError, DtypeError: If a mask has the wrong shape or dtype.
     """
     batch, q_tokens, k_tokens = len(queries), queries.shape[1], keys.shape[1]
     if key_padding_mask is not None:
@@ -60,25 +60,25 @@ def _check(mask: Any, name: str, shapes: list[tuple[int, ...]], axes: str) -> No
     if not isinstance(mask, Tensor):
         raise DtypeError(f"{name} is a torch tensor {axes}, not {type(mask).__name__}.")
     if mask.dtype is not torch.bool and not mask.is_floating_point():
-        raise DtypeError(f"{name} is {mask.dtype}; it is bool, True where nothing is read, or floating.")
+        raise DtypeError(f"{name} is {mask.dtype}; expected bool, True where masked, or floating.")
     if tuple(mask.shape) not in shapes:
         wanted = " or ".join(str(list(shape)) for shape in shapes)
-        raise ShapeError(f"{name} has shape {list(mask.shape)}; it is {axes}, here {wanted}.")
+        raise ShapeError(f"{name} has shape {list(mask.shape)}; expected {axes}, here {wanted}.")
 
 
 def _padding(backend: Backend, mask: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    """A key mask where the padding is one; what is added to each key's scores otherwise."""
+    """The padding as a key mask if possible, else as a bias on each key's scores."""
     if mask is None or mask.dtype is torch.bool:
         return None if mask is None else ~mask, None
-    # torch's own layers hand a mask of True and False on as −inf and 0.
+    # torch's own layers pass boolean masks on as −inf and 0.
     real, exact = mask == 0, backend.spec.capabilities.exact
     only_hides = (real | (mask == -torch.inf)).all()
     says = (
-        f"key_padding_mask adds other numbers than 0 and -inf, which backend {backend.spec.name!r} cannot: "
-        "give bool, True for padding, or use backend='exact'."
+        f"key_padding_mask has entries other than 0 and -inf, which backend {backend.spec.name!r} does not "
+        "support: pass bool, True for padding, or use backend='exact'."
     )
     if torch.compiler.is_compiling():
-        # Contents are not known here: exact attention takes any, the others check when they run.
+        # Entries are unknown to the compiler: exact attention takes any, other backends check at run time.
         if exact:
             return None, mask[:, None, None, :]
         torch._assert_async(only_hides, says)
@@ -93,21 +93,20 @@ def _padding(backend: Backend, mask: Tensor | None) -> tuple[Tensor | None, Tens
 def _pattern(
     backend: Backend, mask: Tensor | None, is_causal: bool, q_tokens: int, k_tokens: int, like: Tensor
 ) -> Tensor | None:
-    """What is added to the scores, [… queries keys]; None where the backend does it by itself."""
+    """Bias of the scores [… queries keys]; None if the backend applies the pattern itself."""
     name, built_causal = backend.spec.name, backend.problem.causal
     if mask is None and not is_causal:
         if built_causal:
             raise UnsupportedError(
-                "This layer was built with causal=True and the call asks for no causality: pass "
+                "This layer was built with causal=True and the call is not causal: pass "
                 "is_causal=True, or build it with causal=False."
             )
         return None
     if mask is None and q_tokens != k_tokens:
         raise ShapeError(
-            f"is_causal leaves open which of {k_tokens} keys the first of {q_tokens} queries reads: give "
-            "attn_mask."
+            f"is_causal is ambiguous for {q_tokens} queries and {k_tokens} keys: pass attn_mask."
         )
-    # torch calls is_causal a hint that attn_mask is the causal mask, and takes it at its word too.
+    # torch documents is_causal as a hint that attn_mask is the causal mask, and relies on it too.
     if built_causal and (
         (is_causal and q_tokens == k_tokens) or _is_triangle(mask, q_tokens, k_tokens, backend)
     ):
@@ -116,30 +115,30 @@ def _pattern(
         return added(mask if mask is not None else ~causal_mask(q_tokens, k_tokens, like.device), like)
     if built_causal:
         raise UnsupportedError(
-            f"attn_mask is not the causal mask, and backend {name!r} reads no other pattern: "
-            "backend='exact' does."
+            f"attn_mask is not the causal mask, and backend {name!r} supports no other pattern: "
+            "use backend='exact'."
         )
-    instead = "causal=True is for the causal mask, " if backend.spec.capabilities.causal else ""
+    instead = "causal=True for the causal mask, " if backend.spec.capabilities.causal else ""
     raise UnsupportedError(
-        f"This layer was built with causal=False, and backend {name!r} reads no attn_mask: {instead}"
-        "key_padding_mask for padding, backend='exact' for any pattern."
+        f"This layer was built with causal=False, and backend {name!r} supports no attn_mask: use {instead}"
+        "key_padding_mask for padding, or backend='exact' for any pattern."
     )
 
 
 def _is_triangle(mask: Tensor | None, q_tokens: int, k_tokens: int, backend: Backend) -> bool:
-    """Whether a mask lets the queries, as the last positions of the keys, read what is not later."""
+    """Whether a mask is causal, with the queries as the last positions of the keys."""
     if mask is None:
         return False
     if torch.compiler.is_compiling():
         if backend.spec.capabilities.exact:
             return False
-        raise UnsupportedError("Compiled code cannot look into attn_mask: say is_causal=True beside it.")
+        raise UnsupportedError("Compiled code cannot inspect attn_mask: pass is_causal=True as well.")
     later = ~causal_mask(q_tokens, k_tokens, mask.device)
     return bool((added(mask, mask) == added(later, mask)).all())
 
 
 def added(mask: Tensor, like: Tensor) -> Tensor:
-    """The mask as what is added to scores: −inf for True, 0 for False, numbers as they are."""
+    """The mask as a bias of the scores: −inf for True, 0 for False; float masks unchanged."""
     if mask.is_floating_point():
         return mask
     dtype = like.dtype if like.is_floating_point() else torch.float32

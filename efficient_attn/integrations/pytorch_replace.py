@@ -1,4 +1,4 @@
-"""Another attention in a model that is built of torch's own layers, and the way back."""
+"""Replacement of nn.MultiheadAttention layers in a model, and its reversal."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,12 +16,12 @@ from efficient_attn.transformer.parts import seeded, share_layers, spawn_seeds
 
 @dataclass(frozen=True, kw_only=True)
 class Replaced:
-    """What `replace_attention` changed, and what was there before.
+    """Layers changed by `replace_attention`, and their earlier state.
 
     Attributes:
-        layers: The replaced layers, the model's own modules, by their names in it.
-        before: Each one's dropout and backend; the backend of a layer of torch's own is None.
-        encoders: Each nn.TransformerEncoder around them whose nested tensors were turned off.
+        layers: Replaced layers, which are the model's own modules, by name.
+        before: Dropout and backend of each layer before; the backend of a torch layer is None.
+        encoders: Enclosing nn.TransformerEncoder modules whose nested tensors were turned off.
     """
 
     layers: Mapping[str, nn.MultiheadAttention]
@@ -29,7 +29,7 @@ class Replaced:
     encoders: tuple[nn.TransformerEncoder, ...]
 
     def undo(self) -> None:
-        """Give every layer back what it had; its parameters stay as training has left them."""
+        """Restore every layer; parameters keep their trained values."""
         for name, layer in self.layers.items():
             layer.dropout, backend = self.before[name]
             if backend is not None:
@@ -53,26 +53,26 @@ def replace_attention(
     seed: int = 0,
     **options: Any,
 ) -> Replaced:
-    """Let a backend compute in every nn.MultiheadAttention of a model, in place; `undo()` ends it.
+    """Replace the attention of every nn.MultiheadAttention of a model, in place; `undo()` reverts it.
 
-    That includes those in nn.TransformerEncoderLayer and nn.TransformerDecoderLayer, in training and in
-    evaluation. Layers keep their parameters and hooks, and names in the state dict. If one layer cannot
-    be replaced, none is.
+    This includes the attention of nn.TransformerEncoderLayer and nn.TransformerDecoderLayer, in training and
+    in evaluation. Layers keep their parameters, hooks and state-dict names. If a layer cannot be replaced, no
+    layer is changed.
 
     Args:
-        model: Is changed.
-        backend: Whatever `build` takes: a name, file.py:object, a module, a function.
-        only: Pattern of the names of the layers to replace, as in a shell: "encoder.*", "*.self_attn".
-        causal: Whether the layers are; None: those called self_attn of nn.TransformerDecoderLayer are and
-            no others. What reads another sequence, multihead_attn there, never is.
-        dropout: Probability of dropping a weight; None keeps that of each layer.
-        max_tokens: The longest sequence, for backends that have to know it.
-        seed: Gives each layer's random features a draw of their own.
-        options: The options of the backend.
+        model: The model, modified in place.
+        backend: Any argument of `build`: a name, file.py:object, a module or a function.
+        only: Shell-style pattern of the names of the layers to replace: "encoder.*", "*.self_attn".
+        causal: Whether the layers are causal; None: only self_attn of nn.TransformerDecoderLayer is.
+            Cross-attention, such as multihead_attn there, is never causal.
+        dropout: Probability of dropping an attention weight; None keeps the value of each layer.
+        max_tokens: Maximum sequence length, for backends that require it.
+        seed: Random seed, from which each layer's random features get a seed of their own.
+        options: Options of the backend.
 
     Raises:
-        UnknownNameError: If no layer's name fits `only`, or there is no such backend or option.
-        UnsupportedError: If the backend does not promise what a layer needs; the message names the layer.
+        UnknownNameError: If no layer matches `only`, or the backend or an option does not exist.
+        UnsupportedError: If the backend does not support a layer; the message names the layer.
     """
     spec, found = resolve(backend), _layers(model, only)
     backends = {}
@@ -91,7 +91,7 @@ def replace_attention(
         except AttentionError as error:
             error.args = (f"{name}: {error}",)
             raise
-    # Nothing of the model has been touched so far, and nothing below can fail.
+    # All checks are done: the model is modified only from here on, where no error can occur.
     replaced = Replaced(
         layers=found,
         before={name: (layer.dropout, getattr(layer, "backend", None)) for name, layer in found.items()},
@@ -102,14 +102,14 @@ def replace_attention(
         layer.dropout = layer.dropout if dropout is None else dropout
     layers: Any = list(found.values())  # share_layers is of our own layers, and reads their backends only
     share_layers(layers)
-    # In evaluation it would pack padded sequences and drop the mask before the layers see either.
+    # In evaluation the encoder would pack padded sequences into nested tensors and drop the mask.
     for encoder in replaced.encoders:
         encoder.use_nested_tensor = False
     return replaced
 
 
 def _layers(model: nn.Module, only: str) -> dict[str, nn.MultiheadAttention]:
-    """The attention layers of a model whose names fit a pattern."""
+    """Attention layers of a model whose names match a pattern."""
     layers = {name: m for name, m in model.named_modules() if isinstance(m, nn.MultiheadAttention)}
     fitting = {name: layer for name, layer in layers.items() if fnmatchcase(name, only)}
     if not layers:
@@ -134,22 +134,22 @@ def _causal(model: nn.Module, name: str, causal: bool | None) -> bool:
 
 
 def _check(model: nn.Module, name: str, backend: Backend) -> None:
-    """Refuse a layer that does more than ours, or that the backend cannot serve."""
+    """Refuse a layer with features that `MultiheadAttention` or the backend does not support."""
     layer = model.get_submodule(name)
     if type(layer) not in (nn.MultiheadAttention, MultiheadAttention):
         kind = type(layer).__name__
-        raise UnsupportedError(f"{kind} computes in its own way; leave it out by `only`.")
+        raise UnsupportedError(f"{kind} has its own implementation; exclude it by `only`.")
     if layer.add_zero_attn or layer.bias_k is not None:
         asked = "add_zero_attn" if layer.add_zero_attn else "add_bias_kv"
-        raise UnsupportedError(f"{asked}=True adds a key that no backend has; leave the layer out by `only`.")
+        raise UnsupportedError(f"{asked}=True adds a key, which no backend supports; exclude it by `only`.")
     if _reads_another_sequence(model, name) and not backend.spec.capabilities.cross:
         raise UnsupportedError(
-            f"Backend {backend.spec.name!r} cannot read another sequence: only='*.self_attn' leaves it out."
+            f"Backend {backend.spec.name!r} has no cross-attention: only='*.self_attn' excludes such layers."
         )
 
 
 def _nesting(model: nn.Module, layers: list[nn.MultiheadAttention]) -> list[nn.TransformerEncoder]:
-    """The encoders that hold some of the layers and pack padded sequences into nested tensors."""
+    """Encoders that hold some of the layers and pack padded sequences into nested tensors."""
     encoders = [m for m in model.modules() if isinstance(m, nn.TransformerEncoder) and m.use_nested_tensor]
     ours = {id(layer) for layer in layers}
     return [encoder for encoder in encoders if any(id(m) in ours for m in encoder.modules())]

@@ -1,1 +1,1 @@
-"""One question per file: how long, how much memory, on which machine, how wrong."""
+"""Measurements, one per file: time, memory, error, operations, environment."""

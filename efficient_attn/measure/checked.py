@@ -1,4 +1,4 @@
-"""What a backend returned, checked: a tensor of the right shape, dtype and device, and finite."""
+"""Checks of a backend's outputs and gradients: shape, dtype, device and finiteness."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -11,15 +11,15 @@ from efficient_attn.backend import Backend
 
 
 class WrongOutputError(Exception):
-    """A backend returned something else than the output of an attention; says what came."""
+    """Raised if a backend returns anything other than a valid output; describes the returned value."""
 
 
 @contextmanager
 def outputs_checked(*modules: nn.Module) -> Iterator[None]:
-    """Check what the backends in the modules return, the modules themselves among them, in the block.
+    """Check all outputs of the backends in the modules, or of modules that are backends, within the block.
 
     Raises:
-        WrongOutputError: Where a call of one of them returns no output, or numbers that are not finite.
+        WrongOutputError: If a backend returns an invalid or non-finite output.
     """
     hooks = [one.register_forward_hook(_check_call, with_kwargs=True) for one in backends_in(*modules)]
     try:
@@ -30,19 +30,19 @@ def outputs_checked(*modules: nn.Module) -> Iterator[None]:
 
 
 def backends_in(*modules: nn.Module) -> list[Backend]:
-    """The backends in the modules, each once."""
+    """All distinct backends in the modules."""
     found = (part for module in modules for part in module.modules() if isinstance(part, Backend))
     return list(dict.fromkeys(found))
 
 
 def check_gradients(gradients: Mapping[str, Tensor | None], *, optional: Sequence[str] = ()) -> None:
-    """Refuse gradients that are missing or not finite.
+    """Refuse missing or non-finite gradients.
 
     Args:
-        optional: Names of those that may be missing.
+        optional: Names of gradients that may be missing.
 
     Raises:
-        WrongOutputError: If one is; the message names the tensor.
+        WrongOutputError: If a gradient is invalid; the message names the tensor.
     """
     missing = [name for name, gradient in gradients.items() if gradient is None and name not in optional]
     if missing:
@@ -56,27 +56,27 @@ def _check_call(backend: nn.Module, args: tuple[Any, ...], named: dict[str, Any]
     given = dict(zip("qkv", args, strict=False)) | named
     q, k, v = (given[name].detach() for name in "qkv")
     shape = [*q.shape[:-1], v.shape[-1]]
-    wanted = f"wanted is a tensor {shape} of {q.dtype}"
+    wanted = f"expected a tensor {shape} of {q.dtype}"
     if not isinstance(output, Tensor):
         came = "None" if output is None else f"of type {type(output).__name__}"
         raise WrongOutputError(f"the output is {came}; {wanted}.")
     if list(output.shape) != shape:
         raise WrongOutputError(f"the output has shape {list(output.shape)}; {wanted}.")
     if output.dtype != q.dtype:
-        raise WrongOutputError(f"the output is of {output.dtype}; {wanted}.")
+        raise WrongOutputError(f"the output has dtype {output.dtype}; {wanted}.")
     if output.device != q.device:
-        raise WrongOutputError(f"the output lies on {output.device} and q on {q.device}.")
+        raise WrongOutputError(f"the output is on {output.device}, but q on {q.device}.")
     if not _is_finite(output) and all(map(_is_finite, (q, k, v))):
-        raise WrongOutputError(f"{_share(output)} of the output are not finite; q, k and v are.")
+        raise WrongOutputError(f"{_share(output)} of the output are not finite, although q, k and v are.")
 
 
 @torch.no_grad()
 def _is_finite(x: Tensor) -> bool:
-    # Least and greatest are not finite if anything is; unlike x.isfinite() they take no memory.
+    # Minimum and maximum are finite only if all entries are; unlike x.isfinite() they take no memory.
     return not x.numel() or all(map(torch.isfinite, x.detach().aminmax()))
 
 
 def _share(x: Tensor) -> str:
-    """Those that are not finite, as a share."""
+    """Number of non-finite entries, with the total."""
     broken = int((~x.detach().isfinite()).sum())
     return f"{broken} of {x.numel()} entries"

@@ -1,4 +1,4 @@
-"""How long a call takes: raw samples, after a warm-up, on the CPU's clock or between CUDA events."""
+"""Timing of calls: raw samples after a warm-up, by the CPU's clock or CUDA events."""
 
 import statistics
 import time
@@ -11,23 +11,23 @@ Call = Callable[[], object]
 Clock = Callable[[Call], float]
 Turn = TypeVar("Turn")
 
-# Warmed up is when so many successive calls differ by at most this share of the fastest. Of two, a call that
-# still gets faster by a little each time would be taken for warmed up.
+# Warm-up ends when this many successive calls agree within this share of the fastest. Two calls are not
+# enough: a call that keeps getting slightly faster would pass.
 _AGREEING, _AGREEMENT = 3, 0.1
 
 _EMPTY_CALLS = 20
 
 
 def clock(device: str) -> Clock:
-    """A function that makes one call and returns its seconds, the device's own work included."""
+    """A function that makes one call and returns its duration in seconds, including the device's work."""
     return partial(_time_on_cuda, device=device) if device.startswith("cuda") else _time_on_cpu
 
 
 def warm_up(call: Call, time_call: Clock, *, limit_s: float, first: Call | None = None) -> float:
-    """Seconds of the last of as many calls as it takes until three agree, or until the limit is spent.
+    """Call until three successive durations agree or the limit is spent; returns the last duration.
 
     Args:
-        first: The first of them, which may do more than the others.
+        first: The first call, which may do more than the others.
     """
     last: deque[float] = deque([time_call(first or call)], maxlen=_AGREEING)
     spent_s = last[-1]
@@ -42,7 +42,7 @@ def _agree(times_s: deque[float]) -> bool:
 
 
 def empty_call_s(time_call: Clock) -> float:
-    """Seconds that the clock tells for a call that does nothing: what every sample has too much."""
+    """Overhead of the clock: the measured duration of an empty call, included in every sample."""
     return statistics.median(time_call(_nothing) for _ in range(_EMPTY_CALLS))
 
 
@@ -51,7 +51,7 @@ def _nothing() -> None:
 
 
 def sample(call: Call, time_call: Clock, *, seconds: float, least: int, most: int) -> tuple[float, ...]:
-    """Seconds of every call, for as many calls as fit into `seconds`, within `least` and `most`."""
+    """Durations of repeated calls, at least `least` and at most `most`, within `seconds` in total."""
     times_s: list[float] = []
     while len(times_s) < least or (sum(times_s) < seconds and len(times_s) < most):
         times_s.append(time_call(call))
@@ -59,16 +59,16 @@ def sample(call: Call, time_call: Clock, *, seconds: float, least: int, most: in
 
 
 def in_turns(turns: list[Turn], *, rounds: int) -> list[Turn]:
-    """Every item `rounds` times, in order and in reverse by turns, so that a drift hits all alike.
+    """Every item `rounds` times, alternately in forward and reverse order, so that drift affects all alike.
 
-    The last round is in order, so that items are finished in it.
+    The last round is in forward order, so that items finish in order.
     """
     return [turn for left in reversed(range(rounds)) for turn in (turns[::-1] if left % 2 else turns)]
 
 
 def _time_on_cpu(call: Call) -> float:
     start = time.perf_counter()
-    # The result is kept until the clock is read: giving memory back is not part of the call.
+    # The result is kept alive until the clock is read, to exclude the deallocation.
     result = call()
     stop = time.perf_counter()
     del result
@@ -76,14 +76,14 @@ def _time_on_cpu(call: Call) -> float:
 
 
 def _time_on_cuda(call: Call, *, device: str) -> float:
-    """Between two events on the device's own stream, which wait for nothing that was queued before.
+    """Duration between two events on the device's current stream, after all earlier work has finished.
 
-    The second-level cache is not flushed between calls: a call finds its inputs where the call before left
-    them, as in a model, where the projections have just written them.
+    The L2 cache is not flushed between calls, so that inputs are cached as in a model, where projections have
+    just written them.
     """
     import torch
 
-    # Events and streams belong to the current device, which need not be the one that is measured.
+    # Events and streams belong to the current device, which may differ from the measured one.
     with torch.cuda.device(device):
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize()

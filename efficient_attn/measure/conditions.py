@@ -1,6 +1,6 @@
-"""What the machine did while it measured: work of others, time taken away, a clock that slowed down.
+"""Conditions on the machine during a measurement: background load, CPU steal, throttling, clock drift.
 
-Nothing here is exact, and not every system tells all of it: what is not told is None.
+The figures are approximate, and depend on the system; unknown figures are None.
 """
 
 import os
@@ -11,25 +11,25 @@ from typing import Any, NamedTuple
 
 from efficient_attn.measure.environment import ask
 
-# The fixed loop: long enough for the clock, short enough to be left alone by the scheduler once in so many.
+# A fixed loop: long enough for the clock, short enough that one of the runs is not preempted.
 _LOOP_STEPS, _LOOPS = 20_000, 100
 
 _THROTTLES = "/sys/devices/system/cpu/cpu*/thermal_throttle/core_throttle_count"
 _GROUPS = tuple(Path(f"/sys/fs/cgroup/{name}cpu.stat") for name in ("", "cpu/", "cpu,cpuacct/"))
 
-# Why the driver of a GPU lowers its clock, as its tool calls it; idling is no reason to worry.
+# Reasons for lowered GPU clocks, as named by nvidia-smi; idling is harmless.
 _GPU_REASONS = ("hw_slowdown", "hw_thermal_slowdown", "hw_power_brake_slowdown", "sw_thermal_slowdown")
 
 
 class Moment(NamedTuple):
-    """Counters since the system started, and how fast the processor is now.
+    """Counters since boot, and the current speed of the processor.
 
     Attributes:
-        busy_s: Of all cores and all processes; `own_s` of this process and those of its children that ended.
-        stolen_s: Wanted by this virtual machine and given to another one.
-        throttled_s: Withheld from the control group by its quota.
-        throttles: How often a core was slowed down because of its heat.
-        loop_s: The fastest of some runs of a fixed loop.
+        busy_s: Seconds of all cores in all processes; `own_s`: of this process and its finished children.
+        stolen_s: CPU steal, seconds that the host gave to other virtual machines.
+        throttled_s: Seconds withheld by the quota of the control group.
+        throttles: Number of thermal throttling events.
+        loop_s: Shortest duration of a fixed loop.
     """
 
     wall_s: float
@@ -43,7 +43,7 @@ class Moment(NamedTuple):
 
 
 def moment() -> Moment:
-    """The counters and the clock of now; takes some ten milliseconds."""
+    """Current counters and speed; takes about ten milliseconds."""
     loop_s = min(_time_of_the_loop() for _ in range(_LOOPS))
     busy_s, stolen_s = _processor_seconds()
     return Moment(
@@ -59,7 +59,7 @@ def moment() -> Moment:
 
 
 def between(before: Moment, after: Moment, *, device: str = "cpu") -> dict[str, Any]:
-    """What happened between two moments, as it is kept beside the records.
+    """Conditions between two moments, in the form stored with the records.
 
     `others_share` and `stolen_share` are shares of the time of all cores.
     """
@@ -69,7 +69,7 @@ def between(before: Moment, after: Moment, *, device: str = "cpu") -> dict[str, 
     stolen_s = _difference(before.stolen_s, after.stolen_s)
     return {
         "wall_s": wall_s,
-        # The system counts in hundredths of a second, so that little work may come out below none.
+        # The system counts in hundredths of a second, so that the difference may be slightly negative.
         "others_share": None if busy_s is None else max(busy_s - own_s, 0.0) / all_s,
         "stolen_share": None if stolen_s is None else stolen_s / all_s,
         "throttled_s": _difference(before.throttled_s, after.throttled_s),
@@ -83,7 +83,7 @@ def between(before: Moment, after: Moment, *, device: str = "cpu") -> dict[str, 
 
 
 def waited_s() -> float | None:
-    """Seconds that the threads of this process stood ready to run and were not let, since they began."""
+    """Run-queue wait: seconds that threads of this process were ready to run but not running."""
     try:
         threads = list(Path("/proc/self/task").iterdir())
         return sum(int((thread / "schedstat").read_text().split()[1]) for thread in threads) / 1e9
@@ -116,7 +116,7 @@ def _throttled_s() -> float | None:
             text = file.read_text()
         except OSError:
             continue
-        # The second version counts microseconds, the first nanoseconds.
+        # cgroup v2 counts microseconds, v1 nanoseconds.
         for name, unit in (("throttled_usec", 1e-6), ("throttled_time", 1e-9)):
             found = re.search(rf"^{name} (\d+)$", text, flags=re.MULTILINE)
             if found:

@@ -1,4 +1,4 @@
-"""On which machine, with which software: what explains a number later, and names no person and no host."""
+"""The machine and software of a measurement, without any name of a person or host."""
 
 import importlib.metadata
 import os
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-# Only these variables are ever recorded: they change speed or results and hold no secrets.
+# The only recorded variables: they affect speed or results and hold no secrets.
 VARIABLES = (
     "CUDA_VISIBLE_DEVICES",
     "KMP_AFFINITY",
@@ -25,12 +25,12 @@ VARIABLES = (
 )
 PACKAGES = ("efficient-attn", "numpy", "torch", "transformers", "triton")
 
-# A question to git or the driver that takes longer than this is left unanswered.
+# Time limit of a query to git or the GPU driver.
 _PATIENCE_S = 5
 
 
 def environment(*, command: Sequence[str] = (), device: str = "cpu") -> dict[str, Any]:
-    """Everything about machine and software that is written beside the records."""
+    """Description of machine and software, written with the records."""
     return {
         "command": hide_paths(command),
         "utc": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -51,7 +51,7 @@ def environment(*, command: Sequence[str] = (), device: str = "cpu") -> dict[str
 
 
 def processor() -> str:
-    """The processor as its maker calls it."""
+    """Name of the processor, as given by its manufacturer."""
     try:
         found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), flags=re.MULTILINE)
     except OSError:
@@ -60,12 +60,12 @@ def processor() -> str:
 
 
 def usable_cores() -> int:
-    """Cores that this process may run on."""
+    """Number of cores available to this process."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def available_bytes(device: str = "cpu") -> int | None:
-    """Memory that is free for a measurement on the device; None where nobody says."""
+    """Free memory of the device; None if unknown."""
     if device.startswith("cuda"):
         import torch
 
@@ -75,11 +75,11 @@ def available_bytes(device: str = "cpu") -> int | None:
 
 
 def hide_paths(words: Sequence[str]) -> list[str]:
-    """The words, every absolute path cut down to its part below the current folder, or to its end."""
+    """The words, with absolute paths made relative to the current folder or reduced to their last part."""
     return [_PATH.sub(lambda found: _short(found.group()), word) for word in words]
 
 
-# An absolute path: it starts a word, or follows what separates a flag or a name from its value.
+# An absolute path, at the start of a word or after a separator between a flag or name and its value.
 _PATH = re.compile(r"(?:(?<=^)|(?<=[=,:\s]))(?:~?/|[A-Za-z]:\\)[^,:\s]*")
 
 
@@ -104,7 +104,7 @@ def _memory_line(name: str) -> int | None:
 
 
 def _container_bytes() -> int | None:
-    """What the control group still allows, where it sets a limit."""
+    """Remaining bytes within the limit of the control group, if it has one."""
     folder = Path("/sys/fs/cgroup")
     try:
         limit, used = ((folder / f"memory.{name}").read_text().strip() for name in ("max", "current"))
@@ -114,7 +114,7 @@ def _container_bytes() -> int | None:
 
 
 def _git() -> dict[str, Any] | None:
-    """Commit and cleanliness of the source tree that the package runs from; None for an installed one."""
+    """Commit and cleanliness of the source tree of the package; None for an installed package."""
     folder = Path(__file__).resolve().parents[2]
     if not (folder / ".git").exists():
         return None
@@ -166,7 +166,7 @@ def _gpu(device: str) -> dict[str, Any] | None:
 
 
 def ask(command: list[str]) -> str | None:
-    """What a program prints; None if it is not there, fails or keeps us waiting."""
+    """Output of a program; None if it is missing, fails or exceeds the time limit."""
     try:
         run = subprocess.run(command, capture_output=True, text=True, timeout=_PATIENCE_S, check=True)
     except (OSError, subprocess.SubprocessError):
@@ -175,5 +175,5 @@ def ask(command: list[str]) -> str | None:
 
 
 def command_line() -> list[str]:
-    """The command that is running, without the path of its program."""
+    """The running command, without the path of its program."""
     return [Path(sys.argv[0]).name, *sys.argv[1:]]

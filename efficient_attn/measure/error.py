@@ -1,7 +1,7 @@
-"""How wrong an output is: against exact softmax attention in float64, beside the plainest guess there is.
+"""Error of an output against exact softmax attention in float64, compared with a trivial baseline.
 
-The guess is the mean of the values for every query. An approximation that is not below it has told nothing
-about which keys a query looks at.
+The baseline is uniform attention, the mean of the values for every query. An approximation with a larger
+error carries no information about the keys that a query attends to.
 """
 
 from collections.abc import Iterator
@@ -14,15 +14,15 @@ from efficient_attn.errors import UnsupportedError
 from efficient_attn.ops.softmax import softmax_attention, softmax_weights
 from efficient_attn.shapes import Keys, Output, Queries, Values, Weights
 
-# Scores of this many rows at a time, so that a long sequence never builds its whole float64 matrix.
+# Scores are computed in blocks of rows, so that a long sequence never builds the whole float64 matrix.
 _ENTRIES_AT_ONCE = 1 << 23
 
 
 class OutputError(NamedTuple):
-    """How far an output is from the exact one.
+    """Distance of an output from the exact one.
 
     Attributes:
-        relative: ‖out − exact‖ / ‖exact‖ over everything.
+        relative: ‖out − exact‖ / ‖exact‖ over all entries.
         mse: Mean of (out − exact)² over all entries.
         relative_by_head: The relative error of each head, [batch heads].
     """
@@ -33,7 +33,7 @@ class OutputError(NamedTuple):
 
 
 def exact_output(q: Queries, k: Keys, v: Values, *, scale: float, causal: bool = False) -> Output:
-    """softmax(scale · q kᵀ) v in float64, a block of queries at a time."""
+    """softmax(scale · q kᵀ) v in float64, in blocks of queries."""
     q, k, v = q.double(), k.double(), v.double()
     parts = [
         softmax_attention(
@@ -45,7 +45,7 @@ def exact_output(q: Queries, k: Keys, v: Values, *, scale: float, causal: bool =
 
 
 def mean_of_values(q: Queries, v: Values, *, causal: bool = False) -> Output:
-    """The yardstick: every query gets the mean of the values it may see, in float64."""
+    """Uniform-attention baseline: the mean of the visible values for every query, in float64."""
     v = v.double().repeat_interleave(q.shape[1] // v.shape[1], dim=1)
     if not causal:
         return v.mean(dim=-2, keepdim=True).expand(*v.shape[:2], q.shape[-2], v.shape[-1])
@@ -66,7 +66,7 @@ def output_error(output: Output, exact: Output) -> OutputError:
 
 
 def weights_error(weights: Weights, q: Queries, k: Keys, *, scale: float) -> float:
-    """‖A' − A‖ / ‖A‖ in the Frobenius norm: A' the given weights, A the exact ones, not causal."""
+    """‖A' − A‖ / ‖A‖ in the Frobenius norm, with given weights A' and exact weights A, not causal."""
     squares = norms = 0.0
     for rows, exact in _exact_weights(q, k, scale=scale):
         squares += float((weights[..., rows, :].double() - exact).square().sum())
@@ -75,49 +75,49 @@ def weights_error(weights: Weights, q: Queries, k: Keys, *, scale: float) -> flo
 
 
 def row_divergence(weights: Weights, q: Queries, k: Keys, *, scale: float) -> float:
-    """Mean over rows of KL(A ‖ A') = Σ_j A_ij log(A_ij / A'_ij) in nats, for weights A' above 0.
+    """Mean over rows of KL(A ‖ A') = Σ_j A_ij log(A_ij / A'_ij) in nats, for positive weights A'.
 
     Raises:
-        UnsupportedError: If a weight is zero or negative where the exact one is not.
+        UnsupportedError: If a weight A' is zero or negative where A is positive.
     """
     total, smallest = 0.0, torch.finfo(weights.dtype).smallest_normal
     for rows, exact in _exact_weights(q, k, scale=scale):
         given = weights[..., rows, :].double()
-        # What the dtype of the given weights cannot hold is no fault of theirs, and weighs nothing.
+        # Exact weights below the smallest number of the given dtype are left out.
         counts = exact >= smallest
         if bool((counts & (given <= 0)).any()):
             raise UnsupportedError(
-                "The divergence of the rows is not defined: some weights are zero or negative where exact "
-                "ones are not. Use the metric 'frobenius'."
+                "The row divergence is undefined: some weights are zero or negative where exact "
+                "weights are positive. Use the metric 'frobenius'."
             )
         terms = exact * (exact.clamp_min(smallest).log() - given.clamp_min(smallest).log())
         total += float(terms.masked_fill(~counts, 0.0).sum())
-    # Weights that are the exact ones to rounding may come out below 0 by as much.
+    # Weights equal to the exact ones may give a slightly negative sum due to rounding.
     return max(total / weights[..., 0].numel(), 0.0)
 
 
 def entropy(weights: Weights) -> float | None:
-    """Mean over rows of −Σ_j A_ij log A_ij in nats; None where a weight is clearly below zero."""
+    """Attention entropy, mean over rows of −Σ_j A_ij log A_ij in nats; None if a weight is negative."""
     weights = weights.double()
-    # Weights that come out of sums may be below zero by their rounding.
+    # Weights computed as sums may be slightly negative due to rounding.
     if float(weights.min()) < -1e-6:
         return None
     return float(torch.special.entr(weights.clamp_min(0)).sum(dim=-1).mean())
 
 
 def uniform_weights(q: Queries, k: Keys) -> Weights:
-    """The yardstick among weights: each key the same share, which is the mean of the values; in float64."""
+    """Uniform-attention baseline for weights: an equal share for every key, in float64."""
     share = torch.full((), 1 / k.shape[-2], dtype=torch.float64, device=q.device)
     return share.expand(*q.shape[:-1], k.shape[-2])
 
 
 def unsafe_rows(denominators: Tensor) -> float:
-    """Share of rows whose denominator is zero or negative: their output is no average of any kind."""
+    """Share of rows with a zero or negative denominator, whose output is not an average."""
     return float((denominators <= 0).double().mean())
 
 
 def blocks(q: Queries, k: Keys, *, causal: bool) -> Iterator[tuple[slice, int]]:
-    """Slices of the queries, and how many keys the last query of the slice may see."""
+    """Slices of the queries, with the number of keys visible to the last query of the slice."""
     q_tokens, k_tokens = q.shape[-2], k.shape[-2]
     step = max(1, _ENTRIES_AT_ONCE // (q.shape[0] * q.shape[1] * k_tokens))
     for start in range(0, q_tokens, step):
@@ -126,6 +126,6 @@ def blocks(q: Queries, k: Keys, *, causal: bool) -> Iterator[tuple[slice, int]]:
 
 
 def _exact_weights(q: Queries, k: Keys, *, scale: float) -> Iterator[tuple[slice, Weights]]:
-    """The exact weights in float64, a block of rows at a time."""
+    """Exact weights in float64, in blocks of rows."""
     for rows, _ in blocks(q, k, causal=False):
         yield rows, softmax_weights(q[..., rows, :].double(), k.double(), scale=scale, key_mask=None)

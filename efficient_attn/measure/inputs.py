@@ -1,4 +1,4 @@
-"""Where q, k and v come from: a Gaussian draw, the shipped activations, or a file of captured ones."""
+"""Sources of q, k and v: Gaussian draws, the shipped activations, or a file of captured activations."""
 
 import json
 from collections.abc import Mapping
@@ -17,15 +17,15 @@ from efficient_attn.problem import positive_count
 from efficient_attn.shapes import Keys, Queries, Values
 from efficient_attn.tensor_headers import load_tensors, read_header
 
-# The texts of the shipped sample, in the order in which `stitched` lays them end to end.
+# Texts of the shipped sample, in the order of `stitched`.
 TEXTS = ("alice", "pride", "sawyer", "opticks")
 
-# Backends draw their directions from the plain seed; inputs drawn from the same would be those directions.
+# Stream of the seed for inputs; backends use the plain seed, and equal streams would give equal vectors.
 _INPUT_STREAM = 1
 
 
 class Activations(NamedTuple):
-    """What attention reads in one layer: softmax(scale · q·k) v."""
+    """Inputs of attention in one layer: softmax(scale · q·k) v."""
 
     q: Queries
     k: Keys
@@ -34,14 +34,14 @@ class Activations(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Captured:
-    """What a file of captured activations holds.
+    """Contents of a file of captured activations.
 
     Attributes:
-        layers: Activations by number of the layer, in the dtype of the file, batch of one.
-        tokens: The token strings; empty where the file does not tell.
-        scale: Factor on q·k in the model; None stands for 1/√head_dim.
-        patterns: What the queries of a layer may read in the model, where it is not all keys.
-        about: Everything else that the file says of its origin.
+        layers: Activations by layer, in the dtype of the file, with batch size one.
+        tokens: Token strings; empty if the file has none.
+        scale: Factor on q·k in the model; None: 1/√head_dim.
+        patterns: Visible keys of the layers that do not read all keys.
+        about: Other provenance in the metadata.
     """
 
     layers: Mapping[int, Activations]
@@ -60,7 +60,7 @@ def gaussian(
     seed: int = 0,
     dtype: torch.dtype = torch.float32,
 ) -> Activations:
-    """q, k ~ N(0, norm² I) and v ~ N(0, I), before any scale; drawn in float64 on the CPU."""
+    """q, k ~ N(0, norm² I) and v ~ N(0, I), before scaling; drawn in float64 on the CPU."""
     for name, value in (("tokens", tokens), ("head_dim", head_dim), ("num_heads", num_heads)):
         positive_count(name, value)
     if not norm > 0 or norm == float("inf"):
@@ -76,7 +76,7 @@ def gaussian(
 def sample(layer: int = 1, text: int = 0, *, dtype: torch.dtype = torch.float32) -> Activations:
     """q, k, v of one layer of all-MiniLM-L6-v2 on one text, [1, 12, 512, 32] each.
 
-    Text 0 has layers 0, 1 and 5; texts 1 to 3 have layer 1. PROVENANCE.md in the data folder tells whence.
+    Text 0 has layers 0, 1 and 5; texts 1 to 3 have layer 1. See PROVENANCE.md in the data folder.
     """
     layers = shipped(text).layers
     if layer not in layers:
@@ -88,16 +88,16 @@ def sample(layer: int = 1, text: int = 0, *, dtype: torch.dtype = torch.float32)
 
 
 def stitched(layer: int = 1, *, dtype: torch.dtype = torch.float32) -> Activations:
-    """The same layer of all four texts end to end, [1, 12, 2048, 32].
+    """The same layer of all four texts, concatenated, [1, 12, 2048, 32].
 
-    The vectors are real; that they stand in one sequence is not. Always call results on them "stitched".
+    The vectors are real, but the sequence is artificial. Label results on them "stitched".
     """
     parts = [sample(layer, text, dtype=dtype) for text in range(len(TEXTS))]
     return Activations(*(torch.cat(tensors, dim=-2) for tensors in zip(*parts, strict=True)))
 
 
 def shipped(text: int = 0) -> Captured:
-    """The shipped file of one text, with its token strings and its provenance."""
+    """The shipped file of one text, with token strings and provenance."""
     if isinstance(text, bool) or text not in range(len(TEXTS)):
         names = ", ".join(f"{number} ({name})" for number, name in enumerate(TEXTS))
         raise OptionError(f"text is one of {names}, not {text!r}.")
@@ -106,12 +106,12 @@ def shipped(text: int = 0) -> Captured:
 
 
 def read_activations(path: str | Path) -> Captured:
-    """The activations in a safetensors file: `layer.N.q`, `.k`, `.v` for each layer, or `q`, `k`, `v`.
+    """Read the activations of a safetensors file: `layer.N.q`, `.k`, `.v` per layer, or `q`, `k`, `v`.
 
-    Each tensor is [heads, tokens, head_dim], or the same behind a batch axis of 1.
+    Tensors are [heads, tokens, head_dim], optionally with a leading batch axis of 1.
 
     Raises:
-        DataError: If the file cannot be read, is no safetensors file, or lacks matching finite q, k, v.
+        DataError: If the file cannot be read, is not a safetensors file, or lacks matching finite q, k, v.
     """
     path = Path(path)
     described, about = read_header(path, hint=". Make one with: efficient-attn capture")
@@ -130,7 +130,7 @@ def read_activations(path: str | Path) -> Captured:
 
 
 def _by_layer(tensors: Mapping[str, Tensor], path: Path) -> dict[int, dict[str, str]]:
-    """{layer: {"q": name, "k": …, "v": …}}; tensors without a layer in their name are layer 0."""
+    """{layer: {"q": name, "k": …, "v": …}}; tensors without a layer in their name belong to layer 0."""
     groups: dict[int, dict[str, str]] = {}
     for name in tensors:
         prefix, _, letter = name.rpartition(".")
@@ -149,23 +149,23 @@ def _by_layer(tensors: Mapping[str, Tensor], path: Path) -> dict[int, dict[str, 
 
 
 def _check_shapes(group: Mapping[str, Tensor], path: Path) -> None:
-    """Refuse q, k and v that do not fit together, of which no data are needed."""
+    """Refuse q, k and v with inconsistent shapes, before any data are read."""
     shapes = ", ".join(f"{name} {list(group[name].shape)}" for name in Activations._fields)
     q, k, v = (_as_batch(group[name]) for name in Activations._fields)
     if any(tensor.ndim != 4 or tensor.shape[0] != 1 or tensor.numel() == 0 for tensor in (q, k, v)):
         raise DataError(f"{path} does not hold q, k, v as [heads, tokens, head_dim] or [1, …]: {shapes}.")
     heads_fit = k.shape[1] == v.shape[1] and q.shape[1] % k.shape[1] == 0
     if not heads_fit or q.shape[-1] != k.shape[-1] or k.shape[-2] != v.shape[-2]:
-        raise DataError(f"{path} holds q, k, v that do not fit together: {shapes}.")
+        raise DataError(f"{path} holds q, k, v with inconsistent shapes: {shapes}.")
     for name, tensor in group.items():
         if not tensor.is_floating_point():
-            raise DataError(f"{path} holds {name} as {tensor.dtype}, which is no floating-point dtype.")
+            raise DataError(f"{path} holds {name} as {tensor.dtype}, which is not a floating-point dtype.")
 
 
 def _activations(names: Mapping[str, str], tensors: Mapping[str, Tensor], path: Path) -> Activations:
     for letter, name in names.items():
         if not tensors[name].isfinite().all():
-            raise DataError(f"{path} holds {letter} with entries that are not finite.")
+            raise DataError(f"{path} holds {letter} with non-finite entries.")
     return Activations(*(_as_batch(tensors[names[letter]]) for letter in Activations._fields))
 
 
@@ -176,7 +176,7 @@ def _as_batch(tensor: Tensor) -> Tensor:
 def _tokens(about: Mapping[str, str], path: str | Path) -> tuple[str, ...]:
     tokens: Any = _json(about.get("tokens", "[]"))
     if not isinstance(tokens, list) or not all(isinstance(token, str) for token in tokens):
-        raise DataError(f"{path} has tokens in its metadata that are no JSON list of strings.")
+        raise DataError(f"{path}: tokens in the metadata are not a JSON list of strings.")
     return tuple(tokens)
 
 
@@ -185,9 +185,7 @@ def _scale(about: Mapping[str, str], path: str | Path) -> float | None:
         return None
     scale = _json(about["scale"])
     if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not 0 < scale < float("inf"):
-        raise DataError(
-            f"{path} has scale {about['scale'][:40]!r} in its metadata, which is no positive number."
-        )
+        raise DataError(f"{path}: scale in the metadata is {about['scale'][:40]!r}, not a positive number.")
     return float(scale)
 
 
@@ -196,7 +194,7 @@ def _patterns(about: Mapping[str, str], path: str | Path) -> dict[int, str]:
     if not isinstance(patterns, dict) or not all(
         layer.isdecimal() and isinstance(told, str) for layer, told in patterns.items()
     ):
-        raise DataError(f"{path} has patterns in its metadata that are no JSON object of layers and words.")
+        raise DataError(f"{path}: patterns in the metadata are not a JSON object of layers and strings.")
     return {int(layer): told for layer, told in patterns.items()}
 
 

@@ -1,9 +1,8 @@
-"""How many bytes a call needs at its highest point, above what was allocated before it.
+"""Peak memory of a call, in bytes above the level before it.
 
-On the CPU the allocator's own events are added up, as the profiler reports them: every tensor and every
-workspace that a kernel takes from torch, to the byte. The events are read from a part of torch that is not
-public; a known pattern is measured first, and where that fails the results of the operators are counted
-instead, which is blind to workspaces and carries another `method`.
+On the CPU the allocator's events, as recorded by the profiler, give the peak to the byte, including kernel
+workspaces. The events come from a private part of torch: if a known pattern is not measured correctly, the
+results of operators are counted instead, which misses workspaces and is recorded as another `method`.
 """
 
 import functools
@@ -22,10 +21,10 @@ CUDA_ALLOCATED = "cuda allocated"
 
 
 class Peak(NamedTuple):
-    """Bytes above the level before the call: at the highest point, and still held by the result.
+    """Bytes above the level before the call: at the peak, and still held by the result.
 
     Attributes:
-        requested_bytes: The highest point of what was asked for, where the allocator rounds that up.
+        requested_bytes: Peak of the requested bytes, where the allocator rounds up.
     """
 
     peak_bytes: int
@@ -35,7 +34,7 @@ class Peak(NamedTuple):
 
 
 def peak(call: Call, *, device: str) -> Peak:
-    """The peak of one call; warm the call up before, or one-time allocations are counted too."""
+    """Peak memory of one call; warm up first, since one-time allocations are counted too."""
     if device.startswith("cuda"):
         return _cuda_peak(call, device)
     return _allocation_peak(call) if allocations_are_seen() else _operator_peak(call)
@@ -43,7 +42,7 @@ def peak(call: Call, *, device: str) -> Peak:
 
 @functools.cache
 def allocations_are_seen() -> bool:
-    """Whether a known pattern of allocations is measured to the byte; tried once per process."""
+    """Whether a known pattern of allocations is measured to the byte; tested once per process."""
     import torch
 
     large, small, kept = 1 << 20, 1 << 19, 1 << 10
@@ -73,7 +72,7 @@ def _allocation_peak(call: Call) -> Peak:
     from torch.profiler import ProfilerActivity, profile
 
     gc.collect()
-    # Accumulated events would be parsed into Python objects, six times the work of reading the allocations.
+    # Accumulating events would convert them to Python objects, which takes six times as long as reading them.
     settings: dict[str, Any] = {"profile_memory": True, "acc_events": False}
     with _quiet_profiler(), profile(activities=[ProfilerActivity.CPU], **settings) as run:
         result = call()
@@ -100,7 +99,7 @@ def _allocations(run: Any) -> Iterator[tuple[int, int]]:
 
 @contextmanager
 def _quiet_profiler() -> Iterator[None]:
-    """Keep the profiler from writing about itself to stderr when it starts."""
+    """Suppress the profiler's start-up messages on stderr."""
     name = "KINETO_LOG_LEVEL"
     if name in os.environ:
         yield
@@ -177,6 +176,6 @@ def _tensors(value: Any) -> Iterator[Any]:
 
 
 def _bytes(tensors: Iterable[Any]) -> int:
-    """Bytes of the storages, each counted once however many tensors look at it."""
+    """Bytes of the distinct storages of the tensors."""
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
     return sum(storages.values())

@@ -1,8 +1,8 @@
-"""What a call computes, counted and not timed: operations, and how many matrix products wait for one another.
+"""Operation counts of a call: FLOPs, and the longest chain of dependent matrix products.
 
-Counted are the products that torch's own counter knows (`torch.utils.flop_counter`), a multiplication and an
-addition as two. Kernels that the counter cannot look into are replaced by their written-out form, which
-multiplies the same matrices; on the meta device, where nothing is computed, backends have no others.
+The counts cover the products known to `torch.utils.flop_counter`, with a multiplication and an addition as
+two operations. Opaque kernels are replaced by naive attention, which multiplies the same matrices; on the
+meta device, where nothing is computed, backends use no other kernels.
 """
 
 from collections.abc import Callable, Iterator
@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 
 
 class Operations(NamedTuple):
-    """What was counted.
+    """Operation counts.
 
     Attributes:
         flops: Operations of all matrix products and convolutions.
-        sequential: The longest chain of products of which each needs the result of the one before.
+        sequential: Number of sequential operations: the longest chain of dependent products.
     """
 
     flops: int
@@ -23,13 +23,13 @@ class Operations(NamedTuple):
 
 
 def count_operations(call: Callable[[], object]) -> Operations:
-    """The operations of one call, on the CPU or, to see into every kernel, on the meta device."""
+    """Count the operations of one call, on the CPU or, to see into every kernel, on the meta device."""
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils.flop_counter import flop_registry
 
     flops = 0
-    # How many products every storage waited for; an operator that writes a storage sets its number anew.
+    # Chain length behind every storage; an operator that writes to a storage sets it.
     waited: dict[int, int] = {}
 
     class Count(TorchDispatchMode):
@@ -52,7 +52,7 @@ def count_operations(call: Callable[[], object]) -> Operations:
 
 @contextmanager
 def _written_out() -> Iterator[None]:
-    """Fused attention as two products, a recurrent layer token by token."""
+    """Replace fused attention by two products, and recurrent layers by a loop over tokens."""
     import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
 

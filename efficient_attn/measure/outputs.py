@@ -1,6 +1,6 @@
-"""How far the outputs of a model are from those of the same model with other attention.
+"""Distances between the outputs of a model with and without replaced attention.
 
-Everything is computed in float64, some rows at a time where a row is as wide as the vocabulary.
+All distances are computed in float64, in blocks of rows where rows are as wide as the vocabulary.
 """
 
 import math
@@ -19,7 +19,7 @@ def cosine_distance(x: Tensor, exact: Tensor) -> float:
 
 
 def relative_error(x: Tensor, exact: Tensor) -> float:
-    """‖x − exact‖ / ‖exact‖ of all entries."""
+    """‖x − exact‖ / ‖exact‖ over all entries."""
     wide = exact.double()
     return float((x.double() - wide).norm() / wide.norm())
 
@@ -30,17 +30,17 @@ def next_token_kl(logits: Tensor, exact: Tensor) -> float:
     for rows, exact_rows in zip(logits.split(_ROWS), exact.split(_ROWS), strict=True):
         p, other = (F.log_softmax(part.double(), dim=-1) for part in (exact_rows, rows))
         total += float(F.kl_div(other, p, reduction="sum", log_target=True))
-    # Of equal distributions it is zero, and rounding may fall on either side.
+    # The divergence of equal distributions is zero, up to rounding of either sign.
     return max(total / len(logits), 0.0) if math.isfinite(total) else total
 
 
 def next_token_disagreement(logits: Tensor, exact: Tensor) -> float:
-    """Share of positions at which another token is the most likely one."""
+    """Share of positions with another most likely token."""
     return float((logits.argmax(dim=-1) != exact.argmax(dim=-1)).double().mean())
 
 
 def perplexity(logits: Tensor, ids: Tensor) -> float:
-    """exp of the mean of −log p(next token) over the tokens of a text but the first; ids [tokens]."""
+    """exp of the mean of −log p(next token) over all tokens of a text except the first; ids [tokens]."""
     losses = [
         F.cross_entropy(rows.double(), following, reduction="sum")
         for rows, following in zip(logits[:-1].split(_ROWS), ids[1:].split(_ROWS), strict=True)

@@ -1,4 +1,4 @@
-"""Where the error of an output comes from: what all draws have in common, how they differ, rounding, sums."""
+"""Decomposition of the output error: bias, spread over draws, rounding; errors of normalisation."""
 
 import copy
 from collections.abc import Sequence
@@ -10,17 +10,17 @@ from efficient_attn.errors import UnsupportedError
 from efficient_attn.ops.softmax import softmax_weights
 from efficient_attn.shapes import Keys, Output, Queries, Values
 
-# So many queries tell how rows err; all of a long sequence would take longer than everything else.
+# Number of queries sampled from long sequences to bound the time.
 _ROWS = 512
 
 
 class Parts(NamedTuple):
-    """Shares of ‖exact‖; the squares of bias and spread add up to the mean square of the error.
+    """Shares of ‖exact‖; the squares of bias and spread add up to the mean squared error.
 
     Attributes:
-        bias: Of the mean over all possible draws, estimated without its own noise, at least 0.
-        spread: Root mean square distance of a draw from that mean; None for a single draw.
-        rounding: Root mean square distance from the same draws computed in float64.
+        bias: Error of the mean over draws, corrected for its own variance, at least 0.
+        spread: Root mean square distance of a draw from the mean; None for a single draw.
+        rounding: Root mean square distance from the same draws in float64.
     """
 
     bias: float
@@ -31,7 +31,7 @@ class Parts(NamedTuple):
 def parts(
     outputs: Sequence[Output], exact: Output, backends: Sequence[Any], q: Queries, k: Keys, v: Values
 ) -> Parts:
-    """The parts of the error of outputs, one for each backend: the draws of one."""
+    """Decompose the error of outputs, one per backend, which are draws of one variant."""
     size = float(exact.square().sum())
     stack = torch.stack([output.double() for output in outputs])
     mean, draws = stack.mean(dim=0), len(outputs)
@@ -39,7 +39,7 @@ def parts(
     variance = None
     if draws > 1:
         variance = float((stack - mean).square().sum()) / (draws - 1) / size
-        # The mean of a few draws is off by their own spread.
+        # Unbiased estimate: the squared distance includes the variance of the mean of few draws.
         distance = max(distance - variance / draws, 0.0)
     wide = [copy.deepcopy(backend).double()(q.double(), k.double(), v.double()) for backend in backends]
     rounding = float((stack - torch.stack(wide)).square().sum()) / draws / size
@@ -50,8 +50,8 @@ class Sums(NamedTuple):
     """Relative errors of the weights in the Frobenius norm, root mean square over draws.
 
     Attributes:
-        exact: The estimated kernel over the exact sum of each row.
-        estimated: The same kernel over its own sum, which is what an attention divides by.
+        exact: Estimated kernel divided by the exact row sums.
+        estimated: Estimated kernel divided by its own row sums, as in attention.
     """
 
     exact: float
@@ -59,9 +59,9 @@ class Sums(NamedTuple):
 
 
 def sums(backends: Sequence[Any], q: Queries, k: Keys, *, scale: float) -> Sums | None:
-    """What renormalising does to each draw of a backend, in float64; None where nothing estimates a kernel.
+    """Effect of normalisation on the weights, in float64; None for a backend that estimates no kernel.
 
-    Of more than 512 queries so many are taken, evenly spaced.
+    Long sequences are evaluated on at most 512 evenly spaced queries.
     """
     few = q[..., :: -(-q.shape[-2] // _ROWS), :].double()
     keys = k.double()

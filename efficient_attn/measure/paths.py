@@ -1,8 +1,8 @@
-"""How long a signal is on its way from the first token to the last, measured from gradients.
+"""Maximum path length between the first and the last token, measured from gradients.
 
-A hop is what all tokens can do at once: a layer, or one step of a recurrent layer. A gradient is put on the
-last output and pulled back hop by hop; the path is as long as it takes until it is not exactly zero at the
-first input. It is scaled between hops, which no zero notices, so that it never underflows.
+A hop is the work that all tokens do in parallel: a layer, or one step of a recurrent layer. A gradient at the
+last output is propagated back hop by hop until it is not exactly zero at the first input; the number of hops
+is the path length. Rescaling between hops preserves zeros and prevents underflow.
 """
 
 from collections.abc import Callable
@@ -20,9 +20,9 @@ def hops_to_the_first_token(
     """Hops until the last token's output depends on the first token's input; None if more than `most`.
 
     Args:
-        hop_at: The map from all tokens to all tokens of each hop, counted from 0; float64.
-        shape: [… tokens dim] of what a hop takes and gives.
-        inputs: Which part of it is the input of the tokens, where a hop takes more than that.
+        hop_at: The map of a hop, counted from 0, from all tokens to all tokens; float64.
+        shape: Shape of the input and output of a hop, [… tokens dim].
+        inputs: Slice of this tensor that holds the tokens' inputs, if a hop takes more than these.
     """
     import torch
 

@@ -1,22 +1,22 @@
-"""How many operations a second the machine reaches in the products of large matrices.
+"""Peak rate of matrix products on this machine, in operations per second.
 
-What a backend reaches beside it tells whether arithmetic keeps it busy, or memory and small kernels do.
+The share of it that a backend reaches separates compute-bound backends from memory-bound ones.
 """
 
 from typing import Any
 
 from efficient_attn.measure import clock
 
-# Squares double from one side to the other, until a single product takes this long.
+# The side of the square matrices doubles until a single product takes this long.
 _FIRST_SIDE, _LAST_SIDE, _LONG_S = 256, 8192, 0.02
 _CALLS = 5
 
 
 def product_rate(dtype: str, device: str) -> float:
-    """Operations per second of `torch.matmul` on squares, with the threads that torch has now.
+    """Operations per second of `torch.matmul` on square matrices, with the current number of threads.
 
-    A multiplication and an addition are two operations. Of all sizes and calls the fastest counts: other work
-    on the machine only ever takes from the rate.
+    A multiplication and an addition are two operations. The rate is the maximum over sizes and calls, since
+    other load can only lower it.
     """
     import torch
 
@@ -31,7 +31,7 @@ def product_rate(dtype: str, device: str) -> float:
 
 
 def _fastest(one: Any, other: Any, time_call: clock.Clock) -> float:
-    """Seconds of the fastest product; a first one, which may load what later ones need, is left out."""
+    """Shortest duration of a product, without the first call, which may load libraries."""
     import torch
 
     with torch.no_grad():

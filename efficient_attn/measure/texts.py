@@ -1,4 +1,4 @@
-"""The texts that a model reads where nobody names others: public-domain prose, 512 tokens and more each."""
+"""The default texts for language models: public-domain prose of at least 512 tokens each."""
 
 from importlib import resources
 
@@ -6,6 +6,6 @@ NAMES = ("alice", "pride", "sawyer", "opticks", "moby", "origin")
 
 
 def shipped_texts() -> dict[str, str]:
-    """{name: text}; PROVENANCE.md in the data folder tells whence they are."""
+    """{name: text}; see PROVENANCE.md in the data folder for the sources."""
     folder = resources.files("efficient_attn.data")
     return {name: folder.joinpath(f"{name}.txt").read_text(encoding="utf-8") for name in NAMES}

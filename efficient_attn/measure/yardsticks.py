@@ -1,7 +1,7 @@
-"""What errors are read beside: the best of every rank, and the Taylor series of exp.
+"""Baselines for errors: the best approximation of each rank, and the Taylor series of exp.
 
-They answer what an approximation of its size could do at best, and what one gets without drawing anything.
-The plainest guess, the mean of the values, is in `measure.error`.
+The first bounds the error at a given rank from below; the second needs no random features. The trivial
+baseline, the mean of the values, is in `measure.error`.
 """
 
 import torch
@@ -13,19 +13,19 @@ from efficient_attn.ops.groups import fold, unfold
 from efficient_attn.ops.softmax import apply_weights, softmax_weights
 from efficient_attn.shapes import Keys, Output, Queries, Values, Weights
 
-# Up to so many tokens the singular vectors are exact; of more, subspace iteration finds the leading ones.
+# Number of tokens up to which singular vectors are exact; beyond, subspace iteration finds the leading ones.
 _EXACT_TOKENS = 1024
-# With these the error at the largest rank was 1.03 times the least one on Gaussian inputs, at others 1.000.
+# Measured error at the largest rank, relative to the optimum: 1.03 on Gaussian inputs, 1.000 on others.
 _OVERSAMPLING, _ITERATIONS = 16, 2
-# The whole matrix is built: of more entries than this it is left out.
+# Limit on the entries of the weight matrix, which is built as a whole.
 _MOST_ENTRIES = 1 << 26
 
 
 def leading_directions(weights: Weights, rank: int) -> Tensor:
-    """The leading right singular vectors of the weights, [batch heads k_tokens rank], the largest first.
+    """Leading right singular vectors of the weights, [batch heads k_tokens rank], the largest first.
 
-    A V_r V_rᵀ is the matrix of rank r nearest to A (Eckart and Young 1936). For long sequences V is
-    found by subspace iteration in float32 (Halko, Martinsson and Tropp 2011, algorithm 4.4).
+    A V_r V_rᵀ is the matrix of rank r nearest to A (Eckart and Young 1936). For long sequences, subspace
+    iteration in float32 finds V (Halko, Martinsson and Tropp 2011, algorithm 4.4).
     """
     tokens = weights.shape[-1]
     if tokens <= _EXACT_TOKENS:
@@ -42,12 +42,12 @@ def leading_directions(weights: Weights, rank: int) -> Tensor:
 
 
 def check_size(q: Queries, k: Keys) -> None:
-    """Refuse what would build a matrix of weights larger than is reasonable for a yardstick."""
+    """Refuse inputs whose weight matrix is too large for the low-rank baseline."""
     entries = q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2]
     if entries > _MOST_ENTRIES:
         raise UnsupportedError(
-            f"The low-rank yardstick builds the whole matrix of weights; {entries} entries are more than "
-            f"{_MOST_ENTRIES}. Measure fewer tokens to see it."
+            f"The low-rank baseline builds the whole weight matrix; {entries} entries are more than "
+            f"{_MOST_ENTRIES}. Use fewer tokens."
         )
 
 
@@ -57,7 +57,7 @@ def exact_weights(q: Queries, k: Keys, *, scale: float) -> Weights:
 
 
 def low_rank_output(weights: Weights, directions: Tensor, v: Values) -> Output:
-    """A V_r V_rᵀ v, with the exact weights A and r leading directions V_r."""
+    """A V_r V_rᵀ v, with the exact weights A and their r leading directions V_r."""
     directions = directions.to(weights)
     mixed = directions.mT @ v.to(weights).repeat_interleave(weights.shape[1] // v.shape[1], dim=1)
     return weights @ (directions @ mixed)
@@ -80,7 +80,7 @@ def taylor_weights(q: Queries, k: Keys, *, scale: float, order: int) -> Weights:
 
 
 def taylor_output(q: Queries, k: Keys, v: Values, *, scale: float, order: int) -> Output:
-    """The output under `taylor_weights`, a block of queries at a time."""
+    """Output with `taylor_weights`, in blocks of queries."""
     v = v.double()
     return torch.cat(
         [
@@ -92,5 +92,5 @@ def taylor_output(q: Queries, k: Keys, v: Values, *, scale: float, order: int) -
 
 
 def taylor_features(head_dim: int, order: int) -> int:
-    """Features that the series takes as a linear attention: 1 + d, and d(d + 1)/2 more of order 2."""
+    """Number of features of the series as linear attention: 1 + d, and d(d + 1)/2 more for order 2."""
     return 1 + head_dim + (head_dim * (head_dim + 1) // 2 if order == 2 else 0)

@@ -1,4 +1,4 @@
-"""Backends in the models of Hugging Face transformers: registered by name, attached, saved and streamed."""
+"""Hugging Face transformers: backends registered by name, attached, saved and used for generation."""
 
 from efficient_attn.errors import MissingPackageError
 

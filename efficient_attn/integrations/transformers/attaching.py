@@ -1,4 +1,4 @@
-"""Putting backends into transformers models, and taking them out again."""
+"""Attaching backends to transformers models, and detaching them."""
 
 import logging
 from collections.abc import Iterator, Mapping
@@ -27,20 +27,20 @@ from efficient_attn.registry import SPECS
 
 PLAN_FORMAT = 1
 
-# The entry of a configuration from which `from_pretrained` takes its attention function.
+# The configuration entry from which `from_pretrained` takes its attention function.
 _FUNCTION = "attn_implementation"
 
-# The attribute that holds the handle of the hook below.
+# Attribute that holds the handle of the hook below.
 _HOOK = "_efficient_attn_hook"
 
 _log = logging.getLogger(__name__)
 
 
 def register() -> tuple[str, ...]:
-    """Make every backend known to transformers as attn_implementation="efficient_attn.<name>".
+    """Register every backend with transformers as attn_implementation="efficient_attn.<name>".
 
-    Those that keep nothing work by that name alone; the others refuse and name `attach`. With the attention
-    function goes a mask function of the same name: without it transformers would drop all masks silently.
+    Stateless backends work by that name alone; the others raise an error that names `attach`. A mask function
+    of the same name is registered too, without which transformers would silently drop all masks.
     """
     names = {f"{NAME}.{name}": attention_function(name) for name in list_backends()}
     for name, function in {NAME: attend_attached, **names}.items():
@@ -60,35 +60,35 @@ def attach(
     seed: int = 0,
     **options: Any,
 ) -> PreTrainedModel:
-    """Let a model attend through a backend from now on; the same model comes back.
+    """Replace the attention of a model by backends, in place; returns the same model.
 
-    Layers that nobody mentions stay exact. Where a layer slides, `exact` and `window` are softmax over the
-    model's own window and others are refused.
+    Layers without a choice stay exact. For sliding-window layers, `exact` and `window` compute softmax over
+    the model's own window, and other backends are refused.
 
     Args:
-        backend: Whatever `build` takes, for all layers, with `options`; or a mapping from layers to
+        backend: Any argument of `build`, for all layers, with `options`; or a mapping from layers to
             backends, {"0-5": "window", "6-11": ("performer-positive", {"num_features": 512})}.
-        full, sliding, cross: A backend for the layers of that kind, before `backend`.
-        max_tokens: The longest sequence, for backends that have to know; None: as many as the model has
-            positions for.
-        seed: Gives each layer's random features a draw of their own.
+        full, sliding, cross: Backend for the layers of this kind; takes precedence over `backend`.
+        max_tokens: Maximum sequence length, for backends that require it; None: the number of positions of
+            the model.
+        seed: Random seed, from which each layer's random features get a seed of their own.
 
     Raises:
-        UnsupportedError: If a backend cannot honour what a layer does. Nothing is attached then.
-        UnknownNameError, OptionError, DtypeError: If the request makes no sense.
+        UnsupportedError: If a backend does not support a layer; no backend is attached then.
+            UnknownNameError, OptionError, DtypeError: If the request is invalid.
     """
     kinds = {"full": full, "sliding": sliding, "cross": cross}
     places, backends = _build(model, backend, kinds, options, max_tokens, seed)
     install(model, places, backends)
     _log.warning(
-        "%s attends through efficient_attn. save_pretrained keeps its backends and "
-        "efficient_attn.integrations.transformers.load brings them back; plain from_pretrained refuses, "
-        "unless attn_implementation='sdpa' asks for the model without them.",
+        "%s attends through efficient_attn. save_pretrained saves its backends and "
+        "efficient_attn.integrations.transformers.load restores them; plain from_pretrained refuses, "
+        "unless attn_implementation='sdpa' requests the model without them.",
         type(model).__name__,
     )
     if any(backend.needs_calibration for backend in backends.values()):
         _log.warning(
-            "Its backends have to see typical input before they are used: ea.calibrate(model, **batch)."
+            "Its backends must be calibrated on typical input before use: ea.calibrate(model, **batch)."
         )
     return model
 
@@ -105,9 +105,9 @@ def swapped(
     seed: int = 0,
     **options: Any,
 ) -> Iterator[PreTrainedModel]:
-    """The model with its attention swapped, inside the `with`; as it was before, after it.
+    """Context manager that attaches backends on entry and restores the model on exit.
 
-    Arguments are those of `attach`.
+    The arguments are the arguments of `attach`.
     """
     kinds = {"full": full, "sliding": sliding, "cross": cross}
     with installed(model, *_build(model, backend, kinds, options, max_tokens, seed)):
@@ -116,7 +116,7 @@ def swapped(
 
 @contextmanager
 def installed(model: PreTrainedModel, places: list[Place], backends: Mapping[str, Backend]) -> Iterator[None]:
-    """The model with built backends in their modules, inside the `with`; as it was before, after it."""
+    """Context manager that installs built backends on entry and restores the model on exit."""
     before = _remember(model)
     try:
         install(model, places, backends)
@@ -126,20 +126,20 @@ def installed(model: PreTrainedModel, places: list[Place], backends: Mapping[str
 
 
 def install(model: PreTrainedModel, places: list[Place], backends: Mapping[str, Backend]) -> None:
-    """Put built backends into their modules and let the model's configuration say so."""
+    """Install built backends in their modules and register them in the model's configuration."""
     before = _remember(model)
     try:
         register()
         model.set_attn_implementation(NAME)
         for place in places:
             own: Any = _move(backends[place.path], model, place).train(place.module.training)
-            # So transformers asks which parameters are another one by a second name, before it saves them.
+            # transformers reads this attribute to find tied parameters before it saves them.
             own._tied_weights_keys = second_names(own)
             setattr(own, PATTERN, place.pattern)
             setattr(place.module, PLACE, own)
         _check_heard(places)
         model.config.efficient_attn = plan_of(model, backends)
-        # A saved model that runs without its backends would run something else, silently.
+        # A saved model loaded without its backends would silently compute something else.
         setattr(model.config, _FUNCTION, NAME)
         if not hasattr(model, _HOOK):
             setattr(model, _HOOK, model.register_forward_pre_hook(_refuse_weights, with_kwargs=True))
@@ -149,9 +149,9 @@ def install(model: PreTrainedModel, places: list[Place], backends: Mapping[str, 
 
 
 def _move(backend: Backend, model: nn.Module, place: Place) -> Backend:
-    """The backend in the dtype of its place's parameters, on the device where they are multiplied.
+    """Move the backend to the dtype of its module's parameters and the device of their computation.
 
-    accelerate leaves an offloaded parameter on meta until its module is called; a hook knows the device.
+    accelerate keeps an offloaded parameter on meta until its module is called; its hook knows the device.
     """
     parameter = next((p for p in place.module.parameters() if p.is_floating_point()), None)
     if parameter is None:
@@ -166,14 +166,14 @@ def _move(backend: Backend, model: nn.Module, place: Place) -> Backend:
         device = next((found for found in devices if found is not None), None)
     if device is None:
         raise UnsupportedError(
-            f"The parameters of {place.path} lie on meta and no hook of accelerate names a device; load the "
+            f"The parameters of {place.path} are on meta and no accelerate hook names a device; load the "
             "model first, then attach."
         )
     return backend.to(device=device, dtype=parameter.dtype)
 
 
 def second_names(backend: Backend) -> dict[str, str]:
-    """The parameters that a backend has under two names: the later name, and the first one."""
+    """Tied parameters of a backend: later name to first name."""
     first: dict[int, str] = {}
     return {
         name: first[id(parameter)]
@@ -183,20 +183,20 @@ def second_names(backend: Backend) -> dict[str, str]:
 
 
 def _refuse_weights(model: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
-    """Some models keep this argument from the attention function and would return nothing, silently."""
+    """Refuse output_attentions, which some models hide from the attention function and ignore silently."""
     if named.get("output_attentions"):
         raise UnsupportedError(NO_WEIGHTS)
 
 
 def _check_heard(places: list[Place]) -> None:
-    """Refuse models that transformers leaves as they are, with a warning."""
+    """Refuse models whose attention transformers would not replace, with only a warning."""
     deaf = [place.path for place in places if place.module.config._attn_implementation != NAME]
     if deaf:
-        raise UnsupportedError(f"{deaf[0]} does not let its attention be chosen; nothing was attached.")
+        raise UnsupportedError(f"The attention of {deaf[0]} cannot be replaced; nothing was attached.")
 
 
 def plan_of(model: PreTrainedModel, backends: Mapping[str, Backend]) -> dict[str, Any] | None:
-    """What a configuration keeps of attached backends; None where one of them has no name to find it by."""
+    """Plan of the attached backends for the configuration; None if a backend has no registered name."""
     if any(SPECS.get(own.spec.name) is not own.spec for own in backends.values()):
         return None
     layers = {
@@ -211,7 +211,7 @@ def plan_of(model: PreTrainedModel, backends: Mapping[str, Backend]) -> dict[str
 
 
 def name_in_plan(model: PreTrainedModel, path: str) -> str:
-    """The path from the base model on, so that a plan fits a model with and without its head."""
+    """The path relative to the base model, so that a plan fits a model with and without its head."""
     return path.removeprefix(f"{model.base_model_prefix}.")
 
 
@@ -224,13 +224,13 @@ def _build(
     seed: int,
 ) -> tuple[list[Place], dict[str, Backend]]:
     if not isinstance(model, PreTrainedModel):
-        raise DtypeError(f"model is a model of transformers, not {type(model).__name__}.")
+        raise DtypeError(f"model is a transformers model, not {type(model).__name__}.")
     places = find_places(model)
     return places, build_all(places, choose(places, backend, kinds, options), max_tokens, seed)
 
 
 class _Before(NamedTuple):
-    """What attaching changes in a model."""
+    """State of a model before attaching."""
 
     backends: list[tuple[nn.Module, nn.Module]]
     implementations: list[tuple[PreTrainedConfig, str | None]]
@@ -258,7 +258,7 @@ def _restore(model: PreTrainedModel, before: _Before) -> None:
             delattr(module, PLACE)
     for module, backend in before.backends:
         setattr(module, PLACE, backend)
-    # Setting a configuration sets the ones inside it, which come later in this list.
+    # Setting a configuration also sets its nested configurations, which come later in this list.
     for config, implementation in before.implementations:
         config._attn_implementation = implementation
     for name in (NAME, _FUNCTION):

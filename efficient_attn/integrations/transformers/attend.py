@@ -1,4 +1,4 @@
-"""The attention functions that transformers calls, and what they refuse instead of ignoring it."""
+"""The attention functions that transformers calls; unsupported arguments are refused."""
 
 from collections.abc import Callable
 from dataclasses import asdict, fields
@@ -12,18 +12,18 @@ from efficient_attn.backends import build, spec
 from efficient_attn.errors import UnsupportedError
 from efficient_attn.integrations.transformers.masks import CAUSAL, FULL, Pattern, Visible, visible_in
 
-# What a configuration names as its attention, alone or before ".<backend>".
+# attn_implementation of attached models, and the prefix of ".<backend>".
 NAME = "efficient_attn"
-# The name of the submodule that `attach` puts into an attention module.
+# Name of the submodule that `attach` adds to an attention module.
 PLACE = "efficient_attn"
-# The attribute of an attached backend that holds the pattern of its place.
+# Attribute of an attached backend that holds the expected pattern.
 PATTERN = "_efficient_attn_pattern"
-# The attribute by which a cache of ours travels with the keys that it was given.
+# Attribute that attaches the layer of a StateCache to its keys.
 STATE = "_efficient_attn_state"
 
 NO_WEIGHTS = (
-    "output_attentions: no attention weights are ever built here; use attn_implementation='eager', or "
-    "backend.attention_weights(q, k) on q and k of a layer."
+    "output_attentions: attention weights are never materialised; use attn_implementation='eager', or "
+    "backend.attention_weights(q, k) with q and k of a layer."
 )
 
 _REFUSED = {
@@ -48,16 +48,16 @@ def attend_attached(
     is_causal: bool | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Attention by the backend that `attach` has put into the module.
+    """Compute attention with the backend that `attach` has added to the module.
 
     Raises:
-        UnsupportedError: If nothing is attached, or the model asks for what the backend cannot honour.
+        UnsupportedError: If no backend is attached, or it does not support an argument.
     """
     backend = getattr(module, PLACE, None)
     if backend is None:
         raise UnsupportedError(
-            f"Nothing is attached to this {type(module).__name__}; call attach(model, …), or load(path) for "
-            "a saved model, both of efficient_attn.integrations.transformers."
+            f"No backend is attached to this {type(module).__name__}; call attach(model, …), or load(path) "
+            "for a saved model, both of efficient_attn.integrations.transformers."
         )
     _refuse(module, others)
     visible = _visible(module, key, attention_mask, is_causal)
@@ -69,7 +69,7 @@ def attend_attached(
 
 
 def attention_function(name: str) -> Callable[..., tuple[Tensor, None]]:
-    """The attention function of a backend that keeps nothing, for transformers' table."""
+    """The attention function of a stateless backend, for transformers' table."""
 
     def attend(
         module: Any,
@@ -93,29 +93,28 @@ def attention_function(name: str) -> Callable[..., tuple[Tensor, None]]:
 
 
 def serving(name: str, pattern: Pattern) -> tuple[str, dict[str, int]]:
-    """The backend that serves a pattern in the name of another, and its options.
+    """The backend and its options for a pattern, given the requested name.
 
-    Where a model slides, exact attention to what it shows is a window of the model's own width.
+    For a sliding-window layer, exact attention is a window of the model's width.
     """
     if pattern.window is None:
         return name, {}
     if name in ("exact", "window"):
         return "window", {"window": pattern.window}
     raise UnsupportedError(
-        f"Backend {name!r} cannot honour a layer that is {pattern}; 'window' and 'exact' can: attach(model, "
+        f"Backend {name!r} does not support {pattern}; 'window' and 'exact' do: attach(model, "
         f"full={name!r}) leaves such layers exact."
     )
 
 
 def _visible(module: Any, key: Tensor, mask: Any, is_causal: bool | None) -> Visible:
-    """What the mask says; without a mask, what the module says of itself."""
+    """The visible keys according to the mask, or without a mask according to the module."""
     visible = visible_in(mask)
     if visible is not None:
         return visible
     if getattr(module, "sliding_window", None) is not None:
         raise UnsupportedError(
-            f"{type(module).__name__} slides and was given no mask that says how; "
-            "use attn_implementation='sdpa'."
+            f"{type(module).__name__} has a sliding window but got no mask; use attn_implementation='sdpa'."
         )
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     return Visible(CAUSAL if causal else FULL, 0, key.shape[2], None)
@@ -125,23 +124,23 @@ def _refuse(module: Any, others: dict[str, Any]) -> None:
     for name, what in _REFUSED.items():
         if others.get(name) is not None:
             raise UnsupportedError(
-                f"{type(module).__name__} {what}, which no backend honours; use attn_implementation='eager'."
+                f"{type(module).__name__} {what}, which no backend supports; use attn_implementation='eager'."
             )
     if others.get("output_attentions"):
         raise UnsupportedError(NO_WEIGHTS)
 
 
 def _scaled(query: Tensor, scaling: float | None, backend: Backend) -> Tensor:
-    """The queries, times what is missing where a model scales otherwise than its module says.
+    """Rescale the queries if the model passes another scale than its module declares.
 
-    Some scale queries themselves, say so in an attribute and then ask for a factor of 1.
+    Some models scale the queries themselves, although an attribute declares a scale, and pass a factor of 1.
     """
     factor = query.shape[-1] ** -0.5 if scaling is None else scaling
     return query if factor == backend.problem.factor else query * (factor / backend.problem.factor)
 
 
 def _check_built_for(backend: Backend, pattern: Pattern) -> None:
-    """Refuse a call with another pattern than the configuration of the model had when `attach` read it."""
+    """Refuse a pattern other than that of the configuration at the time of `attach`."""
     expected = getattr(backend, PATTERN)
     if pattern != expected:
         raise UnsupportedError(
@@ -151,14 +150,14 @@ def _check_built_for(backend: Backend, pattern: Pattern) -> None:
 
 
 def _run(backend: Backend, query: Tensor, key: Tensor, value: Tensor, visible: Visible) -> Tensor:
-    """The output [batch tokens heads value_dim], laid out as transformers wants it."""
+    """The output in transformers' layout [batch tokens heads value_dim]."""
     layer = getattr(key, STATE, None)
     if layer is not None:
         return layer.extend(backend, query, key, value, visible.key_mask).transpose(1, 2).contiguous()
     earlier = visible.keys - query.shape[2]
     if visible.first_key and (visible.pattern.back is None or earlier < visible.pattern.back):
         raise UnsupportedError(
-            "This model does not hand the keys of its cache on as they are, so that no state can be kept; "
+            "This model copies or changes the keys of its cache, so that no state can be kept; "
             "use transformers' own cache."
         )
     k, v = key[:, :, : visible.keys], value[:, :, : visible.keys]
@@ -174,14 +173,14 @@ def _stateless(name: str, head_dim: int, pattern: Pattern, scale: float | None) 
         keeps = any(True for _ in backend.parameters()) or any(True for _ in backend.buffers())
     if keeps:
         raise UnsupportedError(
-            f"Backend {name!r} keeps parameters or a random draw, which belong into the model: "
-            f"attach(model, {name!r}) of efficient_attn.integrations.transformers puts them there."
+            f"Backend {name!r} has parameters or random features, which must be part of the model: "
+            f"attach(model, {name!r}) of efficient_attn.integrations.transformers adds them."
         )
     return backend
 
 
 def _with_dropout(backend: Backend, dropout: float, module: Any) -> Backend:
-    """The same backend, dropping weights as the model asks in training."""
+    """The same backend with the attention dropout that the model requests in training."""
     if not any(field.name == "dropout" for field in fields(backend.spec.options_type)):
         field = _dropout_field(getattr(module, "config", None), dropout)
         raise UnsupportedError(
@@ -197,7 +196,7 @@ def _dropping(name: str, problem: Any, options: tuple[tuple[str, Any], ...], dro
 
 
 def _dropout_field(config: Any, dropout: float) -> str:
-    """The field of a configuration that says how many attention weights are dropped."""
+    """The configuration field of the attention dropout."""
     known = config.to_dict() if config is not None else {}
     fitting = [
         name

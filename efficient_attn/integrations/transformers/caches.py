@@ -1,7 +1,7 @@
-"""A cache for generation that keeps each layer's state instead of its keys and values.
+"""A cache for generation that stores the state of each layer in place of its keys and values.
 
-For linear attention the state is a sum, for a window its last keys and values: neither grows with the text.
-For exact attention it is all keys and values, as in any cache.
+The state of linear attention is a sum, and the state of a window its last keys and values: neither grows with
+the text. The state of exact attention is the usual KV cache.
 """
 
 from collections.abc import Callable
@@ -19,18 +19,18 @@ from efficient_attn.integrations.transformers.places import Place, find_places
 
 
 class StateCache(Cache):
-    """What `extend` keeps, for every layer of a decoder; `generate(past_key_values=StateCache(model))`.
+    """States of every layer of a decoder; use it as `generate(past_key_values=StateCache(model))`.
 
-    It is for the backends that the model has when it is made; to swap them, make another. Tokens cannot be
-    taken back (`crop`), since a sum does not know them apart.
+    The cache is bound to the backends attached at its creation. `crop` is not supported, since tokens cannot
+    be removed from a sum.
 
     Raises:
-        UnsupportedError: If the model does not attend through efficient_attn, or a backend keeps no state.
+        UnsupportedError: If the model does not attend through efficient_attn, or a backend has no state.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
         if not isinstance(model, PreTrainedModel):
-            raise DtypeError(f"model is a model of transformers, not {type(model).__name__}.")
+            raise DtypeError(f"model is a transformers model, not {type(model).__name__}.")
         places = find_places(model)
         for place in places:
             _check_streams(place)
@@ -38,14 +38,14 @@ class StateCache(Cache):
 
 
 class StateLayer(CacheLayerMixin):
-    """The state of one layer after the tokens that it has seen."""
+    """The state of one layer."""
 
     is_sliding = False
 
     def __init__(self) -> None:
         super().__init__()
         self.seen = 0
-        # A NamedTuple of tensors, another for every kind of backend; None before the first token.
+        # A NamedTuple of tensors, which depends on the backend; None before the first token.
         self.state: Any = None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -53,7 +53,7 @@ class StateLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """The new tokens alone; models hand them on to the attention function, which finds this layer so."""
+        """Return the new keys and values; their attribute leads the attention function to this layer."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         self.seen += key_states.shape[-2]
@@ -62,12 +62,12 @@ class StateLayer(CacheLayerMixin):
         return key_states, value_states
 
     def extend(self, backend: Backend, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
-        """The output of the new tokens; the state is then the one after them."""
+        """The output of the new tokens; updates the state."""
         out, self.state = backend.extend(q, k, v, self.state, key_mask=key_mask)
         return out
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """As many keys as queries; the first of them after all that were seen."""
+        """As many keys as queries, at the positions after all earlier tokens."""
         return query_length, self.seen
 
     def get_seq_length(self) -> int:
@@ -91,16 +91,16 @@ class StateLayer(CacheLayerMixin):
     def crop(self, tokens_to_remove: int) -> None:
         if tokens_to_remove:
             raise UnsupportedError(
-                "A StateCache cannot take tokens back; use transformers' own cache for assisted generation."
+                "A StateCache cannot remove tokens; use transformers' own cache for assisted generation."
             )
 
     def offload(self) -> None:
         raise UnsupportedError(
-            "A StateCache does not offload: it is small already; use it without offloading."
+            "A StateCache is already small and cannot be offloaded; use it without offloading."
         )
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> None:
-        """Change every tensor of the state, all of which begin with the batch."""
+        """Apply a function to every tensor of the state; the first dimension is the batch."""
         if self.state is not None:
             self.state = type(self.state)(*map(change, self.state))
 
@@ -108,18 +108,18 @@ class StateLayer(CacheLayerMixin):
 def _check_streams(place: Place) -> None:
     if not place.pattern.causal:
         raise UnsupportedError(
-            f"{place.path} is {place.kind} attention and not causal: it keeps no state; "
+            f"{place.path} is {place.kind} attention and not causal: it has no state; "
             "a StateCache is for decoders."
         )
     name, _, registered = place.module.config._attn_implementation.partition(".")
     backend: Any = getattr(place.module, PLACE, None)
     if name != NAME or (backend is None and not registered):
         raise UnsupportedError(
-            "This model does not attend through efficient_attn, which alone knows a StateCache: attach first."
+            "This model does not attend through efficient_attn, which a StateCache requires: attach first."
         )
     if registered:
         streams = spec(serving(registered, place.pattern)[0]).capabilities.streaming
     else:
         streams = backend.spec.capabilities.streaming
     if not streams:
-        raise UnsupportedError(f"The backend of {place.path} keeps no state; use transformers' own cache.")
+        raise UnsupportedError(f"The backend of {place.path} has no state; use transformers' own cache.")

@@ -1,4 +1,4 @@
-"""Which backend goes to which attention module, and its building."""
+"""Assignment of backends to attention modules, and their construction."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -12,7 +12,7 @@ from efficient_attn.transformer.parts import seeded, spawn_seeds
 
 
 class Choice(NamedTuple):
-    """A backend, by whatever `build` takes, with its options."""
+    """A backend, as any argument of `build`, with its options."""
 
     backend: Any
     options: Mapping[str, Any]
@@ -24,10 +24,10 @@ EXACT = Choice("exact", {})
 def choose(
     places: list[Place], backend: Any, kinds: Mapping[str, Any], options: Mapping[str, Any]
 ) -> dict[str, Choice]:
-    """The choice for the path of every place; places that nobody mentions stay exact.
+    """The choice for every attention module; modules without a choice stay exact.
 
     Raises:
-        OptionError, DtypeError, UnknownNameError: If the request makes no sense.
+        OptionError, DtypeError, UnknownNameError: If the request is invalid.
     """
     named = {kind: _choice(given) for kind, given in kinds.items() if given is not None}
     if named or isinstance(backend, Mapping):
@@ -50,10 +50,10 @@ def choose(
 def build_all(
     places: list[Place], choices: Mapping[str, Choice], max_tokens: int | None, seed: int | None
 ) -> dict[str, Backend]:
-    """A backend for the path of every place; none is put into the model yet.
+    """Build a backend for every attention module, without attaching any.
 
     Args:
-        seed: Gives each layer's random features a draw of their own; None: the options say it.
+        seed: Random seed, from which each layer gets a seed of its own; None: seeds from the options.
     """
     seeds = [None] * len(places) if seed is None else spawn_seeds(seed, len(places))
     return {
@@ -66,7 +66,7 @@ def _build(place: Place, choice: Choice, max_tokens: int | None, seed: int | Non
     chosen, options = resolve(choice.backend), dict(choice.options)
     if place.kind == "cross" and not chosen.capabilities.cross:
         raise UnsupportedError(
-            f"Backend {chosen.name!r} cannot read another sequence, as {place.path} does; "
+            f"Backend {chosen.name!r} has no cross-attention, unlike {place.path}; "
             "attach(model, …, cross='exact') leaves such layers exact."
         )
     if options.get("sharing") == "layers":
@@ -88,17 +88,17 @@ def _build(place: Place, choice: Choice, max_tokens: int | None, seed: int | Non
 
 
 def _model_width(place: Place, options: dict[str, Any], own: dict[str, int]) -> dict[str, Any]:
-    """The options of a layer that slides: its window is the model's, nothing else."""
+    """Options of a sliding-window layer, whose window is fixed by the model."""
     if options.get("window", own["window"]) != own["window"]:
         raise OptionError(
-            f"window={options['window']}: {place.path} slides over {own['window']} keys, which is the "
-            f"model's affair; full=('window', {{'window': {options['window']}}}) is for the other layers."
+            f"window={options['window']}: {place.path} slides over {own['window']} keys, a width fixed by "
+            f"the model; full=('window', {{'window': {options['window']}}}) sets the other layers."
         )
     return own
 
 
 def _by_layer(places: list[Place], given: Mapping[Any, Any]) -> dict[str, Choice]:
-    """The choices of a mapping from layers, such as 3 or "0-5,8", to backends."""
+    """The choices in a mapping from layers, such as 3 or "0-5,8", to backends."""
     layers: dict[int, Choice] = {}
     last = max(place.layer for place in places)
     for key, value in given.items():
@@ -123,7 +123,7 @@ def _layers(key: Any, last: int) -> list[int]:
 
 
 def _choice(given: Any) -> Choice:
-    """A backend, or a pair of a backend and its options."""
+    """Parse a backend, or a pair of a backend and its options."""
     if not isinstance(given, tuple):
         return Choice(given, {})
     if len(given) != 2 or not isinstance(given[1], Mapping):
@@ -137,5 +137,5 @@ def _refuse_options(options: Mapping[str, Any]) -> None:
     if options:
         name = next(iter(options))
         raise OptionError(
-            f"{name}=…: with several backends options belong to one of them: ('window', {{'window': 65}})."
+            f"{name}=…: with several backends, options belong to one of them: ('window', {{'window': 65}})."
         )

@@ -1,9 +1,9 @@
-"""What a transformers model lets each query read, as a pattern and a mask of real keys.
+"""Masks of transformers models, as a pattern and a mask of real keys.
 
-A model asks for its masks through one function per attention implementation. Ours builds no mask of queries
-and keys: it reads which pattern is meant and keeps the mask of real keys, in O(tokens) memory. Its result is
-a tensor [batch 1 1 keys], which models pass on and transformers takes for a mask made ready. Code that
-computes with this tensor expects another mask, so every computation with it raises an error.
+A model requests its masks through one function per attention implementation. Ours builds no mask of queries
+and keys: it identifies the pattern and keeps the mask of real keys, in O(tokens) memory. The result is a
+tensor [batch 1 1 keys], which models pass on and transformers accepts as a prepared mask. Model code that
+computes with a mask expects a different tensor, so every computation with this one raises an error.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,7 +16,7 @@ from transformers.masking_utils import bidirectional_mask_function, causal_mask_
 
 from efficient_attn.errors import UnsupportedError
 
-# Properties of a tensor that hand its entries on, methods that read no entry, and methods that copy all.
+# Attributes of a tensor that expose its entries, methods that read no entry, and methods that copy all.
 _ENTRIES = {"data", "T", "mT", "H", "mH", "real", "imag"}
 _DESCRIBING = {
     *("dim", "size", "stride", "numel", "is_contiguous", "is_floating_point", "is_complex", "is_conj"),
@@ -25,18 +25,18 @@ _DESCRIBING = {
 _MOVING = {"to", "cpu", "cuda", "contiguous", "clone", "detach"}
 
 _REFUSED = {
-    "packed_sequence_mask_function": "several sequences packed into one row (give one sequence a row and an "
+    "packed_sequence_mask_function": "several sequences packed into one row (use one row per sequence and an "
     "attention_mask)",
-    "remap_positions_for_packed_sequence": "several sequences packed into one row (give one sequence a row "
+    "remap_positions_for_packed_sequence": "several sequences packed into one row (use one row per sequence "
     "and an attention_mask)",
-    "chunked_overlay": "attention in chunks",
-    "blockwise_overlay": "blocks of tokens that read each other",
+    "chunked_overlay": "chunked attention",
+    "blockwise_overlay": "blockwise bidirectional attention",
     "or_masks": "a union of mask patterns",
 }
 
 
 class Pattern(NamedTuple):
-    """Keys i−back … i+ahead that position i may read; None: all of them on that side."""
+    """Keys i−back … i+ahead are visible to position i; None: unlimited on that side."""
 
     back: int | None
     ahead: int | None
@@ -51,7 +51,7 @@ class Pattern(NamedTuple):
 
     @property
     def window(self) -> int | None:
-        """The width that the `window` backend calls so; None where nothing slides."""
+        """Width as in the option of the `window` backend; None without a window."""
         if self.back is None or self.ahead is None:
             return None
         return self.back + self.ahead + 1
@@ -65,11 +65,11 @@ FULL, CAUSAL = Pattern(None, None), Pattern(None, 0)
 
 
 class Visible(NamedTuple):
-    """What the queries of one forward pass may read.
+    """Visible keys of one forward pass.
 
     Attributes:
-        first_key: Position of the first key; more than 0 where a cache has let go of earlier ones.
-        keys: How many keys there are; a static cache gives more, which are not written yet.
+        first_key: Position of the first key; above 0 if a cache has dropped earlier keys.
+        keys: Number of keys; a static cache includes slots that are not filled yet.
         key_mask: bool [batch keys], True for a real token; None: all are real.
     """
 
@@ -80,10 +80,10 @@ class Visible(NamedTuple):
 
 
 class Mask(Tensor):
-    """The mask of one pattern for the attention functions of efficient_attn; other computations raise.
+    """Mask of one pattern for our attention functions; any other computation with it raises.
 
     Attributes:
-        visible: The keys that queries may read.
+        visible: The visible keys.
     """
 
     visible: Visible
@@ -112,7 +112,7 @@ class Mask(Tensor):
                     return cls.made(moved, mask.visible._replace(key_mask=real))
         raise UnsupportedError(
             f"This model computes with its attention mask ({name}) outside of transformers' attention "
-            "interface, which efficient_attn cannot honour; use attn_implementation='sdpa'."
+            "interface, which efficient_attn does not support; use attn_implementation='sdpa'."
         )
 
 
@@ -127,10 +127,10 @@ def make_mask(
     device: Any = None,
     **_: Any,
 ) -> Tensor:
-    """The mask function for all our names, called by transformers once for each pattern of a model.
+    """The mask function of all our attention functions; transformers calls it once per pattern.
 
     Raises:
-        UnsupportedError: If the pattern is none that a backend can honour.
+        UnsupportedError: If no backend supports the pattern.
     """
     pattern = read_pattern(mask_function)
     keys = min(kv_length, int(q_offset) + q_length - kv_offset) if pattern.causal else kv_length
@@ -141,26 +141,26 @@ def make_mask(
 
 
 def visible_in(mask: Any) -> Visible | None:
-    """What `make_mask` had to say; None where there is no mask at all.
+    """The visible keys that `make_mask` stored; None without a mask.
 
     Raises:
-        UnsupportedError: If somebody else made the mask.
+        UnsupportedError: If the mask was not made by `make_mask`.
     """
     if mask is None:
         return None
     if not isinstance(mask, Mask):
         raise UnsupportedError(
-            f"attention_mask is a {_description(mask)} that was not made by efficient_attn, a pattern of "
-            "queries and keys; give a mask of real tokens [batch, tokens], or use attn_implementation='sdpa'."
+            f"attention_mask is a {_description(mask)} that was not made by efficient_attn, but a pattern of "
+            "queries and keys; pass a mask of real tokens [batch, tokens], or use attn_implementation='sdpa'."
         )
     return mask.visible
 
 
 def read_pattern(mask_function: Callable) -> Pattern:
-    """The pattern that one of transformers' mask functions stands for.
+    """The pattern of one of transformers' mask functions.
 
     Raises:
-        UnsupportedError: If it is more than a causal or bidirectional one with a window.
+        UnsupportedError: If the pattern is not causal or bidirectional attention with an optional window.
     """
     back = ahead = None
     for part in _parts(mask_function):
@@ -173,14 +173,14 @@ def read_pattern(mask_function: Callable) -> Pattern:
             back = ahead = _enclosed(part, "sliding_window")
         elif part is not bidirectional_mask_function:
             raise UnsupportedError(
-                f"This model's mask asks for {_REFUSED.get(name, f'the pattern {name!r}')}, which "
-                "efficient_attn cannot honour; use attn_implementation='sdpa'."
+                f"This model's mask requires {_REFUSED.get(name, f'the pattern {name!r}')}, which "
+                "efficient_attn does not support; use attn_implementation='sdpa'."
             )
     return Pattern(back, ahead)
 
 
 def _parts(mask_function: Callable) -> Iterator[Callable]:
-    """The functions whose intersection a mask function is."""
+    """The mask functions whose intersection this mask function is."""
     if _name(mask_function) != "and_masks":
         yield mask_function
         return
@@ -189,27 +189,27 @@ def _parts(mask_function: Callable) -> Iterator[Callable]:
 
 
 def _name(function: Callable) -> str:
-    """The name of the function, or of the function of transformers that made it."""
+    """Name of the function, or of the transformers function that created it."""
     return getattr(function, "__qualname__", repr(function)).partition(".<locals>")[0]
 
 
 def _enclosed(function: Any, name: str) -> Any:
-    """The value that a function keeps of the function that made it."""
+    """The value of a closure variable of a function."""
     cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
     if name not in cells:
         raise UnsupportedError(
-            f"This version of transformers makes the mask {_name(function)!r} in another way than "
-            "efficient_attn knows; use attn_implementation='sdpa'."
+            f"This version of transformers builds the mask {_name(function)!r} in a way that efficient_attn "
+            "does not know; use attn_implementation='sdpa'."
         )
     return cells[name].cell_contents
 
 
 def _real_keys(attention_mask: Tensor | None, first: int, keys: int) -> Tensor | None:
-    """The part of the mask [batch all_tokens] that belongs to the keys; None where all are real."""
+    """The part of the mask [batch all_tokens] for these keys; None if all are real."""
     if attention_mask is None:
         return None
     real = attention_mask[:, first : first + keys].bool()
-    # As transformers does: what a mask does not reach is padding.
+    # As in transformers, keys beyond the end of the mask are padding.
     real = F.pad(real, (0, keys - real.shape[1]))
     return None if bool(real.all()) else real
 

@@ -1,7 +1,7 @@
-"""A model and its tokenizer from a local folder: nothing is fetched, and none of its code is run.
+"""A model and its tokenizer from a local folder, without network access or code from the folder.
 
-Weights are read from safetensors alone. A pickle can run code when it is read, a class from the folder when
-it is used; both are refused.
+Weights are read from safetensors only. A pickle can run code when it is read, and a class from the folder
+when it is used; both are refused.
 """
 
 import hashlib
@@ -25,12 +25,12 @@ _READ_BYTES = 1 << 20
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.h5", "*.msgpack")
 _LONGEST_MESSAGE = 200
 
-# The word for "no limit" that tokenizers have is a number of this size.
+# Tokenizers denote "no limit" by a number of this magnitude.
 _NO_LIMIT = 1 << 30
 
 
 class Opened(NamedTuple):
-    """A model in eval mode, its tokenizer, and what tells it from other models.
+    """A model in eval mode, its tokenizer, and its identification.
 
     Attributes:
         about: Name, class, hash of the weights, version of transformers.
@@ -44,24 +44,24 @@ class Opened(NamedTuple):
 def open_model(
     folder: str | Path, *, dtype: str = "float32", device: str = "cpu", name: str | None = None
 ) -> Opened:
-    """The model of a folder in the class that it was saved from, and its tokenizer.
+    """Load the model of a folder, in the class that it was saved from, and its tokenizer.
 
     Args:
-        name: What the model is called; None: as the folder is.
+        name: Name of the model; None: the name of the folder.
 
     Raises:
-        DataError: If the folder holds no such model, or one that can only be read by running code.
+        DataError: If the folder holds no such model, or reading it would run code.
     """
     path = Path(folder)
     weights = _weights(path)
-    with told(f"Cannot load a model from {folder}"):
+    with data_errors(f"Cannot load a model from {folder}"):
         config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     if config._attn_implementation == NAME:
-        raise DataError(f"{folder} holds a model with backends attached; give the folder of one without.")
+        raise DataError(f"{folder} holds a model with attached backends; use a folder without backends.")
     kind = model_class(config, path)
-    with told(f"Cannot load the tokenizer of {folder}"), quiet():
+    with data_errors(f"Cannot load the tokenizer of {folder}"), quiet():
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    with told(f"Cannot load a model from {folder}"), quiet():
+    with data_errors(f"Cannot load a model from {folder}"), quiet():
         model, found = kind.from_pretrained(
             path,
             dtype=getattr(torch, dtype),
@@ -84,27 +84,27 @@ def token_ids(opened: Opened, text: str, *, most: int) -> Tensor:
     """The first `most` tokens of a text, special ones included, [1 tokens] on the model's device.
 
     Raises:
-        DataError: If the tokenizer cannot read it, or belongs to another model.
+        DataError: If the tokenizer fails on the text, or belongs to another model.
     """
-    with told("The tokenizer cannot read this text"):
+    with data_errors("The tokenizer cannot read this text"):
         ids = opened.tokenizer(text, truncation=True, max_length=most, return_tensors="pt")[
             "input_ids"
         ].long()
     rows = opened.model.get_input_embeddings().num_embeddings
     if ids.numel() and int(ids.max()) >= rows:
-        raise DataError(f"The tokenizer counts to {int(ids.max())}, and this model knows {rows} tokens.")
+        raise DataError(f"The tokenizer has ids up to {int(ids.max())}, this model only {rows} embeddings.")
     return ids.to(opened.model.device)
 
 
 def positions(opened: Opened) -> int | None:
-    """The longest sequence that the model and its tokenizer are made for; None where neither says."""
+    """Maximum sequence length of the model and its tokenizer; None if neither has one."""
     table = next(
         (m for name, m in opened.model.named_modules() if name.endswith("position_embeddings")), None
     )
     known = [
         getattr(opened.model.config, "max_position_embeddings", None),
         getattr(opened.model.config, "n_positions", None),
-        # Where positions begin behind that of padding, the first rows of the table are no positions.
+        # If positions start after the padding index, the first rows of the table are unused.
         table.num_embeddings - table.padding_idx - 1
         if isinstance(table, nn.Embedding) and table.padding_idx is not None
         else None,
@@ -114,37 +114,37 @@ def positions(opened: Opened) -> int | None:
 
 
 def check_length(opened: Opened, tokens: int, *, name: str) -> None:
-    """Refuse more tokens than there are positions; the message calls the argument `name`."""
+    """Refuse sequences longer than the model's positions; the message calls the argument `name`."""
     most = positions(opened)
     if most is not None and tokens > most:
         raise OptionError(f"{name} is at most the {most} positions of this model, not {tokens}.")
 
 
 def model_class(config: Any, path: Path) -> Any:
-    """The class that was saved, if it is one of transformers' models."""
+    """The saved class, if it is a transformers model class."""
     named = config.architectures[:1] if isinstance(config.architectures, list) else []
     kind = getattr(transformers, str(*named), None)
     if isinstance(kind, type) and issubclass(kind, PreTrainedModel):
         return kind
-    raise DataError(f"{path}/config.json names the class {config.architectures}, which transformers has not.")
+    raise DataError(f"{path}/config.json names the class {config.architectures}, which transformers lacks.")
 
 
 def check_complete(path: Path, found: Mapping[str, Any]) -> None:
-    """Refuse what transformers would fill with random numbers, with a warning."""
+    """Refuse missing tensors, which transformers would initialise randomly with a warning."""
     _check(path, "lacks", found["missing_keys"])
     _check(path, "has in another shape", [str(entry[0]) for entry in found["mismatched_keys"]])
 
 
 def check_nothing_else(path: Path, found: Mapping[str, Any], ours: str) -> None:
-    """Refuse what transformers would leave out with a warning, but for names that contain `ours`."""
+    """Refuse extra tensors, which transformers would ignore with a warning, except names with `ours`."""
     _check(path, "has, beyond the model,", [name for name in found["unexpected_keys"] if ours not in name])
 
 
 @contextmanager
-def told(what: str) -> Iterator[None]:
-    """The errors of the libraries that read files, in one line of ours.
+def data_errors(what: str) -> Iterator[None]:
+    """Convert any error of a library that reads files into a one-line DataError.
 
-    What a file can make them raise is any exception: they check types, and some of it not at all.
+    A malformed file can make these libraries raise exceptions of any type.
     """
     try:
         yield
@@ -156,7 +156,7 @@ def told(what: str) -> Iterator[None]:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without transformers' bars and its report of tensors left over: what is wrong is said afterwards."""
+    """Silence transformers' progress bars and its report of extra tensors, which are checked afterwards."""
     level = transformers.logging.get_verbosity()
     bars = transformers.logging.is_progress_bar_enabled()
     transformers.logging.set_verbosity_error()
@@ -171,14 +171,14 @@ def quiet() -> Iterator[None]:
 
 def _check(path: Path, what: str, names: Any) -> None:
     if names:
-        raise DataError(f"The safetensors of {path} are of another model: it {what} {min(names)}.")
+        raise DataError(f"The safetensors of {path} belong to another model: it {what} {min(names)}.")
 
 
 def _weights(path: Path) -> list[Path]:
-    """The files of the weights, after a look at what else could be meant."""
+    """The files of the weights; refuses folders with pickles only."""
     if not path.is_dir():
         raise DataError(
-            f"{path} is no folder. Models are read from local folders; one of the Hub is brought there by "
+            f"{path} is not a folder. Models are read from local folders; download a model of the Hub by "
             "hf download NAME --local-dir FOLDER."
         )
     if not (path / "config.json").is_file():
@@ -199,17 +199,17 @@ def _weights(path: Path) -> list[Path]:
 
 
 def check_config(path: Path) -> None:
-    """Refuse a configuration that asks for classes from the folder, which transformers does not know."""
+    """Refuse a configuration that requires classes from the folder."""
     file = path / "config.json"
-    with told(f"Cannot read {file}"):
+    with data_errors(f"Cannot read {file}"):
         config = json.loads(read_bytes(file, CONFIG_BYTES))
     if not isinstance(config, dict):
-        raise DataError(f"{file} is no JSON object.")
+        raise DataError(f"{file} is not a JSON object.")
     kind = config.get("model_type")
     if config.get("auto_map") and kind not in CONFIG_MAPPING:
         raise DataError(
-            f"{path} needs code of its own (auto_map in config.json), and no code of a model is run; models "
-            "whose classes transformers has work."
+            f"{path} requires code of its own (auto_map in config.json), and no code of a model is run; only "
+            "models with a class in transformers are supported."
         )
 
 

@@ -1,4 +1,4 @@
-"""Where a transformers model attends: which modules, of which kind, over which keys."""
+"""The attention modules of a transformers model: their kind, scale and mask pattern."""
 
 import inspect
 import re
@@ -13,7 +13,7 @@ from efficient_attn.integrations.transformers.masks import CAUSAL, FULL, Pattern
 
 KINDS = ("full", "sliding", "cross")
 
-# Attributes of attention modules that no backend can honour, and what they mean.
+# Attributes of attention modules that no backend supports, and their meaning.
 _REFUSED = {
     "attn_logit_softcapping": "caps its scores (attn_logit_softcapping)",
     "sinks": "has attention sinks (sinks)",
@@ -22,14 +22,14 @@ _REFUSED = {
 
 
 class Place(NamedTuple):
-    """One attention module of a model, as its code and configuration describe it.
+    """One attention module of a model, as described by its code and configuration.
 
     Attributes:
-        path: Its name in the model.
-        layer: The number of its layer.
+        path: Name of the module in the model.
+        layer: Index of its layer.
         kind: "full", "sliding" or "cross".
-        scale: The factor on q·k; None: 1/√head_dim.
-        max_tokens: The longest sequence that the model has positions for; None: not said.
+        scale: Factor on q·k; None: 1/√head_dim.
+        max_tokens: Maximum sequence length of the model; None: unknown.
     """
 
     path: str
@@ -44,16 +44,16 @@ class Place(NamedTuple):
 
 
 def find_places(model: nn.Module) -> list[Place]:
-    """The modules whose attention goes through transformers' attention interface.
+    """All modules whose attention goes through transformers' attention interface.
 
     Raises:
-        UnsupportedError: If there is none, or one does what no backend can honour.
+        UnsupportedError: If there is no such module, or no backend supports one of them.
     """
     places = [_place(path, module) for path, module in _calling(model)]
     if not places:
         raise UnsupportedError(
             f"No attention of this {type(model).__name__} goes through transformers' attention interface; "
-            "nothing can be attached."
+            "no backend can be attached."
         )
     return places
 
@@ -70,7 +70,7 @@ def _place(path: str, module: Any) -> Place:
     for attribute, what in _REFUSED.items():
         value = getattr(module, attribute, None)
         if value is not None and value is not False:
-            raise UnsupportedError(f"{path} {what}, which no backend honours; nothing was attached.")
+            raise UnsupportedError(f"{path} {what}, which no backend supports; nothing was attached.")
     number = re.search(r"(?:^|\.)(\d+)(?:\.|$)", path)
     layer = int(number[1]) if number else 0
     kind = _kind(path, module, config, layer)
@@ -91,14 +91,14 @@ def _place(path: str, module: Any) -> Place:
 def _kind(path: str, module: Any, config: Any, layer: int) -> str:
     if getattr(module, "is_cross_attention", False) or "CrossAttention" in type(module).__name__:
         return "cross"
-    # Encoder-decoders of BART's kind use one class for both, and say of neither that it is causal but one.
+    # Encoder-decoders like BART use one class for self- and cross-attention; only is_causal differs.
     if getattr(module, "is_decoder", False) and not getattr(module, "is_causal", True):
         return "cross"
     types = getattr(config, "layer_types", None)
     if types is not None and layer < len(types):
         if types[layer] not in ("full_attention", "sliding_attention"):
             raise UnsupportedError(
-                f"{path} is a layer of type {types[layer]!r}, which no backend honours; nothing was attached."
+                f"{path} is a layer of type {types[layer]!r}, which no backend supports; nothing is attached."
             )
         return "sliding" if types[layer] == "sliding_attention" else "full"
     slides = getattr(module if hasattr(module, "sliding_window") else config, "sliding_window", None)
@@ -106,24 +106,24 @@ def _kind(path: str, module: Any, config: Any, layer: int) -> str:
 
 
 def _makes_sliding_masks(module: Any) -> bool:
-    """Whether the code of the model knows sliding masks; some configurations have a width that none reads."""
+    """Whether the model code builds sliding-window masks; some configurations set an unused width."""
     names = vars(sys.modules[type(module).__module__])
     return any("sliding_window" in name and "mask" in name for name in names)
 
 
 def _pattern(kind: str, module: Any, config: Any) -> Pattern:
-    """The pattern that the model's masks will have; a call with another one is refused."""
+    """The expected mask pattern of the module; calls with another pattern are refused."""
     causal = getattr(module, "is_causal", False) and getattr(config, "is_causal", True) and kind != "cross"
     if kind != "sliding":
         return CAUSAL if causal else FULL
-    # The number in the configuration is what transformers makes masks of, causal: all keys of the window,
-    # bidirectional: those on one side. Attributes of modules differ from model to model.
+    # transformers builds its masks from the configuration's width: all keys of the window if causal, the keys
+    # on one side if bidirectional. Attributes of modules differ between models.
     width = config.sliding_window
     return Pattern(width - 1, 0) if causal else Pattern(width, width)
 
 
 def _first(one: Any, other: Any, *names: str) -> Any:
-    """The first of some attributes that one object has, or else the other."""
+    """The first of these attributes that one object has, or else the other object."""
     found = (getattr(thing, name, None) for thing in (one, other) if thing is not None for name in names)
     return next((value for value in found if value is not None), None)
 

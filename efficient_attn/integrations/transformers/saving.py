@@ -1,7 +1,7 @@
-"""Loading a saved model together with its backends: what plain `from_pretrained` leaves out.
+"""Loading a saved model with its backends, which plain `from_pretrained` omits.
 
-A plan in the configuration says which backend stands where; what backends keep lies beside the model's own
-tensors. Nothing of either is run: backends are looked up by name, tensors read from safetensors.
+A plan in the configuration assigns backends to attention modules; the tensors of the backends are stored with
+the model's own. No saved code is run: backends are looked up by name, tensors read from safetensors.
 """
 
 from collections.abc import Iterator, Mapping
@@ -29,46 +29,46 @@ from efficient_attn.integrations.transformers.opening import (
     check_complete,
     check_config,
     check_nothing_else,
+    data_errors,
     model_class,
     quiet,
-    told,
 )
 from efficient_attn.integrations.transformers.places import Place, find_places
 from efficient_attn.problem import AttentionProblem
 from efficient_attn.tensor_headers import check_header
 
-# What lies in the safetensors of each place's backend, by the names that the backend has for it.
+# Saved tensors of the backend of each attention module, by their names in the backend.
 _Kept = dict[str, dict[str, Tensor]]
 
 _FIELDS: dict[str, Any] = {"backend": str, "options": dict, "max_tokens": (int, type(None))}
 
 
 def load(folder: str | Path, **arguments: Any) -> PreTrainedModel:
-    """The model that `save_pretrained` wrote, with its backends, their options and what they keep.
+    """Load a model that `save_pretrained` wrote, with its backends, their options and their state.
 
     Args:
         folder: A local folder.
         arguments: For `from_pretrained`: dtype, device_map, …
 
     Raises:
-        DataError: If the folder holds no such model, or tensors or plan do not fit it.
-        DtypeError: If it is no name of a folder.
+        DataError: If the folder holds no such model, or tensors or plan do not match it.
+        DtypeError: If `folder` is not a path.
     """
     if not isinstance(folder, (str, Path)):
-        raise DtypeError(f"folder is the name of a folder, not {folder!r}.")
+        raise DtypeError(f"folder is a path, not {folder!r}.")
     path = Path(folder)
     if not (path / "config.json").is_file():
         raise DataError(f"{folder} holds no config.json; load reads a folder that save_pretrained wrote.")
     check_config(path)
     for file in path.glob("*.safetensors"):
         check_header(file)
-    with told(f"Cannot load a model from {folder}"):
+    with data_errors(f"Cannot load a model from {folder}"):
         config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     layers = _plan(config, path)
     kind = model_class(config, path)
     # The configuration names the attention function of attached models.
     register()
-    with told(f"Cannot load a model from {folder}"), quiet():
+    with data_errors(f"Cannot load a model from {folder}"), quiet():
         model, found = kind.from_pretrained(
             path,
             **arguments,
@@ -80,7 +80,7 @@ def load(folder: str | Path, **arguments: Any) -> PreTrainedModel:
     check_complete(path, found)
     check_nothing_else(path, found, ours=f".{PLACE}.")
     places = find_places(model)
-    with told(f"Cannot read the safetensors of {folder}"):
+    with data_errors(f"Cannot read the safetensors of {folder}"):
         kept = _kept(places, path)
     backends = _backends({name_in_plan(model, place.path): place for place in places}, layers, kept, path)
     _fill(backends, kept, path)
@@ -89,21 +89,21 @@ def load(folder: str | Path, **arguments: Any) -> PreTrainedModel:
 
 
 def _plan(config: Any, path: Path) -> dict[str, dict[str, Any]]:
-    """The layers of the plan, each of the form that `attach` writes."""
+    """The layers of the plan, in the form that `attach` writes."""
     plan = getattr(config, PLACE, None)
     if plan is None:
         raise DataError(
-            f"{path}/config.json names no backends (efficient_attn): they had no registered name, or nothing "
+            f"{path}/config.json names no backends (efficient_attn): they had no registered name, or none "
             "was attached when the model was saved. Use from_pretrained and attach."
         )
     if not isinstance(plan, Mapping) or plan.get("format") != PLAN_FORMAT:
-        raise DataError(f"{path}/config.json: efficient_attn is no plan of format {PLAN_FORMAT}.")
+        raise DataError(f"{path}/config.json: efficient_attn is not a plan of format {PLAN_FORMAT}.")
     layers = plan.get("layers")
     if not isinstance(layers, Mapping) or not all(_is_layer(layer) for layer in layers.values()):
         raise DataError(
-            f"{path}/config.json: a layer in efficient_attn has not the fields {', '.join(_FIELDS)}."
+            f"{path}/config.json: a layer in efficient_attn lacks one of the fields {', '.join(_FIELDS)}."
         )
-    # A name of the table, never an address such as file.py:object: loading data runs none of its code.
+    # Only registered names, never an address such as file.py:object: loading a model runs none of its code.
     unknown = {layer["backend"] for layer in layers.values()} - set(list_backends())
     if unknown:
         raise DataError(
@@ -124,9 +124,9 @@ def _is_layer(layer: Any) -> bool:
 def _backends(
     places: Mapping[str, Place], layers: Mapping[str, Mapping[str, Any]], kept: _Kept, path: Path
 ) -> dict[str, Backend]:
-    """The planned backend for the path of every place; both mappings are by the names in the plan."""
+    """The planned backend of every attention module; both mappings use the names in the plan."""
     if places.keys() != layers.keys():
-        raise DataError(f"{path}/config.json: the layers in efficient_attn are those of another model.")
+        raise DataError(f"{path}/config.json: the layers in efficient_attn belong to another model.")
     backends: dict[str, Backend] = {}
     for name, place in places.items():
         layer = layers[name]
@@ -140,7 +140,7 @@ def _backends(
 
 
 def _check_size(place: Place, layer: Mapping[str, Any], numbers: int) -> None:
-    """Refuse a plan for more than the file holds, before memory is taken for it."""
+    """Refuse a plan for more numbers than the file holds, before memory is allocated for it."""
     chosen = spec(layer["backend"])
     if chosen.work is None or not layer["options"].keys() <= {f.name for f in fields(chosen.options_type)}:
         return
@@ -153,16 +153,18 @@ def _check_size(place: Place, layer: Mapping[str, Any], numbers: int) -> None:
     work = chosen.work(problem, chosen.options_type(**layer["options"]), 1, place.head_dim)
     if work.learned + work.drawn > numbers:
         raise DataError(
-            f"backend {chosen.name!r} wants {work.learned + work.drawn} numbers, {numbers} are saved."
+            f"backend {chosen.name!r} needs {work.learned + work.drawn} numbers, {numbers} are saved."
         )
 
 
 def _fill(backends: Mapping[str, Backend], kept: _Kept, path: Path) -> None:
-    """Give the backends what was kept of them, all of it and nothing else."""
+    """Load the saved tensors into the backends, strictly."""
     for place, backend in backends.items():
         own = kept[place]
         own |= {name: own[first] for name, first in second_names(backend).items() if first in own}
-        with told(f"{path}: what is saved of {place}.{PLACE} does not fit backend {backend.spec.name!r}"):
+        with data_errors(
+            f"{path}: the tensors saved for {place}.{PLACE} do not fit backend {backend.spec.name!r}"
+        ):
             backend.load_state_dict(own)
 
 

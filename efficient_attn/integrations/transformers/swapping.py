@@ -1,7 +1,7 @@
-"""One backend in the layers of a model that it can serve, and what the model then gives.
+"""One backend in all supported layers of a model, and the outputs of the model with it.
 
-Only layers that read everything are given to a backend. Those that slide stay exact, unless the model has no
-others, and so does attention to another sequence.
+Only full-attention layers get the backend. Sliding-window layers stay exact unless the model has no others,
+and cross-attention stays exact.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,11 +19,11 @@ from efficient_attn.sweep.sizes import MEAN_OF_VALUES
 
 
 class Outputs(NamedTuple):
-    """What a model gives for one text.
+    """Outputs of a model for one text.
 
     Attributes:
-        hidden: After each layer, [tokens model_dim].
-        logits: Of the next token, [tokens vocabulary]; None where the model predicts none.
+        hidden: Hidden states after each layer, [tokens model_dim].
+        logits: Logits of the next token, [tokens vocabulary]; None for models without a language-model head.
     """
 
     hidden: tuple[Tensor, ...]
@@ -31,11 +31,11 @@ class Outputs(NamedTuple):
 
 
 class Places(NamedTuple):
-    """Where a model attends.
+    """Attention modules of a model.
 
     Attributes:
-        swapped: Where backends are put.
-        others: What stays exact.
+        swapped: Modules that get the backend.
+        others: Modules that stay exact.
     """
 
     swapped: tuple[Place, ...]
@@ -43,12 +43,12 @@ class Places(NamedTuple):
 
     @property
     def every(self) -> list[Place]:
-        """In the order of the model."""
+        """All modules in model order."""
         return [*self.swapped, *self.others]
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """Numbers of the layers that are swapped."""
+        """Numbers of the layers that get the backend."""
         return tuple(sorted({place.layer for place in self.swapped}))
 
     @property
@@ -57,22 +57,22 @@ class Places(NamedTuple):
 
 
 def places_of(model: Any) -> Places:
-    """The places of a model that is an encoder or a decoder.
+    """The attention modules of an encoder or a decoder.
 
     Raises:
-        UnsupportedError: If it is both, or one that backends cannot be put into.
+        UnsupportedError: If the model is an encoder-decoder, or its attention cannot be replaced.
     """
     if getattr(model.config, "is_encoder_decoder", False):
         raise UnsupportedError(
-            f"{type(model).__name__} is an encoder with a decoder; encoders and decoders alone are measured. "
-            "`swapped` serves your own comparison of such a model."
+            f"{type(model).__name__} is an encoder-decoder; only encoders and decoders are measured. "
+            "Use `swapped` to compare such a model yourself."
         )
     found = find_places(model)
     for kind in ("full", "sliding"):
         chosen = tuple(place for place in found if place.kind == kind)
         if chosen:
             return Places(chosen, tuple(place for place in found if place.kind != kind))
-    raise UnsupportedError(f"{type(model).__name__} has no attention within one sequence.")
+    raise UnsupportedError(f"{type(model).__name__} has no self-attention.")
 
 
 def build_for(
@@ -84,11 +84,11 @@ def build_for(
     max_tokens: int,
     seed: int,
 ) -> dict[str, Backend]:
-    """A backend for every place: the chosen one where it is swapped, exact attention elsewhere.
+    """Build a backend for every module: the chosen one in swapped layers, exact attention elsewhere.
 
     Args:
-        layer: The only layer to swap; None: all that can be.
-        seed: Gives each layer's random features a draw of their own, the same alone as among others.
+        layer: The only layer to swap; None: all.
+        seed: Random seed, from which each layer gets a seed that does not depend on the other layers.
     """
     chosen = Choice(backend, options)
     choices = {place.path: EXACT for place in places.every} | {
@@ -98,32 +98,32 @@ def build_for(
 
 
 def run(model: Any, ids: Tensor, *, predicts: bool) -> Outputs:
-    """Hidden states and, where it predicts the next token, logits of one text, ids [1 tokens]."""
+    """Hidden states of one text, ids [1 tokens], and next-token logits if the model predicts them."""
     with torch.no_grad():
         given = model(input_ids=ids, output_hidden_states=True, **_no_cache(model))
-    # The first are the embeddings.
+    # The first hidden states are the embeddings.
     hidden = tuple(state[0] for state in given.hidden_states[1:])
     return Outputs(hidden, given.logits[0] if predicts else None)
 
 
 def predicts_next(model: Any, places: Places) -> bool:
-    """Whether it has a head that gives the distribution of the next token."""
+    """Whether the model has a language-model head."""
     return places.causal and model.get_output_embeddings() is not None
 
 
 def forward(model: Any, ids: Tensor) -> Any:
-    """What is timed: the model on one text, without the hidden states."""
+    """The timed call: one forward pass on one text, without hidden states."""
     with torch.no_grad():
         return model(input_ids=ids, **_no_cache(model))
 
 
 def _no_cache(model: Any) -> dict[str, bool]:
-    """Keys and values are not kept: nothing is generated."""
+    """Arguments that turn the KV cache off."""
     return {"use_cache": False} if getattr(model.config, "use_cache", None) is not None else {}
 
 
 class _Mean(nn.Module):
-    """Every query gets the mean of the values that it may read."""
+    """Uniform attention: every query gets the mean of its visible values."""
 
     def __init__(self, causal: bool) -> None:
         super().__init__()
@@ -131,7 +131,7 @@ class _Mean(nn.Module):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
         if key_mask is not None:
-            raise UnsupportedError(f"{MEAN_OF_VALUES} is for texts without padding.")
+            raise UnsupportedError(f"{MEAN_OF_VALUES} does not support padding.")
         v = v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)
         if not self.causal:
             return v.mean(dim=-2, keepdim=True).expand_as(v).contiguous()
@@ -141,7 +141,7 @@ class _Mean(nn.Module):
 
 MEAN = BackendSpec(
     name=MEAN_OF_VALUES,
-    summary="The mean of the values that a query may read.",
+    summary="Uniform attention: the mean of the visible values.",
     options_type=NoOptions,
     capabilities=Capabilities(causal=True, cross=False, key_mask=False, streaming=False),
     builder=lambda problem, options: _Mean(problem.causal),
@@ -149,7 +149,7 @@ MEAN = BackendSpec(
 
 
 def calibrate_on(model: Any, backends: Sequence[Backend], ids: Tensor) -> bool:
-    """Calibrate the backends in a model on a text, if they need it; whether they did."""
+    """Calibrate the backends of a model on a text; returns whether any backend needed it."""
     from efficient_attn.calibration import calibrate
 
     if not any(backend.needs_calibration for backend in backends):
