@@ -152,7 +152,7 @@ WRONG = [
     (["--num-heads", "4,x"], "--num-heads cannot be '4,x'"),
     (["--num-heads", "4,6", "--model-dim", "64"], "--model-dim=64 is not divided by 6 heads"),
     (["--head-dim", "8", "--model-dim", "64"], "--head-dim and --model-dim exclude each other"),
-    (["--backend", "attention := v", "--of", "block"], "'attention := v' is no backend"),
+    (["--backend", "attention := v", "--of", "block"], "'attention := v' is not a backend"),
     (["--num-heads", "0"], "--num-heads"),
     (["--head-dim", "x"], "--head-dim"),
     (["--batch", "-1"], "--batch"),

@@ -86,8 +86,10 @@ def test_a_broken_function_ends_with_exit_code_1_and_the_smallest_input_in_stric
 @pytest.mark.parametrize(
     ("name", "detail"),
     [
-        pytest.param("endless", "It took longer than 5 s (raise it with --timeout).", marks=pytest.mark.slow),
-        ("segfaults", "It did not end: the process crashed with signal 11 (SIGSEGV)."),
+        pytest.param(
+            "endless", "The check took longer than 5 s (raise it with --timeout).", marks=pytest.mark.slow
+        ),
+        ("segfaults", "The check did not end: the process crashed with signal 11 (SIGSEGV)."),
     ],
 )
 def test_a_check_that_hangs_or_crashes_is_a_row_and_the_next_one_is_made(name, detail, mine, capfd):
@@ -121,7 +123,9 @@ def test_after_three_checks_that_hang_the_others_are_not_tried(tmp_path, capfd):
     path.write_text("def attend(q, k, v):\n    while True:\n        pass\n")
     assert main_code("check", f"{path}:attend", "--timeout", "2s") == 1
     out = capfd.readouterr().out
-    assert out.count("It took longer than 2 s") == 3 and "Not tried: 3 checks before it did not end." in out
+    assert (
+        out.count("The check took longer than 2 s") == 3 and "Not tried: 3 earlier checks did not end." in out
+    )
 
 
 @pytest.mark.parametrize(

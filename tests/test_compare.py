@@ -349,11 +349,11 @@ def test_by_default_exact_and_what_approximates_softmax_is_compared():
     [
         (
             {"tokens": 513},
-            "513 tokens are more than the 512 of encoder.layer=0.; .*documents have 2048: inputs stitched",
+            "513 tokens are more than the 512 of encoder.layer=0., .*documents have 2048: inputs stitched",
         ),
         (
             {"inputs": "stitched", "tokens": 4096},
-            "4096 tokens are more than the 2048 of stitched.*never stretched.$",
+            "4096 tokens are more than the 2048 of stitched.*cannot be extended.$",
         ),
         ({"max_error": 0.0}, "max_error is a finite number above 0"),
         ({"max_error": float("nan")}, "max_error is a finite number above 0"),

@@ -103,8 +103,8 @@ def test_by_default_all_that_approximate_softmax_are_selected_and_other_kernels_
         (["linformer"], ["linformer.rang=3"], UnknownNameError, "Did you mean 'rank'"),
         (["linformer"], ["linformer.rank=many"], DtypeError, "rank is a whole number, not 'many'"),
         (["linformer"], ["linformer.rank=0"], OptionError, "rank"),
-        (["exact"], ["linformer.rank=3"], OptionError, "'linformer' is not among the backends chosen"),
-        (["exact", "exact"], [], OptionError, "Two backends to be measured are called 'exact'"),
+        (["exact"], ["linformer.rank=3"], OptionError, "'linformer' is not a selected backend"),
+        (["exact", "exact"], [], OptionError, "Two of the backends are called 'exact'"),
         (["nowhere.py:f"], [], AttentionError, "nowhere.py"),
     ],
 )

@@ -1,4 +1,4 @@
-"""The error of a backend against exact attention: one record per backend, size and input."""
+"""Error of a backend against exact attention: one record per backend, size and input."""
 
 import copy
 from collections.abc import Iterable, Mapping, Sequence
@@ -32,13 +32,13 @@ def measure_error(
     option: str | None = None,
     size: int | None = None,
 ) -> Record:
-    """The errors of one backend on one subject, one for each draw of what is random in it.
+    """Errors of one backend on one subject, one per draw of its random features.
 
     Args:
-        option: The option that `size` is given to. A size that the backend refuses is tried as size + 1:
-            a window is odd.
+        option: Option that takes `size`. If the backend refuses a size, size + 1 is tried, since windows are
+            odd.
     """
-    # Inputs and features are drawn from streams of their own, so the same seed may serve both.
+    # Inputs and features use separate streams, so that one seed serves both.
     first, of = subject.seed, question.of
     seeds = range(first, first + (question.draws if SEED in variant.options else 1))
     chosen = variant if option is None or size is None else with_size(variant, option, size)
@@ -52,17 +52,17 @@ def measure_error(
             return replace(measured, calibrated_on=calibrated_on, flops=attention_flops(case, variant.target))
     except AttentionError as refusal:
         return failed(chosen, subject, of, "unsupported", str(refusal))
-    except Exception as failure:  # The backend may be anybody's code: whatever it raises is its result.
+    except Exception as failure:  # the backend may be external code: any exception is a result
         return failed(chosen, subject, of, "error", described(failure))
 
 
 def try_options(
     variant: Variant, subject: Subject, *, option: str | None = None, size: int | None = None
 ) -> None:
-    """Build a variant whose options were set, once: a value that never works is a wrong request.
+    """Build a variant once to validate its options; an option value that never works is a wrong request.
 
     Raises:
-        OptionError: If an option makes no sense there.
+        OptionError: If an option is invalid for the backend.
     """
     if variant.label == variant.backend:
         return
@@ -70,19 +70,19 @@ def try_options(
         with contained():
             _build(variant, subject, range(1), option, size)
     except UnsupportedError:
-        # No promise was made: that is a result, and is recorded as one.
+        # An unsupported request is a result and is recorded.
         return
     except AttentionError:
         raise
     except Exception:
-        # So is whatever somebody else's builder raises.
+        # An exception of an external builder is a result too.
         return
 
 
 def one_backend(
     variant: Variant, subject: Subject, *, option: str | None = None, size: int | None = None
 ) -> Any:
-    """The first draw of a variant, at a size if one is given, calibrated where it has to be."""
+    """The first draw of a variant, at a size if one is given, calibrated if required."""
     _, backends = _build(variant, subject, range(subject.seed, subject.seed + 1), option, size)
     _calibrate(backends, subject)
     return backends[0]
@@ -118,11 +118,11 @@ def _build_one(variant: Variant, subject: Subject, draw: int) -> Any:
 
 
 def _calibrate(backends: list[Any], subject: Subject) -> str | None:
-    """Calibrate, in their place, those that need it on the inputs that they are measured on."""
+    """Calibrate, in place, the backends that require it, on the inputs of the measurement."""
     if not backends[0].needs_calibration:
         return None
     for number, backend in enumerate(backends):
-        # What somebody else built is not to be changed by being measured.
+        # An already built backend must not be modified by a measurement.
         backends[number] = copy.deepcopy(backend)
         backends[number].calibrate(subject.activations.q, subject.activations.k)
     return SAME_INPUTS
@@ -136,7 +136,7 @@ def _measured(case: Case, subject: Subject, backends: Sequence[Any], question: Q
     unsafe = _unsafe(backends, q, k)
     if question.metrics == ("unsafe",):
         if unsafe is None:
-            # Why there are no denominators is said by the backend.
+            # The backend's own error explains why it has no denominators.
             backends[0].denominators(q, k)
         record = Record(case=case)
     elif question.of == "weights":
@@ -158,7 +158,7 @@ def _measured(case: Case, subject: Subject, backends: Sequence[Any], question: Q
 
 
 def output_record(case: Case, subject: Subject, question: Question, outputs: Iterable[Tensor]) -> Record:
-    """The errors of outputs, one for each draw, as the question wants them."""
+    """Errors of outputs, one per draw, by the metrics of the question."""
     found = [measure.output_error(output, subject.exact) for output in outputs]
     errors = {
         "output_relative_error": tuple(one.relative for one in found),
@@ -172,7 +172,7 @@ def output_record(case: Case, subject: Subject, question: Question, outputs: Ite
 
 
 def weights_record(case: Case, subject: Subject, question: Question, weights: Iterable[Tensor]) -> Record:
-    """The errors of attention weights, one for each draw, as the question wants them."""
+    """Errors of attention weights, one per draw, by the metrics of the question."""
     q, k, _ = subject.activations
     (quantity,) = question.quantities
     error = {"weights_relative_error": measure.weights_error, "weights_row_kl": measure.row_divergence}
@@ -190,7 +190,7 @@ def _recorded(case: Case, errors: Mapping[str, tuple[float, ...]]) -> Record:
 
 
 def _unsafe(backends: Sequence[Any], q: Tensor, k: Tensor) -> float | None:
-    """Share of rows without a positive denominator, mean over draws; None where there are no denominators."""
+    """Share of rows without a positive denominator, mean over draws; None without denominators."""
     try:
         return fmean(measure.unsafe_rows(backend.denominators(q, k)) for backend in backends)
     except UnsupportedError:
@@ -198,7 +198,7 @@ def _unsafe(backends: Sequence[Any], q: Tensor, k: Tensor) -> float | None:
 
 
 def directions_of(backend: Any) -> int | None:
-    """Rows of the random projection that a backend keeps."""
+    """Number of rows of the backend's random projection."""
     rows = [
         tensor.shape[0] for name, tensor in backend.named_buffers() if name.rpartition(".")[2] == "projection"
     ]
@@ -206,7 +206,7 @@ def directions_of(backend: Any) -> int | None:
 
 
 def failed(variant: Variant, subject: Subject, of: str, status: str, reason: str) -> Record:
-    """What could not be measured, with its reason as one line."""
+    """Record of a failed measurement, with a one-line reason."""
     return Record(case=error_case(variant, subject, of), status=status, reason=one_line(reason))
 
 

@@ -1,4 +1,4 @@
-"""Lengths, durations and memory limits as people type them."""
+"""Parsing and formatting of lengths, durations and memory limits."""
 
 import re
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ def parse_sizes(text: str | int | Sequence[int], *, name: str) -> tuple[int, ...
     """Whole numbers in rising order from `256,512`, `256:4096:x2`, `256:1024:256`, `1k`, or from numbers.
 
     Raises:
-        OptionError: If it is none of these; the message names the argument.
+        OptionError: If the text has none of these forms; the message names the argument.
     """
     if isinstance(text, str):
         sizes = [size for part in text.split(",") for size in _range(part, name=name, text=text)]
@@ -35,7 +35,7 @@ def parse_seconds(text: str | float, *, name: str) -> float:
 
 
 def parse_bytes(text: str | int, *, name: str, available: int | None) -> int | None:
-    """Bytes from `8GiB`, `500M` or a share of the available such as `70%`; None where that is unknown."""
+    """Bytes from `8GiB`, `500M` or a share of the available memory such as `70%`; None if that is unknown."""
     value = str(text).strip().lower()
     share = re.fullmatch(r"(\d+(?:\.\d+)?)\s*%", value)
     if share is not None and 0 < float(share[1]) <= 100:
@@ -47,7 +47,7 @@ def parse_bytes(text: str | int, *, name: str, available: int | None) -> int | N
 
 
 def show_bytes(amount: float) -> str:
-    """The amount in the unit that reads best: `1.5 GiB`."""
+    """Format bytes with the most readable unit: `1.5 GiB`."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if amount < 1000:
             return f"{amount:.3g} {unit}"
@@ -56,7 +56,7 @@ def show_bytes(amount: float) -> str:
 
 
 def show_seconds(amount: float) -> str:
-    """The duration in the unit that reads best: `1.5 ms`."""
+    """Format a duration with the most readable unit: `1.5 ms`."""
     for unit, factor in (("min", 60.0), ("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
         if amount >= factor:
             return f"{amount / factor:.3g} {unit}"
@@ -68,7 +68,7 @@ def _numbers(values: int | Sequence[int], *, name: str) -> Sequence[int]:
     wrong = [number for number in numbers if not _is_size(number)]
     if wrong or not numbers:
         shown = wrong[0] if wrong else numbers
-        raise OptionError(f"{name} is made of whole numbers from 1 to {_MOST_TOKENS}, not {shown!r}.")
+        raise OptionError(f"{name} takes whole numbers from 1 to {_MOST_TOKENS}, not {shown!r}.")
     return numbers
 
 

@@ -1,8 +1,8 @@
-"""The call that a case measures: of attention alone, of a block around it, of an encoder of such blocks.
+"""The measured call: attention alone, a block around it, or an encoder of such blocks.
 
-Blocks are the shared ones, post-norm with ReLU, model_dim = num_heads·head_dim and a feed-forward part four
-times as wide, as in the base model of Vaswani et al. 2017. Embeddings and positions are left out: they are
-the same for every attention.
+Blocks are post-norm with ReLU, model_dim = num_heads·head_dim and a feed-forward dimension of 4·model_dim, as
+in the base model of Vaswani et al. 2017. Embeddings and positions are omitted: they are the same for every
+attention.
 """
 
 import copy
@@ -29,19 +29,19 @@ from efficient_attn.sweep.variants import CEILING
 from efficient_attn.transformer.block import TransformerBlock
 from efficient_attn.transformer.stack import Encoder
 
-# The feed-forward part is so many times as wide as the model.
+# Ratio of the feed-forward dimension to model_dim.
 WIDENING = 4
 
 
 class Prepared(NamedTuple):
-    """A module on its device, and the call to be measured: forward, or forward and backward.
+    """A module on its device, and its measured call: forward, or forward and backward.
 
     Attributes:
-        checked: The call, with what it returns checked: it raises where that is no output or no gradient.
+        checked: The call with checks of its results; raises on an invalid output or gradient.
         inputs: q, k, v [batch heads tokens head_dim], or x [batch tokens model_dim].
-        streams: It carries a state from call to call.
-        flops: Operations of the call's matrix products; None where nobody counted.
-        calibrated_on: What backends that needed it were calibrated on; None: none did.
+        streams: Whether the module supports incremental decoding.
+        flops: Operations of the call's matrix products; None if not counted.
+        calibrated_on: Calibration inputs of backends that need calibration; None: no backend does.
     """
 
     module: Any
@@ -54,12 +54,12 @@ class Prepared(NamedTuple):
 
 
 def prepare(case: Case, target: Any, inputs: str | None = None) -> Prepared:
-    """Build what the case measures, around the backend that `target` names or is.
+    """Build the module of a case, around the backend that `target` names or is.
 
     Args:
-        inputs: A file of q, k, v for attention alone; None: a Gaussian draw.
+        inputs: File of q, k, v for attention alone; None: a Gaussian draw.
     """
-    # What somebody else built is copied: moving it to a dtype or device must not change the original.
+    # An existing module is copied: moving it to a dtype or device must not change the original.
     own = target if isinstance(target, str) else copy.deepcopy(target)
     spec = _PLAIN.get(case.backend) or resolve(own)
     if case.backward and not spec.capabilities.gradients:
@@ -74,7 +74,7 @@ def prepare(case: Case, target: Any, inputs: str | None = None) -> Prepared:
     calibrated_on = _calibrate(module, tensors)
     call = _with_backward(module, tensors, gradient) if case.backward else _forward(module, tensors)
     streams = case.causal and bool(spec.capabilities.streaming)
-    # Operations are counted for q, k and v of one shape.
+    # Operation counts are defined for q, k and v of one shape.
     alike = len({tensor.shape for tensor in tensors}) == 1
     counted = flops(case, spec, feed_forward_dim=WIDENING * case.model_dim) if alike else None
     checked = functools.partial(_checked, module, call, case)
@@ -82,7 +82,7 @@ def prepare(case: Case, target: Any, inputs: str | None = None) -> Prepared:
 
 
 def state_bytes(prepared: Prepared) -> int | None:
-    """Bytes carried on after all tokens; None where there is no state."""
+    """Bytes of the streaming state after all tokens; None without a state."""
     if not prepared.streams:
         return None
     with torch.no_grad():
@@ -91,7 +91,7 @@ def state_bytes(prepared: Prepared) -> int | None:
 
 
 def _build(case: Case, spec: BackendSpec, scale: float | None) -> Any:
-    """The module; its weights are drawn from the seed of the case, and the global generator is left alone."""
+    """Build the module with weights drawn from the case's seed; leaves the global generator unchanged."""
     with torch.random.fork_rng(devices=()):
         torch.default_generator.manual_seed(case.seed)
         return _attention(case, spec, scale) if case.of == "attention" else _BLOCKS[case.of](case, spec)
@@ -139,7 +139,7 @@ _BLOCKS: dict[str, Callable[[Case, BackendSpec], Any]] = {"block": _block, "enco
 
 
 class _Values(nn.Module):
-    """attention := v. A block costs at least what it costs around this."""
+    """Identity attention, the values themselves: upper bound on the speed-up of a block."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
         return v
@@ -147,7 +147,7 @@ class _Values(nn.Module):
 
 _VALUES = BackendSpec(
     name=CEILING,
-    summary="The values themselves, in the place of attention.",
+    summary="Identity attention: the values themselves.",
     options_type=NoOptions,
     capabilities=Capabilities(causal=True, streaming=False),
     builder=lambda problem, options: _Values(),
@@ -156,7 +156,7 @@ _VALUES = BackendSpec(
 
 
 class _Mean(nn.Module):
-    """Every query gets the mean of the values, written out for each of them as a backend would."""
+    """Uniform attention: the mean of the values, expanded to every query as in a backend."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
         mean = v.mean(dim=-2, keepdim=True).repeat_interleave(q.shape[1] // v.shape[1], dim=1)
@@ -165,18 +165,18 @@ class _Mean(nn.Module):
 
 _MEAN = BackendSpec(
     name=MEAN_OF_VALUES,
-    summary="The mean of the values for every query.",
+    summary="Uniform attention: the mean of the values for every query.",
     options_type=NoOptions,
     capabilities=Capabilities(causal=False),
     builder=lambda problem, options: _Mean(),
 )
 
-# What is measured beside backends and is none.
+# Baselines that are measured with the backends.
 _PLAIN = {CEILING: _VALUES, MEAN_OF_VALUES: _MEAN}
 
 
 def _calibrate(module: Any, inputs: list[Tensor]) -> str | None:
-    """Calibrate what needs it on the inputs that are measured: it costs time once, and no call of it."""
+    """Calibrate the backends that require it on the measured inputs; not part of the measured call."""
     if not any(isinstance(part, Backend) and part.needs_calibration for part in module.modules()):
         return None
     calibrate(module, *inputs)
@@ -192,7 +192,7 @@ def _forward(module: Any, inputs: list[Tensor]) -> Callable[[], object]:
 
 
 def _with_backward(module: Any, inputs: list[Tensor], gradient: Tensor) -> Callable[[], object]:
-    """Forward, then the gradients of the inputs and of everything that is learned."""
+    """A forward pass, then the gradients with respect to inputs and parameters."""
     own = [tensor.detach().requires_grad_() for tensor in inputs]
     learned = list(_learned(module).values())
 
@@ -207,13 +207,13 @@ def _learned(module: Any) -> dict[str, Tensor]:
 
 
 def _checked(module: Any, call: Callable[[], Any], case: Case) -> object:
-    """The call, refused where a backend returns no output, or a gradient is missing or not finite."""
+    """Make the call; raises on an invalid output, or a missing or non-finite gradient."""
     with outputs_checked(module):
         result = call()
     if case.backward:
         learned = _learned(module)
         names = [*(["q", "k", "v"] if case.of == "attention" else ["x"]), *learned]
-        # A backend may keep parameters that it does not use; what is no attention reads no q and no k.
+        # A backend may have unused parameters; baselines do not read q and k.
         own = {id(one) for backend in backends_in(module) for one in backend.parameters()}
         optional = [name for name, one in learned.items() if id(one) in own]
         optional += ["q", "k"] if case.backend in _PLAIN else []
@@ -222,14 +222,14 @@ def _checked(module: Any, call: Callable[[], Any], case: Case) -> object:
 
 
 def _inputs(case: Case) -> tuple[Tensor, ...]:
-    """Gaussian inputs, and last a gradient of the output, all of one shape."""
+    """Gaussian inputs, followed by an upstream gradient, all of one shape."""
     if case.of == "attention":
         shape = (case.batch, case.num_heads, case.tokens, case.head_dim)
         return _gaussian(4, shape, case.dtype, case.device, case.seed)
     return _gaussian(2, (case.batch, case.tokens, case.model_dim), case.dtype, case.device, case.seed)
 
 
-# The last ones are kept: all backends at a length read the same, be it alone or in a block.
+# Cached: all backends at a length share the same inputs, alone or in a block.
 @functools.lru_cache(maxsize=2)
 def _gaussian(count: int, shape: tuple[int, ...], dtype: str, device: str, seed: int) -> tuple[Tensor, ...]:
     generator = torch.Generator().manual_seed(seed)

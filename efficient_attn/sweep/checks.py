@@ -1,4 +1,4 @@
-"""The conformance suite in another process: a check that hangs or crashes is a record, the next one runs."""
+"""The conformance suite in a child process: a check that hangs or crashes becomes a record."""
 
 import json
 from collections.abc import Iterable
@@ -10,13 +10,13 @@ from efficient_attn.sweep.amounts import show_seconds
 from efficient_attn.sweep.process import CrashError, Process
 from efficient_attn.sweep.proof import refusal_of
 
-# Seconds for one check; an idle machine takes less than one for most of them.
+# Time limit of one check; most take less than a second on an idle machine.
 DEFAULT_TIMEOUT_S = 60.0
 
-# What hangs in so many checks hangs in all: the others are not tried.
+# After this many hanging checks the remaining ones are not tried.
 _MOST_HANGS = 3
 
-# Seconds for the names of the checks, which run nothing.
+# Time limit for listing the checks, which runs none.
 _NAMES_S = 60.0
 
 
@@ -28,23 +28,23 @@ def check_isolated(
     timeout_s: float = DEFAULT_TIMEOUT_S,
     long: bool = False,
 ) -> list[CheckRecord]:
-    """The records of `testing.check_backend` for a name or an address, made in another process.
+    """Records of `testing.check_backend` for a name or an address, computed in a child process.
 
     Args:
-        seed: Seed of the inputs.
+        seed: Random seed of the inputs.
         only: Names of the checks to run; None: all.
-        timeout_s: Seconds for one check, and for the import of the backend.
+        timeout_s: Time limit of one check, and of the import of the backend.
         long: Whether the long form of the suite runs.
 
     Raises:
-        DataError: If there is no such backend, or importing it takes too long or ends the process.
-        UnknownNameError: If there is no such check.
+        DataError: If the backend does not exist, or its import takes too long or ends the process.
+        UnknownNameError: If a check does not exist.
     """
     with Process() as process:
         refusal = refusal_of(backend, process, rehearse=False, limit_s=timeout_s)
         if refusal is not None:
             raise DataError(refusal)
-        # A check of the long form alone runs where it is asked for by name.
+        # A check of the long form also runs if it is named.
         every = long or only is not None
         promises: dict[str, str] = json.loads(process.ask("checks", {"long": every}, limit_s=_NAMES_S))
         chosen = list(promises) if only is None else list(only)
@@ -57,17 +57,17 @@ def check_isolated(
             request = {"target": backend, "check": name, "seed": seed, "long": long}
             lost = partial(CheckRecord, backend=backend, check=name, promise=promises[name])
             if hung == _MOST_HANGS:
-                detail = f"Not tried: {hung} checks before it did not end."
+                detail = f"Not tried: {hung} earlier checks did not end."
                 records.append(lost(outcome=UNKNOWN, detail=detail))
                 continue
             try:
                 answer = process.ask("check", request, limit_s=timeout_s)
             except TimeoutError:
                 hung += 1
-                detail = f"It took longer than {show_seconds(timeout_s)} (raise it with --timeout)."
+                detail = f"The check took longer than {show_seconds(timeout_s)} (raise it with --timeout)."
                 records.append(lost(outcome=BROKEN, detail=detail, failed=True))
             except CrashError as ending:
-                detail = f"It did not end: {ending}."
+                detail = f"The check did not end: {ending}."
                 records.append(lost(outcome=BROKEN, detail=detail, failed=True))
             else:
                 records.append(CheckRecord(**json.loads(answer)))

@@ -1,7 +1,7 @@
-"""The process that runs backends: a request a line in, an answer a line out, over two pipes of their own.
+"""The child process that runs backends: one request per line in, one answer per line out, over two pipes.
 
-Its stdout belongs to the backends, and is where stderr is. It ends, with all that it started, as soon as
-nobody is left to ask.
+Its stdout, which belongs to the backends, is redirected to stderr. The process ends, with all its children,
+as soon as the parent is gone.
 """
 
 import faulthandler
@@ -18,26 +18,26 @@ from efficient_attn.sweep import jobs
 
 READY = "ready"
 
-# Threads and libraries reserve addresses that they never fill; so many are not held against a backend.
+# Address space that threads and libraries reserve without using it; excluded from the limit.
 _RESERVED_BYTES = 1 << 30
 
-# The asker ends what is late; if it is gone and Python hangs in C, the process ends itself this much later.
+# The parent kills late children; if it is gone and C code hangs, the child ends itself this much later.
 _GRACE_S, _LONGEST_S = 5.0, 1e6
 
 
 def main(requests: int, answers: int, limit_bytes: int | None = None) -> None:
-    """Answer requests from one file descriptor to the other, for ever.
+    """Serve requests from one file descriptor to the other, for ever.
 
     Args:
-        limit_bytes: Memory that may be allocated on the CPU once torch is loaded.
+        limit_bytes: Limit on CPU memory allocated after torch is loaded.
     """
-    # No terminal interrupts it: a backend that sends itself the signal ends nothing.
+    # Ctrl-C is ignored, so that a backend that sends itself SIGINT has no effect.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # Before torch is loaded, so that an asker who leaves at once leaves nothing behind.
+    # Started before torch is loaded, so that a parent that exits at once leaves no child behind.
     received: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
     threading.Thread(target=_receive, args=(requests, received), daemon=True).start()
-    # Loaded before the first request: it takes longer than most measurements. Torch comes with it.
-    from efficient_attn.sweep import calls  # noqa: F401  (loading is part of starting, not of the first point)
+    # torch is loaded before the first request, since it takes longer than most measurements.
+    from efficient_attn.sweep import calls  # noqa: F401  (part of the start-up, not of the first point)
 
     if limit_bytes is not None:
         _limit_memory(limit_bytes)
@@ -47,7 +47,7 @@ def main(requests: int, answers: int, limit_bytes: int | None = None) -> None:
 
 
 def _limit_memory(limit_bytes: int) -> None:
-    """Refuse allocations beyond the limit, where the system says how much is taken already."""
+    """Refuse allocations beyond the limit, if the system reports current usage."""
     import resource
 
     try:
@@ -61,7 +61,7 @@ def _limit_memory(limit_bytes: int) -> None:
 
 def _answer(request: dict[str, Any]) -> str:
     with open(os.devnull, "wb") as nowhere:
-        # Of what Python offers this alone needs no lock that a hanging call may hold.
+        # faulthandler is the only timer in Python that needs no lock, which a hanging call may hold.
         end_s = min(request["limit_s"] + _GRACE_S, _LONGEST_S)
         faulthandler.dump_traceback_later(end_s, exit=True, file=nowhere)
         try:
@@ -71,7 +71,7 @@ def _answer(request: dict[str, Any]) -> str:
 
 
 def _receive(requests: int, received: "queue.SimpleQueue[dict[str, Any]]") -> None:
-    """Pass requests on; a thread of its own notices the end of the asker during a measurement too."""
+    """Queue requests; runs in a thread of its own, which notices the end of the parent at any time."""
     with os.fdopen(requests, encoding="utf-8") as lines:
         for text in lines:
             received.put(json.loads(text))

@@ -1,4 +1,4 @@
-"""The operations of the call that a case measures, and the rate of the machine that it is measured on."""
+"""Operation counts of the measured call, and the peak rate of the machine."""
 
 import functools
 from dataclasses import replace
@@ -13,10 +13,10 @@ from efficient_attn.theory.complexity import block_flops, call_cost
 
 
 def flops(case: Case, spec: BackendSpec, *, feed_forward_dim: int) -> int | None:
-    """Operations of the matrix products of one call; None where nobody counted those of the backend.
+    """Operations of the matrix products of one call; None if the backend does not count them.
 
     Args:
-        feed_forward_dim: Of a block, where the case measures one or several.
+        feed_forward_dim: Feed-forward dimension of a block or encoder.
     """
     problem = AttentionProblem(
         head_dim=case.head_dim, num_heads=case.num_heads, max_tokens=case.tokens, causal=case.causal
@@ -37,15 +37,15 @@ def flops(case: Case, spec: BackendSpec, *, feed_forward_dim: int) -> int | None
 
 
 def attention_flops(case: Case, target: Any) -> int | None:
-    """Operations of the attention of one layer, whatever the case is about; None where nobody counted."""
+    """Operations of the attention of one layer of the case; None if the backend does not count them."""
     return flops(replace(case, of="attention"), resolve(target), feed_forward_dim=0)
 
 
 @functools.cache
 def machine_rate(dtype: str, device: str, threads: int) -> float:
-    """Operations per second of large matrix products, measured once in a process for each of its settings.
+    """Peak operations per second of large matrix products, measured once per process and setting.
 
     Args:
-        threads: Those that torch has now.
+        threads: Current number of threads.
     """
     return product_rate(dtype, device)

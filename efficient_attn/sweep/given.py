@@ -1,4 +1,4 @@
-"""The q, k, v that a case is measured on where they are no Gaussian draw, handed from process to process."""
+"""Files of the q, k, v that a case is measured on, for transfer between processes."""
 
 import functools
 from pathlib import Path
@@ -12,11 +12,11 @@ from efficient_attn.measure.inputs import Activations, read_activations
 
 
 class Given(NamedTuple):
-    """What a file held.
+    """Content of a file.
 
     Attributes:
-        tensors: q, k, v, and a gradient of the output.
-        scale: Factor on q·k; None stands for 1/√head_dim.
+        tensors: q, k, v, and an upstream gradient.
+        scale: Factor on q·k; None: 1/√head_dim.
     """
 
     tensors: tuple[Tensor, Tensor, Tensor, Tensor]
@@ -24,16 +24,16 @@ class Given(NamedTuple):
 
 
 def write_given(path: str | Path, activations: Activations, *, scale: float) -> None:
-    """Write q, k, v in their dtype as `read_activations` reads them."""
+    """Write q, k, v in their dtype, in the format of `read_activations`."""
     named = zip(Activations._fields, activations, strict=True)
     tensors = {name: tensor.cpu().contiguous() for name, tensor in named}
     save_file(tensors, path, metadata={"scale": repr(scale)})
 
 
-# All backends of a comparison read the same.
+# Cached: all backends of a comparison share the same inputs.
 @functools.lru_cache(maxsize=1)
 def read_given(path: str, dtype: str, device: str) -> Given:
-    """The q, k, v of a file in this dtype on this device, and ones for a gradient."""
+    """The q, k, v of a file in this dtype on this device, and an upstream gradient of ones."""
     captured = read_activations(path)
     (layer,) = captured.layers.values()
     q, k, v = (tensor.to(device=device, dtype=getattr(torch, dtype)) for tensor in layer)

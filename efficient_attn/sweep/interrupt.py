@@ -1,4 +1,4 @@
-"""An interruption waits while something is written down, and ends the run right after."""
+"""Deferred interruption: a signal during a write takes effect right after it."""
 
 import os
 import signal
@@ -13,8 +13,8 @@ _ENDS = (signal.SIGINT, signal.SIGTERM)
 
 @contextmanager
 def held() -> Iterator[None]:
-    """Let Ctrl-C and a request to end wait until the block is done: a row is written whole, once."""
-    # Python handles signals in the main thread only; elsewhere nothing can interrupt.
+    """Defer SIGINT and SIGTERM until the block is done, so that a row is written whole, exactly once."""
+    # Python handles signals in the main thread only; other threads are never interrupted.
     if threading.current_thread() is not threading.main_thread():
         yield
         return

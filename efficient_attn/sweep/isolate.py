@@ -1,6 +1,6 @@
-"""Measure in another process, so that a backend that crashes, hangs or eats all memory costs one record.
+"""Process isolation: a backend that crashes, hangs or exhausts memory costs one record.
 
-The process is reused while it is healthy.
+The child process is reused while it is healthy.
 """
 
 import os
@@ -20,7 +20,7 @@ from efficient_attn.sweep.records import Case, Record, parse
 
 NONE, REUSE, POINT = ISOLATIONS = ("none", "reuse", "point")
 
-# What a process group without pipes for its children could not do is not tried.
+# Isolation requires process groups and inherited pipes, which only POSIX has.
 DEFAULT_ISOLATION = REUSE if os.name == "posix" else NONE
 DEFAULT_TIMEOUT_S = 60.0
 
@@ -28,7 +28,7 @@ DEFAULT_TIMEOUT_S = 60.0
 def measuring(
     isolate: str, *, timeout_s: float, limit_bytes: int | None = None, inputs: str | None = None
 ) -> AbstractContextManager[Callable[..., Record]]:
-    """What measures a case: here for `none`, else in a process, kept (`reuse`) or new each time (`point`)."""
+    """The function that measures a case: here (`none`), or in a child, kept (`reuse`) or new (`point`)."""
     if isolate not in ISOLATIONS:
         raise OptionError(f"isolate is {', '.join(ISOLATIONS)}, not {isolate!r}.")
     if not timeout_s > 0:
@@ -39,13 +39,13 @@ def measuring(
 
 
 class Isolated:
-    """Measures cases in a process that is replaced after every failure.
+    """Measures cases in a child process that is replaced after every failure.
 
     Args:
-        timeout_s: Seconds for one point: all turns of a time together, or a memory; building is part of it.
-        limit_bytes: Memory that the process may take beside what it has when it is ready.
-        each: A new process for every request.
-        inputs: A file of the q, k, v that cases are measured on; None: Gaussian draws.
+        timeout_s: Time limit per point: all rounds of a time together, or one memory, including construction.
+        limit_bytes: Memory that the process may allocate beyond its start-up.
+        each: Whether to start a new process for every request.
+        inputs: File of the q, k, v to measure on; None: Gaussian draws.
     """
 
     def __init__(
@@ -71,11 +71,11 @@ class Isolated:
         self._process.close()
 
     def __call__(self, case: Case, *, target: str | None = None, seconds: float) -> Record:
-        """The record of one case; whatever becomes of the process, there is one."""
+        """Measure one case; always returns a record, whatever happens to the process."""
         used = self._process.is_running
         request = {"case": asdict(case), "target": target, "seconds": seconds, "inputs": self._inputs}
         record = self._tried(case, request)
-        # What an earlier point leaked must not be held against this one.
+        # Out of memory in a used process may be due to leaks of earlier points: retry in a new one.
         return self._tried(case, request) if used and record.status == "oom" else record
 
     def _tried(self, case: Case, request: Mapping[str, Any]) -> Record:
@@ -98,12 +98,12 @@ class Isolated:
             answer = self._process.ask("measure", request, limit_s=max(self._timeout_s - spent_s, 0.0))
             return replace(parse(answer, "The answer"), case=case)
         except TimeoutError:
-            before = f", {show_seconds(spent_s)} of them in earlier turns" if spent_s else ""
+            before = f", {show_seconds(spent_s)} of it in earlier rounds" if spent_s else ""
             reason = f"took longer than {show_seconds(self._timeout_s)}{before} (raise it with --timeout)"
             return Record(case=case, status="timeout", reason=reason)
         except CrashError as ending:
             return Record(case=case, status="crash", reason=str(ending))
         except DataError:
-            return Record(case=case, status="crash", reason="the process answered with no record")
+            return Record(case=case, status="crash", reason="the process returned an invalid record")
         finally:
             self._spent_s[case.key] = spent_s + time.monotonic() - start

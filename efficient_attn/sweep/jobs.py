@@ -1,4 +1,4 @@
-"""The requests that a process of ours answers: each runs code that may be anybody's."""
+"""Requests to a child process; each may run external code."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -11,12 +11,12 @@ from efficient_attn.errors import AttentionError
 from efficient_attn.sweep import worker
 from efficient_attn.sweep.records import Case, line
 
-# A rehearsal is a call on so many tokens of two heads.
+# Size of a trial call.
 _TOKENS, _HEADS, _HEAD_DIM = 16, 2, 8
 
 
 def answer(request: Mapping[str, Any]) -> str:
-    """The answer to a request, one line."""
+    """The answer to a request, as one line."""
     return _JOBS[request["job"]](request)
 
 
@@ -26,7 +26,7 @@ def _measure(request: Mapping[str, Any]) -> str:
 
 
 def _load(request: Mapping[str, Any]) -> str:
-    """Why there is no such backend; None if there is one. What a first call raises is no reason."""
+    """Error message if the backend does not exist, else None; exceptions of a trial call do not count."""
     try:
         spec = _resolved(request["target"])
     except AttentionError as error:
@@ -45,7 +45,7 @@ def _checks(request: Mapping[str, Any]) -> str:
 
 
 def _check(request: Mapping[str, Any]) -> str:
-    """One check of a backend, as the fields of its record."""
+    """Run one check of a backend; returns the fields of its record."""
     from efficient_attn.testing import check_backend
 
     spec, name = _resolved(request["target"]), request["check"]
@@ -63,7 +63,7 @@ def _resolved(target: str) -> Any:
 
 
 def _rehearse(spec: Any) -> None:
-    """Build it and call it once: a study in the process of its user would not survive a hang or a crash."""
+    """Build and call the backend once, to find hangs and crashes before it runs in the user's process."""
     import torch
 
     from efficient_attn.backends import build
@@ -73,7 +73,7 @@ def _rehearse(spec: Any) -> None:
             backend = build(spec, head_dim=_HEAD_DIM, num_heads=_HEADS, max_tokens=_TOKENS).eval()
             backend(*torch.randn(3, 1, _HEADS, _TOKENS, _HEAD_DIM))
     except Exception as error:
-        # The study will find out itself, and record it.
+        # The study will meet and record the same exception.
         described(error)
 
 

@@ -1,4 +1,4 @@
-"""The error of one entry of the softmax kernel: measured over draws, beside what theory says it is."""
+"""Error of the softmax kernel at single pairs: measured over draws, and predicted by theory."""
 
 import math
 from collections.abc import Sequence
@@ -18,10 +18,10 @@ from efficient_attn.theory.dense_exponential import DenseExponential, log_oprf_e
 from efficient_attn.theory.kurtosis import standard_error
 from efficient_attn.theory.numbers import Floats, log_expm1
 
-# Pairs of one norm and angle in random directions, under each draw.
+# Pairs of one norm and angle, in random directions, per draw.
 PAIRS = 64
 
-# A measurement whose standard error is predicted above this share of the error tells nothing, and errs low.
+# Measurements with a predicted standard error above this share are under-sampled, and biased low.
 _MOST_UNCERTAIN = 0.5
 
 _INDEPENDENT = {
@@ -34,13 +34,13 @@ _INDEPENDENT = {
 
 
 def pairs(*, norm: float, angle: float, head_dim: int, seed: int) -> Activations:
-    """q and k, float64 [1 1 pairs head_dim], whose scaled vectors have this length and angle.
+    """q and k, float64 [1 1 pairs head_dim], whose scaled vectors have this norm and angle.
 
     x = q/head_dim^¼ and y = k/head_dim^¼, so that exp(x·y) is the softmax kernel at 1/√head_dim.
 
     Args:
         norm: |x| = |y|.
-        angle: Between x and y, in degrees.
+        angle: Angle between x and y in degrees.
     """
     positive_count("head_dim", head_dim)
     generator = Generator().manual_seed(int(np.random.SeedSequence((seed, 2)).generate_state(1)[0]))
@@ -52,14 +52,14 @@ def pairs(*, norm: float, angle: float, head_dim: int, seed: int) -> Activations
 
 
 def kernel_record(case: Case, backends: Sequence[Any], q: Tensor, k: Tensor, scale: float) -> Record:
-    """The mean over draws, or the reason why so many draws cannot tell it."""
+    """Mean error over draws, or the reason why the draws are too few."""
     value = float(torch.exp(scale * (q * k).sum(dim=-1)).mean())
     expected, uncertainty = _expected(backends[0], q, k, len(backends))
     known = None if expected is None else expected * value**2
     if uncertainty > _MOST_UNCERTAIN:
         reason = (
-            f"{len(backends)} draws would tell this error to {uncertainty:.1g} times itself: it sits where "
-            "directions are almost never drawn, and would come out too small."
+            f"{len(backends)} draws are too few: the standard error is {uncertainty:.1g} times the error, "
+            "which rare directions dominate, so that the mean would come out too small."
         )
         return Record(
             case=case, status="skipped", reason=reason, expected_kernel_mse=known, kernel_value=value
@@ -76,7 +76,7 @@ def kernel_record(case: Case, backends: Sequence[Any], q: Tensor, k: Tensor, sca
 
 
 def _expected(backend: Any, q: Tensor, k: Tensor, draws: int) -> tuple[float | None, float]:
-    """The error over SM² by theory, None where no closed form is known; and how uncertain draws leave it."""
+    """Theoretical error over SM², None without a closed form; and its relative standard error over draws."""
     core = backend.core
     random = getattr(getattr(core, "features", None), "random", getattr(core, "features", None))
     projection = getattr(backend.options, "projection", None)
@@ -108,7 +108,7 @@ def _log_errors(kind: str, projection: str, x: Floats, y: Floats, m: int, a: Flo
         member = DenseExponential(transform=identity, basis=identity, parameters=a)
         return log_expm1(np.maximum(np.diag(log_second_moments(member, x, y)), 0.0)) - math.log(m)
     if np.ptp(a) > 0:
-        # Axes of different a have no closed form for coupled directions.
+        # Coupled directions have a closed form only for equal a along all axes.
         return None
     excess = getattr(couplings, f"{projection}_pair_excess")(sums, head_dim=head_dim)
     one = log_oprf_error(sums, head_dim=head_dim, a=float(a[0]))

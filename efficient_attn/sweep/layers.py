@@ -16,18 +16,18 @@ def joint_name(names: Sequence[str]) -> str:
 
 
 def is_layer(inputs: str) -> bool:
-    """Whether the name is that of one layer of a model."""
+    """Whether the name denotes one layer of a model."""
     return _SINGLE.fullmatch(inputs) is not None
 
 
 def single_names(inputs: str) -> tuple[str, ...]:
-    """The inputs that a joint name stands for; any other name stands for itself."""
+    """The inputs behind a joint name; any other name stands for itself."""
     found = _SEVERAL.fullmatch(inputs)
     return tuple(f"{found[1]}(layer={layer})" for layer in found[2].split(",")) if found else (inputs,)
 
 
 def timed(count: int) -> int:
-    """Position, among so many layers, of the one whose q, k and v are timed."""
+    """Index of the timed layer among `count` layers."""
     return count // 2
 
 

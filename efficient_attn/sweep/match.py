@@ -1,7 +1,7 @@
-"""Sizes at which backends take as much as each other: as many directions, operations, seconds or bytes.
+"""Sizes that give backends equal budgets of directions, operations, seconds or bytes.
 
-A budget is what `REFERENCE` takes with so many features; every other backend gets the largest size that
-stays within it.
+A budget is the cost of `REFERENCE` at a number of features; every other backend gets the largest size within
+the budget.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,7 +22,7 @@ from efficient_attn.sweep.variants import Variant, select
 
 REFERENCE = "performer-positive"
 
-# Sizes that are tried where amounts are counted; where they are measured, powers of two.
+# Largest size for counted costs; measured costs are tried at powers of two.
 _MOST = 1 << 14
 _COUNTED = ("directions", "flops")
 _CALLS = 5
@@ -31,7 +31,7 @@ Amount = Callable[[Variant, Subject, str, int], float]
 
 
 class Match(NamedTuple):
-    """A size, what it takes, and how many features of the reference take no less."""
+    """A size, its cost, and the number of features of the reference with at least this cost."""
 
     size: int
     amount: float
@@ -41,14 +41,14 @@ class Match(NamedTuple):
 def matched(
     variant: Variant, subject: Subject, option: str, sizes: Sequence[int], quantity: str
 ) -> list[Match]:
-    """The largest size within each budget; each size comes once, and no size below the smallest budget.
+    """The largest size within each budget, without repetitions, and none below the smallest budget.
 
     Args:
         sizes: Numbers of features of the reference.
         quantity: `directions`, `flops`, `time` or `memory`.
 
     Raises:
-        UnsupportedError: If nobody counted what the backend takes, or no size is within any budget.
+        UnsupportedError: If the cost of the backend is unknown, or no size is within any budget.
     """
     reference, taken = _reference(), _AMOUNTS[quantity]
     tried = _sizes(variant, subject, option, _MOST if quantity in _COUNTED else 4 * max(sizes), quantity)
@@ -69,7 +69,7 @@ def matched(
 
 
 def _sizes(variant: Variant, subject: Subject, option: str, most: int, quantity: str) -> list[int]:
-    """What is tried: sizes that the backend takes as they are; one that it refuses becomes the next."""
+    """Candidate sizes; a size that the backend refuses is replaced by the next one."""
     built = {
         getattr(one_backend(variant, subject, option=option, size=size).options, option) for size in (3, 4)
     }
@@ -77,14 +77,14 @@ def _sizes(variant: Variant, subject: Subject, option: str, most: int, quantity:
     if quantity in _COUNTED:
         tried = [size for size in range(1, most + 1) if size % 2 in odd_or_even]
     else:
-        # Windows are odd: one more than a power of two.
+        # Windows are odd: powers of two plus one.
         more = 1 if odd_or_even == {1} else 0
         tried = [(1 << power) + more for power in range(1, most.bit_length())]
     return [size for size in tried if possible(size, tokens=subject.tokens, options=variant.options)]
 
 
 def _largest_within(amount: Callable[[int], float], sizes: Sequence[int], budget: float) -> int | None:
-    """By bisection: amounts rise with sizes."""
+    """The largest size within the budget, by bisection: costs rise with sizes."""
     low, high = 0, len(sizes)
     while low < high:
         middle = (low + high) // 2
@@ -103,7 +103,7 @@ def _reference() -> Variant:
 
 def _directions(variant: Variant, subject: Subject, option: str, size: int) -> float:
     """Rows of the projection; ranks and windows count as they are."""
-    # Two features are the fewest that every map makes.
+    # Two features are the minimum of every feature map.
     rows = _two_features(variant, subject, option, 2)
     return size * (rows / 2 or 1.0)
 
@@ -113,7 +113,7 @@ def _rows_of_two(variant: Variant, subject: Subject, option: str, size: int) -> 
 
 
 def _flops(variant: Variant, subject: Subject, option: str, size: int) -> float:
-    """Operations of one head's products."""
+    """Operations of the products of one head."""
     spec = resolve(variant.target)
     problem = AttentionProblem(
         head_dim=subject.head_dim, num_heads=subject.activations.q.shape[1], max_tokens=subject.tokens
@@ -121,12 +121,12 @@ def _flops(variant: Variant, subject: Subject, option: str, size: int) -> float:
     options = spec.options_type(**{**variant.options, option: size})
     flops = spec.flops(problem, options, subject.tokens)
     if flops is None:
-        raise UnsupportedError(f"match cannot be 'flops' for {variant.backend!r}: nobody counted them.")
+        raise UnsupportedError(f"match cannot be 'flops' for {variant.backend!r}, which counts none.")
     return float(flops)
 
 
 def _time(variant: Variant, subject: Subject, option: str, size: int) -> float:
-    """Seconds of a call on these inputs, the median of a few."""
+    """Median seconds of a few calls on these inputs."""
     call, time_call = _call(variant, subject, option, size), clock.clock("cpu")
     call()
     return median(time_call(call) for _ in range(_CALLS))
@@ -148,7 +148,7 @@ def _call(variant: Variant, subject: Subject, option: str, size: int) -> Callabl
 
 
 def _remembered(amount: Amount) -> Amount:
-    """The same amount for every budget: what was measured once is not measured again."""
+    """Cache measured costs for later budgets."""
     known: dict[tuple[Any, ...], float] = {}
 
     def remembered(variant: Variant, subject: Subject, option: str, size: int) -> float:

@@ -1,4 +1,4 @@
-"""What a model gives and costs with its attention swapped: one record for each backend and layer."""
+"""Outputs and costs of a model with replaced attention: one record per backend and layer."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -29,20 +29,20 @@ from efficient_attn.sweep.sizes import OWN, SEED
 from efficient_attn.sweep.variants import Variant
 from efficient_attn.sweep.worker import answer, memory_of, time_of
 
-# What data-dependent parameters are found from: the other texts are then new to them.
+# Text for calibration; the other texts are held out.
 FIRST_TEXT = "the first text"
 
-# Of one turn of a time: a call takes long, and of one alone nobody could tell whether it was held up.
+# Duration of one round of timing, and its fewest calls: of a single call a preemption would go unnoticed.
 _TURN_S, _FEWEST_CALLS = 0.3, 2
 
 
 @dataclass(frozen=True, eq=False)
 class ModelSubject:
-    """A model and the texts that it reads.
+    """A model and the texts that it runs on.
 
     Attributes:
-        texts: Token ids, [1 tokens] each, all of one length.
-        shared: The fields that all cases have.
+        texts: Token ids, [1 tokens] each, of one length.
+        shared: Fields common to all cases.
     """
 
     opened: Opened
@@ -61,7 +61,7 @@ class ModelSubject:
 
     @cached_property
     def exact(self) -> tuple[Outputs, ...]:
-        """What the model gives with its own attention."""
+        """Outputs of the model with its own attention."""
         return tuple(run(self.model, ids, predicts=self.predicts) for ids in self.texts)
 
     def case(self, kind: str, variant: Variant, layer: int | None = None) -> Case:
@@ -81,36 +81,36 @@ class ModelSubject:
 
 
 def own() -> Variant:
-    """The attention that the model came with."""
+    """The model's own attention."""
     return Variant(backend=OWN, label=OWN, target=OWN)
 
 
 def measure_swap(variant: Variant, subject: ModelSubject, *, seeds: int, layer: int | None = None) -> Record:
-    """How far the model's outputs are from its own, for every text with every draw of random features."""
+    """Distance of the model's outputs from the original, for every text and draw of random features."""
     case = subject.case("swap", variant, layer)
     return answer(case, lambda: _measured(case, variant, subject, seeds, layer))
 
 
 def measure_own(subject: ModelSubject) -> Record:
-    """The perplexity of the model as it came."""
+    """Perplexity of the original model."""
     case = subject.case("swap", own())
     return answer(case, lambda: _own(case, subject))
 
 
 def measure_time(variant: Variant, subject: ModelSubject) -> Record:
-    """One turn of forward passes on the first text."""
+    """One round of timed forward passes on the first text."""
     case = subject.case("time", variant)
     return answer(case, lambda: _timed(case, variant, subject))
 
 
 def measure_memory(variant: Variant, subject: ModelSubject) -> Record:
-    """The peak of one forward pass on the first text, and the bytes that the backends keep."""
+    """Peak memory of one forward pass on the first text, and the bytes of the backends' parameters."""
     case = subject.case("memory", variant)
     return answer(case, lambda: _peak(case, variant, subject))
 
 
 def _measured(case: Case, variant: Variant, subject: ModelSubject, seeds: int, layer: int | None) -> Record:
-    # Before anything is swapped: they are computed when they are first asked for.
+    # Computed before the attention is replaced.
     exact = subject.exact
     draws = range(seeds if SEED in variant.options else 1)
     found: list[list[dict[str, Any]]] = [[] for _ in subject.texts]
@@ -199,12 +199,12 @@ def _checked(subject: ModelSubject) -> Callable[[], object]:
 def _swapped(
     variant: Variant, subject: ModelSubject, draw: int = 0, layer: int | None = None
 ) -> Iterator[bool]:
-    """The model with the variant in its layers; whether it had to be calibrated."""
+    """The model with the variant in its layers, and whether calibration was required."""
     if variant.backend == OWN:
         yield False
         return
     options = dict(variant.options)
-    # Layers get draws of their own, all of them from this seed.
+    # All layers derive their own seeds from this seed.
     seed = subject.seed + options.pop(SEED, 0) + draw
     places = subject.places
     backends = build_for(

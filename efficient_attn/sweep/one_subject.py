@@ -1,4 +1,4 @@
-"""The subjects of a comparison: everything about a backend is measured on the same q, k, v."""
+"""Inputs of a comparison: all quantities of a backend are measured on the same q, k, v."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from efficient_attn.measure.inputs import TEXTS, Activations, gaussian, read_act
 from efficient_attn.sweep.subject import Subject
 from efficient_attn.sweep.subjects import subjects
 
-# The layer whose weights are drawn, the sharpest, where none is named.
+# Default layer for attention maps: the sharpest one.
 _LAYER = 1
 
 
@@ -25,15 +25,15 @@ def layer_subjects(
     dtype: str,
     device: str,
 ) -> tuple[Subject, ...]:
-    """The layers of the inputs, their first tokens; inputs are cut, never stretched.
+    """All layers of the inputs, cut to their first tokens; inputs are never extended.
 
     Args:
-        layer: The only layer; None: all layers.
+        layer: A single layer; None: all layers.
         tokens: Number of tokens; None: all.
         norm, num_heads, head_dim: Norm and sizes of Gaussian inputs, which have no layers.
 
     Raises:
-        OptionError, DataError: If there are no such inputs, fewer tokens, or layers of unlike shapes.
+        OptionError, DataError: If the inputs do not exist, are too short, or have layers of different shapes.
     """
     if source == "gaussian":
         drawn = gaussian(norm=norm, tokens=tokens or 0, num_heads=num_heads, head_dim=head_dim, seed=seed)
@@ -60,7 +60,7 @@ def one_subject(source: str | Path, *, layer: int | None, seed: int) -> Subject:
 
 
 def words_of(source: str | Path, tokens: int) -> tuple[str, ...]:
-    """The token strings of the inputs; their numbers where the file does not tell."""
+    """The token strings of the inputs; their positions if the file has none."""
     if source == "encoder":
         found = shipped().tokens
     elif source == "stitched":
@@ -76,13 +76,13 @@ def _first(subject: Subject, tokens: int | None, dtype: str, device: str) -> Act
     has = k.shape[-2]
     if q.shape[-2] != has:
         raise OptionError(
-            f"inputs {subject.name} have {q.shape[-2]} queries for {has} keys; as many are needed."
+            f"inputs {subject.name} have {q.shape[-2]} queries for {has} keys; the numbers must be equal."
         )
     if tokens is not None and tokens > has:
         shipped_name = subject.name.startswith("encoder")
         more = " Concatenated documents have 2048: inputs stitched." if shipped_name else ""
         raise OptionError(
-            f"{tokens} tokens are more than the {has} of {subject.name}; they are cut, never stretched.{more}"
+            f"{tokens} tokens are more than the {has} of {subject.name}, which cannot be extended.{more}"
         )
     place = {"dtype": getattr(torch, dtype), "device": device}
     return Activations(*(tensor[..., :tokens, :].to(**place) for tensor in (q, k, v)))

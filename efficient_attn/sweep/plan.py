@@ -1,4 +1,4 @@
-"""Which cases to measure, and which not to try because they would not fit into memory."""
+"""The cases of a run, and the cases skipped because they would not fit into memory."""
 
 import itertools
 from collections.abc import Mapping, Sequence
@@ -11,18 +11,18 @@ from efficient_attn.sweep.variants import Variant
 
 ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
-# Score matrices that are alive at once when softmax attention is written out: scores and weights;
-# on the way back the weights of every layer, their gradient and that of the scores.
+# Score matrices alive at once in naive attention: scores and weights; in the backward pass the weights of
+# every layer, their gradient and the gradient of the scores.
 _DENSE_SCORES = 2
 
-# Vectors of a token that are alive at once. Attention: q, k, v, the output; then their gradients too.
+# Vectors of a token alive at once. Attention: q, k, v, the output; in the backward pass their gradients too.
 _ATTENTION_VECTORS = {False: 4, True: 8}
 
-# A block: x, the two sums around the feed-forward part, its eight inside (before and after ReLU). What the
-# way back needs of each block is twelve: q, k, v, their output, two sums, two norms, four inside.
+# A block: x, the two sums around the feed-forward part, its eight inside (before and after ReLU). The
+# backward pass keeps twelve per block: q, k, v, their output, two sums, two norms, four inside.
 _BLOCK_VECTORS, _KEPT_VECTORS = 11, 12
 
-# Weights of a block as squares of model_dim: four projections, and two of the feed-forward part, which is
+# Weights of a block in units of model_dim²: four projections, and two of the feed-forward part, which is
 # four times as wide.
 _SQUARES = 12
 
@@ -32,9 +32,9 @@ class Entry:
     """One case of a plan.
 
     Attributes:
-        predicted_bytes: Of inputs, weights, intermediate vectors and, where they are built, score matrices.
-        limit_bytes: Memory that it may take; None where nobody says.
-        skip: Why it is not tried; None where it is.
+        predicted_bytes: Bytes of inputs, weights, intermediate vectors and, if materialised, score matrices.
+        limit_bytes: Memory limit; None if unknown.
+        skip: Reason for skipping the case; None if it is measured.
     """
 
     case: Case
@@ -45,7 +45,7 @@ class Entry:
 
 
 def predict_bytes(case: Case, memory_growth: int) -> int:
-    """Bytes of vectors and weights, their gradients, and of score matrices where memory grows with n²."""
+    """Bytes of vectors and weights, their gradients, and of score matrices if memory grows with n²."""
     item = ITEM_BYTES[case.dtype]
     vector = item * case.batch * case.tokens * case.model_dim
     scores = item * case.batch * case.num_heads * case.tokens**2 if memory_growth > 1 else 0
@@ -66,7 +66,7 @@ def plan(
     kinds: Sequence[str] = ("time", "memory"),
     memory_limit: int | None = None,
 ) -> tuple[Entry, ...]:
-    """One entry per length, kind and variant, in this order; `shared` are the fields that all cases have."""
+    """One entry per length, kind and variant, in this order; `shared` are the fields common to all cases."""
     entries = []
     for tokens, kind, variant in itertools.product(lengths, kinds, variants):
         case = Case(

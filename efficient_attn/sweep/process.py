@@ -1,6 +1,6 @@
-"""A process of ours that answers requests, as long as no backend ends or blocks it.
+"""A child process that answers requests until a backend crashes or blocks it.
 
-Spawned, not forked. Requests and answers are lines of JSON over pipes that nobody prints to.
+Spawned, not forked. Requests and answers are lines of JSON over private pipes.
 """
 
 import contextlib
@@ -17,26 +17,26 @@ from typing import Any, Self
 
 from efficient_attn.sweep.child import READY
 
-# Seconds that starting Python and loading torch take about; those after which it is given up.
+# Typical seconds to start Python and load torch, and the time limit for it.
 START_S, _START_LIMIT_S = 2.0, 120.0
 
-# A process that was killed is gone after this, unless the system itself hangs.
+# Time limit for a killed process to end.
 _END_LIMIT_S = 2.0
 
-# An answer is a few kilobytes.
+# Answers are a few kilobytes.
 _LONGEST_ANSWER = 1 << 22
 _STDERR = 2
 
 
 class CrashError(Exception):
-    """The process ended before it answered; says how."""
+    """The process ended before it answered; the message describes how."""
 
 
 class Process:
-    """Answers requests in a process of its own session, started when it is first needed.
+    """Answers requests in a child process of its own session, started on first use.
 
     Args:
-        limit_bytes: Memory that it may take besides what it has when it is ready; None: all there is.
+        limit_bytes: Memory that the process may allocate beyond its start-up; None: unlimited.
     """
 
     def __init__(self, limit_bytes: int | None = None) -> None:
@@ -53,14 +53,14 @@ class Process:
 
     @property
     def is_running(self) -> bool:
-        """Whether it was started and not closed since."""
+        """Whether the process was started and not closed."""
         return self._child is not None
 
     def start(self) -> None:
-        """Start it, if it does not run.
+        """Start the process, unless it is running.
 
         Raises:
-            CrashError: If it never gets ready.
+            CrashError: If it does not get ready.
         """
         if self._child is None:
             self._child = _Child(self._limit_bytes)
@@ -73,10 +73,10 @@ class Process:
                 raise CrashError("the process that measures did not start (--isolate none does without)")
 
     def ask(self, job: str, request: Mapping[str, Any], *, limit_s: float) -> bytes:
-        """The answer to a request; after a failure the next one is answered by another process.
+        """Answer to a request; after a failure the next request starts a new process.
 
         Raises:
-            TimeoutError: If there is none in time.
+            TimeoutError: If no answer arrives in time.
             CrashError: If the process ended.
         """
         self.start()
@@ -91,14 +91,14 @@ class Process:
         return answer
 
     def close(self) -> None:
-        """End it, if it runs."""
+        """End the process if it is running."""
         child, self._child = self._child, None
         if child is not None:
             child.end()
 
 
 class _Child:
-    """A process and the pipes to it and from it."""
+    """A process and its two pipes."""
 
     def __init__(self, limit_bytes: int | None) -> None:
         requests, self._requests = os.pipe()
@@ -106,7 +106,7 @@ class _Child:
         self._unread = b""
         command = [sys.executable, "-P", "-m", "efficient_attn.sweep.child", str(requests), str(answers)]
         command += [] if limit_bytes is None else [str(limit_bytes)]
-        # What can be imported here can be imported there.
+        # The child imports from the same places.
         paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
         self._process = subprocess.Popen(
             command,
@@ -129,7 +129,7 @@ class _Child:
         return self.line(limit_s)
 
     def end(self) -> None:
-        """End it and all that it started, and reap it."""
+        """Kill the process and all its children, and reap it."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -138,7 +138,7 @@ class _Child:
         os.close(self._answers)
 
     def line(self, limit_s: float) -> bytes:
-        """The next line that it answers."""
+        """The next line of its answers."""
         deadline = time.monotonic() + limit_s
         waiting = select.poll()
         waiting.register(self._answers, select.POLLIN)
@@ -154,7 +154,7 @@ class _Child:
         return answer
 
     def _ending(self) -> str:
-        """How it ended by itself."""
+        """Description of how the process ended."""
         try:
             code = self._process.wait(_END_LIMIT_S)
         except subprocess.TimeoutExpired:

@@ -1,7 +1,7 @@
-"""Files and packages of others, proved in another process before this one imports them.
+"""Trial imports of external files and packages in a child process, before this process imports them.
 
-An import that hangs, crashes or ends its process then costs one line and not the command. Python's own
-`build` does without: it runs what it is given, here.
+An import that hangs, crashes or ends its process then costs one error line and not the command. The Python
+function `build` imports directly.
 """
 
 import json
@@ -13,21 +13,21 @@ from efficient_attn.errors import DataError
 from efficient_attn.sweep.amounts import show_seconds
 from efficient_attn.sweep.process import CrashError, Process
 
-# Seconds for an import, and for the first call of what was imported.
+# Time limit of an import, and of a trial call.
 LIMIT_S = 60.0
 
-# What was proved, as it was then: a file that was changed since is another one.
+# Targets that passed, with the modification time of their file.
 _proved: set[tuple[str, int, bool]] = set()
 
 
 def prove(targets: Sequence[str], *, rehearse: bool) -> None:
-    """Import what is not ours in another process, once.
+    """Import external targets once in a child process.
 
     Raises:
-        DataError: If that takes longer than `LIMIT_S`, or the process does not survive it.
+        DataError: If the import takes longer than `LIMIT_S`, or ends the process.
     """
     new = [target for target in targets if _key(target, rehearse) not in _proved and _is_foreign(target)]
-    # Without process groups there is no process of ours.
+    # Child processes need process groups.
     if not new or os.name != "posix":
         return
     with Process() as process:
@@ -37,10 +37,10 @@ def prove(targets: Sequence[str], *, rehearse: bool) -> None:
 
 
 def refusal_of(target: str, process: Process, *, rehearse: bool, limit_s: float | None = None) -> str | None:
-    """Why a process finds no such backend; None if it finds one.
+    """Error message if a process cannot find the backend; None if it can.
 
     Raises:
-        DataError: If finding out takes too long or ends the process.
+        DataError: If the trial takes too long or ends the process.
     """
     place, longest_s = target.rpartition(":")[0] or target, LIMIT_S if limit_s is None else limit_s
     try:
@@ -65,7 +65,7 @@ def _key(target: str, rehearse: bool) -> tuple[str, int, bool]:
 
 
 def _is_foreign(target: str) -> bool:
-    """Whether looking it up runs code of others: of a file that is there, a module, or a plug-in."""
+    """Whether resolving the target runs external code: of an existing file, a module, or a plug-in."""
     from efficient_attn.backends import list_backends
     from efficient_attn.foreign import is_address
     from efficient_attn.plugins import plugins

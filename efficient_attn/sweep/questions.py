@@ -1,4 +1,4 @@
-"""What can be asked about errors: of what, by which metric, over how many draws."""
+"""Error measurements: target, metrics and number of draws."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -9,17 +9,17 @@ from efficient_attn.problem import positive_count
 OF = ("output", "weights", "kernel")
 
 
-# In what backends may be given equal budgets; by their own number of features, rank or window otherwise.
+# Budgets that can be matched between backends; by default sizes are compared as they are.
 MATCHES = ("features", "directions", "flops", "time", "memory")
 
 
 class Metric(NamedTuple):
-    """A way to say how wrong something is.
+    """A measure of error.
 
     Attributes:
-        of: What it measures, one of `OF`.
-        quantity: The field of a record that holds it.
-        meaning: In one line.
+        of: Target of the metric, one of `OF`.
+        quantity: Field of a record that holds it.
+        meaning: One-line definition.
     """
 
     of: str
@@ -30,29 +30,29 @@ class Metric(NamedTuple):
 METRICS = {
     "relative": Metric("output", "output_relative_error", "‖out − exact‖ / ‖exact‖ of the output"),
     "mse": Metric("output", "output_mse", "mean squared error of the output's entries"),
-    "unsafe": Metric("output", "unsafe_rows", "share of rows whose weights' sum is zero or negative"),
+    "unsafe": Metric("output", "unsafe_rows", "share of rows with a zero or negative sum of weights"),
     "frobenius": Metric("weights", "weights_relative_error", "‖A' − A‖ / ‖A‖ of the attention weights"),
-    "kl": Metric("weights", "weights_row_kl", "mean over rows of Σ A log(A / A'), where A' is positive"),
+    "kl": Metric("weights", "weights_row_kl", "mean over rows of Σ A log(A / A'), for positive A'"),
     "kernel": Metric("kernel", "kernel_mse", "mean squared error of one entry of the softmax kernel"),
 }
 
-# What is recorded where no metric was asked for; the first of them is shown.
+# Metrics recorded by default; the first one is shown.
 _RECORDED = {"output": ("relative", "mse"), "weights": ("frobenius",), "kernel": ("kernel",)}
 
-# The fewest that give a median an interval of 95 %. Of a kernel entry they cost little, and many are needed.
+# Fewest draws that give a median a 95 % interval; kernel entries are cheap and need many.
 _DRAWS = {"output": 6, "weights": 6, "kernel": 64}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """A request about errors that makes sense.
+    """A validated request for error measurements.
 
     Attributes:
-        metrics: Names in `METRICS`, all of the same `of`.
-        draws: Independent draws of what is random in a backend.
-        by_head: Keep the error of each head.
-        decompose: Tell bias, spread over draws and rounding apart.
-        match: One of `MATCHES`: what backends have equal amounts of.
+        metrics: Names in `METRICS`, all with the same `of`.
+        draws: Number of independent draws of the random features.
+        by_head: Whether to keep the error of each head.
+        decompose: Whether to separate bias, spread over draws and rounding.
+        match: The budget to match, one of `MATCHES`.
     """
 
     of: str
@@ -64,7 +64,7 @@ class Question:
 
     @property
     def quantities(self) -> tuple[str, ...]:
-        """The fields of a record that hold the answer."""
+        """Fields of a record that hold the errors."""
         return tuple(METRICS[name].quantity for name in self.metrics)
 
 
@@ -77,10 +77,10 @@ def ask(
     match: str = "features",
     decompose: bool = False,
 ) -> Question:
-    """The question; what is left out follows from the rest.
+    """Validate a request; omitted values follow from the others.
 
     Raises:
-        OptionError, UnknownNameError: If it makes no sense.
+        OptionError, UnknownNameError: If the request is invalid.
     """
     if metric is not None and metric not in METRICS:
         raise UnknownNameError("metric", str(metric), METRICS)

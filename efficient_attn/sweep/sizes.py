@@ -1,4 +1,4 @@
-"""The size of an approximation: features, rank or window, and how it stands in labels and records."""
+"""The size of an approximation (features, rank or window) in labels and records."""
 
 import re
 from collections.abc import Mapping
@@ -8,22 +8,22 @@ from typing import Any, NamedTuple
 from efficient_attn.sweep.records import Case
 from efficient_attn.sweep.variants import Variant
 
-# What records call the yardstick of every error: each query gets the mean of the values.
+# Label of the uniform-attention baseline: each query gets the mean of the values.
 MEAN_OF_VALUES = "mean of V"
 
-# The attention that a model came with, which backends are swapped for.
+# Label of the original attention of a model.
 OWN = "the model's own"
 
-# Further yardsticks: the nearest matrix of each rank to the exact weights, and the Taylor series of exp.
+# Labels of further baselines: the best approximation of each rank, and the Taylor series of exp.
 ORACLE, TAYLOR = "rank-r SVD", "Taylor"
 YARDSTICKS = (MEAN_OF_VALUES, ORACLE, TAYLOR)
 
-# An option of this name makes a backend a random draw.
+# Name of the option that makes a backend a random draw.
 SEED = "seed"
 
 
 class Sized(NamedTuple):
-    """A label without its size, and the size; None where the backend has none."""
+    """A label without its size, and the size; None if the backend has none."""
 
     series: str
     size: int | None
@@ -37,7 +37,7 @@ def with_size(variant: Variant, option: str, size: int) -> Variant:
 
 
 def sized(case: Case) -> Sized:
-    """What a label says: `performer-positive(projection=iid, num_features=64)` has size 64."""
+    """Parse a label: `performer-positive(projection=iid, num_features=64)` has size 64."""
     name, inner = _split(case.label)
     for item in reversed(inner):
         option, _, value = item.partition("=")
@@ -48,11 +48,11 @@ def sized(case: Case) -> Sized:
 
 
 def possible(size: int, *, tokens: int, options: Mapping[str, Any]) -> bool:
-    """Whether a size makes sense: ranks and windows count tokens, random features do not."""
+    """Whether a size is valid: ranks and windows are at most the tokens, random features are not limited."""
     return SEED in options or size <= tokens
 
 
 def _split(label: str) -> tuple[str, list[str]]:
-    """`name(a=1, b=2)` as name and items; a label without items as it is."""
+    """`name(a=1, b=2)` as name and items; a label without items unchanged."""
     found = re.fullmatch(r"(.*?)\((.*)\)", label)
     return (found[1], found[2].split(", ")) if found else (label, [])

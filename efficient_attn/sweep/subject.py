@@ -1,4 +1,4 @@
-"""What backends are measured on, and the exact output there."""
+"""Inputs of a measurement, and the exact output for them."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -8,19 +8,19 @@ from torch import Tensor
 from efficient_attn.measure import error as measure
 from efficient_attn.measure.inputs import Activations
 
-# More rows of each head change the second digit of a median of pairs no more.
+# Rows per head for a median of pairs; more rows do not change its second digit.
 _MOST_ROWS = 256
 
 
 @dataclass(frozen=True, eq=False)
 class Subject:
-    """Inputs under a name.
+    """Named inputs.
 
     Attributes:
-        name: What records call it, such as `gaussian(norm=0.5)`.
-        activations: q, k, v in the dtype that backends compute in.
+        name: Name in records, such as `gaussian(norm=0.5)`.
+        activations: q, k, v in the dtype of the computation.
         scale: Factor on q·k.
-        seed: Of the inputs, where they are drawn.
+        seed: Random seed of Gaussian inputs.
     """
 
     name: str
@@ -30,12 +30,12 @@ class Subject:
 
     @cached_property
     def exact(self) -> Tensor:
-        """The exact output in float64."""
+        """Exact output in float64."""
         return measure.exact_output(*self.activations, scale=self.scale)
 
     @property
     def pair_norm(self) -> float:
-        """Median of |x + y|² over queries and keys, x = √scale·q and y = √scale·k: of at most 256 of each."""
+        """Median of |x + y|² over at most 256 queries x = √scale·q and keys y = √scale·k."""
         q, k = (_spread(tensor).double() for tensor in self.activations[:2])
         heads = q.shape[1] // k.shape[1]
         k = k.repeat_interleave(heads, dim=1)
@@ -52,5 +52,5 @@ class Subject:
 
 
 def _spread(tensor: Tensor) -> Tensor:
-    """Rows spread evenly over the tokens."""
+    """Rows evenly spaced over the tokens."""
     return tensor[..., :: max(tensor.shape[-2] // _MOST_ROWS, 1), :]

@@ -1,4 +1,4 @@
-"""The inputs that errors are measured on, by the words that people ask for them with."""
+"""Inputs of error measurements, by name."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePath
@@ -11,7 +11,7 @@ from efficient_attn.sweep.subject import Subject
 
 WORDS = ("gaussian", "encoder", "stitched")
 
-# The only layer that all four texts of the shipped sample have.
+# The only layer that all four texts of the shipped sample share.
 _STITCHED_LAYERS = (1,)
 
 
@@ -25,15 +25,15 @@ def subjects(
     seed: int,
     data_seeds: int = 1,
 ) -> tuple[Subject, ...]:
-    """One subject per norm and seed of Gaussian inputs, and per layer of what comes from a model; in float32.
+    """One subject per norm and seed of Gaussian inputs, and per layer of model inputs; in float32.
 
     Raises:
-        OptionError, DataError: If there are no such inputs.
+        OptionError, DataError: If the inputs do not exist.
     """
     positive_count("data_seeds", data_seeds)
     if not inputs or not norms:
         raise OptionError(
-            f"inputs and norms are not empty; inputs are {', '.join(WORDS)} or a safetensors file."
+            f"inputs and norms must not be empty; inputs are {', '.join(WORDS)} or a safetensors file."
         )
     found: list[Subject] = []
     for source in inputs:
@@ -57,9 +57,9 @@ def subjects(
 def pair_subjects(
     norms: Sequence[float], angles: Sequence[float], *, head_dim: int, seed: int
 ) -> tuple[Subject, ...]:
-    """Pairs of a query and a key, one subject for each length and angle of their scaled vectors."""
+    """Pairs of a query and a key, one subject for each norm and angle of their scaled vectors."""
     if not norms or not angles:
-        raise OptionError("norms and angles are not empty.")
+        raise OptionError("norms and angles must not be empty.")
     for angle in angles:
         if not 0 <= angle <= 180:
             raise OptionError(f"angle is from 0 to 180 degrees, not {angle!r}.")
@@ -94,13 +94,13 @@ def _layers(name: str, captured: Captured, layers: Sequence[int] | None) -> list
 
 
 def _reading_all(name: str, captured: Captured, layers: Sequence[int] | None) -> Mapping[int, Activations]:
-    """The layers whose queries read every key in the model, as they do in what is measured here."""
+    """Layers with full bidirectional attention in the model, as in this measurement."""
     kept = {layer: x for layer, x in captured.layers.items() if layer not in captured.patterns}
     lost = [layer for layer in captured.patterns if layers is None or layer in layers]
     if lost and (layers is not None or not kept):
         raise DataError(
-            f"Layer {lost[0]} of {name} is {captured.patterns[lost[0]]} in its model; what is measured here "
-            "reads all keys in both directions."
+            f"Layer {lost[0]} of {name} is {captured.patterns[lost[0]]} in its model; this measurement uses "
+            "full bidirectional attention."
         )
     return kept if lost else captured.layers
 

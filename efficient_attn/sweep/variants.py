@@ -1,4 +1,4 @@
-"""Backends with a choice of their options: what is measured against what."""
+"""Variants: backends with a choice of their options."""
 
 import itertools
 import math
@@ -13,7 +13,7 @@ from typing import Any
 from efficient_attn.errors import DtypeError, OptionError, UnknownNameError
 from efficient_attn.sweep.proof import prove
 
-# What records call the yardstick of every block: its attention hands on the values, so none costs less.
+# Label of identity attention, the upper bound on the speed-up of a block.
 CEILING = "attention := v"
 
 
@@ -22,10 +22,10 @@ class Variant:
     """A backend with a choice of its options.
 
     Attributes:
-        backend: What records call it: a registered name, or `file.py:object`.
-        target: What `build` is given: a name, a path, a module or a callable.
-        options: All options, the defaults filled in.
-        memory_growth: Power of tokens that its memory is said to grow with.
+        backend: Name in records: a registered name, or `file.py:object`.
+        target: Argument of `build`: a name, a path, a module or a callable.
+        options: All options, including defaults.
+        memory_growth: Declared power of tokens in its memory.
     """
 
     backend: str
@@ -54,27 +54,27 @@ def select(
     *,
     rehearse: bool = True,
 ) -> tuple[Variant, ...]:
-    """The variants of the named backends, one for each combination of the options set.
+    """The variants of the named backends, one per combination of the set options.
 
-    None stands for all that approximate softmax: of other kernels an error would be no fault, and a time
-    beside exact attention no gain. Files and packages of others are first imported in another process.
+    None selects all softmax-approximating backends, for which alone errors and speed-ups against exact
+    attention are meaningful. External files and packages are first imported in a child process.
 
     Args:
-        rehearse: Call their backends once there too: for studies that call them in this process.
+        rehearse: Whether to make a trial call there too, for studies that call backends in this process.
 
     Raises:
-        DataError: If an import, or that call, ends its process or takes too long.
-        UnknownNameError: If there is no such backend, or it has no such option.
-        OptionError: If a value does not make sense, or a setting is for a backend that is not selected.
+        DataError: If an import or a trial call ends its process or takes too long.
+        UnknownNameError: If a backend or one of the set options does not exist.
+        OptionError: If a value is invalid, or a setting is for a backend that is not selected.
     """
     targets = _near_softmax() if backends is None else list(backends)
     names = [target if isinstance(target, str) else _name(target) for target in targets]
     if CEILING in names:
-        raise OptionError(f"{CEILING!r} is no backend: it is measured beside every block by itself.")
+        raise OptionError(f"{CEILING!r} is not a backend: it is measured with every block automatically.")
     for backend in settings or {}:
         if backend not in names:
             chosen = ", ".join(names)
-            raise OptionError(f"--set {backend}.…: {backend!r} is not among the backends chosen ({chosen}).")
+            raise OptionError(f"--set {backend}.…: {backend!r} is not a selected backend ({chosen}).")
     prove([target for target in targets if isinstance(target, str)], rehearse=rehearse)
     variants = [
         variant
@@ -91,12 +91,12 @@ def _near_softmax() -> list[str]:
 
 
 def ceiling() -> Variant:
-    """The yardstick of blocks; no name that can be chosen leads to it."""
+    """Identity attention for blocks; not selectable by name."""
     return Variant(backend=CEILING, label=CEILING, target=CEILING)
 
 
 def has_address(target: Any) -> bool:
-    """Whether another process finds the same backend under this: a name of ours or of a plugin, or a path."""
+    """Whether another process can resolve the target: a built-in or plug-in name, or a path."""
     from efficient_attn import backends
     from efficient_attn.foreign import is_address
 
@@ -108,7 +108,7 @@ def has_address(target: Any) -> bool:
 
 
 def is_ours(target: Any) -> bool:
-    """Whether this is the name of a backend of this package."""
+    """Whether the target names a built-in backend."""
     from efficient_attn import backends
     from efficient_attn.foreign import is_address
 
@@ -148,7 +148,7 @@ def _variants(name: str, target: Any, settings: Mapping[str, Sequence[Any]]) -> 
 
 
 def _plain(options: Any) -> dict[str, Any]:
-    """The options as JSON can hold them."""
+    """The options as JSON values."""
     plain = (bool, int, float, str, type(None))
     known = asdict(options)
     return {name: value if isinstance(value, plain) else str(value) for name, value in known.items()}
@@ -160,7 +160,7 @@ def _name(target: Any) -> str:
 
 
 def _shown_name(name: str) -> str:
-    """A path without its folders: they belong to one machine."""
+    """A path without its folders, which are specific to one machine."""
     file, colon, thing = name.rpartition(":")
     return f"{PurePath(file).name}:{thing}" if colon else name
 
@@ -169,12 +169,12 @@ def _distinct(variants: Sequence[Variant]) -> list[Variant]:
     labels = [variant.label for variant in variants]
     for label in labels:
         if labels.count(label) > 1:
-            raise OptionError(f"Two backends to be measured are called {label!r}; name each once.")
+            raise OptionError(f"Two of the backends are called {label!r}; name each once.")
     return list(variants)
 
 
 def _converted(backend: str, option: str, value: Any, wanted: Any) -> Any:
-    """The value of an option as its type, where it came as text."""
+    """Convert the text of an option to its type."""
     if not isinstance(value, str):
         return value
     kinds = typing.get_args(wanted) if isinstance(wanted, types.UnionType) else (wanted,)

@@ -1,7 +1,7 @@
-"""One case in, one record out, whatever happens in between.
+"""Measurement of one case as one record.
 
-The case says everything, so that the call can be made in another process. What a backend refuses, what does
-not fit into memory and what breaks is an answer like any other.
+The case is self-contained, so that the call can be made in another process. Refusals, out-of-memory errors
+and exceptions are records too.
 """
 
 import gc
@@ -15,34 +15,34 @@ from efficient_attn.errors import AttentionError
 from efficient_attn.measure import clock, conditions, memory
 from efficient_attn.sweep.records import Case, Record
 
-# A sample is worth little alone, and thousands of equal calls tell nothing new.
+# Bounds on the number of calls per round.
 _FEWEST_CALLS, _MOST_CALLS = 1, 1000
 
-# What torch's allocators say; the one of the CPU raises a plain RuntimeError.
+# Messages of torch's allocators; the CPU allocator raises a plain RuntimeError.
 _OUT_OF_MEMORY = ("can't allocate memory", "out of memory", "not enough memory")
 
 Call = Callable[[], object]
 
 
 def measure(case: Case, *, target: Any = None, seconds: float = 0.1, inputs: str | None = None) -> Record:
-    """Measure one case: for a time about `seconds` of calls, for memory one call.
+    """Measure one case: calls for about `seconds`, or the memory of one call.
 
     Args:
-        target: What to build, where `case.backend` alone does not tell: an object, or a path.
-        inputs: A file of the q, k, v that `case.inputs` names; None: a Gaussian draw.
+        target: Backend to build, if `case.backend` is not sufficient: an object, or a path.
+        inputs: File of the q, k, v that `case.inputs` names; None: a Gaussian draw.
     """
     own = case.backend if target is None else target
     return answer(case, lambda: _MEASURES[case.kind](case, own, seconds, inputs))
 
 
 def answer(case: Case, measured: Callable[[], Record]) -> Record:
-    """What `measured` returns with the threads of the case; or a record of what it raised."""
+    """Result of `measured` under the thread count of the case, or a record of its exception."""
     try:
         with _threads(case.threads), contained():
             return measured()
     except AttentionError as refusal:
         return Record(case=case, status="unsupported", reason=one_line(str(refusal)))
-    except Exception as failure:  # The backend may be anybody's code: whatever it raises is its result.
+    except Exception as failure:  # the backend may be external code: any exception is a result
         status = "oom" if _is_out_of_memory(failure) else "error"
         reason = described(failure)
     _give_memory_back(case.device)
@@ -52,10 +52,10 @@ def answer(case: Case, measured: Callable[[], Record]) -> Record:
 def time_of(
     case: Case, call: Call, *, seconds: float, first: Call | None = None, least: int = _FEWEST_CALLS
 ) -> Record:
-    """About `seconds` of calls, after a warm-up.
+    """Timed calls for about `seconds`, after a warm-up.
 
     Args:
-        first: The same call, its result checked; None: nothing is.
+        first: The same call with checks of its result; None: no checks.
     """
     time_call = clock.clock(case.device)
     empty_call_s = clock.empty_call_s(time_call)
@@ -73,8 +73,8 @@ def time_of(
 
 
 def memory_of(case: Case, call: Call, *, first: Call | None = None) -> Record:
-    """The peak of one call; `first` is the same call, its result checked."""
-    # The first call may fill caches that later calls find filled.
+    """Peak memory of one call; `first` is the same call with checks of its result."""
+    # The first call fills caches, which are not part of the measurement.
     (first or call)()
     peak = memory.peak(call, device=case.device)
     return Record(
@@ -90,7 +90,7 @@ def _measure_time(case: Case, target: Any, seconds: float, inputs: str | None) -
     from efficient_attn.sweep.counting import machine_rate
 
     prepared = calls.prepare(case, target, inputs)
-    # Without a number of operations there is nothing to hold against the rate.
+    # Without an operation count the machine's rate is not needed.
     rate = None if prepared.flops is None else machine_rate(case.dtype, case.device, case.threads)
     return replace(
         time_of(case, prepared.call, seconds=seconds, first=prepared.checked),

@@ -1,4 +1,4 @@
-"""The yardsticks of an error, as records beside those of backends."""
+"""Baselines of an error, as records like those of backends."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,18 +19,18 @@ from efficient_attn.sweep.variants import Variant
 
 TAYLOR_ORDERS = (1, 2)
 
-# Of more tokens than this, ranks end here.
+# Largest rank for long sequences.
 _LONG, _MOST_OF_LONG = 1024, 256
 
 
 @dataclass(frozen=True, kw_only=True)
 class Yardstick:
-    """One line to read errors against.
+    """A baseline for errors.
 
     Attributes:
-        variant: What records call it.
-        order: Of a Taylor series.
-        rank: Of the matrix nearest to the exact weights.
+        variant: Its backend and label in records.
+        order: Order of a Taylor series.
+        rank: Rank of the best approximation of the exact weights.
     """
 
     variant: Variant
@@ -39,24 +39,24 @@ class Yardstick:
 
 
 def mean_of_values() -> Yardstick:
-    """Every query gets the mean of the values."""
+    """Uniform attention: every query gets the mean of the values."""
     return Yardstick(variant=Variant(backend=MEAN_OF_VALUES, label=MEAN_OF_VALUES, target=None))
 
 
 def taylor(order: int, head_dim: int) -> Yardstick:
-    """exp by its Taylor series of order 1 or 2."""
+    """Attention with exp replaced by its Taylor series of order 1 or 2."""
     options = {"order": order, "num_features": lines.taylor_features(head_dim, order)}
     label = f"{TAYLOR} order {order}"
     return Yardstick(variant=Variant(backend=TAYLOR, label=label, target=None, options=options), order=order)
 
 
 def ranks_of(sizes: Sequence[int], tokens: int) -> list[int]:
-    """The ranks worth their time: high ones of a long sequence would take longer than all backends."""
+    """The measured ranks; high ranks of a long sequence would take longer than all backends."""
     return [size for size in sizes if size < tokens and (tokens <= _LONG or size <= _MOST_OF_LONG)]
 
 
 def oracle(rank: int) -> Yardstick:
-    """The matrix of this rank nearest to the exact weights."""
+    """The best approximation of this rank to the exact weights."""
     bare = Variant(backend=ORACLE, label=ORACLE, target=None)
     return Yardstick(variant=with_size(bare, "rank", rank), rank=rank)
 
@@ -64,10 +64,10 @@ def oracle(rank: int) -> Yardstick:
 def measure_yardstick(
     yardstick: Yardstick, subject: Subject, question: Question, *, ranks: int = 0
 ) -> Record:
-    """The error of a yardstick.
+    """Measure the error of a baseline.
 
     Args:
-        ranks: The largest rank that will be asked for on this subject.
+        ranks: Largest rank that will be requested for this subject.
     """
     variant = yardstick.variant
     case = error_case(variant, subject, question.of)
@@ -106,7 +106,7 @@ def _weights(yardstick: Yardstick, subject: Subject, ranks: int) -> Tensor:
 
 @lru_cache(maxsize=1)
 def _leading(subject: Subject, ranks: int) -> tuple[Tensor, Tensor]:
-    """The exact weights and their leading directions; those of the last subject are kept."""
+    """Exact weights and their leading directions; cached for the last subject."""
     q, k, _ = subject.activations
     lines.check_size(q, k)
     weights = lines.exact_weights(q, k, scale=subject.scale)
