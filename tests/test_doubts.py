@@ -68,7 +68,7 @@ OF_RECORDS = {
     "held up": (
         # A fifth of the time of two threads, 28 calls of about a second each.
         record(waited_s=0.2 * 2 * sum(STEADY * 4)),
-        "Held up: threads of window at 256 tokens waited for a processor up to 20% of the time; use",
+        "CPU contention: threads of window at 256 tokens waited for a processor up to 20% of the time; use",
     ),
     "few rounds": (
         record([1.0] * 50, turn_sizes=(20, 20, 10)),
@@ -87,11 +87,11 @@ def test_what_is_wrong_with_a_point_is_told_with_the_flag_that_helps(name):
 @pytest.mark.parametrize(
     ("found", "sentence"),
     [
-        ({"others_share": 0.3}, "Loaded: other processes took 30% of all cores during the run"),
-        ({"stolen_share": 0.1}, "Loaded: the host gave 10% of all cores to other virtual machines"),
+        ({"others_share": 0.3}, "Background load: other processes took 30% of all cores during the run"),
+        ({"stolen_share": 0.1}, "Background load: the host gave 10% of all cores to other virtual machines"),
         ({"throttled_s": 2.0}, "Throttled: a quota withheld the cores for 2 s; use fewer --threads."),
-        ({"throttles": 3}, "Throttled: cores were slowed down 3 times because of their heat"),
-        ({"loop_after_s": 1.2e-3}, "Slowed down: a fixed loop took 20% longer after the run than before it"),
+        ({"throttles": 3}, "Throttled: cores were slowed down 3 times due to heat"),
+        ({"loop_after_s": 1.2e-3}, "Clock drift: a fixed loop took 20% longer after the run than before it"),
         ({"gpu_slowed_by": ["hw_slowdown"]}, "Throttled: the GPU lowered its clock (hw_slowdown)"),
     ],
 )
@@ -107,7 +107,7 @@ def test_a_point_that_was_cut_short_and_a_long_list_of_points_are_told_briefly()
     assert "window at 16, 32, 64 tokens and 1 more point;" in told[0]
     assert told[1].startswith("Few rounds: slow at 256 tokens")
     assert (
-        told[2] == "Cut short: slow at 256 tokens had fewer than 4 rounds; "
+        told[2] == "Under-sampled: slow at 256 tokens had fewer than 4 rounds; "
         "raise --budget or --timeout, or let the run finish."
     )
 
@@ -137,7 +137,7 @@ def test_doubts_are_in_the_notes_of_a_run_and_again_when_its_files_are_read(
     results = bench(
         [values], tokens=(16,), num_heads=2, head_dim=8, isolate="none", out=tmp_path, budget_s=3600
     )
-    loaded = [note for note in results.notes if note.startswith("Loaded: other processes took")]
+    loaded = [note for note in results.notes if note.startswith("Background load: other processes took")]
     assert loaded and json.loads((tmp_path / "environment.json").read_text())[DURING][0]["others_share"] > 1
     assert set(loaded) <= set(read(tmp_path).notes) <= set(results.notes)
 

@@ -114,7 +114,6 @@ def products_as_they_were():
     torch.set_float32_matmul_precision(before)
 
 
-
 def with_fault(fault: type, base: type, capabilities: Capabilities) -> BackendSpec:
     return spec_of(type(f"{fault.__name__}{base.__name__}", (fault, base), {}), capabilities, NoOptions, None)
 

@@ -1,4 +1,4 @@
-"""Candidates of a comparison: which of them were not measured, and which save no operations."""
+"""Candidates of a comparison that were not measured, or that save no operations."""
 
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
@@ -8,28 +8,28 @@ from efficient_attn.counts import softmax_steps, visible_pairs
 from efficient_attn.sweep.records import Case, Record
 from efficient_attn.sweep.sizes import OWN
 
-# The key of a run's environment that lists the labels to be measured.
+# Key of a run's environment that lists the candidate labels.
 CANDIDATES = "candidates"
 
-# Share of the operations of exact attention from which on a remark is due: a window wider than the text reads
-# three quarters of all pairs and more.
+# Share of the operations of exact attention above which a remark is due: a window wider than the sequence
+# computes three quarters of all pairs and more.
 _SAVES_LITTLE = 0.75
 
 
 def not_measured(environment: Mapping[str, Any] | None, measured: Collection[str]) -> tuple[str, ...]:
-    """Labels that a run was to measure and did not, such as those after an interrupt."""
+    """Candidate labels without a measurement, for example after an interrupt."""
     return tuple(label for label in candidates(environment) if label not in measured)
 
 
 def candidates(environment: Mapping[str, Any] | None) -> tuple[str, ...]:
-    """Labels that a run was to measure; none where the environment does not list them."""
+    """Candidate labels of a run; empty if the environment lists none."""
     listed = (environment or {}).get(CANDIDATES)
     labels = listed if isinstance(listed, list) else []
     return tuple(dict.fromkeys(label for label in labels if isinstance(label, str)))
 
 
 def operations_share(record: Record) -> float | None:
-    """Counted operations as a share of those of exact attention; None where nobody counted them."""
+    """Operations as a share of the operations of exact attention; None if not counted."""
     return None if not record.flops else record.flops / exact_operations(record.case)
 
 
@@ -42,7 +42,7 @@ def exact_operations(case: Case) -> int:
 
 
 def saves_little(records: Iterable[Record]) -> dict[str, float]:
-    """{label: share of the operations of exact attention} of the approximations that save few or none."""
+    """{label: share of the operations of exact attention} of approximations that save few or none."""
     shares = {
         record.case.label: share
         for record in records

@@ -1,4 +1,4 @@
-"""One case in both runs: each of its quantities, and the probability of such a difference by chance."""
+"""Changes of one case between two runs: all of its quantities, with p-values."""
 
 import math
 from collections.abc import Iterator
@@ -24,27 +24,27 @@ from efficient_attn.sweep.records import Case, Record
 REGRESSION, IMPROVEMENT, UNCHANGED = "regression", "improvement", "unchanged"
 CHANGED, UNCLEAR, UNCOMPARABLE = "changed", "unclear", "not comparable"
 
-# The width of an interval, as a logarithm, beyond which it leaves the range of floats.
+# Widest interval of a log ratio; beyond, the ratio leaves the range of floats.
 _WIDEST = 100.0
 
-# Errors below so many times the precision of a dtype are rounding.
+# Machine precision by dtype; errors below a multiple of it are rounding.
 _PRECISION = {"float64": 2**-52, "float32": 2**-23, "float16": 2**-10, "bfloat16": 2**-7}
 _ROUNDING = 16
 
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """One quantity of one case in both runs.
+    """Change of one quantity of one case.
 
     Attributes:
-        name: The label, and whatever else tells the cases of these runs apart beside tokens.
+        name: The label, and the fields other than tokens that distinguish the cases of these runs.
         quantity: `time_s`, `peak_bytes`, … or `status`.
-        old: Of times the geometric mean over rounds, else the mean; None: there is no number.
-        ratio: New over old, with an interval that holds with 95 %.
-        p: Probability of so large a difference by chance, in the direction seen, in the light of all cases.
-        over: Unit of the test: `rounds`, `runs`, `draws`, `windows` or `seeds`; None: the numbers decide.
+        old: Geometric mean over rounds for times, else the mean; None: no value.
+        ratio: New over old, with a 95 % interval.
+        p: One-sided p-value in the direction of the change, adjusted for all cases.
+        over: Unit of the test: `rounds`, `runs`, `draws`, `windows` or `seeds`; None: no repetitions.
         verdict: `regression`, `improvement`, `unchanged`, `changed`, `unclear` or `not comparable`.
-        remark: What the numbers do not say.
+        remark: Explanation that the numbers do not show.
     """
 
     name: str
@@ -63,10 +63,10 @@ class Change:
 
 
 class Test(NamedTuple):
-    """A change, and the probability of so much more, and so much less, by chance; None: no test.
+    """A change, and the one-sided p-values of an increase and a decrease; None: no test.
 
     Attributes:
-        rounding: Both numbers are rounding error.
+        rounding: Whether both values are rounding errors.
     """
 
     change: Change
@@ -76,7 +76,7 @@ class Test(NamedTuple):
 
 
 def compared(case: Case, old: Side, new: Side, name: str, noise: Noise) -> list[Test]:
-    """Every quantity of one case that both sides have, after a change of how it ended."""
+    """All quantities that both sides have, after a change of status."""
     change = Change(name=name, kind=case.kind, tokens=case.tokens, quantity="status")
     tests = [Test(status)] if (status := _status_change(change, old, new)) else []
     sides = [[[r for r in run if r.status == "ok"] for run in side] for side in (old, new)]
@@ -93,7 +93,7 @@ def compared(case: Case, old: Side, new: Side, name: str, noise: Noise) -> list[
 
 
 def _status_change(change: Change, old: Side, new: Side) -> Change | None:
-    """The change of how often a case ended well: always, sometimes or never."""
+    """Change of the success rate of a case: always, sometimes or never."""
     before, after = records_of(old), records_of(new)
     failed = [[record for record in side if record.status != "ok"] for side in (before, after)]
     if not any(failed):
@@ -119,7 +119,7 @@ def _status_change(change: Change, old: Side, new: Side) -> Change | None:
 
 
 def _known(side: Side) -> set[str]:
-    """Names of the fields that a record of the side has."""
+    """Names of the fields present in a side's records."""
     return {name for record in records_of(side) for name, value in vars(record).items() if value is not None}
 
 
@@ -136,7 +136,7 @@ def _quantity_test(change: Change, quantity: Quantity, old: Side, new: Side, noi
 
 
 def _decidable(change: Change, quantity: Quantity, found: Tested, old: Side, new: Side) -> Test:
-    """The test, less what tells nothing: rounding, other ways to count, waiting for a processor."""
+    """The test, or none where it is not meaningful: rounding, other counting methods, run-queue wait."""
     methods = {record.memory_method for record in records_of((*old, *new))}
     if quantity.name.endswith("peak_bytes") and len(methods) > 1:
         remark = f"counted by {' and by '.join(sorted(map(str, methods)))}"
@@ -146,15 +146,13 @@ def _decidable(change: Change, quantity: Quantity, found: Tested, old: Side, new
         return Test(replace(change, remark=None), rounding=True)
     slower, waited = max((found.new, _waited(new)), (found.old, _waited(old)))
     if quantity.name == "time_s" and waited and slower * (1 - waited) <= min(found.old, found.new):
-        remark = (
-            f"threads waited for a processor up to {waited:.0%} of the slower time, which may be all of it"
-        )
+        remark = f"threads waited for a processor up to {waited:.0%} of the slower time, which may explain it"
         return Test(replace(change, remark=remark), 1.0, 1.0)
     return Test(change, found.more, found.less)
 
 
 def _waited(side: Side) -> float:
-    """The share by which waiting threads may have lengthened the calls at most, mean over runs."""
+    """Upper bound on the share of run-queue wait in the calls, mean over runs."""
     shares = [_waited_share(record) for record in records_of(side)]
     return math.fsum(shares) / len(shares)
 
@@ -166,7 +164,7 @@ def _waited_share(record: Record) -> float:
 
 
 def _worst_entry(change: Change, quantity: Quantity, old: Side, new: Side) -> Test:
-    """The entry that grew most, or, where none grew, the one that fell most."""
+    """The entry with the largest increase or, if none increased, with the largest decrease."""
     tables = [[getattr(record, quantity.field) for record in records_of(side)] for side in (old, new)]
     tables = [[row for row in table if row is not None] for table in tables]
     rows = [row for table in tables for row in table]
@@ -190,7 +188,7 @@ def _text_changes(change: Change, old: Side, new: Side) -> Iterator[Change]:
 
 
 def _to_common_step(case: Case, old: Side, new: Side) -> tuple[Side, Side]:
-    """Trainings cut off after the last evaluation that all of them have."""
+    """Trainings cut off after the last evaluation common to all."""
     steps = [record.train_steps or () for record in records_of((*old, *new))]
     if case.kind != "train" or not all(steps) or len({one[-1] for one in steps}) == 1:
         return old, new
@@ -216,7 +214,7 @@ def _until(record: Record, step: float | None) -> Record:
 
 
 def _with_ratio(change: Change, found: Tested) -> Change:
-    """Both values and new over old, with an interval of the ratio where there is one."""
+    """Both values and their ratio, with an interval if available."""
     change = replace(change, old=found.old, new=found.new, over=found.over, remark=found.remark)
     if not found.old:
         return replace(change, ratio=1.0 if not found.new else None)

@@ -1,12 +1,12 @@
-"""Crossover lengths: from how many tokens on a backend is faster than fused or dense exact attention.
+"""Crossover lengths: the number of tokens above which a backend is faster than exact attention.
 
-The cost of attention, a block and a stack has a part for every token and one for every pair of tokens. So the
-difference of two times, divided by the tokens, is taken as a straight line between two lengths; beyond the
-longest the line through the last two goes on.
+The cost of attention, a block and an encoder has one part per token and one per pair of tokens. The
+difference of two times, divided by the tokens, is therefore interpolated linearly between two lengths, and
+extrapolated by the line through the last two.
 
-Both times of a round are taken within a moment of each other, so the difference is taken round by round and a
-round is one sample. The interval holds every length at which the line does not differ from zero (Fieller's
-method, for a line instead of a ratio), whatever the number of lengths between which it lies.
+Both times of a round are measured within a moment of each other, so the difference is computed per round, and
+a round is one sample. The interval holds every length at which the line does not differ significantly from
+zero (Fieller's method, for a line instead of a ratio).
 """
 
 import math
@@ -19,23 +19,23 @@ from efficient_attn.analysis.curves import YARDSTICK, Curve, Point, partner
 from efficient_attn.analysis.rounds import half_width, paired, time_ratio
 from efficient_attn.sweep.variants import CEILING
 
-# A line through two lengths is not followed further than this multiple of the longest.
+# Limit of extrapolation, as a multiple of the longest length.
 FURTHEST = 8
 
 
 class Crossover(NamedTuple):
-    """Where a backend becomes faster than another, and stays so as far as was measured.
+    """Length above which a backend is faster than another, within the measured range and its extrapolation.
 
     Attributes:
-        against: The backend that it is compared with.
-        lengths: Where both were measured: a crossover was looked for from the first to eight times the last.
-        tokens: None if there is none, or none that is clear.
-        low: None if it may be below the shortest length.
-        high: None if nothing bounds it.
-        timed: Both had the rounds that an interval needs at every length.
-        extrapolated: It lies beyond the longest length.
-        always: It is clearly faster at every length.
-        never: It is clearly slower at every length, and no crossover was found beyond.
+        against: The backend compared with.
+        lengths: Lengths at which both were measured; crossovers are sought up to eight times the last one.
+        tokens: The crossover; None if there is none, or no clear one.
+        low: Lower end of the interval; None if it may be below the shortest length.
+        high: Upper end of the interval; None if unbounded.
+        timed: Whether both have enough rounds for an interval at every length.
+        extrapolated: Whether the crossover is beyond the longest length.
+        always: Whether the backend is clearly faster at every length.
+        never: Whether the backend is clearly slower at every length, without a crossover beyond.
     """
 
     label: str
@@ -51,19 +51,19 @@ class Crossover(NamedTuple):
 
     @property
     def bounded(self) -> bool:
-        """Whether an interval says where it is: beyond a length, or below one, or both."""
+        """Whether the interval is bounded on at least one side."""
         return self.tokens is not None and (self.low is not None or self.high is not None)
 
 
 class _Lag(NamedTuple):
-    """By how many seconds per token one backend is behind the other at a length, and half its interval."""
+    """Difference of the times per token at a length, and the half-width of its interval."""
 
     value: float
     half: float | None
 
 
 def crossovers(all_curves: Sequence[Curve], against: str = YARDSTICK) -> list[Crossover]:
-    """Every curve of times against that of one backend under the same setting, found or not."""
+    """Crossovers of all curves of times with the curve of one backend in the same setting."""
     compared = (
         crossover(curve, other)
         for curve in all_curves
@@ -74,7 +74,7 @@ def crossovers(all_curves: Sequence[Curve], against: str = YARDSTICK) -> list[Cr
 
 
 def crossover(curve: Curve, other: Curve) -> Crossover | None:
-    """Where one curve of times falls below another; None where they share fewer than two lengths."""
+    """Crossover of two curves of times; None if they share fewer than two lengths."""
     pairs = [(own, its) for own in curve.measured if (its := other.at(own.tokens)) is not None]
     if len(pairs) < 2:
         return None
@@ -104,7 +104,7 @@ def _lag(own: Point, its: Point) -> _Lag:
 
 
 def _crossing(tokens: np.ndarray, lags: Sequence[float]) -> float:
-    """Where the line through the lags falls through 0 for the last time; ∓∞ if before or never."""
+    """Last zero of the line through the lags; ∓∞ if it is always negative or positive."""
     behind = np.flatnonzero(np.asarray(lags) > 0)
     if not len(behind):
         return -math.inf
@@ -116,7 +116,7 @@ def _crossing(tokens: np.ndarray, lags: Sequence[float]) -> float:
 
 
 def _undecided(tokens: np.ndarray, lags: Sequence[_Lag], best: float) -> tuple[float, float]:
-    """The first and the last length at which the line does not differ from 0."""
+    """The first and the last length at which the line does not differ significantly from 0."""
     edges = [best]
     for start in range(len(lags) - 1):
         step = tokens[start + 1] - tokens[start]
@@ -131,7 +131,7 @@ def _near_zero(here: _Lag, there: _Lag, furthest: float) -> list[float]:
 
     The half intervals of the ends, h and k, are independent: that of the line is √((1−w)²h² + w²k²).
     """
-    # In units of the largest number nothing of the squares is lost.
+    # Scaling by the largest number keeps the squares from overflow and underflow.
     unit = max(abs(here.value), abs(there.value), here.half or 0.0, there.half or 0.0) or 1.0
     d, e, h, k = (x / unit for x in (here.value, there.value, here.half or 0.0, there.half or 0.0))
     square = (e - d) ** 2 - h**2 - k**2

@@ -1,4 +1,4 @@
-"""What makes the times of a run doubtful, computed from what was measured, with the flag that helps."""
+"""Noise warnings: conditions that make the times of a run uncertain, each with its remedy."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -8,10 +8,10 @@ from efficient_attn.analysis.rounds import FEWEST_ROUNDS, call_time, round_times
 from efficient_attn.sweep.amounts import show_seconds
 from efficient_attn.sweep.records import Record
 
-# Where an environment keeps what happened during the run: one entry for each time that it was taken up.
+# Key of an environment that lists the conditions during the run, one entry per resumption.
 DURING = "during"
 
-# Shares from which on something is worth a word: people compare backends for effects of a few percent.
+# Limits above which a share is reported; typical comparisons look for effects of a few percent.
 _WIDE_INTERVAL = 0.1
 _TOO_MUCH_CLOCK = 0.02
 _WAITED = 0.05
@@ -23,14 +23,14 @@ _LOADS = (
     ("stolen_share", _STOLEN, "the host gave {} of all cores to other virtual machines"),
 )
 
-# Points that are named before the rest is only counted.
+# Number of points that are named; further points are only counted.
 _NAMED = 3
 
 Share = Callable[[Record], float | None]
 
 
 def doubts(records: Iterable[Record], environment: Mapping[str, Any] | None = None) -> list[str]:
-    """One sentence for each thing that makes times uncertain or wrong; none if there is no sign of any."""
+    """One sentence per condition that makes times uncertain or wrong; none if there is none."""
     timed = [record for record in records if _timed(record)]
     if not timed:
         return []
@@ -54,7 +54,7 @@ def doubts(records: Iterable[Record], environment: Mapping[str, Any] | None = No
             timed,
             _waiting,
             _WAITED,
-            "Held up: threads of {} waited for a processor up to {} of the time",
+            "CPU contention: threads of {} waited for a processor up to {} of the time",
             _THREADS,
         ),
         _few_rounds(timed),
@@ -64,7 +64,7 @@ def doubts(records: Iterable[Record], environment: Mapping[str, Any] | None = No
 
 
 def disturbance(records: Iterable[Record], environment: Mapping[str, Any] | None = None) -> str | None:
-    """The load that kept processors from a run, as a clause; times taken under it decide nothing."""
+    """The load that kept processors from a run, as a clause; times measured under it support no verdict."""
     waiting = [share for record in records if _timed(record) and (share := _waiting(record)) is not None]
     most = max(waiting, default=0.0)
     held_up = [f"threads waited for a processor up to {most:.0%} of the time"] if most > _WAITED else []
@@ -78,7 +78,7 @@ _THREADS = "use fewer --threads, or an idle machine."
 
 
 def _points(records: Sequence[Record], share: Share, limit: float, text: str, help_: str) -> str | None:
-    """The text with the points whose share is beyond the limit, and with the largest share."""
+    """The text with the points above the limit, and the largest share."""
     found = [(record, value) for record in records if (value := share(record)) is not None and value > limit]
     if not found:
         return None
@@ -101,7 +101,7 @@ def _timed(record: Record) -> bool:
 
 
 def _samples(record: Record) -> tuple[float, ...]:
-    # A number that was not finite is null in a file.
+    # Times that were not finite are null in a file.
     return tuple(time_s for time_s in record.times_s or () if time_s is not None and time_s > 0)
 
 
@@ -136,7 +136,7 @@ def _fewer_rounds(records: Sequence[Record], most: int) -> str | None:
     if not short:
         return None
     return (
-        f"Cut short: {_names(short)} had fewer than {most} rounds; "
+        f"Under-sampled: {_names(short)} had fewer than {most} rounds; "
         "raise --budget or --timeout, or let the run finish."
     )
 
@@ -144,7 +144,7 @@ def _fewer_rounds(records: Sequence[Record], most: int) -> str | None:
 def _of_machine(environment: Mapping[str, Any]) -> list[str]:
     runs = _runs(environment)
     told = [
-        *(f"Loaded: {load}: times are longer and less certain; {_THREADS}" for load in _loads(runs)),
+        *(f"Background load: {load}: times are longer and less certain; {_THREADS}" for load in _loads(runs)),
         *map(_throttled, runs),
         *map(_slowed, runs),
         *map(_slowed_gpu, runs),
@@ -158,7 +158,7 @@ def _runs(environment: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
 
 
 def _loads(runs: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Who else had the cores, beyond the limits."""
+    """Background loads above their limits."""
     found = []
     for name, limit, text in _LOADS:
         largest = max((value for run in runs if (value := _number(run, name)) is not None), default=0.0)
@@ -171,9 +171,7 @@ def _throttled(run: Mapping[str, Any]) -> str | None:
     if held_s is not None and wall_s and held_s > _THROTTLED * wall_s:
         return f"Throttled: a quota withheld the cores for {show_seconds(held_s)}; use fewer --threads."
     if heats:
-        return (
-            f"Throttled: cores were slowed down {heats:.0f} times because of their heat; use fewer --threads."
-        )
+        return f"Throttled: cores were slowed down {heats:.0f} times due to heat; use fewer --threads."
     return None
 
 
@@ -182,7 +180,7 @@ def _slowed(run: Mapping[str, Any]) -> str | None:
     if not before_s or not after_s or after_s <= (1 + _SLOWED) * before_s:
         return None
     return (
-        f"Slowed down: a fixed loop took {after_s / before_s - 1:.0%} longer after the run than before it; "
+        f"Clock drift: a fixed loop took {after_s / before_s - 1:.0%} longer after the run than before it; "
         f"{_ROUNDS}"
     )
 

@@ -1,10 +1,10 @@
 """Intervals from interleaved rounds of timing: one round is one sample.
 
-Calls of one round share a state of the machine, so a thousand of them may show hardly more than one. Each
-round therefore counts once, by the median of its calls, and Student's t over rounds gives the interval.
-Neighbouring rounds may be alike too, which a handful of rounds cannot show: the interval is as wide as rounds
-need that follow an autoregressive process with a correlation of 0.7 between neighbours, and covers more where
-rounds are independent. Rounds of one run know nothing of another run: intervals hold within the run.
+Calls of one round share a state of the machine, so a thousand calls may carry hardly more information than
+one. Each round therefore counts once, by the median of its calls, and Student's t over rounds gives the
+interval. Neighbouring rounds may be correlated, which a handful of rounds cannot show: the interval is wide
+enough for a first-order autoregression with a correlation of 0.7, and conservative for independent rounds.
+Rounds contain no variation between runs: intervals hold within the run.
 """
 
 import math
@@ -22,20 +22,20 @@ from efficient_attn.sweep.case import Record
 
 Floats = NDArray[np.float64]
 
-# Three rounds would need six standard deviations to either side, four need four.
+# Three rounds would need six standard deviations on either side, four need four.
 FEWEST_ROUNDS = 4
 
-# The correlation of neighbouring rounds that intervals allow for.
+# Assumed correlation of neighbouring rounds.
 CORRELATION = 0.7
 
 _OUTSIDE = 0.025
 
-# Times beyond these are none that a clock gives, and leave the range of floats in products.
+# Bounds on plausible times; products of others leave the range of floats.
 _SHORTEST_S, _LONGEST_S, _WIDEST = 1e-90, 1e90, 100.0
 
 
 class Typical(NamedTuple):
-    """A median over rounds with a 95 % interval within the run; without edges where rounds are too few.
+    """Median over rounds with a 95 % interval within the run; without edges for too few rounds.
 
     Attributes:
         samples: Number of calls, or of rounds where rounds are the samples.
@@ -48,14 +48,14 @@ class Typical(NamedTuple):
 
     @property
     def side_of_one(self) -> int:
-        """1 if the interval lies above 1, −1 if below, 0 if it holds 1 or does not exist."""
+        """1 if the interval is above 1, −1 if below, 0 if it contains 1 or does not exist."""
         if self.low is None or self.high is None:
             return 0
         return int(self.low > 1) - int(self.high < 1)
 
 
 def call_time(record: Record) -> Typical:
-    """The time of a call: the median over rounds of the median of each round's calls."""
+    """Time of a call: the median over rounds of the median of each round's calls."""
     times_s, rounds = record.times_s or (), round_times(record)
     if not len(rounds):
         return Typical(middle(times_s).median, None, None, len(times_s))
@@ -63,9 +63,9 @@ def call_time(record: Record) -> Typical:
 
 
 def time_ratio(record: Record, other: Record) -> Typical:
-    """The other's time over the record's: the median over rounds, each of which holds calls of both.
+    """Speed-up of `record` over the other: the median over common rounds of the ratio of times.
 
-    Rounds that were slow for both cancel. A value above 1 means that `record` is faster.
+    Effects on both times of a round cancel. A value above 1 means that `record` is faster.
     """
     own, its = paired(record, other)
     if not len(own):
@@ -75,8 +75,8 @@ def time_ratio(record: Record, other: Record) -> Typical:
 
 
 def round_times(record: Record) -> Floats:
-    """The median of each round's calls, shape (rounds,); empty where rounds are not known."""
-    # Tables, sentences and drawings ask for it again and again, and a record never changes.
+    """Median of each round's calls, shape (rounds,); empty if rounds are unknown."""
+    # Cached on the record, which is immutable: tables, sentences and plots all use it.
     kept = vars(record)
     if _KEPT not in kept:
         kept[_KEPT] = _round_times(record)
@@ -98,14 +98,14 @@ def _round_times(record: Record) -> Floats:
 
 
 def paired(record: Record, other: Record) -> tuple[Floats, Floats]:
-    """The times of the rounds that both have; a record lacks rounds at the end, never in between."""
+    """Times of the common rounds; a record lacks rounds at the end only."""
     one, two = round_times(record), round_times(other)
     both = min(len(one), len(two))
     return one[:both], two[:both]
 
 
 def half_width(samples: Floats) -> float | None:
-    """Half of the 95 % interval around the median of rounds; None for fewer than four."""
+    """Half-width of the 95 % interval around the median of rounds; None for fewer than four."""
     if len(samples) < FEWEST_ROUNDS:
         return None
     return float(samples.std(ddof=1)) * _standard_deviations(len(samples))
@@ -113,9 +113,9 @@ def half_width(samples: Floats) -> float | None:
 
 @cache
 def _standard_deviations(rounds: int) -> float:
-    """Half an interval over the standard deviation of so many rounds.
+    """Half-width of the interval, in sample standard deviations of this many rounds.
 
-    Under the correlation ρ the mean of n rounds has the variance A·σ²/n, and their sample variance the mean
+    With the correlation ρ the mean of n rounds has the variance A·σ²/n, and the sample variance the mean
     B·σ², with A = 1 + 2·Σ (1 − k/n)·ρᵏ over k from 1 to n − 1 and B = (n − A)/(n − 1).
     """
     rho = CORRELATION

@@ -1,7 +1,7 @@
-"""The numbers of one case in both runs, and the test that fits the way in which they scatter.
+"""Samples of one case in both runs, and the significance test for their kind of scatter.
 
-A sample is what differs by chance alone: a round of timed calls, a draw of random features, a held-out
-window, the training from one seed, or, where one side has several runs, the run.
+A sample is a repetition that differs by chance alone: a round of timed calls, a draw of random features, a
+held-out window, a training seed, or, if one side has several runs, a run.
 """
 
 import math
@@ -16,26 +16,26 @@ from efficient_attn.analysis import significance
 from efficient_attn.analysis.quantities import Quantity
 from efficient_attn.sweep.case import RECORD_FIELDS, Record
 
-# The records of one case in one run, several where seeds are repetitions; and those of every run of a side.
+# The records of one case in one run, several if seeds are repetitions; and the records of all runs of a side.
 Run = Sequence[Record]
 Side = Sequence[Run]
 
-# Of an interval around a ratio, on either side.
+# Tail probability on either side of an interval around a ratio.
 _OUTSIDE = 0.025
 
-# Beyond these, ratios and their intervals leave the range of floats.
+# Bounds beyond which ratios and their intervals leave the range of floats.
 _SMALLEST, _LARGEST = 1e-100, 1e100
 
-# More rounds than this are taken together in as many blocks.
+# More rounds than this are averaged in as many blocks.
 _MOST_ROUNDS = 64
 
 
 class Noise(NamedTuple):
-    """Properties of the scatter on which all cases of a comparison agree.
+    """Noise parameters that all cases of a comparison share.
 
     Attributes:
-        ratio: Variance of the new run's times over that of the old run's.
-        correlation: Of successive rounds.
+        ratio: Variance of the new run's times over the variance of the old run's.
+        correlation: Correlation of successive rounds.
         seeds: Standard deviation over seeds, by quantity.
     """
 
@@ -45,12 +45,12 @@ class Noise(NamedTuple):
 
 
 class Tested(NamedTuple):
-    """The values of both sides, and the probability of so large a difference by chance.
+    """The values of both sides, with p-values of their difference.
 
     Attributes:
-        half_width: Half of the interval of 95 % of the ratio's logarithm; None: there is none.
-        more: Probability of so much more; `less` of so much less; None: nothing was tested.
-        over: Unit of the test: `rounds`, `runs`, `draws`, `windows` or `seeds`; None: the numbers decide.
+        half_width: Half-width of the 95 % interval of the ratio's logarithm; None: no interval.
+        more: One-sided p-value of an increase; `less` of a decrease; None: no test.
+        over: Unit of the test: `rounds`, `runs`, `draws`, `windows` or `seeds`; None: no repetitions.
     """
 
     old: float
@@ -68,7 +68,7 @@ def records_of(side: Side) -> list[Record]:
 
 
 def numbers(values: Iterable[float | None]) -> list[float]:
-    """The values that can be computed with: a file may hold numbers that no measurement gives."""
+    """The values within the range of measurements; a file may hold others."""
     return [
         float(value) for value in values if value is not None and (value == 0 or _SMALLEST < value < _LARGEST)
     ]
@@ -98,14 +98,14 @@ def rounds(record: Record) -> significance.Floats:
         spent = [(after[0] - before[0], after[1] - before[1]) for before, after in pairs]
         return np.log(times(time_s / count for time_s, count in spent if count > 0))
     if record.case.kind == "recall":
-        # The steps of one training follow each other: their common state of the machine makes them one.
+        # Consecutive steps of one training share the state of the machine and count as one round.
         samples = times(record.times_s or ())
         return np.array([significance.interquartile_mean(np.log(samples))] if samples else [])
     return turn_middles(record)
 
 
 def test_times(old: Side, new: Side, noise: Noise) -> Tested | None:
-    """Student's test of logarithms: over rounds of one run, over seeds, or over runs."""
+    """Student's test of log times: over rounds of one run, over seeds, or over runs."""
     sides = [[[rounds(record) for record in run] for run in side] for side in (old, new)]
     sides = [[[found for found in run if len(found)] for run in side] for side in sides]
     sides = [[run for run in side if run] for side in sides]
@@ -135,7 +135,7 @@ def test_times(old: Side, new: Side, noise: Noise) -> Tested | None:
 
 
 def test_values(quantity: Quantity, old: Side, new: Side, noise: Noise) -> Tested | None:
-    """The test of the means over draws, windows, seeds or runs; numbers without repetitions as they are."""
+    """Test of the means over draws, windows, seeds or runs; single values are compared directly."""
     sides = [[_repetitions(quantity, run) for run in side] for side in (old, new)]
     sides = [[run for run in side if run] for side in sides]
     if not all(sides):
@@ -154,13 +154,13 @@ def test_values(quantity: Quantity, old: Side, new: Side, noise: Noise) -> Teste
         half_width = _relative(error, values) * significance.quantile(_OUTSIDE, freedom)
         found.append(Tested(*values, half_width, *_tails(statistic, freedom), "runs"))
     if found:
-        # Both have to be sure: of what changes with the draw, and of what changes with the run.
+        # Both tests must be significant: over draws, and over runs.
         return max(found, key=lambda one: min(one.more or 0.0, one.less or 0.0))
     return as_they_are(quantity, values, old, new)
 
 
 def as_they_are(quantity: Quantity, values: tuple[float, float], old: Side, new: Side) -> Tested:
-    """Values without repetitions: they decide, unless other draws would have given others."""
+    """Compare values without repetitions directly, unless they depend on unrecorded draws."""
     if values[0] == values[1]:
         return Tested(*values, 0.0)
     if quantity.scatter == "draws" and quantity.samples is None and _draws(records_of((*old, *new))) > 1:
@@ -180,7 +180,7 @@ def _over_units(
     values = float(np.mean(before)), float(np.mean(after))
     one, other = np.array(before), np.array(after)
     if over == "windows" and len(one) == len(other):
-        # What makes a window hard is common to both.
+        # The difficulty of a window is common to both sides.
         statistic, error, freedom = significance.paired_statistic(one, other)
     else:
         least = noise.seeds.get(quantity.name, 0.0) if over == "seeds" else 0.0
@@ -190,12 +190,12 @@ def _over_units(
 
 
 def _relative(error: float, values: tuple[float, float]) -> float:
-    """A standard error of a difference as that of the ratio's logarithm."""
+    """Convert the standard error of a difference to the standard error of the ratio's logarithm."""
     return error / (min(values) or 1.0)
 
 
 def _repetitions(quantity: Quantity, run: Run) -> list[float]:
-    """One value per repetition of a run: per seed where it has several, else per draw or window."""
+    """One value per repetition of a run: per seed if there are several, else per draw or window."""
     found = [values for record in run if (values := _samples(quantity, record))]
     return [float(np.mean(values)) for values in found] if len(run) > 1 else (found[0] if found else [])
 
@@ -204,7 +204,7 @@ def _samples(quantity: Quantity, record: Record) -> list[float]:
     value = getattr(record, quantity.field)
     if quantity.entry == "last" and value is not None:
         value = value[-1] if value else None
-    # Without a value its samples mean nothing.
+    # Samples without a mean are invalid.
     if not numbers([value]):
         return []
     raw = getattr(record, quantity.samples) if quantity.samples else None
@@ -213,7 +213,7 @@ def _samples(quantity: Quantity, record: Record) -> list[float]:
 
 
 def _by_seed(record: Record, draws: list[float]) -> list[float]:
-    """Means over texts, which both runs share: a model's draws are listed text by text."""
+    """Means over texts, which both runs share: draws of a model are listed text by text."""
     texts = record.texts or 1
     if record.case.kind != "swap" or not draws or len(draws) % texts:
         return draws
@@ -221,7 +221,7 @@ def _by_seed(record: Record, draws: list[float]) -> list[float]:
 
 
 def _draws(records: Iterable[Record]) -> int:
-    """The most draws that one of the records has values of."""
+    """Largest number of draws in a record."""
     names = [name for name in RECORD_FIELDS if name.endswith("_draws")]
     return max(
         (len(_by_seed(record, numbers(getattr(record, name) or ()))) for record in records for name in names),
@@ -230,14 +230,14 @@ def _draws(records: Iterable[Record]) -> int:
 
 
 def _over_runs(side: Sequence[list[float]]) -> list[float]:
-    """The mean over runs of each repetition; the runs' means where they have unequally many."""
+    """Mean over runs of each repetition; the runs' means if the numbers of repetitions differ."""
     if len({len(run) for run in side}) > 1:
         return [float(np.mean(run)) for run in side]
     return [float(mean) for mean in np.mean(side, axis=0)]
 
 
 def seed_scatter(quantity: Quantity, sides: Iterable[Side]) -> float:
-    """Standard deviation over seeds, pooled over all cases and both sides; 0 where none has two seeds."""
+    """Standard deviation over seeds, pooled over all cases and both sides; 0 without two seeds anywhere."""
     squares, freedom = 0.0, 0
     for side in sides:
         for run in side:

@@ -1,9 +1,9 @@
-"""How sure it is that two sets of timings differ, where calls of one turn are alike.
+"""Significance of differences between timings, in which calls of one round are correlated.
 
-Calls of one turn share a state of the machine, so that n of them may tell hardly more than one. How alike
-they are differs from case to case, and a handful of turns cannot show that calls are independent. So every
-turn counts once, by the middle of its calls: turns lie apart in time, with all other cases between them.
-Whatever calls have in common, the turns' own scatter contains it.
+Calls of one round share a state of the machine, so that n calls may carry hardly more information than one.
+The correlation differs between cases, and a handful of rounds cannot show that calls are independent.
+Therefore each round counts once, by the interquartile mean of its calls: rounds are separated in time by all
+other cases, and their scatter includes every effect common to their calls.
 """
 
 import functools
@@ -16,22 +16,22 @@ from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
 
-# Records that do not tell their turns are cut into so many.
+# Number of parts of a record without known rounds.
 QUARTERS = 4
 
-# In comparisons of equally noisy runs so many are taken for unequally noisy.
+# Significance level of the test for unequal noise.
 _UNEQUAL = 0.05
 
-# So many pairs of successive rounds, over all cases, can show a correlation.
+# Fewest pairs of successive rounds, over all cases, that can show a correlation; level of its test.
 _FEWEST_STEPS, _ALIKE = 20, 0.2
 _CORRELATIONS = np.linspace(0.0, 0.98, 99)
 
-# More degrees of freedom than this are a normal distribution.
+# Degrees of freedom above which Student's t is treated as normal.
 _NORMAL = 1e3
 
 
 def turns(samples: Sequence[float | None], sizes: Sequence[int] | None) -> list[Sequence[float | None]]:
-    """The samples of each turn; four equal parts where turns are not known, or are only one."""
+    """The samples of each round; four equal parts if the rounds are unknown, or if there is only one."""
     known = sizes is not None and len(sizes) > 1 and all(type(size) is int and size >= 0 for size in sizes)
     if not known or sizes is None or sum(sizes) != len(samples):
         parts = min(QUARTERS, len(samples))
@@ -41,20 +41,20 @@ def turns(samples: Sequence[float | None], sizes: Sequence[int] | None) -> list[
 
 
 def interquartile_mean(samples: Sequence[float] | Floats) -> float:
-    """Mean of what is left without the lowest and the highest quarter.
+    """Mean of the samples without the lowest and the highest quarter.
 
-    A quarter of the calls may be disturbed, as with the median of a few; for normal noise it has 0.84 to 0.9
-    of the precision of the mean, the median of five calls or more 0.64 to 0.77.
+    Up to a quarter of the calls may be outliers. For normal noise its precision relative to the mean is 0.84
+    to 0.9; that of a median of five or more is 0.64 to 0.77.
     """
     quarter = len(samples) // 4
     return float(np.sort(samples)[quarter : len(samples) - quarter].mean())
 
 
 def noise_ratio(pairs: Sequence[tuple[Floats, Floats]]) -> float:
-    """Variance of new over variance of old, on which all cases agree; 1 if it cannot be told from 1.
+    """Ratio of the variances of new and old, pooled over all cases; 1 if not significantly different from 1.
 
-    A machine is busier in one run than in the other, for all cases alike. Student's test over cases of the
-    logarithm of the two variances decides.
+    Background load differs between runs, but affects all cases alike. The test is Student's, over cases, of
+    the logarithm of the ratio.
     """
     variances = [
         (float(old.var(ddof=1)), float(new.var(ddof=1)))
@@ -69,7 +69,7 @@ def noise_ratio(pairs: Sequence[tuple[Floats, Floats]]) -> float:
 
 
 def student_statistic(old: Floats, new: Floats, ratio: float = 1.0) -> tuple[float, float, float]:
-    """Difference of means in standard errors, one standard error, degrees of freedom.
+    """Difference of means in standard errors, the standard error, and the degrees of freedom.
 
     Student's t; `new` has `ratio` times the variance of `old`.
     """
@@ -83,12 +83,12 @@ def student_statistic(old: Floats, new: Floats, ratio: float = 1.0) -> tuple[flo
 
 
 def two_sample_statistic(old: Floats, new: Floats, *, least: float = 0.0) -> tuple[float, float, float]:
-    """Difference of means in standard errors, one standard error, degrees of freedom.
+    """Difference of means in standard errors, the standard error, and the degrees of freedom.
 
-    Welch's t (1947), variances unequal; of one sample on one side the variance is that of the other side.
+    Welch's t (1947), with unequal variances; a side with one sample takes the variance of the other side.
 
     Args:
-        least: Standard deviation that either side has at least.
+        least: Lower bound on the standard deviation of either side.
     """
     difference, counts = float(new.mean() - old.mean()), (len(old), len(new))
     if max(counts) < 2:
@@ -106,7 +106,7 @@ def two_sample_statistic(old: Floats, new: Floats, *, least: float = 0.0) -> tup
 
 
 def paired_statistic(old: Floats, new: Floats) -> tuple[float, float, float]:
-    """Mean difference of pairs in standard errors, one standard error, degrees of freedom."""
+    """Mean difference of pairs in standard errors, the standard error, and the degrees of freedom."""
     differences = new - old
     error, difference = float(differences.std(ddof=1)) / math.sqrt(len(old)), float(differences.mean())
     if not error:
@@ -115,12 +115,12 @@ def paired_statistic(old: Floats, new: Floats) -> tuple[float, float, float]:
 
 
 def correlation(series: Sequence[Floats]) -> float:
-    """Correlation of successive rounds in all series together; 0 if they do not show any.
+    """Correlation of successive rounds, pooled over all series; 0 if not significant.
 
-    The mean square of successive differences over the variance (von Neumann 1941) is 2 in the mean for
-    independent normal samples, whatever their number. Student's test over series decides, at 20 % since a
-    correlation that is not seen costs more than one that is not there; what is seen is taken for two standard
-    errors higher. A few short series show nothing.
+    Von Neumann's ratio (1941), the mean square of successive differences over the variance, has the mean 2
+    for independent normal samples, whatever their number. Student's test over series has a level of 20 %,
+    since a missed correlation costs more than a spurious one; a significant one is raised by two standard
+    errors. A few short series show nothing.
     """
     long = [one for one in series if len(one) > 2 and one.var() > 0]
     if sum(len(one) - 1 for one in long) < _FEWEST_STEPS or len(long) < 2:
@@ -131,7 +131,7 @@ def correlation(series: Sequence[Floats]) -> float:
     error = float(shares.std(ddof=1)) / math.sqrt(len(shares))
     if shares.mean() <= error * quantile(_ALIKE, len(shares) - 1):
         return 0.0
-    # The mean of ratios is 0 for independent samples; of others the ratio of means has a known value.
+    # The mean of ratios is 0 for independent samples; for others only the ratio of means has a known value.
     count = int(np.median([len(one) for one in long]))
     seen = 1 - float(steps.sum() / squares.sum()) + 2 * error
     return float(np.interp(seen, [_expected_share(count, value) for value in _CORRELATIONS], _CORRELATIONS))
@@ -149,10 +149,10 @@ def _times_more_variance(count: int, value: float) -> float:
 
 
 def correlated(count: int, value: float) -> tuple[float, float]:
-    """The factor by which the standard error of a mean grows, and the share of its freedom that is left.
+    """Factor on the standard error of a mean, and remaining share of the degrees of freedom.
 
-    Of `count` samples of a first-order autoregression: their mean varies more, and their variance around it
-    is smaller and less certain.
+    For `count` samples of a first-order autoregression, the mean varies more than for independent samples,
+    and the sample variance is smaller and less certain.
     """
     if not value:
         return 1.0, 1.0
@@ -166,7 +166,7 @@ def correlated(count: int, value: float) -> tuple[float, float]:
 
 
 def upper_tail(value: float, freedom: float) -> float:
-    """Probability that Student's t is larger than `value`."""
+    """Probability that Student's t exceeds `value`."""
     if value < 0:
         return 1 - upper_tail(-value, freedom)
     if freedom > _NORMAL:
@@ -193,7 +193,7 @@ def quantile(tail: float, freedom: float) -> float:
 
 
 def holm(values: Sequence[float]) -> list[float]:
-    """p-values adjusted so that all those under α hold together with probability 1 − α (Holm 1979)."""
+    """Adjusted p-values (Holm 1979): rejecting all below α keeps the familywise error rate at α."""
     adjusted = [0.0] * len(values)
     largest = 0.0
     for place, index in enumerate(sorted(range(len(values)), key=values.__getitem__)):

@@ -1,4 +1,4 @@
-"""The middle of raw samples, and how far it can be trusted."""
+"""Medians of raw samples with confidence intervals."""
 
 import functools
 import math
@@ -7,19 +7,19 @@ from typing import NamedTuple
 
 import numpy as np
 
-# Of so many samples of the median one lies above the interval, and one below: together 5 %.
+# One in this many samples of the median lies above the interval, and one below: together 5 %.
 _ONE_IN = 40
 
-# Square roots of the count below the middle of binomial(count, ½), 20 standard deviations: the rest of the
-# probability is 0 in a double.
+# Range of the sum over binomial(count, ½) below its centre, in square roots of the count: 20 standard
+# deviations, beyond which the probability is 0 in a double.
 _ROOTS = 10
 
-# Of five samples all lie on one side of the median once in sixteen.
+# All of five samples lie on one side of the median with probability 1/16, more than 5 %.
 FEWEST_FOR_95 = 6
 
 
 class Middle(NamedTuple):
-    """The median of samples, with an interval for the median of what they were drawn from."""
+    """The median of samples, with a confidence interval for the population median."""
 
     median: float
     low: float
@@ -28,24 +28,24 @@ class Middle(NamedTuple):
 
 
 def middle(samples: Sequence[float]) -> Middle:
-    """The median, and the closest pair of samples that brackets the true one with 95 % confidence.
+    """The median, and the closest pair of order statistics that brackets the true one with 95 % confidence.
 
-    The number of samples below the true median is binomial(samples, ½), whatever their distribution. Fewer
-    than six samples cannot reach 95 %: then the interval is from the smallest to the largest.
+    The number of samples below the true median is binomial(samples, ½) for any distribution. Fewer than six
+    samples cannot reach 95 %: the interval is then their range.
     """
     ordered = np.sort(np.asarray(samples, dtype=float))
     count = len(ordered)
     outside = max(_certainly_outside(count), 0)
     low, high = ordered[outside], ordered[count - 1 - outside]
     lower, upper = ordered[(count - 1) // 2], ordered[count // 2]
-    # Half the sum would overflow where the samples nearly do.
+    # (lower + upper) / 2 could overflow.
     median = lower + (upper - lower) / 2
     return Middle(float(median), float(low), float(high), count)
 
 
 @functools.lru_cache(maxsize=4096)
 def _certainly_outside(count: int) -> int:
-    """The largest m for which m or fewer of `count` samples lie under the median once in 40; or -1.
+    """The largest m for which m or fewer of `count` samples lie below the median once in 40; or -1.
 
     Time and memory grow with the square root of the count.
     """

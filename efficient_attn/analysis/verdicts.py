@@ -1,4 +1,4 @@
-"""What became of a paper's claim: the words that every reproduction uses, and the rules behind them."""
+"""Verdicts on the claims of papers: the vocabulary of all reproductions, and its rules."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -17,12 +17,12 @@ _NOISY = f"{HOLDS}; too noisy to tell at "
 
 
 class Finding(NamedTuple):
-    """A claim beside what was found.
+    """A claim and its measurement.
 
     Attributes:
-        claim: What the paper says, and where.
-        measured: What was found, in numbers.
-        verdict: One of the words above, or `turns round when …`; a colon and details may follow.
+        claim: Claim of the paper, with its place.
+        measured: The measurement, in numbers.
+        verdict: One of the verdicts above, or `turns round when …`; a colon and details may follow.
     """
 
     claim: str
@@ -31,18 +31,18 @@ class Finding(NamedTuple):
 
 
 def turns_round(when: str) -> str:
-    """The opposite of the claim was found under a condition."""
+    """Verdict that the opposite of the claim holds under a condition."""
     return f"turns round when {when}"
 
 
 def proportional(costs: Sequence[float], orders: Sequence[float], *, within: float = 0.01) -> bool:
-    """Whether costs are one multiple of the orders that a table prints, up to a share of it."""
+    """Whether costs are proportional to the orders of a table, within a relative tolerance."""
     shares = [cost / order for cost, order in zip(costs, orders, strict=True)]
     return bool(shares) and max(shares) <= (1 + within) * min(shares)
 
 
 def agrees(power: float, fit: Growth | None) -> bool | None:
-    """Whether a measured growth can be of this power; None where its interval tells too little."""
+    """Whether a measured growth is consistent with this power; None if its interval is too wide."""
     if fit is None or not fit.clear or fit.low is None or fit.high is None:
         return None
     return fit.low <= power <= fit.high
@@ -54,7 +54,7 @@ def cost(record: Record) -> float:
 
 
 def costs_less(record: Record, other: Record) -> bool | None:
-    """Whether a record's time or memory is below the other's; None where the rounds do not show it."""
+    """Whether a record's time or memory is below the other's; None if not significant."""
     if record.times_s and other.times_s:
         ratio = time_ratio(record, other)
         return True if ratio.side_of_one == 1 else False if (ratio.high or math.inf) <= 1 else None
@@ -63,7 +63,7 @@ def costs_less(record: Record, other: Record) -> bool | None:
 
 
 def of_all(answers: Mapping[str, bool | None]) -> str:
-    """The verdict on what should be true at every place, given by its name; None is not told by the noise."""
+    """Verdict on a statement from its answers by place; None is an answer within the noise."""
     wrong = [place for place, answer in answers.items() if answer is False]
     unclear = [place for place, answer in answers.items() if answer is None]
     if not answers or len(unclear) == len(answers):
@@ -76,11 +76,11 @@ def of_all(answers: Mapping[str, bool | None]) -> str:
 
 
 def against_both(dense: Mapping[str, bool | None], fused: Mapping[str, bool | None]) -> str:
-    """The verdict on a claim of costing less than softmax attention.
+    """Verdict on a claim of lower cost than softmax attention.
 
     Args:
-        dense: The answers against the formula written out, which the papers compared with.
-        fused: Those against the fused kernel.
+        dense: Answers against naive attention, which the papers compared with.
+        fused: Answers against the fused kernel.
     """
     first, second = of_all(dense), of_all(fused)
     if not first.startswith(HOLDS) or second == NOT_MEASURABLE:
@@ -99,7 +99,7 @@ def against_both(dense: Mapping[str, bool | None], fused: Mapping[str, bool | No
 
 
 def span(values: Sequence[float]) -> str:
-    """`1.2 to 3.4`, the least and the largest; one number where they read the same."""
+    """`1.2 to 3.4`, the minimum and the maximum; one number if they print alike."""
     if not values:
         return "unknown"
     low, high = (f"{edge:.2g}" if edge < 100 else f"{edge:.0f}" for edge in (min(values), max(values)))
@@ -107,7 +107,7 @@ def span(values: Sequence[float]) -> str:
 
 
 def not_measured(records: Sequence[Record]) -> tuple[str, ...]:
-    """One line for each kind, status and choice of labels without numbers: where, and the first reason."""
+    """One line per kind, status and set of labels without numbers: lengths, and the first reason."""
     lengths: dict[tuple[str, int], list[Record]] = {}
     for record in records:
         lengths.setdefault((record.case.kind, record.case.tokens), []).append(record)
