@@ -158,7 +158,7 @@ def test_bfloat16_is_what_it_is_asked_for_on_cuda(monkeypatch):
         ({"threads": 10_000}, OptionError, "threads is at most the"),
         ({"threads": 0}, OptionError, "threads is at least 1"),
         ({"rounds": 0}, OptionError, "rounds is at least 1"),
-        ({"num_heads": 0}, OptionError, "num_heads is made of whole numbers from 1"),
+        ({"num_heads": 0}, OptionError, "num_heads takes whole numbers from 1"),
         ({"num_heads": "4,3", "model_dim": 64}, OptionError, "model_dim=64 is not divided by 3 heads"),
         ({"head_dim": 8, "model_dim": 64}, OptionError, "head_dim and model_dim exclude each other"),
         ({"batch": 1.5}, AttentionError, "batch is a whole number"),
