@@ -1,4 +1,4 @@
-"""Records of errors as curves over the size of the approximation, one panel per input."""
+"""Error records as curves over the size of the approximation, one panel per input."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
@@ -17,16 +17,16 @@ QUANTITIES = (
 
 
 class ErrorPoint(NamedTuple):
-    """The median error at one size, and how far it varies over draws and over inputs, kept apart.
+    """Median error at one size, with separate intervals over draws and over inputs.
 
     Attributes:
-        size: Features, rank or window; None where the backend has no size.
+        size: Features, rank or window; None for a backend without a size.
         value: Median over inputs of the medians over draws.
         low, high: 95 % interval of the median over draws on the same inputs, averaged over the inputs.
-        data_low, data_high: The same of the medians over draws, over inputs drawn with other seeds; None
-            where there was one.
-        record: The first of those that it is made of.
-        draws, data_seeds: How many there were.
+        data_low, data_high: 95 % interval of the median over inputs drawn with other seeds; None for a
+            single seed.
+        record: The first of its records.
+        draws, data_seeds: Numbers of draws and of input seeds.
     """
 
     size: int | None
@@ -49,18 +49,18 @@ class ErrorCurve(NamedTuple):
     points: tuple[ErrorPoint, ...]
 
     def at(self, size: int) -> ErrorPoint | None:
-        """The point of this size, or of the odd size that stands for it."""
+        """The point of this size, or of the odd size that replaces it."""
         return next((point for point in self.points if point.size in (size, size + 1)), None)
 
 
 class Panel(NamedTuple):
-    """Everything measured on one input.
+    """All measurements on one input.
 
     Attributes:
-        inputs: Where q, k, v come from, such as `gaussian(norm=0.5)`.
-        failed: Records without a number, each with its reason.
-        yardstick: The error of the mean of the values.
-        others: Further yardsticks, no backends: the best of each rank, the Taylor series.
+        inputs: Name of the inputs, such as `gaussian(norm=0.5)`.
+        failed: Records without a value, each with its reason.
+        yardstick: Error of the uniform-attention baseline.
+        others: Further baselines: the best approximation of each rank, the Taylor series of exp.
     """
 
     inputs: str
@@ -79,13 +79,13 @@ class Panel(NamedTuple):
 
 
 def quantity_in(records: Sequence[Record], wanted: str) -> str:
-    """The wanted error, or what was measured in its place where a run asked for weights alone."""
+    """The wanted error, or the recorded one if a run measured weights only."""
     measured = [name for name in QUANTITIES if any(getattr(record, name) is not None for record in records)]
     return wanted if wanted in measured or not measured else measured[0]
 
 
 def panels(records: Iterable[Record], quantity: str) -> tuple[Panel, ...]:
-    """One panel per input, in the order of the records; of equal cases the last counts."""
+    """One panel per input, in the order of the records; the last of equal cases counts."""
     latest = {record.case.key: record for record in records if record.case.kind == "error"}
     groups: dict[tuple[object, ...], list[Record]] = {}
     for record in latest.values():
@@ -95,7 +95,7 @@ def panels(records: Iterable[Record], quantity: str) -> tuple[Panel, ...]:
 
 
 def below_from(curve: ErrorCurve, yardstick: float) -> int | None:
-    """The smallest size from which on every measured one is below the yardstick."""
+    """The smallest size from which on all measured sizes have errors below the baseline."""
     found = None
     for point in reversed(curve.points):
         if point.size is None or point.value >= yardstick:
@@ -127,7 +127,7 @@ def _panel(records: Sequence[Record], quantity: str) -> Panel:
 def _curve(label: str, records: Sequence[Record], quantity: str) -> ErrorCurve:
     groups: dict[tuple[Any, ...], list[Record]] = {}
     for record in records:
-        # What differs by the seed of its inputs alone is one point.
+        # Records that differ only by the seed of their inputs form one point.
         options = tuple(sorted(record.case.options.items(), key=str))
         groups.setdefault((sized(record.case), options), []).append(record)
     points = sorted((_point(group, quantity) for group in groups.values()), key=lambda point: point.size or 0)
@@ -136,7 +136,7 @@ def _curve(label: str, records: Sequence[Record], quantity: str) -> ErrorCurve:
 
 
 def _point(records: Sequence[Record], quantity: str) -> ErrorPoint:
-    """One size, from a record for each draw of the inputs."""
+    """One size, from one record per input seed."""
     found = [middle(_draws(record, quantity)) for record in records]
     over_data = middle([one.median for one in found])
     several = len(found) > 1
@@ -154,12 +154,12 @@ def _point(records: Sequence[Record], quantity: str) -> ErrorPoint:
 
 
 def _place(record: Record) -> int | None:
-    """The size of a record; at equal budgets that of the reference."""
+    """The size of a record; at equal budgets the size of the reference."""
     own = sized(record.case).size
     return own if record.matched is None or own is None else record.matched_size
 
 
 def _draws(record: Record, quantity: str) -> list[float]:
-    # A draw that is not finite is kept as null in the file.
+    # A non-finite draw is null in the file.
     draws = [value for value in getattr(record, f"{quantity}_draws", None) or () if value is not None]
     return draws or [getattr(record, quantity)]

@@ -1,4 +1,4 @@
-"""Error, time and memory of backends on the same inputs: the front of them, and what is worth its error."""
+"""Error, time and memory of backends on the same inputs: Pareto front and verdict."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
@@ -13,27 +13,27 @@ from efficient_attn.sweep.sizes import SEED, YARDSTICKS
 
 DEFAULT_MAX_ERROR = 0.1
 
-# Where the environment of a run says how much error was asked about.
+# Key of a run's environment that holds the error limit.
 MAX_ERROR = "max_error"
 
-# Relative errors below this, or below twice that of exact attention in the same dtype, are rounding: of two
-# of them none is the smaller one.
+# Relative errors below this, or below twice the error of exact attention in the same dtype, are rounding
+# and count as equal.
 ROUNDING = 1e-4
 
-# What the cases of one comparison have in common.
+# Fields common to all cases of one comparison.
 _SHARED = ("tokens", "batch", "num_heads", "head_dim", "causal", "dtype", "seed")
 
 
 class Contender(NamedTuple):
-    """What was measured of one backend, or of a yardstick; None is what was not.
+    """Measurements of one backend or baseline; None: not measured.
 
     Attributes:
-        error: Relative output error, its median over draws; of several layers their median and their range.
-        layers: Number of layers that the error was measured on.
-        time_s: Of one call.
+        error: Relative output error, median over draws; for several layers their median and range.
+        layers: Number of layers in the error.
+        time_s: Time of one call.
         timed: The record of its times.
-        drawn: Its features are random.
-        failed: Why something is lacking.
+        drawn: Whether its features are random.
+        failed: Reason for missing values.
     """
 
     label: str
@@ -49,18 +49,18 @@ class Contender(NamedTuple):
 
     @property
     def worst(self) -> float:
-        """The error on the layer where it is largest."""
+        """Error on the layer where it is largest."""
         if self.error is None:
             return float("inf")
         return self.error.high if self.layers > 1 else self.error.median
 
     @property
     def is_yardstick(self) -> bool:
-        """Whether it is a line to read others against, and no method."""
+        """Whether it is a baseline rather than a backend."""
         return self.backend in YARDSTICKS
 
     def speed(self, other: "Contender | None") -> Typical | None:
-        """How many times as fast as another it is; None where one of them was not timed."""
+        """Speed-up over another contender; None if either was not timed."""
         if self.timed is None or other is None or other.timed is None:
             return None
         return time_ratio(self.timed, other.timed)
@@ -73,14 +73,14 @@ class Contender(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """Whether anything is both nearly exact and faster.
+    """Whether a contender is both nearly exact and faster.
 
     Attributes:
-        both: What is, on every layer, the fastest first: its interval of times lies below that of exact
-            attention.
-        alike: Nearly exact, with an interval of times that overlaps that of exact attention.
-        near: All that is nearly exact, exact attention aside, by time.
-        fast: The least wrong of what is faster.
+        both: Nearly exact on every layer, and faster by an interval below the time of exact attention; the
+            fastest first.
+        alike: Nearly exact, with a time interval that overlaps exact attention's.
+        near: All nearly exact contenders except exact attention, by time.
+        fast: The faster contender with the smallest error.
         partly: Faster, and nearly exact on some layers only.
     """
 
@@ -92,17 +92,17 @@ class Verdict(NamedTuple):
 
     @property
     def accurate(self) -> Contender | None:
-        """The fastest of what is nearly exact."""
+        """The fastest nearly exact contender."""
         return self.near[0] if self.near else None
 
 
 class Comparison(NamedTuple):
-    """Everything measured on one input at one length.
+    """All measurements on one input at one length.
 
     Attributes:
         case: The case of one of the times.
-        contenders: By time, the fastest first; last what was not timed.
-        records: Those that it is made of.
+        contenders: By time, the fastest first; untimed ones last.
+        records: The records of the comparison.
     """
 
     case: Case
@@ -117,7 +117,7 @@ class Comparison(NamedTuple):
 
     @property
     def nearest(self) -> Contender | None:
-        """The least error of what is no yardstick and not `exact`."""
+        """The backend with the smallest error, except `exact`."""
         found = [
             one for one in self.contenders if one.error and not one.is_yardstick and one is not self.exact
         ]
@@ -125,7 +125,7 @@ class Comparison(NamedTuple):
 
     @property
     def finished(self) -> set[str]:
-        """Labels of which both error and time were measured, or failed."""
+        """Labels whose error and time were both measured, or failed."""
         kinds = {
             kind: {record.case.label for record in self.records if record.case.kind == kind}
             for kind in ("error", "time")
@@ -134,24 +134,24 @@ class Comparison(NamedTuple):
 
     @property
     def rounding(self) -> float:
-        """Errors up to this are those of the dtype and not of a method."""
+        """Largest error that is rounding of the dtype."""
         return max(ROUNDING, 2 * self.exact.worst if self.exact else 0.0)
 
     def front(self, quantity: str) -> tuple[Contender, ...]:
-        """What nothing else beats in both error and this cost (Pareto), from the cheapest on."""
+        """Pareto front of error and this cost, from the cheapest on."""
         front: list[Contender] = []
         least = float("inf")
         for cost, error, one in sorted(self._points(quantity), key=lambda point: point[:2]):
             if error < least:
                 front.append(one)
                 least = error
-            # The same cost and the same error twice: neither beats the other.
+            # Equal cost and error: neither dominates the other.
             elif front and error == least and cost == front[-1].cost(quantity):
                 front.append(one)
         return tuple(front)
 
     def verdict(self, max_error: float) -> Verdict:
-        """What is within `max_error` of exact attention and faster than it; exact attention is measured."""
+        """The contenders within `max_error` of exact attention and faster; requires exact attention."""
         exact = self.exact
         assert exact is not None and exact.time_s is not None
         known = [one for one in self.contenders if one.error and one.time_s and not one.is_yardstick]
@@ -170,7 +170,7 @@ class Comparison(NamedTuple):
         return Verdict(both, alike, near, min(faster, key=_error, default=None), partly)
 
     def _points(self, quantity: str) -> list[tuple[float, float, Contender]]:
-        """Cost and error of what has both; errors that are rounding are equal."""
+        """Cost and error of contenders that have both; rounding errors count as equal."""
         return [
             (cost, 0.0 if one.error.median <= self.rounding else one.error.median, one)
             for one in self.contenders
@@ -179,13 +179,13 @@ class Comparison(NamedTuple):
 
 
 def comparisons(records: Iterable[Record]) -> tuple[Comparison, ...]:
-    """One for each input, length and number of threads where both errors and times were measured."""
+    """One per input, length and number of threads for which both errors and times were measured."""
     latest = {record.case.key: record for record in records if _belongs(record)}
     errors: dict[tuple[object, ...], list[Record]] = {}
     costs: dict[tuple[object, ...], dict[int, list[Record]]] = {}
     for record in latest.values():
         case = record.case
-        # Errors know the kind of device, costs which one it was.
+        # Errors depend on the kind of device only, costs on the device.
         key = (case.device.partition(":")[0], *(getattr(case, name) for name in _SHARED))
         if case.kind == "error":
             errors.setdefault((case.inputs, *key), []).append(record)
@@ -201,19 +201,19 @@ def comparisons(records: Iterable[Record]) -> tuple[Comparison, ...]:
 
 
 def asked_error(environment: Mapping[str, Any]) -> float:
-    """The error that a run asked about, as its environment tells."""
+    """The error limit of a run, from its environment."""
     known = environment.get(MAX_ERROR)
     known = known if isinstance(known, (int, float)) and not isinstance(known, bool) else 0
     return known if 0 < known < float("inf") else DEFAULT_MAX_ERROR
 
 
 def comparison_rows(records: Iterable[Record]) -> list[dict[str, Any]]:
-    """One flat row for each backend of each comparison: error, time and memory side by side."""
+    """One flat row per backend and comparison, with error, time and memory."""
     return [_row(compared, one) for compared in comparisons(records) for one in compared.contenders]
 
 
 def without_compared(records: Sequence[Record], compared: Sequence[Comparison]) -> list[Record]:
-    """The records that are part of no comparison."""
+    """Records that belong to no comparison."""
     told = {record.case.key for one in compared for record in one.records}
     return [record for record in records if record.case.key not in told]
 
@@ -240,7 +240,7 @@ def _row(compared: Comparison, one: Contender) -> dict[str, Any]:
 
 
 def _belongs(record: Record) -> bool:
-    """Whether it is about attention alone, forward, and its output."""
+    """Whether the record measures the output or a forward pass of attention alone."""
     case = record.case
     about = {"error": "output", "time": "attention", "memory": "attention"}
     return about.get(case.kind) == case.of and not case.backward
@@ -277,7 +277,7 @@ def _contender(label: str, group: Sequence[Record], layers: int) -> Contender:
 
 
 def _error_over(layers: Sequence[Middle | None]) -> Middle | None:
-    """The error of the only layer; of several their median and range; None where one has none."""
+    """The error of a single layer, or the median and range over several; None if a layer has none."""
     known = [one for one in layers if one is not None]
     if not known or len(known) < len(layers):
         return None
@@ -288,7 +288,7 @@ def _error_over(layers: Sequence[Middle | None]) -> Middle | None:
 
 
 def _error_of(record: Record) -> Middle | None:
-    """The median over draws; None where a draw was not finite, which is null in the file."""
+    """Median over draws; None if a draw was not finite, which is null in the file."""
     draws = record.output_relative_error_draws or ()
     if record.status != "ok" or record.output_relative_error is None or None in draws:
         return None

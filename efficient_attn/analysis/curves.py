@@ -1,4 +1,4 @@
-"""Records of a sweep as curves: one per backend with its options, a cost at each number of tokens."""
+"""Records of a sweep as curves: one per variant, with a cost at each number of tokens."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -9,11 +9,11 @@ from efficient_attn.analysis.rounds import call_time
 from efficient_attn.sweep.records import Case, Record
 from efficient_attn.sweep.variants import CEILING
 
-# What everything is compared with: exact attention through the fused kernel; and the kind that builds the
-# whole matrix of scores, which papers compared themselves with.
+# The baseline of all comparisons, exact attention through the fused kernel; and naive attention, the baseline
+# of the papers.
 YARDSTICK, DENSE = "exact", "exact-dense"
 
-# The kind of record that answers for each quantity.
+# Kind of record that holds each quantity.
 QUANTITIES = {
     "time_s": "time",
     "peak_bytes": "memory",
@@ -21,7 +21,7 @@ QUANTITIES = {
     "state_bytes": "memory",
 }
 
-# What may differ between the cases of several runs; where it does, it becomes part of the curve's name.
+# Fields that may differ between the cases of several runs, and then become part of the curve's name.
 _MAY_DIFFER = (
     "of",
     "layers",
@@ -39,10 +39,10 @@ _MAY_DIFFER = (
 
 
 class Point(NamedTuple):
-    """A cost at one length; no value: the record says why.
+    """A cost at one length; without a value the record holds the reason.
 
     Attributes:
-        low: Lower edge of the 95 % interval within the run; None where the rounds are too few for one.
+        low: Lower edge of the 95 % interval within the run; None for too few rounds.
     """
 
     tokens: int
@@ -62,19 +62,19 @@ class Curve(NamedTuple):
 
     @property
     def measured(self) -> tuple[Point, ...]:
-        """The points that have a value."""
+        """All points with a value."""
         return tuple(point for point in self.points if point.value is not None)
 
     @property
     def growth(self) -> Growth | None:
-        """How the values of the measured points grow with tokens."""
+        """Growth of the values with the number of tokens."""
         tokens = [point.tokens for point in self.measured]
         fit = growth if self.quantity == "time_s" else exact_growth
         return fit(tokens, [float(point.value or 0) for point in self.measured])
 
     @property
     def setting(self) -> tuple[Any, ...]:
-        """What it was measured under, but for the backend: curves that share it may be compared."""
+        """Setting of the measurement, without the backend; curves with equal settings are comparable."""
         return tuple(getattr(self.points[0].record.case, field) for field in _MAY_DIFFER)
 
     def at(self, tokens: int) -> Point | None:
@@ -85,8 +85,8 @@ class Curve(NamedTuple):
 def curves(records: Iterable[Record], quantity: str) -> tuple[Curve, ...]:
     """The curves of `time_s`, `peak_bytes`, `parameter_bytes` or `state_bytes`.
 
-    Yardsticks come first, then the others by name: the order of the records depends on what failed.
-    Of equal cases the last record counts.
+    The baselines come first, then the other curves by name, independently of the order of the records. The
+    last of equal cases counts.
     """
     wanted = [record for record in records if record.case.kind == QUANTITIES[quantity]]
     latest = {record.case.key: record for record in wanted}
@@ -101,7 +101,7 @@ def curves(records: Iterable[Record], quantity: str) -> tuple[Curve, ...]:
 
 
 def by_subject(records: Iterable[Record]) -> dict[str, list[Record]]:
-    """The costs of attention, of the block, of the encoder of 3 layers, …, as far as they were measured."""
+    """Costs of attention, of the block, of the encoder of 3 layers, …, by subject."""
     groups: dict[str, list[Record]] = {}
     for record in records:
         if record.case.kind in QUANTITIES.values():
@@ -111,13 +111,13 @@ def by_subject(records: Iterable[Record]) -> dict[str, list[Record]]:
 
 
 def partner(curve: Curve, all_curves: Iterable[Curve], backend: str) -> Curve | None:
-    """The curve of that backend measured under the same setting; None unless there is exactly one."""
+    """The curve of that backend in the same setting; None unless there is exactly one."""
     found = [other for other in all_curves if other.backend == backend and other.setting == curve.setting]
     return found[0] if len(found) == 1 else None
 
 
 def _place(item: tuple[str, list[Record]]) -> tuple[bool, bool, list[tuple[int, str]]]:
-    """Numbers within names are compared as numbers, so that rank=64 comes before rank=128."""
+    """Sort key that compares numbers within names as numbers: rank=64 comes before rank=128."""
     label, group = item
     pieces = re.findall(r"\d+|\D+", label)
     name = [(int(piece), "") if piece.isdecimal() else (-1, piece) for piece in pieces]
@@ -134,7 +134,7 @@ class Namer(NamedTuple):
 
 
 def namer(cases: Sequence[Case]) -> Namer:
-    """Names by label, and by whatever differs between the cases beside label and tokens."""
+    """Names from the label and all fields that differ between the cases, except tokens."""
     differ = (field for field in _MAY_DIFFER if len({str(getattr(case, field)) for case in cases}) > 1)
     return Namer(tuple(differ))
 

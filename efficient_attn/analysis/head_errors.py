@@ -1,4 +1,4 @@
-"""Records that hold the error of each head, as one row for each backend."""
+"""Records with errors per head, as one row per backend."""
 
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -11,12 +11,12 @@ HEADS = "output_relative_error_heads"
 
 
 class HeadRow(NamedTuple):
-    """The relative output error of each head of one backend, at its largest size.
+    """Relative output error of each head of one backend, at its largest size.
 
     Attributes:
         label: The backend with all its options.
-        yardstick: It is no backend.
-        values: Means over draws; None where a draw was not finite.
+        yardstick: Whether it is a baseline.
+        values: Means over draws; None if a draw was not finite.
     """
 
     label: str
@@ -26,7 +26,7 @@ class HeadRow(NamedTuple):
 
 
 def heads(records: Iterable[Record]) -> tuple[tuple[Panel, tuple[HeadRow, ...]], ...]:
-    """Inputs whose records hold errors of heads, with the rows of each, the yardsticks first."""
+    """Inputs with errors per head, and their rows, baselines first."""
     with_heads = [record for record in records if getattr(record, HEADS)]
     return tuple((panel, _rows(panel, with_heads)) for panel in panels(with_heads, "output_relative_error"))
 

@@ -1,8 +1,8 @@
-"""What the number of heads costs where model_dim = num_heads·head_dim stays the same.
+"""Cost of the number of heads at constant model_dim = num_heads·head_dim.
 
-The matrix products then stay the same: tokens²·model_dim for exact attention, tokens·features·model_dim
-where every head has so many features. Exponentials grow with the heads in both. What that means in time is
-measured.
+The matrix products do not depend on the number of heads: tokens²·model_dim for exact attention, and
+tokens·features·model_dim for linear attention, with the features counted per head. The number of exponentials
+grows with it in both. The effect on time is measured.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from efficient_attn.analysis.curves import Curve, Point
 
 
 class Heads(NamedTuple):
-    """The costs of one backend at one length and model_dim, in rising order of heads."""
+    """Costs of one backend at one length and model_dim, in rising order of heads."""
 
     label: str
     model_dim: int
@@ -26,12 +26,12 @@ class Heads(NamedTuple):
 
     @property
     def ratio(self) -> float:
-        """The cost with the most heads over that with the fewest."""
+        """Ratio of the costs with the most and with the fewest heads."""
         return float((self.points[-1].value or 0.0) / (self.points[0].value or 1.0))
 
 
 def by_heads(all_curves: Sequence[Curve]) -> list[Heads]:
-    """Every backend measured with several numbers of heads at equal model_dim, at the longest such length."""
+    """All backends measured with several numbers of heads at equal model_dim, at the longest such length."""
     groups: dict[tuple[str, int, int, str], list[Point]] = {}
     for curve in all_curves:
         for point in curve.measured:

@@ -1,4 +1,4 @@
-"""Records of a kernel entry as lines over features, angle or norm: measured, and what theory says."""
+"""Kernel-error records as lines over features, angle or norm: measured and theoretical."""
 
 import math
 import re
@@ -10,19 +10,19 @@ import numpy as np
 from efficient_attn.sweep.records import Record
 from efficient_attn.sweep.sizes import sized
 
-# What lines may run over.
+# Possible horizontal axes.
 AXES = ("size", "angle", "norm")
 
 _PLACE = re.compile(r"pair\(norm=([\d.e+-]+), angle=([\d.e+-]+)\)")
 
 
 class KernelPoint(NamedTuple):
-    """The mean squared error of one kernel entry over its square.
+    """Mean squared error of one kernel entry over its square.
 
     Attributes:
-        mean: Over draws; None where it could not be measured.
-        error: Standard error of the mean, from the draws; None for a single one.
-        expected: What theory says; None where no closed form is known.
+        mean: Mean over draws; None if not measurable.
+        error: Standard error of the mean over draws; None for a single draw.
+        expected: Theoretical error; None without a closed form.
     """
 
     size: int
@@ -34,12 +34,12 @@ class KernelPoint(NamedTuple):
     record: Record
 
     def at(self, axis: str) -> float:
-        """Where the point stands on an axis."""
+        """Coordinate of the point on an axis."""
         return float(getattr(self, axis))
 
     @property
     def deviation(self) -> float | None:
-        """Measured less expected, in standard errors."""
+        """Measured minus theoretical error, in standard errors."""
         if self.mean is None or self.expected is None or not self.error:
             return None
         return (self.mean - self.expected) / self.error
@@ -54,7 +54,7 @@ class KernelLine(NamedTuple):
 
 
 class KernelPanel(NamedTuple):
-    """Lines that differ by nothing but their backend and one axis; `fixed` names the other two."""
+    """Lines that differ only by their backend and one axis; `fixed` names the other two."""
 
     fixed: tuple[tuple[str, float], ...]
     lines: tuple[KernelLine, ...]
@@ -67,14 +67,14 @@ def kernel_records(records: Iterable[Record]) -> list[Record]:
 
 
 def kernel_points(records: Iterable[Record]) -> list[KernelPoint]:
-    """One point for each record that tells where it stands; of equal cases the last."""
+    """One point per record with a known position; the last of equal cases counts."""
     latest = {record.case.key: record for record in kernel_records(records)}.values()
     found = [_point(record) for record in latest]
     return [point for point in found if point is not None]
 
 
 def kernel_panels(records: Iterable[Record], axis: str = "size") -> tuple[KernelPanel, ...]:
-    """One panel for each value of the axes that lines do not run over; of sizes only the largest."""
+    """One panel for each value of the other axes; the largest size only."""
     points = kernel_points(records)
     if axis != "size":
         largest = {point.record.case.backend: point.size for point in sorted(points, key=lambda p: p.size)}
@@ -91,8 +91,8 @@ def kernel_panels(records: Iterable[Record], axis: str = "size") -> tuple[Kernel
 
 
 def plain_guesses(norm: float, angle: float) -> dict[str, float]:
-    """The error over its square of what draws nothing: the constant 1, and Taylor series of exp(x·y)."""
-    # A right angle's cosine is no rounding error.
+    """Error over its square of deterministic baselines: the constant 1, and Taylor series of exp(x·y)."""
+    # Rounding keeps the cosine of a right angle at zero.
     z = norm**2 * round(math.cos(math.radians(angle)), 15)
     series = {"constant 1": 1.0, "Taylor order 1": 1 + z, "Taylor order 2": 1 + z + z**2 / 2}
     return {name: (value * math.exp(-z) - 1) ** 2 for name, value in series.items()}

@@ -1,4 +1,4 @@
-"""How much of what the machine can do in matrix products a backend reaches."""
+"""Achieved share of the machine's peak matmul rate."""
 
 from collections.abc import Iterable
 
@@ -7,10 +7,10 @@ from efficient_attn.sweep.records import Record
 
 
 def rate_share(record: Record) -> float | None:
-    """Operations per second of the median call over those of the machine's matrix products.
+    """Operations per second of the median call, as a share of the machine's peak matmul rate.
 
-    The operations are the counted ones: what is computed beyond them lowers the share. None where the
-    operations, the rate or the time is unknown.
+    Only the counted operations enter: further computation lowers the share. None if the operations, the rate
+    or the time is unknown.
     """
     if not (record.status == "ok" and record.flops and record.times_s and record.matmul_flops_per_s):
         return None
@@ -18,10 +18,10 @@ def rate_share(record: Record) -> float | None:
 
 
 def rate_shares(records: Iterable[Record]) -> dict[str, float]:
-    """By case, the shares of all rates that can be true.
+    """Shares by case, for all plausible rates.
 
-    No call is faster than the machine: where one exceeds the rate, something else held up the products by
-    which the rate was measured, and every share of it would be too large.
+    No call is faster than the machine: if one exceeds the measured rate, other load disturbed the measurement
+    of the rate, and every share of it would be too large.
     """
     records = list(records)
     too_low = {record.matmul_flops_per_s for record in exceeding(records)}
@@ -32,5 +32,5 @@ def rate_shares(records: Iterable[Record]) -> dict[str, float]:
 
 
 def exceeding(records: Iterable[Record]) -> list[Record]:
-    """The records whose calls are faster than the rate of the machine that was measured with them."""
+    """Records with calls faster than the measured rate of the machine."""
     return [record for record in records if (rate_share(record) or 0.0) > 1]

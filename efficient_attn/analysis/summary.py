@@ -1,4 +1,4 @@
-"""Time and memory of one backend at one length side by side, and who is faster than whom."""
+"""Time and memory of one backend at one length, and speed-ups."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
@@ -10,12 +10,12 @@ from efficient_attn.sweep.records import Record
 
 
 class Gain(NamedTuple):
-    """How a backend stands against the yardstick.
+    """Comparison of a backend with the baseline.
 
     Attributes:
-        pays_from: The shortest measured length from which on it is clearly faster at every measured one.
-        tokens: The longest length at which both were measured.
-        ratio: Time of the yardstick over its own there, with an interval: above 1 it is faster.
+        pays_from: Shortest measured length from which on it is clearly faster at all measured lengths.
+        tokens: Longest length at which both were measured.
+        ratio: Speed-up at that length, with an interval: above 1 the backend is faster.
     """
 
     label: str
@@ -25,7 +25,7 @@ class Gain(NamedTuple):
 
 
 def summary(records: Sequence[Record]) -> list[dict[str, Any]]:
-    """One flat row per backend and length: medians with intervals, bytes, and what kept a number away."""
+    """One flat row per backend and length: medians with intervals, bytes, and reasons for missing values."""
     rows: dict[tuple[str, int], dict[str, Any]] = {}
     shares = rate_shares(records)
     for quantity in ("time_s", "peak_bytes", "parameter_bytes", "state_bytes"):
@@ -61,13 +61,13 @@ _COLUMNS = (
 
 
 def yardstick(all_curves: Iterable[Curve]) -> Curve | None:
-    """The curve of fused exact attention, if it is among them and unmistakable."""
+    """The curve of fused exact attention, if there is exactly one."""
     found = [curve for curve in all_curves if curve.backend == YARDSTICK]
     return found[0] if len(found) == 1 else None
 
 
 def gains(all_curves: Sequence[Curve]) -> list[Gain]:
-    """Every backend against the yardstick of its setting, at the lengths where both were measured."""
+    """Every backend against the baseline of its setting, at the common lengths."""
     compared = (
         gain_over(curve, exact)
         for curve in all_curves
@@ -77,7 +77,7 @@ def gains(all_curves: Sequence[Curve]) -> list[Gain]:
 
 
 def gain_over(curve: Curve, exact: Curve) -> Gain | None:
-    """One backend against another; None where no length has both."""
+    """One backend against another; None without a common length."""
     pairs = [(own, its) for own in curve.measured if (its := exact.at(own.tokens)) is not None]
     if not pairs:
         return None

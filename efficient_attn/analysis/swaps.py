@@ -1,4 +1,4 @@
-"""Records of a model with its attention swapped, as one row for each backend."""
+"""Records of models with replaced attention, as one row per backend."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,29 +13,29 @@ from efficient_attn.sweep.sizes import OWN
 
 MODEL = "model"
 
-# What a model is judged by first: the best of these that was measured.
+# Quantities that decide, in order of preference.
 KL, DISAGREEMENT, PERPLEXITY = "next_token_kl", "next_token_disagreement", "perplexity"
 MEAN_POOL, FIRST_TOKEN, HIDDEN = "mean_pool_distance", "first_token_distance", "hidden_relative_error"
 DECISIVE = (KL, MEAN_POOL, HIDDEN)
-# Those whose 1 − value is what people know: cosines, and the share of equal tokens.
+# Quantities shown as 1 − value: cosines, and the share of equal tokens.
 TURNED = (MEAN_POOL, FIRST_TOKEN, DISAGREEMENT)
 
-# Of float32 in hidden states; cosines and divergences differ from theirs by squares of that.
+# Rounding of float32 hidden states; errors of cosines and divergences are of the order of its square.
 _ROUNDING = 1e-4
 
-# A file may hold numbers that no measurement gives.
+# Upper bound on plausible measurements.
 _LARGEST = 1e100
 
-# What the cases of one swap have in common.
+# Fields common to the cases of one swap.
 _SHARED = ("inputs", "tokens", "num_heads", "head_dim", "causal", "dtype", "device", "threads", "seed")
 
 
 class Spread(NamedTuple):
-    """A quantity over texts and draws.
+    """Statistics of a quantity over texts and draws.
 
     Attributes:
-        over_seeds: Standard deviation of its mean over the texts from draw to draw; None for one draw.
-        worst: Its mean over draws at the worst text.
+        over_seeds: Standard deviation over draws of the mean over texts; None for one draw.
+        worst: Mean over draws at the worst text.
     """
 
     mean: float
@@ -47,9 +47,9 @@ class SwapRow(NamedTuple):
     """One backend.
 
     Attributes:
-        whole: With all layers swapped; None where that failed, and for what is only timed.
-        alone: With one layer swapped, by its number.
-        time_s: Of one forward pass of the model.
+        whole: Record with all layers swapped; None if it failed or was only timed.
+        alone: Records with one layer swapped, by its number.
+        time_s: Time of one forward pass of the model.
         timed: The record of its times.
     """
 
@@ -63,23 +63,23 @@ class SwapRow(NamedTuple):
     failed: tuple[Record, ...]
 
     def speed(self, own: "SwapRow | None") -> Typical | None:
-        """How many times as fast as the model as it came; None where one of them was not timed."""
+        """Speed-up over the original model; None if either was not timed."""
         if self.timed is None or own is None or own.timed is None:
             return None
         return time_ratio(self.timed, own.timed)
 
     def spread(self, quantity: str) -> Spread | None:
-        """The quantity with all layers swapped."""
+        """Statistics of the quantity with all layers swapped."""
         return None if self.whole is None else spread(self.whole, quantity)
 
 
 @dataclass(frozen=True, eq=False)
 class Swap:
-    """Everything measured of one model on the same texts.
+    """All measurements of one model on the same texts.
 
     Attributes:
-        rows: The model as it came, then in the order of the records.
-        quantity: What it is judged by, one of DECISIVE.
+        rows: The original model first, then in the order of the records.
+        quantity: The deciding quantity, one of DECISIVE.
     """
 
     case: Case
@@ -89,12 +89,12 @@ class Swap:
 
     @cached_property
     def own(self) -> SwapRow | None:
-        """The model as it came."""
+        """The original model."""
         return next((row for row in self.rows if row.backend == OWN), None)
 
     @cached_property
     def rounding(self) -> float:
-        """Differences up to this are those of the dtype: twice those of exact attention in another kernel."""
+        """Largest difference that is rounding: twice the difference of exact attention in another kernel."""
         least = _ROUNDING if self.quantity == HIDDEN else _ROUNDING**2
         found = [row.spread(self.quantity) for row in self.rows if row.backend == YARDSTICK]
         return max([least, *(2 * one.mean for one in found if one is not None)])
@@ -106,7 +106,7 @@ class Swap:
 
 
 def swaps(records: Iterable[Record]) -> tuple[Swap, ...]:
-    """One for each model, set of texts and setting."""
+    """One per model, set of texts and setting."""
     groups: dict[tuple[object, ...], list[Record]] = {}
     for record in {record.case.key: record for record in records if record.case.of == MODEL}.values():
         groups.setdefault(tuple(getattr(record.case, name) for name in _SHARED), []).append(record)
@@ -114,12 +114,12 @@ def swaps(records: Iterable[Record]) -> tuple[Swap, ...]:
 
 
 def without_swaps(records: Sequence[Record]) -> list[Record]:
-    """The records that are of no model."""
+    """Records without a model."""
     return [record for record in records if record.case.of != MODEL]
 
 
 def by_text(record: Record, quantity: str) -> list[tuple[float, ...]]:
-    """The draws of each text; empty where it was not measured or some draw has no number."""
+    """The draws of each text; empty if not measured or if a draw has no number."""
     draws, texts = getattr(record, f"{quantity}_draws") or (), record.texts or 1
     seeds = len(draws) // texts
     usable = record.status == "ok" and all(value is not None and value < _LARGEST for value in draws)
@@ -129,7 +129,7 @@ def by_text(record: Record, quantity: str) -> list[tuple[float, ...]]:
 
 
 def spread(record: Record, quantity: str) -> Spread | None:
-    """Mean and spread of a quantity; None where `by_text` is empty."""
+    """Statistics of a quantity; None if `by_text` is empty."""
     texts = by_text(record, quantity)
     if not texts:
         return None
@@ -138,7 +138,7 @@ def spread(record: Record, quantity: str) -> Spread | None:
 
 
 def swap_rows(records: Iterable[Record]) -> list[dict[str, Any]]:
-    """One flat row for each backend, and one for each layer that was swapped alone."""
+    """One flat row per backend, and one per layer that was swapped alone."""
     rows = []
     for one in swaps(records):
         shared = {name: getattr(one.case, name) for name in _SHARED}

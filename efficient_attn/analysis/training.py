@@ -1,4 +1,4 @@
-"""Curves of language models trained on the same bytes: who is lower after as many steps or seconds."""
+"""Learning curves of language models trained on the same bytes, compared at equal steps and equal time."""
 
 import math
 from collections.abc import Iterable
@@ -9,37 +9,37 @@ import numpy as np
 from efficient_attn.analysis.curves import YARDSTICK
 from efficient_attn.sweep.records import Record
 
-# Of a normal distribution 95 % lies within so many standard deviations; means over windows are nearly normal.
+# Normal 95 % quantile; means over windows are nearly normal.
 _NORMAL_95 = 1.96
 
-# Bits are shown with three decimals; what they do not show is called no difference.
+# Bits are shown with three decimals; smaller differences count as none.
 _SHOWN = 5e-4
 
-# What the models of one group have in common.
+# Fields common to the models of one group.
 _SHARED = ("inputs", "tokens", "batch", "layers", "num_heads", "head_dim", "device", "threads", "seed")
 
 
 class Mean(NamedTuple):
-    """The mean over held-out windows, and half of the 95 % interval for the mean over all such windows."""
+    """Mean over held-out windows, with the half-width of its 95 % interval."""
 
     value: float
     half: float
 
     @property
     def is_clear(self) -> bool:
-        """Whether it is a difference that can be seen, and zero lies outside of the interval."""
+        """Whether the difference is visible in print and its interval excludes zero."""
         return abs(self.value) > max(self.half, _SHOWN)
 
 
 class TrainingCurve(NamedTuple):
-    """One model in training, in bits per byte; None is what cannot be said.
+    """Bits per byte of one model in training; None: unknown.
 
     Attributes:
-        steps: Those after which it was evaluated.
-        seconds_s: Of training until then.
+        steps: Steps of the evaluations.
+        seconds_s: Seconds of training before each evaluation.
         final: The last evaluation.
-        beyond_exact: How much more that is than exact attention had on the same windows after as many steps.
-        at_common_time: After the seconds that the fastest took for all its steps, if evaluated by then.
+        beyond_exact: Difference from exact attention on the same windows after as many steps.
+        at_common_time: Value after the total time of the fastest model, if evaluated by then.
     """
 
     label: str
@@ -54,15 +54,15 @@ class TrainingCurve(NamedTuple):
 
     @property
     def steps_per_s(self) -> float | None:
-        """Of training alone."""
+        """Training steps per second, without evaluations."""
         return self.steps[-1] / self.seconds_s[-1] if self.steps and self.seconds_s[-1] > 0 else None
 
 
 class TrainingRun(NamedTuple):
-    """Models that differ by their attention alone, the lowest first.
+    """Models that differ only by their attention, the lowest first.
 
     Attributes:
-        common_s: Seconds of training that all of them had: those of the fastest.
+        common_s: Training time that all models reached: the total time of the fastest.
     """
 
     curves: tuple[TrainingCurve, ...]
@@ -70,12 +70,12 @@ class TrainingRun(NamedTuple):
 
     @property
     def exact(self) -> TrainingCurve | None:
-        """That of exact attention, if it was evaluated."""
+        """The curve of exact attention, if it was evaluated."""
         return next((one for one in self.curves if one.backend == YARDSTICK and one.final), None)
 
 
 def training_runs(records: Iterable[Record]) -> tuple[TrainingRun, ...]:
-    """One for each text, size of the model and seed."""
+    """One per text, model size and seed."""
     groups: dict[tuple[object, ...], list[Record]] = {}
     for record in {record.case.key: record for record in records if record.case.kind == "train"}.values():
         groups.setdefault(tuple(getattr(record.case, name) for name in _SHARED), []).append(record)
@@ -83,7 +83,7 @@ def training_runs(records: Iterable[Record]) -> tuple[TrainingRun, ...]:
 
 
 def training_rows(records: Iterable[Record]) -> list[dict[str, Any]]:
-    """One flat row for each model."""
+    """One flat row per model."""
     return [_row(run, one) for run in training_runs(records) for one in run.curves]
 
 
@@ -114,12 +114,12 @@ def _curve(record: Record, exact: Record | None, common_s: float | None) -> Trai
 
 
 def _at(common_s: float, seconds_s: tuple[float, ...], values: tuple[float, ...]) -> float | None:
-    """The value at a moment, on the straight line between two evaluations; None before the first one."""
+    """Linear interpolation between evaluations; None before the first one."""
     return float(np.interp(common_s, seconds_s, values)) if common_s >= seconds_s[0] else None
 
 
 def _beyond(record: Record, exact: Record) -> Mean | None:
-    """On the same windows, so that what makes a window hard takes no part."""
+    """Paired difference on the same windows, which removes their difficulty."""
     own, theirs = _windows(record), _windows(exact)
     same = (record.train_steps or (0,))[-1] == (exact.train_steps or (0,))[-1]
     return _mean(own - theirs) if same and len(own) == len(theirs) else None
@@ -136,7 +136,7 @@ def _windows(record: Record) -> np.ndarray:
 
 
 def _whole(values: tuple[float, ...] | None) -> tuple[float, ...]:
-    """The values; none where one of them is null in the file."""
+    """The values; empty if one of them is null in the file."""
     return () if values is None or None in values else values
 
 

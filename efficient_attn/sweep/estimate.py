@@ -1,30 +1,29 @@
-"""How long the rest of a plan will take, learnt from the points that were measured; points grow."""
+"""Estimated time of the remaining plan, from the points measured so far."""
 
 from collections.abc import Hashable, Iterable
 
 from efficient_attn.sweep.plan import Entry
 from efficient_attn.sweep.records import Case, Record
 
-# Calls beside the timed ones: in each turn two to warm up, of calls long enough to matter rather one; for
-# memory one to warm up, one that is traced.
+# Calls other than the timed ones: per round up to two of warm-up; for memory one of warm-up and one traced.
 _WARM_UP_CALLS, _MEMORY_CALLS = 2, 3
 
-# Building a backend and drawing its inputs, per turn.
+# Construction of a backend and its inputs, per round.
 _OVERHEAD_S = 0.02
 
 
 def series(case: Case) -> Hashable:
-    """What the cases of a run have in common that differ in their length alone."""
+    """Fields of a case other than its length."""
     return case.label, case.of, case.num_heads, case.head_dim
 
 
 class Estimate:
-    """Remembers the fastest call of each backend at its longest length so far.
+    """Estimates times from the fastest call of each backend at its longest length so far.
 
     Args:
-        turns: How often a time is taken up.
-        turn_s: Seconds of calls in one turn.
-        start_s: Seconds of starting a process for each turn, where that is done.
+        turns: Number of rounds per time.
+        turn_s: Seconds of calls in one round.
+        start_s: Seconds to start a process for each round, if any.
     """
 
     def __init__(self, *, turns: int, turn_s: float, start_s: float = 0.0) -> None:
@@ -34,12 +33,12 @@ class Estimate:
         self._calls: dict[Hashable, tuple[int, float]] = {}
 
     def learn(self, record: Record) -> None:
-        """Take in what a call took."""
+        """Update with the time of a call."""
         if record.times_s:
             self._calls[series(record.case)] = (record.case.tokens, min(record.times_s))
 
     def seconds(self, entry: Entry) -> float:
-        """What one entry will take; as if calls were short where nothing is known."""
+        """Estimated seconds of one entry; short calls are assumed without information."""
         call_s = self._call_s(entry)
         if entry.case.kind == "memory":
             return self._overhead_s + _MEMORY_CALLS * call_s
@@ -47,7 +46,7 @@ class Estimate:
         return self._turns * (self._overhead_s + one_turn_s)
 
     def total(self, entries: Iterable[Entry]) -> float:
-        """What all these entries will take."""
+        """Estimated seconds of all entries."""
         return sum(self.seconds(entry) for entry in entries if entry.skip is None)
 
     def _call_s(self, entry: Entry) -> float:

@@ -1,4 +1,4 @@
-"""Work through a plan: the backends of one length in turns, every record given away the moment it exists."""
+"""Benchmark runner: interleaved rounds, with every record emitted when it is complete."""
 
 import itertools
 import math
@@ -19,18 +19,18 @@ Measure = Callable[..., Record]
 
 ROUNDS = 4
 
-# Seconds of calls in one turn: enough for a steady median, and no more of the budget than this share.
+# Seconds of calls in one round: enough for a steady median; and its largest share of the budget.
 _TURN_S = 0.1
 _SHARE_OF_BUDGET = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """What a progress display needs to know.
+    """State of a run for a progress display.
 
     Attributes:
-        doing: The backend and the length that come next; None at the end.
-        record: The record that was just finished, if one was.
+        doing: Next backend and length; None at the end.
+        record: Record just completed, if any.
     """
 
     done: int
@@ -54,14 +54,14 @@ def run(
     """Measure all entries; `emit` gets each record as soon as it is complete.
 
     Args:
-        budget_s: Seconds of measuring after which nothing more is begun; what would not fit is skipped.
-        rounds: Turns of each time.
-        timeout_s: A time takes no further turn that would bring it beyond these seconds.
-        start_s: What `measure` takes beside measuring, such as starting a process.
+        budget_s: Seconds of measuring after which no point is started; points that would not fit are skipped.
+        rounds: Rounds of each time.
+        timeout_s: Limit on the total seconds of the rounds of one time.
+        start_s: Overhead of `measure` per call, such as starting a process.
 
     Returns:
-        False if it was interrupted from the keyboard; times that were begun are emitted with the turns
-        they had.
+        False if the run was interrupted from the keyboard; unfinished times are emitted with the rounds
+        measured so far.
     """
     sweep = _Sweep(
         entries,
@@ -83,7 +83,7 @@ def run(
 
 
 class _Sweep:
-    """The state of one run: what is left, what was begun, how much time is gone."""
+    """State of one run: remaining entries, unfinished times, time spent."""
 
     def __init__(
         self,
@@ -114,7 +114,7 @@ class _Sweep:
         self._timed_out: dict[Hashable, int] = {}
 
     def measure_length(self, entries: list[Entry]) -> None:
-        """Measure the entries of one length: first the times in turns, then the rest one by one."""
+        """Measure the entries of one length: the times in interleaved rounds, then the others one by one."""
         timed, promised_s = [], 0.0
         for entry in entries:
             if entry.case.kind == "time" and not self._skipped(entry, promised_s=promised_s):
@@ -128,7 +128,7 @@ class _Sweep:
                 self._finish(self._one_turn(entry))
 
     def finish_begun(self) -> None:
-        """Emit what the times that were begun have so far."""
+        """Emit the rounds measured so far of all unfinished times."""
         for parts in list(self._begun.values()):
             self._finish(joined(parts))
 
@@ -151,13 +151,13 @@ class _Sweep:
             self._finish(joined(parts))
 
     def _given_up(self, entry: Entry) -> bool:
-        """Whether a turn is not taken; others may have taken longer than was thought when it was planned."""
+        """Whether to skip a round; other entries may have taken longer than estimated."""
         key = entry.case.key
         if key not in self._begun:
             return self._skipped(entry)
         spent_s, parts = self._spent_s[key], self._begun[key]
         turn_s = spent_s / len(parts)
-        # Samples in hand are worth more than a turn that would most likely be cut off.
+        # The samples at hand are worth more than a round that would probably be cut off.
         cut_off = spent_s + turn_s > self._timeout_s or turn_s > self._left_s()
         if cut_off:
             self._finish(joined(parts))
@@ -167,7 +167,7 @@ class _Sweep:
         return self._measure(entry.case, target=entry.variant.target, seconds=self._turn_s)
 
     def _skipped(self, entry: Entry, *, promised_s: float = 0.0) -> bool:
-        """Whether a record says why it is not measured; promised is what others take of the budget first."""
+        """Whether the entry is skipped, with the reason recorded; others have `promised_s` of the budget."""
         reason = entry.skip or self._hopeless(entry) or self._over_budget(entry, promised_s)
         if reason is not None:
             self._finish(Record(case=entry.case, status="skipped", reason=reason))
@@ -225,7 +225,7 @@ def _seconds_of_a_turn(entries: Sequence[Entry], budget_s: float | None, rounds:
 
 
 def joined(parts: Sequence[Record]) -> Record:
-    """One record with the samples of all turns, of each as many of the first as a record has room for."""
+    """One record with the samples of all rounds, cut evenly to the capacity of a record."""
     most = max(limits.SAMPLES // len(parts), 1)
     kept = [(part.times_s or ())[:most] for part in parts]
     waited_s = [

@@ -1,4 +1,4 @@
-"""Baselines of an error, as records like those of backends."""
+"""Baselines of an error, in the record format of backends."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
