@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from . import exits, talk
-from .options import RUNS_CODE, JsonOption, SeedOption, _backends, names
+from .options import RUNS_CODE, JsonOption, SeedOption, complete_backends, names
 
 BROKEN_PROMISE = 1
 
@@ -18,7 +18,7 @@ BackendArgument = Annotated[
     typer.Argument(
         metavar="BACKEND",
         help=f"A backend by name, as path/file.py:object or as package.module:object. {RUNS_CODE}",
-        autocompletion=_backends,
+        autocompletion=complete_backends,
     ),
 ]
 

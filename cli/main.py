@@ -5,14 +5,15 @@ import signal
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from importlib.util import find_spec
 from typing import Any, NoReturn
 
 import typer
 
 from efficient_attn.errors import AttentionError
+from efficient_attn.studies import studies
 
 from . import exits, talk
+from .command import command_of
 from .ends import polite
 
 # Whatever is wrong with the command line itself; Typer exports only its subclass.
@@ -25,7 +26,8 @@ app = typer.Typer(
     help="Compare efficient attention with exact attention: what it costs and how wrong it is.",
 )
 
-# One line per command: its module, beside this file, holds a function of that name, or name_command.
+# The order of the help text. A command is a study, or a module beside this file that holds a function of that
+# name, or name_command; studies that are not listed follow.
 COMMANDS = (
     "list",
     "compare",
@@ -45,14 +47,16 @@ COMMANDS = (
 
 
 def _register(name: str) -> None:
+    if name in studies():
+        app.command(name)(command_of(studies()[name]))
+        return
     module = import_module(f".{name}", __package__)
     parser = getattr(module, "CommandClass", None)
     app.command(name, cls=parser)(getattr(module, f"{name}_command", None) or getattr(module, name))
 
 
-for _name in COMMANDS:
-    if find_spec(f".{_name}", __package__) is not None:
-        _register(_name)
+for _name in dict.fromkeys((*COMMANDS, *studies())):
+    _register(_name)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

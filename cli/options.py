@@ -1,34 +1,13 @@
 """Every parameter that commands share, declared once."""
 
-from importlib.metadata import entry_points
-from importlib.util import find_spec
 from pathlib import Path
-from pkgutil import iter_modules
 from typing import Annotated
 
 import typer
 
 from efficient_attn.errors import OptionError
 from efficient_attn.limits import WHOLE_NUMBER
-
-# What everybody should know before naming somebody else's file.
-RUNS_CODE = "Such a file is run with your rights."
-
-
-def _backends(incomplete: str) -> list[str]:
-    """Names for completion; the part after the last comma is the one being typed."""
-    typed, comma, last = incomplete.rpartition(",")
-    return [f"{typed}{comma}{name}" for name in _backend_names() if name.startswith(last)]
-
-
-def _backend_names() -> list[str]:
-    """From the names of files and entry points, so that nothing is loaded while somebody types."""
-    found = find_spec("efficient_attn.backends")
-    files = iter_modules(found.submodule_search_locations if found else None)
-    own = {file.name.replace("_", "-") for file in files}
-    brought = {point.name for point in entry_points(group="efficient_attn.backends")}
-    return sorted(own | {name for name in brought if name.isprintable()})
-
+from efficient_attn.studies.options import RUNS_CODE, complete_backends
 
 BackendOption = Annotated[
     list[str] | None,
@@ -36,7 +15,7 @@ BackendOption = Annotated[
         "--backend",
         metavar="NAME[,NAME…]",
         help=f"Backends, by name or as path/file.py:function; all near softmax if left out. {RUNS_CODE}",
-        autocompletion=_backends,
+        autocompletion=complete_backends,
     ),
 ]
 SetOption = Annotated[
@@ -90,6 +69,17 @@ BudgetOption = Annotated[
         metavar="TIME",
         help="Measure for so long and skip what would take longer; drawing comes after it: 90s, 2m, 1h.",
     ),
+]
+RunBudgetOption = Annotated[
+    str | None,
+    typer.Option(
+        "--budget",
+        metavar="TIME",
+        help="Time for measuring; points that do not fit are skipped: 90s, 2m, 1h.",
+    ),
+]
+QuietOption = Annotated[
+    bool, typer.Option("--quiet", "-q", help="No progress, tables or sentences: the folder only.")
 ]
 MemoryLimitOption = Annotated[
     str, typer.Option("--memory-limit", metavar="AMOUNT", help="Skip what would need more: 70% or 8GiB.")

@@ -10,7 +10,9 @@ import typer
 from . import exits, talk
 
 
-def finish(results: Any, named: Sequence[str] | None, *, folder: Path, as_json: bool) -> NoReturn:
+def finish(
+    results: Any, named: Sequence[str] | None, *, folder: Path, as_json: bool, quiet: bool = False
+) -> NoReturn:
     """Print what was found, the folder of its files last, and leave with the exit code.
 
     Args:
@@ -18,7 +20,7 @@ def finish(results: Any, named: Sequence[str] | None, *, folder: Path, as_json: 
     """
     if as_json:
         talk.put_json(document(results))
-    else:
+    elif not quiet:
         talk.print_tables(results.tables())
         for sentence in results.sentences():
             talk.put(sentence)

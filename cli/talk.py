@@ -79,8 +79,11 @@ def draws() -> bool:
 
 
 @contextmanager
-def progress(total: int) -> Iterator[Callable[[Any], None]]:
+def progress(total: int, *, quiet: bool = False) -> Iterator[Callable[[Any], None]]:
     """A display of steps on stderr: a bar on a terminal that can draw one, else a line per finished point."""
+    if quiet:
+        yield lambda step: None
+        return
     if not draws():
         yield _say_step
         return

@@ -6,12 +6,13 @@ from typing import NamedTuple
 import efficient_attn as ea
 from efficient_attn.analysis.comparison import Comparison, Contender, comparisons
 from efficient_attn.analysis.doubts import disturbance
-from efficient_attn.analysis.recall import Contest, Learned, contests
 from efficient_attn.report.comparison import comparison_sentences
 from efficient_attn.report.error_table import describe, show_error
 from efficient_attn.report.pays import pay_sentences
-from efficient_attn.report.recall import recall_sentences, show_accuracy
 from efficient_attn.report.table import three_digits
+from efficient_attn.studies.recall.analysis import Contest, Learned, contests
+from efficient_attn.studies.recall.tables import sentences as recall_sentences
+from efficient_attn.studies.recall.tables import show_accuracy
 
 HERE = Path(__file__).parent
 PAGE = HERE / "choosing.md"

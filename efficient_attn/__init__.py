@@ -4,6 +4,8 @@ Public names are resolved on first use, so that importing the package imports no
 """
 
 import importlib
+import pkgutil
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 _HOME = {
@@ -30,7 +32,6 @@ _HOME = {
     "bench": "experiments.bench",
     "mse": "experiments.mse",
     "compare": "experiments.compare",
-    "recall": "experiments.recall",
     "show": "experiments.show",
     "train": "experiments.train",
     "read_model": "experiments.checkpoints",
@@ -55,7 +56,10 @@ _HOME = {
 
 _MODULES = ("testing",)
 
-__all__ = sorted([*_HOME, *_MODULES])
+# Every folder of `studies` is a function here.
+_STUDIES = [one.name for one in pkgutil.iter_modules([str(Path(__file__).parent / "studies")]) if one.ispkg]
+
+__all__ = sorted([*_HOME, *_MODULES, *_STUDIES])
 
 if TYPE_CHECKING:
     from efficient_attn import testing as testing
@@ -84,9 +88,12 @@ if TYPE_CHECKING:
 def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return importlib.import_module(f"{__name__}.{name}")
-    if name not in _HOME:
+    if name in _STUDIES:
+        value = importlib.import_module(f"{__name__}.studies").find(name).function()
+    elif name in _HOME:
+        value = getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+    else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
     globals()[name] = value
     return value
 

@@ -16,8 +16,8 @@ from made_records import case
 
 from efficient_attn.analysis.crossover import crossovers
 from efficient_attn.analysis.curves import Curve, curves
-from efficient_attn.analysis.recall import accuracy_of
 from efficient_attn.analysis.summary import gains
+from efficient_attn.studies.recall.analysis import accuracy_of
 from efficient_attn.sweep.records import Record
 
 LENGTHS = (256, 512, 1024, 2048, 4096)

@@ -7,8 +7,8 @@ import torch
 from isolated_points import case_of
 from torch import nn
 
+from efficient_attn import recall
 from efficient_attn.experiments.mse import mse
-from efficient_attn.experiments.recall import recall
 from efficient_attn.experiments.show import show
 from efficient_attn.experiments.train import train
 from efficient_attn.measure.checked import WrongOutputError, check_gradients, outputs_checked

@@ -6,7 +6,8 @@ import pytest
 
 pytest.importorskip("efficient_attn_cli", reason="needs an installation, if only an editable one")
 
-from efficient_attn.experiments import recall_training, redraw
+from efficient_attn.experiments import redraw
+from efficient_attn.studies.recall import measure as recall_training
 from efficient_attn.sweep.records import Record
 from efficient_attn_cli.main import main
 
@@ -111,7 +112,7 @@ def test_it_ends_with_the_code_that_says_how_it_went(words, code, untrained):
         (["--num-features", "few"], "--num-features cannot be 'few'"),
         (["--num-features", "1.5"], "--num-features cannot be '1.5'"),
         (["--backend", "windw"], "Did you mean 'window'"),
-        (["--rate", "0"], "rate is a finite number above 0"),
+        (["--learning-rate", "0"], "learning_rate is a finite number above 0"),
         (["--resume"], "--resume needs --out"),
         (["--json", "file"], "--json takes -"),
         (["window"], "'window' stands alone"),

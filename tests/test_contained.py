@@ -8,10 +8,10 @@ import threading
 import pytest
 from isolated_points import SHARED, case_of
 
+from efficient_attn import recall
 from efficient_attn.contained import LeftError, contained, described
 from efficient_attn.errors import DataError
 from efficient_attn.experiments.mse import mse
-from efficient_attn.experiments.recall import recall
 from efficient_attn.experiments.show import show
 from efficient_attn.experiments.train import train
 from efficient_attn.registry import BackendSpec, Capabilities, NoOptions

@@ -28,7 +28,7 @@ LAYERS = (
     {"sweep", "integrations"},
     {"analysis"},
     {"report"},
-    {"experiments"},
+    {"experiments", "studies"},
     {"cli"},
 )
 NEEDS_NO_TORCH = (

@@ -9,13 +9,14 @@ from made_records import case
 from scipy import stats
 
 import efficient_attn as ea
-from efficient_attn.analysis.recall import accuracy_of, agreement, contests, wilson
 from efficient_attn.errors import DtypeError
-from efficient_attn.experiments import recall_training
-from efficient_attn.experiments.recall_task import LEARNED, TESTED, Course, Task
-from efficient_attn.experiments.recall_training import MEAN, learner, numbers_read
 from efficient_attn.experiments.results import Results, read
-from efficient_attn.report.recall import recall_sentences, recall_tables
+from efficient_attn.studies.recall import measure as recall_training
+from efficient_attn.studies.recall.analysis import accuracy_of, agreement, contests, wilson
+from efficient_attn.studies.recall.measure import MEAN, learner, numbers_read
+from efficient_attn.studies.recall.tables import sentences as recall_sentences
+from efficient_attn.studies.recall.tables import tables as recall_tables
+from efficient_attn.studies.recall.task import LEARNED, TESTED, Course, Task
 from efficient_attn.sweep.records import Record, line, parse
 
 TASK = Task(pairs=12, classes=4, queries=5, gap=4)
@@ -114,7 +115,7 @@ def test_a_batch_depends_on_its_numbers_and_on_nothing_else():
         ({"pairs": 0}, "pairs is at least 1, not 0"),
         ({"gap": -1}, "gap is at least 0, not -1"),
         ({"steps": 0}, "steps is at least 1, not 0"),
-        ({"rate": float("nan")}, "rate is a finite number above 0"),
+        ({"learning_rate": float("nan")}, "learning_rate is a finite number above 0"),
         ({"seeds": 0}, "seeds is at least 1, not 0"),
         ({"sizes": "many"}, "sizes cannot be 'many'"),
         ({"sizes": "1.5"}, "sizes cannot be '1.5'"),

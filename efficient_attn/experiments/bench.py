@@ -188,7 +188,14 @@ def run_bench(
         earlier = (
             Earlier()
             if folder is None
-            else begin(folder, entries, machine, resume=resume, force=force_resume, plan=plan)
+            else begin(
+                folder,
+                [entry.case for entry in entries],
+                machine,
+                resume=resume,
+                force=force_resume,
+                plan=plan,
+            )
         )
         book = Book(folder, earlier.records)
         start = moment()

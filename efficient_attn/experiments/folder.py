@@ -12,7 +12,6 @@ from efficient_attn.experiments.files import COMMAND, ENVIRONMENT, PLAN, RECORDS
 from efficient_attn.experiments.results import read
 from efficient_attn.report.files import write
 from efficient_attn.report.harmless import plain
-from efficient_attn.sweep.plan import Entry
 from efficient_attn.sweep.records import NO_LINK, Case, Record, append
 
 LOCK = ".lock"
@@ -104,7 +103,7 @@ def only_writer(folder: Path) -> Iterator[None]:
 
 def begin(
     folder: Path,
-    entries: Sequence[Entry],
+    cases: Sequence[Case],
     machine: Mapping[str, Any],
     *,
     resume: bool,
@@ -112,7 +111,7 @@ def begin(
     plan: str | None = None,
 ) -> Earlier:
     """What the folder holds, if the run there is to go on; a new run is described."""
-    earlier = _take_up(folder, entries, machine, force=force) if resume else Earlier()
+    earlier = _take_up(folder, cases, machine, force=force) if resume else Earlier()
     describe(folder, machine if earlier.environment is None else None, plan)
     return earlier
 
@@ -126,7 +125,7 @@ def describe(folder: Path, machine: Mapping[str, Any] | None, plan: str | None) 
         write(folder / PLAN, plan)
 
 
-def _take_up(folder: Path, entries: Sequence[Entry], machine: Mapping[str, Any], *, force: bool) -> Earlier:
+def _take_up(folder: Path, cases: Sequence[Case], machine: Mapping[str, Any], *, force: bool) -> Earlier:
     """The records in the folder, made ready for more: a last line that was cut off is removed.
 
     Args:
@@ -140,7 +139,7 @@ def _take_up(folder: Path, entries: Sequence[Entry], machine: Mapping[str, Any],
         return Earlier()
     records = {record.case.key: record for record in read(path).records}
     known = read_json(folder / ENVIRONMENT) if (folder / ENVIRONMENT).exists() else {}
-    unlike = [*_differences(known, machine), *_other_threads(records.values(), entries)] if records else []
+    unlike = [*_differences(known, machine), *_other_threads(records.values(), cases)] if records else []
     if unlike and not force:
         raise DataError(
             f"out: {folder} was measured in another environment: {'; '.join(unlike)}. "
@@ -157,9 +156,9 @@ def _differences(known: Mapping[str, Any], machine: Mapping[str, Any]) -> list[s
     return [f"{name} was {then}, is {now}" for name, (then, now) in pairs.items() if then != now]
 
 
-def _other_threads(records: Iterable[Record], entries: Sequence[Entry]) -> list[str]:
+def _other_threads(records: Iterable[Record], cases: Sequence[Case]) -> list[str]:
     then = {record.case.threads for record in records}
-    now = {entry.case.threads for entry in entries}
+    now = {case.threads for case in cases}
     if then <= now:
         return []
     return [f"threads were {', '.join(map(str, sorted(then)))}, are {', '.join(map(str, sorted(now)))}"]

@@ -29,8 +29,10 @@ def report(*folders: str | Path, html: str | Path | None = None, out: str | Path
     if html is not None and out is not None:
         raise OptionError("html and out exclude each other: the page is among what is written to out.")
     results = {label: read(folder) for label, folder in _labelled(folders).items()}
+    everything = list(results.values())
     runs = [
-        _run(label, one, _home(folder)) for (label, one), folder in zip(results.items(), folders, strict=True)
+        _run(label, one, _home(folder), everything)
+        for (label, one), folder in zip(results.items(), folders, strict=True)
     ]
     if html is not None:
         return [write(Path(html), page(_title(runs), runs))]
@@ -42,7 +44,7 @@ def report(*folders: str | Path, html: str | Path | None = None, out: str | Path
 def draw_run(results: Results, folder: Path) -> list[Path]:
     """Everything that is drawn from one run, in its folder."""
     label = next(iter(_labelled([folder])))
-    return draw({label: results}, [_run(label, results, folder)], folder)
+    return draw({label: results}, [_run(label, results, folder, [results])], folder)
 
 
 def draw(results: dict[str, Results], runs: Sequence[Run], folder: Path) -> list[Path]:
@@ -52,8 +54,8 @@ def draw(results: dict[str, Results], runs: Sequence[Run], folder: Path) -> list
         begin = f"{slug(label)}-" if len(results) > 1 else ""
         paths.append(write(folder / f"{begin}{SUMMARY}", to_csv(one.summary())))
         shown = one.readable()
-        for name, quantity in shown.plots().items():
-            paths += cost_plot.save(shown.plot(quantity), folder, f"{begin}{name}")
+        for name, plot in shown.plots().items():
+            paths += cost_plot.save(plot(), folder, f"{begin}{name}")
     tables = [
         table._replace(title=f"{table.title}: {run.label}") if len(runs) > 1 else table
         for run in runs
@@ -64,12 +66,14 @@ def draw(results: dict[str, Results], runs: Sequence[Run], folder: Path) -> list
     return [*paths, write(folder / REPORT, page(_title(runs), runs))]
 
 
-def _run(label: str, results: Results, folder: Path) -> Run:
+def _run(label: str, results: Results, folder: Path, everything: Sequence[Results]) -> Run:
+    """The run as a page shows it; runs on one page share the axes' scale."""
     shown = results.readable()
+    name = f"run-{everything.index(results)}"
     return Run(
         label=label,
         records=shown.records,
-        quantities=list(shown.plots().values()),
+        drawings=shown.drawings(name, everything if len(everything) > 1 else ()),
         sentences=shown.sentences(),
         tables=[
             *(without_failures(table, shown.records) for table in shown.tables()),

@@ -1,55 +1,24 @@
 """What an experiment hands back: its records, as a data frame, a plot, sentences, or files."""
 
-from collections.abc import Callable, Iterable, Mapping
-from importlib import import_module
-from importlib.util import find_spec
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from efficient_attn.analysis.comparison import asked_error, comparison_rows, comparisons, without_compared
-from efficient_attn.analysis.curves import QUANTITIES
 from efficient_attn.analysis.doubts import doubts
-from efficient_attn.analysis.head_errors import HEADS
-from efficient_attn.analysis.kernel import kernel_records
 from efficient_attn.analysis.rate import rate_shares
-from efficient_attn.analysis.rows import SAMPLES, flat_row, sample_rows
-from efficient_attn.analysis.summary import summary
-from efficient_attn.analysis.swaps import swap_rows, swaps, without_swaps
-from efficient_attn.analysis.training import training_rows
-from efficient_attn.errors import DataError, UnknownNameError
+from efficient_attn.analysis.rows import flat_row, sample_rows
+from efficient_attn.errors import DataError
 from efficient_attn.experiments.files import ENVIRONMENT, RECORDS, open_folder, read_json, write_json
-from efficient_attn.report import plot as cost_plot
-from efficient_attn.report.comparison import comparison_sentences, comparison_tables
-from efficient_attn.report.comparison_plot import COMPARISON, plot_comparisons
-from efficient_attn.report.cost_table import tables
-from efficient_attn.report.error_overview import overview_tables
+from efficient_attn.report.drawings import Drawing
 from efficient_attn.report.harmless import plain
-from efficient_attn.report.head_errors import head_error_tables, plot_heads
-from efficient_attn.report.heads import head_tables
-from efficient_attn.report.kernel_errors import kernel_sentences, kernel_tables
-from efficient_attn.report.kernel_plot import OVER, kernel_plots, plot_kernel
-from efficient_attn.report.parts import part_tables
-from efficient_attn.report.pays import crossover_tables
 from efficient_attn.report.readable import readable
-from efficient_attn.report.recall import recall_sentences, recall_tables
-from efficient_attn.report.recall_plot import RECALL, plot_recall
-from efficient_attn.report.sentences import bench_sentences
-from efficient_attn.report.swap_plot import SWAP, plot_swaps
-from efficient_attn.report.swap_sentences import swap_sentences
-from efficient_attn.report.swaps import swap_tables
 from efficient_attn.report.table import Table, to_html
-from efficient_attn.report.train_plot import TRAINING, plot_training
-from efficient_attn.report.training import training_sentences, training_tables
-from efficient_attn.sweep.case import KINDS, Record
+from efficient_attn.sweep.case import Record
 from efficient_attn.sweep.records import append
 from efficient_attn.sweep.records import read as read_records
 
-# Where errors are drawn, tabled and put into words; loaded when there are errors to show.
-_ERROR_REPORTS = (
-    "efficient_attn.report.error_plot",
-    "efficient_attn.report.error_table",
-    "efficient_attn.experiments.mse",
-)
+# The key of a run's environment that names its study.
+STUDY = "study"
 
 
 class Results:
@@ -95,63 +64,41 @@ class Results:
 
     def tables(self) -> list[Table]:
         """What was measured, as tables of text."""
-        alone = self._apart()
-        costs = [record for record in alone.records if record.case.kind in QUANTITIES.values()]
-        made = [
-            *swap_tables(self.records),
-            *comparison_tables(self.records),
-            *tables(costs),
-            *crossover_tables(costs),
-            *head_tables(costs),
-        ]
-        errors = alone._of_kind("error")
-        if errors:
-            made += _errors("tables")(errors) + overview_tables(errors)
-            made += head_error_tables(errors) + part_tables(errors)
-        made += kernel_tables(self.records) + recall_tables(self.records)
-        return made + training_tables(self.records)
+        return [table for view, records in self._parts() for table in view.tables(records, self.environment)]
 
     def plot(self, y: str | None = None, x: str | None = None, *, ax: Any = None) -> Any:
-        """Draw one quantity of every backend against tokens, or an error against the size; the axes."""
-        y = y or (SWAP if swaps(self.records) else None)
-        y = y or (COMPARISON if comparisons(self.records) else None)
-        y = y or (TRAINING if self._of_kind("train") else None)
-        y = y or (RECALL if self._of_kind("recall") else None)
-        y = y or ("time_s" if self._of_kind("time") else "output_relative_error")
-        whole = {SWAP: plot_swaps, TRAINING: plot_training, RECALL: plot_recall}
-        if y == COMPARISON:
-            return plot_comparisons(self.records, self._max_error)
-        if y in whole:
-            return whole[y](self.records)
-        if y in QUANTITIES:
-            if x not in (None, "tokens"):
-                raise UnknownNameError(f"x axis for {y}", str(x), ["tokens"])
-            return cost_plot.plot(self.records, y=y, ax=ax)
-        if y in OVER or (kernel_records(self.records) and not self._of_kind("error")):
-            return plot_kernel(self.records, x=x or OVER.get(y, "size"))
-        if y == HEADS:
-            return plot_heads(self._of_kind("error"))
-        if y not in SAMPLES.values():
-            raise UnknownNameError("quantity to plot", y, [*QUANTITIES, *SAMPLES.values()])
-        return _errors("plot")(self._of_kind("error"), y=y, x=x, ax=ax)
+        """Draw a quantity against tokens, an error against the size, or the figure of a study; the axes."""
+        view, records = self._parts()[0]
+        return view.plot(records, self.environment, y, x, ax)
 
     def sentences(self) -> list[str]:
         """A few sentences computed from the records."""
-        alone = self._apart()
-        told = swap_sentences(self.records, self.environment)
-        told += comparison_sentences(self.records, self._max_error, self.environment)
-        told += bench_sentences(alone.records, self.environment)
-        errors = alone._of_kind("error")
-        told += _errors("sentences")(errors, environment=self.environment) if errors else []
-        told += kernel_sentences(self.records) + recall_sentences(self.records)
-        return told + training_sentences(self.records)
+        return [one for view, records in self._parts() for one in view.sentences(records, self.environment)]
 
     def summary(self) -> list[dict[str, Any]]:
-        """Flat rows: comparisons; time and memory of a backend at a length side by side; then errors."""
-        alone = self._apart().records
-        errors = [flat_row(record) for record in alone if record.case.kind in ("error", "recall")]
-        made = swap_rows(self.records) + comparison_rows(self.records)
-        return made + summary(alone) + errors + training_rows(alone)
+        """Flat rows of what was measured."""
+        return [row for view, records in self._parts() for row in view.rows(records, self.environment)]
+
+    def plots(self) -> dict[str, Callable[[], Any]]:
+        """The plots worth a file: {name: function that draws it and returns its axes}."""
+        found: dict[str, Callable[[], Any]] = {}
+        for view, records in self._parts():
+            found |= view.plots(records, self.environment)
+        return found
+
+    def drawings(self, name: str, beside: Sequence["Results"] = ()) -> list[Drawing]:
+        """Figures of a page.
+
+        Args:
+            name: Distinguishes the ids of this run from those of another.
+            beside: Runs that share the axes' scale.
+        """
+        others = [one.records for one in beside]
+        return [
+            drawing
+            for view, records in self._parts()
+            for drawing in view.drawings(records, self.environment, name=name, beside=others)
+        ]
 
     def save(self, folder: str | Path) -> list[Path]:
         """Write records, environment and all that is drawn; records that are there already are not touched.
@@ -187,36 +134,21 @@ class Results:
             notes=map(plain, self.notes),
         )
 
-    def plots(self) -> dict[str, str]:
-        """The plots worth a file: {name: quantity}."""
-        alone = self._apart()
-        ok = {kind for kind in KINDS if any(record.status == "ok" for record in alone._of_kind(kind))}
-        wanted = {
-            "time": "time_s",
-            "memory": "peak_bytes",
-            "error": "output_relative_error",
-            "recall": RECALL,
-        }
-        plots = {SWAP: SWAP} if swaps(self.records) else {}
-        plots |= {COMPARISON: COMPARISON} if comparisons(self.records) else {}
-        plots |= {kind: quantity for kind, quantity in wanted.items() if kind in ok}
-        plots |= {TRAINING: TRAINING} if any(record.train_steps for record in self.records) else {}
-        plots |= {"error-heads": HEADS} if any(getattr(r, HEADS) for r in self.records) else {}
-        return plots | kernel_plots(self.records)
+    def _parts(self) -> list[tuple[Any, Sequence[Record]]]:
+        """The views of the records, each with its records."""
+        from efficient_attn.experiments import other_views
+        from efficient_attn.studies import studies
 
-    @property
-    def _max_error(self) -> float:
-        """The error that the run asked about."""
-        return asked_error(self.environment)
-
-    def _apart(self) -> "Results":
-        """Without the records of comparisons and models, which are shown in their own ways."""
-        return Results(without_swaps(without_compared(self.records, comparisons(self.records))))
-
-    def _of_kind(self, kind: str) -> list[Record]:
-        """Errors of a kernel entry are told apart: they are of no input."""
-        kernel = set(map(id, kernel_records(self.records)))
-        return [record for record in self.records if record.case.kind == kind and id(record) not in kernel]
+        name = self.environment.get(STUDY)
+        if isinstance(name, str) and name in studies():
+            return [(studies()[name].view, self.records)]
+        claimed = {kind: study for study in studies().values() for kind in study.kinds}
+        parts: dict[str, tuple[Any, list[Record]]] = {}
+        for record in self.records:
+            study = claimed.get(record.case.kind)
+            view = other_views if study is None else study.view
+            parts.setdefault("" if study is None else study.name, (view, []))[1].append(record)
+        return list(parts.values()) or [(other_views, [])]
 
 
 def read(*paths: str | Path) -> Results:
@@ -243,11 +175,3 @@ def read(*paths: str | Path) -> Results:
         notes += doubts(latest, known)
     # Two machines have no common environment.
     return Results(records, environment=environment if len(paths) == 1 else None, notes=notes)
-
-
-def _errors(verb: str) -> Callable[..., Any]:
-    """`tables`, `plot` or `sentences` of errors, from the first of their modules that has it."""
-    for name in _ERROR_REPORTS:
-        if find_spec(name) is not None and hasattr(module := import_module(name), verb):
-            return getattr(module, verb)
-    raise UnknownNameError("report of errors", verb, ["to_pandas", "summary"])

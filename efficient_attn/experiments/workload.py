@@ -38,6 +38,11 @@ class Workload:
     threads: int | None = None
     seed: int = 0
 
+    @property
+    def model_dim(self) -> int:
+        """Dimension of a token: that of all heads together."""
+        return self.num_heads * self.head_dim
+
 
 def workloads(
     workload: Workload,

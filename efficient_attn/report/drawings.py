@@ -15,7 +15,6 @@ from efficient_attn.report.error_table import title
 from efficient_attn.report.harmless import plain
 from efficient_attn.report.head_errors import plot_heads
 from efficient_attn.report.kernel_plot import OVER, plot_kernel
-from efficient_attn.report.recall_plot import RECALL, plot_recall
 from efficient_attn.report.svg import inline, swatch
 from efficient_attn.report.swap_plot import SWAP, plot_swaps
 from efficient_attn.report.train_plot import TRAINING, plot_training
@@ -66,19 +65,16 @@ def draw(
         HEADS: plot_heads,
         TRAINING: plot_training,
         SWAP: plot_swaps,
-        RECALL: plot_recall,
         COMPARISON: partial(plot_comparisons, max_error=max_error),
     }
     errors = [quantity for quantity in quantities if quantity not in (*costs, *whole)]
     made += [_errors(records, quantity, name) for quantity in errors]
     return made + [
-        _figure(whole[quantity](records), f"{name}-{quantity}")
-        for quantity in quantities
-        if quantity in whole
+        figure(whole[quantity](records), f"{name}-{quantity}") for quantity in quantities if quantity in whole
     ]
 
 
-def _figure(ax: Any, name: str) -> Drawing:
+def figure(ax: Any, name: str) -> Drawing:
     """A figure of several panels with a legend of its own."""
     figure = ax.figure
     heading, _, conditions = figure.get_suptitle().partition("\n")

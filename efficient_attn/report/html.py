@@ -10,8 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.resources import files
 from typing import Any, NamedTuple
 
-from efficient_attn.analysis.comparison import asked_error
-from efficient_attn.report.drawings import draw
+from efficient_attn.report.drawings import Drawing
 from efficient_attn.report.harmless import plain
 from efficient_attn.report.method import flat, how_measured
 from efficient_attn.report.readable import short
@@ -32,13 +31,13 @@ class Run(NamedTuple):
 
     Attributes:
         label: What the run is called beside others.
-        quantities: What is drawn.
+        drawings: Figures of the run.
         plan: The text of a file that repeats the run; empty where there is none.
     """
 
     label: str
     records: Sequence[Record]
-    quantities: Sequence[str]
+    drawings: Sequence[Drawing]
     sentences: Sequence[str]
     tables: Sequence[Table]
     notes: Sequence[str]
@@ -66,18 +65,7 @@ def page(title: str, runs: Sequence[Run]) -> str:
 
     jinja = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, finalize=_printable)
     jinja.filters["powers"] = _powers
-    beside = [run.records for run in runs] if len(runs) > 1 else []
-    drawings = [
-        (run.label, drawing)
-        for number, run in enumerate(runs)
-        for drawing in draw(
-            run.records,
-            run.quantities,
-            name=f"run-{number}",
-            beside=beside,
-            max_error=asked_error(run.environment),
-        )
-    ]
+    drawings = [(run.label, drawing) for run in runs for drawing in run.drawings]
     # Tables of one title stand together, so that runs are easily compared.
     titles = list(dict.fromkeys(table.title for run in runs for table in run.tables))
     tables = [

@@ -7,7 +7,9 @@ import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import entry_points
+from importlib.util import find_spec
 from pathlib import PurePath
+from pkgutil import iter_modules
 from typing import Any
 
 from efficient_attn.errors import DtypeError, OptionError, UnknownNameError
@@ -53,6 +55,7 @@ def select(
     settings: Mapping[str, Mapping[str, Sequence[Any]]] | None = None,
     *,
     rehearse: bool = True,
+    exclude: Sequence[str] | None = None,
 ) -> tuple[Variant, ...]:
     """The variants of the named backends, one per combination of the set options.
 
@@ -61,6 +64,7 @@ def select(
 
     Args:
         rehearse: Whether to make a trial call there too, for studies that call backends in this process.
+        exclude: Names to leave out.
 
     Raises:
         DataError: If an import or a trial call ends its process or takes too long.
@@ -68,6 +72,7 @@ def select(
         OptionError: If a value is invalid, or a setting is for a backend that is not selected.
     """
     targets = _near_softmax() if backends is None else list(backends)
+    targets = _without(targets, exclude or ())
     names = [target if isinstance(target, str) else _name(target) for target in targets]
     if CEILING in names:
         raise OptionError(f"{CEILING!r} is not a backend: it is measured with every block automatically.")
@@ -82,6 +87,26 @@ def select(
         for variant in _variants(name, target, (settings or {}).get(name, {}))
     ]
     return tuple(_distinct(variants))
+
+
+def _without(targets: list[Any], exclude: Sequence[str]) -> list[Any]:
+    names = [target if isinstance(target, str) else _name(target) for target in targets]
+    for name in exclude:
+        if name not in names:
+            raise UnknownNameError("selected backend to exclude", name, names)
+    left = [target for target, name in zip(targets, names, strict=True) if name not in exclude]
+    if not left:
+        raise OptionError(f"exclude leaves no backend of {', '.join(names)}.")
+    return left
+
+
+def backend_names() -> list[str]:
+    """Names of our files and of entry points; nothing is loaded, so that completion is fast."""
+    found = find_spec("efficient_attn.backends")
+    files = iter_modules(found.submodule_search_locations if found else None)
+    own = {file.name.replace("_", "-") for file in files}
+    brought = {point.name for point in entry_points(group="efficient_attn.backends")}
+    return sorted(own | {name for name in brought if name.isprintable()})
 
 
 def _near_softmax() -> list[str]:

@@ -1,17 +1,16 @@
 """Accuracy after training, against what a query reads and against the error that was there before."""
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
-from efficient_attn.analysis.recall import Contest, Learned, contests
 from efficient_attn.report.harmless import plain
 from efficient_attn.report.palette import GRID, INK, MUTED, line_styles
 from efficient_attn.report.readable import short
-from efficient_attn.report.recall import heading
+from efficient_attn.studies.recall.analysis import Contest, Learned, contests
+from efficient_attn.studies.recall.tables import heading
+from efficient_attn.studies.view import Environment, Plots
 from efficient_attn.sweep.records import Record
-
-# What the plot is called among the things that can be plotted.
-RECALL = "accuracy"
 
 _WIDTH_INCHES, _ROW_INCHES, _HEAD_INCHES = 11.0, 4.2, 0.7
 _LONGEST_NAME = 40
@@ -24,7 +23,13 @@ _FEW_DECADES = 1000
 _GREY_MARKS: tuple[Any, ...] = ((4, 1, 0), (4, 2, 0))
 
 
-def plot_recall(records: Sequence[Record]) -> Any:
+def plots(records: Sequence[Record], environment: Environment) -> Plots:
+    """The figure of all tasks; none if nothing was trained."""
+    trained = any(record.status == "ok" for record in records)
+    return {"recall": partial(draw, records)} if trained else {}
+
+
+def draw(records: Sequence[Record]) -> Any:
     """A row of two panels for each task; the axes of the first."""
     from matplotlib.figure import Figure
 

@@ -21,12 +21,12 @@ from efficient_attn.calibration import calibrate
 from efficient_attn.contained import contained, described, one_line
 from efficient_attn.counts import Step, Work
 from efficient_attn.errors import AttentionError, UnsupportedError
-from efficient_attn.experiments.recall_task import LEARNED, TESTED, Course, Sequences, Task
 from efficient_attn.measure import memory
 from efficient_attn.measure.checked import outputs_checked
 from efficient_attn.measure.error import exact_output, mean_of_values, output_error
 from efficient_attn.problem import AttentionProblem
 from efficient_attn.registry import BackendSpec, Capabilities, NoOptions
+from efficient_attn.studies.recall.task import LEARNED, TESTED, Course, Sequences, Task
 from efficient_attn.sweep.accuracy import directions_of
 from efficient_attn.sweep.records import Case, Record
 from efficient_attn.sweep.sizes import MEAN_OF_VALUES, SEED

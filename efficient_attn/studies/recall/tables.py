@@ -2,10 +2,11 @@
 
 from collections.abc import Sequence
 
-from efficient_attn.analysis.recall import Contest, Learned, agreement, contests
 from efficient_attn.analysis.statistics import FEWEST_FOR_95
 from efficient_attn.report.error_table import describe, show_error
 from efficient_attn.report.table import Table, three_digits
+from efficient_attn.studies.recall.analysis import Contest, Learned, agreement, contests
+from efficient_attn.studies.view import Environment
 from efficient_attn.sweep.amounts import show_bytes
 from efficient_attn.sweep.records import Record
 from efficient_attn.sweep.sizes import SEED
@@ -16,12 +17,12 @@ _NONE = "–"
 _LEARNED = 0.99
 
 
-def recall_tables(records: Sequence[Record]) -> list[Table]:
+def tables(records: Sequence[Record], environment: Environment | None = None) -> list[Table]:
     """One table for each task and way to train, the most accurate first."""
     return [_table(one) for one in contests(records)]
 
 
-def recall_sentences(records: Sequence[Record]) -> list[str]:
+def sentences(records: Sequence[Record], environment: Environment | None = None) -> list[str]:
     """How exact attention and the controls did, what came near, and what became of the untrained order."""
     return [sentence for one in contests(records) for sentence in _sentences(one) if sentence]
 

@@ -122,7 +122,7 @@ class Course:
         for name in ("steps", "batch"):
             positive_count(name, getattr(self, name))
         if isinstance(self.rate, bool) or not 0 < self.rate < float("inf"):
-            raise OptionError(f"rate is a finite number above 0, such as 0.01, not {self.rate!r}.")
+            raise OptionError(f"learning_rate is a finite number above 0, such as 0.01, not {self.rate!r}.")
 
     @property
     def name(self) -> str:

@@ -1,61 +1,66 @@
-"""What `recall` is going to train: every record to come, known before anything runs."""
+"""Plan of associative recall: every training to come, known before anything runs."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from functools import partial
+from typing import Annotated, Any
 
 from efficient_attn.analysis.curves import DENSE, YARDSTICK
 from efficient_attn.contained import contained
 from efficient_attn.errors import AttentionError, OptionError, UnsupportedError
-from efficient_attn.experiments.recall_task import Course, Task
 from efficient_attn.experiments.workload import Workload, settle
 from efficient_attn.problem import positive_count
+from efficient_attn.studies import options as shared
+from efficient_attn.studies.plan import Plan, Point
+from efficient_attn.studies.recall.task import Course, Task
+from efficient_attn.studies.study import Option
 from efficient_attn.sweep.amounts import parse_sizes
-from efficient_attn.sweep.plan import Entry, predict_bytes
-from efficient_attn.sweep.records import Case
+from efficient_attn.sweep.case import Case
+from efficient_attn.sweep.plan import predict_bytes
 from efficient_attn.sweep.sizes import possible, with_size
 from efficient_attn.sweep.variants import Variant, select
 
-# Beside all that is meant to come near softmax: kernels that are not, and want to be trained with.
+# Kernels that do not approximate softmax and are meant to be trained with.
 _OTHER_KERNELS = ("linear-elu", "linear-taylor-2")
 _WINDOW, _CLUSTERS = "window", "window-clusters"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Trainings:
-    """What is going to be trained.
-
-    Attributes:
-        entries: Seed by seed, so that an interrupted run has the same seeds of all that it has.
-        course: How each of them is trained.
-        notes: What is left out, and why.
-    """
-
-    entries: tuple[Entry, ...]
-    course: Course
-    notes: tuple[str, ...]
-
-
-def plan_recall(
-    backends: Sequence[Any] | None,
-    course: Course,
+def plan(
+    backends: shared.Backends = None,
     *,
-    seeds: int,
-    sizes: str | Sequence[int],
-    options: Mapping[str, Mapping[str, Sequence[Any]]] | None,
-    causal: bool,
-    num_heads: int,
-    head_dim: int,
-    threads: int | None,
-    seed: int,
-) -> Trainings:
-    """Everything that is to be trained; nothing runs."""
+    pairs: Annotated[int, Option(help="Number of key-value tokens; a multiple of classes.")] = Task.pairs,
+    steps: Annotated[int, Option(help="Training steps of each block.")] = 300,
+    seeds: shared.Seeds = 3,
+    sizes: shared.Sizes = (32, 64, 128),
+    causal: shared.Causal = False,
+    options: shared.Settings = None,
+    exclude: shared.Exclude = None,
+    classes: Annotated[int, Option(help="Number of distinct values; chance is 1 / classes.")] = Task.classes,
+    queries: Annotated[int, Option(help="Number of keys whose value is asked for.")] = Task.queries,
+    gap: Annotated[int, Option(help="Number of empty tokens between pairs and queries.")] = Task.gap,
+    batch: shared.Batch = 4,
+    num_heads: shared.NumHeads = 2,
+    head_dim: shared.HeadDim = 16,
+    learning_rate: shared.LearningRate = 0.01,
+    threads: shared.Threads = None,
+    seed: shared.Seed = 0,
+) -> Plan:
+    """Train one block per backend on associative recall: accuracy compared with exact attention and controls.
+
+    Every backend starts from the same weights and sees the same sequences in the same order. Random features
+    are drawn once per seed; calibration is made once, before training. The default selection is all backends
+    that approximate softmax and two kernels that do not.
+
+    Example: efficient-attn recall --causal --backend window,my_file.py:my_attention
+    """
+    task = Task(pairs=pairs, classes=classes, queries=queries, gap=gap)
+    course = Course(task=task, steps=steps, batch=batch, rate=learning_rate)
     positive_count("seeds", seeds)
     wanted = parse_sizes(sizes, name="sizes")
     workload = settle(
         Workload(
             of="block",
-            batch=course.batch,
+            batch=batch,
             num_heads=num_heads,
             head_dim=head_dim,
             causal=causal,
@@ -66,35 +71,45 @@ def plan_recall(
             seed=seed,
         )
     )
-    if workload.num_heads * workload.head_dim % 2:
+    if workload.model_dim % 2:
         raise OptionError(
             f"num_heads={num_heads} times head_dim={head_dim} is odd; one half of a token is its key, the "
             "other its value."
         )
-    variants, notes = _variants(backends, course.task, wanted, options, workload)
-    shared = {**vars(workload), "tokens": course.task.tokens, "inputs": course.name}
-    entries = (
-        _entry(variant, {**shared, "seed": seed + number}) for number in range(seeds) for variant in variants
-    )
-    return Trainings(entries=tuple(entries), course=course, notes=notes)
+    variants, notes = _variants(backends, exclude, task, wanted, options, workload)
+    same = {**vars(workload), "tokens": task.tokens, "inputs": course.name}
+    # Seed by seed: an interrupted run has the same seeds of every backend that it has.
+    points = [
+        _point(variant, {**same, "seed": seed + number}, course)
+        for number in range(seeds)
+        for variant in variants
+    ]
+    return Plan(points=points, notes=notes, settled={"threads": workload.threads})
 
 
-def _entry(variant: Variant, shared: Mapping[str, Any]) -> Entry:
-    case = Case(
-        kind="recall", backend=variant.backend, label=variant.label, options=variant.options, **shared
+def _point(variant: Variant, same: Mapping[str, Any], course: Course) -> Point:
+    from efficient_attn.studies.recall import measure
+
+    case = Case(kind="recall", backend=variant.backend, label=variant.label, options=variant.options, **same)
+    return Point(
+        case=case,
+        measure=partial(measure.measure, case, variant.target, course),
+        label=f"{case.label}, seed {case.seed}",
+        series=case.label,
+        predicted_bytes=predict_bytes(case, variant.memory_growth),
     )
-    return Entry(case=case, variant=variant, predicted_bytes=predict_bytes(case, variant.memory_growth))
 
 
 def _variants(
     backends: Sequence[Any] | None,
+    exclude: Sequence[str] | None,
     task: Task,
     sizes: Sequence[int],
     options: Mapping[str, Mapping[str, Sequence[Any]]] | None,
     workload: Workload,
 ) -> tuple[tuple[Variant, ...], tuple[str, ...]]:
     """Exact attention, the controls, then every backend at every size; and what was left out."""
-    from efficient_attn.experiments.recall_training import MEAN
+    from efficient_attn.studies.recall.measure import MEAN
 
     given = dict(options or {})
     names = _default_names() if backends is None else list(backends)
@@ -104,7 +119,7 @@ def _variants(
     blind = select([_WINDOW], {_WINDOW: {"window": [task.blind_window(causal=workload.causal)]}})
     found = {one.label: one for one in (*select([YARDSTICK]), MEAN, *blind)}
     notes = []
-    for variant in select(names, given):
+    for variant in select(names, given, exclude=exclude):
         made, too_large = _sized(variant, sizes, task, workload)
         found |= {one.label: one for one in made}
         if too_large:

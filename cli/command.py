@@ -1,0 +1,172 @@
+"""The command of a study, made from the declared options of its plan."""
+
+import inspect
+import sys
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from typing import Annotated, Any
+
+import typer
+
+from efficient_attn.errors import OptionError
+from efficient_attn.studies.study import Parameter, Study, by_option, joined
+
+from . import talk
+from .options import (
+    DryRunOption,
+    ExtraArguments,
+    ForceResumeOption,
+    JsonToOption,
+    OutOption,
+    QuietOption,
+    ResumeOption,
+    RunBudgetOption,
+    as_json,
+    refuse_extra,
+)
+from .outcome import finish
+from .plan import PlanOption, as_plan
+
+# Options of every run, by parameter: annotation and default.
+_OF_A_RUN: dict[str, tuple[Any, Any]] = {
+    "budget": (RunBudgetOption, None),
+    "out": (OutOption, None),
+    "resume": (ResumeOption, False),
+    "force_resume": (ForceResumeOption, False),
+    "dry_run": (DryRunOption, False),
+    "json_to": (JsonToOption, None),
+    "quiet": (QuietOption, False),
+}
+
+
+def command_of(study: Study) -> Callable[..., None]:
+    """A Typer command with an option for every declared parameter of the plan, and those of every run."""
+
+    def command(
+        context: typer.Context,
+        plan: Any,
+        extra: Any,
+        budget: str | None,
+        out: Any,
+        resume: bool,
+        force_resume: bool,
+        dry_run: bool,
+        json_to: str | None,
+        quiet: bool,
+        **given: Any,
+    ) -> None:
+        from efficient_attn.sweep.amounts import parse_seconds
+
+        refuse_extra(extra)
+        if (resume or force_resume) and out is None:
+            raise OptionError("--resume needs --out, the folder of the run to go on with.")
+        to_stdout = as_json(json_to)
+        given |= _former(study, given)
+        options = by_option(study, given)
+        budget_s = None if budget is None else parse_seconds(budget, name="--budget")
+        if dry_run:
+            talk.print_tables([_points(study.plan(**options))])
+            return
+
+        from efficient_attn.experiments.files import open_folder, run_folder
+        from efficient_attn.measure.environment import command_line
+        from efficient_attn.studies.run import run_plan
+
+        # A wrong request must leave no folder behind.
+        asked = study.plan(**options)
+        folder = open_folder(out or run_folder(study.name), name="--out", fresh=not (resume or force_resume))
+        # Text that a backend prints goes to stderr: stdout holds results and nothing else.
+        with talk.progress(len(asked.points), quiet=quiet) as show, redirect_stdout(sys.stderr):
+            results = run_plan(
+                study,
+                lambda: asked,
+                out=folder,
+                resume=resume,
+                force_resume=force_resume,
+                budget_s=budget_s,
+                command=command_line(),
+                plan_file=lambda made: as_plan(context, made.settled),
+                progress=show,
+            )
+        finish(results, options.get("backends"), folder=folder, as_json=to_stdout, quiet=quiet)
+
+    parameters = [*study.parameters()]
+    made: list[tuple[str, Any, Any]] = [
+        ("context", typer.Context, inspect.Parameter.empty),
+        ("plan", PlanOption, None),
+        ("extra", ExtraArguments, None),
+        *(_declared(one) for one in parameters),
+        *(_renamed(one, flag) for one in parameters for flag in one.option.old),
+        *(
+            (name, kind, study.budget if name == "budget" else default)
+            for name, (kind, default) in _OF_A_RUN.items()
+        ),
+    ]
+    command.__doc__ = inspect.getdoc(study.plan)
+    command.__name__ = study.name
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [inspect.Parameter(name, keyword, default=default, annotation=kind) for name, kind, default in made]
+    )
+    command.__annotations__ = {name: kind for name, kind, _ in made}
+    return command
+
+
+def _declared(one: Parameter) -> tuple[str, Any, Any]:
+    option, default = one.option, one.default
+    kind: Any = one.type
+    if option.parse is not None:
+        kind = list[str] if option.several else str
+        kind, default = (kind | None, None) if default is None else (kind, joined(default))
+    flag = f"{one.flag}/--no-{one.flag.removeprefix('--')}" if kind is bool else one.flag
+    about: dict[str, Any] = {
+        "help": option.help,
+        "metavar": option.metavar,
+        "min": option.least,
+        "max": option.most,
+        "autocompletion": option.complete,
+    }
+    if option.argument:
+        return one.name, Annotated[kind, typer.Argument(**about)], default
+    return one.name, Annotated[kind, typer.Option(flag, **about)], default
+
+
+def _renamed(one: Parameter, flag: str) -> tuple[str, Any, Any]:
+    """A former flag: hidden, and told from an absent one by None."""
+    name, kind, _ = _declared(one)
+    base, _ = kind.__origin__, kind.__metadata__
+    return _former_name(name, flag), Annotated[base | None, typer.Option(flag, hidden=True)], None
+
+
+def _former_name(name: str, flag: str) -> str:
+    return f"{name}_of_{flag.removeprefix('--').replace('-', '_')}"
+
+
+def _former(study: Study, given: dict[str, Any]) -> dict[str, Any]:
+    """Values of former flags, by parameter; each is announced once on stderr."""
+    found = {}
+    for one in study.parameters():
+        for flag in one.option.old:
+            value = given.pop(_former_name(one.name, flag))
+            if value is not None:
+                talk.say(f"{flag} is now {one.flag}; the former name goes with the next release.")
+                found[one.name] = value
+    return found
+
+
+def _points(plan: Any) -> Any:
+    from efficient_attn.report.table import Table
+    from efficient_attn.sweep.amounts import show_bytes
+
+    rows = tuple(
+        (
+            point.case.label,
+            str(point.case.tokens),
+            point.case.kind,
+            "–" if point.predicted_bytes is None else show_bytes(point.predicted_bytes),
+            point.skip or "",
+        )
+        for point in plan.points
+    )
+    columns = ("backend", "tokens", "measured", "predicted bytes", "skipped because it")
+    return Table(f"{len(rows)} points; nothing was run", columns, rows, tuple(plan.notes))

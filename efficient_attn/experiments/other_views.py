@@ -1,0 +1,162 @@
+"""Views of the records of studies that have no folder of their own yet."""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+from efficient_attn.analysis.comparison import asked_error, comparison_rows, comparisons, without_compared
+from efficient_attn.analysis.curves import QUANTITIES
+from efficient_attn.analysis.head_errors import HEADS
+from efficient_attn.analysis.kernel import kernel_records
+from efficient_attn.analysis.rows import SAMPLES, flat_row
+from efficient_attn.analysis.summary import summary
+from efficient_attn.analysis.swaps import swap_rows, swaps, without_swaps
+from efficient_attn.analysis.training import training_rows
+from efficient_attn.errors import UnknownNameError
+from efficient_attn.report import plot as cost_plot
+from efficient_attn.report.comparison import comparison_sentences, comparison_tables
+from efficient_attn.report.comparison_plot import COMPARISON, plot_comparisons
+from efficient_attn.report.cost_table import tables as cost_tables
+from efficient_attn.report.drawings import Drawing, draw
+from efficient_attn.report.error_overview import overview_tables
+from efficient_attn.report.head_errors import head_error_tables, plot_heads
+from efficient_attn.report.heads import head_tables
+from efficient_attn.report.kernel_errors import kernel_sentences, kernel_tables
+from efficient_attn.report.kernel_plot import OVER, kernel_plots, plot_kernel
+from efficient_attn.report.parts import part_tables
+from efficient_attn.report.pays import crossover_tables
+from efficient_attn.report.sentences import bench_sentences
+from efficient_attn.report.swap_plot import SWAP, plot_swaps
+from efficient_attn.report.swap_sentences import swap_sentences
+from efficient_attn.report.swaps import swap_tables
+from efficient_attn.report.table import Table
+from efficient_attn.report.train_plot import TRAINING, plot_training
+from efficient_attn.report.training import training_sentences, training_tables
+from efficient_attn.sweep.case import KINDS, Record
+
+# Tables, plots and sentences of errors; loaded when there are errors to show.
+_ERROR_REPORTS = (
+    "efficient_attn.report.error_plot",
+    "efficient_attn.report.error_table",
+    "efficient_attn.experiments.mse",
+)
+
+Environment = Mapping[str, Any]
+
+
+def tables(records: Sequence[Record], environment: Environment) -> list[Table]:
+    """Tables of swaps, comparisons, costs, errors and trainings."""
+    alone = _apart(records)
+    costs = [record for record in alone if record.case.kind in QUANTITIES.values()]
+    made = [
+        *swap_tables(records),
+        *comparison_tables(records),
+        *cost_tables(costs),
+        *crossover_tables(costs),
+        *head_tables(costs),
+    ]
+    errors = _of_kind(alone, "error")
+    if errors:
+        made += _errors("tables")(errors) + overview_tables(errors)
+        made += head_error_tables(errors) + part_tables(errors)
+    return made + kernel_tables(records) + training_tables(records)
+
+
+def plot(
+    records: Sequence[Record],
+    environment: Environment,
+    y: str | None = None,
+    x: str | None = None,
+    ax: Any = None,
+) -> Any:
+    """One quantity of every backend against tokens, or an error against the size."""
+    y = y or (SWAP if swaps(records) else None)
+    y = y or (COMPARISON if comparisons(records) else None)
+    y = y or (TRAINING if _of_kind(records, "train") else None)
+    y = y or ("time_s" if _of_kind(records, "time") else "output_relative_error")
+    whole = {SWAP: plot_swaps, TRAINING: plot_training}
+    if y == COMPARISON:
+        return plot_comparisons(records, asked_error(environment))
+    if y in whole:
+        return whole[y](records)
+    if y in QUANTITIES:
+        if x not in (None, "tokens"):
+            raise UnknownNameError(f"x axis for {y}", str(x), ["tokens"])
+        return cost_plot.plot(records, y=y, ax=ax)
+    if y in OVER or (kernel_records(records) and not _of_kind(records, "error")):
+        return plot_kernel(records, x=x or OVER.get(y, "size"))
+    if y == HEADS:
+        return plot_heads(_of_kind(records, "error"))
+    if y not in SAMPLES.values():
+        raise UnknownNameError("quantity to plot", y, [*QUANTITIES, *SAMPLES.values()])
+    return _errors("plot")(_of_kind(records, "error"), y=y, x=x, ax=ax)
+
+
+def sentences(records: Sequence[Record], environment: Environment) -> list[str]:
+    """Findings on swaps, comparisons, costs, errors and trainings."""
+    alone = _apart(records)
+    found = swap_sentences(records, environment)
+    found += comparison_sentences(records, asked_error(environment), environment)
+    found += bench_sentences(alone, environment)
+    errors = _of_kind(alone, "error")
+    found += _errors("sentences")(errors, environment=environment) if errors else []
+    return found + kernel_sentences(records) + training_sentences(records)
+
+
+def rows(records: Sequence[Record], environment: Environment) -> list[dict[str, Any]]:
+    """Flat rows: comparisons; time and memory of a backend at a length side by side; then errors."""
+    alone = _apart(records)
+    errors = [flat_row(record) for record in alone if record.case.kind == "error"]
+    return swap_rows(records) + comparison_rows(records) + summary(alone) + errors + training_rows(alone)
+
+
+def plots(records: Sequence[Record], environment: Environment) -> dict[str, Callable[[], Any]]:
+    """The plots worth a file."""
+    return {
+        name: partial(plot, records, environment, quantity) for name, quantity in _quantities(records).items()
+    }
+
+
+def drawings(
+    records: Sequence[Record],
+    environment: Environment,
+    *,
+    name: str,
+    beside: Sequence[Sequence[Record]] = (),
+) -> list[Drawing]:
+    """Figures of the page."""
+    quantities = list(_quantities(records).values())
+    return draw(records, quantities, name=name, beside=beside, max_error=asked_error(environment))
+
+
+def _quantities(records: Sequence[Record]) -> dict[str, str]:
+    alone = _apart(records)
+    ok = {kind for kind in KINDS if any(record.status == "ok" for record in _of_kind(alone, kind))}
+    wanted = {"time": "time_s", "memory": "peak_bytes", "error": "output_relative_error"}
+    found = {SWAP: SWAP} if swaps(records) else {}
+    found |= {COMPARISON: COMPARISON} if comparisons(records) else {}
+    found |= {kind: quantity for kind, quantity in wanted.items() if kind in ok}
+    found |= {TRAINING: TRAINING} if any(record.train_steps for record in records) else {}
+    found |= {"error-heads": HEADS} if any(getattr(r, HEADS) for r in records) else {}
+    return found | kernel_plots(records)
+
+
+def _apart(records: Sequence[Record]) -> list[Record]:
+    """Without the records of comparisons and models, which are shown in their own ways."""
+    return list(without_swaps(without_compared(records, comparisons(records))))
+
+
+def _of_kind(records: Sequence[Record], kind: str) -> list[Record]:
+    """Records of a kind; errors of a kernel entry are of no input, and are apart."""
+    kernel = set(map(id, kernel_records(records)))
+    return [record for record in records if record.case.kind == kind and id(record) not in kernel]
+
+
+def _errors(verb: str) -> Callable[..., Any]:
+    """`tables`, `plot` or `sentences` of errors, from the first of their modules that has it."""
+    for name in _ERROR_REPORTS:
+        if find_spec(name) is not None and hasattr(module := import_module(name), verb):
+            return getattr(module, verb)
+    raise UnknownNameError("report of errors", verb, ["to_pandas", "summary"])

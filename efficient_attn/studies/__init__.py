@@ -1,0 +1,31 @@
+"""One folder per study. A folder placed here is registered; nothing else needs editing.
+
+The folder holds `STUDY` in its `__init__.py` and, as far as the defaults do not suffice, `view.py`: tables,
+sentences, rows and plots computed from the records.
+"""
+
+import importlib
+import pkgutil
+from functools import cache
+
+from efficient_attn.errors import UnknownNameError
+from efficient_attn.studies.study import Study
+
+
+@cache
+def studies() -> dict[str, Study]:
+    """Every study by its name."""
+    folders = (folder.name for folder in pkgutil.iter_modules(__path__) if folder.ispkg)
+    found = [importlib.import_module(f"{__name__}.{name}").STUDY for name in sorted(folders)]
+    return {study.name: study for study in found}
+
+
+def find(name: str) -> Study:
+    """The study of that name.
+
+    Raises:
+        UnknownNameError: If there is none.
+    """
+    if name not in studies():
+        raise UnknownNameError("study", name, studies())
+    return studies()[name]

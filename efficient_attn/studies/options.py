@@ -1,0 +1,105 @@
+"""Options that several studies share, each declared once."""
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
+
+from efficient_attn.limits import WHOLE_NUMBER
+from efficient_attn.studies.study import Option
+from efficient_attn.sweep.amounts import parse_sizes
+from efficient_attn.sweep.variants import backend_names, parse_settings
+
+# Everybody should know this before naming a file of somebody else.
+RUNS_CODE = "Such a file is run with your rights."
+
+
+def parse_names(texts: Sequence[str] | None, *, name: str) -> list[str] | None:
+    """The names in `a,b` and in repeated flags; None if none was given."""
+    from efficient_attn.errors import OptionError
+
+    if not texts:
+        return None
+    found = [part.strip() for text in texts for part in text.split(",") if part.strip()]
+    if not found:
+        # An empty variable of a script arrives like this; it does not mean all backends.
+        raise OptionError(f"{name} {texts[0]!r} names nothing; write a,b for several names, or leave it out.")
+    return found
+
+
+def parse_options(texts: Sequence[str] | None, *, name: str) -> dict[str, dict[str, list[str]]]:
+    """{backend: {option: values}} of repeated `--set backend.option=value,value`."""
+    return parse_settings(texts or [])
+
+
+def complete_backends(incomplete: str) -> list[str]:
+    """Completions of the name after the last comma."""
+    typed, comma, last = incomplete.rpartition(",")
+    return [f"{typed}{comma}{name}" for name in backend_names() if name.startswith(last)]
+
+
+Backends = Annotated[
+    Sequence[Any] | None,
+    Option(
+        help="Backends, by name or as path/file.py:function; all that approximate softmax if omitted. "
+        f"{RUNS_CODE}",
+        flag="--backend",
+        metavar="NAME[,NAME…]",
+        parse=parse_names,
+        several=True,
+        complete=complete_backends,
+    ),
+]
+Exclude = Annotated[
+    Sequence[str] | None,
+    Option(
+        help="Backends to leave out of the selection.",
+        metavar="NAME[,NAME…]",
+        parse=parse_names,
+        several=True,
+        complete=complete_backends,
+    ),
+]
+Settings = Annotated[
+    Mapping[str, Mapping[str, Sequence[Any]]] | None,
+    Option(
+        help="Option of a backend; several values make several variants.",
+        flag="--set",
+        metavar="BACKEND.OPTION=VALUE[,VALUE…]",
+        parse=parse_options,
+        several=True,
+    ),
+]
+Sizes = Annotated[
+    str | int | Sequence[int],
+    Option(
+        help="Size of every backend (features, rank or window): 32,64 or 32:256:x2 or 1k.",
+        flag="--num-features",
+        metavar="SIZES",
+        parse=parse_sizes,
+    ),
+]
+SeqLens = Annotated[
+    str | int | Sequence[int],
+    Option(
+        help="Sequence lengths in tokens: 256,512 or 256:4096:x2 or 1k.",
+        flag="--seq-len",
+        metavar="LENGTHS",
+        parse=parse_sizes,
+    ),
+]
+SeqLen = Annotated[
+    int | None, Option(help="Sequence length in tokens.", flag="--seq-len", old=("--tokens",), least=1)
+]
+Causal = Annotated[bool, Option(help="Causal masking: each token attends to itself and earlier tokens.")]
+Backward = Annotated[bool, Option(help="Forward and backward pass together.")]
+Batch = Annotated[int, Option(help="Batch size.", least=1)]
+NumHeads = Annotated[int, Option(help="Number of heads.", least=1)]
+HeadDim = Annotated[int, Option(help="Head dimension.", least=1)]
+Layer = Annotated[int | None, Option(help="Index of the only layer, from 0; all layers if omitted.", least=0)]
+Device = Annotated[str, Option(help="auto, cpu, cuda or cuda:1.")]
+Dtype = Annotated[str, Option(help="auto (float32 on the CPU, bfloat16 on CUDA) or a dtype's name.")]
+Threads = Annotated[int | None, Option(help="CPU threads; torch's default if omitted.", least=1)]
+Seed = Annotated[int, Option(help="Random seed.", least=0, most=WHOLE_NUMBER)]
+Draws = Annotated[int, Option(help="Number of random-feature draws.", least=1)]
+Seeds = Annotated[int, Option(help="Number of seeds; each is a training of its own.")]
+LearningRate = Annotated[float, Option(help="Peak learning rate.", flag="--learning-rate", old=("--rate",))]
+Rounds = Annotated[int, Option(help="Timing rounds per point; more rounds narrow the interval.", least=1)]

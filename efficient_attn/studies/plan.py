@@ -1,0 +1,70 @@
+"""A plan: every record to come, known before anything runs."""
+
+import math
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+from efficient_attn.sweep.case import Case, Record
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """One record to come.
+
+    Attributes:
+        measure: Measurement of the record; of a timed point with the seconds of calls of one round.
+        rounds: Rounds of a timed point, interleaved with the other timed points of its group and merged into
+            one record; None: measured once.
+        label: Name in the progress display; omitted: backend, length and kind.
+        group: Key of points measured together, where they follow one another.
+        series: Key of points whose durations are proportional to their `cost`.
+        cost: Predicted cost of the point, relative to others of its series.
+        calls: Duration in calls of the timed points of the series; None: a duration of its own.
+        needs: Case that must have been measured successfully; otherwise the point is dropped.
+        predicted_bytes: Predicted peak memory.
+        skip: Reason not to measure it.
+    """
+
+    case: Case
+    measure: Callable[..., Record]
+    rounds: int | None = None
+    label: str | None = None
+    group: Hashable = None
+    series: Hashable = None
+    cost: float = 1.0
+    calls: int | None = None
+    needs: Case | None = None
+    predicted_bytes: int | None = None
+    skip: str | None = None
+
+    @property
+    def shown(self) -> str:
+        """Name in the progress display."""
+        case = self.case
+        place = "" if case.of == "attention" else f", {case.of}"
+        return self.label or f"{case.label}{place}, {case.tokens} tokens, {case.kind}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """All points of a run, in the order in which they are measured: the most promising first.
+
+    Attributes:
+        notes: Remarks on the plan, such as omitted sizes.
+        about: Entries of the run's environment.
+        settled: Options that the machine decided, by parameter: the plan file repeats them.
+        timeout_s: Seconds of one point, all its rounds together.
+        start_s: Seconds of starting a process for each round, where that is done.
+        resources: Context that is held open while points are measured.
+    """
+
+    points: Sequence[Point]
+    device: str = "cpu"
+    notes: Sequence[str] = ()
+    about: Mapping[str, Any] = field(default_factory=dict)
+    settled: Mapping[str, Any] = field(default_factory=dict)
+    timeout_s: float = math.inf
+    start_s: float = 0.0
+    resources: AbstractContextManager[Any] = field(default_factory=nullcontext)

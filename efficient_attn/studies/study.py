@@ -1,0 +1,178 @@
+"""A study: the options that ask its question, the plan that they make, and how its records are shown."""
+
+import importlib.util
+import inspect
+import textwrap
+import typing
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from efficient_attn.analysis.quantities import Quantity
+from efficient_attn.studies.plan import Plan
+from efficient_attn.studies.view import View
+
+# Options of every run, declared by `run_plan`; the Python function of a study has them too.
+_OF_A_RUN = ("out", "resume", "force_resume", "budget_s")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Option:
+    """Declaration of one parameter of a plan: its help text, its flag, and its value from text.
+
+    The annotation `Annotated[int, Option(help="Random seed.")]` of a parameter is the only place where it is
+    declared: the command line, the plan file, the docstring and the reference page follow from it.
+
+    Attributes:
+        help: One line, the standard term first.
+        flag: Flag of the command line; omitted: the parameter's name with hyphens.
+        old: Former flags, accepted for one release.
+        metavar: Form of the value in the help text.
+        parse: Value from text: `parse(text, name=flag)`; omitted: the annotated type decides.
+        least: Smallest number; `most` is the largest.
+        several: The flag may be repeated; `parse` gets the list of texts.
+        argument: A positional argument instead of a flag.
+        complete: Completions of an incomplete text.
+    """
+
+    help: str
+    flag: str | None = None
+    old: tuple[str, ...] = ()
+    metavar: str | None = None
+    parse: Callable[..., Any] | None = None
+    least: float | None = None
+    most: float | None = None
+    several: bool = False
+    argument: bool = False
+    complete: Callable[[str], list[str]] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parameter:
+    """A parameter of a plan with its declaration."""
+
+    name: str
+    type: Any
+    default: Any
+    option: Option
+
+    @property
+    def flag(self) -> str:
+        """Flag of the command line."""
+        return self.option.flag or f"--{self.name.replace('_', '-')}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Study:
+    """One measurement: registered by lying in a folder of `efficient_attn.studies`.
+
+    Attributes:
+        name: Name of the command, of the Python function and in environments of runs.
+        plan: Planning function: its parameters are the options; it runs nothing.
+        folder: Package of the study; its module `view` shows records.
+        kinds: Kinds of records that belong to this study alone.
+        quantities: Quantities of these records, the most important first.
+        budget: Default of `--budget`; None: no limit.
+    """
+
+    name: str
+    plan: Callable[..., Plan]
+    folder: str
+    kinds: tuple[str, ...] = ()
+    quantities: tuple[Quantity, ...] = ()
+    budget: str | None = None
+
+    @property
+    def summary(self) -> str:
+        """First line of the planning function's docstring."""
+        return (inspect.getdoc(self.plan) or "").partition("\n")[0]
+
+    @cached_property
+    def view(self) -> View:
+        """Functions that show records: those of the folder's module `view`, defaults for the others."""
+        name = f"{self.folder}.view"
+        module = importlib.import_module(name) if importlib.util.find_spec(name) else None
+        return View.of(self.quantities, module)
+
+    def parameters(self) -> Iterator[Parameter]:
+        """Declared options, in the order of the planning function."""
+        hints = typing.get_type_hints(self.plan, include_extras=True)
+        for name, parameter in inspect.signature(self.plan).parameters.items():
+            kind, *more = typing.get_args(hints[name]) or (hints[name],)
+            declared = [one for one in more if isinstance(one, Option)]
+            if declared:
+                yield Parameter(name=name, type=kind, default=parameter.default, option=declared[0])
+
+    def _renamed(self, options: dict[str, Any]) -> dict[str, Any]:
+        """Values of former parameter names, taken out of the options."""
+        found = {}
+        for one in self.parameters():
+            for flag in one.option.old:
+                if (former := flag.removeprefix("--").replace("-", "_")) in options:
+                    warnings.warn(f"{former} is now {one.name}.", DeprecationWarning, stacklevel=4)
+                    found[one.name] = options.pop(former)
+        return found
+
+    def function(self) -> Callable[..., Any]:
+        """The study as a Python function: options of the plan, then those of every run."""
+        # Plans without torch are made without what runs them.
+        from efficient_attn.studies.run import run_plan
+
+        def run(*args: Any, **options: Any) -> Any:
+            of_run = {name: options.pop(name) for name in _OF_A_RUN if name in options}
+            options |= self._renamed(options)
+            return run_plan(self, lambda: self.plan(*args, **options), **of_run)
+
+        signature = inspect.signature(self.plan)
+        shared = inspect.signature(run_plan).parameters
+        run.__signature__ = signature.replace(  # type: ignore[attr-defined]
+            parameters=[
+                *(one.replace(annotation=_plain(one.annotation)) for one in signature.parameters.values()),
+                *(shared[name] for name in _OF_A_RUN),
+            ],
+            return_annotation="Results",
+        )
+        run.__name__ = run.__qualname__ = self.name
+        run.__doc__ = _docstring(self)
+        return run
+
+
+def _plain(annotation: Any) -> Any:
+    """The type alone, as a reader of the signature wants it."""
+    return typing.get_args(annotation)[0] if typing.get_origin(annotation) is typing.Annotated else annotation
+
+
+def by_option(study: Study, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of the plan from the texts and values of the command line."""
+    made = {}
+    for one in study.parameters():
+        value = given[one.name]
+        parse = one.option.parse
+        made[one.name] = value if parse is None or value is None else parse(value, name=one.flag)
+    return made
+
+
+def _docstring(study: Study) -> str:
+    """The planning function's docstring with an Args section made from the declarations."""
+    own = inspect.getdoc(study.plan) or ""
+    listed = "\n".join(
+        textwrap.fill(f"{one.name}: {one.option.help}", 100, subsequent_indent="    ")
+        for one in study.parameters()
+    )
+    run = (
+        "out: Folder to which every record is written as soon as it exists.\n"
+        "resume: Continue the run in `out`; measured points are kept.\n"
+        "force_resume: Continue it also under another torch, thread count or processor.\n"
+        "budget_s: Seconds of measuring; points that do not fit are skipped."
+    )
+    arguments = textwrap.indent("\n".join([listed, run]), "    ")
+    return f"{own}\n\nArgs:\n{arguments}\n"
+
+
+def joined(values: Any) -> Any:
+    """A default as text: `32,64,128` for a sequence of numbers."""
+    if isinstance(values, Sequence) and not isinstance(values, str):
+        return ",".join(map(str, values))
+    return values

@@ -1,0 +1,192 @@
+"""A study is one folder: nothing else is edited to add one."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("efficient_attn_cli", reason="needs an installation, if only an editable one")
+
+import efficient_attn as ea
+from efficient_attn import studies
+from efficient_attn.studies.run import run_plan
+from efficient_attn.sweep.records import read
+
+INIT = '''
+"""Sums of numbers, as fast as this process adds them."""
+
+from efficient_attn.analysis.quantities import BY_NAME
+from efficient_attn.studies.study import Study
+
+from .plan import plan
+
+STUDY = Study(name="sums", plan=plan, folder=__name__, quantities=(BY_NAME["accuracy"], BY_NAME["flops"]))
+'''
+
+PLAN = '''
+import time
+from functools import partial
+from typing import Annotated
+
+from efficient_attn.studies import options as shared
+from efficient_attn.studies.plan import Plan, Point
+from efficient_attn.studies.study import Option
+from efficient_attn.sweep.case import Case, Record
+
+
+def plan(
+    *,
+    seq_len: shared.SeqLens = (4, 8),
+    pause: Annotated[float, Option(help="Seconds of each point.", least=0, old=("--wait",))] = 0.0,
+    threads: shared.Threads = None,
+) -> Plan:
+    """Sum the first whole numbers.
+
+    Example: efficient-attn sums --seq-len 4,8
+    """
+    cases = [
+        Case(kind="count", backend="exact", label="exact", num_heads=1, head_dim=1, tokens=n, dtype="float32",
+             device="cpu", threads=threads or 1)
+        for n in seq_len
+    ]
+    points = [Point(case=case, measure=partial(_sum, case, pause), cost=case.tokens) for case in cases]
+    return Plan(points=points)
+
+
+def _sum(case, pause):
+    time.sleep(pause)
+    return Record(case=case, accuracy=1.0, flops=case.tokens * (case.tokens - 1) // 2)
+'''
+
+VIEW = """
+from efficient_attn.report.table import Table
+
+
+def tables(records, environment):
+    rows = tuple((str(record.case.tokens), str(record.flops)) for record in records)
+    return [Table("Sums", ("tokens", "sum"), rows)]
+"""
+
+
+@pytest.fixture
+def sums(tmp_path, monkeypatch):
+    """A folder of studies besides ours, as another process finds it too."""
+    home = tmp_path / "more"
+    (home / "sums").mkdir(parents=True)
+    for name, text in (("__init__", INIT), ("plan", PLAN), ("view", VIEW)):
+        (home / "sums" / f"{name}.py").write_text(text)
+    monkeypatch.setattr(studies, "__path__", [*studies.__path__, str(home)])
+    studies.studies.cache_clear()
+    (tmp_path / "run").mkdir()
+    monkeypatch.chdir(tmp_path / "run")
+    yield home
+    studies.studies.cache_clear()
+    for name in [name for name in sys.modules if name.startswith("efficient_attn.studies.sums")]:
+        del sys.modules[name]
+
+
+def start(home, *words, **how):
+    """The command line in a process that has the folder too."""
+    code = (
+        f"import efficient_attn.studies as s; s.__path__.append({str(home)!r}); "
+        "from efficient_attn_cli.main import main; main()"
+    )
+    return subprocess.Popen([sys.executable, "-c", code, *words], text=True, stdout=-1, stderr=-1, **how)
+
+
+def finished(home, *words):
+    process = start(home, *words)
+    out, err = process.communicate(timeout=120)
+    return process.returncode, out, err
+
+
+def test_a_folder_is_a_command_with_help_records_table_plot_page_and_diff(sums):
+    code, out, _ = finished(sums, "sums", "--help")
+    assert code == 0 and "Sum the first whole numbers." in out and "--seq-len" in out and "--wait" not in out
+    code, out, err = finished(sums, "sums", "--seq-len", "4:16:x2", "--out", "one")
+    assert code == 0 and "Sums" in out and "[3/3]" in err
+    folder = Path("one")
+    assert [record.flops for record in read(folder / "records.jsonl").records] == [6, 28, 120]
+    assert json.loads((folder / "environment.json").read_text())["study"] == "sums"
+    assert (folder / "accuracy.png").exists() and "Sums" in (folder / "report.html").read_text()
+    code, _, _ = finished(sums, "sums", "--plan", "one/plan.toml", "--out", "two")
+    assert code == 0
+    changed = (folder / "records.jsonl").read_text().replace('"accuracy": 1.0', '"accuracy": 0.1')
+    changed = changed.replace('"accuracy":1.0', '"accuracy":0.1')
+    shutil.copytree("two", "three")
+    Path("three/records.jsonl").write_text(changed)
+    assert finished(sums, "diff", "one", "two", "--fail-on", "accuracy:5%")[0] == 0
+    code, out, _ = finished(sums, "diff", "one", "three", "--fail-on", "accuracy:5%")
+    assert code == 1 and "accuracy" in out
+
+
+def test_the_python_function_and_the_command_measure_the_same(sums):
+    results = studies.find("sums").function()(seq_len=(4, 8))
+    assert [record.flops for record in results.records] == [6, 28]
+    assert [table.title for table in results.tables()] == ["Sums"]
+    with pytest.warns(DeprecationWarning, match="wait is now pause"):
+        studies.find("sums").function()(seq_len=(4,), wait=0.0)
+
+
+def test_a_former_flag_works_and_is_announced(sums):
+    code, _, err = finished(sums, "sums", "--wait", "0", "--seq-len", "4")
+    assert code == 0 and "--wait is now --pause" in err
+
+
+def test_a_dry_run_lists_the_points_and_measures_nothing(sums):
+    code, out, _ = finished(sums, "sums", "--dry-run", "--out", "dry")
+    assert code == 0 and "2 points; nothing was run" in out and not Path("dry").exists()
+
+
+def test_quiet_prints_the_folder_alone(sums):
+    code, out, err = finished(sums, "sums", "-q", "--out", "quiet")
+    assert (code, out, err) == (0, "quiet\n", "")
+
+
+def test_a_killed_run_is_continued_with_nothing_lost(sums):
+    words = ("sums", "--seq-len", "1:12:1", "--pause", "0.1", "--out", "killed")
+    process, file = start(sums, *words), Path("killed/records.jsonl")
+    while not (file.exists() and len(file.read_bytes().splitlines()) >= 3):
+        time.sleep(0.01)
+    os.kill(process.pid, signal.SIGKILL)
+    process.communicate()
+    kept = file.read_bytes()
+    code, _, err = finished(sums, *words, "--resume")
+    assert code == 0 and file.read_bytes().startswith(kept) and len(read(file).records) == 12
+    assert f"/{12 - len(kept.splitlines())}]" in err
+
+
+def test_an_interrupted_run_names_what_was_not_tried(sums):
+    def interrupt():
+        raise KeyboardInterrupt
+
+    study = studies.find("sums")
+    plan = study.plan(seq_len=(4, 8, 16))
+    points = [plan.points[0], replace(plan.points[1], measure=interrupt), plan.points[2]]
+    results = run_plan(study, lambda: replace(plan, points=points))
+    assert results.interrupted and [record.case.tokens for record in results.records] == [4]
+    assert results.notes[0].startswith("Not tried: 2 of 3 points, of exact; --resume")
+
+
+def test_a_budget_skips_points_by_their_predicted_duration(sums):
+    # Two points of a tenth of a second each, the second of eight times the cost of the first.
+    results = studies.find("sums").function()(seq_len=(100, 800), pause=0.1, budget_s=0.5)
+    first, second = results.records
+    assert first.status == "ok" and second.status == "skipped"
+    assert "of the budget of 500 ms are left (raise it with --budget)" in second.reason
+
+
+@pytest.mark.parametrize("name", sorted(studies.studies()))
+def test_every_study_declares_each_option_once_and_has_the_options_of_every_run(name):
+    study = studies.find(name)
+    flags = [one.flag for one in study.parameters()]
+    assert len(set(flags)) == len(flags) and all(one.option.help.endswith(".") for one in study.parameters())
+    shown = getattr(ea, name).__doc__
+    assert all(f"    {one.name}: " in shown for one in study.parameters()) and "    resume: " in shown
