@@ -25,7 +25,7 @@ _HEADINGS = {
     "Backends": ("backend", "registry", "problem", "calibration"),
     "In models": ("transformer", "integrations.pytorch"),
     "In Hugging Face models": (_HUGGING_FACE,),
-    "Measuring": ("experiments", "measure", "sweep"),
+    "Measuring": ("experiments", "studies", "measure", "sweep"),
     "Checking": ("testing",),
     "Errors": ("errors",),
 }
@@ -52,6 +52,8 @@ def public_names() -> Iterator[tuple[str, str]]:
     root = _parsed("__init__")
     home = next(x.value for x in root.body if isinstance(x, ast.Assign) and _target(x) == "_HOME")
     yield from ((f"ea.{name}", module) for name, module in ast.literal_eval(home).items())
+    for folder in sorted(one.parent for one in PACKAGE.glob("studies/*/plan.py")):
+        yield f"ea.{folder.name}", f"studies.{folder.name}.plan"
     for module in ("testing", _HUGGING_FACE):
         parsed = _parsed(module)
         listed = next(x.value for x in parsed.body if isinstance(x, ast.Assign) and _target(x) == "__all__")
@@ -70,7 +72,8 @@ def public_names() -> Iterator[tuple[str, str]]:
 def _described(name: str, module: str) -> list[str]:
     """Heading, signature and docstring of a function or class, and of a class's public methods."""
     short = name.rpartition(".")[2]
-    found = _find(short, module)
+    # The options of a study are the parameters of its plan.
+    found = _find("plan" if module.startswith("studies.") else short, module)
     lines = [f"### {name}", ""]
     if isinstance(found, ast.FunctionDef):
         return [*lines, *_signature(name, found), *_prose(ast.get_docstring(found))]

@@ -79,7 +79,7 @@ def test_no_command_shows_what_there_is(capsys):
 
 def test_completion_knows_every_backend_without_loading_one():
     from efficient_attn.backends import list_backends
-    from efficient_attn_cli.options import _backends
+    from efficient_attn.studies.options import complete_backends
 
-    assert set(_backends("")) >= set(list_backends())
-    assert _backends("exact,linf") == ["exact,linformer"]
+    assert set(complete_backends("")) >= set(list_backends())
+    assert complete_backends("exact,linf") == ["exact,linformer"]

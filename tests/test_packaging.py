@@ -59,10 +59,6 @@ def wheel() -> metadata.Distribution:
     return in_use[0]
 
 
-def test_the_list_of_packages_is_the_list_of_folders() -> None:
-    assert SETUPTOOLS["packages"] == sorted(packages())
-
-
 def test_every_data_file_is_named_as_package_data() -> None:
     patterns = SETUPTOOLS["package-data"]
     left_out = [
