@@ -100,7 +100,7 @@ def test_what_a_layer_shows_its_queries_is_kept_and_read_back(name, tmp_path):
     pytest.importorskip("transformers", minversion="5", reason="the extra [hf] is not installed")
     from hf_models import MODELS, saved, texts
 
-    from efficient_attn.integrations.transformers.swapping import places_of
+    from efficient_attn.integrations.transformers.swapping import sites_of
 
     (text, *_) = texts().values()
     model = MODELS[name]()
@@ -113,11 +113,11 @@ def test_what_a_layer_shows_its_queries_is_kept_and_read_back(name, tmp_path):
     )
     assert kept.patterns == captured.patterns == expected
     outputs = {}
-    for place in places_of(model).every:
-        projection = getattr(place.module, "c_proj", None) or getattr(place.module, "o_proj", None)
-        projection = projection or place.module.Wo
+    for site in sites_of(model).every:
+        projection = getattr(site.module, "c_proj", None) or getattr(site.module, "o_proj", None)
+        projection = projection or site.module.Wo
         projection.register_forward_pre_hook(
-            lambda module, given, layer=place.layer: outputs.update({layer: given[0]})
+            lambda module, given, layer=site.layer: outputs.update({layer: given[0]})
         )
     tokenizer = __import__("transformers").AutoTokenizer.from_pretrained(tmp_path)
     with torch.no_grad():

@@ -22,7 +22,7 @@ from hf_models import (
 import efficient_attn as ea
 from efficient_attn.errors import UnsupportedError
 from efficient_attn.integrations.transformers import attach, register, swapped
-from efficient_attn.integrations.transformers.places import find_places
+from efficient_attn.integrations.transformers.attention_sites import find_sites
 
 register()
 
@@ -49,7 +49,7 @@ def test_an_encoder_and_its_decoder_are_served_by_kind(counted):
 @pytest.mark.parametrize("make", [bert, gpt2])
 def test_cross_attention_is_known_for_what_it_is(make):
     model = make(is_decoder=True, add_cross_attention=True)
-    kinds = [(place.kind, place.pattern.causal) for place in find_places(model)]
+    kinds = [(site.kind, site.pattern.causal) for site in find_sites(model)]
     assert kinds == [("full", True), ("cross", False)] * 3
 
 

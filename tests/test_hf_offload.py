@@ -84,14 +84,14 @@ def test_a_device_map_with_a_disk_is_served_also_when_saved_and_loaded(tmp_path)
     plain, batch = llama(), inputs()
     plain.save_pretrained(tmp_path / "plain")
     expected = logits(attached(plain, "performer-positive"), batch)
-    places = {"device_map": mapped(["cpu", "disk", "disk"]), "offload_folder": str(tmp_path / "offload")}
-    model = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "plain", **places)
+    placement = {"device_map": mapped(["cpu", "disk", "disk"]), "offload_folder": str(tmp_path / "offload")}
+    model = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "plain", **placement)
     assert model.model.layers[1].self_attn.q_proj.weight.is_meta
     attached(model, "performer-positive")
     torch.testing.assert_close(logits(model, batch), expected, **ROUNDING)
     model.save_pretrained(tmp_path / "attached")
     torch.testing.assert_close(logits(load(tmp_path / "attached"), batch), expected, **ROUNDING)
-    loaded = load(tmp_path / "attached", **places)
+    loaded = load(tmp_path / "attached", **placement)
     assert loaded.model.layers[1].self_attn.q_proj.weight.is_meta
     torch.testing.assert_close(logits(loaded, batch), expected, **ROUNDING)
 
@@ -121,10 +121,10 @@ class Hook:
             self.hooks = hooks
 
 
-@pytest.mark.parametrize("place", ["model.layers.1.self_attn.q_proj", "model.layers.1", ""])
-def test_the_device_of_an_offloaded_layer_is_read_from_the_nearest_hook(place):
+@pytest.mark.parametrize("site", ["model.layers.1.self_attn.q_proj", "model.layers.1", ""])
+def test_the_device_of_an_offloaded_layer_is_read_from_the_nearest_hook(site):
     model = llama()
     model.model.layers[1].to("meta")
-    model.get_submodule(place)._hf_hook = Hook(hooks=[Hook(), Hook(torch.device("cpu"))])
+    model.get_submodule(site)._hf_hook = Hook(hooks=[Hook(), Hook(torch.device("cpu"))])
     attach(model, "performer-positive", num_features=16)
     assert not any(x.is_meta for x in model.model.layers[1].self_attn.efficient_attn.buffers())

@@ -13,8 +13,8 @@ from hf_models import ROUNDING, bert, gpt2, inputs, llama, logits, mistral, mosh
 
 from efficient_attn.errors import UnsupportedError
 from efficient_attn.integrations.transformers import attach, register, swapped
+from efficient_attn.integrations.transformers.attention_sites import find_sites
 from efficient_attn.integrations.transformers.masks import CAUSAL, Mask, Visible, make_mask
-from efficient_attn.integrations.transformers.places import find_places
 
 register()
 
@@ -27,7 +27,7 @@ def quiet(caplog):
 def test_a_width_that_no_mask_of_the_model_reads_makes_no_layer_slide(counted):
     model, batch = moshi(), inputs()
     expected = logits(model, batch)
-    assert {place.kind for place in find_places(model)} == {"full"}
+    assert {site.kind for site in find_sites(model)} == {"full"}
     with swapped(model, "exact"):
         torch.testing.assert_close(logits(model, batch), expected, **ROUNDING)
     assert {name for name, _ in counted} == {"exact"}
@@ -60,7 +60,7 @@ def test_a_call_with_another_pattern_than_that_of_the_attached_layer_is_refused(
     # A window that the user chose, of the width of a sliding layer, does not make the layer slide.
     for backend in ({"full": ("window", {"window": 5})}, {"backend": "exact"}):
         model = make()
-        kinds = {place.kind for place in find_places(model)}
+        kinds = {site.kind for site in find_sites(model)}
         attach(model, **(backend if kinds == {"full"} else {"backend": "window"}))
         logits(model, inputs())
         for name, value in changed.items():

@@ -17,7 +17,7 @@ import efficient_attn as ea
 from efficient_attn.backend import Backend
 from efficient_attn.errors import DataError, DtypeError, UnsupportedError
 from efficient_attn.integrations.transformers import attach, load, register
-from efficient_attn.integrations.transformers.opening import open_model
+from efficient_attn.integrations.transformers.loading import open_model
 
 
 @pytest.fixture(autouse=True)

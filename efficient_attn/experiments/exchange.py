@@ -48,7 +48,7 @@ class Exchange:
     @property
     def layers(self) -> tuple[int | None, ...]:
         """None for all layers together, then each alone."""
-        return (None, *(self.subject.places.layers if self.by_layer else ()))
+        return (None, *(self.subject.sites.layers if self.by_layer else ()))
 
 
 def exchange(
@@ -76,18 +76,18 @@ def exchange(
     settled = settle(workload)
     chosen = select(_near_softmax() if backends is None else backends, options)
 
-    from efficient_attn.integrations.transformers.swapping import MEAN, places_of
+    from efficient_attn.integrations.transformers.swapping import MEAN, sites_of
     from efficient_attn.sweep.models import ModelSubject
 
     opened = _open(model, tokenizer, name, settled)
-    places = places_of(opened.model)
+    sites = sites_of(opened.model)
     ids = _read(opened, named, tokens)
-    first = places.swapped[0]
+    first = sites.swapped[0]
     shared = {
         "num_heads": first.num_heads or 1,
         "head_dim": first.head_dim,
         "tokens": ids[0].shape[1],
-        "causal": places.causal,
+        "causal": sites.causal,
         "dtype": str(opened.model.dtype).removeprefix("torch."),
         "device": str(opened.model.device),
         "threads": settled.threads,
@@ -97,9 +97,9 @@ def exchange(
     exact = [variant for variant in chosen if variant.backend == YARDSTICK] or select([YARDSTICK])
     others = [variant for variant in chosen if variant.backend != YARDSTICK]
     mean = Variant(backend=MEAN_OF_VALUES, label=MEAN_OF_VALUES, target=MEAN)
-    if any(place.kind == "sliding" for place in places.swapped):
+    if any(site.kind == "sliding" for site in sites.swapped):
         others = [_as_wide(variant, first.pattern.window) for variant in others]
-    subject = ModelSubject(opened=opened, places=places, texts=ids, shared=shared)
+    subject = ModelSubject(opened=opened, sites=sites, texts=ids, shared=shared)
     _try_options(others, subject)
     return Exchange(
         variants=(*exact, mean, *others),
@@ -110,7 +110,7 @@ def exchange(
             **opened.about,
             "texts": {text: sha256(words.encode()).hexdigest() for text, words in named.items()},
         },
-        notes=tuple(_notes(places)),
+        notes=tuple(_notes(sites)),
     )
 
 
@@ -134,7 +134,7 @@ def _called(named: Mapping[str, str]) -> str:
 def _open(model: Any, tokenizer: Any, name: str | None, workload: Workload) -> Any:
     from transformers import PreTrainedModel
 
-    from efficient_attn.integrations.transformers.opening import Opened, open_model
+    from efficient_attn.integrations.transformers.loading import Opened, open_model
 
     if isinstance(model, (str, Path)):
         if tokenizer is not None:
@@ -153,7 +153,7 @@ def _open(model: Any, tokenizer: Any, name: str | None, workload: Workload) -> A
 
 def _read(opened: Any, named: Mapping[str, str], tokens: int | None) -> tuple[Any, ...]:
     """The beginnings of the texts, all of one length."""
-    from efficient_attn.integrations.transformers.opening import check_length, positions, token_ids
+    from efficient_attn.integrations.transformers.loading import check_length, positions, token_ids
 
     if tokens is not None:
         check_length(opened, tokens, name="tokens")
@@ -177,7 +177,7 @@ def _try_options(variants: Sequence[Variant], subject: Any) -> None:
         try:
             with contained():
                 build_for(
-                    subject.places,
+                    subject.sites,
                     variant.target,
                     variant.options,
                     layer=None,
@@ -201,13 +201,13 @@ def _as_wide(variant: Variant, window: int | None) -> Variant:
     return replace(variant, options={**variant.options, "window": window})
 
 
-def _notes(places: Any) -> list[str]:
-    if not places.others:
+def _notes(sites: Any) -> list[str]:
+    if not sites.others:
         return []
-    kinds = sorted({place.kind for place in places.others})
-    count = len(places.others)
+    kinds = sorted({site.kind for site in sites.others})
+    count = len(sites.others)
     return [
-        f"{count} of {len(places.every)} attentions are {' or '.join(kinds)} and stay exact; the others are "
+        f"{count} of {len(sites.every)} attentions are {' or '.join(kinds)} and stay exact; the others are "
         "swapped."
     ]
 

@@ -51,32 +51,32 @@ def capture(
         DataError: If the folder holds no readable model, or the text has no tokens.
         UnsupportedError: If no backend supports the model's attention.
     """
-    from efficient_attn.integrations.transformers.attaching import installed
+    from efficient_attn.integrations.transformers.attachment import installed
+    from efficient_attn.integrations.transformers.loading import open_model, positions, token_ids
     from efficient_attn.integrations.transformers.masks import FULL
-    from efficient_attn.integrations.transformers.opening import open_model, positions, token_ids
-    from efficient_attn.integrations.transformers.swapping import build_for, places_of
+    from efficient_attn.integrations.transformers.swapping import build_for, sites_of
 
     positive_count("max_tokens", max_tokens)
     opened = open_model(model_folder, name=name)
-    places = places_of(opened.model)
-    chosen = _choose(places.every, layers)
+    sites = sites_of(opened.model)
+    chosen = _choose(sites.every, layers)
     ids = token_ids(opened, text, most=min(max_tokens, positions(opened) or max_tokens))
     if ids.numel() == 0:
         raise DataError("The text holds no tokens.")
     _check_size(chosen, ids.shape[1], most_bytes)
-    backends = build_for(places, "exact", {}, layer=None, max_tokens=ids.shape[1], seed=0)
+    backends = build_for(sites, "exact", {}, layer=None, max_tokens=ids.shape[1], seed=0)
     kept: dict[int, Activations] = {}
-    with installed(opened.model, places.every, backends), ExitStack() as stack, torch.inference_mode():
-        for place in chosen:
-            hook = backends[place.path].register_forward_pre_hook(_keeper(kept, place.layer))
+    with installed(opened.model, sites.every, backends), ExitStack() as stack, torch.inference_mode():
+        for site in chosen:
+            hook = backends[site.path].register_forward_pre_hook(_keeper(kept, site.layer))
             stack.callback(hook.remove)
         opened.model(input_ids=ids)
     about = {key: opened.about[key] for key in ("model", "weights_sha256", "transformers")}
     return Captured(
         layers={layer: kept[layer] for layer in sorted(kept)},
         tokens=tuple(opened.tokenizer.convert_ids_to_tokens(ids[0].tolist())),
-        scale=_one_scale({place.layer: backends[place.path].problem.factor for place in chosen}),
-        patterns={place.layer: str(place.pattern) for place in chosen if place.pattern != FULL},
+        scale=_one_scale({site.layer: backends[site.path].problem.factor for site in chosen}),
+        patterns={site.layer: str(site.pattern) for site in chosen if site.pattern != FULL},
         about={
             "format": FORMAT,
             **about,
@@ -114,10 +114,10 @@ def _keeper(kept: dict[int, Activations], layer: int) -> Callable[[Any, tuple[Te
     return keep
 
 
-def _choose(places: Sequence[Any], layers: Sequence[int] | None) -> list[Any]:
+def _choose(sites: Sequence[Any], layers: Sequence[int] | None) -> list[Any]:
     """The attention modules of the layers."""
-    known = {place.layer: place for place in places}
-    if len(known) < len(places):
+    known = {site.layer: site for site in sites}
+    if len(known) < len(sites):
         raise UnsupportedError("Two attentions of this model share a layer number; capture cannot name them.")
     kept = sorted(known) if layers is None else sorted(set(layers))
     beyond = [layer for layer in kept if layer not in known]
@@ -127,13 +127,13 @@ def _choose(places: Sequence[Any], layers: Sequence[int] | None) -> list[Any]:
     return [known[layer] for layer in kept]
 
 
-def _check_size(places: Sequence[Any], tokens: int, most_bytes: int) -> None:
+def _check_size(sites: Sequence[Any], tokens: int, most_bytes: int) -> None:
     """Refuse files above the limit, with grouped heads counted as separate ones."""
-    entries = sum(3 * (place.num_heads or 1) * place.head_dim for place in places)
+    entries = sum(3 * (site.num_heads or 1) * site.head_dim for site in sites)
     needed = _HALF_BYTES * tokens * entries
     if needed > most_bytes:
         raise OptionError(
-            f"{len(places)} layers of {tokens} tokens take up to {show_bytes(needed)}, more than "
+            f"{len(sites)} layers of {tokens} tokens take up to {show_bytes(needed)}, more than "
             f"{show_bytes(most_bytes)}; name fewer layers or tokens."
         )
 

@@ -9,11 +9,11 @@ from typing import Any
 
 from torch import Tensor
 
-from efficient_attn.integrations.transformers.attaching import installed
-from efficient_attn.integrations.transformers.opening import Opened
+from efficient_attn.integrations.transformers.attachment import installed
+from efficient_attn.integrations.transformers.loading import Opened
 from efficient_attn.integrations.transformers.swapping import (
+    AttentionSites,
     Outputs,
-    Places,
     build_for,
     calibrate_on,
     forward,
@@ -46,7 +46,7 @@ class ModelSubject:
     """
 
     opened: Opened
-    places: Places
+    sites: AttentionSites
     texts: tuple[Tensor, ...]
     shared: Mapping[str, Any]
 
@@ -57,7 +57,7 @@ class ModelSubject:
     @cached_property
     def predicts(self) -> bool:
         """Whether next-token distributions are compared, rather than embeddings."""
-        return predicts_next(self.model, self.places)
+        return predicts_next(self.model, self.sites)
 
     @cached_property
     def exact(self) -> tuple[Outputs, ...]:
@@ -162,7 +162,7 @@ def _compared(given: Outputs, exact: Outputs, ids: Tensor, subject: ModelSubject
         found["next_token_kl"] = measure.next_token_kl(given.logits, exact.logits)
         found["next_token_disagreement"] = measure.next_token_disagreement(given.logits, exact.logits)
         found["perplexity"] = measure.perplexity(given.logits, ids[0])
-    elif not subject.places.causal:
+    elif not subject.sites.causal:
         found["mean_pool_distance"] = measure.cosine_distance(
             last.double().mean(dim=0), wanted.double().mean(dim=0)
         )
@@ -206,9 +206,9 @@ def _swapped(
     options = dict(variant.options)
     # All layers derive their own seeds from this seed.
     seed = subject.seed + options.pop(SEED, 0) + draw
-    places = subject.places
+    sites = subject.sites
     backends = build_for(
-        places, variant.target, options, layer=layer, max_tokens=subject.shared["tokens"], seed=seed
+        sites, variant.target, options, layer=layer, max_tokens=subject.shared["tokens"], seed=seed
     )
-    with installed(subject.model, places.every, backends):
+    with installed(subject.model, sites.every, backends):
         yield calibrate_on(subject.model, list(backends.values()), subject.texts[0])

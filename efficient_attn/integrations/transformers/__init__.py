@@ -14,7 +14,7 @@ if int(_transformers.__version__.partition(".")[0]) < 5:
         'pip install "efficient-attn[hf]".'
     )
 
-from efficient_attn.integrations.transformers.attaching import attach, register, swapped
+from efficient_attn.integrations.transformers.attachment import attach, register, swapped
 from efficient_attn.integrations.transformers.caches import StateCache
 from efficient_attn.integrations.transformers.saving import load
 

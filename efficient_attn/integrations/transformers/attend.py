@@ -15,7 +15,7 @@ from efficient_attn.integrations.transformers.masks import CAUSAL, FULL, Pattern
 # attn_implementation of attached models, and the prefix of ".<backend>".
 NAME = "efficient_attn"
 # Name of the submodule that `attach` adds to an attention module.
-PLACE = "efficient_attn"
+SUBMODULE = "efficient_attn"
 # Attribute of an attached backend that holds the expected pattern.
 PATTERN = "_efficient_attn_pattern"
 # Attribute that attaches the layer of a StateCache to its keys.
@@ -53,7 +53,7 @@ def attend_attached(
     Raises:
         UnsupportedError: If no backend is attached, or it does not support an argument.
     """
-    backend = getattr(module, PLACE, None)
+    backend = getattr(module, SUBMODULE, None)
     if backend is None:
         raise UnsupportedError(
             f"No backend is attached to this {type(module).__name__}; call attach(model, …), or load(path) "

@@ -14,8 +14,8 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from efficient_attn.backend import Backend
 from efficient_attn.backends import spec
 from efficient_attn.errors import DtypeError, UnsupportedError
-from efficient_attn.integrations.transformers.attend import NAME, PLACE, STATE, serving
-from efficient_attn.integrations.transformers.places import Place, find_places
+from efficient_attn.integrations.transformers.attend import NAME, STATE, SUBMODULE, serving
+from efficient_attn.integrations.transformers.attention_sites import AttentionSite, find_sites
 
 
 class StateCache(Cache):
@@ -31,10 +31,10 @@ class StateCache(Cache):
     def __init__(self, model: PreTrainedModel) -> None:
         if not isinstance(model, PreTrainedModel):
             raise DtypeError(f"model is a transformers model, not {type(model).__name__}.")
-        places = find_places(model)
-        for place in places:
-            _check_streams(place)
-        super().__init__(layers=[StateLayer() for _ in range(1 + max(place.layer for place in places))])
+        sites = find_sites(model)
+        for site in sites:
+            _check_streams(site)
+        super().__init__(layers=[StateLayer() for _ in range(1 + max(site.layer for site in sites))])
 
 
 class StateLayer(CacheLayerMixin):
@@ -105,21 +105,21 @@ class StateLayer(CacheLayerMixin):
             self.state = type(self.state)(*map(change, self.state))
 
 
-def _check_streams(place: Place) -> None:
-    if not place.pattern.causal:
+def _check_streams(site: AttentionSite) -> None:
+    if not site.pattern.causal:
         raise UnsupportedError(
-            f"{place.path} is {place.kind} attention and not causal: it has no state; "
+            f"{site.path} is {site.kind} attention and not causal: it has no state; "
             "a StateCache is for decoders."
         )
-    name, _, registered = place.module.config._attn_implementation.partition(".")
-    backend: Any = getattr(place.module, PLACE, None)
+    name, _, registered = site.module.config._attn_implementation.partition(".")
+    backend: Any = getattr(site.module, SUBMODULE, None)
     if name != NAME or (backend is None and not registered):
         raise UnsupportedError(
             "This model does not attend through efficient_attn, which a StateCache requires: attach first."
         )
     if registered:
-        streams = spec(serving(registered, place.pattern)[0]).capabilities.streaming
+        streams = spec(serving(registered, site.pattern)[0]).capabilities.streaming
     else:
         streams = backend.spec.capabilities.streaming
     if not streams:
-        raise UnsupportedError(f"The backend of {place.path} has no state; use transformers' own cache.")
+        raise UnsupportedError(f"The backend of {site.path} has no state; use transformers' own cache.")

@@ -16,16 +16,17 @@ from transformers import AutoConfig, PreTrainedModel
 from efficient_attn.backend import Backend
 from efficient_attn.backends import list_backends, spec
 from efficient_attn.errors import AttentionError, DataError, DtypeError
-from efficient_attn.integrations.transformers.attaching import (
+from efficient_attn.integrations.transformers.assignment import Choice, build_all
+from efficient_attn.integrations.transformers.attachment import (
     PLAN_FORMAT,
     install,
     name_in_plan,
     register,
     second_names,
 )
-from efficient_attn.integrations.transformers.attend import PLACE
-from efficient_attn.integrations.transformers.choosing import Choice, build_all
-from efficient_attn.integrations.transformers.opening import (
+from efficient_attn.integrations.transformers.attend import SUBMODULE
+from efficient_attn.integrations.transformers.attention_sites import AttentionSite, find_sites
+from efficient_attn.integrations.transformers.loading import (
     check_complete,
     check_config,
     check_nothing_else,
@@ -33,7 +34,6 @@ from efficient_attn.integrations.transformers.opening import (
     model_class,
     quiet,
 )
-from efficient_attn.integrations.transformers.places import Place, find_places
 from efficient_attn.problem import AttentionProblem
 from efficient_attn.tensor_headers import check_header
 
@@ -78,19 +78,19 @@ def load(folder: str | Path, **arguments: Any) -> PreTrainedModel:
             output_loading_info=True,
         )
     check_complete(path, found)
-    check_nothing_else(path, found, ours=f".{PLACE}.")
-    places = find_places(model)
+    check_nothing_else(path, found, ours=f".{SUBMODULE}.")
+    sites = find_sites(model)
     with data_errors(f"Cannot read the safetensors of {folder}"):
-        kept = _kept(places, path)
-    backends = _backends({name_in_plan(model, place.path): place for place in places}, layers, kept, path)
+        kept = _kept(sites, path)
+    backends = _backends({name_in_plan(model, site.path): site for site in sites}, layers, kept, path)
     _fill(backends, kept, path)
-    install(model, places, backends)
+    install(model, sites, backends)
     return model
 
 
 def _plan(config: Any, path: Path) -> dict[str, dict[str, Any]]:
     """The layers of the plan, in the form that `attach` writes."""
-    plan = getattr(config, PLACE, None)
+    plan = getattr(config, SUBMODULE, None)
     if plan is None:
         raise DataError(
             f"{path}/config.json names no backends (efficient_attn): they had no registered name, or none "
@@ -122,35 +122,35 @@ def _is_layer(layer: Any) -> bool:
 
 
 def _backends(
-    places: Mapping[str, Place], layers: Mapping[str, Mapping[str, Any]], kept: _Kept, path: Path
+    sites: Mapping[str, AttentionSite], layers: Mapping[str, Mapping[str, Any]], kept: _Kept, path: Path
 ) -> dict[str, Backend]:
     """The planned backend of every attention module; both mappings use the names in the plan."""
-    if places.keys() != layers.keys():
+    if sites.keys() != layers.keys():
         raise DataError(f"{path}/config.json: the layers in efficient_attn belong to another model.")
     backends: dict[str, Backend] = {}
-    for name, place in places.items():
+    for name, site in sites.items():
         layer = layers[name]
-        choice = {place.path: Choice(layer["backend"], layer["options"])}
+        choice = {site.path: Choice(layer["backend"], layer["options"])}
         try:
-            _check_size(place, layer, sum(tensor.numel() for tensor in kept[place.path].values()))
-            backends |= build_all([place], choice, layer["max_tokens"], None)
+            _check_size(site, layer, sum(tensor.numel() for tensor in kept[site.path].values()))
+            backends |= build_all([site], choice, layer["max_tokens"], None)
         except AttentionError as error:
-            raise DataError(f"{path}/config.json, {place.path}: {error}") from None
+            raise DataError(f"{path}/config.json, {site.path}: {error}") from None
     return backends
 
 
-def _check_size(place: Place, layer: Mapping[str, Any], numbers: int) -> None:
+def _check_size(site: AttentionSite, layer: Mapping[str, Any], numbers: int) -> None:
     """Refuse a plan for more numbers than the file holds, before memory is allocated for it."""
     chosen = spec(layer["backend"])
     if chosen.work is None or not layer["options"].keys() <= {f.name for f in fields(chosen.options_type)}:
         return
     problem = AttentionProblem(
-        head_dim=place.head_dim,
-        num_heads=place.num_heads,
-        max_tokens=layer["max_tokens"] or place.max_tokens,
-        causal=place.pattern.causal,
+        head_dim=site.head_dim,
+        num_heads=site.num_heads,
+        max_tokens=layer["max_tokens"] or site.max_tokens,
+        causal=site.pattern.causal,
     )
-    work = chosen.work(problem, chosen.options_type(**layer["options"]), 1, place.head_dim)
+    work = chosen.work(problem, chosen.options_type(**layer["options"]), 1, site.head_dim)
     if work.learned + work.drawn > numbers:
         raise DataError(
             f"backend {chosen.name!r} needs {work.learned + work.drawn} numbers, {numbers} are saved."
@@ -159,21 +159,21 @@ def _check_size(place: Place, layer: Mapping[str, Any], numbers: int) -> None:
 
 def _fill(backends: Mapping[str, Backend], kept: _Kept, path: Path) -> None:
     """Load the saved tensors into the backends, strictly."""
-    for place, backend in backends.items():
-        own = kept[place]
+    for site, backend in backends.items():
+        own = kept[site]
         own |= {name: own[first] for name, first in second_names(backend).items() if first in own}
         with data_errors(
-            f"{path}: the tensors saved for {place}.{PLACE} do not fit backend {backend.spec.name!r}"
+            f"{path}: the tensors saved for {site}.{SUBMODULE} do not fit backend {backend.spec.name!r}"
         ):
             backend.load_state_dict(own)
 
 
-def _kept(places: list[Place], path: Path) -> _Kept:
+def _kept(sites: list[AttentionSite], path: Path) -> _Kept:
     tensors = dict(_tensors(path))
-    prefixes = {place.path: f"{place.path}.{PLACE}." for place in places}
+    prefixes = {site.path: f"{site.path}.{SUBMODULE}." for site in sites}
     return {
-        place: {name.removeprefix(prefix): x for name, x in tensors.items() if name.startswith(prefix)}
-        for place, prefix in prefixes.items()
+        site: {name.removeprefix(prefix): x for name, x in tensors.items() if name.startswith(prefix)}
+        for site, prefix in prefixes.items()
     }
 
 
@@ -181,5 +181,5 @@ def _tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
     for file in sorted(path.glob("model*.safetensors")):
         with safe_open(file, framework="pt") as opened:
             for name in opened.keys():  # noqa: SIM118 (no mapping)
-                if f".{PLACE}." in name:
+                if f".{SUBMODULE}." in name:
                     yield name, opened.get_tensor(name)

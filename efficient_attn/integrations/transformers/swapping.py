@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from efficient_attn.backend import Backend
 from efficient_attn.errors import UnsupportedError
-from efficient_attn.integrations.transformers.choosing import EXACT, Choice, build_all
-from efficient_attn.integrations.transformers.places import Place, find_places
+from efficient_attn.integrations.transformers.assignment import EXACT, Choice, build_all
+from efficient_attn.integrations.transformers.attention_sites import AttentionSite, find_sites
 from efficient_attn.registry import BackendSpec, Capabilities, NoOptions
 from efficient_attn.sweep.sizes import MEAN_OF_VALUES
 
@@ -30,7 +30,7 @@ class Outputs(NamedTuple):
     logits: Tensor | None
 
 
-class Places(NamedTuple):
+class AttentionSites(NamedTuple):
     """Attention modules of a model.
 
     Attributes:
@@ -38,25 +38,25 @@ class Places(NamedTuple):
         others: Modules that stay exact.
     """
 
-    swapped: tuple[Place, ...]
-    others: tuple[Place, ...]
+    swapped: tuple[AttentionSite, ...]
+    others: tuple[AttentionSite, ...]
 
     @property
-    def every(self) -> list[Place]:
+    def every(self) -> list[AttentionSite]:
         """All modules in model order."""
         return [*self.swapped, *self.others]
 
     @property
     def layers(self) -> tuple[int, ...]:
         """Numbers of the layers that get the backend."""
-        return tuple(sorted({place.layer for place in self.swapped}))
+        return tuple(sorted({site.layer for site in self.swapped}))
 
     @property
     def causal(self) -> bool:
         return self.swapped[0].pattern.causal
 
 
-def places_of(model: Any) -> Places:
+def sites_of(model: Any) -> AttentionSites:
     """The attention modules of an encoder or a decoder.
 
     Raises:
@@ -67,16 +67,16 @@ def places_of(model: Any) -> Places:
             f"{type(model).__name__} is an encoder-decoder; only encoders and decoders are measured. "
             "Use `swapped` to compare such a model yourself."
         )
-    found = find_places(model)
+    found = find_sites(model)
     for kind in ("full", "sliding"):
-        chosen = tuple(place for place in found if place.kind == kind)
+        chosen = tuple(site for site in found if site.kind == kind)
         if chosen:
-            return Places(chosen, tuple(place for place in found if place.kind != kind))
+            return AttentionSites(chosen, tuple(site for site in found if site.kind != kind))
     raise UnsupportedError(f"{type(model).__name__} has no self-attention.")
 
 
 def build_for(
-    places: Places,
+    sites: AttentionSites,
     backend: Any,
     options: Mapping[str, Any],
     *,
@@ -91,10 +91,10 @@ def build_for(
         seed: Random seed, from which each layer gets a seed that does not depend on the other layers.
     """
     chosen = Choice(backend, options)
-    choices = {place.path: EXACT for place in places.every} | {
-        place.path: chosen for place in places.swapped if layer in (None, place.layer)
+    choices = {site.path: EXACT for site in sites.every} | {
+        site.path: chosen for site in sites.swapped if layer in (None, site.layer)
     }
-    return build_all(places.every, choices, max_tokens, seed)
+    return build_all(sites.every, choices, max_tokens, seed)
 
 
 def run(model: Any, ids: Tensor, *, predicts: bool) -> Outputs:
@@ -106,9 +106,9 @@ def run(model: Any, ids: Tensor, *, predicts: bool) -> Outputs:
     return Outputs(hidden, given.logits[0] if predicts else None)
 
 
-def predicts_next(model: Any, places: Places) -> bool:
+def predicts_next(model: Any, sites: AttentionSites) -> bool:
     """Whether the model has a language-model head."""
-    return places.causal and model.get_output_embeddings() is not None
+    return sites.causal and model.get_output_embeddings() is not None
 
 
 def forward(model: Any, ids: Tensor) -> Any:

@@ -7,7 +7,7 @@ from efficient_attn.backend import Backend
 from efficient_attn.backends import build, resolve
 from efficient_attn.errors import DtypeError, OptionError, UnsupportedError
 from efficient_attn.integrations.transformers.attend import serving
-from efficient_attn.integrations.transformers.places import Place
+from efficient_attn.integrations.transformers.attention_sites import AttentionSite
 from efficient_attn.transformer.parts import seeded, spawn_seeds
 
 
@@ -22,7 +22,7 @@ EXACT = Choice("exact", {})
 
 
 def choose(
-    places: list[Place], backend: Any, kinds: Mapping[str, Any], options: Mapping[str, Any]
+    sites: list[AttentionSite], backend: Any, kinds: Mapping[str, Any], options: Mapping[str, Any]
 ) -> dict[str, Choice]:
     """The choice for every attention module; modules without a choice stay exact.
 
@@ -34,79 +34,79 @@ def choose(
         _refuse_options(options)
     if not named and (backend is None or backend == {}):
         raise OptionError("Name a backend: attach(model, 'window'), or full=…, sliding=…, cross=….")
-    missing = [kind for kind in named if not any(place.kind == kind for place in places)]
+    missing = [kind for kind in named if not any(site.kind == kind for site in sites)]
     if missing:
-        has = ", ".join(sorted({place.kind for place in places}))
+        has = ", ".join(sorted({site.kind for site in sites}))
         raise OptionError(f"{missing[0]}=…: this model has no such layers; its layers are {has}.")
     if isinstance(backend, Mapping):
-        rest = _by_layer(places, backend)
+        rest = _by_layer(sites, backend)
     elif backend is not None:
-        rest = {place.path: Choice(backend, options) for place in places}
+        rest = {site.path: Choice(backend, options) for site in sites}
     else:
         rest = {}
-    return {place.path: named.get(place.kind) or rest.get(place.path, EXACT) for place in places}
+    return {site.path: named.get(site.kind) or rest.get(site.path, EXACT) for site in sites}
 
 
 def build_all(
-    places: list[Place], choices: Mapping[str, Choice], max_tokens: int | None, seed: int | None
+    sites: list[AttentionSite], choices: Mapping[str, Choice], max_tokens: int | None, seed: int | None
 ) -> dict[str, Backend]:
     """Build a backend for every attention module, without attaching any.
 
     Args:
         seed: Random seed, from which each layer gets a seed of its own; None: seeds from the options.
     """
-    seeds = [None] * len(places) if seed is None else spawn_seeds(seed, len(places))
+    seeds = [None] * len(sites) if seed is None else spawn_seeds(seed, len(sites))
     return {
-        place.path: _build(place, choices[place.path], max_tokens, own)
-        for place, own in zip(places, seeds, strict=True)
+        site.path: _build(site, choices[site.path], max_tokens, own)
+        for site, own in zip(sites, seeds, strict=True)
     }
 
 
-def _build(place: Place, choice: Choice, max_tokens: int | None, seed: int | None) -> Backend:
+def _build(site: AttentionSite, choice: Choice, max_tokens: int | None, seed: int | None) -> Backend:
     chosen, options = resolve(choice.backend), dict(choice.options)
-    if place.kind == "cross" and not chosen.capabilities.cross:
+    if site.kind == "cross" and not chosen.capabilities.cross:
         raise UnsupportedError(
-            f"Backend {chosen.name!r} has no cross-attention, unlike {place.path}; "
+            f"Backend {chosen.name!r} has no cross-attention, unlike {site.path}; "
             "attach(model, …, cross='exact') leaves such layers exact."
         )
     if options.get("sharing") == "layers":
         raise UnsupportedError("sharing='layers' is for ea.Encoder; in a transformers model: 'key-value'.")
-    name, own = serving(chosen.name, place.pattern)
+    name, own = serving(chosen.name, site.pattern)
     if own:
-        chosen, options = resolve(name), _model_width(place, options, own)
+        chosen, options = resolve(name), _model_width(site, options, own)
     if seed is not None:
         options = seeded(chosen, options, seed)
     return build(
         chosen,
-        head_dim=place.head_dim,
-        num_heads=place.num_heads,
-        max_tokens=max_tokens or place.max_tokens,
-        causal=place.pattern.causal,
-        scale=place.scale,
+        head_dim=site.head_dim,
+        num_heads=site.num_heads,
+        max_tokens=max_tokens or site.max_tokens,
+        causal=site.pattern.causal,
+        scale=site.scale,
         **options,
     )
 
 
-def _model_width(place: Place, options: dict[str, Any], own: dict[str, int]) -> dict[str, Any]:
+def _model_width(site: AttentionSite, options: dict[str, Any], own: dict[str, int]) -> dict[str, Any]:
     """Options of a sliding-window layer, whose window is fixed by the model."""
     if options.get("window", own["window"]) != own["window"]:
         raise OptionError(
-            f"window={options['window']}: {place.path} slides over {own['window']} keys, a width fixed by "
+            f"window={options['window']}: {site.path} slides over {own['window']} keys, a width fixed by "
             f"the model; full=('window', {{'window': {options['window']}}}) sets the other layers."
         )
     return own
 
 
-def _by_layer(places: list[Place], given: Mapping[Any, Any]) -> dict[str, Choice]:
+def _by_layer(sites: list[AttentionSite], given: Mapping[Any, Any]) -> dict[str, Choice]:
     """The choices in a mapping from layers, such as 3 or "0-5,8", to backends."""
     layers: dict[int, Choice] = {}
-    last = max(place.layer for place in places)
+    last = max(site.layer for site in sites)
     for key, value in given.items():
         for layer in _layers(key, last):
             if layer in layers:
                 raise OptionError(f"Layer {layer} is named twice; the second time by {key!r}.")
             layers[layer] = _choice(value)
-    return {place.path: layers[place.layer] for place in places if place.layer in layers}
+    return {site.path: layers[site.layer] for site in sites if site.layer in layers}
 
 
 def _layers(key: Any, last: int) -> list[int]:

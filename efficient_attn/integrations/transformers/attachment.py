@@ -12,17 +12,17 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedC
 from efficient_attn.backend import Backend
 from efficient_attn.backends import list_backends
 from efficient_attn.errors import DtypeError, UnsupportedError
+from efficient_attn.integrations.transformers.assignment import build_all, choose
 from efficient_attn.integrations.transformers.attend import (
     NAME,
     NO_WEIGHTS,
     PATTERN,
-    PLACE,
+    SUBMODULE,
     attend_attached,
     attention_function,
 )
-from efficient_attn.integrations.transformers.choosing import build_all, choose
+from efficient_attn.integrations.transformers.attention_sites import AttentionSite, find_sites
 from efficient_attn.integrations.transformers.masks import make_mask
-from efficient_attn.integrations.transformers.places import Place, find_places
 from efficient_attn.registry import SPECS
 
 PLAN_FORMAT = 1
@@ -78,8 +78,8 @@ def attach(
             UnknownNameError, OptionError, DtypeError: If the request is invalid.
     """
     kinds = {"full": full, "sliding": sliding, "cross": cross}
-    places, backends = _build(model, backend, kinds, options, max_tokens, seed)
-    install(model, places, backends)
+    sites, backends = _build(model, backend, kinds, options, max_tokens, seed)
+    install(model, sites, backends)
     _log.warning(
         "%s attends through efficient_attn. save_pretrained saves its backends and "
         "efficient_attn.integrations.transformers.load restores them; plain from_pretrained refuses, "
@@ -115,29 +115,31 @@ def swapped(
 
 
 @contextmanager
-def installed(model: PreTrainedModel, places: list[Place], backends: Mapping[str, Backend]) -> Iterator[None]:
+def installed(
+    model: PreTrainedModel, sites: list[AttentionSite], backends: Mapping[str, Backend]
+) -> Iterator[None]:
     """Context manager that installs built backends on entry and restores the model on exit."""
     before = _remember(model)
     try:
-        install(model, places, backends)
+        install(model, sites, backends)
         yield
     finally:
         _restore(model, before)
 
 
-def install(model: PreTrainedModel, places: list[Place], backends: Mapping[str, Backend]) -> None:
+def install(model: PreTrainedModel, sites: list[AttentionSite], backends: Mapping[str, Backend]) -> None:
     """Install built backends in their modules and register them in the model's configuration."""
     before = _remember(model)
     try:
         register()
         model.set_attn_implementation(NAME)
-        for place in places:
-            own: Any = _move(backends[place.path], model, place).train(place.module.training)
+        for site in sites:
+            own: Any = _move(backends[site.path], model, site).train(site.module.training)
             # transformers reads this attribute to find tied parameters before it saves them.
             own._tied_weights_keys = second_names(own)
-            setattr(own, PATTERN, place.pattern)
-            setattr(place.module, PLACE, own)
-        _check_heard(places)
+            setattr(own, PATTERN, site.pattern)
+            setattr(site.module, SUBMODULE, own)
+        _check_heard(sites)
         model.config.efficient_attn = plan_of(model, backends)
         # A saved model loaded without its backends would silently compute something else.
         setattr(model.config, _FUNCTION, NAME)
@@ -148,25 +150,25 @@ def install(model: PreTrainedModel, places: list[Place], backends: Mapping[str, 
         raise
 
 
-def _move(backend: Backend, model: nn.Module, place: Place) -> Backend:
+def _move(backend: Backend, model: nn.Module, site: AttentionSite) -> Backend:
     """Move the backend to the dtype of its module's parameters and the device of their computation.
 
     accelerate keeps an offloaded parameter on meta until its module is called; its hook knows the device.
     """
-    parameter = next((p for p in place.module.parameters() if p.is_floating_point()), None)
+    parameter = next((p for p in site.module.parameters() if p.is_floating_point()), None)
     if parameter is None:
         return backend
     device: Any = parameter.device
     if parameter.is_meta:
-        names = place.path.split(".")
+        names = site.path.split(".")
         parents = (model.get_submodule(".".join(names[:n])) for n in reversed(range(len(names))))
-        hooks = (getattr(module, "_hf_hook", None) for module in (*place.module.modules(), *parents))
+        hooks = (getattr(module, "_hf_hook", None) for module in (*site.module.modules(), *parents))
         each = (one for hook in hooks for one in getattr(hook, "hooks", [hook]))
         devices = (getattr(one, "execution_device", None) for one in each)
         device = next((found for found in devices if found is not None), None)
     if device is None:
         raise UnsupportedError(
-            f"The parameters of {place.path} are on meta and no accelerate hook names a device; load the "
+            f"The parameters of {site.path} are on meta and no accelerate hook names a device; load the "
             "model first, then attach."
         )
     return backend.to(device=device, dtype=parameter.dtype)
@@ -188,9 +190,9 @@ def _refuse_weights(model: nn.Module, args: tuple[Any, ...], named: dict[str, An
         raise UnsupportedError(NO_WEIGHTS)
 
 
-def _check_heard(places: list[Place]) -> None:
+def _check_heard(sites: list[AttentionSite]) -> None:
     """Refuse models whose attention transformers would not replace, with only a warning."""
-    deaf = [place.path for place in places if place.module.config._attn_implementation != NAME]
+    deaf = [site.path for site in sites if site.module.config._attn_implementation != NAME]
     if deaf:
         raise UnsupportedError(f"The attention of {deaf[0]} cannot be replaced; nothing was attached.")
 
@@ -222,11 +224,11 @@ def _build(
     options: Mapping[str, Any],
     max_tokens: int | None,
     seed: int,
-) -> tuple[list[Place], dict[str, Backend]]:
+) -> tuple[list[AttentionSite], dict[str, Backend]]:
     if not isinstance(model, PreTrainedModel):
         raise DtypeError(f"model is a transformers model, not {type(model).__name__}.")
-    places = find_places(model)
-    return places, build_all(places, choose(places, backend, kinds, options), max_tokens, seed)
+    sites = find_sites(model)
+    return sites, build_all(sites, choose(sites, backend, kinds, options), max_tokens, seed)
 
 
 class _Before(NamedTuple):
@@ -240,7 +242,9 @@ class _Before(NamedTuple):
 
 def _remember(model: PreTrainedModel) -> _Before:
     attached = [
-        (m, getattr(m, PLACE)) for m in model.modules() if isinstance(getattr(m, PLACE, None), Backend)
+        (m, getattr(m, SUBMODULE))
+        for m in model.modules()
+        if isinstance(getattr(m, SUBMODULE, None), Backend)
     ]
     configs = {
         id(m.config): m.config
@@ -254,10 +258,10 @@ def _remember(model: PreTrainedModel) -> _Before:
 
 def _restore(model: PreTrainedModel, before: _Before) -> None:
     for module in list(model.modules()):
-        if isinstance(getattr(module, PLACE, None), Backend):
-            delattr(module, PLACE)
+        if isinstance(getattr(module, SUBMODULE, None), Backend):
+            delattr(module, SUBMODULE)
     for module, backend in before.backends:
-        setattr(module, PLACE, backend)
+        setattr(module, SUBMODULE, backend)
     # Setting a configuration also sets its nested configurations, which come later in this list.
     for config, implementation in before.implementations:
         config._attn_implementation = implementation

@@ -21,7 +21,7 @@ _REFUSED = {
 }
 
 
-class Place(NamedTuple):
+class AttentionSite(NamedTuple):
     """One attention module of a model, as described by its code and configuration.
 
     Attributes:
@@ -43,19 +43,19 @@ class Place(NamedTuple):
     max_tokens: int | None
 
 
-def find_places(model: nn.Module) -> list[Place]:
+def find_sites(model: nn.Module) -> list[AttentionSite]:
     """All modules whose attention goes through transformers' attention interface.
 
     Raises:
         UnsupportedError: If there is no such module, or no backend supports one of them.
     """
-    places = [_place(path, module) for path, module in _calling(model)]
-    if not places:
+    sites = [_site(path, module) for path, module in _calling(model)]
+    if not sites:
         raise UnsupportedError(
             f"No attention of this {type(model).__name__} goes through transformers' attention interface; "
             "no backend can be attached."
         )
-    return places
+    return sites
 
 
 def _calling(model: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -65,7 +65,7 @@ def _calling(model: nn.Module) -> Iterator[tuple[str, Any]]:
             yield path, module
 
 
-def _place(path: str, module: Any) -> Place:
+def _site(path: str, module: Any) -> AttentionSite:
     config = module.config
     for attribute, what in _REFUSED.items():
         value = getattr(module, attribute, None)
@@ -75,7 +75,7 @@ def _place(path: str, module: Any) -> Place:
     layer = int(number[1]) if number else 0
     kind = _kind(path, module, config, layer)
     heads = _first(module, config, "num_heads", "num_attention_heads", "n_heads")
-    return Place(
+    return AttentionSite(
         path=path,
         module=module,
         layer=layer,
