@@ -5,9 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from efficient_attn.checks import check_inputs, check_kept
+from efficient_attn.backend_checks import check_inputs, check_kept
 from efficient_attn.errors import UnknownNameError, UnsupportedError
-from efficient_attn.ops.precision import without_autocast
+from efficient_attn.ops.dtypes import without_autocast
 from efficient_attn.problem import AttentionProblem
 from efficient_attn.registry import BackendSpec
 

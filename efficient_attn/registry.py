@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from efficient_attn.counts import Work
+from efficient_attn.operation_counts import Work
 
 ALL_DTYPES = ("float64", "float32", "bfloat16", "float16")
 

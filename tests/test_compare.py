@@ -11,7 +11,7 @@ from efficient_attn.analysis.comparison import comparisons
 from efficient_attn.errors import OptionError
 from efficient_attn.experiments.results import Results, read
 from efficient_attn.measure.inputs import Activations, sample
-from efficient_attn.ops.softmax import softmax_attention
+from efficient_attn.ops.softmax.definition import softmax_attention
 from efficient_attn.report.comparison import comparison_sentences, comparison_tables
 from efficient_attn.sweep import calls
 from efficient_attn.sweep.given import write_given

@@ -10,10 +10,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 import efficient_attn as ea
-from efficient_attn.counts import Step
 from efficient_attn.errors import OptionError
-from efficient_attn.ops import linear_causal, linear_causal_exponential, linear_full
-from efficient_attn.ops.features import MAPS
+from efficient_attn.operation_counts import Step
+from efficient_attn.ops.linear import causal as linear_causal
+from efficient_attn.ops.linear import full as linear_full
+from efficient_attn.ops.linear.fast import causal as linear_causal_exponential
+from efficient_attn.ops.linear.features import MAPS
 from efficient_attn.problem import AttentionProblem
 from efficient_attn.theory.complexity import Cost, block_flops, call_cost, step_flops
 

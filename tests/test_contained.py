@@ -171,7 +171,7 @@ def test_a_check_of_a_backend_that_leaves_is_a_broken_promise(name):
     ids=["silent", "leaves", "interrupted", "late"],
 )
 def test_an_import_that_leaves_is_a_line_that_names_the_file(text, said, tmp_path):
-    from efficient_attn.foreign import load
+    from efficient_attn.external import load
 
     path = tmp_path / "mine.py"
     path.write_text(text)
@@ -180,7 +180,7 @@ def test_an_import_that_leaves_is_a_line_that_names_the_file(text, said, tmp_pat
 
 
 def test_what_a_file_prints_at_its_import_stays_out_of_stdout(tmp_path, capsys):
-    from efficient_attn.foreign import load
+    from efficient_attn.external import load
 
     path = tmp_path / "mine.py"
     path.write_text("print('noise')\ndef attend(q, k, v):\n    return v\n")

@@ -5,10 +5,10 @@ import torch
 
 import efficient_attn as ea
 from efficient_attn.errors import CalibrationError, ShapeError, UnsupportedError
-from efficient_attn.ops.linear_causal import causal_linear_attention
-from efficient_attn.ops.linear_full import full_linear_attention
-from efficient_attn.ops.linear_tokens import Tokens
-from efficient_attn.ops.window_fused import fused_window
+from efficient_attn.ops.linear.causal import causal_linear_attention
+from efficient_attn.ops.linear.full import full_linear_attention
+from efficient_attn.ops.linear.inputs import Tokens
+from efficient_attn.ops.window.operator import fused_window
 
 Q, K, V = torch.randn(3, 1, 2, 16, 8, generator=torch.Generator().manual_seed(0)).unbind()
 SIZES = {"num_features": 16, "rank": 4, "window": 5}

@@ -8,7 +8,7 @@ from reference import random_mask, random_qkv, reference_attention
 
 import efficient_attn as ea
 from efficient_attn.measure.memory import peak
-from efficient_attn.ops import fused
+from efficient_attn.ops.softmax import fused
 
 EXACT = ("exact", "exact-dense")
 SHAPES = [  # batch, heads, kv_heads, q_tokens, k_tokens, head_dim, value_dim

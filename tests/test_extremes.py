@@ -7,10 +7,10 @@ import torch
 from reference import random_mask, random_qkv, reference_linear
 
 import efficient_attn as ea
-from efficient_attn.ops.linear import LinearState, merge, read, summarise
-from efficient_attn.ops.linear_causal import causal_linear_attention, extend_linear_attention
-from efficient_attn.ops.linear_full import full_linear_attention
-from efficient_attn.ops.linear_tokens import Tokens
+from efficient_attn.ops.linear.causal import causal_linear_attention, extend_linear_attention
+from efficient_attn.ops.linear.full import full_linear_attention
+from efficient_attn.ops.linear.inputs import Tokens
+from efficient_attn.ops.linear.state import LinearState, merge, read, summarise
 
 NAMES = ea.list_backends()
 HALF = [torch.float16, torch.bfloat16]

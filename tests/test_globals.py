@@ -15,7 +15,8 @@ from reference import random_qkv
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import efficient_attn as ea
-from efficient_attn.ops import linear_causal, linear_full
+from efficient_attn.ops.linear import causal as linear_causal
+from efficient_attn.ops.linear import full as linear_full
 
 NAMES = ea.list_backends()
 SIZES = {"window": 5, "window-clusters": 4, "linformer": 4}

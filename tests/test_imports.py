@@ -66,7 +66,7 @@ def test_functions_of_ops_check_their_shapes_under_the_tests() -> None:
     import torch
     from jaxtyping import TypeCheckError
 
-    from efficient_attn.ops.softmax import softmax_attention
+    from efficient_attn.ops.softmax.definition import softmax_attention
 
     q, k = torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3, 5)
     with pytest.raises(TypeCheckError, match="head_dim"):

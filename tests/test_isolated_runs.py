@@ -102,7 +102,7 @@ def test_what_has_no_address_is_measured_here_with_all_the_others_and_that_is_to
 
 
 def test_a_name_registered_in_this_process_has_no_address(monkeypatch):
-    from efficient_attn.foreign import spec_of
+    from efficient_attn.external import spec_of
     from efficient_attn.registry import SPECS
 
     monkeypatch.setitem(SPECS, "mine", spec_of(lambda q, k, v: v, name="mine"))

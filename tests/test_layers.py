@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tokenize
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -17,11 +18,11 @@ COMMANDS = ROOT / "cli"
 
 # Each row may import itself and the rows above it.
 LAYERS = (
-    {"shapes", "errors", "contained", "limits", "strict", "tensor_headers", "problem", "counts"},
+    {"shapes", "errors", "contained", "limits", "strict", "tensor_headers", "problem", "operation_counts"},
     {"ops"},
     {"modules"},
     {"registry"},
-    {"backend", "checks", "foreign", "calibration", "plugins"},
+    {"backend", "backend_checks", "external", "calibration", "plugins"},
     {"backends"},
     {"transformer"},
     {"conformance", "testing", "theory", "measure", "data"},
@@ -30,6 +31,12 @@ LAYERS = (
     {"report"},
     {"experiments", "studies"},
     {"cli"},
+)
+# The rooms of `ops`: each may import itself and the rows above it, but no other room of its own row.
+ROOMS = (
+    {"dtypes", "grouped_queries", "scratch", "operators"},
+    {"softmax"},
+    {"window", "clusters", "linear", "linformer"},
 )
 NEEDS_NO_TORCH = (
     "errors",
@@ -102,7 +109,7 @@ def imports(path: Path, *, at_import_only: bool = False) -> set[str]:
 
 
 def test_the_walk_finds_the_sources() -> None:
-    assert {"errors", "registry", "ops/softmax"} <= {place(path) for path in sources()}
+    assert {"errors", "registry", "ops/softmax/definition"} <= {place(path) for path in sources()}
 
 
 @pytest.mark.parametrize("path", [p for p in sources() if p != LIBRARY / "__init__.py"], ids=place)
@@ -110,6 +117,31 @@ def test_a_layer_imports_only_itself_and_layers_before_it(path: Path) -> None:
     own = rank(module_name(path))
     ours = {name for name in imports(path) if re.match(r"efficient_attn(_cli)?\.", name)}
     assert sorted(name for name in ours if rank(name) > own) == []
+
+
+def room(name: str) -> tuple[int, str]:
+    """The row of ROOMS and the room that a module of `ops` belongs to."""
+    own = name.split(".")[2]
+    rows = [row for row, rooms in enumerate(ROOMS) if own in rooms]
+    assert rows, f"{name} belongs to no room of ops: put {own!r} into ROOMS."
+    return rows[0], own
+
+
+@pytest.mark.parametrize("path", sorted((LIBRARY / "ops").glob("*/**/*.py")), ids=place)
+def test_a_room_of_ops_imports_only_itself_and_the_rows_before_it(path: Path) -> None:
+    row, own = room(module_name(path))
+    used = {room(name) for name in imports(path) if name.startswith("efficient_attn.ops.")}
+    assert sorted(name for other, name in used if name != own and other >= row) == []
+
+
+def test_no_module_imports_itself_by_way_of_others() -> None:
+    paths = {module_name(path): path for path in sources()}
+    graph: dict[str, set[str]] = {}
+    for name, path in paths.items():
+        found = imports(path, at_import_only=True)
+        # `package.name` is a module, or a name in one.
+        graph[name] = {one if one in paths else one.rpartition(".")[0] for one in found} & paths.keys()
+    assert {*TopologicalSorter(graph).static_order()} == paths.keys()
 
 
 def test_nothing_but_the_command_line_imports_the_command_line() -> None:

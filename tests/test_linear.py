@@ -15,20 +15,18 @@ from reference import (
 
 import efficient_attn as ea
 from efficient_attn.measure.memory import peak
-from efficient_attn.ops import (
-    flash,
-    linear,
-    linear_causal,
-    linear_causal_exponential,
-    linear_causal_exponential_gradient,
-    linear_full,
-    linear_softmax,
-    linear_softmax_gradient,
-    linear_trigonometric,
-)
-from efficient_attn.ops.linear import merge, query_weights, read, summarise
-from efficient_attn.ops.linear_tokens import Tokens
-from efficient_attn.ops.projections import draw_directions
+from efficient_attn.ops.linear import causal as linear_causal
+from efficient_attn.ops.linear import full as linear_full
+from efficient_attn.ops.linear import state as linear
+from efficient_attn.ops.linear.directions import draw_directions
+from efficient_attn.ops.linear.fast import causal as linear_causal_exponential
+from efficient_attn.ops.linear.fast import causal_backward as linear_causal_exponential_gradient
+from efficient_attn.ops.linear.fast import softmax_identity as linear_softmax
+from efficient_attn.ops.linear.fast import softmax_identity_gradient as linear_softmax_gradient
+from efficient_attn.ops.linear.fast import trigonometric as linear_trigonometric
+from efficient_attn.ops.linear.inputs import Tokens
+from efficient_attn.ops.linear.state import merge, query_weights, read, summarise
+from efficient_attn.ops.softmax import cpu_flash as flash
 
 KINDS = {
     "performer-positive": "positive",

@@ -7,8 +7,10 @@ import torch
 from reference import random_qkv
 
 import efficient_attn as ea
-from efficient_attn.ops import linear, linear_causal, linear_causal_exponential_gradient
-from efficient_attn.ops.features import MAPS
+from efficient_attn.ops.linear import causal as linear_causal
+from efficient_attn.ops.linear import state as linear
+from efficient_attn.ops.linear.fast import causal_backward as linear_causal_exponential_gradient
+from efficient_attn.ops.linear.features import MAPS
 
 LINEAR = [name for name in ea.list_backends() if name.startswith(("linear-", "performer-"))]
 HALVED = ["performer-trig", "linear-elu"]

@@ -7,7 +7,8 @@ import torch
 from reference import random_qkv, reference_linear, worst_row
 
 import efficient_attn as ea
-from efficient_attn.ops import linear_causal_exponential, linear_causal_plain
+from efficient_attn.ops.linear.fast import causal as linear_causal_exponential
+from efficient_attn.ops.linear.fast import causal_plain as linear_causal_plain
 
 
 @pytest.fixture

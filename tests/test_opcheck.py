@@ -9,8 +9,10 @@ from torch import Tensor
 from torch.library import opcheck
 
 import efficient_attn as ea
-from efficient_attn.ops import linear_causal, linear_full, window_fused
-from efficient_attn.ops.features import MAPS
+from efficient_attn.ops.linear import causal as linear_causal
+from efficient_attn.ops.linear import full as linear_full
+from efficient_attn.ops.linear.features import MAPS
+from efficient_attn.ops.window import operator as window_fused
 
 UTILITIES = [
     "test_schema",

@@ -10,7 +10,7 @@ import efficient_attn as ea
 from efficient_attn.experiments.show import Shown, show
 from efficient_attn.measure.error import entropy
 from efficient_attn.measure.inputs import sample, shipped
-from efficient_attn.ops.softmax import softmax_weights
+from efficient_attn.ops.softmax.definition import softmax_weights
 from efficient_attn.report.weights_plot import WeightsMap, plot_weights
 
 

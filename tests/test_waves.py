@@ -4,8 +4,8 @@ import pytest
 import torch
 from reference import random_qkv
 
-from efficient_attn.ops.linear_tokens import Tokens
-from efficient_attn.ops.linear_waves import Waves
+from efficient_attn.ops.linear.fast.waves import Waves
+from efficient_attn.ops.linear.inputs import Tokens
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)

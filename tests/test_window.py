@@ -8,7 +8,10 @@ from reference import random_mask, random_qkv, reference_attention
 
 import efficient_attn as ea
 from efficient_attn.measure.memory import peak
-from efficient_attn.ops import flash, window_blocks, window_blocks_gradient, window_fused
+from efficient_attn.ops.softmax import cpu_flash as flash
+from efficient_attn.ops.window import blocks as window_blocks
+from efficient_attn.ops.window import blocks_backward as window_blocks_gradient
+from efficient_attn.ops.window import operator as window_fused
 
 BLOCK = 64
 

@@ -8,8 +8,8 @@ from reference import random_mask, random_qkv, reference_attention
 from torch.autograd import gradcheck
 
 import efficient_attn as ea
-from efficient_attn.ops.clusters import kmeans
-from efficient_attn.ops.past import past_segments, plan
+from efficient_attn.ops.clusters.history import past_segments, plan
+from efficient_attn.ops.clusters.kmeans import kmeans
 
 WINDOW, CLUSTERS, SCALE = 8, 3, 8**-0.5
 

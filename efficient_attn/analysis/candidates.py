@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from efficient_attn.analysis.curves import DENSE, YARDSTICK
-from efficient_attn.counts import softmax_steps, visible_pairs
+from efficient_attn.operation_counts import softmax_steps, visible_pairs
 from efficient_attn.sweep.records import Case, Record
 from efficient_attn.sweep.sizes import OWN
 

@@ -4,10 +4,10 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from efficient_attn.counts import Work, softmax_steps, visible_pairs
 from efficient_attn.modules.options import option, probability
-from efficient_attn.ops.fused import fused_attention
-from efficient_attn.ops.seen import SeenTokens, merge_tokens, summarise_tokens
+from efficient_attn.operation_counts import Work, softmax_steps, visible_pairs
+from efficient_attn.ops.softmax.fused import fused_attention
+from efficient_attn.ops.softmax.kv_cache import SeenTokens, merge_tokens, summarise_tokens
 from efficient_attn.problem import AttentionProblem
 from efficient_attn.registry import Capabilities, register
 

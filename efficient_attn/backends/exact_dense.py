@@ -5,9 +5,9 @@ from torch import Tensor, nn
 
 from efficient_attn.backends import exact
 from efficient_attn.backends.exact import DropoutOptions
-from efficient_attn.counts import Work
-from efficient_attn.ops.seen import SeenTokens, merge_tokens, summarise_tokens
-from efficient_attn.ops.softmax import apply_weights, softmax_weights
+from efficient_attn.operation_counts import Work
+from efficient_attn.ops.softmax.definition import apply_weights, softmax_weights
+from efficient_attn.ops.softmax.kv_cache import SeenTokens, merge_tokens, summarise_tokens
 from efficient_attn.problem import AttentionProblem
 from efficient_attn.registry import Capabilities, register
 

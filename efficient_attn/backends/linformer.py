@@ -5,9 +5,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from efficient_attn.counts import Step, Work, softmax_steps
 from efficient_attn.errors import OptionError
 from efficient_attn.modules.options import one_of, option
+from efficient_attn.operation_counts import Step, Work, softmax_steps
 from efficient_attn.ops.linformer import linformer_attention
 from efficient_attn.problem import AttentionProblem, positive_count
 from efficient_attn.registry import Capabilities, register

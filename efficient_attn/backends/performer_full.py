@@ -1,10 +1,10 @@
 """Performer with centred, transformed positive features that have an exponent of their own for each axis."""
 
-from efficient_attn.counts import Step, Work
 from efficient_attn.modules.calibrated import CalibratedFeatures
 from efficient_attn.modules.features import RandomFeatureOptions
 from efficient_attn.modules.linear import LinearAttention, linear_work
-from efficient_attn.ops.calibration import fit_full
+from efficient_attn.operation_counts import Step, Work
+from efficient_attn.ops.linear.calibration import fit_full
 from efficient_attn.problem import AttentionProblem
 from efficient_attn.registry import Capabilities, register
 

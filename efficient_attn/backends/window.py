@@ -4,11 +4,11 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from efficient_attn.counts import Work, softmax_steps, visible_pairs
 from efficient_attn.errors import OptionError
 from efficient_attn.modules.options import option
-from efficient_attn.ops.seen import SeenTokens, last_tokens, merge_tokens, summarise_tokens
-from efficient_attn.ops.window import window_attention
+from efficient_attn.operation_counts import Work, softmax_steps, visible_pairs
+from efficient_attn.ops.softmax.kv_cache import SeenTokens, last_tokens, merge_tokens, summarise_tokens
+from efficient_attn.ops.window.attention import window_attention
 from efficient_attn.problem import AttentionProblem, positive_count
 from efficient_attn.registry import Capabilities, register
 

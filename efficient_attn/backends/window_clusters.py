@@ -4,12 +4,12 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from efficient_attn.counts import Step, Work, softmax_steps
 from efficient_attn.errors import OptionError, UnsupportedError
 from efficient_attn.modules.options import one_of, option, whole_number
-from efficient_attn.ops.past import plan
-from efficient_attn.ops.seen import SeenTokens, merge_tokens, summarise_tokens
-from efficient_attn.ops.window_clusters import Layout, window_clusters, window_segments
+from efficient_attn.operation_counts import Step, Work, softmax_steps
+from efficient_attn.ops.clusters.attention import Layout, window_clusters, window_segments
+from efficient_attn.ops.clusters.history import plan
+from efficient_attn.ops.softmax.kv_cache import SeenTokens, merge_tokens, summarise_tokens
 from efficient_attn.problem import AttentionProblem, positive_count
 from efficient_attn.registry import Capabilities, register
 

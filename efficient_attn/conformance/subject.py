@@ -11,7 +11,7 @@ from efficient_attn.backend import Backend
 from efficient_attn.backends import build, resolve
 from efficient_attn.conformance.cases import Case, Inputs, draw
 from efficient_attn.errors import OptionError
-from efficient_attn.foreign import BARE, CalledAttention
+from efficient_attn.external import BARE, CalledAttention
 from efficient_attn.registry import BackendSpec, Capabilities
 
 # Small sizes, so that a few tokens exceed them; the first size that the backend accepts is used.

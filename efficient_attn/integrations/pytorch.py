@@ -8,14 +8,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from efficient_attn.backend import Backend
+from efficient_attn.backend_checks import check_whole
 from efficient_attn.backends import build, resolve
-from efficient_attn.checks import check_whole
 from efficient_attn.errors import OptionError, UnsupportedError
 from efficient_attn.integrations.pytorch_checks import check_call
 from efficient_attn.integrations.pytorch_masks import Masks, added, read_masks
 from efficient_attn.modules.options import probability
-from efficient_attn.ops.biased import biased_attention, biased_weights
-from efficient_attn.ops.softmax import apply_weights, causal_mask
+from efficient_attn.ops.softmax.biased import biased_attention, biased_weights
+from efficient_attn.ops.softmax.definition import apply_weights, causal_mask
 from efficient_attn.problem import positive_count
 
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from efficient_attn.backend import Backend
 from efficient_attn.errors import DtypeError, ShapeError, UnsupportedError
-from efficient_attn.ops.softmax import causal_mask
+from efficient_attn.ops.softmax.definition import causal_mask
 
 
 class Masks(NamedTuple):

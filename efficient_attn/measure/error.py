@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from efficient_attn.errors import UnsupportedError
-from efficient_attn.ops.softmax import softmax_attention, softmax_weights
+from efficient_attn.ops.softmax.definition import softmax_attention, softmax_weights
 from efficient_attn.shapes import Keys, Output, Queries, Values, Weights
 
 # Scores are computed in blocks of rows, so that a long sequence never builds the whole float64 matrix.

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from efficient_attn.errors import UnsupportedError
-from efficient_attn.ops.softmax import softmax_weights
+from efficient_attn.ops.softmax.definition import softmax_weights
 from efficient_attn.shapes import Keys, Output, Queries, Values
 
 # Number of queries sampled from long sequences to bound the time.

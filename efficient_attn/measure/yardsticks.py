@@ -9,8 +9,8 @@ from torch import Generator, Tensor
 
 from efficient_attn.errors import UnsupportedError
 from efficient_attn.measure.error import blocks
-from efficient_attn.ops.groups import fold, unfold
-from efficient_attn.ops.softmax import apply_weights, softmax_weights
+from efficient_attn.ops.grouped_queries import fold, unfold
+from efficient_attn.ops.softmax.definition import apply_weights, softmax_weights
 from efficient_attn.shapes import Keys, Output, Queries, Values, Weights
 
 # Number of tokens up to which singular vectors are exact; beyond, subspace iteration finds the leading ones.

@@ -8,10 +8,10 @@ from torch import Tensor
 
 from efficient_attn.errors import CalibrationError, DataError, ShapeError
 from efficient_attn.modules.features import RandomFeatureOptions, RandomFeatures, WideBuffers
-from efficient_attn.ops.calibration import Fit, Moments, moments
-from efficient_attn.ops.groups import unfold
-from efficient_attn.ops.linear_tokens import Tokens
-from efficient_attn.ops.precision import wide_dtype
+from efficient_attn.ops.dtypes import wide_dtype
+from efficient_attn.ops.grouped_queries import unfold
+from efficient_attn.ops.linear.calibration import Fit, Moments, moments
+from efficient_attn.ops.linear.inputs import Tokens
 
 ALL = slice(None)
 
@@ -21,7 +21,7 @@ class CalibratedFeatures(WideBuffers):
 
     Attributes:
         random: The directions, drawn as for positive features.
-        curvatures, query_transform, key_transform, shift: The fit, see `ops.calibration.Fit`; no heads
+        curvatures, query_transform, key_transform, shift: The fit, see `ops.linear.calibration.Fit`; no heads
             before calibration.
     """
 

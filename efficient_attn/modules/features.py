@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 from efficient_attn.errors import OptionError, UnsupportedError
 from efficient_attn.modules.options import one_of, option, whole_number
-from efficient_attn.ops.features import MAPS
-from efficient_attn.ops.linear_tokens import Tokens
-from efficient_attn.ops.projections import DRAWS, draw_directions
+from efficient_attn.ops.linear.directions import DRAWS, draw_directions
+from efficient_attn.ops.linear.features import MAPS
+from efficient_attn.ops.linear.inputs import Tokens
 from efficient_attn.problem import positive_count
 
 
@@ -32,7 +32,7 @@ class FixedFeatures(nn.Module):
     """A feature map with nothing to draw.
 
     Attributes:
-        kind: Name of the feature map in `ops.features.MAPS`.
+        kind: Name of the feature map in `ops.linear.features.MAPS`.
     """
 
     def __init__(self, kind: str) -> None:
@@ -77,7 +77,7 @@ class RandomFeatures(WideBuffers):
     """The random directions of a feature map: part of the model, drawn once, saved with it.
 
     Attributes:
-        kind: Name of the feature map in `ops.features.MAPS`.
+        kind: Name of the feature map in `ops.linear.features.MAPS`.
         projection: The directions [directions head_dim], shared by all heads; float32 or wider.
     """
 

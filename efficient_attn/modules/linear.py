@@ -6,17 +6,18 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from efficient_attn.counts import Step, Work, visible_pairs
 from efficient_attn.errors import UnsupportedError
 from efficient_attn.modules.features import RandomFeatureOptions
-from efficient_attn.ops import linear_causal, linear_causal_exponential
-from efficient_attn.ops.denominators import denominators
-from efficient_attn.ops.features import MAPS
-from efficient_attn.ops.kernel import SOFTMAX_KERNELS, kernel_ratios, kernel_weights, rows_of
-from efficient_attn.ops.linear import LinearState
-from efficient_attn.ops.linear_causal import causal_linear_attention, extend_linear_attention
-from efficient_attn.ops.linear_full import full_linear_attention
-from efficient_attn.ops.linear_tokens import Tokens
+from efficient_attn.operation_counts import Step, Work, visible_pairs
+from efficient_attn.ops.linear import causal as linear_causal
+from efficient_attn.ops.linear.causal import causal_linear_attention, extend_linear_attention
+from efficient_attn.ops.linear.denominators import denominators
+from efficient_attn.ops.linear.fast import causal as linear_causal_exponential
+from efficient_attn.ops.linear.features import MAPS
+from efficient_attn.ops.linear.full import full_linear_attention
+from efficient_attn.ops.linear.inputs import Tokens
+from efficient_attn.ops.linear.kernel import SOFTMAX_KERNELS, kernel_ratios, kernel_weights, rows_of
+from efficient_attn.ops.linear.state import LinearState
 from efficient_attn.problem import AttentionProblem
 
 _WITHOUT_EXPONENTIALS = ("relu", "taylor-1", "taylor-2")

@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from efficient_attn.ops.fused import fused_attention
-from efficient_attn.ops.precision import hide, wide, wide_dtype
+from efficient_attn.ops.dtypes import hide, wide, wide_dtype
+from efficient_attn.ops.softmax.fused import fused_attention
 from efficient_attn.shapes import KeyMask, Keys, Output, Queries, Values
 
 # Tokens at once where they come in half precision.

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from efficient_attn.backend import Backend
 from efficient_attn.backends import build, resolve
 from efficient_attn.calibration import calibrate
-from efficient_attn.counts import Work
 from efficient_attn.errors import UnsupportedError
 from efficient_attn.measure import memory
 from efficient_attn.measure.checked import backends_in, check_gradients, outputs_checked
+from efficient_attn.operation_counts import Work
 from efficient_attn.registry import BackendSpec, Capabilities, NoOptions
 from efficient_attn.sweep.case import SAME_INPUTS, Case
 from efficient_attn.sweep.counting import flops

@@ -10,7 +10,7 @@ import torch
 from torch import Generator, Tensor
 
 from efficient_attn.measure.inputs import Activations
-from efficient_attn.ops.projections import haar_rotations
+from efficient_attn.ops.linear.directions import haar_rotations
 from efficient_attn.problem import positive_count
 from efficient_attn.sweep.records import Case, Record
 from efficient_attn.theory import couplings, kernel

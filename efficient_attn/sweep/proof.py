@@ -67,7 +67,7 @@ def _key(target: str, rehearse: bool) -> tuple[str, int, bool]:
 def _is_foreign(target: str) -> bool:
     """Whether resolving the target runs external code: of an existing file, a module, or a plug-in."""
     from efficient_attn.backends import list_backends
-    from efficient_attn.foreign import is_address
+    from efficient_attn.external import is_address
     from efficient_attn.plugins import plugins
 
     if not is_address(target):

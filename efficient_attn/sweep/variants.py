@@ -123,7 +123,7 @@ def ceiling() -> Variant:
 def has_address(target: Any) -> bool:
     """Whether another process can resolve the target: a built-in or plug-in name, or a path."""
     from efficient_attn import backends
-    from efficient_attn.foreign import is_address
+    from efficient_attn.external import is_address
 
     if target == CEILING:
         return True
@@ -135,7 +135,7 @@ def has_address(target: Any) -> bool:
 def is_ours(target: Any) -> bool:
     """Whether the target names a built-in backend."""
     from efficient_attn import backends
-    from efficient_attn.foreign import is_address
+    from efficient_attn.external import is_address
 
     if not isinstance(target, str) or is_address(target):
         return False

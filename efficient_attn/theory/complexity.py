@@ -1,7 +1,7 @@
 """What attention costs by counting: a call of a backend, a block around it, and the rows of a famous table.
 
-Operations are those of the matrix products, a multiplication and an addition counted as two, as `counts`
-has it: what a mask throws away is left out, and so is what is computed a second time.
+Operations are those of the matrix products, a multiplication and an addition counted as two, as
+`operation_counts` has it: what a mask throws away is left out, and so is what is computed a second time.
 
 Vaswani et al., Attention Is All You Need (NeurIPS 2017), Table 1 and section 4, compare layers that map n
 tokens of width d to as many, by their operations, by those that must wait for one another, and by the
@@ -11,8 +11,8 @@ have around itself, such as the projections of attention, is not counted, nor is
 
 from typing import Any, NamedTuple
 
-from efficient_attn.counts import Step, visible_pairs
 from efficient_attn.errors import OptionError
+from efficient_attn.operation_counts import Step, visible_pairs
 from efficient_attn.problem import AttentionProblem, positive_count
 from efficient_attn.registry import BackendSpec
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from efficient_attn.errors import OptionError, ShapeError
 from efficient_attn.modules.options import one_of
-from efficient_attn.ops.precision import wide
+from efficient_attn.ops.dtypes import wide
 from efficient_attn.problem import positive_count
 
 KINDS = ("sinusoidal", "learned", "rotary")

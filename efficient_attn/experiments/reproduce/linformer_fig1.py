@@ -189,7 +189,7 @@ def _measured(empty: Sequence[Record], tokens: int) -> Iterator[Record]:
     import torch
 
     from efficient_attn.measure.inputs import shipped
-    from efficient_attn.ops.softmax import softmax_weights
+    from efficient_attn.ops.softmax.definition import softmax_weights
 
     first = head_of(empty[0].case)
     captured = shipped(first.text)

@@ -146,8 +146,8 @@ def _measured(empty: Sequence[Record], block: int) -> Iterator[Record]:
     """The records with their errors, a mean for each block of directions."""
     import torch
 
-    from efficient_attn.ops.features import MAPS
-    from efficient_attn.ops.projections import draw_directions
+    from efficient_attn.ops.linear.directions import draw_directions
+    from efficient_attn.ops.linear.features import MAPS
 
     places = list(dict.fromkeys(place_of(record.case) for record in empty))
     turn = torch.tensor([math.radians(place.angle) for place in places], dtype=torch.float64)

@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from efficient_attn.backend import Backend
 from efficient_attn.calibration import calibrate
 from efficient_attn.contained import contained, described, one_line
-from efficient_attn.counts import Step, Work
 from efficient_attn.errors import AttentionError, UnsupportedError
 from efficient_attn.measure import memory
 from efficient_attn.measure.checked import outputs_checked
 from efficient_attn.measure.error import exact_output, mean_of_values, output_error
+from efficient_attn.operation_counts import Step, Work
 from efficient_attn.problem import AttentionProblem
 from efficient_attn.registry import BackendSpec, Capabilities, NoOptions
 from efficient_attn.studies.recall.task import LEARNED, TESTED, Course, Sequences, Task

@@ -9,9 +9,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from efficient_attn.ops.devices import check_one_device
-from efficient_attn.ops.features import MAPS
-from efficient_attn.ops.linear import (
+from efficient_attn.ops.dtypes import without_autocast
+from efficient_attn.ops.linear.backward import (
+    Outputs,
+    at_reference,
+    derivative,
+    keep_for_backward,
+    new_outputs,
+    normalised,
+    output_gradients,
+)
+from efficient_attn.ops.linear.fast.softmax_identity import suits, two_softmaxes
+from efficient_attn.ops.linear.fast.softmax_identity_gradient import two_softmaxes_gradients
+from efficient_attn.ops.linear.fast.trigonometric import trigonometric_attention, trigonometric_gradients
+from efficient_attn.ops.linear.features import MAPS
+from efficient_attn.ops.linear.inputs import Tokens
+from efficient_attn.ops.linear.state import (
     LinearState,
     divide,
     finite,
@@ -22,21 +35,8 @@ from efficient_attn.ops.linear import (
     summarise,
     with_ones,
 )
-from efficient_attn.ops.linear_gradient import (
-    Outputs,
-    at_reference,
-    derivative,
-    keep_for_backward,
-    new_outputs,
-    normalised,
-    output_gradients,
-)
-from efficient_attn.ops.linear_softmax import suits, two_softmaxes
-from efficient_attn.ops.linear_softmax_gradient import two_softmaxes_gradients
-from efficient_attn.ops.linear_tokens import Tokens
-from efficient_attn.ops.linear_trigonometric import trigonometric_attention, trigonometric_gradients
-from efficient_attn.ops.precision import without_autocast
-from efficient_attn.ops.transforms import transformable
+from efficient_attn.ops.one_device import check_one_device
+from efficient_attn.ops.operators import transformable
 
 # Tokens whose features are made at once, few enough to stay in cache.
 _CHUNK = 128

@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from efficient_attn.ops.linear import LOWEST
-from efficient_attn.ops.linear_tokens import Tokens
-from efficient_attn.ops.rooms import Rooms
+from efficient_attn.ops.linear.inputs import Tokens
+from efficient_attn.ops.linear.state import LOWEST
+from efficient_attn.ops.scratch import Rooms
 
 LOG2_E, LN_2 = math.log2(math.e), math.log(2)
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from efficient_attn.ops.far import Far
+from efficient_attn.ops.clusters.summaries import Far
 
 # Hides a key by what is added to its score. Finite: a gradient multiplies it by zero.
 _HIDDEN = -1e30

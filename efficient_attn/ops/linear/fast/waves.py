@@ -9,9 +9,9 @@ import math
 import torch
 from torch import Tensor
 
-from efficient_attn.ops.linear_tokens import Tokens
-from efficient_attn.ops.precision import wide, wide_dtype
-from efficient_attn.ops.rooms import Rooms
+from efficient_attn.ops.dtypes import wide, wide_dtype
+from efficient_attn.ops.linear.inputs import Tokens
+from efficient_attn.ops.scratch import Rooms
 
 
 class Waves:

@@ -12,9 +12,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from efficient_attn.ops.devices import check_one_device
-from efficient_attn.ops.features import Features
-from efficient_attn.ops.linear import (
+from efficient_attn.ops.dtypes import without_autocast
+from efficient_attn.ops.linear.backward import (
+    Outputs,
+    at_reference,
+    derivative,
+    keep_for_backward,
+    new_outputs,
+    normalised,
+    output_gradients,
+)
+from efficient_attn.ops.linear.fast.causal import causal_exponential
+from efficient_attn.ops.linear.fast.causal_backward import causal_exponential_gradients
+from efficient_attn.ops.linear.features import Features
+from efficient_attn.ops.linear.full import whole_state
+from efficient_attn.ops.linear.inputs import Tokens
+from efficient_attn.ops.linear.state import (
     LinearState,
     causal_chunk,
     empty_state,
@@ -25,21 +38,8 @@ from efficient_attn.ops.linear import (
     triangle,
     with_ones,
 )
-from efficient_attn.ops.linear_causal_exponential import causal_exponential
-from efficient_attn.ops.linear_causal_exponential_gradient import causal_exponential_gradients
-from efficient_attn.ops.linear_full import whole_state
-from efficient_attn.ops.linear_gradient import (
-    Outputs,
-    at_reference,
-    derivative,
-    keep_for_backward,
-    new_outputs,
-    normalised,
-    output_gradients,
-)
-from efficient_attn.ops.linear_tokens import Tokens
-from efficient_attn.ops.precision import without_autocast
-from efficient_attn.ops.transforms import transformable
+from efficient_attn.ops.one_device import check_one_device
+from efficient_attn.ops.operators import transformable
 
 # Tokens that read one another directly.
 CHUNK = 64

@@ -4,8 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from efficient_attn.ops.precision import hide, wide
-from efficient_attn.ops.softmax import softmax_over
+from efficient_attn.ops.dtypes import hide, wide
+from efficient_attn.ops.softmax.definition import softmax_over
 from efficient_attn.shapes import KeyMask, Keys, Output, Queries, Values, Weights
 
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from efficient_attn.ops.window_blocks import (
+from efficient_attn.ops.window.blocks import (
     BLOCK,
     LOG2_E,
     Band,

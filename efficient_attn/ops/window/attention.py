@@ -6,12 +6,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from efficient_attn.ops import flash
-from efficient_attn.ops.fused import fused_attention
-from efficient_attn.ops.precision import hide, wide
-from efficient_attn.ops.softmax import softmax_over
-from efficient_attn.ops.transforms import transformed
-from efficient_attn.ops.window_fused import fused_window, fused_window_backward
+from efficient_attn.ops.dtypes import hide, wide
+from efficient_attn.ops.operators import transformed
+from efficient_attn.ops.softmax import cpu_flash as flash
+from efficient_attn.ops.softmax.definition import softmax_over
+from efficient_attn.ops.softmax.fused import fused_attention
+from efficient_attn.ops.window.operator import fused_window, fused_window_backward
 from efficient_attn.shapes import KeyMask, Keys, Output, Queries, Values
 
 # Queries that share one slice of keys. A block reads window + 63 keys for the window that a query needs.

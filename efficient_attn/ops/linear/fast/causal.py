@@ -11,12 +11,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from efficient_attn.ops import linear
-from efficient_attn.ops.linear import LinearState, finite
-from efficient_attn.ops.linear_causal_plain import Plain, moderate, no_keys, read_plain, relative
-from efficient_attn.ops.linear_gradient import Outputs
-from efficient_attn.ops.linear_powers import LOG2_E, Powers, power
-from efficient_attn.ops.linear_tokens import Tokens
+from efficient_attn.ops.linear import state as linear
+from efficient_attn.ops.linear.backward import Outputs
+from efficient_attn.ops.linear.fast.causal_plain import Plain, moderate, no_keys, read_plain, relative
+from efficient_attn.ops.linear.fast.exponentials import LOG2_E, Powers, power
+from efficient_attn.ops.linear.inputs import Tokens
+from efficient_attn.ops.linear.state import LinearState, finite
 
 # Tokens that read one another directly: more are fewer calls, but more pairs and more memory.
 CHUNK = 80

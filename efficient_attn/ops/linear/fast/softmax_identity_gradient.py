@@ -10,9 +10,9 @@ With p_tf = softmax_f(q_t·w_f + z_f), r_fj = softmax_j(k_j·w_f + b_j) and m_f 
 import torch
 from torch import Tensor
 
-from efficient_attn.ops.linear import LinearState, finite
-from efficient_attn.ops.linear_powers import LOG2_E, Powers, power
-from efficient_attn.ops.linear_tokens import Tokens
+from efficient_attn.ops.linear.fast.exponentials import LOG2_E, Powers, power
+from efficient_attn.ops.linear.inputs import Tokens
+from efficient_attn.ops.linear.state import LinearState, finite
 
 # Tokens at once: their features stay in cache.
 _CHUNK = 128

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from efficient_attn.ops.precision import wide
+from efficient_attn.ops.dtypes import wide
 
 # Queries that share one slice of keys: it has window + 31 keys, where a query needs window.
 BLOCK = 32

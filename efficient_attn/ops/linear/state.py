@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from efficient_attn.ops.features import Features
+from efficient_attn.ops.linear.features import Features
 
 # Smaller exponents count as minus infinity: products of two such weights would be denormal numbers,
 # which are six to ten times slower and too small to matter.

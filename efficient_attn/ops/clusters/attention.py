@@ -11,11 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from efficient_attn.ops.clusters import kmeans, segments
-from efficient_attn.ops.far import beyond_slices, members, query_moments, summarise_clusters
-from efficient_attn.ops.past import past_segments
-from efficient_attn.ops.precision import hide, wide
-from efficient_attn.ops.slices import Layout, read_slices
+from efficient_attn.ops.clusters.history import past_segments
+from efficient_attn.ops.clusters.kmeans import kmeans, segments
+from efficient_attn.ops.clusters.near import Layout, read_slices
+from efficient_attn.ops.clusters.summaries import beyond_slices, members, query_moments, summarise_clusters
+from efficient_attn.ops.dtypes import hide, wide
 from efficient_attn.shapes import KeyMask, Keys, Output, Queries, Values
 
 # Numbers in the keys and values of the heads, and in the summaries of the blocks, that are worked on at once:

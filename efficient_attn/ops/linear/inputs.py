@@ -6,9 +6,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from efficient_attn.ops.features import MAPS, FeatureMap, Features
-from efficient_attn.ops.groups import fold, unfold
-from efficient_attn.ops.precision import hide, wide, wide_dtype
+from efficient_attn.ops.dtypes import hide, wide, wide_dtype
+from efficient_attn.ops.grouped_queries import fold, unfold
+from efficient_attn.ops.linear.features import MAPS, FeatureMap, Features
 
 
 class Tokens(NamedTuple):

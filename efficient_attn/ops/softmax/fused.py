@@ -4,8 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from efficient_attn.ops.precision import hide
-from efficient_attn.ops.softmax import causal_mask
+from efficient_attn.ops.dtypes import hide
+from efficient_attn.ops.softmax.definition import causal_mask
 from efficient_attn.shapes import KeyMask, Keys, Output, Queries, Values
 
 # Rows per call where the kernel needs a mask that differs from row to row: such a mask would

@@ -6,8 +6,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from efficient_attn.ops.precision import wide, wide_dtype
-from efficient_attn.ops.window_blocks import BLOCK, Band
+from efficient_attn.ops.dtypes import wide, wide_dtype
+from efficient_attn.ops.window.blocks import BLOCK, Band
 
 # Queries at once near the ends of the sequence, where slices are cut off and no two are alike.
 _EDGE = 128

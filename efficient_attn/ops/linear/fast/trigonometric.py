@@ -7,10 +7,10 @@ output is F(q_t)·Σ_j s_j F(k_j) v_j over the same sum without v: a query's own
 import torch
 from torch import Tensor
 
-from efficient_attn.ops.linear import LinearState, exponential, finite, sees, with_ones
-from efficient_attn.ops.linear_gradient import Outputs, new_outputs, output_gradients
-from efficient_attn.ops.linear_tokens import Tokens
-from efficient_attn.ops.linear_waves import Waves
+from efficient_attn.ops.linear.backward import Outputs, new_outputs, output_gradients
+from efficient_attn.ops.linear.fast.waves import Waves
+from efficient_attn.ops.linear.inputs import Tokens
+from efficient_attn.ops.linear.state import LinearState, exponential, finite, sees, with_ones
 
 # Tokens at once: their features stay in cache, and on the way back their derivatives too.
 _CHUNK, _CHUNK_BACK = 144, 112

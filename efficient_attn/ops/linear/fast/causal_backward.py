@@ -12,10 +12,10 @@ forwards in time with the state of keys, then backwards with one of queries, Σ_
 import torch
 from torch import Tensor
 
-from efficient_attn.ops.linear import TINY, LinearState, finite, triangle_
-from efficient_attn.ops.linear_causal_exponential import State, add, begin, nothing, step
-from efficient_attn.ops.linear_powers import LOG2_E, Powers, power
-from efficient_attn.ops.linear_tokens import Tokens
+from efficient_attn.ops.linear.fast.causal import State, add, begin, nothing, step
+from efficient_attn.ops.linear.fast.exponentials import LOG2_E, Powers, power
+from efficient_attn.ops.linear.inputs import Tokens
+from efficient_attn.ops.linear.state import TINY, LinearState, finite, triangle_
 
 # Tokens at once: their exponents and derivatives stay in cache.
 CHUNK = 96

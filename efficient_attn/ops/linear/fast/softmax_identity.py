@@ -14,12 +14,12 @@ import math
 import torch
 from torch import Tensor
 
-from efficient_attn.ops import flash
-from efficient_attn.ops.groups import fold, unfold
-from efficient_attn.ops.linear import LinearState, with_ones
-from efficient_attn.ops.linear_gradient import Outputs, new_outputs
-from efficient_attn.ops.linear_tokens import Tokens
-from efficient_attn.ops.precision import wide
+from efficient_attn.ops.dtypes import wide
+from efficient_attn.ops.grouped_queries import fold, unfold
+from efficient_attn.ops.linear.backward import Outputs, new_outputs
+from efficient_attn.ops.linear.inputs import Tokens
+from efficient_attn.ops.linear.state import LinearState, with_ones
+from efficient_attn.ops.softmax import cpu_flash as flash
 
 # Tokens at once where they have to be converted or masked first; what needs neither goes in one piece.
 # From 768 rows on the kernel takes 256 of them at a time instead of 64.

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from efficient_attn.ops.groups import unfold
-from efficient_attn.ops.linear_tokens import Tokens
+from efficient_attn.ops.grouped_queries import unfold
+from efficient_attn.ops.linear.inputs import Tokens
 from efficient_attn.shapes import Weights
 
 # Maps whose inner products stand for exp(x·y); those of other kernels estimate something else.

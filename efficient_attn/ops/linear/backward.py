@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from efficient_attn.ops.features import Features
-from efficient_attn.ops.groups import fold, unfold
-from efficient_attn.ops.linear import Chunk, exponential, finite
-from efficient_attn.ops.precision import wide
+from efficient_attn.ops.dtypes import wide
+from efficient_attn.ops.grouped_queries import fold, unfold
+from efficient_attn.ops.linear.features import Features
+from efficient_attn.ops.linear.state import Chunk, exponential, finite
 
 
 class Scaled(NamedTuple):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from efficient_attn.ops.precision import wide_dtype
+from efficient_attn.ops.dtypes import wide_dtype
 
 _NAME = "_scaled_dot_product_flash_attention_for_cpu"
 _FORWARD: Any = getattr(torch.ops.aten, _NAME, None)

@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor
 
-from efficient_attn.ops.linear import finite
-from efficient_attn.ops.linear_causal import causal_linear_attention
-from efficient_attn.ops.linear_full import chunks, full_linear_attention
-from efficient_attn.ops.linear_tokens import Tokens
+from efficient_attn.ops.linear.causal import causal_linear_attention
+from efficient_attn.ops.linear.full import chunks, full_linear_attention
+from efficient_attn.ops.linear.inputs import Tokens
+from efficient_attn.ops.linear.state import finite
 
 
 def denominators(tokens: Tokens, *, causal: bool) -> Tensor:

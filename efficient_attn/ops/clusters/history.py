@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from efficient_attn.ops.far import Far
+from efficient_attn.ops.clusters.summaries import Far
 
 
 def plan(cells: int, segments: int) -> list[tuple[int, int]]:

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from efficient_attn.ops import flash
-from efficient_attn.ops.devices import check_one_device
-from efficient_attn.ops.precision import wide, wide_dtype, without_autocast
-from efficient_attn.ops.window_blocks import Band, Forward, attend_blocks
-from efficient_attn.ops.window_blocks_gradient import Backward, differentiate_blocks
-from efficient_attn.ops.window_pieces import Piece, pieces, whole_blocks, window_bias
+from efficient_attn.ops.dtypes import wide, wide_dtype, without_autocast
+from efficient_attn.ops.one_device import check_one_device
+from efficient_attn.ops.softmax import cpu_flash as flash
+from efficient_attn.ops.window.blocks import Band, Forward, attend_blocks
+from efficient_attn.ops.window.blocks_backward import Backward, differentiate_blocks
+from efficient_attn.ops.window.tiles import Piece, pieces, whole_blocks, window_bias
 
 # Blocks that go through the kernel at once: fewer on the way back, where each has derivatives of a slice.
 _GROUP, _GROUP_BACK = 16, 4

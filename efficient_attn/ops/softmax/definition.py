@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from efficient_attn.ops.groups import fold, unfold
-from efficient_attn.ops.precision import hide, wide
+from efficient_attn.ops.dtypes import hide, wide
+from efficient_attn.ops.grouped_queries import fold, unfold
 from efficient_attn.shapes import KeyMask, Keys, Output, Queries, Values, Weights
 
 

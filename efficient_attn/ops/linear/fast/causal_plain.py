@@ -9,9 +9,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from efficient_attn.ops.linear import triangle_
-from efficient_attn.ops.linear_powers import Powers
-from efficient_attn.ops.precision import wide
+from efficient_attn.ops.dtypes import wide
+from efficient_attn.ops.linear.fast.exponentials import Powers
+from efficient_attn.ops.linear.state import triangle_
 
 # Exponents up to this size, and values within 2^±16 (or all zero), keep sums of 2^30 products of two features
 # and a value within the range of floats, 2^±126 in float32, and every denominator far from its lower end.

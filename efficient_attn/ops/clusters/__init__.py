@@ -1,0 +1,1 @@
+"""Softmax attention over near keys, and over one summary for each cluster of the other keys."""

@@ -1,0 +1,1 @@
+"""Linear attention: feature maps, the state of keys, and the full and causal algorithms."""

@@ -1,0 +1,1 @@
+"""Softmax attention over a window of neighbouring keys."""
