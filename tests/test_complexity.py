@@ -14,7 +14,7 @@ from efficient_attn.errors import OptionError
 from efficient_attn.operation_counts import Step
 from efficient_attn.ops.linear import causal as linear_causal
 from efficient_attn.ops.linear import full as linear_full
-from efficient_attn.ops.linear.fast import causal as linear_causal_exponential
+from efficient_attn.ops.linear.fast import causal as fast_causal
 from efficient_attn.ops.linear.features import MAPS
 from efficient_attn.problem import AttentionProblem
 from efficient_attn.theory.complexity import Cost, block_flops, call_cost, step_flops
@@ -143,7 +143,7 @@ def test_the_linear_operator_does_what_is_counted_and_backward_makes_its_feature
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize("name", PERFORMERS)
 def test_causal_linear_attention_adds_the_pairs_within_a_chunk(name, backward, monkeypatch) -> None:
-    for module in (linear_causal, linear_causal_exponential):
+    for module in (linear_causal, fast_causal):
         monkeypatch.setattr(module, "CHUNK", 4)
     directions = inputs_of_the_operator(name)[4]
     repeats = OPTIONS[name]["num_features"] // len(directions)

@@ -17,16 +17,14 @@ import efficient_attn as ea
 from efficient_attn.measure.memory import peak
 from efficient_attn.ops.linear import causal as linear_causal
 from efficient_attn.ops.linear import full as linear_full
-from efficient_attn.ops.linear import state as linear
+from efficient_attn.ops.linear import state as linear_state
 from efficient_attn.ops.linear.directions import draw_directions
-from efficient_attn.ops.linear.fast import causal as linear_causal_exponential
-from efficient_attn.ops.linear.fast import causal_backward as linear_causal_exponential_gradient
-from efficient_attn.ops.linear.fast import softmax_identity as linear_softmax
-from efficient_attn.ops.linear.fast import softmax_identity_gradient as linear_softmax_gradient
-from efficient_attn.ops.linear.fast import trigonometric as linear_trigonometric
+from efficient_attn.ops.linear.fast import causal as fast_causal
+from efficient_attn.ops.linear.fast import causal_backward as fast_causal_backward
+from efficient_attn.ops.linear.fast import softmax_identity, trigonometric
 from efficient_attn.ops.linear.inputs import Tokens
 from efficient_attn.ops.linear.state import merge, query_weights, read, summarise
-from efficient_attn.ops.softmax import cpu_flash as flash
+from efficient_attn.ops.softmax import cpu_flash
 
 KINDS = {
     "performer-positive": "positive",
@@ -55,13 +53,13 @@ def small_chunks(monkeypatch):
 
     def set_chunks(tokens):
         monkeypatch.setattr(linear_full, "_CHUNK", tokens)
-        monkeypatch.setattr(linear_softmax, "_PIECE", tokens)
-        monkeypatch.setattr(linear_trigonometric, "_CHUNK", tokens)
-        monkeypatch.setattr(linear_trigonometric, "_PIECE", tokens)
+        monkeypatch.setattr(softmax_identity, "_PIECE", tokens)
+        monkeypatch.setattr(trigonometric, "_CHUNK", tokens)
+        monkeypatch.setattr(trigonometric, "_PIECE", tokens)
         monkeypatch.setattr(linear_causal, "CHUNK", tokens)
-        monkeypatch.setattr(linear_causal_exponential, "CHUNK", tokens)
-        monkeypatch.setattr(linear_causal_exponential_gradient, "CHUNK", tokens)
-        monkeypatch.setattr(linear_softmax_gradient, "_CHUNK", tokens)
+        monkeypatch.setattr(fast_causal, "CHUNK", tokens)
+        monkeypatch.setattr(fast_causal_backward, "CHUNK", tokens)
+        monkeypatch.setattr(softmax_identity, "_CHUNK", tokens)
 
     return set_chunks
 
@@ -70,7 +68,7 @@ def small_chunks(monkeypatch):
 def either_kernel(request, monkeypatch):
     """With the fused kernel of the CPU, and with the operators that every device has."""
     if not request.param:
-        monkeypatch.setattr(flash, "_FORWARD", None)
+        monkeypatch.setattr(cpu_flash, "_FORWARD", None)
 
 
 @pytest.mark.parametrize("chunk", [1, 2, 7, 16, 33])
@@ -184,7 +182,7 @@ def test_without_the_guard_a_chunk_loses_rows(monkeypatch):
     backend = performer("performer-positive", head_dim=16, causal=True, num_features=64)
     expected = reference(backend, q, k, v)
     assert worst_row(backend(q, k, v), expected).max() < 1e-3
-    monkeypatch.setattr(linear, "TINY", {torch.float32: -1.0})
+    monkeypatch.setitem(linear_state.TINY, torch.float32, -1.0)
     assert not (worst_row(backend(q, k, v), expected).max() < 1e-3)
 
 

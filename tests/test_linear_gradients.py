@@ -8,8 +8,8 @@ from reference import random_qkv
 
 import efficient_attn as ea
 from efficient_attn.ops.linear import causal as linear_causal
-from efficient_attn.ops.linear import state as linear
-from efficient_attn.ops.linear.fast import causal_backward as linear_causal_exponential_gradient
+from efficient_attn.ops.linear import state as linear_state
+from efficient_attn.ops.linear.fast import causal_backward as fast_causal_backward
 from efficient_attn.ops.linear.features import MAPS
 
 LINEAR = [name for name in ea.list_backends() if name.startswith(("linear-", "performer-"))]
@@ -63,7 +63,7 @@ def test_gradients_are_right_where_chunks_are_computed_in_halves(name, monkeypat
 
     monkeypatch.setattr(linear_causal, "causal_chunk", recorded)
     # Halved in float64, where rounding hides nothing, as float32 is at larger norms.
-    monkeypatch.setitem(linear.TINY, torch.float64, 4.0)
+    monkeypatch.setitem(linear_state.TINY, torch.float64, 4.0)
     backend, inputs = built(name), [x.requires_grad_() for x in rising(6.0)]
     out = backend(*inputs)
     assert len(lengths) > math.ceil(150 / linear_causal.CHUNK), "nothing was halved"
@@ -73,19 +73,19 @@ def test_gradients_are_right_where_chunks_are_computed_in_halves(name, monkeypat
 
 
 def test_gradients_are_right_where_pieces_of_exponential_features_are_halved(monkeypatch):
-    pieces, by_queries = [], linear_causal_exponential_gradient._by_queries
+    pieces, by_queries = [], fast_causal_backward._by_queries
 
     def recorded(*args):
         found = by_queries(*args)
         pieces.extend(found[1])
         return found
 
-    monkeypatch.setattr(linear_causal_exponential_gradient, "_by_queries", recorded)
-    monkeypatch.setitem(linear.TINY, torch.float64, 0.25)
+    monkeypatch.setattr(fast_causal_backward, "_by_queries", recorded)
+    monkeypatch.setitem(linear_state.TINY, torch.float64, 0.25)
     backend, inputs = built("performer-positive"), [x.requires_grad_() for x in rising(6.0)]
     wanted = torch.autograd.grad(by_definition(backend, *inputs).sin().sum(), inputs)
     found = torch.autograd.grad(backend(*inputs).sin().sum(), inputs)
-    assert len(pieces) > math.ceil(150 / linear_causal_exponential_gradient.CHUNK), "nothing was halved"
+    assert len(pieces) > math.ceil(150 / fast_causal_backward.CHUNK), "nothing was halved"
     for one, other in zip(found, wanted, strict=True):
         assert (one - other).abs().max() <= 1e-9 * other.abs().max()
 

@@ -12,7 +12,7 @@ import efficient_attn as ea
 from efficient_attn.ops.linear import causal as linear_causal
 from efficient_attn.ops.linear import full as linear_full
 from efficient_attn.ops.linear.features import MAPS
-from efficient_attn.ops.window import operator as window_fused
+from efficient_attn.ops.window import operator as window_operator
 
 UTILITIES = [
     "test_schema",
@@ -26,8 +26,8 @@ OPERATORS = {
     "full_linear_backward": linear_full._full_backward,
     "causal_linear": linear_causal._causal,
     "causal_linear_backward": linear_causal._causal_backward,
-    "window": window_fused.fused_window,
-    "window_backward": window_fused.fused_window_backward,
+    "window": window_operator.fused_window,
+    "window_backward": window_operator.fused_window_backward,
 }
 
 

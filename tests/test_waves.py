@@ -4,7 +4,7 @@ import pytest
 import torch
 from reference import random_qkv
 
-from efficient_attn.ops.linear.fast.waves import Waves
+from efficient_attn.ops.linear.fast.trigonometric import Waves
 from efficient_attn.ops.linear.inputs import Tokens
 
 

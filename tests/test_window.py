@@ -8,10 +8,10 @@ from reference import random_mask, random_qkv, reference_attention
 
 import efficient_attn as ea
 from efficient_attn.measure.memory import peak
-from efficient_attn.ops.softmax import cpu_flash as flash
+from efficient_attn.ops.softmax import cpu_flash
 from efficient_attn.ops.window import blocks as window_blocks
-from efficient_attn.ops.window import blocks_backward as window_blocks_gradient
-from efficient_attn.ops.window import operator as window_fused
+from efficient_attn.ops.window import blocks_backward as window_blocks_backward
+from efficient_attn.ops.window import operator as window_operator
 
 BLOCK = 64
 
@@ -19,8 +19,8 @@ BLOCK = 64
 @pytest.fixture
 def products(monkeypatch):
     """Blocks inside the sequence go through plain products, however small the problem."""
-    monkeypatch.setattr(window_fused, "_LARGE", 0)
-    monkeypatch.setattr(window_fused, "_MANY", 1)
+    monkeypatch.setattr(window_operator, "_LARGE", 0)
+    monkeypatch.setattr(window_operator, "_MANY", 1)
 
 
 def band(window, causal):
@@ -78,11 +78,11 @@ def dense_band(q, k, v, window, causal, mask):
 def test_whole_blocks_and_ends_join_forward_and_backward(
     monkeypatch, tokens, window, heads, masked, causal, by_products
 ):
-    monkeypatch.setattr(window_fused, "_LARGE", 0)
-    monkeypatch.setattr(window_fused, "_MANY", 1 if by_products else tokens)
+    monkeypatch.setattr(window_operator, "_LARGE", 0)
+    monkeypatch.setattr(window_operator, "_MANY", 1 if by_products else tokens)
     # Steps of a few blocks, the last ones shorter, on the way back no longer than what is kept between them.
     monkeypatch.setattr(window_blocks, "_SCORES", 3 * BLOCK * (window + BLOCK))
-    monkeypatch.setattr(window_blocks_gradient, "_NUMBERS", 0)
+    monkeypatch.setattr(window_blocks_backward, "_NUMBERS", 0)
     queries = tokens - 100 if causal else tokens
     inputs = [x.requires_grad_() for x in random_qkv(2, *heads, queries, tokens)]
     mask = random_mask(2, tokens) if masked else None
@@ -96,7 +96,7 @@ def test_whole_blocks_and_ends_join_forward_and_backward(
 
 @pytest.mark.parametrize("large", [0, 2**30])
 def test_heads_between_tokens_in_memory_are_read_where_they_are(monkeypatch, large):
-    monkeypatch.setattr(window_fused, "_LARGE", large)
+    monkeypatch.setattr(window_operator, "_LARGE", large)
     q, k, v = (torch.randn(2, 1200, 3, 8).transpose(1, 2) for _ in range(3))
     backend = ea.build("window", head_dim=8, window=65)
     assert torch.equal(backend(q, k, v), backend(*(x.contiguous() for x in (q, k, v))))
@@ -146,7 +146,7 @@ def test_without_the_fused_kernel_the_plain_operators_say_the_same(monkeypatch):
     q, k, v = random_qkv(1, 2, 2, 400, 400)
     backend = ea.build("window", head_dim=8, window=65)
     fused = backend(q, k, v)
-    monkeypatch.setattr(flash, "_FORWARD", None)
+    monkeypatch.setattr(cpu_flash, "_FORWARD", None)
     assert (backend(q, k, v) - fused).abs().max() <= 1e-12
 
 

@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from efficient_attn.errors import UnsupportedError
 from efficient_attn.modules.features import RandomFeatureOptions
 from efficient_attn.operation_counts import Step, Work, visible_pairs
-from efficient_attn.ops.linear import causal as linear_causal
+from efficient_attn.ops.linear import causal as general_causal
 from efficient_attn.ops.linear.causal import causal_linear_attention, extend_linear_attention
 from efficient_attn.ops.linear.denominators import denominators
-from efficient_attn.ops.linear.fast import causal as linear_causal_exponential
+from efficient_attn.ops.linear.fast import causal as fast_causal
 from efficient_attn.ops.linear.features import MAPS
 from efficient_attn.ops.linear.full import full_linear_attention
 from efficient_attn.ops.linear.inputs import Tokens
@@ -110,7 +110,7 @@ def linear_work(
         Step(made * (value_dim + 1)),
     ]
     if problem.causal:
-        algorithm = linear_causal_exponential if MAPS[kind].exponents else linear_causal
+        algorithm = fast_causal if MAPS[kind].exponents else general_causal
         chunks, rest = divmod(tokens, algorithm.CHUNK)
         pairs = chunks * _pairs_up_to_itself(algorithm.CHUNK) + _pairs_up_to_itself(rest)
         steps += [Step(pairs * features), Step(pairs * value_dim), Step(pairs, gradients=1)]

@@ -1,4 +1,4 @@
-"""Registered operators inside the transforms of torch.func: grad, vmap and jacrev.
+"""Registered operators: device check, and the transforms of torch.func (grad, vmap, jacrev).
 
 The registration of `torch.library` serves autograd and the compiler; transforms need an autograd function.
 Batch entries are independent, so a mapped axis is folded into the batch.
@@ -11,10 +11,24 @@ import torch
 from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
 
-from efficient_attn.errors import UnsupportedError
+from efficient_attn.errors import ShapeError, UnsupportedError
 
 # Arguments without a batch axis: parameters of the model, and the pieces of a sequence.
 _SHARED = {"directions", "log_weights", "ends"}
+
+
+def check_one_device(**tensors: Tensor | None) -> None:
+    """Refuse tensors of several devices; called by the fake implementation of every registered operator.
+
+    Torch runs the fake implementation of an operator as soon as one argument lies on meta. Its results lie
+    where the other arguments do and hold whatever the memory held before.
+    """
+    (first, given), *rest = ((name, x) for name, x in tensors.items() if x is not None)
+    for name, x in rest:
+        if x.device != given.device:
+            raise ShapeError(
+                f"{name} lies on {x.device} and {first} on {given.device}; move one to the other."
+            )
 
 
 def transformed(*args: Any) -> bool:

@@ -38,8 +38,7 @@ from efficient_attn.ops.linear.state import (
     triangle,
     with_ones,
 )
-from efficient_attn.ops.one_device import check_one_device
-from efficient_attn.ops.operators import transformable
+from efficient_attn.ops.operators import check_one_device, transformable
 
 # Tokens that read one another directly.
 CHUNK = 64

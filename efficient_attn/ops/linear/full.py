@@ -19,8 +19,7 @@ from efficient_attn.ops.linear.backward import (
     normalised,
     output_gradients,
 )
-from efficient_attn.ops.linear.fast.softmax_identity import suits, two_softmaxes
-from efficient_attn.ops.linear.fast.softmax_identity_gradient import two_softmaxes_gradients
+from efficient_attn.ops.linear.fast.softmax_identity import suits, two_softmaxes, two_softmaxes_gradients
 from efficient_attn.ops.linear.fast.trigonometric import trigonometric_attention, trigonometric_gradients
 from efficient_attn.ops.linear.features import MAPS
 from efficient_attn.ops.linear.inputs import Tokens
@@ -35,8 +34,7 @@ from efficient_attn.ops.linear.state import (
     summarise,
     with_ones,
 )
-from efficient_attn.ops.one_device import check_one_device
-from efficient_attn.ops.operators import transformable
+from efficient_attn.ops.operators import check_one_device, transformable
 
 # Tokens whose features are made at once, few enough to stay in cache.
 _CHUNK = 128

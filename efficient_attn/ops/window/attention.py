@@ -8,7 +8,7 @@ from torch import Tensor
 
 from efficient_attn.ops.dtypes import hide, wide
 from efficient_attn.ops.operators import transformed
-from efficient_attn.ops.softmax import cpu_flash as flash
+from efficient_attn.ops.softmax import cpu_flash
 from efficient_attn.ops.softmax.definition import softmax_over
 from efficient_attn.ops.softmax.fused import fused_attention
 from efficient_attn.ops.window.operator import fused_window, fused_window_backward
@@ -29,7 +29,7 @@ def window_attention(
     """
     q_tokens, k_tokens = q.shape[-2], k.shape[-2]
     back, ahead = min(back, k_tokens), min(ahead, k_tokens)
-    plain = transformed(q, k, v) or not flash.available(q, k, v)
+    plain = transformed(q, k, v) or not cpu_flash.available(q, k, v)
     # The kernel of exact attention has no second derivatives, which the window promises.
     trained = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     if not (plain or trained) and back >= k_tokens - 1 and (ahead == 0 or ahead >= q_tokens - 1):

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from efficient_attn.ops.dtypes import wide, wide_dtype, without_autocast
-from efficient_attn.ops.one_device import check_one_device
-from efficient_attn.ops.softmax import cpu_flash as flash
+from efficient_attn.ops.operators import check_one_device
+from efficient_attn.ops.softmax import cpu_flash
 from efficient_attn.ops.window.blocks import Band, Forward, attend_blocks
 from efficient_attn.ops.window.blocks_backward import Backward, differentiate_blocks
 from efficient_attn.ops.window.tiles import Piece, pieces, whole_blocks, window_bias
@@ -44,7 +44,7 @@ def fused_window(
             queries, keys, values, outs, sums = (heads(x) for x in (q, k, v, out, log_sum))
             for piece, bias in _steps(queries, keys, mask, back, ahead, inside, None if products else _GROUP):
                 k_read, v_read = (piece.slices(x, len(queries)) for x in (keys, values))
-                some, logarithm = flash.attend(wide(piece.queries(queries)), k_read, v_read, bias, scale)
+                some, logarithm = cpu_flash.attend(wide(piece.queries(queries)), k_read, v_read, bias, scale)
                 piece.queries(outs).copy_(some)
                 piece.queries(sums).copy_(logarithm)
                 del some, logarithm
@@ -90,7 +90,7 @@ def fused_window_backward(
             group = None if products else _GROUP_BACK
             for piece, bias in _steps(queries, keys, mask, back, ahead, inside, group):
                 k_read, v_read = (piece.slices(x, len(queries)) for x in (keys, values))
-                some_q, some_k, some_v = flash.gradients(
+                some_q, some_k, some_v = cpu_flash.gradients(
                     wide(piece.queries(given)),
                     wide(piece.queries(queries)),
                     k_read,

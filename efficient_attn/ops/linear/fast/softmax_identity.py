@@ -7,6 +7,12 @@ With φ_f(q) = exp(q·w_f) and φ_f(k) = exp(k·w_f + b_k), b_k = −|k|²/2,
 
 attention of the directions to the keys, then of the queries to the directions. Features never exist, no
 exponent is out of range, so that no guard is needed, and the state is one whose denominators are 1.
+
+Backward, with p_tf = softmax_f(q_t·w_f + z_f), r_fj = softmax_j(k_j·w_f + b_j), the output is Σ_f p_tf m_f.
+From g_t and δ_t = g_t·out_t follow, by exponents s_tf of queries and u_jf of keys,
+
+    ∂s_tf = p_tf (g_t·m_f − δ_t),   M_f = Σ_t p_tf g_t,   ε_f = Σ_t p_tf δ_t,
+    ∂u_jf = r_fj (v_j·M_f − ε_f),   ∂v_j = Σ_f r_fj M_f.
 """
 
 import math
@@ -17,18 +23,21 @@ from torch import Tensor
 from efficient_attn.ops.dtypes import wide
 from efficient_attn.ops.grouped_queries import fold, unfold
 from efficient_attn.ops.linear.backward import Outputs, new_outputs
+from efficient_attn.ops.linear.fast.exponentials import LOG2_E, Powers, power
 from efficient_attn.ops.linear.inputs import Tokens
-from efficient_attn.ops.linear.state import LinearState, with_ones
-from efficient_attn.ops.softmax import cpu_flash as flash
+from efficient_attn.ops.linear.state import LinearState, finite, with_ones
+from efficient_attn.ops.softmax import cpu_flash
 
 # Tokens at once where they have to be converted or masked first; what needs neither goes in one piece.
 # From 768 rows on the kernel takes 256 of them at a time instead of 64.
 _PIECE = 768
+# Tokens at once on the way back: their features stay in cache.
+_CHUNK = 128
 
 
 def suits(tokens: Tokens) -> bool:
     """Whether the features are exponential and the kernel takes these tensors."""
-    return tokens.map.exponents is not None and flash.available(tokens.q, tokens.k, tokens.v)
+    return tokens.map.exponents is not None and cpu_flash.available(tokens.q, tokens.k, tokens.v)
 
 
 def two_softmaxes(tokens: Tokens) -> tuple[Outputs, LinearState]:
@@ -63,7 +72,7 @@ def _mean_values_of(tokens: Tokens, part: slice, w: Tensor, factor: float) -> tu
     real = None if tokens.key_mask is None else tokens.key_mask[:, None, part]
     if real is not None:
         bias = bias.masked_fill_(~real, -torch.inf)
-    means, logarithm = flash.attend(w, k, v, bias.unsqueeze(-2), factor)
+    means, logarithm = cpu_flash.attend(w, k, v, bias.unsqueeze(-2), factor)
     if real is not None:
         logarithm = logarithm.masked_fill(~real.any(dim=-1, keepdim=True), -torch.inf)
     return means, logarithm
@@ -72,8 +81,8 @@ def _mean_values_of(tokens: Tokens, part: slice, w: Tensor, factor: float) -> tu
 def _join(means: Tensor, log_sums: Tensor, others: Tensor, logarithms: Tensor) -> tuple[Tensor, Tensor]:
     """Means over the keys of both, and the logarithms of both sums together."""
     both = torch.logaddexp(log_sums, logarithms)
-    finite = both.masked_fill(both == -torch.inf, 0.0)
-    share, other_share = ((x - finite).exp().unsqueeze(-1) for x in (log_sums, logarithms))
+    reference = finite(both)
+    share, other_share = ((x - reference).exp().unsqueeze(-1) for x in (log_sums, logarithms))
     return share * means + other_share * others, both
 
 
@@ -96,7 +105,7 @@ def _read_rows(tokens: Tokens, part: slice, w: Tensor, means: Tensor, log_sums: 
     """The outputs of some queries, one list of rows per key head."""
     rows = _widen(fold(wide(tokens.q[..., part, :]), tokens.k.shape[1]), tokens)
     factor = math.sqrt(abs(tokens.scale))
-    out, logarithm = flash.attend(rows, w, means, log_sums.unsqueeze(-2), factor)
+    out, logarithm = cpu_flash.attend(rows, w, means, log_sums.unsqueeze(-2), factor)
     logarithm = logarithm.unsqueeze(-1)
     if tokens.key_mask is not None:
         blind = (log_sums == -torch.inf).all(dim=-1)[..., None, None]
@@ -115,3 +124,41 @@ def _widen(x: Tensor, tokens: Tokens) -> Tensor:
     """The kernel wants queries, keys and values equally wide; zeros change no product."""
     missing = max(tokens.q.shape[-1], tokens.v.shape[-1]) - x.shape[-1]
     return torch.nn.functional.pad(x, (0, missing)) if missing else x
+
+
+def two_softmaxes_gradients(
+    tokens: Tokens, gradient: Tensor, out: Tensor, logarithm: Tensor, state: LinearState
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Derivatives by q, k and v.
+
+    Args:
+        gradient: By the output, [batch heads q_tokens value_dim].
+        logarithm: Of each row's denominator, [batch heads q_tokens 1]; +inf: no key.
+        state: Of all keys.
+    """
+    powers = Powers(tokens, in_turns=True)
+    by_q, by_k, by_v = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in tokens[:3])
+    ones = state.sums[..., -1:]
+    means = (state.sums[..., :-1] / ones.masked_fill(ones == 0, 1.0)).flatten(0, 1)
+    sums = finite(state.log_scale + ones.mT.log()).mul_(LOG2_E).flatten(0, 1)
+    by_means, slopes = torch.zeros_like(means), torch.zeros_like(means[..., :1])
+    for part in _chunks(tokens.q):
+        g = tokens.lists(gradient, part)
+        slope = (g * tokens.lists(out, part)).sum(dim=-1, keepdim=True)
+        rows, offset = tokens.lists(tokens.q, part), tokens.lists(logarithm, part).mul(-LOG2_E)
+        p = power(powers.of_queries(rows, offset).add_(sums))
+        by = torch.baddbmm(slope, g, means.mT, beta=-1, out=powers.room("derivatives", rows)).mul_(p)
+        by_q[..., part, :] = tokens.unlist(powers.by_queries(by))
+        by_means.baddbmm_(p.mT, g)
+        slopes.baddbmm_(p.mT, slope)
+    for part in _chunks(tokens.k):
+        keys, v = tokens.key_lists(part), tokens.value_lists(part)
+        r = power(powers.of_real_keys(keys, part).sub_(sums))
+        by = torch.bmm(v, by_means.mT, out=powers.room("derivatives", keys)).sub_(slopes.mT).mul_(r)
+        by_k[..., part, :] = powers.by_keys(keys, by).view_as(by_k[..., part, :])
+        by_v[..., part, :] = torch.bmm(r, by_means).view_as(by_v[..., part, :])
+    return by_q, by_k, by_v
+
+
+def _chunks(x: Tensor) -> list[slice]:
+    return [slice(start, start + _CHUNK) for start in range(0, x.shape[-2], _CHUNK)]
