@@ -290,7 +290,7 @@ def _by_accuracy(one: Contest) -> str:
             f"{row.label}, a control" if row in one.controls else f"`{row.label}`",
             show_accuracy(row),
             "rounding" if row is one.exact else show_error(row.untrained or 0.0),
-            str(row.numbers_read),
+            str(row.floats_read),
         ]
         for row in best.values()
         if row.accuracy

@@ -8,8 +8,8 @@ from efficient_attn.errors import DataError
 RECORD_LINE_BYTES, RECORDS_BYTES, RECORDS_LINES = 1 << 22, 3 << 23, 20_000
 # Entries of one field of a record (timed calls, draws, windows), and number of options.
 SAMPLES, OPTIONS = 100_000, 1000
-# Total samples in one file.
-RECORDS_SAMPLES = 2_000_000
+# Total values in one file.
+RECORDS_VALUES = 2_000_000
 
 # Counts in records (tokens, heads, threads, answers, …); bytes; and other whole numbers, which fit into 64
 # bits.

@@ -31,7 +31,7 @@ def table_1(*, seconds: Costs = ideal, flops: Costs | None = None) -> list[Recor
         theory = ROWS[label].theory(n, d)
         records.append(
             {
-                TIME: Record(case=case, times_s=(seconds(label, n, d),) * 8, turn_sizes=(2,) * 4),
+                TIME: Record(case=case, times_s=(seconds(label, n, d),) * 8, round_sizes=(2,) * 4),
                 OPERATIONS: Record(
                     case=case,
                     flops=round(count(label, n, d)),

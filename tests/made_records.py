@@ -20,7 +20,7 @@ def costs(labels=("exact", "window"), lengths=LENGTHS):
         for power, label in enumerate(labels, start=1):
             seconds = 1e-6 * tokens * (tokens if label == "exact" else 64 * power)
             times_s = tuple(seconds * (1 + i / 1000) for i in range(9))
-            made.append(Record(case=case("time", label, tokens), times_s=times_s, turn_sizes=(3, 2, 2, 2)))
+            made.append(Record(case=case("time", label, tokens), times_s=times_s, round_sizes=(3, 2, 2, 2)))
             made.append(Record(case=case("memory", label, tokens), peak_bytes=4096 * tokens))
     return made
 

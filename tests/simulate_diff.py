@@ -71,7 +71,7 @@ def run(
     logs = CV * generator.standard_normal((cases, sum(sizes))) + np.repeat(of_rounds, CALLS, axis=1) + shift
     logs[0] += math.log(slower)
     return [
-        Record(case=_case(number), times_s=tuple(1e-3 * np.exp(own)), turn_sizes=sizes)
+        Record(case=_case(number), times_s=tuple(1e-3 * np.exp(own)), round_sizes=sizes)
         for number, own in enumerate(logs)
     ]
 

@@ -108,7 +108,7 @@ def run(generator: np.random.Generator, noise: Noise, rounds: int) -> list[Recor
             record = Record(
                 case=case("time", label, tokens),
                 times_s=tuple(times_s.ravel().tolist()),
-                turn_sizes=(CALLS,) * rounds,
+                round_sizes=(CALLS,) * rounds,
             )
             made.append(record)
     return made

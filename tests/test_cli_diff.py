@@ -73,7 +73,7 @@ def test_equal_runs_and_improvements_end_with_0(runs):
 def test_unclear_times_are_said_to_need_more_rounds(tmp_path, capsys):
     folders = []
     for name, times_s in (("old", (1e-3, 1e-3, 1e-3, 2e-3)), ("new", (1e-3, 2e-3, 2e-3, 2e-3))):
-        folders.append(write(tmp_path / name, [replace(timed(), times_s=times_s, turn_sizes=(1,) * 4)]))
+        folders.append(write(tmp_path / name, [replace(timed(), times_s=times_s, round_sizes=(1,) * 4)]))
     assert ends_with(*folders) == 0
     assert "1 unclear.\nUnclear times may be chance; more --rounds" in capsys.readouterr().out
 

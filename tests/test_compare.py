@@ -35,7 +35,7 @@ def measured(label, error, seconds=None, peak=None, spread=SPREAD, **changes):
     if seconds is not None:
         times_s = tuple(seconds * one for one in spread)
         rounds = (1,) * len(times_s)
-        made.append(Record(case=case("time", label, 512, **given), times_s=times_s, turn_sizes=rounds))
+        made.append(Record(case=case("time", label, 512, **given), times_s=times_s, round_sizes=rounds))
     if peak is not None:
         made.append(Record(case=case("memory", label, 512, **given), peak_bytes=peak))
     return made

@@ -24,7 +24,7 @@ def records(at, *, noise=0.0, seed=0, lengths=LENGTHS, samples=40, around=0):
             case = Case(kind="time", backend=label, label=label, tokens=tokens, **SHARED)
             times_s = 1e-9 * seconds * np.exp(generator.normal(0, noise, size=samples))
             rounds = (samples // 4,) * 4
-            made.append(Record(case=case, times_s=tuple(map(float, times_s)), turn_sizes=rounds))
+            made.append(Record(case=case, times_s=tuple(map(float, times_s)), round_sizes=rounds))
     return made
 
 
@@ -127,7 +127,7 @@ def test_a_round_that_was_slow_for_both_moves_no_crossover():
 
 def test_too_few_rounds_or_unknown_ones_give_a_number_without_an_interval():
     for sizes in (None, (40,), (20, 10, 10), (41, 1, 1, 1)):
-        made = [replace(one, turn_sizes=sizes) for one in records(700)]
+        made = [replace(one, round_sizes=sizes) for one in records(700)]
         (crossover,) = found(made)
         assert crossover.tokens == pytest.approx(700) and not crossover.bounded
         (table,) = crossover_tables(made)

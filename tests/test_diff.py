@@ -34,7 +34,7 @@ def timed(generator, number=0, *, calls=20, cv=0.05, turn_share=0.0, turns=4, fa
     sizes = tuple(len(part) for part in np.array_split(own, turns))
     common = np.repeat(generator.standard_normal(turns), sizes)
     logs = cv * (math.sqrt(1 - turn_share) * own + math.sqrt(turn_share) * common)
-    return Record(case=case(number), times_s=tuple(1e-3 * factor * np.exp(logs)), turn_sizes=sizes)
+    return Record(case=case(number), times_s=tuple(1e-3 * factor * np.exp(logs)), round_sizes=sizes)
 
 
 def run(generator, slow=None, factor=1.1, **fields):
@@ -90,10 +90,10 @@ def test_the_reverse_is_an_improvement():
 def test_copies_of_a_call_in_its_turn_tell_nothing_new():
     generator = np.random.default_rng(0)
     once = [timed(generator, calls=4, factor=factor) for factor in (1.0, 1.2)]
-    often = [replace(one, times_s=tuple(np.repeat(one.times_s, 9)), turn_sizes=(9,) * 4) for one in once]
+    often = [replace(one, times_s=tuple(np.repeat(one.times_s, 9)), round_sizes=(9,) * 4) for one in once]
     assert vars(only(*often)) == pytest.approx(vars(only(*once)))
     # In nine turns they would be taken for nine that are independent.
-    assert only(*often).p > 100 * only(*(replace(one, turn_sizes=(4,) * 9) for one in often)).p
+    assert only(*often).p > 100 * only(*(replace(one, round_sizes=(4,) * 9) for one in often)).p
 
 
 def test_a_run_that_is_noisier_everywhere_weighs_less_in_every_interval():

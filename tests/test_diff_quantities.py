@@ -1,18 +1,17 @@
 """Every quantity of every study is compared by `diff`, with the test that fits its scatter."""
 
 import json
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 import efficient_attn as ea
-from efficient_attn.analysis.quantities import BY_NAME, CONDITIONS, QUANTITIES, TEXTS
 from efficient_attn.errors import UnknownNameError
 from efficient_attn.experiments.diff import diff
-from efficient_attn.sweep.case import CASE_FIELDS, KINDS, Case, Record
+from efficient_attn.sweep.case import CASE_FIELDS, Case, Record
+from efficient_attn.sweep.quantity import CONDITIONS, FIELDS, KINDS, QUANTITIES
 from efficient_attn.sweep.records import line
-from efficient_attn.sweep.schema import records_schema
 
 # A kind of record that holds a quantity; all others are held by records of errors.
 KIND_OF = {
@@ -46,11 +45,13 @@ def measured(quantity, value, noise):
             record(kind, train_steps=tuple(range(1, 17)), train_seconds_s=tuple(np.cumsum(value * noise)))
         ]
     if quantity.scatter == "rounds":
-        return [record(kind, times_s=tuple(value * noise), turn_sizes=(4,) * 4)]
+        return [record(kind, times_s=tuple(value * noise), round_sizes=(4,) * 4)]
     if quantity.scatter == "seeds":
         values = [value * one for one in noise[:4]]
         entries = [(one,) if quantity.entry else one for one in values]
         return [record(kind, seed, **{quantity.field: one}) for seed, one in enumerate(entries)]
+    if quantity.type == "text":
+        return [record(kind, **{quantity.field: f"about {value}"})]
     value = round(value) if whole else value
     made = {quantity.field: (3 * value, value) if quantity.entry else value}
     if quantity.samples:
@@ -61,27 +62,24 @@ def measured(quantity, value, noise):
 
 
 def test_every_field_of_a_record_is_compared_or_says_its_part_in_the_comparison():
-    compared = {one.field for one in QUANTITIES} | {one.samples for one in QUANTITIES} - {None}
-    known = {item.name for item in fields(Record)} - {"case"}
-    assert known == compared | set(TEXTS) | set(CONDITIONS)
-    assert known == set(records_schema()["properties"]) - set(CASE_FIELDS)
-    # No field is compared and excused, and the excuses are these alone.
-    assert not compared & {*TEXTS, *CONDITIONS}
+    values = QUANTITIES.values()
+    compared = {one.field for one in values} | {one.samples for one in values} - {None}
+    assert set(FIELDS) == compared | set(CONDITIONS)
+    # No field is compared and excused, no field is one of the case, and the excuses are these alone.
+    assert not compared & {*CONDITIONS} and not FIELDS.keys() & {*CASE_FIELDS, "status", "reason"}
     assert sorted(CONDITIONS) == [
         "empty_call_s",
         "matmul_flops_per_s",
         "memory_method",
-        "reason",
-        "status",
-        "turn_sizes",
+        "round_sizes",
         "waited_s",
     ]
-    assert len(BY_NAME) == len(QUANTITIES) and not set(BY_NAME) & set(KINDS)
+    assert not {*QUANTITIES, *CONDITIONS} & set(KINDS)
 
 
-@pytest.mark.parametrize("name", BY_NAME)
+@pytest.mark.parametrize("name", QUANTITIES)
 def test_a_worse_number_of_every_quantity_is_called_worse_and_fails_where_it_was_asked_for(name):
-    quantity = BY_NAME[name]
+    quantity = QUANTITIES[name]
     small, large = (measured(quantity, value, noise) for value, noise in zip((2.0, 4.0), NOISE, strict=True))
     old, new = (small, large) if quantity.better != "more" else (large, small)
     asked = {name: 0.1}

@@ -34,7 +34,8 @@ def test_with_several_runs_the_run_is_the_unit():
     assert change.ratio == pytest.approx(math.exp(means[1].mean() - means[0].mean()), rel=0.02)
     # More rounds of the same calls show nothing new.
     often = [
-        [replace(one, times_s=one.times_s * 3, turn_sizes=one.turn_sizes * 3) for one in run_] for run_ in old
+        [replace(one, times_s=one.times_s * 3, round_sizes=one.round_sizes * 3) for one in run_]
+        for run_ in old
     ]
     assert compare_runs(often, new).changes[0].p == pytest.approx(change.p)
 

@@ -52,13 +52,15 @@ def test_the_python_on_a_page_runs_from_top_to_bottom(
         exec(compile(code, f"{page_name(page)}, block {number}", "exec"), names)
 
 
-def test_the_page_of_backends_is_what_the_table_of_backends_says(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["backends.md", "reference-quantities.md"])
+def test_a_generated_page_is_what_the_tables_say(name: str, tmp_path: Path) -> None:
     # In a process of its own: other tests put backends into the table of this one.
-    code = f"import runpy; print(runpy.run_path({str(ROOT / 'docs/generate.py')!r})['page'](), end='')"
+    run = f"runpy.run_path({str(ROOT / 'docs/generate.py')!r})"
+    code = f"import runpy; print({run}['PAGES'][{name!r}](), end='')"
     child = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, check=True
     )
-    written = (ROOT / "docs/backends.md").read_text(encoding="utf-8")
+    written = (ROOT / "docs" / name).read_text(encoding="utf-8")
     assert written == child.stdout, "run: python docs/generate.py"
 
 

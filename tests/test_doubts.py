@@ -41,13 +41,13 @@ def record(times_s=STEADY * 4, *, label="window", tokens=256, **fields):
         device="cpu",
         threads=2,
     )
-    known = {"turn_sizes": (len(times_s) // 4,) * 4, "waited_s": 0.0, "empty_call_s": 1e-7}
+    known = {"round_sizes": (len(times_s) // 4,) * 4, "waited_s": 0.0, "empty_call_s": 1e-7}
     return Record(case=case, times_s=tuple(times_s), **{**known, **fields})
 
 
 def test_a_quiet_run_raises_no_doubt():
     assert doubts([record()], {DURING: [QUIET]}) == []
-    assert doubts([record(turn_sizes=None, waited_s=None, empty_call_s=None)]) == []
+    assert doubts([record(round_sizes=None, waited_s=None, empty_call_s=None)]) == []
     assert (
         doubts([Record(case=record().case, status="error")], {DURING: [{**QUIET, "others_share": 1.0}]}) == []
     )
@@ -71,7 +71,7 @@ OF_RECORDS = {
         "CPU contention: threads of window at 256 tokens waited for a processor up to 20% of the time; use",
     ),
     "few rounds": (
-        record([1.0] * 50, turn_sizes=(20, 20, 10)),
+        record([1.0] * 50, round_sizes=(20, 20, 10)),
         "Few rounds: window at 256 tokens had fewer than 4, too few for an interval; use --rounds 4 or more.",
     ),
 }
@@ -102,7 +102,7 @@ def test_what_the_machine_did_during_the_run_is_told(found, sentence):
 
 def test_a_point_that_was_cut_short_and_a_long_list_of_points_are_told_briefly():
     whole = [record(tokens=tokens, empty_call_s=1.0) for tokens in (16, 32, 64, 128)]
-    short = record(STEADY * 2, label="slow", turn_sizes=(7, 7))
+    short = record(STEADY * 2, label="slow", round_sizes=(7, 7))
     told = doubts([*whole, short])
     assert "window at 16, 32, 64 tokens and 1 more point;" in told[0]
     assert told[1].startswith("Few rounds: slow at 256 tokens")
@@ -117,7 +117,7 @@ def test_a_point_that_was_cut_short_and_a_long_list_of_points_are_told_briefly()
 )
 def test_an_environment_that_makes_no_sense_raises_no_doubt_and_no_error(broken):
     assert doubts([record()], {DURING: broken}) == []
-    assert doubts([record(turn_sizes=(1.5, None, 3, 4))], {DURING: broken}) == []
+    assert doubts([record(round_sizes=(1.5, None, 3, 4))], {DURING: broken}) == []
 
 
 def test_doubts_are_in_the_notes_of_a_run_and_again_when_its_files_are_read(

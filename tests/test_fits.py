@@ -119,13 +119,13 @@ def record(label, tokens, times_s, **changes):
         threads=1,
         **changes,
     )
-    return Record(case=case, times_s=tuple(times_s), turn_sizes=(1,) * len(times_s))
+    return Record(case=case, times_s=tuple(times_s), round_sizes=(1,) * len(times_s))
 
 
 def test_a_time_is_the_median_over_rounds_with_the_interval_of_rounds_and_not_of_calls():
     # A thousand calls of a round are one sample.
     once = record("exact", 100, [1.0, 1.1, 1.2, 1.3])
-    often = replace(once, times_s=tuple(np.repeat(once.times_s, 250).tolist()), turn_sizes=(250,) * 4)
+    often = replace(once, times_s=tuple(np.repeat(once.times_s, 250).tolist()), round_sizes=(250,) * 4)
     assert call_time(often)[:3] == pytest.approx(call_time(once)[:3])
     median, low, high, samples = call_time(often)
     assert median == pytest.approx(1.15) and samples == 1000 and low * high == pytest.approx(median**2)
@@ -139,7 +139,7 @@ def test_a_time_is_the_median_over_rounds_with_the_interval_of_rounds_and_not_of
 
 @pytest.mark.parametrize("sizes", [None, (6,), (2, 2, 2), (3, 3, 3), (1,) * 5, (1, 1, 3, -1, 2), (True,) * 6])
 def test_a_time_without_four_known_rounds_has_no_interval(sizes):
-    one = replace(record("exact", 100, [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]), turn_sizes=sizes)
+    one = replace(record("exact", 100, [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]), round_sizes=sizes)
     assert call_time(one) == (3.5, None, None, 6)
     (curve,) = curves([one], "time_s")
     assert curve.points[0].low is curve.points[0].high is None
@@ -150,7 +150,7 @@ def test_the_ratio_of_two_times_is_taken_round_by_round():
     own, its = record("window", 100, rounds), record("exact", 100, [2 * time_s for time_s in rounds])
     assert time_ratio(own, its)[:3] == pytest.approx((2, 2, 2))
     # A run that was cut short lacks the last rounds.
-    short = replace(own, times_s=own.times_s[:4], turn_sizes=(1,) * 4)
+    short = replace(own, times_s=own.times_s[:4], round_sizes=(1,) * 4)
     assert time_ratio(short, its)[:3] == pytest.approx((2, 2, 2))
     assert time_ratio(record("window", 100, rounds[:3]), its)[1:3] == (None, None)
 

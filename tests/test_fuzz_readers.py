@@ -27,7 +27,7 @@ pytest.importorskip("efficient_attn_cli", reason="needs an installation, if only
 from efficient_attn_cli.main import main
 from efficient_attn_cli.plan import _read
 
-FIXTURE = Path(__file__).parent / "fixtures" / "schema-1"
+FIXTURE = Path(__file__).parent / "fixtures" / "schema-2"
 RECORDS = (FIXTURE / "records.jsonl").read_bytes()
 ENVIRONMENT = (FIXTURE / "environment.json").read_bytes()
 ROWS = [json.loads(text) for text in RECORDS.splitlines()]

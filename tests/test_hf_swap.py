@@ -271,7 +271,7 @@ def test_a_run_is_written_read_drawn_tabled_told_and_compared(encoder, tmp_path)
     kinds = [record.case.kind for record in results.records]
     assert (kinds.count("time"), kinds.count("memory")) == (6, 6)
     timed = [record for record in results.records if record.case.kind == "time"]
-    assert all(len(r.turn_sizes) == 2 and len(r.times_s) == sum(r.turn_sizes) >= 4 for r in timed)
+    assert all(len(r.round_sizes) == 2 and len(r.times_s) == sum(r.round_sizes) >= 4 for r in timed)
     assert all(r.peak_bytes > 0 for r in results.records if r.case.kind == "memory")
     again = ea.read(tmp_path / "a")
     assert again.records == results.records

@@ -16,6 +16,7 @@ from test_report import Page
 from efficient_attn.experiments import redraw
 from efficient_attn.experiments.results import read
 from efficient_attn.report.files import slug, write
+from efficient_attn.sweep.quantity import FIELDS
 from efficient_attn.sweep.records import Record
 
 PAYLOADS = (
@@ -53,9 +54,8 @@ def with_texts(path, replacement):
         Record(case=case("memory", "other", 256), status="crash", reason="reason"),
         Record(case=case("error", "other", 64, of="output"), status="error", reason="reason"),
     ]
-    texts = {
-        field.name for field in (*fields(Record), *fields(type(failed[0].case))) if "str" in str(field.type)
-    }
+    texts = {field.name for field in fields(failed[0].case) if "str" in str(field.type)} | {"reason"}
+    texts |= {name for name, field in FIELDS.items() if field.type == "text"}
     path.mkdir(parents=True)
     with open(path / "records.jsonl", "w", encoding="ascii") as file:
         for record in [

@@ -32,7 +32,7 @@ def timed(rounds):
         Record(
             case=case("time", label, tokens),
             times_s=tuple(1e-6 * tokens * noise(tokens, sum(sizes))),
-            turn_sizes=sizes,
+            round_sizes=sizes,
             waited_s=0.0,
             empty_call_s=1e-7,
         )
@@ -127,7 +127,7 @@ def test_a_time_in_many_rounds_keeps_the_first_calls_of_each():
     part = Record(case=case("time"), times_s=tuple(float(n) for n in range(1, 1001)), waited_s=1.0)
     whole, cut = joined([part] * 100), joined([part] * 260)
     assert len(whole.times_s) == 100_000 and whole.waited_s == 100
-    assert cut.turn_sizes == (384,) * 260 and cut.times_s[:3] == (1.0, 2.0, 3.0)
+    assert cut.round_sizes == (384,) * 260 and cut.times_s[:3] == (1.0, 2.0, 3.0)
     # Threads waited for all calls, of which 384 of 1000 are left.
     assert cut.waited_s == pytest.approx(260 * 0.384)
     assert len(line(cut)) < limits.RECORD_LINE_BYTES

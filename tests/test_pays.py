@@ -29,7 +29,7 @@ def records(of, label, cost, *, lengths=LENGTHS, scatter=0.001, **changes):
         # Rounds in which exact attention is slow are those in which the others are fast.
         rounds = range(9) if label == "exact" else reversed(range(9))
         times_s = tuple(1e-9 * cost(tokens) * (1 + scatter * (i - 4)) for i in rounds)
-        made.append(Record(case=case, times_s=times_s, turn_sizes=(1,) * 9))
+        made.append(Record(case=case, times_s=times_s, round_sizes=(1,) * 9))
     return made
 
 
@@ -121,7 +121,7 @@ def test_a_crossover_between_lengths_is_told_only_where_the_last_length_is_clear
 
 
 def test_too_few_rounds_decide_nothing():
-    made = [replace(one, turn_sizes=(3, 3, 3)) for one in attention()]
+    made = [replace(one, round_sizes=(3, 3, 3)) for one in attention()]
     (told,) = pay_sentences(made)
     assert told == (
         f"{WINDOW} from where it pays is unclear; at 16384 it is unclear whether it is faster "

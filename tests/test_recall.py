@@ -13,7 +13,7 @@ from efficient_attn.errors import DtypeError
 from efficient_attn.experiments.results import Results, read
 from efficient_attn.studies.recall import measure as recall_training
 from efficient_attn.studies.recall.analysis import accuracy_of, agreement, contests, wilson
-from efficient_attn.studies.recall.measure import MEAN, learner, numbers_read
+from efficient_attn.studies.recall.measure import MEAN, floats_read, learner
 from efficient_attn.studies.recall.tables import sentences as recall_sentences
 from efficient_attn.studies.recall.tables import tables as recall_tables
 from efficient_attn.studies.recall.task import LEARNED, TESTED, Course, Task
@@ -62,7 +62,7 @@ def learned(label, accuracies=(0.5, 0.52, 0.48), error=0.3, **changes):
         "output_relative_error": error,
         "answers": 1000,
         "chance": 0.25,
-        "numbers_read": 64,
+        "floats_read": 64,
         **changes,
     }
     options = {"window": 9} if label == "window(window=9)" else {"num_features": 8}
@@ -73,8 +73,8 @@ def learned(label, accuracies=(0.5, 0.52, 0.48), error=0.3, **changes):
     ]
 
 
-EXACT = learned("exact", (0.99, 1.0, 1.0), 1e-7, numbers_read=336)
-MEAN_OF_V = learned("mean of V", (0.25, 0.24, 0.26), 0.5, numbers_read=8)
+EXACT = learned("exact", (0.99, 1.0, 1.0), 1e-7, floats_read=336)
+MEAN_OF_V = learned("mean of V", (0.25, 0.24, 0.26), 0.5, floats_read=8)
 BLIND = learned("window(window=9)", (0.26, 0.25, 0.24), 0.9)
 ALL = [
     *EXACT,
@@ -207,9 +207,9 @@ def test_the_control_window_sees_no_pair_and_a_wider_one_does(causal):
         ("window", {"window": 1}, 2 * 8),
     ],
 )
-def test_numbers_read_are_those_of_keys_and_values_or_of_the_state(name, options, numbers):
+def test_floats_read_are_those_of_keys_and_values_or_of_the_state(name, options, numbers):
     built = ea.build(name, head_dim=8, num_heads=2, max_tokens=TASK.tokens, **options)
-    assert numbers_read(built, asked()) == numbers
+    assert floats_read(built, asked()) == numbers
 
 
 @pytest.fixture

@@ -1,8 +1,11 @@
 """Records: strict JSON lines that survive being cut off."""
 
+import copy
 import dataclasses
 import json
+import pickle
 
+import numpy as np
 import pytest
 
 from efficient_attn.errors import DataError
@@ -34,7 +37,7 @@ def test_what_is_appended_is_read_again(tmp_path):
 def test_a_line_is_flat_but_for_options_and_leaves_out_what_was_not_measured():
     row = json.loads(line(RECORD))
     assert [name for name, value in row.items() if isinstance(value, dict)] == ["options"]
-    assert row["schema"] == 1 and row["tokens"] == 256 and row["times_s"] == [0.25, 0.5]
+    assert row["schema"] == 2 and row["tokens"] == 256 and row["times_s"] == [0.25, 0.5]
     assert "peak_bytes" not in row
 
 
@@ -61,10 +64,10 @@ def with_field(name, value):
     [
         ("{", "line 1 is no strict JSON"),
         ("[1]", "is no JSON object"),
-        ('{"schema": 2}', "has schema 2, written by a newer efficient-attn; this one reads 1 to 1"),
-        ('{"schema": 0}', "has schema '0'; this version reads 1 to 1"),
-        ('{"schema": true}', "has schema 'True'; this version reads 1 to 1"),
-        ('{"schema": "1"}', "has schema '1'; this version reads 1 to 1"),
+        ('{"schema": 3}', "has schema 3, written by a newer efficient-attn; this one reads 1 to 2"),
+        ('{"schema": 0}', "has schema '0'; this version reads 1 to 2"),
+        ('{"schema": true}', "has schema 'True'; this version reads 1 to 2"),
+        ('{"schema": "1"}', "has schema '1'; this version reads 1 to 2"),
         ('{"schema": 1}', "has kind 'None'; known: time, memory"),
         ('{"schema": 1, "kind": "time"}', "has status 'None'; known: ok, unsupported"),
         ('{"schema": 1, "kind": "speed"}', "has kind 'speed'; known: time, memory"),
@@ -88,9 +91,9 @@ def with_field(name, value):
         (with_field("threads", True), "threads cannot be 'True'"),
         (with_field("seed", 1.0), "seed cannot be '1.0'"),
         (with_field("causal", 1), "causal cannot be '1'"),
-        (with_field("turn_sizes", [1.0]), r"turn_sizes cannot be '\[1.0\]'"),
-        (with_field("turn_sizes", [True]), r"turn_sizes cannot be '\[True\]'"),
-        (with_field("turn_sizes", [None]), r"turn_sizes cannot be '\[None\]'"),
+        (with_field("round_sizes", [1.0]), r"round_sizes cannot be '\[1.0\]'"),
+        (with_field("round_sizes", [True]), r"round_sizes cannot be '\[True\]'"),
+        (with_field("round_sizes", [None]), r"round_sizes cannot be '\[None\]'"),
         (with_field("train_steps", [2**62]), "train_steps cannot be"),
         (with_field("answers", 2**62), "answers cannot be"),
         (with_field("peak_bytes", 2**62), "peak_bytes cannot be"),
@@ -106,6 +109,54 @@ def test_what_is_no_record_is_refused_with_its_line(tmp_path, text, message):
     path.write_text(f"{text}\n")
     with pytest.raises(DataError, match=message):
         read(path)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        line(RECORD)[:-1] + ', "tokens" : 256}',
+        line(RECORD)[:-1] + ', "label": "a:b", "label" : "a:b"}',
+        line(RECORD)[:-1] + ', "watts": {"a": 1, "a": 2}}',
+        line(RECORD)[:-1] + ', "watts": 1e999}',
+        line(RECORD)[:-1] + ', "watts": NaN}',
+    ],
+)
+def test_a_line_is_strict_in_every_spelling_and_in_fields_of_later_versions(text):
+    with pytest.raises(DataError, match="It is no strict JSON"):
+        parse(text.encode(), "It")
+
+
+def test_names_with_colons_and_half_characters_and_a_byte_order_mark_are_read():
+    odd = Record(case=dataclasses.replace(CASE, label='a": "b', options={"x:y": "z:"}), reason="why: \\")
+    assert parse(line(odd).encode(), "It") == odd
+    assert parse(b"\xef\xbb\xbf" + line(RECORD).encode(), "It") == RECORD
+    half = line(RECORD).replace('"window"', r'"\ud800"').encode()
+    assert parse(half, "It").case.backend == "\ud800"
+    with pytest.raises(DataError, match="It is no strict JSON"):
+        parse(line(RECORD).encode().replace(b'"window"', b'"\xff"'), "It")
+
+
+def test_a_record_has_every_declared_quantity_and_no_other():
+    record = Record(case=CASE, accuracy=0.9, times_s=None)
+    assert record.accuracy == 0.9 and record.times_s is None and record.measured == {"accuracy": 0.9}
+    assert dataclasses.replace(record, accuracy=None, chance=0.5) == Record(case=CASE, chance=0.5)
+    assert pickle.loads(pickle.dumps(record)) == copy.deepcopy(record) == record
+    assert len({record, copy.copy(record), RECORD}) == 2
+    with pytest.raises(TypeError, match="No quantity of a record is called 'acuracy'"):
+        Record(case=CASE, acuracy=0.9)
+    with pytest.raises(AttributeError, match="Did you mean 'accuracy'"):
+        _ = record.acuracy
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        record.accuracy = 1.0
+
+
+def test_numbers_of_numpy_are_written_as_numbers():
+    made = Record(
+        case=CASE, output_mse=np.float64(0.5), output_mse_draws=(np.float64("inf"), np.float64(0.1))
+    )
+    row = json.loads(line(made))
+    assert row["output_mse"] == 0.5 and row["output_mse_draws"] == [None, 0.1]
+    assert row["reason"] == "not a finite number: output_mse_draws"
 
 
 def test_fields_of_later_versions_are_ignored(tmp_path):

@@ -34,7 +34,7 @@ def test_verdicts_against_both_kinds_of_softmax() -> None:
 
 def test_a_cost_is_less_only_if_the_intervals_say_so() -> None:
     slow, fast, wide, even = (
-        replace(table_1()[-1], times_s=times, turn_sizes=(1,) * 8)
+        replace(table_1()[-1], times_s=times, round_sizes=(1,) * 8)
         for times in ((3.0,) * 8, (1.0,) * 8, (0.5, 5.0) * 4, (2.0, 3.0) * 4)
     )
     assert verdicts.costs_less(fast, slow) is True

@@ -30,7 +30,7 @@ def table_3(dense: Ratio, fused: Ratio, *, lengths: Sequence[int] = (512, 1024, 
                 "exact-dense": dense,
             }[case.backend](case.tokens)
         )
-        timed = {"times_s": (cost,) * 6, "turn_sizes": (1,) * 6}
+        timed = {"times_s": (cost,) * 6, "round_sizes": (1,) * 6}
         values = timed if case.kind == "time" else {"peak_bytes": round(1000 * cost)}
         records.append(Record(case=case, **values))
     return records

@@ -94,7 +94,7 @@ def test_attention_is_faster_than_recurrence_where_it_was() -> None:
         replace(
             record,
             times_s=tuple((record.times_s[0] * generator.permutation(factors)).tolist()),
-            turn_sizes=(1,) * 6,
+            round_sizes=(1,) * 6,
         )
         if record.times_s
         else record

@@ -43,7 +43,7 @@ def records(labels=("exact", "window"), lengths=(256, 512, 1024, 2048)):
             options = {"window": 33} if label == "window" else {}
             time = case("time", label, tokens, options=options)
             times_s = tuple(seconds * (1 + i / 1000) for i in range(9))
-            made.append(Record(case=time, times_s=times_s, turn_sizes=(3, 2, 2, 2)))
+            made.append(Record(case=time, times_s=times_s, round_sizes=(3, 2, 2, 2)))
             memory = case("memory", label, tokens, options=options)
             made.append(Record(case=memory, peak_bytes=4096 * tokens, parameter_bytes=0))
     return made

@@ -1,7 +1,7 @@
 """The published schema of a record, and files of every schema that was ever released."""
 
 import json
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 
 import efficient_attn as ea
 from efficient_attn.errors import DataError
-from efficient_attn.sweep import records
-from efficient_attn.sweep.case import SPANS
-from efficient_attn.sweep.records import KINDS, SCHEMA, STATUSES, Case, Record, line, parse
-from efficient_attn.sweep.schema import records_schema
+from efficient_attn.sweep import quantity, records, schema
+from efficient_attn.sweep.case import CASE_FIELDS, SCHEMA, STATUSES, Case, Record
+from efficient_attn.sweep.quantity import FIELDS, KINDS
+from efficient_attn.sweep.records import line, parse
+from efficient_attn.sweep.schema import quantities_table, records_schema
 
 FIXTURES = Path(__file__).parent / "fixtures"
 JSON_TYPES = {
@@ -51,6 +52,8 @@ CHECKS = {
     "minimum": lambda value, wanted, schema: not of_type(value, ["number"]) or value >= wanted,
     "maximum": lambda value, wanted, schema: not of_type(value, ["number"]) or value <= wanted,
     "items": lambda value, wanted, schema: value is None or all(valid(item, wanted) for item in value),
+    "maxItems": lambda value, wanted, schema: value is None or len(value) <= wanted,
+    "maxProperties": lambda value, wanted, schema: len(value) <= wanted,
     "required": lambda value, wanted, schema: set(wanted) <= set(value),
     "properties": lambda value, wanted, schema: all(
         valid(item, wanted[name]) for name, item in value.items() if name in wanted
@@ -64,22 +67,22 @@ def strictly(text):
 
 
 def test_the_schema_names_every_field_of_a_record_and_no_other():
-    known = {item.name for item in (*fields(Case), *fields(Record))} - {"case"}
     listed = records_schema()["properties"]
-    assert set(listed) == known, "describe new fields in efficient_attn/sweep/records.schema.json"
+    assert set(listed) == {*CASE_FIELDS, "status", "reason", *FIELDS}
+    assert len(listed) == len(CASE_FIELDS) + 2 + len(FIELDS)
     assert all(item["description"] for item in listed.values())
-    assert listed["kind"]["enum"] == list(KINDS) and listed["status"]["enum"] == list(STATUSES)
+    assert listed["kind"]["enum"] == list(KINDS) and set(listed["status"]["enum"]) == set(STATUSES)
     assert listed["schema"]["const"] == SCHEMA and ea.records_schema() == records_schema()
+    known = {"schema", "kind", "backend", "label", "num_heads", "head_dim", "tokens", "dtype", "device"}
+    assert set(records_schema()["required"]) == known | {"threads", "status"}
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("status", STATUSES)
 def test_every_kind_of_record_is_valid_and_strict_whatever_was_measured(kind, status):
     broken = float("nan")
-    measured = {item.name: 1 for item in fields(Record) if "int" in str(item.type)}
-    measured |= {item.name: (1, 2) for item in fields(Record) if "tuple[int" in str(item.type)}
-    measured |= {item.name: broken for item in fields(Record) if str(item.type).startswith("float")}
-    measured |= {item.name: (1.0, float("inf")) for item in fields(Record) if "tuple[float" in str(item.type)}
+    values = {"whole number": 1, "whole numbers": (1, 2), "number": broken, "numbers": (1.0, float("inf"))}
+    measured = {name: values.get(field.type) for name, field in FIELDS.items()}
     case = replace(CASE, kind=kind, options={"a": 1, "b": "c", "d": None, "e": broken})
     for record in (
         Record(case=case, status=status, reason="because"),
@@ -110,10 +113,35 @@ def test_the_reader_accepts_exactly_what_the_schema_does(name, value):
     assert accepted == valid(row, records_schema())
 
 
-@pytest.mark.parametrize("name", SPANS)
+def span(name):
+    """Smallest and largest whole number of a field, or of its entries; None for other fields."""
+    listed = records_schema()["properties"][name]
+    listed = listed.get("items", listed)
+    return (listed["minimum"], listed["maximum"]) if "integer" in listed.get("type", ()) else None
+
+
+@pytest.mark.parametrize(
+    ("name", "least", "most"),
+    [
+        ("tokens", 1, 2**40),
+        ("layers", 1, 2**40),
+        ("layer", 0, 2**40),
+        ("seed", 0, 2**63 - 1),
+        ("flops", 0, 2**63 - 1),
+        ("peak_bytes", 0, 2**50),
+        ("round_sizes", 0, 2**40),
+    ],
+)
+def test_whole_numbers_have_the_range_of_what_they_count(name, least, most):
+    assert span(name) == (least, most)
+
+
+@pytest.mark.parametrize(
+    "name", [n for n in records_schema()["properties"] if n not in ("schema", "options") and span(n)]
+)
 def test_reader_and_schema_agree_on_the_range_of_every_whole_number(name):
     listed = records_schema()["properties"][name]
-    least, most = SPANS[name]
+    least, most = span(name)
     allowed = dict.fromkeys((least, most), True) | dict.fromkeys((least - 1, most + 1, 2.0**62), False)
     for value, fits in allowed.items():
         row = {**json.loads(line(Record(case=CASE))), name: [value] if "items" in listed else value}
@@ -147,8 +175,43 @@ def test_files_of_every_released_schema_are_read_tabled_told_and_compared(folder
         assert valid(strictly(text), {**records_schema(), "properties": {}})
 
 
-def test_a_row_of_an_older_schema_is_read_as_one_of_this(monkeypatch):
-    old = line(Record(case=CASE)).replace('"tokens"', '"length"').encode()
-    monkeypatch.setattr(records, "SCHEMA", 2)
-    monkeypatch.setattr(records, "_UPGRADES", {1: lambda row: {**row, "tokens": row["length"]}})
-    assert parse(old, "It") == Record(case=replace(CASE, schema=2))
+def test_a_row_of_an_older_schema_is_read_as_one_of_this():
+    old = {**json.loads(line(Record(case=CASE))), "schema": 1, "turn_sizes": [3, 2], "numbers_read": 7}
+    read = parse(json.dumps(old).encode(), "It")
+    assert read == Record(case=CASE, round_sizes=(3, 2), floats_read=7) and read.case.schema == SCHEMA
+    with pytest.raises(DataError, match="round_sizes cannot be"):
+        parse(json.dumps({**old, "turn_sizes": [-1]}).encode(), "It")
+
+
+def test_a_new_quantity_needs_a_declaration_alone():
+    tables = [dict(one) for one in (quantity.QUANTITIES, FIELDS, KINDS)]
+    with pytest.raises(TypeError, match="No quantity of a record is called 'energy_j'"):
+        Record(case=CASE, energy_j=2.5)
+    try:
+        declared = quantity.Quantity(
+            name="energy_j", unit="J", meaning="Energy of a call.", scatter="draws", samples="energy_j_draws"
+        )
+        quantity.register(declared, declared, kinds={"energy": "energy of a call"})
+        made, more = (
+            Record(
+                case=replace(CASE, kind="energy"),
+                energy_j=2.5 * factor,
+                energy_j_draws=tuple(2.5 * factor + n for n in (-0.1, 0.0, 0.0, 0.1)),
+            )
+            for factor in (1, 2)
+        )
+        assert parse(line(made).encode(), "It") == made and made.energy_j_draws[2] == 2.5
+        with pytest.raises(DataError, match="It: energy_j cannot be 'much'"):
+            parse(line(made).replace('_j": 2.5', '_j": "much"').encode(), "It")
+        assert records_schema()["properties"]["energy_j"]["description"] == "Energy of a call."
+        assert "| `energy_j` | J | Energy of a call. | less | draws |" in quantities_table()
+        found = ea.diff(ea.Results([made]), ea.Results([more]), fail_on={"energy_j": 0.1})
+        assert [one.quantity for one in found.regressions] == ["energy_j"]
+        other = replace(declared, unit="kWh")
+        with pytest.raises(RuntimeError, match="Two quantities are called 'energy_j'"):
+            quantity.register(other)
+    finally:
+        for table, before in zip((quantity.QUANTITIES, FIELDS, KINDS), tables, strict=True):
+            table.clear()
+            table.update(before)
+        schema._measured_type.cache_clear()

@@ -22,12 +22,13 @@ from efficient_attn.sweep.records import read
 INIT = '''
 """Sums of numbers, as fast as this process adds them."""
 
-from efficient_attn.analysis.quantities import BY_NAME
 from efficient_attn.studies.study import Study
+from efficient_attn.sweep.quantity import QUANTITIES
 
 from .plan import plan
 
-STUDY = Study(name="sums", plan=plan, folder=__name__, quantities=(BY_NAME["accuracy"], BY_NAME["flops"]))
+_QUANTITIES = (QUANTITIES["accuracy"], QUANTITIES["flops"])
+STUDY = Study(name="sums", plan=plan, folder=__name__, quantities=_QUANTITIES)
 '''
 
 PLAN = '''

@@ -31,7 +31,7 @@ def measured(label, error, seconds=None, **more):
         # Rounds in which exact attention is slow are those in which the others are fast.
         times_s = tuple(seconds * one for one in (SPREAD if label == "exact" else SPREAD[::-1]))
         made.append(
-            Record(case=case("time", label, 512, **PLACE), times_s=times_s, turn_sizes=(1,) * 9, **more)
+            Record(case=case("time", label, 512, **PLACE), times_s=times_s, round_sizes=(1,) * 9, **more)
         )
     return made
 
@@ -143,7 +143,7 @@ def swapped(label, distance, seconds=0.01, **more):
     times_s = tuple(seconds * one for one in (SPREAD if label == OWN else SPREAD[::-1]))
     return [
         Record(case=case("swap", label, 64, **shared), **kept),
-        Record(case=case("time", label, 64, **shared), times_s=times_s, turn_sizes=(1,) * 9),
+        Record(case=case("time", label, 64, **shared), times_s=times_s, round_sizes=(1,) * 9),
     ]
 
 

@@ -2,12 +2,11 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
-from efficient_attn.analysis.quantities import QUANTITIES, TEXTS, Quantity
 from efficient_attn.analysis.scatter import (
     Noise,
     Side,
@@ -19,7 +18,8 @@ from efficient_attn.analysis.scatter import (
     test_values,
     times,
 )
-from efficient_attn.sweep.records import Case, Record
+from efficient_attn.sweep.case import Case, Record, replace
+from efficient_attn.sweep.quantity import QUANTITIES, Quantity
 
 REGRESSION, IMPROVEMENT, UNCHANGED = "regression", "improvement", "unchanged"
 CHANGED, UNCLEAR, UNCOMPARABLE = "changed", "unclear", "not comparable"
@@ -84,8 +84,8 @@ def compared(case: Case, old: Side, new: Side, name: str, noise: Noise) -> list[
     if all(sides):
         before, after = _to_common_step(case, *sides)
         known = _known(before) & _known(after)
-        for quantity in QUANTITIES:
-            if quantity.field in known:
+        for quantity in QUANTITIES.values():
+            if quantity.field in known and quantity.type != "text":
                 named = replace(change, quantity=quantity.name)
                 tests.append(_quantity_test(named, quantity, before, after, noise))
         tests += map(Test, _text_changes(change, before, after))
@@ -120,7 +120,7 @@ def _status_change(change: Change, old: Side, new: Side) -> Change | None:
 
 def _known(side: Side) -> set[str]:
     """Names of the fields present in a side's records."""
-    return {name for record in records_of(side) for name, value in vars(record).items() if value is not None}
+    return {name for record in records_of(side) for name in record.measured}
 
 
 def _quantity_test(change: Change, quantity: Quantity, old: Side, new: Side, noise: Noise) -> Test:
@@ -180,7 +180,7 @@ def _worst_entry(change: Change, quantity: Quantity, old: Side, new: Side) -> Te
 
 
 def _text_changes(change: Change, old: Side, new: Side) -> Iterator[Change]:
-    for name in TEXTS:
+    for name in (one.name for one in QUANTITIES.values() if one.type == "text"):
         before, after = (sorted({str(getattr(one, name)) for one in records_of(side)}) for side in (old, new))
         if before != after:
             remark = f"{', '.join(before)} → {', '.join(after)}"
@@ -189,7 +189,7 @@ def _text_changes(change: Change, old: Side, new: Side) -> Iterator[Change]:
 
 def _to_common_step(case: Case, old: Side, new: Side) -> tuple[Side, Side]:
     """Trainings cut off after the last evaluation common to all."""
-    steps = [record.train_steps or () for record in records_of((*old, *new))]
+    steps: list[tuple[int, ...]] = [record.train_steps or () for record in records_of((*old, *new))]
     if case.kind != "train" or not all(steps) or len({one[-1] for one in steps}) == 1:
         return old, new
     common = max(set.intersection(*map(set, steps)), default=None)

@@ -5,9 +5,8 @@ of how many cases are looked at: a whole comparison of equal runs is meant to se
 hundred times, and an improvement as rarely. Numbers that a case reproduces are compared as they are.
 """
 
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -23,12 +22,9 @@ from efficient_attn.analysis.change import (
     compared,
 )
 from efficient_attn.analysis.curves import Namer, namer
-from efficient_attn.analysis.quantities import BY_NAME, QUANTITIES
 from efficient_attn.analysis.scatter import Noise, Run, Side, records_of, seed_scatter, turn_middles
-from efficient_attn.sweep.case import CASE_FIELDS, KINDS, SCHEMA, Case, Record
-
-# Names of --fail-on: of quantities, and of kinds of records.
-NAMES = (*KINDS, *BY_NAME)
+from efficient_attn.sweep.case import Case, Record, replace
+from efficient_attn.sweep.quantity import KINDS, QUANTITIES
 
 # Of comparisons of equal runs so many may see a regression anywhere, and so many an improvement.
 FALSE_ALARMS = 0.01
@@ -65,6 +61,11 @@ class Comparison:
     def of(self, verdict: str) -> tuple[Change, ...]:
         """The changes with this verdict."""
         return tuple(change for change in self.changes if change.verdict == verdict)
+
+
+def names() -> tuple[str, ...]:
+    """Names of --fail-on: kinds of records, then quantities."""
+    return (*KINDS, *QUANTITIES)
 
 
 def compare(
@@ -111,9 +112,8 @@ def _by_case(runs: Sequence[Sequence[Record]]) -> _Cases:
         # Of equal cases the last record of a run counts.
         in_run: dict[str, dict[int, Record]] = {}
         for record in records:
-            case = {name: getattr(record.case, name) for name in CASE_FIELDS}
             seed = 0 if record.case.kind in _OVER_SEEDS else record.case.seed
-            key = json.dumps({**case, "label": "", "schema": SCHEMA, "seed": seed}, sort_keys=True)
+            key = replace(record.case, label="", seed=seed).key
             in_run.setdefault(key, {})[record.case.seed] = record
         for key, by_seed in in_run.items():
             found.setdefault(key, []).append(tuple(by_seed.values()))
@@ -135,7 +135,7 @@ def _noise(pairs: Sequence[tuple[Side, Side]]) -> Noise:
     """Properties of the scatter that all cases of a comparison show together."""
     seeds = {
         quantity.name: seed_scatter(quantity, (side for pair in pairs for side in pair))
-        for quantity in QUANTITIES
+        for quantity in QUANTITIES.values()
         if quantity.scatter == "seeds"
     }
     timed = [
@@ -165,7 +165,7 @@ def _judged(
 ) -> Change:
     if change.verdict != UNCHANGED or change.old is None or change.new is None:
         return change
-    quantity = BY_NAME[change.quantity]
+    quantity = QUANTITIES[change.quantity]
     threshold = thresholds.get(quantity.name, thresholds.get(change.kind, quantity.threshold))
     p = more if change.new >= change.old else less
     grew = change.new > change.old * (1 + threshold)

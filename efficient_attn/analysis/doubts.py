@@ -34,7 +34,7 @@ def doubts(records: Iterable[Record], environment: Mapping[str, Any] | None = No
     timed = [record for record in records if _timed(record)]
     if not timed:
         return []
-    most = max(len(record.turn_sizes or ()) for record in timed)
+    most = max(len(record.round_sizes or ()) for record in timed)
     told = [
         _points(
             timed,
@@ -132,7 +132,7 @@ def _few_rounds(records: Sequence[Record]) -> str | None:
 
 
 def _fewer_rounds(records: Sequence[Record], most: int) -> str | None:
-    short = [record for record in records if record.turn_sizes and len(record.turn_sizes) < most]
+    short = [record for record in records if record.round_sizes and len(record.round_sizes) < most]
     if not short:
         return None
     return (

@@ -89,7 +89,7 @@ _KEPT = "_round_times"
 
 
 def _round_times(record: Record) -> Floats:
-    times_s, sizes = record.times_s or (), record.turn_sizes or ()
+    times_s, sizes = record.times_s or (), record.round_sizes or ()
     known = all(type(size) is int and size >= 0 for size in sizes) and sum(sizes) == len(times_s)
     if not known or not all(time_s and _SHORTEST_S < time_s < _LONGEST_S for time_s in times_s):
         return np.empty(0)

@@ -13,8 +13,8 @@ from typing import NamedTuple
 import numpy as np
 
 from efficient_attn.analysis import significance
-from efficient_attn.analysis.quantities import Quantity
-from efficient_attn.sweep.case import RECORD_FIELDS, Record
+from efficient_attn.sweep.case import Record
+from efficient_attn.sweep.quantity import QUANTITIES, Quantity
 
 # The records of one case in one run, several if seeds are repetitions; and the records of all runs of a side.
 Run = Sequence[Record]
@@ -81,7 +81,7 @@ def times(samples: Iterable[float | None]) -> list[float]:
 
 def turn_middles(record: Record) -> significance.Floats:
     """Interquartile mean of the logarithms of each round of timed calls, shape (rounds,)."""
-    parts = [times(part) for part in significance.turns(record.times_s or (), record.turn_sizes)]
+    parts = [times(part) for part in significance.turns(record.times_s or (), record.round_sizes)]
     means = np.array([significance.interquartile_mean(np.log(part)) for part in parts if part])
     if len(means) <= _MOST_ROUNDS:
         return means
@@ -222,7 +222,7 @@ def _by_seed(record: Record, draws: list[float]) -> list[float]:
 
 def _draws(records: Iterable[Record]) -> int:
     """Largest number of draws in a record."""
-    names = [name for name in RECORD_FIELDS if name.endswith("_draws")]
+    names = [one.samples for one in QUANTITIES.values() if one.scatter == "draws" and one.samples]
     return max(
         (len(_by_seed(record, numbers(getattr(record, name) or ()))) for record in records for name in names),
         default=0,

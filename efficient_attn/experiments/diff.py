@@ -7,14 +7,14 @@ from statistics import median
 from typing import Any
 
 from efficient_attn.analysis.change import CHANGED, REGRESSION, Change
-from efficient_attn.analysis.diff import NAMES, Comparison, compare_runs
-from efficient_attn.analysis.quantities import QUANTITIES
+from efficient_attn.analysis.diff import Comparison, compare_runs, names
 from efficient_attn.errors import OptionError, UnknownNameError
 from efficient_attn.experiments.results import Results, read
 from efficient_attn.report.diff_table import diff_sentences, diff_tables
 from efficient_attn.report.harmless import plain
 from efficient_attn.report.table import Table, to_html
-from efficient_attn.sweep.records import Record
+from efficient_attn.sweep.case import Record
+from efficient_attn.sweep.quantity import QUANTITIES
 
 # What makes another machine of it, and what else moves numbers: names and where the environment has them.
 _MACHINE = {
@@ -58,8 +58,8 @@ class Diff:
     def __init__(
         self, old: Sequence[Results], new: Sequence[Results], fail_on: Mapping[str, float] | None
     ) -> None:
-        self.thresholds = {**{one.name: one.threshold for one in QUANTITIES}, **(fail_on or {})}
-        self.failing = tuple(NAMES if fail_on is None else fail_on)
+        self.thresholds = {**{one.name: one.threshold for one in QUANTITIES.values()}, **(fail_on or {})}
+        self.failing = tuple(names() if fail_on is None else fail_on)
         self._asked = () if fail_on is None else self.failing
         before, after = ([run.records for run in side] for side in (old, new))
         self.comparison: Comparison = compare_runs(before, after, thresholds=fail_on)
@@ -159,8 +159,8 @@ def diff(
         DataError: If a file cannot be read or holds something else.
     """
     for name, share in (fail_on or {}).items():
-        if name not in NAMES:
-            raise UnknownNameError("quantity", name, NAMES)
+        if name not in names():
+            raise UnknownNameError("quantity", name, names())
         if not 0 <= share <= 1e6:
             raise OptionError(f"fail_on: {name} is a share from 0 on, such as 10% or 0.1, not {share!r}.")
     return Diff(_runs(old, "old"), _runs(new, "new"), fail_on)

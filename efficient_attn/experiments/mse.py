@@ -3,7 +3,6 @@
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +15,10 @@ from efficient_attn.measure.environment import environment
 # Results looks for the sentences about errors here.
 from efficient_attn.report.error_sentences import PAIR_NORMS
 from efficient_attn.report.error_sentences import sentences as sentences
+from efficient_attn.sweep.case import Record, replace
 from efficient_attn.sweep.interrupt import held
 from efficient_attn.sweep.questions import Question, ask
-from efficient_attn.sweep.records import Record, append
+from efficient_attn.sweep.records import append
 from efficient_attn.sweep.run import Step
 
 DEFAULT_SIZES = (16, 32, 64, 128, 256, 512, 1024)

@@ -10,7 +10,7 @@ from efficient_attn.analysis.comparison import asked_error, comparison_rows, com
 from efficient_attn.analysis.curves import QUANTITIES
 from efficient_attn.analysis.head_errors import HEADS
 from efficient_attn.analysis.kernel import kernel_records
-from efficient_attn.analysis.rows import SAMPLES, flat_row
+from efficient_attn.analysis.rows import flat_row
 from efficient_attn.analysis.summary import summary
 from efficient_attn.analysis.swaps import swap_rows, swaps, without_swaps
 from efficient_attn.analysis.training import training_rows
@@ -34,7 +34,8 @@ from efficient_attn.report.swaps import swap_tables
 from efficient_attn.report.table import Table
 from efficient_attn.report.train_plot import TRAINING, plot_training
 from efficient_attn.report.training import training_sentences, training_tables
-from efficient_attn.sweep.case import KINDS, Record
+from efficient_attn.sweep.case import Record
+from efficient_attn.sweep.quantity import KINDS, samples
 
 # Tables, plots and sentences of errors; loaded when there are errors to show.
 _ERROR_REPORTS = (
@@ -89,8 +90,8 @@ def plot(
         return plot_kernel(records, x=x or OVER.get(y, "size"))
     if y == HEADS:
         return plot_heads(_of_kind(records, "error"))
-    if y not in SAMPLES.values():
-        raise UnknownNameError("quantity to plot", y, [*QUANTITIES, *SAMPLES.values()])
+    if y not in samples().values():
+        raise UnknownNameError("quantity to plot", y, [*QUANTITIES, *samples().values()])
     return _errors("plot")(_of_kind(records, "error"), y=y, x=x, ax=ax)
 
 

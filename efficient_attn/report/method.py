@@ -105,7 +105,7 @@ def _times(records: Sequence[Record]) -> str:
     if not timed:
         return ""
     counts = [len(record.times_s or ()) for record in timed]
-    turns = [len(record.turn_sizes) for record in timed if record.turn_sizes]
+    turns = [len(record.round_sizes) for record in timed if record.round_sizes]
     rounds = f" {_range(turns)} times" if turns else ""
     enough = all(len(round_times(record)) >= FEWEST_ROUNDS for record in timed)
     few = "" if enough else f", where there were {FEWEST_ROUNDS} rounds or more"

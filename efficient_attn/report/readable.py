@@ -1,11 +1,12 @@
 """Records as they are shown: every text one harmless line, and no longer than somebody reads."""
 
-from collections.abc import Iterable
-from dataclasses import fields, replace
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar
 
 from efficient_attn.report.harmless import plain
-from efficient_attn.sweep.records import Record
+from efficient_attn.sweep.case import Case, Record, replace
+
+_T = TypeVar("_T", Case, Record)
 
 # Files of records keep what is shortened here.
 _LONGEST_NAME, _LONGEST_REASON, _LONGEST_WORD = 80, 300, 40
@@ -30,9 +31,11 @@ def _readable(record: Record, labels: dict[str, str]) -> Record:
     if label not in labels:
         labels[label] = _unlike(short(plain(label)), label, set(labels.values()))
     # What was trained on is told by more words than other inputs.
-    case = _changed(record.case, label=labels[label], inputs=short(plain(record.case.inputs)))
+    inputs = short(plain(record.case.inputs))
+    case = _changed(record.case, record.case.row(), label=labels[label], inputs=inputs)
     reason = None if record.reason is None else short(plain(record.reason), _LONGEST_REASON)
-    return _changed(record, case=case, reason=reason)
+    texts = {**record.measured, "status": record.status}
+    return _changed(record, texts, case=case, reason=reason)
 
 
 def _unlike(shown: str, label: str, taken: set[str]) -> str:
@@ -44,12 +47,10 @@ def _unlike(shown: str, label: str, taken: set[str]) -> str:
     return wanted
 
 
-def _changed(item: Any, **values: Any) -> Any:
+def _changed(item: _T, known: Mapping[str, object], **values: Any) -> _T:
     """A copy with these values, and every other text short and plain; the item itself if nothing differs."""
     texts = {
-        field.name: short(plain(value), _LONGEST_WORD)
-        for field in fields(item)
-        if isinstance(value := getattr(item, field.name), str)
+        name: short(plain(value), _LONGEST_WORD) for name, value in known.items() if isinstance(value, str)
     }
     new = {name: value for name, value in (texts | values).items() if getattr(item, name) != value}
     return replace(item, **new) if new else item

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from efficient_attn.analysis.quantities import Quantity
 from efficient_attn.studies.plan import Plan
 from efficient_attn.studies.view import View
+from efficient_attn.sweep.quantity import Quantity, register
 
 # Options of every run, declared by `run_plan`; the Python function of a study has them too.
 _OF_A_RUN = ("out", "resume", "force_resume", "budget_s")
@@ -83,6 +83,9 @@ class Study:
     kinds: tuple[str, ...] = ()
     quantities: tuple[Quantity, ...] = ()
     budget: str | None = None
+
+    def __post_init__(self) -> None:
+        register(*self.quantities, kinds=dict.fromkeys(self.kinds, self.summary))
 
     @property
     def summary(self) -> str:

@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from efficient_attn.analysis.quantities import Quantity
 from efficient_attn.analysis.rows import flat_row
 from efficient_attn.report.drawings import Drawing, figure
 from efficient_attn.report.table import Table
 from efficient_attn.sweep.case import Record
+from efficient_attn.sweep.quantity import Quantity
 
 Environment = Mapping[str, Any]
 Plots = dict[str, Callable[[], Any]]

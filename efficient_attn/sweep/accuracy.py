@@ -2,7 +2,6 @@
 
 import copy
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from statistics import fmean
 from typing import Any
 
@@ -15,7 +14,7 @@ from efficient_attn.errors import AttentionError, OptionError, UnsupportedError
 from efficient_attn.measure import error as measure
 from efficient_attn.measure.checked import outputs_checked
 from efficient_attn.measure.parts import parts, sums
-from efficient_attn.sweep.case import SAME_INPUTS, Case, Record
+from efficient_attn.sweep.case import SAME_INPUTS, Case, Record, replace
 from efficient_attn.sweep.counting import attention_flops
 from efficient_attn.sweep.kernels import kernel_record
 from efficient_attn.sweep.questions import Question

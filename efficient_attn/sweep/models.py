@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from statistics import fmean
 from typing import Any
@@ -23,8 +23,8 @@ from efficient_attn.integrations.transformers.swapping import (
 from efficient_attn.measure import outputs as measure
 from efficient_attn.measure.checked import backends_in, outputs_checked
 from efficient_attn.measure.memory import parameter_bytes
+from efficient_attn.sweep.case import Case, Record, replace
 from efficient_attn.sweep.counting import attention_flops
-from efficient_attn.sweep.records import Case, Record
 from efficient_attn.sweep.sizes import OWN, SEED
 from efficient_attn.sweep.variants import Variant
 from efficient_attn.sweep.worker import answer, memory_of, time_of

@@ -1,34 +1,43 @@
-"""Records in files: one JSON object a line, written the moment it exists, read whatever version wrote it."""
+"""Files of records: one line of strict JSON for each, written at once, readable in every released schema."""
 
 import errno
 import itertools
-import json
+import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import MISSING
+from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
+
 from efficient_attn import limits, strict
 from efficient_attn.errors import DataError
-from efficient_attn.sweep.case import (
-    CASE_FIELDS,
-    KINDS,
-    RECORD_FIELDS,
-    SCHEMA,
-    SPANS,
-    STATUSES,
-    TYPES,
-    Case,
-    Record,
-)
+from efficient_attn.sweep.case import CASE_FIELDS, SCHEMA, STATUSES, Case, Record
+from efficient_attn.sweep.quantity import FIELDS, KINDS
+from efficient_attn.sweep.schema import measured_type, records_schema
 
 # Where somebody put a link in the place of a file of ours, what it points to is left alone.
 NO_LINK = getattr(os, "O_NOFOLLOW", 0)
 
-# A released schema stays readable for ever: what turns a row of one version into a row of the next.
-_UPGRADES: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {}
+# Fields of schema 1 that have another name since.
+_RENAMED = {"turn_sizes": "round_sizes", "numbers_read": "floats_read"}
+
+# A released schema stays readable for ever: each function turns a row of one version into one of the next.
+_UPGRADES: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {
+    1: lambda row: {_RENAMED.get(name, name): value for name, value in row.items()},
+}
+
+_REQUIRED = [
+    item.name for item in fields(Case) if item.default is MISSING and item.default_factory is MISSING
+]
+
+_KEY, _FIELD = re.compile(rb'"\s*:'), re.compile(r"`\$\.(\w+)")
+_decode = msgspec.json.Decoder().decode
+# Scalars of NumPy are floats to Python, but not to msgspec.
+_encode = msgspec.json.Encoder(enc_hook=float).encode
 
 
 class Reading(NamedTuple):
@@ -43,19 +52,26 @@ class Reading(NamedTuple):
 
 
 def line(record: Record) -> str:
-    """The record as one line of strict JSON; a number that is not finite becomes null, told in `reason`.
+    """The record as one line of strict JSON; numbers that are not finite become null, named in `reason`.
 
     Raises:
         DataError: If a field has more entries than a record may have.
     """
     row = record.row()
-    _check_samples(row, f"{record.case.label}, {record.case.tokens} tokens, {record.case.kind}")
-    broken = [name for name, value in row.items() if not strict.finite(value)]
+    _check_lengths(row, f"{record.case.label}, {record.case.tokens} tokens, {record.case.kind}")
+    broken = [name for name, value in row.items() if not _finite(value)]
     if broken:
-        row = strict.without_infinities(row)
         note = f"not a finite number: {', '.join(broken)}"
         row["reason"] = note if record.reason is None else f"{record.reason}; {note}"
-    return json.dumps(row, allow_nan=False, ensure_ascii=False)
+    return msgspec.json.format(_encode(row), indent=0).decode()
+
+
+def _finite(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return all(map(_finite, value.values()))
+    if isinstance(value, (tuple, list)):
+        return all(map(_finite, value))
+    return not isinstance(value, float) or math.isfinite(value)
 
 
 def append(path: str | Path, record: Record) -> None:
@@ -104,20 +120,17 @@ def sync_names(folder: Path) -> None:
 
 
 def read(path: str | Path) -> Reading:
-    """The records of a file; a torn last line is left out and told.
+    """The records of a file; a torn last line is left out and reported.
 
     Raises:
         DataError: If the file cannot be read, or a line other than a torn last one is no record.
     """
-    records, torn, samples = [], False, 0
+    records, torn = [], False
     try:
         for number, text in enumerate(_lines(path), start=1):
             torn = bool(text.strip()) and not text.endswith(b"\n")
             if text.strip() and not torn:
                 records.append(parse(text, f"{path}, line {number}"))
-                samples += _entries(records[-1])
-                if samples > limits.RECORDS_SAMPLES:
-                    raise _too_large(f"{path} has more than {limits.RECORDS_SAMPLES} samples and options")
     except OSError as error:
         raise DataError(f"Cannot read records from {path}: {error.strerror}.") from None
     return Reading(tuple(records), torn)
@@ -125,7 +138,7 @@ def read(path: str | Path) -> Reading:
 
 def _lines(path: str | Path) -> Iterator[bytes]:
     """The lines of a file, one at a time, as long as it can be one of ours."""
-    size = 0
+    size = values = 0
     with open(path, "rb") as file:
         for number in itertools.count(1):
             text = file.readline(limits.RECORD_LINE_BYTES + 1)
@@ -134,6 +147,10 @@ def _lines(path: str | Path) -> Iterator[bytes]:
                 raise _too_large(f"{path}, line {number} is longer than {limits.RECORD_LINE_BYTES} bytes")
             if size > limits.RECORDS_BYTES:
                 raise _too_large(f"{path} is larger than {limits.RECORDS_BYTES} bytes")
+            # Commas part all values, and take no parsing to count.
+            values += text.count(b",")
+            if values > limits.RECORDS_VALUES:
+                raise _too_large(f"{path} has more than {limits.RECORDS_VALUES} values")
             if not text:
                 return
             if number > limits.RECORDS_LINES:
@@ -146,43 +163,65 @@ def _too_large(fact: str) -> DataError:
 
 
 def parse(text: bytes, place: str) -> Record:
-    """The record of one line, whatever version wrote it; messages call where it stands `place`."""
-    row = _in_this_schema(strict.read_object(text, place), place)
-    _check_choice(row, "kind", KINDS, place)
-    _check_choice(row, "status", STATUSES, place)
-    missing = [name for name, item in CASE_FIELDS.items() if name not in row and _required(item)]
+    """The record of one line of any released schema; messages call the line `place`."""
+    row = _in_this_schema(_row(text, place), place)
+    try:
+        case, measured = msgspec.convert(row, Case), msgspec.convert(row, measured_type())
+    except msgspec.ValidationError as error:
+        raise _refusal(row, place, str(error)) from None
+    if case.kind not in KINDS or "status" not in measured:
+        raise _refusal(row, place, "")
+    times_s = measured.get("times_s")
+    if times_s and None in times_s:
+        # Null stands for a time that was not finite, as `reason` says; it is no sample.
+        measured["times_s"] = tuple(time_s for time_s in times_s if time_s is not None) or None
+    status, reason = measured.pop("status"), measured.pop("reason", None)
+    return Record(case=case, status=status, reason=reason, measured=measured)
+
+
+def _row(text: bytes, place: str) -> dict[str, Any]:
+    """The object of a line; the strict parser takes every line that may name a field twice."""
+    try:
+        row = _decode(text)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return strict.read_object(text, place)
+    if isinstance(row, dict):
+        options = row.get("options")
+        count = len(row) + (len(options) if isinstance(options, dict) else 0)
+        # Every field has a colon, so that equal numbers leave none for a second value of a field.
+        if text.count(b":") == count or len(_KEY.findall(text)) == count:
+            return row
+    return strict.read_object(text, place)
+
+
+def _refusal(row: Mapping[str, Any], place: str, message: str) -> DataError:
+    """The reason why a row is no record; `message` is msgspec's, which names the first wrong field."""
+    for name, known in (("kind", tuple(KINDS)), ("status", STATUSES)):
+        if row.get(name) not in known:
+            return DataError(f"{place} has {name} {str(row.get(name))[:40]!r}; known: {', '.join(known)}.")
+    missing = [name for name in _REQUIRED if name not in row]
     if missing:
-        raise DataError(f"{place} lacks {', '.join(missing)}.")
-    _check_samples(row, place)
-    for name, wanted in TYPES.items():
-        least, most = SPANS.get(name, (0, limits.WHOLE_NUMBER))
-        if name in row and not strict.fits(row[name], wanted, least, most):
-            wants = f"; wanted are whole numbers from {least} to {most}" if name in SPANS else ""
-            raise DataError(f"{place}: {name} cannot be {str(row[name])[:40]!r}{wants}.")
-    case = Case(**{name: row[name] for name in CASE_FIELDS if name in row})
-    if row.get("times_s") is not None:
-        # Null stands for a time that was not finite, which `reason` tells; it is no sample.
-        row["times_s"] = [time_s for time_s in row["times_s"] if time_s is not None] or None
-    row |= {name: tuple(value) for name, value in row.items() if isinstance(value, list)}
-    return Record(case=case, **{name: row[name] for name in RECORD_FIELDS if name in row})
+        return DataError(f"{place} lacks {', '.join(missing)}.")
+    _check_lengths(row, place)
+    name = _FIELD.findall(message)[0]
+    span = records_schema()["properties"][name]
+    span = span.get("items", span)
+    whole = "integer" in span.get("type", ()) and "maximum" in span
+    wants = f"; wanted are whole numbers from {span['minimum']} to {span['maximum']}" if whole else ""
+    return DataError(f"{place}: {name} cannot be {str(row[name])[:40]!r}{wants}.")
 
 
-def _check_samples(row: Mapping[str, Any], place: str) -> None:
-    lists = {name: row[name] for name in TYPES if isinstance(row.get(name), (list, tuple, dict))}
-    for name, value in lists.items():
-        most = limits.OPTIONS if isinstance(value, dict) else limits.SAMPLES
-        if len(value) > most:
-            raise DataError(f"{place}: {name} has {len(value)} entries; at most {most} are kept in a record.")
-
-
-def _entries(record: Record) -> int:
-    """Samples and options of a record."""
-    samples = sum(len(value) for value in vars(record).values() if isinstance(value, tuple))
-    return samples + len(record.case.options)
+def _check_lengths(row: Mapping[str, Any], place: str) -> None:
+    for name, value in row.items():
+        if isinstance(value, (list, tuple, dict)) and name in (*CASE_FIELDS, *FIELDS):
+            most = limits.OPTIONS if isinstance(value, dict) else limits.SAMPLES
+            if len(value) > most:
+                message = f"{name} has {len(value)} entries; at most {most} are kept in a record"
+                raise DataError(f"{place}: {message}.")
 
 
 def _in_this_schema(row: dict[str, Any], place: str) -> dict[str, Any]:
-    """The row as this version would have written it; fields that a later version added are ignored."""
+    """The row in the words of this version."""
     version = row.get("schema")
     if type(version) is not int or version < 1:
         raise DataError(f"{place} has schema {str(version)[:40]!r}; this version reads 1 to {SCHEMA}.")
@@ -192,13 +231,5 @@ def _in_this_schema(row: dict[str, Any], place: str) -> dict[str, Any]:
         )
     for older in range(version, SCHEMA):
         row = _UPGRADES[older](row)
-    return {**row, "schema": SCHEMA}
-
-
-def _check_choice(row: Mapping[str, Any], name: str, known: Sequence[str], place: str) -> None:
-    if row.get(name) not in known:
-        raise DataError(f"{place} has {name} {str(row.get(name))[:40]!r}; known: {', '.join(known)}.")
-
-
-def _required(item: Any) -> bool:
-    return item.default is MISSING and item.default_factory is MISSING
+    row["schema"] = SCHEMA
+    return row

@@ -4,16 +4,16 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from efficient_attn import limits
 from efficient_attn.measure.clock import in_turns
 from efficient_attn.sweep import worker
 from efficient_attn.sweep.amounts import show_seconds
+from efficient_attn.sweep.case import Record, replace
 from efficient_attn.sweep.estimate import Estimate, series
 from efficient_attn.sweep.interrupt import held
 from efficient_attn.sweep.plan import Entry
-from efficient_attn.sweep.records import Record
 
 Measure = Callable[..., Record]
 
@@ -236,7 +236,7 @@ def joined(parts: Sequence[Record]) -> Record:
     return replace(
         parts[0],
         times_s=tuple(time_s for times_s in kept for time_s in times_s),
-        turn_sizes=tuple(map(len, kept)),
+        round_sizes=tuple(map(len, kept)),
         waited_s=sum(waited_s) if len(waited_s) == len(parts) else None,
         empty_call_s=min(
             (part.empty_call_s for part in parts if part.empty_call_s is not None), default=None

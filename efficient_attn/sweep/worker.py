@@ -7,13 +7,12 @@ and exceptions are records too.
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 from efficient_attn.contained import contained, described, one_line
 from efficient_attn.errors import AttentionError
 from efficient_attn.measure import clock, conditions, memory
-from efficient_attn.sweep.records import Case, Record
+from efficient_attn.sweep.case import Case, Record, replace
 
 # Bounds on the number of calls per round.
 _FEWEST_CALLS, _MOST_CALLS = 1, 1000
@@ -66,7 +65,7 @@ def time_of(
     return Record(
         case=case,
         times_s=times_s,
-        turn_sizes=(len(times_s),),
+        round_sizes=(len(times_s),),
         waited_s=None if waited_s is None or waited_before_s is None else waited_s - waited_before_s,
         empty_call_s=empty_call_s,
     )

@@ -56,7 +56,7 @@ def _time(case: Case, seconds: float) -> Record:
     time_call = clock.clock(case.device)
     clock.warm_up(call, time_call, limit_s=seconds)
     times_s = clock.sample(call, time_call, seconds=seconds, least=1, most=1000)
-    return Record(case=case, times_s=times_s, turn_sizes=(len(times_s),))
+    return Record(case=case, times_s=times_s, round_sizes=(len(times_s),))
 
 
 def _operations(case: Case, seconds: float) -> Record:

@@ -1,7 +1,6 @@
 """Figure 1 of Wang et al. 2020: cumulative singular values of the attention matrices of a trained encoder."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -27,7 +26,7 @@ from efficient_attn.experiments.reproduce._parts import Part, measure_parts
 from efficient_attn.experiments.reproduction import Setting
 from efficient_attn.report.palette import GRID, INK, MUTED
 from efficient_attn.report.table import Table
-from efficient_attn.sweep.records import Case, Record
+from efficient_attn.sweep.case import Case, Record, replace
 from efficient_attn.sweep.run import Step
 
 TITLE = "Figure 1: normalised cumulative singular values of attention matrices, by layer and head"

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from statistics import fmean
 from typing import Any
@@ -26,7 +25,7 @@ from efficient_attn.experiments.reproduce._fig2 import (
 from efficient_attn.experiments.reproduce._parts import Part, measure_parts
 from efficient_attn.experiments.reproduction import Setting
 from efficient_attn.report.table import Table
-from efficient_attn.sweep.records import Case, Record
+from efficient_attn.sweep.case import Case, Record, replace
 from efficient_attn.sweep.run import Step
 from efficient_attn.theory.kernel import (
     log_mean_squared_error,

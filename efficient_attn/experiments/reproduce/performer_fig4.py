@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from statistics import fmean
 from typing import Any
@@ -17,8 +16,8 @@ from efficient_attn.experiments.reproduction import Setting
 from efficient_attn.report import error_plot
 from efficient_attn.report.error_table import describe, show_error
 from efficient_attn.report.table import Table
+from efficient_attn.sweep.case import Case, Record, replace
 from efficient_attn.sweep.questions import ask
-from efficient_attn.sweep.records import Case, Record
 from efficient_attn.sweep.run import Step
 from efficient_attn.sweep.sizes import MEAN_OF_VALUES, sized
 from efficient_attn.sweep.variants import select

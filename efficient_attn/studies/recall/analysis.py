@@ -66,7 +66,7 @@ class Learned(NamedTuple):
     step_s: Middle | None
     untrained: float | None
     state_bytes: int | None
-    numbers_read: int | None
+    floats_read: int | None
     failed: tuple[Record, ...]
 
     @property
@@ -219,7 +219,7 @@ def _row(records: list[Record]) -> Learned:
         step_s=middle(times_s) if times_s else None,
         untrained=fmean(errors) if errors else None,
         state_bytes=first.state_bytes,
-        numbers_read=first.numbers_read,
+        floats_read=first.floats_read,
         failed=tuple(r for r in records if r not in right),
     )
 

@@ -8,7 +8,6 @@ the keys and the sum of the values, whatever was learned, and nothing of which b
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from statistics import fmean
 from typing import Any
 
@@ -28,7 +27,7 @@ from efficient_attn.problem import AttentionProblem
 from efficient_attn.registry import BackendSpec, Capabilities, NoOptions
 from efficient_attn.studies.recall.task import LEARNED, TESTED, Course, Sequences, Task
 from efficient_attn.sweep.accuracy import directions_of
-from efficient_attn.sweep.records import Case, Record
+from efficient_attn.sweep.case import Case, Record, replace
 from efficient_attn.sweep.sizes import MEAN_OF_VALUES, SEED
 from efficient_attn.sweep.variants import Variant
 from efficient_attn.transformer.block import TransformerBlock
@@ -138,7 +137,7 @@ def _measured(record: Record, target: Any, course: Course) -> Record:
     record = replace(
         record,
         chance=task.chance,
-        numbers_read=numbers_read(model.backend, case),
+        floats_read=floats_read(model.backend, case),
         num_directions=directions_of(model.backend),
         parameter_bytes=memory.parameter_bytes(model.backend),
         calibrated_on=CALIBRATED_ON if calibrated else None,
@@ -205,7 +204,7 @@ def _right(model: Learner, task: Task, seed: int) -> list[bool]:
     return right
 
 
-def numbers_read(backend: Backend, case: Case) -> int | None:
+def floats_read(backend: Backend, case: Case) -> int | None:
     """How many numbers a query reads per head: keys and values, mixtures, or a state of features.
 
     These are the products of a query's side in which nothing is constant, as the backend counts its work

@@ -52,7 +52,7 @@ def _draw(axes: Any, one: Contest) -> None:
     reads, errs = axes
     styles = _styles(one)
     for series, rows in _series(one).items():
-        _line(reads, [(row.numbers_read, row) for row in rows], styles[series], series)
+        _line(reads, [(row.floats_read, row) for row in rows], styles[series], series)
         known = [(row.untrained, row) for row in rows if (row.untrained or 0) > _ROUNDING]
         _line(errs, known, styles[series], series)
     for ax in axes:

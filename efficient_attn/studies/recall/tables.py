@@ -58,7 +58,7 @@ def _table(one: Contest) -> Table:
             str(before.get(row.label, _NONE)),
             _NONE if row.untrained is None else show_error(row.untrained),
             _NONE if row.step_s is None else three_digits(row.step_s.median * 1e3),
-            _NONE if row.numbers_read is None else str(row.numbers_read),
+            _NONE if row.floats_read is None else str(row.floats_read),
             _NONE if row.state_bytes is None else show_bytes(row.state_bytes),
         )
         for row in one.rows
@@ -132,7 +132,7 @@ def _nearest(one: Contest) -> str:
     """What learned the task, the fewest numbers read first; or else what came nearest."""
     rows = [row for row in one.compared if row.accuracy and row.accuracy.mean >= _LEARNED]
     if rows:
-        rows.sort(key=lambda row: row.numbers_read or 0)
+        rows.sort(key=lambda row: row.floats_read or 0)
         which = ", ".join(_read(row) for row in rows)
         return f"At {_LEARNED:g} or more after training, what reads least first: {which}."
     if not one.compared:
@@ -145,7 +145,7 @@ def _nearest(one: Contest) -> str:
 
 
 def _read(row: Learned) -> str:
-    return row.label if row.numbers_read is None else f"{row.label} ({row.numbers_read} numbers)"
+    return row.label if row.floats_read is None else f"{row.label} ({row.floats_read} numbers)"
 
 
 def _orders(one: Contest) -> str:
