@@ -11,6 +11,9 @@ from .options import JsonToOption, as_json
 # Stands for the `--` between old and new runs, which the parser would swallow; no argument can hold it.
 _NEW_RUNS = "\0"
 
+# Entry of --fail-on without a share.
+_UNCLEAR = "unclear"
+
 RunsArgument = Annotated[
     list[str],
     typer.Argument(
@@ -21,10 +24,12 @@ FailOnOption = Annotated[
     str | None,
     typer.Option(
         "--fail-on",
-        metavar="NAME:SHARE[,…]",
-        help="Quantities or kinds that end with exit code 1 if worse: time:10%,accuracy:2%; default: all.",
+        metavar="NAME:LIMIT[,…]",
+        help="Quantities or kinds with the relative change that ends with exit code 1: time:10%,accuracy:2%; "
+        "default: all. unclear: changes that may be chance, too.",
     ),
 ]
+MarkdownOption = Annotated[bool, typer.Option("--markdown", help="Markdown for a comment on a pull request.")]
 
 
 class CommandClass(TyperCommand):
@@ -35,7 +40,12 @@ class CommandClass(TyperCommand):
         return super().parse_args(ctx, [_NEW_RUNS if one == "--" else one for one in args])
 
 
-def diff(runs: RunsArgument, fail_on: FailOnOption = None, json_to: JsonToOption = None) -> int:
+def diff(
+    runs: RunsArgument,
+    fail_on: FailOnOption = None,
+    markdown: MarkdownOption = False,
+    json_to: JsonToOption = None,
+) -> int:
     """Compare two runs, or several on each side, case by case; exit code 1 if anything became worse.
 
     Example: efficient-attn diff runs/before runs/after --fail-on time:10%
@@ -43,9 +53,14 @@ def diff(runs: RunsArgument, fail_on: FailOnOption = None, json_to: JsonToOption
     from efficient_attn.experiments.diff import diff as compare
 
     to_stdout = as_json(json_to)
-    found = compare(*_sides(runs), fail_on=None if fail_on is None else _shares(fail_on))
+    if to_stdout and markdown:
+        raise typer.BadParameter("--json and --markdown exclude each other.")
+    shares, unclear = _limits(fail_on)
+    found = compare(*_sides(runs), fail_on=shares, fail_on_unclear=unclear)
     if to_stdout:
         talk.put_json(found.as_dict())
+    elif markdown:
+        typer.echo(found.to_markdown())
     else:
         for warning in found.warnings:
             talk.put(warning)
@@ -55,7 +70,7 @@ def diff(runs: RunsArgument, fail_on: FailOnOption = None, json_to: JsonToOption
     if not found.comparison.changes:
         talk.say("Nothing to compare: no case is in both runs.")
         return exits.NOTHING_MEASURED
-    return exits.REGRESSION if found.regressions else exits.DONE
+    return exits.REGRESSION if found.failures else exits.DONE
 
 
 def _sides(runs: list[str]) -> tuple[list[str], list[str]]:
@@ -68,16 +83,20 @@ def _sides(runs: list[str]) -> tuple[list[str], list[str]]:
     return old, new
 
 
-def _shares(text: str) -> dict[str, float]:
-    """`time:10%,memory:0` as {"time": 0.1, "memory": 0.0}."""
-    shares = {}
-    for part in text.split(","):
-        kind, _, share = part.strip().partition(":")
-        number = share.strip()
+def _limits(text: str | None) -> tuple[dict[str, float] | None, bool]:
+    """`time:10%,unclear` as ({"time": 0.1}, True); without names the shares are None."""
+    shares, unclear = {}, False
+    for part in [] if text is None else text.split(","):
+        name, _, share = (piece.strip() for piece in part.partition(":"))
+        if part.strip() == _UNCLEAR:
+            unclear = True
+            continue
         try:
-            value = float(number.removesuffix("%")) / (100 if number.endswith("%") else 1)
+            value = float(share.removesuffix("%")) / (100 if share.endswith("%") else 1)
         except ValueError:
-            message = f"--fail-on {text}: write names with shares, such as time:10%,accuracy:2%."
+            message = (
+                f"--fail-on {text}: write names with shares, such as time:10%,accuracy:2%, or {_UNCLEAR}."
+            )
             raise typer.BadParameter(message) from None
-        shares[kind.strip()] = value
-    return shares
+        shares[name] = value
+    return shares or None, unclear

@@ -1,16 +1,17 @@
 """Compare runs: what became slower, larger, less accurate, or stopped working."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from efficient_attn.analysis.change import CHANGED, REGRESSION, Change
+from efficient_attn.analysis.change import CHANGED, REGRESSION, UNCLEAR, Change
 from efficient_attn.analysis.diff import Comparison, compare_runs, names
 from efficient_attn.errors import OptionError, UnknownNameError
 from efficient_attn.experiments.results import Results, read
-from efficient_attn.report.diff_table import diff_sentences, diff_tables
+from efficient_attn.report.diff_table import diff_markdown, diff_sentences, diff_tables
 from efficient_attn.report.harmless import plain
 from efficient_attn.report.table import Table, to_html
 from efficient_attn.sweep.case import Record
@@ -56,11 +57,16 @@ class Diff:
     """
 
     def __init__(
-        self, old: Sequence[Results], new: Sequence[Results], fail_on: Mapping[str, float] | None
+        self,
+        old: Sequence[Results],
+        new: Sequence[Results],
+        fail_on: Mapping[str, float] | None,
+        fail_on_unclear: bool = False,
     ) -> None:
         self.thresholds = {**{one.name: one.threshold for one in QUANTITIES.values()}, **(fail_on or {})}
         self.failing = tuple(names() if fail_on is None else fail_on)
-        self._asked = () if fail_on is None else self.failing
+        self._asked = fail_on or {}
+        self._unclear_fails = fail_on_unclear
         before, after = ([run.records for run in side] for side in (old, new))
         self.comparison: Comparison = compare_runs(before, after, thresholds=fail_on)
         self._environments = [[run.environment for run in side] for side in (old, new)]
@@ -79,9 +85,16 @@ class Diff:
     @property
     def regressions(self) -> tuple[Change, ...]:
         """Regressions that count as failures, and changes without a direction that were asked for."""
-        worse = [one for one in self.comparison.of(REGRESSION) if {one.kind, one.quantity} & {*self.failing}]
         moved = [one for one in self.comparison.of(CHANGED) if one.quantity in self._asked]
-        return tuple(worse + moved)
+        return (*self._named(REGRESSION), *moved)
+
+    @property
+    def failures(self) -> tuple[Change, ...]:
+        """Regressions, and unclear changes where these count as failures too."""
+        return (*self.regressions, *(self._named(UNCLEAR) if self._unclear_fails else ()))
+
+    def _named(self, verdict: str) -> list[Change]:
+        return [one for one in self.comparison.of(verdict) if {one.kind, one.quantity} & {*self.failing}]
 
     @property
     def warnings(self) -> list[str]:
@@ -111,6 +124,18 @@ class Diff:
         """How many comparisons ended how."""
         return diff_sentences(self.comparison)
 
+    def to_markdown(self) -> str:
+        """A comment on a pull request: verdict, failed limits, changes, numbers of other comparisons."""
+        limits = Counter(map(self._limit, self.failures))
+        return diff_markdown(self.comparison, self.failures, limits, self.warnings)
+
+    def _limit(self, change: Change) -> str:
+        """`time_s 10%`; changes of the status and unclear changes have no share."""
+        if change.quantity not in QUANTITIES or change.verdict == UNCLEAR:
+            return f"{change.quantity} {change.verdict}"
+        known = {change.quantity: self.thresholds[change.quantity], **self._asked}
+        return f"{change.quantity} {known.get(change.kind, known[change.quantity]):.3%}"
+
     def to_pandas(self) -> Any:
         """One row per comparison."""
         import pandas
@@ -124,6 +149,7 @@ class Diff:
             "fail_on": list(self.failing),
             "warnings": self.warnings,
             "regressions": [asdict(change) for change in self.regressions],
+            "failures": [asdict(change) for change in self.failures],
             "changes": [asdict(change) for change in self.comparison.changes],
             "missing": list(self.comparison.missing),
             "added": list(self.comparison.added),
@@ -144,7 +170,11 @@ class Diff:
 
 
 def diff(
-    old: Run | Sequence[Run], new: Run | Sequence[Run], *, fail_on: Mapping[str, float] | None = None
+    old: Run | Sequence[Run],
+    new: Run | Sequence[Run],
+    *,
+    fail_on: Mapping[str, float] | None = None,
+    fail_on_unclear: bool = False,
 ) -> Diff:
     """Compare two runs case by case, or the runs of two sides.
 
@@ -154,6 +184,7 @@ def diff(
         fail_on: By quantity or by kind of record, such as `time` or `accuracy`, the relative change that is a
             regression; only these count as failures then. Left out, all do: from 5 % on for numbers that
             scatter, 2 % for bits per byte, any for bytes and counts.
+        fail_on_unclear: Count changes that may be chance as failures too.
 
     Raises:
         DataError: If a file cannot be read or holds something else.
@@ -163,7 +194,7 @@ def diff(
             raise UnknownNameError("quantity", name, names())
         if not 0 <= share <= 1e6:
             raise OptionError(f"fail_on: {name} is a share from 0 on, such as 10% or 0.1, not {share!r}.")
-    return Diff(_runs(old, "old"), _runs(new, "new"), fail_on)
+    return Diff(_runs(old, "old"), _runs(new, "new"), fail_on, fail_on_unclear)
 
 
 def _runs(side: Run | Sequence[Run], name: str) -> list[Results]:

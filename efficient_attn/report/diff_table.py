@@ -1,7 +1,7 @@
 """A comparison of two runs as tables: what changed, and by how much."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from efficient_attn.analysis.change import (
     CHANGED,
@@ -13,7 +13,8 @@ from efficient_attn.analysis.change import (
     Change,
 )
 from efficient_attn.analysis.diff import Comparison
-from efficient_attn.report.table import Table
+from efficient_attn.report.harmless import markdown_line
+from efficient_attn.report.table import Table, to_markdown
 from efficient_attn.sweep.amounts import show_bytes, show_seconds
 
 # The order of the rows: the worst first.
@@ -21,6 +22,9 @@ _ORDER = (REGRESSION, IMPROVEMENT, UNCLEAR, UNCOMPARABLE, CHANGED)
 
 # Names of so many cases that only one run has are listed.
 _MOST_NAMES = 12
+
+# Rows of a comment on a pull request, which has a largest size.
+_MOST_ROWS = 40
 
 _COLUMNS = ("case", "tokens", "quantity", "verdict", "old", "new", "new / old", "95 % interval")
 
@@ -32,6 +36,31 @@ def diff_tables(found: Comparison) -> list[Table]:
         return []
     remarks = [f"{_place(one)}: {one.remark}" for one in changed if one.remark]
     return [Table("What differs", _COLUMNS, tuple(map(_row, changed)), tuple(remarks))]
+
+
+def diff_markdown(
+    found: Comparison, failures: Sequence[Change], limits: Mapping[str, int], warnings: Sequence[str]
+) -> str:
+    """Verdict, failed limits, a table of changes, and the sentences, for a comment on a pull request.
+
+    Args:
+        limits: Failed limits, with the number of failures.
+    """
+    count = len(found.changes)
+    known = {id(change) for change in failures}
+    changed = [change for verdict in (REGRESSION, IMPROVEMENT, CHANGED) for change in found.of(verdict)]
+    shown = [*failures, *(change for change in changed if id(change) not in known)]
+    verdict = (
+        f"{len(failures)} of {count} comparisons fail" if failures else f"No failure in {count} comparisons"
+    )
+    parts = [f"**{verdict}.**"]
+    if limits:
+        told = ", ".join(f"{limit} ({number})" for limit, number in limits.items())
+        parts.append(markdown_line(f"Failed limits: {told}."))
+    if shown:
+        more = (f"And {len(shown) - _MOST_ROWS} more.",) if len(shown) > _MOST_ROWS else ()
+        parts.append(to_markdown(Table("Changes", _COLUMNS, tuple(map(_row, shown[:_MOST_ROWS])), more)))
+    return "\n\n".join([*parts, *map(markdown_line, [*diff_sentences(found), *warnings])])
 
 
 def diff_sentences(found: Comparison) -> list[str]:
