@@ -133,8 +133,9 @@ class Diff:
         """`time_s 10%`; changes of the status and unclear changes have no share."""
         if change.quantity not in QUANTITIES or change.verdict == UNCLEAR:
             return f"{change.quantity} {change.verdict}"
-        known = {change.quantity: self.thresholds[change.quantity], **self._asked}
-        return f"{change.quantity} {known.get(change.kind, known[change.quantity]):.3%}"
+        own = QUANTITIES[change.quantity].threshold
+        limit = self._asked.get(change.quantity, self._asked.get(change.kind, own))
+        return f"{change.quantity} {100 * limit:.3g}%"
 
     def to_pandas(self) -> Any:
         """One row per comparison."""

@@ -46,17 +46,12 @@ def diff_markdown(
     Args:
         limits: Failed limits, with the number of failures.
     """
-    count = len(found.changes)
-    known = {id(change) for change in failures}
     changed = [change for verdict in (REGRESSION, IMPROVEMENT, CHANGED) for change in found.of(verdict)]
-    shown = [*failures, *(change for change in changed if id(change) not in known)]
-    verdict = (
-        f"{len(failures)} of {count} comparisons fail" if failures else f"No failure in {count} comparisons"
-    )
-    parts = [f"**{verdict}.**"]
+    shown = list(dict.fromkeys([*failures, *changed]))
+    parts = [f"**{len(failures) or 'None'} of {len(found.changes)} comparisons failed.**"]
     if limits:
-        told = ", ".join(f"{limit} ({number})" for limit, number in limits.items())
-        parts.append(markdown_line(f"Failed limits: {told}."))
+        listed = ", ".join(f"{limit} ({number})" for limit, number in limits.items())
+        parts.append(markdown_line(f"Failed limits: {listed}."))
     if shown:
         more = (f"And {len(shown) - _MOST_ROWS} more.",) if len(shown) > _MOST_ROWS else ()
         parts.append(to_markdown(Table("Changes", _COLUMNS, tuple(map(_row, shown[:_MOST_ROWS])), more)))
