@@ -8,7 +8,7 @@ what the algorithm needs, whatever becomes of it on a machine.
 from typing import NamedTuple
 
 
-class Step(NamedTuple):
+class MatMul(NamedTuple):
     """A matrix product of one head's forward pass, and the functions taken of its result.
 
     Attributes:
@@ -26,7 +26,7 @@ class Step(NamedTuple):
     shared: bool = False
 
 
-class Work(NamedTuple):
+class OperationCounts(NamedTuple):
     """What a backend does for one head, forward.
 
     Attributes:
@@ -35,7 +35,7 @@ class Work(NamedTuple):
         drawn: Numbers that are read and get no gradient, by all heads together.
     """
 
-    steps: tuple[Step, ...]
+    matmuls: tuple[MatMul, ...]
     learned: int = 0
     drawn: int = 0
 
@@ -50,6 +50,6 @@ def visible_pairs(tokens: int, *, back: int, ahead: int) -> int:
     return tokens + sum(tokens * side - side * (side + 1) // 2 for side in sides)
 
 
-def softmax_steps(pairs: int, head_dim: int, value_dim: int) -> tuple[Step, ...]:
+def softmax_matmuls(pairs: int, head_dim: int, value_dim: int) -> tuple[MatMul, ...]:
     """A score, its exponential and a value to add for every pair of a query and a key that it reads."""
-    return Step(pairs * head_dim, exponentials=pairs), Step(pairs * value_dim)
+    return MatMul(pairs * head_dim, exponentials=pairs), MatMul(pairs * value_dim)

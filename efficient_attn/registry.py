@@ -1,10 +1,11 @@
 """The table of backends: what each is called, what it promises, how it is built."""
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from efficient_attn.operation_counts import Work
+from efficient_attn.operation_counts import OperationCounts
 
 ALL_DTYPES = ("float64", "float32", "bfloat16", "float16")
 
@@ -79,7 +80,7 @@ class BackendSpec:
     capabilities: Capabilities
     builder: Callable[[Any, Any], Any]
     size_option: str | None = None
-    work: Callable[[Any, Any, int, int], Work] | None = None
+    operations: Callable[[Any, Any, int, int], OperationCounts] | None = None
     paper: str | None = None
 
     def flops(self, problem: Any, options: Any, tokens: int) -> int | None:
@@ -87,10 +88,10 @@ class BackendSpec:
 
         Those of the matrix products, with values as wide as keys; None where nobody counted.
         """
-        if self.work is None:
+        if self.operations is None:
             return None
-        work = self.work(problem, options, tokens, problem.head_dim)
-        return 2 * sum(step.multiply_adds for step in work.steps)
+        operations = self.operations(problem, options, tokens, problem.head_dim)
+        return 2 * sum(matmul.multiply_adds for matmul in operations.matmuls)
 
 
 SPECS: dict[str, BackendSpec] = {}
@@ -104,13 +105,20 @@ def register(
     options: type = NoOptions,
     size_option: str | None = None,
     paper: str | None = None,
-    work: Callable[[Any, Any, int, int], Work] | None = None,
+    operations: Callable[[Any, Any, int, int], OperationCounts] | None = None,
+    work: Callable[[Any, Any, int, int], OperationCounts] | None = None,
 ) -> Callable[[Callable], Callable]:
     """Add the decorated builder to the table under `name`.
+
+    Args:
+        work: Former name of `operations`, accepted for one release.
 
     Raises:
         RuntimeError: If the name is taken.
     """
+    if work is not None:
+        warnings.warn("register(work=…) is now register(operations=…).", DeprecationWarning, stacklevel=2)
+        operations = work
 
     def add(builder: Callable) -> Callable:
         if name in SPECS:
@@ -123,7 +131,7 @@ def register(
             size_option=size_option,
             capabilities=capabilities,
             builder=builder,
-            work=work,
+            operations=operations,
         )
         return builder
 

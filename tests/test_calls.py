@@ -23,7 +23,7 @@ def test_a_block_has_the_projections_and_the_feed_forward_part_of_a_transformer_
     prepared = calls.prepare(case(), "window")
     block = prepared.module
     assert isinstance(block, TransformerBlock) and block.attention.backend.spec.name == "window"
-    assert block.feed_forward.widen.weight.shape == (4 * 16, 16) and not block.training
+    assert block.feed_forward.up.weight.shape == (4 * 16, 16) and not block.training
     (x,) = prepared.inputs
     torch.testing.assert_close(prepared.call(), block(x))
     # Weights: 4 of attention and 8 of the feed-forward part, in squares of model_dim; biases 3 + 1, 4 + 1;
@@ -71,7 +71,7 @@ def test_the_ceiling_is_the_block_with_the_values_in_the_place_of_the_output():
     prepared = calls.prepare(case(CEILING), CEILING)
     block, (x,) = prepared.module, prepared.inputs
     _, _, v = torch.nn.functional.linear(x, block.attention.in_proj_weight).chunk(3, dim=-1)
-    y = block.around_attention.leave(x, block.attention.out_proj(v))
+    y = block.attention_residual.post(x, block.attention.out_proj(v))
     torch.testing.assert_close(prepared.call(), block._feed(y))
 
 
@@ -116,8 +116,8 @@ def test_weights_come_from_the_seed_of_the_case_and_leave_the_global_generator_a
     before = torch.get_rng_state()
     one, same, other = (calls.prepare(case(seed=seed), "window").module for seed in (1, 1, 2))
     assert torch.equal(torch.get_rng_state(), before)
-    assert torch.equal(one.feed_forward.widen.weight, same.feed_forward.widen.weight)
-    assert not torch.equal(one.feed_forward.widen.weight, other.feed_forward.widen.weight)
+    assert torch.equal(one.feed_forward.up.weight, same.feed_forward.up.weight)
+    assert not torch.equal(one.feed_forward.up.weight, other.feed_forward.up.weight)
 
 
 def test_attention_alone_is_the_backend_on_q_k_v():

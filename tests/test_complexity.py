@@ -11,13 +11,13 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import efficient_attn as ea
 from efficient_attn.errors import OptionError
-from efficient_attn.operation_counts import Step
+from efficient_attn.operation_counts import MatMul
 from efficient_attn.ops.linear import causal as linear_causal
 from efficient_attn.ops.linear import full as linear_full
 from efficient_attn.ops.linear.fast import causal as fast_causal
 from efficient_attn.ops.linear.features import MAPS
 from efficient_attn.problem import AttentionProblem
-from efficient_attn.theory.complexity import Cost, block_flops, call_cost, step_flops
+from efficient_attn.theory.complexity import Cost, block_flops, call_cost, matmul_flops
 
 BATCH, HEADS, KV_HEADS, TOKENS, HEAD_DIM, VALUE_DIM = 2, 4, 2, 13, 8, 5
 # Of each backend options small enough for the sizes above.
@@ -33,7 +33,7 @@ OPTIONS = {
 }
 # A transform of vectors is a product of head_dim², and some features are as many as entries or their pairs.
 BEYOND_LINEAR = {"performer-full", "linear-elu", "linear-taylor-1", "linear-taylor-2"}
-LINEAR_IN_HEAD_DIM = [n for n in ea.list_backends() if ea.spec(n).work and n not in BEYOND_LINEAR]
+LINEAR_IN_HEAD_DIM = [n for n in ea.list_backends() if ea.spec(n).operations and n not in BEYOND_LINEAR]
 PERFORMERS = ("performer-positive", "performer-trig", "performer-hyperbolic")
 
 
@@ -112,14 +112,14 @@ def test_what_a_mask_throws_away_is_not_counted(name, causal, visible, backward)
 
 def inputs_of_the_operator(name: str, **built: object) -> tuple:
     backend = ea.build(name, head_dim=HEAD_DIM, num_heads=HEADS, **OPTIONS[name], **built)
-    return tuple(backend.core._tokens(*tensors(), None))
+    return tuple(backend.core._inputs(*tensors(), None))
 
 
 @pytest.fixture
 def as_any_map(monkeypatch):
     """Features without the shortcuts that some of them allow, which the counter cannot see into."""
     for kind, feature_map in MAPS.items():
-        monkeypatch.setitem(MAPS, kind, feature_map._replace(exponents=None, waves=False))
+        monkeypatch.setitem(MAPS, kind, feature_map._replace(exponents=None, trigonometric=False))
 
 
 @pytest.mark.parametrize("name", PERFORMERS)
@@ -262,5 +262,5 @@ def test_what_nobody_counted_is_unknown_and_what_cannot_be_counted_is_refused() 
 
 
 def test_each_gradient_of_a_step_costs_a_product_as_large() -> None:
-    flops = [step_flops(Step(10, gradients=sides), backward=True) for sides in (0, 1, 2)]
+    flops = [matmul_flops(MatMul(10, gradients=sides), backward=True) for sides in (0, 1, 2)]
     assert flops == [20, 40, 60]

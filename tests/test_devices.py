@@ -7,7 +7,7 @@ import efficient_attn as ea
 from efficient_attn.errors import CalibrationError, ShapeError, UnsupportedError
 from efficient_attn.ops.linear.causal import causal_linear_attention
 from efficient_attn.ops.linear.full import full_linear_attention
-from efficient_attn.ops.linear.inputs import Tokens
+from efficient_attn.ops.linear.inputs import LinearInputs
 from efficient_attn.ops.window.operator import fused_window
 
 Q, K, V = torch.randn(3, 1, 2, 16, 8, generator=torch.Generator().manual_seed(0)).unbind()
@@ -108,7 +108,7 @@ def test_a_state_dict_is_loaded_into_a_backend_that_was_built_on_meta():
 
 def test_registered_operators_refuse_tensors_of_several_devices():
     directions = torch.randn(4, 8, device="meta")
-    tokens = Tokens(Q, K, V, None, directions, None, "positive", 1.0)
+    tokens = LinearInputs(Q, K, V, None, directions, None, "positive", 1.0)
     for attention in (full_linear_attention, causal_linear_attention):
         with pytest.raises(ShapeError, match="directions lies on meta and q on cpu"):
             attention(tokens)

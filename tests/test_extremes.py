@@ -9,7 +9,7 @@ from reference import random_mask, random_qkv, reference_linear
 import efficient_attn as ea
 from efficient_attn.ops.linear.causal import causal_linear_attention, extend_linear_attention
 from efficient_attn.ops.linear.full import full_linear_attention
-from efficient_attn.ops.linear.inputs import Tokens
+from efficient_attn.ops.linear.inputs import LinearInputs
 from efficient_attn.ops.linear.state import LinearState, merge, read, summarise
 
 NAMES = ea.list_backends()
@@ -29,7 +29,7 @@ def built(name, *, causal=False, head_dim=8, max_tokens=64):
 def tokens_with(log_weights, *, kind="positive", mask=None):
     q, k, v = random_qkv(2, 4, 2, 70, 70)
     directions = torch.randn(6, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    return Tokens(q, k, v, mask, directions, log_weights, kind, 0.3)
+    return LinearInputs(q, k, v, mask, directions, log_weights, kind, 0.3)
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -133,7 +133,7 @@ def test_states_and_denominators_of_half_precision_inputs_are_float32(name, dtyp
     q, k, v = (x.to(dtype) for x in random_qkv(1, 1, 1, 9, 9))
     out, state = backend.extend(q, k, v)
     assert out.dtype is dtype and all(x.dtype is torch.float32 for x in state)
-    outputs = full_linear_attention(backend.core._tokens(q, k, v, None))
+    outputs = full_linear_attention(backend.core._inputs(q, k, v, None))
     assert outputs.log_normaliser.dtype is torch.float32
 
 

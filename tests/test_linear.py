@@ -22,7 +22,7 @@ from efficient_attn.ops.linear.directions import draw_directions
 from efficient_attn.ops.linear.fast import causal as fast_causal
 from efficient_attn.ops.linear.fast import causal_backward as fast_causal_backward
 from efficient_attn.ops.linear.fast import softmax_identity, trigonometric
-from efficient_attn.ops.linear.inputs import Tokens
+from efficient_attn.ops.linear.inputs import LinearInputs
 from efficient_attn.ops.linear.state import merge, query_weights, read, summarise
 from efficient_attn.ops.softmax import cpu_flash
 
@@ -189,7 +189,9 @@ def test_without_the_guard_a_chunk_loses_rows(monkeypatch):
 @pytest.mark.parametrize("norm", [1, 5, 20])
 def test_denominators_of_positive_features_are_at_least_one(norm):
     q, k, v = (x.float() * norm for x in random_qkv(1, 2, 2, 50, 60, head_dim=16))
-    tokens = Tokens(q, k, v, None, draw_directions("orthogonal", 64, 16, seed=0), None, "positive", 0.25)
+    tokens = LinearInputs(
+        q, k, v, None, draw_directions("orthogonal", 64, 16, seed=0), None, "positive", 0.25
+    )
     state = linear_full.whole_state(tokens)
     part = slice(0, 50)
     weights, _ = query_weights(tokens.query_features(tokens.query_rows(part)), state.log_scale)
@@ -200,7 +202,7 @@ def test_denominators_of_positive_features_are_at_least_one(norm):
 @BOTH
 def test_states_merge_in_any_grouping(name):
     q, k, v = random_qkv(1, 2, 2, 6, 9)
-    tokens = Tokens(q, k, v, None, draw_directions("iid", 16, 8, seed=0), None, KINDS[name], 0.1)
+    tokens = LinearInputs(q, k, v, None, draw_directions("iid", 16, 8, seed=0), None, KINDS[name], 0.1)
     a, b, c = (
         summarise(tokens.key_features(tokens.key_rows(part), part), tokens.values(part))
         for part in (slice(0, 2), slice(2, 3), slice(3, 9))

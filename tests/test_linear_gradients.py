@@ -73,14 +73,14 @@ def test_gradients_are_right_where_chunks_are_computed_in_halves(name, monkeypat
 
 
 def test_gradients_are_right_where_pieces_of_exponential_features_are_halved(monkeypatch):
-    pieces, by_queries = [], fast_causal_backward._by_queries
+    pieces, query_gradients = [], fast_causal_backward._query_gradients
 
     def recorded(*args):
-        found = by_queries(*args)
+        found = query_gradients(*args)
         pieces.extend(found[1])
         return found
 
-    monkeypatch.setattr(fast_causal_backward, "_by_queries", recorded)
+    monkeypatch.setattr(fast_causal_backward, "_query_gradients", recorded)
     monkeypatch.setitem(linear_state.TINY, torch.float64, 0.25)
     backend, inputs = built("performer-positive"), [x.requires_grad_() for x in rising(6.0)]
     wanted = torch.autograd.grad(by_definition(backend, *inputs).sin().sum(), inputs)

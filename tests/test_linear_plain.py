@@ -13,10 +13,10 @@ from efficient_attn.ops.linear.fast import causal as fast_causal
 @pytest.fixture
 def taken(monkeypatch):
     """Whether each chunk was taken without guards, in order."""
-    told = []
+    told, moderate = [], fast_causal.moderate
 
     def asked(*exponents_and_values):
-        told.append(fast_causal.moderate(*exponents_and_values))
+        told.append(moderate(*exponents_and_values))
         return told[-1]
 
     monkeypatch.setattr(fast_causal, "moderate", asked)

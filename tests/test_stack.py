@@ -210,10 +210,10 @@ def test_linformer_keeps_its_sharing_among_cross_attentions_too() -> None:
 def test_dropout_of_a_stack_reaches_embeddings_and_every_residual_branch() -> None:
     ours = transformer(dropout=0.25)
     rates = [module.p for module in ours.modules() if isinstance(module, nn.Dropout)]
-    # Two entrances; two branches in an encoder's block and three in a decoder's.
+    # Two inputs of embeddings; two branches in an encoder's block and three in a decoder's.
     assert rates == [0.25] * (2 + 5 * LAYERS)
-    ours.encoder.entrance.dropout.p = 1.0
-    assert not ours.encoder.entrance(sequence()).any()
+    ours.encoder.embedding_input.dropout.p = 1.0
+    assert not ours.encoder.embedding_input(sequence()).any()
     source, target = sequence(CONTEXT), sequence()
     ours.eval()
     assert torch.equal(ours(source, target), transformer().eval()(source, target))

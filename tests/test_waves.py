@@ -4,8 +4,8 @@ import pytest
 import torch
 from reference import random_qkv
 
-from efficient_attn.ops.linear.fast.trigonometric import Waves
-from efficient_attn.ops.linear.inputs import Tokens
+from efficient_attn.ops.linear.fast.trigonometric import TrigKernel
+from efficient_attn.ops.linear.inputs import LinearInputs
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
@@ -16,8 +16,10 @@ def test_waves_are_right_to_a_few_roundings_of_one_at_every_angle(dtype):
         dtype
     )
     rows = angles[None, :, None]
-    tokens = Tokens(rows[None], rows[None], rows[None], None, torch.ones(1, 1), None, "trigonometric", 1.0)
-    features = Waves(tokens).of_keys(rows, torch.ones((), dtype=dtype))[0]
+    tokens = LinearInputs(
+        rows[None], rows[None], rows[None], None, torch.ones(1, 1), None, "trigonometric", 1.0
+    )
+    features = TrigKernel(tokens).key_features(rows, torch.ones((), dtype=dtype))[0]
     expected = torch.stack([angles.double().cos(), angles.double().sin()], dim=-1)
     # In halves of an epsilon: the tangent's own ulp moves a wave by 2, the square, the sum and the quotient
     # of at most 2 by 6, the difference by 1.
@@ -27,8 +29,8 @@ def test_waves_are_right_to_a_few_roundings_of_one_at_every_angle(dtype):
 def test_the_factor_multiplies_and_a_scale_below_zero_turns_the_queries():
     q, k, v = random_qkv(1, 2, 2, 3, 4)
     directions = torch.randn(5, 8, dtype=torch.float64)
-    waves = Waves(Tokens(q, k, v, None, directions, None, "trigonometric", -0.25))
+    kernel = TrigKernel(LinearInputs(q, k, v, None, directions, None, "trigonometric", -0.25))
     rows, factor = q.flatten(0, 1), torch.rand(2, 3, 1, dtype=torch.float64)
     angles = -0.5 * rows @ directions.mT
     expected = factor * torch.cat([angles.cos(), angles.sin()], dim=-1)
-    torch.testing.assert_close(waves.of_queries(rows, factor), expected, rtol=0, atol=1e-14)
+    torch.testing.assert_close(kernel.query_features(rows, factor), expected, rtol=0, atol=1e-14)

@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from efficient_attn.analysis.curves import DENSE, YARDSTICK
-from efficient_attn.operation_counts import softmax_steps, visible_pairs
+from efficient_attn.operation_counts import softmax_matmuls, visible_pairs
 from efficient_attn.sweep.records import Case, Record
 from efficient_attn.sweep.sizes import OWN
 
@@ -37,7 +37,7 @@ def exact_operations(case: Case) -> int:
     """Operations of exact attention, forward, at the sizes of the case."""
     last = case.tokens - 1
     pairs = visible_pairs(case.tokens, back=last, ahead=0 if case.causal else last)
-    adds = sum(step.multiply_adds for step in softmax_steps(pairs, case.head_dim, case.head_dim))
+    adds = sum(matmul.multiply_adds for matmul in softmax_matmuls(pairs, case.head_dim, case.head_dim))
     return max(2 * case.batch * case.num_heads * adds, 1)
 
 

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from efficient_attn.modules.options import option, probability
-from efficient_attn.operation_counts import Work, softmax_steps, visible_pairs
+from efficient_attn.operation_counts import OperationCounts, softmax_matmuls, visible_pairs
 from efficient_attn.ops.softmax.fused import fused_attention
-from efficient_attn.ops.softmax.kv_cache import SeenTokens, merge_tokens, summarise_tokens
+from efficient_attn.ops.softmax.kv_cache import KVCache, merge_tokens, summarise_tokens
 from efficient_attn.problem import AttentionProblem
 from efficient_attn.registry import Capabilities, register
 
@@ -41,19 +41,21 @@ class FusedAttention(nn.Module):
         )
 
     def extend(
-        self, q: Tensor, k: Tensor, v: Tensor, state: SeenTokens | None, key_mask: Tensor | None
-    ) -> tuple[Tensor, SeenTokens]:
-        seen = merge_tokens(state, summarise_tokens(k, v, key_mask))
+        self, q: Tensor, k: Tensor, v: Tensor, state: KVCache | None, key_mask: Tensor | None
+    ) -> tuple[Tensor, KVCache]:
+        cache = merge_tokens(state, summarise_tokens(k, v, key_mask))
         if q.shape[-2] == 0:
-            return q.new_zeros(*q.shape[:-1], v.shape[-1]), seen
-        mask = key_mask if state is None else seen.key_mask
-        return self(q, seen.k, seen.v, mask), seen
+            return q.new_zeros(*q.shape[:-1], v.shape[-1]), cache
+        mask = key_mask if state is None else cache.key_mask
+        return self(q, cache.k, cache.v, mask), cache
 
 
-def work(problem: AttentionProblem, options: DropoutOptions, tokens: int, value_dim: int) -> Work:
+def operations(
+    problem: AttentionProblem, options: DropoutOptions, tokens: int, value_dim: int
+) -> OperationCounts:
     """Every query reads every key, or those up to its own position."""
     pairs = visible_pairs(tokens, back=tokens - 1, ahead=0 if problem.causal else tokens - 1)
-    return Work(softmax_steps(pairs, problem.head_dim, value_dim))
+    return OperationCounts(softmax_matmuls(pairs, problem.head_dim, value_dim))
 
 
 @register(
@@ -62,7 +64,7 @@ def work(problem: AttentionProblem, options: DropoutOptions, tokens: int, value_
     paper="https://arxiv.org/abs/1706.03762",
     options=DropoutOptions,
     capabilities=Capabilities(causal=True, exact=True, time_growth=2),
-    work=work,
+    operations=operations,
 )
 def build(problem: AttentionProblem, options: DropoutOptions) -> FusedAttention:
     return FusedAttention(problem, options)

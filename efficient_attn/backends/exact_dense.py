@@ -5,9 +5,9 @@ from torch import Tensor, nn
 
 from efficient_attn.backends import exact
 from efficient_attn.backends.exact import DropoutOptions
-from efficient_attn.operation_counts import Work
+from efficient_attn.operation_counts import OperationCounts
 from efficient_attn.ops.softmax.definition import apply_weights, softmax_weights
-from efficient_attn.ops.softmax.kv_cache import SeenTokens, merge_tokens, summarise_tokens
+from efficient_attn.ops.softmax.kv_cache import KVCache, merge_tokens, summarise_tokens
 from efficient_attn.problem import AttentionProblem
 from efficient_attn.registry import Capabilities, register
 
@@ -25,16 +25,18 @@ class DenseAttention(nn.Module):
         return apply_weights(weights, v, key_mask=key_mask).to(q.dtype)
 
     def extend(
-        self, q: Tensor, k: Tensor, v: Tensor, state: SeenTokens | None, key_mask: Tensor | None
-    ) -> tuple[Tensor, SeenTokens]:
-        seen = merge_tokens(state, summarise_tokens(k, v, key_mask))
-        return self(q, seen.k, seen.v, seen.key_mask), seen
+        self, q: Tensor, k: Tensor, v: Tensor, state: KVCache | None, key_mask: Tensor | None
+    ) -> tuple[Tensor, KVCache]:
+        cache = merge_tokens(state, summarise_tokens(k, v, key_mask))
+        return self(q, cache.k, cache.v, cache.key_mask), cache
 
 
-def work(problem: AttentionProblem, options: DropoutOptions, tokens: int, value_dim: int) -> Work:
+def operations(
+    problem: AttentionProblem, options: DropoutOptions, tokens: int, value_dim: int
+) -> OperationCounts:
     """That of the fused kernel, with all weights in memory."""
-    scores, reading = exact.work(problem, options, tokens, value_dim).steps
-    return Work((scores._replace(kept=tokens**2), reading))
+    scores, reading = exact.operations(problem, options, tokens, value_dim).matmuls
+    return OperationCounts((scores._replace(kept=tokens**2), reading))
 
 
 @register(
@@ -45,7 +47,7 @@ def work(problem: AttentionProblem, options: DropoutOptions, tokens: int, value_
     capabilities=Capabilities(
         causal=True, exact=True, second_derivatives=True, time_growth=2, memory_growth=2
     ),
-    work=work,
+    operations=operations,
 )
 def build(problem: AttentionProblem, options: DropoutOptions) -> DenseAttention:
     return DenseAttention(problem, options)

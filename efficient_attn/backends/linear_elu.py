@@ -3,7 +3,7 @@
 from functools import partial
 
 from efficient_attn.modules.features import FixedFeatures
-from efficient_attn.modules.linear import LinearAttention, linear_work
+from efficient_attn.modules.linear import LinearAttention, linear_operations
 from efficient_attn.problem import AttentionProblem
 from efficient_attn.registry import Capabilities, NoOptions, register
 
@@ -13,7 +13,7 @@ from efficient_attn.registry import Capabilities, NoOptions, register
     summary="Another kernel than softmax: the linear transformer's features elu(x) + 1.",
     paper="https://arxiv.org/abs/2006.16236",
     capabilities=Capabilities(causal=True, approximates_softmax=False),
-    work=partial(linear_work, "elu"),
+    operations=partial(linear_operations, "elu"),
 )
 def build(problem: AttentionProblem, options: NoOptions) -> LinearAttention:
     return LinearAttention(FixedFeatures("elu"), problem)

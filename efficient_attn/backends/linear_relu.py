@@ -3,7 +3,7 @@
 from functools import partial
 
 from efficient_attn.modules.features import RandomFeatureOptions, RandomFeatures
-from efficient_attn.modules.linear import LinearAttention, linear_work
+from efficient_attn.modules.linear import LinearAttention, linear_operations
 from efficient_attn.problem import AttentionProblem
 from efficient_attn.registry import Capabilities, register
 
@@ -15,7 +15,7 @@ from efficient_attn.registry import Capabilities, register
     options=RandomFeatureOptions,
     size_option="num_features",
     capabilities=Capabilities(causal=True, approximates_softmax=False),
-    work=partial(linear_work, "relu"),
+    operations=partial(linear_operations, "relu"),
 )
 def build(problem: AttentionProblem, options: RandomFeatureOptions) -> LinearAttention:
     return LinearAttention(RandomFeatures("relu", problem.head_dim, options), problem)

@@ -3,7 +3,7 @@
 from functools import partial
 
 from efficient_attn.modules.features import FixedFeatures
-from efficient_attn.modules.linear import LinearAttention, linear_work
+from efficient_attn.modules.linear import LinearAttention, linear_operations
 from efficient_attn.problem import AttentionProblem
 from efficient_attn.registry import Capabilities, NoOptions, register
 
@@ -13,7 +13,7 @@ from efficient_attn.registry import Capabilities, NoOptions, register
     summary="Another kernel than softmax: 1 + q·k, its first two Taylor terms; of either sign.",
     paper="https://arxiv.org/abs/2402.18668",
     capabilities=Capabilities(causal=True, nonnegative=False, approximates_softmax=False),
-    work=partial(linear_work, "taylor-1"),
+    operations=partial(linear_operations, "taylor-1"),
 )
 def build(problem: AttentionProblem, options: NoOptions) -> LinearAttention:
     return LinearAttention(FixedFeatures("taylor-1"), problem)

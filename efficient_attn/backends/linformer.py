@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from efficient_attn.errors import OptionError
 from efficient_attn.modules.options import one_of, option
-from efficient_attn.operation_counts import Step, Work, softmax_steps
+from efficient_attn.operation_counts import MatMul, OperationCounts, softmax_matmuls
 from efficient_attn.ops.linformer import linformer_attention
 from efficient_attn.problem import AttentionProblem, positive_count
 from efficient_attn.registry import Capabilities, register
@@ -82,16 +82,18 @@ def mean_pool(rank: int, max_tokens: int) -> Tensor:
     return members / members.sum(dim=-1, keepdim=True)
 
 
-def work(problem: AttentionProblem, options: LinformerOptions, tokens: int, value_dim: int) -> Work:
+def operations(
+    problem: AttentionProblem, options: LinformerOptions, tokens: int, value_dim: int
+) -> OperationCounts:
     """Keys and values are mixed, then every query reads every mixture."""
     pairs, own = tokens * options.rank, options.sharing == "none"
     mixings = (
-        Step(pairs * dim, kept=options.rank * dim, shared=not own) for dim in (problem.head_dim, value_dim)
+        MatMul(pairs * dim, kept=options.rank * dim, shared=not own) for dim in (problem.head_dim, value_dim)
     )
     pairs_of_projections = (problem.num_heads or 1) if own else 1
     one = options.rank * (problem.max_tokens or tokens)
-    return Work(
-        (*mixings, *softmax_steps(pairs, problem.head_dim, value_dim)),
+    return OperationCounts(
+        (*mixings, *softmax_matmuls(pairs, problem.head_dim, value_dim)),
         learned=one * pairs_of_projections * (1 if options.sharing in ("key-value", "layers") else 2),
     )
 
@@ -103,7 +105,7 @@ def work(problem: AttentionProblem, options: LinformerOptions, tokens: int, valu
     options=LinformerOptions,
     size_option="rank",
     capabilities=Capabilities(causal=False, nonnegative=False, averages=False, needs_max_tokens=True),
-    work=work,
+    operations=operations,
 )
 def build(problem: AttentionProblem, options: LinformerOptions) -> LinformerAttention:
     assert problem.max_tokens is not None, "build refuses a missing max_tokens"

@@ -2,19 +2,21 @@
 
 from efficient_attn.modules.calibrated import CalibratedFeatures
 from efficient_attn.modules.features import RandomFeatureOptions
-from efficient_attn.modules.linear import LinearAttention, linear_work
-from efficient_attn.operation_counts import Step, Work
+from efficient_attn.modules.linear import LinearAttention, linear_operations
+from efficient_attn.operation_counts import MatMul, OperationCounts
 from efficient_attn.ops.linear.calibration import fit_full
 from efficient_attn.problem import AttentionProblem
 from efficient_attn.registry import Capabilities, register
 
 
-def work(problem: AttentionProblem, options: RandomFeatureOptions, tokens: int, value_dim: int) -> Work:
+def operations(
+    problem: AttentionProblem, options: RandomFeatureOptions, tokens: int, value_dim: int
+) -> OperationCounts:
     """That of positive features, after a transform of queries and one of keys."""
-    made = linear_work("positive", problem, options, tokens, value_dim)
+    made = linear_operations("positive", problem, options, tokens, value_dim)
     # The transforms are calibrated: of these products only the tokens get a gradient.
-    transform = Step(tokens * problem.head_dim**2, gradients=1)
-    return made._replace(steps=(transform, transform._replace(shared=True), *made.steps))
+    transform = MatMul(tokens * problem.head_dim**2, gradients=1)
+    return made._replace(matmuls=(transform, transform._replace(shared=True), *made.matmuls))
 
 
 @register(
@@ -24,7 +26,7 @@ def work(problem: AttentionProblem, options: RandomFeatureOptions, tokens: int, 
     options=RandomFeatureOptions,
     size_option="num_features",
     capabilities=Capabilities(causal=True, needs_calibration=True),
-    work=work,
+    operations=operations,
 )
 def build(problem: AttentionProblem, options: RandomFeatureOptions) -> LinearAttention:
     return LinearAttention(CalibratedFeatures(fit_full, problem.head_dim, options), problem)

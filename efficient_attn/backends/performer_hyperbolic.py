@@ -2,8 +2,8 @@
 
 from functools import partial
 
-from efficient_attn.modules.features import RandomFeatureOptions, RandomFeatures, check_pairs
-from efficient_attn.modules.linear import LinearAttention, linear_work
+from efficient_attn.modules.features import RandomFeatureOptions, RandomFeatures, check_even
+from efficient_attn.modules.linear import LinearAttention, linear_operations
 from efficient_attn.problem import AttentionProblem
 from efficient_attn.registry import Capabilities, register
 
@@ -15,8 +15,8 @@ from efficient_attn.registry import Capabilities, register
     options=RandomFeatureOptions,
     size_option="num_features",
     capabilities=Capabilities(causal=True),
-    work=partial(linear_work, "hyperbolic"),
+    operations=partial(linear_operations, "hyperbolic"),
 )
 def build(problem: AttentionProblem, options: RandomFeatureOptions) -> LinearAttention:
-    check_pairs(options, "hyperbolic features come in pairs of exp(w·x) and exp(−w·x)")
+    check_even(options, "hyperbolic features come in pairs of exp(w·x) and exp(−w·x)")
     return LinearAttention(RandomFeatures("hyperbolic", problem.head_dim, options), problem)

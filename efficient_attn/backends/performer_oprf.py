@@ -9,7 +9,7 @@ import torch
 from efficient_attn.errors import DtypeError, OptionError
 from efficient_attn.modules.calibrated import CalibratedFeatures
 from efficient_attn.modules.features import RandomFeatureOptions
-from efficient_attn.modules.linear import LinearAttention, linear_work
+from efficient_attn.modules.linear import LinearAttention, linear_operations
 from efficient_attn.modules.options import option
 from efficient_attn.ops.linear.calibration import fit_oprf, one_curvature
 from efficient_attn.problem import AttentionProblem
@@ -43,7 +43,7 @@ class OptimalFeatureOptions(RandomFeatureOptions):
     options=OptimalFeatureOptions,
     size_option="num_features",
     capabilities=Capabilities(causal=True, needs_calibration=True),
-    work=partial(linear_work, "positive"),
+    operations=partial(linear_operations, "positive"),
 )
 def build(problem: AttentionProblem, options: OptimalFeatureOptions) -> LinearAttention:
     features = CalibratedFeatures(fit_oprf, problem.head_dim, options)

@@ -2,8 +2,8 @@
 
 from functools import partial
 
-from efficient_attn.modules.features import RandomFeatureOptions, RandomFeatures, check_pairs
-from efficient_attn.modules.linear import LinearAttention, linear_work
+from efficient_attn.modules.features import RandomFeatureOptions, RandomFeatures, check_even
+from efficient_attn.modules.linear import LinearAttention, linear_operations
 from efficient_attn.problem import AttentionProblem
 from efficient_attn.registry import Capabilities, register
 
@@ -15,8 +15,8 @@ from efficient_attn.registry import Capabilities, register
     options=RandomFeatureOptions,
     size_option="num_features",
     capabilities=Capabilities(causal=True, nonnegative=False),
-    work=partial(linear_work, "trigonometric"),
+    operations=partial(linear_operations, "trigonometric"),
 )
 def build(problem: AttentionProblem, options: RandomFeatureOptions) -> LinearAttention:
-    check_pairs(options, "trigonometric features come in pairs of a cosine and a sine")
+    check_even(options, "trigonometric features come in pairs of a cosine and a sine")
     return LinearAttention(RandomFeatures("trigonometric", problem.head_dim, options), problem)

@@ -6,8 +6,8 @@ from torch import Tensor, nn
 
 from efficient_attn.errors import OptionError
 from efficient_attn.modules.options import option
-from efficient_attn.operation_counts import Work, softmax_steps, visible_pairs
-from efficient_attn.ops.softmax.kv_cache import SeenTokens, last_tokens, merge_tokens, summarise_tokens
+from efficient_attn.operation_counts import OperationCounts, softmax_matmuls, visible_pairs
+from efficient_attn.ops.softmax.kv_cache import KVCache, last_tokens, merge_tokens, summarise_tokens
 from efficient_attn.ops.window.attention import window_attention
 from efficient_attn.problem import AttentionProblem, positive_count
 from efficient_attn.registry import Capabilities, register
@@ -39,15 +39,15 @@ class WindowAttention(nn.Module):
         )
 
     def extend(
-        self, q: Tensor, k: Tensor, v: Tensor, state: SeenTokens | None, key_mask: Tensor | None
-    ) -> tuple[Tensor, SeenTokens]:
+        self, q: Tensor, k: Tensor, v: Tensor, state: KVCache | None, key_mask: Tensor | None
+    ) -> tuple[Tensor, KVCache]:
         new = summarise_tokens(k, v, key_mask)
         # Only the last tokens are kept: the first call copies no others.
-        seen = new if state is None else merge_tokens(state, new)
-        after = last_tokens(seen, self._back)
+        cache = new if state is None else merge_tokens(state, new)
+        after = last_tokens(cache, self._back)
         if q.shape[-2] == 0:
             return q.new_zeros(*q.shape[:-1], v.shape[-1]), after
-        return self(q, seen.k, seen.v, seen.key_mask), after
+        return self(q, cache.k, cache.v, cache.key_mask), after
 
 
 def _sides(problem: AttentionProblem, options: WindowOptions) -> tuple[int, int]:
@@ -56,10 +56,14 @@ def _sides(problem: AttentionProblem, options: WindowOptions) -> tuple[int, int]
     return (options.window - 1, 0) if problem.causal else (half, half)
 
 
-def work(problem: AttentionProblem, options: WindowOptions, tokens: int, value_dim: int) -> Work:
+def operations(
+    problem: AttentionProblem, options: WindowOptions, tokens: int, value_dim: int
+) -> OperationCounts:
     """Every query reads the keys of its window, as far as there are any."""
     back, ahead = _sides(problem, options)
-    return Work(softmax_steps(visible_pairs(tokens, back=back, ahead=ahead), problem.head_dim, value_dim))
+    return OperationCounts(
+        softmax_matmuls(visible_pairs(tokens, back=back, ahead=ahead), problem.head_dim, value_dim)
+    )
 
 
 @register(
@@ -69,7 +73,7 @@ def work(problem: AttentionProblem, options: WindowOptions, tokens: int, value_d
     options=WindowOptions,
     size_option="window",
     capabilities=Capabilities(causal=True, cross=False, second_derivatives=True),
-    work=work,
+    operations=operations,
 )
 def build(problem: AttentionProblem, options: WindowOptions) -> WindowAttention:
     if not problem.causal and options.window % 2 == 0:

@@ -6,10 +6,10 @@ from torch import Tensor, nn
 
 from efficient_attn.errors import OptionError, UnsupportedError
 from efficient_attn.modules.options import one_of, option, whole_number
-from efficient_attn.operation_counts import Step, Work, softmax_steps
+from efficient_attn.operation_counts import MatMul, OperationCounts, softmax_matmuls
 from efficient_attn.ops.clusters.attention import Layout, window_clusters, window_segments
 from efficient_attn.ops.clusters.history import plan
-from efficient_attn.ops.softmax.kv_cache import SeenTokens, merge_tokens, summarise_tokens
+from efficient_attn.ops.softmax.kv_cache import KVCache, merge_tokens, summarise_tokens
 from efficient_attn.problem import AttentionProblem, positive_count
 from efficient_attn.registry import Capabilities, register
 
@@ -84,14 +84,14 @@ class WindowSegments(nn.Module):
         )
 
     def extend(
-        self, q: Tensor, k: Tensor, v: Tensor, state: SeenTokens | None, key_mask: Tensor | None
-    ) -> tuple[Tensor, SeenTokens]:
+        self, q: Tensor, k: Tensor, v: Tensor, state: KVCache | None, key_mask: Tensor | None
+    ) -> tuple[Tensor, KVCache]:
         # Segments join as the past grows, and begin where the first real token is: all keys are kept.
-        seen = merge_tokens(state, summarise_tokens(k, v, key_mask))
+        cache = merge_tokens(state, summarise_tokens(k, v, key_mask))
         if q.shape[2] == 0:
-            return q.new_zeros(*q.shape[:3], v.shape[3]), seen
-        mask = None if bool(seen.key_mask.all()) else seen.key_mask
-        return self(q, seen.k, seen.v, mask), seen
+            return q.new_zeros(*q.shape[:3], v.shape[3]), cache
+        mask = None if bool(cache.key_mask.all()) else cache.key_mask
+        return self(q, cache.k, cache.v, mask), cache
 
 
 def _layout(problem: AttentionProblem, options: WindowClustersOptions) -> Layout:
@@ -100,7 +100,9 @@ def _layout(problem: AttentionProblem, options: WindowClustersOptions) -> Layout
     return Layout(block, *sides, options.global_tokens)
 
 
-def work(problem: AttentionProblem, options: WindowClustersOptions, tokens: int, value_dim: int) -> Work:
+def operations(
+    problem: AttentionProblem, options: WindowClustersOptions, tokens: int, value_dim: int
+) -> OperationCounts:
     """Every query reads its slice, the first tokens outside it, and a summary for each cluster.
 
     Before that, every key is compared with every centre at each step of k-means and once with the mean query.
@@ -123,8 +125,8 @@ def work(problem: AttentionProblem, options: WindowClustersOptions, tokens: int,
         pairs += tokens * clusters
         steps = 0 if options.summary == "segments" else options.steps
         products = tokens * problem.head_dim * (steps * clusters + 1)
-    choice = (Step(products, gradients=0, shared=True),) if products else ()
-    return Work((*choice, *softmax_steps(pairs, problem.head_dim, value_dim)))
+    choice = (MatMul(products, gradients=0, shared=True),) if products else ()
+    return OperationCounts((*choice, *softmax_matmuls(pairs, problem.head_dim, value_dim)))
 
 
 @register(
@@ -133,7 +135,7 @@ def work(problem: AttentionProblem, options: WindowClustersOptions, tokens: int,
     options=WindowClustersOptions,
     size_option="clusters",
     capabilities=Capabilities(causal=True, cross=False),
-    work=work,
+    operations=operations,
 )
 def build(problem: AttentionProblem, options: WindowClustersOptions) -> nn.Module:
     if not problem.causal:

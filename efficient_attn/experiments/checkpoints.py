@@ -196,9 +196,9 @@ def _check_size(
         return
     chosen = spec(backend)
     known = {field.name for field in fields(chosen.options_type)}
-    if chosen.work is None or not known >= about["options"].keys():
+    if chosen.operations is None or not known >= about["options"].keys():
         return
     problem = AttentionProblem(head_dim=about["model_dim"] // about["num_heads"], causal=True)
-    work = chosen.work(problem, chosen.options_type(**about["options"]), 1, problem.head_dim)
-    if work.learned + work.drawn > numbers:
+    counts = chosen.operations(problem, chosen.options_type(**about["options"]), 1, problem.head_dim)
+    if counts.learned + counts.drawn > numbers:
         raise DataError(f"{path} describes more numbers than it holds.")

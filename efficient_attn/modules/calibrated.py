@@ -7,16 +7,16 @@ import torch
 from torch import Tensor
 
 from efficient_attn.errors import CalibrationError, DataError, ShapeError
-from efficient_attn.modules.features import RandomFeatureOptions, RandomFeatures, WideBuffers
-from efficient_attn.ops.dtypes import wide_dtype
+from efficient_attn.modules.features import Float32Buffers, RandomFeatureOptions, RandomFeatures
+from efficient_attn.ops.dtypes import upcast_dtype
 from efficient_attn.ops.grouped_queries import unfold
 from efficient_attn.ops.linear.calibration import Fit, Moments, moments
-from efficient_attn.ops.linear.inputs import Tokens
+from efficient_attn.ops.linear.inputs import LinearInputs
 
 ALL = slice(None)
 
 
-class CalibratedFeatures(WideBuffers):
+class CalibratedFeatures(Float32Buffers):
     """Dense-exponential features, with a fit for each head of keys: found by a call, then part of the model.
 
     Attributes:
@@ -60,8 +60,8 @@ class CalibratedFeatures(WideBuffers):
     @torch.no_grad()
     def calibrate(self, q: Tensor, k: Tensor, key_mask: Tensor | None, scale: float) -> None:
         """Fit the parameters to queries and the keys that are not masked; states made before are invalid."""
-        tokens = self._positive(q, k, k, key_mask, scale)
-        x, y = tokens.query_rows(ALL), tokens.key_rows(ALL)
+        inputs = self._positive(q, k, k, key_mask, scale)
+        x, y = inputs.query_rows(ALL), inputs.key_rows(ALL)
         keys = k.shape[0] * k.shape[2] if key_mask is None else int(key_mask.sum())
         if not x.numel() or not keys:
             raise ShapeError(
@@ -73,23 +73,25 @@ class CalibratedFeatures(WideBuffers):
                 raise DataError(f"{name} holds numbers that are not finite; calibrate on finite ones.")
         self.use(self._fit(moments(x, x.shape[0] * x.shape[2]), moments(y, keys)))
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, scale: float) -> Tokens:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, scale: float) -> LinearInputs:
         """The transformed queries and keys, with the directions and weights of each head's fit."""
-        fit = self._fit_for(k.shape[1], wide_dtype(k.dtype))
-        tokens = self._positive(q, k, v, key_mask, scale)
+        fit = self._fit_for(k.shape[1], upcast_dtype(k.dtype))
+        inputs = self._positive(q, k, v, key_mask, scale)
         if fit.shift.shape[0]:
-            moved_q = tokens.query_rows(ALL) @ fit.query_transform.mT
-            moved_k = (tokens.key_rows(ALL) - fit.shift.unsqueeze(1)) @ fit.key_transform.mT
-            tokens = tokens._replace(q=unfold(moved_q, q.shape[1]), k=moved_k, scale=1.0)
+            moved_q = inputs.query_rows(ALL) @ fit.query_transform.mT
+            moved_k = (inputs.key_rows(ALL) - fit.shift.unsqueeze(1)) @ fit.key_transform.mT
+            inputs = inputs._replace(q=unfold(moved_q, q.shape[1]), k=moved_k, scale=1.0)
         a = fit.curvatures
-        assert tokens.directions is not None, "positive features have directions"
-        w = tokens.directions.to(a)
+        assert inputs.directions is not None, "positive features have directions"
+        w = inputs.directions.to(a)
         # Both sides' constants, a feature's weight, are given to the keys.
         weights = 2 * a @ w.square().mT + (1 - 4 * a).log().sum(dim=-1, keepdim=True) / 2
         directions = w * (1 - 4 * a).sqrt().unsqueeze(1)
-        return tokens._replace(directions=directions, log_weights=weights.unsqueeze(1))
+        return inputs._replace(directions=directions, log_weights=weights.unsqueeze(1))
 
-    def _positive(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, scale: float) -> Tokens:
+    def _positive(
+        self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, scale: float
+    ) -> LinearInputs:
         return self.random(q, k, v, key_mask, scale)
 
     def _fit_for(self, kv_heads: int, dtype: torch.dtype) -> Fit:

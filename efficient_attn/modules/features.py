@@ -10,7 +10,7 @@ from efficient_attn.errors import OptionError, UnsupportedError
 from efficient_attn.modules.options import one_of, option, whole_number
 from efficient_attn.ops.linear.directions import DRAWS, draw_directions
 from efficient_attn.ops.linear.features import MAPS
-from efficient_attn.ops.linear.inputs import Tokens
+from efficient_attn.ops.linear.inputs import LinearInputs
 from efficient_attn.problem import positive_count
 
 
@@ -39,25 +39,25 @@ class FixedFeatures(nn.Module):
         super().__init__()
         self.kind = kind
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, scale: float) -> Tokens:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, scale: float) -> LinearInputs:
         """Queries, keys and values as they are."""
-        return Tokens(q, k, v, key_mask, None, None, self.kind, scale)
+        return LinearInputs(q, k, v, key_mask, None, None, self.kind, scale)
 
 
-def check_pairs(options: RandomFeatureOptions, why: str) -> None:
+def check_even(options: RandomFeatureOptions, why: str) -> None:
     """Refuse an odd number of features of a map that makes two of each direction."""
     size = options.num_features
     if size % 2:
         raise OptionError(f"num_features={size} is odd; {why}: {size - 1} or {size + 1}.")
 
 
-class WideBuffers(nn.Module):
+class Float32Buffers(nn.Module):
     """A module whose buffers follow the model anywhere, but to no dtype narrower than float32.
 
     Buffers that leave the meta device, where there are no numbers, are made again by `reset_parameters`.
     """
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "WideBuffers":
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Float32Buffers":
         kept = dict(self.named_buffers(recurse=False))
         super()._apply(fn, recurse)
         for name, tensor in kept.items():
@@ -73,7 +73,7 @@ class WideBuffers(nn.Module):
         raise NotImplementedError
 
 
-class RandomFeatures(WideBuffers):
+class RandomFeatures(Float32Buffers):
     """The random directions of a feature map: part of the model, drawn once, saved with it.
 
     Attributes:
@@ -92,9 +92,9 @@ class RandomFeatures(WideBuffers):
         # The draw is made on the CPU whatever the default device is, and then moved there.
         self.register_buffer("projection", self._directions().to(torch.get_default_device()))
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, scale: float) -> Tokens:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, scale: float) -> LinearInputs:
         """Queries, keys and values with the directions that their features take."""
-        return Tokens(q, k, v, key_mask, self.projection, None, self.kind, scale)
+        return LinearInputs(q, k, v, key_mask, self.projection, None, self.kind, scale)
 
     @torch.no_grad()
     def redraw(self, seed: int) -> None:

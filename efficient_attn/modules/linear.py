@@ -8,14 +8,14 @@ from torch import Tensor, nn
 
 from efficient_attn.errors import UnsupportedError
 from efficient_attn.modules.features import RandomFeatureOptions
-from efficient_attn.operation_counts import Step, Work, visible_pairs
+from efficient_attn.operation_counts import MatMul, OperationCounts, visible_pairs
 from efficient_attn.ops.linear import causal as general_causal
 from efficient_attn.ops.linear.causal import causal_linear_attention, extend_linear_attention
 from efficient_attn.ops.linear.denominators import denominators
 from efficient_attn.ops.linear.fast import causal as fast_causal
 from efficient_attn.ops.linear.features import MAPS
 from efficient_attn.ops.linear.full import full_linear_attention
-from efficient_attn.ops.linear.inputs import Tokens
+from efficient_attn.ops.linear.inputs import LinearInputs
 from efficient_attn.ops.linear.kernel import SOFTMAX_KERNELS, kernel_ratios, kernel_weights, rows_of
 from efficient_attn.ops.linear.state import LinearState
 from efficient_attn.problem import AttentionProblem
@@ -24,7 +24,7 @@ _WITHOUT_EXPONENTIALS = ("relu", "taylor-1", "taylor-2")
 
 
 class LinearAttention(nn.Module):
-    """Attention through features: linear in the number of tokens, full or causal.
+    """Attention through features: linear in the number of inputs, full or causal.
 
     What can be redrawn or calibrated is the affair of the features: this module has `redraw` and
     `calibrate` where they have.
@@ -32,43 +32,43 @@ class LinearAttention(nn.Module):
 
     def __init__(self, features: nn.Module, problem: AttentionProblem) -> None:
         super().__init__()
-        # A module that maps (q, k, v, key_mask, scale) to Tokens.
+        # A module that maps (q, k, v, key_mask, scale) to LinearInputs.
         self.features: Any = features
         self._scale, self._causal = problem.factor, problem.causal
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
         attention = causal_linear_attention if self._causal else full_linear_attention
-        return attention(self._tokens(q, k, v, key_mask)).out.to(q.dtype)
+        return attention(self._inputs(q, k, v, key_mask)).out.to(q.dtype)
 
     def extend(
         self, q: Tensor, k: Tensor, v: Tensor, state: LinearState | None, key_mask: Tensor | None
     ) -> tuple[Tensor, LinearState]:
-        out, state = extend_linear_attention(self._tokens(q, k, v, key_mask), state)
+        out, state = extend_linear_attention(self._inputs(q, k, v, key_mask), state)
         return out.to(q.dtype), state
 
     def denominators(self, q: Tensor, k: Tensor, key_mask: Tensor | None) -> Tensor:
-        tokens = self._tokens(q, k, k, key_mask)
-        if not tokens.map.signed:
+        inputs = self._inputs(q, k, k, key_mask)
+        if not inputs.map.signed:
             raise UnsupportedError(
                 "denominators are of interest for signed features, such as those of 'performer-trig'; "
                 "this backend's features are positive, and so is every sum of them."
             )
-        return denominators(tokens, causal=self._causal)
+        return denominators(inputs, causal=self._causal)
 
     def kernel_ratios(self, q: Tensor, k: Tensor) -> Tensor:
-        return kernel_ratios(self._softmax_tokens(q, k))
+        return kernel_ratios(self._softmax_inputs(q, k))
 
     def kernel_rows(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        return rows_of(self._softmax_tokens(q, k))
+        return rows_of(self._softmax_inputs(q, k))
 
     def kernel_weights(self, q: Tensor, k: Tensor) -> Tensor:
-        return kernel_weights(self._softmax_tokens(q, k))
+        return kernel_weights(self._softmax_inputs(q, k))
 
-    def _softmax_tokens(self, q: Tensor, k: Tensor) -> Tokens:
-        tokens = self._tokens(q, k, k, None)
-        if tokens.kind not in SOFTMAX_KERNELS:
-            raise UnsupportedError(f"{tokens.kind!r} features are of another kernel than that of softmax.")
-        return tokens
+    def _softmax_inputs(self, q: Tensor, k: Tensor) -> LinearInputs:
+        inputs = self._inputs(q, k, k, None)
+        if inputs.kind not in SOFTMAX_KERNELS:
+            raise UnsupportedError(f"{inputs.kind!r} features are of another kernel than that of softmax.")
+        return inputs
 
     @property
     def redraw(self) -> Callable[[int], None]:
@@ -82,17 +82,17 @@ class LinearAttention(nn.Module):
     def calibrated(self) -> bool:
         return self.features.calibrated
 
-    def _tokens(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tokens:
+    def _inputs(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> LinearInputs:
         return self.features(q, k, v, key_mask, self._scale)
 
 
-def linear_work(
+def linear_operations(
     kind: str,
     problem: AttentionProblem,
     options: object,
     tokens: int,
     value_dim: int,
-) -> Work:
+) -> OperationCounts:
     """Features of a kind, the keys' summary and its reading; causal: also the pairs of each chunk."""
     directions = 0
     if isinstance(options, RandomFeatureOptions):
@@ -102,19 +102,19 @@ def linear_work(
     exponentials = 0 if kind in _WITHOUT_EXPONENTIALS else made
     steps = [
         # Directions are drawn: of these products only the tokens get a gradient.
-        Step(projected, exponentials=exponentials, gradients=1),
-        Step(projected, exponentials=exponentials, gradients=1, shared=True),
-        Step(made * value_dim, kept=features * value_dim, shared=True),
+        MatMul(projected, exponentials=exponentials, gradients=1),
+        MatMul(projected, exponentials=exponentials, gradients=1, shared=True),
+        MatMul(made * value_dim, kept=features * value_dim, shared=True),
         # The denominator is the sum of values that are one, and ones get no gradient.
-        Step(made, gradients=1, kept=features, shared=True),
-        Step(made * (value_dim + 1)),
+        MatMul(made, gradients=1, kept=features, shared=True),
+        MatMul(made * (value_dim + 1)),
     ]
     if problem.causal:
         algorithm = fast_causal if MAPS[kind].exponents else general_causal
         chunks, rest = divmod(tokens, algorithm.CHUNK)
         pairs = chunks * _pairs_up_to_itself(algorithm.CHUNK) + _pairs_up_to_itself(rest)
-        steps += [Step(pairs * features), Step(pairs * value_dim), Step(pairs, gradients=1)]
-    return Work(tuple(steps), drawn=directions * problem.head_dim)
+        steps += [MatMul(pairs * features), MatMul(pairs * value_dim), MatMul(pairs, gradients=1)]
+    return OperationCounts(tuple(steps), drawn=directions * problem.head_dim)
 
 
 def _pairs_up_to_itself(tokens: int) -> int:

@@ -7,17 +7,17 @@ import torch
 from torch import Tensor
 
 
-def wide(x: Tensor) -> Tensor:
+def upcast(x: Tensor) -> Tensor:
     """`x` in float32 or better: what sums, exponentials and states are computed in."""
     return x if x.dtype in (torch.float32, torch.float64) else x.float()
 
 
-def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+def upcast_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype that `wide` gives a tensor of this dtype."""
     return torch.float64 if dtype is torch.float64 else torch.float32
 
 
-def hide(x: Tensor, key_mask: Tensor | None) -> Tensor:
+def zero_masked(x: Tensor, key_mask: Tensor | None) -> Tensor:
     """Keys or values [batch kv_heads k_tokens dim] with zeros in place of masked tokens.
 
     A weight of zero is not enough: zero times NaN is NaN.

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from efficient_attn.ops.dtypes import hide, wide, wide_dtype
+from efficient_attn.ops.dtypes import upcast, upcast_dtype, zero_masked
 from efficient_attn.ops.softmax.fused import fused_attention
 from efficient_attn.shapes import KeyMask, Keys, Output, Queries, Values
 
@@ -34,7 +34,7 @@ def linformer_attention(
     alive = (alive & alive_values).expand(q.shape[0], -1, -1)
     few_values = few_values.masked_fill(~alive.unsqueeze(-1), 0.0)
     rows = [
-        _read(wide(q[..., part, :]), few_keys, few_values, alive, scale).to(q.dtype) for part in _pieces(q)
+        _read(upcast(q[..., part, :]), few_keys, few_values, alive, scale).to(q.dtype) for part in _pieces(q)
     ]
     if not rows:
         return q.new_zeros(*q.shape[:-1], value_dim)
@@ -44,7 +44,7 @@ def linformer_attention(
 def _pieces(x: Tensor) -> list[slice]:
     """All tokens at once; a part at a time where they have to be widened, which takes memory."""
     tokens = x.shape[-2]
-    return _parts(tokens, max(tokens, 1) if wide_dtype(x.dtype) is x.dtype else _PIECE)
+    return _parts(tokens, max(tokens, 1) if upcast_dtype(x.dtype) is x.dtype else _PIECE)
 
 
 def _parts(tokens: int, size: int) -> list[slice]:
@@ -68,9 +68,9 @@ def _mix(mix: Tensor, x: Tensor, heads: int, key_mask: Tensor | None) -> tuple[T
 
     `mix` is [rank max_tokens] for all heads, or [heads rank max_tokens].
     """
-    mix = mix.to(wide_dtype(x.dtype))
+    mix = mix.to(upcast_dtype(x.dtype))
     used = mix[..., : x.shape[-2]]
-    mixed = _mix_rows(used, hide(x, key_mask), heads)
+    mixed = _mix_rows(used, zero_masked(x, key_mask), heads)
     if key_mask is None and used.shape[-1] == mix.shape[-1]:
         # All tokens are real and every share is 1; only a mixture of nothing has none.
         alive = (mix.detach().abs().sum(dim=-1) > 0).unsqueeze(0)
@@ -88,7 +88,7 @@ def _mix_rows(mix: Tensor, x: Tensor, heads: int) -> Tensor:
     mix = mix.unflatten(0, groups).flatten(1, 2)
     mixed = None
     for part in _pieces(x):
-        some = mix[..., part] @ wide(x[..., part, :])
+        some = mix[..., part] @ upcast(x[..., part, :])
         mixed = some if mixed is None else mixed + some
     if mixed is None:
         mixed = mix.new_zeros(*x.shape[:2], mix.shape[-2], x.shape[-1])
@@ -109,7 +109,7 @@ class _MixAlike(torch.autograd.Function):
     def forward(mix: Tensor, x: Tensor) -> Tensor:
         mixed = None
         for part in _pieces(x):
-            some = torch.bmm(mix[:, part].expand(len(x), -1, -1), wide(x[:, part]))
+            some = torch.bmm(mix[:, part].expand(len(x), -1, -1), upcast(x[:, part]))
             mixed = some if mixed is None else mixed.add_(some)
         return mix.new_zeros(len(x), len(mix), x.shape[-1]) if mixed is None else mixed
 
@@ -118,21 +118,21 @@ class _MixAlike(torch.autograd.Function):
         ctx.save_for_backward(*inputs)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, Tensor | None]:
         mix, x = ctx.saved_tensors
-        by_mix, by_x = None, None
+        grad_mix, grad_x = None, None
         if ctx.needs_input_grad[0]:
-            by_mix = gradient.new_zeros(mix.shape)
+            grad_mix = grad_out.new_zeros(mix.shape)
             # A part at a time whatever the dtype: a product of all tokens would be a second by_mix.
             for part in _parts(x.shape[-2], _PIECE):
-                for one, other in zip(gradient, wide(x[:, part]), strict=True):
-                    by_mix[:, part].add_(one @ other.mT)
+                for one, other in zip(grad_out, upcast(x[:, part]), strict=True):
+                    grad_mix[:, part].add_(one @ other.mT)
         if ctx.needs_input_grad[1]:
             parts = [
-                torch.bmm(mix[:, part].mT.expand(len(x), -1, -1), gradient).to(x.dtype) for part in _pieces(x)
+                torch.bmm(mix[:, part].mT.expand(len(x), -1, -1), grad_out).to(x.dtype) for part in _pieces(x)
             ]
-            by_x = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-2)
-        return by_mix, by_x
+            grad_x = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-2)
+        return grad_mix, grad_x
 
 
 def _share(mix: Tensor, used: Tensor, key_mask: Tensor | None) -> Tensor:

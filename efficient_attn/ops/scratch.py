@@ -5,7 +5,7 @@ import math
 from torch import Tensor
 
 
-class Rooms:
+class Scratch:
     """Room for numbers by name: the same whenever it is asked for, as long as it is large enough."""
 
     def __init__(self) -> None:

@@ -19,7 +19,7 @@ from efficient_attn.calibration import calibrate
 from efficient_attn.errors import UnsupportedError
 from efficient_attn.measure import memory
 from efficient_attn.measure.checked import backends_in, check_gradients, outputs_checked
-from efficient_attn.operation_counts import Work
+from efficient_attn.operation_counts import OperationCounts
 from efficient_attn.registry import BackendSpec, Capabilities, NoOptions
 from efficient_attn.sweep.case import SAME_INPUTS, Case
 from efficient_attn.sweep.counting import flops
@@ -151,7 +151,7 @@ _VALUES = BackendSpec(
     options_type=NoOptions,
     capabilities=Capabilities(causal=True, streaming=False),
     builder=lambda problem, options: _Values(),
-    work=lambda problem, options, tokens, value_dim: Work(()),
+    operations=lambda problem, options, tokens, value_dim: OperationCounts(()),
 )
 
 

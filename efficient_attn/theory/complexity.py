@@ -12,7 +12,7 @@ have around itself, such as the projections of attention, is not counted, nor is
 from typing import Any, NamedTuple
 
 from efficient_attn.errors import OptionError
-from efficient_attn.operation_counts import Step, visible_pairs
+from efficient_attn.operation_counts import MatMul, visible_pairs
 from efficient_attn.problem import AttentionProblem, positive_count
 from efficient_attn.registry import BackendSpec
 
@@ -53,28 +53,28 @@ def call_cost(
         value_dim: None: as wide as keys.
         item_bytes: Of one number.
     """
-    if spec.work is None:
+    if spec.operations is None:
         return None
     heads = problem.num_heads
     if heads is None:
         raise OptionError("The cost of a call depends on num_heads: give the problem one.")
     kv_heads, width = num_kv_heads or heads, value_dim or problem.head_dim
-    work = spec.work(problem, options, tokens, width)
-    times = [batch * (kv_heads if step.shared else heads) for step in work.steps]
-    steps = list(zip(times, work.steps, strict=True))
+    operations = spec.operations(problem, options, tokens, width)
+    times = [batch * (kv_heads if matmul.shared else heads) for matmul in operations.matmuls]
+    matmuls = list(zip(times, operations.matmuls, strict=True))
     tensors = batch * tokens * (heads + kv_heads) * (problem.head_dim + width)
-    moved = tensors + work.learned
+    moved = tensors + operations.learned
     return Cost(
-        flops=sum(count * step_flops(step, backward=backward) for count, step in steps),
-        exponentials=sum(count * step.exponentials for count, step in steps),
-        moved_bytes=item_bytes * (moved * (2 if backward else 1) + work.drawn),
-        kept_bytes=item_bytes * sum(count * step.kept for count, step in steps),
+        flops=sum(count * matmul_flops(matmul, backward=backward) for count, matmul in matmuls),
+        exponentials=sum(count * matmul.exponentials for count, matmul in matmuls),
+        moved_bytes=item_bytes * (moved * (2 if backward else 1) + operations.drawn),
+        kept_bytes=item_bytes * sum(count * matmul.kept for count, matmul in matmuls),
     )
 
 
-def step_flops(step: Step, *, backward: bool) -> int:
+def matmul_flops(matmul: MatMul, *, backward: bool) -> int:
     """Operations of a step: of its product, and of one more for each gradient that goes through it."""
-    return 2 * step.multiply_adds * (1 + step.gradients if backward else 1)
+    return 2 * matmul.multiply_adds * (1 + matmul.gradients if backward else 1)
 
 
 def block_flops(
@@ -94,7 +94,7 @@ def block_flops(
     """
     kv_dim = model_dim * (num_kv_heads or num_heads) // num_heads
     weights = model_dim * (2 * model_dim + 2 * kv_dim + 2 * feed_forward_dim)
-    return step_flops(Step(batch * tokens * weights), backward=backward)
+    return matmul_flops(MatMul(batch * tokens * weights), backward=backward)
 
 
 class Complexity(NamedTuple):

@@ -41,11 +41,11 @@ class Residual(nn.Module):
         self.dropout = nn.Dropout(dropout)
         self._before = norm == "pre"
 
-    def enter(self, x: Tensor) -> Tensor:
+    def pre(self, x: Tensor) -> Tensor:
         """What the sublayer is given."""
         return self.norm(x) if self._before else x
 
-    def leave(self, x: Tensor, y: Tensor) -> Tensor:
+    def post(self, x: Tensor, y: Tensor) -> Tensor:
         """x with what the sublayer gave."""
         x = x + self.dropout(y)
         return x if self._before else self.norm(x)
@@ -58,14 +58,14 @@ class FeedForward(nn.Module):
         super().__init__()
         positive_count("feed_forward_dim", feed_forward_dim)
         one_of("activation", activation, _ACTIVATIONS)
-        self.widen = nn.Linear(model_dim, feed_forward_dim)
+        self.up = nn.Linear(model_dim, feed_forward_dim)
         self.activation = _ACTIVATIONS[activation]()
-        self.narrow = nn.Linear(feed_forward_dim, model_dim)
-        for linear in (self.widen, self.narrow):
+        self.down = nn.Linear(feed_forward_dim, model_dim)
+        for linear in (self.up, self.down):
             nn.init.xavier_uniform_(linear.weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.narrow(self.activation(self.widen(x)))
+        return self.down(self.activation(self.up(x)))
 
 
 class TransformerBlock(nn.Module):
@@ -106,23 +106,23 @@ class TransformerBlock(nn.Module):
             **options,
         )
         self.feed_forward = FeedForward(model_dim, feed_forward_dim, activation)
-        self.around_attention = Residual(model_dim, norm, dropout)
-        self.around_feed_forward = Residual(model_dim, norm, dropout)
+        self.attention_residual = Residual(model_dim, norm, dropout)
+        self.feed_forward_residual = Residual(model_dim, norm, dropout)
 
     def forward(self, x: Tensor, *, key_mask: Tensor | None = None) -> Tensor:
         """x [batch tokens model_dim] to the same shape; key_mask is bool [batch tokens]."""
-        y = self.attention(self.around_attention.enter(x), key_mask=key_mask)
-        return self._feed(self.around_attention.leave(x, y))
+        y = self.attention(self.attention_residual.pre(x), key_mask=key_mask)
+        return self._feed(self.attention_residual.post(x, y))
 
     def extend(
         self, x: Tensor, state: LayerState | None = None, *, key_mask: Tensor | None = None
     ) -> tuple[Tensor, LayerState]:
         """The output of new tokens after those of `state`, and the state after them."""
-        y, state = self.attention.extend(self.around_attention.enter(x), state, key_mask=key_mask)
-        return self._feed(self.around_attention.leave(x, y)), state
+        y, state = self.attention.extend(self.attention_residual.pre(x), state, key_mask=key_mask)
+        return self._feed(self.attention_residual.post(x, y)), state
 
     def _feed(self, x: Tensor) -> Tensor:
-        return self.around_feed_forward.leave(x, self.feed_forward(self.around_feed_forward.enter(x)))
+        return self.feed_forward_residual.post(x, self.feed_forward(self.feed_forward_residual.pre(x)))
 
 
 class DecoderBlock(nn.Module):
@@ -164,10 +164,10 @@ class DecoderBlock(nn.Module):
             arguments = {"max_tokens": max_tokens, **(cross_options or {})}
             self.cross_attention = AttentionLayer(model_dim, num_heads, cross_backend, **arguments)
             self.cross_attention.check_reads_context()
-            self.around_cross_attention = Residual(model_dim, norm, dropout)
+            self.cross_attention_residual = Residual(model_dim, norm, dropout)
         self.feed_forward = FeedForward(model_dim, feed_forward_dim, activation)
-        self.around_attention = Residual(model_dim, norm, dropout)
-        self.around_feed_forward = Residual(model_dim, norm, dropout)
+        self.attention_residual = Residual(model_dim, norm, dropout)
+        self.feed_forward_residual = Residual(model_dim, norm, dropout)
 
     def forward(
         self,
@@ -189,8 +189,8 @@ class DecoderBlock(nn.Module):
             OptionError: If there is a cross-attention and no context.
         """
         keys = self.project_context(context, context_mask)
-        y = self.attention(self.around_attention.enter(x), key_mask=key_mask)
-        return self._read_and_feed(self.around_attention.leave(x, y), keys)
+        y = self.attention(self.attention_residual.pre(x), key_mask=key_mask)
+        return self._read_and_feed(self.attention_residual.post(x, y), keys)
 
     def extend(
         self,
@@ -211,8 +211,8 @@ class DecoderBlock(nn.Module):
         else:
             keys = self.project_context(context, context_mask)
         before = None if state is None else state.attention
-        y, after = self.attention.extend(self.around_attention.enter(x), before, key_mask=key_mask)
-        y = self._read_and_feed(self.around_attention.leave(x, y), keys)
+        y, after = self.attention.extend(self.attention_residual.pre(x), before, key_mask=key_mask)
+        y = self._read_and_feed(self.attention_residual.post(x, y), keys)
         return y, DecoderBlockState(after, keys)
 
     def project_context(self, context: Tensor | None, context_mask: Tensor | None) -> ContextKeys | None:
@@ -234,6 +234,6 @@ class DecoderBlock(nn.Module):
 
     def _read_and_feed(self, x: Tensor, keys: ContextKeys | None) -> Tensor:
         if self.cross_attention is not None and keys is not None:
-            y = self.cross_attention.read(self.around_cross_attention.enter(x), keys)
-            x = self.around_cross_attention.leave(x, y)
-        return self.around_feed_forward.leave(x, self.feed_forward(self.around_feed_forward.enter(x)))
+            y = self.cross_attention.read(self.cross_attention_residual.pre(x), keys)
+            x = self.cross_attention_residual.post(x, y)
+        return self.feed_forward_residual.post(x, self.feed_forward(self.feed_forward_residual.pre(x)))

@@ -16,7 +16,7 @@ from efficient_attn.backends import build
 from efficient_attn.errors import DtypeError, OptionError, ShapeError, UnsupportedError
 from efficient_attn.modules.options import one_of
 from efficient_attn.problem import positive_count
-from efficient_attn.transformer.positions import check_pairs, rotate
+from efficient_attn.transformer.positions import check_even, rotate
 
 
 class ContextKeys(NamedTuple):
@@ -84,7 +84,7 @@ class AttentionLayer(nn.Module):
         self._rotary = positions is not None
         if positions is not None:
             one_of("positions in a block", positions, ["rotary"])
-            check_pairs("head_dim", self.head_dim, "rotary")
+            check_even("head_dim", self.head_dim, "rotary")
         rows = sum(self._heads) * self.head_dim
         self.in_proj_weight = nn.Parameter(torch.empty(rows, model_dim))
         self.register_parameter("in_proj_bias", nn.Parameter(torch.zeros(rows)) if bias else None)

@@ -108,14 +108,14 @@ class MixerBlock(nn.Module):
         super().__init__()
         self.mixer: Any = mixer
         self.feed_forward = FeedForward(model_dim, feed_forward_dim, activation)
-        self.around_mixer = Residual(model_dim, norm, dropout)
-        self.around_feed_forward = Residual(model_dim, norm, dropout)
+        self.mixer_residual = Residual(model_dim, norm, dropout)
+        self.feed_forward_residual = Residual(model_dim, norm, dropout)
 
     def forward(self, x: Tensor, *, key_mask: Tensor | None = None) -> Tensor:
         """x [batch tokens model_dim] to the same shape; key_mask is bool [batch tokens]."""
-        y = self.mixer(self.around_mixer.enter(x), key_mask=key_mask)
-        x = self.around_mixer.leave(x, y)
-        return self.around_feed_forward.leave(x, self.feed_forward(self.around_feed_forward.enter(x)))
+        y = self.mixer(self.mixer_residual.pre(x), key_mask=key_mask)
+        x = self.mixer_residual.post(x, y)
+        return self.feed_forward_residual.post(x, self.feed_forward(self.feed_forward_residual.pre(x)))
 
 
 def _padding(kernel_size: int, dilation: int, causal: bool) -> tuple[int, int]:

@@ -13,7 +13,7 @@ from efficient_attn.transformer.layer import AttentionLayer, check_sequence
 from efficient_attn.transformer.positions import build_positions
 
 
-class Entrance(nn.Module):
+class EmbeddingInput(nn.Module):
     """Embeddings with their positions, then dropout (Vaswani et al. 2017, sections 3.5 and 5.4)."""
 
     def __init__(self, positions: str | None, model_dim: int, dropout: float, max_tokens: int | None) -> None:

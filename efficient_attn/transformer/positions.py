@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from efficient_attn.errors import OptionError, ShapeError
 from efficient_attn.modules.options import one_of
-from efficient_attn.ops.dtypes import wide
+from efficient_attn.ops.dtypes import upcast
 from efficient_attn.problem import positive_count
 
 KINDS = ("sinusoidal", "learned", "rotary")
@@ -43,7 +43,7 @@ def rotate(x: Tensor, start: int) -> Tensor:
     Then q·k depends on the positions by their difference alone (Su et al. 2021, RoFormer, eq. 16).
     """
     angles = position_angles(start, x.shape[-2], x.shape[-1], x.device)
-    one, other = wide(x).chunk(2, dim=-1)
+    one, other = upcast(x).chunk(2, dim=-1)
     cosines, sines = angles.cos().to(one.dtype), angles.sin().to(one.dtype)
     turned = torch.cat((one * cosines - other * sines, other * cosines + one * sines), dim=-1)
     return turned.to(x.dtype)
@@ -102,7 +102,7 @@ def build_positions(kind: str | None, model_dim: int, max_tokens: int | None) ->
     if kind is not None:
         one_of("positions", kind, KINDS)
     if kind == "sinusoidal":
-        check_pairs("model_dim", model_dim, kind)
+        check_even("model_dim", model_dim, kind)
         return SinusoidalPositions()
     if kind == "learned":
         if max_tokens is None:
@@ -112,7 +112,7 @@ def build_positions(kind: str | None, model_dim: int, max_tokens: int | None) ->
     return NoPositions()
 
 
-def check_pairs(name: str, dim: int, kind: str) -> None:
+def check_even(name: str, dim: int, kind: str) -> None:
     """Refuse an odd size for positions that come in pairs."""
     if dim % 2:
         raise OptionError(

@@ -14,7 +14,7 @@ from efficient_attn.problem import positive_count
 from efficient_attn.transformer.block import DecoderBlock, DecoderBlockState, TransformerBlock
 from efficient_attn.transformer.layer import LayerState
 from efficient_attn.transformer.parts import (
-    Entrance,
+    EmbeddingInput,
     final_norm,
     inside_blocks,
     seeded,
@@ -70,7 +70,7 @@ class Encoder(nn.Module):
         super().__init__()
         positive_count("num_layers", num_layers)
         spec = resolve(backend)
-        self.entrance = Entrance(positions, model_dim, dropout, max_tokens)
+        self.embedding_input = EmbeddingInput(positions, model_dim, dropout, max_tokens)
         blocks = [
             TransformerBlock(
                 model_dim,
@@ -94,7 +94,7 @@ class Encoder(nn.Module):
 
     def forward(self, x: Tensor, *, key_mask: Tensor | None = None) -> Tensor:
         """x [batch tokens model_dim] to the same shape; key_mask is bool [batch tokens]."""
-        x = self.entrance(x)
+        x = self.embedding_input(x)
         for block in self.blocks:
             x = block(x, key_mask=key_mask)
         return self.norm(x)
@@ -104,7 +104,7 @@ class Encoder(nn.Module):
     ) -> tuple[Tensor, EncoderState]:
         """The output of new tokens after those of `state`, and the state after them; only if causal."""
         start, before = (0, (None,) * len(self.blocks)) if state is None else state
-        y, after = self.entrance(x, start), []
+        y, after = self.embedding_input(x, start), []
         for block, seen in zip(self.blocks, before, strict=True):
             y, seen = block.extend(y, seen, key_mask=key_mask)
             after.append(seen)
@@ -143,7 +143,7 @@ class Decoder(nn.Module):
         positive_count("num_layers", num_layers)
         spec, cross = resolve(backend), None if cross_backend is None else resolve(cross_backend)
         seeds = spawn_seeds(seed, 2 * num_layers)
-        self.entrance = Entrance(positions, model_dim, dropout, max_tokens)
+        self.embedding_input = EmbeddingInput(positions, model_dim, dropout, max_tokens)
         blocks = [
             DecoderBlock(
                 model_dim,
@@ -181,7 +181,7 @@ class Decoder(nn.Module):
             key_mask: Of x, [batch tokens].
             context_mask: Of the context, [batch context_tokens].
         """
-        x = self.entrance(x)
+        x = self.embedding_input(x)
         for block in self.blocks:
             x = block(x, context, key_mask=key_mask, context_mask=context_mask)
         return self.norm(x)
@@ -201,7 +201,7 @@ class Decoder(nn.Module):
             context: Projected once and kept in the state; None stands for the context in the state.
         """
         start, before = (0, (None,) * len(self.blocks)) if state is None else state
-        y, after = self.entrance(x, start), []
+        y, after = self.embedding_input(x, start), []
         for block, seen in zip(self.blocks, before, strict=True):
             y, seen = block.extend(y, seen, context, key_mask=key_mask, context_mask=context_mask)
             after.append(seen)

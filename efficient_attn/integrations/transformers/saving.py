@@ -142,7 +142,9 @@ def _backends(
 def _check_size(site: AttentionSite, layer: Mapping[str, Any], numbers: int) -> None:
     """Refuse a plan for more numbers than the file holds, before memory is allocated for it."""
     chosen = spec(layer["backend"])
-    if chosen.work is None or not layer["options"].keys() <= {f.name for f in fields(chosen.options_type)}:
+    if chosen.operations is None or not layer["options"].keys() <= {
+        f.name for f in fields(chosen.options_type)
+    }:
         return
     problem = AttentionProblem(
         head_dim=site.head_dim,
@@ -150,10 +152,10 @@ def _check_size(site: AttentionSite, layer: Mapping[str, Any], numbers: int) -> 
         max_tokens=layer["max_tokens"] or site.max_tokens,
         causal=site.pattern.causal,
     )
-    work = chosen.work(problem, chosen.options_type(**layer["options"]), 1, site.head_dim)
-    if work.learned + work.drawn > numbers:
+    counts = chosen.operations(problem, chosen.options_type(**layer["options"]), 1, site.head_dim)
+    if counts.learned + counts.drawn > numbers:
         raise DataError(
-            f"backend {chosen.name!r} needs {work.learned + work.drawn} numbers, {numbers} are saved."
+            f"backend {chosen.name!r} needs {counts.learned + counts.drawn} numbers, {numbers} are saved."
         )
 
 

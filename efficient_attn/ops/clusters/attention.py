@@ -15,7 +15,7 @@ from efficient_attn.ops.clusters.history import past_segments
 from efficient_attn.ops.clusters.kmeans import kmeans, segments
 from efficient_attn.ops.clusters.near import Layout, read_slices
 from efficient_attn.ops.clusters.summaries import beyond_slices, members, query_moments, summarise_clusters
-from efficient_attn.ops.dtypes import hide, wide
+from efficient_attn.ops.dtypes import upcast, zero_masked
 from efficient_attn.shapes import KeyMask, Keys, Output, Queries, Values
 
 # Numbers in the keys and values of the heads, and in the summaries of the blocks, that are worked on at once:
@@ -69,7 +69,7 @@ def _some_clusters(
 ) -> Tensor:
     dtype = q.dtype
     q, k, v, real, turned = _from_first_real(
-        wide(q) * scale, wide(hide(k, key_mask)), wide(hide(v, key_mask)), key_mask
+        upcast(q) * scale, upcast(zero_masked(k, key_mask)), upcast(zero_masked(v, key_mask)), key_mask
     )
     clusters = min(clusters, k.shape[2])
     if steps is None:
@@ -82,11 +82,11 @@ def _some_clusters(
     counted = real & (torch.arange(k.shape[2], device=k.device) >= layout.first)
     every = members(k, v, counted, chosen, queries, clusters)
     group = _group(every.top.numel() * every.rows.shape[3], -(-k.shape[2] // layout.block))
-    far = (
+    summaries = (
         summarise_clusters(sums, every.top, queries, k.shape[3])
         for sums in beyond_slices(every, block=layout.block, back=layout.back, group=group)
     )
-    out = read_slices(q, k, v, real, far, layout, group=group)
+    out = read_slices(q, k, v, real, summaries, layout, group=group)
     return _turn_back(out, turned).to(dtype)
 
 
@@ -118,12 +118,14 @@ def _some_segments(
     dtype, before = q.dtype, k.shape[2] - q.shape[2]
     # Blocks are those of the keys: the queries are their last positions, and with a mask in any block.
     begin = before // layout.block if key_mask is None else 0
-    q = F.pad(wide(q) * scale, (0, 0, before - begin * layout.block, 0))
-    q, k, v, real, turned = _from_first_real(q, wide(hide(k, key_mask)), wide(hide(v, key_mask)), key_mask)
+    q = F.pad(upcast(q) * scale, (0, 0, before - begin * layout.block, 0))
+    q, k, v, real, turned = _from_first_real(
+        q, upcast(zero_masked(k, key_mask)), upcast(zero_masked(v, key_mask)), key_mask
+    )
     position = torch.arange(k.shape[2], device=k.device)
     starts = [max(start - layout.back, 0) for start in range(0, k.shape[2], layout.block)][begin:]
     group = _group(k.shape[0] * k.shape[1] * clusters * (k.shape[3] + v.shape[3]), len(starts))
-    far = past_segments(
+    summaries = past_segments(
         k,
         v,
         real & (position >= layout.first),
@@ -135,7 +137,7 @@ def _some_segments(
     row = torch.arange(layout.block, device=q.device)
     own = torch.arange(-layout.back, layout.block, device=q.device)
     visible = own <= row[:, None]
-    out = read_slices(q, k, v, real, far, layout, group=group, visible=visible, begin=begin)
+    out = read_slices(q, k, v, real, summaries, layout, group=group, visible=visible, begin=begin)
     out = _turn_back(out, turned)
     if turned is not None:
         # Padding before the first real token was last when it was read.

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from efficient_attn.ops.clusters.summaries import Far
+from efficient_attn.ops.clusters.summaries import Summary
 
 
 def plan(cells: int, segments: int) -> list[tuple[int, int]]:
@@ -30,7 +30,7 @@ def plan(cells: int, segments: int) -> list[tuple[int, int]]:
 
 def past_segments(
     k: Tensor, v: Tensor, counted: Tensor, *, starts: list[int], cell: int, segments: int, group: int
-) -> Iterator[Far]:
+) -> Iterator[Summary]:
     """Segments of all that lies before each start, each with one mean key and mean value.
 
     Args:
@@ -68,4 +68,4 @@ def past_segments(
         alive = count > 0
         count = torch.where(alive, count, 1.0)
         means = sums / count
-        yield Far(means[..., : k.shape[3]], means[..., k.shape[3] :], count.log(), alive)
+        yield Summary(means[..., : k.shape[3]], means[..., k.shape[3] :], count.log(), alive)

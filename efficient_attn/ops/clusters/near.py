@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from efficient_attn.ops.clusters.summaries import Far
+from efficient_attn.ops.clusters.summaries import Summary
 
 # Hides a key by what is added to its score. Finite: a gradient multiplies it by zero.
-_HIDDEN = -1e30
+_MASKED = -1e30
 
 
 class Layout(NamedTuple):
@@ -47,7 +47,7 @@ def read_slices(
     k: Tensor,
     v: Tensor,
     real: Tensor,
-    far: Iterator[Far],
+    summaries: Iterator[Summary],
     layout: Layout,
     *,
     group: int,
@@ -83,8 +83,8 @@ def read_slices(
     heads = rows.shape[3]
     parts = (x.split(group, dim=2) for x in (rows.flatten(3, 4), near_k, near_v, few_k, few_v))
     out = []
-    for some, one_k, one_v, first_k, first_v, clusters in zip(*parts, far, strict=True):
-        far_k = _widened(clusters.k, torch.where(clusters.alive, clusters.bias, _HIDDEN), widest)
+    for some, one_k, one_v, first_k, first_v, clusters in zip(*parts, summaries, strict=True):
+        far_k = _widened(clusters.k, torch.where(clusters.alive, clusters.bias, _MASKED), widest)
         keys = torch.cat([one_k, first_k, far_k], dim=3)
         values = torch.cat([one_v, first_v, _padded(clusters.v, widest)], dim=3)
         mask = None if visible is None else F.pad(visible, (0, keys.shape[3] - layout.width), value=True)
@@ -101,7 +101,7 @@ def _stretch(x: Tensor, begin: int, blocks: int, layout: Layout) -> Tensor:
 
 def _bias(visible: Tensor, like: Tensor) -> Tensor:
     """0 where visible, else what hides."""
-    return torch.zeros_like(visible, dtype=like.dtype).masked_fill(~visible, _HIDDEN)
+    return torch.zeros_like(visible, dtype=like.dtype).masked_fill(~visible, _MASKED)
 
 
 def _widened(x: Tensor, column: Tensor, width: int) -> Tensor:

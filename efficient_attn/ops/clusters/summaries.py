@@ -26,7 +26,7 @@ class QueryMoments(NamedTuple):
     variance: Tensor
 
 
-class Far(NamedTuple):
+class Summary(NamedTuple):
     """One key and one value for each cluster, as a softmax reads them.
 
     Attributes:
@@ -150,7 +150,7 @@ def beyond_slices(every: Members, *, block: int, back: int, group: int) -> Itera
         yield (outside[:some_blocks] @ parts.flatten(3)).unflatten(3, parts.shape[3:])
 
 
-def summarise_clusters(sums: Tensor, top: Tensor, queries: QueryMoments, head_dim: int) -> Far:
+def summarise_clusters(sums: Tensor, top: Tensor, queries: QueryMoments, head_dim: int) -> Summary:
     """The clusters of sums over members, [batch heads blocks clusters …]."""
     mass = sums[..., -1:]
     alive = mass > 0
@@ -160,4 +160,4 @@ def summarise_clusters(sums: Tensor, top: Tensor, queries: QueryMoments, head_di
     mean, variance = (x.unsqueeze(2).mT for x in queries)
     spread = (means[..., -1:] - k.square() @ variance / 2).clamp_min(0)
     bias = mass.log() + top[:, :, None, :, None] - k @ mean
-    return Far(k, means[..., head_dim:], bias + (spread + spread.square() / 2).log1p(), alive)
+    return Summary(k, means[..., head_dim:], bias + (spread + spread.square() / 2).log1p(), alive)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from efficient_attn.ops.dtypes import wide
+from efficient_attn.ops.dtypes import upcast
 from efficient_attn.ops.grouped_queries import fold, unfold
 from efficient_attn.ops.linear.features import Features
 from efficient_attn.ops.linear.state import Chunk, exponential, finite
@@ -56,7 +56,7 @@ class Outputs(NamedTuple):
 def new_outputs(q: Tensor, v: Tensor) -> Outputs:
     """Room for the outputs of queries q over values v."""
     shape = q.shape[:-1]
-    logarithm = wide(q.new_empty(0)).new_empty(*shape, 1)
+    logarithm = upcast(q.new_empty(0)).new_empty(*shape, 1)
     return Outputs(q.new_empty(*shape, v.shape[-1]), logarithm, torch.empty_like(logarithm, dtype=torch.bool))
 
 
@@ -72,17 +72,17 @@ def normalised(queries: Features, reference: Tensor, logarithm: Tensor, sign: Te
     return Scaled(weights * sign, None if scale is None else scale * sign)
 
 
-def derivative(scaled: Scaled, by_weights: Tensor) -> Features:
+def feature_gradients(scaled: Scaled, grad_weights: Tensor) -> Features:
     """The derivative by logarithmic scale and values, from that by the weights."""
-    by_log = scaled.weights * by_weights
+    grad_log_scale = scaled.weights * grad_weights
     if scaled.scale is None:
-        return Features(by_log, None)
-    return Features(by_log.sum(dim=-1, keepdim=True), scaled.scale * by_weights)
+        return Features(grad_log_scale, None)
+    return Features(grad_log_scale.sum(dim=-1, keepdim=True), scaled.scale * grad_weights)
 
 
-def output_gradients(gradient: Tensor, out: Tensor, part: slice, kv_heads: int) -> Tensor:
+def output_gradients(grad_out: Tensor, out: Tensor, part: slice, kv_heads: int) -> Tensor:
     """[g, −g·out] of some tokens, [batch kv_heads group·part value_dim+1]."""
-    g, out = (fold(wide(x[..., part, :]), kv_heads) for x in (gradient, out))
+    g, out = (fold(upcast(x[..., part, :]), kv_heads) for x in (grad_out, out))
     return torch.cat([g, -(g * out).sum(dim=-1, keepdim=True)], dim=-1)
 
 

@@ -16,7 +16,7 @@ from efficient_attn.ops.dtypes import without_autocast
 from efficient_attn.ops.linear.backward import (
     Outputs,
     at_reference,
-    derivative,
+    feature_gradients,
     keep_for_backward,
     new_outputs,
     normalised,
@@ -26,14 +26,14 @@ from efficient_attn.ops.linear.fast.causal import causal_exponential
 from efficient_attn.ops.linear.fast.causal_backward import causal_exponential_gradients
 from efficient_attn.ops.linear.features import Features
 from efficient_attn.ops.linear.full import whole_state
-from efficient_attn.ops.linear.inputs import Tokens
+from efficient_attn.ops.linear.inputs import LinearInputs
 from efficient_attn.ops.linear.state import (
     LinearState,
     causal_chunk,
     empty_state,
-    fade,
     finite,
     merge,
+    rescaling,
     summarise,
     triangle,
     with_ones,
@@ -44,47 +44,47 @@ from efficient_attn.ops.operators import check_one_device, transformable
 CHUNK = 64
 
 
-def causal_linear_attention(tokens: Tokens) -> Outputs:
+def causal_linear_attention(inputs: LinearInputs) -> Outputs:
     """Linear attention of each token to those up to itself; the queries are the last positions."""
-    return Outputs(*_attend(*tokens)[:3])
+    return Outputs(*_attend(*inputs)[:3])
 
 
-def extend_linear_attention(tokens: Tokens, state: LinearState | None) -> tuple[Tensor, LinearState]:
+def extend_linear_attention(inputs: LinearInputs, state: LinearState | None) -> tuple[Tensor, LinearState]:
     """Outputs of new tokens that follow those of a state, and the state after them.
 
     Made of differentiable operations, so that gradients also reach the state.
     """
-    rows, state = [], _past(tokens, 0) if state is None else state
-    for part in _chunks(0, tokens.q.shape[-2]):
-        chunk = causal_chunk(state, *_features(tokens, part, 0), tokens.values(part))
-        rows.append(chunk.out.unflatten(2, (tokens.group, -1)).flatten(1, 2))
+    rows, state = [], _past(inputs, 0) if state is None else state
+    for part in _chunks(0, inputs.q.shape[-2]):
+        chunk = causal_chunk(state, *_features(inputs, part, 0), inputs.values(part))
+        rows.append(chunk.out.unflatten(2, (inputs.group, -1)).flatten(1, 2))
         state = chunk.state
     if not rows:
-        return tokens.q.new_zeros(*tokens.q.shape[:-1], tokens.v.shape[-1]), state
-    return torch.cat(rows, dim=-2).to(tokens.q.dtype), state
+        return inputs.q.new_zeros(*inputs.q.shape[:-1], inputs.v.shape[-1]), state
+    return torch.cat(rows, dim=-2).to(inputs.q.dtype), state
 
 
 def _chunks(start: int, end: int) -> list[slice]:
     return [slice(i, min(i + CHUNK, end)) for i in range(start, end, CHUNK)]
 
 
-def _features(tokens: Tokens, part: slice, before: int) -> tuple[Features, Features]:
+def _features(inputs: LinearInputs, part: slice, before: int) -> tuple[Features, Features]:
     """Features of some queries and of the keys at the same positions."""
     keys = slice(part.start + before, part.stop + before)
     return (
-        tokens.query_features(tokens.query_rows(part)),
-        tokens.key_features(tokens.key_rows(keys), keys),
+        inputs.query_features(inputs.query_rows(part)),
+        inputs.key_features(inputs.key_rows(keys), keys),
     )
 
 
-def _past(tokens: Tokens, before: int) -> LinearState:
+def _past(inputs: LinearInputs, before: int) -> LinearState:
     """The state of the keys before the first query."""
     first = slice(0, before)
     if before == 0:
-        keys = tokens.key_features(tokens.key_rows(first), first)
-        return empty_state(keys, tokens.v.shape[-1])
-    mask = None if tokens.key_mask is None else tokens.key_mask[:, first]
-    return whole_state(tokens._replace(k=tokens.k[..., first, :], v=tokens.v[..., first, :], key_mask=mask))
+        keys = inputs.key_features(inputs.key_rows(first), first)
+        return empty_state(keys, inputs.v.shape[-1])
+    mask = None if inputs.key_mask is None else inputs.key_mask[:, first]
+    return whole_state(inputs._replace(k=inputs.k[..., first, :], v=inputs.v[..., first, :], key_mask=mask))
 
 
 @torch.library.custom_op("efficient_attn::causal_linear", mutates_args=())
@@ -98,17 +98,17 @@ def _causal(
     kind: str,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    tokens = Tokens(q, k, v, key_mask, directions, log_weights, kind, scale)
+    inputs = LinearInputs(q, k, v, key_mask, directions, log_weights, kind, scale)
     outputs, before = new_outputs(q, v), k.shape[-2] - q.shape[-2]
     ends = torch.zeros(q.shape[-2] + 1, dtype=torch.bool)
     with without_autocast(q):
-        if tokens.map.exponents is not None:
-            causal_exponential(tokens, _past(tokens, before) if before else None, outputs)
+        if inputs.map.exponents is not None:
+            causal_exponential(inputs, _past(inputs, before) if before else None, outputs)
             return *outputs, ends
-        state = _past(tokens, before)
+        state = _past(inputs, before)
         for part in _chunks(0, q.shape[-2]):
             keys = slice(part.start + before, part.stop + before)
-            chunk = causal_chunk(state, *_features(tokens, part, before), tokens.values(keys))
+            chunk = causal_chunk(state, *_features(inputs, part, before), inputs.values(keys))
             outputs.put(part, chunk)
             ends[[part.start + length for length in accumulate(chunk.lengths)]] = True
             state = chunk.state
@@ -132,7 +132,7 @@ def _(
 
 @torch.library.custom_op("efficient_attn::causal_linear_backward", mutates_args=())
 def _causal_backward(
-    gradient: Tensor,
+    grad_out: Tensor,
     out: Tensor,
     logarithm: Tensor,
     negative: Tensor,
@@ -146,65 +146,67 @@ def _causal_backward(
     kind: str,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    tokens = Tokens(q, k, v, key_mask, directions, log_weights, kind, scale)
-    if tokens.map.exponents is not None:
+    inputs = LinearInputs(q, k, v, key_mask, directions, log_weights, kind, scale)
+    if inputs.map.exponents is not None:
         with without_autocast(q):
             before = k.shape[-2] - q.shape[-2]
-            past = _past(tokens, before) if before else None
-            return causal_exponential_gradients(tokens, past, gradient, out, logarithm)
+            past = _past(inputs, before) if before else None
+            return causal_exponential_gradients(inputs, past, grad_out, out, logarithm)
     outputs, stops = Outputs(out, logarithm, negative), ends.nonzero().flatten().tolist()
     pieces = [slice(start, stop) for start, stop in zip([0, *stops], stops, strict=False)]
     with without_autocast(q):
-        by_q = _query_gradients(tokens, gradient, outputs, pieces)
-        by_k, by_v = _key_gradients(tokens, gradient, outputs, pieces)
-    return by_q, by_k, by_v
+        grad_q = _query_gradients(inputs, grad_out, outputs, pieces)
+        grad_k, grad_v = _key_gradients(inputs, grad_out, outputs, pieces)
+    return grad_q, grad_k, grad_v
 
 
-def _query_gradients(tokens: Tokens, gradient: Tensor, outputs: Outputs, pieces: list[slice]) -> Tensor:
+def _query_gradients(inputs: LinearInputs, grad_out: Tensor, outputs: Outputs, pieces: list[slice]) -> Tensor:
     """Derivatives by the queries, with the forward pass's state walking along."""
-    by_q = torch.empty_like(tokens.q, memory_format=torch.contiguous_format)
-    before, kv_heads = tokens.k.shape[-2] - tokens.q.shape[-2], tokens.k.shape[1]
-    state = _past(tokens, before)
+    grad_q = torch.empty_like(inputs.q, memory_format=torch.contiguous_format)
+    before, kv_heads = inputs.k.shape[-2] - inputs.q.shape[-2], inputs.k.shape[1]
+    state = _past(inputs, before)
     for part in pieces:
         positions = slice(part.start + before, part.stop + before)
-        features, keys = _features(tokens, part, before)
-        values = tokens.values(positions)
+        features, keys = _features(inputs, part, before)
+        values = inputs.values(positions)
         here = merge(state, summarise(keys, values))
         queries = normalised(features, here.log_scale, *outputs.normaliser(part, kv_heads))
-        g = output_gradients(gradient, outputs.out, part, kv_heads)
-        earlier = fade(state, here.log_scale).mT * state.sums
+        g = output_gradients(grad_out, outputs.out, part, kv_heads)
+        earlier = rescaling(state, here.log_scale).mT * state.sums
         weights = at_reference(keys, -finite(here.log_scale)).weights
-        by_weights = triangle(g @ with_ones(values).mT) @ weights + g @ earlier.mT
-        rows = tokens.query_rows(part)
-        by_q[..., part, :] = tokens.query_gradient(rows, features, derivative(queries, by_weights))
+        grad_weights = triangle(g @ with_ones(values).mT) @ weights + g @ earlier.mT
+        rows = inputs.query_rows(part)
+        grad_q[..., part, :] = inputs.query_gradient(rows, features, feature_gradients(queries, grad_weights))
         state = here
-    return by_q
+    return grad_q
 
 
 def _key_gradients(
-    tokens: Tokens, gradient: Tensor, outputs: Outputs, pieces: list[slice]
+    inputs: LinearInputs, grad_out: Tensor, outputs: Outputs, pieces: list[slice]
 ) -> tuple[Tensor, Tensor]:
     """Derivatives by keys and values: the state is one of queries, and time runs backwards."""
-    by_k, by_v = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (tokens.k, tokens.v))
-    before, kv_heads = tokens.k.shape[-2] - tokens.q.shape[-2], tokens.k.shape[1]
+    grad_k, grad_v = (
+        torch.empty_like(x, memory_format=torch.contiguous_format) for x in (inputs.k, inputs.v)
+    )
+    before, kv_heads = inputs.k.shape[-2] - inputs.q.shape[-2], inputs.k.shape[1]
     later: LinearState | None = None
     for part in reversed(pieces):
-        features = tokens.query_features(tokens.query_rows(part))
+        features = inputs.query_features(inputs.query_rows(part))
         logarithm, sign = outputs.normaliser(part, kv_heads)
-        g = output_gradients(gradient, outputs.out, part, kv_heads)
+        g = output_gradients(grad_out, outputs.out, part, kv_heads)
         top = (features.log_scale - logarithm).amax(dim=-2, keepdim=True)
         if later is None:
             later = LinearState(top.new_zeros(*top.shape[:2], *_sums_shape(features, g)), top)
         here = torch.maximum(later.log_scale, top)
         queries = normalised(features, -finite(here), logarithm, sign)
-        sums = fade(later, here).mT * later.sums
+        sums = rescaling(later, here).mT * later.sums
         positions = slice(part.start + before, part.stop + before)
-        _put_key_gradients(tokens, positions, here, sums, (queries.weights, g), (by_k, by_v))
+        _put_key_gradients(inputs, positions, here, sums, (queries.weights, g), (grad_k, grad_v))
         later = LinearState(sums + queries.weights.mT @ g, here)
     if before and later is not None:
         for part in _chunks(0, before):
-            _put_key_gradients(tokens, part, later.log_scale, later.sums, None, (by_k, by_v))
-    return by_k, by_v
+            _put_key_gradients(inputs, part, later.log_scale, later.sums, None, (grad_k, grad_v))
+    return grad_k, grad_v
 
 
 def _sums_shape(features: Features, g: Tensor) -> tuple[int, int]:
@@ -213,7 +215,7 @@ def _sums_shape(features: Features, g: Tensor) -> tuple[int, int]:
 
 
 def _put_key_gradients(
-    tokens: Tokens,
+    inputs: LinearInputs,
     part: slice,
     reference: Tensor,
     sums: Tensor,
@@ -221,22 +223,22 @@ def _put_key_gradients(
     into: tuple[Tensor, Tensor],
 ) -> None:
     """Derivatives by some keys and values, from later queries' sums and from queries of the same piece."""
-    by_k, by_v = into
-    rows = tokens.key_rows(part)
-    features = tokens.key_features(rows, part)
-    keys, values = at_reference(features, finite(reference)), with_ones(tokens.values(part))
-    by_weights, by_values = values @ sums.mT, keys.weights @ sums[..., :-1]
+    grad_k, grad_v = into
+    rows = inputs.key_rows(part)
+    features = inputs.key_features(rows, part)
+    keys, values = at_reference(features, finite(reference)), with_ones(inputs.values(part))
+    grad_weights, grad_values = values @ sums.mT, keys.weights @ sums[..., :-1]
     if queries is not None:
         weights, g = queries
-        by_weights = by_weights + triangle(g @ values.mT).mT @ weights
-        by_values = by_values + triangle(weights @ keys.weights.mT).mT @ g[..., :-1]
-    by_k[..., part, :] = tokens.key_gradient(rows, features, derivative(keys, by_weights))
-    by_v[..., part, :] = by_values
+        grad_weights = grad_weights + triangle(g @ values.mT).mT @ weights
+        grad_values = grad_values + triangle(weights @ keys.weights.mT).mT @ g[..., :-1]
+    grad_k[..., part, :] = inputs.key_gradient(rows, features, feature_gradients(keys, grad_weights))
+    grad_v[..., part, :] = grad_values
 
 
 @_causal_backward.register_fake
 def _(
-    gradient: Tensor,
+    grad_out: Tensor,
     out: Tensor,
     logarithm: Tensor,
     negative: Tensor,
@@ -249,10 +251,10 @@ def _(
     return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
 
 
-def _backward(ctx: Any, gradient: Tensor | None, *_: None) -> tuple:
-    if gradient is None:
+def _backward(ctx: Any, grad_out: Tensor | None, *_: None) -> tuple:
+    if grad_out is None:
         return (None,) * 8
-    return *_differentiate(gradient, *ctx.saved_tensors, ctx.kind, ctx.scale), *[None] * 5
+    return *_differentiate(grad_out, *ctx.saved_tensors, ctx.kind, ctx.scale), *[None] * 5
 
 
 _attend = transformable(_causal, _backward, keep_for_backward)

@@ -5,29 +5,29 @@ from torch import Tensor
 
 from efficient_attn.ops.linear.causal import causal_linear_attention
 from efficient_attn.ops.linear.full import chunks, full_linear_attention
-from efficient_attn.ops.linear.inputs import Tokens
+from efficient_attn.ops.linear.inputs import LinearInputs
 from efficient_attn.ops.linear.state import finite
 
 
-def denominators(tokens: Tokens, *, causal: bool) -> Tensor:
+def denominators(inputs: LinearInputs, *, causal: bool) -> Tensor:
     """Σ_j φ(q)·φ(k_j) over the largest visible exp(log_scale_j), [batch heads q_tokens].
 
     The query's own scale is common to its row and left out. Rows that see no key give 0.
     """
     # Values of width zero: the sum of the features alone is wanted.
-    bare = tokens._replace(v=tokens.k[..., :0])
+    bare = inputs._replace(v=inputs.k[..., :0])
     outputs = causal_linear_attention(bare) if causal else full_linear_attention(bare)
-    logarithm = outputs.log_normaliser - finite(_largest_scale(tokens, causal=causal))
+    logarithm = outputs.log_normaliser - finite(_largest_scale(inputs, causal=causal))
     size = logarithm.masked_fill(logarithm == torch.inf, -torch.inf).exp()
     return torch.where(outputs.negative, -size, size).squeeze(-1)
 
 
-def _largest_scale(tokens: Tokens, *, causal: bool) -> Tensor:
+def _largest_scale(inputs: LinearInputs, *, causal: bool) -> Tensor:
     """The largest log_scale among the keys that a query sees, [batch heads q_tokens|1 1]."""
     scales = torch.cat(
-        [tokens.key_features(tokens.key_rows(part), part).log_scale for part in chunks(tokens.k.shape[-2])],
+        [inputs.key_features(inputs.key_rows(part), part).log_scale for part in chunks(inputs.k.shape[-2])],
         dim=-2,
     )
-    before = tokens.k.shape[-2] - tokens.q.shape[-2]
+    before = inputs.k.shape[-2] - inputs.q.shape[-2]
     largest = scales.cummax(dim=-2).values[..., before:, :] if causal else scales.amax(-2, keepdim=True)
-    return largest.repeat_interleave(tokens.group, dim=1)
+    return largest.repeat_interleave(inputs.group, dim=1)

@@ -53,7 +53,7 @@ class FeatureMap(NamedTuple):
     signed: bool = False
     per_direction: int = 0
     exponents: Callable[[Tensor], Tensor] | None = None
-    waves: bool = False
+    trigonometric: bool = False
     fixed: Callable[[int], int] | None = None
 
     def num_features(self, directions: int, head_dim: int) -> int:
@@ -71,8 +71,8 @@ def positive_features(x: Vectors, directions: Directions) -> Features:
     return Features(x @ directions.mT - (half_square(x) + math.log(directions.shape[-2]) / 2), None)
 
 
-def _positive_pullback(x: Tensor, features: Features, by: Features, directions: Tensor) -> Tensor:
-    return by.log_scale @ directions - x * by.log_scale.sum(dim=-1, keepdim=True)
+def _positive_pullback(x: Tensor, features: Features, grad: Features, directions: Tensor) -> Tensor:
+    return grad.log_scale @ directions - x * grad.log_scale.sum(dim=-1, keepdim=True)
 
 
 def hyperbolic_features(x: Vectors, directions: Directions) -> Features:
@@ -82,9 +82,9 @@ def hyperbolic_features(x: Vectors, directions: Directions) -> Features:
     return Features(torch.cat([products - constant, -products - constant], dim=-1), None)
 
 
-def _hyperbolic_pullback(x: Tensor, features: Features, by: Features, directions: Tensor) -> Tensor:
-    by_plus, by_minus = by.log_scale.chunk(2, dim=-1)
-    return (by_plus - by_minus) @ directions - x * by.log_scale.sum(dim=-1, keepdim=True)
+def _hyperbolic_pullback(x: Tensor, features: Features, grad: Features, directions: Tensor) -> Tensor:
+    grad_plus, grad_minus = grad.log_scale.chunk(2, dim=-1)
+    return (grad_plus - grad_minus) @ directions - x * grad.log_scale.sum(dim=-1, keepdim=True)
 
 
 def trigonometric_features(x: Vectors, directions: Directions) -> Features:
@@ -94,11 +94,11 @@ def trigonometric_features(x: Vectors, directions: Directions) -> Features:
     return Features(half_square(x), values)
 
 
-def _trigonometric_pullback(x: Tensor, features: Features, by: Features, directions: Tensor) -> Tensor:
-    assert features.values is not None and by.values is not None
+def _trigonometric_pullback(x: Tensor, features: Features, grad: Features, directions: Tensor) -> Tensor:
+    assert features.values is not None and grad.values is not None
     cos, sin = features.values.chunk(2, dim=-1)
-    by_cos, by_sin = by.values.chunk(2, dim=-1)
-    return (cos * by_sin - sin * by_cos) @ directions + x * by.log_scale
+    grad_cos, grad_sin = grad.values.chunk(2, dim=-1)
+    return (cos * grad_sin - sin * grad_cos) @ directions + x * grad.log_scale
 
 
 def _each_direction(directions: Tensor) -> Tensor:
@@ -115,10 +115,10 @@ def relu_features(x: Vectors, directions: Directions) -> Features:
     return Features(torch.zeros_like(x[..., :1]), values)
 
 
-def _relu_pullback(x: Tensor, features: Features, by: Features, directions: Tensor) -> Tensor:
-    assert features.values is not None and by.values is not None
+def _relu_pullback(x: Tensor, features: Features, grad: Features, directions: Tensor) -> Tensor:
+    assert features.values is not None and grad.values is not None
     slope = (features.values > RELU_OFFSET).to(x) / math.sqrt(directions.shape[-2])
-    return (by.values * slope) @ directions
+    return (grad.values * slope) @ directions
 
 
 def elu_features(x: Vectors, directions: None = None) -> Features:
@@ -126,8 +126,8 @@ def elu_features(x: Vectors, directions: None = None) -> Features:
     return Features(x.clamp_max(0.0) + x.relu().log1p(), None)
 
 
-def _elu_pullback(x: Tensor, features: Features, by: Features, directions: None) -> Tensor:
-    return by.log_scale / (1 + x.relu())
+def _elu_pullback(x: Tensor, features: Features, grad: Features, directions: None) -> Tensor:
+    return grad.log_scale / (1 + x.relu())
 
 
 def taylor_1_features(x: Vectors, directions: None = None) -> Features:
@@ -136,9 +136,9 @@ def taylor_1_features(x: Vectors, directions: None = None) -> Features:
     return Features(scale, torch.cat([torch.ones_like(scale), x], dim=-1) * (-scale).exp())
 
 
-def _taylor_1_pullback(x: Tensor, features: Features, by: Features, directions: None) -> Tensor:
-    assert by.values is not None
-    return by.values[..., 1:] * (-_finite_scale(x, power=1)).exp()
+def _taylor_1_pullback(x: Tensor, features: Features, grad: Features, directions: None) -> Tensor:
+    assert grad.values is not None
+    return grad.values[..., 1:] * (-_finite_scale(x, power=1)).exp()
 
 
 def taylor_2_features(x: Vectors, directions: None = None) -> Features:
@@ -150,13 +150,15 @@ def taylor_2_features(x: Vectors, directions: None = None) -> Features:
     return Features(scale, values * (-scale).exp())
 
 
-def _taylor_2_pullback(x: Tensor, features: Features, by: Features, directions: None) -> Tensor:
-    assert by.values is not None
+def _taylor_2_pullback(x: Tensor, features: Features, grad: Features, directions: None) -> Tensor:
+    assert grad.values is not None
     row, column, factor = _pairs(x)
-    _, by_x, by_pairs = (by.values * (-_finite_scale(x, power=2)).exp()).split([1, x.shape[-1], len(row)], -1)
-    weighted = factor * by_pairs
-    by_x = by_x.index_add(-1, row, weighted * x[..., column])
-    return by_x.index_add(-1, column, weighted * x[..., row])
+    _, grad_x, grad_pairs = (grad.values * (-_finite_scale(x, power=2)).exp()).split(
+        [1, x.shape[-1], len(row)], -1
+    )
+    weighted = factor * grad_pairs
+    grad_x = grad_x.index_add(-1, row, weighted * x[..., column])
+    return grad_x.index_add(-1, column, weighted * x[..., row])
 
 
 def _pairs(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -186,7 +188,7 @@ MAPS = {
         has_values=True,
         signed=True,
         per_direction=2,
-        waves=True,
+        trigonometric=True,
     ),
     "relu": FeatureMap(relu_features, _relu_pullback, has_values=True, per_direction=1),
     "elu": FeatureMap(elu_features, _elu_pullback, has_values=False, fixed=lambda d: d),

@@ -13,7 +13,7 @@ from efficient_attn.ops.dtypes import without_autocast
 from efficient_attn.ops.linear.backward import (
     Outputs,
     at_reference,
-    derivative,
+    feature_gradients,
     keep_for_backward,
     new_outputs,
     normalised,
@@ -22,7 +22,7 @@ from efficient_attn.ops.linear.backward import (
 from efficient_attn.ops.linear.fast.softmax_identity import suits, two_softmaxes, two_softmaxes_gradients
 from efficient_attn.ops.linear.fast.trigonometric import trigonometric_attention, trigonometric_gradients
 from efficient_attn.ops.linear.features import MAPS
-from efficient_attn.ops.linear.inputs import Tokens
+from efficient_attn.ops.linear.inputs import LinearInputs
 from efficient_attn.ops.linear.state import (
     LinearState,
     divide,
@@ -40,21 +40,21 @@ from efficient_attn.ops.operators import check_one_device, transformable
 _CHUNK = 128
 
 
-def full_linear_attention(tokens: Tokens) -> Outputs:
+def full_linear_attention(inputs: LinearInputs) -> Outputs:
     """Σ_j φ(q)·φ(k_j) v_j / Σ_j φ(q)·φ(k_j) over all keys (Choromanski et al. 2021, section 2.2)."""
-    return Outputs(*_attend(*tokens)[:3])
+    return Outputs(*_attend(*inputs)[:3])
 
 
-def chunks(tokens: int) -> list[slice]:
+def chunks(length: int) -> list[slice]:
     """Consecutive chunks of a sequence."""
-    return [slice(i, min(i + _CHUNK, tokens)) for i in range(0, tokens, _CHUNK)]
+    return [slice(i, min(i + _CHUNK, length)) for i in range(0, length, _CHUNK)]
 
 
-def whole_state(tokens: Tokens) -> LinearState:
+def whole_state(inputs: LinearInputs) -> LinearState:
     """The state of all keys."""
     states = (
-        summarise(tokens.key_features(tokens.key_rows(part), part), tokens.values(part))
-        for part in chunks(tokens.k.shape[-2])
+        summarise(inputs.key_features(inputs.key_rows(part), part), inputs.values(part))
+        for part in chunks(inputs.k.shape[-2])
     )
     state = next(states)
     for other in states:
@@ -73,23 +73,23 @@ def _full(
     kind: str,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    tokens = Tokens(q, k, v, key_mask, directions, log_weights, kind, scale)
+    inputs = LinearInputs(q, k, v, key_mask, directions, log_weights, kind, scale)
     with without_autocast(q):
-        if suits(tokens):
-            outputs, state = two_softmaxes(tokens)
+        if suits(inputs):
+            outputs, state = two_softmaxes(inputs)
             return *outputs, *state
-        if tokens.map.waves:
-            outputs, state = trigonometric_attention(tokens)
+        if inputs.map.trigonometric:
+            outputs, state = trigonometric_attention(inputs)
             return *outputs, *state
-        outputs, state = new_outputs(q, v), whole_state(tokens)
+        outputs, state = new_outputs(q, v), whole_state(inputs)
         for part in chunks(q.shape[-2]):
-            outputs.put(part, _read(tokens, part, state))
+            outputs.put(part, _read(inputs, part, state))
     return *outputs, *state
 
 
-def _read(tokens: Tokens, part: slice, state: LinearState) -> Outputs:
+def _read(inputs: LinearInputs, part: slice, state: LinearState) -> Outputs:
     """The rows of some queries."""
-    features = tokens.query_features(tokens.query_rows(part))
+    features = inputs.query_features(inputs.query_rows(part))
     weights, reference = query_weights(features, state.log_scale)
     sums, seen = weights @ state.sums, sees(state)
     return Outputs(divide(sums, seen), log_sum(sums, reference, seen), sums[..., -1:] < 0)
@@ -120,7 +120,7 @@ def _(
 
 @torch.library.custom_op("efficient_attn::full_linear_backward", mutates_args=())
 def _full_backward(
-    gradient: Tensor,
+    grad_out: Tensor,
     out: Tensor,
     logarithm: Tensor,
     negative: Tensor,
@@ -135,37 +135,39 @@ def _full_backward(
     kind: str,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    tokens = Tokens(q, k, v, key_mask, directions, log_weights, kind, scale)
-    if tokens.map.exponents is not None:
+    inputs = LinearInputs(q, k, v, key_mask, directions, log_weights, kind, scale)
+    if inputs.map.exponents is not None:
         with without_autocast(q):
-            return two_softmaxes_gradients(tokens, gradient, out, logarithm, LinearState(sums, reference))
+            return two_softmaxes_gradients(inputs, grad_out, out, logarithm, LinearState(sums, reference))
     outputs = Outputs(out, logarithm, negative)
-    if tokens.map.waves:
+    if inputs.map.trigonometric:
         with without_autocast(q):
-            return trigonometric_gradients(tokens, gradient, outputs, LinearState(sums, reference))
-    by_q, by_k, by_v = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+            return trigonometric_gradients(inputs, grad_out, outputs, LinearState(sums, reference))
+    grad_q, grad_k, grad_v = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     query_sums = torch.zeros_like(sums)
     with without_autocast(q):
         for part in chunks(q.shape[-2]):
-            rows = tokens.query_rows(part)
-            features = tokens.query_features(rows)
+            rows = inputs.query_rows(part)
+            features = inputs.query_features(rows)
             queries = normalised(features, reference, *outputs.normaliser(part, k.shape[1]))
-            g = output_gradients(gradient, out, part, k.shape[1])
-            by_q[..., part, :] = tokens.query_gradient(rows, features, derivative(queries, g @ sums.mT))
+            g = output_gradients(grad_out, out, part, k.shape[1])
+            grad_q[..., part, :] = inputs.query_gradient(
+                rows, features, feature_gradients(queries, g @ sums.mT)
+            )
             query_sums += queries.weights.mT @ g
         for part in chunks(k.shape[-2]):
-            rows = tokens.key_rows(part)
-            features = tokens.key_features(rows, part)
+            rows = inputs.key_rows(part)
+            features = inputs.key_features(rows, part)
             keys = at_reference(features, -finite(reference))
-            by_weights = with_ones(tokens.values(part)) @ query_sums.mT
-            by_k[..., part, :] = tokens.key_gradient(rows, features, derivative(keys, by_weights))
-            by_v[..., part, :] = keys.weights @ query_sums[..., :-1]
-    return by_q, by_k, by_v
+            grad_weights = with_ones(inputs.values(part)) @ query_sums.mT
+            grad_k[..., part, :] = inputs.key_gradient(rows, features, feature_gradients(keys, grad_weights))
+            grad_v[..., part, :] = keys.weights @ query_sums[..., :-1]
+    return grad_q, grad_k, grad_v
 
 
 @_full_backward.register_fake
 def _(
-    gradient: Tensor,
+    grad_out: Tensor,
     out: Tensor,
     logarithm: Tensor,
     negative: Tensor,
@@ -179,10 +181,10 @@ def _(
     return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
 
 
-def _backward(ctx: Any, gradient: Tensor | None, *_: None) -> tuple:
-    if gradient is None:
+def _backward(ctx: Any, grad_out: Tensor | None, *_: None) -> tuple:
+    if grad_out is None:
         return (None,) * 8
-    return *_differentiate(gradient, *ctx.saved_tensors, ctx.kind, ctx.scale), *[None] * 5
+    return *_differentiate(grad_out, *ctx.saved_tensors, ctx.kind, ctx.scale), *[None] * 5
 
 
 _attend = transformable(_full, _backward, keep_for_backward)

@@ -6,12 +6,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from efficient_attn.ops.dtypes import hide, wide, wide_dtype
+from efficient_attn.ops.dtypes import upcast, upcast_dtype, zero_masked
 from efficient_attn.ops.grouped_queries import fold, unfold
 from efficient_attn.ops.linear.features import MAPS, FeatureMap, Features
 
 
-class Tokens(NamedTuple):
+class LinearInputs(NamedTuple):
     """Queries, keys and values, and the feature map that they go through.
 
     Nothing of the size tokens · features ever exists: features are made for one chunk, in float32 or
@@ -50,16 +50,16 @@ class Tokens(NamedTuple):
     def query_rows(self, part: slice) -> Tensor:
         """Scaled queries of some tokens, [batch kv_heads group·part head_dim]."""
         sign = math.copysign(1.0, self.scale)
-        return fold(wide(self.q[..., part, :]), self.k.shape[1]) * (sign * math.sqrt(abs(self.scale)))
+        return fold(upcast(self.q[..., part, :]), self.k.shape[1]) * (sign * math.sqrt(abs(self.scale)))
 
     def exponents(self) -> Tensor:
         """Of an exponential map the w of each feature, [features head_dim] or one for each head of keys."""
         assert self.map.exponents is not None and self.directions is not None
-        return self.map.exponents(wide(self.directions).to(wide_dtype(self.q.dtype)))
+        return self.map.exponents(upcast(self.directions).to(upcast_dtype(self.q.dtype)))
 
     def keys(self, part: slice) -> Tensor:
         """Keys of some tokens, zeros where they are masked, [batch kv_heads part head_dim]."""
-        return wide(hide(self.k[..., part, :], self._mask(part)))
+        return upcast(zero_masked(self.k[..., part, :], self._mask(part)))
 
     def key_rows(self, part: slice) -> Tensor:
         """Scaled keys of some tokens, zeros where they are masked, [batch kv_heads part head_dim]."""
@@ -67,13 +67,13 @@ class Tokens(NamedTuple):
 
     def values(self, part: slice) -> Tensor:
         """Values of some tokens, zeros where they are masked, [batch kv_heads part value_dim]."""
-        return wide(hide(self.v[..., part, :], self._mask(part)))
+        return upcast(zero_masked(self.v[..., part, :], self._mask(part)))
 
-    def lists(self, x: Tensor, part: slice) -> Tensor:
+    def flatten_heads(self, x: Tensor, part: slice) -> Tensor:
         """What belongs to some queries, [batch heads tokens dim] as [batch·kv_heads group·part dim]."""
-        return fold(wide(x[..., part, :]), self.k.shape[1]).flatten(0, 1)
+        return fold(upcast(x[..., part, :]), self.k.shape[1]).flatten(0, 1)
 
-    def unlist(self, x: Tensor) -> Tensor:
+    def unflatten_heads(self, x: Tensor) -> Tensor:
         """The inverse of `lists`, [batch·kv_heads group·part dim] as [batch heads part dim]."""
         return unfold(x.unflatten(0, self.k.shape[:2]), self.q.shape[1])
 
@@ -81,15 +81,15 @@ class Tokens(NamedTuple):
         """What belongs to all queries, viewed as [batch kv_heads group tokens dim]."""
         return x.unflatten(1, (self.k.shape[1], self.group))
 
-    def key_lists(self, part: slice) -> Tensor:
+    def flat_keys(self, part: slice) -> Tensor:
         """Keys of some tokens, zeros where they are masked, [batch·kv_heads part head_dim]."""
         return self.keys(part).flatten(0, 1)
 
-    def value_lists(self, part: slice) -> Tensor:
+    def flat_values(self, part: slice) -> Tensor:
         """Values of some tokens, zeros where they are masked, [batch·kv_heads part value_dim]."""
         return self.values(part).flatten(0, 1)
 
-    def for_lists(self, x: Tensor) -> Tensor:
+    def expand_to_heads(self, x: Tensor) -> Tensor:
         """What belongs to all heads, [rows dim], or to each head of keys, as [batch·kv_heads rows dim]."""
         batch, kv_heads = self.k.shape[:2]
         if x.ndim == 2:
@@ -121,21 +121,21 @@ class Tokens(NamedTuple):
         hidden = ~mask[:, None, :, None]
         return features._replace(log_scale=features.log_scale.masked_fill(hidden, -torch.inf))
 
-    def query_gradient(self, rows: Tensor, features: Features, by: Features) -> Tensor:
+    def query_gradient(self, rows: Tensor, features: Features, grad: Features) -> Tensor:
         """Derivative by some tokens of q, from the derivative by their features."""
         if self.map.exponents is not None:
-            gradient = by.log_scale @ self.exponents()
+            grad_out = grad.log_scale @ self.exponents()
         else:
             if self.map.has_values:
-                by = by._replace(log_scale=torch.zeros_like(by.log_scale))
-            gradient = self.map.pullback(rows, features, by, self._directions(rows))
+                grad = grad._replace(log_scale=torch.zeros_like(grad.log_scale))
+            grad_out = self.map.pullback(rows, features, grad, self._directions(rows))
         sign = math.copysign(1.0, self.scale)
-        return unfold(gradient, self.q.shape[1]) * (sign * math.sqrt(abs(self.scale)))
+        return unfold(grad_out, self.q.shape[1]) * (sign * math.sqrt(abs(self.scale)))
 
-    def key_gradient(self, rows: Tensor, features: Features, by: Features) -> Tensor:
+    def key_gradient(self, rows: Tensor, features: Features, grad: Features) -> Tensor:
         """Derivative by some tokens of k, from the derivative by their features."""
-        gradient = self.map.pullback(rows, features, by, self._directions(rows))
-        return gradient * math.sqrt(abs(self.scale))
+        grad_out = self.map.pullback(rows, features, grad, self._directions(rows))
+        return grad_out * math.sqrt(abs(self.scale))
 
     def _directions(self, rows: Tensor) -> Tensor | None:
         return None if self.directions is None else self.directions.to(rows.dtype)

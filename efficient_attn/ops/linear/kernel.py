@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from efficient_attn.ops.grouped_queries import unfold
-from efficient_attn.ops.linear.inputs import Tokens
+from efficient_attn.ops.linear.inputs import LinearInputs
 from efficient_attn.shapes import Weights
 
 # Maps whose inner products stand for exp(x·y); those of other kernels estimate something else.
@@ -12,32 +12,32 @@ SOFTMAX_KERNELS = ("positive", "hyperbolic", "trigonometric", "taylor-1", "taylo
 _ALL = slice(None)
 
 
-def rows_of(tokens: Tokens) -> tuple[Tensor, Tensor]:
+def rows_of(inputs: LinearInputs) -> tuple[Tensor, Tensor]:
     """The scaled queries and keys that the features see, [batch heads tokens head_dim]."""
-    return tokens.query_rows(_ALL), tokens.key_rows(_ALL)
+    return inputs.query_rows(_ALL), inputs.key_rows(_ALL)
 
 
-def kernel_ratios(tokens: Tokens) -> Tensor:
+def kernel_ratios(inputs: LinearInputs) -> Tensor:
     """φ(x_i)·φ(y_i) / exp(x_i·y_i) for query i and key i, [batch heads tokens]; 1 where they are exact."""
-    x, y = rows_of(tokens)
-    directions = None if tokens.directions is None else tokens.directions.to(x.dtype)
-    queries, keys = (tokens.map.features(rows, directions) for rows in (x, y))
+    x, y = rows_of(inputs)
+    directions = None if inputs.directions is None else inputs.directions.to(x.dtype)
+    queries, keys = (inputs.map.features(rows, directions) for rows in (x, y))
     logs = queries.log_scale + keys.log_scale - (x * y).sum(dim=-1, keepdim=True)
-    if tokens.log_weights is not None:
-        logs = logs + tokens.log_weights.to(x.dtype)
+    if inputs.log_weights is not None:
+        logs = logs + inputs.log_weights.to(x.dtype)
     if queries.values is None or keys.values is None:
         return torch.exp(logs).sum(dim=-1)
     return (queries.values * keys.values * torch.exp(logs)).sum(dim=-1)
 
 
-def kernel_weights(tokens: Tokens) -> Weights:
+def kernel_weights(inputs: LinearInputs) -> Weights:
     """φ(x_i)·φ(y_j) / Σ_j exp(x_i·y_j): estimates over exact sums, which an attention cannot know."""
-    x, y = rows_of(tokens)
-    directions = None if tokens.directions is None else tokens.directions.to(x.dtype)
-    queries, keys = (tokens.map.features(rows, directions) for rows in (x, y))
+    x, y = rows_of(inputs)
+    directions = None if inputs.directions is None else inputs.directions.to(x.dtype)
+    queries, keys = (inputs.map.features(rows, directions) for rows in (x, y))
     key_scale = keys.log_scale
-    if tokens.log_weights is not None:
-        key_scale = key_scale + tokens.log_weights.to(x.dtype)
+    if inputs.log_weights is not None:
+        key_scale = key_scale + inputs.log_weights.to(x.dtype)
     # What a feature has in common over the keys is moved to the queries, where the sums take it back.
     largest = key_scale.amax(dim=-2, keepdim=True)
     log_sums = (x @ y.mT).logsumexp(dim=-1, keepdim=True)
@@ -45,4 +45,4 @@ def kernel_weights(tokens: Tokens) -> Weights:
     right = torch.exp(key_scale - largest)
     if queries.values is not None and keys.values is not None:
         left, right = queries.values * left, keys.values * right
-    return unfold(left @ right.mT, tokens.q.shape[1])
+    return unfold(left @ right.mT, inputs.q.shape[1])

@@ -73,7 +73,7 @@ def summarise(keys: Features, v: Tensor) -> LinearState:
 def merge(one: LinearState, other: LinearState) -> LinearState:
     """The state after the tokens of both; chunks may be merged in any grouping."""
     reference = torch.maximum(one.log_scale, other.log_scale)
-    sums = [fade(state, reference).mT * state.sums for state in (one, other)]
+    sums = [rescaling(state, reference).mT * state.sums for state in (one, other)]
     return LinearState(sums[0] + sums[1], reference)
 
 
@@ -105,7 +105,7 @@ def causal_chunk(past: LinearState, queries: Features, keys: Features, v: Tensor
     """
     here = merge(past, summarise(keys, v))
     weights, scale = query_weights(queries, here.log_scale)
-    before = fade(past, here.log_scale)
+    before = rescaling(past, here.log_scale)
     sums = triangle(_scores(weights, keys, here.log_scale)) @ with_ones(v) + weights @ (before.mT * past.sums)
     seen = _visible(past, keys, rows=sums.shape[-2])
     tokens = v.shape[-2]
@@ -196,7 +196,7 @@ def sees(state: LinearState) -> Tensor:
     return (state.log_scale > -torch.inf).any(dim=-1, keepdim=True)
 
 
-def fade(state: LinearState, reference: Tensor) -> Tensor:
+def rescaling(state: LinearState, reference: Tensor) -> Tensor:
     """The factor from a state's own scale to a larger one, [… 1 features|1]; 0 for an empty state."""
     return exponential(state.log_scale - finite(reference))
 

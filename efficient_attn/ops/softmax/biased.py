@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from efficient_attn.ops.dtypes import hide, wide
+from efficient_attn.ops.dtypes import upcast, zero_masked
 from efficient_attn.ops.softmax.definition import softmax_over
 from efficient_attn.shapes import KeyMask, Keys, Output, Queries, Values, Weights
 
@@ -17,7 +17,7 @@ def biased_weights(
     Args:
         bias: Broadcastable to [batch heads q_tokens k_tokens].
     """
-    scores = (wide(q) * scale) @ wide(hide(k, key_mask)).mT
+    scores = (upcast(q) * scale) @ upcast(zero_masked(k, key_mask)).mT
     visible = None if key_mask is None else key_mask[:, None, None, :]
     if bias is not None:
         seen = bias != -torch.inf
@@ -41,5 +41,5 @@ def biased_attention(
     bias = bias.to(q.dtype)
     if key_mask is not None:
         bias = bias.masked_fill(~key_mask[:, None, None, :], -torch.inf)
-    k, v = hide(k, key_mask), hide(v, key_mask)
+    k, v = zero_masked(k, key_mask), zero_masked(v, key_mask)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=dropout, scale=scale)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from efficient_attn.ops.dtypes import wide_dtype
+from efficient_attn.ops.dtypes import upcast_dtype
 
 _NAME = "_scaled_dot_product_flash_attention_for_cpu"
 _FORWARD: Any = getattr(torch.ops.aten, _NAME, None)
@@ -34,12 +34,12 @@ def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float) -
     """
     if bias is not None:
         # A mask in another dtype than the scores' is read as if it were in theirs.
-        bias = bias.to(wide_dtype(q.dtype)).expand(*q.shape[:-1], k.shape[-2])
+        bias = bias.to(upcast_dtype(q.dtype)).expand(*q.shape[:-1], k.shape[-2])
     return _FORWARD(_rows(q), _rows(k), _rows(v), 0.0, False, attn_mask=bias, scale=scale)
 
 
 def gradients(
-    gradient: Tensor,
+    grad_out: Tensor,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -50,8 +50,8 @@ def gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Derivatives by q, k and v of what `attend` gives; that by the log-sum-exps is taken to be zero."""
     if bias is not None:
-        bias = bias.to(wide_dtype(q.dtype)).expand(*q.shape[:-1], k.shape[-2])
-    rows = [_rows(x) for x in (gradient, q, k, v, out)]
+        bias = bias.to(upcast_dtype(q.dtype)).expand(*q.shape[:-1], k.shape[-2])
+    rows = [_rows(x) for x in (grad_out, q, k, v, out)]
     return _BACKWARD(*rows, log_sum, 0.0, False, attn_mask=bias, scale=scale)
 
 

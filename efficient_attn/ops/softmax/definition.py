@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from efficient_attn.ops.dtypes import hide, wide
+from efficient_attn.ops.dtypes import upcast, zero_masked
 from efficient_attn.ops.grouped_queries import fold, unfold
 from efficient_attn.shapes import KeyMask, Keys, Output, Queries, Values, Weights
 
@@ -26,24 +26,24 @@ def softmax_over(scores: Tensor, visible: Tensor | None) -> Tensor:
     """Softmax over the last axis among visible entries; zeros in a row that sees none."""
     if visible is None:
         return scores.softmax(dim=-1)
-    blind = ~visible.any(dim=-1, keepdim=True)
+    fully_masked = ~visible.any(dim=-1, keepdim=True)
     # A blind row gets a softmax of everything first, so that no NaN exists even for a moment.
-    scores = scores.masked_fill(~(visible | blind), -torch.inf)
-    return scores.softmax(dim=-1).masked_fill(blind, 0.0)
+    scores = scores.masked_fill(~(visible | fully_masked), -torch.inf)
+    return scores.softmax(dim=-1).masked_fill(fully_masked, 0.0)
 
 
 def softmax_weights(
     q: Queries, k: Keys, *, scale: float, causal: bool = False, key_mask: KeyMask | None
 ) -> Weights:
     """softmax(scale · q·k) over the visible keys, in float32 or better."""
-    scores = fold(wide(q) * scale, k.shape[1]) @ wide(hide(k, key_mask)).mT
+    scores = fold(upcast(q) * scale, k.shape[1]) @ upcast(zero_masked(k, key_mask)).mT
     visible = visible_keys(q, k, causal=causal, key_mask=key_mask)
     return softmax_over(unfold(scores, q.shape[1]), visible)
 
 
 def apply_weights(weights: Weights, v: Values, *, key_mask: KeyMask | None) -> Output:
     """Σ_j weights_ij v_j for every head, the values of a key head serving its group of heads."""
-    return unfold(fold(weights, v.shape[1]) @ wide(hide(v, key_mask)), weights.shape[1])
+    return unfold(fold(weights, v.shape[1]) @ upcast(zero_masked(v, key_mask)), weights.shape[1])
 
 
 def softmax_attention(

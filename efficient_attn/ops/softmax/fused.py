@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from efficient_attn.ops.dtypes import hide
+from efficient_attn.ops.dtypes import zero_masked
 from efficient_attn.ops.softmax.definition import causal_mask
 from efficient_attn.shapes import KeyMask, Keys, Output, Queries, Values
 
@@ -34,14 +34,14 @@ def fused_attention(
         q, scale = q * scale, 1.0
     value_dim, widest = v.shape[-1], max(q.shape[-1], v.shape[-1])
     if not hidden:
-        k, v = hide(k, key_mask), hide(v, key_mask)
+        k, v = zero_masked(k, key_mask), zero_masked(v, key_mask)
     # The kernel in O(tokens) memory wants all three equally wide; zeros change no product.
     q, k, v = (x if x.shape[-1] == widest else F.pad(x, (0, widest - x.shape[-1])) for x in (q, k, v))
     rowwise = causal and q.shape[-2] > 1
     if rowwise and (key_mask is not None or q.shape[-2] != k.shape[-2]):
         out = _causal_in_blocks(q, k, v, scale=scale, key_mask=key_mask, dropout=dropout)
     else:
-        mask = None if key_mask is None else _never_blind(key_mask[:, None, None, :], key_mask)
+        mask = None if key_mask is None else _without_fully_masked(key_mask[:, None, None, :], key_mask)
         out = _kernel(q, k, v, scale=scale, causal=rowwise, visible=mask, dropout=dropout)
     # A slice of everything would copy its gradient on the way back.
     return out if value_dim == widest else out[..., :value_dim]
@@ -59,20 +59,20 @@ def _causal_in_blocks(
         keys, mask = k[..., :end, :], None if key_mask is None else key_mask[:, :end]
         visible = causal_mask(rows.shape[-2], end, q.device)
         if mask is not None:
-            visible = _never_blind(visible & mask[:, None, None, :], mask)
+            visible = _without_fully_masked(visible & mask[:, None, None, :], mask)
         blocks.append(
             _kernel(rows, keys, v[..., :end, :], scale=scale, causal=False, visible=visible, dropout=dropout)
         )
     return torch.cat(blocks, dim=-2)
 
 
-def _never_blind(visible: Tensor, key_mask: Tensor) -> Tensor:
+def _without_fully_masked(visible: Tensor, key_mask: Tensor) -> Tensor:
     """Let a row that sees no key see the masked ones: their values are hidden, zero, and so is the average.
 
     What a kernel makes of a row without any key differs from device to device.
     """
-    blind = ~visible.any(dim=-1, keepdim=True)
-    return visible | (blind & ~key_mask[:, None, None, :])
+    fully_masked = ~visible.any(dim=-1, keepdim=True)
+    return visible | (fully_masked & ~key_mask[:, None, None, :])
 
 
 def _kernel(

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from efficient_attn.ops.dtypes import hide, wide
+from efficient_attn.ops.dtypes import upcast, zero_masked
 from efficient_attn.ops.operators import transformed
 from efficient_attn.ops.softmax import cpu_flash
 from efficient_attn.ops.softmax.definition import softmax_over
@@ -29,19 +29,19 @@ def window_attention(
     """
     q_tokens, k_tokens = q.shape[-2], k.shape[-2]
     back, ahead = min(back, k_tokens), min(ahead, k_tokens)
-    plain = transformed(q, k, v) or not cpu_flash.available(q, k, v)
+    unfused = transformed(q, k, v) or not cpu_flash.available(q, k, v)
     # The kernel of exact attention has no second derivatives, which the window promises.
     trained = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
-    if not (plain or trained) and back >= k_tokens - 1 and (ahead == 0 or ahead >= q_tokens - 1):
+    if not (unfused or trained) and back >= k_tokens - 1 and (ahead == 0 or ahead >= q_tokens - 1):
         return fused_attention(q, k, v, scale=scale, causal=ahead == 0, key_mask=key_mask, dropout=0.0)
-    if plain:
-        return _plain(q, k, v, key_mask, back, ahead, scale)
+    if unfused:
+        return _unfused(q, k, v, key_mask, back, ahead, scale)
     if scale <= 0:
         q, scale = q * scale, 1.0
     value_dim, widest = v.shape[-1], max(q.shape[-1], v.shape[-1])
     # The kernel wants all three equally wide; zeros change no product.
     q, k, v = (x if x.shape[-1] == widest else F.pad(x, (0, widest - x.shape[-1])) for x in (q, k, v))
-    k, v = hide(k, key_mask), hide(v, key_mask)
+    k, v = zero_masked(k, key_mask), zero_masked(v, key_mask)
     out, _ = fused_window(q, k, v, key_mask, back, ahead, scale)
     return out if value_dim == widest else out[..., :value_dim]
 
@@ -52,22 +52,22 @@ def _keep(ctx: Any, inputs: tuple, output: tuple) -> None:
     ctx.mark_non_differentiable(output[1])
 
 
-def _backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple:
+def _backward(ctx: Any, grad_out: Tensor, _: Tensor) -> tuple:
     if not torch.is_grad_enabled():
-        found = fused_window_backward(gradient, *ctx.saved_tensors, ctx.back, ctx.ahead, ctx.scale)
+        found = fused_window_backward(grad_out, *ctx.saved_tensors, ctx.back, ctx.ahead, ctx.scale)
         return *found, None, None, None, None
     # Derivatives of the derivatives are wanted: plain operators have them.
     *_, q, k, v, key_mask = ctx.saved_tensors
-    out = _plain(q, k, v, key_mask, ctx.back, ctx.ahead, ctx.scale)
+    out = _unfused(q, k, v, key_mask, ctx.back, ctx.ahead, ctx.scale)
     wanted = [x for x in (q, k, v) if x.requires_grad]
-    found = iter(torch.autograd.grad(out, wanted, gradient, create_graph=True))
+    found = iter(torch.autograd.grad(out, wanted, grad_out, create_graph=True))
     return *(next(found) if x.requires_grad else None for x in (q, k, v)), None, None, None, None
 
 
 fused_window.register_autograd(_backward, setup_context=_keep)
 
 
-def _plain(
+def _unfused(
     q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, back: int, ahead: int, scale: float
 ) -> Tensor:
     """The same with plain operators: for other devices, transforms, and derivatives of any order."""
@@ -76,12 +76,12 @@ def _plain(
     # The keys from the first query's neighbourhood to the last's; outside the sequence, padding.
     reach, left, right = back + ahead, back - before, blocks * _BLOCK - tokens + ahead
     keys, values = (
-        F.pad(wide(hide(x, key_mask)), (0, 0, left, right)).unfold(-2, _BLOCK + reach, _BLOCK).mT
+        F.pad(upcast(zero_masked(x, key_mask)), (0, 0, left, right)).unfold(-2, _BLOCK + reach, _BLOCK).mT
         for x in (k, v)
     )
     real = key_mask if key_mask is not None else k.new_ones(k.shape[0], k.shape[2], dtype=torch.bool)
     real = F.pad(real, (left, right)).unfold(-1, _BLOCK + reach, _BLOCK)
-    rows = F.pad(wide(q) * scale, (0, 0, 0, blocks * _BLOCK - tokens)).unflatten(-2, (blocks, _BLOCK))
+    rows = F.pad(upcast(q) * scale, (0, 0, 0, blocks * _BLOCK - tokens)).unflatten(-2, (blocks, _BLOCK))
     out = torch.cat(
         [
             _blocks(rows[:, :, part], keys[:, :, part], values[:, :, part], real[:, part])

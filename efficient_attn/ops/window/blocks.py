@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from efficient_attn.ops.dtypes import wide
+from efficient_attn.ops.dtypes import upcast
 
 # Queries that share one slice of keys: it has window + 31 keys, where a query needs window.
 BLOCK = 32
@@ -66,7 +66,7 @@ class Band(NamedTuple):
         return slice(keys.start, keys.stop + self.reach)
 
 
-class Ends(NamedTuple):
+class EdgeMask(NamedTuple):
     """What hides keys at both ends of a slice from some of a block's rows.
 
     Attributes:
@@ -78,7 +78,7 @@ class Ends(NamedTuple):
     hidden: Tensor
 
     @classmethod
-    def of(cls, band: Band, like: Tensor) -> "Ends":
+    def of(cls, band: Band, like: Tensor) -> "EdgeMask":
         slack = band.reach - band.span
         outside = like.new_full((BLOCK, band.width), -torch.inf)
         hidden, width = outside.tril(slack - 1) + outside.triu(band.reach + 1), BLOCK + slack
@@ -94,7 +94,7 @@ class Ends(NamedTuple):
         return scores.as_strided(shape, (block, row, last, column), scores.storage_offset())
 
 
-def hide_keys(scores: Tensor, real: Tensor) -> None:
+def mask_keys(scores: Tensor, real: Tensor) -> None:
     """Set scores [blocks BLOCK width] of keys that are not real, bool [keys read], to −inf."""
     hidden = scores.new_zeros(len(real), 1).masked_fill_(~real.unsqueeze(-1), -torch.inf)
     scores.add_(slices(hidden, len(scores), scores.shape[-1]).mT)
@@ -127,24 +127,24 @@ def attend_blocks(call: Forward, band: Band, scale: float) -> None:
     # As much for a shorter sequence, so that memory is affine in its length.
     group = max(1, _SCORES // (BLOCK * band.width))
     scratch = call.log_sum.new_empty(group, BLOCK, band.width)
-    ends = Ends.of(band, scratch)
+    edges = EdgeMask.of(band, scratch)
     for entry in range(call.q.shape[0]):
         for number in range(call.q.shape[1]):
             head = call.head(entry, number)
             for block in range(0, band.blocks, group):
-                _attend(head, band, block, scratch[: band.blocks - block], ends, scale)
+                _attend(head, band, block, scratch[: band.blocks - block], edges, scale)
 
 
-def _attend(head: Forward, band: Band, block: int, scores: Tensor, ends: Ends, scale: float) -> None:
+def _attend(head: Forward, band: Band, block: int, scores: Tensor, edges: EdgeMask, scale: float) -> None:
     """Blocks from `block` on, as many as there is room for scores [blocks BLOCK width]."""
     q, k, v, mask, out, log_sum = head
     blocks, _, width = scores.shape
     rows, read = band.queries(block, blocks), band.read(block, blocks)
-    keys, values = (slices(run(x, read), blocks, width) for x in (k, v))
-    scores.baddbmm_(in_blocks(run(q, rows)), keys.mT, beta=0, alpha=scale * LOG2_E)
-    ends.of_scores(scores).add_(ends.hidden)
+    keys, values = (slices(contiguous_rows(x, read), blocks, width) for x in (k, v))
+    scores.baddbmm_(in_blocks(contiguous_rows(q, rows)), keys.mT, beta=0, alpha=scale * LOG2_E)
+    edges.of_scores(scores).add_(edges.hidden)
     if mask is not None:
-        hide_keys(scores, mask[read])
+        mask_keys(scores, mask[read])
     top = scores.amax(dim=-1, keepdim=True)
     if mask is not None:
         # A row without a visible key: beside any finite number its weights are 2^(−inf) = 0.
@@ -160,9 +160,9 @@ def _attend(head: Forward, band: Band, block: int, scores: Tensor, ends: Ends, s
     in_blocks(log_sum[rows]).copy_(sums.log2_().add_(top).div_(LOG2_E).squeeze(-1))
 
 
-def run(x: Tensor, tokens: slice) -> Tensor:
+def contiguous_rows(x: Tensor, tokens: slice) -> Tensor:
     """These tokens of one head in float32 or better, as rows in one piece: a view where they are."""
-    some = wide(x[tokens])
+    some = upcast(x[tokens])
     return some if some.stride(1) == 1 and some.stride(0) >= some.shape[1] else some.contiguous()
 
 

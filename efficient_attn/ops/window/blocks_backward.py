@@ -17,11 +17,11 @@ from efficient_attn.ops.window.blocks import (
     BLOCK,
     LOG2_E,
     Band,
-    Ends,
+    EdgeMask,
     Forward,
-    hide_keys,
+    contiguous_rows,
     in_blocks,
-    run,
+    mask_keys,
     slices,
 )
 
@@ -33,17 +33,17 @@ class Backward(NamedTuple):
     """What the way back reads, and writes, `by_…`: [batch heads tokens …], or of one head, [tokens …]."""
 
     forward: Forward
-    gradient: Tensor
-    by_q: Tensor
-    by_k: Tensor
-    by_v: Tensor
+    grad_out: Tensor
+    grad_q: Tensor
+    grad_k: Tensor
+    grad_v: Tensor
 
     def head(self, entry: int, head: int) -> "Backward":
         """One head of queries, and the keys and values that it reads."""
-        kv_head = head * self.by_k.shape[1] // self.by_q.shape[1]
-        by_k, by_v = (x[entry, kv_head] for x in (self.by_k, self.by_v))
+        kv_head = head * self.grad_k.shape[1] // self.grad_q.shape[1]
+        grad_k, grad_v = (x[entry, kv_head] for x in (self.grad_k, self.grad_v))
         forward = self.forward.head(entry, head)
-        return Backward(forward, self.gradient[entry, head], self.by_q[entry, head], by_k, by_v)
+        return Backward(forward, self.grad_out[entry, head], self.grad_q[entry, head], grad_k, grad_v)
 
 
 class _Step(NamedTuple):
@@ -63,24 +63,24 @@ class _Step(NamedTuple):
 
     block: int
     scores: Tensor
-    ends: Tensor
+    edges: Tensor
     weights: Tensor
-    by_scores: Tensor
-    given: Tensor
+    grad_scores: Tensor
+    grad_out: Tensor
     queries: Tensor
-    by_keys: list[tuple[Tensor, Tensor]]
+    key_columns: list[tuple[Tensor, Tensor]]
     empty: list[Tensor]
     first: list[Tensor]
     last: list[Tensor]
 
 
-def _steps(band: Band, ends: Ends, dim: int, like: Tensor) -> list[_Step]:
+def _steps(band: Band, edges: EdgeMask, dim: int, like: Tensor) -> list[_Step]:
     """All steps of a head; after its queries come blocks without weights, for keys that still collect."""
     width, kept, total = band.width, band.kept, band.blocks + band.kept
     group = (_NUMBERS // BLOCK - 2 * kept * (width + dim)) // (3 * (width + dim))
     group = min(total, max(group, kept, 1))
     scores = like.new_empty(group, BLOCK, width)
-    beside = like.new_empty(2, kept + group, BLOCK, dim)
+    operands = like.new_empty(2, kept + group, BLOCK, dim)
     weights = like.new_empty(2, (kept + group) * BLOCK * (width + 1))
     pair, block = weights.stride(0), BLOCK * (width + 1)
     rows = weights.as_strided((2, kept + group, BLOCK, width), (pair, block, width, 1))
@@ -89,24 +89,24 @@ def _steps(band: Band, ends: Ends, dim: int, like: Tensor) -> list[_Step]:
     for first in range(0, total, group):
         blocks = min(group, total - first)
         new = max(0, min(blocks, band.blocks - first))
-        new_weights, new_by_scores = rows[:, kept : kept + new]
-        new_given, new_queries = beside[:, kept : kept + new]
+        new_weights, new_grad_scores = rows[:, kept : kept + new]
+        new_grad_out, new_queries = operands[:, kept : kept + new]
         steps.append(
             _Step(
                 first,
                 scores[:new],
-                ends.of_scores(scores[:new]),
+                edges.of_scores(scores[:new]),
                 new_weights,
-                new_by_scores,
-                new_given,
+                new_grad_scores,
+                new_grad_out,
                 new_queries,
                 [
                     (column[:blocks], slices(token.flatten(0, 1), blocks, width))
-                    for column, token in zip(columns, beside, strict=True)
+                    for column, token in zip(columns, operands, strict=True)
                 ],
-                [x[:, kept + new : kept + blocks] for x in (rows, beside)],
-                [x[:, :kept] for x in (rows, beside)],
-                [x[:, blocks : blocks + kept] for x in (rows, beside)],
+                [x[:, kept + new : kept + blocks] for x in (rows, operands)],
+                [x[:, :kept] for x in (rows, operands)],
+                [x[:, blocks : blocks + kept] for x in (rows, operands)],
             )
         )
     return steps
@@ -114,43 +114,45 @@ def _steps(band: Band, ends: Ends, dim: int, like: Tensor) -> list[_Step]:
 
 def differentiate_blocks(call: Backward, band: Band, scale: float) -> None:
     """Write the derivatives by the band's queries, and add to those by keys and values."""
-    ends = Ends.of(band, call.by_q)
-    steps = _steps(band, ends, call.by_q.shape[-1], like=call.by_q)
-    for entry in range(call.by_q.shape[0]):
-        for number in range(call.by_q.shape[1]):
-            _differentiate(call.head(entry, number), band, ends, steps, scale)
+    edges = EdgeMask.of(band, call.grad_q)
+    steps = _steps(band, edges, call.grad_q.shape[-1], like=call.grad_q)
+    for entry in range(call.grad_q.shape[0]):
+        for number in range(call.grad_q.shape[1]):
+            _differentiate(call.head(entry, number), band, edges, steps, scale)
 
 
-def _differentiate(head: Backward, band: Band, ends: Ends, steps: list[_Step], scale: float) -> None:
-    (q, k, v, mask, out, log_sum), gradient, by_q, by_k, by_v = head
+def _differentiate(head: Backward, band: Band, edges: EdgeMask, steps: list[_Step], scale: float) -> None:
+    (q, k, v, mask, out, log_sum), grad_out, grad_q, grad_k, grad_v = head
     queries = band.queries(0, band.blocks)
-    q, gradient, out, log_sum, by_q = (in_blocks(x[queries]) for x in (q, gradient, out, log_sum, by_q))
+    q, grad_out, out, log_sum, grad_q = (in_blocks(x[queries]) for x in (q, grad_out, out, log_sum, grad_q))
     keys = band.keys(0, band.blocks + band.kept)
-    by_v, by_k = (in_blocks(x[keys]) for x in (by_v, by_k))
+    grad_v, grad_k = (in_blocks(x[keys]) for x in (grad_v, grad_k))
     for x in steps[0].first:
         x.zero_()
     for step in steps:
         rows = slice(step.block, step.block + len(step.scores))
         if len(step.scores):
             read = band.read(step.block, len(step.scores))
-            some_k, some_v = (slices(run(x, read), len(step.scores), band.width) for x in (k, v))
-            step.given.copy_(gradient[rows])
+            some_k, some_v = (slices(contiguous_rows(x, read), len(step.scores), band.width) for x in (k, v))
+            step.grad_out.copy_(grad_out[rows])
             step.queries.copy_(q[rows])
             step.scores.baddbmm_(step.queries, some_k.mT, beta=0, alpha=scale * LOG2_E)
-            step.ends.add_(ends.hidden)
+            step.edges.add_(edges.hidden)
             if mask is not None:
-                hide_keys(step.scores, mask[read])
+                mask_keys(step.scores, mask[read])
             step.scores.sub_(log_sum[rows].unsqueeze(-1), alpha=LOG2_E)
             torch.exp2(step.scores, out=step.weights)
-            torch.bmm(step.given, some_v.mT, out=step.scores)
+            torch.bmm(step.grad_out, some_v.mT, out=step.scores)
             # Weights sum to one, so what the gradient says of the output as it is, is taken off.
-            step.scores.sub_((step.given * out[rows]).sum(dim=-1, keepdim=True))
-            torch.mul(step.scores, step.weights, out=step.by_scores)
-            by_q[rows].baddbmm_(step.by_scores, some_k, beta=0, alpha=scale)
+            step.scores.sub_((step.grad_out * out[rows]).sum(dim=-1, keepdim=True))
+            torch.mul(step.scores, step.weights, out=step.grad_scores)
+            grad_q[rows].baddbmm_(step.grad_scores, some_k, beta=0, alpha=scale)
         for x in step.empty:
             x.zero_()
-        for by, factor, (columns, beside) in zip((by_v, by_k), (1.0, scale), step.by_keys, strict=True):
-            by[step.block : step.block + len(columns)].baddbmm_(columns, beside, alpha=factor)
+        for grad, factor, (columns, operands) in zip(
+            (grad_v, grad_k), (1.0, scale), step.key_columns, strict=True
+        ):
+            grad[step.block : step.block + len(columns)].baddbmm_(columns, operands, alpha=factor)
         if step is not steps[-1]:
             for x, y in zip(step.first, step.last, strict=True):
                 x.copy_(y)

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from efficient_attn.ops.dtypes import wide, wide_dtype, without_autocast
+from efficient_attn.ops.dtypes import upcast, upcast_dtype, without_autocast
 from efficient_attn.ops.operators import check_one_device
 from efficient_attn.ops.softmax import cpu_flash
 from efficient_attn.ops.window.blocks import Band, Forward, attend_blocks
 from efficient_attn.ops.window.blocks_backward import Backward, differentiate_blocks
-from efficient_attn.ops.window.tiles import Piece, pieces, whole_blocks, window_bias
+from efficient_attn.ops.window.tiles import Tile, tiles, whole_blocks, window_bias
 
 # Blocks that go through the kernel at once: fewer on the way back, where each has derivatives of a slice.
 _GROUP, _GROUP_BACK = 16, 4
@@ -34,7 +34,7 @@ def fused_window(
 ) -> tuple[Tensor, Tensor]:
     """The output [batch heads q_tokens dim] and each row's log-sum-exp [batch heads q_tokens]."""
     out = q.new_empty(*q.shape[:-1], v.shape[-1])
-    log_sum = wide(q.new_empty(0)).new_empty(q.shape[:-1])
+    log_sum = upcast(q.new_empty(0)).new_empty(q.shape[:-1])
     inside = whole_blocks(q.shape[-2], k.shape[-2], back, ahead)
     products = q.numel() >= _LARGE and inside.blocks >= _MANY
     with without_autocast(q):
@@ -42,11 +42,11 @@ def fused_window(
             attend_blocks(Forward(q, k, v, key_mask, out, log_sum), inside, scale)
         for heads, mask in _heads(q, k, v, key_mask):
             queries, keys, values, outs, sums = (heads(x) for x in (q, k, v, out, log_sum))
-            for piece, bias in _steps(queries, keys, mask, back, ahead, inside, None if products else _GROUP):
-                k_read, v_read = (piece.slices(x, len(queries)) for x in (keys, values))
-                some, logarithm = cpu_flash.attend(wide(piece.queries(queries)), k_read, v_read, bias, scale)
-                piece.queries(outs).copy_(some)
-                piece.queries(sums).copy_(logarithm)
+            for tile, bias in _steps(queries, keys, mask, back, ahead, inside, None if products else _GROUP):
+                k_read, v_read = (tile.slices(x, len(queries)) for x in (keys, values))
+                some, logarithm = cpu_flash.attend(upcast(tile.queries(queries)), k_read, v_read, bias, scale)
+                tile.queries(outs).copy_(some)
+                tile.queries(sums).copy_(logarithm)
                 del some, logarithm
     return out, log_sum
 
@@ -56,12 +56,12 @@ def _(
     q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, back: int, ahead: int, scale: float
 ) -> tuple[Tensor, Tensor]:
     check_one_device(q=q, k=k, v=v, key_mask=key_mask)
-    return q.new_empty(*q.shape[:-1], v.shape[-1]), wide(q.new_empty(0)).new_empty(q.shape[:-1])
+    return q.new_empty(*q.shape[:-1], v.shape[-1]), upcast(q.new_empty(0)).new_empty(q.shape[:-1])
 
 
 @torch.library.custom_op("efficient_attn::window_backward", mutates_args=())
 def fused_window_backward(
-    gradient: Tensor,
+    grad_out: Tensor,
     out: Tensor,
     log_sum: Tensor,
     q: Tensor,
@@ -73,44 +73,44 @@ def fused_window_backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Derivatives by q, k and v; the weights of a group of blocks are made anew from the log-sum-exps."""
-    dtype = wide_dtype(q.dtype)
-    by_q = q.new_empty(q.shape, dtype=dtype)
+    dtype = upcast_dtype(q.dtype)
+    grad_q = q.new_empty(q.shape, dtype=dtype)
     # A key is read by several blocks, whose parts are summed in float32 or better.
-    by_k, by_v = (x.new_zeros(x.shape, dtype=dtype) for x in (k, v))
-    sums = [by_q, by_k, by_v]
+    grad_k, grad_v = (x.new_zeros(x.shape, dtype=dtype) for x in (k, v))
+    sums = [grad_q, grad_k, grad_v]
     inside = whole_blocks(q.shape[-2], k.shape[-2], back, ahead)
     products = q.numel() >= _LARGE and inside.blocks >= _MANY and inside.kept <= _KEPT
     with without_autocast(q):
         if products:
             forward = Forward(q, k, v, key_mask, out, log_sum)
-            differentiate_blocks(Backward(forward, gradient, by_q, by_k, by_v), inside, scale)
+            differentiate_blocks(Backward(forward, grad_out, grad_q, grad_k, grad_v), inside, scale)
         for heads, mask in _heads(q, k, v, key_mask):
             queries, keys, values, log_sums = (heads(x) for x in (q, k, v, log_sum))
-            given, outs = heads(gradient), heads(out)
+            grad_outs, outs = heads(grad_out), heads(out)
             group = None if products else _GROUP_BACK
-            for piece, bias in _steps(queries, keys, mask, back, ahead, inside, group):
-                k_read, v_read = (piece.slices(x, len(queries)) for x in (keys, values))
+            for tile, bias in _steps(queries, keys, mask, back, ahead, inside, group):
+                k_read, v_read = (tile.slices(x, len(queries)) for x in (keys, values))
                 some_q, some_k, some_v = cpu_flash.gradients(
-                    wide(piece.queries(given)),
-                    wide(piece.queries(queries)),
+                    upcast(tile.queries(grad_outs)),
+                    upcast(tile.queries(queries)),
                     k_read,
                     v_read,
-                    wide(piece.queries(outs)),
-                    piece.queries(log_sums),
+                    upcast(tile.queries(outs)),
+                    tile.queries(log_sums),
                     bias,
                     scale,
                 )
-                piece.queries(heads(by_q)).copy_(some_q)
-                piece.add(heads(by_k), some_k)
-                piece.add(heads(by_v), some_v)
+                tile.queries(heads(grad_q)).copy_(some_q)
+                tile.add(heads(grad_k), some_k)
+                tile.add(heads(grad_v), some_v)
                 del some_q, some_k, some_v
     # One after the other: half precision has all three in float32 until here.
-    del by_q, by_k, by_v
+    del grad_q, grad_k, grad_v
     return sums.pop(0).to(q.dtype), sums.pop(0).to(k.dtype), sums.pop(0).to(v.dtype)
 
 
 @fused_window_backward.register_fake
-def _(gradient: Tensor, out: Tensor, log_sum: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
+def _(grad_out: Tensor, out: Tensor, log_sum: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
     return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs[:3])
 
 
@@ -153,17 +153,17 @@ def _steps(
     ahead: int,
     inside: Band,
     group: int | None,
-) -> Iterator[tuple[Piece, Tensor | None]]:
+) -> Iterator[tuple[Tile, Tensor | None]]:
     """The pieces, and what is added to the scores of each, [rows keys] or [1 blocks rows keys]."""
     before = keys.shape[1] - queries.shape[1]
     known: dict[tuple[int, ...], Tensor | None] = {}
-    for piece in pieces(queries.shape[1], keys.shape[1], back, ahead, inside, group):
-        alike = (piece.rows, piece.keys, piece.start - piece.first_key)
+    for tile in tiles(queries.shape[1], keys.shape[1], back, ahead, inside, group):
+        alike = (tile.rows, tile.keys, tile.start - tile.first_key)
         if alike not in known:
-            known[alike] = window_bias(piece, before, back, ahead, like=queries)
+            known[alike] = window_bias(tile, before, back, ahead, like=queries)
         bias = known[alike]
         if mask is not None:
-            visible = piece.slices(mask[None, :, None], 1).mT
-            shown = wide(queries.new_zeros(())) if bias is None else bias
+            visible = tile.slices(mask[None, :, None], 1).mT
+            shown = upcast(queries.new_zeros(())) if bias is None else bias
             bias = torch.where(visible, shown, -torch.inf)
-        yield piece, bias
+        yield tile, bias

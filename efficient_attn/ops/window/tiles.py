@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from efficient_attn.ops.dtypes import wide, wide_dtype
+from efficient_attn.ops.dtypes import upcast, upcast_dtype
 from efficient_attn.ops.window.blocks import BLOCK, Band
 
 # Queries at once near the ends of the sequence, where slices are cut off and no two are alike.
@@ -15,7 +15,7 @@ _EDGE = 128
 _SMALL = 2**18
 
 
-class Piece(NamedTuple):
+class Tile(NamedTuple):
     """Blocks of queries and the slices of keys that they read.
 
     Attributes:
@@ -42,13 +42,13 @@ class Piece(NamedTuple):
 
     def slices(self, x: Tensor, heads: int) -> Tensor:
         """The slices of keys or values, [heads|1 tokens dim] as [heads blocks keys dim], overlapping."""
-        run = x[:, self.first_key : self.first_key + (self.blocks - 1) * self.rows + self.keys]
-        run = wide(run) if run.is_floating_point() else run
-        head, token, dim = run.stride()
-        return run.as_strided(
+        contiguous_rows = x[:, self.first_key : self.first_key + (self.blocks - 1) * self.rows + self.keys]
+        contiguous_rows = upcast(contiguous_rows) if contiguous_rows.is_floating_point() else contiguous_rows
+        head, token, dim = contiguous_rows.stride()
+        return contiguous_rows.as_strided(
             (heads, self.blocks, self.keys, x.shape[-1]),
             (head if x.shape[0] == heads else 0, self.rows * token, token, dim),
-            run.storage_offset(),
+            contiguous_rows.storage_offset(),
         )
 
     def add(self, whole: Tensor, parts: Tensor) -> None:
@@ -74,30 +74,28 @@ def whole_blocks(queries: int, keys: int, back: int, ahead: int) -> Band:
     return Band(begin * BLOCK, end - begin, before + begin * BLOCK + ahead, back + ahead)
 
 
-def pieces(
-    queries: int, keys: int, back: int, ahead: int, inside: Band, group: int | None
-) -> Iterator[Piece]:
+def tiles(queries: int, keys: int, back: int, ahead: int, inside: Band, group: int | None) -> Iterator[Tile]:
     """All queries once: both ends of the sequence, and what is inside by `group` blocks, unless None."""
     before = keys - queries
     if group is not None and keys < 2 * (back + ahead) and queries * keys <= _SMALL:
-        yield Piece(0, queries, 1, 0, keys)
+        yield Tile(0, queries, 1, 0, keys)
         return
     begin, end = inside.first, inside.first + inside.blocks * BLOCK
     for first, last in [(0, begin), (end, queries)] if inside.blocks else [(0, queries)]:
         for start in range(first, last, _EDGE):
             stop = min(start + _EDGE, last)
             low, high = max(before + start - back, 0), min(before + stop + ahead, keys)
-            yield Piece(start, stop - start, 1, low, high - low)
+            yield Tile(start, stop - start, 1, low, high - low)
     if group is not None:
         for block in range(0, inside.blocks, group):
             blocks, read = min(group, inside.blocks - block), inside.read(block, 1)
-            yield Piece(inside.queries(block, 1).start, BLOCK, blocks, read.start, inside.width)
+            yield Tile(inside.queries(block, 1).start, BLOCK, blocks, read.start, inside.width)
 
 
-def window_bias(piece: Piece, before: int, back: int, ahead: int, like: Tensor) -> Tensor | None:
+def window_bias(tile: Tile, before: int, back: int, ahead: int, like: Tensor) -> Tensor | None:
     """What hides keys outside the window from a block's rows, 0 or −inf, [rows keys]; None: nothing does."""
-    lag = before + piece.start - piece.first_key
-    if lag <= back - piece.rows + 1 and lag + ahead >= piece.keys - 1:
+    lag = before + tile.start - tile.first_key
+    if lag <= back - tile.rows + 1 and lag + ahead >= tile.keys - 1:
         return None
-    hidden = like.new_full((piece.rows, piece.keys), -torch.inf, dtype=wide_dtype(like.dtype))
+    hidden = like.new_full((tile.rows, tile.keys), -torch.inf, dtype=upcast_dtype(like.dtype))
     return hidden.triu(lag + ahead + 1) + hidden.tril(lag - back - 1)

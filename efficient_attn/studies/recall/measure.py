@@ -22,7 +22,7 @@ from efficient_attn.errors import AttentionError, UnsupportedError
 from efficient_attn.measure import memory
 from efficient_attn.measure.checked import outputs_checked
 from efficient_attn.measure.error import exact_output, mean_of_values, output_error
-from efficient_attn.operation_counts import Step, Work
+from efficient_attn.operation_counts import MatMul, OperationCounts
 from efficient_attn.problem import AttentionProblem
 from efficient_attn.registry import BackendSpec, Capabilities, NoOptions
 from efficient_attn.studies.recall.task import LEARNED, TESTED, Course, Sequences, Task
@@ -59,7 +59,7 @@ MEAN = Variant(
         options_type=NoOptions,
         capabilities=Capabilities(causal=True, streaming=False, key_mask=False),
         builder=lambda problem, options: _Mean(problem),
-        work=lambda problem, options, tokens, value_dim: Work((Step(tokens * value_dim),)),
+        operations=lambda problem, options, tokens, value_dim: OperationCounts((MatMul(tokens * value_dim),)),
     ),
 )
 
@@ -210,12 +210,12 @@ def floats_read(backend: Backend, case: Case) -> int | None:
     These are the products of a query's side in which nothing is constant, as the backend counts its work
     without a causal mask: 2 · head_dim for a key and its value, value_dim + 1 for a feature.
     """
-    if backend.spec.work is None:
+    if backend.spec.operations is None:
         return None
     problem = replace(backend.problem, causal=False)
-    work = backend.spec.work(problem, backend.options, case.tokens, case.head_dim)
-    own = (step.multiply_adds for step in work.steps if not step.shared and step.gradients == 2)
-    return round(sum(own) / case.tokens)
+    counts = backend.spec.operations(problem, backend.options, case.tokens, case.head_dim)
+    matmuls = (one for one in counts.matmuls if not one.shared and one.gradients == 2)
+    return round(sum(one.multiply_adds for one in matmuls) / case.tokens)
 
 
 @contextmanager

@@ -12,10 +12,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from efficient_attn.ops.dtypes import wide
+from efficient_attn.ops.dtypes import upcast
 from efficient_attn.ops.linear.backward import Outputs
-from efficient_attn.ops.linear.fast.exponentials import LOG2_E, Powers, power
-from efficient_attn.ops.linear.inputs import Tokens
+from efficient_attn.ops.linear.fast.exponentials import LOG2_E, ExpKernel, power
+from efficient_attn.ops.linear.inputs import LinearInputs
 from efficient_attn.ops.linear.state import TINY, LinearState, finite, triangle_
 
 # Tokens that read one another directly: more are fewer calls, but more pairs and more memory.
@@ -28,7 +28,7 @@ _MODERATE = {torch.float32: 40.0, torch.float64: 400.0}
 _VALUES = 2.0**16
 
 
-class Plain(NamedTuple):
+class Unshifted(NamedTuple):
     """Sums over all keys so far of features as they are.
 
     Attributes:
@@ -40,7 +40,7 @@ class Plain(NamedTuple):
     ones: Tensor
 
 
-class State(NamedTuple):
+class Shifted(NamedTuple):
     """Sums over all keys so far, relative to 2^reference.
 
     Attributes:
@@ -54,23 +54,23 @@ class State(NamedTuple):
     reference: Tensor
 
 
-def causal_exponential(tokens: Tokens, past: LinearState | None, into: Outputs) -> None:
+def causal_exponential(inputs: LinearInputs, past: LinearState | None, into: Outputs) -> None:
     """Write the output of every query; those are the last positions of the keys, after the keys of `past`."""
-    powers, seen = Powers(tokens), None
-    if tokens.key_mask is not None:
-        seen = (tokens.key_mask.cumsum(dim=-1) > 0)[:, None, None, :, None]
-    before, length = tokens.k.shape[-2] - tokens.q.shape[-2], tokens.q.shape[-2]
-    state: State | Plain = no_keys(powers) if past is None else begin(past)
+    kernel, seen = ExpKernel(inputs), None
+    if inputs.key_mask is not None:
+        seen = (inputs.key_mask.cumsum(dim=-1) > 0)[:, None, None, :, None]
+    before, length = inputs.k.shape[-2] - inputs.q.shape[-2], inputs.q.shape[-2]
+    state: Shifted | Unshifted = empty_unshifted(kernel) if past is None else shifted_past(past)
     into.negative.zero_()
     for start in range(0, length, CHUNK):
         part = slice(start, min(start + CHUNK, length))
         positions = slice(part.start + before, part.stop + before)
         sees = None if seen is None else seen[..., positions, :]
-        *rows, state = _read_chunk(powers, part, positions, state, sees)
+        *rows, state = _read_chunk(kernel, part, positions, state, sees)
         sums, values, logarithm = (
-            x.unflatten(0, tokens.k.shape[:2]).unflatten(2, (tokens.group, -1)) for x in rows
+            x.unflatten(0, inputs.k.shape[:2]).unflatten(2, (inputs.group, -1)) for x in rows
         )
-        out, logarithms = (tokens.grouped(x)[..., part, :] for x in into[:2])
+        out, logarithms = (inputs.grouped(x)[..., part, :] for x in into[:2])
         torch.div(values, sums, out=out)
         logarithms.copy_(logarithm)
         if sees is not None:
@@ -78,114 +78,116 @@ def causal_exponential(tokens: Tokens, past: LinearState | None, into: Outputs) 
             logarithms.masked_fill_(~sees, torch.inf)
 
 
-def begin(past: LinearState) -> State:
+def shifted_past(past: LinearState) -> Shifted:
     """The state of the keys before the first query."""
     sums, reference = past.sums.flatten(0, 1), past.log_scale.flatten(0, 1)
-    return State(sums[..., :-1], sums[..., -1:], reference * LOG2_E)
+    return Shifted(sums[..., :-1], sums[..., -1:], reference * LOG2_E)
 
 
-def nothing(exponents: Tensor, value_dim: int) -> State:
+def empty_shifted(exponents: Tensor, value_dim: int) -> Shifted:
     """The state of no rows, where a row has these exponents, [lists rows features]."""
-    lists, _, features = exponents.shape
-    sums = exponents.new_zeros(lists, features, value_dim + 1)
-    return State(sums[..., :-1], sums[..., -1:], exponents.new_full((lists, 1, features), -torch.inf))
+    flat_heads, _, features = exponents.shape
+    sums = exponents.new_zeros(flat_heads, features, value_dim + 1)
+    return Shifted(sums[..., :-1], sums[..., -1:], exponents.new_full((flat_heads, 1, features), -torch.inf))
 
 
-def step(state: State, keys: Tensor) -> tuple[Tensor, State]:
+def rescaled(state: Shifted, keys: Tensor) -> tuple[Tensor, Shifted]:
     """The features of some keys, from their exponents, and the state, both at the reference of all."""
     reference = torch.maximum(state.reference, keys.amax(dim=-2, keepdim=True))
     fade = power(state.reference - finite(reference)).mT
-    numbers = power(keys.sub_(finite(reference)))
-    return numbers, State(state.values * fade, state.ones * fade, reference)
+    key_features = power(keys.sub_(finite(reference)))
+    return key_features, Shifted(state.values * fade, state.ones * fade, reference)
 
 
-def add(state: State, numbers: Tensor, v: Tensor) -> None:
+def add(state: Shifted, key_features: Tensor, v: Tensor) -> None:
     """Add keys, of which the state knows the reference, in place."""
-    state.values.baddbmm_(numbers.mT, v)
-    state.ones.add_(numbers.sum(dim=-2).unsqueeze(-1))
+    state.values.baddbmm_(key_features.mT, v)
+    state.ones.add_(key_features.sum(dim=-2).unsqueeze(-1))
 
 
 def _read_chunk(
-    powers: Powers, part: slice, positions: slice, state: State | Plain, seen: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, State | Plain]:
+    kernel: ExpKernel, part: slice, positions: slice, state: Shifted | Unshifted, seen: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Shifted | Unshifted]:
     """Denominators, numerators and log denominators of a chunk's rows, and the state after it."""
-    v = powers.tokens.value_lists(positions)
-    keys = powers.of_keys(powers.tokens.key_lists(positions))
-    queries = powers.of_queries(powers.tokens.lists(powers.tokens.q, part))
-    if isinstance(state, Plain):
+    v = kernel.inputs.flat_values(positions)
+    keys = kernel.key_exponents(kernel.inputs.flat_keys(positions))
+    queries = kernel.query_exponents(kernel.inputs.flatten_heads(kernel.inputs.q, part))
+    if isinstance(state, Unshifted):
         if moderate(queries, keys, v):
-            sums, values = read_plain(powers, positions, state, queries.exp2_(), keys, v)
+            sums, values = read_unshifted(kernel, positions, state, queries.exp2_(), keys, v)
             return sums, values, sums.log(), state
-        state = State(*relative(state))
-    keys = powers.hide_(keys, positions, -torch.inf)
+        state = Shifted(*shifted(state))
+    keys = kernel.fill_masked_(keys, positions, -torch.inf)
     if seen is not None:
-        shape = *powers.tokens.k.shape[:2], powers.tokens.group
+        shape = *kernel.inputs.k.shape[:2], kernel.inputs.group
         seen = seen.expand(*shape, -1, -1).flatten(2, 3).flatten(0, 1)
-    return _read_relative(powers, part, positions, state, (queries, keys, v), seen)
+    return _read_shifted(kernel, part, positions, state, (queries, keys, v), seen)
 
 
-def _read_relative(
-    powers: Powers,
+def _read_shifted(
+    kernel: ExpKernel,
     part: slice,
     positions: slice,
-    state: State,
+    state: Shifted,
     chunk: tuple[Tensor, Tensor, Tensor],
     seen: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, State]:
+) -> tuple[Tensor, Tensor, Tensor, Shifted]:
     """Denominators, numerators and log denominators of a chunk's rows, and the state after it."""
     queries, keys, v = chunk
-    numbers, here = step(state, keys)
+    key_features, here = rescaled(state, keys)
     queries.add_(finite(here.reference))
     top = queries.amax(dim=-1, keepdim=True)
     weights = power(queries.sub_(top))
-    scores = triangle_(torch.bmm(weights, numbers.mT))
+    scores = triangle_(torch.bmm(weights, key_features.mT))
     sums = scores.sum(dim=-1, keepdim=True).baddbmm_(weights, here.ones)
     out = torch.bmm(scores, v).baddbmm_(weights, here.values)
-    add(here, numbers, v)
+    add(here, key_features, v)
     weak = sums < TINY[sums.dtype]
     if seen is not None:
         weak &= seen
     if bool(weak.any()):
-        _repair(powers, part, positions, state, weak.squeeze(-1).nonzero(), (out, sums, top))
+        _repair(kernel, part, positions, state, weak.squeeze(-1).nonzero(), (out, sums, top))
     return sums, out, top.add_(sums.log2()).div_(LOG2_E), here
 
 
 def _repair(
-    powers: Powers,
+    kernel: ExpKernel,
     part: slice,
     positions: slice,
-    state: State,
+    state: Shifted,
     weak: Tensor,
     into: tuple[Tensor, Tensor, Tensor],
 ) -> None:
     """Compute rows [list, row] again, each relative to the keys that it sees itself."""
-    queries = powers.of_queries(powers.tokens.lists(powers.tokens.q, part))
-    keys = powers.of_real_keys(powers.tokens.key_lists(positions), positions)
-    v = powers.tokens.value_lists(positions)
-    tokens = keys.shape[-2]
-    later = torch.arange(tokens, device=keys.device) > (weak[:, 1] % tokens)[:, None]
+    queries = kernel.query_exponents(kernel.inputs.flatten_heads(kernel.inputs.q, part))
+    keys = kernel.real_key_exponents(kernel.inputs.flat_keys(positions), positions)
+    v = kernel.inputs.flat_values(positions)
+    length = keys.shape[-2]
+    later = torch.arange(length, device=keys.device) > (weak[:, 1] % length)[:, None]
     for some, hidden in zip(weak.split(_ROWS), later.split(_ROWS), strict=True):
-        lists, rows = some.unbind(dim=1)
-        exponents = keys[lists].masked_fill_(hidden.unsqueeze(-1), -torch.inf)
-        past = state.reference[lists]
+        flat_heads, rows = some.unbind(dim=1)
+        exponents = keys[flat_heads].masked_fill_(hidden.unsqueeze(-1), -torch.inf)
+        past = state.reference[flat_heads]
         reference = finite(torch.maximum(past, exponents.amax(dim=-2, keepdim=True)))
-        weights = queries[lists, rows].unsqueeze(-2) + reference
+        weights = queries[flat_heads, rows].unsqueeze(-2) + reference
         top = weights.amax(dim=-1, keepdim=True)
         weights = power(weights.sub_(top))
         scores = torch.bmm(weights, power(exponents.sub_(reference)).mT)
         faded = weights * power(past - reference)
-        sums = scores.sum(dim=-1, keepdim=True) + torch.bmm(faded, state.ones[lists])
-        out = torch.bmm(scores, v[lists]) + torch.bmm(faded, state.values[lists])
+        sums = scores.sum(dim=-1, keepdim=True) + torch.bmm(faded, state.ones[flat_heads])
+        out = torch.bmm(scores, v[flat_heads]) + torch.bmm(faded, state.values[flat_heads])
         for whole, found in zip(into, (out, sums, top), strict=True):
-            whole[lists, rows] = found.squeeze(-2)
+            whole[flat_heads, rows] = found.squeeze(-2)
 
 
-def no_keys(powers: Powers) -> Plain:
+def empty_unshifted(kernel: ExpKernel) -> Unshifted:
     """The sums before any key."""
-    tokens = powers.tokens
-    lists, features = tokens.k.shape[0] * tokens.k.shape[1], powers.features
-    like = wide(tokens.q[:0])
-    return Plain(like.new_zeros(lists, features, tokens.v.shape[-1]), like.new_zeros(lists, features, 1))
+    inputs = kernel.inputs
+    flat_heads, features = inputs.k.shape[0] * inputs.k.shape[1], kernel.features
+    like = upcast(inputs.q[:0])
+    return Unshifted(
+        like.new_zeros(flat_heads, features, inputs.v.shape[-1]), like.new_zeros(flat_heads, features, 1)
+    )
 
 
 def moderate(queries: Tensor, keys: Tensor, v: Tensor) -> bool:
@@ -200,8 +202,8 @@ def _size(x: Tensor) -> float:
     return max(-low.item(), high.item())
 
 
-def read_plain(
-    powers: Powers, positions: slice, state: Plain, weights: Tensor, keys: Tensor, v: Tensor
+def read_unshifted(
+    kernel: ExpKernel, positions: slice, state: Unshifted, weights: Tensor, keys: Tensor, v: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Denominators and numerators of a chunk's rows; the chunk's keys are added to the state in place.
 
@@ -209,19 +211,19 @@ def read_plain(
         weights: Features of the query rows, [lists group·tokens features].
         keys: Exponents of the chunk's keys, [lists tokens features].
     """
-    lists, tokens, features = keys.shape
+    flat_heads, length, features = keys.shape
     # The sums of the features go before those of the chunk's keys: one product reads both.
-    read = powers.rooms("sums and keys", keys, (lists, 1 + tokens, features))
+    read = kernel.scratch("sums and keys", keys, (flat_heads, 1 + length, features))
     read[:, :1] = state.ones.mT
-    numbers = powers.hide_(torch.exp2(keys, out=read[:, 1:]), positions, 0.0)
+    key_features = kernel.fill_masked_(torch.exp2(keys, out=read[:, 1:]), positions, 0.0)
     scores = triangle_(torch.bmm(weights, read.mT), before=1)
     out = torch.bmm(scores[..., 1:], v).baddbmm_(weights, state.values)
-    state.values.baddbmm_(numbers.mT, v)
-    state.ones.add_(numbers.sum(dim=-2).unsqueeze(-1))
+    state.values.baddbmm_(key_features.mT, v)
+    state.ones.add_(key_features.sum(dim=-2).unsqueeze(-1))
     return scores.sum(dim=-1, keepdim=True), out
 
 
-def relative(state: Plain) -> tuple[Tensor, Tensor, Tensor]:
+def shifted(state: Unshifted) -> tuple[Tensor, Tensor, Tensor]:
     """Values, ones and reference of the same sums: every feature's ones are 1, or 0 without a key."""
     some = state.ones > 0
     ones = torch.where(some, state.ones, 1.0)
