@@ -1,4 +1,4 @@
-"""Efficient attention, measured: which one, at what length, at what error.
+"""Efficient attention backends for PyTorch, with measurements of their error, time and memory.
 
 Public names are resolved on first use, so that importing the package imports nothing else.
 """

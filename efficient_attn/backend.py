@@ -1,4 +1,4 @@
-"""A built backend: the module of an attention, with the checks that all of them share around it."""
+"""A built backend: the module of an attention, wrapped in the checks that all backends share."""
 
 from typing import Any
 
@@ -16,15 +16,15 @@ class Backend(nn.Module):
     """Maps queries, keys and values to the output of the attention that it was built for.
 
     Attributes:
-        spec: Name, promises and options of the attention.
-        problem: What it was built for.
+        spec: Name, capabilities and options of the attention.
+        problem: Problem that the backend was built for.
         options: An instance of `spec.options_type`.
-        core: The module that computes; takes (q, k, v, key_mask) without checking them.
+        core: Module that computes the output from unchecked (q, k, v, key_mask).
     """
 
     def __init__(self, core: nn.Module, spec: BackendSpec, problem: AttentionProblem, options: Any) -> None:
         super().__init__()
-        # Which further methods a core has is its own affair.
+        # Further methods of a core are optional.
         self.core: Any = core
         self.spec, self.problem, self.options = spec, problem, options
 
@@ -38,12 +38,12 @@ class Backend(nn.Module):
             k: [batch kv_heads k_tokens head_dim]; kv_heads divides heads.
             v: [batch kv_heads k_tokens value_dim].
             key_mask: bool [batch k_tokens], True for a real token.
-            unknown: Always refused, in words that say what it is called here.
+            unknown: Refused, with the name of the argument in this package.
 
         Raises:
-            ShapeError: If shapes or devices do not fit each other or the problem.
-            DtypeError: If a dtype does not fit.
-            UnsupportedError: If the backend does not promise what the inputs need.
+            ShapeError: If shapes or devices differ from each other or from the problem.
+            DtypeError: If a dtype is unsupported or differs from q's.
+            UnsupportedError: If the inputs need a capability that the backend does not promise.
         """
         _refuse(unknown, ["key_mask"])
         self._check(q, k, v, key_mask)
@@ -62,10 +62,10 @@ class Backend(nn.Module):
         key_mask: Tensor | None = None,
         **unknown: Any,
     ) -> tuple[Tensor, Any]:
-        """The output of new tokens after those of `state`, and the state after them.
+        """Output of new tokens that follow `state`, and the new state.
 
         Prefill is a call with state None, a decoding step a call with one token; `key_mask`
-        covers the new tokens. States are never written to, so one may be extended twice.
+        covers the new tokens. States are never modified, so a state may be extended twice.
 
         Raises:
             UnsupportedError: If the backend was not built causal or cannot stream.
@@ -82,13 +82,13 @@ class Backend(nn.Module):
     def attention_weights(
         self, q: Tensor, k: Tensor, *, key_mask: Tensor | None = None, rows: Any = None
     ) -> Tensor:
-        """The weights that the backend implies, [batch heads rows k_tokens], in float32 or better.
+        """Attention weights implied by the backend, [batch heads rows k_tokens], in float32 or better.
 
-        Weight (i, j) is what value j contributes to output i, so the outputs for the unit vectors as
-        values are the weights. Takes k_tokens² memory for a head where the backend itself may not.
+        Weight (i, j) is the coefficient of value j in output i, computed as the output for unit vectors as
+        values. Memory is k_tokens² per head, even for a linear backend.
 
         Args:
-            rows: The queries of interest, as an index of q's tokens (a slice or a list); None: all.
+            rows: Index of q's tokens (a slice or a list); None: all.
         """
         self._check(q, k, k, key_mask)
         wide = torch.promote_types(q.dtype, torch.float32)
@@ -100,8 +100,8 @@ class Backend(nn.Module):
     def denominators(self, q: Tensor, k: Tensor, *, key_mask: Tensor | None = None) -> Tensor:
         """Row sums of signed features over the largest visible scale, [batch heads q_tokens].
 
-        Where one is not positive, the row is not an average; `(backend.denominators(q, k) <= 0).sum()`
-        counts such rows.
+        A row with a denominator of 0 or below is no average; `(backend.denominators(q, k) <= 0).sum()`
+        counts these rows.
 
         Raises:
             UnsupportedError: If the backend has no signed features.
@@ -117,22 +117,22 @@ class Backend(nn.Module):
     def kernel_ratios(self, q: Tensor, k: Tensor) -> Tensor:
         """φ(q_i)·φ(k_i) over the softmax kernel for query i and key i, [batch heads tokens].
 
-        Up to a factor that all keys of a query share, where the backend shifts its keys.
+        A backend that shifts its keys returns the ratio up to a factor common to all keys of a query.
 
         Raises:
-            UnsupportedError: If the backend has no features, or those of another kernel.
+            UnsupportedError: If the backend has no features, or features of another kernel.
         """
         return self._core_with("kernel_ratios", q, k).kernel_ratios(q, k)
 
     def kernel_rows(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """The scaled, transformed queries and keys that the features are made of."""
+        """Scaled, transformed queries and keys, the arguments of the features."""
         return self._core_with("kernel_rows", q, k).kernel_rows(q, k)
 
     def kernel_weights(self, q: Tensor, k: Tensor) -> Tensor:
-        """φ(q_i)·φ(k_j) over the exact sum of row i, [batch heads q_tokens k_tokens]: nothing renormalised.
+        """φ(q_i)·φ(k_j) over the exact sum of row i, [batch heads q_tokens k_tokens], without renormalisation.
 
         Raises:
-            UnsupportedError: If the backend has no features, or those of another kernel.
+            UnsupportedError: If the backend has no features, or features of another kernel.
         """
         return self._core_with("kernel_weights", q, k).kernel_weights(q, k)
 
@@ -152,10 +152,10 @@ class Backend(nn.Module):
         return self.core
 
     def redraw(self, seed: int) -> None:
-        """Draw other random features; states made before are invalid.
+        """Replace the random features by a new draw; earlier states become invalid.
 
         Raises:
-            UnsupportedError: If nothing in the backend is random.
+            UnsupportedError: If the backend has no random features.
         """
         if not hasattr(self.core, "redraw"):
             raise UnsupportedError(f"Nothing in backend {self.spec.name!r} is random; nothing to redraw.")
@@ -163,20 +163,20 @@ class Backend(nn.Module):
 
     @property
     def needs_calibration(self) -> bool:
-        """Whether it has to see typical queries and keys, through `calibrate`, before it computes."""
+        """Whether the backend must be calibrated before its first call."""
         return not getattr(self.core, "calibrated", True)
 
     def calibrate(self, q: Tensor, k: Tensor, *, key_mask: Tensor | None = None, **unknown: Any) -> None:
-        """Fit data-dependent parameters to typical queries and keys; states made before are invalid.
+        """Fit data-dependent parameters to sample queries and keys; earlier states become invalid.
 
-        They are kept in buffers, saved with the model, and used for all inputs until the next call. For
-        causal use give other sequences than those to be computed, so that nothing of a later token enters.
-        Leave out padded queries; padded keys are left out by `key_mask`.
+        Buffers hold the parameters, which are saved with the model and used until the next call. For causal
+        use, calibrate on other sequences than the inputs, so that no later token leaks into an output. Omit
+        padded queries; `key_mask` excludes padded keys.
 
         Raises:
-            UnsupportedError: If the backend has no such parameters.
-            DataError: If q, or a key that is not masked, is not finite.
-            ShapeError: If there is no query, or no key that is not masked.
+            UnsupportedError: If the backend has no data-dependent parameters.
+            DataError: If q, or an unmasked key, is not finite.
+            ShapeError: If there is no query or no unmasked key.
         """
         _refuse(unknown, ["key_mask"])
         if not hasattr(self.core, "calibrate"):
@@ -195,6 +195,6 @@ def _refuse(unknown: dict[str, Any], known: list[str]) -> None:
 
 
 def _nothing_to_read(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Zeros of the output's shape that pass zero gradients to q, k and v."""
+    """Zeros of the output's shape, with zero gradients of q, k and v."""
     zero = sum(x[..., :0].sum() for x in (q, k, v))
     return q.new_zeros(*q.shape[:-1], v.shape[-1]) + zero

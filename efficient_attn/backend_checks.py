@@ -1,4 +1,4 @@
-"""The checks of a backend's tensors: one line that names the argument, what came and what works."""
+"""Checks of a backend's tensors, with one-line messages that name the argument, its value and a remedy."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from efficient_attn.registry import BackendSpec
 _AXES = {"q": "[batch, heads, tokens, head_dim]", "k": "[batch, kv_heads, tokens, head_dim]"}
 _AXES["v"] = "[batch, kv_heads, tokens, value_dim]"
 
-# The function that torch's context_parallel replaces while it is active.
+# Function that PyTorch's context_parallel replaces while it is active.
 _SDPA = torch._C._nn.scaled_dot_product_attention
 
 
@@ -27,10 +27,10 @@ def check_inputs(
     *,
     streaming: bool = False,
 ) -> None:
-    """Refuse what the backend cannot compute.
+    """Refuse inputs that the backend cannot compute.
 
     Raises:
-        ShapeError, DtypeError, UnsupportedError: As the message says.
+        ShapeError, DtypeError, UnsupportedError: If a shape, dtype or capability does not fit.
     """
     check_whole(q=q, k=k, v=v, key_mask=key_mask)
     for name, x in (("q", q), ("k", k), ("v", v)):
@@ -42,13 +42,13 @@ def check_inputs(
 
 
 def check_whole(**tensors: Any) -> None:
-    """Refuse tensors that are parts of a sequence whose other parts are in other processes.
+    """Refuse shards of a sequence that is distributed over processes.
 
     Raises:
         UnsupportedError: If torch's context_parallel is active, or a DTensor is not replicated.
     """
     sdpa = F.scaled_dot_product_attention
-    # Others replace the function too, by a faster kernel of the same tensors.
+    # Other packages replace the function by a faster kernel for the same tensors.
     if sdpa is not _SDPA and str(sdpa.__module__).startswith("torch.distributed."):
         raise UnsupportedError(
             "Inside torch's context_parallel a backend would attend to the tokens of its own process alone; "
@@ -63,16 +63,16 @@ def check_whole(**tensors: Any) -> None:
 
 
 def check_kept(spec: BackendSpec, backend: nn.Module, q: Tensor) -> None:
-    """Refuse parameters and buffers of a backend that lie on another device than the queries.
+    """Refuse parameters and buffers of a backend on another device than the queries.
 
     Raises:
-        ShapeError: If one does.
+        ShapeError: If a device differs.
     """
     # While a call is compiled, the operators refuse tensors of several devices.
     if torch.compiler.is_compiling():
         return
     for path, module in backend.named_modules():
-        # The hook of accelerate brings the tensors of its module when the module is called.
+        # Accelerate's hook moves the tensors of its module when the module is called.
         if "_hf_hook" in module.__dict__:
             continue
         for name, x in (*module._parameters.items(), *module._buffers.items()):
@@ -121,7 +121,7 @@ def _check_heads(problem: AttentionProblem, q: Tensor, k: Tensor, v: Tensor) -> 
 
 
 def _swapped(q: Tensor, num_heads: int | None) -> str:
-    """A hint where the axes look like those of other libraries."""
+    """Hint for axes in the order of other libraries."""
     if num_heads is not None and q.shape[2] != num_heads:
         return ""
     return " If it is [batch, tokens, heads, dim], give x.transpose(1, 2)."

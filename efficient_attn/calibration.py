@@ -12,9 +12,9 @@ from efficient_attn.backend import Backend
 def calibrate(model: nn.Module, *inputs: Any, **named: Any) -> None:
     """Calibrate every backend of a model on the queries and keys that reach it in model(*inputs, **named).
 
-    Each is calibrated before it computes, so later ones see what earlier ones make of the inputs. Give
-    inputs like those to come; nothing else of the model changes, and nothing is calibrated again by itself.
-    A model without such backends is left as it is.
+    Each backend is calibrated before its first output, so later layers see the calibrated outputs of earlier
+    layers. Use representative inputs; nothing else in the model changes, and nothing is recalibrated later.
+    A model without such backends stays unchanged.
     """
     backends = [m for m in model.modules() if isinstance(m, Backend) and hasattr(m.core, "calibrate")]
     if not backends:

@@ -1,4 +1,4 @@
-"""Attention that is not in the table: a function, a module, or an object in somebody's file."""
+"""External attention: a function, a module, or an object in a user's file."""
 
 import importlib
 import importlib.util
@@ -17,14 +17,14 @@ from efficient_attn.errors import DataError, DtypeError, UnknownNameError, Unsup
 from efficient_attn.problem import AttentionProblem
 from efficient_attn.registry import SPECS, BackendSpec, Capabilities, NoOptions
 
-# What can be measured of a function of q, k and v that says nothing about itself.
+# Capabilities of a function of q, k and v without declared ones.
 BARE = Capabilities(causal=False, key_mask=False, nonnegative=False, averages=False, compile=False)
 
 _NOTHING = object()
 
 
 class CalledAttention(nn.Module):
-    """A function or module f(q, k, v) → output in the place of a backend's own module."""
+    """Core of a backend that calls a function or module f(q, k, v) → output."""
 
     def __init__(self, function: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ def spec_of(thing: Any, *, name: str | None = None) -> BackendSpec:
     """The spec of a BackendSpec, a built backend, a registered builder, a module or a function.
 
     Raises:
-        DtypeError: If the thing is none of them.
+        DtypeError: If the object is none of these.
     """
     if isinstance(thing, BackendSpec):
         return thing
@@ -56,7 +56,7 @@ def spec_of(thing: Any, *, name: str | None = None) -> BackendSpec:
 
 
 def _core_of(built: Backend, problem: AttentionProblem, options: NoOptions) -> nn.Module:
-    """The core of a built backend, which serves the problem that it was built for and no other."""
+    """Core of a built backend, for the problem that it was built for."""
     for name in ("head_dim", "causal", "factor"):
         had, wanted = getattr(built.problem, name), getattr(problem, name)
         if had != wanted:
@@ -68,7 +68,7 @@ def _core_of(built: Backend, problem: AttentionProblem, options: NoOptions) -> n
 
 
 def _fixed(core: nn.Module, name: str, capabilities: Capabilities, summary: str) -> BackendSpec:
-    """The spec of something that exists already: it has nothing to choose and is not built anew."""
+    """The spec of an already built module: no options, not rebuilt."""
     return BackendSpec(
         name=name,
         summary=summary,
@@ -88,7 +88,7 @@ def load(address: str) -> BackendSpec:
 
     Raises:
         DataError: If there is no such file or module, or it cannot be imported.
-        UnknownNameError: If it has no such object.
+        UnknownNameError: If the file or module has no such object.
     """
     place, _, attribute = address.rpartition(":")
     path = Path(place) if place.endswith(".py") else None

@@ -1,4 +1,4 @@
-"""What a backend is asked to compute, as far as it is known before any tensor exists."""
+"""Attention problem: the sizes and kind of attention known before any tensor exists."""
 
 import math
 from dataclasses import dataclass
@@ -6,20 +6,20 @@ from dataclasses import dataclass
 from efficient_attn.errors import DtypeError, OptionError
 from efficient_attn.limits import COUNT, WHOLE_NUMBER
 
-# The largest whole number that tensors can be told of.
+# Largest whole number that tensors support.
 LARGEST = WHOLE_NUMBER
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionProblem:
-    """The sizes and the kind of attention that a backend is built for.
+    """Sizes and kind of attention that a backend is built for.
 
     Attributes:
         head_dim: Entries of one query or key.
-        num_heads: Heads of the queries; None accepts any number.
-        max_tokens: The longest sequence; None where the backend does not need to know.
-        causal: Position i reads positions up to i; the queries are the last positions of the keys.
-        scale: Factor on q·k; None stands for 1/√head_dim.
+        num_heads: Number of query heads; None: any number.
+        max_tokens: Longest sequence; None: unlimited.
+        causal: Whether position i attends to positions up to i; queries are the last positions of the keys.
+        scale: Factor on q·k; None: 1/√head_dim.
     """
 
     head_dim: int

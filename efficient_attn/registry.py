@@ -1,4 +1,4 @@
-"""The table of backends: what each is called, what it promises, how it is built."""
+"""Registry of backends: names, capabilities, options and builders."""
 
 import warnings
 from collections.abc import Callable
@@ -12,25 +12,25 @@ ALL_DTYPES = ("float64", "float32", "bfloat16", "float16")
 
 @dataclass(frozen=True, kw_only=True)
 class Capabilities:
-    """What a backend promises. The listing, the docs, the planner and the checks read it.
+    """Promises of a backend, read by the listing, the docs, the planner and the checks.
 
     Attributes:
-        causal: Can be built with causal=True.
-        cross: Takes keys of another sequence, with another number of tokens.
-        key_mask: Takes a mask of real keys.
-        streaming: `extend` carries a state from call to call; None stands for `causal`.
-        exact: Equals softmax attention to rounding.
-        nonnegative: No implied weight is negative.
-        averages: The implied weights of a row sum to one.
-        gradients: q, k and v receive gradients.
-        second_derivatives: Gradients can be differentiated again.
-        compile: `torch.compile(fullgraph=True)` works.
-        needs_max_tokens: Must be told the longest sequence when built.
-        needs_calibration: Must see typical queries and keys, through `calibrate`, before it is used.
-        approximates_softmax: Is meant to come near softmax attention; False for attention by another kernel.
-        dtypes: Names of the dtypes it computes in.
-        time_growth: Power of the number of tokens that time grows with.
-        memory_growth: Power of the number of tokens that peak memory grows with.
+        causal: Whether causal=True is supported.
+        cross: Whether keys of another sequence, of another length, are supported (cross-attention).
+        key_mask: Whether a key mask is supported.
+        streaming: Whether `extend` carries a state from call to call; None: `causal`.
+        exact: Whether outputs equal softmax attention up to rounding.
+        nonnegative: Whether all implied weights are nonnegative.
+        averages: Whether the implied weights of a row sum to one.
+        gradients: Whether q, k and v receive gradients.
+        second_derivatives: Whether gradients are differentiable.
+        compile: Whether `torch.compile(fullgraph=True)` works.
+        needs_max_tokens: Whether max_tokens is required.
+        needs_calibration: Whether `calibrate` is required before the first call.
+        approximates_softmax: Whether the backend approximates softmax attention, not another kernel.
+        dtypes: Names of the supported dtypes.
+        time_growth: Exponent of the number of tokens in the running time.
+        memory_growth: Exponent of the number of tokens in the peak memory.
     """
 
     causal: bool
@@ -57,20 +57,20 @@ class Capabilities:
 
 @dataclass(frozen=True, kw_only=True)
 class NoOptions:
-    """The backend has nothing to choose."""
+    """Options of a backend without any."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BackendSpec:
-    """One row of the table.
+    """Specification of one backend.
 
     Attributes:
-        options_type: A frozen dataclass; its fields are the options, its defaults their defaults.
-        size_option: The option that a sweep of accuracy varies.
-        capabilities: What the backend promises.
-        builder: Takes (problem, options), returns a module that maps (q, k, v, key_mask) to the output.
-        work: Takes (problem, options, tokens, value_dim), returns what one head's forward pass has to do;
-            None where nobody counted.
+        options_type: Frozen dataclass whose fields are the options.
+        size_option: Option that a sweep of accuracy varies.
+        capabilities: Promises of the backend.
+        builder: Function of (problem, options) that returns a module from (q, k, v, key_mask) to the output.
+        operations: Function of (problem, options, tokens, value_dim) that returns the operation counts of one
+            head's forward pass; None: unknown.
         paper: Address of the paper.
     """
 
@@ -84,9 +84,9 @@ class BackendSpec:
     paper: str | None = None
 
     def flops(self, problem: Any, options: Any, tokens: int) -> int | None:
-        """Operations of one head's forward pass, a multiplication and an addition counted as two.
+        """Operations of one head's forward pass, two for each multiplication with its addition.
 
-        Those of the matrix products, with values as wide as keys; None where nobody counted.
+        Only matrix products count, with values as wide as keys; None: unknown.
         """
         if self.operations is None:
             return None
@@ -108,7 +108,7 @@ def register(
     operations: Callable[[Any, Any, int, int], OperationCounts] | None = None,
     work: Callable[[Any, Any, int, int], OperationCounts] | None = None,
 ) -> Callable[[Callable], Callable]:
-    """Add the decorated builder to the table under `name`.
+    """Register the decorated builder under `name`.
 
     Args:
         work: Former name of `operations`, accepted for one release.

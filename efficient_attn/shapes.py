@@ -1,4 +1,4 @@
-"""Tensor types with named axes. They read as documentation and are checked under the tests."""
+"""Tensor types with named axes. Tests check them at run time."""
 
 from jaxtyping import Bool, Float
 from torch import Tensor
@@ -10,7 +10,7 @@ Output = Float[Tensor, "batch heads q_tokens value_dim"]
 Weights = Float[Tensor, "batch heads q_tokens k_tokens"]
 KeyMask = Bool[Tensor, "batch k_tokens"]
 
-# Queries or keys, wherever a formula treats both alike; the leading axes are its own affair.
+# Queries or keys in formulas that treat both alike, with any leading axes.
 Vectors = Float[Tensor, "*batch tokens head_dim"]
-# One list of directions for all heads, or one for each head of keys.
+# Directions of all heads, or of each key head.
 Directions = Float[Tensor, "*kv_heads directions head_dim"]

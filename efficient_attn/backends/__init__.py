@@ -20,12 +20,12 @@ for _module in pkgutil.iter_modules(__path__):
 
 
 def list_backends(*, causal: bool | None = None) -> tuple[str, ...]:
-    """Names of the registered backends, sorted; `causal` keeps those that can, or cannot, be causal."""
+    """Names of the registered backends, sorted; `causal` selects backends that can, or cannot, be causal."""
     return tuple(name for name in sorted(SPECS) if causal in (None, SPECS[name].capabilities.causal))
 
 
 def spec(name: str) -> BackendSpec:
-    """What a backend is called, promises and can be given.
+    """Specification of a backend: name, promises and options.
 
     Raises:
         UnknownNameError: If neither the table nor a plug-in has the name.
@@ -39,7 +39,7 @@ def spec(name: str) -> BackendSpec:
 
 
 def resolve(backend: Any) -> BackendSpec:
-    """The spec of a name, of file.py:object, of package.module:object, of a module or of a function."""
+    """The spec of a name, file.py:object, package.module:object, module or function."""
     if not isinstance(backend, str):
         return spec_of(backend)
     return load(backend) if is_address(backend) else spec(backend)
@@ -63,8 +63,8 @@ def build(
 
     Raises:
         UnknownNameError: If there is no such backend, or it has no such option.
-        UnsupportedError: If the backend does not promise what is asked.
-        OptionError, DtypeError: If a number or an option makes no sense.
+        UnsupportedError: If the backend does not promise a requested capability.
+        OptionError, DtypeError: If a number or an option is invalid.
     """
     backend = resolve(name)
     chosen = _options(backend, options)
@@ -86,10 +86,10 @@ def attention(
     scale: float | None = None,
     **options: Any,
 ) -> Tensor:
-    """The output of a backend that keeps nothing, in one call; shapes as in `Backend.forward`.
+    """Output of a stateless backend in one call; shapes as in `Backend.forward`.
 
     Raises:
-        UnsupportedError: If the backend keeps parameters or a random draw and has to be built.
+        UnsupportedError: If the backend has parameters or random features and has to be built.
     """
     backend = build(name, head_dim=q.shape[-1], causal=causal, scale=scale, **options)
     if any(True for _ in backend.parameters()) or any(True for _ in backend.buffers()):

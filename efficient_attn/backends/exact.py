@@ -1,4 +1,4 @@
-"""Exact softmax attention through torch's fused kernel."""
+"""Exact softmax attention by PyTorch's fused kernel."""
 
 from dataclasses import dataclass
 
@@ -14,16 +14,16 @@ from efficient_attn.registry import Capabilities, register
 
 @dataclass(frozen=True, kw_only=True)
 class DropoutOptions:
-    """Options of the backends that have weights to drop."""
+    """Options of the backends with attention dropout."""
 
-    dropout: float = option(0.0, "Probability of dropping an attention weight in training.")
+    dropout: float = option(0.0, "Dropout probability of the attention weights in training.")
 
     def __post_init__(self) -> None:
         probability("dropout", self.dropout)
 
 
 class FusedAttention(nn.Module):
-    """softmax(scale · q kᵀ) v without ever holding the scores."""
+    """softmax(scale · q kᵀ) v without materialised scores."""
 
     def __init__(self, problem: AttentionProblem, options: DropoutOptions) -> None:
         super().__init__()
@@ -53,14 +53,14 @@ class FusedAttention(nn.Module):
 def operations(
     problem: AttentionProblem, options: DropoutOptions, tokens: int, value_dim: int
 ) -> OperationCounts:
-    """Every query reads every key, or those up to its own position."""
+    """Products of every query with every key; if causal, with the keys up to its own position."""
     pairs = visible_pairs(tokens, back=tokens - 1, ahead=0 if problem.causal else tokens - 1)
     return OperationCounts(softmax_matmuls(pairs, problem.head_dim, value_dim))
 
 
 @register(
     "exact",
-    summary="Softmax attention, exact, through torch's fused kernel.",
+    summary="Exact softmax attention by PyTorch's fused kernel.",
     paper="https://arxiv.org/abs/1706.03762",
     options=DropoutOptions,
     capabilities=Capabilities(causal=True, exact=True, time_growth=2),

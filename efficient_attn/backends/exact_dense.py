@@ -1,4 +1,4 @@
-"""Exact softmax attention with the whole score matrix: what the papers compared with."""
+"""Exact softmax attention with materialised scores (naive attention), the baseline of the papers."""
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -13,7 +13,7 @@ from efficient_attn.registry import Capabilities, register
 
 
 class DenseAttention(nn.Module):
-    """softmax(scale · q kᵀ) v by its definition, in tokens² memory."""
+    """softmax(scale · q kᵀ) v by its definition, with O(tokens²) memory."""
 
     def __init__(self, problem: AttentionProblem, options: DropoutOptions) -> None:
         super().__init__()
@@ -34,14 +34,14 @@ class DenseAttention(nn.Module):
 def operations(
     problem: AttentionProblem, options: DropoutOptions, tokens: int, value_dim: int
 ) -> OperationCounts:
-    """That of the fused kernel, with all weights in memory."""
+    """Products of the fused kernel, with all scores in memory."""
     scores, reading = exact.operations(problem, options, tokens, value_dim).matmuls
     return OperationCounts((scores._replace(kept=tokens**2), reading))
 
 
 @register(
     "exact-dense",
-    summary="Softmax attention, exact, with all scores in memory: the papers' baseline.",
+    summary="Exact softmax attention with materialised scores (naive attention), the papers' baseline.",
     paper="https://arxiv.org/abs/1706.03762",
     options=DropoutOptions,
     capabilities=Capabilities(

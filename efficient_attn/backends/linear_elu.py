@@ -1,4 +1,4 @@
-"""The linear transformer: features elu(x) + 1."""
+"""Linear transformer: features elu(x) + 1."""
 
 from functools import partial
 
@@ -10,7 +10,7 @@ from efficient_attn.registry import Capabilities, NoOptions, register
 
 @register(
     "linear-elu",
-    summary="Another kernel than softmax: the linear transformer's features elu(x) + 1.",
+    summary="Linear transformer, with features elu(x) + 1: a kernel other than softmax.",
     paper="https://arxiv.org/abs/2006.16236",
     capabilities=Capabilities(causal=True, approximates_softmax=False),
     operations=partial(linear_operations, "elu"),

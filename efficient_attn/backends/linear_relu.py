@@ -10,7 +10,7 @@ from efficient_attn.registry import Capabilities, register
 
 @register(
     "linear-relu",
-    summary="Another kernel than softmax: Performer-ReLU's rectified random projections.",
+    summary="Performer-ReLU, with rectified random projections: a kernel other than softmax.",
     paper="https://arxiv.org/abs/2009.14794",
     options=RandomFeatureOptions,
     size_option="num_features",

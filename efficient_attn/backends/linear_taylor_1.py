@@ -1,4 +1,4 @@
-"""The exponential's first two Taylor terms in place of it."""
+"""First-order Taylor expansion of the exponential."""
 
 from functools import partial
 
@@ -10,7 +10,7 @@ from efficient_attn.registry import Capabilities, NoOptions, register
 
 @register(
     "linear-taylor-1",
-    summary="Another kernel than softmax: 1 + q·k, its first two Taylor terms; of either sign.",
+    summary="First-order Taylor features, 1 + q·k: a kernel other than softmax, possibly negative.",
     paper="https://arxiv.org/abs/2402.18668",
     capabilities=Capabilities(causal=True, nonnegative=False, approximates_softmax=False),
     operations=partial(linear_operations, "taylor-1"),

@@ -1,4 +1,4 @@
-"""The exponential's first three Taylor terms in place of it."""
+"""Second-order Taylor expansion of the exponential."""
 
 from functools import partial
 
@@ -10,7 +10,7 @@ from efficient_attn.registry import Capabilities, NoOptions, register
 
 @register(
     "linear-taylor-2",
-    summary="Another kernel than softmax: 1 + q·k + (q·k)²/2, its first three Taylor terms.",
+    summary="Second-order Taylor features, 1 + q·k + (q·k)²/2: a kernel other than softmax.",
     paper="https://arxiv.org/abs/2402.18668",
     capabilities=Capabilities(causal=True, approximates_softmax=False),
     operations=partial(linear_operations, "taylor-2"),

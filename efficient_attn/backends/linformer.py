@@ -1,4 +1,4 @@
-"""Linformer: softmax over a few learned mixtures of keys and values."""
+"""Linformer: softmax attention over learned low-rank projections of keys and values."""
 
 from dataclasses import dataclass
 
@@ -20,14 +20,14 @@ _INITS = ("mean-pool", "gaussian")
 class LinformerOptions:
     """Options of Linformer."""
 
-    rank: int = option(256, "Mixtures of keys and of values that a query reads.")
+    rank: int = option(256, "Number of projected keys and values.")
     sharing: str = option(
         "heads",
         "heads: one pair of projections for all heads; none: a pair for each head; key-value: one "
         "projection for keys and values; layers: that one for a whole stack.",
     )
     init: str = option(
-        "mean-pool", "mean-pool: each mixture averages neighbouring tokens; gaussian: variance 1/rank."
+        "mean-pool", "mean-pool: means of neighbouring tokens; gaussian: entries of variance 1/rank."
     )
 
     def __post_init__(self) -> None:
@@ -37,11 +37,11 @@ class LinformerOptions:
 
 
 class LinformerAttention(nn.Module):
-    """Attention to `rank` mixtures of the tokens. Untrained it is a pooling, not an approximation.
+    """Attention to `rank` projected tokens: a pooling until the projections are trained.
 
     Attributes:
-        mix_keys: E, [rank max_tokens] or, with a pair for each head, [num_heads rank max_tokens].
-        mix_values: F, of the same shape; the same parameter as E where keys and values share it.
+        mix_keys: E, [rank max_tokens], or [num_heads rank max_tokens] with one pair per head.
+        mix_values: F, of the same shape; the parameter E itself if keys and values share it.
     """
 
     def __init__(self, problem: AttentionProblem, options: LinformerOptions, max_tokens: int) -> None:
@@ -76,7 +76,7 @@ def _initial(options: LinformerOptions, max_tokens: int, heads: int | None, *, s
 
 
 def mean_pool(rank: int, max_tokens: int) -> Tensor:
-    """Row r averages the positions j with ⌊j · rank / max_tokens⌋ = r, [rank max_tokens]."""
+    """Matrix whose row r averages the positions j with ⌊j · rank / max_tokens⌋ = r, [rank max_tokens]."""
     row = torch.arange(max_tokens) * rank // max_tokens
     members = nn.functional.one_hot(row, rank).mT.float()
     return members / members.sum(dim=-1, keepdim=True)
@@ -85,7 +85,7 @@ def mean_pool(rank: int, max_tokens: int) -> Tensor:
 def operations(
     problem: AttentionProblem, options: LinformerOptions, tokens: int, value_dim: int
 ) -> OperationCounts:
-    """Keys and values are mixed, then every query reads every mixture."""
+    """Products of the projections, then of every query with every projected key."""
     pairs, own = tokens * options.rank, options.sharing == "none"
     mixings = (
         MatMul(pairs * dim, kept=options.rank * dim, shared=not own) for dim in (problem.head_dim, value_dim)
@@ -100,7 +100,7 @@ def operations(
 
 @register(
     "linformer",
-    summary="Softmax over learned mixtures of keys and values; untrained it is a pooling.",
+    summary="Softmax over learned low-rank projections of keys and values; a pooling until trained.",
     paper="https://arxiv.org/abs/2006.04768",
     options=LinformerOptions,
     size_option="rank",

@@ -1,4 +1,4 @@
-"""Performer with centred, transformed positive features that have an exponent of their own for each axis."""
+"""Performer with centred, transformed positive features and one quadratic exponent per axis (FAVOR#)."""
 
 from efficient_attn.modules.calibrated import CalibratedFeatures
 from efficient_attn.modules.features import RandomFeatureOptions
@@ -12,16 +12,16 @@ from efficient_attn.registry import Capabilities, register
 def operations(
     problem: AttentionProblem, options: RandomFeatureOptions, tokens: int, value_dim: int
 ) -> OperationCounts:
-    """That of positive features, after a transform of queries and one of keys."""
+    """Products of positive features, after the transforms of queries and keys."""
     made = linear_operations("positive", problem, options, tokens, value_dim)
-    # The transforms are calibrated: of these products only the tokens get a gradient.
+    # The transforms are calibrated, so only the tokens' side of these products has a gradient.
     transform = MatMul(tokens * problem.head_dim**2, gradients=1)
     return made._replace(matmuls=(transform, transform._replace(shared=True), *made.matmuls))
 
 
 @register(
     "performer-full",
-    summary="Positive random features fitted to the means and covariances of typical inputs (FAVOR#).",
+    summary="Positive random features fitted to means and covariances of sample activations (FAVOR#).",
     paper="https://arxiv.org/abs/2302.00787",
     options=RandomFeatureOptions,
     size_option="num_features",

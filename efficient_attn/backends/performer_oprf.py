@@ -21,7 +21,7 @@ class OptimalFeatureOptions(RandomFeatureOptions):
     """Options of positive features with a quadratic exponent."""
 
     a: float | None = option(
-        None, "A < 1/8 in exp(A|w|² + …); 0 gives performer-positive, None leaves it to calibrate."
+        None, "A < 1/8 in exp(A|w|² + …); 0: performer-positive; None: set by calibrate."
     )
 
     def __post_init__(self) -> None:
@@ -38,7 +38,7 @@ class OptimalFeatureOptions(RandomFeatureOptions):
 
 @register(
     "performer-oprf",
-    summary="Positive random features with the best quadratic exponent for typical inputs (FAVOR++).",
+    summary="Positive random features with the optimal quadratic exponent for sample activations (FAVOR++).",
     paper="https://arxiv.org/abs/2205.15317",
     options=OptimalFeatureOptions,
     size_option="num_features",

@@ -10,7 +10,7 @@ from efficient_attn.registry import Capabilities, register
 
 @register(
     "performer-trig",
-    summary="Cosines and sines of random projections: unbiased, of either sign.",
+    summary="Trigonometric random features (random Fourier features): unbiased, possibly negative.",
     paper="https://arxiv.org/abs/2009.14794",
     options=RandomFeatureOptions,
     size_option="num_features",

@@ -1,4 +1,4 @@
-"""Softmax over the nearest tokens: restricted self-attention."""
+"""Softmax attention over a window of neighbouring keys (restricted self-attention)."""
 
 from dataclasses import dataclass
 
@@ -15,10 +15,10 @@ from efficient_attn.registry import Capabilities, register
 
 @dataclass(frozen=True, kw_only=True)
 class WindowOptions:
-    """Options of the window."""
+    """Options of `window`."""
 
     window: int = option(
-        257, "Keys that a query reads, itself included: odd, half on each side; causal: the last ones."
+        257, "Number of keys per query, itself included: odd and centred; if causal, the last keys."
     )
 
     def __post_init__(self) -> None:
@@ -26,7 +26,7 @@ class WindowOptions:
 
 
 class WindowAttention(nn.Module):
-    """Attention to the keys within reach of each query."""
+    """Attention to the window of each query."""
 
     def __init__(self, problem: AttentionProblem, options: WindowOptions) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class WindowAttention(nn.Module):
         self, q: Tensor, k: Tensor, v: Tensor, state: KVCache | None, key_mask: Tensor | None
     ) -> tuple[Tensor, KVCache]:
         new = summarise_tokens(k, v, key_mask)
-        # Only the last tokens are kept: the first call copies no others.
+        # Only the last tokens are kept, and the first call copies no others.
         cache = new if state is None else merge_tokens(state, new)
         after = last_tokens(cache, self._back)
         if q.shape[-2] == 0:
@@ -51,7 +51,7 @@ class WindowAttention(nn.Module):
 
 
 def _sides(problem: AttentionProblem, options: WindowOptions) -> tuple[int, int]:
-    """How many keys back and ahead of its own position a query reads."""
+    """Number of keys before and after its own position that a query reads."""
     half = options.window // 2
     return (options.window - 1, 0) if problem.causal else (half, half)
 
@@ -59,7 +59,7 @@ def _sides(problem: AttentionProblem, options: WindowOptions) -> tuple[int, int]
 def operations(
     problem: AttentionProblem, options: WindowOptions, tokens: int, value_dim: int
 ) -> OperationCounts:
-    """Every query reads the keys of its window, as far as there are any."""
+    """Products of every query with the existing keys of its window."""
     back, ahead = _sides(problem, options)
     return OperationCounts(
         softmax_matmuls(visible_pairs(tokens, back=back, ahead=ahead), problem.head_dim, value_dim)
@@ -68,7 +68,7 @@ def operations(
 
 @register(
     "window",
-    summary="Softmax over the nearest tokens only, exact within its window.",
+    summary="Softmax over a window of neighbouring keys, exact within the window.",
     paper="https://arxiv.org/abs/1706.03762",
     options=WindowOptions,
     size_option="window",

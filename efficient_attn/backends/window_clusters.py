@@ -1,4 +1,4 @@
-"""Exact attention nearby, and one summary for each cluster of keys farther away."""
+"""Exact softmax over near keys, and one summary for each cluster of far keys."""
 
 from dataclasses import dataclass
 
@@ -18,20 +18,20 @@ _SUMMARIES = ("auto", "kmeans", "segments")
 
 @dataclass(frozen=True, kw_only=True)
 class WindowClustersOptions:
-    """Options of the window with clusters."""
+    """Options of `window-clusters`."""
 
-    clusters: int = option(64, "Summaries that a query reads, for all keys beyond its window.")
+    clusters: int = option(64, "Number of cluster summaries per query, for all keys outside its window.")
     window: int = option(
         64,
-        "Keys that a query reads one by one, a multiple of 4; queries share them in blocks of half as many.",
+        "Number of near keys per query, a multiple of 4; blocks of window/2 queries share them.",
     )
     summary: str = option(
         "auto",
-        "What a cluster is. kmeans: keys that are near each other; segments: a stretch of the sequence; "
-        "auto: kmeans, and segments where causal.",
+        "Kind of cluster. kmeans: keys near each other; segments: consecutive keys; "
+        "auto: kmeans, or segments if causal.",
     )
-    steps: int = option(1, "Steps of k-means.")
-    global_tokens: int = option(0, "Tokens at the beginning that every query reads one by one.")
+    steps: int = option(1, "Number of k-means steps.")
+    global_tokens: int = option(0, "Number of tokens at the beginning that every query reads exactly.")
 
     def __post_init__(self) -> None:
         positive_count("clusters", self.clusters)
@@ -49,7 +49,7 @@ class WindowClustersOptions:
 
 
 class WindowClusters(nn.Module):
-    """Attention to near keys and to clusters of far ones, chosen anew for every input."""
+    """Attention to near keys and to clusters of far keys, computed for every input."""
 
     def __init__(self, problem: AttentionProblem, options: WindowClustersOptions) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class WindowSegments(nn.Module):
     def extend(
         self, q: Tensor, k: Tensor, v: Tensor, state: KVCache | None, key_mask: Tensor | None
     ) -> tuple[Tensor, KVCache]:
-        # Segments join as the past grows, and begin where the first real token is: all keys are kept.
+        # Segments merge as the past grows and start at the first real token, so all keys are kept.
         cache = merge_tokens(state, summarise_tokens(k, v, key_mask))
         if q.shape[2] == 0:
             return q.new_zeros(*q.shape[:3], v.shape[3]), cache
@@ -103,10 +103,10 @@ def _layout(problem: AttentionProblem, options: WindowClustersOptions) -> Layout
 def operations(
     problem: AttentionProblem, options: WindowClustersOptions, tokens: int, value_dim: int
 ) -> OperationCounts:
-    """Every query reads its slice, the first tokens outside it, and a summary for each cluster.
+    """Products of every query with its slice, the global tokens outside it, and the cluster summaries.
 
-    Before that, every key is compared with every centre at each step of k-means and once with the mean query.
-    Sums over clusters are additions, no products.
+    K-means adds products of every key with every centre at each step, and one with the mean query. Sums over
+    clusters are additions, not products.
     """
     layout = _layout(problem, options)
     first = min(layout.first, tokens)
@@ -115,7 +115,7 @@ def operations(
         stop = min(start + layout.block, tokens)
         low, high = max(start - layout.back, 0), min(stop + layout.ahead, tokens)
         rows = stop - start
-        # Causal rows do not read the later ones of their own block.
+        # Causal rows do not read later keys of their own block.
         pairs += rows * (high - low) - (rows * (rows - 1) // 2 if problem.causal else 0)
         pairs += rows * (min(first, low) + (0 if problem.causal else max(first - high, 0)))
         if problem.causal:
@@ -131,7 +131,7 @@ def operations(
 
 @register(
     "window-clusters",
-    summary="Softmax exact nearby, with one summary for each cluster of the keys farther away.",
+    summary="Exact softmax over near keys, and one summary for each cluster of far keys.",
     options=WindowClustersOptions,
     size_option="clusters",
     capabilities=Capabilities(causal=True, cross=False),

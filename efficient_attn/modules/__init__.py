@@ -1,1 +1,1 @@
-"""Parts that several backends share and that have something to keep."""
+"""Modules with parameters or buffers that several backends share."""

@@ -1,4 +1,4 @@
-"""Random features with parameters that are found from typical queries and keys."""
+"""Random features with parameters fitted on sample queries and keys."""
 
 from collections.abc import Callable
 from typing import Any
@@ -17,11 +17,11 @@ ALL = slice(None)
 
 
 class CalibratedFeatures(Float32Buffers):
-    """Dense-exponential features, with a fit for each head of keys: found by a call, then part of the model.
+    """Dense-exponential features, with one fit per key head, set by a call and saved with the model.
 
     Attributes:
-        random: The directions, drawn as for positive features.
-        curvatures, query_transform, key_transform, shift: The fit, see `ops.linear.calibration.Fit`; no heads
+        random: Random directions, as for positive features.
+        curvatures, query_transform, key_transform, shift: Fit, see `ops.linear.calibration.Fit`; zero heads
             before calibration.
     """
 
@@ -45,13 +45,13 @@ class CalibratedFeatures(Float32Buffers):
         return self.curvatures.shape[0] > 0
 
     def use(self, fit: Fit) -> None:
-        """Take the parameters of a fit."""
+        """Set the parameters to a fit."""
         for name, value in zip(Fit._fields, fit, strict=True):
-            # Buffers are stored row by row: torch.export writes others wrongly.
+            # Buffers are contiguous, since torch.export writes strided buffers wrongly.
             setattr(self, name, value.to(getattr(self, name)).contiguous())
 
     def reset_parameters(self) -> None:
-        """Forget the fit."""
+        """Discard the fit."""
         self.use(Fit(*(getattr(self, name)[:0] for name in Fit._fields)))
 
     def redraw(self, seed: int) -> None:
@@ -59,7 +59,7 @@ class CalibratedFeatures(Float32Buffers):
 
     @torch.no_grad()
     def calibrate(self, q: Tensor, k: Tensor, key_mask: Tensor | None, scale: float) -> None:
-        """Fit the parameters to queries and the keys that are not masked; states made before are invalid."""
+        """Fit the parameters to queries and unmasked keys; earlier states become invalid."""
         inputs = self._positive(q, k, k, key_mask, scale)
         x, y = inputs.query_rows(ALL), inputs.key_rows(ALL)
         keys = k.shape[0] * k.shape[2] if key_mask is None else int(key_mask.sum())
@@ -74,7 +74,7 @@ class CalibratedFeatures(Float32Buffers):
         self.use(self._fit(moments(x, x.shape[0] * x.shape[2]), moments(y, keys)))
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, scale: float) -> LinearInputs:
-        """The transformed queries and keys, with the directions and weights of each head's fit."""
+        """Inputs with transformed queries and keys, and with the directions and weights of each head's fit."""
         fit = self._fit_for(k.shape[1], upcast_dtype(k.dtype))
         inputs = self._positive(q, k, v, key_mask, scale)
         if fit.shift.shape[0]:
@@ -84,7 +84,7 @@ class CalibratedFeatures(Float32Buffers):
         a = fit.curvatures
         assert inputs.directions is not None, "positive features have directions"
         w = inputs.directions.to(a)
-        # Both sides' constants, a feature's weight, are given to the keys.
+        # The constants of both sides, a feature's weight, multiply the keys.
         weights = 2 * a @ w.square().mT + (1 - 4 * a).log().sum(dim=-1, keepdim=True) / 2
         directions = w * (1 - 4 * a).sqrt().unsqueeze(1)
         return inputs._replace(directions=directions, log_weights=weights.unsqueeze(1))
@@ -95,7 +95,7 @@ class CalibratedFeatures(Float32Buffers):
         return self.random(q, k, v, key_mask, scale)
 
     def _fit_for(self, kv_heads: int, dtype: torch.dtype) -> Fit:
-        """The fit of each head of keys; a fit of fewer heads serves groups of neighbouring ones."""
+        """Fit of each key head; a fit of fewer heads serves groups of neighbouring heads."""
         fit = Fit(*(getattr(self, name) for name in Fit._fields))
         heads = fit.curvatures.shape[0]
         if not heads:
@@ -111,7 +111,7 @@ class CalibratedFeatures(Float32Buffers):
         return Fit(*(x.to(dtype).repeat_interleave(kv_heads // heads, dim=0) for x in fit))
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        """Make room for a fit of any number of heads."""
+        """Resize the buffers to the number of heads in the state dict."""
         for name in Fit._fields:
             given, own = state_dict.get(prefix + name), getattr(self, name)
             if given is not None and given.shape[1:] == own.shape[1:]:

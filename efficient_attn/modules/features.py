@@ -1,4 +1,4 @@
-"""A feature map with the random projection that it keeps."""
+"""Feature maps with their random projection."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from efficient_attn.problem import positive_count
 
 @dataclass(frozen=True, kw_only=True)
 class RandomFeatureOptions:
-    """Options of every backend with random features."""
+    """Options of all backends with random features."""
 
     num_features: int = option(256, "Outputs of the feature map.")
     projection: str = option("orthogonal", "How the random directions are drawn: orthogonal, simplex or iid.")
@@ -29,7 +29,7 @@ class RandomFeatureOptions:
 
 
 class FixedFeatures(nn.Module):
-    """A feature map with nothing to draw.
+    """Feature map without random directions.
 
     Attributes:
         kind: Name of the feature map in `ops.linear.features.MAPS`.
@@ -40,21 +40,21 @@ class FixedFeatures(nn.Module):
         self.kind = kind
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, scale: float) -> LinearInputs:
-        """Queries, keys and values as they are."""
+        """Inputs without directions."""
         return LinearInputs(q, k, v, key_mask, None, None, self.kind, scale)
 
 
 def check_even(options: RandomFeatureOptions, why: str) -> None:
-    """Refuse an odd number of features of a map that makes two of each direction."""
+    """Refuse an odd number of features for a map with two features per direction."""
     size = options.num_features
     if size % 2:
         raise OptionError(f"num_features={size} is odd; {why}: {size - 1} or {size + 1}.")
 
 
 class Float32Buffers(nn.Module):
-    """A module whose buffers follow the model anywhere, but to no dtype narrower than float32.
+    """Module whose buffers move with the model but stay in float32 or better.
 
-    Buffers that leave the meta device, where there are no numbers, are made again by `reset_parameters`.
+    `reset_parameters` recomputes buffers that leave the meta device, which holds no data.
     """
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Float32Buffers":
@@ -69,16 +69,16 @@ class Float32Buffers(nn.Module):
         return self
 
     def reset_parameters(self) -> None:
-        """Make the buffers as they were when the module was built."""
+        """Reset the buffers to their initial values."""
         raise NotImplementedError
 
 
 class RandomFeatures(Float32Buffers):
-    """The random directions of a feature map: part of the model, drawn once, saved with it.
+    """Random directions of a feature map, drawn once and saved with the model.
 
     Attributes:
         kind: Name of the feature map in `ops.linear.features.MAPS`.
-        projection: The directions [directions head_dim], shared by all heads; float32 or wider.
+        projection: Directions [directions head_dim], shared by all heads; float32 or better.
     """
 
     projection: Tensor
@@ -89,16 +89,16 @@ class RandomFeatures(Float32Buffers):
         self._draw = options.projection
         self._shape = (options.num_features // MAPS[kind].per_direction, head_dim)
         self._seed = options.seed
-        # The draw is made on the CPU whatever the default device is, and then moved there.
+        # Directions are drawn on the CPU, then moved to the default device.
         self.register_buffer("projection", self._directions().to(torch.get_default_device()))
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, scale: float) -> LinearInputs:
-        """Queries, keys and values with the directions that their features take."""
+        """Inputs with the random directions."""
         return LinearInputs(q, k, v, key_mask, self.projection, None, self.kind, scale)
 
     @torch.no_grad()
     def redraw(self, seed: int) -> None:
-        """Put other directions in place of these; states made before are invalid."""
+        """Replace the directions by a new draw; earlier states become invalid."""
         whole_number("seed", seed)
         if self.projection.is_meta:
             raise UnsupportedError("redraw: the random features lie on meta; load the model first.")
@@ -111,6 +111,6 @@ class RandomFeatures(Float32Buffers):
         self.projection.copy_(self._directions())
 
     def _directions(self) -> Tensor:
-        # Rounded to float32 for every model: the same directions in float64 then show rounding alone. Stored
-        # row by row, which a rotation is not: torch.export writes other buffers wrongly.
+        # Rounded to float32 for every model, so that a float64 model differs by rounding alone. Contiguous,
+        # which a rotation is not, since torch.export writes strided buffers wrongly.
         return draw_directions(self._draw, *self._shape, seed=self._seed).float().contiguous()

@@ -1,4 +1,4 @@
-"""Any feature map on the one linear algorithm."""
+"""Linear attention with any feature map."""
 
 from collections.abc import Callable
 from functools import partial
@@ -93,7 +93,7 @@ def linear_operations(
     tokens: int,
     value_dim: int,
 ) -> OperationCounts:
-    """Features of a kind, the keys' summary and its reading; causal: also the pairs of each chunk."""
+    """Products for features, state and output; if causal, also for the pairs of tokens within a chunk."""
     directions = 0
     if isinstance(options, RandomFeatureOptions):
         directions = options.num_features // MAPS[kind].per_direction
@@ -101,11 +101,11 @@ def linear_operations(
     projected, made = tokens * directions * problem.head_dim, tokens * features
     exponentials = 0 if kind in _WITHOUT_EXPONENTIALS else made
     steps = [
-        # Directions are drawn: of these products only the tokens get a gradient.
+        # Directions are random, so only the tokens' side of these products has a gradient.
         MatMul(projected, exponentials=exponentials, gradients=1),
         MatMul(projected, exponentials=exponentials, gradients=1, shared=True),
         MatMul(made * value_dim, kept=features * value_dim, shared=True),
-        # The denominator is the sum of values that are one, and ones get no gradient.
+        # The denominator is a product with ones, which have no gradient.
         MatMul(made, gradients=1, kept=features, shared=True),
         MatMul(made * (value_dim + 1)),
     ]

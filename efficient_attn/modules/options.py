@@ -1,4 +1,4 @@
-"""Checks that options of several backends share."""
+"""Checks of options, shared by several backends."""
 
 from collections.abc import Iterable
 from dataclasses import field
@@ -9,19 +9,19 @@ from efficient_attn.problem import LARGEST
 
 
 def option(default: Any, help: str) -> Any:
-    """A field of an options class: its default, and one line of help for listings and command lines."""
+    """Field of an options class, with its default and one line of help for listings and command lines."""
     return field(default=default, metadata={"help": help})
 
 
 def one_of(name: str, value: object, choices: Iterable[str]) -> None:
-    """Refuse a word that is none of the choices."""
+    """Refuse a value outside the choices."""
     known = list(choices)
     if value not in known:
         raise UnknownNameError(f"choice of {name}", str(value), known)
 
 
 def probability(name: str, value: object) -> None:
-    """Refuse what is no number from 0 up to, but not including, 1."""
+    """Refuse anything but a number in [0, 1)."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise DtypeError(f"{name} is a number, not {value!r}.")
     if not 0 <= value < 1:
@@ -29,7 +29,7 @@ def probability(name: str, value: object) -> None:
 
 
 def whole_number(name: str, value: object) -> None:
-    """Refuse what is no whole number of at least 0."""
+    """Refuse anything but a whole number of at least 0."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise DtypeError(f"{name} is a whole number, not {value!r}.")
     if not 0 <= value <= LARGEST:

@@ -1,4 +1,4 @@
-"""In which dtype sums are taken, and how masked tokens are put out of the way."""
+"""Accumulation dtype, and zeros in place of masked tokens."""
 
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -8,12 +8,12 @@ from torch import Tensor
 
 
 def upcast(x: Tensor) -> Tensor:
-    """`x` in float32 or better: what sums, exponentials and states are computed in."""
+    """`x` in float32 or better, the accumulation dtype of sums, exponentials and states."""
     return x if x.dtype in (torch.float32, torch.float64) else x.float()
 
 
 def upcast_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype that `wide` gives a tensor of this dtype."""
+    """The dtype of `upcast(x)` for an `x` of this dtype."""
     return torch.float64 if dtype is torch.float64 else torch.float32
 
 
@@ -26,7 +26,7 @@ def zero_masked(x: Tensor, key_mask: Tensor | None) -> Tensor:
 
 
 def without_autocast(x: Tensor) -> AbstractContextManager[Any]:
-    """A context in which sums stay in the dtype that `wide` chose."""
+    """Context without autocast, which would lower the accumulation dtype again."""
     # A tensor without contents, on the meta device, has no autocast to leave.
     if x.device.type == "meta":
         return nullcontext()

@@ -1,10 +1,10 @@
-"""Grouped queries: several heads of queries that read the same head of keys."""
+"""Grouped-query attention: several query heads that share one key head."""
 
 from torch import Tensor
 
 
 def fold(x: Tensor, kv_heads: int) -> Tensor:
-    """[batch heads tokens dim] as [batch kv_heads group·tokens dim]: one list of rows per key head."""
+    """[batch heads tokens dim] as [batch kv_heads group·tokens dim]: group by group."""
     return x.unflatten(1, (kv_heads, x.shape[1] // kv_heads)).flatten(2, 3)
 
 

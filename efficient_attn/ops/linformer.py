@@ -1,4 +1,4 @@
-"""Softmax attention over a few learned mixtures of keys and values (Wang et al. 2020, Linformer)."""
+"""Softmax attention over low-rank projections of keys and values (Linformer, Wang et al. 2020)."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from efficient_attn.ops.dtypes import upcast, upcast_dtype, zero_masked
 from efficient_attn.ops.softmax.fused import fused_attention
 from efficient_attn.shapes import KeyMask, Keys, Output, Queries, Values
 
-# Tokens at once where they come in half precision.
+# Tokens per chunk in half precision.
 _PIECE = 512
 
 
@@ -25,8 +25,8 @@ def linformer_attention(
 ) -> Output:
     """softmax(scale · q (E k)ᵀ) F v (Wang et al. 2020, eq. 7), E and F [… rank max_tokens].
 
-    Mixture r is divided by its share s_r = Σ_real |E_rj| / Σ_all |E_rj|, so that it stays an average
-    of the same size whatever part of its tokens is real; one with share 0 takes no part.
+    Projected key r is divided by its share s_r = Σ_real |E_rj| / Σ_all |E_rj|, which keeps the scale of a
+    mean for every key mask; a projected key of share 0 is masked.
     """
     heads, value_dim = q.shape[1], v.shape[-1]
     few_keys, alive = _mix(mix_keys, k, heads, key_mask)
@@ -42,7 +42,7 @@ def linformer_attention(
 
 
 def _pieces(x: Tensor) -> list[slice]:
-    """All tokens at once; a part at a time where they have to be widened, which takes memory."""
+    """One chunk of all tokens, or chunks of _PIECE tokens where an upcast copy takes memory."""
     tokens = x.shape[-2]
     return _parts(tokens, max(tokens, 1) if upcast_dtype(x.dtype) is x.dtype else _PIECE)
 
@@ -52,19 +52,19 @@ def _parts(tokens: int, size: int) -> list[slice]:
 
 
 def _read(q: Tensor, few_keys: Tensor, few_values: Tensor, alive: Tensor, scale: float) -> Tensor:
-    """Softmax attention to the mixtures that are alive, bool [batch 1|heads rank]."""
+    """Softmax attention to the projected keys that `alive` keeps, bool [batch 1|heads rank]."""
     if alive.shape[1] == 1:
         return fused_attention(
-            q, few_keys, few_values, scale=scale, key_mask=alive.squeeze(1), dropout=0.0, hidden=True
+            q, few_keys, few_values, scale=scale, key_mask=alive.squeeze(1), dropout=0.0, zeroed=True
         )
-    # Each head has mixtures of its own, dead ones among them: a head is a batch entry here.
+    # Each head has its own projection and its own mask: a head becomes a batch entry.
     alone = (x.flatten(0, 1).unsqueeze(1) for x in (q, few_keys, few_values))
-    out = fused_attention(*alone, scale=scale, key_mask=alive.flatten(0, 1), dropout=0.0, hidden=True)
+    out = fused_attention(*alone, scale=scale, key_mask=alive.flatten(0, 1), dropout=0.0, zeroed=True)
     return out.unflatten(0, q.shape[:2]).squeeze(2)
 
 
 def _mix(mix: Tensor, x: Tensor, heads: int, key_mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Mixtures [batch heads rank dim] and which of them hold a real token, bool [batch 1|heads rank].
+    """Projected rows [batch heads rank dim], and whether each holds a real token, bool [batch 1|heads rank].
 
     `mix` is [rank max_tokens] for all heads, or [heads rank max_tokens].
     """
@@ -72,7 +72,7 @@ def _mix(mix: Tensor, x: Tensor, heads: int, key_mask: Tensor | None) -> tuple[T
     used = mix[..., : x.shape[-2]]
     mixed = _mix_rows(used, zero_masked(x, key_mask), heads)
     if key_mask is None and used.shape[-1] == mix.shape[-1]:
-        # All tokens are real and every share is 1; only a mixture of nothing has none.
+        # All tokens are real, so every share is 1 except that of an all-zero row.
         alive = (mix.detach().abs().sum(dim=-1) > 0).unsqueeze(0)
         return mixed, alive.unsqueeze(1) if mix.ndim == 2 else alive
     share = _share(mix, used, key_mask)
@@ -83,7 +83,7 @@ def _mix(mix: Tensor, x: Tensor, heads: int, key_mask: Tensor | None) -> tuple[T
 def _mix_rows(mix: Tensor, x: Tensor, heads: int) -> Tensor:
     if mix.ndim == 2:
         return _MixAlike.apply(mix, x.flatten(0, 1)).unflatten(0, x.shape[:2])
-    # Each head of queries mixes the keys of its group by a pair of its own.
+    # Each query head projects the keys of its group by its own pair.
     groups = (x.shape[1], heads // x.shape[1])
     mix = mix.unflatten(0, groups).flatten(1, 2)
     mixed = None
@@ -96,11 +96,11 @@ def _mix_rows(mix: Tensor, x: Tensor, heads: int) -> Tensor:
 
 
 class _MixAlike(torch.autograd.Function):
-    """One matrix [rank tokens] times every list of rows [lists tokens dim].
+    """Product of one matrix [rank tokens] with a batch of rows [flat_heads tokens dim].
 
-    Left to itself torch copies all rows side by side to multiply them at once, and keeps the copy for the
-    backward pass; a batch of products would take a gradient of the matrix for every list. Rows in half
-    precision are kept so, and widened a piece at a time.
+    PyTorch's `matmul` would copy all rows into one matrix and save the copy for the backward pass; `bmm`
+    would hold one gradient of the matrix per batch entry. Half-precision rows are saved as they are and
+    upcast chunk by chunk.
     """
 
     generate_vmap_rule = True
@@ -123,7 +123,7 @@ class _MixAlike(torch.autograd.Function):
         grad_mix, grad_x = None, None
         if ctx.needs_input_grad[0]:
             grad_mix = grad_out.new_zeros(mix.shape)
-            # A part at a time whatever the dtype: a product of all tokens would be a second by_mix.
+            # Chunks in every dtype: a product over all tokens would be a second copy of grad_mix.
             for part in _parts(x.shape[-2], _PIECE):
                 for one, other in zip(grad_out, upcast(x[:, part]), strict=True):
                     grad_mix[:, part].add_(one @ other.mT)

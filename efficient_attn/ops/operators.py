@@ -1,6 +1,6 @@
 """Registered operators: device check, and the transforms of torch.func (grad, vmap, jacrev).
 
-The registration of `torch.library` serves autograd and the compiler; transforms need an autograd function.
+`torch.library` serves autograd and the compiler; the transforms need an `autograd.Function` as well.
 Batch entries are independent, so a mapped axis is folded into the batch.
 """
 
@@ -13,15 +13,15 @@ from torch.autograd.forward_ad import unpack_dual
 
 from efficient_attn.errors import ShapeError, UnsupportedError
 
-# Arguments without a batch axis: parameters of the model, and the pieces of a sequence.
+# Arguments without a batch axis: parameters of the model, and the ends of chunks.
 _SHARED = {"directions", "log_weights", "ends"}
 
 
 def check_one_device(**tensors: Tensor | None) -> None:
-    """Refuse tensors of several devices; called by the fake implementation of every registered operator.
+    """Refuse tensors on several devices; every fake implementation of an operator calls this function.
 
-    Torch runs the fake implementation of an operator as soon as one argument lies on meta. Its results lie
-    where the other arguments do and hold whatever the memory held before.
+    Torch runs the fake implementation as soon as one argument lies on meta. The result then lies on the
+    device of the other arguments and holds uninitialised memory.
     """
     (first, given), *rest = ((name, x) for name, x in tensors.items() if x is not None)
     for name, x in rest:
@@ -43,12 +43,12 @@ def transformed(*args: Any) -> bool:
 def transformable(
     operator: Any, backward: Callable | None = None, keep: Callable | None = None
 ) -> Callable[..., Any]:
-    """The operator, registered with its derivative for autograd and for the transforms of torch.func.
+    """The operator, registered with its gradient for autograd and for the transforms of torch.func.
 
     Args:
-        operator: Of `torch.library.custom_op`; takes no keyword arguments.
-        backward: Takes a context and the gradients by the outputs; None: gradients are refused in words.
-        keep: Takes a context, the inputs and the output, and keeps in the context the inputs of `backward`.
+        operator: Result of `torch.library.custom_op`, without keyword arguments.
+        backward: Takes a context and the output gradients; None: a backward pass raises an error.
+        keep: Takes a context, the inputs and the output, and saves for `backward`.
     """
     backward, keep = backward or _refuse_derivatives, keep or _keep_nothing
     operator.register_autograd(backward, setup_context=keep)
@@ -81,13 +81,13 @@ def transformable(
 def _folded(
     call: Callable, size: int, in_dims: tuple, args: tuple, shared: list[bool]
 ) -> tuple[tuple, tuple]:
-    """One call whose batch has all mapped entries."""
+    """One call on a batch of all mapped entries."""
     whole = [
         x if one or not isinstance(x, Tensor) else _mapped_first(x, dim, size).flatten(0, 1)
         for x, dim, one in zip(args, in_dims, shared, strict=True)
     ]
     outputs = call(*whole)
-    # The only output without a batch axis, the pieces of a sequence, is a list.
+    # The only output without a batch axis, the ends of chunks, is one-dimensional.
     dims = tuple(None if x.ndim == 1 else 0 for x in outputs)
     return tuple(
         x if dim is None else x.unflatten(0, (size, len(x) // size))
@@ -100,7 +100,7 @@ def _mapped_first(x: Tensor, dim: int | None, size: int) -> Tensor:
 
 
 def _one_by_one(call: Callable, size: int, in_dims: tuple, args: tuple) -> tuple[tuple, tuple]:
-    """A call for each mapped entry, where parameters of several models are mapped."""
+    """One call per mapped entry, for mapped parameters (an ensemble of models)."""
     outputs = [
         call(*(x if dim is None else x.select(dim, number) for x, dim in zip(args, in_dims, strict=True)))
         for number in range(size)
@@ -109,7 +109,7 @@ def _one_by_one(call: Callable, size: int, in_dims: tuple, args: tuple) -> tuple
 
 
 def _keep_nothing(ctx: Any, inputs: tuple, output: Any) -> None:
-    """A context of a derivative that is refused."""
+    """Empty context of an operator without a backward pass."""
 
 
 def _refuse_derivatives(ctx: Any, *gradients: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Buffers that a loop over chunks uses again and again."""
+"""Scratch buffers that a loop over chunks reuses."""
 
 import math
 
@@ -6,13 +6,13 @@ from torch import Tensor
 
 
 class Scratch:
-    """Room for numbers by name: the same whenever it is asked for, as long as it is large enough."""
+    """Named scratch buffers; a call with a known name returns the same memory while it is large enough."""
 
     def __init__(self) -> None:
         self._kept: dict[str, Tensor] = {}
 
     def __call__(self, name: str, like: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """An uninitialised tensor of a shape, of the dtype and on the device of another."""
+        """An uninitialised tensor of this shape, with the dtype and device of `like`."""
         kept, size = self._kept.get(name), math.prod(shape)
         if kept is None or kept.numel() < size:
             kept = self._kept[name] = like.new_empty(size)

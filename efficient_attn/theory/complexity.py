@@ -1,12 +1,12 @@
-"""What attention costs by counting: a call of a backend, a block around it, and the rows of a famous table.
+"""Operation counts of attention: a call of a backend, a transformer block, and the rows of a published table.
 
-Operations are those of the matrix products, a multiplication and an addition counted as two, as
-`operation_counts` has it: what a mask throws away is left out, and so is what is computed a second time.
+Operations are counted for matrix products, two for each multiplication with its addition, as in
+`operation_counts`: without masked entries, and without recomputation.
 
 Vaswani et al., Attention Is All You Need (NeurIPS 2017), Table 1 and section 4, compare layers that map n
-tokens of width d to as many, by their operations, by those that must wait for one another, and by the
-longest path of a signal between two tokens. Here each row is a function of the sizes. What a layer may
-have around itself, such as the projections of attention, is not counted, nor is it in the paper.
+tokens of width d to n tokens, by operations, sequential operations and maximum path length. Each row is a
+function of the sizes. Parts around a layer, such as the projections of attention, are not counted, as in the
+paper.
 """
 
 from typing import Any, NamedTuple
@@ -18,13 +18,13 @@ from efficient_attn.registry import BackendSpec
 
 
 class Cost(NamedTuple):
-    """What one call has to do at least.
+    """Least cost of one call.
 
     Attributes:
         flops: Operations of the matrix products.
-        exponentials: Values of exp, cos and sin, of the forward pass.
-        moved_bytes: Inputs, output, parameters and, backward, the gradients of all of them, each once.
-        kept_bytes: What stands between the steps of the forward pass.
+        exponentials: Values of exp, cos and sin in the forward pass.
+        moved_bytes: Bytes of inputs, output, parameters and, backward, the gradients of all of them, each once.
+        kept_bytes: Bytes of intermediate results of the forward pass.
     """
 
     flops: int
@@ -45,13 +45,13 @@ def call_cost(
     backward: bool = False,
     item_bytes: int = 4,
 ) -> Cost | None:
-    """What one call of a backend costs, forward or forward and backward; None where nobody counted.
+    """Cost of one call of a backend, forward or forward and backward; None if its operations are not declared.
 
     Args:
-        problem: With num_heads.
-        num_kv_heads: Heads of keys and values; None: as many as of queries.
-        value_dim: None: as wide as keys.
-        item_bytes: Of one number.
+        problem: Problem with num_heads.
+        num_kv_heads: Number of key and value heads; None: num_heads.
+        value_dim: Entries of one value; None: head_dim.
+        item_bytes: Bytes of one number.
     """
     if spec.operations is None:
         return None
@@ -73,7 +73,7 @@ def call_cost(
 
 
 def matmul_flops(matmul: MatMul, *, backward: bool) -> int:
-    """Operations of a step: of its product, and of one more for each gradient that goes through it."""
+    """Operations of a matrix product, and of one more per gradient if `backward`."""
     return 2 * matmul.multiply_adds * (1 + matmul.gradients if backward else 1)
 
 
@@ -87,10 +87,10 @@ def block_flops(
     batch: int = 1,
     backward: bool = False,
 ) -> int:
-    """What a transformer block does around its attention: the projections and the feed-forward part.
+    """Operations of a transformer block without its attention: projections and feed-forward network.
 
     2 n d (d + 2 d_kv) for q, k and v, 2 n d² for the output, 4 n d d_ff (Vaswani et al. 2017, section 3);
-    backward twice as much again, for the gradients of inputs and parameters.
+    the backward pass doubles each, for the gradients of inputs and parameters.
     """
     kv_dim = model_dim * (num_kv_heads or num_heads) // num_heads
     weights = model_dim * (2 * model_dim + 2 * kv_dim + 2 * feed_forward_dim)
@@ -102,9 +102,9 @@ class Complexity(NamedTuple):
 
     Attributes:
         flops: Operations of one layer's matrix products.
-        sequential_operations: Steps of one layer that have to wait for one another.
-        path_length: Steps of a signal from the first token to the last: layers, and for a recurrent layer
-            the tokens that it passes.
+        sequential_operations: Minimum number of sequential operations of one layer.
+        path_length: Maximum path length from the first token to the last: layers, and for a recurrent layer
+            tokens.
     """
 
     flops: int
@@ -120,7 +120,7 @@ class Orders(NamedTuple):
     path_length: str
 
 
-# The rows of Table 1; the last two are told in section 4.
+# Rows of Table 1; the last two are from section 4.
 TABLE_1 = {
     "self-attention": Orders("n²·d", "1", "1"),
     "recurrent": Orders("n·d²", "n", "n"),
@@ -134,7 +134,7 @@ TABLE_1 = {
 def self_attention(tokens: int, model_dim: int, *, causal: bool = False) -> Complexity:
     """4 n² d, scores and reading: O(n²·d), one step, every token one layer away (Table 1).
 
-    A causal layer does what is read of it: n (n + 1) / 2 pairs of tokens instead of n².
+    A causal layer has n (n + 1) / 2 pairs of tokens instead of n².
     """
     pairs = visible_pairs(tokens, back=tokens - 1, ahead=0 if causal else tokens - 1)
     return Complexity(4 * pairs * model_dim, 1, 1)
@@ -145,7 +145,7 @@ def restricted_self_attention(
 ) -> Complexity:
     """4 r n d but for the edges: O(r·n·d), one step, O(n/r) layers from end to end (Table 1).
 
-    The neighbourhood r is `window` keys: half of them on each side of a token; causal: the last ones.
+    The neighbourhood r is `window` keys: half of them on each side of a token; if causal, the last keys.
     """
     back, ahead = _reach("window", window, causal)
     pairs = visible_pairs(tokens, back=back, ahead=ahead)
@@ -163,7 +163,7 @@ def recurrent(tokens: int, model_dim: int, *, gates: int = 4) -> Complexity:
 def convolutional(tokens: int, model_dim: int, *, kernel_size: int, causal: bool = False) -> Complexity:
     """2 k n d² but for the edges: O(k·n·d²), one step, O(n/k) layers from end to end.
 
-    Table 1 prints the path of dilated convolutions, log_k n; that of contiguous ones is told in section 4.
+    Table 1 prints the path of dilated convolutions, log_k n; section 4 has the path of contiguous ones.
     """
     back, ahead = _reach("kernel_size", kernel_size, causal)
     pairs = visible_pairs(tokens, back=back, ahead=ahead)
@@ -173,9 +173,9 @@ def convolutional(tokens: int, model_dim: int, *, kernel_size: int, causal: bool
 def dilated_convolutional(tokens: int, model_dim: int, *, kernel_size: int) -> Complexity:
     """2 k n d² but for the edges, layer l of dilation k^l: O(log_k n) layers from end to end (Table 1).
 
-    Layers are causal, as where they come from (van den Oord et al. 2016, WaveNet): l of them see the last k^l
-    tokens. Centred ones would meet the edges: of 8 tokens the last never sees the first for k = 3, since 7 =
-    9 − 3 + 1 leads past the end. Operations are those of the first layer, of dilation 1.
+    Layers are causal, as in WaveNet (van den Oord et al. 2016): l layers see the last k^l tokens. Centred layers
+    would meet the edges: for k = 3 the last of 8 tokens never sees the first, since 7 = 9 − 3 + 1 leads past the
+    end. The operations are counted for the first layer, of dilation 1.
     """
     layer = convolutional(tokens, model_dim, kernel_size=kernel_size, causal=True)
     layers = 1
@@ -197,7 +197,7 @@ def separable_convolutional(
 
 
 def _reach(name: str, size: int, causal: bool) -> tuple[int, int]:
-    """How many tokens back and ahead a neighbourhood of `size` tokens reaches from its own."""
+    """Reach, in tokens back and ahead, of a neighbourhood of `size` tokens."""
     positive_count(name, size)
     if causal:
         return size - 1, 0
@@ -207,7 +207,7 @@ def _reach(name: str, size: int, causal: bool) -> tuple[int, int]:
 
 
 def _layers(tokens: int, back: int) -> int:
-    """Layers until the last token depends on the first, if each of them reaches `back` tokens."""
+    """Number of layers until the last token depends on the first, if each layer reaches `back` tokens."""
     if back == 0 and tokens > 1:
         raise OptionError("A neighbourhood of one token reaches no other, however many layers there are.")
     return max(-(-(tokens - 1) // max(back, 1)), 1)

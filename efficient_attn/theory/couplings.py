@@ -2,7 +2,7 @@
 
 Directions come in blocks of at most d = `head_dim`; blocks are independent of each other, and the last may
 be partial. Every direction alone is N(0, I), so an estimate stays unbiased and differs from independent
-directions only by what the pairs within a block add.
+directions only by the covariance of the pairs within a block.
 """
 
 import math
@@ -88,7 +88,7 @@ def log_orthogonal_positive_error(sum_square: ArrayLike, *, num_directions: int,
 def log_orthogonal_hyperbolic_error(sum_square: ArrayLike, *, num_directions: int, head_dim: int) -> Floats:
     """log of the exact error of hyperbolic features with m orthogonal directions (2m features) over SM².
 
-    ω₁ + ω₂ and ω₁ − ω₂ have one law, so the pairs add the same as for positive features.
+    ω₁ + ω₂ and ω₁ − ω₂ have the same distribution, so the pair terms are the same as for positive features.
     """
     excess = orthogonal_pair_excess(sum_square, head_dim=head_dim)
     one = log_hyperbolic_error(sum_square)
@@ -100,8 +100,8 @@ def log_orthogonal_trigonometric_error(
 ) -> Floats:
     """log of the exact error of trigonometric features with m orthogonal directions (2m features) over SM².
 
-    The pairs are those of positive features at −|x − y|²: E[cos cos] = 1F1(d; d/2; −|x−y|²/2) against
-    e^(−|x−y|²). Far apart in few dimensions it is a little above the error of independent directions.
+    The pair terms are the same as for positive features at −|x − y|²: E[cos cos] = 1F1(d; d/2; −|x−y|²/2) against
+    e^(−|x−y|²). For distant pairs in few dimensions the error slightly exceeds that of independent directions.
     """
     square = squares("difference_square", difference_square)
     excess = pair_excess(-square / 2, count("head_dim", head_dim))

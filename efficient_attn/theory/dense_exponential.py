@@ -1,7 +1,7 @@
 """Positive features with exponents quadratic in ω: OPRF (FAVOR++) and the dense-exponential family (FAVOR#).
 
 f(ω, x') = Π_l (1 − 4a_l)^(1/4) exp(Σ_l a_l ω_l² + Σ_l √(1 − 4a_l) ω_l (Qᵀx')_l − |x'|²/2) after x' = Tx for
-queries and y' = T^(−T) y for keys, which keeps x·y. All members are unbiased and positive; they differ in
+queries and y' = T^(−T) y for keys, which keeps x·y. All members are unbiased and positive and differ in
 T, Q and a. With u_l = 1 − 8a_l and z' = x' + y', log E[X²]/SM² = Σ_l [log((1 + u_l)/2) − ½ log u_l +
 (Qᵀz')_l²/u_l] for one direction. Likhosherstov et al., Chefs' Random Tables (NeurIPS 2022) and
 Dense-Exponential Random Features (NeurIPS 2023).

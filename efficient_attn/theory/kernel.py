@@ -46,7 +46,7 @@ def log_hyperbolic_error(sum_square: ArrayLike, *, num_directions: int = 1) -> F
 
 
 def log_error_of_one_feature(estimator: str, log_error_of_one_direction: ArrayLike) -> Floats:
-    """log of error × features: what r features of independent directions have r-fold less of.
+    """log of error × features, the error of one feature: r independent features divide it by r.
 
     The estimator is one of `FEATURES_PER_DIRECTION`; the error is that of m = 1.
     """

@@ -1,8 +1,8 @@
-"""How well so many draws tell the error of random features: its standard error in advance.
+"""Standard error of a measured mean squared error of random features, in closed form.
 
 The estimate from one direction of positive features is lognormal. Beyond |x + y|² of about 2 nearly all of
-its variance sits in directions that are almost never drawn, so that a measured error comes out too small
-without a sign of it in the sample. Theory knows better than the sample.
+its variance comes from directions that are almost never drawn, so that a measured error is too small and the
+sample does not show it. The closed form does.
 """
 
 import math
@@ -23,7 +23,7 @@ def standard_error(
     num_directions: int,
     draws: int,
 ) -> float:
-    """√((2 + (κ − 3)/m)/draws): of a mean squared error measured over so many draws, relative to itself.
+    """√((2 + (κ − 3)/m)/draws): relative standard error of a mean squared error over `draws` draws.
 
     κ is the kurtosis of the estimate from one direction; directions count as independent.
 

@@ -1,1 +1,1 @@
-"""What a backend plugs into: layers, blocks and stacks of them, on embeddings."""
+"""Transformer layers, blocks and stacks around any backend."""

@@ -1,7 +1,7 @@
-"""The two blocks of the transformer, each sublayer inside a residual branch.
+"""Transformer blocks, with each sublayer inside a residual branch.
 
 A post-norm block is LayerNorm(x + sublayer(x)) (Vaswani et al. 2017, section 3.1), a pre-norm block
-x + sublayer(LayerNorm(x)) (Xiong et al. 2020), whose stack ends in a norm of its own.
+x + sublayer(LayerNorm(x)) (Xiong et al. 2020), whose stack ends in a final norm.
 """
 
 from collections.abc import Mapping
@@ -19,11 +19,11 @@ NORMS = ("post", "pre")
 
 
 class DecoderBlockState(NamedTuple):
-    """What a decoder block has to know of the tokens before.
+    """Streaming state of a decoder block.
 
     Attributes:
-        attention: Of the target's tokens.
-        context: Of the context, projected; None without cross-attention.
+        attention: State of the self-attention.
+        context: Projected context; None without cross-attention.
     """
 
     attention: LayerState
@@ -31,7 +31,7 @@ class DecoderBlockState(NamedTuple):
 
 
 class Residual(nn.Module):
-    """The branch around a sublayer: dropout on what the sublayer gives, and the norm before or after."""
+    """Residual branch around a sublayer: dropout on its output, and the norm before or after."""
 
     def __init__(self, model_dim: int, norm: str, dropout: float) -> None:
         super().__init__()
@@ -42,11 +42,11 @@ class Residual(nn.Module):
         self._before = norm == "pre"
 
     def pre(self, x: Tensor) -> Tensor:
-        """What the sublayer is given."""
+        """Input of the sublayer."""
         return self.norm(x) if self._before else x
 
     def post(self, x: Tensor, y: Tensor) -> Tensor:
-        """x with what the sublayer gave."""
+        """Output of the branch, from its input x and the output y of the sublayer."""
         x = x + self.dropout(y)
         return x if self._before else self.norm(x)
 
@@ -69,15 +69,15 @@ class FeedForward(nn.Module):
 
 
 class TransformerBlock(nn.Module):
-    """Self-attention, then a feed-forward network: a block of an encoder, or of a causal stack.
+    """Self-attention, then a feed-forward network: the block of an encoder or of a causal stack.
 
     Args:
-        backend: Whatever `build` takes.
+        backend: Backend, as for `build`.
         activation: "relu" or "gelu".
         norm: "post", after each residual branch, or "pre", before each.
-        dropout: On residual branches; attention weights are never dropped by it.
-        positions: "rotary", or None: other kinds are added to embeddings by a stack.
-        options: Further arguments of AttentionLayer: num_kv_heads, bias, options of the backend.
+        dropout: Dropout probability on residual branches, never on attention weights.
+        positions: "rotary", or None; a stack adds the other kinds to embeddings.
+        options: Further arguments of AttentionLayer: num_kv_heads, bias, backend options.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class TransformerBlock(nn.Module):
     def extend(
         self, x: Tensor, state: LayerState | None = None, *, key_mask: Tensor | None = None
     ) -> tuple[Tensor, LayerState]:
-        """The output of new tokens after those of `state`, and the state after them."""
+        """Output of new tokens that follow `state`, and the new state."""
         y, state = self.attention.extend(self.attention_residual.pre(x), state, key_mask=key_mask)
         return self._feed(self.attention_residual.post(x, y)), state
 
@@ -129,11 +129,11 @@ class DecoderBlock(nn.Module):
     """Causal self-attention, cross-attention to a context, then a feed-forward network.
 
     Args:
-        cross_backend: What reads the context; it has to promise `cross`. None: no cross-attention.
-        cross_options: Further arguments of that AttentionLayer, its backend's options among them.
+        cross_backend: Backend of the cross-attention, with capability `cross`. None: no cross-attention.
+        cross_options: Further arguments of the cross-attention layer, including options of its backend.
 
-    The other arguments are those of TransformerBlock; rotary positions turn only the self-attention,
-    since positions in two sequences have no difference.
+    The other arguments are the same as of TransformerBlock. Rotary positions apply to self-attention only,
+    since relative positions between two sequences are undefined.
     """
 
     def __init__(
@@ -185,8 +185,8 @@ class DecoderBlock(nn.Module):
             context_mask: bool [batch context_tokens], True for a real token of the context.
 
         Raises:
-            UnsupportedError: If there is a context and no cross-attention.
-            OptionError: If there is a cross-attention and no context.
+            UnsupportedError: If a context is given to a block without cross-attention.
+            OptionError: If a block with cross-attention gets no context.
         """
         keys = self.project_context(context, context_mask)
         y = self.attention(self.attention_residual.pre(x), key_mask=key_mask)
@@ -201,10 +201,10 @@ class DecoderBlock(nn.Module):
         key_mask: Tensor | None = None,
         context_mask: Tensor | None = None,
     ) -> tuple[Tensor, DecoderBlockState]:
-        """The output of new tokens after those of `state`, and the state after them.
+        """Output of new tokens that follow `state`, and the new state.
 
         Args:
-            context: Projected and kept in the state; None stands for the context in the state.
+            context: Context to project and keep in the state; None: the context in the state.
         """
         if context is None and context_mask is None and state is not None:
             keys = state.context

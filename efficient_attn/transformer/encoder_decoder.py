@@ -1,4 +1,4 @@
-"""The whole transformer: an encoder, and a decoder that reads what the encoder made of the source."""
+"""Encoder-decoder transformer (Vaswani et al. 2017)."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -15,12 +15,12 @@ class Transformer(nn.Module):
     """An encoder of the source and a decoder of the target that reads the encoder's output.
 
     Args:
-        backend: Of the encoder's self-attention, and of the decoder's where decoder_backend is None.
-        decoder_backend: Of the decoder's self-attention; it has to be able to be causal.
-        decoder_options: Options of the decoder's layers; where there is no decoder_backend, `options` serve.
-        cross_backend: Of the decoder's attention to the encoder's output.
+        backend: Backend of the encoder's self-attention, and of the decoder's if decoder_backend is None.
+        decoder_backend: Causal backend of the decoder's self-attention.
+        decoder_options: Options of the decoder's layers; without decoder_backend, added to `options`.
+        cross_backend: Backend of the decoder's cross-attention.
 
-    The other arguments are those of Encoder and Decoder, the same for both.
+    The other arguments are the same as of Encoder and Decoder.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Transformer(nn.Module):
         source_mask: Tensor | None = None,
         target_mask: Tensor | None = None,
     ) -> Tensor:
-        """Source and target [batch tokens model_dim], each of its own length, to the target's shape.
+        """Decoder output for source and target [batch tokens model_dim], in the target's shape.
 
         Args:
             source_mask: bool [batch source_tokens], True for a real token.
@@ -97,10 +97,10 @@ class Transformer(nn.Module):
         source_mask: Tensor | None = None,
         target_mask: Tensor | None = None,
     ) -> tuple[Tensor, DecoderState]:
-        """The output of new tokens of the target after those of `state`, and the state after them.
+        """Output of new target tokens that follow `state`, and the new state.
 
         Args:
-            source: Encoded once and kept in the state; None stands for the source in the state.
+            source: Source to encode and keep in the state; None: the source in the state.
         """
         if source is None and (state is None or source_mask is not None):
             raise OptionError("extend needs the source in its first call, and with each source_mask.")

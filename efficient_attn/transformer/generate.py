@@ -1,4 +1,4 @@
-"""Token after token from any model that extends: greedy, or drawn."""
+"""Autoregressive generation from any streaming model, greedy or sampled."""
 
 from collections.abc import Callable
 from typing import Any
@@ -21,20 +21,20 @@ def generate(
     top_k: int | None = None,
     seed: int = 0,
 ) -> Tensor:
-    """The tokens that a model puts after the first ones, int64 [batch tokens].
+    """Tokens generated after `first`, int64 [batch tokens].
 
     Args:
-        step: Takes token numbers [batch new_tokens] and a state (None at first), returns logits
-            [batch new_tokens vocabulary] and the state after them: an `extend` between an
-            embedding and a projection to the vocabulary.
-        first: Token numbers [batch at_least_one] to begin with.
-        tokens: How many to add.
-        temperature: 0 takes the likeliest token; else tokens are drawn from softmax(logits / temperature).
-        top_k: Draw among the so many likeliest only.
-        seed: Of the draws, which are made on the CPU and so are the same for every device.
+        step: Function of token ids [batch new_tokens] and a state (None at first) that returns logits
+            [batch new_tokens vocabulary] and the new state: an `extend` between an embedding and a
+            projection to the vocabulary.
+        first: Prompt, token ids [batch at_least_one].
+        tokens: Number of tokens to generate.
+        temperature: Sampling temperature of softmax(logits / temperature); 0: greedy.
+        top_k: Number of most likely tokens to sample from.
+        seed: Random seed; tokens are drawn on the CPU, identically for every device.
 
     Raises:
-        ShapeError, DtypeError, OptionError: If an argument makes no sense.
+        ShapeError, DtypeError, OptionError: If an argument is invalid.
     """
     _check(first, tokens, temperature, top_k)
     whole_number("seed", seed)
@@ -48,7 +48,7 @@ def generate(
 
 
 def _chosen(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> Tensor:
-    """One token for each row of logits [batch vocabulary], [batch 1]."""
+    """Next token for each row of logits [batch vocabulary], [batch 1]."""
     if temperature == 0:
         return logits.argmax(dim=-1, keepdim=True)
     likeliest, token = logits.double().cpu().topk(min(top_k or logits.shape[-1], logits.shape[-1]))

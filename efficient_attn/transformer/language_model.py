@@ -1,4 +1,4 @@
-"""A small language model around any causal backend: tokens in, logits of the next token out."""
+"""Causal language model around any causal backend."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from efficient_attn.problem import positive_count
 from efficient_attn.transformer.stack import Encoder, EncoderState
 
-# The feed-forward part is so many times as wide as the model.
+# Width of the feed-forward network, relative to the model.
 _WIDENING = 4
 
 
@@ -15,12 +15,12 @@ class LanguageModel(nn.Module):
     """softmax(stack(E[tokens]) Eᵀ): a causal pre-norm stack between one embedding and its transpose.
 
     Args:
-        backend: Whatever `build` takes, as long as it can be causal.
-        vocabulary: How many tokens there are; 256 for bytes.
-        positions: As for `Encoder`.
-        max_tokens: For learned positions.
-        seed: Gives each layer's random features a draw of their own; weights come from torch's generator.
-        options: Of the backend.
+        backend: Causal backend, as for `build`.
+        vocabulary: Vocabulary size; 256 for bytes.
+        positions: Kind of positions, as for `Encoder`.
+        max_tokens: Longest sequence, for learned positions.
+        seed: Random seed of the random features, spawned per layer; weights use PyTorch's global generator.
+        options: Options of the backend.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class LanguageModel(nn.Module):
         positive_count("vocabulary", vocabulary)
         positive_count("model_dim", model_dim)
         self.embedding = nn.Embedding(vocabulary, model_dim)
-        # The stack ends in a norm, whose entries have variance 1: then logits have it too.
+        # The stack ends in a norm of unit variance, so that logits have unit variance too.
         nn.init.normal_(self.embedding.weight, std=model_dim**-0.5)
         self.stack = Encoder(
             model_dim,
@@ -58,11 +58,11 @@ class LanguageModel(nn.Module):
         )
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Logits of what follows each token, [batch tokens vocabulary], from numbers [batch tokens]."""
+        """Next-token logits [batch tokens vocabulary] for token ids [batch tokens]."""
         return self._logits(self.stack(self.embedding(tokens)))
 
     def extend(self, tokens: Tensor, state: EncoderState | None = None) -> tuple[Tensor, EncoderState]:
-        """Logits of new tokens after those of `state`, and the state after them; for `generate`."""
+        """Next-token logits of new tokens that follow `state`, and the new state; for `generate`."""
         x, state = self.stack.extend(self.embedding(tokens), state)
         return self._logits(x), state
 

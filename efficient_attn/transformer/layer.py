@@ -1,8 +1,8 @@
 """Multi-head attention: the projections around any backend (Vaswani et al. 2017, section 3.2.2).
 
-The parameters are called and laid out as those of `torch.nn.MultiheadAttention`: `in_proj_weight` holds
-the rows of the queries, then of the keys, then of the values, each head by head. So a state dict of one
-loads into the other wherever the backend keeps nothing of its own.
+Parameters have the names and layout of `torch.nn.MultiheadAttention`: `in_proj_weight` holds the rows of the
+queries, then of the keys, then of the values, each head by head. A state dict of one therefore loads into
+the other if the backend has no parameters or buffers.
 """
 
 from typing import Any, NamedTuple
@@ -20,12 +20,12 @@ from efficient_attn.transformer.positions import check_even, rotate
 
 
 class ContextKeys(NamedTuple):
-    """What a layer reads of another sequence, projected once and read as often as one likes.
+    """Projected keys and values of another sequence.
 
     Attributes:
         k: [batch kv_heads context_tokens head_dim].
         v: The same shape.
-        key_mask: bool [batch context_tokens], or None where all tokens are real.
+        key_mask: bool [batch context_tokens]; None: all tokens are real.
     """
 
     k: Tensor
@@ -34,31 +34,31 @@ class ContextKeys(NamedTuple):
 
 
 class LayerState(NamedTuple):
-    """What a causal layer has to know of the tokens before.
+    """Streaming state of a causal layer.
 
     Attributes:
-        tokens: How many they are: the position of the next one.
-        seen: The backend's own state.
+        tokens: Number of past tokens, the position of the next token.
+        backend: State of the backend.
     """
 
     tokens: int
-    seen: Any
+    backend: Any
 
 
 class AttentionLayer(nn.Module):
     """Concat(head_1 … head_h) W_O with head_i = attention(x W_Qi, c W_Ki, c W_Vi); c is x or a context.
 
     Args:
-        backend: Whatever `build` takes: a name, file.py:object, a module, a function.
-        num_kv_heads: Heads of keys and values, which divide num_heads; None: as many as those.
-        positions: "rotary" turns q and k by their positions; None leaves them.
-        options: The options of the backend.
+        backend: Name, file.py:object, module or function, as for `build`.
+        num_kv_heads: Number of key and value heads, a divisor of num_heads; None: num_heads.
+        positions: "rotary" applies rotary positions to q and k; None: no positions.
+        options: Options of the backend.
 
     Attributes:
         in_proj_weight: [(num_heads + 2 num_kv_heads) · head_dim, model_dim]: rows of q, of k, of v.
-        in_proj_bias: A number for each of these rows, or None.
-        out_proj: model_dim → model_dim.
-        backend: What maps q, k and v to the output.
+        in_proj_bias: Bias of these rows, or None.
+        out_proj: Output projection, model_dim → model_dim.
+        backend: Module that maps q, k and v to the output.
     """
 
     in_proj_bias: nn.Parameter | None
@@ -100,7 +100,7 @@ class AttentionLayer(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the projections as torch.nn.Transformer does: xavier uniform, biases zero."""
+        """Initialise as torch.nn.Transformer does: Xavier uniform weights, zero biases."""
         nn.init.xavier_uniform_(self.in_proj_weight)
         nn.init.xavier_uniform_(self.out_proj.weight)
         for bias in (self.in_proj_bias, self.out_proj.bias):
@@ -108,16 +108,16 @@ class AttentionLayer(nn.Module):
                 nn.init.zeros_(bias)
 
     def forward(self, x: Tensor, context: Tensor | None = None, *, key_mask: Tensor | None = None) -> Tensor:
-        """What every token of x reads in x, or in the context, [batch tokens model_dim].
+        """Attention of every token of x to x, or to the context, [batch tokens model_dim].
 
         Args:
             x: [batch tokens model_dim].
-            context: [batch context_tokens model_dim]: keys and values come from it.
-            key_mask: bool, True for a real token: of the context where there is one, else of x.
+            context: Source of keys and values, [batch context_tokens model_dim].
+            key_mask: bool, True for a real token of the context, or of x without a context.
 
         Raises:
             ShapeError, DtypeError: If x, context or mask do not fit each other or the layer.
-            UnsupportedError: If there is a context that this layer cannot read.
+            UnsupportedError: If the layer does not support a context.
         """
         if context is not None:
             return self.read(x, self.project_context(context, key_mask=key_mask))
@@ -128,7 +128,7 @@ class AttentionLayer(nn.Module):
     def extend(
         self, x: Tensor, state: LayerState | None = None, *, key_mask: Tensor | None = None
     ) -> tuple[Tensor, LayerState]:
-        """The output of new tokens after those of `state`, and the state after them.
+        """Output of new tokens that follow `state`, and the new state.
 
         Raises:
             UnsupportedError: If the layer was not built causal or its backend cannot stream.
@@ -145,14 +145,14 @@ class AttentionLayer(nn.Module):
         self.check_reads_context()
         check_sequence("context", context, self.model_dim)
         check_mask("key_mask", key_mask, "context", context)
-        # The rows of the queries come first and have nothing to do here.
+        # The first rows project queries.
         weight, bias = self.in_proj_weight[self.model_dim :], self.in_proj_bias
         heads = self._split(F.linear(context, weight, None if bias is None else bias[self.model_dim :]))
         k, v = heads.chunk(2, dim=1)
         return ContextKeys(k, v, key_mask)
 
     def read(self, x: Tensor, keys: ContextKeys) -> Tensor:
-        """What every token of x reads in a projected context, [batch tokens model_dim]."""
+        """Attention of every token of x to a projected context, [batch tokens model_dim]."""
         check_sequence("x", x, self.model_dim)
         weight, bias = self.in_proj_weight[: self.model_dim], self.in_proj_bias
         q = self._split(F.linear(x, weight, None if bias is None else bias[: self.model_dim]))
@@ -174,7 +174,7 @@ class AttentionLayer(nn.Module):
         return self.out_proj(heads.transpose(1, 2).flatten(2))
 
     def check_reads_context(self) -> None:
-        """Refuse to read another sequence where the layer cannot."""
+        """Refuse a context if the layer does not support cross-attention."""
         name = self.backend.spec.name
         if self.backend.problem.causal:
             raise UnsupportedError(
@@ -192,7 +192,7 @@ class AttentionLayer(nn.Module):
 
 
 def check_sequence(name: str, x: Any, model_dim: int) -> None:
-    """Refuse what is no sequence of embeddings [batch, tokens, model_dim]."""
+    """Refuse anything but embeddings [batch, tokens, model_dim]."""
     wanted = f"[batch, tokens, model_dim={model_dim}]"
     if not isinstance(x, Tensor):
         raise DtypeError(f"{name} is a torch tensor {wanted}, not {type(x).__name__}.")
@@ -203,7 +203,7 @@ def check_sequence(name: str, x: Any, model_dim: int) -> None:
 
 
 def check_mask(name: str, mask: Tensor | None, of: str, x: Tensor) -> None:
-    """Refuse a mask of another sequence's shape; its type and dtype are the backend's to check."""
+    """Refuse a mask of another shape; the backend checks type and dtype."""
     if isinstance(mask, Tensor) and tuple(mask.shape) != tuple(x.shape[:2]):
         raise ShapeError(
             f"{name} has shape {list(mask.shape)} and belongs to the tokens of {of}: it is bool "

@@ -1,8 +1,7 @@
-"""Layers that attention is compared with in Table 1 of Vaswani et al. 2017: recurrent and convolutional ones.
+"""Recurrent and convolutional layers, the alternatives to attention in Table 1 of Vaswani et al. 2017.
 
-Each maps x [batch tokens model_dim] to the same shape, as an AttentionLayer does, and is torch's own layer
-inside. What they have around themselves is the block's: the same residual branches, norms and feed-forward
-part that attention has.
+Each layer maps x [batch tokens model_dim] to the same shape, as an AttentionLayer does, and wraps PyTorch's
+own layer. MixerBlock adds the residual branches, norms and feed-forward network of a TransformerBlock.
 """
 
 from typing import Any
@@ -32,18 +31,18 @@ class RecurrentMixer(nn.Module):
                 "key_mask: a recurrent layer carries its memory through every token; give it sequences "
                 "without padding, of one length in a batch."
             )
-        # torch's layer refuses a sequence without tokens.
+        # PyTorch's layer refuses an empty sequence.
         return self.lstm(x)[0] if x.shape[1] else x
 
     def advance(self, x: Tensor, memory: Tensor) -> Tensor:
-        """The memory of every token after one more step, each from the token before it: all at once.
+        """Memory of every token after one more step, computed from the preceding token in parallel.
 
-        After as many steps as there are tokens, from zeros, the hidden half is what `forward` gives.
+        After as many steps as tokens, from zeros, the hidden half equals `forward`.
 
         Args:
-            memory: [2 batch tokens model_dim], hidden and cell after each token as far as it is known.
+            memory: Current hidden and cell state after each token, [2 batch tokens model_dim].
         """
-        # The first token has no memory before it: zeros.
+        # The memory before the first token is zero.
         before = nn.functional.pad(memory[:, :, :-1], (0, 0, 1, 0))
         hidden, cell = before.flatten(1, 2)[:, None].unbind()  # [1 batch·tokens model_dim]
         _, after = self.lstm(x.flatten(0, 1)[:, None], (hidden, cell))
@@ -51,7 +50,7 @@ class RecurrentMixer(nn.Module):
 
 
 class ConvolutionMixer(nn.Module):
-    """y_i = Σ_t W_t x_{i + t·dilation} over kernel_size tokens around i; causal: i and those before it."""
+    """y_i = Σ_t W_t x_{i + t·dilation} over kernel_size tokens around i; if causal, up to i."""
 
     def __init__(
         self, model_dim: int, *, kernel_size: int, dilation: int = 1, causal: bool = False, groups: int = 1
@@ -69,7 +68,7 @@ class ConvolutionMixer(nn.Module):
         check_mask("key_mask", key_mask, "x", x)
         if key_mask is not None:
             x = x.masked_fill(~key_mask[..., None], 0.0)
-        # torch's layer refuses a sequence shorter than its kernel, as one without tokens may be.
+        # PyTorch's layer refuses a sequence shorter than its kernel, such as an empty one.
         return self.convolution(nn.functional.pad(x.mT, self._padding)).mT if x.shape[1] else x
 
 
@@ -86,13 +85,13 @@ class SeparableConvolutionMixer(nn.Module):
 
 
 class MixerBlock(nn.Module):
-    """A TransformerBlock with another layer in the place of its attention.
+    """A TransformerBlock with another layer in place of attention.
 
     Args:
-        mixer: Called as an AttentionLayer is: x [batch tokens model_dim] and key_mask to the same shape.
+        mixer: Layer with the signature of AttentionLayer, from x [batch tokens model_dim] to the same shape.
         activation: "relu" or "gelu".
         norm: "post", after each residual branch, or "pre", before each.
-        dropout: On residual branches.
+        dropout: Dropout probability on residual branches.
     """
 
     def __init__(
@@ -119,7 +118,7 @@ class MixerBlock(nn.Module):
 
 
 def _padding(kernel_size: int, dilation: int, causal: bool) -> tuple[int, int]:
-    """Zeros before and after the sequence, so that there are as many outputs as tokens."""
+    """Padding before and after the sequence that keeps its length."""
     reach = (kernel_size - 1) * dilation
     if causal:
         return reach, 0

@@ -1,4 +1,4 @@
-"""What encoder and decoder share: their entrance and exit, and what their layers have in common."""
+"""Shared parts of encoder and decoder: input, final norm, seeds and shared projections."""
 
 from collections.abc import Mapping
 from dataclasses import fields
@@ -29,32 +29,32 @@ class EmbeddingInput(nn.Module):
 
 
 def inside_blocks(positions: str | None) -> str | None:
-    """The positions that blocks apply themselves; the others are added to embeddings before them."""
+    """Positions that the blocks apply themselves; EmbeddingInput adds the others."""
     return positions if positions == "rotary" else None
 
 
 def final_norm(norm: str, model_dim: int) -> nn.Module:
-    """The norm after the last pre-norm block, whose residual stream nothing else normalises."""
+    """Norm after the last pre-norm block, which leaves the residual stream unnormalised."""
     return nn.LayerNorm(model_dim) if norm == "pre" else nn.Identity()
 
 
 def spawn_seeds(seed: int, count: int) -> list[int]:
-    """Seeds of independent draws, which depend on `seed` and their place alone."""
+    """Independent seeds, each a function of `seed` and its index."""
     whole_number("seed", seed)
     return [int(child.generate_state(1)[0]) for child in np.random.SeedSequence(seed).spawn(count)]
 
 
 def seeded(spec: BackendSpec, options: Mapping[str, Any], seed: int) -> dict[str, Any]:
-    """The options, with the seed where the backend draws and was not told what."""
+    """The options, with `seed` as the default of a backend with random features."""
     draws = any(field.name == "seed" for field in fields(spec.options_type))
     return {"seed": seed, **options} if draws else dict(options)
 
 
 def share_layers(layers: list[AttentionLayer]) -> None:
-    """One backend's parameters for all layers, where its option `sharing` is "layers".
+    """Share the backend parameters of the first layer with all layers if its option `sharing` is "layers".
 
-    The first layer owns them. The others hold its module without registering it, so that parameters
-    and state dict have it in one layer only and a deep copy keeps it shared.
+    The other layers hold the module without registering it, so that parameters and state dict contain it
+    once and a deep copy keeps it shared.
     """
     backends = [layer.backend for layer in layers]
     if not backends or getattr(backends[0].options, "sharing", None) != "layers":

@@ -1,7 +1,7 @@
-"""Where a token stands: sinusoidal and learned positions are added, rotary ones turn q and k.
+"""Position encodings: sinusoidal and learned ones are added to embeddings, rotary ones rotate q and k.
 
-Rotary positions are relative ones that every backend can honour, since they change q and k before
-the backend sees them; a bias on the scores would need the scores, which few backends have.
+Rotary positions are relative and work with every backend, since they change q and k before the backend; a
+position bias would need the scores, which few backends compute.
 """
 
 import torch
@@ -14,7 +14,7 @@ from efficient_attn.problem import positive_count
 
 KINDS = ("sinusoidal", "learned", "rotary")
 
-# The longest wavelength over 2π (Vaswani et al. 2017, section 3.5; Su et al. 2021, section 3.2.2).
+# Longest wavelength over 2π (Vaswani et al. 2017, section 3.5; Su et al. 2021, section 3.2.2).
 _BASE = 10_000.0
 # Standard deviation of a learned position before training (Devlin et al. 2019 and their code).
 _LEARNED_STD = 0.02
@@ -22,7 +22,7 @@ _LEARNED_STD = 0.02
 
 def position_angles(start: int, tokens: int, dim: int, device: torch.device) -> Tensor:
     """pos · 10000^(−2i/dim) in float64 for pos from `start` on, [tokens dim/2]."""
-    # Rounding pos · frequency to float32 would cost 2e-4 of a radian at position 4096.
+    # Rounding pos · frequency to float32 would cause an error of 2e-4 radians at position 4096.
     frequencies = _BASE ** (-torch.arange(0, dim, 2, dtype=torch.float64, device=device) / dim)
     positions = torch.arange(start, start + tokens, dtype=torch.float64, device=device)
     return positions[:, None] * frequencies
@@ -31,16 +31,16 @@ def position_angles(start: int, tokens: int, dim: int, device: torch.device) -> 
 def sinusoidal_positions(start: int, tokens: int, dim: int, device: torch.device) -> Tensor:
     """PE(pos, 2i) = sin, PE(pos, 2i+1) = cos of the angles, float64 [tokens dim].
 
-    PE(pos + k) is PE(pos) with each pair turned by k · 10000^(−2i/dim) (Vaswani et al. 2017, section 3.5).
+    PE(pos + k) is PE(pos) with each pair rotated by k · 10000^(−2i/dim) (Vaswani et al. 2017, section 3.5).
     """
     angles = position_angles(start, tokens, dim, device)
     return torch.stack((angles.sin(), angles.cos()), dim=-1).flatten(-2)
 
 
 def rotate(x: Tensor, start: int) -> Tensor:
-    """Queries or keys [… tokens head_dim] with pair (i, i + head_dim/2) turned by its angle.
+    """Queries or keys [… tokens head_dim] with pair (i, i + head_dim/2) rotated by its angle.
 
-    Then q·k depends on the positions by their difference alone (Su et al. 2021, RoFormer, eq. 16).
+    The product q·k then depends on the difference of the positions alone (Su et al. 2021, RoFormer, eq. 16).
     """
     angles = position_angles(start, x.shape[-2], x.shape[-1], x.device)
     one, other = upcast(x).chunk(2, dim=-1)
@@ -50,10 +50,10 @@ def rotate(x: Tensor, start: int) -> Tensor:
 
 
 class SinusoidalPositions(nn.Module):
-    """x + PE: nothing to learn and no longest sequence."""
+    """x + PE, without parameters or a longest sequence."""
 
     def forward(self, x: Tensor, start: int) -> Tensor:
-        """x [batch tokens model_dim], whose first token stands at position `start`."""
+        """x [batch tokens model_dim], whose first token has position `start`."""
         return x + sinusoidal_positions(start, x.shape[-2], x.shape[-1], x.device).to(x.dtype)
 
 
@@ -70,10 +70,10 @@ class LearnedPositions(nn.Module):
         nn.init.normal_(self.table, std=_LEARNED_STD)
 
     def forward(self, x: Tensor, start: int) -> Tensor:
-        """x [batch tokens model_dim], whose first token stands at position `start`.
+        """x [batch tokens model_dim], whose first token has position `start`.
 
         Raises:
-            ShapeError: If a token stands beyond the table.
+            ShapeError: If the sequence is longer than the table.
         """
         end = start + x.shape[-2]
         if end > len(self.table):
@@ -85,18 +85,18 @@ class LearnedPositions(nn.Module):
 
 
 class NoPositions(nn.Module):
-    """x as it is, where nothing is added to embeddings."""
+    """x unchanged."""
 
     def forward(self, x: Tensor, start: int) -> Tensor:
         return x
 
 
 def build_positions(kind: str | None, model_dim: int, max_tokens: int | None) -> nn.Module:
-    """What adds positions of this kind to embeddings; nothing for None and for rotary ones.
+    """Module that adds positions of this kind to embeddings; NoPositions for None and rotary ones.
 
     Raises:
-        UnknownNameError: If no positions are called so.
-        OptionError: If learned ones have no max_tokens, or sinusoidal ones an odd model_dim.
+        UnknownNameError: If there are no such positions.
+        OptionError: If max_tokens is missing for learned positions, or model_dim is odd for sinusoidal ones.
     """
     positive_count("model_dim", model_dim)
     if kind is not None:
@@ -113,7 +113,7 @@ def build_positions(kind: str | None, model_dim: int, max_tokens: int | None) ->
 
 
 def check_even(name: str, dim: int, kind: str) -> None:
-    """Refuse an odd size for positions that come in pairs."""
+    """Refuse an odd size for positions with pairs of entries."""
     if dim % 2:
         raise OptionError(
             f"{name}={dim} is odd, and {kind} positions come in pairs: {name}={dim - 1} or {dim + 1}."

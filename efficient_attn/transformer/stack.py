@@ -1,6 +1,6 @@
 """Stacks of blocks: encoder and decoder; the defaults are the base model of Vaswani et al. 2017.
 
-Stacks work on embeddings [batch tokens model_dim]. The vocabulary is the caller's affair, and so are the
+Stacks map embeddings [batch tokens model_dim] to the same shape. The caller provides the vocabulary, the
 factor √model_dim on embeddings (section 3.4 there) and the shift of a decoder's input by one token.
 """
 
@@ -24,30 +24,30 @@ from efficient_attn.transformer.parts import (
 
 
 class EncoderState(NamedTuple):
-    """What a causal encoder has to know of the tokens before: how many, and the state of each block."""
+    """Streaming state of a causal encoder: number of past tokens, and the state of each block."""
 
     tokens: int
     blocks: tuple[LayerState, ...]
 
 
 class DecoderState(NamedTuple):
-    """What a decoder has to know of the tokens before: how many, and the state of each block."""
+    """Streaming state of a decoder: number of past tokens, and the state of each block."""
 
     tokens: int
     blocks: tuple[DecoderBlockState, ...]
 
 
 class Encoder(nn.Module):
-    """A stack of TransformerBlocks; with causal=True, a language model's body.
+    """Stack of TransformerBlocks; with causal=True, the body of a language model.
 
     Args:
-        backend: Whatever `build` takes.
+        backend: Backend, as for `build`.
         activation: "relu" or "gelu".
-        norm: "post", or "pre", which adds a norm after the last block.
-        dropout: On residual branches and on embeddings (0.1 in the paper).
+        norm: "post", or "pre", with a final norm after the last block.
+        dropout: Dropout probability on residual branches and embeddings (0.1 in the paper).
         positions: "sinusoidal", "learned" (needs max_tokens), "rotary" or None.
-        seed: Gives each layer's random features a draw of their own; weights come from torch's generator.
-        options: Further arguments of AttentionLayer: num_kv_heads, bias, options of the backend.
+        seed: Random seed of the random features, spawned per layer; weights use PyTorch's global generator.
+        options: Further arguments of AttentionLayer: num_kv_heads, bias, backend options.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class Encoder(nn.Module):
             for layer_seed in spawn_seeds(seed, num_layers)
         ]
         share_layers([block.attention for block in blocks])
-        # A ModuleList does not tell the types what its modules are.
+        # The element type of a ModuleList is unknown to type checkers.
         self.blocks: Any = nn.ModuleList(blocks)
         self.norm = final_norm(norm, model_dim)
 
@@ -102,7 +102,7 @@ class Encoder(nn.Module):
     def extend(
         self, x: Tensor, state: EncoderState | None = None, *, key_mask: Tensor | None = None
     ) -> tuple[Tensor, EncoderState]:
-        """The output of new tokens after those of `state`, and the state after them; only if causal."""
+        """Output of new tokens that follow `state`, and the new state; only if causal."""
         start, before = (0, (None,) * len(self.blocks)) if state is None else state
         y, after = self.embedding_input(x, start), []
         for block, seen in zip(self.blocks, before, strict=True):
@@ -112,13 +112,13 @@ class Encoder(nn.Module):
 
 
 class Decoder(nn.Module):
-    """A stack of DecoderBlocks; without a cross_backend it reads nothing but its own tokens.
+    """Stack of DecoderBlocks; without cross_backend, a decoder-only stack.
 
     Args:
-        cross_backend: What reads the context; it has to promise `cross`. None: no cross-attention.
-        cross_options: Further arguments of that AttentionLayer, its backend's options among them.
+        cross_backend: Backend of the cross-attention, with capability `cross`. None: no cross-attention.
+        cross_options: Further arguments of the cross-attention layer, including options of its backend.
 
-    The other arguments are those of Encoder.
+    The other arguments are the same as of Encoder.
     """
 
     def __init__(
@@ -162,7 +162,7 @@ class Decoder(nn.Module):
             for layer_seed, cross_seed in zip(seeds[::2], seeds[1::2], strict=True)
         ]
         share_layers([block.cross_attention for block in blocks if block.cross_attention is not None])
-        # A ModuleList does not tell the types what its modules are.
+        # The element type of a ModuleList is unknown to type checkers.
         self.blocks: Any = nn.ModuleList(blocks)
         self.norm = final_norm(norm, model_dim)
 
@@ -178,8 +178,8 @@ class Decoder(nn.Module):
 
         Args:
             context: [batch context_tokens model_dim], an encoder's output.
-            key_mask: Of x, [batch tokens].
-            context_mask: Of the context, [batch context_tokens].
+            key_mask: Mask of x, [batch tokens].
+            context_mask: Mask of the context, [batch context_tokens].
         """
         x = self.embedding_input(x)
         for block in self.blocks:
@@ -195,10 +195,10 @@ class Decoder(nn.Module):
         key_mask: Tensor | None = None,
         context_mask: Tensor | None = None,
     ) -> tuple[Tensor, DecoderState]:
-        """The output of new tokens after those of `state`, and the state after them.
+        """Output of new tokens that follow `state`, and the new state.
 
         Args:
-            context: Projected once and kept in the state; None stands for the context in the state.
+            context: Context to project and keep in the state; None: the context in the state.
         """
         start, before = (0, (None,) * len(self.blocks)) if state is None else state
         y, after = self.embedding_input(x, start), []

@@ -1,7 +1,7 @@
-"""Softmax over near keys one by one and over far keys by cluster, in one call of the fused kernel.
+"""Softmax over near keys and over summaries of the clusters of far keys, in one call of the fused kernel.
 
-A block of queries reads one slice of keys, half a block more on each side; causal, the block before and its
-own past. What lies outside the slice is summed per cluster, so every key counts once for every query.
+A block of queries reads one slice of keys, the block and half a block on each side; if causal, the block before
+and its own past. Keys outside the slice are summed per cluster, so every key counts once for every query.
 """
 
 from collections.abc import Callable
@@ -18,8 +18,8 @@ from efficient_attn.ops.clusters.summaries import beyond_slices, members, query_
 from efficient_attn.ops.dtypes import upcast, zero_masked
 from efficient_attn.shapes import KeyMask, Keys, Output, Queries, Values
 
-# Numbers in the keys and values of the heads, and in the summaries of the blocks, that are worked on at once:
-# little enough to stay in cache.
+# Numbers per step in the keys and values of the heads, and in the summaries of the blocks, so that both stay
+# in cache.
 _HEADS, _GROUP = 1 << 20, 1 << 19
 _FEWEST, _MOST = 2, 16
 
@@ -35,10 +35,10 @@ def window_clusters(
     steps: int | None,
     key_mask: KeyMask | None,
 ) -> Output:
-    """Softmax attention in which a cluster of far keys is read as one, for queries of the same tokens.
+    """Softmax attention with one summary for each cluster of far keys; queries and keys are the same tokens.
 
     Args:
-        steps: Of k-means; None takes segments of the sequence for clusters.
+        steps: Steps of k-means; None: clusters are segments of the sequence.
     """
     some = partial(
         _some_clusters, scale=scale, layout=layout, clusters=clusters, steps=steps, key_mask=key_mask
@@ -47,7 +47,7 @@ def window_clusters(
 
 
 def _by_heads(some: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """The outputs of so many heads at a time that all about them is at hand."""
+    """Outputs, with as many heads per step as fit in cache."""
     heads = max(1, _HEADS // (k.shape[0] * k.shape[2] * (k.shape[3] + v.shape[3])))
     if heads >= k.shape[1]:
         return some(q, k, v)
@@ -100,7 +100,7 @@ def window_segments(
     clusters: int,
     key_mask: KeyMask | None,
 ) -> Output:
-    """The same with a past only, whose segments are those that lie wholly before the slice."""
+    """Causal softmax attention, with one summary for each segment of the past before the slice."""
     some = partial(_some_segments, scale=scale, layout=layout, clusters=clusters, key_mask=key_mask)
     return _by_heads(some, q, k, v)
 
@@ -116,7 +116,7 @@ def _some_segments(
     key_mask: Tensor | None,
 ) -> Tensor:
     dtype, before = q.dtype, k.shape[2] - q.shape[2]
-    # Blocks are those of the keys: the queries are their last positions, and with a mask in any block.
+    # Blocks are aligned with the keys; queries are the last positions, and with a mask they may lie in any block.
     begin = before // layout.block if key_mask is None else 0
     q = F.pad(upcast(q) * scale, (0, 0, before - begin * layout.block, 0))
     q, k, v, real, turned = _from_first_real(
@@ -140,20 +140,20 @@ def _some_segments(
     out = read_slices(q, k, v, real, summaries, layout, group=group, visible=visible, begin=begin)
     out = _turn_back(out, turned)
     if turned is not None:
-        # Padding before the first real token was last when it was read.
+        # Padding before the first real token was rotated to the end.
         out = out.masked_fill((position < turned[:, None])[:, None, :, None], 0.0)
     return out[:, :, before - begin * layout.block :].to(dtype)
 
 
 def _group(numbers: int, blocks: int) -> int:
-    """Blocks that are worked on at once, by the numbers in the summaries of one."""
+    """Number of blocks per step, from the size of one block's summaries."""
     return min(blocks, _MOST, max(_FEWEST, _GROUP // numbers))
 
 
 def _from_first_real(
     q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-    """With the first real token first, whatever padding stood before it, and how far they were turned."""
+    """Tensors rotated so that the first real token comes first, and the rotation of each batch entry."""
     if key_mask is None:
         return q, k, v, torch.ones(k.shape[0], k.shape[2], dtype=torch.bool, device=k.device), None
     turned = key_mask.long().argmax(dim=-1)
@@ -162,7 +162,7 @@ def _from_first_real(
 
 
 def _turn(x: Tensor, by: Tensor) -> Tensor:
-    """Token i of the result is token i + by of x, and what stood before comes last."""
+    """`x` rotated along the tokens: token i of the result is token i + by of x."""
     index = (torch.arange(x.shape[2], device=x.device) + by[:, None]) % x.shape[2]
     return x.gather(2, index[:, None, :, None].expand_as(x))
 

@@ -1,4 +1,4 @@
-"""Segments of the past, coarser the longer it is, so that their number stays the same."""
+"""Segments of the past, whose length grows with it and whose number does not."""
 
 from collections.abc import Iterator
 
@@ -10,11 +10,11 @@ from efficient_attn.ops.clusters.summaries import Summary
 
 
 def plan(cells: int, segments: int) -> list[tuple[int, int]]:
-    """How the first `cells` cells are cut into about so many segments: (level, number), in order.
+    """Division of the first `cells` cells into about `segments` segments: (level, number), in order.
 
-    Segment (level, number) has the cells number · 2^level … (number + 1) · 2^level − 1. As many as there can
-    be are of one level, the lowest at which they are few enough; what is left over is cut by its binary
-    digits, so it may be that a few too many come out, one for each digit at most.
+    Segment (level, number) has the cells number · 2^level … (number + 1) · 2^level − 1. All segments have the
+    lowest level at which they are few enough; the binary digits of the remainder divide the remaining cells,
+    which can add one segment per digit.
     """
     level = 0
     while (cells >> level) + level > max(segments, 1 + level):
@@ -31,15 +31,15 @@ def plan(cells: int, segments: int) -> list[tuple[int, int]]:
 def past_segments(
     k: Tensor, v: Tensor, counted: Tensor, *, starts: list[int], cell: int, segments: int, group: int
 ) -> Iterator[Summary]:
-    """Segments of all that lies before each start, each with one mean key and mean value.
+    """Summaries of the segments before each start, each with one mean key and mean value.
 
     Args:
         k: [batch heads tokens head_dim]; v: [batch heads tokens value_dim].
-        counted: Keys that belong to a segment at all, bool [batch tokens].
+        counted: Keys that enter the sums, bool [batch tokens].
         starts: Multiples of `cell`.
-        cell: Tokens of the smallest segment.
-        segments: How many there are at most before a start.
-        group: Starts at a time.
+        cell: Number of tokens in the smallest segment.
+        segments: Largest number of segments before a start.
+        group: Number of starts per yielded summary.
 
     Yields:
         [batch heads group segments …].
@@ -48,7 +48,7 @@ def past_segments(
     rows = F.pad(rows, (0, 0, 0, -rows.shape[2] % cell)).unflatten(2, (-1, cell)).sum(dim=3)
     levels, offsets = [rows], [0]
     while levels[-1].shape[2] > 1:
-        # Pairs of neighbours, level by level: differences of running sums would lose what is small.
+        # Sums of neighbouring pairs, level by level: differences of prefix sums would cancel small terms.
         pairs = levels[-1].shape[2] // 2
         offsets.append(offsets[-1] + levels[-1].shape[2])
         levels.append(levels[-1][:, :, : 2 * pairs].unflatten(2, (pairs, 2)).sum(dim=3))
@@ -61,7 +61,7 @@ def past_segments(
         places = [place + [nothing] * (most - len(place)) for place in places]
         sums = table[:, :, torch.tensor(places, device=k.device)]
         if most > segments:
-            # The most recent ones share the last place.
+            # The most recent segments share the last place.
             last = sums[:, :, :, segments - 1 :].sum(dim=3, keepdim=True)
             sums = torch.cat([sums[:, :, :, : segments - 1], last], dim=3)
         count = sums[..., -1:]

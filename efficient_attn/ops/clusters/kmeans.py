@@ -1,6 +1,6 @@
-"""Which cluster each key belongs to: neighbours in the space of the keys, or in the sequence.
+"""Cluster assignment of keys: k-means in key space, or segments of the sequence.
 
-Everything here is chosen, not computed with: no derivative passes through it.
+Assignments are discrete, and no gradient flows through them.
 """
 
 import torch
@@ -9,14 +9,14 @@ from torch import Tensor
 
 @torch.no_grad()
 def kmeans(keys: Tensor, real: Tensor, clusters: int, steps: int) -> Tensor:
-    """The cluster of every key after some steps of k-means, [batch heads tokens] in 0 … clusters − 1.
+    """Cluster index of every key after some steps of k-means, [batch heads tokens] in 0 … clusters − 1.
 
-    Starts from keys evenly spaced in the sequence, so that as many clusters as real keys have one each.
+    The initial centres are keys evenly spaced in the sequence, one cluster per real key if there are enough.
 
     Args:
         keys: [batch heads tokens dim].
-        real: bool [batch tokens]; other keys belong nowhere, whatever cluster they are given.
-        steps: How often every key goes to its nearest centre; in between, centres become means.
+        real: bool [batch tokens]; the indices of other keys have no meaning.
+        steps: Number of assignments to the nearest centre; centres become means in between.
     """
     centres = keys.gather(
         2, _spread(real, clusters)[:, None, :, None].expand(*keys.shape[:2], -1, keys.shape[3])
@@ -30,14 +30,14 @@ def kmeans(keys: Tensor, real: Tensor, clusters: int, steps: int) -> Tensor:
 
 @torch.no_grad()
 def segments(real: Tensor, clusters: int) -> Tensor:
-    """The segment of every key: as many real keys in each as can be, in order, [batch tokens]."""
+    """Segment index of every key, [batch tokens]: consecutive segments with equal numbers of real keys."""
     count = real.sum(dim=-1, keepdim=True)
     rank = (real.cumsum(dim=-1) - 1).clamp_min(0)
     return rank * clusters // count.clamp_min(clusters)
 
 
 def _spread(real: Tensor, clusters: int) -> Tensor:
-    """Positions of real keys at even steps, first and last among them, [batch clusters]; few ones repeat."""
+    """Positions of evenly spaced real keys, first and last included, [batch clusters]; repeated if too few."""
     last = (real.sum(dim=-1, keepdim=True) - 1).clamp_min(0)
     rank = torch.arange(clusters, device=real.device) * last // max(clusters - 1, 1)
     return torch.searchsorted(real.cumsum(dim=-1), rank + 1).clamp_max(real.shape[-1] - 1)
@@ -53,7 +53,7 @@ def _nearest(keys: Tensor, centres: Tensor) -> Tensor:
 
 
 def _means(keys: Tensor, real: Tensor, chosen: Tensor, centres: Tensor) -> Tensor:
-    """The mean of every cluster's real keys; one without any stays where it is."""
+    """Mean of every cluster's real keys; the centre of an empty cluster stays."""
     rows = torch.cat([keys, torch.ones_like(keys[..., :1])], dim=-1) * real[:, None, :, None]
     sums = rows.new_zeros(*centres.shape[:3], rows.shape[-1])
     sums.scatter_add_(2, chosen[..., None].expand_as(rows), rows)

@@ -1,6 +1,6 @@
-"""Softmax of blocks of queries over slices of the keys and over what stands for the rest of them.
+"""Softmax of blocks of queries over slices of the keys, and over the summaries of all other keys.
 
-All of it is one call of the fused kernel for a few blocks: a summary is a key like another, with a bias.
+A few blocks are one call of the fused kernel: a cluster summary is an ordinary key with a score bias.
 """
 
 from collections.abc import Iterator
@@ -12,18 +12,18 @@ from torch import Tensor
 
 from efficient_attn.ops.clusters.summaries import Summary
 
-# Hides a key by what is added to its score. Finite: a gradient multiplies it by zero.
+# Score bias of a masked key: finite, since a gradient multiplies it by zero.
 _MASKED = -1e30
 
 
 class Layout(NamedTuple):
-    """Where the near keys of a query lie.
+    """Layout of the near keys of a query.
 
     Attributes:
-        block: Queries that share a slice of keys.
-        back: Keys of the slice before the block.
-        ahead: And after it.
-        first: Tokens at the beginning of the sequence that every query reads.
+        block: Number of queries that share a slice of keys.
+        back: Number of keys of the slice before the block.
+        ahead: Number of keys of the slice after the block.
+        first: Number of global tokens at the beginning of the sequence, which every query reads.
     """
 
     block: int
@@ -33,12 +33,12 @@ class Layout(NamedTuple):
 
     @property
     def width(self) -> int:
-        """Keys of a slice."""
+        """Number of keys in a slice."""
         return self.block + self.back + self.ahead
 
     @property
     def cell(self) -> int:
-        """Tokens of the smallest segment of a past: half a block, of which slices are made."""
+        """Number of tokens in the smallest segment of the past: half a block."""
         return max(self.block // 2, 1)
 
 
@@ -54,16 +54,16 @@ def read_slices(
     visible: Tensor | None = None,
     begin: int = 0,
 ) -> Tensor:
-    """Softmax of every block over its slice, the first tokens outside it, and its clusters.
+    """Softmax of every block over its slice, the global tokens outside it, and its cluster summaries.
 
     Args:
-        q: [batch heads tokens head_dim], those from block `begin` on.
-        far: [batch kv_heads blocks clusters …], so many blocks at a time as `group` says.
-        visible: Which keys of the slice each row of a block may read, bool [block keys], and then none after
-            the slice; None: all.
+        q: Queries from block `begin` on, [batch heads tokens head_dim].
+        summaries: [batch kv_heads blocks clusters …], `group` blocks at a time.
+        visible: Visible keys of the slice for each row of a block, bool [block keys], with no key after the
+            slice; None: all.
     """
     tokens, blocks, value_dim = q.shape[2], -(-q.shape[2] // layout.block), v.shape[3]
-    # A bias stands in one more column of the keys, which queries meet with a 1; all are made equally wide.
+    # An extra key column holds the bias, and the queries hold 1 there; all three get one width.
     widest = max(k.shape[3], value_dim) + 1
     first = torch.arange(k.shape[2], device=k.device)[: layout.first]
     start = torch.arange(begin, begin + blocks, device=k.device)[:, None] * layout.block
@@ -78,7 +78,7 @@ def read_slices(
     near_v = _padded(_stretch(v, begin, blocks, layout), widest)
     near_k, near_v = (x.unfold(2, layout.width, layout.block).mT for x in (near_k, near_v))
     rows = _widened(F.pad(q, (0, 0, 0, blocks * layout.block - tokens)), q.new_ones(()), widest)
-    # Rows of the heads that read the same keys stand together: [batch kv_heads blocks rows widest].
+    # The rows of a group of heads follow one another: [batch kv_heads blocks rows widest].
     rows = rows.unflatten(1, (k.shape[1], -1)).unflatten(3, (blocks, layout.block)).transpose(2, 3)
     heads = rows.shape[3]
     parts = (x.split(group, dim=2) for x in (rows.flatten(3, 4), near_k, near_v, few_k, few_v))
@@ -94,28 +94,28 @@ def read_slices(
 
 
 def _stretch(x: Tensor, begin: int, blocks: int, layout: Layout) -> Tensor:
-    """All that is in the slices of some blocks, zeros where the sequence has ended or not begun."""
+    """Tokens from the first to the last slice of some blocks, with zeros outside the sequence."""
     low, high = begin * layout.block - layout.back, (begin + blocks) * layout.block + layout.ahead
     return F.pad(x[:, :, max(low, 0) : high], (0, 0, max(-low, 0), max(high - x.shape[2], 0)))
 
 
 def _bias(visible: Tensor, like: Tensor) -> Tensor:
-    """0 where visible, else what hides."""
+    """0 where visible, else the bias of a masked key."""
     return torch.zeros_like(visible, dtype=like.dtype).masked_fill(~visible, _MASKED)
 
 
 def _widened(x: Tensor, column: Tensor, width: int) -> Tensor:
-    """`x` [… dim] with a column more, [… 1], and zeros up to the width."""
+    """`x` [… dim] with an extra column [… 1] and zero columns up to the width."""
     return _padded(torch.cat([x, column.expand(*x.shape[:-1], 1)], dim=-1), width)
 
 
 def _padded(x: Tensor, width: int) -> Tensor:
-    """Zeros up to the width; F.pad copies even where none are wanted."""
+    """`x` with zero columns up to the width; F.pad would copy even without any."""
     return x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))
 
 
 def _kernel(rows: Tensor, keys: Tensor, values: Tensor, visible: Tensor | None) -> Tensor:
-    """Fused attention of [batch heads blocks …]; rows of several heads follow each other in a block."""
+    """Fused attention of [batch heads blocks …]; the rows of several heads follow one another in a block."""
     if visible is not None:
         visible = visible.repeat(rows.shape[3] // visible.shape[0], 1)
     q, k, v = (x.flatten(0, 1) for x in (rows, keys, values))

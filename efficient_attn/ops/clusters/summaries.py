@@ -1,9 +1,9 @@
-"""What stands for keys that are not read one by one: clusters, each with its mass, mean key and mean value.
+"""Cluster summaries: mass, mean key and mean value in place of the keys of a cluster.
 
 The softmax of a query q over the keys of a cluster needs Σ_j e^{q·k_j} and Σ_j e^{q·k_j} v_j. Around the mean
 query m, with weights w_j = e^{m·k_j}, W = Σ w_j and means under these weights, they are to first order
-W e^{(q−m)·k̄} and the same times v̄. What the second order adds to the mass, ½ (q−m)ᵀΣ(q−m), is averaged over
-the queries with their entries taken as uncorrelated: ½ Σ_d s_d Σ_dd.
+W e^{(q−m)·k̄} and the same times v̄. The second-order term of the mass, ½ (q−m)ᵀΣ(q−m), is averaged over the
+queries, whose entries count as uncorrelated: ½ Σ_d s_d Σ_dd.
 """
 
 from collections.abc import Iterator
@@ -15,11 +15,11 @@ from torch import Tensor
 
 
 class QueryMoments(NamedTuple):
-    """How the queries of a key head lie, scaled as they enter the scores.
+    """Mean and variance of a key head's queries, scaled as in the scores.
 
     Attributes:
         mean: [batch heads 1 head_dim].
-        variance: Of each entry, [batch heads 1 head_dim].
+        variance: Variance of each entry, [batch heads 1 head_dim].
     """
 
     mean: Tensor
@@ -27,14 +27,14 @@ class QueryMoments(NamedTuple):
 
 
 class Summary(NamedTuple):
-    """One key and one value for each cluster, as a softmax reads them.
+    """One key and one value for each cluster, as entries of a softmax.
 
     Attributes:
         k: Mean keys, [… clusters head_dim].
-        v: Mean values and a column more, which nobody reads, [… clusters value_dim + 1]: as keys have one
-            for their bias, so that nothing is copied to add it.
-        bias: Added to the scores, [… clusters 1]: the logarithm of how many ordinary keys it stands for.
-        alive: Whether it stands for any, bool [… clusters 1].
+        v: Mean values, [… clusters value_dim + 1]: an unused padding column matches the keys' bias column and
+            avoids a copy.
+        bias: Score bias, [… clusters 1]: logarithm of the number of ordinary keys that the cluster replaces.
+        alive: Whether the cluster has any key, bool [… clusters 1].
     """
 
     k: Tensor
@@ -53,7 +53,7 @@ def query_moments(q: Tensor, real: Tensor | None) -> QueryMoments:
     if real is None:
         variance, mean = torch.var_mean(q, dim=(2, 3), correction=0)
         return QueryMoments(mean.unsqueeze(2), variance.unsqueeze(2))
-    # Not multiplied by zero: a query of padding may be NaN.
+    # Masking rather than a product with zero, since a padded query may be NaN.
     padding = ~real[:, None, None, :, None]
     count = (real.sum(dim=-1)[:, None, None, None] * q.shape[2]).clamp_min(1)
     mean = q.masked_fill(padding, 0.0).sum(dim=(2, 3)).unsqueeze(2) / count
@@ -63,12 +63,12 @@ def query_moments(q: Tensor, real: Tensor | None) -> QueryMoments:
 
 
 class Members(NamedTuple):
-    """Keys as they are summed into clusters, in stretches of the sequence called cells.
+    """Weighted keys, to be summed per cluster and per cell, a stretch of the sequence.
 
     Attributes:
         rows: w · (k, v, ½ Σ_d s_d k_d², 1), [batch heads tokens head_dim + value_dim + 2].
-        chosen: The cluster of each, [batch heads tokens].
-        top: The largest exponent of each cluster, which its weights are relative to, [batch heads clusters].
+        chosen: Cluster index of each key, [batch heads tokens].
+        top: Largest exponent of each cluster, the reference of its weights, [batch heads clusters].
     """
 
     rows: Tensor
@@ -79,10 +79,10 @@ class Members(NamedTuple):
         """Sums over the members of each cluster in each cell, [batch heads cells clusters …].
 
         Args:
-            cell: Of each token, [tokens].
+            cell: Cell index of each token, [tokens].
         """
         clusters, heads = self.top.shape[-1], self.rows.shape[:2]
-        # One long list of rows, each added to its place: no product.
+        # One `index_add_` over all rows replaces a product.
         head = torch.arange(heads.numel(), device=cell.device).view(*heads, 1)
         place = (head * cells + cell) * clusters + self.chosen
         sums = self.rows.new_zeros(heads.numel() * cells * clusters, self.rows.shape[-1])
@@ -90,21 +90,21 @@ class Members(NamedTuple):
         return sums.view(*heads, cells, clusters, -1)
 
     def part(self, begin: int, end: int) -> "Members":
-        """The tokens of a stretch."""
+        """The tokens from `begin` up to `end`."""
         return Members(self.rows[:, :, begin:end], self.chosen[:, :, begin:end], self.top)
 
 
 def members(
     k: Tensor, v: Tensor, counted: Tensor, chosen: Tensor, queries: QueryMoments, clusters: int
 ) -> Members:
-    """The keys of all clusters with their weights.
+    """The keys of all clusters, weighted.
 
     Args:
         k: [batch heads tokens head_dim]; v: [batch heads tokens value_dim].
-        counted: Keys that are summed at all, bool [batch tokens].
-        chosen: [batch heads tokens].
+        counted: Keys that enter the sums, bool [batch tokens].
+        chosen: Cluster index of each key, [batch heads tokens].
     """
-    # Farther below the largest, a weight changes nothing but becomes a denormal number, which is slow.
+    # Smaller weights change no sum but would be denormal numbers, which are slow.
     floor = -300.0 if k.dtype == torch.float64 else -42.0
     exponent = (k @ queries.mean.mT).squeeze(-1)
     seen = counted[:, None, :].expand_as(exponent)
@@ -118,10 +118,10 @@ def members(
 
 
 def beyond_slices(every: Members, *, block: int, back: int, group: int) -> Iterator[Tensor]:
-    """For each block the sums over all members outside its slice, so many blocks at a time.
+    """Sums over all members outside the slice of each block, `group` blocks at a time.
 
-    Cells are `block` tokens, the first of them `back` tokens short, and the slice of block b is the cells b
-    and b + 1. Only sums are taken of sums, no differences, which would lose what is small.
+    Cells have `block` tokens, the first of them `back` tokens fewer, and the slice of block b is the cells b
+    and b + 1. Partial sums are only added, never subtracted, since differences would cancel small terms.
 
     Yields:
         [batch heads group clusters …].
@@ -130,7 +130,7 @@ def beyond_slices(every: Members, *, block: int, back: int, group: int) -> Itera
     blocks = -(-tokens // block)
     groups = -(-blocks // group)
     cell = (torch.arange(tokens, device=every.rows.device) + back) // block
-    # Of each group the first cell, and the others together.
+    # Sums of the first cell of each group, and of its other cells.
     coarse = every.sums(2 * (cell // group) + (cell % group > 0), 2 * groups + 2)
     firsts, others = coarse[:, :, ::2].unbind(2), coarse[:, :, 1::2].unbind(2)
     both = [first + other for first, other in zip(firsts, others, strict=True)]
@@ -138,11 +138,11 @@ def beyond_slices(every: Members, *, block: int, back: int, group: int) -> Itera
     after = list(accumulate(reversed(both), initial=torch.zeros_like(both[0])))[::-1]
     own = torch.arange(group, device=cell.device)[:, None]
     other = torch.arange(group + 2, device=cell.device)
-    # A block leaves out two of the group's cells, the last of which is the next group's first.
+    # A block excludes two cells of the group, whose last cell is the next group's first.
     outside = ((other != own) & (other != own + 1)).to(coarse.dtype)
     for number in range(groups):
         begin, end = (max(one * group * block - back, 0) for one in (number, number + 1))
-        # The two last places are filled with what is known already.
+        # The last two cells hold sums that are known already.
         parts = every.part(begin, end).sums(cell[begin:end] - number * group, group + 2)
         parts[:, :, group] = firsts[number + 1]
         parts[:, :, group + 1] = before[number] + others[number + 1] + after[number + 2]
@@ -151,7 +151,7 @@ def beyond_slices(every: Members, *, block: int, back: int, group: int) -> Itera
 
 
 def summarise_clusters(sums: Tensor, top: Tensor, queries: QueryMoments, head_dim: int) -> Summary:
-    """The clusters of sums over members, [batch heads blocks clusters …]."""
+    """Summaries of the clusters, from sums over members [batch heads blocks clusters …]."""
     mass = sums[..., -1:]
     alive = mass > 0
     mass = torch.where(alive, mass, 1.0)

@@ -1,9 +1,9 @@
-"""What the backward passes of full and of causal linear attention have in common.
+"""Shared parts of the backward passes of full and causal linear attention.
 
-With p_tj the normalised weight of key j in row t and δ_t = g_t·out_t, the derivative by the
-unnormalised weight is (g_t·v_j − δ_t) / normaliser_t: the product of [g_t, −δ_t] with [v_j, 1]. So a
-state of queries, made of normalised query features and [g, −δ], does for keys what the state of
-keys and [v, 1] does for queries.
+With p_tj the normalised weight of key j in row t and δ_t = g_t·out_t, the gradient with respect to the
+unnormalised weight is (g_t·v_j − δ_t) / normaliser_t: the product of [g_t, −δ_t] with [v_j, 1]. The same
+recurrence run over queries, with normalised query features and [g, −δ] in place of [v, 1], gives the
+key and value gradients.
 """
 
 from typing import Any, NamedTuple
@@ -18,11 +18,11 @@ from efficient_attn.ops.linear.state import Chunk, exponential, finite
 
 
 class Scaled(NamedTuple):
-    """Features at a reference that keeps them in range.
+    """Features relative to a reference that keeps them in range.
 
     Attributes:
         weights: [… rows features].
-        scale: Factor from the map's values to `weights`, [… rows 1]; None for a positive map.
+        scale: Factor between the map's values and `weights`, [… rows 1]; None for a positive map.
     """
 
     weights: Tensor
@@ -30,7 +30,7 @@ class Scaled(NamedTuple):
 
 
 class Outputs(NamedTuple):
-    """What a forward pass gives: the output and, for the backward pass, each row's normaliser.
+    """Results of a forward pass: the output and, for the backward pass, the normaliser of each row.
 
     Attributes:
         out: [batch heads q_tokens value_dim], in the dtype of q.
@@ -43,18 +43,18 @@ class Outputs(NamedTuple):
     negative: Tensor
 
     def put(self, part: slice, rows: "Chunk | Outputs") -> None:
-        """Write the rows of some tokens, given one list per key head."""
+        """Write the rows of a chunk, grouped by key head."""
         for whole, some in zip(self, rows[:3], strict=True):
             whole[..., part, :] = unfold(some, whole.shape[1])
 
     def normaliser(self, part: slice, kv_heads: int) -> tuple[Tensor, Tensor]:
-        """The rows' logarithms and signs (1 or −1), one list per key head."""
+        """Log normalisers and signs (1 or −1) of the rows, grouped by key head."""
         logarithm, negative = (fold(x[..., part, :], kv_heads) for x in self[1:])
         return logarithm, torch.where(negative, -1.0, 1.0).to(logarithm)
 
 
 def new_outputs(q: Tensor, v: Tensor) -> Outputs:
-    """Room for the outputs of queries q over values v."""
+    """Uninitialised outputs of queries q over values v."""
     shape = q.shape[:-1]
     logarithm = upcast(q.new_empty(0)).new_empty(*shape, 1)
     return Outputs(q.new_empty(*shape, v.shape[-1]), logarithm, torch.empty_like(logarithm, dtype=torch.bool))
@@ -67,13 +67,13 @@ def at_reference(features: Features, offset: Tensor) -> Scaled:
 
 
 def normalised(queries: Features, reference: Tensor, logarithm: Tensor, sign: Tensor) -> Scaled:
-    """Query features at `reference` over the row's normaliser; zeros for a row without a key."""
+    """Query features at `reference` over the row's normaliser; zeros for a fully-masked row."""
     weights, scale = at_reference(queries, finite(reference) - logarithm)
     return Scaled(weights * sign, None if scale is None else scale * sign)
 
 
 def feature_gradients(scaled: Scaled, grad_weights: Tensor) -> Features:
-    """The derivative by logarithmic scale and values, from that by the weights."""
+    """Gradients with respect to logarithmic scale and values, from the gradient of the weights."""
     grad_log_scale = scaled.weights * grad_weights
     if scaled.scale is None:
         return Features(grad_log_scale, None)
@@ -81,15 +81,15 @@ def feature_gradients(scaled: Scaled, grad_weights: Tensor) -> Features:
 
 
 def output_gradients(grad_out: Tensor, out: Tensor, part: slice, kv_heads: int) -> Tensor:
-    """[g, −g·out] of some tokens, [batch kv_heads group·part value_dim+1]."""
+    """[g, −δ] of a chunk, [batch kv_heads group·part value_dim+1]."""
     g, out = (fold(upcast(x[..., part, :]), kv_heads) for x in (grad_out, out))
     return torch.cat([g, -(g * out).sum(dim=-1, keepdim=True)], dim=-1)
 
 
 def keep_for_backward(ctx: Any, inputs: tuple, output: tuple) -> None:
-    """Keep what a backward pass needs: the inputs, the output and each row's normaliser; no features."""
+    """Save the inputs, the output and each row's normaliser for the backward pass, but no features."""
     *tensors, ctx.kind, ctx.scale = inputs
     ctx.save_for_backward(*output, *tensors)
-    # Only the first output has a derivative; zeros for the others would be made to be thrown away.
+    # Only the first output has a gradient; zero gradients of the others would be wasted.
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*output[1:])

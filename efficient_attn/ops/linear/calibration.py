@@ -1,12 +1,12 @@
-"""Parameters of dense-exponential features, found from typical queries and keys.
+"""Parameters of dense-exponential features, fitted on sample queries and keys.
 
-Positive features of x' = Tx and y' = T^(−T) (y − c), which change a row of x·y by a constant at most, with
-exponents quadratic in the direction:
+Positive features of x' = Tx and y' = T^(−T) (y − c), a transform that changes a row of x·y by a constant
+only, with exponents quadratic in the direction:
 
 f(w, x') = Π_l (1 − 4a_l)^(1/4) exp(Σ_l a_l w_l² + Σ_l √(1 − 4a_l) w_l x'_l − |x'|²/2).
 
-Whatever a < 1/8, T and c are, f(w, x')·f(w, y') estimates exp(x'·y') without bias; which ones are used
-decides how well. Likhosherstov et al., Chefs' Random Tables (NeurIPS 2022) and Dense-Exponential Random
+For every a < 1/8, T and c, f(w, x')·f(w, y') is an unbiased estimate of exp(x'·y'); the parameters determine
+its variance. Likhosherstov et al., Chefs' Random Tables (NeurIPS 2022) and Dense-Exponential Random
 Features (NeurIPS 2023).
 """
 
@@ -17,12 +17,12 @@ from torch import Tensor
 
 
 class Moments(NamedTuple):
-    """What the fits want to know of the queries, or keys, of each head of keys, in float64.
+    """Moments of the queries, or keys, of each key head, in float64.
 
     Attributes:
         mean: [kv_heads head_dim].
-        second: Mean of xxᵀ, [kv_heads head_dim head_dim].
-        num_vectors: Number of vectors that the means are taken over.
+        second: Second moment, the mean of xxᵀ, [kv_heads head_dim head_dim].
+        num_vectors: Number of vectors in the means.
     """
 
     mean: Tensor
@@ -31,13 +31,13 @@ class Moments(NamedTuple):
 
 
 class Fit(NamedTuple):
-    """A member of the family for each head of keys.
+    """Parameters of the feature map for each key head.
 
     Attributes:
         curvatures: a, [kv_heads head_dim].
-        query_transform: T, [kv_heads head_dim head_dim]; no heads where nothing is transformed.
-        key_transform: T^(−T), the same.
-        shift: c, what keys are moved by, [kv_heads head_dim]; no heads where nothing is.
+        query_transform: T, [kv_heads head_dim head_dim]; zero heads without a transform.
+        key_transform: T^(−T), of the same shape.
+        shift: c, subtracted from the keys, [kv_heads head_dim]; zero heads without a shift.
     """
 
     curvatures: Tensor
@@ -47,15 +47,15 @@ class Fit(NamedTuple):
 
 
 def moments(rows: Tensor, num_vectors: int) -> Moments:
-    """Of vectors [batch kv_heads rows head_dim]: `num_vectors` for each head, the others are zeros."""
+    """Moments of vectors [batch kv_heads rows head_dim], `num_vectors` per head; the other rows are zeros."""
     x = rows.double().transpose(0, 1).flatten(1, 2)
     return Moments(x.sum(dim=1) / num_vectors, x.mT @ x / num_vectors, num_vectors)
 
 
 def optimal_curvatures(mean_square: Tensor) -> Tensor:
-    """a = (1 − 2L − √((2L + 1)² + 8L)) / 16 where L is the mean of (x' + y')_l²: the least log-variance.
+    """a = (1 − 2L − √((2L + 1)² + 8L)) / 16 with L the mean of (x' + y')_l²: the minimum of the log-variance.
 
-    Likhosherstov et al. (2022) with one L for all axes; Likhosherstov et al. (2023) with one for each.
+    One L for all axes: Likhosherstov et al. (2022); one per axis: Likhosherstov et al. (2023).
     """
     return (1 - 2 * mean_square - ((2 * mean_square + 1).square() + 8 * mean_square).sqrt()) / 16
 
@@ -70,19 +70,19 @@ def fit_oprf(x: Moments, y: Moments) -> Fit:
 
 
 def one_curvature(curvatures: Tensor) -> Fit:
-    """A member that neither transforms nor shifts, from its a [kv_heads head_dim]."""
+    """Parameters without transform and shift, from a [kv_heads head_dim]."""
     head_dim = curvatures.shape[-1]
     none = curvatures.new_empty(0, head_dim, head_dim)
     return Fit(curvatures.contiguous(), none, none.clone(), curvatures.new_empty(0, head_dim))
 
 
 def fit_full(x: Moments, y: Moments) -> Fit:
-    """Centred, made alike by ADERF's transform, then with SDERF's own a for each axis.
+    """Centred inputs, ADERF's transform, then SDERF's own a for each axis.
 
     With C₁ and C₂ the covariances, T = S^(1/2) Uᵀ C₁^(−1/2), where C₁^(1/2) C₂ C₁^(1/2) = U S² Uᵀ, gives
-    queries and keys the same diagonal covariance S (Likhosherstov et al. 2023, ADERF). That of x' + y' is
-    2S, so its axes are SDERF's, and L = 2S. The estimate varies with x' + y' alone, so that one shift of the
-    keys, which softmax does not see, centres queries and keys: c = mean y + TᵀT mean x.
+    queries and keys the same diagonal covariance S (Likhosherstov et al. 2023, ADERF). The covariance of x' + y'
+    is 2S, so its axes are SDERF's, and L = 2S. The variance depends on x' + y' alone; one shift of the keys,
+    which leaves softmax unchanged, therefore centres queries and keys: c = mean y + TᵀT mean x.
     """
     values, axes = torch.linalg.eigh(_covariance(x))
     root = (axes * values.sqrt().unsqueeze(-2)) @ axes.mT
@@ -96,15 +96,15 @@ def fit_full(x: Moments, y: Moments) -> Fit:
 
 
 def _covariance(of: Moments) -> Tensor:
-    """The covariance, with one more vector of the mean square of the others and no direction of its own.
+    """Covariance with one additional isotropic vector of the mean square of the others.
 
-    Few vectors, equal ones or a single one leave axes along which nothing varies, and the transform would
-    divide by nothing. One vector in num_vectors + 1 keeps every axis open, and fades as more of them come.
+    Few or equal vectors leave axes of zero variance, by which the transform would divide. One vector in
+    num_vectors + 1 keeps every variance positive, and its weight falls with their number.
     """
     head_dim = of.mean.shape[-1]
     outer = of.mean.unsqueeze(-1) * of.mean.unsqueeze(-2)
     square = of.second.diagonal(dim1=-2, dim2=-1).mean(dim=-1)
-    # Vectors of nothing but zeros have no size to take; then any does.
+    # All-zero vectors have no scale; any positive one does.
     square = torch.where(square > 0, square, 1.0)[:, None, None]
     identity = torch.eye(head_dim, dtype=outer.dtype, device=outer.device)
     return (of.num_vectors * (of.second - outer) + square * identity) / (of.num_vectors + 1)

@@ -1,8 +1,8 @@
 """Causal linear attention in chunks, forward and backward, as registered operators.
 
-The forward pass carries a state of keys from chunk to chunk. The backward pass walks twice, making
-features anew: forwards with the state of keys for the queries' derivatives, backwards with a state of
-queries for the keys' and values'. Memory beyond inputs, outputs and gradients is
+The forward pass carries a state of keys from chunk to chunk. The backward pass scans twice and recomputes
+features: forwards with the state of keys for the query gradients, backwards with a state of queries for
+the key and value gradients. Memory excluding inputs, outputs and gradients is
 O(chunk · (chunk + features) + features · value_dim) per head.
 """
 
@@ -40,19 +40,19 @@ from efficient_attn.ops.linear.state import (
 )
 from efficient_attn.ops.operators import check_one_device, transformable
 
-# Tokens that read one another directly.
+# Tokens per chunk, within which scores are computed directly.
 CHUNK = 64
 
 
 def causal_linear_attention(inputs: LinearInputs) -> Outputs:
-    """Linear attention of each token to those up to itself; the queries are the last positions."""
+    """Linear attention of each token to the tokens up to itself; the queries are the last positions."""
     return Outputs(*_attend(*inputs)[:3])
 
 
 def extend_linear_attention(inputs: LinearInputs, state: LinearState | None) -> tuple[Tensor, LinearState]:
-    """Outputs of new tokens that follow those of a state, and the state after them.
+    """Outputs of new tokens after the tokens of a state, and the state after them.
 
-    Made of differentiable operations, so that gradients also reach the state.
+    Gradients also reach the state, since all operations are differentiable.
     """
     rows, state = [], _past(inputs, 0) if state is None else state
     for part in _chunks(0, inputs.q.shape[-2]):
@@ -69,7 +69,7 @@ def _chunks(start: int, end: int) -> list[slice]:
 
 
 def _features(inputs: LinearInputs, part: slice, before: int) -> tuple[Features, Features]:
-    """Features of some queries and of the keys at the same positions."""
+    """Features of a chunk of queries and of the keys at the same positions."""
     keys = slice(part.start + before, part.stop + before)
     return (
         inputs.query_features(inputs.query_rows(part)),
@@ -161,7 +161,7 @@ def _causal_backward(
 
 
 def _query_gradients(inputs: LinearInputs, grad_out: Tensor, outputs: Outputs, pieces: list[slice]) -> Tensor:
-    """Derivatives by the queries, with the forward pass's state walking along."""
+    """Gradients with respect to the queries, with the state of the forward pass."""
     grad_q = torch.empty_like(inputs.q, memory_format=torch.contiguous_format)
     before, kv_heads = inputs.k.shape[-2] - inputs.q.shape[-2], inputs.k.shape[1]
     state = _past(inputs, before)
@@ -184,7 +184,7 @@ def _query_gradients(inputs: LinearInputs, grad_out: Tensor, outputs: Outputs, p
 def _key_gradients(
     inputs: LinearInputs, grad_out: Tensor, outputs: Outputs, pieces: list[slice]
 ) -> tuple[Tensor, Tensor]:
-    """Derivatives by keys and values: the state is one of queries, and time runs backwards."""
+    """Gradients with respect to keys and values, backwards in time with a state of queries."""
     grad_k, grad_v = (
         torch.empty_like(x, memory_format=torch.contiguous_format) for x in (inputs.k, inputs.v)
     )
@@ -222,7 +222,7 @@ def _put_key_gradients(
     queries: tuple[Tensor, Tensor] | None,
     into: tuple[Tensor, Tensor],
 ) -> None:
-    """Derivatives by some keys and values, from later queries' sums and from queries of the same piece."""
+    """Write the gradients of some keys and values, from later queries' sums and the queries of their chunk."""
     grad_k, grad_v = into
     rows = inputs.key_rows(part)
     features = inputs.key_features(rows, part)

@@ -1,4 +1,4 @@
-"""The row sums of signed features, which may be zero or negative."""
+"""Row sums of signed features, which may be zero or negative."""
 
 import torch
 from torch import Tensor
@@ -12,9 +12,9 @@ from efficient_attn.ops.linear.state import finite
 def denominators(inputs: LinearInputs, *, causal: bool) -> Tensor:
     """Σ_j φ(q)·φ(k_j) over the largest visible exp(log_scale_j), [batch heads q_tokens].
 
-    The query's own scale is common to its row and left out. Rows that see no key give 0.
+    The query's own scale, common to its row, is omitted. Fully-masked rows give 0.
     """
-    # Values of width zero: the sum of the features alone is wanted.
+    # Values of width zero, since only the sum of the features is needed.
     bare = inputs._replace(v=inputs.k[..., :0])
     outputs = causal_linear_attention(bare) if causal else full_linear_attention(bare)
     logarithm = outputs.log_normaliser - finite(_largest_scale(inputs, causal=causal))
@@ -23,7 +23,7 @@ def denominators(inputs: LinearInputs, *, causal: bool) -> Tensor:
 
 
 def _largest_scale(inputs: LinearInputs, *, causal: bool) -> Tensor:
-    """The largest log_scale among the keys that a query sees, [batch heads q_tokens|1 1]."""
+    """Largest log_scale among the visible keys of a query, [batch heads q_tokens|1 1]."""
     scales = torch.cat(
         [inputs.key_features(inputs.key_rows(part), part).log_scale for part in chunks(inputs.k.shape[-2])],
         dim=-2,

@@ -1,4 +1,4 @@
-"""Draws of the random directions w, one per row, each distributed as N(0, I) by itself."""
+"""Random directions w, one per row, each with the marginal distribution N(0, I)."""
 
 from collections.abc import Callable
 
@@ -14,8 +14,8 @@ def iid_directions(num_directions: int, head_dim: int, generator: Generator) -> 
 def orthogonal_directions(num_directions: int, head_dim: int, generator: Generator) -> Tensor:
     """Rows orthogonal within blocks of head_dim, with the lengths of Gaussian vectors.
 
-    Choromanski et al. 2021, section 2.4: each block is a uniformly distributed rotation, each row
-    scaled by an independent chi variable, so that every row alone is N(0, I). Blocks are independent.
+    Choromanski et al. 2021, section 2.4: each block is a uniformly distributed rotation whose rows are
+    scaled by independent chi variables, so that every row alone is N(0, I). Blocks are independent.
     """
     blocks = -(-num_directions // head_dim)
     rotations = haar_rotations(blocks, head_dim, generator).flatten(0, 1)[:num_directions]
@@ -26,8 +26,8 @@ def orthogonal_directions(num_directions: int, head_dim: int, generator: Generat
 def simplex_directions(num_directions: int, head_dim: int, generator: Generator) -> Tensor:
     """Rows at angles of cosine −1/(head_dim − 1) within blocks of head_dim, with Gaussian lengths.
 
-    Reid et al. 2023, "Simplex Random Features": each block is a rotated simplex, as far apart as
-    head_dim directions can be, whose rows are scaled as those of `orthogonal_directions`.
+    Reid et al. 2023, "Simplex Random Features": each block is a rotated regular simplex, whose rows are
+    scaled as in `orthogonal_directions`.
     """
     if head_dim == 1:
         return iid_directions(num_directions, head_dim, generator)
@@ -42,7 +42,7 @@ def haar_rotations(blocks: int, dim: int, generator: Generator) -> Tensor:
     """Uniformly distributed orthogonal matrices, float64 [blocks dim dim].
 
     The Q of a QR decomposition is uniform only once the signs of R's diagonal are moved into it
-    (Mezzadri 2007, section 5): the bare Q has a preferred sign, and positive features inherit a bias.
+    (Mezzadri 2007, section 5): without them Q is not isotropic, and positive features are biased.
     """
     gaussian = torch.randn(blocks, dim, dim, generator=generator, dtype=torch.float64, device="cpu")
     rotation, triangle = torch.linalg.qr(gaussian)
@@ -58,5 +58,5 @@ DRAWS: dict[str, Callable[[int, int, Generator], Tensor]] = {
 
 
 def draw_directions(kind: str, num_directions: int, head_dim: int, *, seed: int) -> Tensor:
-    """The directions of a named draw: the same seed gives the same float64 rows on every device."""
+    """Directions of a named distribution; a seed gives the same float64 rows on every device."""
     return DRAWS[kind](num_directions, head_dim, Generator().manual_seed(seed))

@@ -1,8 +1,8 @@
-"""Feature maps: those whose inner products estimate exp(x·y), and those of other kernels.
+"""Feature maps whose inner products estimate exp(x·y), and feature maps of other kernels.
 
-A feature map meets linear attention in one value: features with their logarithmic scale kept
-apart, feature = values · exp(log_scale). Each map comes with its pullback, so that a backward pass
-can make the features of a few tokens anew instead of keeping those of all.
+The interface to linear attention is one value: features with a separate logarithmic scale,
+feature = values · exp(log_scale). Each map has a pullback, so that a backward pass can recompute
+the features of a chunk instead of storing the features of all tokens.
 """
 
 import math
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from efficient_attn.shapes import Directions, Vectors
 
-# What Performer-ReLU adds to every feature, so that no sum of them vanishes.
+# Offset of every feature of Performer-ReLU, so that no sum of them vanishes.
 RELU_OFFSET = 1e-3
 
 
@@ -22,8 +22,8 @@ class Features(NamedTuple):
     """Features of queries or keys, values · exp(log_scale).
 
     Attributes:
-        log_scale: [… tokens features]; [… tokens 1] where there are values.
-        values: [… tokens features] of a map that has them; None stands for ones.
+        log_scale: [… tokens features]; [… tokens 1] for a map with values.
+        values: [… tokens features]; None: all ones.
     """
 
     log_scale: Tensor
@@ -31,20 +31,20 @@ class Features(NamedTuple):
 
 
 class FeatureMap(NamedTuple):
-    """A map and how derivatives go back through it.
+    """Feature map and its pullback.
 
     Attributes:
-        features: Takes (x, directions), returns the features of x.
-        pullback: Takes (x, features, derivatives by log_scale and values, directions), returns
-            the derivative by x.
-        has_values: Whether features are values that share a scale, as those of either sign have to be;
-            else each is the exponential of a scale of its own.
-        signed: Whether features may be negative, so that a sum of them may be zero or below.
-        per_direction: How many features each direction gives; 0 for a map without directions.
-        exponents: Where a feature is exp(w·x − |x|²/2 + constant), takes the directions, returns the
-            w of every feature; None for other maps.
-        waves: Whether the features are the cosines, then the sines, of w·x, times exp(|x|²/2 + constant).
-        fixed: How many features a map without directions makes of head_dim entries.
+        features: Function of (x, directions) that returns the features of x.
+        pullback: Function of (x, features, gradients with respect to log_scale and values, directions)
+            that returns the gradient with respect to x.
+        has_values: Whether the features of a token are values with one common scale, as signed features
+            have to be; otherwise each feature is the exponential of its own scale.
+        signed: Whether features, and hence their sums, may be negative.
+        per_direction: Number of features per direction; 0 for a map without directions.
+        exponents: Function of the directions that returns the w of every feature, for features of the form
+            exp(w·x − |x|²/2 + constant); None for other maps.
+        trigonometric: Whether the features are the cosines, then the sines, of w·x, times exp(|x|²/2 + constant).
+        fixed: Number of features of a map without directions, as a function of head_dim.
     """
 
     features: Callable[[Tensor, Any], Features]
@@ -57,7 +57,7 @@ class FeatureMap(NamedTuple):
     fixed: Callable[[int], int] | None = None
 
     def num_features(self, directions: int, head_dim: int) -> int:
-        """How many features there are."""
+        """Number of features."""
         return self.fixed(head_dim) if self.fixed else self.per_direction * directions
 
 
@@ -162,15 +162,15 @@ def _taylor_2_pullback(x: Tensor, features: Features, grad: Features, directions
 
 
 def _pairs(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The entries i ≤ j of every pair, and the factor of its product."""
+    """Indices i ≤ j of every pair of entries, and the factor of its product."""
     row, column = torch.triu_indices(x.shape[-1], x.shape[-1], device=x.device)
     return row, column, 1 - (row == column).to(x) * (1 - math.sqrt(0.5))
 
 
 def _finite_scale(x: Tensor, *, power: int) -> Tensor:
-    """Logarithm of the largest entry's power, at least 0: what keeps products in range, [… tokens 1].
+    """Logarithm of the largest entry's power, at least 0, which keeps products in range, [… tokens 1].
 
-    It multiplies again what it divides, so no derivative goes through it.
+    The scale is divided out and multiplied back, so that no gradient flows through it.
     """
     return power * x.detach().abs().amax(dim=-1, keepdim=True).clamp_min(1.0).log()
 

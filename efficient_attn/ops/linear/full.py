@@ -1,7 +1,7 @@
 """Linear attention of every query to every key, forward and backward, as registered operators.
 
-Memory beyond inputs, outputs and gradients is O(chunk · features + features · value_dim) per head in
-both directions: the backward pass makes the features of a chunk anew instead of keeping them all.
+Memory excluding inputs, outputs and gradients is O(chunk · features + features · value_dim) per head in
+both passes: the backward pass recomputes the features of a chunk instead of storing all features.
 """
 
 from typing import Any
@@ -36,7 +36,7 @@ from efficient_attn.ops.linear.state import (
 )
 from efficient_attn.ops.operators import check_one_device, transformable
 
-# Tokens whose features are made at once, few enough to stay in cache.
+# Tokens per chunk, whose features stay in cache.
 _CHUNK = 128
 
 
@@ -88,7 +88,7 @@ def _full(
 
 
 def _read(inputs: LinearInputs, part: slice, state: LinearState) -> Outputs:
-    """The rows of some queries."""
+    """Output rows of a chunk of queries."""
     features = inputs.query_features(inputs.query_rows(part))
     weights, reference = query_weights(features, state.log_scale)
     sums, seen = weights @ state.sums, sees(state)

@@ -1,4 +1,4 @@
-"""The tokens of a linear attention, handed out a chunk at a time as features."""
+"""Inputs of linear attention, from which features are computed chunk by chunk."""
 
 import math
 from typing import NamedTuple
@@ -12,21 +12,21 @@ from efficient_attn.ops.linear.features import MAPS, FeatureMap, Features
 
 
 class LinearInputs(NamedTuple):
-    """Queries, keys and values, and the feature map that they go through.
+    """Queries, keys and values, and their feature map.
 
-    Nothing of the size tokens · features ever exists: features are made for one chunk, in float32 or
-    better, and made again by the backward pass.
+    No tensor of tokens · features numbers ever exists: features are computed for one chunk, in float32 or
+    better, and recomputed by the backward pass.
 
     Attributes:
         q: [batch heads q_tokens head_dim].
         k: [batch kv_heads k_tokens head_dim].
         v: [batch kv_heads k_tokens value_dim].
-        key_mask: bool [batch k_tokens], True for a real token; None: all are.
-        directions: Rows of the random projection, [directions head_dim], or of one for each head
-            of keys, [kv_heads directions head_dim]; None for a map without.
-        log_weights: Logarithm of a weight of each feature, [kv_heads 1 features]; None: all weigh 1.
+        key_mask: bool [batch k_tokens], True for a real token; None: all real.
+        directions: Rows of the random projection, [directions head_dim], or of one projection per key head,
+            [kv_heads directions head_dim]; None for a map without directions.
+        log_weights: Logarithmic weight of each feature, [kv_heads 1 features]; None: all weights are 1.
         kind: Name of the feature map in `features.MAPS`.
-        scale: Factor on q·k, shared between both sides as its root.
+        scale: Factor on q·k; queries and keys each take its square root.
     """
 
     q: Tensor
@@ -44,66 +44,66 @@ class LinearInputs(NamedTuple):
 
     @property
     def group(self) -> int:
-        """Heads of queries to one head of keys."""
+        """Number of query heads per key head."""
         return self.q.shape[1] // self.k.shape[1]
 
     def query_rows(self, part: slice) -> Tensor:
-        """Scaled queries of some tokens, [batch kv_heads group·part head_dim]."""
+        """Scaled queries of a chunk, [batch kv_heads group·part head_dim]."""
         sign = math.copysign(1.0, self.scale)
         return fold(upcast(self.q[..., part, :]), self.k.shape[1]) * (sign * math.sqrt(abs(self.scale)))
 
     def exponents(self) -> Tensor:
-        """Of an exponential map the w of each feature, [features head_dim] or one for each head of keys."""
+        """The w of each feature of an exponential map, [features head_dim], or one such matrix per key head."""
         assert self.map.exponents is not None and self.directions is not None
         return self.map.exponents(upcast(self.directions).to(upcast_dtype(self.q.dtype)))
 
     def keys(self, part: slice) -> Tensor:
-        """Keys of some tokens, zeros where they are masked, [batch kv_heads part head_dim]."""
+        """Keys of a chunk, zero where masked, [batch kv_heads part head_dim]."""
         return upcast(zero_masked(self.k[..., part, :], self._mask(part)))
 
     def key_rows(self, part: slice) -> Tensor:
-        """Scaled keys of some tokens, zeros where they are masked, [batch kv_heads part head_dim]."""
+        """Scaled keys of a chunk, zero where masked, [batch kv_heads part head_dim]."""
         return self.keys(part) * math.sqrt(abs(self.scale))
 
     def values(self, part: slice) -> Tensor:
-        """Values of some tokens, zeros where they are masked, [batch kv_heads part value_dim]."""
+        """Values of a chunk, zero where masked, [batch kv_heads part value_dim]."""
         return upcast(zero_masked(self.v[..., part, :], self._mask(part)))
 
     def flatten_heads(self, x: Tensor, part: slice) -> Tensor:
-        """What belongs to some queries, [batch heads tokens dim] as [batch·kv_heads group·part dim]."""
+        """Query-side rows of a chunk, [batch heads tokens dim] as [batch·kv_heads group·part dim]."""
         return fold(upcast(x[..., part, :]), self.k.shape[1]).flatten(0, 1)
 
     def unflatten_heads(self, x: Tensor) -> Tensor:
-        """The inverse of `lists`, [batch·kv_heads group·part dim] as [batch heads part dim]."""
+        """Inverse of `flatten_heads`, [batch·kv_heads group·part dim] as [batch heads part dim]."""
         return unfold(x.unflatten(0, self.k.shape[:2]), self.q.shape[1])
 
     def grouped(self, x: Tensor) -> Tensor:
-        """What belongs to all queries, viewed as [batch kv_heads group tokens dim]."""
+        """View of query-side rows as [batch kv_heads group tokens dim]."""
         return x.unflatten(1, (self.k.shape[1], self.group))
 
     def flat_keys(self, part: slice) -> Tensor:
-        """Keys of some tokens, zeros where they are masked, [batch·kv_heads part head_dim]."""
+        """Keys of a chunk, zero where masked, [batch·kv_heads part head_dim]."""
         return self.keys(part).flatten(0, 1)
 
     def flat_values(self, part: slice) -> Tensor:
-        """Values of some tokens, zeros where they are masked, [batch·kv_heads part value_dim]."""
+        """Values of a chunk, zero where masked, [batch·kv_heads part value_dim]."""
         return self.values(part).flatten(0, 1)
 
     def expand_to_heads(self, x: Tensor) -> Tensor:
-        """What belongs to all heads, [rows dim], or to each head of keys, as [batch·kv_heads rows dim]."""
+        """Rows of all heads, [rows dim], or of each key head, as [batch·kv_heads rows dim]."""
         batch, kv_heads = self.k.shape[:2]
         if x.ndim == 2:
             return x.expand(batch * kv_heads, -1, -1)
         return x.expand(batch, kv_heads, -1, -1).flatten(0, 1)
 
     def real(self, part: slice) -> Tensor | None:
-        """Which keys are tokens, bool [batch·kv_heads part 1]; None: all are."""
+        """True for a real key, bool [batch·kv_heads part 1]; None: all real."""
         if self.key_mask is None:
             return None
         return self.key_mask[:, None, part, None].expand(-1, self.k.shape[1], -1, -1).flatten(0, 1)
 
     def query_features(self, rows: Tensor) -> Features:
-        """Features of query rows; what all features of a row have in common cancels, and is left out."""
+        """Features of query rows, without the scale common to a row, which cancels."""
         if self.map.exponents is not None:
             return Features(rows @ self.exponents().mT, None)
         features = self.map.features(rows, self._directions(rows))
@@ -112,7 +112,7 @@ class LinearInputs(NamedTuple):
         return features
 
     def key_features(self, rows: Tensor, part: slice) -> Features:
-        """Features of key rows, of scale −inf where the token is masked."""
+        """Features of key rows, with scale −inf for masked tokens."""
         features, mask = self.map.features(rows, self._directions(rows)), self._mask(part)
         if self.log_weights is not None:
             features = features._replace(log_scale=features.log_scale + self.log_weights.to(rows.dtype))
@@ -122,7 +122,7 @@ class LinearInputs(NamedTuple):
         return features._replace(log_scale=features.log_scale.masked_fill(hidden, -torch.inf))
 
     def query_gradient(self, rows: Tensor, features: Features, grad: Features) -> Tensor:
-        """Derivative by some tokens of q, from the derivative by their features."""
+        """Gradient with respect to the queries of a chunk, from the gradient of their features."""
         if self.map.exponents is not None:
             grad_out = grad.log_scale @ self.exponents()
         else:
@@ -133,7 +133,7 @@ class LinearInputs(NamedTuple):
         return unfold(grad_out, self.q.shape[1]) * (sign * math.sqrt(abs(self.scale)))
 
     def key_gradient(self, rows: Tensor, features: Features, grad: Features) -> Tensor:
-        """Derivative by some tokens of k, from the derivative by their features."""
+        """Gradient with respect to the keys of a chunk, from the gradient of their features."""
         grad_out = self.map.pullback(rows, features, grad, self._directions(rows))
         return grad_out * math.sqrt(abs(self.scale))
 

@@ -1,9 +1,9 @@
-"""Linear attention as an algebra: a running sum that merges, for every feature map.
+"""State algebra of linear attention: a running sum that merges, for every feature map.
 
-Σ_j φ(q)·φ(k_j) v_j / Σ_j φ(q)·φ(k_j) needs of the keys only Σ_j φ(k_j) [v_j, 1], the state. Three
-verbs make everything else: `summarise` keys into a state, `merge` states, `read` a state by queries.
-Features may be as large as exp(1000), so a state is kept relative to the largest key it has seen,
-feature by feature, and a query takes that back before its own largest weight is set to one.
+Σ_j φ(q)·φ(k_j) v_j / Σ_j φ(q)·φ(k_j) depends on the keys only through the state Σ_j φ(k_j) [v_j, 1].
+Three operations suffice: `summarise` keys into a state, `merge` states, `read` a state by queries.
+Features may be as large as exp(1000), so a state is stored relative to its largest key, feature by
+feature, and a query adds that scale back before its own largest weight becomes one.
 """
 
 from typing import NamedTuple
@@ -14,20 +14,20 @@ from torch import Tensor
 
 from efficient_attn.ops.linear.features import Features
 
-# Smaller exponents count as minus infinity: products of two such weights would be denormal numbers,
-# which are six to ten times slower and too small to matter.
+# Smaller exponents become −inf: products of two such weights would be denormal numbers, which are six to
+# ten times slower and negligible.
 LOWEST = {torch.float32: -42.0, torch.float64: -350.0}
-# A row of a causal chunk whose weights all lie this far below the chunk's largest key is computed anew
-# in a smaller chunk, with a reference that is nearer to what it sees.
+# A row of a causal chunk whose weights all lie this far below the chunk's largest key is recomputed in a
+# smaller chunk, with a reference closer to its visible keys.
 TINY = {torch.float32: 1e-8, torch.float64: 1e-100}
 
 
 class LinearState(NamedTuple):
-    """What is known of the keys seen so far; states merge in any grouping.
+    """Sums over the past keys; states merge in any grouping.
 
     Attributes:
         sums: Σ_j φ(k_j) [v_j, 1] · exp(−log_scale), [batch kv_heads features value_dim+1].
-        log_scale: The largest logarithmic scale seen, [batch kv_heads 1 features|1]; −inf: no key.
+        log_scale: Largest logarithmic scale of the keys, [batch kv_heads 1 features|1]; −inf: no key.
     """
 
     sums: Tensor
@@ -35,14 +35,14 @@ class LinearState(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """A causal chunk's rows, what their weights were divided by, and the state after it.
+    """Output rows of a causal chunk, their normalisers, and the state after the chunk.
 
     Attributes:
         out: [batch kv_heads rows value_dim].
         log_normaliser: Logarithm of |Σ_j φ(q)·φ(k_j)|, [batch kv_heads rows 1]; +inf: no key.
         negative: Whether that sum is negative, bool, the same shape.
-        state: The state after the chunk.
-        lengths: Tokens of the pieces that the chunk was computed in.
+        state: State after the chunk.
+        lengths: Numbers of tokens of the parts in which the chunk was computed.
     """
 
     out: Tensor
@@ -53,7 +53,7 @@ class Chunk(NamedTuple):
 
 
 def empty_state(keys: Features, value_dim: int) -> LinearState:
-    """The state that has seen no key."""
+    """The state of no keys."""
     features = keys.log_scale if keys.values is None else keys.values
     heads = keys.log_scale.shape[:-2]
     sums = keys.log_scale.new_zeros(*heads, features.shape[-1], value_dim + 1)
@@ -61,12 +61,12 @@ def empty_state(keys: Features, value_dim: int) -> LinearState:
 
 
 def summarise(keys: Features, v: Tensor) -> LinearState:
-    """The state of a few keys and their values [batch kv_heads tokens value_dim]."""
+    """The state of keys and their values [batch kv_heads tokens value_dim]."""
     reference = keys.log_scale.detach().amax(dim=-2, keepdim=True)
     scale = exponential(keys.log_scale - finite(reference))
     if keys.values is None:
         return LinearState(scale.mT @ with_ones(v), reference)
-    # A token's one scale goes to its value, which is shorter than its features.
+    # The common scale of a token multiplies its value, which is shorter than its features.
     return LinearState(keys.values.mT @ (with_ones(v) * scale), reference)
 
 
@@ -84,10 +84,10 @@ def read(state: LinearState, queries: Features) -> Tensor:
 
 
 def query_weights(queries: Features, reference: Tensor) -> tuple[Tensor, Tensor]:
-    """What a row gives to each feature of a state at `reference`, and that weight's logarithmic scale.
+    """Weight of each feature of a state at `reference` in a query row, and its logarithmic scale.
 
     The largest weight of a positive row is 1, so that its denominator is at least 1 wherever
-    every feature's largest key is visible. The scale of a signed row cancels and is left out.
+    every feature's largest key is visible. The scale of a signed row cancels and is omitted.
     """
     if queries.values is not None:
         return queries.values, reference
@@ -99,9 +99,9 @@ def query_weights(queries: Features, reference: Tensor) -> tuple[Tensor, Tensor]
 def causal_chunk(past: LinearState, queries: Features, keys: Features, v: Tensor) -> Chunk:
     """Attention of each token to the past and to the chunk's tokens up to itself.
 
-    One reference serves all rows of the chunk. It cancels in exact arithmetic even though it may come
-    from a later key, and it is safe for a row as long as that row's weights are not tiny in it: if
-    they are, the chunk's halves are done one after the other, down to single tokens.
+    All rows of the chunk share one reference. It cancels in exact arithmetic even if it comes from a later
+    key, and it is safe for a row whose weights are not tiny relative to it; otherwise the halves of the
+    chunk are computed one after the other, down to single tokens.
     """
     here = merge(past, summarise(keys, v))
     weights, scale = query_weights(queries, here.log_scale)
@@ -116,7 +116,7 @@ def causal_chunk(past: LinearState, queries: Features, keys: Features, v: Tensor
 
 
 def _scores(weights: Tensor, keys: Features, reference: Tensor) -> Tensor:
-    """Weight of each key in each row, [… rows tokens]."""
+    """Weights of the keys in each row, [… rows tokens]."""
     scale = exponential(keys.log_scale - finite(reference))
     return weights @ scale.mT if keys.values is None else (weights @ keys.values.mT) * scale.mT
 
@@ -137,20 +137,20 @@ def _in_halves(past: LinearState, queries: Features, keys: Features, v: Tensor) 
 
 
 def triangle(scores: Tensor) -> Tensor:
-    """Scores [… group·tokens tokens] with those of later keys set to zero."""
+    """Scores [… group·tokens tokens] with the scores of later keys set to zero."""
     tokens = scores.shape[-1]
     return scores.unflatten(-2, (scores.shape[-2] // tokens, tokens)).tril().flatten(-3, -2)
 
 
 def triangle_(scores: Tensor, *, before: int = 0) -> Tensor:
-    """`triangle` in place; the first columns, `before` in number, are kept whole."""
+    """`triangle` in place, except in the first `before` columns."""
     tokens = scores.shape[-1] - before
     scores.unflatten(-2, (scores.shape[-2] // tokens, tokens)).tril_(before)
     return scores
 
 
 def cut(features: Features, part: slice, group: int) -> Features:
-    """The features of some tokens, out of rows that hold each token once for every head of a group."""
+    """Features of some tokens, from rows that hold each token once per head of a group."""
     values = None if features.values is None else cut_rows(features.values, part, group)
     return Features(cut_rows(features.log_scale, part, group), values)
 
@@ -167,14 +167,14 @@ def join_rows(one: Tensor, other: Tensor, group: int) -> Tensor:
 
 
 def _visible(past: LinearState, keys: Features, *, rows: int) -> Tensor:
-    """Whether a row sees any key at all, bool [… rows 1]."""
+    """Whether a row has any visible key, bool [… rows 1]."""
     real = (keys.log_scale > -torch.inf).any(dim=-1, keepdim=True)
     seen = (real.cumsum(dim=-2) > 0) | sees(past)
     return seen.repeat(*[1] * (seen.ndim - 2), rows // seen.shape[-2], 1)
 
 
 def _mass(sums: Tensor, keys: Features, here: LinearState, before: Tensor) -> Tensor:
-    """How much of what a row sees is left at the chunk's reference, [… rows|tokens 1]."""
+    """Sum of a row's weights relative to the chunk's reference, [… rows|tokens 1]."""
     if keys.values is None:
         return sums[..., -1:].detach()
     scale = (keys.log_scale.detach() - finite(here.log_scale)).exp().cumsum(dim=-2) + before
@@ -182,35 +182,35 @@ def _mass(sums: Tensor, keys: Features, here: LinearState, before: Tensor) -> Te
 
 
 def divide(sums: Tensor, seen: Tensor) -> Tensor:
-    """Numerators over the denominator in the last column; zeros for a row that sees no key."""
+    """Numerators over the denominator in the last column; zeros for a fully-masked row."""
     return torch.where(seen, sums[..., :-1] / torch.where(seen, sums[..., -1:], 1.0), 0.0)
 
 
 def log_sum(sums: Tensor, reference: Tensor, seen: Tensor) -> Tensor:
-    """Logarithm of the magnitude of the rows' denominators at a reference; +inf without a key."""
+    """Logarithm of the absolute row denominators at a reference; +inf for a fully-masked row."""
     return (reference + sums[..., -1:].detach().abs().log()).masked_fill(~seen, torch.inf)
 
 
 def sees(state: LinearState) -> Tensor:
-    """Whether the state has seen a key, bool [… 1 1]."""
+    """Whether the state has any key, bool [… 1 1]."""
     return (state.log_scale > -torch.inf).any(dim=-1, keepdim=True)
 
 
 def rescaling(state: LinearState, reference: Tensor) -> Tensor:
-    """The factor from a state's own scale to a larger one, [… 1 features|1]; 0 for an empty state."""
+    """Rescaling factor from a state's own scale to a larger one, [… 1 features|1]; 0 for an empty state."""
     return exponential(state.log_scale - finite(reference))
 
 
 def exponential(exponents: Tensor) -> Tensor:
-    """exp, exactly zero where the result would be too small to matter and slow to compute with."""
+    """exp, with results below `LOWEST` flushed to zero."""
     return F.threshold(exponents, LOWEST[exponents.dtype], -torch.inf).exp_()
 
 
 def finite(reference: Tensor) -> Tensor:
-    """A reference that can be subtracted: 0 in place of −inf, where there is nothing to scale."""
+    """The reference with 0 in place of −inf, so that it can be subtracted."""
     return reference.masked_fill(reference == -torch.inf, 0.0)
 
 
 def with_ones(v: Tensor) -> Tensor:
-    """Values with a last column of ones, whose sum is the denominator."""
+    """Values with an extra column of ones, whose sum is the denominator."""
     return F.pad(v, (0, 1), value=1.0)

@@ -1,4 +1,4 @@
-"""Exact softmax attention with anything added to the scores: a pattern, a bias of positions."""
+"""Exact softmax attention with a score bias: an attention pattern or a position bias."""
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +12,7 @@ from efficient_attn.shapes import KeyMask, Keys, Output, Queries, Values, Weight
 def biased_weights(
     q: Queries, k: Keys, *, scale: float, bias: Tensor | None, key_mask: KeyMask | None
 ) -> Weights:
-    """softmax(scale · q·k + bias) over the keys that neither the bias, by −inf, nor the mask hides.
+    """softmax(scale · q·k + bias) over the keys that neither the bias (−inf) nor the mask excludes.
 
     Args:
         bias: Broadcastable to [batch heads q_tokens k_tokens].
@@ -21,7 +21,7 @@ def biased_weights(
     visible = None if key_mask is None else key_mask[:, None, None, :]
     if bias is not None:
         seen = bias != -torch.inf
-        # A row that sees nothing passes through softmax too, and −inf alone would make NaN of it.
+        # Softmax of a fully-masked row of −inf would be NaN.
         scores = scores + bias.masked_fill(~seen, 0.0)
         visible = seen if visible is None else visible & seen
     return softmax_over(scores, visible)

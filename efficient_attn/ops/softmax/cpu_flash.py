@@ -1,7 +1,7 @@
-"""The fused kernel of the CPU with its rows' log-sum-exps: what parts of a softmax are put together with.
+"""Fused CPU kernel with the rows' log-sum-exps, by which partial softmaxes are merged.
 
-torch offers both, and the matching backward pass, only under private names, which are used in this file
-alone; where a torch lacks them, and on other devices, `available` is false and callers go another way.
+PyTorch exposes the kernel, its log-sum-exps and its backward pass only under private names, which this file
+alone uses. `available` is False on other devices and for a PyTorch without them; callers then use operators.
 """
 
 from typing import Any
@@ -17,23 +17,23 @@ _BACKWARD: Any = getattr(torch.ops.aten, f"{_NAME}_backward", None)
 
 
 def available(*tensors: Tensor) -> bool:
-    """Whether the kernel takes these: on the CPU, nothing empty, which it divides by."""
+    """Whether the kernel supports these tensors: on the CPU and not empty, since it divides by sizes."""
     return _FORWARD is not None and all(x.device.type == "cpu" and x.numel() > 0 for x in tensors)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
-    """softmax(scale · q kᵀ + bias) v, and the logarithm of what each row was divided by.
+    """softmax(scale · q kᵀ + bias) v, and the log-sum-exp of each row.
 
     Args:
         q: [batch heads rows dim]; k and v: [batch heads keys dim], equally wide.
-        bias: Broadcast to [batch heads rows keys], in the dtype of q or float32; −inf hides a key.
-        scale: Above 0.
+        bias: Broadcast to [batch heads rows keys], in the dtype of q or float32; −inf masks a key.
+        scale: Positive factor on the scores.
 
     Returns:
-        [batch heads rows dim] and [batch heads rows]; both are 0 for a row without a visible key.
+        [batch heads rows dim] and [batch heads rows]; both are 0 for a fully-masked row.
     """
     if bias is not None:
-        # A mask in another dtype than the scores' is read as if it were in theirs.
+        # The kernel reinterprets a bias of another dtype as the dtype of the scores.
         bias = bias.to(upcast_dtype(q.dtype)).expand(*q.shape[:-1], k.shape[-2])
     return _FORWARD(_rows(q), _rows(k), _rows(v), 0.0, False, attn_mask=bias, scale=scale)
 
@@ -48,7 +48,7 @@ def gradients(
     bias: Tensor | None,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Derivatives by q, k and v of what `attend` gives; that by the log-sum-exps is taken to be zero."""
+    """Gradients of `attend` with respect to q, k and v; the log-sum-exps have no gradient."""
     if bias is not None:
         bias = bias.to(upcast_dtype(q.dtype)).expand(*q.shape[:-1], k.shape[-2])
     rows = [_rows(x) for x in (grad_out, q, k, v, out)]
@@ -56,5 +56,5 @@ def gradients(
 
 
 def _rows(x: Tensor) -> Tensor:
-    """The kernel reads rows in one piece."""
+    """Rows that are contiguous in memory, as the kernel requires."""
     return x if x.stride(-1) == 1 else x.contiguous()

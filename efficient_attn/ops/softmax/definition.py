@@ -1,4 +1,4 @@
-"""Exact softmax attention by its definition, with the scores built whole."""
+"""Exact softmax attention by its definition, with materialised scores."""
 
 import torch
 from torch import Tensor
@@ -9,12 +9,12 @@ from efficient_attn.shapes import KeyMask, Keys, Output, Queries, Values, Weight
 
 
 def causal_mask(q_tokens: int, k_tokens: int, device: torch.device) -> Tensor:
-    """True where a query may look, bool [q_tokens k_tokens]; the queries are the last positions."""
+    """True where a query may attend, bool [q_tokens k_tokens]; the queries are the last positions."""
     return torch.ones(q_tokens, k_tokens, dtype=torch.bool, device=device).tril(k_tokens - q_tokens)
 
 
 def visible_keys(q: Queries, k: Keys, *, causal: bool, key_mask: KeyMask | None) -> Tensor | None:
-    """Which keys each query may read, broadcastable to [batch heads q_tokens k_tokens]; None: all."""
+    """Mask of each query's visible keys, broadcastable to [batch heads q_tokens k_tokens]; None: all."""
     visible = None if key_mask is None else key_mask[:, None, None, :]
     if causal:
         triangle = causal_mask(q.shape[-2], k.shape[-2], q.device)
@@ -23,11 +23,11 @@ def visible_keys(q: Queries, k: Keys, *, causal: bool, key_mask: KeyMask | None)
 
 
 def softmax_over(scores: Tensor, visible: Tensor | None) -> Tensor:
-    """Softmax over the last axis among visible entries; zeros in a row that sees none."""
+    """Softmax over the visible entries of the last axis; zeros in a fully-masked row."""
     if visible is None:
         return scores.softmax(dim=-1)
     fully_masked = ~visible.any(dim=-1, keepdim=True)
-    # A blind row gets a softmax of everything first, so that no NaN exists even for a moment.
+    # A fully-masked row first gets a softmax over all entries, so that no NaN ever exists.
     scores = scores.masked_fill(~(visible | fully_masked), -torch.inf)
     return scores.softmax(dim=-1).masked_fill(fully_masked, 0.0)
 
@@ -42,7 +42,7 @@ def softmax_weights(
 
 
 def apply_weights(weights: Weights, v: Values, *, key_mask: KeyMask | None) -> Output:
-    """Σ_j weights_ij v_j for every head, the values of a key head serving its group of heads."""
+    """Σ_j weights_ij v_j for every head, with the values of a key head shared by its group of query heads."""
     return unfold(fold(weights, v.shape[1]) @ upcast(zero_masked(v, key_mask)), weights.shape[1])
 
 

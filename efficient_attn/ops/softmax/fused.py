@@ -1,4 +1,4 @@
-"""Exact softmax attention through torch's fused kernel, which never builds the scores."""
+"""Exact softmax attention through PyTorch's fused kernel, which never materialises the scores."""
 
 import torch
 import torch.nn.functional as F
@@ -8,8 +8,7 @@ from efficient_attn.ops.dtypes import zero_masked
 from efficient_attn.ops.softmax.definition import causal_mask
 from efficient_attn.shapes import KeyMask, Keys, Output, Queries, Values
 
-# Rows per call where the kernel needs a mask that differs from row to row: such a mask would
-# otherwise take tokens² bytes.
+# Rows per call with a mask per row: the mask of all rows would take tokens² bytes.
 _ROWS = 512
 
 
@@ -22,20 +21,21 @@ def fused_attention(
     causal: bool = False,
     key_mask: KeyMask | None,
     dropout: float,
-    hidden: bool = False,
+    zeroed: bool = False,
 ) -> Output:
-    """softmax(scale · q kᵀ) v in O(tokens) memory beyond inputs and output.
+    """softmax(scale · q kᵀ) v in O(tokens) memory, excluding inputs and output.
 
-    `dropout` is the probability with which a weight is dropped, 0 outside training; `hidden` tells that
-    keys and values hold zeros already where they are masked.
+    Args:
+        dropout: Dropout probability of the weights, 0 outside training.
+        zeroed: Whether keys and values are already zero where they are masked.
     """
     if scale <= 0:
-        # The kernel multiplies the −inf of its own causal mask by the scale: NaN, or +inf.
+        # The kernel multiplies the −inf of its causal mask by the scale, which would give NaN or +inf.
         q, scale = q * scale, 1.0
     value_dim, widest = v.shape[-1], max(q.shape[-1], v.shape[-1])
-    if not hidden:
+    if not zeroed:
         k, v = zero_masked(k, key_mask), zero_masked(v, key_mask)
-    # The kernel in O(tokens) memory wants all three equally wide; zeros change no product.
+    # The O(tokens) kernel requires one width for all three; zero columns change no product.
     q, k, v = (x if x.shape[-1] == widest else F.pad(x, (0, widest - x.shape[-1])) for x in (q, k, v))
     rowwise = causal and q.shape[-2] > 1
     if rowwise and (key_mask is not None or q.shape[-2] != k.shape[-2]):
@@ -43,14 +43,14 @@ def fused_attention(
     else:
         mask = None if key_mask is None else _without_fully_masked(key_mask[:, None, None, :], key_mask)
         out = _kernel(q, k, v, scale=scale, causal=rowwise, visible=mask, dropout=dropout)
-    # A slice of everything would copy its gradient on the way back.
+    # A slice of the whole tensor would copy its gradient in the backward pass.
     return out if value_dim == widest else out[..., :value_dim]
 
 
 def _causal_in_blocks(
     q: Tensor, k: Tensor, v: Tensor, *, scale: float, key_mask: Tensor | None, dropout: float
 ) -> Tensor:
-    """A block of rows at a time, each with the keys up to its last row and a mask of its own."""
+    """Attention block by block of rows, over the keys up to the block's last row, with one mask each."""
     before = k.shape[-2] - q.shape[-2]
     blocks = []
     for start in range(0, q.shape[-2], _ROWS):
@@ -67,9 +67,9 @@ def _causal_in_blocks(
 
 
 def _without_fully_masked(visible: Tensor, key_mask: Tensor) -> Tensor:
-    """Let a row that sees no key see the masked ones: their values are hidden, zero, and so is the average.
+    """The mask, with masked keys visible to fully-masked rows, whose output is then a mean of zeros.
 
-    What a kernel makes of a row without any key differs from device to device.
+    Kernels of different devices return different outputs for a fully-masked row.
     """
     fully_masked = ~visible.any(dim=-1, keepdim=True)
     return visible | (fully_masked & ~key_mask[:, None, None, :])

@@ -1,4 +1,4 @@
-"""The state of attention that reads keys themselves: the keys and values seen so far."""
+"""KV cache, the streaming state of softmax attention."""
 
 from typing import NamedTuple
 
@@ -7,12 +7,12 @@ from torch import Tensor
 
 
 class KVCache(NamedTuple):
-    """Keys and values seen so far; states of consecutive tokens merge by joining.
+    """Keys and values of the past tokens; caches of consecutive tokens merge by concatenation.
 
     Attributes:
-        k: [batch kv_heads seen head_dim].
-        v: [batch kv_heads seen value_dim].
-        key_mask: bool [batch seen], True for a real token.
+        k: [batch kv_heads tokens head_dim].
+        v: [batch kv_heads tokens value_dim].
+        key_mask: bool [batch tokens], True for a real token.
     """
 
     k: Tensor
@@ -21,14 +21,14 @@ class KVCache(NamedTuple):
 
 
 def summarise_tokens(k: Tensor, v: Tensor, key_mask: Tensor | None) -> KVCache:
-    """The state of some tokens."""
+    """The cache of some tokens."""
     if key_mask is None:
         key_mask = torch.ones(k.shape[0], k.shape[2], dtype=torch.bool, device=k.device)
     return KVCache(k, v, key_mask)
 
 
 def merge_tokens(one: KVCache | None, other: KVCache) -> KVCache:
-    """The state after the tokens of both, in this order, in memory of its own."""
+    """The cache after the tokens of both, in this order, in new memory."""
     if one is None:
         return KVCache(*(_own(x) for x in other))
     return KVCache(
@@ -39,12 +39,12 @@ def merge_tokens(one: KVCache | None, other: KVCache) -> KVCache:
 
 
 def last_tokens(state: KVCache, tokens: int) -> KVCache:
-    """The state of the most recent tokens only, in memory of its own."""
+    """The cache of the most recent tokens, in new memory."""
     start = max(state.k.shape[-2] - tokens, 0)
     k, v = state.k[..., start:, :], state.v[..., start:, :]
     return KVCache(_own(k), _own(v), _own(state.key_mask[:, start:]))
 
 
 def _own(x: Tensor) -> Tensor:
-    """A copy that no caller can write to, and that keeps no larger buffer alive."""
+    """A copy, which no caller can write to and which keeps no larger buffer alive."""
     return x.clone(memory_format=torch.contiguous_format)

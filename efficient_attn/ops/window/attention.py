@@ -1,4 +1,4 @@
-"""Softmax attention over a neighbourhood, in blocks of queries: O(tokens · window)."""
+"""Softmax attention over a window of neighbouring keys, in blocks of queries: O(tokens · window)."""
 
 from typing import Any
 
@@ -14,23 +14,23 @@ from efficient_attn.ops.softmax.fused import fused_attention
 from efficient_attn.ops.window.operator import fused_window, fused_window_backward
 from efficient_attn.shapes import KeyMask, Keys, Output, Queries, Values
 
-# Queries that share one slice of keys. A block reads window + 63 keys for the window that a query needs.
+# Queries that share one slice of keys; a block reads window + 63 keys.
 _BLOCK = 64
-# Blocks worked on at once: keeps the scores of one step in cache.
+# Blocks per step, so that the scores of a step stay in cache.
 _GROUP = 8
 
 
 def window_attention(
     q: Queries, k: Keys, v: Values, *, scale: float, back: int, ahead: int, key_mask: KeyMask | None
 ) -> Output:
-    """softmax over keys i−back … i+ahead (Vaswani et al. 2017, section 4, restricted self-attention).
+    """softmax over the keys i−back … i+ahead (Vaswani et al. 2017, section 4, restricted self-attention).
 
-    The queries are the last positions of the keys; `ahead` reaches no further than the last key.
+    The queries are the last positions of the keys; `ahead` ends at the last key.
     """
     q_tokens, k_tokens = q.shape[-2], k.shape[-2]
     back, ahead = min(back, k_tokens), min(ahead, k_tokens)
     unfused = transformed(q, k, v) or not cpu_flash.available(q, k, v)
-    # The kernel of exact attention has no second derivatives, which the window promises.
+    # The fused kernel of exact attention has no second derivatives, which the window promises.
     trained = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     if not (unfused or trained) and back >= k_tokens - 1 and (ahead == 0 or ahead >= q_tokens - 1):
         return fused_attention(q, k, v, scale=scale, causal=ahead == 0, key_mask=key_mask, dropout=0.0)
@@ -39,7 +39,7 @@ def window_attention(
     if scale <= 0:
         q, scale = q * scale, 1.0
     value_dim, widest = v.shape[-1], max(q.shape[-1], v.shape[-1])
-    # The kernel wants all three equally wide; zeros change no product.
+    # The kernel requires one width for all three; zero columns change no product.
     q, k, v = (x if x.shape[-1] == widest else F.pad(x, (0, widest - x.shape[-1])) for x in (q, k, v))
     k, v = zero_masked(k, key_mask), zero_masked(v, key_mask)
     out, _ = fused_window(q, k, v, key_mask, back, ahead, scale)
@@ -56,7 +56,7 @@ def _backward(ctx: Any, grad_out: Tensor, _: Tensor) -> tuple:
     if not torch.is_grad_enabled():
         found = fused_window_backward(grad_out, *ctx.saved_tensors, ctx.back, ctx.ahead, ctx.scale)
         return *found, None, None, None, None
-    # Derivatives of the derivatives are wanted: plain operators have them.
+    # Second derivatives exist for the unfused operators only.
     *_, q, k, v, key_mask = ctx.saved_tensors
     out = _unfused(q, k, v, key_mask, ctx.back, ctx.ahead, ctx.scale)
     wanted = [x for x in (q, k, v) if x.requires_grad]
@@ -70,10 +70,10 @@ fused_window.register_autograd(_backward, setup_context=_keep)
 def _unfused(
     q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, back: int, ahead: int, scale: float
 ) -> Tensor:
-    """The same with plain operators: for other devices, transforms, and derivatives of any order."""
+    """Window attention by unfused operators, for other devices, transforms and derivatives of any order."""
     tokens, before = q.shape[-2], k.shape[-2] - q.shape[-2]
     blocks = -(-tokens // _BLOCK)
-    # The keys from the first query's neighbourhood to the last's; outside the sequence, padding.
+    # Keys from the first query's window to the last query's, padded outside the sequence.
     reach, left, right = back + ahead, back - before, blocks * _BLOCK - tokens + ahead
     keys, values = (
         F.pad(upcast(zero_masked(x, key_mask)), (0, 0, left, right)).unfold(-2, _BLOCK + reach, _BLOCK).mT

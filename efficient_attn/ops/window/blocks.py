@@ -1,7 +1,7 @@
-"""Blocks of a window by plain products, on a scratch that stays in cache.
+"""Window attention of whole blocks by batched products, on scratch memory that stays in cache.
 
-A block of queries reads a slice of the keys. The slices of consecutive blocks overlap; they are read as views
-of the keys, so that one product serves many blocks of a head and nothing is copied.
+A block of queries reads a slice of the keys. The slices of consecutive blocks overlap and are views of the
+keys, so that one product serves many blocks of a head without a copy.
 """
 
 import math
@@ -12,22 +12,22 @@ from torch import Tensor
 
 from efficient_attn.ops.dtypes import upcast
 
-# Queries that share one slice of keys: it has window + 31 keys, where a query needs window.
+# Queries that share one slice of window + 31 keys.
 BLOCK = 32
-# Weights are powers of two, which torch computes three times as fast as powers of e.
+# PyTorch computes powers of two three times as fast as powers of e.
 LOG2_E = 1 / math.log(2)
-# Scores worked on at once: with fewer the calls would show, with more memory.
+# Scores per step: fewer would add call overhead, more would add memory.
 _SCORES = 3 * 2**18
 
 
 class Band(NamedTuple):
-    """Consecutive blocks of queries, whose slices of keys lie inside the sequence.
+    """Consecutive blocks of queries whose key slices lie inside the sequence.
 
     Attributes:
-        first: The first query.
-        blocks: How many blocks.
-        last_key: The last key that the first query reads.
-        span: A query reads the keys from its last one minus `span`.
+        first: Index of the first query.
+        blocks: Number of blocks.
+        last_key: Index of the last key that the first query reads.
+        span: Keys that a query reads before its last one.
     """
 
     first: int
@@ -37,7 +37,7 @@ class Band(NamedTuple):
 
     @property
     def kept(self) -> int:
-        """Blocks before one that read some of its keys."""
+        """Number of earlier blocks that read keys of a block."""
         return -(-self.span // BLOCK)
 
     @property
@@ -56,7 +56,7 @@ class Band(NamedTuple):
         return slice(start, start + blocks * BLOCK)
 
     def keys(self, block: int, blocks: int) -> slice:
-        """As many keys, with which the slices of these blocks begin."""
+        """The keys at which the slices of these blocks begin, one key per query."""
         start = self.last_key - self.reach + block * BLOCK
         return slice(start, start + blocks * BLOCK)
 
@@ -67,11 +67,11 @@ class Band(NamedTuple):
 
 
 class EdgeMask(NamedTuple):
-    """What hides keys at both ends of a slice from some of a block's rows.
+    """Score bias at both ends of a slice, where the window of a row excludes keys.
 
     Attributes:
-        width: Columns at either end of which not every row sees all.
-        hidden: Both ends, 0 or −inf, [BLOCK 2 width]; the whole slice, [BLOCK 1 width], where they meet.
+        width: Columns at each end that some rows of a block do not see.
+        hidden: Bias of both ends, 0 or −inf, [BLOCK 2 width]; if they meet, of the slice, [BLOCK 1 width].
     """
 
     width: int
@@ -87,7 +87,7 @@ class EdgeMask(NamedTuple):
         return cls(width, torch.stack([hidden[:, :width], hidden[:, -width:]], dim=1))
 
     def of_scores(self, scores: Tensor) -> Tensor:
-        """The ends of scores [blocks BLOCK width], a view that `hidden` is added to."""
+        """View of both ends of scores [blocks BLOCK width], to which `hidden` is added."""
         block, row, column = scores.stride()
         last = scores.shape[-1] - self.width
         shape = (len(scores), *self.hidden.shape)
@@ -95,16 +95,16 @@ class EdgeMask(NamedTuple):
 
 
 def mask_keys(scores: Tensor, real: Tensor) -> None:
-    """Set scores [blocks BLOCK width] of keys that are not real, bool [keys read], to −inf."""
+    """Set the scores [blocks BLOCK width] of masked keys to −inf; `real` is bool [keys read]."""
     hidden = scores.new_zeros(len(real), 1).masked_fill_(~real.unsqueeze(-1), -torch.inf)
     scores.add_(slices(hidden, len(scores), scores.shape[-1]).mT)
 
 
 class Forward(NamedTuple):
-    """What the way there reads and writes, [batch heads tokens …], or of one head, [tokens …].
+    """Inputs and outputs of the forward pass, [batch heads tokens …], or of one head, [tokens …].
 
     Attributes:
-        mask: Which keys are real, bool [batch tokens] or [tokens].
+        mask: True for a real key, bool [batch tokens] or [tokens].
     """
 
     q: Tensor
@@ -115,7 +115,7 @@ class Forward(NamedTuple):
     log_sum: Tensor
 
     def head(self, entry: int, head: int) -> "Forward":
-        """One head of queries, and the keys and values that it reads."""
+        """One query head, with the keys and values that it reads."""
         kv_head = head * self.k.shape[1] // self.q.shape[1]
         k, v = (x[entry, kv_head] for x in (self.k, self.v))
         mask = None if self.mask is None else self.mask[entry]
@@ -124,7 +124,7 @@ class Forward(NamedTuple):
 
 def attend_blocks(call: Forward, band: Band, scale: float) -> None:
     """Write the band's outputs, softmax(scale · q kᵀ) v over each query's window, and their log-sum-exps."""
-    # As much for a shorter sequence, so that memory is affine in its length.
+    # The same size for a shorter sequence, so that memory is affine in its length.
     group = max(1, _SCORES // (BLOCK * band.width))
     scratch = call.log_sum.new_empty(group, BLOCK, band.width)
     edges = EdgeMask.of(band, scratch)
@@ -136,7 +136,7 @@ def attend_blocks(call: Forward, band: Band, scale: float) -> None:
 
 
 def _attend(head: Forward, band: Band, block: int, scores: Tensor, edges: EdgeMask, scale: float) -> None:
-    """Blocks from `block` on, as many as there is room for scores [blocks BLOCK width]."""
+    """Attention of the blocks from `block` on, as many as `scores` [blocks BLOCK width] has room for."""
     q, k, v, mask, out, log_sum = head
     blocks, _, width = scores.shape
     rows, read = band.queries(block, blocks), band.read(block, blocks)
@@ -147,9 +147,9 @@ def _attend(head: Forward, band: Band, block: int, scores: Tensor, edges: EdgeMa
         mask_keys(scores, mask[read])
     top = scores.amax(dim=-1, keepdim=True)
     if mask is not None:
-        # A row without a visible key: beside any finite number its weights are 2^(−inf) = 0.
+        # A finite maximum gives a fully-masked row the weights 2^(−inf) = 0.
         top.clamp_(min=torch.finfo(top.dtype).min)
-    # At least 1, but in such a row.
+    # Sums are at least 1, except in a fully-masked row.
     sums = scores.sub_(top).exp2_().sum(dim=-1, keepdim=True).clamp_(min=1.0)
     outs = in_blocks(out[rows])
     if outs.dtype == scores.dtype:
@@ -161,7 +161,7 @@ def _attend(head: Forward, band: Band, block: int, scores: Tensor, edges: EdgeMa
 
 
 def contiguous_rows(x: Tensor, tokens: slice) -> Tensor:
-    """These tokens of one head in float32 or better, as rows in one piece: a view where they are."""
+    """The tokens of one head in float32 or better, as contiguous rows: a view where possible."""
     some = upcast(x[tokens])
     return some if some.stride(1) == 1 and some.stride(0) >= some.shape[1] else some.contiguous()
 
@@ -172,6 +172,6 @@ def in_blocks(some: Tensor) -> Tensor:
 
 
 def slices(some: Tensor, blocks: int, width: int) -> Tensor:
-    """The slices that blocks read, of tokens [tokens dim] as [blocks width dim], overlapping: a view."""
+    """Overlapping slices of tokens [tokens dim] that the blocks read, a view [blocks width dim]."""
     token, dim = some.stride(0), some.shape[1]
     return some.as_strided((blocks, width, dim), (BLOCK * token, token, 1), some.storage_offset())

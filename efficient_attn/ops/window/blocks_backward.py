@@ -1,11 +1,11 @@
-"""Derivatives of blocks of a window by plain products, on a scratch that stays in cache.
+"""Backward pass of window attention of whole blocks, on scratch memory that stays in cache.
 
-On the way back a key collects from all blocks of queries that read it. The weights are therefore kept with
-every block one block further to the right than the one before it:
+The gradient of a key sums over all blocks of queries that read it. Weights are therefore stored with
+every block one block further to the right than its predecessor:
 
-    queries 0   ▒▒▒▒▒         What a block of keys collects is a column of this: one regular view, and one
-    queries 1     ▒▒▒▒▒       product with the queries beside it. Nothing is added up slice by slice, and no
-    queries 2       ▒▒▒▒▒     weight is made twice: the last blocks of a step are kept for the next.
+    queries 0   ▒▒▒▒▒         The weights of a block of keys are a column of this layout, a strided view, and
+    queries 1     ▒▒▒▒▒       one product with the queries gives its gradient. No slices are added up, and
+    queries 2       ▒▒▒▒▒     no weight is computed twice: a step keeps its last blocks for the next step.
 """
 
 from typing import NamedTuple
@@ -25,12 +25,12 @@ from efficient_attn.ops.window.blocks import (
     slices,
 )
 
-# Numbers in the scratch, which exists beside all gradients: 3.5 MiB in float32.
+# Numbers in the scratch memory, which coexists with all gradients: 3.5 MiB in float32.
 _NUMBERS = 7 * 2**17
 
 
 class Backward(NamedTuple):
-    """What the way back reads, and writes, `by_…`: [batch heads tokens …], or of one head, [tokens …]."""
+    """Inputs and outputs of the backward pass, [batch heads tokens …], or of one head, [tokens …]."""
 
     forward: Forward
     grad_out: Tensor
@@ -39,7 +39,7 @@ class Backward(NamedTuple):
     grad_v: Tensor
 
     def head(self, entry: int, head: int) -> "Backward":
-        """One head of queries, and the keys and values that it reads."""
+        """One query head, with the keys and values that it reads."""
         kv_head = head * self.grad_k.shape[1] // self.grad_q.shape[1]
         grad_k, grad_v = (x[entry, kv_head] for x in (self.grad_k, self.grad_v))
         forward = self.forward.head(entry, head)
@@ -47,18 +47,18 @@ class Backward(NamedTuple):
 
 
 class _Step(NamedTuple):
-    """Where one step works: views of one scratch, which serves all heads.
+    """Memory of one step: views of one scratch buffer, which serves all heads.
 
     Attributes:
-        block: The first block of queries, and the first of keys that have then collected from all.
-        scores: [new BLOCK width], `new` the blocks of queries that there are.
-        ends: Those of the scores, which not all rows see.
-        weights: Of the new blocks, by queries; `by_scores`, derivatives by the scores, likewise.
-        given: Gradients by outputs, [new BLOCK dim]; queries likewise.
-        by_keys: The columns of weights and of derivatives [blocks BLOCK width], and what they are multiplied
-            with, given and queries [blocks width dim].
-        empty: Where blocks would be that there are none of.
-        first: What the step before kept, of all, and `last`, what is kept for the next.
+        block: First block of queries, and first block of keys whose gradients are then complete.
+        scores: [new BLOCK width] for the `new` blocks of queries of the step.
+        edges: Both ends of the scores, where rows exclude keys.
+        weights: Weights of the new blocks, row by row; `grad_scores`: gradients of their scores.
+        grad_out: Output gradients [new BLOCK dim]; `queries`: the queries.
+        key_columns: Columns of weights and of score gradients [blocks BLOCK width], each with its factor, the
+            output gradients or the queries [blocks width dim].
+        empty: Rows beyond the last block of queries.
+        first: Rows that the previous step kept; `last`: rows kept for the next step.
     """
 
     block: int
@@ -75,7 +75,7 @@ class _Step(NamedTuple):
 
 
 def _steps(band: Band, edges: EdgeMask, dim: int, like: Tensor) -> list[_Step]:
-    """All steps of a head; after its queries come blocks without weights, for keys that still collect."""
+    """All steps of a head; blocks without weights follow its queries, to complete the last keys' gradients."""
     width, kept, total = band.width, band.kept, band.blocks + band.kept
     group = (_NUMBERS // BLOCK - 2 * kept * (width + dim)) // (3 * (width + dim))
     group = min(total, max(group, kept, 1))
@@ -113,7 +113,7 @@ def _steps(band: Band, edges: EdgeMask, dim: int, like: Tensor) -> list[_Step]:
 
 
 def differentiate_blocks(call: Backward, band: Band, scale: float) -> None:
-    """Write the derivatives by the band's queries, and add to those by keys and values."""
+    """Write the query gradients of the band, and add to the key and value gradients."""
     edges = EdgeMask.of(band, call.grad_q)
     steps = _steps(band, edges, call.grad_q.shape[-1], like=call.grad_q)
     for entry in range(call.grad_q.shape[0]):
@@ -143,7 +143,7 @@ def _differentiate(head: Backward, band: Band, edges: EdgeMask, steps: list[_Ste
             step.scores.sub_(log_sum[rows].unsqueeze(-1), alpha=LOG2_E)
             torch.exp2(step.scores, out=step.weights)
             torch.bmm(step.grad_out, some_v.mT, out=step.scores)
-            # Weights sum to one, so what the gradient says of the output as it is, is taken off.
+            # Weights sum to one: subtract δ = g·out, the gradient's component along the output.
             step.scores.sub_((step.grad_out * out[rows]).sum(dim=-1, keepdim=True))
             torch.mul(step.scores, step.weights, out=step.grad_scores)
             grad_q[rows].baddbmm_(step.grad_scores, some_k, beta=0, alpha=scale)

@@ -1,8 +1,8 @@
 """Window attention on the CPU, forward and backward, as registered operators.
 
-In a long sequence the blocks of queries whose slices of keys lie inside it go through plain products. Its
-ends, and all of a shorter one, go through the fused kernel, many heads and blocks at once: the slices of
-consecutive blocks overlap and are views. Beyond inputs and outputs there is the scratch of one step.
+Batched products compute the blocks of a long sequence whose key slices lie inside it. The fused kernel
+computes its ends, and the whole of a shorter sequence, many heads and blocks per call; the slices of
+consecutive blocks overlap and are views. Memory excluding inputs and outputs is the scratch of one step.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,12 +19,12 @@ from efficient_attn.ops.window.blocks import Band, Forward, attend_blocks
 from efficient_attn.ops.window.blocks_backward import Backward, differentiate_blocks
 from efficient_attn.ops.window.tiles import Tile, tiles, whole_blocks, window_bias
 
-# Blocks that go through the kernel at once: fewer on the way back, where each has derivatives of a slice.
+# Blocks per kernel call; fewer in the backward pass, where each block has gradients of a slice.
 _GROUP, _GROUP_BACK = 16, 4
-# Where plain products pay: with queries of so many numbers the scratch is small beside them, and with so many
-# blocks in a head it costs less to take head after head.
+# Thresholds of the batched products: numbers in q, compared with which the scratch memory is small, and
+# blocks in a head, above which one head per step costs less.
 _LARGE, _MANY = 2**20, 32
-# Blocks in a slice, beside its own, up to which a step on the way back can keep as many for the next one.
+# Largest number of blocks that a backward step can keep for the next step.
 _KEPT = 8
 
 
@@ -72,10 +72,10 @@ def fused_window_backward(
     ahead: int,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Derivatives by q, k and v; the weights of a group of blocks are made anew from the log-sum-exps."""
+    """Gradients with respect to q, k and v, with the weights recomputed from the log-sum-exps."""
     dtype = upcast_dtype(q.dtype)
     grad_q = q.new_empty(q.shape, dtype=dtype)
-    # A key is read by several blocks, whose parts are summed in float32 or better.
+    # Several blocks read a key; their contributions are summed in float32 or better.
     grad_k, grad_v = (x.new_zeros(x.shape, dtype=dtype) for x in (k, v))
     sums = [grad_q, grad_k, grad_v]
     inside = whole_blocks(q.shape[-2], k.shape[-2], back, ahead)
@@ -104,7 +104,7 @@ def fused_window_backward(
                 tile.add(heads(grad_k), some_k)
                 tile.add(heads(grad_v), some_v)
                 del some_q, some_k, some_v
-    # One after the other: half precision has all three in float32 until here.
+    # One conversion at a time: in half precision all three exist in float32 until here.
     del grad_q, grad_k, grad_v
     return sums.pop(0).to(q.dtype), sums.pop(0).to(k.dtype), sums.pop(0).to(v.dtype)
 
@@ -117,10 +117,10 @@ def _(grad_out: Tensor, out: Tensor, log_sum: Tensor, *inputs: Any) -> tuple[Ten
 def _heads(
     q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None
 ) -> Iterator[tuple[Callable[[Tensor], Tensor], Tensor | None]]:
-    """How to take out the heads [heads tokens …] that go through the kernel together, and their key mask.
+    """Selectors of the heads [heads tokens …] of one kernel call, each with its key mask.
 
-    All at once where they lie evenly in memory and no mask tells the batch's entries apart; where heads
-    of queries share one of keys, those.
+    One selector of all heads if they are evenly strided and there is no mask; otherwise one per batch entry,
+    and per group of query heads that share a key head.
     """
     batch, kv_heads = k.shape[:2]
     grouped = q.shape[1] != kv_heads
@@ -154,7 +154,7 @@ def _steps(
     inside: Band,
     group: int | None,
 ) -> Iterator[tuple[Tile, Tensor | None]]:
-    """The pieces, and what is added to the scores of each, [rows keys] or [1 blocks rows keys]."""
+    """Tiles, each with its score bias, [rows keys] or [1 blocks rows keys]."""
     before = keys.shape[1] - queries.shape[1]
     known: dict[tuple[int, ...], Tensor | None] = {}
     for tile in tiles(queries.shape[1], keys.shape[1], back, ahead, inside, group):

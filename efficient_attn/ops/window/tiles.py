@@ -1,4 +1,4 @@
-"""Into which pieces window attention is cut: blocks inside the sequence, and what is left at its ends."""
+"""Tiles of window attention: blocks inside the sequence, and the remainders at its ends."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -9,9 +9,9 @@ from torch import Tensor
 from efficient_attn.ops.dtypes import upcast, upcast_dtype
 from efficient_attn.ops.window.blocks import BLOCK, Band
 
-# Queries at once near the ends of the sequence, where slices are cut off and no two are alike.
+# Queries per tile near the ends of the sequence, where slices are truncated and differ.
 _EDGE = 128
-# Scores of a head up to which a sequence that is hardly longer than its window is one piece.
+# Scores of a head up to which a sequence hardly longer than its window is one tile.
 _SMALL = 2**18
 
 
@@ -19,11 +19,11 @@ class Tile(NamedTuple):
     """Blocks of queries and the slices of keys that they read.
 
     Attributes:
-        start: The first query.
-        rows: Queries in a block.
-        blocks: How many; each begins `rows` queries, and as many keys, after the one before.
-        first_key: The first key of the first slice.
-        keys: Keys in a slice.
+        start: Index of the first query.
+        rows: Queries per block.
+        blocks: Number of blocks; consecutive blocks are `rows` queries and `rows` keys apart.
+        first_key: Index of the first key of the first slice.
+        keys: Keys per slice.
     """
 
     start: int
@@ -37,11 +37,11 @@ class Tile(NamedTuple):
         return self.start + self.rows * self.blocks
 
     def queries(self, x: Tensor) -> Tensor:
-        """What belongs to the queries, [heads tokens …] as [heads blocks rows …], a view."""
+        """View of the tile's queries, [heads tokens …] as [heads blocks rows …]."""
         return x[:, self.start : self.stop].unflatten(1, (self.blocks, self.rows))
 
     def slices(self, x: Tensor, heads: int) -> Tensor:
-        """The slices of keys or values, [heads|1 tokens dim] as [heads blocks keys dim], overlapping."""
+        """Overlapping slices of keys or values, [heads|1 tokens dim] as [heads blocks keys dim]."""
         contiguous_rows = x[:, self.first_key : self.first_key + (self.blocks - 1) * self.rows + self.keys]
         contiguous_rows = upcast(contiguous_rows) if contiguous_rows.is_floating_point() else contiguous_rows
         head, token, dim = contiguous_rows.stride()
@@ -52,7 +52,7 @@ class Tile(NamedTuple):
         )
 
     def add(self, whole: Tensor, parts: Tensor) -> None:
-        """Add slices [heads blocks keys dim] to where they were read from, [heads|1 tokens dim]."""
+        """Add slices [heads blocks keys dim] to their positions in [heads|1 tokens dim]."""
         if whole.shape[0] != parts.shape[0]:
             parts = parts.sum(dim=0, keepdim=True)
         for column in range(0, self.keys, self.rows):
@@ -66,7 +66,7 @@ class Tile(NamedTuple):
 
 
 def whole_blocks(queries: int, keys: int, back: int, ahead: int) -> Band:
-    """The blocks whose slices lie inside the sequence; there may be none."""
+    """Band of the blocks whose slices lie inside the sequence; possibly empty."""
     before = keys - queries
     reach = -(-(back + ahead) // BLOCK) * BLOCK
     begin = max(0, -(-(reach - ahead - before) // BLOCK))
@@ -75,7 +75,7 @@ def whole_blocks(queries: int, keys: int, back: int, ahead: int) -> Band:
 
 
 def tiles(queries: int, keys: int, back: int, ahead: int, inside: Band, group: int | None) -> Iterator[Tile]:
-    """All queries once: both ends of the sequence, and what is inside by `group` blocks, unless None."""
+    """Tiles of all queries: both ends of the sequence, and `group` inner blocks per tile unless None."""
     before = keys - queries
     if group is not None and keys < 2 * (back + ahead) and queries * keys <= _SMALL:
         yield Tile(0, queries, 1, 0, keys)
@@ -93,7 +93,7 @@ def tiles(queries: int, keys: int, back: int, ahead: int, inside: Band, group: i
 
 
 def window_bias(tile: Tile, before: int, back: int, ahead: int, like: Tensor) -> Tensor | None:
-    """What hides keys outside the window from a block's rows, 0 or −inf, [rows keys]; None: nothing does."""
+    """Score bias that masks keys outside the window, 0 or −inf, [rows keys]; None: all keys are inside."""
     lag = before + tile.start - tile.first_key
     if lag <= back - tile.rows + 1 and lag + ahead >= tile.keys - 1:
         return None

@@ -1,10 +1,10 @@
 """The forward pass of causal linear attention with exponential features, chunk by chunk and in place.
 
-As long as all exponents are moderate, features are taken as they are: those of base two of Gaussian queries
-and keys of 64 entries, at the usual scale, lie within ±30. From the first chunk on where one is not, a
-chunk's key features are kept relative to the largest exponent that any key so far has had, feature by
-feature, so that the state never leaves the range of floats. A row that then sees keys only far below that
-reference, because a later key of its chunk set it, is computed again by itself.
+Features are unshifted while all exponents are moderate: base-two exponents of Gaussian queries and keys of
+64 entries, at the default scale, lie within ±30. Each chunk is range-checked before this path is used. From
+the first chunk with a larger exponent on, key features are relative to the largest exponent of all past
+keys, feature by feature, so that the state stays in the range of floats. A row whose visible keys lie far
+below that reference, set by a later key of its chunk, is recomputed by itself.
 """
 
 from typing import NamedTuple
@@ -18,9 +18,9 @@ from efficient_attn.ops.linear.fast.exponentials import LOG2_E, ExpKernel, power
 from efficient_attn.ops.linear.inputs import LinearInputs
 from efficient_attn.ops.linear.state import TINY, LinearState, finite, triangle_
 
-# Tokens that read one another directly: more are fewer calls, but more pairs and more memory.
+# Tokens per chunk: larger chunks need fewer calls, but more pairs and more memory.
 CHUNK = 80
-# Rows that are computed by themselves at once: each needs chunk · features numbers.
+# Rows recomputed per step: each needs chunk · features numbers.
 _ROWS = 16
 # Exponents up to this size, and values within 2^±16 (or all zero), keep sums of 2^30 products of two features
 # and a value within the range of floats, 2^±126 in float32, and every denominator far from its lower end.
@@ -29,11 +29,11 @@ _VALUES = 2.0**16
 
 
 class Unshifted(NamedTuple):
-    """Sums over all keys so far of features as they are.
+    """Sums of unshifted features over the past keys.
 
     Attributes:
-        values: [lists features value_dim].
-        ones: [lists features 1].
+        values: [flat_heads features value_dim].
+        ones: [flat_heads features 1].
     """
 
     values: Tensor
@@ -41,12 +41,12 @@ class Unshifted(NamedTuple):
 
 
 class Shifted(NamedTuple):
-    """Sums over all keys so far, relative to 2^reference.
+    """Sums of features over the past keys, relative to 2^reference.
 
     Attributes:
-        values: [lists features value_dim].
-        ones: [lists features 1].
-        reference: [lists 1 features]; −inf: no key.
+        values: [flat_heads features value_dim].
+        ones: [flat_heads features 1].
+        reference: [flat_heads 1 features]; −inf: no key.
     """
 
     values: Tensor
@@ -55,7 +55,7 @@ class Shifted(NamedTuple):
 
 
 def causal_exponential(inputs: LinearInputs, past: LinearState | None, into: Outputs) -> None:
-    """Write the output of every query; those are the last positions of the keys, after the keys of `past`."""
+    """Write the output of every query; the queries are the last positions, after the keys of `past`."""
     kernel, seen = ExpKernel(inputs), None
     if inputs.key_mask is not None:
         seen = (inputs.key_mask.cumsum(dim=-1) > 0)[:, None, None, :, None]
@@ -85,22 +85,22 @@ def shifted_past(past: LinearState) -> Shifted:
 
 
 def empty_shifted(exponents: Tensor, value_dim: int) -> Shifted:
-    """The state of no rows, where a row has these exponents, [lists rows features]."""
+    """The state of no rows, for exponents [flat_heads rows features]."""
     flat_heads, _, features = exponents.shape
     sums = exponents.new_zeros(flat_heads, features, value_dim + 1)
     return Shifted(sums[..., :-1], sums[..., -1:], exponents.new_full((flat_heads, 1, features), -torch.inf))
 
 
 def rescaled(state: Shifted, keys: Tensor) -> tuple[Tensor, Shifted]:
-    """The features of some keys, from their exponents, and the state, both at the reference of all."""
+    """Features of some keys, from their exponents, and the state, both rescaled to a common reference."""
     reference = torch.maximum(state.reference, keys.amax(dim=-2, keepdim=True))
-    fade = power(state.reference - finite(reference)).mT
+    factor = power(state.reference - finite(reference)).mT
     key_features = power(keys.sub_(finite(reference)))
-    return key_features, Shifted(state.values * fade, state.ones * fade, reference)
+    return key_features, Shifted(state.values * factor, state.ones * factor, reference)
 
 
 def add(state: Shifted, key_features: Tensor, v: Tensor) -> None:
-    """Add keys, of which the state knows the reference, in place."""
+    """Add keys at the reference of the state, in place."""
     state.values.baddbmm_(key_features.mT, v)
     state.ones.add_(key_features.sum(dim=-2).unsqueeze(-1))
 
@@ -158,7 +158,7 @@ def _repair(
     weak: Tensor,
     into: tuple[Tensor, Tensor, Tensor],
 ) -> None:
-    """Compute rows [list, row] again, each relative to the keys that it sees itself."""
+    """Recompute rows [flat_head, row], each relative to its own visible keys."""
     queries = kernel.query_exponents(kernel.inputs.flatten_heads(kernel.inputs.q, part))
     keys = kernel.real_key_exponents(kernel.inputs.flat_keys(positions), positions)
     v = kernel.inputs.flat_values(positions)
@@ -173,15 +173,15 @@ def _repair(
         top = weights.amax(dim=-1, keepdim=True)
         weights = power(weights.sub_(top))
         scores = torch.bmm(weights, power(exponents.sub_(reference)).mT)
-        faded = weights * power(past - reference)
-        sums = scores.sum(dim=-1, keepdim=True) + torch.bmm(faded, state.ones[flat_heads])
-        out = torch.bmm(scores, v[flat_heads]) + torch.bmm(faded, state.values[flat_heads])
+        past_weights = weights * power(past - reference)
+        sums = scores.sum(dim=-1, keepdim=True) + torch.bmm(past_weights, state.ones[flat_heads])
+        out = torch.bmm(scores, v[flat_heads]) + torch.bmm(past_weights, state.values[flat_heads])
         for whole, found in zip(into, (out, sums, top), strict=True):
             whole[flat_heads, rows] = found.squeeze(-2)
 
 
 def empty_unshifted(kernel: ExpKernel) -> Unshifted:
-    """The sums before any key."""
+    """The sums over no keys."""
     inputs = kernel.inputs
     flat_heads, features = inputs.k.shape[0] * inputs.k.shape[1], kernel.features
     like = upcast(inputs.q[:0])
@@ -191,7 +191,7 @@ def empty_unshifted(kernel: ExpKernel) -> Unshifted:
 
 
 def moderate(queries: Tensor, keys: Tensor, v: Tensor) -> bool:
-    """Whether features with these exponents may be taken as they are; not where anything is NaN."""
+    """Whether features with these exponents need no shift; False for any NaN."""
     limit, largest = _MODERATE[queries.dtype], _size(v) if v.numel() else 0.0
     fits = _size(queries) <= limit and _size(keys) <= limit
     return fits and (largest == 0 or 1 / _VALUES <= largest <= _VALUES)
@@ -208,11 +208,11 @@ def read_unshifted(
     """Denominators and numerators of a chunk's rows; the chunk's keys are added to the state in place.
 
     Args:
-        weights: Features of the query rows, [lists group·tokens features].
-        keys: Exponents of the chunk's keys, [lists tokens features].
+        weights: Features of the query rows, [flat_heads group·tokens features].
+        keys: Exponents of the chunk's keys, [flat_heads tokens features].
     """
     flat_heads, length, features = keys.shape
-    # The sums of the features go before those of the chunk's keys: one product reads both.
+    # The state's feature sums precede the chunk's keys, so that one product reads both.
     read = kernel.scratch("sums and keys", keys, (flat_heads, 1 + length, features))
     read[:, :1] = state.ones.mT
     key_features = kernel.fill_masked_(torch.exp2(keys, out=read[:, 1:]), positions, 0.0)
@@ -224,7 +224,7 @@ def read_unshifted(
 
 
 def shifted(state: Unshifted) -> tuple[Tensor, Tensor, Tensor]:
-    """Values, ones and reference of the same sums: every feature's ones are 1, or 0 without a key."""
+    """Values, ones and reference of the shifted state with the same sums; its ones are 1, or 0 without a key."""
     some = state.ones > 0
     ones = torch.where(some, state.ones, 1.0)
     reference = ones.log2().masked_fill_(~some, -torch.inf)

@@ -1,12 +1,12 @@
 """The backward pass of causal linear attention with exponential features, chunk by chunk and in place.
 
 With p_tf = 2^(s_tf − L_t), L_t the logarithm of row t's denominator, and r_jf = 2^(u_jf), the weight of key j
-in row t is Σ_f p_tf r_jf. From g_t and δ_t = g_t·out_t follow, by exponents s of queries and u of keys,
+in row t is Σ_f p_tf r_jf. With δ_t = g_t·out_t, the gradients of the exponents s of queries and u of keys are
 
     ∂s_tf = p_tf Σ_{j≤t} (g_t·v_j − δ_t) r_jf,
     ∂u_jf = r_jf Σ_{t≥j} (g_t·v_j − δ_t) p_tf,   ∂v_j = Σ_f r_jf Σ_{t≥j} p_tf g_t:
 
-forwards in time with the state of keys, then backwards with one of queries, Σ_t p_tf [g_t, δ_t].
+computed forwards in time with the state of keys, then backwards with the state of queries, Σ_t p_tf [g_t, δ_t].
 """
 
 import torch
@@ -17,21 +17,21 @@ from efficient_attn.ops.linear.fast.exponentials import LOG2_E, ExpKernel, power
 from efficient_attn.ops.linear.inputs import LinearInputs
 from efficient_attn.ops.linear.state import TINY, LinearState, finite, triangle_
 
-# Tokens at once: their exponents and derivatives stay in cache.
+# Tokens per chunk: their exponents and gradients stay in cache.
 CHUNK = 96
 
 
 def causal_exponential_gradients(
     inputs: LinearInputs, past: LinearState | None, grad_out: Tensor, out: Tensor, logarithm: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Derivatives by q, k and v; `past` is the state of the keys before the first query, if any."""
+    """Gradients with respect to q, k and v; `past` is the state of the keys before the first query, if any."""
     rows = _Rows(inputs, grad_out, out, logarithm)
     grad_q, pieces = _query_gradients(rows, past)
     return grad_q, *_key_gradients(rows, pieces)
 
 
 class _Rows:
-    """What belongs to the queries of a chunk: g, δ and the normalised exponents."""
+    """Query-side quantities of a chunk: g, δ and the normalised exponents."""
 
     def __init__(self, inputs: LinearInputs, grad_out: Tensor, out: Tensor, logarithm: Tensor) -> None:
         self.inputs, self.kernel = inputs, ExpKernel(inputs)
@@ -39,25 +39,25 @@ class _Rows:
         self.before = inputs.k.shape[-2] - inputs.q.shape[-2]
 
     def deltas(self, part: slice) -> tuple[Tensor, Tensor]:
-        """g [lists rows value_dim] and δ [lists rows 1]."""
+        """g [flat_heads rows value_dim] and δ [flat_heads rows 1]."""
         g, out = (self.inputs.flatten_heads(x, part) for x in self._results[:2])
         return g, (g * out).sum(dim=-1, keepdim=True)
 
     def exponents(self, part: slice) -> Tensor:
-        """s_tf − L_t, [lists rows features]."""
+        """s_tf − L_t, [flat_heads rows features]."""
         offset = self.inputs.flatten_heads(self._results[2], part).mul(-LOG2_E)
         return self.kernel.query_exponents(self.inputs.flatten_heads(self.inputs.q, part), offset)
 
     def positions(self, part: slice) -> slice:
-        """Where the queries stand among the keys."""
+        """Positions of the queries among the keys."""
         return slice(part.start + self.before, part.stop + self.before)
 
 
 def _query_gradients(rows: _Rows, past: LinearState | None) -> tuple[Tensor, list[slice]]:
-    """Derivative by q, and the pieces that were taken, in order.
+    """Gradient with respect to q, and the parts in which it was computed, in order.
 
-    A piece is halved if a row's features are so large at the piece's reference that they might overflow:
-    that row sees keys only far below it.
+    A chunk is halved if a row's features might overflow at the chunk's reference, which is far above the
+    visible keys of that row.
     """
     kernel, inputs = rows.kernel, rows.inputs
     grad_q = torch.empty_like(inputs.q, memory_format=torch.contiguous_format)
@@ -78,7 +78,7 @@ def _query_gradients(rows: _Rows, past: LinearState | None) -> tuple[Tensor, lis
         taken.append(part)
         g, delta = rows.deltas(part)
         grad = torch.baddbmm(
-            delta * here.ones.mT, g, here.values.mT, beta=-1, out=kernel.buffer("derivatives", p)
+            delta * here.ones.mT, g, here.values.mT, beta=-1, out=kernel.buffer("gradients", p)
         )
         grad.baddbmm_(triangle_(torch.baddbmm(delta, g, v.mT, beta=-1)), key_features)
         grad_q[..., part, :] = inputs.unflatten_heads(kernel.query_gradient(grad.mul_(p)))
@@ -88,7 +88,7 @@ def _query_gradients(rows: _Rows, past: LinearState | None) -> tuple[Tensor, lis
 
 
 def _key_gradients(rows: _Rows, pieces: list[slice]) -> tuple[Tensor, Tensor]:
-    """Derivatives by k and v, backwards in time with the state of the queries."""
+    """Gradients with respect to k and v, backwards in time with the state of queries."""
     inputs = rows.inputs
     grad_k, grad_v = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs[1:3])
     later: Shifted | None = None
@@ -103,7 +103,7 @@ def _key_gradients(rows: _Rows, pieces: list[slice]) -> tuple[Tensor, Tensor]:
 def _piece_key_gradients(
     rows: _Rows, part: slice, later: Shifted | None, into: tuple[Tensor, Tensor]
 ) -> Shifted:
-    """Write the derivatives by a piece's keys and values; the state of queries from this piece on."""
+    """Write the gradients of a part's keys and values; return the state of queries from this part on."""
     exponents, (g, delta) = rows.exponents(part), rows.deltas(part)
     p, here = rescaled(empty_shifted(exponents, g.shape[-1]) if later is None else later, exponents)
     _put(rows, rows.positions(part), here, (p, g, delta), into)
@@ -117,11 +117,11 @@ def _put(
     queries: tuple[Tensor, Tensor, Tensor] | None,
     into: tuple[Tensor, Tensor],
 ) -> None:
-    """Write derivatives by some keys, from later queries' sums and from p, g, δ of their own piece."""
+    """Write the gradients of some keys, from later queries' sums and from p, g, δ of their own part."""
     kernel, (grad_k, grad_v) = rows.kernel, into
     keys, v = rows.inputs.flat_keys(positions), rows.inputs.flat_values(positions)
     r = power(kernel.real_key_exponents(keys, positions).add_(finite(later.reference)))
-    grad = torch.bmm(v, later.values.mT, out=kernel.buffer("derivatives", r)).sub_(later.ones.mT)
+    grad = torch.bmm(v, later.values.mT, out=kernel.buffer("gradients", r)).sub_(later.ones.mT)
     grad_values = torch.bmm(r, later.values)
     if queries is not None:
         p, g, delta = queries

@@ -1,15 +1,15 @@
-"""Full linear attention with exponential features as two softmaxes, through the fused kernel of the CPU.
+"""Full linear attention with exponential features as two softmaxes, by the fused CPU kernel.
 
 With φ_f(q) = exp(q·w_f) and φ_f(k) = exp(k·w_f + b_k), b_k = −|k|²/2,
 
     Σ_f φ_f(q) Σ_j φ_f(k_j) v_j / Σ_f φ_f(q) Σ_j φ_f(k_j) = Σ_f softmax_f(q·w_f + z_f) m_f,
     z_f = log Σ_j exp(k_j·w_f + b_j),   m_f = Σ_j softmax_j(k_j·w_f + b_j) v_j:
 
-attention of the directions to the keys, then of the queries to the directions. Features never exist, no
-exponent is out of range, so that no guard is needed, and the state is one whose denominators are 1.
+attention of the directions to the keys, then of the queries to the directions. Features are never
+materialised, no exponent leaves the range, so that no guard is needed, and the state has denominators of 1.
 
-Backward, with p_tf = softmax_f(q_t·w_f + z_f), r_fj = softmax_j(k_j·w_f + b_j), the output is Σ_f p_tf m_f.
-From g_t and δ_t = g_t·out_t follow, by exponents s_tf of queries and u_jf of keys,
+Backward, with p_tf = softmax_f(q_t·w_f + z_f) and r_fj = softmax_j(k_j·w_f + b_j), the output is Σ_f p_tf m_f.
+With δ_t = g_t·out_t, the gradients of the exponents s_tf of queries and u_jf of keys are
 
     ∂s_tf = p_tf (g_t·m_f − δ_t),   M_f = Σ_t p_tf g_t,   ε_f = Σ_t p_tf δ_t,
     ∂u_jf = r_fj (v_j·M_f − ε_f),   ∂v_j = Σ_f r_fj M_f.
@@ -28,15 +28,15 @@ from efficient_attn.ops.linear.inputs import LinearInputs
 from efficient_attn.ops.linear.state import LinearState, finite, with_ones
 from efficient_attn.ops.softmax import cpu_flash
 
-# Tokens at once where they have to be converted or masked first; what needs neither goes in one piece.
-# From 768 rows on the kernel takes 256 of them at a time instead of 64.
+# Tokens per kernel call if they have to be converted or masked first; otherwise one call takes all tokens.
+# From 768 rows on the kernel processes 256 rows at a time instead of 64.
 _PIECE = 768
-# Tokens at once on the way back: their features stay in cache.
+# Tokens per chunk of the backward pass, whose features stay in cache.
 _CHUNK = 128
 
 
 def suits(inputs: LinearInputs) -> bool:
-    """Whether the features are exponential and the kernel takes these tensors."""
+    """Whether the features are exponential and the kernel supports these tensors."""
     return inputs.map.exponents is not None and cpu_flash.available(inputs.q, inputs.k, inputs.v)
 
 
@@ -50,7 +50,7 @@ def two_softmaxes(inputs: LinearInputs) -> tuple[Outputs, LinearState]:
 def _mean_values(inputs: LinearInputs) -> tuple[Tensor, Tensor]:
     """m [batch kv_heads features dim] and z [batch kv_heads features]."""
     w, factor = inputs.exponents(), math.sqrt(abs(inputs.scale))
-    w = _widen(w.expand(*inputs.k.shape[:2], *w.shape[-2:]), inputs)
+    w = _pad_width(w.expand(*inputs.k.shape[:2], *w.shape[-2:]), inputs)
     means, log_sums = None, None
     for part in _pieces(inputs.k, inputs, masked=inputs.key_mask is not None):
         some, logarithm = _mean_values_of(inputs, part, w, factor)
@@ -66,8 +66,8 @@ def _mean_values(inputs: LinearInputs) -> tuple[Tensor, Tensor]:
 
 
 def _mean_values_of(inputs: LinearInputs, part: slice, w: Tensor, factor: float) -> tuple[Tensor, Tensor]:
-    """The means over some keys, and the logarithms of their sums."""
-    k, v = (_widen(x, inputs) for x in (inputs.keys(part), inputs.values(part)))
+    """Means over a chunk of keys, and their log-sum-exps."""
+    k, v = (_pad_width(x, inputs) for x in (inputs.keys(part), inputs.values(part)))
     bias = torch.linalg.vector_norm(k, dim=-1).square_().mul_(-abs(inputs.scale) / 2)
     real = None if inputs.key_mask is None else inputs.key_mask[:, None, part]
     if real is not None:
@@ -79,7 +79,7 @@ def _mean_values_of(inputs: LinearInputs, part: slice, w: Tensor, factor: float)
 
 
 def _join(means: Tensor, log_sums: Tensor, others: Tensor, logarithms: Tensor) -> tuple[Tensor, Tensor]:
-    """Means over the keys of both, and the logarithms of both sums together."""
+    """Means over the keys of both chunks, and their joint log-sum-exps."""
     both = torch.logaddexp(log_sums, logarithms)
     reference = finite(both)
     share, other_share = ((x - reference).exp().unsqueeze(-1) for x in (log_sums, logarithms))
@@ -87,11 +87,11 @@ def _join(means: Tensor, log_sums: Tensor, others: Tensor, logarithms: Tensor) -
 
 
 def _read(inputs: LinearInputs, means: Tensor, log_sums: Tensor) -> Outputs:
-    """Attention of the queries to the directions, whose keys' means they read."""
+    """Attention of the queries to the directions, with the mean values of the keys."""
     w = inputs.exponents()
-    w = _widen(w.expand(*inputs.k.shape[:2], *w.shape[-2:]), inputs) * math.copysign(1.0, inputs.scale)
+    w = _pad_width(w.expand(*inputs.k.shape[:2], *w.shape[-2:]), inputs) * math.copysign(1.0, inputs.scale)
     pieces = _pieces(inputs.q, inputs, masked=False)
-    # What comes in one piece in the right dtype is the output: no second one is filled from it.
+    # One call in the right dtype returns the output itself, without a copy.
     if len(pieces) == 1 and inputs.q.dtype is means.dtype:
         rows = _read_rows(inputs, pieces[0], w, means, log_sums)
         return Outputs(*(unfold(x, inputs.q.shape[1]).contiguous() for x in rows))
@@ -102,8 +102,8 @@ def _read(inputs: LinearInputs, means: Tensor, log_sums: Tensor) -> Outputs:
 
 
 def _read_rows(inputs: LinearInputs, part: slice, w: Tensor, means: Tensor, log_sums: Tensor) -> Outputs:
-    """The outputs of some queries, one list of rows per key head."""
-    rows = _widen(fold(upcast(inputs.q[..., part, :]), inputs.k.shape[1]), inputs)
+    """Outputs of a chunk of queries, grouped by key head."""
+    rows = _pad_width(fold(upcast(inputs.q[..., part, :]), inputs.k.shape[1]), inputs)
     factor = math.sqrt(abs(inputs.scale))
     out, logarithm = cpu_flash.attend(rows, w, means, log_sums.unsqueeze(-2), factor)
     logarithm = logarithm.unsqueeze(-1)
@@ -120,8 +120,8 @@ def _pieces(x: Tensor, inputs: LinearInputs, *, masked: bool) -> list[slice]:
     return [slice(start, min(start + _PIECE, length)) for start in range(0, length, _PIECE)]
 
 
-def _widen(x: Tensor, inputs: LinearInputs) -> Tensor:
-    """The kernel wants queries, keys and values equally wide; zeros change no product."""
+def _pad_width(x: Tensor, inputs: LinearInputs) -> Tensor:
+    """`x` padded to the common width that the kernel requires; zero columns change no product."""
     missing = max(inputs.q.shape[-1], inputs.v.shape[-1]) - x.shape[-1]
     return torch.nn.functional.pad(x, (0, missing)) if missing else x
 
@@ -129,12 +129,12 @@ def _widen(x: Tensor, inputs: LinearInputs) -> Tensor:
 def two_softmaxes_gradients(
     inputs: LinearInputs, grad_out: Tensor, out: Tensor, logarithm: Tensor, state: LinearState
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Derivatives by q, k and v.
+    """Gradients with respect to q, k and v.
 
     Args:
-        gradient: By the output, [batch heads q_tokens value_dim].
-        logarithm: Of each row's denominator, [batch heads q_tokens 1]; +inf: no key.
-        state: Of all keys.
+        grad_out: Output gradient, [batch heads q_tokens value_dim].
+        logarithm: Log denominator of each row, [batch heads q_tokens 1]; +inf: no key.
+        state: State of all keys.
     """
     kernel = ExpKernel(inputs, shared_buffer=True)
     grad_q, grad_k, grad_v = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs[:3])
@@ -150,14 +150,14 @@ def two_softmaxes_gradients(
             inputs.flatten_heads(logarithm, part).mul(-LOG2_E),
         )
         p = power(kernel.query_exponents(rows, offset).add_(sums))
-        grad = torch.baddbmm(delta, g, means.mT, beta=-1, out=kernel.buffer("derivatives", rows)).mul_(p)
+        grad = torch.baddbmm(delta, g, means.mT, beta=-1, out=kernel.buffer("gradients", rows)).mul_(p)
         grad_q[..., part, :] = inputs.unflatten_heads(kernel.query_gradient(grad))
         grad_means.baddbmm_(p.mT, g)
         deltas.baddbmm_(p.mT, delta)
     for part in _chunks(inputs.k):
         keys, v = inputs.flat_keys(part), inputs.flat_values(part)
         r = power(kernel.real_key_exponents(keys, part).sub_(sums))
-        grad = torch.bmm(v, grad_means.mT, out=kernel.buffer("derivatives", keys)).sub_(deltas.mT).mul_(r)
+        grad = torch.bmm(v, grad_means.mT, out=kernel.buffer("gradients", keys)).sub_(deltas.mT).mul_(r)
         grad_k[..., part, :] = kernel.key_gradient(keys, grad).view_as(grad_k[..., part, :])
         grad_v[..., part, :] = torch.bmm(r, grad_means).view_as(grad_v[..., part, :])
     return grad_q, grad_k, grad_v

@@ -1,10 +1,10 @@
 """Full linear attention with trigonometric features, forward and backward, chunk by chunk and in place.
 
 With F = [cos(w·x), sin(w·x)] for m directions w and s_j = exp(|k_j|²/2), relative to the largest, the
-output is F(q_t)·Σ_j s_j F(k_j) v_j over the same sum without v: a query's own scale cancels.
+output is F(q_t)·Σ_j s_j F(k_j) v_j over the same sum without v; a query's own scale cancels.
 
 With t = tan(x/2), cos x = 2/(1 + t²) − 1 and sin x = 2t/(1 + t²): one transcendental function instead of
-two, and both are right to a few roundings of 1, however large t is.
+two, with an absolute error of a few roundings for every t.
 """
 
 import math
@@ -18,30 +18,30 @@ from efficient_attn.ops.linear.inputs import LinearInputs
 from efficient_attn.ops.linear.state import LinearState, exponential, finite, sees, with_ones
 from efficient_attn.ops.scratch import Scratch
 
-# Tokens at once: their features stay in cache, and on the way back their derivatives too.
+# Tokens per chunk, forward and backward: their features, and in the backward pass gradients, stay in cache.
 _CHUNK, _CHUNK_BACK = 144, 112
-# Tokens at once of which nothing but a scale is wanted.
+# Tokens per chunk for scales alone.
 _PIECE = 512
 
 
 class TrigKernel:
-    """Makes cosines and sines of queries and keys, and takes derivatives by them back.
+    """Cosines and sines of queries and keys, and the pullback of gradients through them.
 
-    Batch and heads of keys are one dimension here, `lists`. Of the factor 1/√m of each of the 2m features
-    nothing is said: it belongs to the sums over keys, as 1/m.
+    Batch and key heads form one dimension, `flat_heads`. The features omit their factor 1/√m; the key sums
+    carry 1/m instead.
     """
 
     def __init__(self, inputs: LinearInputs) -> None:
         assert inputs.directions is not None and inputs.log_weights is None
         self.inputs, self._scratch = inputs, Scratch()
         w = upcast(inputs.directions).to(upcast_dtype(inputs.q.dtype)) * math.sqrt(abs(inputs.scale))
-        # Halves of the directions, for tan(x/2).
+        # Half directions, for tan(x/2).
         self._keys = inputs.expand_to_heads(w / 2)
         self._queries = self._keys if inputs.scale > 0 else -self._keys
         self.directions = w.shape[-2]
 
     def log_scales(self, positions: slice) -> Tensor:
-        """|k|²/2 of some keys, scaled, −inf where a key is masked, [lists positions 1]."""
+        """|k|²/2 of scaled keys, −inf for masked keys, [flat_heads positions 1]."""
         keys, real = self.inputs.flat_keys(positions), self.inputs.real(positions)
         scales = (
             torch.linalg.vector_norm(keys, dim=-1, keepdim=True).square_().mul_(abs(self.inputs.scale) / 2)
@@ -49,31 +49,31 @@ class TrigKernel:
         return scales if real is None else scales.masked_fill_(~real, -torch.inf)
 
     def query_features(self, rows: Tensor, factor: Tensor) -> Tensor:
-        """factor · [cos(w·q), sin(w·q)] of query rows, [lists rows 2m], for a factor [lists|1 rows|1 1]."""
+        """factor · [cos(w·q), sin(w·q)] of query rows, [flat_heads rows 2m], for a factor [flat_heads|1 rows|1 1]."""
         return self._features(rows, self._queries, factor)
 
     def key_features(self, keys: Tensor, factor: Tensor) -> Tensor:
-        """factor · [cos(w·k), sin(w·k)] of keys, [lists positions 2m]."""
+        """factor · [cos(w·k), sin(w·k)] of keys, [flat_heads positions 2m]."""
         return self._features(keys, self._keys, factor)
 
     def query_gradient(self, features: Tensor, grad_features: Tensor) -> Tensor:
-        """Derivative by query rows, from that by their features before the factor."""
+        """Gradient with respect to query rows, from the gradient of their features without the factor."""
         return torch.bmm(self._angle_gradient(features, grad_features), self._queries).mul_(2)
 
     def key_gradient(self, features: Tensor, grad_features: Tensor) -> Tensor:
-        """Derivative by keys at a fixed scale, from that by their features before the factor."""
+        """Gradient with respect to keys at a fixed scale, from the gradient of their features without the factor."""
         return torch.bmm(self._angle_gradient(features, grad_features), self._keys).mul_(2)
 
     def buffer_like(self, features: Tensor) -> Tensor:
-        """Room for derivatives by features, which making features writes over."""
-        return self._scratch("derivatives", features, tuple(features.shape))
+        """Scratch buffer for gradients of features, overwritten when features are computed."""
+        return self._scratch("gradients", features, tuple(features.shape))
 
     def _features(self, rows: Tensor, directions: Tensor, factor: Tensor) -> Tensor:
         shape = (*rows.shape[:-1], self.directions)
         t = torch.bmm(rows, directions.mT, out=self._scratch("angles", rows, shape)).tan_()
         features = self._scratch("features", rows, (*shape[:-1], 2 * shape[-1]))
         cos, sin = features.chunk(2, dim=-1)
-        plus = torch.addcmul(t.new_ones(()), t, t, out=self._scratch("derivatives", rows, shape))
+        plus = torch.addcmul(t.new_ones(()), t, t, out=self._scratch("gradients", rows, shape))
         torch.div(2 * factor, plus, out=plus)
         torch.sub(plus, factor, out=cos)
         torch.mul(plus, t, out=sin)
@@ -94,7 +94,7 @@ def trigonometric_attention(inputs: LinearInputs) -> tuple[Outputs, LinearState]
     for part in _chunks(inputs.q, _CHUNK):
         rows = inputs.flatten_heads(inputs.q, part)
         found = torch.bmm(kernel.query_features(rows, rows.new_ones(())), sums)
-        # The logarithms' place holds the denominators until all of them are there.
+        # The buffer of the logarithms holds the denominators until all are known.
         out, ones = (inputs.grouped(x)[..., part, :] for x in outputs[:2])
         found = found.unflatten(0, inputs.k.shape[:2]).unflatten(2, (inputs.group, -1))
         torch.div(found[..., :-1], ones.copy_(found[..., -1:]), out=out)
@@ -126,7 +126,7 @@ def _state(kernel: TrigKernel) -> LinearState:
 def trigonometric_gradients(
     inputs: LinearInputs, grad_out: Tensor, outputs: Outputs, state: LinearState
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Derivatives by q, k and v; `state` is that of all keys."""
+    """Gradients with respect to q, k and v; `state` is the state of all keys."""
     kernel, kv_heads = TrigKernel(inputs), inputs.k.shape[1]
     sums, reference = state.sums.flatten(0, 1), finite(state.log_scale)
     grad_q, grad_k, grad_v = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs[:3])
