@@ -93,6 +93,12 @@ class BackendSpec:
         operations = self.operations(problem, options, tokens, problem.head_dim)
         return 2 * sum(matmul.multiply_adds for matmul in operations.matmuls)
 
+    @property
+    def work(self) -> Callable[[Any, Any, int, int], OperationCounts] | None:
+        """Former name of `operations`, kept for one release."""
+        warnings.warn("BackendSpec.work is now BackendSpec.operations.", DeprecationWarning, stacklevel=2)
+        return self.operations
+
 
 SPECS: dict[str, BackendSpec] = {}
 

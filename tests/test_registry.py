@@ -110,7 +110,10 @@ def test_former_names_of_operation_counts_serve_one_more_release(monkeypatch):
     with pytest.warns(DeprecationWarning, match="operations="):
         add = ea.register("former", summary="", capabilities=capabilities, work=lambda *sizes: Work(sizes))
     add(lambda problem, options: None)
-    assert registry.SPECS["former"].operations(1, 2, 3, 4).matmuls == (1, 2, 3, 4)
+    spec = registry.SPECS["former"]
+    assert spec.operations(1, 2, 3, 4).matmuls == (1, 2, 3, 4)
+    with pytest.warns(DeprecationWarning, match=r"BackendSpec\.operations"):
+        assert spec.work is spec.operations
 
 
 def test_lists_are_sorted_and_tell_who_can_be_causal():

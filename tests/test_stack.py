@@ -1,6 +1,7 @@
 """The stacks: the base model's size, torch's own where exact, one draw a layer, token by token, trainable."""
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -292,3 +293,24 @@ def test_what_is_no_stack_or_no_embedding_is_refused_in_one_line() -> None:
         encoder()(torch.zeros(2, 3, dtype=torch.int64))
     with pytest.raises(ea.UnsupportedError, match="extend needs a causal backend"):
         encoder().extend(sequence())
+
+
+def test_state_dicts_with_the_former_names_of_submodules_still_load() -> None:
+    former = {
+        "embedding_input": "entrance",
+        "attention_residual": "around_attention",
+        "cross_attention_residual": "around_cross_attention",
+        "feed_forward_residual": "around_feed_forward",
+        "up": "widen",
+        "down": "narrow",
+    }
+    saved, ours = transformer(positions="learned"), transformer(positions="learned")
+    state = {".".join(former.get(part, part) for part in k.split(".")): x for k, x in saved.state_dict().items()}
+    assert not {part for name in state for part in name.split(".")} & former.keys()
+    with torch.no_grad():
+        for parameter in ours.parameters():
+            parameter.zero_()
+    pickle.loads(pickle.dumps(ours)).load_state_dict(state)
+    ours.load_state_dict(state)
+    for name, tensor in saved.state_dict().items():
+        assert torch.equal(ours.state_dict()[name], tensor)

@@ -12,10 +12,16 @@ from torch import Tensor, nn
 from efficient_attn.errors import OptionError, UnsupportedError
 from efficient_attn.modules.options import one_of, probability
 from efficient_attn.problem import positive_count
+from efficient_attn.transformer.former_names import accept_former_names
 from efficient_attn.transformer.layer import AttentionLayer, ContextKeys, LayerState, check_mask
 
 _ACTIVATIONS = {"relu": nn.ReLU, "gelu": nn.GELU}
 NORMS = ("post", "pre")
+_FORMER_RESIDUALS = {
+    "attention_residual": "around_attention",
+    "cross_attention_residual": "around_cross_attention",
+    "feed_forward_residual": "around_feed_forward",
+}
 
 
 class DecoderBlockState(NamedTuple):
@@ -63,6 +69,7 @@ class FeedForward(nn.Module):
         self.down = nn.Linear(feed_forward_dim, model_dim)
         for linear in (self.up, self.down):
             nn.init.xavier_uniform_(linear.weight)
+        accept_former_names(self, up="widen", down="narrow")
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(self.activation(self.up(x)))
@@ -108,6 +115,7 @@ class TransformerBlock(nn.Module):
         self.feed_forward = FeedForward(model_dim, feed_forward_dim, activation)
         self.attention_residual = Residual(model_dim, norm, dropout)
         self.feed_forward_residual = Residual(model_dim, norm, dropout)
+        accept_former_names(self, **_FORMER_RESIDUALS)
 
     def forward(self, x: Tensor, *, key_mask: Tensor | None = None) -> Tensor:
         """x [batch tokens model_dim] to the same shape; key_mask is bool [batch tokens]."""
@@ -168,6 +176,7 @@ class DecoderBlock(nn.Module):
         self.feed_forward = FeedForward(model_dim, feed_forward_dim, activation)
         self.attention_residual = Residual(model_dim, norm, dropout)
         self.feed_forward_residual = Residual(model_dim, norm, dropout)
+        accept_former_names(self, **_FORMER_RESIDUALS)
 
     def forward(
         self,

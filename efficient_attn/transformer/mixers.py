@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from efficient_attn.errors import OptionError, UnsupportedError
 from efficient_attn.problem import positive_count
 from efficient_attn.transformer.block import FeedForward, Residual
+from efficient_attn.transformer.former_names import accept_former_names
 from efficient_attn.transformer.layer import check_mask, check_sequence
 
 
@@ -109,6 +110,9 @@ class MixerBlock(nn.Module):
         self.feed_forward = FeedForward(model_dim, feed_forward_dim, activation)
         self.mixer_residual = Residual(model_dim, norm, dropout)
         self.feed_forward_residual = Residual(model_dim, norm, dropout)
+        accept_former_names(
+            self, mixer_residual="around_mixer", feed_forward_residual="around_feed_forward"
+        )
 
     def forward(self, x: Tensor, *, key_mask: Tensor | None = None) -> Tensor:
         """x [batch tokens model_dim] to the same shape; key_mask is bool [batch tokens]."""

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from efficient_attn.backends import resolve
 from efficient_attn.problem import positive_count
 from efficient_attn.transformer.block import DecoderBlock, DecoderBlockState, TransformerBlock
+from efficient_attn.transformer.former_names import accept_former_names
 from efficient_attn.transformer.layer import LayerState
 from efficient_attn.transformer.parts import (
     EmbeddingInput,
@@ -71,6 +72,7 @@ class Encoder(nn.Module):
         positive_count("num_layers", num_layers)
         spec = resolve(backend)
         self.embedding_input = EmbeddingInput(positions, model_dim, dropout, max_tokens)
+        accept_former_names(self, embedding_input="entrance")
         blocks = [
             TransformerBlock(
                 model_dim,
@@ -144,6 +146,7 @@ class Decoder(nn.Module):
         spec, cross = resolve(backend), None if cross_backend is None else resolve(cross_backend)
         seeds = spawn_seeds(seed, 2 * num_layers)
         self.embedding_input = EmbeddingInput(positions, model_dim, dropout, max_tokens)
+        accept_former_names(self, embedding_input="entrance")
         blocks = [
             DecoderBlock(
                 model_dim,
