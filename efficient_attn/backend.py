@@ -129,7 +129,7 @@ class Backend(nn.Module):
         return self._core_with("kernel_rows", q, k).kernel_rows(q, k)
 
     def kernel_weights(self, q: Tensor, k: Tensor) -> Tensor:
-        """φ(q_i)·φ(k_j) over the exact sum of row i, [batch heads q_tokens k_tokens], without renormalisation.
+        """φ(q_i)·φ(k_j) over the exact sum of row i, not renormalised, [batch heads q_tokens k_tokens].
 
         Raises:
             UnsupportedError: If the backend has no features, or features of another kernel.

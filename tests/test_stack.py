@@ -305,7 +305,9 @@ def test_state_dicts_with_the_former_names_of_submodules_still_load() -> None:
         "down": "narrow",
     }
     saved, ours = transformer(positions="learned"), transformer(positions="learned")
-    state = {".".join(former.get(part, part) for part in k.split(".")): x for k, x in saved.state_dict().items()}
+    state = saved.state_dict()
+    for name in list(state):
+        state[".".join(former.get(part, part) for part in name.split("."))] = state.pop(name)
     assert not {part for name in state for part in name.split(".")} & former.keys()
     with torch.no_grad():
         for parameter in ours.parameters():

@@ -74,7 +74,7 @@ class CalibratedFeatures(Float32Buffers):
         self.use(self._fit(moments(x, x.shape[0] * x.shape[2]), moments(y, keys)))
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, scale: float) -> LinearInputs:
-        """Inputs with transformed queries and keys, and with the directions and weights of each head's fit."""
+        """Inputs with transformed queries and keys, and the directions and weights of each head's fit."""
         fit = self._fit_for(k.shape[1], upcast_dtype(k.dtype))
         inputs = self._positive(q, k, v, key_mask, scale)
         if fit.shift.shape[0]:

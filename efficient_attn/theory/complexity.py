@@ -23,7 +23,7 @@ class Cost(NamedTuple):
     Attributes:
         flops: Operations of the matrix products.
         exponentials: Values of exp, cos and sin in the forward pass.
-        moved_bytes: Bytes of inputs, output, parameters and, backward, the gradients of all of them, each once.
+        moved_bytes: Bytes of inputs, output, parameters and, backward, all their gradients, each once.
         kept_bytes: Bytes of intermediate results of the forward pass.
     """
 
@@ -45,7 +45,7 @@ def call_cost(
     backward: bool = False,
     item_bytes: int = 4,
 ) -> Cost | None:
-    """Cost of one call of a backend, forward or forward and backward; None if its operations are not declared.
+    """Cost of one call of a backend, forward or forward and backward; None if it declares no operations.
 
     Args:
         problem: Problem with num_heads.
@@ -173,9 +173,9 @@ def convolutional(tokens: int, model_dim: int, *, kernel_size: int, causal: bool
 def dilated_convolutional(tokens: int, model_dim: int, *, kernel_size: int) -> Complexity:
     """2 k n d² but for the edges, layer l of dilation k^l: O(log_k n) layers from end to end (Table 1).
 
-    Layers are causal, as in WaveNet (van den Oord et al. 2016): l layers see the last k^l tokens. Centred layers
-    would meet the edges: for k = 3 the last of 8 tokens never sees the first, since 7 = 9 − 3 + 1 leads past the
-    end. The operations are counted for the first layer, of dilation 1.
+    Layers are causal, as in WaveNet (van den Oord et al. 2016): l layers see the last k^l tokens. Centred
+    layers would meet the edges: for k = 3 the last of 8 tokens never sees the first, since 7 = 9 − 3 + 1
+    leads past the end. The operations are counted for the first layer, of dilation 1.
     """
     layer = convolutional(tokens, model_dim, kernel_size=kernel_size, causal=True)
     layers = 1

@@ -100,8 +100,9 @@ def log_orthogonal_trigonometric_error(
 ) -> Floats:
     """log of the exact error of trigonometric features with m orthogonal directions (2m features) over SM².
 
-    The pair terms are the same as for positive features at −|x − y|²: E[cos cos] = 1F1(d; d/2; −|x−y|²/2) against
-    e^(−|x−y|²). For distant pairs in few dimensions the error slightly exceeds that of independent directions.
+    The pair terms are the same as for positive features at −|x − y|²: E[cos cos] = 1F1(d; d/2; −|x−y|²/2)
+    against e^(−|x−y|²). For distant pairs in few dimensions the error slightly exceeds that of independent
+    directions.
     """
     square = squares("difference_square", difference_square)
     excess = pair_excess(-square / 2, count("head_dim", head_dim))

@@ -110,9 +110,7 @@ class MixerBlock(nn.Module):
         self.feed_forward = FeedForward(model_dim, feed_forward_dim, activation)
         self.mixer_residual = Residual(model_dim, norm, dropout)
         self.feed_forward_residual = Residual(model_dim, norm, dropout)
-        accept_former_names(
-            self, mixer_residual="around_mixer", feed_forward_residual="around_feed_forward"
-        )
+        accept_former_names(self, mixer_residual="around_mixer", feed_forward_residual="around_feed_forward")
 
     def forward(self, x: Tensor, *, key_mask: Tensor | None = None) -> Tensor:
         """x [batch tokens model_dim] to the same shape; key_mask is bool [batch tokens]."""

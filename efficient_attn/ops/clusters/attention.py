@@ -1,7 +1,8 @@
 """Softmax over near keys and over summaries of the clusters of far keys, in one call of the fused kernel.
 
-A block of queries reads one slice of keys, the block and half a block on each side; if causal, the block before
-and its own past. Keys outside the slice are summed per cluster, so every key counts once for every query.
+A block of queries reads one slice of keys, the block and half a block on each side; if causal, the block
+before and its own past. Keys outside the slice are summed per cluster, so every key counts once for every
+query.
 """
 
 from collections.abc import Callable
@@ -116,7 +117,7 @@ def _some_segments(
     key_mask: Tensor | None,
 ) -> Tensor:
     dtype, before = q.dtype, k.shape[2] - q.shape[2]
-    # Blocks are aligned with the keys; queries are the last positions, and with a mask they may lie in any block.
+    # Blocks are aligned with the keys; queries are the last positions, and a mask may put them in any block.
     begin = before // layout.block if key_mask is None else 0
     q = F.pad(upcast(q) * scale, (0, 0, before - begin * layout.block, 0))
     q, k, v, real, turned = _from_first_real(

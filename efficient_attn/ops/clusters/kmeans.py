@@ -37,7 +37,7 @@ def segments(real: Tensor, clusters: int) -> Tensor:
 
 
 def _spread(real: Tensor, clusters: int) -> Tensor:
-    """Positions of evenly spaced real keys, first and last included, [batch clusters]; repeated if too few."""
+    """Positions of evenly spaced real keys, first to last, [batch clusters]; repeated if too few."""
     last = (real.sum(dim=-1, keepdim=True) - 1).clamp_min(0)
     rank = torch.arange(clusters, device=real.device) * last // max(clusters - 1, 1)
     return torch.searchsorted(real.cumsum(dim=-1), rank + 1).clamp_max(real.shape[-1] - 1)

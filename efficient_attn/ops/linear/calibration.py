@@ -80,9 +80,9 @@ def fit_full(x: Moments, y: Moments) -> Fit:
     """Centred inputs, ADERF's transform, then SDERF's own a for each axis.
 
     With C₁ and C₂ the covariances, T = S^(1/2) Uᵀ C₁^(−1/2), where C₁^(1/2) C₂ C₁^(1/2) = U S² Uᵀ, gives
-    queries and keys the same diagonal covariance S (Likhosherstov et al. 2023, ADERF). The covariance of x' + y'
-    is 2S, so its axes are SDERF's, and L = 2S. The variance depends on x' + y' alone; one shift of the keys,
-    which leaves softmax unchanged, therefore centres queries and keys: c = mean y + TᵀT mean x.
+    queries and keys the same diagonal covariance S (Likhosherstov et al. 2023, ADERF). The covariance of
+    x' + y' is 2S, so its axes are SDERF's, and L = 2S. The variance depends on x' + y' alone; one shift of
+    the keys, which leaves softmax unchanged, therefore centres queries and keys: c = mean y + TᵀT mean x.
     """
     values, axes = torch.linalg.eigh(_covariance(x))
     root = (axes * values.sqrt().unsqueeze(-2)) @ axes.mT

@@ -222,7 +222,7 @@ def _put_key_gradients(
     queries: tuple[Tensor, Tensor] | None,
     into: tuple[Tensor, Tensor],
 ) -> None:
-    """Write the gradients of some keys and values, from later queries' sums and the queries of their chunk."""
+    """Write the gradients of some keys and values, from later queries' sums and their chunk's queries."""
     grad_k, grad_v = into
     rows = inputs.key_rows(part)
     features = inputs.key_features(rows, part)

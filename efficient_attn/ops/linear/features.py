@@ -43,7 +43,8 @@ class FeatureMap(NamedTuple):
         per_direction: Number of features per direction; 0 for a map without directions.
         exponents: Function of the directions that returns the w of every feature, for features of the form
             exp(w·x − |x|²/2 + constant); None for other maps.
-        trigonometric: Whether the features are the cosines, then the sines, of w·x, times exp(|x|²/2 + constant).
+        trigonometric: Whether the features are the cosines, then the sines, of w·x, times
+            exp(|x|²/2 + constant).
         fixed: Number of features of a map without directions, as a function of head_dim.
     """
 

@@ -53,7 +53,7 @@ class LinearInputs(NamedTuple):
         return fold(upcast(self.q[..., part, :]), self.k.shape[1]) * (sign * math.sqrt(abs(self.scale)))
 
     def exponents(self) -> Tensor:
-        """The w of each feature of an exponential map, [features head_dim], or one such matrix per key head."""
+        """The w of each feature of an exponential map, [features head_dim], or one matrix per key head."""
         assert self.map.exponents is not None and self.directions is not None
         return self.map.exponents(upcast(self.directions).to(upcast_dtype(self.q.dtype)))
 

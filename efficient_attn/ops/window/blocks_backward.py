@@ -75,7 +75,7 @@ class _Step(NamedTuple):
 
 
 def _steps(band: Band, edges: EdgeMask, dim: int, like: Tensor) -> list[_Step]:
-    """All steps of a head; blocks without weights follow its queries, to complete the last keys' gradients."""
+    """All steps of a head; blocks without weights after its queries complete the last keys' gradients."""
     width, kept, total = band.width, band.kept, band.blocks + band.kept
     group = (_NUMBERS // BLOCK - 2 * kept * (width + dim)) // (3 * (width + dim))
     group = min(total, max(group, kept, 1))

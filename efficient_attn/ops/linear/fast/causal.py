@@ -224,7 +224,7 @@ def read_unshifted(
 
 
 def shifted(state: Unshifted) -> tuple[Tensor, Tensor, Tensor]:
-    """Values, ones and reference of the shifted state with the same sums; its ones are 1, or 0 without a key."""
+    """Values, ones and reference of the equal shifted state, whose ones are 1, or 0 without a key."""
     some = state.ones > 0
     ones = torch.where(some, state.ones, 1.0)
     reference = ones.log2().masked_fill_(~some, -torch.inf)

@@ -6,7 +6,8 @@ in row t is Σ_f p_tf r_jf. With δ_t = g_t·out_t, the gradients of the exponen
     ∂s_tf = p_tf Σ_{j≤t} (g_t·v_j − δ_t) r_jf,
     ∂u_jf = r_jf Σ_{t≥j} (g_t·v_j − δ_t) p_tf,   ∂v_j = Σ_f r_jf Σ_{t≥j} p_tf g_t:
 
-computed forwards in time with the state of keys, then backwards with the state of queries, Σ_t p_tf [g_t, δ_t].
+computed forwards in time with the state of keys, then backwards with the state of queries,
+Σ_t p_tf [g_t, δ_t].
 """
 
 import torch
@@ -24,7 +25,7 @@ CHUNK = 96
 def causal_exponential_gradients(
     inputs: LinearInputs, past: LinearState | None, grad_out: Tensor, out: Tensor, logarithm: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients with respect to q, k and v; `past` is the state of the keys before the first query, if any."""
+    """Gradients with respect to q, k and v; `past` is the state before the first query, if any."""
     rows = _Rows(inputs, grad_out, out, logarithm)
     grad_q, pieces = _query_gradients(rows, past)
     return grad_q, *_key_gradients(rows, pieces)

@@ -8,8 +8,8 @@ With φ_f(q) = exp(q·w_f) and φ_f(k) = exp(k·w_f + b_k), b_k = −|k|²/2,
 attention of the directions to the keys, then of the queries to the directions. Features are never
 materialised, no exponent leaves the range, so that no guard is needed, and the state has denominators of 1.
 
-Backward, with p_tf = softmax_f(q_t·w_f + z_f) and r_fj = softmax_j(k_j·w_f + b_j), the output is Σ_f p_tf m_f.
-With δ_t = g_t·out_t, the gradients of the exponents s_tf of queries and u_jf of keys are
+Backward, with p_tf = softmax_f(q_t·w_f + z_f) and r_fj = softmax_j(k_j·w_f + b_j), the output is
+Σ_f p_tf m_f. With δ_t = g_t·out_t, the gradients of the exponents s_tf of queries and u_jf of keys are
 
     ∂s_tf = p_tf (g_t·m_f − δ_t),   M_f = Σ_t p_tf g_t,   ε_f = Σ_t p_tf δ_t,
     ∂u_jf = r_fj (v_j·M_f − ε_f),   ∂v_j = Σ_f r_fj M_f.

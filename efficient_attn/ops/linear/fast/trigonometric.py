@@ -49,7 +49,7 @@ class TrigKernel:
         return scales if real is None else scales.masked_fill_(~real, -torch.inf)
 
     def query_features(self, rows: Tensor, factor: Tensor) -> Tensor:
-        """factor · [cos(w·q), sin(w·q)] of query rows, [flat_heads rows 2m], for a factor [flat_heads|1 rows|1 1]."""
+        """factor · [cos(w·q), sin(w·q)] of queries, [flat_heads rows 2m]; factor [flat_heads|1 rows|1 1]."""
         return self._features(rows, self._queries, factor)
 
     def key_features(self, keys: Tensor, factor: Tensor) -> Tensor:
@@ -61,7 +61,7 @@ class TrigKernel:
         return torch.bmm(self._angle_gradient(features, grad_features), self._queries).mul_(2)
 
     def key_gradient(self, features: Tensor, grad_features: Tensor) -> Tensor:
-        """Gradient with respect to keys at a fixed scale, from the gradient of their features without the factor."""
+        """Gradient with respect to keys at a fixed scale, from that of their features without the factor."""
         return torch.bmm(self._angle_gradient(features, grad_features), self._keys).mul_(2)
 
     def buffer_like(self, features: Tensor) -> Tensor:
