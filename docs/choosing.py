@@ -1,18 +1,22 @@
 """Writes docs/choosing.md from the records in results/; to be run after a run there is replaced."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import efficient_attn as ea
 from efficient_attn.analysis.comparison import Comparison, Contender, comparisons
+from efficient_attn.analysis.curves import YARDSTICK, curves
 from efficient_attn.analysis.doubts import disturbance
+from efficient_attn.analysis.summary import Gain, gain_over
 from efficient_attn.report.comparison import comparison_sentences
 from efficient_attn.report.error_table import describe, show_error
-from efficient_attn.report.pays import pay_sentences
+from efficient_attn.report.pays import crossover_tables
 from efficient_attn.report.table import three_digits
 from efficient_attn.studies.recall.analysis import Contest, Learned, contests
 from efficient_attn.studies.recall.tables import sentences as recall_sentences
 from efficient_attn.studies.recall.tables import show_accuracy
+from efficient_attn.sweep.records import Case, Record
 
 HERE = Path(__file__).parent
 PAGE = HERE / "choosing.md"
@@ -26,119 +30,121 @@ TRAINED = "recall-default"
 TOLERATED = (0.1, 0.3, 0.5)
 
 _HEAD = """\
-# Which backend for me
+# Which backend
 
 <!-- Written by docs/choosing.py from the records in results/; edit that file, or measure again. -->
 
-Three questions decide: how much error you can stand, how long your sequences are, and whether you train.
-Every number on this page is read from a run in `results/epyc-2-cores/`, by a script; a test says when the
-page is out of date. The runs were taken on two cores of a busy server: ratios count, not milliseconds. The
-last section measures the same on your machine and your activations, in a minute.
+Error, length and training decide. A script reads every number of this page from the runs in
+`results/epyc-2-cores/`, taken on two cores of a server: ratios carry over better than milliseconds. The
+[last section](#your-machine-and-activations) measures the same on your machine and activations, in a minute.
 
-## The short answer
+## In short
 """
 
 _ERROR = """\
-## How much error can you stand?
+## Tolerated error
 
-For a model that was trained with exact attention and is not trained again. Errors are ‖out − exact‖ /
-‖exact‖ on the activations of a real encoder, with the default options of every backend and nothing trained;
-the speed is against `exact`, the fused kernel. Each cell is the fastest of what stays within the error and
-is faster than `exact` beyond what the samples leave open. **Where nothing is, the answer is `exact`.**
+For a model trained with exact attention and used without further training. Errors are ‖out − exact‖ /
+‖exact‖ on the activations of a real encoder, with default options; speeds are relative to `exact`, the
+fused kernel. Each cell is the fastest backend within the error that is faster than `exact` beyond the
+interval, or **`exact`**.
 
-Up to 512 tokens the inputs are one real text. The 2048 tokens are *concatenated documents*: the vectors of
-four texts laid end to end, and no real sequence of that length. Errors on several layers are their median and
-range, and *within* means on every layer.
+Inputs up to 512 tokens are one real text. The 2048 tokens are *concatenated documents*: vectors of four
+texts, and no real sequence of that length. Errors on several layers are their median and range, and
+*within* means on every layer.
 
 ![Relative output error against time and memory on one text of 512 tokens](images/compare.png)
 """
 
 _LENGTH = """\
-## How long are your sequences?
+## Length
 
-Time against exact attention through the fused kernel, on this machine ({machine}), with default options. The
-error is another matter: above for those that come near softmax attention, and `linear-…` do not mean to.
+Crossover lengths and speed against `exact` on this machine ({machine}), with default options. `linear-…` do
+not approximate softmax.
 """
 
 _MEMORY = """\
-Memory is no reason to leave `exact`: the fused kernel never builds the matrix of scores. What needs memory
-of the square of the tokens is `exact-dense`, which papers compare themselves with.
+Memory is no reason to leave `exact`: the fused kernel never materialises the scores, whose memory is
+quadratic in `exact-dense`, the baseline of papers.
 """
 
 _TRAINING = """\
-## Causal? Trained?
+## Promises and untrained errors
 
-What each backend promises, and the error it begins with: between the smallest and the largest of the runs
-above, beside giving every query the mean of the values, which looks at nothing.
+Smallest and largest error of the runs above; *mean of V* is the uniform-attention baseline.
 """
 
 _AFTER = """\
-- An error near the mean of V's is no approximation of attention. Such a backend can be something to *train
-  with*; to be put in the place of exact attention in a trained model it is not. What training makes of it
-  is told below.
-- Causal and streaming matter for decoding: a backend without them cannot be built with `causal=True`.
-- `linformer` mixes positions, so it is built for a longest length, and its mixtures are meant to be
-  learned.
-- A backend that needs calibration was calibrated on the inputs that it was then measured on, which is the
-  best case for it.
+- A backend with an error near the mean of V does not approximate attention: train with it, but do not use
+  it as a drop-in replacement.
+- Decoding needs a causal, streaming backend; others refuse `causal=True`.
+- `linformer` mixes positions: it is built for a maximum length, and its projections are meant to be learned.
+- Backends with calibration were calibrated on the measured inputs, their best case.
 """
 
 _LEARNED = """\
-## What training makes of them
+## Performance after training
 
-One block for each backend, trained from the same weights on the same sequences to look up which value stood
-beside a key ([how, and what it does not say](recall.md)). Each row is the size at which the backend did best;
-the accuracy is the mean over three seeds, with the range over them: an interval would take six.
+One block per backend, trained from equal weights on equal sequences on [associative
+recall](training.md#associative-recall). Rows are each backend's best size; accuracies are means over three
+seeds with their range (intervals need six).
 
-![Accuracy after training, against what a query reads and against the error before](images/recall.png)
+![Accuracy after training, against the state size and against the untrained error](images/recall.png)
 """
 
 _LEARNED_HERE = """\
-It is a task for sharp attention, one key out of all. What does badly at it cannot look one thing up among
-many after so few steps; it may well do where many keys count a little.
+The task needs sharp attention, one key of all. A low accuracy says nothing about tasks with many relevant
+keys.
 """
 
 _OWN = """\
-## On your machine, on your activations
+## Your machine and activations
 
 ```bash
 efficient-attn compare
 efficient-attn compare --inputs stitched --max-error 0.3
-```
-
-prints error, time and memory of everything beside each other, draws the front of what nothing beats, and
-says in one sentence whether anything is both accurate enough and faster. In the place of `stitched`, name
-the file that `efficient-attn capture` keeps of your model on your text; your own attention is compared with
-`--backend exact,my_file.py:my_attention`. What is left of a speed-up inside a transformer block is told by
-`efficient-attn bench --of block`.
-
-```bash
 efficient-attn show --head 2 --tokens 30:60
 ```
 
-draws what each backend looks at: every row is a query with the words of the text, and how it weighs the keys;
-in the last column is the weight of all keys that are not shown. Backends read the whole text, and the error
-above each panel is that of this head's output on all of it. The entropy of a row, in nats, is the logarithm
-of how many keys it would look at if it looked at all of them alike.
+`compare` prints error, time and memory, draws the Pareto front, and states whether any backend is both
+accurate enough and faster. `--inputs FILE` takes [activations of your
+model](hugging-face.md#activations-of-your-model), `--backend exact,my_file.py:my_attention` your own
+attention; `efficient-attn bench --of block` measures the speed-up of a whole transformer block. `show`
+draws attention maps: a row per query, the last column for all keys not shown, and above each panel the
+error of this head's output and the attention entropy, in nats.
 
 ![Attention weights of six backends with the words on the axes](images/show.png)
 """
 
 
-class _Pays(NamedTuple):
-    """A sentence on where a backend pays, in the parts that a table has."""
+class _Cost(NamedTuple):
+    """Crossover length and speed of a backend against exact attention, as its row shows them."""
 
-    name: str
-    machine: str
-    start: str
-    gain: str
+    crossover: str
+    speed: str
 
-    @classmethod
-    def read(cls, sentence: str) -> "_Pays":
-        name, _, told = sentence.removesuffix(".").partition(": on this machine (")
-        machine, _, found = told.partition(") ")
-        start, _, gain = found.rpartition("; ")
-        return cls(name, machine, start, gain)
+
+def _costs(records: Sequence[Record]) -> dict[str, _Cost]:
+    """Costs by label, from the times of one run."""
+    times = curves(records, "time_s")
+    exact = next(curve for curve in times if curve.label == YARDSTICK)
+    (table,) = crossover_tables(records)
+    crossing = {row[0]: row[1] for row in table.rows}
+    gains = {curve.label: gain_over(curve, exact) for curve in times if curve is not exact}
+    return {label: _Cost(crossing[label], _speed(gain)) for label, gain in gains.items() if gain}
+
+
+def _speed(gain: Gain) -> str:
+    """`9.7 times faster at 4096`."""
+    faster, ratio = gain.ratio.side_of_one, gain.ratio.median
+    if not faster:
+        return f"unclear at {gain.tokens}"
+    times = three_digits(ratio if faster > 0 else 1 / ratio)
+    return f"{times} times {'faster' if faster > 0 else 'slower'} at {gain.tokens}"
+
+
+def _machine(case: Case) -> str:
+    return f"{case.threads} threads, {case.dtype}, {case.num_heads} heads of {case.head_dim}"
 
 
 def page() -> str:
@@ -154,21 +160,20 @@ def page() -> str:
         for one, run in zip(compared, runs.values(), strict=True)
         if disturbance(one.records, run.environment) is None
     ]
-    pays = [_Pays.read(sentence) for sentence in pay_sentences(bench.records)]
-    again = {
-        one.name: one for one in map(_Pays.read, pay_sentences(ea.read(RESULTS / BENCHED_LATER).records))
-    }
-    pays = [again[LATER_LABEL]._replace(name=LATER) if one.name == LATER else one for one in pays]
+    costs = _costs(bench.records)
+    again = _costs(ea.read(RESULTS / BENCHED_LATER).records)[LATER_LABEL]
+    costs = {name: again if name == LATER else cost for name, cost in costs.items()}
     parts = [
         _HEAD,
-        _short_answer(pays, compared),
+        _short_answer(costs, compared),
         _ERROR,
         _by_error(compared, quiet),
         _in_short(quiet),
         _listed(told),
-        _LENGTH.format(machine=pays[0].machine),
+        _LENGTH.format(machine=_machine(bench.records[0].case)),
         _table(
-            ["backend", "from where", "how much"], [[f"`{one.name}`", one.start, one.gain] for one in pays]
+            ["backend", "faster from, tokens (95 % interval)", "speed"],
+            [[f"`{name}`", *cost] for name, cost in costs.items()],
         ),
         _MEMORY,
         _TRAINING,
@@ -183,41 +188,38 @@ def page() -> str:
     return "\n".join(parts)
 
 
-def _short_answer(pays: list[_Pays], compared: list[Comparison]) -> str:
-    """What to take, for those in a hurry; starts and errors are those of the tables below."""
-    start = {
-        one.name: one.start.removeprefix("it pays ")
-        if one.start.startswith("it pays ")
-        else "from a length that the run leaves open"
-        for one in pays
-    }
+def _short_answer(costs: dict[str, _Cost], compared: list[Comparison]) -> str:
+    """Recommendations; crossovers and errors are those of the tables below."""
+    start = {name: _faster(cost.crossover) for name, cost in costs.items()}
     errors = _errors(compared)
     rows = [
+        ["a trained model, outputs kept", "`exact`: the fused kernel needs no memory for the scores"],
         [
-            "have a trained model and want its outputs",
-            "`exact`: the fused kernel is hard to beat, and needs no memory for the scores",
+            "a trained model with sliding layers",
+            f"[`window`](backends.md#window) there: equal outputs, {start['window']} "
+            "([Hugging Face](hugging-face.md#faster-and-still-exact-sliding-layers))",
         ],
         [
-            "have a trained model whose layers read a window by design",
-            f"[`window`](backends.md#window) in their place: the same outputs, faster {start['window']}; "
-            "[in Hugging Face models](hugging-face.md#faster-and-still-exact-sliding-layers)",
+            "a trained model, long inputs, some error tolerated",
+            "[`window-clusters`](backends.md#window-clusters), causal too: error "
+            f"{_range(errors['window-clusters'])}; {start['window-clusters']}",
         ],
         [
-            "have a trained model, long sequences, and can stand an error",
-            "[`window-clusters`](backends.md#window-clusters), causal too: the least wrong of what is "
-            f"cheaper, error {_range(errors['window-clusters'])}; faster {start['window-clusters']}",
+            "training, and decoding in constant memory",
+            "`performer-positive`, `linear-…` or `window` ([streaming](quickstart.md#streaming))",
         ],
         [
-            "train, and decode in memory that does not grow",
-            "`performer-positive`, `linear-…`, or `window`: see [streaming](streaming.md)",
+            "training an encoder of fixed maximum length",
+            f"`linformer` too, {start['linformer']}; never causal",
         ],
-        [
-            "train an encoder for one longest length",
-            f"`linformer` too, faster {start['linformer']}; it cannot be causal",
-        ],
-        ["are not sure", "`efficient-attn compare` on your own activations: the last section"],
+        ["undecided", "`efficient-attn compare` on [your activations](#your-machine-and-activations)"],
     ]
-    return _table(["you …", "take"], rows)
+    return _table(["situation", "backend"], rows)
+
+
+def _faster(crossover: str) -> str:
+    """A cell of the table of crossovers in a sentence."""
+    return f"faster from {crossover} tokens" if crossover[0].isdigit() else f"crossover: {crossover}"
 
 
 def _by_error(compared: list[Comparison], quiet: list[Comparison]) -> str:
@@ -269,7 +271,7 @@ def _by_promise(compared: list[Comparison]) -> str:
 
 
 def _errors(compared: list[Comparison]) -> dict[str, list[float]]:
-    """What was measured of each backend and yardstick, at all lengths."""
+    """Errors of each backend and baseline, at all lengths."""
     found: dict[str, list[float]] = {}
     for row in (row for one in compared for row in one.contenders):
         if row.error is None:
@@ -284,10 +286,10 @@ def _by_accuracy(one: Contest) -> str:
     best: dict[str, Learned] = {}
     for row in one.rows:
         best.setdefault(row.label if row in one.controls else row.sized.series, row)
-    head = ["backend", "accuracy after training", "error before it", "numbers a query reads"]
+    head = ["backend", "accuracy after training", "untrained error", "floats read per query"]
     rows = [
         [
-            f"{row.label}, a control" if row in one.controls else f"`{row.label}`",
+            f"{row.label} (control)" if row in one.controls else f"`{row.label}`",
             show_accuracy(row),
             "rounding" if row is one.exact else show_error(row.untrained or 0.0),
             str(row.floats_read),

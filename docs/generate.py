@@ -1,16 +1,13 @@
-"""Generated pages: backends.md from the table of backends, reference-quantities.md from the quantities.
-
-Run it after changing a backend or a quantity.
-"""
+"""Writes docs/backends.md from the table of backends; to be run after changing a backend."""
 
 from dataclasses import MISSING, Field, fields
 from pathlib import Path
 
 from efficient_attn.backends import list_backends, spec
 from efficient_attn.registry import BackendSpec, Capabilities
-from efficient_attn.sweep.schema import quantities_table
 
 FOLDER = Path(__file__).parent
+PAGE = FOLDER / "backends.md"
 
 _HEAD = """\
 # Backends
@@ -22,19 +19,6 @@ set with `--set window.window=129`. What a backend promises below is tested; wha
 refused.
 
 q is [batch, heads, q_tokens, head_dim], k and v are [batch, kv_heads, k_tokens, …]; $s$ is the factor on q·k.
-"""
-
-_QUANTITIES = """\
-# Quantities
-
-<!-- Written by docs/generate.py from the declared quantities; edit sweep/quantities.py instead. -->
-
-Every value that a record can hold. `efficient-attn diff` compares each of them, in the direction of *better*
-(–: a change is neither better nor worse) and over the repetitions in *scatter* (–: the case reproduces the
-value); a condition has a part in the comparison and no verdict of its own. `--fail-on NAME:LIMIT` takes the
-names. Values of single repetitions are in the field `NAME_draws` where they scatter over draws, and in
-`held_out_bits_per_byte_windows` over windows. `ea.records_schema()` is the JSON Schema of a whole record.
-
 """
 
 # What each promise means in a heading of the table.
@@ -59,11 +43,6 @@ def page() -> str:
     specs = [spec(name) for name in list_backends()]
     own = [one for one in specs if one.builder.__module__.startswith("efficient_attn.backends.")]
     return "\n".join([_HEAD, *promises(own), "", *(section(one) for one in own)])
-
-
-def quantities() -> str:
-    """The page of quantities."""
-    return f"{_QUANTITIES}{quantities_table()}\n"
 
 
 def promises(specs: list[BackendSpec]) -> list[str]:
@@ -120,8 +99,5 @@ def _help(field: Field) -> str:
     return str(field.metadata.get("help", ""))
 
 
-PAGES = {"backends.md": page, "reference-quantities.md": quantities}
-
 if __name__ == "__main__":
-    for name, written in PAGES.items():
-        (FOLDER / name).write_text(written(), encoding="utf-8")
+    PAGE.write_text(page(), encoding="utf-8")

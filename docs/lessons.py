@@ -1,7 +1,6 @@
-"""Draws docs/images/lesson-*.png of docs/what-random-features-can-do.md, from fixed seeds."""
+"""Figures of docs/errors.md and docs/theory.md from fixed seeds; docs/images.py saves them."""
 
 import math
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,8 +12,6 @@ import efficient_attn as ea
 from efficient_attn.measure.error import exact_output, mean_of_values, output_error
 from efficient_attn.measure.inputs import gaussian
 from efficient_attn.report.palette import GRID, INK, MUTED, line_styles
-
-IMAGES = Path(__file__).parent / "images"
 
 DIMS, TOKENS, DRAWS = (4, 16, 64, 256, 1024), 512, 8
 LAYERS, SIZES, FEATURE_DRAWS = (0, 1, 5), (16, 64, 256, 1024), 8
@@ -208,9 +205,3 @@ def _share(ax: Any, squares: Tensor, colour: str, stroke: Any, label: str) -> No
     print(
         label, "quantiles .05 .5 .95 of |x + y|²:", np.quantile(squares.numpy(), (0.05, 0.5, 0.95)).round(2)
     )
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    for name, figure in (("scale", draw_scale), ("lengths", draw_lengths), ("real", draw_real)):
-        figure().savefig(IMAGES / f"lesson-{name}.png", dpi=110, metadata={"Software": None})

@@ -1,4 +1,4 @@
-"""Checks attention of other packages with our suite, and writes docs/others.json and docs/others.md.
+"""Checks attention of other packages with our suite, and writes results/other-packages.
 
 `python docs/others_page.py` needs the packages; others.py says how to install them.
 `python docs/others_page.py page` writes the page again from what was found, and needs none of them.
@@ -19,7 +19,7 @@ import torch
 
 from efficient_attn.testing import check_backend, check_names
 
-HERE = Path(__file__).parent
+FOLDER = Path(__file__).parent.parent / "results" / "other-packages"
 KEPT, BROKEN, NOT_OFFERED = "kept", "broken", "not offered"
 
 # An error of fewer times its bound is told with how much it is above.
@@ -101,20 +101,20 @@ INTRODUCTION = """# Other packages, checked
 
 <!-- Written by `python docs/others_page.py`; do not edit. -->
 
-What the conformance suite of this toolkit (`efficient-attn check`, [promises](promises.md)) finds about
-attention in three other packages, each at one version, through the adapters shown below. The promises are
-ours, and none of the packages made them: a broken one tells what to look out for when results are compared
-or code is moved, with the smallest input of the suite that shows it. "Not offered" is what a package has no
-argument for, what it refuses by an error, or what the suite finds no input for. Left out are promises of
-exact attention, which none of the three is, and what our own shell around every backend keeps, whatever is
-inside: empty inputs, messages, autocast.
+Findings of the conformance suite (`efficient-attn check`,
+[promises](../../docs/new-attention.md#checked-promises)) about attention in three other packages, each at
+one version, through the adapters shown below. The promises are this project's, and none of the packages
+made them: a broken one marks a difference to expect when results are compared or code is moved, with the
+smallest input of the suite that shows it. "Not offered" covers missing arguments, inputs refused by an
+error, and promises without a suitable input. Promises of exact attention, which none of the three is, are
+omitted, and so are promises kept by the shell around every backend: empty inputs, messages, autocast.
 
-An error of less than twice what is allowed is told with how much it is above: so narrow a finding could
-turn with other seeds. That the draw prefers no direction allows 4.5 standard errors of 150 draws; that more
-features come nearer allows ten times what 1/√size makes of the error with 64.
+Errors below twice their bound are given with their excess: so narrow a finding could change with other
+seeds. Isotropy allows 4.5 standard errors of 150 draws; the limit of many features allows ten times the
+error with 64 features, scaled by 1/√size.
 
-Found on {date} with Python {python} and torch {torch}, on the CPU. `python docs/others_page.py` finds it
-again; what to install is said in `docs/others.py`."""
+Found on {date} with Python {python} and torch {torch}, on the CPU, by `python docs/others_page.py`;
+`docs/others.py` lists the packages to install."""
 
 
 def _counts(outcome: str, packages: dict[str, Any]) -> list[str]:
@@ -149,7 +149,7 @@ def _shown(row: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    file = HERE / "others.json"
+    file = FOLDER / "findings.json"
     if sys.argv[1:] != ["page"]:
         found = {
             "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
@@ -159,7 +159,7 @@ def main() -> None:
         }
         file.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     found = json.loads(file.read_text(encoding="utf-8"))
-    (HERE / "others.md").write_text(page(found), encoding="utf-8")
+    (FOLDER / "README.md").write_text(page(found), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 
     python tests/simulate_intervals.py 2000
 
-prints the table of docs/measuring.md. Every simulated run becomes records, and its intervals are those that
-tables and sentences show.
+prints the tables of results/simulations/intervals.md. Every simulated run becomes records, and its
+intervals are those of tables and sentences.
 """
 
 import math

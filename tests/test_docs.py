@@ -4,15 +4,19 @@ import re
 import runpy
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
+# Written when the site is built.
+GENERATED = {"api", "results"}
+DOCS = sorted(page for page in (ROOT / "docs").glob("*.md") if page.stem not in GENERATED)
+PAGES = [ROOT / "CONTRIBUTING.md", ROOT / "README.md", *DOCS]
 # The extra package that a page is about; where it is not installed, nothing on the page can run.
-NEEDS = {"hugging-face.md": "transformers", "hugging-face-swapping.md": "transformers"}
+NEEDS = {"hugging-face.md": "transformers"}
+# First line of a block that is a file of the package.
+FILE = re.compile(r"# (studies/\w+/\w+\.py)\n")
 BLOCK = re.compile(r"^( *)```(\w+)\n(.*?)^\1```", re.MULTILINE | re.DOTALL)
 TOCTREE = re.compile(r"^```{toctree}\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
@@ -23,26 +27,22 @@ def blocks(page: Path, language: str) -> list[str]:
     return [code for _, written_in, code in found if written_in == language]
 
 
+def files(page: Path) -> dict[str, str]:
+    """Files that a page adds to the package, by path."""
+    return {found[1]: code for code in blocks(page, "python") if (found := FILE.match(code))}
+
+
 def page_name(page: Path) -> str:
     return page.relative_to(ROOT).as_posix()
 
 
-@pytest.fixture
-def same_table() -> Iterator[None]:
-    """Takes out of the table of backends what a page has registered."""
-    from efficient_attn.backends import list_backends
-    from efficient_attn.registry import SPECS
-
-    list_backends()
-    before = dict(SPECS)
-    yield
-    SPECS.clear()
-    SPECS.update(before)
+WITH_PYTHON = [page for page in PAGES if blocks(page, "python")]
+WITH_FILES = [page for page in WITH_PYTHON if files(page)]
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=page_name)
+@pytest.mark.parametrize("page", [page for page in WITH_PYTHON if page not in WITH_FILES], ids=page_name)
 def test_the_python_on_a_page_runs_from_top_to_bottom(
-    page: Path, same_table: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if page.name in NEEDS:
         pytest.importorskip(NEEDS[page.name], reason=f"{NEEDS[page.name]} is not installed")
@@ -52,15 +52,35 @@ def test_the_python_on_a_page_runs_from_top_to_bottom(
         exec(compile(code, f"{page_name(page)}, block {number}", "exec"), names)
 
 
-@pytest.mark.parametrize("name", ["backends.md", "reference-quantities.md"])
-def test_a_generated_page_is_what_the_tables_say(name: str, tmp_path: Path) -> None:
+# Runs blocks one after the other where studies have more folders.
+RUN = """
+import sys
+import efficient_attn.studies
+efficient_attn.studies.__path__.append("studies")
+names = {"__name__": "page"}
+for number, code in enumerate(sys.stdin.read().split("\\0"), start=1):
+    exec(compile(code, f"block {number}", "exec"), names)
+"""
+
+
+@pytest.mark.parametrize("page", WITH_FILES, ids=page_name)
+def test_the_python_on_a_page_that_adds_files_runs_with_them(page: Path, tmp_path: Path) -> None:
+    for path, code in files(page).items():
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(code, encoding="utf-8")
+    code = "\0".join(code for code in blocks(page, "python") if not FILE.match(code))
+    run = [sys.executable, "-c", RUN]
+    child = subprocess.run(run, input=code, capture_output=True, text=True, cwd=tmp_path)
+    assert child.returncode == 0, child.stderr
+
+
+def test_the_page_of_backends_is_what_the_table_of_backends_says(tmp_path: Path) -> None:
     # In a process of its own: other tests put backends into the table of this one.
-    run = f"runpy.run_path({str(ROOT / 'docs/generate.py')!r})"
-    code = f"import runpy; print({run}['PAGES'][{name!r}](), end='')"
+    code = f"import runpy; print(runpy.run_path({str(ROOT / 'docs/generate.py')!r})['page'](), end='')"
     child = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, check=True
     )
-    written = (ROOT / "docs" / name).read_text(encoding="utf-8")
+    written = (ROOT / "docs/backends.md").read_text(encoding="utf-8")
     assert written == child.stdout, "run: python docs/generate.py"
 
 
@@ -78,6 +98,11 @@ def command_lines() -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize(("page", "line"), command_lines())
 def test_the_commands_on_a_page_exist_with_their_options(page: str, line: str) -> None:
+    assert_exists(line)
+
+
+def assert_exists(line: str) -> None:
+    """The command of a line, with its options."""
     main = pytest.importorskip(
         "efficient_attn_cli.main", reason="needs an installation, if only an editable one"
     )
@@ -90,21 +115,73 @@ def test_the_commands_on_a_page_exist_with_their_options(page: str, line: str) -
     assert [option for option in options if option not in answer.output] == []
 
 
-def test_the_reference_has_every_public_name_with_its_signature() -> None:
+def test_the_reference_lists_every_public_name_once() -> None:
     made = runpy.run_path(str(ROOT / "docs/api.py"))["page"]()
     import efficient_attn
 
-    headings = re.findall(r"^### (\S+)$", made, re.MULTILINE)
-    public = {f"ea.{name}" for name in efficient_attn.__all__ if name != "testing"}
+    listed = re.findall(r"^\.\. auto(?:class|function):: efficient_attn\.(\S+)$", made, re.MULTILINE)
+    public = {name for name in efficient_attn.__all__ if name != "testing"}
     public |= {f"testing.{name}" for name in efficient_attn.testing.__all__}
-    assert {name for name in headings if not name.startswith("integrations.")} == public
-    assert len(headings) == len(set(headings))
-    assert "ea.list_backends(*, causal=None)" in made
-    assert "integrations.transformers.attach(model, backend=None, *, full=None" in made
+    assert {name for name in listed if not name.startswith("integrations.")} == public
+    assert len(listed) == len(set(listed))
+    assert "integrations.transformers.attach" in listed
 
 
-def test_the_first_page_leads_to_the_one_that_decides_and_to_all_others() -> None:
+READERS = (
+    "I have a model and long inputs.",
+    "I have a new attention.",
+    "I read the papers.",
+    "I guard a CI.",
+)
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_the_first_page_leads_each_reader_to_a_command_and_a_page(reader: str) -> None:
     first = (ROOT / "docs/index.md").read_text(encoding="utf-8")
-    assert "**[Which backend for me](choosing.md)**" in first
-    listed = set(re.findall(r"^([a-z-]+)$", "".join(TOCTREE.findall(first)), re.MULTILINE))
-    assert listed == {page.stem for page in (ROOT / "docs").glob("*.md")} - {"index"} | {"api"}
+    (row,) = (line for line in first.splitlines() if line.startswith(f"| **{reader}**"))
+    _, command, pages = row.strip("| ").split(" | ")
+    assert_exists(command.strip("`"))
+    links = re.findall(r"\]\((\S+?)\)", pages)
+    assert links and all((ROOT / "docs" / link).exists() for link in links)
+
+
+def test_the_first_page_leads_to_all_others() -> None:
+    first = (ROOT / "docs/index.md").read_text(encoding="utf-8")
+    listed = re.findall(r"^([a-z-]+)$", "".join(TOCTREE.findall(first)), re.MULTILINE)
+    assert sorted(listed) == sorted({page.stem for page in DOCS} - {"index"} | GENERATED)
+
+
+@pytest.mark.parametrize("page", DOCS, ids=page_name)
+def test_links_of_a_page_lead_to_files_and_headings_that_exist(page: Path) -> None:
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+        if "://" in link:
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path) if path else page
+        if target.stem in GENERATED:
+            continue
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), link
+
+
+def anchors(page: Path) -> set[str]:
+    """Headings of a page as links spell them."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_the_checks_on_a_page_exist() -> None:
+    from efficient_attn.testing import check_names
+
+    page = (ROOT / "docs/new-attention.md").read_text(encoding="utf-8")
+    faults = page.split("## Detected faults")[1]
+    named = set(re.findall(r"`(\w+)`", faults))
+    assert len(named) > 20 and named <= set(check_names(long=True))
+
+
+def test_the_exit_codes_of_the_reference_are_those_of_the_commands() -> None:
+    exits = pytest.importorskip("efficient_attn_cli.exits", reason="needs an installation")
+    section = (ROOT / "docs/reference.md").read_text(encoding="utf-8").split("## Exit codes")[1]
+    stated = set(re.findall(r"\d+", " ".join(re.findall(r"^\| ([\d, ]+) \|", section, re.MULTILINE))))
+    assert {str(code) for name, code in vars(exits).items() if name.isupper()} <= stated

@@ -1,4 +1,4 @@
-"""What the plots of the page on random features show is what its text says."""
+"""Numbers in the pages on errors and theory are those of the plots on them."""
 
 import runpy
 from pathlib import Path
@@ -8,7 +8,8 @@ import pytest
 import torch
 
 DOCS = Path(__file__).parent.parent / "docs"
-PAGE = " ".join((DOCS / "what-random-features-can-do.md").read_text(encoding="utf-8").split())
+PAGES = [(DOCS / name).read_text(encoding="utf-8") for name in ("errors.md", "theory.md")]
+PAGE = " ".join(" ".join(PAGES).split())
 
 
 @pytest.fixture(scope="module")

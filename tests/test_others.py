@@ -11,7 +11,8 @@ import pytest
 
 from efficient_attn.testing import check_names
 
-DOCS = Path(__file__).parent.parent / "docs"
+ROOT = Path(__file__).parent.parent
+DOCS, FOLDER = ROOT / "docs", ROOT / "results" / "other-packages"
 
 
 @pytest.fixture(scope="module")
@@ -24,12 +25,19 @@ def script() -> Iterator[ModuleType]:
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
-    return json.loads((DOCS / "others.json").read_text(encoding="utf-8"))
+    return json.loads((FOLDER / "findings.json").read_text(encoding="utf-8"))
 
 
 def test_the_page_is_what_was_found(script: ModuleType, found: dict[str, Any]) -> None:
-    written = (DOCS / "others.md").read_text(encoding="utf-8")
+    written = (FOLDER / "README.md").read_text(encoding="utf-8")
     assert written == script.page(found), "run: python docs/others_page.py page"
+
+
+def test_the_page_for_users_of_the_packages_has_the_counts(script: ModuleType, found: dict[str, Any]) -> None:
+    page = (DOCS / "coming-from.md").read_text(encoding="utf-8")
+    for outcome in (script.KEPT, script.BROKEN, script.NOT_OFFERED):
+        row = " | ".join(script._counts(outcome, found["packages"]))
+        assert f"| {row} |" in page
 
 
 def test_every_package_is_pinned_and_checked_by_the_same_promises(

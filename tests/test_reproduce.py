@@ -1,5 +1,6 @@
 """Figures of papers measured again: how a verdict is found, and what a folder holds."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -73,16 +74,22 @@ RUNS = sorted((Path(__file__).parent.parent / "results").glob("*/reproduce-*"))
 
 
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: run.name)
-def test_what_a_reference_run_and_its_page_say_follows_from_its_records(run: Path) -> None:
+def test_the_verdicts_of_a_reference_run_follow_from_its_records(run: Path) -> None:
     name, kept = run.name.removeprefix("reproduce-"), read(run)
     made = reproduction.Reproduction(
         name=name, figure=reproduction.find(name), records=kept.records, environment=kept.environment
     )
-    page = (run.parent.parent.parent / "docs/reproduce.md").read_text(encoding="utf-8")
     written = (run / "verdicts.md").read_text(encoding="utf-8")
-    for finding in made.findings():
-        row = " | ".join(map(markdown_cell, finding))
-        assert row in written and row in page
+    rows = [" | ".join(map(markdown_cell, finding)) for finding in made.findings()]
+    assert [row for row in rows if row not in written] == []
+
+
+def test_the_page_shows_every_reference_run_with_its_figure() -> None:
+    page = (RUNS[0].parent.parent.parent / "docs/reproduce.md").read_text(encoding="utf-8")
+    assert re.findall(r"```{verdicts} (\S+)", page) == [
+        f"reproduce-{name}" for name in re.findall(r"\(images/(\S+)\.png\)", page)
+    ]
+    assert set(re.findall(r"```{verdicts} (\S+)", page)) == {run.name for run in RUNS}
 
 
 def test_a_wrong_budget_is_refused() -> None:

@@ -1,0 +1,129 @@
+"""Draws every picture of docs/images from its records or its fixed seeds.
+
+`python docs/images.py` draws all of them, `python docs/images.py NAME…` the named ones.
+docs/images/sources.json keeps two digests of each picture, by which tests find a stale one: of its source,
+and of the texts and data points on it. Colours, sizes and places of labels make no picture stale.
+"""
+
+import hashlib
+import json
+import re
+import runpy
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+RUNS = HERE.parent / "results" / "epyc-2-cores"
+DATA = HERE.parent / "efficient_attn" / "data"
+IMAGES = HERE / "images"
+SOURCES = IMAGES / "sources.json"
+
+# Picture: run whose records it shows.
+RECORDS = {
+    "compare": "compare-encoder",
+    "mse": "mse-default",
+    "recall": "recall-default",
+    "speed": "bench-others",
+    "swap": "swap-encoder",
+    "training": "train-stdlib",
+    **{
+        figure: f"reproduce-{figure}"
+        for figure in (
+            "linformer-fig1",
+            "linformer-table3",
+            "performer-fig2",
+            "performer-fig4",
+            "vaswani-table1",
+        )
+    },
+}
+# Picture: function of lessons.py, which computes from fixed seeds and the shipped activations.
+LESSONS = {"lesson-scale": "draw_scale", "lesson-lengths": "draw_lengths", "lesson-real": "draw_real"}
+# Computed from the shipped activations alone, by the command of the first page.
+SHOWN = "show"
+
+
+def names() -> list[str]:
+    """All pictures."""
+    return sorted([*RECORDS, *LESSONS, SHOWN])
+
+
+def sources(name: str) -> Iterator[Path]:
+    """Files that decide a picture, drawing code aside."""
+    if name in RECORDS:
+        yield from (RUNS / RECORDS[name] / file for file in ("records.jsonl", "environment.json"))
+    else:
+        yield from sorted(DATA.glob("*.safetensors"))
+
+
+def digest(name: str) -> str:
+    """Digest of the sources of a picture."""
+    found = hashlib.sha256()
+    for path in sources(name):
+        found.update(hashlib.sha256(path.read_bytes()).digest())
+    return found.hexdigest()
+
+
+def content(name: str, drawn: Any) -> str:
+    """Digest of the texts and the data points of a figure; ticks are no content."""
+    from matplotlib.collections import PathCollection
+    from matplotlib.lines import Line2D
+    from matplotlib.text import Text
+
+    axes = drawn.get_axes()
+    ticks = {
+        id(part)
+        for one in axes
+        for axis in (one.xaxis, one.yaxis)
+        for tick in (*axis.majorTicks, *axis.minorTicks)
+        for part in tick.findobj()
+    }
+    shown = [part for part in drawn.findobj() if id(part) not in ticks]
+    texts = {" ".join(part.get_text().split()) for part in shown if isinstance(part, Text)}
+    points = [part.get_xydata() for part in shown if isinstance(part, Line2D)]
+    points += [part.get_offsets() for part in shown if isinstance(part, PathCollection)]
+    if name in RECORDS:
+        values = {f"{x:.3g} {y:.3g}" for part in points for x, y in part}
+    else:
+        # Another processor rounds products otherwise, which moves computed numbers in their last digits.
+        texts, values = {re.sub(r"[\d.]+", "#", text) for text in texts}, set()
+    return hashlib.sha256("\n".join(sorted(texts | values)).encode()).hexdigest()
+
+
+def figure(name: str) -> Any:
+    """The picture as a matplotlib figure."""
+    import efficient_attn as ea
+
+    if name in LESSONS:
+        return runpy.run_path(str(HERE / "lessons.py"))[LESSONS[name]]()
+    if name == SHOWN:
+        return ea.show().plot()
+    run = ea.read(RUNS / RECORDS[name])
+    if RECORDS[name] != f"reproduce-{name}":
+        return run.plot().figure
+    from efficient_attn.experiments.reproduction import find
+
+    return find(name).draw(run.records).figure
+
+
+def main(chosen: list[str]) -> None:
+    """Write pictures and digests."""
+    import torch
+
+    from efficient_attn.report.plot import to_bytes
+
+    # Sums of parallel threads would differ in their last digits.
+    torch.set_num_threads(1)
+    known = json.loads(SOURCES.read_text(encoding="utf-8")) if SOURCES.exists() else {}
+    for name in chosen or names():
+        drawn = figure(name)
+        known[name] = {"records": digest(name), "content": content(name, drawn)}
+        (IMAGES / f"{name}.png").write_bytes(to_bytes(drawn, "png", salt=name))
+    kept = {name: known[name] for name in names() if name in known}
+    SOURCES.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
