@@ -60,7 +60,8 @@ def diff(
     if to_stdout:
         talk.put_json(found.as_dict())
     elif markdown:
-        typer.echo(found.to_markdown())
+        for row in found.to_markdown().splitlines():
+            talk.put(row)
     else:
         for warning in found.warnings:
             talk.put(warning)

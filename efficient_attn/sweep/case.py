@@ -120,7 +120,7 @@ class Record:
         measured: Mapping[str, Any] | None = None,
         **quantities: Any,
     ) -> None:
-        if unknown := quantities.keys() - FIELDS.keys():
+        if quantities and (unknown := quantities.keys() - FIELDS.keys()):
             raise TypeError(str(UnknownNameError("quantity of a record", min(unknown), FIELDS)))
         values = {**(measured or {}), **quantities}
         if None in values.values():

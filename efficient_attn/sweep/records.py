@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import MISSING, fields
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ from efficient_attn import limits, strict
 from efficient_attn.errors import DataError
 from efficient_attn.sweep.case import CASE_FIELDS, SCHEMA, STATUSES, Case, Record
 from efficient_attn.sweep.quantity import FIELDS, KINDS
-from efficient_attn.sweep.schema import measured_type, records_schema
+from efficient_attn.sweep.schema import REQUIRED, line_type, records_schema
 
 # Where somebody put a link in the place of a file of ours, what it points to is left alone.
 NO_LINK = getattr(os, "O_NOFOLLOW", 0)
@@ -30,12 +30,10 @@ _UPGRADES: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {
     1: lambda row: {_RENAMED.get(name, name): value for name, value in row.items()},
 }
 
-_REQUIRED = [
-    item.name for item in fields(Case) if item.default is MISSING and item.default_factory is MISSING
-]
-
+_NOT_MEASURED = {*CASE_FIELDS, "status", "reason"}
 _KEY, _FIELD = re.compile(rb'"\s*:'), re.compile(r"`\$\.(\w+)")
 _decode = msgspec.json.Decoder().decode
+_UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 # Scalars of NumPy are floats to Python, but not to msgspec.
 _encode = msgspec.json.Encoder(enc_hook=float).encode
 
@@ -128,8 +126,9 @@ def read(path: str | Path) -> Reading:
     records, torn = [], False
     try:
         for number, text in enumerate(_lines(path), start=1):
-            torn = bool(text.strip()) and not text.endswith(b"\n")
-            if text.strip() and not torn:
+            blank = text.isspace()
+            torn = not blank and not text.endswith(b"\n")
+            if not blank and not torn:
                 records.append(parse(text, f"{path}, line {number}"))
     except OSError as error:
         raise DataError(f"Cannot read records from {path}: {error.strerror}.") from None
@@ -164,34 +163,59 @@ def _too_large(fact: str) -> DataError:
 
 def parse(text: bytes, place: str) -> Record:
     """The record of one line of any released schema; messages call the line `place`."""
-    row = _in_this_schema(_row(text, place), place)
-    try:
-        case, measured = msgspec.convert(row, Case), msgspec.convert(row, measured_type())
-    except msgspec.ValidationError as error:
-        raise _refusal(row, place, str(error)) from None
-    if case.kind not in KINDS or "status" not in measured:
-        raise _refusal(row, place, "")
+    row = _fast_row(text) or _checked_row(text, place)
+    measured = {name: row[name] for name in row.keys() - _NOT_MEASURED}
     times_s = measured.get("times_s")
     if times_s and None in times_s:
         # Null stands for a time that was not finite, as `reason` says; it is no sample.
         measured["times_s"] = tuple(time_s for time_s in times_s if time_s is not None) or None
-    status, reason = measured.pop("status"), measured.pop("reason", None)
-    return Record(case=case, status=status, reason=reason, measured=measured)
+    case = msgspec.convert(row, Case)
+    return Record(case=case, status=row["status"], reason=row.get("reason"), measured=measured)
+
+
+def _fast_row(text: bytes) -> dict[str, Any] | None:
+    """The valid row of a line as this version writes it; None for others."""
+    try:
+        row: dict[str, Any] = _decoder(line_type())(text)
+    except _UNREADABLE:
+        return None
+    return row if _names_once(row, text) else None
+
+
+@cache
+def _decoder(wanted: Any) -> Callable[[bytes], Any]:
+    return msgspec.json.Decoder(wanted).decode
+
+
+def _names_once(row: Mapping[str, Any], text: bytes) -> bool:
+    """Whether no field stands twice in the text; False too where only the strict parser finds out."""
+    options = row.get("options")
+    count = len(row) + (len(options) if isinstance(options, dict) else 0)
+    # Every field has a colon, so that equal numbers leave none for a second value of a field.
+    return text.count(b":") == count or len(_KEY.findall(text)) == count
+
+
+def _checked_row(text: bytes, place: str) -> dict[str, Any]:
+    """The valid row of any line, in the names of this schema.
+
+    Raises:
+        DataError: If it is no record; the message names the first reason.
+    """
+    row = _in_this_schema(_row(text, place), place)
+    try:
+        valid: dict[str, Any] = msgspec.convert(row, line_type())
+    except msgspec.ValidationError as error:
+        raise _refusal(row, place, str(error)) from None
+    return valid
 
 
 def _row(text: bytes, place: str) -> dict[str, Any]:
     """The object of a line; the strict parser takes every line that may name a field twice."""
     try:
         row = _decode(text)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except _UNREADABLE:
         return strict.read_object(text, place)
-    if isinstance(row, dict):
-        options = row.get("options")
-        count = len(row) + (len(options) if isinstance(options, dict) else 0)
-        # Every field has a colon, so that equal numbers leave none for a second value of a field.
-        if text.count(b":") == count or len(_KEY.findall(text)) == count:
-            return row
-    return strict.read_object(text, place)
+    return row if isinstance(row, dict) and _names_once(row, text) else strict.read_object(text, place)
 
 
 def _refusal(row: Mapping[str, Any], place: str, message: str) -> DataError:
@@ -199,7 +223,7 @@ def _refusal(row: Mapping[str, Any], place: str, message: str) -> DataError:
     for name, known in (("kind", tuple(KINDS)), ("status", STATUSES)):
         if row.get(name) not in known:
             return DataError(f"{place} has {name} {str(row.get(name))[:40]!r}; known: {', '.join(known)}.")
-    missing = [name for name in _REQUIRED if name not in row]
+    missing = [name for name in REQUIRED if name not in row]
     if missing:
         return DataError(f"{place} lacks {', '.join(missing)}.")
     _check_lengths(row, place)

@@ -1,8 +1,9 @@
 """Types of the fields of a record, their JSON Schema and their reference table."""
 
 import sys
+from dataclasses import MISSING, fields
 from functools import cache
-from typing import Annotated, Any, Literal, TypedDict
+from typing import Annotated, Any, Literal, Required, TypedDict, get_type_hints
 
 import msgspec
 from msgspec import Meta
@@ -17,15 +18,24 @@ _LARGEST = {"bytes": BYTES, "FLOP": WHOLE_NUMBER}
 _NUMBER = Annotated[float, Meta(ge=0, le=sys.float_info.max)]
 
 
-def measured_type() -> Any:
-    """Type of what a line holds apart from its case: the status and the fields declared so far."""
-    # Fields are only ever added, so that their number identifies the type.
-    return _measured_type(len(FIELDS))
+REQUIRED = tuple(
+    item.name for item in fields(Case) if item.default is MISSING and item.default_factory is MISSING
+)
+
+
+def line_type() -> Any:
+    """Type of a line: the case, the status, and the quantities and kinds declared so far."""
+    # Declarations are only ever added, so that their numbers identify the type.
+    return _line_type(len(FIELDS), len(KINDS))
 
 
 @cache
-def _measured_type(count: int) -> Any:
-    known: dict[str, Any] = {
+def _line_type(*counts: int) -> Any:
+    case = get_type_hints(Case, include_extras=True)
+    meanings = "; ".join(f"{kind}: {meaning}" for kind, meaning in KINDS.items())
+    known = case | {
+        "kind": Annotated[Literal[tuple(KINDS)], Meta(description=f"Kind of the measurement ({meanings}).")],
+        "schema": Annotated[Literal[SCHEMA], *case["schema"].__metadata__],
         "status": Annotated[
             Literal[STATUSES], Meta(description="Outcome; every status but ok has a reason.")
         ],
@@ -33,8 +43,9 @@ def _measured_type(count: int) -> Any:
             str | None, Meta(description="Reason of a missing value, or names of values that are not finite.")
         ],
     }
+    known |= {name: Required[known[name]] for name in (*REQUIRED, "schema", "status")}
     made: Any = TypedDict
-    return made("Measured", known | {one.name: _type(one) for one in FIELDS.values()}, total=False)
+    return made("Line", known | {one.name: _type(one) for one in FIELDS.values()}, total=False)
 
 
 def _type(field: Field) -> Any:
@@ -52,21 +63,15 @@ def _type(field: Field) -> Any:
 
 def records_schema() -> dict[str, Any]:
     """JSON Schema (draft 2020-12) of one line of a file of records."""
-    case, measured = (
-        next(iter(msgspec.json.schema(one)["$defs"].values())) for one in (Case, measured_type())
-    )
-    known = {name: _merged(one) for name, one in (case["properties"] | measured["properties"]).items()}
-    meanings = "; ".join(f"{kind}: {meaning}" for kind, meaning in KINDS.items())
-    known["kind"] = {"description": f"Kind of the measurement ({meanings}).", "enum": list(KINDS)}
-    known["schema"] = {"description": known["schema"]["description"], "const": SCHEMA}
+    (line,) = msgspec.json.schema(line_type())["$defs"].values()
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "A record of efficient-attn",
         "description": "One line of records.jsonl: case, status and raw values. An absent field was not "
         "measured; a reader ignores fields that are not listed here.",
         "type": "object",
-        "required": [*case["required"], "schema", "status"],
-        "properties": known,
+        "required": line["required"],
+        "properties": {name: _merged(one) for name, one in line["properties"].items()},
     }
 
 
