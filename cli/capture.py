@@ -1,4 +1,4 @@
-"""`efficient-attn capture`: q, k and v of a local model on a text, as a file that `mse` can read."""
+"""`efficient-attn capture`: q, k and v of a local model on a text, as input of `mse`."""
 
 from pathlib import Path
 from typing import Annotated
@@ -12,18 +12,20 @@ from . import talk
 from .texts import ModelArgument, NameOption, read_text
 
 TextOption = Annotated[
-    Path, typer.Option("--text", metavar="FILE", help="UTF-8 text; its beginning is read.")
+    Path, typer.Option("--text", metavar="FILE", help="UTF-8 text; tokens beyond --max-tokens are ignored.")
 ]
 LayersOption = Annotated[
-    str | None, typer.Option("--layers", metavar="N[,N…]", help="Layers to keep, from 0; all if left out.")
+    str | None,
+    typer.Option("--layers", metavar="N[,N…]", help="Layers to keep, counted from 0; all if omitted."),
 ]
 MaxTokensOption = Annotated[
-    int, typer.Option("--max-tokens", min=1, help="Tokens to keep, at most as many as the model can take.")
+    int,
+    typer.Option("--max-tokens", min=1, help="Largest number of tokens; the model's own limit also holds."),
 ]
 MaxSizeOption = Annotated[
-    str, typer.Option("--max-size", metavar="AMOUNT", help="Refuse to write a larger file: 500M or 2GiB.")
+    str, typer.Option("--max-size", metavar="AMOUNT", help="Largest file to write, such as 500M or 2GiB.")
 ]
-FileOption = Annotated[Path, typer.Option("--out", metavar="FILE.safetensors", help="A new file.")]
+FileOption = Annotated[Path, typer.Option("--out", metavar="FILE.safetensors", help="New file to write.")]
 
 
 def capture_command(
@@ -35,7 +37,7 @@ def capture_command(
     max_size: MaxSizeOption = "1GiB",
     name: NameOption = None,
 ) -> None:
-    """Write q, k, v of a model on a text, with tokens and origin, for mse --inputs FILE.
+    """Write q, k and v of a model on a text to a file for mse, compare and show --inputs FILE.
 
     Example: efficient-attn capture MODEL --text alice.txt --layers 0,1,5 --out alice.safetensors
     """

@@ -1,4 +1,4 @@
-"""`efficient-attn check`: which promises of a backend are kept."""
+"""`efficient-attn check`: kept and broken promises of a backend."""
 
 import os
 import sys
@@ -17,7 +17,7 @@ BackendArgument = Annotated[
     str,
     typer.Argument(
         metavar="BACKEND",
-        help=f"A backend by name, as path/file.py:object or as package.module:object. {RUNS_CODE}",
+        help=f"Backend: a name, path/file.py:object or package.module:object. {RUNS_CODE}",
         autocompletion=complete_backends,
     ),
 ]
@@ -27,11 +27,13 @@ LongOption = Annotated[
 ]
 
 OnlyOption = Annotated[
-    str | None, typer.Option("--only", metavar="NAME[,NAME…]", help="Checks to run; all if left out.")
+    str | None, typer.Option("--only", metavar="NAME[,NAME…]", help="Checks to run; all if omitted.")
 ]
 CheckTimeoutOption = Annotated[
     str,
-    typer.Option("--timeout", metavar="TIME", help="End a check that takes longer: it is broken."),
+    typer.Option(
+        "--timeout", metavar="TIME", help="Time limit of one check; a check that takes longer is broken."
+    ),
 ]
 
 
@@ -45,7 +47,9 @@ def check(
 ) -> int:
     """Check every promise of a backend: kept, broken, not promised, could not be checked.
 
-    The backend runs in a process of its own: a check that hangs or crashes is a row like the others.
+    The backend runs in a child process: a check that hangs or crashes is one broken promise in the table.
+
+    Example: efficient-attn check my_file.py:my_attention
     """
     from efficient_attn.sweep.amounts import parse_seconds
 
@@ -64,7 +68,7 @@ def _records(backend: str, only: list[str] | None, seed: int, timeout_s: float, 
         from efficient_attn.sweep.checks import check_isolated
 
         return check_isolated(backend, seed=seed, only=only, timeout_s=timeout_s, long=long)
-    # Elsewhere there are no process groups, and nothing is isolated.
+    # Other systems have no process groups; the backend runs in this process.
     from efficient_attn.testing import check_backend
 
     with redirect_stdout(sys.stderr):

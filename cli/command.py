@@ -14,7 +14,6 @@ from efficient_attn.studies.study import Parameter, Study, by_option, joined
 from . import talk
 from .options import (
     DryRunOption,
-    ExtraArguments,
     ForceResumeOption,
     JsonToOption,
     OutOption,
@@ -29,6 +28,7 @@ from .plan import PlanOption, as_plan
 
 # Options of every run, by parameter: annotation and default.
 _OF_A_RUN: dict[str, tuple[Any, Any]] = {
+    "plan": (PlanOption, None),
     "budget": (RunBudgetOption, None),
     "out": (OutOption, None),
     "resume": (ResumeOption, False),
@@ -39,13 +39,15 @@ _OF_A_RUN: dict[str, tuple[Any, Any]] = {
 }
 
 
+_METAVARS: dict[Any, str] = {int: "N", int | None: "N", float: "X", float | None: "X"}
+
+
 def command_of(study: Study) -> Callable[..., None]:
-    """A Typer command with an option for every declared parameter of the plan, and those of every run."""
+    """A Typer command with the options of the plan and the options of every run."""
 
     def command(
         context: typer.Context,
         plan: Any,
-        extra: Any,
         budget: str | None,
         out: Any,
         resume: bool,
@@ -57,7 +59,7 @@ def command_of(study: Study) -> Callable[..., None]:
     ) -> None:
         from efficient_attn.sweep.amounts import parse_seconds
 
-        refuse_extra(extra)
+        refuse_extra(context.args)
         if (resume or force_resume) and out is None:
             raise OptionError("--resume needs --out, the folder of the run to go on with.")
         to_stdout = as_json(json_to)
@@ -72,10 +74,10 @@ def command_of(study: Study) -> Callable[..., None]:
         from efficient_attn.measure.environment import command_line
         from efficient_attn.studies.run import run_plan
 
-        # A wrong request must leave no folder behind.
+        # A wrong request must leave no folder behind, so the plan is made first.
         asked = study.plan(**options)
         folder = open_folder(out or run_folder(study.name), name="--out", fresh=not (resume or force_resume))
-        # Text that a backend prints goes to stderr: stdout holds results and nothing else.
+        # Text that a backend prints goes to stderr: stdout holds the results alone.
         with talk.progress(len(asked.points), quiet=quiet) as show, redirect_stdout(sys.stderr):
             results = run_plan(
                 study,
@@ -93,8 +95,6 @@ def command_of(study: Study) -> Callable[..., None]:
     parameters = [*study.parameters()]
     made: list[tuple[str, Any, Any]] = [
         ("context", typer.Context, inspect.Parameter.empty),
-        ("plan", PlanOption, None),
-        ("extra", ExtraArguments, None),
         *(_declared(one) for one in parameters),
         *(_renamed(one, flag) for one in parameters for flag in one.option.old),
         *(
@@ -121,9 +121,7 @@ def _declared(one: Parameter) -> tuple[str, Any, Any]:
     flag = f"{one.flag}/--no-{one.flag.removeprefix('--')}" if kind is bool else one.flag
     about: dict[str, Any] = {
         "help": option.help,
-        "metavar": option.metavar,
-        "min": option.least,
-        "max": option.most,
+        "metavar": option.metavar or _METAVARS.get(one.type),
         "autocompletion": option.complete,
     }
     if option.argument:
@@ -132,7 +130,7 @@ def _declared(one: Parameter) -> tuple[str, Any, Any]:
 
 
 def _renamed(one: Parameter, flag: str) -> tuple[str, Any, Any]:
-    """A former flag: hidden, and told from an absent one by None."""
+    """A former flag: hidden; its default None marks an absent flag."""
     name, kind, _ = _declared(one)
     base, _ = kind.__origin__, kind.__metadata__
     return _former_name(name, flag), Annotated[base | None, typer.Option(flag, hidden=True)], None
@@ -149,7 +147,7 @@ def _former(study: Study, given: dict[str, Any]) -> dict[str, Any]:
         for flag in one.option.old:
             value = given.pop(_former_name(one.name, flag))
             if value is not None:
-                talk.say(f"{flag} is now {one.flag}; the former name goes with the next release.")
+                talk.say(f"{flag} is now {one.flag}; the next release removes the former name.")
                 found[one.name] = value
     return found
 
@@ -168,5 +166,5 @@ def _points(plan: Any) -> Any:
         )
         for point in plan.points
     )
-    columns = ("backend", "tokens", "measured", "predicted bytes", "skipped because it")
+    columns = ("backend", "tokens", "measured", "predicted bytes", "reason to skip")
     return Table(f"{len(rows)} points; nothing was run", columns, rows, tuple(plan.notes))

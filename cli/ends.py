@@ -1,4 +1,4 @@
-"""How a command is ended from outside: politely at first, at once the second time."""
+"""Signals that end a command: the first keeps the measured records, the second ends at once."""
 
 import os
 import signal
@@ -13,17 +13,17 @@ _SHOW_CURSOR = b"\x1b[?25h"
 
 
 class Ends:
-    """What ended the command.
+    """Signal that ended the command.
 
     Attributes:
-        code: The exit code that tells which signal it was; None if there was none.
+        code: Exit code of the signal; None if there was none.
     """
 
     def __init__(self) -> None:
         self.code: int | None = None
 
     def handle(self, number: int, frame: FrameType | None) -> None:
-        """End what is running, which keeps what was measured; a second signal ends the process."""
+        """Interrupt the run, which keeps its records; a second signal ends the process."""
         if self.code is not None:
             if sys.stderr.isatty():
                 os.write(sys.stderr.fileno(), _SHOW_CURSOR)
@@ -36,7 +36,7 @@ class Ends:
 def polite() -> Iterator[Ends]:
     """Treat a request to end (SIGTERM) like Ctrl-C while the block runs."""
     ends = Ends()
-    # Python lets only the main thread say what a signal does.
+    # Python allows only the main thread to set signal handlers.
     main = threading.current_thread() is threading.main_thread()
     numbers = (signal.SIGINT, signal.SIGTERM) if main else ()
     before: dict[int, Any] = {number: signal.signal(number, ends.handle) for number in numbers}

@@ -1,4 +1,4 @@
-"""`efficient-attn env`: the machine and the software that numbers come from."""
+"""`efficient-attn env`: machine and software of a measurement."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -8,7 +8,7 @@ from .options import DeviceOption, JsonOption
 
 
 def env_command(as_json: JsonOption = False, device: DeviceOption = "auto") -> None:
-    """Show machine and software; every run writes the same beside its records."""
+    """Show machine and software, as written to the folder of every run."""
     from efficient_attn.experiments.workload import Workload, settle
     from efficient_attn.measure.environment import environment
 

@@ -1,4 +1,4 @@
-"""`efficient-attn list`: the backends and what each promises."""
+"""`efficient-attn list`: the backends and their promises."""
 
 from dataclasses import MISSING, asdict, fields
 from typing import Annotated, Any
@@ -8,23 +8,23 @@ import typer
 from . import talk
 from .options import JsonOption
 
-# What a table shows of the promises; the rest is in the JSON.
+# Promises shown by the table; JSON holds all of them.
 _SHOWN = ("causal", "cross", "key_mask", "exact", "averages")
 _POWERS = {1: "n", 2: "n²"}
 
 
 NoPluginsOption = Annotated[
-    bool, typer.Option("--no-plugins", help="Leave out backends that other installed packages bring.")
+    bool, typer.Option("--no-plugins", help="Leave out backends of other installed packages.")
 ]
 
 
 def list_command(as_json: JsonOption = False, no_plugins: NoPluginsOption = False) -> None:
-    """List the backends, what each promises, its options and its paper; plug-ins with their packages."""
+    """List the backends: promises, options and papers; plug-ins with their packages."""
     from efficient_attn.backends import list_backends, spec
     from efficient_attn.plugins import complaints, plugins
 
     names = list_backends()
-    # Named, not imported: what a plug-in promises is known once its backend is asked for.
+    # Named, not imported: the promises of a plug-in are known once its backend is used.
     others = [] if no_plugins else [one for name, one in sorted(plugins().items()) if name not in names]
     for complaint in [] if no_plugins else complaints(names):
         talk.say(complaint)
@@ -52,7 +52,7 @@ def _plugin_table(others: list[Any]) -> Any:
     from efficient_attn.report.table import Table
 
     rows = tuple((one.name, one.distribution or "–", one.version or "–", one.module) for one in others)
-    note = "Imported when asked for, and not before: efficient-attn check NAME tells what one promises."
+    note = "Imported on first use; efficient-attn check NAME lists the promises of one."
     return Table("Backends of other packages", ("backend", "package", "version", "module"), rows, (note,))
 
 
@@ -70,11 +70,11 @@ def _table(specs: list[Any]) -> Any:
         growths = (_POWERS[promises[f"{cost}_growth"]] for cost in ("time", "memory"))
         rows.append((one.name, *marks, *growths))
     columns = ("backend", *(name.replace("_", " ") for name in _SHOWN), "time", "memory")
-    return Table("What each backend promises", columns, tuple(rows), tuple(map(_note, specs)))
+    return Table("Promises of each backend", columns, tuple(rows), tuple(map(_note, specs)))
 
 
 def _note(one: Any) -> str:
-    """What it is, what can be chosen, where it was published."""
+    """Summary, options and paper of a backend."""
     options = ", ".join(f"{name}={value}" for name, value in _options(one).items())
     return " ".join(
         filter(None, [f"{one.name}: {one.summary}", options and f"Options: {options}.", one.paper])

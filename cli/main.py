@@ -1,11 +1,12 @@
-"""The command line: which commands there are, and what becomes of errors."""
+"""The command line: its commands, and the exit codes of errors."""
 
+import inspect
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
-from typing import Any, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -16,18 +17,38 @@ from . import exits, talk
 from .command import command_of
 from .ends import polite
 
-# Whatever is wrong with the command line itself; Typer exports only its subclass.
+# Errors of the command line itself; Typer exports only a subclass.
 _UsageError: Any = typer.BadParameter.__bases__[0]
 
 app = typer.Typer(
     no_args_is_help=True,
+    rich_markup_mode=None,
     add_completion=True,
     pretty_exceptions_enable=False,
-    help="Compare efficient attention with exact attention: what it costs and how wrong it is.",
+    help="Compare efficient attention with exact attention: time, memory and error.",
 )
 
-# The order of the help text. A command is a study, or a module beside this file that holds a function of that
-# name, or name_command; studies that are not listed follow.
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        import efficient_attn
+
+        typer.echo(f"efficient-attn {efficient_attn.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options_of_all(
+    version: Annotated[
+        bool,
+        typer.Option("--version", help="Show the version and exit.", is_eager=True, callback=_print_version),
+    ] = False,
+) -> None:
+    pass
+
+
+# The order of the help text. A command is a study, or a function `name` or `name_command` in the module of
+# that name in this folder; studies that are not listed follow.
 COMMANDS = (
     "list",
     "compare",
@@ -48,11 +69,18 @@ COMMANDS = (
 
 def _register(name: str) -> None:
     if name in studies():
-        app.command(name)(command_of(studies()[name]))
+        command = command_of(studies()[name])
+        app.command(name, help=_help(command), context_settings={"allow_extra_args": True})(command)
         return
     module = import_module(f".{name}", __package__)
     parser = getattr(module, "CommandClass", None)
-    app.command(name, cls=parser)(getattr(module, f"{name}_command", None) or getattr(module, name))
+    command = getattr(module, f"{name}_command", None) or getattr(module, name)
+    app.command(name, cls=parser, help=_help(command))(command)
+
+
+def _help(command: Callable[..., Any]) -> str:
+    """The docstring of a command, with the example on a line of its own that is not wrapped."""
+    return (inspect.getdoc(command) or "").replace("Example: ", "\b\nExample:\n  ")
 
 
 for _name in dict.fromkeys((*COMMANDS, *studies())):
@@ -60,7 +88,7 @@ for _name in dict.fromkeys((*COMMANDS, *studies())):
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line and leave with the exit code that says how it went."""
+    """Run the command line and exit with the code of its outcome."""
     if arguments is None:
         sys.excepthook = talk.fault
     with polite() as ends:
@@ -69,7 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         except BrokenPipeError:
             code = _unread()
         except SystemExit as leaving:
-            # Typer leaves in this way where nobody reads any more.
+            # Typer exits in this way after a broken pipe.
             if not isinstance(leaving.__context__, BrokenPipeError):
                 raise
             code = _unread()
@@ -88,13 +116,13 @@ def _run(arguments: Sequence[str] | None) -> int:
 
 
 def _unread() -> int:
-    """The exit code where whoever read our output has left; nothing more is written, not even at exit."""
+    """Exit code after the reader of our output has left; nothing more is written, not even at exit."""
     for stream in (sys.stdout, sys.stderr):
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
     return 128 + signal.SIGPIPE
 
 
 def fail(message: str) -> NoReturn:
-    """One line that says what was wrong with the request, and exit code 2."""
+    """Print the error in one line and exit with code 2."""
     talk.refuse(message)
     sys.exit(exits.WRONG_REQUEST)

@@ -1,4 +1,4 @@
-"""Every parameter that commands share, declared once."""
+"""Options that several commands share, each declared once."""
 
 from pathlib import Path
 from typing import Annotated
@@ -41,7 +41,10 @@ DtypeOption = Annotated[
     str, typer.Option("--dtype", help="auto (float32 on the CPU, bfloat16 on CUDA) or a dtype's name.")
 ]
 CausalOption = Annotated[
-    bool, typer.Option("--causal/--no-causal", help="Each token reads only those before it.")
+    bool,
+    typer.Option(
+        "--causal/--no-causal", help="Causal masking: each token attends to itself and earlier tokens."
+    ),
 ]
 BackwardOption = Annotated[
     bool, typer.Option("--backward/--no-backward", help="Forward and backward pass together.")
@@ -59,9 +62,9 @@ BenchHeadDimOption = Annotated[
 HeadDimOption = Annotated[int, typer.Option("--head-dim", min=1, help="Entries of one query or key.")]
 BatchOption = Annotated[int, typer.Option("--batch", min=1, help="Sequences at once.")]
 ThreadsOption = Annotated[
-    int | None, typer.Option("--threads", min=1, help="CPU threads; torch's own choice.")
+    int | None, typer.Option("--threads", min=1, help="CPU threads; torch's default if omitted.")
 ]
-SeedOption = Annotated[int, typer.Option("--seed", min=0, max=WHOLE_NUMBER, help="Of the random inputs.")]
+SeedOption = Annotated[int, typer.Option("--seed", min=0, max=WHOLE_NUMBER, help="Random seed.")]
 BudgetOption = Annotated[
     str,
     typer.Option(
@@ -75,11 +78,14 @@ RunBudgetOption = Annotated[
     typer.Option(
         "--budget",
         metavar="TIME",
-        help="Time for measuring; points that do not fit are skipped: 90s, 2m, 1h.",
+        help="Time for measuring, such as 90s, 2m or 1h; points that do not fit are skipped.",
     ),
 ]
 QuietOption = Annotated[
-    bool, typer.Option("--quiet", "-q", help="No progress, tables or sentences: the folder only.")
+    bool,
+    typer.Option(
+        "--quiet", "-q", help="Print the folder of the results alone: no progress, tables or notes."
+    ),
 ]
 MemoryLimitOption = Annotated[
     str, typer.Option("--memory-limit", metavar="AMOUNT", help="Skip what would need more: 70% or 8GiB.")
@@ -100,19 +106,21 @@ RoundsOption = Annotated[
 ]
 OutOption = Annotated[
     Path | None,
-    typer.Option("--out", metavar="DIR", help="A new folder for the results; runs/… if left out."),
+    typer.Option("--out", metavar="DIR", help="New folder for the results; runs/NAME-TIME if omitted."),
 ]
 ResumeOption = Annotated[
-    bool, typer.Option("--resume", help="Go on with the run in --out; measure only what is missing there.")
+    bool, typer.Option("--resume", help="Continue the run in --out; measured points are kept.")
 ]
 ForceResumeOption = Annotated[
     bool,
-    typer.Option("--force-resume", help="Go on even where torch, threads or the processor were others."),
+    typer.Option("--force-resume", help="Continue it also under another torch, thread count or processor."),
 ]
-DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Print what would be measured; run nothing.")]
+DryRunOption = Annotated[
+    bool, typer.Option("--dry-run", help="List the points of the run without measuring any.")
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of a table.")]
 JsonToOption = Annotated[
-    str | None, typer.Option("--json", metavar="-", help="With -, stdout is one JSON document.")
+    str | None, typer.Option("--json", metavar="-", help="Print one JSON document to stdout.")
 ]
 # `--seq-len 256 512` would otherwise end in a message that names nothing.
 ExtraArguments = Annotated[list[str] | None, typer.Argument(hidden=True)]
@@ -124,7 +132,7 @@ def names(texts: list[str] | None) -> list[str] | None:
         return None
     found = [name.strip() for text in texts for name in text.split(",") if name.strip()]
     if not found:
-        # What a script's empty variable becomes; none at all is something else than all.
+        # An empty variable of a script arrives like this; it does not mean all backends.
         raise OptionError(
             f"{texts[0]!r} names nothing; write a,b for several names, or leave the option out."
         )
@@ -132,20 +140,20 @@ def names(texts: list[str] | None) -> list[str] | None:
 
 
 def refuse_extra(extra: list[str] | None, example: str = "--backend a,b") -> None:
-    """Say how several values are given where a word belongs to no option."""
+    """Refuse a word that belongs to no option."""
     if extra:
         raise OptionError(f"Values are joined by commas, as in {example}; {extra[0]!r} stands alone.")
 
 
 def as_json(json_to: str | None) -> bool:
-    """Whether stdout is to be one JSON document."""
+    """Whether stdout is one JSON document."""
     if json_to not in (None, "-"):
         raise OptionError(f"--json takes - for stdout, not {json_to!r}; `--json - > FILE` makes it a file.")
     return json_to is not None
 
 
 def isolation(isolate: str | None) -> str:
-    """Where measuring is done, the default if nothing was said."""
+    """Isolation of the measurements; the default if none was given."""
     from efficient_attn.sweep.isolate import DEFAULT_ISOLATION, ISOLATIONS
 
     if isolate not in (None, *ISOLATIONS):

@@ -1,4 +1,4 @@
-"""How a command that measures ends: what it prints, and the exit code that says how it went."""
+"""End of a command that measures: its output and its exit code."""
 
 import json
 from collections.abc import Sequence
@@ -13,10 +13,10 @@ from . import exits, talk
 def finish(
     results: Any, named: Sequence[str] | None, *, folder: Path, as_json: bool, quiet: bool = False
 ) -> NoReturn:
-    """Print what was found, the folder of its files last, and leave with the exit code.
+    """Print the results, then the folder of their files, and exit with the code of the outcome.
 
     Args:
-        named: The backends that were asked for; None for a default selection.
+        named: Requested backends; None for the default selection.
     """
     if as_json:
         talk.put_json(document(results))
@@ -26,7 +26,7 @@ def finish(
             talk.put(sentence)
         for note in results.notes:
             talk.say(note)
-    # With JSON, stdout is one document and nothing else.
+    # With JSON, stdout holds the document alone.
     talk.put(folder, err=as_json)
     raise typer.Exit(exit_code(results, named))
 
@@ -45,14 +45,14 @@ def document(results: Any) -> dict[str, Any]:
 
 
 def exit_code(results: Any, named: Sequence[str] | None) -> int:
-    """How it went. In a default selection refusals and skips are expected, other failures are not."""
+    """Exit code of the outcome; in a default selection refusals and skips are expected."""
     from efficient_attn.analysis.curves import YARDSTICK
     from efficient_attn.sweep.sizes import YARDSTICKS
     from efficient_attn.sweep.variants import CEILING
 
     if results.interrupted:
         return exits.INTERRUPTED
-    # Yardsticks are measured whether they were asked for or not.
+    # Baselines are measured with every selection.
     beside = {CEILING, *YARDSTICKS}
     if named is not None and YARDSTICK not in named:
         beside.add(YARDSTICK)

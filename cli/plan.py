@@ -1,6 +1,6 @@
 """A plan: a flat TOML file in which every flag of a command is a key.
 
-What stands on the command line wins over the file, and every run writes the plan that repeats it.
+Flags of the command line take precedence, and every run writes the plan that repeats it.
 """
 
 import json
@@ -14,7 +14,7 @@ import typer
 from efficient_attn.errors import DataError, OptionError, UnknownNameError
 from efficient_attn.limits import PLAN_BYTES, read_bytes
 
-# Where a run goes and how it is shown is no part of what it measures.
+# The destination and display of a run are no part of its measurement.
 _NOT_REPEATED = ("out", "resume", "force-resume", "dry-run", "json")
 
 
@@ -37,7 +37,7 @@ PlanOption = Annotated[
     typer.Option(
         "--plan",
         metavar="FILE.toml",
-        help="Take flags from a file, one key each; what stands on the command line wins.",
+        help="Read flags from a file, one key each; flags of the command line take precedence.",
         is_eager=True,
         callback=take_up,
     ),
@@ -48,7 +48,7 @@ def as_plan(context: typer.Context, settled: Mapping[str, Any]) -> str:
     """The plan that repeats the running command.
 
     Args:
-        settled: What was decided where the flags left it open, such as the device, by parameter.
+        settled: Values that the machine decided, such as the device, by parameter.
     """
     chosen = {
         key: settled.get(flag.name, context.params.get(flag.name)) for key, flag in _flags(context).items()
@@ -78,7 +78,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _checked(context: typer.Context, flag: Any, value: Any, *, place: str) -> Any:
-    """A value as the command line would have it; the message says where it stands."""
+    """The value in the form of the command line; the message of an error names its key."""
     if flag.is_flag:
         if not isinstance(value, bool):
             raise OptionError(f"{place} is true or false, not {value!r}.")

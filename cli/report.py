@@ -1,4 +1,4 @@
-"""`efficient-attn report`: runs drawn again from their records."""
+"""`efficient-attn report`: page, plots and tables of runs from their records."""
 
 from pathlib import Path
 from typing import Annotated
@@ -9,16 +9,20 @@ from . import talk
 
 FoldersArgument = Annotated[list[Path], typer.Argument(metavar="DIR…", help="Folders of runs.")]
 HtmlOption = Annotated[
-    Path | None, typer.Option("--html", metavar="FILE", help="Write nothing but the page, to this file.")
+    Path | None, typer.Option("--html", metavar="FILE", help="Write only the page, to this file.")
 ]
 OutOption = Annotated[
     Path | None,
-    typer.Option("--out", metavar="DIR", help="Where to write; the folder of the run if there is only one."),
+    typer.Option(
+        "--out",
+        metavar="DIR",
+        help="Folder for the files; omitted: the run's own folder, or a new runs/… for several runs.",
+    ),
 ]
 
 
 def report_command(folders: FoldersArgument, html: HtmlOption = None, out: OutOption = None) -> None:
-    """Draw runs again from their records: one HTML page, plots, and tables as CSV, Markdown and LaTeX.
+    """Redraw runs from their records: an HTML page, plots, and tables as CSV, Markdown and LaTeX.
 
     Example: efficient-attn report runs/bench-20260101T000000Z results/laptop/bench --html both.html
     """

@@ -1,6 +1,6 @@
-"""Results to stdout, talk and progress to stderr: every text that a command writes goes through here.
+"""Output of commands: results to stdout, notices and progress to stderr.
 
-Names and messages may be anybody's; each leaves as one line without control characters.
+Names and messages of other code are printed as one line without control characters.
 """
 
 import json
@@ -14,50 +14,50 @@ from typing import Any
 
 import typer
 
-# A file or a pipe has no width of its own; tables are printed as wide as they are.
+# A file or a pipe has no width; tables are printed in full.
 _WIDTH_OF_A_FILE = 240
 
 
 def colours() -> bool | None:
-    """False where a terminal is not to be sent colours; None leaves it to what stands at the other end."""
+    """False if colours are switched off; None lets the stream decide."""
     unable = os.environ.get("TERM", "dumb") in ("", "dumb")
     return False if unable or os.environ.get("NO_COLOR") else None
 
 
 def say(text: str) -> None:
-    """One line to the person at the keyboard."""
+    """Print a notice to stderr."""
     put(text, err=True)
 
 
 def put(text: object, *, err: bool = False, bold: bool = False) -> None:
-    """One line of results."""
+    """Print one line of results."""
     from efficient_attn.report.harmless import plain
 
     typer.secho(plain(str(text)), err=err, bold=bold or None, color=colours())
 
 
 def put_json(document: Any) -> None:
-    """One JSON document to stdout, in printable ASCII: no text in it reaches a terminal as it is."""
-    # Of the control characters JSON leaves this one as it is.
+    """Print one JSON document to stdout, in printable ASCII without control characters."""
+    # JSON escapes all other control characters.
     typer.echo(json.dumps(document, indent=2, allow_nan=False).replace("\x7f", "\\u007f"))
 
 
 def refuse(message: str) -> None:
-    """One line, in red, that says what was wrong."""
+    """Print an error in one red line."""
     from efficient_attn.report.harmless import plain
 
     typer.secho(f"error: {plain(' '.join(message.split()))}", fg="red", err=True, color=colours())
 
 
 def fault(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """The traceback of a fault of ours; the text of the error may be somebody else's."""
+    """Print the traceback of an internal error without control characters."""
     for part in traceback.format_exception(kind, error, trace):
         for row in part.splitlines():
             say(row)
 
 
 def print_tables(tables: Sequence[Any]) -> None:
-    """Tables with their notes to stdout."""
+    """Print tables with their notes to stdout."""
     from rich.console import Console
 
     from efficient_attn.report.table import to_rich
@@ -74,13 +74,13 @@ def print_tables(tables: Sequence[Any]) -> None:
 
 
 def draws() -> bool:
-    """Whether stderr is a terminal that can draw a bar."""
+    """Whether stderr is a terminal that can draw a progress bar."""
     return sys.stderr.isatty() and colours() is not False
 
 
 @contextmanager
 def progress(total: int, *, quiet: bool = False) -> Iterator[Callable[[Any], None]]:
-    """A display of steps on stderr: a bar on a terminal that can draw one, else a line per finished point."""
+    """Progress display on stderr: a bar on a terminal, otherwise a line per finished point."""
     if quiet:
         yield lambda step: None
         return
@@ -121,6 +121,6 @@ def _say_step(step: Any) -> None:
 
 
 def remaining(step: Any) -> str:
-    """How long it will still take."""
+    """Predicted remaining time."""
     minutes, seconds = divmod(round(step.remaining_s), 60)
     return f"{minutes}:{seconds:02} left"

@@ -1,4 +1,4 @@
-"""The model and the texts that `capture` and `swap` read."""
+"""Model and text arguments of `capture` and `swap`."""
 
 from pathlib import Path
 from typing import Annotated
@@ -7,18 +7,18 @@ import typer
 
 from efficient_attn.errors import DataError
 
-# A text of more bytes than this is no text for one sequence.
+# Largest text; a longer one is no single sequence.
 _MOST_BYTES = 1 << 24
 
 ModelArgument = Annotated[
     Path,
     typer.Argument(
-        metavar="MODEL_FOLDER", help="A folder of Hugging Face transformers: config.json and safetensors."
+        metavar="MODEL_FOLDER", help="Folder of a Hugging Face model: config.json and safetensors."
     ),
 ]
 NameOption = Annotated[
     str | None,
-    typer.Option("--name", help="What files call the model; the folder's name if left out."),
+    typer.Option("--name", help="Name of the model in records and files; the folder's name if omitted."),
 ]
 
 
@@ -26,12 +26,12 @@ def read_text(path: Path) -> str:
     """The text of a file.
 
     Raises:
-        DataError: If it cannot be read, is no UTF-8, or is longer than any sequence.
+        DataError: If it cannot be read, is not UTF-8, or is too long.
     """
     try:
         if path.stat().st_size > _MOST_BYTES:
             raise DataError(
-                f"--text: {path} is larger than {_MOST_BYTES} bytes; cut it to what is to be read."
+                f"--text: {path} is larger than {_MOST_BYTES} bytes; cut it to the part to be read."
             )
         return path.read_bytes().decode("utf-8")
     except OSError as error:

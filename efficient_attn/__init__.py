@@ -62,6 +62,7 @@ _STUDIES = [one.name for one in pkgutil.iter_modules([str(Path(__file__).parent 
 __all__ = sorted([*_HOME, *_MODULES, *_STUDIES])
 
 if TYPE_CHECKING:
+    __version__: str
     from efficient_attn import testing as testing
     from efficient_attn.backend import Backend as Backend
     from efficient_attn.backends import attention as attention
@@ -90,12 +91,24 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module(f"{__name__}.{name}")
     if name in _STUDIES:
         value = importlib.import_module(f"{__name__}.studies").find(name).function()
+    elif name == "__version__":
+        value = _version()
     elif name in _HOME:
         value = getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
     else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     globals()[name] = value
     return value
+
+
+def _version() -> str:
+    """Version of the installed package; a bare checkout has none."""
+    from importlib import metadata
+
+    try:
+        return metadata.version("efficient-attn")
+    except metadata.PackageNotFoundError:
+        return "unknown"
 
 
 def __dir__() -> list[str]:

@@ -1,0 +1,279 @@
+"""The command of every study: help, JSON, dry run, folder, resume, refusals, former flags and exit codes."""
+
+import contextlib
+import io
+import json
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("efficient_attn_cli", reason="needs an installation, if only an editable one")
+
+from efficient_attn.experiments import folder as run_folders
+from efficient_attn.experiments import redraw
+from efficient_attn.studies import find, loop, studies
+from efficient_attn.studies.study import joined
+from efficient_attn.sweep.records import read
+from efficient_attn_cli.main import main
+
+
+@dataclass(frozen=True)
+class Quick:
+    """The quickest run of a study that has two points or more.
+
+    Attributes:
+        words: Options of the run, without its backends.
+        backends: Backends of the run; None if the study has no such option.
+        codes: Exit code of the run by its backends; own.py holds `broken` and `mean`.
+        former: Values of former flags that have no default.
+        prepare: Function that writes the files that the run reads into its folder.
+        needs: Package without which the run is skipped.
+    """
+
+    words: str
+    backends: str | None = "window"
+    codes: Mapping[str, int] = field(default_factory=lambda: {"exact,own.py:broken": 3, "own.py:broken": 4})
+    former: Mapping[str, str] = field(default_factory=dict)
+    prepare: Callable[[Path], object] | None = None
+    needs: str = "torch"
+
+
+# A study that is added gets a row here; all promises below hold for it.
+QUICK = {
+    "recall": Quick(
+        "--pairs 4 --classes 2 --queries 2 --gap 4 --steps 1 --seeds 1 --num-features 4 --batch 2 "
+        "--head-dim 4",
+        # The control, a window, is measured with every backend.
+        codes={"own.py:broken": 3, "own.py:mean": 0},
+    ),
+}
+
+OWN = """
+def mean(q, k, v):
+    return v.mean(dim=-2, keepdim=True).expand_as(v)
+
+
+def broken(q, k, v):
+    raise RuntimeError("it broke here")
+"""
+
+# The process ends after its first record, as by SIGKILL from outside.
+KILLED = """
+import os, signal, sys
+
+from efficient_attn.experiments import folder
+from efficient_attn_cli.main import main
+
+append = folder.append
+
+
+def last(path, record):
+    append(path, record)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+folder.append = last
+main(sys.argv[1:])
+"""
+
+
+@pytest.fixture(params=sorted(studies()))
+def name(request: pytest.FixtureRequest) -> str:
+    assert request.param in QUICK, "the study has no row in QUICK"
+    pytest.importorskip(QUICK[request.param].needs, reason="an extra is not installed")
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The files that the run of a study reads, written once."""
+    made: dict[str, Path] = {}
+
+    def of(name: str) -> Path:
+        if name not in made:
+            made[name] = tmp_path_factory.mktemp(name)
+            (made[name] / "own.py").write_text(OWN)
+            prepare = QUICK[name].prepare
+            if prepare is not None:
+                prepare(made[name])
+        return made[name]
+
+    return of
+
+
+@pytest.fixture(autouse=True)
+def home(name: str, files: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working folder of a run without drawings, whose rounds end after milliseconds."""
+    shutil.copytree(files(name), tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(redraw, "draw_run", lambda results, folder: [])
+    monkeypatch.setattr(loop, "_ROUND_S", 0.001)
+    return tmp_path
+
+
+def command(*words: str) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of the command."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), pytest.raises(SystemExit) as ended:
+        main(list(words))
+    assert isinstance(ended.value.code, int)
+    return ended.value.code, out.getvalue(), err.getvalue()
+
+
+def words_of(name: str) -> list[str]:
+    """The command line of the quickest run, without its backends, in as many threads as the tests."""
+    threads = ["--threads", "1"] if "--threads" in flags(name) else []
+    return [name, *QUICK[name].words.split(), *threads]
+
+
+def flags(name: str) -> list[str]:
+    return [one.flag for one in find(name).parameters()]
+
+
+def run(name: str, *more: str) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of the quickest run with more options."""
+    quick = QUICK[name]
+    own = [] if quick.backends is None or "--backend" in more else ["--backend", quick.backends]
+    return command(*words_of(name), *own, *more)
+
+
+def cases(folder: str) -> set[str]:
+    return {record.case.key for record in read(Path(folder, "records.jsonl")).records}
+
+
+def test_the_help_begins_with_the_summary_and_lists_every_flag_but_former_ones(name):
+    code, text, _ = command(name, "--help")
+    study, out = find(name), " ".join(text.split())
+    assert code == 0 and study.summary in out and max(map(len, text.splitlines())) <= 80
+    assert all(one.option.argument or f"{one.flag} " in out for one in study.parameters())
+    assert all(one.option.help in out for one in study.parameters())
+    assert not [flag for one in study.parameters() for flag in one.option.old if f"{flag} " in out]
+
+
+def test_json_is_one_document_on_stdout_and_the_folder_and_progress_go_to_stderr(name):
+    code, out, err = run(name, "--json", "-", "--out", "out")
+    document = json.loads(out)
+    assert code == 0 and set(document) == {"environment", "records", "sentences", "notes", "interrupted"}
+    assert document["environment"]["study"] == name and len(document["records"]) > 1
+    assert err.splitlines()[-1] == "out"
+
+
+def test_a_run_prints_tables_then_its_folder_and_its_plan_repeats_it(name):
+    code, out, err = run(name, "--out", "first")
+    assert code == 0 and len(out.splitlines()) > 3 and out.splitlines()[-1] == "first" and "left" in err
+    assert {"records.jsonl", "environment.json", "command.txt", "plan.toml"} <= {
+        path.name for path in Path("first").iterdir()
+    }
+    assert command(name, "--plan", "first/plan.toml", "--out", "second")[0] == 0
+    assert cases("first") == cases("second")
+
+
+def test_quiet_prints_the_folder_alone(name):
+    assert run(name, "-q", "--out", "out") == (0, "out\n", "")
+
+
+def test_a_dry_run_lists_the_points_and_measures_nothing(name, monkeypatch):
+    monkeypatch.setattr(loop.Loop, "run", lambda self: pytest.fail("measured"))
+    before = set(Path().iterdir())
+    code, out, _ = run(name, "--dry-run", "--out", "out")
+    assert code == 0 and "points; nothing was run" in out and set(Path().iterdir()) == before
+
+
+def test_a_folder_that_holds_a_run_is_refused_and_left_as_it_was(name):
+    Path("out").mkdir()
+    Path("out/records.jsonl").write_text("\n")
+    code, out, err = run(name, "--out", "out")
+    assert (code, out, err.count("\n")) == (2, "", 1) and "out holds records of another run already" in err
+    assert [path.name for path in Path("out").iterdir()] == ["records.jsonl"]
+
+
+def test_an_interrupted_run_names_what_was_not_tried_and_resumes(name, monkeypatch):
+    append = run_folders.append
+
+    def interrupt(path, record):
+        append(path, record)
+        signal.raise_signal(signal.SIGINT)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(run_folders, "append", interrupt)
+        code, out, err = run(name, "--out", "out")
+    file = Path("out/records.jsonl")
+    kept = file.read_bytes()
+    assert code == 130 and out.splitlines()[-1] == "out" and "Not tried: " in err and kept.endswith(b"\n")
+    assert run(name, "--out", "out", "--resume")[0] == 0
+    assert file.read_bytes().startswith(kept)
+    assert run(name, "--out", "whole")[0] == 0
+    assert cases("out") == cases("whole")
+
+
+def test_a_killed_run_resumes_with_nothing_lost(name):
+    own = [] if QUICK[name].backends is None else ["--backend", str(QUICK[name].backends)]
+    words = [*words_of(name), *own, "--out", "out"]
+    killed = subprocess.run([sys.executable, "-c", KILLED, *words], capture_output=True, timeout=120)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
+    file = Path("out/records.jsonl")
+    (line,) = kept = file.read_bytes().splitlines(keepends=True)
+    code, _, err = command(*words, "--resume")
+    records = file.read_bytes().splitlines(keepends=True)
+    assert code == 0 and records[0] == line and len(records) > len(kept)
+    assert f"/{len(cases('out')) - 1}] " in err
+
+
+def test_an_unknown_backend_is_refused_with_a_suggestion(name):
+    if "--backend" not in flags(name):
+        pytest.skip("The study has no option --backend.")
+    code, out, err = run(name, "--backend", "windw")
+    assert (code, out, err.count("\n")) == (2, "", 1) and "Did you mean 'window'" in err
+    assert not Path("runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--resume"], "--resume needs --out"),
+        (["--json", "file"], "--json takes -"),
+        (["--budget", "soon"], "--budget is a duration"),
+        (["--out", "own.py"], "--out: cannot write to own.py"),
+        (["--out", "/proc/nowhere"], "--out: cannot write to /proc/nowhere"),
+        (["--plan", "none.toml"], "--plan: cannot read none.toml"),
+        (["--no-such-flag"], "No such option: --no-such-flag"),
+        (["--backend", " ,"], "--backend ' ,' names nothing"),
+        (["--backend", "own.py:absent"], "absent"),
+        (["--set", "window.size=5"], "No option of backend 'window' is called 'size'"),
+        (["--set", "window=5"], "--set cannot be 'window=5'"),
+        (["--threads", "100000"], "threads is at most"),
+        (["--seq-len", "many"], "--seq-len"),
+        (["--seq-len", "0"], "--seq-len"),
+        (["--device", "tpu"], "device is auto, cpu, cuda"),
+        (["--dtype", "int8"], "dtype is auto"),
+        (["--seed", "-1"], "--seed"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_wrong_request_is_one_line_with_code_2_and_writes_nothing(name, words, message):
+    of_every_run = {"--resume", "--json", "--budget", "--out", "--plan", "--no-such-flag"}
+    if words[0] not in of_every_run | {*flags(name)}:
+        pytest.skip(f"The study has no option {words[0]}.")
+    before = set(Path().iterdir())
+    code, out, err = run(name, *words)
+    assert (code, out, err.count("\n")) == (2, "", 1) and err.startswith("error: ") and message in err
+    assert set(Path().iterdir()) == before
+
+
+def test_every_former_flag_works_and_is_announced_on_stderr(name):
+    for one in find(name).parameters():
+        for flag in one.option.old:
+            value = QUICK[name].former.get(flag, joined(one.default))
+            code, _, err = run(name, "--dry-run", flag, str(value))
+            assert code == 0 and f"{flag} is now {one.flag}" in err
+
+
+def test_the_exit_code_reports_failed_backends(name):
+    for backends, code in QUICK[name].codes.items():
+        assert run(name, "-q", "--backend", backends)[0] == code
