@@ -7,11 +7,8 @@ from typing import Any, NamedTuple
 from efficient_attn.analysis.fits import Growth, exact_growth, growth
 from efficient_attn.analysis.rounds import call_time
 from efficient_attn.sweep.records import Case, Record
-from efficient_attn.sweep.variants import CEILING
-
-# The baseline of all comparisons, exact attention through the fused kernel; and naive attention, the baseline
-# of the papers.
-YARDSTICK, DENSE = "exact", "exact-dense"
+from efficient_attn.sweep.variants import CEILING, YARDSTICK
+from efficient_attn.sweep.variants import DENSE as DENSE
 
 # Kind of record that holds each quantity.
 QUANTITIES = {

@@ -8,12 +8,14 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from efficient_attn.errors import OptionError
 from efficient_attn.studies.plan import Plan
-from efficient_attn.studies.view import View
 from efficient_attn.sweep.quantity import Quantity, register
+
+if TYPE_CHECKING:
+    from efficient_attn.studies.view import View
 
 # Options of every run, declared by `run_plan`; the Python function of a study has them too.
 _OF_A_RUN = ("out", "resume", "force_resume", "budget_s")
@@ -94,8 +96,11 @@ class Study:
         return (inspect.getdoc(self.plan) or "").partition("\n")[0]
 
     @cached_property
-    def view(self) -> View:
-        """Functions that show records: those of the folder's module `view`, defaults for the others."""
+    def view(self) -> "View":
+        """Functions that show records: from the folder's module `view`, defaults for the others."""
+        # Help texts are shown without numpy.
+        from efficient_attn.studies.view import View
+
         name = f"{self.folder}.view"
         module = importlib.import_module(name) if importlib.util.find_spec(name) else None
         return View.of(self.quantities, module)

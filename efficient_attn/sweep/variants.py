@@ -18,6 +18,10 @@ from efficient_attn.sweep.proof import prove
 # Label of identity attention, the upper bound on the speed-up of a block.
 CEILING = "attention := v"
 
+# The baseline of all comparisons, exact attention through the fused kernel; and naive attention, the baseline
+# of the papers.
+YARDSTICK, DENSE = "exact", "exact-dense"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:

@@ -5,7 +5,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any
 
-from efficient_attn.analysis.curves import DENSE, YARDSTICK
 from efficient_attn.contained import contained
 from efficient_attn.errors import AttentionError, OptionError, UnsupportedError
 from efficient_attn.experiments.workload import Workload, settle
@@ -18,7 +17,7 @@ from efficient_attn.sweep.amounts import parse_sizes
 from efficient_attn.sweep.case import Case
 from efficient_attn.sweep.plan import predict_bytes
 from efficient_attn.sweep.sizes import possible, with_size
-from efficient_attn.sweep.variants import Variant, select
+from efficient_attn.sweep.variants import DENSE, YARDSTICK, Variant, select
 
 # Kernels that do not approximate softmax and are meant to be trained with.
 _OTHER_KERNELS = ("linear-elu", "linear-taylor-2")
