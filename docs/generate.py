@@ -15,8 +15,7 @@ _HEAD = """\
 <!-- Written by docs/generate.py from the table of backends; edit the backend or docs/formulas instead. -->
 
 A backend is built by name, `ea.build("window", head_dim=64, window=129)`; on the command line an option is
-set with `--set window.window=129`. What a backend promises below is tested; what it does not promise is
-refused.
+set with `--set window.window=129`. Promises of the table are tested; requests beyond them are refused.
 
 q is [batch, heads, q_tokens, head_dim], k and v are [batch, kv_heads, k_tokens, …]; $s$ is the factor on q·k.
 """

@@ -138,10 +138,9 @@ READERS = (
 @pytest.mark.parametrize("reader", READERS)
 def test_the_first_page_leads_each_reader_to_a_command_and_a_page(reader: str) -> None:
     first = (ROOT / "docs/index.md").read_text(encoding="utf-8")
-    (row,) = (line for line in first.splitlines() if line.startswith(f"| **{reader}**"))
-    _, command, pages = row.strip("| ").split(" | ")
-    assert_exists(command.strip("`"))
-    links = re.findall(r"\]\((\S+?)\)", pages)
+    (entry,) = re.findall(rf"^- \*\*{re.escape(reader)}\*\* (.*?)(?=^- |^$)", first, re.MULTILINE | re.DOTALL)
+    assert_exists(entry.split("`")[1])
+    links = re.findall(r"\]\((\S+?)\)", entry)
     assert links and all((ROOT / "docs" / link).exists() for link in links)
 
 
