@@ -39,7 +39,7 @@ _HOME = {
     "diff": "experiments.diff",
     "Results": "experiments.results",
     "read": "experiments.results",
-    "records_schema": "sweep.schema",
+    "records_schema": "studies",
     "reproduce": "experiments.reproduction",
     "sample": "measure.inputs",
     "AttentionLayer": "transformer.layer",

@@ -1,7 +1,10 @@
 """Records that nobody measured, for tests of what is made from records."""
 
 import json
+from contextlib import contextmanager
 
+from efficient_attn.sweep import schema
+from efficient_attn.sweep.quantity import FIELDS, KINDS, QUANTITIES
 from efficient_attn.sweep.records import Case, Record, append
 
 LENGTHS = (256, 512, 1024, 2048)
@@ -49,3 +52,16 @@ def folder(path, records, environment=None):
     (path / "environment.json").write_text(json.dumps({"processor": "P", "torch": {}, **(environment or {})}))
     (path / "command.txt").write_text("efficient-attn bench --seq-len 256\n")
     return path
+
+
+@contextmanager
+def forgotten():
+    """Quantities and kinds that are declared inside exist inside alone."""
+    tables = [(table, dict(table)) for table in (QUANTITIES, FIELDS, KINDS)]
+    try:
+        yield
+    finally:
+        for table, before in tables:
+            table.clear()
+            table.update(before)
+        schema._line_type.cache_clear()

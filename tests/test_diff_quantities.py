@@ -9,9 +9,12 @@ import pytest
 import efficient_attn as ea
 from efficient_attn.errors import UnknownNameError
 from efficient_attn.experiments.diff import diff
+from efficient_attn.studies import studies
 from efficient_attn.sweep.case import CASE_FIELDS, Case, Record
 from efficient_attn.sweep.quantity import CONDITIONS, FIELDS, KINDS, QUANTITIES
 from efficient_attn.sweep.records import line
+
+studies()
 
 # A kind of record that holds a quantity; all others are held by records of errors.
 KIND_OF = {

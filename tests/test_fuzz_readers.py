@@ -19,8 +19,8 @@ from efficient_attn.experiments.diff import diff
 from efficient_attn.experiments.folder import begin
 from efficient_attn.experiments.redraw import report
 from efficient_attn.limits import ENVIRONMENT_BYTES, PLAN_BYTES
+from efficient_attn.studies import records_schema
 from efficient_attn.sweep.records import line, read
-from efficient_attn.sweep.schema import records_schema
 
 pytest.importorskip("efficient_attn_cli", reason="needs an installation, if only an editable one")
 

@@ -137,17 +137,17 @@ def test_names_with_colons_and_half_characters_and_a_byte_order_mark_are_read():
 
 
 def test_a_record_has_every_declared_quantity_and_no_other():
-    record = Record(case=CASE, accuracy=0.9, times_s=None)
-    assert record.accuracy == 0.9 and record.times_s is None and record.measured == {"accuracy": 0.9}
-    assert dataclasses.replace(record, accuracy=None, chance=0.5) == Record(case=CASE, chance=0.5)
+    record = Record(case=CASE, output_mse=0.9, times_s=None)
+    assert record.output_mse == 0.9 and record.times_s is None and record.measured == {"output_mse": 0.9}
+    assert dataclasses.replace(record, output_mse=None, output_bias=0.5) == Record(case=CASE, output_bias=0.5)
     assert pickle.loads(pickle.dumps(record)) == copy.deepcopy(record) == record
     assert len({record, copy.copy(record), RECORD}) == 2
-    with pytest.raises(TypeError, match="No quantity of a record is called 'acuracy'"):
-        Record(case=CASE, acuracy=0.9)
-    with pytest.raises(AttributeError, match="Did you mean 'accuracy'"):
-        _ = record.acuracy
+    with pytest.raises(TypeError, match="No quantity of a record is called 'output_ms'"):
+        Record(case=CASE, output_ms=0.9)
+    with pytest.raises(AttributeError, match="Did you mean 'output_mse'"):
+        _ = record.output_ms
     with pytest.raises(dataclasses.FrozenInstanceError):
-        record.accuracy = 1.0
+        record.output_mse = 1.0
 
 
 def test_numbers_of_numpy_are_written_as_numbers():

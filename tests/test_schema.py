@@ -7,15 +7,18 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from made_records import forgotten
 
 import efficient_attn as ea
 from efficient_attn.errors import DataError
-from efficient_attn.sweep import quantity, records, schema
+from efficient_attn.studies import studies
+from efficient_attn.sweep import quantity, records
 from efficient_attn.sweep.case import CASE_FIELDS, SCHEMA, STATUSES, Case, Record
 from efficient_attn.sweep.quantity import FIELDS, KINDS
 from efficient_attn.sweep.records import line, parse
 from efficient_attn.sweep.schema import quantities_table, records_schema
 
+studies()
 FIXTURES = Path(__file__).parent / "fixtures"
 JSON_TYPES = {
     "object": dict,
@@ -183,10 +186,9 @@ def test_a_row_of_an_older_schema_is_read_as_one_of_this():
 
 
 def test_a_new_quantity_needs_a_declaration_alone():
-    tables = [dict(one) for one in (quantity.QUANTITIES, FIELDS, KINDS)]
     with pytest.raises(TypeError, match="No quantity of a record is called 'energy_j'"):
         Record(case=CASE, energy_j=2.5)
-    try:
+    with forgotten():
         declared = quantity.Quantity(
             name="energy_j", unit="J", meaning="Energy of a call.", scatter="draws", samples="energy_j_draws"
         )
@@ -209,8 +211,3 @@ def test_a_new_quantity_needs_a_declaration_alone():
         other = replace(declared, unit="kWh")
         with pytest.raises(RuntimeError, match="Two quantities are called 'energy_j'"):
             quantity.register(other)
-    finally:
-        for table, before in zip((quantity.QUANTITIES, FIELDS, KINDS), tables, strict=True):
-            table.clear()
-            table.update(before)
-        schema._line_type.cache_clear()

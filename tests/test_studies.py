@@ -14,21 +14,22 @@ import pytest
 
 pytest.importorskip("efficient_attn_cli", reason="needs an installation, if only an editable one")
 
+from made_records import forgotten
+
 import efficient_attn as ea
 from efficient_attn import studies
 from efficient_attn.studies.run import run_plan
-from efficient_attn.sweep.records import read
 
 INIT = '''
 """Sums of numbers, as fast as this process adds them."""
 
 from efficient_attn.studies.study import Study
-from efficient_attn.sweep.quantity import QUANTITIES
+from efficient_attn.sweep.quantity import Quantity
 
 from .plan import plan
 
-_QUANTITIES = (QUANTITIES["accuracy"], QUANTITIES["flops"])
-STUDY = Study(name="sums", plan=plan, folder=__name__, quantities=_QUANTITIES)
+SUM = Quantity(name="sum", unit="", meaning="Sum of whole numbers.", type="whole number", better="more")
+STUDY = Study(name="sums", plan=plan, folder=__name__, kinds=("sum",), quantities=(SUM,))
 '''
 
 PLAN = '''
@@ -53,7 +54,7 @@ def plan(
     Example: efficient-attn sums --seq-len 4,8
     """
     cases = [
-        Case(kind="count", backend="exact", label="exact", num_heads=1, head_dim=1, tokens=n, dtype="float32",
+        Case(kind="sum", backend="exact", label="exact", num_heads=1, head_dim=1, tokens=n, dtype="float32",
              device="cpu", threads=threads or 1)
         for n in seq_len
     ]
@@ -63,7 +64,7 @@ def plan(
 
 def _sum(case, pause):
     time.sleep(pause)
-    return Record(case=case, accuracy=1.0, flops=case.tokens * (case.tokens - 1) // 2)
+    return Record(case=case, sum=case.tokens * (case.tokens - 1) // 2)
 '''
 
 VIEW = """
@@ -71,7 +72,7 @@ from efficient_attn.report.table import Table
 
 
 def tables(records, environment):
-    rows = tuple((str(record.case.tokens), str(record.flops)) for record in records)
+    rows = tuple((str(record.case.tokens), str(record.sum)) for record in records)
     return [Table("Sums", ("tokens", "sum"), rows)]
 """
 
@@ -87,7 +88,8 @@ def sums(tmp_path, monkeypatch):
     studies.studies.cache_clear()
     (tmp_path / "run").mkdir()
     monkeypatch.chdir(tmp_path / "run")
-    yield home
+    with forgotten():
+        yield home
     studies.studies.cache_clear()
     for name in [name for name in sys.modules if name.startswith("efficient_attn.studies.sums")]:
         del sys.modules[name]
@@ -114,23 +116,22 @@ def test_a_folder_is_a_command_with_help_records_table_plot_page_and_diff(sums):
     code, out, err = finished(sums, "sums", "--seq-len", "4:16:x2", "--out", "one")
     assert code == 0 and "Sums" in out and "[3/3]" in err
     folder = Path("one")
-    assert [record.flops for record in read(folder / "records.jsonl").records] == [6, 28, 120]
+    assert [record.sum for record in ea.read(folder).records] == [6, 28, 120]
     assert json.loads((folder / "environment.json").read_text())["study"] == "sums"
-    assert (folder / "accuracy.png").exists() and "Sums" in (folder / "report.html").read_text()
+    assert (folder / "sum.png").exists() and "Sums" in (folder / "report.html").read_text()
     code, _, _ = finished(sums, "sums", "--plan", "one/plan.toml", "--out", "two")
     assert code == 0
-    changed = (folder / "records.jsonl").read_text().replace('"accuracy": 1.0', '"accuracy": 0.1')
-    changed = changed.replace('"accuracy":1.0', '"accuracy":0.1')
+    changed = (folder / "records.jsonl").read_text().replace('"sum": 28', '"sum": 26')
     shutil.copytree("two", "three")
     Path("three/records.jsonl").write_text(changed)
-    assert finished(sums, "diff", "one", "two", "--fail-on", "accuracy:5%")[0] == 0
-    code, out, _ = finished(sums, "diff", "one", "three", "--fail-on", "accuracy:5%")
-    assert code == 1 and "accuracy" in out
+    assert finished(sums, "diff", "one", "two", "--fail-on", "sum:5%")[0] == 0
+    code, out, _ = finished(sums, "diff", "one", "three", "--fail-on", "sum:5%")
+    assert code == 1 and "sum " in out
 
 
 def test_the_python_function_and_the_command_measure_the_same(sums):
     results = studies.find("sums").function()(seq_len=(4, 8))
-    assert [record.flops for record in results.records] == [6, 28]
+    assert [record.sum for record in results.records] == [6, 28]
     assert [table.title for table in results.tables()] == ["Sums"]
     with pytest.warns(DeprecationWarning, match="wait is now pause"):
         studies.find("sums").function()(seq_len=(4,), wait=0.0)
@@ -160,7 +161,7 @@ def test_a_killed_run_is_continued_with_nothing_lost(sums):
     process.communicate()
     kept = file.read_bytes()
     code, _, err = finished(sums, *words, "--resume")
-    assert code == 0 and file.read_bytes().startswith(kept) and len(read(file).records) == 12
+    assert code == 0 and file.read_bytes().startswith(kept) and len(ea.read(file)) == 12
     assert f"/{12 - len(kept.splitlines())}]" in err
 
 

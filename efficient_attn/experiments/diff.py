@@ -14,6 +14,7 @@ from efficient_attn.experiments.results import Results, read
 from efficient_attn.report.diff_table import diff_markdown, diff_sentences, diff_tables
 from efficient_attn.report.harmless import plain
 from efficient_attn.report.table import Table, to_html
+from efficient_attn.studies import studies
 from efficient_attn.sweep.case import Record
 from efficient_attn.sweep.quantity import QUANTITIES
 
@@ -190,6 +191,7 @@ def diff(
     Raises:
         DataError: If a file cannot be read or holds something else.
     """
+    studies()
     for name, share in (fail_on or {}).items():
         if name not in names():
             raise UnknownNameError("quantity", name, names())

@@ -13,6 +13,7 @@ from efficient_attn.report.drawings import Drawing
 from efficient_attn.report.harmless import plain
 from efficient_attn.report.readable import readable
 from efficient_attn.report.table import Table, to_html
+from efficient_attn.studies import studies
 from efficient_attn.sweep.case import Record
 from efficient_attn.sweep.records import append
 from efficient_attn.sweep.records import read as read_records
@@ -137,7 +138,6 @@ class Results:
     def _parts(self) -> list[tuple[Any, Sequence[Record]]]:
         """The views of the records, each with its records."""
         from efficient_attn.experiments import other_views
-        from efficient_attn.studies import studies
 
         name = self.environment.get(STUDY)
         if isinstance(name, str) and name in studies():
@@ -159,6 +159,7 @@ def read(*paths: str | Path) -> Results:
     """
     if not paths:
         raise DataError("Nothing to read: name at least one folder of a run, or a file of records.")
+    studies()
     records: list[Record] = []
     notes: list[str] = []
     environment: Mapping[str, Any] = {}

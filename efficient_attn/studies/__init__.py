@@ -7,6 +7,7 @@ sentences, rows and plots computed from the records.
 import importlib
 import pkgutil
 from functools import cache
+from typing import Any
 
 from efficient_attn.errors import UnknownNameError
 from efficient_attn.studies.study import Study
@@ -14,7 +15,7 @@ from efficient_attn.studies.study import Study
 
 @cache
 def studies() -> dict[str, Study]:
-    """Every study by its name."""
+    """Every study by its name; records can hold its quantities from then on."""
     folders = (folder.name for folder in pkgutil.iter_modules(__path__) if folder.ispkg)
     found = [importlib.import_module(f"{__name__}.{name}").STUDY for name in sorted(folders)]
     return {study.name: study for study in found}
@@ -29,3 +30,11 @@ def find(name: str) -> Study:
     if name not in studies():
         raise UnknownNameError("study", name, studies())
     return studies()[name]
+
+
+def records_schema() -> dict[str, Any]:
+    """JSON Schema (draft 2020-12) of one line of a file of records, with the quantities of every study."""
+    from efficient_attn.sweep import schema
+
+    studies()
+    return schema.records_schema()

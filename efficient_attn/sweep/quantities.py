@@ -1,4 +1,4 @@
-"""Quantities of every study, declared."""
+"""Quantities of several studies, and of studies without a folder."""
 
 from efficient_attn.sweep.quantity import (
     MATTERS,
@@ -253,19 +253,4 @@ register(
         entry="last",
     ),
     kinds={"train": "training of a language model"},
-)
-
-# Associative recall: `recall`.
-register(
-    Quantity(
-        name="accuracy",
-        unit="share",
-        meaning="Share of right answers after training.",
-        better="more",
-        scatter="seeds",
-        threshold=MATTERS,
-    ),
-    setting("chance", "share", "Expected accuracy of a guess.", type="number"),
-    setting("answers", "", "Number of answers behind the accuracy."),
-    kinds={"recall": "accuracy on associative recall after training"},
 )

@@ -2,12 +2,25 @@
 
 from efficient_attn.studies.recall.plan import plan
 from efficient_attn.studies.study import Study
-from efficient_attn.sweep.quantity import QUANTITIES
+from efficient_attn.sweep.quantity import MATTERS, QUANTITIES, Quantity, setting
 
+ACCURACY = Quantity(
+    name="accuracy",
+    unit="share",
+    meaning="Share of right answers after training.",
+    better="more",
+    scatter="seeds",
+    threshold=MATTERS,
+)
 STUDY = Study(
     name="recall",
     plan=plan,
     folder=__name__,
     kinds=("recall",),
-    quantities=tuple(QUANTITIES[name] for name in ("accuracy", "chance", "answers", "floats_read")),
+    quantities=(
+        ACCURACY,
+        setting("chance", "share", "Expected accuracy of a guess.", type="number"),
+        setting("answers", "", "Number of answers behind the accuracy."),
+        QUANTITIES["floats_read"],
+    ),
 )
