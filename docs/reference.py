@@ -3,6 +3,7 @@
 They are made from the declarations whenever the site is built.
 """
 
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,6 +12,8 @@ from docutils.nodes import container as Container
 from docutils.parsers.rst import Directive
 from docutils.statemachine import StringList
 from generate import table
+
+_FLAG = re.compile(r"(?<!\S)--[a-z-]+")
 
 
 def commands() -> list[str]:
@@ -78,7 +81,7 @@ def _shown(command: Any) -> Iterator[Any]:
 def _form(one: Any) -> str:
     """The flag, with its negation or the form of its value."""
     flags = "/".join([*one.opts, *one.secondary_opts])
-    return f"`{flags}`" if one.is_flag else f"`{flags} {one.metavar or 'VALUE'}`"
+    return f"`{flags}`" if one.is_flag else f"`{flags}` {one.metavar or 'VALUE'}"
 
 
 def _default(value: Any) -> str:
@@ -91,8 +94,8 @@ def _places(places: dict[str, str]) -> str:
 
 
 def _line(text: str | None) -> str:
-    """The first paragraph in one line."""
-    return " ".join((text or "").partition("\n\n")[0].split())
+    """The first paragraph in one line, flags as code."""
+    return _FLAG.sub(r"`\g<0>`", " ".join((text or "").partition("\n\n")[0].split()))
 
 
 TABLES: dict[str, Callable[[], list[str]]] = {
@@ -108,6 +111,8 @@ class Reference(Directive):
     def run(self) -> list[Node]:
         """The table."""
         (name,) = self.arguments
+        # Declarations change without the page.
+        self.state.document.settings.env.note_reread()
         parent = Container()
         self.state.nested_parse(StringList(TABLES[name]()), self.content_offset, parent)
         return list(parent.children)
