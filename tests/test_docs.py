@@ -179,6 +179,17 @@ def test_the_checks_on_a_page_exist() -> None:
     assert len(named) > 20 and named <= set(check_names(long=True))
 
 
+@pytest.mark.parametrize("page", ["ci", "measuring"])
+def test_the_names_of_fail_on_on_a_page_are_known(page: str) -> None:
+    from efficient_attn.analysis.diff import names
+    from efficient_attn.studies import studies
+
+    studies()
+    text = (ROOT / f"docs/{page}.md").read_text(encoding="utf-8")
+    limited = set(re.findall(r"\b([a-z_]+):\d+%", text))
+    assert limited and limited <= set(names())
+
+
 def test_the_exit_codes_of_the_reference_are_those_of_the_commands() -> None:
     exits = pytest.importorskip("efficient_attn_cli.exits", reason="needs an installation")
     section = (ROOT / "docs/reference.md").read_text(encoding="utf-8").split("## Exit codes")[1]
