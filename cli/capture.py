@@ -6,11 +6,21 @@ from typing import Annotated
 import typer
 
 from efficient_attn.errors import DataError, OptionError
+from efficient_attn.studies.swap.texts import read_text
 from efficient_attn.sweep.amounts import parse_bytes
 
 from . import talk
-from .texts import ModelArgument, NameOption, read_text
 
+ModelArgument = Annotated[
+    Path,
+    typer.Argument(
+        metavar="MODEL_FOLDER",
+        help="Folder of a Hugging Face transformers model: config.json and safetensors.",
+    ),
+]
+NameOption = Annotated[
+    str | None, typer.Option("--name", help="Name of the model in the file; the folder's if omitted.")
+]
 TextOption = Annotated[
     Path, typer.Option("--text", metavar="FILE", help="UTF-8 text; tokens beyond --max-tokens are ignored.")
 ]

@@ -47,13 +47,13 @@ def document(results: Any) -> dict[str, Any]:
 def exit_code(results: Any, named: Sequence[str] | None) -> int:
     """Exit code of the outcome; in a default selection refusals and skips are expected."""
     from efficient_attn.analysis.curves import YARDSTICK
-    from efficient_attn.sweep.sizes import YARDSTICKS
+    from efficient_attn.sweep.sizes import OWN, YARDSTICKS
     from efficient_attn.sweep.variants import CEILING
 
     if results.interrupted:
         return exits.INTERRUPTED
     # Baselines are measured with every selection.
-    beside = {CEILING, *YARDSTICKS}
+    beside = {CEILING, OWN, *YARDSTICKS}
     if named is not None and YARDSTICK not in named:
         beside.add(YARDSTICK)
     asked = [record for record in results.records if record.case.backend not in beside]

@@ -64,7 +64,11 @@ def as_plan(context: typer.Context, settled: Mapping[str, Any]) -> str:
 def _flags(context: typer.Context) -> dict[str, Any]:
     """The flags of the command by the key that each is in a plan."""
     named = {max(parameter.opts, key=len): parameter for parameter in context.command.params}
-    keys = {name.removeprefix("--"): flag for name, flag in named.items() if name.startswith("--")}
+    keys = {
+        name.removeprefix("--"): flag
+        for name, flag in named.items()
+        if name.startswith("--") or flag.param_type_name == "argument"
+    }
     return {key: flag for key, flag in keys.items() if key not in ("plan", "help")}
 
 
@@ -79,7 +83,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _checked(context: typer.Context, flag: Any, value: Any, *, place: str) -> Any:
     """The value in the form of the command line; the message of an error names its key."""
-    if flag.is_flag:
+    if getattr(flag, "is_flag", False):
         if not isinstance(value, bool):
             raise OptionError(f"{place} is true or false, not {value!r}.")
         return value
@@ -87,7 +91,7 @@ def _checked(context: typer.Context, flag: Any, value: Any, *, place: str) -> An
     if not all(isinstance(item, (str, int, float)) and not isinstance(item, bool) for item in items):
         raise OptionError(f"{place} is text, a number or a list of them, not {value!r}.")
     words = list(map(str, items))
-    given = words if flag.multiple else ",".join(words)
+    given = words if getattr(flag, "multiple", False) else ",".join(words)
     try:
         flag.process_value(context, given)
     except typer.BadParameter as error:

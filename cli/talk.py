@@ -121,6 +121,8 @@ def _say_step(step: Any) -> None:
 
 
 def remaining(step: Any) -> str:
-    """Predicted remaining time."""
+    """Predicted time left; empty before anything is measured."""
+    if not step.done:
+        return ""
     minutes, seconds = divmod(round(step.remaining_s), 60)
     return f"{minutes}:{seconds:02} left"

@@ -35,7 +35,6 @@ _HOME = {
     "show": "experiments.show",
     "train": "experiments.train",
     "read_model": "experiments.checkpoints",
-    "swap": "experiments.swap",
     "diff": "experiments.diff",
     "Results": "experiments.results",
     "read": "experiments.results",

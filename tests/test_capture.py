@@ -170,7 +170,8 @@ def test_a_folder_that_is_no_model_is_refused_in_one_line(tmp_path):
 
 def test_without_transformers_the_extra_is_named(tmp_path, monkeypatch):
     save_file({"weight": torch.ones(1)}, tmp_path / "model.safetensors")
-    for name in [one for one in sys.modules if one.startswith("efficient_attn.integrations.transformers")]:
+    ours = ("efficient_attn.integrations.transformers", "efficient_attn.studies.swap.model")
+    for name in [one for one in sys.modules if one.startswith(ours)]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "transformers", None)
     for ask in (lambda: capture(tmp_path, TEXT), lambda: ea.swap(tmp_path, ["exact"])):

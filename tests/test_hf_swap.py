@@ -1,8 +1,8 @@
 """Swapping the attention of models and comparing them with themselves; models are tiny, random, made here."""
 
 import signal
-from dataclasses import replace
 from statistics import fmean, stdev
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,12 +12,12 @@ transformers = pytest.importorskip("transformers", minversion="5", reason="the e
 from hf_models import MODELS, WINDOW, bert, gpt2, mistral, saved, texts
 
 import efficient_attn as ea
-from efficient_attn.analysis.swaps import spread, swaps
-from efficient_attn.experiments.exchange import exchange
-from efficient_attn.experiments.workload import Workload
+from efficient_attn.errors import DataError
 from efficient_attn.integrations.transformers import swapped
-from efficient_attn.report.swaps import show_cosine
-from efficient_attn.sweep import models
+from efficient_attn.studies import find, loop
+from efficient_attn.studies.swap.analysis import spread, swaps
+from efficient_attn.studies.swap.tables import show_cosine
+from efficient_attn.sweep.case import Record, replace
 from efficient_attn.sweep.sizes import MEAN_OF_VALUES, OWN
 
 TOKENS = 24
@@ -29,7 +29,7 @@ ROUNDING = 1e-6
 @pytest.fixture(autouse=True)
 def hurried(monkeypatch):
     """What is timed here is nobody's concern."""
-    monkeypatch.setattr(models, "_TURN_S", 0.0)
+    monkeypatch.setattr("efficient_attn.studies.loop._ROUND_S", 0.0)
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,7 @@ def decoder(tmp_path_factory):
 
 
 def swap(model, backends, **changes):
-    return ea.swap(model, backends, **{"texts": texts(), "tokens": TOKENS, "rounds": 1, **changes})
+    return ea.swap(model, backends, **{"texts": texts(), "seq_len": TOKENS, "rounds": 1, **changes})
 
 
 def quality(results):
@@ -86,23 +86,13 @@ def test_an_encoder_is_compared_by_hidden_states_and_embeddings_of_every_text(en
 
 
 def test_the_model_is_compared_with_its_own_attention_whatever_is_measured_first(encoder):
-    asked = exchange(
-        encoder,
-        ["window"],
-        texts=texts(),
-        tokenizer=None,
-        tokens=TOKENS,
-        options={"window": {"window": [5]}},
-        seeds=1,
-        by_layer=False,
-        name=None,
-        workload=Workload(dtype="float32", device="cpu"),
-    )
-    window = asked.variants[-1]
-    alone = models.measure_swap(window, asked.subject, seeds=1)
+    options = {"window": {"window": [5]}}
+    plan = find("swap").plan(encoder, ["window"], texts=texts(), seq_len=TOKENS, options=options)
+    (window,) = (one for one in plan.points if one.case.kind == "swap" and one.case.backend == "window")
+    alone = window.measure()
     assert alone.hidden_relative_error > 100 * ROUNDING
-    results = swap(encoder, ["window"], options={"window": {"window": [5]}})
-    assert quality(results)[window.label, None].hidden_relative_error == alone.hidden_relative_error
+    results = swap(encoder, ["window"], options=options)
+    assert quality(results)[window.case.label, None].hidden_relative_error == alone.hidden_relative_error
 
 
 def test_a_causal_model_is_compared_by_its_next_tokens(decoder):
@@ -164,7 +154,7 @@ def test_a_layer_alone_is_the_model_with_that_layer_swapped(encoder):
 
 
 def test_random_features_are_drawn_anew_for_every_seed_and_layer(encoder):
-    results = swap(encoder, ["performer-positive"], seeds=4, seed=7)
+    results = swap(encoder, ["performer-positive"], draws=4, seed=7)
     record = quality(results)["performer-positive", None]
     draws = record.hidden_relative_error_draws
     assert len(draws) == 3 * 4 and len(set(draws)) == len(draws)
@@ -184,13 +174,13 @@ def test_random_features_are_drawn_anew_for_every_seed_and_layer(encoder):
 
 
 def test_backends_that_need_it_are_calibrated_on_the_first_text(encoder):
-    record = quality(swap(encoder, ["performer-oprf"], seeds=1))["performer-oprf", None]
+    record = quality(swap(encoder, ["performer-oprf"], draws=1))["performer-oprf", None]
     assert (record.status, record.calibrated_on) == ("ok", "the first text")
     assert record.hidden_relative_error > 0
 
 
 def test_layers_that_slide_stay_exact_and_are_told(tmp_path):
-    results = swap(saved(MODELS["modernbert"](), tmp_path), ["performer-positive"], by_layer=True, seeds=1)
+    results = swap(saved(MODELS["modernbert"](), tmp_path), ["performer-positive"], by_layer=True, draws=1)
     assert {layer for _, layer in quality(results)} == {None, 0, 2}
     assert "1 of 3 attentions are sliding and stay exact" in results.notes[0]
 
@@ -309,6 +299,44 @@ def test_a_run_is_written_read_drawn_tabled_told_and_compared(encoder, tmp_path)
     ]
     changed = ea.diff(again, ea.Results(worse)).comparison.changes
     assert any(c.quantity == "mean_pool_distance" and c.ratio == pytest.approx(2) for c in changed)
+
+
+def test_the_most_promising_candidates_are_measured_first_and_the_predicted_duration_never_rises(
+    decoder, monkeypatch
+):
+    now, left = 0.0, []
+    plan = find("swap").plan(decoder, texts=texts(), seq_len=TOKENS, by_layer=True)
+    labels = list(dict.fromkeys(point.case.label for point in plan.points))
+    assert labels[:5] == [OWN, "exact", MEAN_OF_VALUES, "window-clusters", "window"]
+
+    def lasting(point):
+        def measure(seconds=0.0):
+            nonlocal now
+            now += point.calls or 3
+            return Record(case=point.case, times_s=(1.0,) if point.rounds else None)
+
+        return replace(point, measure=measure)
+
+    monkeypatch.setattr(loop, "time", SimpleNamespace(monotonic=lambda: now))
+    points = list(map(lasting, plan.points))
+    loop.Loop(replace(plan, points=points), earlier={}, emit=id, progress=left.append).run()
+    told = [step.remaining_s for step in left if step.done]
+    assert told == sorted(told, reverse=True) and told[0] == pytest.approx(now, rel=0.1)
+
+
+def test_a_run_that_was_cut_off_is_continued_and_another_model_is_refused(encoder, tmp_path):
+    asked = {"options": {"window": {"window": [5]}}, "out": tmp_path / "run"}
+    whole, file = swap(encoder, ["window"], **asked), tmp_path / "run" / "records.jsonl"
+    kept = b"".join(file.read_bytes().splitlines(keepends=True)[:4])
+    file.write_bytes(kept + b'{"schema"')
+    again = swap(encoder, ["window"], resume=True, **asked)
+    assert file.read_bytes().startswith(kept)
+    assert {r.case.key for r in again.records} == {r.case.key for r in whole.records}
+    model = bert()
+    model.bert.embeddings.word_embeddings.weight.data.mul_(2)
+    other = saved(model, tmp_path / encoder.name)
+    with pytest.raises(DataError, match=r"the model's weights was .*, is "):
+        swap(other, ["window"], resume=True, **asked)
 
 
 def test_texts_are_cut_to_one_length_and_to_what_the_model_can_take(encoder):

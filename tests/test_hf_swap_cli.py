@@ -10,7 +10,6 @@ pytest.importorskip("efficient_attn_cli", reason="needs an installation, if only
 from hf_models import bert, saved, texts
 
 from efficient_attn.experiments import redraw
-from efficient_attn.sweep import models
 from efficient_attn_cli.main import main
 
 
@@ -24,7 +23,7 @@ def folder(tmp_path, monkeypatch):
     """Where the command runs, with texts; nothing is drawn or timed at length."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(redraw, "draw_run", lambda results, folder: [])
-    monkeypatch.setattr(models, "_TURN_S", 0.0)
+    monkeypatch.setattr("efficient_attn.studies.loop._ROUND_S", 0.0)
     for number, text in enumerate(texts().values()):
         (tmp_path / f"{number}.txt").write_text(text)
     return tmp_path
@@ -38,12 +37,12 @@ def command(*words):
 
 
 def tiny(model, *words):
-    return command("swap", model, "--text", "0.txt", "--text", "1.txt", "--rounds", 1, "--seeds", 2, *words)
+    return command("swap", model, "--text", "0.txt", "--text", "1.txt", "--rounds", 1, "--draws", 2, *words)
 
 
 def test_it_prints_tables_sentences_and_the_folder(model, folder, capsys):
     asked = ["--backend", "window,performer-positive", "--set", "window.window=3,9", "--by", "layer"]
-    assert tiny(model, *asked, "--tokens", 20) == 0
+    assert tiny(model, *asked, "--seq-len", 20) == 0
     *lines, last = capsys.readouterr().out.splitlines()
     assert lines[0].startswith(f"Attention swapped: {model.name} on 2 texts #") and "; 20 tokens" in lines[0]
     for name in ("the model's own", "exact", "mean of V", "window(window=3)", "performer-positive"):
@@ -65,8 +64,8 @@ def test_json_is_one_document_and_what_was_named_and_refused_is_told_in_the_exit
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--tokens", "65"], "tokens is at most the 64 positions of this model, not 65"),
-        (["--tokens", "60"], "The text '0.txt' has 42 tokens, fewer than tokens=60"),
+        (["--seq-len", "65"], "seq_len is at most the 64 positions of this model, not 65"),
+        (["--seq-len", "60"], "The text '0.txt' has 42 tokens, fewer than seq_len=60"),
         (["--by", "head"], "--by is layer, not 'head'"),
         (["--text", "absent.txt"], "--text: cannot read absent.txt"),
         (["--text", "./0.txt"], "two files are called '0.txt'"),

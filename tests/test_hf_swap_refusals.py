@@ -25,12 +25,12 @@ def swap(model, backends, **changes):
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({"tokens": 65}, OptionError, "tokens is at most the 64 positions of this model, not 65"),
-        ({"tokens": 1}, OptionError, "tokens is at least 2, not 1"),
-        ({"tokens": 60}, DataError, "The text 'text 0' has 42 tokens, fewer than tokens=60"),
+        ({"seq_len": 65}, OptionError, "seq_len is at most the 64 positions of this model, not 65"),
+        ({"seq_len": 1}, OptionError, "seq_len is at least 2, not 1"),
+        ({"seq_len": 60}, DataError, "The text 'text 0' has 42 tokens, fewer than seq_len=60"),
         ({"texts": []}, DtypeError, "texts is a list of texts"),
         ({"texts": "a text"}, DtypeError, "not one text"),
-        ({"seeds": 0}, OptionError, "seeds"),
+        ({"draws": 0}, OptionError, "draws"),
         ({"tokenizer": "one"}, OptionError, "tokenizer is for a model that is loaded"),
         ({"options": {"window": {"window": [4]}}, "backends": ["window"]}, OptionError, "window"),
         ({"backends": ["windw"]}, ValueError, "Did you mean 'window'"),

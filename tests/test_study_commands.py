@@ -44,6 +44,13 @@ class Quick:
     needs: str = "torch"
 
 
+def tiny_model(folder: Path) -> None:
+    from hf_models import bert, saved, texts
+
+    saved(bert(), folder / "tiny")
+    (folder / "text.txt").write_text(next(iter(texts().values())))
+
+
 # A study that is added gets a row here; all promises below hold for it.
 QUICK = {
     "recall": Quick(
@@ -51,6 +58,12 @@ QUICK = {
         "--head-dim 4",
         # The control, a window, is measured with every backend.
         codes={"own.py:broken": 3, "own.py:mean": 0},
+    ),
+    "swap": Quick(
+        "tiny --text text.txt --draws 1 --rounds 1",
+        former={"--tokens": "20"},
+        prepare=tiny_model,
+        needs="transformers",
     ),
 }
 

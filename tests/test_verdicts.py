@@ -10,7 +10,7 @@ from efficient_attn.analysis.candidates import CANDIDATES, exact_operations
 from efficient_attn.analysis.doubts import DURING
 from efficient_attn.experiments.results import read
 from efficient_attn.report.comparison import comparison_sentences
-from efficient_attn.report.swap_sentences import swap_sentences
+from efficient_attn.studies.swap.sentences import sentences as swap_sentences
 from efficient_attn.sweep.records import Record
 from efficient_attn.sweep.sizes import OWN
 

@@ -3,10 +3,10 @@
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
-from efficient_attn.analysis.curves import DENSE, YARDSTICK
 from efficient_attn.operation_counts import softmax_matmuls, visible_pairs
 from efficient_attn.sweep.records import Case, Record
 from efficient_attn.sweep.sizes import OWN
+from efficient_attn.sweep.variants import DENSE, YARDSTICK
 
 # Key of a run's environment that lists the candidate labels.
 CANDIDATES = "candidates"

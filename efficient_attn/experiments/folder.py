@@ -21,6 +21,7 @@ _DECISIVE = {
     "torch": ("torch", "version"),
     "processor": ("processor",),
     "GPU": ("gpu", "name"),
+    "the model's weights": ("model", "weights_sha256"),
 }
 
 

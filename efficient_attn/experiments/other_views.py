@@ -12,7 +12,6 @@ from efficient_attn.analysis.head_errors import HEADS
 from efficient_attn.analysis.kernel import kernel_records
 from efficient_attn.analysis.rows import flat_row
 from efficient_attn.analysis.summary import summary
-from efficient_attn.analysis.swaps import swap_rows, swaps, without_swaps
 from efficient_attn.analysis.training import training_rows
 from efficient_attn.errors import UnknownNameError
 from efficient_attn.report import plot as cost_plot
@@ -28,9 +27,6 @@ from efficient_attn.report.kernel_plot import OVER, kernel_plots, plot_kernel
 from efficient_attn.report.parts import part_tables
 from efficient_attn.report.pays import crossover_tables
 from efficient_attn.report.sentences import bench_sentences
-from efficient_attn.report.swap_plot import SWAP, plot_swaps
-from efficient_attn.report.swap_sentences import swap_sentences
-from efficient_attn.report.swaps import swap_tables
 from efficient_attn.report.table import Table
 from efficient_attn.report.train_plot import TRAINING, plot_training
 from efficient_attn.report.training import training_sentences, training_tables
@@ -48,11 +44,10 @@ Environment = Mapping[str, Any]
 
 
 def tables(records: Sequence[Record], environment: Environment) -> list[Table]:
-    """Tables of swaps, comparisons, costs, errors and trainings."""
+    """Tables of comparisons, costs, errors and trainings."""
     alone = _apart(records)
     costs = [record for record in alone if record.case.kind in QUANTITIES.values()]
     made = [
-        *swap_tables(records),
         *comparison_tables(records),
         *cost_tables(costs),
         *crossover_tables(costs),
@@ -73,11 +68,10 @@ def plot(
     ax: Any = None,
 ) -> Any:
     """One quantity of every backend against tokens, or an error against the size."""
-    y = y or (SWAP if swaps(records) else None)
     y = y or (COMPARISON if comparisons(records) else None)
     y = y or (TRAINING if _of_kind(records, "train") else None)
     y = y or ("time_s" if _of_kind(records, "time") else "output_relative_error")
-    whole = {SWAP: plot_swaps, TRAINING: plot_training}
+    whole = {TRAINING: plot_training}
     if y == COMPARISON:
         return plot_comparisons(records, asked_error(environment))
     if y in whole:
@@ -96,10 +90,9 @@ def plot(
 
 
 def sentences(records: Sequence[Record], environment: Environment) -> list[str]:
-    """Findings on swaps, comparisons, costs, errors and trainings."""
+    """Findings on comparisons, costs, errors and trainings."""
     alone = _apart(records)
-    found = swap_sentences(records, environment)
-    found += comparison_sentences(records, asked_error(environment), environment)
+    found = comparison_sentences(records, asked_error(environment), environment)
     found += bench_sentences(alone, environment)
     errors = _of_kind(alone, "error")
     found += _errors("sentences")(errors, environment=environment) if errors else []
@@ -110,7 +103,7 @@ def rows(records: Sequence[Record], environment: Environment) -> list[dict[str, 
     """Flat rows: comparisons; time and memory of a backend at a length side by side; then errors."""
     alone = _apart(records)
     errors = [flat_row(record) for record in alone if record.case.kind == "error"]
-    return swap_rows(records) + comparison_rows(records) + summary(alone) + errors + training_rows(alone)
+    return comparison_rows(records) + summary(alone) + errors + training_rows(alone)
 
 
 def plots(records: Sequence[Record], environment: Environment) -> dict[str, Callable[[], Any]]:
@@ -136,8 +129,7 @@ def _quantities(records: Sequence[Record]) -> dict[str, str]:
     alone = _apart(records)
     ok = {kind for kind in KINDS if any(record.status == "ok" for record in _of_kind(alone, kind))}
     wanted = {"time": "time_s", "memory": "peak_bytes", "error": "output_relative_error"}
-    found = {SWAP: SWAP} if swaps(records) else {}
-    found |= {COMPARISON: COMPARISON} if comparisons(records) else {}
+    found = {COMPARISON: COMPARISON} if comparisons(records) else {}
     found |= {kind: quantity for kind, quantity in wanted.items() if kind in ok}
     found |= {TRAINING: TRAINING} if any(record.train_steps for record in records) else {}
     found |= {"error-heads": HEADS} if any(getattr(r, HEADS) for r in records) else {}
@@ -145,8 +137,8 @@ def _quantities(records: Sequence[Record]) -> dict[str, str]:
 
 
 def _apart(records: Sequence[Record]) -> list[Record]:
-    """Without the records of comparisons and models, which are shown in their own ways."""
-    return list(without_swaps(without_compared(records, comparisons(records))))
+    """Without the records of comparisons, which are shown in their own ways."""
+    return list(without_compared(records, comparisons(records)))
 
 
 def _of_kind(records: Sequence[Record], kind: str) -> list[Record]:

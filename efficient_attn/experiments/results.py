@@ -1,13 +1,14 @@
 """What an experiment hands back: its records, as a data frame, a plot, sentences, or files."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from efficient_attn.analysis.doubts import doubts
 from efficient_attn.analysis.rate import rate_shares
 from efficient_attn.analysis.rows import flat_row, sample_rows
-from efficient_attn.errors import DataError
+from efficient_attn.errors import DataError, UnknownNameError
 from efficient_attn.experiments.files import ENVIRONMENT, RECORDS, open_folder, read_json, write_json
 from efficient_attn.report.drawings import Drawing
 from efficient_attn.report.harmless import plain
@@ -69,8 +70,14 @@ class Results:
 
     def plot(self, y: str | None = None, x: str | None = None, *, ax: Any = None) -> Any:
         """Draw a quantity against tokens, an error against the size, or the figure of a study; the axes."""
-        view, records = self._parts()[0]
-        return view.plot(records, self.environment, y, x, ax)
+        (view, records), *others = self._parts()
+        try:
+            return view.plot(records, self.environment, y, x, ax)
+        except UnknownNameError:
+            for view, records in others:
+                with suppress(UnknownNameError):
+                    return view.plot(records, self.environment, y, x, ax)
+            raise
 
     def sentences(self) -> list[str]:
         """A few sentences computed from the records."""
@@ -135,20 +142,22 @@ class Results:
             notes=map(plain, self.notes),
         )
 
-    def _parts(self) -> list[tuple[Any, Sequence[Record]]]:
+    def _parts(self) -> list[tuple[Any, list[Record]]]:
         """The views of the records, each with its records."""
         from efficient_attn.experiments import other_views
 
         name = self.environment.get(STUDY)
         if isinstance(name, str) and name in studies():
-            return [(studies()[name].view, self.records)]
-        claimed = {kind: study for study in studies().values() for kind in study.kinds}
-        parts: dict[str, tuple[Any, list[Record]]] = {}
-        for record in self.records:
-            study = claimed.get(record.case.kind)
-            view = other_views if study is None else study.view
-            parts.setdefault("" if study is None else study.name, (view, []))[1].append(record)
-        return list(parts.values()) or [(other_views, [])]
+            return [(studies()[name].view, list(self.records))]
+        left, parts = list(self.records), []
+        # A study of several kinds takes its records first: others have some of these kinds too.
+        for study in sorted(studies().values(), key=lambda study: (-len(study.kinds), study.name)):
+            own = study.own(left)
+            if own:
+                parts.append((study.view, own))
+                taken = set(map(id, own))
+                left = [record for record in left if id(record) not in taken]
+        return parts + ([(other_views, left)] if left or not parts else [])
 
 
 def read(*paths: str | Path) -> Results:

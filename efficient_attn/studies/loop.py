@@ -3,8 +3,9 @@
 import itertools
 import math
 import time
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 from efficient_attn.measure.clock import in_turns
 from efficient_attn.studies.plan import Plan, Point
@@ -55,29 +56,37 @@ class Estimate:
         if point.rounds is not None:
             if record.times_s:
                 self._calls[point.series] = _Known(point.cost, min(record.times_s))
-        elif point.calls is None:
+        elif point.calls is not None:
+            self._calls.setdefault(point.series, _Known(point.cost, seconds / point.calls))
+        else:
             self._points[point.series] = _Known(point.cost, seconds)
             self._seconds += seconds
             self._cost += point.cost
 
-    def seconds(self, point: Point) -> float:
-        """Predicted duration of a point; as if calls were short where nothing is known."""
+    def seconds(self, point: Point, *, done: int = 0, typical: bool = False) -> float:
+        """Predicted duration of a point; as if calls were short where nothing is known.
+
+        Args:
+            done: Rounds of the point that are measured.
+            typical: Predict unknown calls by those of the other series.
+        """
         if point.rounds is None and point.calls is None:
             known = self._points.get(point.series)
             if known is None:
                 return self._seconds / self._cost * point.cost if self._cost else 0.0
             return known.seconds * point.cost / known.cost
-        call_s = 0.0
-        if (known := self._calls.get(point.series)) is not None:
-            call_s = known.seconds * max(point.cost / known.cost, 1.0)
+        call_s = self._call_seconds(point, typical)
         if point.rounds is None:
             return self._overhead_s + (point.calls or 0) * call_s
         round_s = _WARM_UP_CALLS * call_s + max(self._round_s, call_s)
-        return point.rounds * (self._overhead_s + round_s)
+        return (point.rounds - done) * (self._overhead_s + round_s)
 
-    def total(self, points: Iterable[Point]) -> float:
-        """Predicted duration of all these points."""
-        return sum(self.seconds(point) for point in points if point.skip is None)
+    def _call_seconds(self, point: Point, typical: bool) -> float:
+        known = self._calls.get(point.series)
+        if known is None and typical and self._calls:
+            every = self._calls.values()
+            known = _Known(fmean(one.cost for one in every), fmean(one.seconds for one in every))
+        return 0.0 if known is None else known.seconds * max(point.cost / known.cost, 1.0)
 
 
 class Loop:
@@ -224,7 +233,12 @@ class Loop:
     def _tell(self, doing: str | None, record: Record | None) -> None:
         if self._progress is None:
             return
-        left_s = min(self._estimate.total(self._left.values()), max(self._left_s(), 0.0))
+        predicted_s = sum(
+            self._estimate.seconds(point, done=len(self._begun.get(key, ())), typical=True)
+            for key, point in self._left.items()
+            if point.skip is None
+        )
+        left_s = min(predicted_s, max(self._left_s(), 0.0))
         done = self._total - len(self._left)
         self._progress(Step(done=done, total=self._total, remaining_s=left_s, doing=doing, record=record))
 

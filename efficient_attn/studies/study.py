@@ -16,6 +16,7 @@ from efficient_attn.sweep.quantity import Quantity, register
 
 if TYPE_CHECKING:
     from efficient_attn.studies.view import View
+    from efficient_attn.sweep.case import Record
 
 # Options of every run, declared by `run_plan`; the Python function of a study has them too.
 _OF_A_RUN = ("out", "resume", "force_resume", "budget_s")
@@ -75,7 +76,7 @@ class Study:
         name: Name of the command, of the Python function and in environments of runs.
         plan: Planning function: its parameters are the options; it runs nothing.
         folder: Package of the study; its module `view` shows records.
-        kinds: Kinds of records that belong to this study alone.
+        kinds: Kinds of records of this study.
         quantities: Quantities of these records, the most important first.
         budget: Default of `--budget`; None: no limit.
     """
@@ -104,6 +105,12 @@ class Study:
         name = f"{self.folder}.view"
         module = importlib.import_module(name) if importlib.util.find_spec(name) else None
         return View.of(self.quantities, module)
+
+    def own(self, records: "Sequence[Record]") -> "list[Record]":
+        """The records that belong to this study where no environment names it."""
+        if self.view.claim is not None:
+            return self.view.claim(records)
+        return [record for record in records if record.case.kind in self.kinds]
 
     def parameters(self) -> Iterator[Parameter]:
         """Declared options, in the order of the planning function."""

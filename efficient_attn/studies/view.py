@@ -26,6 +26,7 @@ class View:
         plots: {name of the file: function that draws it and returns its axes}.
         plot: The axes of one quantity, `plot(records, environment, y, x, ax)`.
         drawings: Figures of the page, `drawings(records, environment, name=…, beside=…)`.
+        claim: The records that belong to the study where no environment names it; None: those of its kinds.
     """
 
     tables: Callable[[Sequence[Record], Environment], list[Table]]
@@ -34,6 +35,7 @@ class View:
     plots: Callable[[Sequence[Record], Environment], Plots]
     plot: Callable[..., Any]
     drawings: Callable[..., list[Drawing]]
+    claim: Callable[[Sequence[Record]], list[Record]] | None = None
 
     @classmethod
     def of(cls, quantities: Sequence[Quantity], module: Any) -> "View":
@@ -50,6 +52,7 @@ class View:
             plots=plots,
             plot=own("plot", partial(_plot, plots)),
             drawings=own("drawings", partial(_drawings, plots)),
+            claim=getattr(module, "claim", None),
         )
 
 

@@ -174,47 +174,6 @@ register(
     kinds={"error": "approximation error"},
 )
 
-# Pretrained models with another attention: `swap`.
-register(
-    error(
-        "hidden_relative_error",
-        "relative",
-        "Frobenius norm of the error of the last hidden states over the norm of the exact states, mean over "
-        "texts and seeds.",
-    ),
-    mean_error(
-        "hidden_relative_error_layers",
-        "relative",
-        "Relative error of the hidden states after each layer, mean over texts and seeds.",
-        type="numbers",
-    ),
-    error(
-        "mean_pool_distance",
-        "1 − cosine",
-        "1 − cosine of the mean of the last hidden states with the exact mean, mean over texts and seeds.",
-    ),
-    error(
-        "first_token_distance",
-        "1 − cosine",
-        "1 − cosine of the last hidden state of the first token ([CLS]) with the exact state, mean over "
-        "texts and seeds.",
-    ),
-    error(
-        "next_token_kl",
-        "nats",
-        "Kullback-Leibler divergence of the exact next-token distribution from the distribution of the "
-        "changed model, mean over positions, texts and seeds.",
-    ),
-    error(
-        "next_token_disagreement",
-        "share",
-        "Share of positions with another most likely next token, mean over texts and seeds.",
-    ),
-    error("perplexity", "", "Perplexity of the texts, mean over texts and seeds.", rounding=0),
-    setting("texts", "", "Number of texts; values of draws are listed text by text."),
-    kinds={"swap": "outputs of a model with its attention replaced"},
-)
-
 # Language models trained from scratch: `train`.
 register(
     Quantity(

@@ -1,18 +1,18 @@
 """Models with their attention swapped, in sentences."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from efficient_attn.analysis.candidates import not_measured
 from efficient_attn.analysis.doubts import IDLE, disturbance
-from efficient_attn.analysis.swaps import Swap, SwapRow, spread, swaps
 from efficient_attn.report.comparison import missing, operations_sentence
-from efficient_attn.report.swaps import NAMES, show_quantity, speed
+from efficient_attn.studies.swap.analysis import Swap, SwapRow, spread, swaps
+from efficient_attn.studies.swap.tables import NAMES, show_quantity, speed
+from efficient_attn.studies.view import Environment
 from efficient_attn.sweep.records import Record
 from efficient_attn.sweep.sizes import MEAN_OF_VALUES, OWN
 
 
-def swap_sentences(records: Sequence[Record], environment: Mapping[str, Any] | None = None) -> list[str]:
+def sentences(records: Sequence[Record], environment: Environment | None = None) -> list[str]:
     """The nearest backend to each model, the layer that bears the swap least, and who saves no operations.
 
     Args:
@@ -34,7 +34,7 @@ def _approximations(one: Swap) -> list[tuple[float, SwapRow]]:
     return sorted((pair for pair in found if pair[0] > one.rounding), key=lambda pair: pair[0])
 
 
-def _nearest(one: Swap, environment: Mapping[str, Any] | None) -> str:
+def _nearest(one: Swap, environment: Environment | None) -> str:
     near = _approximations(one)
     left = not_measured(environment, {row.label for row in one.rows if row.whole is not None or row.failed})
     if not near:
@@ -50,7 +50,7 @@ def _nearest(one: Swap, environment: Mapping[str, Any] | None) -> str:
     return f"{place}{tried}: {name}{fast}.{said}{missing(left, environment)}"
 
 
-def _speed_told(one: Swap, row: SwapRow, environment: Mapping[str, Any] | None) -> str:
+def _speed_told(one: Swap, row: SwapRow, environment: Environment | None) -> str:
     """How much faster the model became, unless the load or the intervals of both times leave it open."""
     found = row.speed(one.own)
     if found is None:

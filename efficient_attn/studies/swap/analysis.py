@@ -8,10 +8,9 @@ from typing import Any, NamedTuple
 
 from efficient_attn.analysis.curves import YARDSTICK
 from efficient_attn.analysis.rounds import Typical, call_time, time_ratio
+from efficient_attn.studies.swap.plan import MODEL
 from efficient_attn.sweep.records import Case, Record
 from efficient_attn.sweep.sizes import OWN
-
-MODEL = "model"
 
 # Quantities that decide, in order of preference.
 KL, DISAGREEMENT, PERPLEXITY = "next_token_kl", "next_token_disagreement", "perplexity"
@@ -113,11 +112,6 @@ def swaps(records: Iterable[Record]) -> tuple[Swap, ...]:
     return tuple(_swap(group) for group in groups.values())
 
 
-def without_swaps(records: Sequence[Record]) -> list[Record]:
-    """Records without a model."""
-    return [record for record in records if record.case.of != MODEL]
-
-
 def by_text(record: Record, quantity: str) -> list[tuple[float, ...]]:
     """The draws of each text; empty if not measured or if a draw has no number."""
     draws, texts = getattr(record, f"{quantity}_draws") or (), record.texts or 1
@@ -137,9 +131,9 @@ def spread(record: Record, quantity: str) -> Spread | None:
     return Spread(fmean(by_seed), stdev(by_seed) if len(by_seed) > 1 else None, max(map(fmean, texts)))
 
 
-def swap_rows(records: Iterable[Record]) -> list[dict[str, Any]]:
+def rows(records: Iterable[Record], environment: Any = None) -> list[dict[str, Any]]:
     """One flat row per backend, and one per layer that was swapped alone."""
-    rows = []
+    found = []
     for one in swaps(records):
         shared = {name: getattr(one.case, name) for name in _SHARED}
         for row in one.rows:
@@ -151,12 +145,12 @@ def swap_rows(records: Iterable[Record]) -> list[dict[str, Any]]:
                 "reason": "; ".join(f"{bad.status}: {bad.reason}" for bad in row.failed) or None,
             }
             named = {"label": row.label, "backend": row.backend, **shared}
-            rows.append({**named, "layer": None, **_quantities(row.whole), **cost})
-            rows += [
+            found.append({**named, "layer": None, **_quantities(row.whole), **cost})
+            found += [
                 {**named, "layer": layer, **_quantities(record)}
                 for layer, record in sorted(row.alone.items())
             ]
-    return rows
+    return found
 
 
 def _quantities(record: Record | None) -> dict[str, Any]:

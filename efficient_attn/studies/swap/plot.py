@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from statistics import fmean
 from typing import Any
 
-from efficient_attn.analysis.swaps import HIDDEN, TURNED, Swap, SwapRow, by_text, spread, swaps
 from efficient_attn.report.harmless import plain
 from efficient_attn.report.palette import GRID, INK, MUTED, line_styles
 from efficient_attn.report.readable import short
-from efficient_attn.report.swaps import NAMES, heading
+from efficient_attn.studies.swap.analysis import HIDDEN, TURNED, Swap, SwapRow, by_text, spread, swaps
+from efficient_attn.studies.swap.tables import NAMES, heading
 from efficient_attn.sweep.records import Record
 from efficient_attn.sweep.sizes import MEAN_OF_VALUES
 

@@ -2,7 +2,10 @@
 
 from collections.abc import Sequence
 
-from efficient_attn.analysis.swaps import (
+from efficient_attn.report.cost_table import show_ratio, show_spread
+from efficient_attn.report.error_table import show_error
+from efficient_attn.report.table import Table, three_digits
+from efficient_attn.studies.swap.analysis import (
     DISAGREEMENT,
     FIRST_TOKEN,
     HIDDEN,
@@ -16,9 +19,7 @@ from efficient_attn.analysis.swaps import (
     spread,
     swaps,
 )
-from efficient_attn.report.cost_table import show_ratio, show_spread
-from efficient_attn.report.error_table import show_error
-from efficient_attn.report.table import Table, three_digits
+from efficient_attn.studies.view import Environment
 from efficient_attn.sweep.records import Record
 from efficient_attn.sweep.sizes import MEAN_OF_VALUES
 
@@ -35,7 +36,7 @@ NAMES = {
 }
 
 
-def swap_tables(records: Sequence[Record]) -> list[Table]:
+def tables(records: Sequence[Record], environment: Environment | None = None) -> list[Table]:
     """End to end; then each layer alone, and the states after each layer, as far as they were measured."""
     return [table for one in swaps(records) for table in (_whole(one), *_alone(one), *_depth(one))]
 

@@ -1,0 +1,172 @@
+"""Plan of a training-free conversion: all records of a model with replaced attention."""
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+from efficient_attn.analysis.candidates import CANDIDATES
+from efficient_attn.errors import OptionError
+from efficient_attn.experiments.workload import Workload, settle
+from efficient_attn.problem import positive_count
+from efficient_attn.studies import options as shared
+from efficient_attn.studies.plan import Plan, Point
+from efficient_attn.studies.study import Option
+from efficient_attn.studies.swap.texts import Texts, named_texts, read_texts
+from efficient_attn.sweep.sizes import MEAN_OF_VALUES, OWN, SEED
+from efficient_attn.sweep.variants import YARDSTICK, Variant, select
+
+# Key of a run's environment that holds the origin of model and texts, and the measured place of a case.
+MODEL = "model"
+
+# The default selection begins with the most similar models of results/epyc-2-cores/swap-encoder.
+_MOST_SIMILAR = ("window-clusters", "window", "performer-full", "performer-oprf")
+
+# Calls of one measurement of memory: the checked call and the traced one.
+_MEMORY_CALLS = 2
+
+
+def _folder(text: str, *, name: str) -> Path:
+    return Path(text)
+
+
+def _is_layer(text: str, *, name: str) -> bool:
+    if text != "layer":
+        raise OptionError(f"{name} is layer, not {text!r}.")
+    return True
+
+
+def plan(
+    model: Annotated[
+        Any,
+        Option(
+            help="Folder of a Hugging Face transformers model: config.json and safetensors.",
+            metavar="MODEL_FOLDER",
+            parse=_folder,
+            argument=True,
+        ),
+    ],
+    backends: shared.Backends = None,
+    *,
+    texts: Annotated[
+        Texts | None,
+        Option(
+            help="UTF-8 text, several by repeating it; six shipped ones if omitted.",
+            flag="--text",
+            metavar="FILE",
+            parse=read_texts,
+            several=True,
+        ),
+    ] = None,
+    tokenizer: Any = None,
+    seq_len: Annotated[
+        int | None,
+        Option(
+            help="Tokens of each text; 512, or as many as model and texts have.", old=("--tokens",), least=2
+        ),
+    ] = None,
+    options: shared.Settings = None,
+    exclude: shared.Exclude = None,
+    draws: Annotated[int, Option(help="Number of random-feature draws.", old=("--seeds",), least=1)] = 3,
+    by_layer: Annotated[
+        bool | None,
+        Option(help="layer: each layer replaced alone too.", flag="--by", metavar="layer", parse=_is_layer),
+    ] = None,
+    name: Annotated[str | None, Option(help="Name of the model in records; the folder's if omitted.")] = None,
+    dtype: Annotated[str, Option(help="Dtype of the model.")] = "float32",
+    device: shared.Device = "cpu",
+    threads: shared.Threads = None,
+    rounds: shared.Rounds = 4,
+    seed: shared.Seed = 0,
+) -> Plan:
+    """Replace the attention of a real model and compare it with itself: outputs, time and memory.
+
+    Encoders are compared by their hidden states and embeddings, causal models by their next-token
+    distributions. In Python the model may also be a loaded one in eval mode, with its `tokenizer`; its own
+    attention is restored afterwards, whatever happens.
+
+    Example: efficient-attn swap MODEL --set window.window=65,129 --by layer
+    """
+    positive_count("draws", draws)
+    positive_count("rounds", rounds)
+    named = named_texts(texts)
+    workload = settle(Workload(dtype=dtype, device=device, threads=threads, seed=seed))
+    chosen = select(_default() if backends is None else backends, options, exclude=exclude)
+
+    from efficient_attn.studies.swap.model import Subject, candidates, load
+
+    opened = load(model, tokenizer, name, workload)
+    subject = Subject.of(opened, named, workload, seq_len=seq_len)
+    variants = candidates(chosen, subject)
+    return Plan(
+        points=_points(subject, variants, draws=draws, rounds=rounds, by_layer=bool(by_layer)),
+        device=subject.shared["device"],
+        notes=subject.notes,
+        about={
+            MODEL: subject.about,
+            CANDIDATES: [one.label for one in variants if one.backend != MEAN_OF_VALUES],
+        },
+        settled={"device": workload.device, "threads": workload.threads},
+    )
+
+
+def _default() -> list[str]:
+    """Exact attention, then all backends that approximate softmax, the most promising first."""
+    from efficient_attn.backends import list_backends, spec
+
+    near = [name for name in list_backends() if spec(name).capabilities.approximates_softmax]
+    first = (YARDSTICK, *_MOST_SIMILAR)
+    return [*(name for name in first if name in near), *(name for name in near if name not in first)]
+
+
+def _points(
+    subject: Any, variants: Sequence[Variant], *, draws: int, rounds: int, by_layer: bool
+) -> list[Point]:
+    """All layers replaced, then time and memory, then single layers; a failed backend is measured once."""
+    from efficient_attn.studies.swap import measure
+
+    own = Variant(backend=OWN, label=OWN, target=OWN)
+    texts = len(subject.texts)
+
+    def distance(variant: Variant, layer: int | None = None) -> Point:
+        case = subject.case("swap", variant, layer)
+        return Point(
+            case=case,
+            measure=partial(measure.distance, case, variant, subject, draws=draws),
+            label=f"{variant.label}, {'all layers' if layer is None else f'layer {layer}'}",
+            series=variant.label,
+            calls=texts * (draws if SEED in variant.options else 1),
+            needs=None if layer is None else subject.case("swap", variant),
+        )
+
+    def cost(kind: str, variant: Variant) -> Point:
+        case, timed = subject.case(kind, variant), kind == "time"
+        return Point(
+            case=case,
+            measure=partial(measure.time if timed else measure.memory, case, variant, subject),
+            rounds=rounds if timed else None,
+            label=f"{variant.label}, {kind}",
+            group=kind,
+            # The original attention lasts as long as exact attention.
+            series=(variants[0] if variant is own else variant).label,
+            calls=None if timed else _MEMORY_CALLS,
+            needs=None if variant is own else subject.case("swap", variant),
+        )
+
+    perplexity = subject.case("swap", own)
+    first = Point(
+        case=perplexity,
+        measure=partial(measure.own, perplexity, subject),
+        series=variants[0].label,
+        calls=texts,
+    )
+    return [
+        *([first] if subject.predicts else []),
+        *map(distance, variants),
+        *(cost(kind, variant) for kind in ("time", "memory") for variant in (own, *variants)),
+        *(
+            distance(variant, layer)
+            for variant in variants
+            for layer in (subject.sites.layers if by_layer else ())
+        ),
+    ]
