@@ -197,20 +197,17 @@ def _to_common_step(case: Case, old: Side, new: Side) -> tuple[Side, Side]:
     return before, after
 
 
-_CURVES = ("train_seconds_s", "train_bits_per_byte", "held_out_bits_per_byte")
-
-
 def _until(record: Record, step: float | None) -> Record:
+    """The curves cut off after a step, without the samples of the last evaluation."""
     steps = record.train_steps or ()
     count = steps.index(step) + 1 if step is not None else 0
-    seconds, learned, held_out = ((getattr(record, name) or ())[:count] or None for name in _CURVES)
-    return replace(
-        record,
-        train_seconds_s=seconds,
-        train_bits_per_byte=learned,
-        held_out_bits_per_byte=held_out,
-        held_out_bits_per_byte_windows=None,
-    )
+    curves = {
+        name: values[:count] or None
+        for name, values in record.measured.items()
+        if name != "train_steps" and isinstance(values, tuple) and len(values) == len(steps)
+    }
+    last = {one.samples: None for one in QUANTITIES.values() if one.entry == "last" and one.samples}
+    return replace(record, **{**curves, **last})
 
 
 def _with_ratio(change: Change, found: Tested) -> Change:

@@ -92,9 +92,9 @@ def rounds(record: Record) -> significance.Floats:
     """Logarithms of the time in each round."""
     if record.case.kind == "train":
         seconds, steps = record.train_seconds_s or (), record.train_steps or ()
-        if len(seconds) != len(steps) or None in seconds or None in steps:
+        if len(seconds) > len(steps) or None in seconds:
             return np.array([])
-        pairs = pairwise(zip((0.0, *seconds), (0, *steps), strict=True))
+        pairs = pairwise(zip((0.0, *seconds), (0, *steps), strict=False))
         spent = [(after[0] - before[0], after[1] - before[1]) for before, after in pairs]
         return np.log(times(time_s / count for time_s, count in spent if count > 0))
     if record.case.kind == "recall":
@@ -130,8 +130,7 @@ def test_times(old: Side, new: Side, noise: Noise) -> Tested | None:
         statistic, error, freedom = statistic / inflation, error * inflation, freedom * share
     else:
         statistic, error, freedom = significance.two_sample_statistic(before, after)
-    half_width = error * significance.quantile(_OUTSIDE, freedom)
-    return Tested(*values, half_width, *_tails(statistic, freedom), over)
+    return _tested(values, (statistic, error, freedom), over)
 
 
 def test_values(quantity: Quantity, old: Side, new: Side, noise: Noise) -> Tested | None:
@@ -150,9 +149,8 @@ def test_values(quantity: Quantity, old: Side, new: Side, noise: Noise) -> Teste
         found.append(_over_units(quantity, before, after, over, noise))
     means = [[float(np.mean(run)) for run in side] for side in sides]
     if any(len(set(side)) > 1 for side in means):
-        statistic, error, freedom = significance.two_sample_statistic(*map(np.array, means))
-        half_width = _relative(error, values) * significance.quantile(_OUTSIDE, freedom)
-        found.append(Tested(*values, half_width, *_tails(statistic, freedom), "runs"))
+        statistic = significance.two_sample_statistic(*map(np.array, means))
+        found.append(_tested(values, statistic, "runs", least=min(values) or 1.0))
     if found:
         # Both tests must be significant: over draws, and over runs.
         return max(found, key=lambda one: min(one.more or 0.0, one.less or 0.0))
@@ -181,17 +179,11 @@ def _over_units(
     one, other = np.array(before), np.array(after)
     if over == "windows" and len(one) == len(other):
         # The difficulty of a window is common to both sides.
-        statistic, error, freedom = significance.paired_statistic(one, other)
+        statistic = significance.paired_statistic(one, other)
     else:
         least = noise.seeds.get(quantity.name, 0.0) if over == "seeds" else 0.0
-        statistic, error, freedom = significance.two_sample_statistic(one, other, least=least)
-    half_width = _relative(error, values) * significance.quantile(_OUTSIDE, freedom)
-    return Tested(*values, half_width, *_tails(statistic, freedom), over)
-
-
-def _relative(error: float, values: tuple[float, float]) -> float:
-    """Convert the standard error of a difference to the standard error of the ratio's logarithm."""
-    return error / (min(values) or 1.0)
+        statistic = significance.two_sample_statistic(one, other, least=least)
+    return _tested(values, statistic, over, least=min(values) or 1.0)
 
 
 def _repetitions(quantity: Quantity, run: Run) -> list[float]:
@@ -247,5 +239,11 @@ def seed_scatter(quantity: Quantity, sides: Iterable[Side]) -> float:
     return math.sqrt(squares / freedom) if freedom else 0.0
 
 
-def _tails(statistic: float, freedom: float) -> tuple[float, float]:
-    return significance.upper_tail(statistic, freedom), significance.upper_tail(-statistic, freedom)
+def _tested(
+    values: tuple[float, float], found: tuple[float, float, float], over: str | None, *, least: float = 1.0
+) -> Tested:
+    """The test of a difference of logarithms, or of values of which `least` is the smaller."""
+    statistic, error, freedom = found
+    half_width = error / least * significance.quantile(_OUTSIDE, freedom)
+    more, less = (significance.upper_tail(sign * statistic, freedom) for sign in (1, -1))
+    return Tested(*values, half_width, more, less, over)

@@ -77,9 +77,13 @@ def student_statistic(old: Floats, new: Floats, ratio: float = 1.0) -> tuple[flo
     squares = ((old - old.mean()) ** 2).sum() + ((new - new.mean()) ** 2).sum() / ratio
     error = math.sqrt(squares / freedom * (1 / len(old) + ratio / len(new)))
     difference = float(new.mean() - old.mean())
+    return _in_errors(difference, error), error, freedom
+
+
+def _in_errors(difference: float, error: float) -> float:
     if error > 0:
-        return difference / error, error, freedom
-    return (math.copysign(math.inf, difference) if difference else 0.0), 0.0, freedom
+        return difference / error
+    return math.copysign(math.inf, difference) if difference else 0.0
 
 
 def two_sample_statistic(old: Floats, new: Floats, *, least: float = 0.0) -> tuple[float, float, float]:
@@ -98,20 +102,19 @@ def two_sample_statistic(old: Floats, new: Floats, *, least: float = 0.0) -> tup
     parts = [(known if one is None else one) / count for one, count in zip(variances, counts, strict=True)]
     error = math.sqrt(sum(parts))
     if not error:
-        return (math.copysign(math.inf, difference) if difference else 0.0), 0.0, max(min(counts) - 1.0, 1.0)
-    if min(counts) < 2:
-        return difference / error, error, max(counts) - 1.0
-    freedom = error**4 / sum(part**2 / (count - 1) for part, count in zip(parts, counts, strict=True))
-    return difference / error, error, freedom
+        freedom = max(min(counts) - 1.0, 1.0)
+    elif min(counts) < 2:
+        freedom = max(counts) - 1.0
+    else:
+        freedom = error**4 / sum(part**2 / (count - 1) for part, count in zip(parts, counts, strict=True))
+    return _in_errors(difference, error), error, freedom
 
 
 def paired_statistic(old: Floats, new: Floats) -> tuple[float, float, float]:
     """Mean difference of pairs in standard errors, the standard error, and the degrees of freedom."""
     differences = new - old
     error, difference = float(differences.std(ddof=1)) / math.sqrt(len(old)), float(differences.mean())
-    if not error:
-        return (math.copysign(math.inf, difference) if difference else 0.0), 0.0, len(old) - 1.0
-    return difference / error, error, len(old) - 1.0
+    return _in_errors(difference, error), error, len(old) - 1.0
 
 
 def correlation(series: Sequence[Floats]) -> float:

@@ -10,9 +10,9 @@ from typing import Any
 from efficient_attn.analysis.change import CHANGED, REGRESSION, UNCLEAR, Change
 from efficient_attn.analysis.diff import Comparison, compare_runs, names
 from efficient_attn.errors import OptionError, UnknownNameError
+from efficient_attn.experiments.files import entry
 from efficient_attn.experiments.results import Results, read
 from efficient_attn.report.diff_table import diff_markdown, diff_sentences, diff_tables
-from efficient_attn.report.harmless import plain
 from efficient_attn.report.table import Table, to_html
 from efficient_attn.studies import studies
 from efficient_attn.sweep.case import Record
@@ -165,7 +165,7 @@ class Diff:
         if not all(sides):
             return []
         pairs = {
-            name: [" or ".join(dict.fromkeys(_at(run, path) for run in side)) for side in sides]
+            name: [" or ".join(dict.fromkeys(entry(run, path) for run in side)) for side in sides]
             for name, path in names.items()
         }
         return [f"{name} was {then}, is {now}" for name, (then, now) in pairs.items() if then != now]
@@ -210,9 +210,3 @@ def _runs(side: Run | Sequence[Run], name: str) -> list[Results]:
 def _median(runs: Sequence[Sequence[Record]], name: str) -> float | None:
     values = [value for run in runs for one in run if (value := getattr(one, name)) is not None]
     return median(values) if values else None
-
-
-def _at(environment: Any, path: tuple[str, ...]) -> str:
-    for name in path:
-        environment = environment.get(name) if isinstance(environment, Mapping) else None
-    return "unknown" if environment is None else plain(str(environment))[:80]

@@ -3,7 +3,7 @@
 import json
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import chain, count
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 from efficient_attn.errors import DataError
 from efficient_attn.limits import ENVIRONMENT_BYTES, read_bytes
 from efficient_attn.report.files import write
+from efficient_attn.report.harmless import plain
 from efficient_attn.strict import read_object
 from efficient_attn.sweep.records import NO_LINK
 
@@ -57,6 +58,13 @@ def run_folder(command: str) -> Path:
 def write_json(path: Path, value: Mapping[str, Any]) -> Path:
     """Write strict JSON for people to read."""
     return write(path, json.dumps(value, indent=2, allow_nan=False, ensure_ascii=False) + "\n")
+
+
+def entry(environment: Any, path: Sequence[str]) -> str:
+    """One entry of an environment as a line of text; `unknown` if there is none."""
+    for name in path:
+        environment = environment.get(name) if isinstance(environment, Mapping) else None
+    return "unknown" if environment is None else plain(str(environment))[:80]
 
 
 def read_json(path: Path) -> dict[str, Any]:

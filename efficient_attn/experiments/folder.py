@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from efficient_attn.errors import DataError
-from efficient_attn.experiments.files import COMMAND, ENVIRONMENT, PLAN, RECORDS, read_json, write_json
+from efficient_attn.experiments.files import COMMAND, ENVIRONMENT, PLAN, RECORDS, entry, read_json, write_json
 from efficient_attn.experiments.results import read
 from efficient_attn.report.files import write
-from efficient_attn.report.harmless import plain
 from efficient_attn.sweep.records import NO_LINK, Case, Record, append
 
 LOCK = ".lock"
@@ -153,7 +152,7 @@ def _take_up(folder: Path, cases: Sequence[Case], machine: Mapping[str, Any], *,
 
 
 def _differences(known: Mapping[str, Any], machine: Mapping[str, Any]) -> list[str]:
-    pairs = {name: (_at(known, path), _at(machine, path)) for name, path in _DECISIVE.items()}
+    pairs = {name: (entry(known, path), entry(machine, path)) for name, path in _DECISIVE.items()}
     return [f"{name} was {then}, is {now}" for name, (then, now) in pairs.items() if then != now]
 
 
@@ -163,12 +162,6 @@ def _other_threads(records: Iterable[Record], cases: Sequence[Case]) -> list[str
     if then <= now:
         return []
     return [f"threads were {', '.join(map(str, sorted(then)))}, are {', '.join(map(str, sorted(now)))}"]
-
-
-def _at(machine: Any, path: Sequence[str]) -> str:
-    for name in path:
-        machine = machine.get(name) if isinstance(machine, Mapping) else None
-    return "unknown" if machine is None else plain(str(machine))
 
 
 def _cut_torn_line(path: Path) -> bool:

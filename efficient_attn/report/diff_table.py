@@ -15,7 +15,8 @@ from efficient_attn.analysis.change import (
 from efficient_attn.analysis.diff import Comparison
 from efficient_attn.report.harmless import markdown_line
 from efficient_attn.report.table import Table, to_markdown
-from efficient_attn.sweep.amounts import show_bytes, show_seconds
+from efficient_attn.sweep.amounts import show
+from efficient_attn.sweep.quantity import QUANTITIES
 
 # The order of the rows: the worst first.
 _ORDER = (REGRESSION, IMPROVEMENT, UNCLEAR, UNCOMPARABLE, CHANGED)
@@ -110,16 +111,9 @@ def _row(change: Change) -> tuple[str, ...]:
     known = change.low is not None and change.high is not None and change.low != change.high
     interval = f"{change.low:.3g} to {change.high:.3g}" if known else ""
     quantity = f"{change.quantity} of {change.kind}" if change.quantity == "status" else change.quantity
-    values = [_amount(change.quantity, value) for value in (change.old, change.new)]
+    unit = QUANTITIES[change.quantity].unit if change.quantity in QUANTITIES else ""
+    values = ["" if value is None else show(value, unit) for value in (change.old, change.new)]
     if values[0] == values[1] and change.old != change.new:
         # They differ in a digit that is not shown.
         values = [f"{value:.17g}" for value in (change.old, change.new) if value is not None]
     return (change.name, str(change.tokens), quantity, change.verdict, *values, ratio, interval)
-
-
-def _amount(quantity: str, value: float | None) -> str:
-    if value is None:
-        return ""
-    if quantity.endswith("_s"):
-        return show_seconds(value)
-    return show_bytes(int(value)) if quantity.endswith("_bytes") else f"{value:.3g}"

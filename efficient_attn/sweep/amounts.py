@@ -63,6 +63,13 @@ def show_seconds(amount: float) -> str:
     return f"{amount * 1e9:.3g} ns"
 
 
+def show(amount: float, unit: str) -> str:
+    """Format an amount of a quantity: bytes and seconds with the most readable unit, others as they are."""
+    if unit == "s":
+        return show_seconds(amount)
+    return show_bytes(int(amount)) if unit == "bytes" else f"{amount:.3g}"
+
+
 def _numbers(values: int | Sequence[int], *, name: str) -> Sequence[int]:
     numbers = [values] if isinstance(values, int) else list(values)
     wrong = [number for number in numbers if not _is_size(number)]

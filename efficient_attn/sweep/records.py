@@ -16,8 +16,8 @@ import msgspec
 from efficient_attn import limits, strict
 from efficient_attn.errors import DataError
 from efficient_attn.sweep.case import CASE_FIELDS, SCHEMA, STATUSES, Case, Record
-from efficient_attn.sweep.quantity import FIELDS, KINDS
-from efficient_attn.sweep.schema import REQUIRED, line_type, records_schema
+from efficient_attn.sweep.quantity import KINDS
+from efficient_attn.sweep.schema import line_type
 
 # Where somebody put a link in the place of a file of ours, what it points to is left alone.
 NO_LINK = getattr(os, "O_NOFOLLOW", 0)
@@ -56,7 +56,11 @@ def line(record: Record) -> str:
         DataError: If a field has more entries than a record may have.
     """
     row = record.row()
-    _check_lengths(row, f"{record.case.label}, {record.case.tokens} tokens, {record.case.kind}")
+    for name, value in row.items():
+        most = limits.OPTIONS if isinstance(value, Mapping) else limits.SAMPLES
+        if isinstance(value, (list, tuple, Mapping)) and len(value) > most:
+            place = f"{record.case.label}, {record.case.tokens} tokens, {record.case.kind}"
+            raise DataError(f"{place}: {name} has {len(value)} entries; at most {most} are kept in a record.")
     broken = [name for name, value in row.items() if not _finite(value)]
     if broken:
         note = f"not a finite number: {', '.join(broken)}"
@@ -223,25 +227,9 @@ def _refusal(row: Mapping[str, Any], place: str, message: str) -> DataError:
     for name, known in (("kind", tuple(KINDS)), ("status", STATUSES)):
         if row.get(name) not in known:
             return DataError(f"{place} has {name} {str(row.get(name))[:40]!r}; known: {', '.join(known)}.")
-    missing = [name for name in REQUIRED if name not in row]
-    if missing:
-        return DataError(f"{place} lacks {', '.join(missing)}.")
-    _check_lengths(row, place)
-    name = _FIELD.findall(message)[0]
-    span = records_schema()["properties"][name]
-    span = span.get("items", span)
-    whole = "integer" in span.get("type", ()) and "maximum" in span
-    wants = f"; wanted are whole numbers from {span['minimum']} to {span['maximum']}" if whole else ""
-    return DataError(f"{place}: {name} cannot be {str(row[name])[:40]!r}{wants}.")
-
-
-def _check_lengths(row: Mapping[str, Any], place: str) -> None:
-    for name, value in row.items():
-        if isinstance(value, (list, tuple, dict)) and name in (*CASE_FIELDS, *FIELDS):
-            most = limits.OPTIONS if isinstance(value, dict) else limits.SAMPLES
-            if len(value) > most:
-                message = f"{name} has {len(value)} entries; at most {most} are kept in a record"
-                raise DataError(f"{place}: {message}.")
+    reason, found = message.partition(" - at ")[0], _FIELD.search(message)
+    value = f"{found[1]} cannot be {str(row[found[1]])[:40]!r}; " if found else ""
+    return DataError(f"{place}: {value}{reason[0].lower()}{reason[1:]}.")
 
 
 def _in_this_schema(row: dict[str, Any], place: str) -> dict[str, Any]:

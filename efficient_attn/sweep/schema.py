@@ -17,10 +17,9 @@ _LARGEST = {"bytes": BYTES, "FLOP": WHOLE_NUMBER}
 
 _NUMBER = Annotated[float, Meta(ge=0, le=sys.float_info.max)]
 
-
-REQUIRED = tuple(
+_REQUIRED = [
     item.name for item in fields(Case) if item.default is MISSING and item.default_factory is MISSING
-)
+]
 
 
 def line_type() -> Any:
@@ -43,7 +42,7 @@ def _line_type(*counts: int) -> Any:
             str | None, Meta(description="Reason of a missing value, or names of values that are not finite.")
         ],
     }
-    known |= {name: Required[known[name]] for name in (*REQUIRED, "schema", "status")}
+    known |= {name: Required[known[name]] for name in (*_REQUIRED, "schema", "status")}
     made: Any = TypedDict
     return made("Line", known | {one.name: _type(one) for one in FIELDS.values()}, total=False)
 
@@ -71,19 +70,8 @@ def records_schema() -> dict[str, Any]:
         "measured; a reader ignores fields that are not listed here.",
         "type": "object",
         "required": line["required"],
-        "properties": {name: _merged(one) for name, one in line["properties"].items()},
+        "properties": line["properties"],
     }
-
-
-def _merged(schema: Any) -> Any:
-    """Alternatives of different types as one list of types, without defaults."""
-    if not isinstance(schema, dict):
-        return schema
-    merged = {name: _merged(value) for name, value in schema.items() if name not in ("anyOf", "default")}
-    either = [_merged(one) for one in schema.get("anyOf", ())]
-    keywords = {name: value for one in either for name, value in one.items()}
-    types = {"type": [one["type"] for one in either]} if either else {}
-    return {**merged, **keywords, **types}
 
 
 def quantities_table() -> str:
