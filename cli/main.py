@@ -33,7 +33,7 @@ def _print_version(wanted: bool) -> None:
     if wanted:
         import efficient_attn
 
-        typer.echo(f"efficient-attn {efficient_attn.__version__}")
+        talk.put(f"efficient-attn {efficient_attn.__version__}")
         raise typer.Exit
 
 
