@@ -5,6 +5,7 @@ import runpy
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -177,6 +178,29 @@ def test_the_checks_on_a_page_exist() -> None:
     faults = page.split("## Detected faults")[1]
     named = set(re.findall(r"`(\w+)`", faults))
     assert len(named) > 20 and named <= set(check_names(long=True))
+
+
+# Flags of other programs, and an example of none.
+FOREIGN = {"--former", "--jobs"}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_name)
+def test_flags_in_the_text_of_a_page_exist(page: Path) -> None:
+    main = pytest.importorskip("efficient_attn_cli.main", reason="needs an installation")
+    import typer
+
+    group: Any = typer.main.get_command(main.app)
+    visible = [
+        one for one in group.commands.values() for one in one.params if not getattr(one, "hidden", False)
+    ]
+    known = {flag for one in [*visible, *group.params] for flag in (*one.opts, *one.secondary_opts)}
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    named = {
+        flag
+        for code in re.findall(r"`([^`\n]+)`", text)
+        for flag in re.findall(r"(?<![\w-])--[a-z][a-z-]+", code)
+    }
+    assert named - known - FOREIGN == set()
 
 
 @pytest.mark.parametrize("page", ["ci", "measuring"])
