@@ -116,7 +116,8 @@ def _check_heads(problem: AttentionProblem, q: Tensor, k: Tensor, v: Tensor) -> 
         raise ShapeError(f"v has {v.shape[1]} heads and k has {kv_heads}; they are equal.")
     if kv_heads == 0 or heads % kv_heads:
         raise ShapeError(
-            f"q has {heads} heads and k has {kv_heads}; the heads of k divide those of q.{_swapped(q, None)}"
+            f"q has {heads} heads and k has {kv_heads}; the heads of k divide the heads of q."
+            f"{_swapped(q, None)}"
         )
 
 
@@ -160,7 +161,7 @@ def _check_mask(spec: BackendSpec, key_mask: Any, k: Tensor) -> None:
     elif not isinstance(key_mask, Tensor):
         error = DtypeError(f"{wanted}; it is {type(key_mask).__name__}.")
     elif key_mask.is_floating_point():
-        error = DtypeError(f"{wanted}; it is {key_mask.dtype}. Of a mask of 0 and -inf give (mask == 0).")
+        error = DtypeError(f"{wanted}; it is {key_mask.dtype}. A mask of 0 and -inf becomes (mask == 0).")
     elif key_mask.dtype != torch.bool:
         error = DtypeError(f"{wanted}; it is {key_mask.dtype}. Give key_mask.bool().")
     elif key_mask.shape != (k.shape[0], k.shape[2]):

@@ -47,7 +47,7 @@ WRONG_CALLS = {
     "heads that do not divide": (
         lambda: built()(Q, tensor(2, 3, 6, 8), tensor(2, 3, 6, 8)),
         ea.ShapeError,
-        r"q has 4 heads and k has 3; the heads of k divide those of q",
+        r"q has 4 heads and k has 3; the heads of k divide the heads of q",
     ),
     "heads of the values": (
         lambda: built()(Q, K, tensor(2, 4, 6, 8)),
@@ -87,7 +87,7 @@ WRONG_CALLS = {
     "additive mask": (
         lambda: built()(Q, K, K, key_mask=tensor(2, 6)),
         ea.DtypeError,
-        r"torch\.float32\. Of a mask of 0 and -inf give \(mask == 0\)",
+        r"torch\.float32\. A mask of 0 and -inf becomes \(mask == 0\)",
     ),
     "mask of the queries' side": (
         lambda: built()(Q[:, :, :3], K, K, key_mask=torch.ones(2, 3, dtype=torch.bool)),

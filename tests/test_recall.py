@@ -318,7 +318,7 @@ def test_sentences_tell_exact_controls_and_the_agreement_of_the_orders():
     exact, controls, reached, orders = recall_sentences(ALL)
     assert "exact attention is right in 0.997, seeds " in exact and exact.endswith("a guess is in 0.25.")
     assert controls.startswith("At chance, as controls must be") and "window(window=9)" in controls
-    assert reached.endswith("what reads least first: late (64 numbers).")
+    assert reached.endswith("the fewest numbers read first: late (64 numbers).")
     assert "τ = -0.33 over 3" in orders
 
 

@@ -1,8 +1,8 @@
-"""Runs compared case by case: what became slower, larger, less accurate, or stopped working.
+"""Comparison of runs case by case: regressions and improvements of every quantity.
 
-A difference of what scatters counts if it is large enough to matter and too large to be chance, in the light
-of how many cases are looked at: a whole comparison of equal runs is meant to see a regression once in a
-hundred times, and an improvement as rarely. Numbers that a case reproduces are compared as they are.
+A difference of a scattered quantity counts if it exceeds its threshold and is significant after correction
+for the number of cases: a whole comparison of equal runs reports a regression once in a hundred times, and
+an improvement as rarely. Reproducible numbers are compared exactly.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -26,13 +26,13 @@ from efficient_attn.analysis.scatter import Noise, Run, Side, records_of, seed_s
 from efficient_attn.sweep.case import Case, Record, replace
 from efficient_attn.sweep.quantity import KINDS, QUANTITIES
 
-# Of comparisons of equal runs so many may see a regression anywhere, and so many an improvement.
+# Share of comparisons of equal runs that may report a regression, and as many an improvement.
 FALSE_ALARMS = 0.01
 
 # Trainings from several seeds are repetitions of one measurement.
 _OVER_SEEDS = ("recall", "train")
 
-# Fewer ratios say nothing of the machine.
+# Fewest ratios from which a drift of the machine is estimated.
 _FEWEST_FOR_DRIFT = 5
 
 _Cases = Mapping[str, Side]
@@ -47,7 +47,7 @@ class Comparison:
         missing: Names of cases that only the old side has.
         added: Names of cases that only the new side has.
         drift: Median ratio of all times; None for fewer than five.
-        correlation: Of successive rounds, as far as one was seen and allowed for.
+        correlation: Correlation of successive rounds that the intervals allow for.
         runs: Number of old and of new runs.
     """
 
@@ -109,7 +109,7 @@ def _by_case(runs: Sequence[Sequence[Record]]) -> _Cases:
     """The records of each case, run by run; labels and seeds of trainings are no part of a case here."""
     found: dict[str, list[Run]] = {}
     for records in runs:
-        # Of equal cases the last record of a run counts.
+        # The last record of equal cases counts.
         in_run: dict[str, dict[int, Record]] = {}
         for record in records:
             seed = 0 if record.case.kind in _OVER_SEEDS else record.case.seed

@@ -1,4 +1,4 @@
-"""Compare runs: what became slower, larger, less accurate, or stopped working."""
+"""Compare runs: regressions and improvements of every quantity."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -18,7 +18,7 @@ from efficient_attn.studies import studies
 from efficient_attn.sweep.case import Record
 from efficient_attn.sweep.quantity import QUANTITIES
 
-# What makes another machine of it, and what else moves numbers: names and where the environment has them.
+# Entries of the environment that identify the machine, and others that affect results, by name.
 _MACHINE = {
     "processor": ("processor",),
     "cores": ("cores",),
@@ -38,7 +38,7 @@ _SOFTWARE = {
     "commit": ("git",),
 }
 
-# All times together may move so much before it is said.
+# Drift of all times together that is reported.
 _DRIFT = 0.03
 
 
@@ -99,7 +99,7 @@ class Diff:
 
     @property
     def warnings(self) -> list[str]:
-        """What should be read before the numbers: another machine, other software, a drift of all times."""
+        """Warnings to read before the numbers: another machine, other software, a drift of all times."""
         told = []
         machine, software = self._unlike(_MACHINE), self._unlike(_SOFTWARE)
         if machine:
@@ -118,11 +118,11 @@ class Diff:
         return [*told, *self._notes]
 
     def tables(self) -> list[Table]:
-        """What changed or is unclear."""
+        """Tables of changed and unclear comparisons."""
         return diff_tables(self.comparison)
 
     def sentences(self) -> list[str]:
-        """How many comparisons ended how."""
+        """Number of comparisons by verdict."""
         return diff_sentences(self.comparison)
 
     def to_markdown(self) -> str:

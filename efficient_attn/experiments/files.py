@@ -1,4 +1,4 @@
-"""The files of a run: what they are called, the folder they lie in, and JSON for people to read."""
+"""The files of a run: their names, their folder, and JSON for human readers."""
 
 import json
 import os
@@ -22,7 +22,7 @@ def open_folder(folder: str | Path, *, name: str = "folder", fresh: bool = False
     """The folder, made if need be and tried by writing to it.
 
     Args:
-        name: What the message calls the argument.
+        name: Name of the argument in messages.
         fresh: Refuse a folder that holds records already.
     """
     if str(folder) in ("", "-"):
@@ -41,14 +41,14 @@ def open_folder(folder: str | Path, *, name: str = "folder", fresh: bool = False
 
 
 def _told(error: Exception) -> str:
-    """What the system says; a name that no file can have is refused without asking it."""
+    """The system's error message; Python itself refuses an impossible name."""
     return (error.strerror if isinstance(error, OSError) else None) or str(error)
 
 
 def run_folder(command: str) -> Path:
-    """Where a command writes unless told otherwise: `runs/<command>-<UTC time>`.
+    """The default folder of a command: `runs/<command>-<UTC time>`.
 
-    Of several that begin in the same second the later ones have a number.
+    A number distinguishes runs started in the same second.
     """
     folder = Path("runs") / f"{command}-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}"
     numbered = (folder.with_name(f"{folder.name}-{number}") for number in count(2))
@@ -56,7 +56,7 @@ def run_folder(command: str) -> Path:
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> Path:
-    """Write strict JSON for people to read."""
+    """Write indented strict JSON."""
     return write(path, json.dumps(value, indent=2, allow_nan=False, ensure_ascii=False) + "\n")
 
 

@@ -1,4 +1,4 @@
-"""The folder of a run: one writer at a time, and a run that was cut off goes on where it ended."""
+"""The folder of a run: one writer at a time, and an interrupted run can be resumed."""
 
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -15,7 +15,7 @@ from efficient_attn.sweep.records import NO_LINK, Case, Record, append
 
 LOCK = ".lock"
 
-# Where the environment says what changes numbers; a difference in one of these is another experiment.
+# Entries of the environment that change results; a run with another value is another experiment.
 _DECISIVE = {
     "torch": ("torch", "version"),
     "processor": ("processor",),
@@ -26,12 +26,12 @@ _DECISIVE = {
 
 @dataclass(frozen=True, kw_only=True)
 class Earlier:
-    """What an earlier run left in a folder.
+    """State of an earlier run in a folder.
 
     Attributes:
-        records: The last one of each case, by the key of the case.
-        environment: Where they were measured; None if there is nothing yet.
-        notes: What was done to them.
+        records: The last record of each case, by the key of the case.
+        environment: Environment of the records; None if there is none yet.
+        notes: Remarks on the records, such as a dropped line.
     """
 
     records: Mapping[str, Record] = field(default_factory=dict)
@@ -57,7 +57,7 @@ class Book:
         return record is not None and record.status == "ok"
 
     def add(self, record: Record) -> None:
-        """Write a record down; a failure that was told before is not told again."""
+        """Store and write a record; a repeated failure is not written twice."""
         if self._folder is not None and self._records.get(record.case.key) != record:
             append(self._folder / RECORDS, record)
         self._records[record.case.key] = record
@@ -110,14 +110,14 @@ def begin(
     force: bool,
     plan: str | None = None,
 ) -> Earlier:
-    """What the folder holds, if the run there is to go on; a new run is described."""
+    """The earlier records if the run is resumed; the files that describe the run are written."""
     earlier = _take_up(folder, cases, machine, force=force) if resume else Earlier()
     describe(folder, machine if earlier.environment is None else None, plan)
     return earlier
 
 
 def describe(folder: Path, machine: Mapping[str, Any] | None, plan: str | None) -> None:
-    """Write beside the records to come where they come from, and the plan that repeats them."""
+    """Write the environment, the command and the plan file."""
     if machine is not None:
         write_json(folder / ENVIRONMENT, machine)
         write(folder / COMMAND, " ".join(machine["command"]) + "\n")
@@ -165,7 +165,7 @@ def _other_threads(records: Iterable[Record], cases: Sequence[Case]) -> list[str
 
 
 def _cut_torn_line(path: Path) -> bool:
-    """Remove what follows the last end of a line; whether there was anything."""
+    """Remove an incomplete last line; return whether there was one."""
     data = path.read_bytes()
     whole = data.rfind(b"\n") + 1
     if whole == len(data):

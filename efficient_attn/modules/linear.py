@@ -26,8 +26,7 @@ _WITHOUT_EXPONENTIALS = ("relu", "taylor-1", "taylor-2")
 class LinearAttention(nn.Module):
     """Attention through features: linear in the number of inputs, full or causal.
 
-    What can be redrawn or calibrated is the affair of the features: this module has `redraw` and
-    `calibrate` where they have.
+    `redraw` and `calibrate` exist if the feature map has them.
     """
 
     def __init__(self, features: nn.Module, problem: AttentionProblem) -> None:
@@ -50,7 +49,7 @@ class LinearAttention(nn.Module):
         inputs = self._inputs(q, k, k, key_mask)
         if not inputs.map.signed:
             raise UnsupportedError(
-                "denominators are of interest for signed features, such as those of 'performer-trig'; "
+                "denominators are of interest for signed features, as in 'performer-trig'; "
                 "this backend's features are positive, and so is every sum of them."
             )
         return denominators(inputs, causal=self._causal)

@@ -1,4 +1,4 @@
-"""The table of a report beside those of the command line: what could not be measured, and why."""
+"""The table of failures that a report adds to the tables of the command line."""
 
 from collections.abc import Sequence
 
@@ -7,25 +7,25 @@ from efficient_attn.sweep.records import Case, Record
 
 
 def details(records: Sequence[Record]) -> list[Table]:
-    """As far as there is anything to tell."""
+    """The table of failures, if there are any."""
     failures = _failure_table(records)
     return [failures] if failures.rows else []
 
 
 def without_failures(table: Table, records: Sequence[Record]) -> Table:
-    """The table without the notes that repeat why something could not be measured."""
-    told = tuple({f": {record.status}: {record.reason}" for record in records if record.status != "ok"})
-    return table._replace(notes=tuple(note for note in table.notes if not note.endswith(told)))
+    """The table without the notes that repeat the reasons of failures."""
+    reasons = tuple({f": {record.status}: {record.reason}" for record in records if record.status != "ok"})
+    return table._replace(notes=tuple(note for note in table.notes if not note.endswith(reasons)))
 
 
 def _failure_table(records: Sequence[Record]) -> Table:
-    """One row per backend and reason, with all that it kept away."""
-    kept_away: dict[tuple[str, str, str], list[Case]] = {}
+    """One row per backend and reason, with the points that failed."""
+    failed: dict[tuple[str, str, str], list[Case]] = {}
     for record in {record.case.key: record for record in records}.values():
         if record.status != "ok":
             case = record.case
             key = (case.label, record.status, record.reason or "no reason was given")
-            kept_away.setdefault(key, []).append(case)
+            failed.setdefault(key, []).append(case)
     rows = [
         (
             label,
@@ -34,7 +34,7 @@ def _failure_table(records: Sequence[Record]) -> Table:
             status,
             reason,
         )
-        for (label, status, reason), cases in kept_away.items()
+        for (label, status, reason), cases in failed.items()
     ]
     columns = ("backend", "measured", "tokens", "status", "reason")
-    return Table("What could not be measured, and why", columns, tuple(rows))
+    return Table("Points that could not be measured", columns, tuple(rows))

@@ -1,4 +1,4 @@
-"""A comparison of two runs as tables: what changed, and by how much."""
+"""A comparison of two runs as tables and as Markdown."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -21,7 +21,7 @@ from efficient_attn.sweep.quantity import QUANTITIES
 # The order of the rows: the worst first.
 _ORDER = (REGRESSION, IMPROVEMENT, UNCLEAR, UNCOMPARABLE, CHANGED)
 
-# Names of so many cases that only one run has are listed.
+# Largest number of listed cases that only one run has.
 _MOST_NAMES = 12
 
 # Rows of a comment on a pull request, which has a largest size.
@@ -31,12 +31,12 @@ _COLUMNS = ("case", "tokens", "quantity", "verdict", "old", "new", "new / old", 
 
 
 def diff_tables(found: Comparison) -> list[Table]:
-    """What changed or is unclear, the worst first; empty if nothing is."""
+    """Changed and unclear comparisons, the worst first; empty if there are none."""
     changed = [change for verdict in _ORDER for change in found.of(verdict)]
     if not changed:
         return []
     remarks = [f"{_place(one)}: {one.remark}" for one in changed if one.remark]
-    return [Table("What differs", _COLUMNS, tuple(map(_row, changed)), tuple(remarks))]
+    return [Table("Differences", _COLUMNS, tuple(map(_row, changed)), tuple(remarks))]
 
 
 def diff_markdown(

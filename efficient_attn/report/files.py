@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all, under names that stay in their folder."""
+"""Atomic writes of files, and safe file names."""
 
 import os
 import re
@@ -9,7 +9,7 @@ from efficient_attn.sweep.records import sync_names
 
 _LONGEST = 80
 
-# What Windows opens as a device, whatever follows the first dot.
+# Windows opens these names as devices, whatever follows the first dot.
 _DEVICES = re.compile(r"(con|prn|aux|nul|com\d|lpt\d)(\.|$)", flags=re.IGNORECASE)
 
 
@@ -25,15 +25,15 @@ def write(path: Path, content: str | bytes) -> Path:
     Raises:
         DataError: If it cannot be written.
     """
-    # What has no place in UTF-8, half of a surrogate pair, becomes a question mark.
+    # A lone surrogate, which UTF-8 cannot encode, becomes a question mark.
     data = content if isinstance(content, bytes) else content.encode("utf-8", errors="replace")
-    # A name that nobody can guess and that must not exist: nothing that lies there already is written to.
+    # A random name that must not exist: no existing file is written to.
     part = path.with_name(f".{path.name}.{os.urandom(4).hex()}.part")
     try:
         with open(part, "xb") as file:
             file.write(data)
             file.flush()
-            # A name that outlived a power failure would else stand for an empty file.
+            # Without fsync a power failure may leave the name with an empty file.
             os.fsync(file.fileno())
         os.replace(part, path)
         sync_names(path.parent)

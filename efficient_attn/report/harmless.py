@@ -1,17 +1,16 @@
-"""Text that came from elsewhere, made harmless where it is shown: backend names and reasons are anybody's."""
+"""Escaping of external text, such as backend names and reasons, for each output format."""
 
 import re
 
-# What spreadsheets take for the start of a formula.
+# Characters that start a formula in a spreadsheet.
 _FORMULA = ("=", "+", "-", "@", "＝", "＋", "－", "＠", "\t", "\r", "\0")
-# Control characters, separators of lines, marks that turn the reading direction, what is no character or half
-# of one, and the invisible tags in which text can be hidden.
+# Control characters, line separators, bidirectional marks, non-characters, surrogates and invisible tags.
 _CONTROL = re.compile(
     "[\x00-\x1f\x7f-\x9f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\ufffe\uffff"
     "\ud800-\udfff\U000e0000-\U000e007f]"
 )
 
-# What means something to LaTeX, or prints as something else in its oldest font encoding.
+# Characters with a meaning in LaTeX, or another glyph in its oldest font encoding.
 _LATEX = {
     **{sign: f"\\{sign}" for sign in "&%$#_{}"},
     # After the end of a row these two would be an argument of it.
@@ -32,7 +31,7 @@ _LATEX = {
 
 
 def plain(text: str) -> str:
-    """One line without control characters: nothing moves a cursor or turns the reading direction."""
+    """One line without control characters and bidirectional marks."""
     return _CONTROL.sub(" ", text)
 
 

@@ -1,4 +1,4 @@
-"""How a run was measured, in words for a paper: nothing but what records and environment tell."""
+"""Methods paragraph of a paper, made from records and environment alone."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -18,10 +18,10 @@ _MEMORY = {
 
 
 def how_measured(records: Sequence[Record], environment: Mapping[str, Any]) -> str:
-    """A paragraph on the machine, the software, the cases, and how each kind of number was taken."""
+    """A paragraph on the machine, the software, the cases and the measurement of each kind of number."""
     if not records:
         return "Nothing was measured."
-    told = (
+    parts = (
         _where(environment),
         _what(records),
         _times(records),
@@ -31,11 +31,11 @@ def how_measured(records: Sequence[Record], environment: Mapping[str, Any]) -> s
         _swaps(records),
         _recall(records),
     )
-    return plain(" ".join([sentence for sentence in (*told, _lacking(records)) if sentence]))
+    return plain(" ".join([sentence for sentence in (*parts, _lacking(records)) if sentence]))
 
 
 def flat(values: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, str]]:
-    """Nested values as `torch.version` and its text; what is unknown is left out."""
+    """Nested values as `torch.version` and its text, without unknown values."""
     for name, value in values.items():
         if isinstance(value, Mapping):
             yield from flat(value, f"{above}{name}.")
@@ -111,9 +111,9 @@ def _times(records: Sequence[Record]) -> str:
     few = "" if enough else f", where there were {FEWEST_ROUNDS} rounds or more"
     return (
         "Each call was repeated before timing until successive calls agreed within a tenth or a limit was "
-        f"spent; the backends then took turns within each length{rounds}, in order and in reverse. Of "
-        f"{_range(counts)} timed calls per point the median over rounds of each round's median is given, "
-        "with an interval for this run: Student's over rounds with 95 % confidence, widened for neighbouring "
+        f"spent; the backends were then interleaved within each length{rounds}, in order and in reverse. "
+        f"{_range(counts).capitalize()} calls per point were timed; times are the median over rounds of each "
+        "round's median, with Student's 95 % interval over the rounds of this run, widened for neighbouring "
         f"rounds that correlate by up to {CORRELATION}{few}."
     )
 
@@ -153,9 +153,9 @@ def _training(records: Sequence[Record]) -> str:
     if not any(record.train_steps for record in records):
         return ""
     return (
-        "Models were trained by turns, some steps of each, on the same batches and from the same weights as "
-        "far as they have the same; bits per byte are means over windows of held-out text, seconds those of "
-        "training without evaluation."
+        "Models were trained in turn, some steps of each, on the same batches and from the same weights for "
+        "all shared parameters; bits per byte are means over windows of held-out text, and seconds exclude "
+        "evaluation."
     )
 
 
@@ -164,7 +164,7 @@ def _swaps(records: Sequence[Record]) -> str:
     if not swapped:
         return ""
     return (
-        f"The model read the beginnings of {_range([record.texts or 1 for record in swapped])} texts with "
+        f"The model read the first tokens of {_range([record.texts or 1 for record in swapped])} texts with "
         "its own attention, and with each backend in its place and the same weights; cosines, divergences "
         "and relative errors compare the two, computed in float64, and are means over texts and draws of "
         "random features."
@@ -176,8 +176,8 @@ def _recall(records: Sequence[Record]) -> str:
         return ""
     return (
         "Every block began with the same weights for a seed and saw the same sequences in the same order, "
-        "drawn anew for every step; its accuracy was taken on sequences that none was trained on. The time "
-        "of a step is the median over all steps of a forward pass, a backward pass and an update, without "
+        "drawn anew for every step; its accuracy was measured on sequences outside the training set. The "
+        "time of a step is the median over all steps of a forward pass, a backward pass and an update, without "
         "drawing the sequences."
     )
 
@@ -196,7 +196,7 @@ def _range(counts: Sequence[int]) -> str:
 
 
 def _listed(parts: Sequence[str]) -> str:
-    """`a, b and c`; of more than twelve the first, the last and how many."""
+    """`a, b and c`; the first, the last and the count of more than twelve."""
     if len(parts) > 12:
         return f"{parts[0]} to {parts[-1]} ({len(parts)} in all)"
     return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"

@@ -1,4 +1,4 @@
-"""Records as they are shown: every text one harmless line, and no longer than somebody reads."""
+"""Records for display: every text is one escaped line of limited length."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
@@ -8,18 +8,18 @@ from efficient_attn.sweep.case import Case, Record, replace
 
 _T = TypeVar("_T", Case, Record)
 
-# Files of records keep what is shortened here.
+# Display limits in characters; files of records keep the full texts.
 _LONGEST_NAME, _LONGEST_REASON, _LONGEST_WORD = 80, 300, 40
 
 
 def readable(records: Iterable[Record]) -> list[Record]:
-    """The records with readable texts; two labels that would look the same are numbered."""
+    """The records with displayable texts; labels that would look the same are numbered."""
     labels: dict[str, str] = {}
     return [_readable(record, labels) for record in records]
 
 
 def short(text: str, most: int = _LONGEST_NAME) -> str:
-    """At most so many characters: the beginning, an ellipsis, the end."""
+    """The text, or its beginning, an ellipsis and its end, `most` characters in all."""
     if len(text) <= most:
         return text
     tail = most // 3
@@ -30,7 +30,7 @@ def _readable(record: Record, labels: dict[str, str]) -> Record:
     label = record.case.label
     if label not in labels:
         labels[label] = _unlike(short(plain(label)), label, set(labels.values()))
-    # What was trained on is told by more words than other inputs.
+    # The description of training inputs is longer than others.
     inputs = short(plain(record.case.inputs))
     case = _changed(record.case, record.case.row(), label=labels[label], inputs=inputs)
     reason = None if record.reason is None else short(plain(record.reason), _LONGEST_REASON)
@@ -39,7 +39,7 @@ def _readable(record: Record, labels: dict[str, str]) -> Record:
 
 
 def _unlike(shown: str, label: str, taken: set[str]) -> str:
-    """What is shown of a label; with a number behind it if another label is shown alike."""
+    """The displayed label; a number distinguishes labels that would look the same."""
     number, wanted = 1, shown
     while wanted in taken and wanted != label:
         number += 1

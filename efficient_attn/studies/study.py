@@ -132,8 +132,8 @@ class Study:
         return found
 
     def function(self) -> Callable[..., Any]:
-        """The study as a Python function: options of the plan, then those of every run."""
-        # Plans without torch are made without what runs them.
+        """The study as a Python function: options of the plan, then options of every run."""
+        # Plans are made without torch, which the loop loads.
         from efficient_attn.studies.run import run_plan
 
         def run(*args: Any, **options: Any) -> Any:

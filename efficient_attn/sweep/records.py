@@ -19,7 +19,7 @@ from efficient_attn.sweep.case import CASE_FIELDS, SCHEMA, STATUSES, Case, Recor
 from efficient_attn.sweep.quantity import KINDS
 from efficient_attn.sweep.schema import line_type
 
-# Where somebody put a link in the place of a file of ours, what it points to is left alone.
+# A symbolic link in place of a file of records is refused, and its target left alone.
 NO_LINK = getattr(os, "O_NOFOLLOW", 0)
 
 # Fields of schema 1 that have another name since.
@@ -39,7 +39,7 @@ _encode = msgspec.json.Encoder(enc_hook=float).encode
 
 
 class Reading(NamedTuple):
-    """What a file held.
+    """Content of a file of records.
 
     Attributes:
         torn: The last line was cut off, as by a power failure, and was left out.
@@ -95,7 +95,7 @@ def append(path: str | Path, record: Record) -> None:
 def _write_whole(descriptor: int, data: bytes, size: int) -> None:
     """Append to a file of `size` bytes, or leave it as it was."""
     try:
-        # The system may take less than it was given, and says so in the result alone.
+        # The system may write less than requested; only the result reports it.
         while data:
             data = data[os.write(descriptor, data) :]
         os.fsync(descriptor)
@@ -171,7 +171,7 @@ def parse(text: bytes, place: str) -> Record:
     measured = {name: row[name] for name in row.keys() - _NOT_MEASURED}
     times_s = measured.get("times_s")
     if times_s and None in times_s:
-        # Null stands for a time that was not finite, as `reason` says; it is no sample.
+        # Null replaces a time that was not finite, named in `reason`; it is no sample.
         measured["times_s"] = tuple(time_s for time_s in times_s if time_s is not None) or None
     case = msgspec.convert(row, Case)
     return Record(case=case, status=row["status"], reason=row.get("reason"), measured=measured)

@@ -1,4 +1,4 @@
-"""Records of recall as rows: what each backend learned over its seeds, and what it began with."""
+"""Records of recall as rows: accuracy of each backend over its seeds, and its error before training."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -16,7 +16,7 @@ from efficient_attn.sweep.sizes import MEAN_OF_VALUES, Sized, sized
 # On either side of an interval of 95 %.
 _OUTSIDE = 0.025
 
-# On either side of what a control may get by chance: one alarm in a thousand is false.
+# On either side of the accuracies of a control at chance: one alarm in a thousand is false.
 _CONTROL_OUTSIDE = 0.0005
 _NORMAL = 1e9
 
@@ -50,8 +50,8 @@ class Learned(NamedTuple):
     """One backend at one size, over all seeds.
 
     Attributes:
-        case: Of its first seed.
-        accuracy: None where no training ended.
+        case: Case of the first seed.
+        accuracy: None if no training ended.
         answers: Number of answers of all seeds.
         step_s: Seconds of a training step.
         untrained: Relative output error against exact attention before training, mean over seeds.
@@ -75,12 +75,12 @@ class Learned(NamedTuple):
 
     @property
     def sized(self) -> Sized:
-        """Its label without the size, and the size."""
+        """Label without the size, and the size."""
         return sized(self.case)
 
     @property
     def at_chance(self) -> bool:
-        """Whether guesses, each of which is right by chance, may be right as often."""
+        """Whether the accuracy does not differ significantly from chance."""
         if self.accuracy is None:
             return False
         low, high = wilson(self.accuracy.mean, self.answers, _CONTROL_OUTSIDE)
@@ -100,7 +100,7 @@ class Contest(NamedTuple):
 
     @property
     def compared(self) -> tuple[Learned, ...]:
-        """All that tell something by their place: with an accuracy, no exact attention, no control."""
+        """Rows that are ranked: trained, neither exact attention nor a control."""
         return tuple(
             row
             for row in self.rows
@@ -112,12 +112,12 @@ class Contest(NamedTuple):
 
     @property
     def controls(self) -> tuple[Learned, ...]:
-        """What can know nothing of the pairs."""
+        """Rows of backends that cannot see the pairs."""
         return tuple(r for r in self.rows if r.case.backend == MEAN_OF_VALUES or is_blind(r.case))
 
 
 def contests(records: Iterable[Record]) -> tuple[Contest, ...]:
-    """One for each task and way to train, the rows in order of their accuracy, the highest first."""
+    """One contest per task and training configuration, its rows in descending order of accuracy."""
     latest = {record.case.key: record for record in records if record.case.kind == "recall"}
     settings: dict[tuple[object, ...], dict[str, list[Record]]] = {}
     for record in latest.values():
@@ -158,7 +158,7 @@ def wilson(share: float, answers: int, outside: float = _OUTSIDE) -> tuple[float
 
 
 def agreement(rows: Sequence[Learned]) -> float | None:
-    """Kendall's τ-b of less error before training with more accuracy after it: 1 where both orders agree."""
+    """Kendall's τ-b of less error before training with more accuracy after it: 1 if both orders agree."""
     pairs = [
         (
             _sign((other.untrained or 0) - (one.untrained or 0)),
@@ -174,7 +174,7 @@ def agreement(rows: Sequence[Learned]) -> float | None:
 
 
 def is_blind(case: Case) -> bool:
-    """Whether it is a window from which no query sees a pair: no wider than the gap, on either side."""
+    """Whether the backend is a window from which no query sees a pair: within the gap on either side."""
     gap = _number(case.inputs, "gap")
     window = case.options.get("window")
     if case.backend != "window" or gap is None or not isinstance(window, int):
@@ -183,14 +183,14 @@ def is_blind(case: Case) -> bool:
 
 
 def _number(inputs: str, name: str) -> int | None:
-    """A number of the task, from what records call it."""
+    """A number of the task, parsed from the inputs of a case."""
     items = dict(item.partition("=")[::2] for item in inputs.partition("(")[2].rstrip(")").split(", "))
     text = items.get(name, "")
     return int(text) if text.isdecimal() and len(text) < 10 else None
 
 
 def _setting(case: Case) -> tuple[object, ...]:
-    """What rows that stand beside each other share."""
+    """Fields that are equal for all rows of a contest."""
     return (
         case.inputs,
         case.tokens,

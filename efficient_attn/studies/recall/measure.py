@@ -1,4 +1,4 @@
-"""One block trained on associative recall: the model, its training, and what is measured of it.
+"""One block trained on associative recall: the model, its training and its record.
 
 Key and value fill one half of a token each, normalised by itself, so that the block's own norm leaves every
 token as it is, up to a factor and a shift for each entry: what a mean over tokens can tell is then the sum of
@@ -34,7 +34,7 @@ from efficient_attn.transformer.block import TransformerBlock
 
 _TEST_BATCHES, _TEST_SEQUENCES = 4, 32
 
-# Of the first sequences to learn from: typical queries and keys before any step.
+# Calibration inputs: typical queries and keys before any step.
 CALIBRATED_ON = "the first batch, untrained"
 
 
@@ -110,7 +110,7 @@ def learner(task: Task, case: Case, target: Any) -> Learner:
         torch.default_generator.manual_seed(case.seed)
         shared = Learner(task, case, "exact", {}).state_dict()
         made = Learner(task, case, target, options)
-    # What exact attention has every block has; what is left is the backend's own.
+    # Every block has the parameters of exact attention; the others are the backend's own.
     made.load_state_dict({**made.state_dict(), **shared})
     return made
 
@@ -144,7 +144,7 @@ def _measured(record: Record, target: Any, course: Course) -> Record:
         **_untrained(model, task.draw(course.batch, seed=case.seed, stream=TESTED, number=0)),
     )
     times_s, loss = _train(model, course, case.seed)
-    # A microsecond is less than the clock can tell of a step.
+    # A microsecond is below the resolution of a timed step.
     record = replace(record, times_s=tuple(round(time_s, 6) for time_s in times_s))
     if loss is not None:
         return replace(record, status="error", reason=f"step {len(times_s)}: the loss was {loss}.")

@@ -1,4 +1,4 @@
-"""Plan of associative recall: every training to come, known before anything runs."""
+"""Plan of associative recall: every training, known before anything runs."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -77,7 +77,7 @@ def plan(
         )
     variants, notes = _variants(backends, exclude, task, wanted, options, workload)
     same = {**vars(workload), "tokens": task.tokens, "inputs": course.name}
-    # Seed by seed: an interrupted run has the same seeds of every backend that it has.
+    # Seed by seed: an interrupted run has the same seeds of every backend.
     points = [
         _point(variant, {**same, "seed": seed + number}, course)
         for number in range(seeds)
@@ -107,13 +107,13 @@ def _variants(
     options: Mapping[str, Mapping[str, Sequence[Any]]] | None,
     workload: Workload,
 ) -> tuple[tuple[Variant, ...], tuple[str, ...]]:
-    """Exact attention, the controls, then every backend at every size; and what was left out."""
+    """Exact attention, the controls, then every backend at every size; and notes on omitted sizes."""
     from efficient_attn.studies.recall.measure import MEAN
 
     given = dict(options or {})
     names = _default_names() if backends is None else list(backends)
     if _CLUSTERS in names and "window" not in given.get(_CLUSTERS, {}):
-        # A window that reached the pairs would do what the clusters are to be tested at.
+        # A window that reached the pairs would solve the task of the clusters.
         given[_CLUSTERS] = {"window": [max(task.gap // 4 * 4, 4)], **given.get(_CLUSTERS, {})}
     blind = select([_WINDOW], {_WINDOW: {"window": [task.blind_window(causal=workload.causal)]}})
     found = {one.label: one for one in (*select([YARDSTICK]), MEAN, *blind)}
@@ -128,7 +128,7 @@ def _variants(
 
 
 def _default_names() -> list[str]:
-    """All that is meant to come near softmax but for exact attention in another way; then other kernels."""
+    """Softmax-approximating backends except naive attention; then other kernels."""
     from efficient_attn.backends import list_backends, spec
 
     near = [name for name in list_backends() if spec(name).capabilities.approximates_softmax]
@@ -138,7 +138,7 @@ def _default_names() -> list[str]:
 def _sized(
     variant: Variant, sizes: Sequence[int], task: Task, workload: Workload
 ) -> tuple[list[Variant], list[int]]:
-    """The variant at every size that makes sense, and the sizes that make none."""
+    """The variant at every possible size, and the impossible sizes."""
     from efficient_attn.backends import resolve
 
     option = resolve(variant.target).size_option
@@ -150,7 +150,7 @@ def _sized(
 
 
 def _buildable(variant: Variant, task: Task, workload: Workload, option: str | None = None) -> Variant:
-    """The variant, tried once; at a size more where the backend refuses its own: a window is odd."""
+    """The variant, built once as a trial; one size larger if the backend refuses it: a window is odd."""
     from efficient_attn.backends import build
 
     sizes = {"head_dim": workload.head_dim, "num_heads": workload.num_heads, "max_tokens": task.tokens}
@@ -158,7 +158,7 @@ def _buildable(variant: Variant, task: Task, workload: Workload, option: str | N
         with contained():
             build(variant.target, **sizes, causal=workload.causal, **variant.options)
     except UnsupportedError:
-        # No promise was made: that is a result, and is recorded as one.
+        # An unsupported backend is a result and is recorded as one.
         return variant
     except OptionError:
         if option is None:
@@ -170,6 +170,6 @@ def _buildable(variant: Variant, task: Task, workload: Workload, option: str | N
     except AttentionError:
         raise
     except Exception:
-        # Whatever somebody else's builder raises is raised again where it is recorded.
+        # Other errors of an external builder are raised again, and recorded, by the measurement.
         return variant
     return variant

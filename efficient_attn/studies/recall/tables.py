@@ -1,4 +1,4 @@
-"""What trained blocks recall, as a table and in sentences."""
+"""Accuracy of recall after training, as a table and in sentences."""
 
 from collections.abc import Sequence
 
@@ -13,7 +13,7 @@ from efficient_attn.sweep.sizes import SEED
 
 _NONE = "–"
 
-# What counts as having learned to look keys up.
+# Accuracy from which a backend has learned the task.
 _LEARNED = 0.99
 
 
@@ -23,7 +23,7 @@ def tables(records: Sequence[Record], environment: Environment | None = None) ->
 
 
 def sentences(records: Sequence[Record], environment: Environment | None = None) -> list[str]:
-    """How exact attention and the controls did, what came near, and what became of the untrained order."""
+    """Accuracy of exact attention, of the controls and of the best backends, and agreement of the orders."""
     return [sentence for one in contests(records) for sentence in _sentences(one) if sentence]
 
 
@@ -93,12 +93,12 @@ def _notes(one: Contest) -> list[str]:
         "numbers read: by a query, per head: keys and values, mixtures, or a state of features.",
     ]
     if any(row.state_bytes is not None for row in one.rows):
-        notes.append("state: what is carried on after one sequence, all heads together.")
+        notes.append("state: bytes of the streaming state after one sequence, all heads together.")
     if any(SEED in row.case.options for row in one.rows):
-        notes.append("Random features: drawn once for each seed, never again while training.")
+        notes.append("Random features: drawn once per seed, not resampled during training.")
     controls = ", ".join(row.label for row in one.controls)
     if controls:
-        notes.append(f"Controls, which can know nothing of the pairs: {controls}.")
+        notes.append(f"Controls, which cannot see the pairs: {controls}.")
     told = (f"{r.case.label}: {r.status}: {r.reason}" for row in one.rows for r in row.failed)
     return [*notes, *dict.fromkeys(told)]
 
@@ -118,28 +118,28 @@ def _exact(one: Contest) -> str:
 
 
 def _controls(one: Contest) -> str:
-    """Whether what can know nothing learned nothing."""
-    told = [f"{row.label} {row.accuracy.mean:.3f}" for row in one.controls if row.accuracy]
-    if not told:
+    """Whether the controls are at chance."""
+    shown = [f"{row.label} {row.accuracy.mean:.3f}" for row in one.controls if row.accuracy]
+    if not shown:
         return ""
     above = [row.label for row in one.controls if row.accuracy and not row.at_chance]
     if above:
-        return f"Trust none of it: {', '.join(above)} cannot know a pair, and is not at chance."
-    return f"At chance, as controls must be: {', '.join(told)}."
+        return f"Trust none of it: {', '.join(above)} cannot see the pairs, and is not at chance."
+    return f"At chance, as controls must be: {', '.join(shown)}."
 
 
 def _nearest(one: Contest) -> str:
-    """What learned the task, the fewest numbers read first; or else what came nearest."""
+    """Backends that learned the task, the fewest numbers read first; otherwise the most accurate one."""
     rows = [row for row in one.compared if row.accuracy and row.accuracy.mean >= _LEARNED]
     if rows:
         rows.sort(key=lambda row: row.floats_read or 0)
         which = ", ".join(_read(row) for row in rows)
-        return f"At {_LEARNED:g} or more after training, what reads least first: {which}."
+        return f"Accuracy {_LEARNED:g} or more after training, the fewest numbers read first: {which}."
     if not one.compared:
         return ""
     best = one.compared[0]
     return (
-        f"Beside exact attention nothing reaches {_LEARNED:g} here; nearest: {_read(best)} with "
+        f"No backend except exact attention reaches {_LEARNED:g}; the best: {_read(best)} with "
         f"{show_accuracy(best)}."
     )
 
@@ -149,7 +149,7 @@ def _read(row: Learned) -> str:
 
 
 def _orders(one: Contest) -> str:
-    """The order after training beside that of the errors before it."""
+    """Agreement of the order after training with the order of untrained errors."""
     tau = agreement(one.compared)
     if tau is None or len(one.compared) < 3:
         return ""

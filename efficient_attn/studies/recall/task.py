@@ -1,9 +1,8 @@
-"""Associative recall: pairs of a key and a value, then keys alone, whose values are asked for.
+"""Associative recall: key-value pairs, then keys alone, whose values are the answers.
 
-A sequence is `pairs` tokens that each hold a key and a value, `gap` tokens that hold nothing, and `queries`
-tokens that hold a key of before and no value. No key comes twice, and each class of values comes equally
-often: which values there are tells nothing of which belongs to a key, so that what cannot look a key up is
-right once in `classes` times, however long it is trained.
+A sequence has `pairs` tokens with a key and a value, `gap` empty tokens, and `queries` tokens with an earlier
+key and no value. No key occurs twice, and each class of values occurs equally often: a model that cannot look
+up a key is right with probability 1 / `classes`, however long it is trained.
 """
 
 from dataclasses import dataclass
@@ -13,19 +12,19 @@ from efficient_attn.errors import OptionError
 from efficient_attn.modules.options import whole_number
 from efficient_attn.problem import positive_count
 
-# Sequences to learn from and sequences to be tested on come from streams that share no number.
+# Training and test sequences come from random streams that share no number.
 LEARNED, TESTED = 0, 1
 
-# Keys are drawn from so many for each pair of a sequence: some are always missing.
+# Number of distinct keys per pair of a sequence: some keys are always missing.
 _KEYS_FOR_A_PAIR = 2
 
 
 class Sequences(NamedTuple):
-    """Sequences with what is asked for.
+    """Sequences and the answers of their queries.
 
     Attributes:
-        keys: [batch tokens], `task.keys` where there is none.
-        values: [batch tokens], `task.classes` where there is none.
+        keys: [batch tokens], `task.keys` for no key.
+        values: [batch tokens], `task.classes` for no value.
         answers: [batch queries], the values of the last keys.
     """
 
@@ -36,10 +35,10 @@ class Sequences(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """How long the sequences are, and how many different values there are.
+    """Length of the sequences and number of distinct values.
 
     Attributes:
-        gap: Tokens between pairs and queries: what looks no farther back than these sees no pair.
+        gap: Empty tokens between pairs and queries; a window within the gap sees no pair.
     """
 
     pairs: int = 64
@@ -52,7 +51,9 @@ class Task:
             positive_count(name, getattr(self, name))
         whole_number("gap", self.gap)
         if self.classes < 2:
-            raise OptionError(f"classes is at least 2, not {self.classes}: one has nothing to be told from.")
+            raise OptionError(
+                f"classes is at least 2, not {self.classes}: one class leaves nothing to recall."
+            )
         if self.pairs % self.classes:
             below = self.pairs // self.classes * self.classes
             near = f"{below + self.classes}" if below == 0 else f"{below} or {below + self.classes}"
@@ -67,17 +68,17 @@ class Task:
 
     @property
     def keys(self) -> int:
-        """Different keys."""
+        """Number of distinct keys."""
         return _KEYS_FOR_A_PAIR * self.pairs
 
     @property
     def tokens(self) -> int:
-        """Of a sequence."""
+        """Length of a sequence."""
         return self.pairs + self.gap + self.queries
 
     @property
     def chance(self) -> float:
-        """How often what knows nothing of the pairs is right."""
+        """Accuracy of guessing."""
         return 1 / self.classes
 
     def blind_window(self, *, causal: bool) -> int:
@@ -85,7 +86,7 @@ class Task:
         return self.gap + 1 if causal else 2 * self.gap + 1
 
     def draw(self, batch: int, *, seed: int, stream: int, number: int) -> Sequences:
-        """The sequences of one batch: the same ones for the same numbers, whatever was drawn before."""
+        """Sequences of one batch, a function of the arguments alone."""
         import numpy as np
         import torch
 
@@ -106,11 +107,11 @@ class Task:
 
 @dataclass(frozen=True, kw_only=True)
 class Course:
-    """How every backend is trained.
+    """Training configuration of every backend.
 
     Attributes:
-        batch: Sequences of a step.
-        rate: The highest learning rate: it rises over a tenth of the steps and then falls to 0 in a line.
+        batch: Sequences per step.
+        rate: Peak learning rate: linear warm-up over a tenth of the steps, then linear decay to 0.
     """
 
     task: Task
@@ -126,7 +127,7 @@ class Course:
 
     @property
     def name(self) -> str:
-        """What records call their inputs."""
+        """Name of the inputs in records."""
         task = self.task
         return (
             f"recall(pairs={task.pairs}, classes={task.classes}, queries={task.queries}, gap={task.gap}, "
