@@ -137,21 +137,6 @@ def test_the_python_function_and_the_command_measure_the_same(sums):
         studies.find("sums").function()(seq_len=(4,), wait=0.0)
 
 
-def test_a_former_flag_works_and_is_announced(sums):
-    code, _, err = finished(sums, "sums", "--wait", "0", "--seq-len", "4")
-    assert code == 0 and "--wait is now --pause" in err
-
-
-def test_a_dry_run_lists_the_points_and_measures_nothing(sums):
-    code, out, _ = finished(sums, "sums", "--dry-run", "--out", "dry")
-    assert code == 0 and "2 points; nothing was run" in out and not Path("dry").exists()
-
-
-def test_quiet_prints_the_folder_alone(sums):
-    code, out, err = finished(sums, "sums", "-q", "--out", "quiet")
-    assert (code, out, err) == (0, "quiet\n", "")
-
-
 def test_a_killed_run_is_continued_with_nothing_lost(sums):
     words = ("sums", "--seq-len", "1:12:1", "--pause", "0.1", "--out", "killed")
     process, file = start(sums, *words), Path("killed/records.jsonl")

@@ -28,8 +28,8 @@ class Quick:
     """The quickest run of a study that has two points or more.
 
     Attributes:
-        words: Options of the run, without its backends.
-        backends: Backends of the run; None if the study has no such option.
+        words: Options of the run, without its selection of backends.
+        selection: Options that select backends, left out where a test selects others.
         codes: Exit code of the run by its backends; own.py holds `broken` and `mean`.
         former: Values of former flags that have no default.
         prepare: Function that writes the files that the run reads into its folder.
@@ -37,7 +37,7 @@ class Quick:
     """
 
     words: str
-    backends: str | None = "window"
+    selection: str = "--backend window"
     codes: Mapping[str, int] = field(default_factory=lambda: {"exact,own.py:broken": 3, "own.py:broken": 4})
     former: Mapping[str, str] = field(default_factory=dict)
     prepare: Callable[[Path], object] | None = None
@@ -56,6 +56,7 @@ QUICK = {
     "recall": Quick(
         "--pairs 4 --classes 2 --queries 2 --gap 4 --steps 1 --seeds 1 --num-features 4 --batch 2 "
         "--head-dim 4",
+        selection="--backend window --set window.window=3",
         # The control, a window, is measured with every backend.
         codes={"own.py:broken": 3, "own.py:mean": 0},
     ),
@@ -140,7 +141,7 @@ def command(*words: str) -> tuple[int, str, str]:
 
 
 def words_of(name: str) -> list[str]:
-    """The command line of the quickest run, without its backends, in as many threads as the tests."""
+    """The command line of the quickest run, without its selection, in as many threads as the tests."""
     threads = ["--threads", "1"] if "--threads" in flags(name) else []
     return [name, *QUICK[name].words.split(), *threads]
 
@@ -151,9 +152,8 @@ def flags(name: str) -> list[str]:
 
 def run(name: str, *more: str) -> tuple[int, str, str]:
     """Exit code, stdout and stderr of the quickest run with more options."""
-    quick = QUICK[name]
-    own = [] if quick.backends is None or "--backend" in more else ["--backend", quick.backends]
-    return command(*words_of(name), *own, *more)
+    selection = [] if "--backend" in more else QUICK[name].selection.split()
+    return command(*words_of(name), *selection, *more)
 
 
 def cases(folder: str) -> set[str]:
@@ -226,8 +226,7 @@ def test_an_interrupted_run_names_what_was_not_tried_and_resumes(name, monkeypat
 
 
 def test_a_killed_run_resumes_with_nothing_lost(name):
-    own = [] if QUICK[name].backends is None else ["--backend", str(QUICK[name].backends)]
-    words = [*words_of(name), *own, "--out", "out"]
+    words = [*words_of(name), *QUICK[name].selection.split(), "--out", "out"]
     killed = subprocess.run([sys.executable, "-c", KILLED, *words], capture_output=True, timeout=120)
     assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
     file = Path("out/records.jsonl")

@@ -177,7 +177,7 @@ def _recall(records: Sequence[Record]) -> str:
     return (
         "Every block began with the same weights for a seed and saw the same sequences in the same order, "
         "drawn anew for every step; its accuracy was measured on sequences outside the training set. The "
-        "time of a step is the median over all steps of a forward pass, a backward pass and an update, without "
+        "time of a step is the median over all steps of forward pass, backward pass and update, without "
         "drawing the sequences."
     )
 
