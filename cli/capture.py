@@ -30,7 +30,7 @@ LayersOption = Annotated[
 ]
 MaxTokensOption = Annotated[
     int,
-    typer.Option("--max-tokens", min=1, help="Largest number of tokens; the model's own limit also holds."),
+    typer.Option("--max-tokens", min=1, metavar="N", help="Most tokens; the model's own limit also holds."),
 ]
 MaxSizeOption = Annotated[
     str, typer.Option("--max-size", metavar="AMOUNT", help="Largest file to write, such as 500M or 2GiB.")
@@ -47,7 +47,7 @@ def capture_command(
     max_size: MaxSizeOption = "1GiB",
     name: NameOption = None,
 ) -> None:
-    """Write q, k and v of a model on a text to a file for mse, compare and show --inputs FILE.
+    """Save q, k and v of a model on a text, as input of mse and others.
 
     Example: efficient-attn capture MODEL --text alice.txt --layers 0,1,5 --out alice.safetensors
     """

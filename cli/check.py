@@ -45,7 +45,7 @@ def check(
     timeout: CheckTimeoutOption = "60s",
     long: LongOption = False,
 ) -> int:
-    """Check every promise of a backend: kept, broken, not promised, could not be checked.
+    """Check every promise of a backend: kept, broken or not promised.
 
     The backend runs in a child process: a check that hangs or crashes is one broken promise in the table.
 

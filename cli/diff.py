@@ -1,4 +1,4 @@
-"""`efficient-attn diff`: runs before and after, and what became worse."""
+"""`efficient-attn diff`: comparison of runs before and after a change."""
 
 from typing import Annotated, Any
 
@@ -25,11 +25,13 @@ FailOnOption = Annotated[
     typer.Option(
         "--fail-on",
         metavar="NAME:LIMIT[,…]",
-        help="Quantities or kinds with the relative change that ends with exit code 1: time:10%,accuracy:2%; "
-        "default: all. unclear: changes that may be chance, too.",
+        help="Changes for the worse that exit with code 1, by quantity or kind: time:10%,accuracy:2%;"
+        " all regressions if omitted. `unclear` also counts changes that may be chance.",
     ),
 ]
-MarkdownOption = Annotated[bool, typer.Option("--markdown", help="Markdown for a comment on a pull request.")]
+MarkdownOption = Annotated[
+    bool, typer.Option("--markdown", help="Print Markdown for a comment on a pull request.")
+]
 
 
 class CommandClass(TyperCommand):
@@ -46,7 +48,9 @@ def diff(
     markdown: MarkdownOption = False,
     json_to: JsonToOption = None,
 ) -> int:
-    """Compare two runs, or several on each side, case by case; exit code 1 if anything became worse.
+    """Compare runs case by case: exit code 1 on a regression.
+
+    Two runs, or several old runs, --, and several new ones.
 
     Example: efficient-attn diff runs/before runs/after --fail-on time:10%
     """

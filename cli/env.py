@@ -8,7 +8,7 @@ from .options import DeviceOption, JsonOption
 
 
 def env_command(as_json: JsonOption = False, device: DeviceOption = "auto") -> None:
-    """Show machine and software, as written to the folder of every run."""
+    """Show machine and software, as written to every run."""
     from efficient_attn.experiments.workload import Workload, settle
     from efficient_attn.measure.environment import environment
 

@@ -19,7 +19,7 @@ NoPluginsOption = Annotated[
 
 
 def list_command(as_json: JsonOption = False, no_plugins: NoPluginsOption = False) -> None:
-    """List the backends: promises, options and papers; plug-ins with their packages."""
+    """List the backends with their promises, options and papers."""
     from efficient_attn.backends import list_backends, spec
     from efficient_attn.plugins import complaints, plugins
 

@@ -22,9 +22,11 @@ OutOption = Annotated[
 
 
 def report_command(folders: FoldersArgument, html: HtmlOption = None, out: OutOption = None) -> None:
-    """Redraw runs from their records: an HTML page, plots, and tables as CSV, Markdown and LaTeX.
+    """Redraw runs from their records: page, plots and tables.
 
-    Example: efficient-attn report runs/bench-20260101T000000Z results/laptop/bench --html both.html
+    Files: an HTML page, plots as PNG and SVG, and tables as CSV, Markdown and LaTeX.
+
+    Example: efficient-attn report runs/before runs/after --html both.html
     """
     from efficient_attn.experiments.redraw import report
 

@@ -44,11 +44,12 @@ def plan(
     threads: shared.Threads = None,
     seed: shared.Seed = 0,
 ) -> Plan:
-    """Train one block per backend on associative recall: accuracy compared with exact attention and controls.
+    """Train one block per backend on associative recall.
 
-    Every backend starts from the same weights and sees the same sequences in the same order. Random features
-    are drawn once per seed; calibration is made once, before training. The default selection is all backends
-    that approximate softmax and two kernels that do not.
+    Accuracy is compared with exact attention and with controls. Every backend starts from the same weights
+    and sees the same sequences in the same order. Random features are drawn once per seed; calibration is
+    made once, before training. The default selection is all backends that approximate softmax and two
+    kernels that do not.
 
     Example: efficient-attn recall --causal --backend window,my_file.py:my_attention
     """
