@@ -4,7 +4,7 @@ from dataclasses import MISSING, Field, fields
 from pathlib import Path
 
 from efficient_attn.backends import list_backends, spec
-from efficient_attn.registry import BackendSpec, Capabilities
+from efficient_attn.registry import BackendSpec
 
 FOLDER = Path(__file__).parent
 PAGE = FOLDER / "backends.md"
@@ -41,7 +41,7 @@ def page() -> str:
     """The whole page: a table of promises, then a section per backend of this package."""
     specs = [spec(name) for name in list_backends()]
     own = [one for one in specs if one.builder.__module__.startswith("efficient_attn.backends.")]
-    return "\n".join([_HEAD, *promises(own), "", *(section(one) for one in own)])
+    return "\n".join([_HEAD, *promises(own), "", *dtypes(own), "", *(section(one) for one in own)])
 
 
 def promises(specs: list[BackendSpec]) -> list[str]:
@@ -55,15 +55,25 @@ def promises(specs: list[BackendSpec]) -> list[str]:
     return table(["", *(f"[`{one.name}`](#{one.name})" for one in specs)], rows)
 
 
+def dtypes(specs: list[BackendSpec]) -> list[str]:
+    """Dtypes, once for all backends that have the same."""
+    found: dict[tuple[str, ...], list[str]] = {}
+    for one in specs:
+        found.setdefault(tuple(one.capabilities.dtypes), []).append(f"`{one.name}`")
+    if len(found) == 1:
+        return [f"Dtypes of all backends: {', '.join(*found)}."]
+    return [f"- Dtypes of {', '.join(names)}: {', '.join(kinds)}." for kinds, names in found.items()]
+
+
 def section(backend: BackendSpec) -> str:
-    """Summary, paper, dtypes, formula and options of one backend."""
+    """Summary, formula, paper and options of one backend."""
     lines = [f"## {backend.name}", "", backend.summary, ""]
     formula = FOLDER / "formulas" / f"{backend.name}.md"
     if formula.exists():
         lines += [formula.read_text(encoding="utf-8").strip(), ""]
     if backend.paper:
         lines += [f"Paper: <{backend.paper}>.", ""]
-    lines += [_dtypes(backend.capabilities), "", *options(backend), ""]
+    lines += [*options(backend), ""]
     return "\n".join(lines)
 
 
@@ -84,10 +94,6 @@ def table(head: list[str], rows: list[list[str]]) -> list[str]:
 
 def _growth(power: int) -> str:
     return "tokens" if power == 1 else "tokens²"
-
-
-def _dtypes(capabilities: Capabilities) -> str:
-    return f"Dtypes: {', '.join(capabilities.dtypes)}."
 
 
 def _default(field: Field) -> str:
