@@ -121,12 +121,16 @@ def _declared(one: Parameter) -> tuple[str, Any, Any]:
     flag = f"{one.flag}/--no-{one.flag.removeprefix('--')}" if kind is bool else one.flag
     about: dict[str, Any] = {
         "help": option.help,
-        "metavar": option.metavar or _METAVARS.get(one.type),
+        "metavar": option.metavar or _metavar(one),
         "autocompletion": option.complete,
     }
     if option.argument:
         return one.name, Annotated[kind, typer.Argument(**about)], default
     return one.name, Annotated[kind, typer.Option(flag, **about)], default
+
+
+def _metavar(one: Parameter) -> str | None:
+    return None if one.type is bool else _METAVARS.get(one.type, one.name.upper())
 
 
 def _renamed(one: Parameter, flag: str) -> tuple[str, Any, Any]:

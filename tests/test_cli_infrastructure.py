@@ -6,11 +6,13 @@ import signal
 import subprocess
 import sys
 import time
+from importlib.metadata import version
 
 import pytest
 
 pytest.importorskip("efficient_attn_cli", reason="needs an installation, if only an editable one")
 
+import efficient_attn as ea
 from efficient_attn_cli.main import main
 
 CODE = "from efficient_attn_cli.main import main; main()"
@@ -21,10 +23,14 @@ def child(*words, **settings):
     return subprocess.Popen([sys.executable, "-c", CODE, *words], **settings)
 
 
-def test_help_names_the_commands_and_loads_no_torch():
+@pytest.mark.parametrize(
+    ("word", "shown"), [("--help", "bench"), ("--version", f"efficient-attn {version('efficient-attn')}\n")]
+)
+def test_help_and_version_load_no_torch(word, shown):
     code = f"import atexit, sys; atexit.register(lambda: print('torch' in sys.modules)); {CODE}"
-    run = subprocess.run([sys.executable, "-c", code, "--help"], capture_output=True, text=True, check=True)
-    assert "bench" in run.stdout and "list" in run.stdout and run.stdout.splitlines()[-1] == "False"
+    run = subprocess.run([sys.executable, "-c", code, word], capture_output=True, text=True, check=True)
+    assert shown in run.stdout and run.stdout.splitlines()[-1] == "False"
+    assert ea.__version__ == version("efficient-attn")
 
 
 def test_list_tells_every_backend_its_promises_and_its_paper(capsys):
