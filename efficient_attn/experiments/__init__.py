@@ -1,1 +1,1 @@
-"""What a command or a notebook calls."""
+"""Experiments: the functions behind commands and notebooks."""

@@ -12,7 +12,7 @@ from efficient_attn.studies.swap.tables import NAMES, heading
 from efficient_attn.sweep.records import Record
 from efficient_attn.sweep.sizes import MEAN_OF_VALUES
 
-# What a swap is called among the things that can be plotted.
+# Name of the swap among the quantities to plot.
 SWAP = "swap"
 
 _PANEL_INCHES, _NAMES_INCHES, _HEAD_INCHES = 4.2, 2.2, 0.7
@@ -90,7 +90,7 @@ def _end_to_end(ax: Any, one: Swap, styles: dict[str, dict[str, Any]]) -> None:
         if mean > one.rounding:
             below = [height + _BELOW_LINE] * len(texts)
             ax.plot(texts, below, ".", color=style["color"], alpha=0.6, markersize=4)
-        # The stroke beside the name is that of the lines in the other panels.
+        # The line style of a name is the one of the other panels.
         ax.plot([_MARGIN * largest, max(mean, floor)], [height] * 2, **{**style, "marker": ""})
         ax.plot(
             [max(mean, floor)], [height], **{**style, "linestyle": "none", "markersize": 8}, clip_on=False
@@ -150,7 +150,7 @@ def _floor(values: Sequence[float], rounding: float) -> float:
 
 
 def _nearness(axis: Any, quantity: str, floor: float, largest: float) -> None:
-    """An axis of distances whose marks are cosines or shares, where people know those."""
+    """An axis of distances with marks at familiar cosines or shares."""
     from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
 
     turned = quantity in TURNED

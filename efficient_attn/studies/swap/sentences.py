@@ -16,7 +16,7 @@ def sentences(records: Sequence[Record], environment: Environment | None = None)
     """The nearest backend to each model, the layer that bears the swap least, and who saves no operations.
 
     Args:
-        environment: Of the run: its candidates, measured or not, and its load.
+        environment: Environment of the run: its candidates, measured or not, and noise warnings.
     """
     told = []
     for one in swaps(records):
@@ -25,7 +25,7 @@ def sentences(records: Sequence[Record], environment: Environment | None = None)
 
 
 def _approximations(one: Swap) -> list[tuple[float, SwapRow]]:
-    """What is no exact attention, the nearest first."""
+    """Approximations, the nearest first."""
     found = [
         (value.mean, row)
         for row in one.rows

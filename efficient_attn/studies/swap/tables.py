@@ -50,7 +50,7 @@ def heading(one: Swap) -> str:
 
 
 def show_quantity(quantity: str, value: float) -> str:
-    """A distance as the cosine, a disagreement as the share of what agrees, anything else as it is."""
+    """A distance as the cosine, a disagreement as the share of agreement, other quantities unchanged."""
     if quantity == PERPLEXITY:
         return three_digits(value)
     if quantity == DISAGREEMENT:
@@ -89,7 +89,7 @@ def _whole(one: Swap) -> Table:
 
 
 def _quantities(one: Swap) -> list[str]:
-    """Those that were measured, the decisive one first."""
+    """Measured quantities, the decisive one first."""
     return [
         name
         for name in (KL, DISAGREEMENT, PERPLEXITY, MEAN_POOL, FIRST_TOKEN, HIDDEN)
@@ -158,7 +158,7 @@ def _notes(one: Swap) -> list[str]:
 
 
 def _alone(one: Swap) -> list[Table]:
-    """The decisive quantity with each layer swapped alone, beside all of them."""
+    """The decisive quantity with each layer swapped alone, and with all of them."""
     if not one.layers:
         return []
     rows = []
