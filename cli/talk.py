@@ -117,7 +117,8 @@ def _say_step(step: Any) -> None:
     place = "" if case.of == "attention" else f", {case.of}"
     place += "" if case.layer is None else f", layer {case.layer}"
     name = f"{case.label}{place}, {case.tokens} tokens, {case.kind}"
-    say(f"[{step.done}/{step.total}] {name}: {step.record.status}; {remaining(step)}")
+    outcome = step.doing or f"{name}: {step.record.status}"
+    say(f"[{step.done}/{step.total}] {outcome}; {remaining(step)}")
 
 
 def remaining(step: Any) -> str:

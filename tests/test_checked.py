@@ -7,10 +7,10 @@ import torch
 from isolated_points import case_of
 from torch import nn
 
+import efficient_attn as ea
 from efficient_attn import recall
 from efficient_attn.experiments.mse import mse
 from efficient_attn.experiments.show import show
-from efficient_attn.experiments.train import train
 from efficient_attn.measure.checked import WrongOutputError, check_gradients, outputs_checked
 from efficient_attn.registry import BackendSpec, Capabilities, NoOptions
 from efficient_attn.sweep.worker import measure
@@ -144,8 +144,8 @@ def test_a_training_refuses_what_is_no_output(tmp_path):
         builder=lambda problem, options: Flat(),
     )
     (tmp_path / "text.txt").write_text("words and words " * 999)
-    small = {"tokens": 16, "model_dim": 8, "num_heads": 1, "num_layers": 1, "batch": 2, "every": 1}
-    results = train([spec], text=tmp_path / "text.txt", steps=1, **small)
+    small = {"seq_len": 16, "model_dim": 8, "num_heads": 1, "num_layers": 1, "batch": 2, "every": 1}
+    results = ea.train([spec], text=tmp_path / "text.txt", steps=1, **small)
     (record,) = [one for one in results.records if one.case.backend == "flat"]
     assert record.status == "error" and "the output has shape [2, 1, 1, 8]; expected" in record.reason
 

@@ -34,7 +34,7 @@ def command(*words):
 
 
 def test_train_prints_progress_a_table_and_last_the_folder_of_its_files(folder, capsys):
-    assert command(*TINY, "--steps", 4, "--sample", 5) == 0
+    assert command(*TINY, "--steps", 4) == 0
     out, err = capsys.readouterr()
     last = folder / out.splitlines()[-1]
     assert last.parent.name == "runs" and last.name.startswith("train-")
@@ -50,7 +50,7 @@ def test_train_prints_progress_a_table_and_last_the_folder_of_its_files(folder, 
     assert names <= {path.name for path in last.iterdir()}
     assert "Language models: text.txt, windows of 8 bytes" in out and "After 4 steps exact attention" in out
     assert "[4/4] window(window=4), step 4: " in err and "bits per byte; " in err
-    assert "window(window=4):" in out and "\x1b" not in out + err
+    assert "\x1b" not in out + err
 
 
 def test_a_run_goes_on_by_its_own_plan(undrawn):
@@ -61,26 +61,6 @@ def test_a_run_goes_on_by_its_own_plan(undrawn):
     } == {4}
 
 
-def test_the_command_and_the_function_have_the_same_defaults():
-    import inspect
-
-    from efficient_attn.experiments.train import train
-    from efficient_attn.sweep.amounts import parse_seconds
-    from efficient_attn_cli.train import train_command
-
-    theirs = {name: one.default for name, one in inspect.signature(train_command).parameters.items()}
-    theirs |= {"tokens": theirs["seq_len"], "num_layers": theirs["layers"], "backends": theirs["backend"],
-               "budget_s": parse_seconds(theirs["budget"], name=""), "options": theirs["set_"]}  # fmt: skip
-    own = {name: one.default for name, one in inspect.signature(train).parameters.items()}
-    assert own == {name: theirs[name] for name in own}
-
-
-def test_json_makes_stdout_one_document(undrawn, capsys):
-    assert command(*TINY, "--steps", 2, "--json", "-", "--sample", 3) == 0
-    document = json.loads(capsys.readouterr().out)
-    assert [record["kind"] for record in document["records"]] == ["train", "train"]
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -89,13 +69,8 @@ def test_json_makes_stdout_one_document(undrawn, capsys):
         (["--text", "binary"], "text: binary is no text: byte 0 is zero."),
         (["--steps", "3"], "steps=3 does not end with an evaluation"),
         (["--backend", "linformer"], "cannot be causal. Causal backends:"),
-        (["--backend", "windw"], "Did you mean 'window'?"),
         (["--set", "window.window=0"], "window is at least 1, not 0"),
-        (["--budget", "soon"], "--budget is a duration such as 90s, 2m or 1h, not 'soon'"),
-        (["--resume"], "--resume needs --out, the folder of the run to go on with"),
         (["--positions", "round"], "No choice of positions is called 'round'"),
-        (["--json", "file"], "--json takes - for stdout"),
-        (["stray"], "'stray' stands alone"),
     ],
 )
 def test_a_wrong_request_ends_in_one_line_and_leaves_no_folder(words, message, folder, capsys):

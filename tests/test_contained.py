@@ -8,12 +8,12 @@ import threading
 import pytest
 from isolated_points import SHARED, case_of
 
+import efficient_attn as ea
 from efficient_attn import recall
 from efficient_attn.contained import LeftError, contained, described
 from efficient_attn.errors import DataError
 from efficient_attn.experiments.mse import mse
 from efficient_attn.experiments.show import show
-from efficient_attn.experiments.train import train
 from efficient_attn.registry import BackendSpec, Capabilities, NoOptions
 from efficient_attn.sweep.interrupt import held
 from efficient_attn.sweep.plan import plan
@@ -151,7 +151,7 @@ def test_builders_that_leave_end_no_study(name, tmp_path):
     assert (record.status, record.reason) == ("error", SAID[name])
     (tmp_path / "text.txt").write_text("words and words " * 999)
     with pytest.raises(ValueError, match=f"built cannot be built into a model: {SAID[name]}"):
-        train([spec], text=tmp_path / "text.txt", tokens=16, model_dim=8, num_heads=1, steps=20)
+        ea.train([spec], text=tmp_path / "text.txt", seq_len=16, model_dim=8, num_heads=1, steps=20)
 
 
 @pytest.mark.parametrize("name", LEAVING)

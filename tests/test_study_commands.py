@@ -44,6 +44,10 @@ class Quick:
     needs: str = "torch"
 
 
+def text_of_lines(folder: Path) -> None:
+    (folder / "text.txt").write_text("".join(f"line {number} of the text\n" for number in range(120)))
+
+
 def tiny_model(folder: Path) -> None:
     from hf_models import bert, saved, texts
 
@@ -59,6 +63,13 @@ QUICK = {
         selection="--backend window --set window.window=3",
         # The control, a window, is measured with every backend.
         codes={"own.py:broken": 3, "own.py:mean": 0},
+    ),
+    "train": Quick(
+        "--text text.txt --seq-len 8 --batch 2 --model-dim 8 --num-heads 2 --layers 1 --every 1 --steps 1 "
+        "--windows 8 --size 4",
+        codes={"own.py:broken": 2},
+        former={"--tokens": "8"},
+        prepare=text_of_lines,
     ),
     "swap": Quick(
         "tiny --text text.txt --draws 1 --rounds 1",

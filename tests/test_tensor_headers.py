@@ -16,8 +16,8 @@ from safetensors.torch import save
 
 from efficient_attn import limits, tensor_headers
 from efficient_attn.errors import DataError
-from efficient_attn.experiments.checkpoints import read_model
 from efficient_attn.measure.inputs import read_activations
+from efficient_attn.studies.train.checkpoints import read_model
 from efficient_attn.tensor_headers import check_header, load_tensors, read_header
 
 ENTRY = {"dtype": "F32", "shape": [1, 2, 2], "data_offsets": [0, 16]}

@@ -10,10 +10,10 @@ from safetensors.torch import load_file, save_file
 
 import efficient_attn as ea
 from efficient_attn.errors import DataError
-from efficient_attn.experiments import tensor_files
-from efficient_attn.experiments.tensor_files import describe_tensors, read_tensors, write_tensors
+from efficient_attn.studies.train import tensor_files
+from efficient_attn.studies.train.tensor_files import describe_tensors, read_tensors, write_tensors
 
-TINY = {"tokens": 8, "batch": 2, "model_dim": 8, "num_heads": 2, "num_layers": 1, "every": 2, "windows": 8,
+TINY = {"seq_len": 8, "batch": 2, "model_dim": 8, "num_heads": 2, "num_layers": 1, "every": 2, "windows": 8,
         "size": 4, "threads": 1, "text": "text.txt"}  # fmt: skip
 CHECKPOINT = Path("out/checkpoints/window-window-4.safetensors")
 MODEL = Path("out/models/window-window-4.safetensors")

@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 
 import efficient_attn as ea
-from efficient_attn.analysis.training import training_rows, training_runs
-from efficient_attn.report.train_plot import TRAINING, plot_training
-from efficient_attn.report.training import training_sentences, training_tables
+from efficient_attn.studies.train.analysis import rows as training_rows
+from efficient_attn.studies.train.analysis import training_runs
+from efficient_attn.studies.train.plot import TRAINING, plot_training
+from efficient_attn.studies.train.tables import sentences as training_sentences
+from efficient_attn.studies.train.tables import tables as training_tables
 from efficient_attn.sweep.records import Case, Record
 
 CASE = Case(kind="train", backend="exact", label="exact", of="encoder", layers=2, num_heads=2, head_dim=8,

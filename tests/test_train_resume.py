@@ -16,8 +16,8 @@ from tiny_training import LINES, TINY, curves, run
 
 import efficient_attn as ea
 from efficient_attn.errors import DataError
-from efficient_attn.experiments import train
-from efficient_attn.experiments.learner import Learner
+from efficient_attn.studies import run as studies_run
+from efficient_attn.studies.train.trainer import Trainer
 
 
 @pytest.fixture(autouse=True)
@@ -54,7 +54,7 @@ def same_checkpoints(one, other):
 def test_an_interruption_keeps_every_step_that_was_done(number, monkeypatch):
     whole = curves(run(steps=4))
     done = []
-    advance = Learner.advance
+    advance = Trainer.advance
 
     def interrupted(self):
         advance(self)
@@ -63,10 +63,10 @@ def test_an_interruption_keeps_every_step_that_was_done(number, monkeypatch):
         if len(done) == 3 + number:
             signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr(Learner, "advance", interrupted)
+    monkeypatch.setattr(Trainer, "advance", interrupted)
     cut = run(steps=4, out="out")
     assert cut.interrupted
-    monkeypatch.setattr(Learner, "advance", advance)
+    monkeypatch.setattr(Trainer, "advance", advance)
     checkpoints = [load_file(path) for path in Path("out/checkpoints").iterdir()]
     assert sum(2 * len(one["curve"]) + len(one["recent"]) for one in checkpoints) == number
     assert curves(run(steps=4, out="out", resume=True)) == whole
@@ -116,7 +116,6 @@ def test_a_run_that_goes_on_with_other_options_is_refused_and_nothing_is_lost(ch
         # Another variant is another model beside those that are there.
         more = run(steps=2, out="out", resume=True, **changed)
         assert len(more.records) == 4
-        assert any("Left as they were" in note and "num_features=4" in note for note in more.notes)
     else:
         with pytest.raises(
             DataError,
@@ -129,13 +128,19 @@ def test_a_run_that_goes_on_with_other_options_is_refused_and_nothing_is_lost(ch
 
 def test_another_environment_is_refused_unless_it_is_forced(monkeypatch):
     run(steps=2, out="out")
-    here = train.environment()
-    monkeypatch.setattr(train, "environment", lambda **asked: {**here, "processor": "another"})
+    here = studies_run.environment()
+    monkeypatch.setattr(studies_run, "environment", lambda **asked: {**here, "processor": "another"})
     with pytest.raises(
         DataError,
         match=r"environment: processor was .*, is another\. Name a new folder",
     ):
         run(steps=4, out="out", resume=True)
+    records = Path("out/records.jsonl").rename("records.jsonl")
+    environment = Path("out/environment.json").rename("environment.json")
+    with pytest.raises(DataError, match=r"begun in another environment: processor was .*, is another"):
+        run(steps=4, out="out", resume=True)
+    records.rename("out/records.jsonl")
+    environment.rename("out/environment.json")
     mixed = run(steps=4, out="out", force_resume=True)
     assert mixed.records[0].train_steps == (2, 4)
     assert any("Two environments are mixed" in note for note in mixed.notes)
@@ -148,6 +153,14 @@ def test_a_folder_of_another_run_is_not_written_over():
         run(steps=2, out="out")
 
 
-def test_a_run_that_has_had_its_budget_says_so():
+def test_a_run_that_has_had_its_steps_says_so():
     run(steps=2, out="out")
     assert any("Nothing was left to do" in note for note in run(steps=2, out="out", resume=True).notes)
+
+
+def test_a_continued_run_has_a_budget_of_its_own_and_models_ahead_of_the_others_wait():
+    run(steps=4, out="out")
+    Path("out/checkpoints/exact.safetensors").unlink()
+    again = run(steps=None, out="out", resume=True, budget_s=1e-9)
+    assert {record.case.backend: record.train_steps for record in again.records} == {
+        "exact": (2,), "window": (2, 4), "performer-positive": (2, 4)}  # fmt: skip

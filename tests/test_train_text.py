@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from efficient_attn.errors import DataError
-from efficient_attn.experiments.texts import Text, batch_at, read_text, windows
+from efficient_attn.studies.train.text import Text, batch_at, read_text, windows
 
 LONG = b"abcdefghij" * 100
 

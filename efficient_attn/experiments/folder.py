@@ -11,7 +11,7 @@ from efficient_attn.errors import DataError
 from efficient_attn.experiments.files import COMMAND, ENVIRONMENT, PLAN, RECORDS, entry, read_json, write_json
 from efficient_attn.experiments.results import read
 from efficient_attn.report.files import write
-from efficient_attn.sweep.records import NO_LINK, Case, Record, append
+from efficient_attn.sweep.records import NO_LINK, Case, Record, append, line
 
 LOCK = ".lock"
 
@@ -57,10 +57,15 @@ class Book:
         return record is not None and record.status == "ok"
 
     def add(self, record: Record) -> None:
-        """Store and write a record; a repeated failure is not written twice."""
-        if self._folder is not None and self._records.get(record.case.key) != record:
-            append(self._folder / RECORDS, record)
+        """Store and write a record; its continuation replaces it, a repeated failure is not written twice."""
+        known = self._records.get(record.case.key)
         self._records[record.case.key] = record
+        if self._folder is None or known == record:
+            return
+        if known is not None and known.status == "ok":
+            write(self._folder / RECORDS, "".join(f"{line(one)}\n" for one in self.records))
+        else:
+            append(self._folder / RECORDS, record)
 
 
 @contextmanager

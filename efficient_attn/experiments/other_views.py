@@ -12,7 +12,6 @@ from efficient_attn.analysis.head_errors import HEADS
 from efficient_attn.analysis.kernel import kernel_records
 from efficient_attn.analysis.rows import flat_row
 from efficient_attn.analysis.summary import summary
-from efficient_attn.analysis.training import training_rows
 from efficient_attn.errors import UnknownNameError
 from efficient_attn.report import plot as cost_plot
 from efficient_attn.report.comparison import comparison_sentences, comparison_tables
@@ -28,8 +27,6 @@ from efficient_attn.report.parts import part_tables
 from efficient_attn.report.pays import crossover_tables
 from efficient_attn.report.sentences import bench_sentences
 from efficient_attn.report.table import Table
-from efficient_attn.report.train_plot import TRAINING, plot_training
-from efficient_attn.report.training import training_sentences, training_tables
 from efficient_attn.sweep.case import Record
 from efficient_attn.sweep.quantity import KINDS, samples
 
@@ -44,7 +41,7 @@ Environment = Mapping[str, Any]
 
 
 def tables(records: Sequence[Record], environment: Environment) -> list[Table]:
-    """Tables of comparisons, costs, errors and trainings."""
+    """Tables of comparisons, costs and errors."""
     alone = _apart(records)
     costs = [record for record in alone if record.case.kind in QUANTITIES.values()]
     made = [
@@ -57,7 +54,7 @@ def tables(records: Sequence[Record], environment: Environment) -> list[Table]:
     if errors:
         made += _errors("tables")(errors) + overview_tables(errors)
         made += head_error_tables(errors) + part_tables(errors)
-    return made + kernel_tables(records) + training_tables(records)
+    return made + kernel_tables(records)
 
 
 def plot(
@@ -69,13 +66,9 @@ def plot(
 ) -> Any:
     """One quantity of every backend against tokens, or an error against the size."""
     y = y or (COMPARISON if comparisons(records) else None)
-    y = y or (TRAINING if _of_kind(records, "train") else None)
     y = y or ("time_s" if _of_kind(records, "time") else "output_relative_error")
-    whole = {TRAINING: plot_training}
     if y == COMPARISON:
         return plot_comparisons(records, asked_error(environment))
-    if y in whole:
-        return whole[y](records)
     if y in QUANTITIES:
         if x not in (None, "tokens"):
             raise UnknownNameError(f"x axis for {y}", str(x), ["tokens"])
@@ -90,20 +83,20 @@ def plot(
 
 
 def sentences(records: Sequence[Record], environment: Environment) -> list[str]:
-    """Findings on comparisons, costs, errors and trainings."""
+    """Findings on comparisons, costs and errors."""
     alone = _apart(records)
     found = comparison_sentences(records, asked_error(environment), environment)
     found += bench_sentences(alone, environment)
     errors = _of_kind(alone, "error")
     found += _errors("sentences")(errors, environment=environment) if errors else []
-    return found + kernel_sentences(records) + training_sentences(records)
+    return found + kernel_sentences(records)
 
 
 def rows(records: Sequence[Record], environment: Environment) -> list[dict[str, Any]]:
     """Flat rows: comparisons; time and memory of a backend at a length side by side; then errors."""
     alone = _apart(records)
     errors = [flat_row(record) for record in alone if record.case.kind == "error"]
-    return comparison_rows(records) + summary(alone) + errors + training_rows(alone)
+    return comparison_rows(records) + summary(alone) + errors
 
 
 def plots(records: Sequence[Record], environment: Environment) -> dict[str, Callable[[], Any]]:
@@ -131,7 +124,6 @@ def _quantities(records: Sequence[Record]) -> dict[str, str]:
     wanted = {"time": "time_s", "memory": "peak_bytes", "error": "output_relative_error"}
     found = {COMPARISON: COMPARISON} if comparisons(records) else {}
     found |= {kind: quantity for kind, quantity in wanted.items() if kind in ok}
-    found |= {TRAINING: TRAINING} if any(record.train_steps for record in records) else {}
     found |= {"error-heads": HEADS} if any(getattr(r, HEADS) for r in records) else {}
     return found | kernel_plots(records)
 

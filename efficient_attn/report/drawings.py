@@ -16,7 +16,6 @@ from efficient_attn.report.harmless import plain
 from efficient_attn.report.head_errors import plot_heads
 from efficient_attn.report.kernel_plot import OVER, plot_kernel
 from efficient_attn.report.svg import inline, swatch
-from efficient_attn.report.train_plot import TRAINING, plot_training
 from efficient_attn.sweep.records import Record
 
 _SIZE_INCHES = (4.9, 3.4)
@@ -62,7 +61,6 @@ def draw(
     whole: dict[str, Any] = {quantity: partial(plot_kernel, x=axis) for quantity, axis in OVER.items()}
     whole |= {
         HEADS: plot_heads,
-        TRAINING: plot_training,
         COMPARISON: partial(plot_comparisons, max_error=max_error),
     }
     errors = [quantity for quantity in quantities if quantity not in (*costs, *whole)]

@@ -64,11 +64,9 @@ class Estimate:
             self._cost += point.cost
 
     def seconds(self, point: Point, *, done: int = 0, typical: bool = False) -> float:
-        """Predicted duration of a point; as if calls were short where nothing is known.
+        """Predicted duration of a point after `done` rounds.
 
-        Args:
-            done: Rounds of the point that are measured.
-            typical: Predict unknown calls by those of the other series.
+        Calls of an unknown series are short; with `typical` they last as long as those of the others.
         """
         if point.rounds is None and point.calls is None:
             known = self._points.get(point.series)
@@ -127,8 +125,8 @@ class Loop:
             for _, group in itertools.groupby(self._points, key=lambda point: point.group):
                 self._measure_group(list(group))
         except KeyboardInterrupt:
-            for parts in list(self._begun.values()):
-                self._finish(joined(parts))
+            for key, parts in list(self._begun.items()):
+                self._finish(self._merged(self._left[key], parts))
             return False
         return True
 
@@ -149,7 +147,8 @@ class Loop:
                 timed.append(point)
                 promised_s += self._estimate.seconds(point)
         for point in in_turns(timed, rounds=max((point.rounds or 0 for point in timed), default=0)):
-            self._measure_round(point)
+            if point.case.key in self._left and not self._given_up(point):
+                self._measure_round(point)
         for point in points:
             if point.rounds is None and not self._skipped(point):
                 self._tell(point.shown, None)
@@ -159,11 +158,8 @@ class Loop:
                 self._finish(record)
 
     def _measure_round(self, point: Point) -> None:
-        key = point.case.key
-        if key not in self._left or self._given_up(point):
-            return
+        key, start = point.case.key, time.monotonic()
         self._tell(point.shown, None)
-        start = time.monotonic()
         part = point.measure(seconds=self._round_s)
         spent_s = max(time.monotonic() - start - self._start_s, 0.0)
         self._spent_s[key] = self._spent_s.get(key, 0.0) + spent_s
@@ -174,7 +170,10 @@ class Loop:
         parts = self._begun.setdefault(key, [])
         parts.append(part)
         if len(parts) == point.rounds:
-            self._finish(joined(parts))
+            self._finish(self._merged(point, parts))
+
+    def _merged(self, point: Point, parts: Sequence[Record]) -> Record:
+        return (point.merge or joined)(parts)
 
     def _given_up(self, point: Point) -> bool:
         """Whether a round is not begun: others may have taken longer than predicted."""
@@ -186,7 +185,7 @@ class Loop:
         # Samples in hand are worth more than a round that would most likely be cut off.
         cut_off = spent_s + round_s > self._timeout_s or round_s > self._left_s()
         if cut_off:
-            self._finish(joined(parts))
+            self._finish(self._merged(point, parts))
         return cut_off
 
     def _skipped(self, point: Point, *, promised_s: float = 0.0) -> bool:

@@ -15,6 +15,7 @@ class Point:
 
     Attributes:
         measure: Measurement of the record; of a timed point with the seconds of calls of one round.
+        merge: The record of the rounds so far; omitted: the samples of all rounds.
         rounds: Rounds of a timed point, interleaved with the other timed points of its group and merged into
             one record; None: measured once.
         label: Name in the progress display; omitted: backend, length and kind.
@@ -29,6 +30,7 @@ class Point:
 
     case: Case
     measure: Callable[..., Record]
+    merge: Callable[[Sequence[Record]], Record] | None = None
     rounds: int | None = None
     label: str | None = None
     group: Hashable = None
@@ -58,6 +60,10 @@ class Plan:
         timeout_s: Seconds of one point, all its rounds together.
         start_s: Seconds of starting a process for each round, where that is done.
         resources: Context that is held open while points are measured.
+        lockstep: Points advance together: a round is begun for all of them or for none.
+        told: Outcome of a record in the progress display; omitted: its status.
+        attach: The plan as it is continued in a folder, `attach(plan, folder, machine, resume=…, force=…)`.
+        budget_s: Seconds of measuring unless the run names others.
     """
 
     points: Sequence[Point]
@@ -68,3 +74,7 @@ class Plan:
     timeout_s: float = math.inf
     start_s: float = 0.0
     resources: AbstractContextManager[Any] = field(default_factory=nullcontext)
+    lockstep: bool = False
+    told: Callable[[Record], str] | None = None
+    attach: "Callable[..., Plan] | None" = None
+    budget_s: float | None = None

@@ -11,6 +11,7 @@ from efficient_attn.experiments.folder import Book, Earlier, begin, only_writer
 from efficient_attn.experiments.results import STUDY, Results
 from efficient_attn.measure.conditions import between, moment
 from efficient_attn.measure.environment import environment
+from efficient_attn.studies.lockstep import Lockstep
 from efficient_attn.studies.loop import Loop
 from efficient_attn.studies.plan import Plan
 from efficient_attn.studies.study import Study
@@ -41,6 +42,8 @@ def run_plan(
     resume = resume or force_resume
     if resume and out is None:
         raise OptionError("resume needs out, the folder of the run to go on with.")
+    if budget_s is not None and not budget_s > 0:
+        raise OptionError(f"budget_s is a number of seconds above 0, not {budget_s!r}.")
     plan = make_plan()
     folder = None if out is None else open_folder(out, name="out", fresh=not resume)
     machine = {**environment(command=command, device=plan.device), **plan.about, STUDY: study.name}
@@ -50,10 +53,18 @@ def run_plan(
             stack.enter_context(only_writer(folder))
             text = None if plan_file is None else plan_file(plan)
             cases = [point.case for point in plan.points]
+            if plan.attach is not None:
+                plan = plan.attach(plan, folder, machine, resume=resume, force=force_resume)
             earlier = begin(folder, cases, machine, resume=resume, force=force_resume, plan=text)
         stack.enter_context(plan.resources)
         book, start = Book(folder, earlier.records), moment()
-        loop = Loop(plan, earlier=earlier.records, emit=book.add, progress=progress, budget_s=budget_s)
+        loop = (Lockstep if plan.lockstep else Loop)(
+            plan,
+            earlier=earlier.records,
+            emit=book.add,
+            progress=progress,
+            budget_s=plan.budget_s if budget_s is None else budget_s,
+        )
         complete = loop.run()
         machine = dict(earlier.environment or machine)
         machine[DURING] = [*machine.get(DURING, []), between(start, moment(), device=plan.device)]

@@ -2,7 +2,6 @@
 
 from efficient_attn.sweep.quantity import (
     MATTERS,
-    MATTERS_OF_BITS,
     Quantity,
     condition,
     cost,
@@ -172,44 +171,4 @@ register(
     setting("expected_output_mse", "squared", "Theoretical expectation of output_mse.", type="number"),
     setting("expected_kernel_mse", "squared", "Theoretical expectation of kernel_mse.", type="number"),
     kinds={"error": "approximation error"},
-)
-
-# Language models trained from scratch: `train`.
-register(
-    Quantity(
-        name="train_step_s",
-        unit="s",
-        meaning="Total time of all training steps up to each evaluation.",
-        type="numbers",
-        scatter="rounds",
-        threshold=MATTERS,
-        record_field="train_seconds_s",
-    ),
-    setting(
-        "train_steps",
-        "",
-        "Number of training steps before each evaluation; curves of training have one entry for each.",
-        type="whole numbers",
-        entry="last",
-    ),
-    Quantity(
-        name="train_bits_per_byte",
-        unit="bits per byte",
-        meaning="Bits per byte of the batches since the previous evaluation, each before its update.",
-        type="numbers",
-        scatter="seeds",
-        threshold=MATTERS_OF_BITS,
-        entry="last",
-    ),
-    Quantity(
-        name="held_out_bits_per_byte",
-        unit="bits per byte",
-        meaning="Bits per byte of the held-out text, mean over all windows.",
-        type="numbers",
-        scatter="windows",
-        threshold=MATTERS_OF_BITS,
-        samples="held_out_bits_per_byte_windows",
-        entry="last",
-    ),
-    kinds={"train": "training of a language model"},
 )

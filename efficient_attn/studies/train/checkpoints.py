@@ -10,15 +10,15 @@ from torch import Tensor
 
 from efficient_attn.backends import list_backends, spec
 from efficient_attn.errors import DataError
-from efficient_attn.experiments.learner import Learner, under
-from efficient_attn.experiments.tensor_files import (
+from efficient_attn.problem import AttentionProblem
+from efficient_attn.report.files import slug
+from efficient_attn.studies.train.tensor_files import (
     check_like,
     describe_tensors,
     read_tensors,
     write_tensors,
 )
-from efficient_attn.problem import AttentionProblem
-from efficient_attn.report.files import slug
+from efficient_attn.studies.train.trainer import Trainer, under
 from efficient_attn.sweep.sizes import SEED
 from efficient_attn.sweep.variants import Variant
 from efficient_attn.transformer.language_model import LanguageModel
@@ -30,43 +30,51 @@ _CHECKPOINT, _MODEL = "efficient-attn training 2", "efficient-attn language mode
 _ENVIRONMENT = ("torch", "processor", "threads", "device")
 
 
-def about(learner: Learner, machine: Mapping[str, Any]) -> dict[str, Any]:
-    """All that the curve of a learner follows from."""
+def _about(trainer: Trainer, machine: Mapping[str, Any]) -> dict[str, Any]:
+    """All that the curve of a trainer follows from."""
     return {
-        "backend": learner.variant.label,
-        **{f"{learner.variant.backend}.{name}": value for name, value in learner.variant.options.items()},
-        **asdict(learner.course),
-        "text": learner.text.sha256,
+        "backend": trainer.variant.label,
+        **{f"{trainer.variant.backend}.{name}": value for name, value in trainer.variant.options.items()},
+        **asdict(trainer.config),
+        "text": trainer.text.sha256,
         "torch": torch.__version__,
         "processor": machine.get("processor"),
     }
 
 
-def save_checkpoint(folder: Path, learner: Learner, now: Mapping[str, Any]) -> None:
+def save_checkpoint(folder: Path, trainer: Trainer, machine: Mapping[str, Any]) -> None:
     """Write what to go on from; and the model, where its last evaluation is its best."""
     for kind in (CHECKPOINTS, MODELS):
         (folder / kind).mkdir(exist_ok=True)
-    if learner.curve and not learner.recent and learner.best == learner.curve[-1]:
-        _save_model(model_path(folder, learner.variant), learner)
-    write_tensors(_file(folder, CHECKPOINTS, learner.variant), learner.tensors(), now, format=_CHECKPOINT)
+    if trainer.curve and not trainer.recent and trainer.best == trainer.curve[-1]:
+        _save_model(model_path(folder, trainer.variant), trainer)
+    write_tensors(
+        _file(folder, CHECKPOINTS, trainer.variant),
+        trainer.tensors(),
+        _about(trainer, machine),
+        format=_CHECKPOINT,
+    )
 
 
-def load_checkpoint(folder: Path, learner: Learner, now: Mapping[str, Any], *, force: bool) -> str | None:
-    """Take a learner to where its checkpoint is, if there is one; what differs in the environment.
+def load_checkpoint(folder: Path, trainer: Trainer, machine: Mapping[str, Any], *, force: bool) -> None:
+    """Restore a trainer from its checkpoint, if there is one.
+
+    Args:
+        force: Accept a checkpoint of another environment.
 
     Raises:
         DataError: If the checkpoint is damaged, or of a run with other options.
     """
-    path = _file(folder, CHECKPOINTS, learner.variant)
+    path = _file(folder, CHECKPOINTS, trainer.variant)
     if not path.exists():
-        return None
+        return
     described = describe_tensors(path, format=_CHECKPOINT)
-    known = described.about
+    known, now = described.about, _about(trainer, machine)
     unlike = {name for name in {*known, *now} if known.get(name) != now.get(name)}
     for name in sorted(unlike - set(_ENVIRONMENT)):
         told = "another text" if name == "text" else f"{name}={known.get(name)}, not {now.get(name)}"
         raise DataError(
-            f"out: {folder} was begun with {told[:100]} ({learner.variant.label}). Give the options of that "
+            f"out: {folder} was begun with {told[:100]} ({trainer.variant.label}). Give the options of that "
             "run, or name a new folder; nothing there was changed."
         )
     changed = "; ".join(
@@ -77,11 +85,10 @@ def load_checkpoint(folder: Path, learner: Learner, now: Mapping[str, Any], *, f
             f"out: {folder} was begun in another environment: {changed[:200]}. Name a new folder, or mix "
             "them with --force-resume."
         )
-    _check_shapes(path, described.tensors, learner)
+    _check_shapes(path, described.tensors, trainer)
     tensors = read_tensors(described)
-    _check_curve(path, tensors, learner)
-    learner.restore(tensors)
-    return changed or None
+    _check_curve(path, tensors, trainer)
+    trainer.restore(tensors)
 
 
 def read_model(path: str | Path, *, backend: Any = None) -> LanguageModel:
@@ -121,19 +128,19 @@ def read_model(path: str | Path, *, backend: Any = None) -> LanguageModel:
     return model.eval()
 
 
-def _save_model(path: Path, learner: Learner) -> None:
-    course, variant = learner.course, learner.variant
+def _save_model(path: Path, trainer: Trainer) -> None:
+    config, variant = trainer.config, trainer.variant
     about = {
         "backend": variant.backend,
         # The draws are among the tensors.
         "options": {name: value for name, value in variant.options.items() if name != SEED},
-        **{name: getattr(course, name) for name in ("model_dim", "num_heads", "num_layers", "positions")},
-        "max_tokens": course.tokens,
-        "text": learner.text.name,
-        "step": learner.step,
-        "held_out_bits_per_byte": learner.curve[-1].held_out,
+        **{name: getattr(config, name) for name in ("model_dim", "num_heads", "num_layers", "positions")},
+        "max_tokens": config.tokens,
+        "text": trainer.text.name,
+        "step": trainer.step,
+        "held_out_bits_per_byte": trainer.curve[-1].held_out,
     }
-    write_tensors(path, learner.model.state_dict(), about, format=_MODEL)
+    write_tensors(path, trainer.model.state_dict(), about, format=_MODEL)
 
 
 def model_path(folder: Path, variant: Variant) -> Path:
@@ -145,10 +152,10 @@ def _file(folder: Path, kind: str, variant: Variant) -> Path:
     return folder / kind / f"{slug(variant.label)}.safetensors"
 
 
-def _check_shapes(path: Path, tensors: Mapping[str, Tensor], learner: Learner) -> None:
+def _check_shapes(path: Path, tensors: Mapping[str, Tensor], trainer: Trainer) -> None:
     """Refuse a checkpoint of another model before its tensors are read."""
-    wanted = learner.tensors()
-    for name, parameter in learner.model.named_parameters():
+    wanted = trainer.tensors()
+    for name, parameter in trainer.model.named_parameters():
         wanted |= _moments(f"optimiser.{name}.", parameter, tensors)
     for name in ("curve", "held_out", "recent"):
         # As many rows as there are, each like those wanted.
@@ -157,9 +164,9 @@ def _check_shapes(path: Path, tensors: Mapping[str, Tensor], learner: Learner) -
     check_like(path, tensors, wanted)
 
 
-def _check_curve(path: Path, tensors: Mapping[str, Tensor], learner: Learner) -> None:
-    """Refuse a curve that this learner cannot have written."""
-    every, curve = learner.course.every, tensors["curve"]
+def _check_curve(path: Path, tensors: Mapping[str, Tensor], trainer: Trainer) -> None:
+    """Refuse a curve that this trainer cannot have written."""
+    every, curve = trainer.config.every, tensors["curve"]
     steps = [every * number for number in range(1, len(curve) + 1)]
     numbers = [tensors[name].flatten() for name in ("curve", "held_out", "recent", "seconds")]
     if (

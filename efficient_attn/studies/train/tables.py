@@ -2,19 +2,20 @@
 
 from collections.abc import Sequence
 
-from efficient_attn.analysis.training import Mean, TrainingCurve, TrainingRun, training_runs
 from efficient_attn.report.error_table import describe
 from efficient_attn.report.table import Table, three_digits
+from efficient_attn.studies.train.analysis import Mean, TrainingCurve, TrainingRun, training_runs
+from efficient_attn.studies.view import Environment
 from efficient_attn.sweep.amounts import show_bytes, show_seconds
 from efficient_attn.sweep.records import Case, Record
 
 
-def training_tables(records: Sequence[Record]) -> list[Table]:
+def tables(records: Sequence[Record], environment: Environment | None = None) -> list[Table]:
     """One for each run: bits per byte at the end, beside speed and what a model carries on."""
     return [_table(run) for run in training_runs(records)]
 
 
-def training_sentences(records: Sequence[Record]) -> list[str]:
+def sentences(records: Sequence[Record], environment: Environment | None = None) -> list[str]:
     """Who is lower than exact attention after as many steps, and who is lowest after as many seconds."""
     return [
         sentence for run in training_runs(records) for sentence in (_by_steps(run), _by_time(run)) if sentence

@@ -18,11 +18,11 @@ from torch import Tensor
 from efficient_attn.backend import Backend
 from efficient_attn.calibration import calibrate
 from efficient_attn.contained import contained
-from efficient_attn.experiments.course import Course, build_model, case_of, drawing
-from efficient_attn.experiments.texts import Text, batch_at, windows
-from efficient_attn.experiments.training import optimiser, rate_at, update
 from efficient_attn.measure.checked import outputs_checked
 from efficient_attn.measure.memory import parameter_bytes, state_bytes
+from efficient_attn.studies.train.config import TrainConfig, build_model, case_of, seeded
+from efficient_attn.studies.train.optimiser import optimiser, rate_at, update
+from efficient_attn.studies.train.text import Text, batch_at, windows
 from efficient_attn.sweep.records import Record
 from efficient_attn.sweep.variants import Variant
 from efficient_attn.transformer.language_model import LanguageModel
@@ -39,7 +39,7 @@ class Point(NamedTuple):
     train: float
 
 
-class Learner:
+class Trainer:
     """A language model around one backend, with its optimiser and its curve so far.
 
     Attributes:
@@ -49,26 +49,25 @@ class Learner:
         recent: Losses since then.
         trained_s: Seconds of all steps; `evaluated_s` of all evaluations.
         failed: Why it does not go on; None: it does.
-        advanced: It did a step since it was made.
     """
 
-    def __init__(self, variant: Variant, text: Text, course: Course) -> None:
-        self.variant, self.text, self.course = variant, text, course
-        self.model = build_model(variant, course).to(course.device)
+    def __init__(self, variant: Variant, text: Text, config: TrainConfig) -> None:
+        self.variant, self.text, self.config = variant, text, config
+        self.case = case_of(variant, text.name, config)
+        self.model = build_model(variant, config).to(config.device)
         self.step, self.trained_s, self.evaluated_s = 0, 0.0, 0.0
         self.curve: list[Point] = []
         self.held_out: tuple[float, ...] = ()
         self.recent: list[float] = []
         self.failed: str | None = None
-        self.advanced = False
         self._optimiser = optimiser(self.model)
-        self._windows = self._ids(windows(text.held_out, course.windows, tokens=course.tokens))
+        self._windows = self._ids(windows(text.held_out, config.windows, tokens=config.tokens))
         self._calibrated = _calibrate(self.model, self._batch()[:, :-1])
 
     @property
     def is_due(self) -> bool:
         """Whether an evaluation comes next."""
-        return len(self.recent) >= self.course.every
+        return len(self.recent) >= self.config.every
 
     @property
     def spent_s(self) -> float:
@@ -82,20 +81,19 @@ class Learner:
 
     def advance(self) -> None:
         """One step: a batch, its loss, one update; a loss that is not finite ends the training."""
-        start, course = time.perf_counter(), self.course
+        start, config = time.perf_counter(), self.config
         ids = self._batch()
-        if course.redraw_every and self.step and self.step % course.redraw_every == 0:
-            _redraw(self.model, (course.seed, self.step))
+        if config.redraw_every and self.step and self.step % config.redraw_every == 0:
+            _redraw(self.model, (config.seed, self.step))
             _calibrate(self.model, ids[:, :-1])
         self.model.train()
-        with drawing((course.seed, self.step)), nullcontext() if self.step else outputs_checked(self.model):
+        with seeded((config.seed, self.step)), nullcontext() if self.step else outputs_checked(self.model):
             loss = F.cross_entropy(self.model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
-            rate = rate_at(self.step + 1, peak=course.learning_rate, warmup=course.warmup)
+            rate = rate_at(self.step + 1, peak=config.learning_rate, warmup=config.warmup)
             if not loss.isfinite() or not update(self.model, self._optimiser, loss, rate=rate):
                 self.failed = f"loss or gradient of step {self.step + 1} are not finite"
                 return
         self.recent.append(float(loss.detach()) / math.log(2))
-        self.advanced = True
         self.step += 1
         self.trained_s += time.perf_counter() - start
 
@@ -104,7 +102,7 @@ class Learner:
         """Note the bits per byte of the held-out windows in the curve."""
         start = time.perf_counter()
         self.model.eval()
-        parts = self._windows.split(self.course.batch)
+        parts = self._windows.split(self.config.batch)
         bits = torch.cat([_bits_per_byte(self.model, part) for part in parts])
         point = Point(self.step, self.trained_s, float(bits.mean()), float(np.mean(self.recent)))
         if math.isfinite(point.held_out):
@@ -145,14 +143,14 @@ class Learner:
         self.curve = [Point(*row) for row in tensors["curve"].tolist()]
         self.held_out = tuple(tensors["held_out"].tolist())
         self.recent = tensors["recent"].tolist()
-        self.step = len(self.curve) * self.course.every + len(self.recent)
+        self.step = len(self.curve) * self.config.every + len(self.recent)
         self.trained_s, self.evaluated_s = tensors["seconds"].tolist()
 
     def record(self) -> Record:
         """The curve as a record; of a model that failed as far as it got."""
-        course, curve = self.course, self.curve
+        curve = self.curve
         return Record(
-            case=case_of(self.variant, self.text.name, course),
+            case=self.case,
             status="ok" if self.failed is None else "error",
             reason=self.failed,
             train_steps=tuple(int(point.step) for point in curve),
@@ -179,12 +177,12 @@ class Learner:
         return state_bytes(state)
 
     def _batch(self) -> Tensor:
-        course = self.course
-        drawn = batch_at(self.step, self.text, seed=course.seed, batch=course.batch, tokens=course.tokens)
+        config = self.config
+        drawn = batch_at(self.step, self.text, seed=config.seed, batch=config.batch, tokens=config.tokens)
         return self._ids(drawn)
 
     def _ids(self, bytes_: np.ndarray) -> Tensor:
-        return torch.from_numpy(bytes_.astype(np.int64)).to(self.course.device)
+        return torch.from_numpy(bytes_.astype(np.int64)).to(self.config.device)
 
 
 def _bits_per_byte(model: LanguageModel, ids: Tensor) -> Tensor:

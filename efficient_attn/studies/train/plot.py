@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from efficient_attn.analysis.curves import YARDSTICK
-from efficient_attn.analysis.training import TrainingCurve, TrainingRun, training_runs
 from efficient_attn.report.harmless import plain
 from efficient_attn.report.palette import GRID, INK, MUTED, line_styles
 from efficient_attn.report.readable import short
-from efficient_attn.report.training import heading
+from efficient_attn.studies.train.analysis import TrainingCurve, TrainingRun, training_runs
+from efficient_attn.studies.train.tables import heading
 from efficient_attn.sweep.amounts import show_seconds
 from efficient_attn.sweep.records import Record
 

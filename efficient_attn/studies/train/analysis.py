@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from efficient_attn.analysis.curves import YARDSTICK
 from efficient_attn.sweep.records import Record
+from efficient_attn.sweep.variants import YARDSTICK
 
 # Normal 95 % quantile; means over windows are nearly normal.
 _NORMAL_95 = 1.96
@@ -82,7 +82,7 @@ def training_runs(records: Iterable[Record]) -> tuple[TrainingRun, ...]:
     return tuple(map(_run, groups.values()))
 
 
-def training_rows(records: Iterable[Record]) -> list[dict[str, Any]]:
+def rows(records: Iterable[Record], environment: Any = None) -> list[dict[str, Any]]:
     """One flat row per model."""
     return [_row(run, one) for run in training_runs(records) for one in run.curves]
 

@@ -1,0 +1,150 @@
+"""Models trained in rounds: some steps of each, an evaluation, a checkpoint, and the next model.
+
+Background load then slows all models alike, and at the end of a round all have done as many steps.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from efficient_attn.contained import contained, described
+from efficient_attn.errors import AttentionError, DataError, OptionError
+from efficient_attn.studies.plan import Plan, Point
+from efficient_attn.studies.train.checkpoints import CHECKPOINTS, MODELS, load_checkpoint, save_checkpoint
+from efficient_attn.studies.train.config import TrainConfig
+from efficient_attn.studies.train.text import Text
+from efficient_attn.studies.train.trainer import Trainer
+from efficient_attn.sweep.interrupt import held
+from efficient_attn.sweep.records import Record
+from efficient_attn.sweep.variants import Variant
+
+
+class Rounds:
+    """The models of a run, and the folder of their checkpoints, if there is one."""
+
+    def __init__(self, variants: Sequence[Variant], text: Text, config: TrainConfig) -> None:
+        self._asked = variants, text, config
+        with threads(config.threads):
+            self._trainers = [_trainer(variant, text, config) for variant in variants]
+        self._folder: Path | None = None
+        self._machine: Mapping[str, Any] = {}
+        # Evaluations that all models had before this run, and rounds of each model in it.
+        self._before, self._rounds = 0, Counter[str]()
+
+    def points(self, rounds: int) -> list[Point]:
+        """One point per model."""
+        return [
+            Point(
+                case=one.case,
+                measure=partial(self._round, one),
+                merge=partial(_record, one),
+                rounds=rounds,
+                label=one.variant.label,
+            )
+            for one in self._trainers
+        ]
+
+    def attach(
+        self, plan: Plan, folder: Path, machine: Mapping[str, Any], *, resume: bool, force: bool
+    ) -> Plan:
+        """The plan continued from the checkpoints in the folder: models ahead of the others wait for them.
+
+        Raises:
+            DataError: If a checkpoint is damaged or of a run with other options; nothing was changed.
+        """
+        begun = [name for name in (CHECKPOINTS, MODELS) if (folder / name).exists()]
+        if begun and not resume:
+            raise DataError(
+                f"out: {folder} holds {begun[0]} of another run. Go on with it by --resume, or name a "
+                "new folder."
+            )
+        self._folder, self._machine = folder, machine
+        if not resume:
+            return plan
+        for one in self._trainers:
+            load_checkpoint(folder, one, machine, force=force)
+        self._before = min(len(one.curve) for one in self._trainers)
+        points = [
+            replace(point, rounds=(point.rounds or 0) - self._before)
+            for point, one in zip(plan.points, self._trainers, strict=True)
+            if len(one.curve) < (point.rounds or 0)
+        ]
+        notes = [] if points else ["Nothing was left to do: every model has had its steps; raise --steps."]
+        return replace(plan, points=points, notes=[*plan.notes, *notes])
+
+    @contextmanager
+    def training(self) -> Iterator[None]:
+        """The threads of the run; every kind of step is tried once before the first that counts."""
+        with threads(self._asked[-1].threads):
+            variants, text, config = self._asked
+            for variant in variants:
+                Trainer(variant, text, config).try_step()
+            yield
+
+    def _round(self, one: Trainer, *, seconds: float = 0.0) -> Record:
+        """Steps up to the next evaluation, and a checkpoint; an interruption waits for the end of a step."""
+        self._rounds[one.variant.label] += 1
+        if len(one.curve) >= self._before + self._rounds[one.variant.label]:
+            return Record(case=one.case)
+        try:
+            while one.failed is None and not one.is_due:
+                with held(), contained():
+                    one.advance()
+            if one.failed is None:
+                with held(), contained():
+                    one.evaluate()
+        except KeyboardInterrupt:
+            self._save(one)
+            raise
+        except Exception as failure:  # External code may raise anything; the others are trained without it.
+            one.failed = described(failure)
+        if one.failed is not None:
+            return one.record()
+        self._save(one)
+        return Record(case=one.case)
+
+    def _save(self, one: Trainer) -> None:
+        if self._folder is not None:
+            with held():
+                save_checkpoint(self._folder, one, self._machine)
+
+
+def told(record: Record) -> str:
+    """The last evaluation of a model in the progress display."""
+    label = record.case.label
+    if record.status != "ok":
+        return f"{label} ended: {record.reason}"
+    if not record.held_out_bits_per_byte or not record.train_steps:
+        return label
+    return f"{label}, step {record.train_steps[-1]}: {record.held_out_bits_per_byte[-1]:.3f} bits per byte"
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    """The number of torch's threads while the block runs."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _record(one: Trainer, parts: Sequence[Record]) -> Record:
+    return one.record()
+
+
+def _trainer(variant: Variant, text: Text, config: TrainConfig) -> Trainer:
+    try:
+        with contained():
+            return Trainer(variant, text, config)
+    except AttentionError:
+        raise
+    except Exception as error:  # External code may raise anything.
+        raise OptionError(f"{variant.label} cannot be built into a model: {described(error)}") from None
