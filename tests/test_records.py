@@ -95,7 +95,10 @@ def with_field(name, value):
         (with_field("round_sizes", [True]), r"round_sizes cannot be '\[True\]'"),
         (with_field("round_sizes", [None]), r"round_sizes cannot be '\[None\]'"),
         (with_field("train_steps", [2**62]), "train_steps cannot be"),
-        (with_field("texts", 2**62), "texts cannot be '46.*; expected `int` <= 1099511627776"),
+        (
+            with_field("num_directions", 2**62),
+            "num_directions cannot be '46.*; expected `int` <= 1099511627776",
+        ),
         (with_field("peak_bytes", 2**62), "peak_bytes cannot be"),
         (with_field("times_s", [True]), r"times_s cannot be '\[True\]'"),
         (line(RECORD)[:-1] + ', "tokens": 256}', "line 1 is no strict JSON: 'tokens' stands twice"),

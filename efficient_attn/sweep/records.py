@@ -32,8 +32,6 @@ _UPGRADES: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {
 
 _NOT_MEASURED = {*CASE_FIELDS, "status", "reason"}
 _KEY, _FIELD = re.compile(rb'"\s*:'), re.compile(r"`\$\.(\w+)")
-_decode = msgspec.json.Decoder().decode
-_UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 # Scalars of NumPy are floats to Python, but not to msgspec.
 _encode = msgspec.json.Encoder(enc_hook=float).encode
 
@@ -181,9 +179,11 @@ def _fast_row(text: bytes) -> dict[str, Any] | None:
     """The valid row of a line as this version writes it; None for others."""
     try:
         row: dict[str, Any] = _decoder(line_type())(text)
-    except _UNREADABLE:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
-    return row if _names_once(row, text) else None
+    count = len(row) + len(row.get("options", ()))
+    # Every field has a colon, so that equal numbers leave none for a second value of a field, or for others.
+    return row if text.count(b":") == count or len(_KEY.findall(text)) == count else None
 
 
 @cache
@@ -191,35 +191,18 @@ def _decoder(wanted: Any) -> Callable[[bytes], Any]:
     return msgspec.json.Decoder(wanted).decode
 
 
-def _names_once(row: Mapping[str, Any], text: bytes) -> bool:
-    """Whether no field stands twice in the text; False too where only the strict parser finds out."""
-    options = row.get("options")
-    count = len(row) + (len(options) if isinstance(options, dict) else 0)
-    # Every field has a colon, so that equal numbers leave none for a second value of a field.
-    return text.count(b":") == count or len(_KEY.findall(text)) == count
-
-
 def _checked_row(text: bytes, place: str) -> dict[str, Any]:
-    """The valid row of any line, in the names of this schema.
+    """The valid row of a line in any spelling and of any released schema, in the names of this one.
 
     Raises:
         DataError: If it is no record; the message names the first reason.
     """
-    row = _in_this_schema(_row(text, place), place)
+    row = _in_this_schema(strict.read_object(text, place), place)
     try:
         valid: dict[str, Any] = msgspec.convert(row, line_type())
     except msgspec.ValidationError as error:
         raise _refusal(row, place, str(error)) from None
     return valid
-
-
-def _row(text: bytes, place: str) -> dict[str, Any]:
-    """The object of a line; the strict parser takes every line that may name a field twice."""
-    try:
-        row = _decode(text)
-    except _UNREADABLE:
-        return strict.read_object(text, place)
-    return row if isinstance(row, dict) and _names_once(row, text) else strict.read_object(text, place)
 
 
 def _refusal(row: Mapping[str, Any], place: str, message: str) -> DataError:
