@@ -64,20 +64,30 @@ def small_chunks(monkeypatch):
     return set_chunks
 
 
-@pytest.fixture(params=[True, False], ids=["fused", "plain"])
-def either_kernel(request, monkeypatch):
-    """With the fused kernel of the CPU, and with the operators that every device has."""
-    if not request.param:
+@pytest.fixture
+def kernel(request, monkeypatch):
+    """The fused kernel of the CPU, or the operators that every device has."""
+    if request.param == "plain":
         monkeypatch.setattr(cpu_flash, "_FORWARD", None)
+
+
+def paths(names):
+    """Every algorithm of these backends; only full attention by exponentials uses the fused kernel."""
+    plain = [("plain", name, False) for name in names if name != "performer-trig"]
+    every = [("fused", name, causal) for name in names for causal in (False, True)] + plain
+    ids = ["-".join(map(str, path)) for path in every]
+    return pytest.mark.parametrize(("kernel", "name", "causal"), every, ids=ids, indirect=["kernel"])
+
+
+EVERY_PATH = paths(KINDS)
+# Hyperbolic features are exponentials of twice as many directions, by the same code.
+EVERY_ALGORITHM = paths(["performer-positive", "performer-trig"])
 
 
 @pytest.mark.parametrize("chunk", [1, 2, 7, 16, 33])
 @pytest.mark.parametrize("masked", [False, True])
-@CAUSAL
-@BOTH
-def test_every_chunk_size_gives_the_quadratic_formula(
-    name, causal, masked, chunk, small_chunks, either_kernel
-):
+@EVERY_PATH
+def test_every_chunk_size_gives_the_quadratic_formula(name, causal, masked, chunk, small_chunks, kernel):
     small_chunks(chunk)
     q, k, v = random_qkv(q_tokens=16 if causal else 20, k_tokens=32)
     mask = random_mask(2, 32) if masked else None
@@ -89,9 +99,8 @@ def test_every_chunk_size_gives_the_quadratic_formula(
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 16])
-@CAUSAL
-@BOTH
-def test_gradients_do_not_know_the_chunks(name, causal, chunk, small_chunks, either_kernel):
+@EVERY_PATH
+def test_gradients_do_not_know_the_chunks(name, causal, chunk, small_chunks, kernel):
     q, k, v = (x.requires_grad_() for x in random_qkv(q_tokens=9, k_tokens=11))
     mask = random_mask(2, 11)
     backend = performer(name, causal=causal)
@@ -107,9 +116,8 @@ def test_gradients_do_not_know_the_chunks(name, causal, chunk, small_chunks, eit
 
 
 @pytest.mark.parametrize("masked", [False, True])
-@CAUSAL
-@BOTH
-def test_derivatives_agree_with_differences(name, causal, masked, either_kernel):
+@EVERY_ALGORITHM
+def test_derivatives_agree_with_differences(name, causal, masked, kernel):
     q, k, v = (x.requires_grad_() for x in random_qkv(1, 2, 1, 4, 5, head_dim=3, value_dim=2))
     mask = torch.tensor([[False, True, True, False, True]]) if masked else None
     backend = performer(name, head_dim=3, causal=causal, num_features=6)
@@ -147,9 +155,8 @@ ORDERS = {
 
 
 @pytest.mark.parametrize("order", ORDERS)
-@CAUSAL
-@BOTH
-def test_float32_keeps_to_the_formula_at_large_norms_in_every_order(name, causal, order, either_kernel):
+@EVERY_PATH
+def test_float32_keeps_to_the_formula_at_large_norms_in_every_order(name, causal, order, kernel):
     norm, short = ORDERS[order]
     q, k, v = random_qkv(1, 1, 1, 200, 200, head_dim=16)
     k[..., short, :] /= 20
