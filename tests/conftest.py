@@ -4,10 +4,12 @@ import gc
 import os
 import shutil
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from turns import turn
 
 THREADS = 1
 
@@ -31,8 +33,21 @@ FOR_EVERY_BACKEND = {
 }
 
 
+# These files take longest: a worker that began one of them last would keep the others waiting.
+LONGEST = (
+    "test_conformance.py",
+    "test_isolated_runs.py",
+    "test_linear.py",
+    "test_hostile_records.py",
+    "test_isolate.py",
+    "test_train_resume.py",
+    "test_fuzz_readers.py",
+)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST))
     for item in items:
         params = getattr(item, "callspec", None)
         if (
@@ -41,6 +56,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             and OF_A_KIND & set(map(str, params.params.values()))
         ):
             item.add_marker("slow")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    if not hasattr(item.config, "workerinput"):
+        return (yield)
+    # The workers of one run have their temporary folders side by side.
+    with turn(Path(item.config.option.basetemp).parent, alone=item.get_closest_marker("serial") is not None):
+        return (yield)
 
 
 def pytest_collection_finish() -> None:

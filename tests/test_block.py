@@ -247,6 +247,7 @@ def test_a_compiled_block_gives_the_same_output_and_gradients(name: str, causal:
 
 
 @pytest.mark.slow
+@pytest.mark.serial
 @pytest.mark.parametrize("training", [True, False])
 def test_a_block_takes_at_most_one_and_a_half_times_torchs_time_at_128_tokens(training: bool) -> None:
     dim, heads, wide, rounds, warm_up = 512, 8, 2048, 30, 3

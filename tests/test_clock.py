@@ -53,6 +53,7 @@ def told_and_own(passing, seconds, measure):
     return statistics.median(time_s / own - 1 for time_s, own in zip(times_s, own_s, strict=True))
 
 
+@pytest.mark.serial
 @pytest.mark.parametrize("milliseconds", [5, 20, 100])
 @pytest.mark.parametrize("passing", [sleeping, spinning])
 def test_a_call_of_a_known_time_is_timed_within_2_percent(passing, milliseconds):
@@ -62,6 +63,7 @@ def test_a_call_of_a_known_time_is_timed_within_2_percent(passing, milliseconds)
     assert 0 <= told_and_own(passing, milliseconds / 1000, measure) < 0.02
 
 
+@pytest.mark.serial
 def test_a_backend_of_a_known_time_is_timed_within_2_percent():
     """Through all layers: the checks of shapes before a backend is called are part of its time."""
     case = Case(

@@ -146,6 +146,7 @@ needs_counters = pytest.mark.skipif(waited_s() is None, reason="the system does 
 
 
 @needs_counters
+@pytest.mark.serial
 def test_a_thread_that_shares_its_core_waits_about_half_of_the_time():
     script = (
         "import os, subprocess, sys, time\n"

@@ -46,6 +46,7 @@ def test_work_grows_in_proportion_to_the_records(name, work, tmp_path):
     assert whole < 2.2 * half and whole < 1000 * MOST_CALLS[name], (half, whole)
 
 
+@pytest.mark.serial
 def test_reading_a_thousand_records_takes_little_more_than_parsing_their_json(tmp_path):
     path = thousand(tmp_path / "run") / "records.jsonl"
 
