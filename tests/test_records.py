@@ -94,7 +94,7 @@ def with_field(name, value):
         (with_field("round_sizes", [1.0]), r"round_sizes cannot be '\[1.0\]'"),
         (with_field("round_sizes", [True]), r"round_sizes cannot be '\[True\]'"),
         (with_field("round_sizes", [None]), r"round_sizes cannot be '\[None\]'"),
-        (with_field("train_steps", [2**62]), "train_steps cannot be"),
+        (with_field("round_sizes", [2**62]), "round_sizes cannot be"),
         (
             with_field("num_directions", 2**62),
             "num_directions cannot be '46.*; expected `int` <= 1099511627776",
