@@ -95,7 +95,7 @@ def attention(
     if any(True for _ in backend.parameters()) or any(True for _ in backend.buffers()):
         raise UnsupportedError(
             f"Backend {name!r} keeps parameters or a random draw: build it once with ea.build({name!r}, ...) "
-            "and call what it returns."
+            "and call the module."
         )
     return backend(q, k, v, key_mask=key_mask)
 
