@@ -1,11 +1,18 @@
 """`efficient-attn report`: page, plots and tables of runs from their records."""
 
+import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from efficient_attn.errors import OptionError
+
 from . import talk
+
+# The settings in the brackets of a name have equals signs of their own.
+_LABEL = re.compile(r"([^=(]+(?:\([^)]*\))?)=(.+)")
 
 FoldersArgument = Annotated[list[Path], typer.Argument(metavar="DIR…", help="Folders of runs.")]
 HtmlOption = Annotated[
@@ -19,16 +26,47 @@ OutOption = Annotated[
         help="Folder for the files; omitted: the run's own folder, or a new runs/… for several runs.",
     ),
 ]
+LabelOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--label", metavar="NAME=TEXT", help="Text in place of the name of a line or row; repeatable."
+    ),
+]
+WidthOption = Annotated[
+    float | None,
+    typer.Option("--width", metavar="INCHES", help="Width of figures; a column of a paper: 3.3."),
+]
+StyleOption = Annotated[
+    str,
+    typer.Option("--style", metavar="screen|paper", help="Style of figures; paper: small letters, no title."),
+]
 
 
-def report_command(folders: FoldersArgument, html: HtmlOption = None, out: OutOption = None) -> None:
+def report_command(
+    folders: FoldersArgument,
+    html: HtmlOption = None,
+    out: OutOption = None,
+    label: LabelOption = None,
+    width: WidthOption = None,
+    style: StyleOption = "screen",
+) -> None:
     """Redraw runs from their records: page, plots and tables.
 
-    Files: an HTML page, plots as PNG and SVG, and tables as CSV, Markdown and LaTeX.
+    Files: an HTML page, plots as PNG, SVG and PDF, and tables as CSV, Markdown and LaTeX.
 
     Example: efficient-attn report runs/before runs/after --html both.html
     """
     from efficient_attn.experiments.redraw import report
 
-    for path in report(*folders, html=html, out=out):
+    for path in report(*folders, html=html, out=out, labels=_labels(label or ()), width=width, style=style):
         talk.put(path)
+
+
+def _labels(texts: Sequence[str]) -> dict[str, str]:
+    """{name: text} from `name=text`."""
+    found = {}
+    for text in texts:
+        if (pair := _LABEL.fullmatch(text)) is None:
+            raise OptionError(f'--label cannot be {text!r}. Write name=text: --label "linformer=Linformer".')
+        found[pair[1]] = pair[2]
+    return found

@@ -56,7 +56,7 @@ def show_command(
     """
     from efficient_attn.experiments.files import open_folder, run_folder
     from efficient_attn.experiments.show import show
-    from efficient_attn.report.plot import save
+    from efficient_attn.report.save import save
     from efficient_attn.sweep.variants import parse_settings
 
     refuse_extra(extra)
@@ -73,6 +73,6 @@ def show_command(
         )
     folder = open_folder(out or run_folder("show"), name="--out")
     talk.print_tables([shown.table()])
-    for path in save(shown.plot().axes[0], folder, "show"):
+    for path in save(shown.plot(), folder, "show"):
         talk.put(path)
     raise typer.Exit(exits.SOME_NOT_MEASURED if shown.notes and backend else exits.DONE)

@@ -104,15 +104,16 @@ def figure(name: str) -> Any:
     if RECORDS[name] != f"reproduce-{name}":
         return run.plot().figure
     from efficient_attn.experiments.reproduction import find
+    from efficient_attn.report.axes import draw
 
-    return find(name).draw(run.records).figure
+    return draw(find(name).draw(run.records))[0].figure
 
 
 def main(chosen: list[str]) -> None:
     """Write pictures and digests."""
     import torch
 
-    from efficient_attn.report.plot import to_bytes
+    from efficient_attn.report.save import to_bytes
 
     # Sums of parallel threads would differ in their last digits.
     torch.set_num_threads(1)

@@ -98,7 +98,7 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs leave no drawings, which take longer than everything else of a small one."""
-    monkeypatch.setattr("efficient_attn.experiments.redraw.draw_run", lambda results, folder: [])
+    monkeypatch.setattr("efficient_attn.experiments.redraw.draw_run", lambda results, folder, look: [])
 
 
 @pytest.fixture

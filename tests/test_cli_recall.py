@@ -35,7 +35,7 @@ def folder(tmp_path, monkeypatch):
 @pytest.fixture
 def untrained(monkeypatch):
     """Nothing is trained and nothing drawn, which takes longer than everything else of so small a run."""
-    monkeypatch.setattr(redraw, "draw_run", lambda results, folder: [])
+    monkeypatch.setattr(redraw, "draw_run", lambda results, folder, look: [])
 
     def measure(case, target, course):
         if case.backend == "linformer" and case.causal:

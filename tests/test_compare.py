@@ -138,8 +138,8 @@ def test_two_that_are_equal_in_both_are_both_on_the_front():
 def test_the_figure_fills_the_front_and_leaves_the_rest_hollow():
     axes = Results([*ALL, *measured("beaten", 0.31, 0.0041)]).plot().figure.axes
     marks = {line.get_label(): line.get_markerfacecolor() for line in axes[0].lines}
-    assert marks["beaten"] == "none" and marks["exact-dense"] == "none"
-    assert all(marks[name] != "none" for name in ("mean of V", "window", "exact"))
+    assert marks["beaten"] == "white" and marks["exact-dense"] == "white"
+    assert all(marks[name] != "white" for name in ("uniform-attention baseline", "window", "exact"))
 
 
 def test_hostile_names_are_harmless_in_figure_table_and_page(tmp_path):
@@ -270,8 +270,8 @@ def test_bars_of_the_figure_reach_from_the_least_to_the_largest_error_over_layer
         for segment in lines.get_segments()
     ]
     assert any(bar == pytest.approx((0.05, 0.3)) for bar in bars)
-    (legend,) = [ax.get_legend() for ax in figure.axes if ax.get_legend()]
-    assert legend.get_title().get_text() == "error: median (bar: range)\nover layers 0, 1, 5"
+    title = figure.legends[0].get_title().get_text()
+    assert title == "relative output error: median (bar: range) over layers 0, 1, 5"
 
 
 def test_by_default_errors_are_measured_on_all_shipped_layers_and_times_once():

@@ -3,6 +3,7 @@
 import math
 
 import pytest
+from drawn import texts
 
 import efficient_attn as ea
 from efficient_attn.analysis.accuracy import below_from, panels
@@ -118,8 +119,9 @@ def test_the_plot_has_a_panel_per_input_each_with_the_yardstick():
         "encoder, layer 0",
     ]
     for ax in drawn:
-        assert any(text.get_text() == "mean of V\n0.5" for text in ax.texts)
-    assert any("performer-trig: 800 to 900" in text.get_text() for text in drawn[0].texts)
+        (across,) = (line for line in ax.lines if line.get_label() == "uniform-attention baseline")
+        assert set(across.get_ydata()) == {0.5}
+    assert "▲ performer-trig: 800 to 900" in texts(drawn[0])
 
 
 def test_a_plot_on_given_axes_needs_one_for_each_input():
@@ -129,7 +131,7 @@ def test_a_plot_on_given_axes_needs_one_for_each_input():
     ax = Figure().subplots()
     assert ea.Results(one).plot(ax=ax) is ax
     two = [*one, *made_up((0.9, 0.8), (9.0, 8.0), (0.9, 0.1), 0.5, inputs="encoder(layer=1)")]
-    with pytest.raises(OptionError, match="ax is one for each of the 2 inputs"):
+    with pytest.raises(OptionError, match="ax is one for each of the 2 charts"):
         ea.Results(two).plot(ax=ax)
     with pytest.raises(OptionError, match="x is size for errors, not 'tokens'"):
         ea.Results(one).plot("output_relative_error", "tokens")

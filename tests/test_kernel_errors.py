@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from drawn import texts
 
 import efficient_attn as ea
 from efficient_attn.analysis.kernel import kernel_panels, kernel_points, plain_guesses
@@ -66,7 +67,7 @@ def test_an_error_that_so_many_draws_cannot_tell_is_said_beside_theory():
         "At 1 of 2 points so many draws cannot tell the error; theory alone is shown." in results.sentences()
     )
     ax = results.plot()
-    assert "not measured, too few draws: performer-positive 16" in ax.get_xlabel().replace("\n", " ")
+    assert "not measured, too few draws: performer-positive 16" in texts(ax)
 
 
 def test_the_plots_run_over_features_angle_and_norm(tmp_path):

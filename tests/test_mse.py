@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from drawn import texts
 from safetensors.torch import save_file
 
 import efficient_attn as ea
@@ -102,7 +103,7 @@ def test_errors_of_the_weights_are_measured_beside_uniform_weights():
     assert exact.weights_relative_error < 1e-6 < yardstick.weights_relative_error
     assert all(r.output_mse is None and r.weights_relative_error > 0.1 for r in windows)
     assert "attention weights" in results.tables()[0].title
-    assert "attention weights" in results.plot().get_ylabel()
+    assert "attention weights" in texts(results.plot())
 
 
 def test_the_encoder_is_measured_layer_by_layer_with_the_scale_of_its_model():

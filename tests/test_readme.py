@@ -9,7 +9,7 @@ import pytest
 from efficient_attn.analysis.comparison import comparisons
 from efficient_attn.experiments.results import read
 from efficient_attn.report.error_table import layer_words
-from efficient_attn.report.plot import save
+from efficient_attn.report.save import save
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -60,7 +60,7 @@ def test_the_caption_of_the_first_figure_has_the_inputs_of_its_records() -> None
 def test_the_first_figure_shows_what_its_records_hold(tmp_path: Path) -> None:
     """A drawing from the records has the labels and points of the committed one, or that one is stale."""
     _, run = first_figure()
-    save(read(run).plot(), tmp_path, "comparison")
+    save(read(run).plot().figure, tmp_path, "comparison")
     kept, fresh = (shown(folder / "comparison.svg") for folder in (run, tmp_path))
     assert kept == fresh, f"run: efficient-attn report {run.relative_to(ROOT)}"
 

@@ -343,7 +343,7 @@ def test_the_figure_has_an_accuracy_with_its_interval_for_each_size(tmp_path):
     results = Results(ALL)
     axes = results.plot().figure.axes
     lines = {line.get_label(): line for line in axes[0].containers}
-    assert set(lines) == {"exact", "mean of V", "window(window=9)", "rank", "late"}
+    assert set(lines) == {"exact", "uniform-attention baseline", "window(window=9)", "rank", "late"}
     assert lines["rank"].lines[0].get_ydata().tolist() == pytest.approx([0.5, 0.91])
     results.save(tmp_path)
     assert not results.notes and "Recall after training" in (tmp_path / "report.html").read_text()

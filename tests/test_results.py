@@ -7,14 +7,13 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
+from matplotlib.figure import Figure
 from rich.console import Console
 
-from efficient_attn.errors import DataError, UnknownNameError
+from efficient_attn.errors import DataError, OptionError, UnknownNameError
 from efficient_attn.experiments.files import open_folder
 from efficient_attn.experiments.results import Results, read
 from efficient_attn.report import table as tables
-from efficient_attn.report.drawings import draw
-from efficient_attn.report.plot import new_axes
 from efficient_attn.sweep.records import Case, Record, append
 
 HOSTILE = "=1+1|`x`<script>alert(1)</script>$\\frac{[red]\x1b[2J\u202e"
@@ -87,7 +86,7 @@ def test_where_nothing_is_faster_the_sentence_says_so():
 
 def test_a_plot_draws_every_backend_on_given_or_own_axes():
     results = Results(records())
-    (ax,) = new_axes()
+    ax = Figure().subplots()
     assert results.plot(ax=ax) is ax
     assert {text.get_text() for text in ax.texts} >= {"exact", "window"}
     assert ax.get_xscale() == ax.get_yscale() == "log"
@@ -98,28 +97,20 @@ def test_attention_and_block_have_panels_of_their_own_in_which_a_backend_looks_a
     of_block = [replace(record, case=replace(record.case, of="block")) for record in records()]
     results = Results([*records(), *of_block])
     first, second = results.plot().figure.axes
-    assert first.get_title(loc="left").strip() == "Time of one call"
-    assert second.get_title(loc="left").strip() == "Time of one call of the block"
+    assert [ax.get_title(loc="left") for ax in (first, second)] == ["Attention", "Block"]
     for ax in (first, second):
         assert [line.get_label() for line in ax.lines] == ["exact", "window"]
     assert [line.get_color() for line in first.lines] == [line.get_color() for line in second.lines]
-    (drawing,) = draw(results.records, ["time_s", "peak_bytes"], name="run")
-    assert [panel.caption for panel in drawing.panels] == [
-        f"{cost}{place}"
-        for cost in ("Time of one call", "Peak memory of one call, beside its inputs")
-        for place in ("", " of the block")
-    ]
-    # On axes that are given, and whose lines have to be told apart by their names.
-    (ax,) = new_axes()
-    assert len(results.plot(ax=ax).lines) == 4
+    with pytest.raises(OptionError, match=r"ax is one for each of the 2 charts \(Attention, Block\), not 1"):
+        results.plot(ax=Figure().subplots())
 
 
 def test_names_at_the_ends_of_lines_do_not_overlap():
     labels = [f"window(window={2 * i + 1})" for i in range(6)]
     ax = Results(records(labels=labels)).plot()
     heights = sorted(text.xyann[1] for text in ax.texts if text.get_text() in labels)
-    # Text of 9.5 points on axes of about 4 inches is 0.033 of their height.
-    assert min(b - a for a, b in pairwise(heights)) > 0.033
+    # Text of 9 points on axes of about 2.8 inches is 0.045 of their height.
+    assert min(b - a for a, b in pairwise(heights)) > 0.045
 
 
 def test_quantities_and_axes_that_do_not_exist_are_refused_by_name():

@@ -137,7 +137,7 @@ def home(name: str, files: Callable[[str], Path], tmp_path: Path, monkeypatch: p
     """The working folder of a run without drawings, whose rounds end after milliseconds."""
     shutil.copytree(files(name), tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(redraw, "draw_run", lambda results, folder: [])
+    monkeypatch.setattr(redraw, "draw_run", lambda results, folder, look: [])
     monkeypatch.setattr(loop, "_ROUND_S", 0.001)
     return tmp_path
 

@@ -8,7 +8,7 @@ import pytest
 import efficient_attn as ea
 from efficient_attn.studies.train.analysis import rows as training_rows
 from efficient_attn.studies.train.analysis import training_runs
-from efficient_attn.studies.train.plot import TRAINING, plot_training
+from efficient_attn.studies.train.plot import TRAINING
 from efficient_attn.studies.train.tables import sentences as training_sentences
 from efficient_attn.studies.train.tables import tables as training_tables
 from efficient_attn.sweep.records import Case, Record
@@ -122,14 +122,14 @@ def test_rows_are_flat_and_have_units():
 
 
 def test_the_plot_has_a_line_in_either_panel_and_its_limits_hold_all_ends():
-    ax = plot_training(RECORDS)
+    ax = ea.Results(RECORDS).plot()
     left, right = ax.figure.axes[:2]
     assert {line.get_label() for line in left.lines} == {one.case.label for one in RECORDS}
     assert [list(line.get_xdata()) for line in left.lines if line.get_label() == "window"] == [[10, 20, 30]]
     assert [list(line.get_xdata()) for line in right.lines if line.get_label() == "window"] == [[2, 4, 6]]
     low, high = left.get_ylim()
     assert all(low < one.held_out_bits_per_byte[-1] < high for one in RECORDS)
-    named = [text.get_text() for text in right.get_legend().get_texts()]
+    named = [text.get_text() for text in ax.figure.legends[0].get_texts()]
     assert named == ["3.500  linear-elu", "3.010  linear-relu", "3.000  exact", "2.900  window"]
 
 
@@ -144,7 +144,7 @@ def test_a_folder_of_training_is_read_drawn_and_put_on_a_page(tmp_path):
     assert again.records == results.records and list(again.plots()) == [TRAINING]
     page = (tmp_path / "report.html").read_text()
     assert "the training of a language model of 2 blocks" in page and "<b>$" not in page
-    assert again.plot().figure.get_suptitle().startswith("Bits per byte")
+    assert again.plot().figure.get_suptitle().startswith("Held-out bits per byte")
     assert len(again.to_pandas()) == 5 and not ea.diff(tmp_path, tmp_path).regressions
 
 

@@ -12,27 +12,27 @@ from efficient_attn.analysis.head_errors import HEADS
 from efficient_attn.analysis.kernel import kernel_records
 from efficient_attn.analysis.rows import flat_row
 from efficient_attn.analysis.summary import summary
-from efficient_attn.errors import UnknownNameError
-from efficient_attn.report import plot as cost_plot
+from efficient_attn.errors import OptionError, UnknownNameError
 from efficient_attn.report.comparison import comparison_sentences, comparison_tables
-from efficient_attn.report.comparison_plot import COMPARISON, plot_comparisons
+from efficient_attn.report.comparison_plot import COMPARISON, comparison_plot
 from efficient_attn.report.cost_table import tables as cost_tables
-from efficient_attn.report.drawings import Drawing, draw
 from efficient_attn.report.error_overview import overview_tables
-from efficient_attn.report.head_errors import head_error_tables, plot_heads
+from efficient_attn.report.error_plot import RELATIVE, error_plot
+from efficient_attn.report.figures import Plot
+from efficient_attn.report.head_errors import head_error_tables, head_plot
 from efficient_attn.report.heads import head_tables
 from efficient_attn.report.kernel_errors import kernel_sentences, kernel_tables
-from efficient_attn.report.kernel_plot import OVER, kernel_plots, plot_kernel
+from efficient_attn.report.kernel_plot import OVER, kernel_plot, kernel_plots
 from efficient_attn.report.parts import part_tables
 from efficient_attn.report.pays import crossover_tables
+from efficient_attn.report.plot import cost_plot
 from efficient_attn.report.sentences import bench_sentences
 from efficient_attn.report.table import Table
 from efficient_attn.sweep.case import Record
 from efficient_attn.sweep.quantity import KINDS, samples
 
-# Tables, plots and sentences of errors; loaded when there are errors to show.
+# Tables and sentences of errors; loaded when there are errors to show.
 _ERROR_REPORTS = (
-    "efficient_attn.report.error_plot",
     "efficient_attn.report.error_table",
     "efficient_attn.experiments.mse",
 )
@@ -58,28 +58,26 @@ def tables(records: Sequence[Record], environment: Environment) -> list[Table]:
 
 
 def plot(
-    records: Sequence[Record],
-    environment: Environment,
-    y: str | None = None,
-    x: str | None = None,
-    ax: Any = None,
-) -> Any:
+    records: Sequence[Record], environment: Environment, y: str | None = None, x: str | None = None
+) -> Plot:
     """One quantity of every backend against tokens, or an error against the size."""
     y = y or (COMPARISON if comparisons(records) else None)
-    y = y or ("time_s" if _of_kind(records, "time") else "output_relative_error")
+    y = y or ("time_s" if _of_kind(records, "time") else RELATIVE)
     if y == COMPARISON:
-        return plot_comparisons(records, asked_error(environment))
+        return comparison_plot(records, asked_error(environment))
     if y in QUANTITIES:
         if x not in (None, "tokens"):
             raise UnknownNameError(f"x axis for {y}", str(x), ["tokens"])
-        return cost_plot.plot(records, y=y, ax=ax)
+        return cost_plot(records, y)
     if y in OVER or (kernel_records(records) and not _of_kind(records, "error")):
-        return plot_kernel(records, x=x or OVER.get(y, "size"))
+        return kernel_plot(records, x or OVER.get(y, "size"))
     if y == HEADS:
-        return plot_heads(_of_kind(records, "error"))
+        return head_plot(_of_kind(records, "error"))
     if y not in samples().values():
         raise UnknownNameError("quantity to plot", y, [*QUANTITIES, *samples().values()])
-    return _errors("plot")(_of_kind(records, "error"), y=y, x=x, ax=ax)
+    if x not in (None, "size"):
+        raise OptionError(f"x is size for errors, not {x!r}.")
+    return error_plot(_of_kind(records, "error"), y)
 
 
 def sentences(records: Sequence[Record], environment: Environment) -> list[str]:
@@ -99,29 +97,17 @@ def rows(records: Sequence[Record], environment: Environment) -> list[dict[str, 
     return comparison_rows(records) + summary(alone) + errors
 
 
-def plots(records: Sequence[Record], environment: Environment) -> dict[str, Callable[[], Any]]:
+def plots(records: Sequence[Record], environment: Environment) -> dict[str, Callable[[], Plot]]:
     """The plots worth a file."""
     return {
         name: partial(plot, records, environment, quantity) for name, quantity in _quantities(records).items()
     }
 
 
-def drawings(
-    records: Sequence[Record],
-    environment: Environment,
-    *,
-    name: str,
-    beside: Sequence[Sequence[Record]] = (),
-) -> list[Drawing]:
-    """Figures of the page."""
-    quantities = list(_quantities(records).values())
-    return draw(records, quantities, name=name, beside=beside, max_error=asked_error(environment))
-
-
 def _quantities(records: Sequence[Record]) -> dict[str, str]:
     alone = _apart(records)
     ok = {kind for kind in KINDS if any(record.status == "ok" for record in _of_kind(alone, kind))}
-    wanted = {"time": "time_s", "memory": "peak_bytes", "error": "output_relative_error"}
+    wanted = {"time": "time_s", "memory": "peak_bytes", "error": RELATIVE}
     found = {COMPARISON: COMPARISON} if comparisons(records) else {}
     found |= {kind: quantity for kind, quantity in wanted.items() if kind in ok}
     found |= {"error-heads": HEADS} if any(getattr(r, HEADS) for r in records) else {}
@@ -140,7 +126,7 @@ def _of_kind(records: Sequence[Record], kind: str) -> list[Record]:
 
 
 def _errors(verb: str) -> Callable[..., Any]:
-    """`tables`, `plot` or `sentences` of errors, from the first of their modules that has it."""
+    """`tables` or `sentences` of errors, from the first of their modules that has it."""
     for name in _ERROR_REPORTS:
         if find_spec(name) is not None and hasattr(module := import_module(name), verb):
             return getattr(module, verb)

@@ -22,8 +22,10 @@ from efficient_attn.experiments.workload import Workload, settle
 from efficient_attn.measure.conditions import between, moment
 from efficient_attn.measure.environment import environment
 from efficient_attn.problem import positive_count
-from efficient_attn.report import plot
+from efficient_attn.report.axes import draw
+from efficient_attn.report.figures import Plot
 from efficient_attn.report.files import write
+from efficient_attn.report.save import save
 from efficient_attn.report.table import Table, to_csv, to_markdown
 from efficient_attn.sweep.records import Record, append
 from efficient_attn.sweep.run import ROUNDS, Step
@@ -80,8 +82,8 @@ class Figure(Protocol):
         """The numbers as the paper prints them, its own beside ours."""
 
     @staticmethod
-    def draw(records: Sequence[Record]) -> Any:
-        """The axes of a plot, in the paper's quantities."""
+    def draw(records: Sequence[Record]) -> Plot:
+        """A plot in the paper's quantities."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +114,7 @@ class Reproduction:
 
     def plot(self) -> Any:
         """The axes of the figure."""
-        return self.figure.draw(self.records)
+        return draw(self.figure.draw(self.records))[0]
 
     def save(self, folder: str | Path) -> None:
         """Write plot, tables and verdicts; the records are there already, or are written too."""
@@ -128,7 +130,7 @@ class Reproduction:
         # Words are aligned to the left, although some begin with a number.
         write(folder / VERDICTS, head + to_markdown(claims).replace("---:", "---") + "\n")
         write(folder / TABLE_CSV, to_csv(self.figure.rows(self.records)))
-        plot.save(self.plot(), folder, self.name)
+        save(self.plot().figure, folder, self.name)
 
 
 def list_figures() -> tuple[str, ...]:

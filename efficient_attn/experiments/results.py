@@ -1,7 +1,6 @@
 """What an experiment hands back: its records, as a data frame, a plot, sentences, or files."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,8 @@ from efficient_attn.analysis.rate import rate_shares
 from efficient_attn.analysis.rows import flat_row, sample_rows
 from efficient_attn.errors import DataError, UnknownNameError
 from efficient_attn.experiments.files import ENVIRONMENT, RECORDS, open_folder, read_json, write_json
-from efficient_attn.report.drawings import Drawing
+from efficient_attn.report.axes import draw
+from efficient_attn.report.figures import Plot
 from efficient_attn.report.harmless import plain
 from efficient_attn.report.readable import readable
 from efficient_attn.report.table import Table, to_html
@@ -68,16 +68,35 @@ class Results:
         """What was measured, as tables of text."""
         return [table for view, records in self._parts() for table in view.tables(records, self.environment)]
 
-    def plot(self, y: str | None = None, x: str | None = None, *, ax: Any = None) -> Any:
-        """Draw a quantity against tokens, an error against the size, or the figure of a study; the axes."""
-        (view, records), *others = self._parts()
-        try:
-            return view.plot(records, self.environment, y, x, ax)
-        except UnknownNameError:
-            for view, records in others:
-                with suppress(UnknownNameError):
-                    return view.plot(records, self.environment, y, x, ax)
-            raise
+    def plot(
+        self,
+        y: str | None = None,
+        x: str | None = None,
+        *,
+        ax: Any = None,
+        labels: Mapping[str, str] | None = None,
+        width: float | None = None,
+        style: str = "screen",
+    ) -> Any:
+        """Draw a quantity against tokens, an error against the size, or the figure of a study; the axes.
+
+        Args:
+            ax: Axes for the only chart, or one for each; a new figure is made if left out.
+            labels: {name: text}: texts for the legend in place of the names of lines.
+            width: Of the figure, in inches, at which letters have their stated sizes.
+            style: `screen`, or `paper`: small letters and no title.
+        """
+        return draw(self._plot(y, x), ax=ax, labels=labels, width=width, style=style)[0]
+
+    def _plot(self, y: str | None, x: str | None) -> Plot:
+        """The plot by the first view that knows the quantity."""
+        refused = []
+        for view, records in self._parts():
+            try:
+                return view.plot(records, self.environment, y, x)
+            except UnknownNameError as error:
+                refused.append(error)
+        raise refused[0]
 
     def sentences(self) -> list[str]:
         """A few sentences computed from the records."""
@@ -87,36 +106,36 @@ class Results:
         """Flat rows of what was measured."""
         return [row for view, records in self._parts() for row in view.rows(records, self.environment)]
 
-    def plots(self) -> dict[str, Callable[[], Any]]:
-        """The plots worth a file: {name: function that draws it and returns its axes}."""
-        found: dict[str, Callable[[], Any]] = {}
+    def plots(self) -> dict[str, Callable[[], Plot]]:
+        """The plots worth a file: {name: function that makes it}."""
+        found: dict[str, Callable[[], Plot]] = {}
         for view, records in self._parts():
             found |= view.plots(records, self.environment)
         return found
 
-    def drawings(self, name: str, beside: Sequence["Results"] = ()) -> list[Drawing]:
-        """Figures of a page.
+    def save(
+        self,
+        folder: str | Path,
+        *,
+        labels: Mapping[str, str] | None = None,
+        width: float | None = None,
+        style: str = "screen",
+    ) -> list[Path]:
+        """Write records, environment and all that is drawn; records that are there already are not touched.
 
         Args:
-            name: Distinguishes the ids of this run from those of another.
-            beside: Runs that share the axes' scale.
-        """
-        others = [one.records for one in beside]
-        return [
-            drawing
-            for view, records in self._parts()
-            for drawing in view.drawings(records, self.environment, name=name, beside=others)
-        ]
-
-    def save(self, folder: str | Path) -> list[Path]:
-        """Write records, environment and all that is drawn; records that are there already are not touched.
+            labels: {name: text}: texts for legends and tables in place of the names of lines and rows.
+            width: Of figures, in inches, at which letters have their stated sizes.
+            style: `screen`, or `paper`: small letters and no title.
 
         Raises:
             DataError: If the folder cannot be written.
+            OptionError: If figures cannot be drawn so, or nothing drawn has a name of `labels`.
         """
         folder = open_folder(folder)
         from efficient_attn.experiments import redraw
 
+        look = redraw.checked_look(labels, width, style)
         paths = [folder / RECORDS]
         if not paths[0].exists():
             for record in self.records:
@@ -124,7 +143,9 @@ class Results:
         if self.environment:
             paths.append(write_json(folder / ENVIRONMENT, self.environment))
         try:
-            return paths + redraw.draw_run(self, folder)
+            return paths + redraw.draw_run(self, folder, look)
+        except UnknownNameError:
+            raise
         # Whatever goes wrong in drawing, the records are safe, and whoever measured them gets them back.
         except Exception as error:
             self.notes += (

@@ -7,9 +7,10 @@ from typing import Any
 from efficient_attn.analysis.curves import YARDSTICK
 from efficient_attn.contained import contained, described
 from efficient_attn.errors import OptionError, ShapeError
+from efficient_attn.report.axes import draw
 from efficient_attn.report.error_table import describe, show_error
 from efficient_attn.report.table import Table
-from efficient_attn.report.weights_plot import WeightsMap, plot_weights
+from efficient_attn.report.weights_plot import WeightsMap, weights_plot
 from efficient_attn.sweep.variants import Variant, select
 
 DEFAULT_TOKENS = "0:24"
@@ -45,13 +46,10 @@ class Shown:
 
     def plot(self) -> Any:
         """The figure."""
-        return plot_weights(
-            self.maps,
-            self.words,
-            title=self.title,
-            keys=self.keys,
-            more=f"{self.keys - len(self.words)} others",
-        )
+        more = f"{self.keys - len(self.words)} others"
+        return draw(weights_plot(self.maps, self.words, title=self.title, keys=self.keys, more=more))[
+            0
+        ].figure
 
     def table(self) -> Table:
         """The numbers of the titles."""
@@ -118,7 +116,7 @@ def show(
         except Exception as failure:  # The backend may be anybody's code: whatever it raises is its result.
             notes.append(f"{variant.label}: {described(failure)}")
     words = words_of(inputs, subject.tokens)[span]
-    title = f"What each query looks at: {describe(subject.name)}, head {head}; {subject.tokens} keys"
+    title = f"Attention weights: {describe(subject.name)}, head {head}; {subject.tokens} keys"
     return Shown(maps, words, title=title, keys=subject.tokens, notes=notes)
 
 

@@ -1,130 +1,195 @@
-"""Errors against size, one panel per input, the mean of the values as a line to beat in each."""
+"""Errors against size, one chart per input, with the uniform-attention baseline in each."""
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
-from efficient_attn.analysis.accuracy import Panel, panels, quantity_in
+from efficient_attn.analysis.accuracy import ErrorCurve, Panel, panels, quantity_in
 from efficient_attn.analysis.statistics import FEWEST_FOR_95
-from efficient_attn.errors import OptionError
-from efficient_attn.report.error_panel import draw_panel, has_sizes, is_rounding, limits, plain_style
-from efficient_attn.report.error_table import NAMES, show_error
-from efficient_attn.report.harmless import plain
-from efficient_attn.report.palette import INK, line_styles
-from efficient_attn.report.readable import short
+from efficient_attn.report.error_table import NAMES, show_error, title
+from efficient_attn.report.figures import LARGEST, Axis, Chart, Plot, Series, in_rows
+from efficient_attn.report.palette import MUTED, UNIFORM_STYLE, baseline_style, line_styles
 from efficient_attn.sweep.records import Record
 from efficient_attn.sweep.sizes import MEAN_OF_VALUES
 
-_PANEL_INCHES = (4.5, 3.3)
-_HEAD_INCHES, _LEGEND_INCHES = 0.75, 2.6
-
-_LONGEST_NAME = 40
 RELATIVE = "output_relative_error"
 
+# An error of this many times the baseline is off the scale: a hundred or a million, both are no attention.
+_WORST = 12.0
+# Errors below this share of the baseline are rounding, and leave the axes through their floor.
+_ROUNDING = 1e-4
+# The square of a smaller relative error may be no floating-point number any more.
+_SMALLEST = 1e-100
+# How far below the best backend the axes follow a baseline.
+_FURTHER = 10.0
 
-def plot(records: Sequence[Record], *, y: str = RELATIVE, x: str | None = None, ax: Any = None) -> Any:
-    """Draw the error of every backend against its size; the axes of the first input.
+Styles = Mapping[str, Mapping[str, Any]]
 
-    Args:
-        ax: Axes for the only input, or one for each; a figure with a panel per input is made if left out.
-    """
-    if x not in (None, "size"):
-        raise OptionError(f"x is size for errors, not {x!r}.")
+
+def error_plot(records: Sequence[Record], y: str = RELATIVE) -> Plot:
+    """The error of every backend against its size: a chart for each input, sources below each other."""
     quantity = quantity_in(records, y)
     shown = panels(records, quantity)
-    styles = styles_of(shown)
-    axes = _grid(shown, styles, quantity) if ax is None else _given(ax, shown)
-    for one, panel in zip(axes, shown, strict=True):
-        # Inputs of one source share a scale, so that they can be compared.
-        scale = limits([other for other in shown if other.source == panel.source])
-        draw_panel(one, panel, styles, scale, squared=quantity == RELATIVE)
-        if ax is not None or one.get_subplotspec().is_first_col():
-            one.set_ylabel(NAMES[quantity].lower(), color=INK)
-    return axes[0]
-
-
-def styles_of(shown: Sequence[Panel]) -> dict[str, dict[str, Any]]:
-    """{label: style}, the same in every panel."""
-    return line_styles(
+    styles = line_styles(
         list({curve.label: curve.backend for panel in shown for curve in panel.curves}.items())
     )
+    rows: list[tuple[Chart | None, ...]] = []
+    columns = 1 if len(shown) == 1 else 2
+    for source in dict.fromkeys(panel.source for panel in shown):
+        # Inputs of one source share a scale, so that they can be compared.
+        group = [panel for panel in shown if panel.source == source]
+        scale = _limits(group)
+        row = in_rows([_chart(panel, styles, scale, quantity) for panel in group], columns)
+        rows += [one + (None,) * (columns - len(one)) for one in row]
+    title_ = f"{NAMES[quantity]} against exact softmax attention"
+    return Plot(title_, _conditions(shown), tuple(rows), tuple(_entries(shown, styles)))
 
 
-def _given(ax: Any, shown: Sequence[Panel]) -> list[Any]:
-    axes = list(ax) if isinstance(ax, (list, tuple)) else [ax]
-    if len(axes) != len(shown):
-        names = ", ".join(panel.inputs for panel in shown)
-        raise OptionError(f"ax is one for each of the {len(shown)} inputs ({names}), not {len(axes)}.")
-    return axes
-
-
-def _grid(shown: Sequence[Panel], styles: Mapping[str, Mapping[str, Any]], quantity: str) -> list[Any]:
-    """Axes for every panel, a row for each source of inputs, and the legend where there is room."""
-    from matplotlib.figure import Figure
-
-    sources = list(dict.fromkeys(panel.source for panel in shown))
-    rows = [[panel for panel in shown if panel.source == source] for source in sources]
-    columns = max(map(len, rows), default=1)
-    free = next((row for row, group in enumerate(rows) if len(group) < columns), None)
-    width, height = columns * _PANEL_INCHES[0], max(len(rows), 1) * _PANEL_INCHES[1] + _HEAD_INCHES
-    figure = Figure(figsize=(width + (_LEGEND_INCHES if free is None else 0), height), layout="constrained")
-    grid = figure.subplots(max(len(rows), 1), columns, squeeze=False, sharey="row")
-    for row, group in enumerate(rows):
-        for empty in grid[row, len(group) :]:
-            empty.set_axis_off()
-    _head(figure, shown, quantity)
-    lines = handles(shown, styles)
-    for line in lines:
-        line.set_label(short(line.get_label(), _LONGEST_NAME))
-    legend = {"handles": lines, "frameon": False, "fontsize": 10, "labelcolor": INK}
-    if free is None:
-        drawn = figure.legend(loc="outside right center", **legend)
-    else:
-        drawn = grid[free, len(rows[free])].legend(loc="center left", **legend)
-    for text in drawn.get_texts():
-        text.set_parse_math(False)
-    return [grid[sources.index(p.source), rows[sources.index(p.source)].index(p)] for p in shown]
-
-
-def headline(shown: Sequence[Panel], quantity: str) -> tuple[str, str]:
-    """What the plots show, and what lines, bands and bars are."""
+def _conditions(shown: Sequence[Panel]) -> str:
+    """The meaning of lines, bands and bars."""
     points = [point for panel in shown for curve in panel.curves for point in curve.points]
     draws = max((point.draws for point in points), default=1)
     seeds = max((point.data_seeds for point in points), default=1)
-    told = [f"lines and bands: median of {draws} draws and its {interval(draws)}"] if draws > 1 else []
-    told += [f"bars: {interval(seeds)} over {seeds} seeds of the inputs"] if seeds > 1 else []
-    return f"{NAMES[quantity]} against exact softmax attention in float64", "; ".join(told)
+    parts = ["reference in float64"]
+    parts += [f"lines and bands: median of {draws} draws and its {interval(draws)}"] if draws > 1 else []
+    parts += [f"bars: {interval(seeds)} over {seeds} seeds of the inputs"] if seeds > 1 else []
+    exact = {
+        curve.label: max(
+            one.points[0].value for panel in shown for one in panel.curves if one.label == curve.label
+        )
+        for panel in shown
+        for curve in panel.curves
+        if not _has_sizes(curve)
+    }
+    small = {label: value for label, value in exact.items() if _is_rounding(value, shown)}
+    parts += [f"{', '.join(small)}: rounding, at most {show_error(max(small.values()))}"] if small else []
+    return "; ".join([*parts, "markers that would coincide are left out"])
 
 
 def interval(samples: int) -> str:
-    """What `middle` gives around the median of so many samples."""
+    """The name of the interval around the median of this number of samples."""
     return "95 % interval" if samples >= FEWEST_FOR_95 else "range"
 
 
-def _head(figure: Any, shown: Sequence[Panel], quantity: str) -> None:
-    figure.suptitle(
-        "; ".join(filter(None, headline(shown, quantity))),
-        x=0.01,
-        ha="left",
-        fontsize=12,
-        fontweight="bold",
-        color=INK,
+def _chart(panel: Panel, styles: Styles, scale: tuple[float, float], quantity: str) -> Chart:
+    curves = (*panel.others, *panel.curves)
+    above = [curve for curve in curves if min(point.value for point in curve.points) > scale[1]]
+    series = [_baseline(curve) for curve in panel.others if curve not in above]
+    if panel.yardstick is not None:
+        series.append(Series(MEAN_OF_VALUES, (), (panel.yardstick,), UNIFORM_STYLE))
+    for curve in panel.curves:
+        if curve not in above and (_has_sizes(curve) or not _is_rounding(curve.points[0].value, [panel])):
+            series += _series(curve, styles[curve.label])
+    sizes = {point.size for curve in curves for point in curve.points if point.size is not None}
+    matched = next((p.record.matched for c in panel.curves for p in c.points if p.record.matched), None)
+    budget = f"budget: the {matched} of performer-positive with as many features"
+    factor = mean_square(panel) if quantity == RELATIVE else None
+    return Chart(
+        Axis(
+            budget if matched else "features, rank or window",
+            "log2",
+            "{:.0f}".format,
+            [size for size in sizes if size - 1 not in sizes],
+        ),
+        Axis(NAMES[quantity].lower(), "log", show_error, limits=scale),
+        tuple(series),
+        title(panel),
+        tuple(f"▲ {_range(curve)}" for curve in above),
+        apart=True,
+        draw=None if factor is None else partial(_squared_axis, factor),
     )
 
 
-def handles(shown: Sequence[Panel], styles: Mapping[str, Mapping[str, Any]]) -> list[Any]:
-    """The lines, the yardstick, and in words what has no line."""
-    from matplotlib.lines import Line2D
+def _series(curve: ErrorCurve, style: Mapping[str, Any]) -> list[Series]:
+    points = [point for point in curve.points if point.size is not None]
+    if not points:
+        return [Series(curve.label, (), (curve.points[0].value,), style)]
+    x, y, low, high = (tuple(getattr(p, name) for p in points) for name in ("size", "value", "low", "high"))
+    thin = {"markersize": 4, "linewidth": 1.5}
+    line = Series(curve.label, x, y, {**style, **thin}, low, high)
+    if points[0].data_low is None:
+        return [line]
+    low, high = (tuple(getattr(p, name) for p in points) for name in ("data_low", "data_high"))
+    bars = {"color": style["color"], "linestyle": "none", "marker": ""}
+    return [line, Series("", x, y, bars, low, high, bars=True, entry="")]
 
-    sized = {curve.label for panel in shown for curve in panel.curves if has_sizes(curve)}
-    made = [Line2D([], [], label=plain(label), **style) for label, style in styles.items() if label in sized]
-    made.append(Line2D([], [], color=INK, linestyle=(0, (4, 3)), label=f"{MEAN_OF_VALUES} for every query"))
-    others = {curve.label: curve for panel in shown for curve in panel.others}
-    made += [Line2D([], [], label=plain(curve.label), **plain_style(curve)) for curve in others.values()]
-    for label in dict.fromkeys(c.label for p in shown for c in p.curves if not has_sizes(c)):
-        worst = max(c.points[0].value for p in shown for c in p.curves if c.label == label)
-        if is_rounding(worst, shown):
-            text = f"{label}: at most {show_error(worst)}, rounding"
-            made.append(Line2D([], [], linestyle="none", label=plain(text)))
-        else:
-            made.append(Line2D([], [], label=plain(label), **{**styles[label], "marker": ""}))
-    return made
+
+def _baseline(curve: ErrorCurve) -> Series:
+    """The thin line of what is no backend."""
+    points = [point for point in curve.points if point.size is not None]
+    orders = [int(word) for word in curve.label.split() if word.isdecimal()]
+    style = baseline_style(orders[0] + 1 if orders else 0)
+    x = tuple(point.size or 0 for point in points)
+    return Series(curve.label, x, tuple(point.value for point in points or curve.points), style)
+
+
+def _range(curve: ErrorCurve) -> str:
+    values = [point.value for point in curve.points]
+    ends = dict.fromkeys((show_error(min(values)), show_error(max(values))))
+    return f"{curve.label}: {' to '.join(ends)}"
+
+
+def _squared_axis(factor: float, ax: Any) -> None:
+    """Draw the mean squared error on the right, relative² · mean(exact²)."""
+    from matplotlib.ticker import NullFormatter
+
+    low, high = ax.get_ylim()
+    if not 1 / LARGEST < factor * low**2 < factor * high**2 < LARGEST:
+        return
+    right = ax.secondary_yaxis(
+        "right",
+        functions=(lambda relative: factor * relative**2, lambda squared: (squared / factor) ** 0.5),
+    )
+    right.yaxis.set_major_formatter(lambda value, _: f"{value:.0e}".replace("e-0", "e-"))
+    right.yaxis.set_minor_formatter(NullFormatter())
+    right.tick_params(colors=MUTED, which="minor", length=0)
+    right.tick_params(colors=MUTED)
+    right.spines["right"].set_visible(True)
+    right.set_ylabel("mean squared error", color=MUTED)
+
+
+def mean_square(panel: Panel) -> float | None:
+    """mean(exact²) of the input, from a draw of which both errors were kept; None if there is none."""
+    for point in (point for curve in panel.curves for point in curve.points):
+        record = point.record
+        both = zip(record.output_relative_error_draws or (), record.output_mse_draws or (), strict=False)
+        for relative, squared in both:
+            if relative and squared and _SMALLEST < relative < LARGEST**0.5 and squared < LARGEST:
+                return squared / relative**2
+    return None
+
+
+def _limits(shown: Sequence[Panel]) -> tuple[float, float]:
+    """From below the smallest error that is no rounding to above the largest that is no nonsense."""
+    yardsticks = [panel.yardstick for panel in shown if panel.yardstick]
+    worst = _WORST * max(yardsticks, default=1.0)
+    curves = [c for panel in shown for c in panel.curves if min(point.value for point in c.points) <= worst]
+    edges = [edge for c in curves for point in c.points for edge in (point.value, point.low)]
+    real = [edge for edge in (*edges, *yardsticks) if 0 < edge < LARGEST and not _is_rounding(edge, shown)]
+    real = real or [1.0]
+    others = [point.value for panel in shown for curve in panel.others for point in curve.points]
+    near = [value for value in others if min(real) / _FURTHER <= value <= min(worst, LARGEST)]
+    return min(real + near) / 1.4, min(max(real + near), worst) * 1.8
+
+
+def _is_rounding(value: float, shown: Sequence[Panel]) -> bool:
+    """Whether an error is far below every baseline, where lines say nothing."""
+    return value < _ROUNDING * min((panel.yardstick or 1.0 for panel in shown), default=1.0)
+
+
+def _has_sizes(curve: ErrorCurve) -> bool:
+    """Whether a curve is a line over sizes, rather than one number."""
+    return any(point.size is not None for point in curve.points)
+
+
+def _entries(shown: Sequence[Panel], styles: Styles) -> list[Series]:
+    """The lines and the baselines."""
+    curves = {curve.label: curve for panel in shown for curve in panel.curves}
+    baselines = {curve.label: _baseline(curve) for panel in shown for curve in panel.others}
+    entries = [Series(label, (), (), styles[label]) for label, curve in curves.items() if _has_sizes(curve)]
+    entries += [Series(MEAN_OF_VALUES, (), (), UNIFORM_STYLE), *baselines.values()]
+    return entries + [
+        Series(label, (), (), {**styles[label], "marker": ""})
+        for label, curve in curves.items()
+        if not _has_sizes(curve) and not _is_rounding(max(p.value for p in curve.points), shown)
+    ]

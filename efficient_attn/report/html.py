@@ -10,7 +10,6 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.resources import files
 from typing import Any, NamedTuple
 
-from efficient_attn.report.drawings import Drawing
 from efficient_attn.report.harmless import plain
 from efficient_attn.report.method import flat, how_measured
 from efficient_attn.report.readable import short
@@ -31,13 +30,13 @@ class Run(NamedTuple):
 
     Attributes:
         label: What the run is called beside others.
-        drawings: Figures of the run.
+        drawings: Figures as `svg` elements.
         plan: The text of a file that repeats the run; empty where there is none.
     """
 
     label: str
     records: Sequence[Record]
-    drawings: Sequence[Drawing]
+    drawings: Sequence[str]
     sentences: Sequence[str]
     tables: Sequence[Table]
     notes: Sequence[str]
@@ -65,13 +64,13 @@ def page(title: str, runs: Sequence[Run]) -> str:
 
     jinja = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, finalize=_printable)
     jinja.filters["powers"] = _powers
-    drawings = [(run.label, drawing) for run in runs for drawing in run.drawings]
+    drawings = [(run.label, svg) for run in runs for svg in run.drawings]
     # Tables of one title stand together, so that runs are easily compared.
     titles = list(dict.fromkeys(table.title for run in runs for table in run.tables))
     tables = [
         (run.label, table) for title in titles for run in runs for table in run.tables if table.title == title
     ]
-    colours = variables("".join(panel.svg for _, drawing in drawings for panel in drawing.panels))
+    colours = variables("".join(svg for _, svg in drawings))
     return jinja.from_string(_text("page.html")).render(
         title=short(plain(title)),
         css=_text("page.css") + _style(colours),

@@ -1,41 +1,31 @@
-"""The error of one kernel entry: measured points over the lines of theory, drawn."""
+"""The error of one kernel entry: measured points over the lines of theory."""
 
 from collections.abc import Sequence
-from textwrap import fill
 from typing import Any
 
 from efficient_attn.analysis.kernel import (
     AXES,
     KernelLine,
     KernelPanel,
-    KernelPoint,
     kernel_panels,
     kernel_points,
     kernel_records,
     plain_guesses,
 )
 from efficient_attn.errors import UnknownNameError
-from efficient_attn.report.harmless import plain
+from efficient_attn.report.error_table import show_error
+from efficient_attn.report.figures import Axis, Chart, Plot, Series, in_rows
 from efficient_attn.report.kernel_errors import NAME, WIDE, title_of
-from efficient_attn.report.palette import GRID, INK, MUTED, line_styles
+from efficient_attn.report.palette import baseline_style, line_styles
 from efficient_attn.sweep.records import Record
 
-_INCHES, _LEGEND_INCHES = (3.9, 3.1), 2.7
 _LABELS = {"size": "features", "angle": "angle between query and key, degrees", "norm": "norm |x| = |y|"}
-_STROKES: dict[str, Any] = {
-    "constant 1": (0, (4, 3)),
-    "Taylor order 1": (0, (1, 1.5)),
-    "Taylor order 2": (0, (6, 2, 1, 2)),
-}
 
-# What may be plotted, and the axis that it is drawn over.
+# Quantities that are plotted, and the axis that each is drawn over.
 OVER = {"kernel_mse": "size", "kernel_mse_by_angle": "angle", "kernel_mse_by_norm": "norm"}
 
-# How far below the least error the axes go, and how long a line of words below them is.
-_FURTHER, _LINE = 10.0, 56
-
-# Of a yardstick from one end of an axis to the other.
-_STEPS = 240
+# How far below the least error the axes go, and points of a baseline from one end of an axis to the other.
+_FURTHER, _STEPS = 10.0, 240
 
 
 def kernel_plots(records: Sequence[Record]) -> dict[str, str]:
@@ -49,137 +39,92 @@ def kernel_plots(records: Sequence[Record]) -> dict[str, str]:
     }
 
 
-def plot_kernel(records: Sequence[Record], *, x: str = "size") -> Any:
-    """Points with 95 % intervals over lines of theory, a panel for each value of the other axes."""
-    from matplotlib.figure import Figure
-
+def kernel_plot(records: Sequence[Record], x: str = "size") -> Plot:
+    """Points with 95 % intervals over lines of theory, a chart for each value of the other axes."""
     if x not in AXES:
         raise UnknownNameError("x axis for kernel_mse", x, AXES)
     shown = kernel_panels(records, x)
-    columns = min(len(shown), 3)
-    rows = -(-len(shown) // columns)
-    size = (columns * _INCHES[0] + _LEGEND_INCHES, rows * _INCHES[1] + 0.7)
-    figure = Figure(figsize=size, layout="constrained")
-    axes = figure.subplots(rows, columns, squeeze=False, sharey=True)
-    axes[0, 0].set_ylim(*_limits(shown))
     styles = line_styles(list({one.label: one.backend for panel in shown for one in panel.lines}.items()))
-    for number, ax in enumerate(axes.flat):
-        if number >= len(shown):
-            ax.set_axis_off()
-            continue
-        _draw(ax, shown[number], styles, x)
-        if number % columns == 0:
-            ax.set_ylabel("relative mean squared error", color=INK)
+    limits = _limits(shown)
+    charts = [_chart(panel, styles, x, limits) for panel in shown]
     draws = max((len(record.kernel_mse_draws or ()) for record in kernel_records(records)), default=0)
-    figure.suptitle(
-        f"{NAME}\nlines: theory; points: mean of {draws} draws, 95 % interval",
-        x=0.01,
-        ha="left",
-        fontsize=12,
-        fontweight="bold",
-        color=INK,
-    )
-    _legend(figure, styles, shown)
-    return axes[0, 0]
+    conditions = f"lines: theory; points: mean of {draws} draws, 95 % interval"
+    return Plot(NAME, conditions, in_rows(charts), _entries(shown, styles))
 
 
-def _draw(ax: Any, panel: KernelPanel, styles: Any, x: str) -> None:
-    lost = []
-    for line in panel.lines:
-        colour = styles[line.label]["color"]
-        known = [(p.at(x), p.expected) for p in line.points if p.expected]
-        ax.plot(*_columns(known), color=colour, linestyle=styles[line.label]["linestyle"], linewidth=1.3)
-        points = [p for p in line.points if p.mean]
-        ax.errorbar(
-            [p.at(x) for p in points],
-            [p.mean for p in points],
-            yerr=_bars(points),
-            color=colour,
-            linestyle="none",
-            marker=styles[line.label]["marker"],
-            markersize=5,
-            capsize=2,
-        )
-        lost += _lost(line, x)
-    for name, stroke in _STROKES.items():
+def _chart(panel: KernelPanel, styles: dict[str, Any], x: str, limits: tuple[float, float]) -> Chart:
+    series: list[Series] = []
+    for number, name in enumerate(plain_guesses(1, 90)):
         places = _places(panel, x)
-        guesses = [(place, _guess(panel, x, place)[name]) for place in places]
-        ax.plot(*_columns([one for one in guesses if one[1] > 0]), color=MUTED, linestyle=stroke, linewidth=1)
-    _dress(ax, panel, x)
-    if lost:
-        text = fill(plain(f"not measured, too few draws: {'; '.join(lost)}"), _LINE)
-        ax.set_xlabel(f"{_LABELS[x]}\n{text}", color=INK, fontsize=8, parse_math=False)
+        values = (
+            [plain_guesses(**{**dict(panel.fixed), x: place})[name] for place in places]
+            if x != "size"
+            else ([plain_guesses(**dict(panel.fixed))[name]] * len(places))
+        )
+        series.append(Series(name, places, values, baseline_style(number + 1)))
+    for line in panel.lines:
+        series += _series(line, styles[line.label], x)
+    lost = "; ".join(filter(None, (_lost(line, x) for line in panel.lines)))
+    places = sorted({p.at(x) for line in panel.lines for p in line.points})
+    return Chart(
+        Axis(_LABELS[x], "log2" if x == "size" else "linear", ticks=places),
+        Axis("relative mean squared error", "log", show_error, limits=limits),
+        tuple(series),
+        title_of(panel),
+        (f"not measured, too few draws: {lost}",) if lost else (),
+        apart=True,
+    )
+
+
+def _series(line: KernelLine, style: dict[str, Any], x: str) -> list[Series]:
+    """The line of theory, and points whose interval, where it reaches 0, ends at a hundredth of the mean."""
+    known = [(p.mean, WIDE * (p.error or 0.0)) for p in line.points if p.mean]
+    low = [mean - min(wide, 0.99 * mean) for mean, wide in known]
+    points = [p.at(x) for p in line.points if p.mean]
+    theory = [p.expected for p in line.points]
+    return [
+        Series("", [p.at(x) for p in line.points], theory, {**style, "marker": "", "linewidth": 1.3}),
+        Series(
+            line.label,
+            points,
+            [mean for mean, _ in known],
+            {**style, "linestyle": "none"},
+            low,
+            [mean + wide for mean, wide in known],
+            bars=True,
+        ),
+    ]
 
 
 def _places(panel: KernelPanel, x: str) -> list[float]:
-    """Where a yardstick is drawn: closely, since it may vanish between two measured places."""
+    """Places of a baseline: close to each other, since it may vanish between two measured ones."""
     known = [p.at(x) for line in panel.lines for p in line.points]
     low, high = min(known), max(known)
     return [low + (high - low) * step / _STEPS for step in range(_STEPS + 1)]
 
 
 def _limits(shown: Sequence[KernelPanel]) -> tuple[float, float]:
-    """Around what was measured or expected; yardsticks further below are in the tables."""
+    """Around the errors measured or expected; baselines further below are in the tables."""
     points = [point for panel in shown for line in panel.lines for point in line.points]
     values = [value for point in points for value in (point.mean, point.expected) if value]
     return (min(values) / _FURTHER, max(values) * 2) if values else (1e-3, 1.0)
 
 
-def _guess(panel: KernelPanel, x: str, place: float) -> dict[str, float]:
-    known = dict(panel.fixed) | {x: place}
-    return plain_guesses(known["norm"], known["angle"])
-
-
-def _lost(line: KernelLine, x: str) -> list[str]:
-    """Where a line has no points, and why."""
+def _lost(line: KernelLine, x: str) -> str:
+    """Where a line has no points."""
     places = [f"{p.at(x):g}" for p in line.points if p.mean is None and p.record.status == "skipped"]
-    return [f"{line.label} {', '.join(places)}"] if places else []
+    return f"{line.label} {', '.join(places)}" if places else ""
 
 
-def _bars(points: Sequence[KernelPoint]) -> list[list[float]]:
-    """Down and up; an interval that reaches 0 ends at a hundredth of the mean."""
-    wide = [WIDE * (p.error or 0.0) for p in points]
-    down = [min(bar, 0.99 * (p.mean or 0.0)) for bar, p in zip(wide, points, strict=True)]
-    return [down, wide]
-
-
-def _columns(pairs: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
-    return [one for one, _ in pairs], [other for _, other in pairs]
-
-
-def _dress(ax: Any, panel: KernelPanel, x: str) -> None:
-    from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
-
-    places = sorted({p.at(x) for line in panel.lines for p in line.points})
-    if x == "size":
-        ax.set_xscale("log", base=2)
-    ax.set_yscale("log")
-    ax.xaxis.set_major_locator(FixedLocator(places))
-    ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    ax.xaxis.set_minor_locator(NullLocator())
-    ax.grid(axis="y", color=GRID, linewidth=0.8)
-    ax.set_axisbelow(True)
-    for side in ("top", "right"):
-        ax.spines[side].set_visible(False)
-    ax.tick_params(colors=INK, which="both", labelsize=8.5)
-    ax.set_xlabel(_LABELS[x], color=INK, fontsize=9.5)
-    ax.set_title(title_of(panel), loc="left", fontsize=9.5, color=INK)
-
-
-def _legend(figure: Any, styles: Any, shown: Sequence[KernelPanel]) -> None:
-    from matplotlib.lines import Line2D
-
+def _entries(shown: Sequence[KernelPanel], styles: dict[str, Any]) -> tuple[Series, ...]:
     silent = {
         line.label for panel in shown for line in panel.lines if all(p.expected is None for p in line.points)
     }
-    handles = [
-        Line2D([], [], **{**style, "linestyle": "none"} if label in silent else style)
+    entries = [
+        Series(label, (), (), {**style, "linestyle": "none"}, entry=f"{label} (no closed form)")
+        if label in silent
+        else Series(label, (), (), style)
         for label, style in styles.items()
     ]
-    names = [f"{label} (no closed form)" if label in silent else label for label in styles]
-    handles += [Line2D([], [], color=MUTED, linestyle=stroke, linewidth=1) for stroke in _STROKES.values()]
-    legend = figure.legend(
-        handles, [*map(plain, names), *_STROKES], loc="outside right center", frameon=False, fontsize=9
-    )
-    for text in legend.get_texts():
-        text.set_parse_math(False)
+    guesses = enumerate(plain_guesses(1, 90))
+    return (*entries, *(Series(name, (), (), baseline_style(number + 1)) for number, name in guesses))

@@ -3,7 +3,14 @@
 from collections.abc import Sequence
 from typing import Any
 
+from efficient_attn.sweep.sizes import MEAN_OF_VALUES
 from efficient_attn.sweep.variants import CEILING
+
+# Names of baselines in figures, where records have shorter ones.
+DISPLAY_NAMES = {
+    MEAN_OF_VALUES: "uniform-attention baseline",
+    CEILING: "identity attention (upper bound)",
+}
 
 INK, MUTED, GRID, PAPER, NIGHT = "#222222", "#6b6b6b", "#e3e3e3", "#ffffff", "#14171c"
 
@@ -42,6 +49,15 @@ def line_styles(lines: Sequence[tuple[str, str]]) -> dict[str, dict[str, Any]]:
             "linewidth": 2.4 if backend == "exact" else 1.8,
         }
     return styles
+
+
+def baseline_style(number: int = 0) -> dict[str, Any]:
+    """A thin grey line for what is no backend; the strokes tell the first four apart."""
+    return {"color": MUTED, "linestyle": _STROKES[number % len(_STROKES)], "linewidth": 1.1, "marker": ""}
+
+
+# The dashed line of the uniform-attention baseline and of guesses.
+UNIFORM_STYLE: dict[str, Any] = {"color": INK, "linestyle": (0, (4, 3)), "linewidth": 1.2, "marker": ""}
 
 
 def readable_on(paper: str, colour: str, *, contrast: float = 3.0) -> str:

@@ -8,8 +8,9 @@ import re
 from typing import Any
 from xml.etree import ElementTree
 
+from efficient_attn.report.harmless import plain
 from efficient_attn.report.palette import GRID, INK, MUTED, NIGHT, PAPER, readable_on
-from efficient_attn.report.plot import to_bytes
+from efficient_attn.report.save import to_bytes
 
 _SVG, _LINK = "{http://www.w3.org/2000/svg}", "{http://www.w3.org/1999/xlink}href"
 _COLOUR = re.compile(r"#[0-9a-f]{6}")
@@ -19,13 +20,15 @@ _FONT = re.compile(r"font-family: [^;]*; ")
 _NAMED = {INK: "ink", "#000000": "ink", MUTED: "muted", GRID: "grid", PAPER: "paper"}
 
 
-def inline(figure: Any, *, name: str, title: str, description: str) -> str:
+def inline(figure: Any, *, name: str, title: str) -> str:
     """The figure as an `svg` element with title and description; `name` keeps its ids apart from others."""
-    for number, line in enumerate(_lines(figure)):
+    lines = [line for ax in figure.axes for line in ax.lines if not str(line.get_label()).startswith("_")]
+    for number, line in enumerate(lines):
         line.set_gid(f"line-{number}")
-    names = {f"line-{number}": line.get_label() for number, line in enumerate(_lines(figure))}
+    names = {line.get_gid(): line.get_label() for line in lines}
     figure.patch.set_visible(False)
-    root = ElementTree.fromstring(to_bytes(figure, "svg", salt=name, letters_as_paths=False))
+    root = ElementTree.fromstring(to_bytes(figure, "svg", salt=name))
+    figure.patch.set_visible(True)
     # Its metadata names the program that drew it, and its style sheet would hold for the whole page.
     for found in [*root.findall(f"{_SVG}metadata"), root.find(f"{_SVG}defs")]:
         if found is not None:
@@ -33,33 +36,15 @@ def inline(figure: Any, *, name: str, title: str, description: str) -> str:
     for element in root.iter():
         element.tag = element.tag.removeprefix(_SVG)
         if element.get("id") in names:
-            _tell(element, "title", names[element.get("id", "")], first=True)
+            _tell(element, "title", names[element.get("id", "")])
         _restyle(element, name)
     for size in ("width", "height"):
         del root.attrib[size]
     root.attrib |= {"role": "img", "aria-labelledby": f"{name}-title {name}-desc"}
-    _tell(root, "desc", description, first=True).set("id", f"{name}-desc")
-    _tell(root, "title", title, first=True).set("id", f"{name}-title")
+    described = f"Lines of {', '.join(dict.fromkeys(names.values()))}; the numbers are in the tables."
+    _tell(root, "desc", plain(described)).set("id", f"{name}-desc")
+    _tell(root, "title", plain(title)).set("id", f"{name}-title")
     return ElementTree.tostring(root, encoding="unicode")
-
-
-def swatch(line: Any) -> str:
-    """A short piece of a line with its marker, for a legend; empty for a line that is not drawn."""
-    from matplotlib.markers import MarkerStyle
-
-    if line.get_linestyle() == "None":
-        return ""
-    colour = variable(_hex(line.get_color()))
-    dash = line._unscaled_dash_pattern[1] if hasattr(line, "_unscaled_dash_pattern") else None
-    dashes = f' stroke-dasharray="{" ".join(f"{length * 1.6:g}" for length in dash)}"' if dash else ""
-    drawn = f'<path d="M1 7H33" stroke="{colour}" stroke-width="2.4"{dashes}/>'
-    if line.get_marker() not in ("", "None", None):
-        marker = MarkerStyle(line.get_marker())
-        where: Any = marker.get_transform()
-        corners: Any = marker.get_path().transformed(where.scale(9, -9).translate(17, 7)).to_polygons()
-        points = " ".join(f"{x:.1f},{y:.1f}" for corner in corners for x, y in corner)
-        drawn += f'<polygon points="{points}" fill="{colour}"/>'
-    return f'<svg class="swatch" viewBox="0 0 34 14" fill="none" aria-hidden="true">{drawn}</svg>'
 
 
 def variable(colour: str) -> str:
@@ -74,11 +59,6 @@ def variables(markup: str) -> dict[str, tuple[str, str]]:
         f"--c-{colour}": (readable_on(PAPER, f"#{colour}"), readable_on(NIGHT, f"#{colour}", contrast=4.5))
         for colour in found
     }
-
-
-def _lines(figure: Any) -> list[Any]:
-    """The lines that have a name; matplotlib hides those that begin with an underscore."""
-    return [line for ax in figure.axes for line in ax.lines if not str(line.get_label()).startswith("_")]
 
 
 def _restyle(element: ElementTree.Element, name: str) -> None:
@@ -98,14 +78,8 @@ def _restyle(element: ElementTree.Element, name: str) -> None:
         element.set(key, _COLOUR.sub(lambda found: variable(found[0]), value))
 
 
-def _tell(parent: ElementTree.Element, tag: str, text: str, *, first: bool) -> ElementTree.Element:
+def _tell(parent: ElementTree.Element, tag: str, text: str) -> ElementTree.Element:
     told = ElementTree.Element(tag)
     told.text = text
-    parent.insert(0 if first else len(parent), told)
+    parent.insert(0, told)
     return told
-
-
-def _hex(colour: Any) -> str:
-    from matplotlib.colors import to_hex
-
-    return str(to_hex(colour))

@@ -24,6 +24,11 @@ class Table(NamedTuple):
     rows: tuple[tuple[str, ...], ...]
     notes: tuple[str, ...] = ()
 
+    def renamed(self, labels: Mapping[str, str]) -> "Table":
+        """The table with {name: text} in place of the names of rows and columns."""
+        rows = tuple((labels.get(row[0], row[0]), *row[1:]) for row in self.rows)
+        return self._replace(columns=tuple(labels.get(name, name) for name in self.columns), rows=rows)
+
 
 def show_growth(fit: Growth | None) -> str:
     """The power of tokens with its interval: `n^1.98 (1.95 to 2.01)`, or `unclear`; empty without a fit."""

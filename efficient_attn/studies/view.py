@@ -6,13 +6,15 @@ from functools import partial
 from typing import Any
 
 from efficient_attn.analysis.rows import flat_row
-from efficient_attn.report.drawings import Drawing, figure
+from efficient_attn.errors import DataError, UnknownNameError
+from efficient_attn.report.figures import Axis, Chart, Plot, Series
+from efficient_attn.report.palette import line_styles
 from efficient_attn.report.table import Table
 from efficient_attn.sweep.case import Record
 from efficient_attn.sweep.quantity import Quantity
 
 Environment = Mapping[str, Any]
-Plots = dict[str, Callable[[], Any]]
+Plots = dict[str, Callable[[], Plot]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,9 +25,8 @@ class View:
         tables: Tables of text.
         sentences: Findings, computed from the records.
         rows: Flat rows of the summary.
-        plots: {name of the file: function that draws it and returns its axes}.
-        plot: The axes of one quantity, `plot(records, environment, y, x, ax)`.
-        drawings: Figures of the page, `drawings(records, environment, name=…, beside=…)`.
+        plots: {name of the file: function that makes the plot}.
+        plot: The plot of one quantity, `plot(records, environment, y, x)`.
         claim: The records that belong to the study where no environment names it; None: those of its kinds.
     """
 
@@ -33,8 +34,7 @@ class View:
     sentences: Callable[[Sequence[Record], Environment], list[str]]
     rows: Callable[[Sequence[Record], Environment], list[dict[str, Any]]]
     plots: Callable[[Sequence[Record], Environment], Plots]
-    plot: Callable[..., Any]
-    drawings: Callable[..., list[Drawing]]
+    plot: Callable[..., Plot]
     claim: Callable[[Sequence[Record]], list[Record]] | None = None
 
     @classmethod
@@ -51,7 +51,6 @@ class View:
             rows=own("rows", lambda records, environment: [flat_row(record) for record in records]),
             plots=plots,
             plot=own("plot", partial(_plot, plots)),
-            drawings=own("drawings", partial(_drawings, plots)),
             claim=getattr(module, "claim", None),
         )
 
@@ -85,21 +84,26 @@ def _plots(quantities: Sequence[Quantity], records: Sequence[Record], environmen
     return {}
 
 
-def _against_tokens(quantity: Quantity, records: Sequence[Record]) -> Any:
-    from matplotlib.figure import Figure
-
-    axes = Figure(figsize=(7.0, 4.5), layout="constrained").subplots()
-    for label in dict.fromkeys(record.case.label for record in records):
+def _against_tokens(quantity: Quantity, records: Sequence[Record]) -> Plot:
+    backends = {record.case.label: record.case.backend for record in records}
+    styles = line_styles(list(backends.items()))
+    series = []
+    for label, style in styles.items():
         points = sorted(
-            (record.case.tokens, getattr(record, quantity.field))
+            (record.case.tokens, value)
             for record in records
-            if record.case.label == label and getattr(record, quantity.field) is not None
+            if record.case.label == label and (value := getattr(record, quantity.field)) is not None
         )
-        axes.plot(*zip(*points, strict=True), "o-", label=label)
-    axes.set_xlabel("tokens")
-    axes.set_ylabel(f"{quantity.name}, {quantity.unit}" if quantity.unit else quantity.name)
-    axes.legend(frameon=False)
-    return axes
+        if points:
+            x, y = zip(*points, strict=True)
+            series.append(Series(label, x, y, style))
+    lengths = sorted({record.case.tokens for record in records})
+    chart = Chart(
+        Axis("sequence length, tokens", "log2", "{:.0f}".format, lengths),
+        Axis(f"{quantity.name}, {quantity.unit}" if quantity.unit else quantity.name),
+        tuple(series),
+    )
+    return Plot(quantity.name, "", ((chart,),))
 
 
 def _plot(
@@ -108,25 +112,10 @@ def _plot(
     environment: Environment,
     y: str | None = None,
     x: str | None = None,
-    ax: Any = None,
-) -> Any:
-    from efficient_attn.errors import DataError, UnknownNameError
-
+) -> Plot:
     made = plots(records, environment)
     if not made:
         raise DataError("There is nothing to plot: no record holds a number.")
     if y is not None and y not in made:
         raise UnknownNameError("quantity to plot", y, made)
     return (made[y] if y is not None else next(iter(made.values())))()
-
-
-def _drawings(
-    plots: Callable[..., Plots],
-    records: Sequence[Record],
-    environment: Environment,
-    *,
-    name: str,
-    beside: Sequence[Sequence[Record]] = (),
-) -> list[Drawing]:
-    made = plots(records, environment)
-    return [figure(draw(), f"{name}-{plot}") for plot, draw in made.items()]

@@ -1,6 +1,6 @@
 """Figure 1 of Wang et al. 2020: cumulative singular values of the attention matrices of a trained encoder."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -24,7 +24,8 @@ from efficient_attn.experiments.reproduce._fig1 import (
 )
 from efficient_attn.experiments.reproduce._parts import Part, measure_parts
 from efficient_attn.experiments.reproduction import Setting
-from efficient_attn.report.palette import GRID, INK, MUTED
+from efficient_attn.report.figures import Axis, Chart, Plot, Series
+from efficient_attn.report.palette import INK, MUTED
 from efficient_attn.report.table import Table
 from efficient_attn.sweep.case import Case, Record, replace
 from efficient_attn.sweep.run import Step
@@ -98,70 +99,50 @@ def tables(records: Sequence[Record]) -> list[Table]:
     return [Table(TITLE, columns, tuple(body), notes)]
 
 
-def draw(records: Sequence[Record]) -> Any:
+def draw(records: Sequence[Record]) -> Plot:
     """The cumulative curves, and the paper's heat map by layer and head."""
-    from matplotlib.figure import Figure
+    groups = layers(spectra(records, REAL))
+    first = next(iter(groups.values()), [np.ones(1)])[0]
+    curves = Chart(
+        Axis("index of the singular value", show="{:.0f}".format, limits=(0, len(first))),
+        Axis("normalised cumulative singular values", limits=(0, 1.02)),
+        tuple(_series(records, index_of(first))),
+        "Every head of text 0, medians in bold",
+    )
+    # From the top down as in the paper: the highest layer first.
+    names = {float(row): f"layer {layer}, text {text}" for row, (layer, text) in enumerate([*groups][::-1])}
+    heat = Chart(
+        Axis("head", show="{:.0f}".format, ticks=range(_HEADS)),
+        Axis(ticks=names),
+        title=f"Share at index {index_of(first)} of {len(first)}",
+        draw=partial(_heat, groups),
+    )
+    return Plot("Spectra of attention matrices", "", ((curves,), (heat,)) if groups else ())
 
-    figure = Figure(figsize=(12.4, 4.8), layout="constrained")
-    curves, heat = figure.subplots(1, 2, width_ratios=(1, 1.25))
-    _curves(curves, records)
-    _heat(figure, heat, records)
-    return curves
 
-
-def _curves(ax: Any, records: Sequence[Record]) -> None:
+def _series(records: Sequence[Record], index: int) -> Iterator[Series]:
     for matrix, stroke in ((REAL, "-"), (SHUFFLED, (0, (2, 2)))):
         for (layer, text), heads in layers(spectra(records, matrix)).items():
             if text != 0:
                 continue
             lines = np.stack([np.insert(cumulative(values), 0, 0.0) for values in heads])
-            colour = _SHADES.get(layer, INK)
+            style = {"color": _SHADES.get(layer, INK), "linestyle": stroke}
             label = f"layer {layer}" if matrix == REAL else f"layer {layer}, shuffled rows"
-            index = np.arange(lines.shape[1])
-            ax.plot(index, np.median(lines, axis=0), color=colour, linestyle=stroke, label=label, lw=2.2)
+            x = range(lines.shape[1])
             if matrix == REAL:
-                ax.plot(index, lines.T, color=colour, alpha=0.35, linewidth=0.7)
-            ax.axvline(index_of(heads[0]), color=MUTED, linewidth=0.8, linestyle=(0, (4, 3)))
-    ax.set_ylim(0, 1.02)
-    ax.set_xlim(0)
-    ax.grid(color=GRID, linewidth=0.8)
-    ax.legend(frameon=False, fontsize=9, loc="lower right")
-    _dress(ax, "Every head of text 0, medians in bold", "index of the singular value")
-    ax.set_ylabel("normalised cumulative singular values", color=INK)
+                thin = {**style, "alpha": 0.35, "linewidth": 0.7}
+                yield from (Series("", x, line.tolist(), thin, entry="") for line in lines)
+            yield Series(label, x, np.median(lines, axis=0).tolist(), {**style, "linewidth": 2.2})
+    yield Series("", (index,), (), {"color": MUTED, "linewidth": 0.8, "linestyle": (0, (4, 3))}, entry="")
 
 
-def _heat(figure: Any, ax: Any, records: Sequence[Record]) -> None:
-    groups = layers(spectra(records, REAL))
-    if not groups:
-        return
+def _heat(groups: Mapping[tuple[int, int], Sequence[Any]], ax: Any) -> None:
     shares = np.array([[share(values) for values in heads] for heads in groups.values()])
-    # From the top down as in the paper: the highest layer first.
-    shown = ax.imshow(shares[::-1], aspect="auto", cmap="viridis", vmin=min(0.5, shares.min()), vmax=1)
+    ax.imshow(shares[::-1], aspect="auto", cmap="viridis", vmin=min(0.5, shares.min()), vmax=1)
     for (row, column), value in np.ndenumerate(shares[::-1]):
-        bright = value > 0.85
-        ax.text(
-            column,
-            row,
-            f"{value:.2f}"[1:],
-            ha="center",
-            va="center",
-            fontsize=8.5,
-            color=INK if bright else "white",
-        )
-    names = [f"layer {layer}, text {text}" for layer, text in groups]
-    ax.set_yticks(range(len(names)), names[::-1])
-    ax.set_xticks(range(shares.shape[1]))
-    figure.colorbar(shown, ax=ax, pad=0.01)
-    first = next(iter(groups.values()))[0]
-    _dress(ax, f"The same at index {index_of(first)} of {len(first)}", "head")
-
-
-def _dress(ax: Any, title: str, x: str) -> None:
-    for side in ("top", "right"):
-        ax.spines[side].set_visible(False)
-    ax.set_title(title, loc="left", fontsize=11, fontweight="bold", color=INK)
-    ax.set_xlabel(x, color=INK)
-    ax.tick_params(colors=INK, labelsize=9)
+        colour = INK if value > 0.85 else "white"
+        ax.text(column, row, f"{value:.2f}"[1:], ha="center", va="center", fontsize=9, color=colour)
+    ax.grid(visible=False)
 
 
 def _record(head: Head, matrix: str, tokens: int, threads: int) -> Record:

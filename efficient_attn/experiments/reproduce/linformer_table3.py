@@ -1,6 +1,6 @@
 """Table 3 of Wang et al. 2020: how much time and memory Linformer saves, by length and rank."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from efficient_attn.analysis.rounds import call_time
@@ -21,7 +21,8 @@ from efficient_attn.experiments.reproduce._table3 import (
 from efficient_attn.experiments.reproduction import Setting
 from efficient_attn.experiments.workload import Workload, settle
 from efficient_attn.measure.environment import available_bytes
-from efficient_attn.report.lines import dress, name_lines, new_panels
+from efficient_attn.report.figures import Axis, Chart, Plot, Series, in_rows
+from efficient_attn.report.palette import INK
 from efficient_attn.report.table import Table
 from efficient_attn.sweep.amounts import parse_bytes
 from efficient_attn.sweep.isolate import DEFAULT_ISOLATION, NONE, measuring
@@ -117,36 +118,44 @@ def tables(records: Sequence[Record]) -> list[Table]:
     ]
 
 
-def draw(records: Sequence[Record]) -> Any:
-    """Four panels: time and memory saved, against softmax written out and against the fused kernel."""
-    axes = new_panels(2, 2)
-    for row, saved in zip(axes, (TIME, MEMORY), strict=True):
-        for ax, baseline in zip(row, (DENSE, FUSED), strict=True):
-            _panel(ax, records, saved, baseline)
-    name_lines(axes, columns=6)
-    return axes.flat[0]
+def draw(records: Sequence[Record]) -> Plot:
+    """Four charts: time and memory saved, against softmax written out and against the fused kernel."""
+    charts = [_chart(records, saved, baseline) for saved in (TIME, MEMORY) for baseline in (DENSE, FUSED)]
+    conditions = "dashed: in the paper, against its own softmax"
+    legend = next((c.series for c in charts if c.drawable().series), ())
+    return Plot(
+        "Time and memory that Linformer saves",
+        conditions,
+        in_rows(charts),
+        tuple(one for one in legend if one.entry is None and one.label),
+    )
 
 
-def _panel(ax: Any, records: Sequence[Record], saved: Saved, baseline: str) -> None:
-    ours = measured(records, saved, baseline)
-    for ratios, style in ((ours, "-"), (saved.paper, (0, (2, 2)))):
-        own = ratios is ours
-        for size, colour in zip(RANKS, _SHADES, strict=True):
-            line = sorted((tokens, ratio) for (tokens, its), ratio in ratios.items() if its == size)
-            if line:
-                ax.plot(
-                    *zip(*line, strict=True),
-                    label=f"rank {size}" if own else "in the paper, against its own softmax",
-                    color=colour if own else f"{colour}90",
-                    linestyle=style,
-                    marker="o" if own else None,
-                    markersize=4.5,
-                    linewidth=1.8 if own else 1.2,
-                )
-    ax.axhline(1.0, color="#222222", linewidth=0.9)
-    what = {DENSE: "softmax written out (exact-dense)", FUSED: "fused softmax (exact)"}[baseline]
-    title = f"{saved.unit.capitalize()} saved"
-    dress(ax, title=title, subtitle=f"against {what}", x_label="tokens n", show_y=lambda y: f"{y:g}×")
+def _chart(records: Sequence[Record], saved: Saved, baseline: str) -> Chart:
+    name = {DENSE: "materialised softmax (exact-dense)", FUSED: "fused softmax (exact)"}[baseline]
+    none = Series("", (), (1.0,), {"color": INK, "linewidth": 0.9}, entry="")
+    ours = {"linestyle": "-", "marker": "o", "markersize": 4.5, "linewidth": 1.8}
+    paper = {"linestyle": (0, (2, 2)), "alpha": 0.55, "linewidth": 1.2}
+    series = [
+        *_lines(measured(records, saved, baseline), ours, None),
+        *_lines(saved.paper, paper, ""),
+    ]
+    places = sorted({x for one in series for x in one.x})
+    return Chart(
+        Axis("tokens n", "log2", "{:.0f}".format, places),
+        Axis(scale="log", show="{:g}×".format),
+        (none, *series),
+        f"{saved.unit.capitalize()} saved, against {name}",
+    )
+
+
+def _lines(
+    ratios: Mapping[tuple[int, int], float], style: Mapping[str, Any], entry: str | None
+) -> Iterator[Series]:
+    for size, colour in zip(RANKS, _SHADES, strict=True):
+        line = sorted((tokens, ratio) for (tokens, its), ratio in ratios.items() if its == size)
+        x, y = zip(*line, strict=True) if line else ((), ())
+        yield Series(f"rank {size}", x, y, {**style, "color": colour}, entry=entry)
 
 
 def _table(records: Sequence[Record], saved: Saved, title: str, notes: tuple[str, ...]) -> Table:

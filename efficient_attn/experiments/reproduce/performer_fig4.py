@@ -1,6 +1,5 @@
 """Figure 4 of Choromanski et al. 2021: the error of the output against the number of random features."""
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from statistics import fmean
@@ -13,8 +12,9 @@ from efficient_attn.experiments.reproduce import _fig4_claims as claims
 from efficient_attn.experiments.reproduce._fig4 import BACKENDS, MSE, PROJECTIONS, inputs, norm_of
 from efficient_attn.experiments.reproduce._parts import Part, measure_parts
 from efficient_attn.experiments.reproduction import Setting
-from efficient_attn.report import error_plot
+from efficient_attn.report.error_plot import error_plot
 from efficient_attn.report.error_table import describe, show_error
+from efficient_attn.report.figures import Plot
 from efficient_attn.report.table import Table
 from efficient_attn.sweep.case import Case, Record, replace
 from efficient_attn.sweep.questions import ask
@@ -31,9 +31,6 @@ findings = claims.findings
 _TOKENS, _HEAD_DIM, _SAMPLES = 4096, 16, 15
 _NORMS, _SIZES = (0.5, 0.75, 1.0, 1.5), (16, 32, 64, 128, 256)
 _QUICK_TOKENS, _QUICK_SAMPLES, _QUICK_NORMS, _QUICK_SIZES = 256, 6, (0.5, 1.5), (16, 32)
-
-# Of the plot.
-_COLUMNS, _PANEL_INCHES = 2, (5.4, 3.7)
 
 _QUESTION = ask(metric="mse", draws=1)
 
@@ -91,21 +88,9 @@ def tables(records: Sequence[Record]) -> list[Table]:
     return made
 
 
-def draw(records: Sequence[Record]) -> Any:
-    """A panel for each norm: the error against the number of features, with the yardsticks."""
-    from matplotlib.figure import Figure
-
-    measured = [record for record in records if record.status == "ok"]
-    shown = panels(measured, MSE)
-    rows = max(math.ceil(len(shown) / _COLUMNS), 1)
-    figure = Figure(figsize=(_COLUMNS * _PANEL_INCHES[0], rows * _PANEL_INCHES[1] + 1), layout="constrained")
-    axes = list(figure.subplots(rows, _COLUMNS, squeeze=False).flat)
-    for empty in axes[len(shown) :]:
-        empty.set_axis_off()
-    error_plot.plot(measured, y=MSE, ax=axes[: len(shown)])
-    names = error_plot.handles(shown, error_plot.styles_of(shown))
-    figure.legend(handles=names, loc="outside lower center", ncols=3, frameon=False, fontsize=9)
-    return axes[0]
+def draw(records: Sequence[Record]) -> Plot:
+    """A chart for each norm: the error against the number of features, with the baselines."""
+    return error_plot([record for record in records if record.status == "ok"], MSE)
 
 
 def _table(panel: Panel) -> Table:

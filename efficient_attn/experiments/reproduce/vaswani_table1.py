@@ -1,6 +1,6 @@
 """Table 1 of Vaswani et al. 2017: what a layer costs, what has to wait in it, how far a signal travels."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from efficient_attn.analysis.rounds import call_time
@@ -17,7 +17,8 @@ from efficient_attn.experiments.reproduce._table1 import (
     fixed,
 )
 from efficient_attn.experiments.reproduction import Setting
-from efficient_attn.report.lines import Line, draw_lines, name_lines, new_panels
+from efficient_attn.report.figures import Axis, Chart, Plot, Series, in_rows
+from efficient_attn.report.palette import line_styles
 from efficient_attn.report.table import Table
 from efficient_attn.sweep.amounts import show_seconds
 from efficient_attn.sweep.plan import Entry
@@ -116,33 +117,42 @@ def tables(records: Sequence[Record]) -> list[Table]:
     return [Table(TITLE, columns, tuple(_row(records, label, lengths) for label in ROWS), _notes(records))]
 
 
-def draw(records: Sequence[Record]) -> Any:
-    """Four panels: time against tokens and against width, dependent products, path lengths."""
-    axes = new_panels(2, 2)
+def draw(records: Sequence[Record]) -> Plot:
+    """Four charts: time against tokens and against width, sequential operations, path lengths."""
+    styles = line_styles([(label, row.backend) for label, row in ROWS.items()])
     n, d = (fixed(cells(records, SELF_ATTENTION, TIME), axis) for axis in (1, 0))
-    panels = (
-        ("Time of a layer", f"width {d}", TIME, 0, "tokens n"),
-        ("Time of a layer", f"{n} tokens", TIME, 1, "width d"),
-        ("Matrix products that wait for one another", "longest chain in a layer", OPERATIONS, 0, "tokens n"),
-        ("Hops from the first token to the last", "by gradients that are not zero", PATH, 0, "tokens n"),
+    charts = (
+        (f"Time of a layer, width {d}", TIME, 0, "tokens n"),
+        (f"Time of a layer, {n} tokens", TIME, 1, "width d"),
+        ("Sequential operations: longest chain of matrix products", OPERATIONS, 0, "tokens n"),
+        ("Maximum path length, by gradients that are not zero", PATH, 0, "tokens n"),
     )
-    for ax, (title, subtitle, of, axis, x) in zip(axes.flat, panels, strict=True):
-        lines = [_line(records, label, of, axis) for label in ROWS]
-        show = show_seconds if of == TIME else (lambda value: f"{value:.0f}")
-        draw_lines(ax, lines, title=title, subtitle=subtitle, x_label=x, show_y=show)
-    name_lines(axes)
-    return axes.flat[0]
+    shown = [
+        Chart(
+            Axis(
+                x,
+                "log2",
+                "{:.0f}".format,
+                sorted({key for label in ROWS for key in along(cells(records, label, of), axis)}),
+            ),
+            Axis(scale="log", show=show_seconds if of == TIME else "{:.0f}".format),
+            tuple(_series(records, label, of, axis, styles[label]) for label in ROWS),
+            title,
+            apart=True,
+        )
+        for title, of, axis, x in charts
+    ]
+    return Plot("Complexity of a layer", "bands: 95 % interval within the run", in_rows(shown))
 
 
-def _line(records: Sequence[Record], label: str, of: str, axis: int) -> Line:
+def _series(records: Sequence[Record], label: str, of: str, axis: int, style: Mapping[str, Any]) -> Series:
     line = along(cells(records, label, of), axis)
-    own = ROWS[label].backend
     if of == TIME:
         times = [call_time(record) for record in line.values()]
         median, low, high = ([getattr(time, name) for time in times] for name in ("median", "low", "high"))
-        return Line(label, own, list(line), median, low, high)
+        return Series(label, list(line), median, style, low, high)
     wanted = "path_length" if of == PATH else "sequential_operations"
-    return Line(label, own, list(line), [getattr(record, wanted) or 0 for record in line.values()])
+    return Series(label, list(line), [getattr(record, wanted) or 0 for record in line.values()], style)
 
 
 def _row(records: Sequence[Record], label: str, lengths: Sequence[int]) -> tuple[str, ...]:

@@ -1,12 +1,11 @@
-"""How near a model stays to itself with its attention swapped: end to end, by layer, and on its way up."""
+"""How near a model stays to itself with its attention replaced: end to end, by layer, and over its depth."""
 
 from collections.abc import Sequence
 from statistics import fmean
 from typing import Any
 
-from efficient_attn.report.harmless import plain
-from efficient_attn.report.palette import GRID, INK, MUTED, line_styles
-from efficient_attn.report.readable import short
+from efficient_attn.report.figures import Axis, Chart, Plot, Series
+from efficient_attn.report.palette import MUTED, line_styles
 from efficient_attn.studies.swap.analysis import HIDDEN, TURNED, Swap, SwapRow, by_text, spread, swaps
 from efficient_attn.studies.swap.tables import NAMES, heading
 from efficient_attn.sweep.records import Record
@@ -15,11 +14,11 @@ from efficient_attn.sweep.sizes import MEAN_OF_VALUES
 # Name of the swap among the quantities to plot.
 SWAP = "swap"
 
-_PANEL_INCHES, _NAMES_INCHES, _HEAD_INCHES = 4.2, 2.2, 0.7
-_LEAST_INCHES, _ROW_INCHES = 3.2, 0.27
-_LONGEST_NAME = 40
-# Texts are dots under the line of their mean, so far in rows.
-_BELOW_LINE = 0.28
+_ROW_INCHES = 0.48
+# Texts are dots under the line of their mean; distances are in rows.
+_BELOW_LINE = 0.22
+# Names stand above the lines.
+_ABOVE_LINE = 0.4
 # How far an axis reaches beyond the largest difference.
 _MARGIN = 1.3
 # More than these are in the tables.
@@ -31,39 +30,26 @@ _BELOW = 3.0
 # Cosines and shares that are marked on their axis, whose steps are the distances from 1.
 _MARKS = (0.0, 0.5, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995, 0.998, 0.999, 0.9995, 0.9999)
 
+Styles = dict[str, dict[str, Any]]
 
-def plot_swaps(records: Sequence[Record]) -> Any:
-    """A row of panels for each model; the axes of the first."""
-    from matplotlib.figure import Figure
 
+def swap_plot(records: Sequence[Record]) -> Plot:
+    """Three charts for each model below each other."""
     found = swaps(records)[:_MOST_MODELS]
-    most = max((len(_panels(one)) for one in found), default=1)
-    heights = [max(_LEAST_INCHES, _ROW_INCHES * len(_drawn(one)) + 1.2) for one in found] or [_LEAST_INCHES]
-    size = (most * _PANEL_INCHES + _NAMES_INCHES, sum(heights) + _HEAD_INCHES)
-    figure = Figure(figsize=size, layout="constrained")
-    figure.suptitle(
-        "How near a model stays to itself with its attention swapped\nnothing trained afterwards; "
-        "crosses: every query gets the mean of the values",
-        fontsize=11,
-        color=INK,
+    rows = [(chart,) for one in found for chart in _charts(one, heading(one) if len(found) > 1 else "")]
+    return Plot(
+        "Similarity of a converted model to itself",
+        f"{heading(found[0]) if len(found) == 1 else ''}\n"
+        "training-free conversion; crosses: uniform-attention baseline (mean of the values)",
+        tuple(rows),
+        (),
     )
-    grid = figure.subplots(max(len(found), 1), most, squeeze=False, height_ratios=heights)
-    for axes, one in zip(grid, found, strict=False):
-        styles = _styles(one)
-        for ax, draw in zip(axes, _panels(one), strict=False):
-            draw(ax, one, styles)
-            for side in ("top", "right"):
-                ax.spines[side].set_visible(False)
-            ax.set_axisbelow(True)
-            ax.tick_params(colors=INK, which="both", length=3, labelsize=9)
-        for ax in axes[len(_panels(one)) :]:
-            ax.set_axis_off()
-        axes[0].set_title(plain(heading(one)), loc="left", fontsize=9, color=MUTED, parse_math=False)
-    return grid[0, 0]
 
 
-def _panels(one: Swap) -> list[Any]:
-    return [_end_to_end, *([_alone] if one.layers else []), _depth]
+def _charts(one: Swap, head: str) -> list[Chart]:
+    styles = _styles(one)
+    alone = [_alone(one, styles)] if one.layers else []
+    return [_end_to_end(one, styles)._replace(title=head), *alone, _depth(one, styles)]
 
 
 def _drawn(one: Swap) -> list[SwapRow]:
@@ -72,71 +58,70 @@ def _drawn(one: Swap) -> list[SwapRow]:
     return [row for _, row in sorted(known, key=lambda pair: pair[0])][:_MOST_ROWS]
 
 
-def _styles(one: Swap) -> dict[str, dict[str, Any]]:
+def _styles(one: Swap) -> Styles:
     rows = _drawn(one)
     found = line_styles([(row.label, row.backend) for row in rows if row.backend != MEAN_OF_VALUES])
     cross = {"color": MUTED, "marker": "x", "linestyle": (0, (1, 2)), "linewidth": 1.2, "markersize": 6}
     return found | {row.label: cross for row in rows if row.backend == MEAN_OF_VALUES}
 
 
-def _end_to_end(ax: Any, one: Swap, styles: dict[str, dict[str, Any]]) -> None:
+def _end_to_end(one: Swap, styles: Styles) -> Chart:
     """One line for each backend: the mean, and each text as a dot."""
     rows = _drawn(one)
     means = [value.mean for row in rows if (value := row.spread(one.quantity)) is not None]
     floor, largest = _floor(means, one.rounding), max(means, default=1.0)
+    series = []
     for height, (row, mean) in enumerate(zip(rows, means, strict=True)):
-        style = styles[row.label]
+        style, end = styles[row.label], max(mean, floor)
         texts = [max(fmean(draws), floor) for draws in by_text(row.whole, one.quantity)] if row.whole else []
         if mean > one.rounding:
-            below = [height + _BELOW_LINE] * len(texts)
-            ax.plot(texts, below, ".", color=style["color"], alpha=0.6, markersize=4)
-        # The line style of a name is the one of the other panels.
-        ax.plot([_MARGIN * largest, max(mean, floor)], [height] * 2, **{**style, "marker": ""})
-        ax.plot(
-            [max(mean, floor)], [height], **{**style, "linestyle": "none", "markersize": 8}, clip_on=False
-        )
-    ax.set_yticks(range(len(rows)), [short(plain(row.label), _LONGEST_NAME) for row in rows])
-    for label in ax.get_yticklabels():
-        label.set_parse_math(False)
-    ax.set_ylim(len(rows) - 0.4, -0.6)
-    ax.grid(axis="x", color=GRID, linewidth=0.8)
-    _nearness(ax.xaxis, one.quantity, floor, largest)
-    ax.invert_xaxis()
-    ax.set_xlabel(f"all layers: {NAMES[one.quantity]}; dots: texts", color=INK)
+            dots = {
+                "color": style["color"],
+                "linestyle": "none",
+                "marker": ".",
+                "alpha": 0.6,
+                "markersize": 4,
+            }
+            series.append(Series("", texts, [height + _BELOW_LINE] * len(texts), dots))
+        # The line style of a name is the one of the other charts.
+        stroke = {**style, "marker": ""}
+        point = {**style, "linestyle": "none", "markersize": 8, "clip_on": False}
+        series.append(Series("", (_MARGIN * largest, end), (height, height), stroke))
+        series.append(Series("", (end,), (height,), point))
+    names = {height - _ABOVE_LINE: row.label for height, row in enumerate(rows)}
+    x = _nearness(f"{NAMES[one.quantity]}, all layers replaced; dots: texts", one.quantity, floor, largest)
+    y = Axis(ticks=names, limits=(len(rows) - 0.4, -0.9), inside=True)
+    return Chart(
+        x._replace(limits=x.limits and x.limits[::-1]), y, tuple(series), height=_ROW_INCHES * len(rows)
+    )
 
 
-def _alone(ax: Any, one: Swap, styles: dict[str, dict[str, Any]]) -> None:
+def _alone(one: Swap, styles: Styles) -> Chart:
     """A line over the layers for each backend."""
     lines = {row.label: _by_layer(row, one.quantity) for row in _drawn(one) if row.alone}
     every = [value for line in lines.values() for value in line.values()]
     floor = _floor(every, one.rounding)
-    for label, line in lines.items():
-        if any(value > one.rounding for value in line.values()):
-            ax.plot(
-                list(line),
-                [max(value, floor) for value in line.values()],
-                **styles[label],
-                label=plain(label),
-            )
-    ax.grid(axis="y", color=GRID, linewidth=0.8)
-    _nearness(ax.yaxis, one.quantity, floor, max(every, default=1.0))
-    ax.invert_yaxis()
-    _layers(ax)
-    ax.set_xlabel("the only layer swapped", color=INK)
-    ax.set_ylabel(NAMES[one.quantity], color=INK)
+    series = [
+        Series(label, list(line), [max(value, floor) for value in line.values()], styles[label])
+        for label, line in lines.items()
+        if any(value > one.rounding for value in line.values())
+    ]
+    y = _nearness(NAMES[one.quantity], one.quantity, floor, max(every, default=1.0))
+    y = y._replace(limits=y.limits and y.limits[::-1])
+    return Chart(_layers("the only layer replaced", one.layers), y, tuple(series))
 
 
-def _depth(ax: Any, one: Swap, styles: dict[str, dict[str, Any]]) -> None:
-    """The error of the hidden states after each layer, all of them swapped."""
+def _depth(one: Swap, styles: Styles) -> Chart:
+    """The error of the hidden states after each layer, all of them replaced."""
+    series, most = [], 0
     for row in _drawn(one):
         states = row.whole.hidden_relative_error_layers if row.whole is not None else None
         if states and all(value is not None and value < _LARGEST for value in states):
-            ax.plot(range(len(states)), states, **styles[row.label], label=plain(row.label))
-    ax.set_ylim(bottom=0)
-    ax.grid(axis="y", color=GRID, linewidth=0.8)
-    _layers(ax)
-    ax.set_xlabel("after layer, all layers swapped", color=INK)
-    ax.set_ylabel(NAMES[HIDDEN], color=INK)
+            series.append(Series(row.label, range(len(states)), states, styles[row.label]))
+            most = max(most, len(states))
+    highest = max((value or 0.0 for one in series for value in one.y), default=1.0)
+    y = Axis(NAMES[HIDDEN], limits=(0, 1.05 * highest or 1.0))
+    return Chart(_layers("after layer, all layers replaced", range(most)), y, tuple(series))
 
 
 def _by_layer(row: SwapRow, quantity: str) -> dict[int, float]:
@@ -145,31 +130,18 @@ def _by_layer(row: SwapRow, quantity: str) -> dict[int, float]:
 
 
 def _floor(values: Sequence[float], rounding: float) -> float:
-    """Where rounding is drawn."""
+    """The place of rounding."""
     return min((value for value in values if value > rounding), default=10 * rounding) / _BELOW
 
 
-def _nearness(axis: Any, quantity: str, floor: float, largest: float) -> None:
+def _nearness(label: str, quantity: str, floor: float, largest: float) -> Axis:
     """An axis of distances with marks at familiar cosines or shares."""
-    from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
-
-    turned = quantity in TURNED
-    axis.axes.set(**{f"{axis.axis_name}scale": "log"})
-    axis.axes.set(**{f"{axis.axis_name}lim": (floor / 1.15, _MARGIN * max(largest, 2 * floor))})
-    marks = [1 - mark for mark in _MARKS if 1.5 * floor < 1 - mark <= _MARGIN * largest]
-    locator = FixedLocator([floor, *marks]) if turned else LogLocator(base=10, subs=(1, 3))
-    axis.set_major_locator(locator)
-    axis.set_minor_locator(NullLocator())
-    axis.set_major_formatter(FuncFormatter(lambda value, _: _mark(value, turned, floor)))
+    limits = (floor / 1.15, _MARGIN * max(largest, 2 * floor))
+    if quantity not in TURNED:
+        return Axis(label, "log", limits=limits)
+    marks = {1 - mark: f"{mark:g}" for mark in _MARKS if 1.5 * floor < 1 - mark <= _MARGIN * largest}
+    return Axis(label, "log", ticks={floor: "1", **marks}, limits=limits)
 
 
-def _mark(value: float, turned: bool, floor: float) -> str:
-    if turned and value <= 1.01 * floor:
-        return "1"
-    return f"{1 - value:.4g}" if turned else f"{value:g}"
-
-
-def _layers(ax: Any) -> None:
-    from matplotlib.ticker import MaxNLocator
-
-    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+def _layers(label: str, numbers: Sequence[int]) -> Axis:
+    return Axis(label, show="{:.0f}".format, ticks=numbers)

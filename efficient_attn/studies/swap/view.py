@@ -1,15 +1,14 @@
 """Views of the records of converted models."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 from efficient_attn.studies.swap.analysis import rows as rows
 from efficient_attn.studies.swap.plan import MODEL
-from efficient_attn.studies.swap.plot import SWAP, plot_swaps
+from efficient_attn.studies.swap.plot import SWAP, swap_plot
 from efficient_attn.studies.swap.sentences import sentences as sentences
 from efficient_attn.studies.swap.tables import tables as tables
-from efficient_attn.studies.view import Environment
+from efficient_attn.studies.view import Environment, Plots
 from efficient_attn.sweep.records import Record
 
 
@@ -18,6 +17,6 @@ def claim(records: Sequence[Record]) -> list[Record]:
     return [record for record in records if record.case.of == MODEL]
 
 
-def plots(records: Sequence[Record], environment: Environment) -> dict[str, Callable[[], Any]]:
+def plots(records: Sequence[Record], environment: Environment) -> Plots:
     """The only plot."""
-    return {SWAP: partial(plot_swaps, records)} if records else {}
+    return {SWAP: partial(swap_plot, records)} if records else {}

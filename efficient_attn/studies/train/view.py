@@ -1,18 +1,17 @@
 """Views of the records of training."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 from efficient_attn.studies.train.analysis import rows as rows
-from efficient_attn.studies.train.plot import TRAINING, plot_training
+from efficient_attn.studies.train.plot import TRAINING, training_plot
 from efficient_attn.studies.train.tables import sentences as sentences
 from efficient_attn.studies.train.tables import tables as tables
-from efficient_attn.studies.view import Environment
+from efficient_attn.studies.view import Environment, Plots
 from efficient_attn.sweep.records import Record
 
 
-def plots(records: Sequence[Record], environment: Environment) -> dict[str, Callable[[], Any]]:
+def plots(records: Sequence[Record], environment: Environment) -> Plots:
     """The only plot."""
     known = any(record.train_steps for record in records)
-    return {TRAINING: partial(plot_training, records)} if known else {}
+    return {TRAINING: partial(training_plot, records)} if known else {}
