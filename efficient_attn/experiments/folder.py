@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from efficient_attn.errors import DataError
 from efficient_attn.experiments.files import COMMAND, ENVIRONMENT, PLAN, RECORDS, entry, read_json, write_json
 from efficient_attn.experiments.results import read
 from efficient_attn.report.files import write
-from efficient_attn.sweep.records import NO_LINK, Case, Record, append, line
+from efficient_attn.sweep.records import Case, Record, append, line
 
 LOCK = ".lock"
 
@@ -70,40 +70,34 @@ class Book:
 
 @contextmanager
 def only_writer(folder: Path) -> Iterator[None]:
-    """Hold the folder against other writers; however this process ends, the system lets go of it.
+    """Hold the folder against other writers; the system releases it however this process ends.
 
     Raises:
         DataError: If another process holds it; the message names it.
     """
-    # Nothing is locked where the system has no such locks.
-    if os.name != "posix":
-        yield
-        return
-    import fcntl
+    from filelock import FileLock, Timeout
 
-    # The file stays: removing it would let two writers lock two files of one name.
     path = folder / LOCK
+    lock, holder = FileLock(path), ""
     try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | NO_LINK, 0o644)
+        lock.acquire(blocking=False)
+        # Windows keeps a locked file from being read and written: its holder stays unknown there.
+        with suppress(PermissionError):
+            path.write_text(f"{os.getpid()}\n")
+    except Timeout:
+        with suppress(PermissionError):
+            holder = path.read_text(errors="replace").strip()
+        holder = holder or "of unknown number"
+        raise DataError(
+            f"out: {folder} is being written by process {holder}; wait for it or name another folder."
+        ) from None
     except OSError as error:
+        lock.release()
         raise DataError(f"out: cannot write to {path}: {error.strerror}.") from None
     try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            holder = os.read(descriptor, 20).decode(errors="replace").strip() or "of unknown number"
-            message = (
-                f"out: {folder} is being written by process {holder}; wait for it or name another folder."
-            )
-            raise DataError(message) from None
-        try:
-            os.truncate(descriptor, 0)
-            os.write(descriptor, f"{os.getpid()}\n".encode())
-        except OSError as error:
-            raise DataError(f"out: cannot write to {path}: {error.strerror}.") from None
         yield
     finally:
-        os.close(descriptor)
+        lock.release()
 
 
 def begin(
