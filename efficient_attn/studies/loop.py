@@ -66,7 +66,7 @@ class Estimate:
     def seconds(self, point: Point, *, done: int = 0, typical: bool = False) -> float:
         """Predicted duration of a point after `done` rounds.
 
-        Calls of an unknown series are short; with `typical` they last as long as those of the others.
+        Calls of an unknown series are short; with `typical` they last as long as calls of other series.
         """
         if point.rounds is None and point.calls is None:
             known = self._points.get(point.series)
@@ -88,7 +88,7 @@ class Estimate:
 
 
 class Loop:
-    """The state of one run: the points left, those begun, and the time spent.
+    """The state of one run: remaining points, begun points, and the time spent.
 
     Args:
         earlier: Records of the run so far, by the key of their case.

@@ -1,7 +1,7 @@
 """Figure 1 of Wang et al. 2020 as data: singular values of attention matrices, head by head.
 
-What the paper draws is the sum of the first i singular values over the sum of all. An error is told by their
-squares: the best matrix of rank i is wrong by the root of the share that the squares of the rest have.
+The paper draws the sum of the first i singular values over the sum of all. The error of the best matrix of
+rank i is the root of the share of the squares of the remaining singular values.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from efficient_attn.sweep.records import Case, Record
 # The heat map of the paper is at index 128 of 512.
 FRACTION = 1 / 4
 
-# What was done to the matrix: nothing, or the weights of every row put in a random order.
+# The matrix itself, or the weights of every row in random order.
 REAL, SHUFFLED = "attention", "shuffled rows"
 
 
@@ -28,7 +28,7 @@ class Head(NamedTuple):
 
     @property
     def inputs(self) -> str:
-        """What records call it."""
+        """Name of the inputs in records."""
         return f"encoder(layer={self.layer}, text={self.text}, head={self.head})"
 
 

@@ -1,4 +1,4 @@
-"""What Wang et al. 2020 claim in figure 1 and section 3, judged by records."""
+"""Claims of Wang et al. 2020 in figure 1 and section 3, judged by records."""
 
 import math
 from collections import Counter
@@ -55,7 +55,7 @@ def low_rank(records: Sequence[Record]) -> Finding:
 
 
 def higher_is_more_skewed(records: Sequence[Record]) -> Finding:
-    """Of any two layers of one text the heads of the higher one have the larger shares."""
+    """Heads of the higher of two layers have larger shares on one text."""
     claim = "The spectrum of higher layers is more skewed than that of lower ones (figure 1)"
     groups = layers(spectra(records, REAL))
     shares = {layer: list(map(share, heads)) for (layer, text), heads in groups.items() if text == 0}
@@ -73,7 +73,7 @@ def higher_is_more_skewed(records: Sequence[Record]) -> Finding:
 
 
 def small_error(records: Sequence[Record]) -> Finding:
-    """What the share does not say: how wrong the best matrix of that rank is."""
+    """Error of the best matrix of that rank, which the share does not give."""
     claim = "A rank of 128 of 512 approximates attention matrices (section 3); here: to 10 % in every layer"
     groups = layers(spectra(records, REAL))
     if not groups:
@@ -114,7 +114,7 @@ def more_than_flat(records: Sequence[Record]) -> Finding:
 
 
 def _above(one: Sequence[float], other: Sequence[float]) -> bool | None:
-    """Whether heads of one layer are above those of another, at 5 % by Mann and Whitney's U (1947)."""
+    """Whether one layer's heads are above another's, at 5 % by Mann and Whitney's U (1947)."""
     pairs = [(a > b) + (a == b) / 2 for a in one for b in other]
     deviation = math.sqrt(len(pairs) * (len(one) + len(other) + 1) / 12)
     score = (sum(pairs) - len(pairs) / 2) / deviation

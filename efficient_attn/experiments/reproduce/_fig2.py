@@ -1,7 +1,7 @@
-"""Figure 2 of Choromanski et al. 2021 as data: pairs of vectors, and what was measured of them.
+"""Figure 2 of Choromanski et al. 2021 as data: pairs of vectors and their measured errors.
 
-Errors are those of one direction; m directions have an m-th of them. They depend on a pair of one length
-and an angle through |x + y|² and |x − y|² alone, and so does how well they can be measured.
+Errors are for one direction; m directions have an m-th of them. Errors and their uncertainty depend on a pair
+of one length and an angle through |x + y|² and |x − y|² alone.
 """
 
 import math
@@ -20,7 +20,7 @@ TRIGONOMETRIC, POSITIVE = "performer-trig", "performer-positive"
 # The feature maps of the two.
 KINDS = {TRIGONOMETRIC: "trigonometric", POSITIVE: "positive"}
 
-# Of a sample of the error of positive features; beyond, most runs are too low without a sign of it.
+# Largest relative standard error of positive features; beyond it most samples are too low without a sign.
 TRUSTED = 0.05
 
 
@@ -42,7 +42,7 @@ class Place(NamedTuple):
 
     @property
     def inputs(self) -> str:
-        """What records call it."""
+        """Name of the inputs in records."""
         return f"pair(norm={self.norm:g}, angle={self.angle:g})"
 
 
@@ -61,7 +61,7 @@ def place_of(case: Case) -> Place:
 
 
 def errors(records: Sequence[Record], backend: str) -> dict[Place, Record]:
-    """What was measured of one map, by pair."""
+    """Records of one feature map, by pair."""
     return {
         place_of(record.case): record
         for record in records
@@ -70,7 +70,7 @@ def errors(records: Sequence[Record], backend: str) -> dict[Place, Record]:
 
 
 def predicted_error(place: Place, backend: str, directions: int) -> float:
-    """Relative standard error of an error measured with so many directions, from the fourth moment."""
+    """Relative standard error of an error measured with `directions` directions, from the fourth moment."""
     squares = place.sum_square, place.difference_square
     return standard_error(KINDS[backend], *squares, num_directions=1, draws=directions)
 
@@ -95,7 +95,7 @@ def utilities(records: Sequence[Record]) -> dict[Place, Utility]:
         if not known or not place.sum_square or not place.difference_square:
             continue
         ratio = float(above.mean() / below.mean())
-        # Of a ratio of means over the same blocks of directions.
+        # Standard error of a ratio of means over the same blocks of directions.
         error = float((above - ratio * below).std(ddof=1) / below.mean() / math.sqrt(len(below)))
         found[place] = Utility(ratio, ratio - 1.96 * error, ratio + 1.96 * error)
     return dict(sorted(found.items()))

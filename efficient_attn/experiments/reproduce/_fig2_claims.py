@@ -1,4 +1,4 @@
-"""What Choromanski et al. 2021 claim in figure 2 and the text around it, judged by records."""
+"""Claims of Choromanski et al. 2021 in figure 2 and its text, judged by records."""
 
 from collections.abc import Sequence
 
@@ -105,7 +105,7 @@ def better(records: Sequence[Record], level: float, share: str) -> Finding:
 
 
 def _turning(found: dict[Place, Utility], level: float) -> list[str]:
-    """Of every norm where it was measured: the angle, the closed form's beside it."""
+    """Measured and theoretical crossover angle for every norm."""
     norms = dict.fromkeys(place.norm for place in found)
     angles = {norm: measured_turning_angle(found, norm, level) for norm in norms}
     return [

@@ -33,7 +33,7 @@ Samples = dict[float, dict[Key, tuple[float, ...]]]
 
 
 def inputs(norm: float) -> str:
-    """What records call Gaussian inputs that are drawn anew for each sample."""
+    """Name in records of Gaussian inputs that are drawn anew for each sample."""
     return f"gaussians(norm={norm:g})"
 
 
@@ -89,7 +89,7 @@ def turning_norm(ratio: dict[float, Middle]) -> float | None:
 
 
 def _ratios(pairs: dict[float, list[tuple[tuple[float, ...], tuple[float, ...]]]]) -> dict[float, Middle]:
-    """Of pairs of errors, sample by sample: the geometric mean over pairs, then the median over samples."""
+    """Median over samples of the geometric mean of the error ratios."""
     made = {}
     for norm, both in pairs.items():
         if both:

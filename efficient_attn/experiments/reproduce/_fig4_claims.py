@@ -1,4 +1,4 @@
-"""What Choromanski et al. 2021 claim in figure 4 and around it, judged by records."""
+"""Claims of Choromanski et al. 2021 in figure 4 and its text, judged by records."""
 
 from collections.abc import Mapping, Sequence
 
@@ -36,7 +36,7 @@ def findings(records: Sequence[Record]) -> list[Finding]:
 def positive_is_better(found: Samples, projection: str) -> Finding:
     """Trigonometric features have the larger error at as many features, the most that were measured.
 
-    With few of them their denominators pass zero, which says little of what they can do.
+    With few features their denominators cross zero, so that small sizes are not representative.
     """
     claim = (
         f"Positive features have a lower error than trigonometric ones, {projection} directions (figure 4)"
@@ -65,7 +65,7 @@ def more_features_help(found: Samples, backend: str) -> Finding:
 
 
 def tells_more_than_the_mean(found: Samples, backend: str) -> Finding:
-    """Not in the paper, but in every use of it: the output is nearer than what needs no attention."""
+    """Not in the paper, but needed for any use: the output is nearer than uniform attention."""
     claim = f"The output is nearer than the mean of V, {_WORDS[backend]} features (not in the paper's figure)"
     sizes = _sizes(found, backend)
     if not sizes:

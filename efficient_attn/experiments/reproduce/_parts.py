@@ -1,4 +1,4 @@
-"""Measuring part after part, where a part is more than one call: what is left over by the budget is said."""
+"""Measurement part by part; parts that exceed the budget are reported."""
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -13,7 +13,7 @@ from efficient_attn.sweep.run import Step
 
 @contextmanager
 def _threads(count: int) -> Iterator[None]:
-    """Let torch compute with so many threads."""
+    """Run torch with `count` threads."""
     import torch
 
     before = torch.get_num_threads()
@@ -28,7 +28,7 @@ class Part(NamedTuple):
     """Records that are measured together.
 
     Attributes:
-        name: What a progress display says.
+        name: Name in the progress display.
         measure: Gives the records.
         empty: The same records without a number, should there be no time for it.
     """

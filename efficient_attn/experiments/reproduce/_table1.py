@@ -7,7 +7,7 @@ from efficient_attn.sweep.records import Record
 from efficient_attn.theory import complexity
 from efficient_attn.theory.complexity import Complexity
 
-# What a case is of: the clock, torch's counter, gradients.
+# Subject of a case: times, counted operations, gradients.
 TIME, OPERATIONS, PATH = "mixer", "operations", "path"
 
 SELF_ATTENTION, RECURRENT = "self-attention", "recurrent"
@@ -20,7 +20,7 @@ class Row(NamedTuple):
     """A row of the table.
 
     Attributes:
-        backend: What attends, where attention does; else a word for the layer.
+        backend: Backend of an attention layer; otherwise a name of the layer.
         printed: The complexity per layer as the paper prints it.
         order: The same as a function of tokens n and width d.
         theory: The row's numbers at (tokens, width).
@@ -76,7 +76,7 @@ Cells = Mapping[tuple[int, int], Record]
 
 
 def cells(records: Sequence[Record], label: str, of: str) -> dict[tuple[int, int], Record]:
-    """What was measured of a row, by rising tokens and width."""
+    """Records of a row, in ascending order of tokens and width."""
     found = {
         (record.case.tokens, record.case.model_dim): record
         for record in records

@@ -1,4 +1,4 @@
-"""What Vaswani et al. 2017 claim in Table 1 and section 4, judged by records."""
+"""Claims of Vaswani et al. 2017 in Table 1 and section 4, judged by records."""
 
 from collections.abc import Mapping, Sequence
 
@@ -47,7 +47,7 @@ def findings(records: Sequence[Record]) -> list[Finding]:
 
 
 def cost(records: Sequence[Record], label: str) -> Finding:
-    """Operations are a multiple of what is printed at all sizes; time grows with the same powers."""
+    """Operations are a constant multiple of the printed order; time grows with the same powers."""
     row = ROWS[label]
     claim = f"A {label} layer costs O({row.printed}) (Table 1)"
     counted = cells(records, label, OPERATIONS)
@@ -96,7 +96,7 @@ def waiting(records: Sequence[Record]) -> Finding:
 
 
 def paths(records: Sequence[Record]) -> Finding:
-    """The measured lengths are those that the printed orders stand for."""
+    """The measured path lengths follow the printed orders."""
     claim = (
         "The longest path is O(1) in self-attention, O(n) in a recurrent layer, O(log_k n) in dilated and "
         "O(n/k) in contiguous convolutions, O(n/r) in restricted self-attention (Table 1 and section 4)"
@@ -168,7 +168,7 @@ def time_growths(records: Sequence[Record], label: str) -> list[Growth | None]:
 
 
 def multiples(records: Sequence[Record], label: str) -> tuple[float, float]:
-    """Least and most operations for each unit of what is printed."""
+    """Least and most operations per unit of the printed order."""
     counted = cells(records, label, OPERATIONS)
     orders = _orders(label, counted)
     shares = [(record.flops or 0) / order for record, order in zip(counted.values(), orders, strict=True)]
@@ -205,7 +205,7 @@ def _gains(times: Mapping[str, Cells], label: str, places: Sequence[tuple[int, i
 
 
 def _equal_operations(records: Sequence[Record]) -> str:
-    """Where both do as much: the operations of attention grow with n² and those of an LSTM with n."""
+    """Length of equal operations: attention grows with n², an LSTM with n."""
     ours, others = (cells(records, label, OPERATIONS) for label in (SELF_ATTENTION, RECURRENT))
     shares = [n * (others[n, d].flops or 0) / (ours[n, d].flops or 1) / d for n, d in ours.keys() & others]
     return f"both do as many operations at n = {span(shares)} d" if shares else "operations were not counted"

@@ -1,4 +1,4 @@
-"""The layers of Table 1 of Vaswani et al. 2017, and what is measured of one of them."""
+"""The layers of Table 1 of Vaswani et al. 2017, and the measurements of one layer."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -73,7 +73,7 @@ def _path(case: Case, seconds: float) -> Record:
     if isinstance(layer, RecurrentMixer):
 
         def step(state: Tensor) -> Tensor:
-            # What the tokens bring in, then hidden and cell; the input is not handed on.
+            # Contribution of the tokens, then hidden and cell state; the input is not passed on.
             return torch.cat([torch.zeros_like(state[:1]), layer.advance(state[0], state[1:])])
 
         hops = hops_to_the_first_token(lambda _: step, shape=(3, *shape), inputs=0, most=most)

@@ -48,9 +48,9 @@ class Saved(NamedTuple):
     """One half of the table.
 
     Attributes:
-        kind: Of the records that tell it.
-        unit: What is saved, in words.
-        paper: What the paper prints.
+        kind: Kind of its records.
+        unit: Saved resource, in words.
+        paper: Value printed in the paper.
     """
 
     kind: str
@@ -79,7 +79,7 @@ def pairs(
 
 
 def measured(records: Sequence[Record], saved: Saved, baseline: str) -> Ratios:
-    """What the baseline takes, over what Linformer takes."""
+    """Cost of the baseline divided by the cost of Linformer."""
     return {place: cost(its) / cost(own) for place, (own, its) in pairs(records, saved, baseline).items()}
 
 

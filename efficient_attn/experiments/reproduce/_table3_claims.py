@@ -1,4 +1,4 @@
-"""What Wang et al. 2020 claim of Linformer's time and memory, judged by records."""
+"""Claims of Wang et al. 2020 on Linformer's time and memory, judged by records."""
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -116,7 +116,7 @@ def _told(ratios: Ratios, baseline: str) -> str:
 
 
 def _lines(ratios: Ratios) -> dict[int, list[tuple[int, float]]]:
-    """Of every rank with two lengths or more: (tokens, ratio), by rising length."""
+    """(tokens, ratio) in ascending order for every rank with two lengths or more."""
     lines = {
         size: sorted((tokens, ratio) for (tokens, own), ratio in ratios.items() if own == size)
         for size in RANKS

@@ -63,7 +63,7 @@ def measure(
 
 
 def rows(records: Sequence[Record]) -> list[dict[str, Any]]:
-    """One row for each pair and map, with what the closed form says and how far it can be trusted."""
+    """One row per pair and feature map, with the closed form and its standard error."""
     made = []
     for record in records:
         place, backend = place_of(record.case), record.case.backend
@@ -117,7 +117,7 @@ def tables(records: Sequence[Record]) -> list[Table]:
 
 
 def _record(place: Place, backend: str, block: int, threads: int) -> Record:
-    """The record of a pair before it is measured, with what theory says."""
+    """The record of a pair before it is measured, with the theoretical error."""
     if backend == POSITIVE:
         log_error = log_positive_error(place.sum_square)
     else:

@@ -1,8 +1,8 @@
 """One block trained on associative recall: the model, its training and its record.
 
 Key and value fill one half of a token each, normalised by itself, so that the block's own norm leaves every
-token as it is, up to a factor and a shift for each entry: what a mean over tokens can tell is then the sum of
-the keys and the sum of the values, whatever was learned, and nothing of which belong together.
+token unchanged, up to a factor and a shift for each entry: a mean over tokens then holds the sum of the keys
+and the sum of the values, whatever was learned, and no information on their pairing.
 """
 
 import time
@@ -102,7 +102,7 @@ class Learner(nn.Module):
 
 
 def learner(task: Task, case: Case, target: Any) -> Learner:
-    """A learner with the weights that every backend begins with; what is random is drawn by the seed too."""
+    """A learner with the initial weights of every backend; random features are drawn from the seed too."""
     options = dict(case.options)
     if SEED in options:
         options[SEED] += case.seed

@@ -22,7 +22,7 @@ from efficient_attn.sweep.worker import answer, memory_of, time_of
 # Text for calibration; the other texts are held out.
 FIRST_TEXT = "the first text"
 
-# Of a single call per round a preemption would go unnoticed.
+# A preemption would go unnoticed with a single call per round.
 _FEWEST_CALLS = 2
 
 

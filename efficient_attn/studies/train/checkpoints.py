@@ -26,7 +26,7 @@ from efficient_attn.transformer.language_model import LanguageModel
 CHECKPOINTS, MODELS = "checkpoints", "models"
 _CHECKPOINT, _MODEL = "efficient-attn training 2", "efficient-attn language model 2"
 
-# What may differ where somebody says that it may; the curve is then no longer the same to the last bit.
+# Entries that may differ with --force-resume; the curve is then no longer bitwise reproducible.
 _ENVIRONMENT = ("torch", "processor", "threads", "device")
 
 
@@ -43,7 +43,7 @@ def _about(trainer: Trainer, machine: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def save_checkpoint(folder: Path, trainer: Trainer, machine: Mapping[str, Any]) -> None:
-    """Write what to go on from; and the model, where its last evaluation is its best."""
+    """Write the checkpoint, and the model if its last evaluation is its best."""
     for kind in (CHECKPOINTS, MODELS):
         (folder / kind).mkdir(exist_ok=True)
     if trainer.curve and not trainer.recent and trainer.best == trainer.curve[-1]:
@@ -118,7 +118,7 @@ def read_model(path: str | Path, *, backend: Any = None) -> LanguageModel:
                 max_tokens=about["max_tokens"],
                 **about["options"],
             )
-        # Checks names and shapes; those of calibrated features follow from the file.
+        # Checks names and shapes; the shapes of calibrated features follow from the file.
         model.load_state_dict(read_tensors(described))
     except DataError:
         raise
@@ -158,7 +158,7 @@ def _check_shapes(path: Path, tensors: Mapping[str, Tensor], trainer: Trainer) -
     for name, parameter in trainer.model.named_parameters():
         wanted |= _moments(f"optimiser.{name}.", parameter, tensors)
     for name in ("curve", "held_out", "recent"):
-        # As many rows as there are, each like those wanted.
+        # Any number of rows, each of the expected shape.
         rows = tensors[name].shape[:1] if name in tensors else ()
         wanted[name] = wanted[name].to("meta").new_empty((*rows, *wanted[name].shape[1:]))
     check_like(path, tensors, wanted)
@@ -178,7 +178,7 @@ def _check_curve(path: Path, tensors: Mapping[str, Tensor], trainer: Trainer) ->
 
 
 def _moments(prefix: str, parameter: Tensor, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What AdamW keeps of a parameter, if anything: before its first gradient it keeps nothing."""
+    """State of AdamW for a parameter; empty before its first gradient."""
     if not under(prefix, dict(tensors)):
         return {}
     like = parameter.detach().cpu()

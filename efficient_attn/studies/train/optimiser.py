@@ -1,4 +1,4 @@
-"""What trainings of small models share: the optimiser, its rate at each step, one update."""
+"""Training of small models: optimiser, learning-rate schedule and update."""
 
 import math
 

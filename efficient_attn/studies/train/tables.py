@@ -11,7 +11,7 @@ from efficient_attn.sweep.records import Case, Record
 
 
 def tables(records: Sequence[Record], environment: Environment | None = None) -> list[Table]:
-    """One for each run: bits per byte at the end, beside speed and what a model carries on."""
+    """One table per run: final bits per byte, speed and size of the streaming state."""
     return [_table(run) for run in training_runs(records)]
 
 
@@ -23,7 +23,7 @@ def sentences(records: Sequence[Record], environment: Environment | None = None)
 
 
 def heading(run: TrainingRun) -> str:
-    """What was trained on what."""
+    """Model and text of the training."""
     case = run.curves[0].record.case
     return f"{describe(case.inputs)}, windows of {case.tokens} bytes; {model(case)}"
 

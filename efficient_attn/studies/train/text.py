@@ -11,14 +11,14 @@ import numpy as np
 
 from efficient_attn.errors import DataError
 
-# One file of so many of the library, or the last part of so many of a single text, is held out.
+# One in ten files of the library, or the last tenth of a single text, is held out.
 _PARTS = 10
-# Fewer held-out windows than this say nothing about what is not in them.
+# Fewest held-out windows for a meaningful evaluation.
 _FEWEST_WINDOWS = 8
-# What is read is kept in memory.
+# Largest text, which is kept in memory.
 _MOST_BYTES = 1 << 30
 
-# What lies in the folder of the library and is none: packages of others, and tests, some broken on purpose.
+# Folders inside the library's folder that are not part of it: other packages, and tests with broken files.
 _LEFT_OUT = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
 
 
@@ -28,7 +28,7 @@ class Text(NamedTuple):
     Attributes:
         train: uint8.
         held_out: uint8.
-        sha256: Of both.
+        sha256: Digest of both parts.
     """
 
     name: str
@@ -42,7 +42,7 @@ def read_text(path: str | Path | None, *, tokens: int) -> Text:
 
     Args:
         path: None: the standard library.
-        tokens: Of one window, of which either part has to hold some.
+        tokens: Length of a window; each part holds several.
 
     Raises:
         DataError: If there is no such text, if it is none, or if it is too short.
@@ -125,7 +125,7 @@ def _joined(paths: Iterable[Path]) -> bytes:
 
 
 def _check_length(path: str | Path | None, train: bytes, held_out: bytes, *, tokens: int) -> None:
-    """Refuse what has too few windows to learn from or to judge by."""
+    """Refuse a text with too few windows for training or evaluation."""
     needed = _FEWEST_WINDOWS * _PARTS * (tokens + 1)
     if len(held_out) >= _FEWEST_WINDOWS * (tokens + 1):
         return

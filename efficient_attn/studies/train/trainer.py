@@ -1,6 +1,6 @@
 """One model in training: a step, an evaluation, and everything that has to be kept to go on later.
 
-What a step does depends on the model, the optimiser and the number of the step alone; so a run that was
+A step depends on the model, the optimiser and its own number alone; so a run that was
 interrupted anywhere goes on as if it had not been.
 """
 
@@ -75,7 +75,7 @@ class Trainer:
         return self.trained_s + self.evaluated_s
 
     def try_step(self) -> None:
-        """One step of a model that is not kept; what is wrong with it will be seen when it counts."""
+        """One warm-up step of a discarded model; an error recurs, and is recorded, in the first real step."""
         with suppress(Exception), contained():
             self.advance()
 
@@ -133,7 +133,7 @@ class Trainer:
         return kept | {"curve": kept["curve"].reshape(-1, len(Point._fields))}
 
     def restore(self, tensors: dict[str, Tensor]) -> None:
-        """Go on from what `tensors` returned; names and shapes were checked."""
+        """Restore the state returned by `tensors`; names and shapes were checked."""
         self.model.load_state_dict(under("model.", tensors))
         for name, parameter in self.model.named_parameters():
             if state := under(f"optimiser.{name}.", tensors):
@@ -166,12 +166,12 @@ class Trainer:
     # Asked for after every round, and always the same.
     @cached_property
     def _state_bytes(self) -> int | None:
-        """Of one sequence after all the tokens of a window; None where nothing is carried on."""
+        """Bytes of the state of one sequence after a full window; None if the model cannot stream."""
         if not all(one.spec.capabilities.streaming for one in _backends(self.model)):
             return None
         model, state = self.model.eval(), None
         with torch.no_grad():
-            # In two parts: what is kept of a first one may be a view of all that was projected.
+            # In two parts: the state after one part may be a view of the whole projection.
             for part in self._windows[:1, :-1].tensor_split([-1], dim=1):
                 _, state = model.extend(part, state) if part.numel() else (None, state)
         return state_bytes(state)
@@ -196,7 +196,7 @@ def _backends(model: LanguageModel) -> list[Backend]:
 
 
 def _calibrate(model: LanguageModel, ids: Tensor) -> str | None:
-    """Calibrate what needs it on a batch; on what, or None where nothing does."""
+    """Calibrate backends that need it on a batch; the name of the batch, None if no backend does."""
     if not any(hasattr(one.core, "calibrate") for one in _backends(model)):
         return None
     calibrate(model, ids)
