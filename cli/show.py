@@ -1,4 +1,4 @@
-"""`efficient-attn show`: what each backend looks at, as heat maps with the words on the axes."""
+"""`efficient-attn show`: implied attention weights as heat maps with the words on the axes."""
 
 import sys
 from contextlib import redirect_stdout
@@ -50,7 +50,7 @@ def show_command(
     seed: SeedOption = 0,
     out: OutOption = None,
 ) -> None:
-    """Draw the attention weights that backends imply beside the exact ones, with the words on the axes.
+    """Draw implied attention weights of backends on a text.
 
     Example: efficient-attn show --backend window,my_file.py:my_attention --tokens 30:60 --head 2
     """
@@ -60,7 +60,7 @@ def show_command(
     from efficient_attn.sweep.variants import parse_settings
 
     refuse_extra(extra)
-    # What a backend prints is talk: stdout holds results and nothing else.
+    # Output of a backend goes to stderr: stdout holds the results alone.
     with redirect_stdout(sys.stderr):
         shown = show(
             names(backend),

@@ -25,7 +25,7 @@ class Look(NamedTuple):
 
     Attributes:
         labels: {name of a line or row: text in its place}.
-        width: Of figures in inches, at which letters have their stated sizes; None is the usual one.
+        width: Width of figures in inches, at which letters have their stated sizes; None: the default.
         style: `screen`, or `paper`: small letters and no title.
     """
 
@@ -45,11 +45,11 @@ def report(
     """Draw runs again from their records: into the folder of the only run, or into `out`; the files.
 
     Args:
-        folders: Of runs; several are shown side by side on one page.
+        folders: Folders of runs; several are shown side by side on one page.
         html: Write nothing but the page, to this file.
         out: A folder for all of it; `runs/…` if there are several runs.
         labels: {name: text}: texts for legends and tables in place of the names of lines and rows.
-        width: Of figures, in inches, at which letters have their stated sizes.
+        width: Width of figures in inches, at which letters have their stated sizes.
         style: `screen`, or `paper`: small letters and no title.
 
     Raises:
@@ -162,7 +162,7 @@ def _command(results: Results) -> str:
 
 
 def _labelled(folders: Sequence[str | Path]) -> dict[str, Path]:
-    """{as much of the end of each path as tells it from the others: path}."""
+    """{shortest end of each path that distinguishes it from the others: path}."""
     paths = [Path(folder) for folder in folders]
     whole = [_home(path).resolve().parts for path in paths]
     if len(set(whole)) < len(whole):

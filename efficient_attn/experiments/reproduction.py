@@ -1,4 +1,4 @@
-"""Figures and tables of papers measured again: the claims, what was found, a verdict on each.
+"""Reproduction of paper results: claims, measurements and a verdict on each.
 
 A figure is a file in `experiments/reproduce/`: it measures records, and whatever is shown is computed from
 them, so that a folder can be judged and drawn again.
@@ -30,7 +30,7 @@ from efficient_attn.report.table import Table, to_csv, to_markdown
 from efficient_attn.sweep.records import Record, append
 from efficient_attn.sweep.run import ROUNDS, Step
 
-# Two minutes, less what starting, drawing and the last point take.
+# Two minutes, without starting, drawing and the last point.
 DEFAULT_BUDGET_S = 100.0
 
 TABLE, TABLE_CSV, VERDICTS = "table.md", "table.csv", "verdicts.md"
@@ -41,7 +41,7 @@ class Setting:
     """How much may be measured.
 
     Attributes:
-        budget_s: Points that would take longer are skipped, and say so.
+        budget_s: Seconds of measuring; points that do not fit are skipped with a reason.
         rounds: How often each time is taken up.
         quick: Small sizes, which show that it works and nothing else.
     """
@@ -53,10 +53,10 @@ class Setting:
 
 
 class Figure(Protocol):
-    """What a file of `experiments/reproduce/` holds; it imports no torch at its top.
+    """Content of a file of `experiments/reproduce/`; it imports no torch at its top.
 
     Attributes:
-        TITLE: What the figure or table shows.
+        TITLE: Content of the figure or table.
         PAPER: Authors, year, title, address.
     """
 
@@ -79,7 +79,7 @@ class Figure(Protocol):
 
     @staticmethod
     def tables(records: Sequence[Record]) -> list[Table]:
-        """The numbers as the paper prints them, its own beside ours."""
+        """The numbers in the paper's form, printed and measured."""
 
     @staticmethod
     def draw(records: Sequence[Record]) -> Plot:
@@ -88,10 +88,10 @@ class Figure(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Reproduction:
-    """Records of a figure, and what they say of its paper's claims.
+    """Records of a figure, and the verdicts on its paper's claims.
 
     Attributes:
-        interrupted: Ended from the keyboard; what was measured until then is here.
+        interrupted: The run was ended from the keyboard; the records until then are kept.
     """
 
     name: str
@@ -105,11 +105,11 @@ class Reproduction:
         return self.figure.findings(self.records)
 
     def tables(self) -> list[Table]:
-        """The numbers, the paper's beside ours."""
+        """The numbers, printed and measured."""
         return self.figure.tables(self.records)
 
     def notes(self) -> list[str]:
-        """What makes the times uncertain, where there is a sign of it."""
+        """Noise warnings of the times."""
         return doubts(self.records, self.environment)
 
     def plot(self) -> Any:
@@ -166,7 +166,7 @@ def reproduce(
 
     Args:
         name: One of `list_figures()`.
-        budget_s: Points that would not fit into the rest of these seconds are skipped, and say so.
+        budget_s: Seconds of measuring; points that do not fit are skipped with a reason.
         rounds: How often each time is taken up; more makes it more certain.
         quick: Small sizes, which show that it works and nothing else.
         out: A folder for records, environment, plot, tables and verdicts.

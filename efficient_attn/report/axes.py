@@ -21,7 +21,7 @@ _LEAST_WIDTH, _LARGEST_WIDTH = 2.0, 40.0
 
 # A chart narrower than this moves to a row of its own.
 _LEAST_CHART_INCHES = 2.4
-# Height of axes over the width of a chart that has its row to itself, and of one beside others.
+# Height of axes over the width of a chart alone in its row, and of a chart among others.
 _ALONE, _BESIDE = 0.46, 0.68
 
 _LONGEST_NAME = 48
@@ -54,7 +54,7 @@ def draw(
     """Draw the charts; their matplotlib axes, on a figure without the window that pyplot would open.
 
     Args:
-        width: Of the figure, in inches, at which letters have their stated sizes.
+        width: Width of the figure in inches, at which letters have their stated sizes.
         style: `screen`, or `paper`: small letters and no title.
         labels: {label: text in its place}.
         ax: Axes for the only chart, or one for each, instead of a new figure.
@@ -132,7 +132,7 @@ def _on_a_figure(plot: Plot, rows: Sequence[Sequence[Chart | None]], width: floa
         plot.finish(axes)
     _lay_out(figure)
     for ax, chart in drawn:
-        # Now the size of the axes beside their texts is known.
+        # Now the size of the axes without their texts is known.
         _write_texts(ax, chart, sizes)
         _write_notes(ax, chart, sizes)
     settle(figure)

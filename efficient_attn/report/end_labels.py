@@ -23,7 +23,7 @@ _MOVES_OF_A_LINE = _MOVES[:5]
 
 
 def label_ends(ax: Any, series: Sequence[Series], size: float) -> None:
-    """Write each name beside the end of its line, moved up or down where names would overlap."""
+    """Write each name at the end of its line, moved up or down to avoid overlap."""
     if not series:
         return
     ends = [(one.x[-1], one.y[-1]) for one in series]
@@ -54,7 +54,7 @@ def label_ends(ax: Any, series: Sequence[Series], size: float) -> None:
                 "color": colour,
                 "linewidth": 0.7,
                 "alpha": 0.6 if moved else 0.0,
-                # To cut off what lies within the name would take long.
+                # Clipping the part within the name would take long.
                 "patchA": None,
                 "shrinkA": 3,
                 "shrinkB": 4,

@@ -105,7 +105,7 @@ class Plot(NamedTuple):
 
     Attributes:
         rows: None leaves a gap, so that the charts of a shorter row keep their width.
-        legend: Series of the legend; None takes those of the charts that are not named at their ends.
+        legend: Series of the legend; None: series of the charts that are not named at their ends.
         finish: Called with all matplotlib axes when the charts are drawn.
     """
 

@@ -26,10 +26,10 @@ _POWER = re.compile(r"\bn\^(\d+(?:\.\d+)?)")
 
 
 class Run(NamedTuple):
-    """What a page tells of one run.
+    """Content of a page on one run.
 
     Attributes:
-        label: What the run is called beside others.
+        label: Name of the run among others.
         drawings: Figures as `svg` elements.
         plan: The text of a file that repeats the run; empty where there is none.
     """
@@ -87,7 +87,7 @@ def page(title: str, runs: Sequence[Run]) -> str:
 
 def _printable(value: Any) -> Any:
     """Text without control characters; lines stay lines where a plan or a command has several."""
-    # What the template calls safe is markup of ours.
+    # Safe strings of the template are markup of this package.
     if isinstance(value, str) and not hasattr(value, "__html__"):
         return "\n".join(map(plain, value[:_LONGEST_TEXT].split("\n")))
     return value

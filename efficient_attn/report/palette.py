@@ -1,4 +1,4 @@
-"""Colours, markers and strokes that everybody can tell apart, the same for a backend in every plot."""
+"""Colours, markers and line styles, safe for colour blindness and equal for a backend in every plot."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -52,7 +52,7 @@ def line_styles(lines: Sequence[tuple[str, str]]) -> dict[str, dict[str, Any]]:
 
 
 def baseline_style(number: int = 0) -> dict[str, Any]:
-    """A thin grey line for what is no backend; the strokes tell the first four apart."""
+    """A thin grey line for a baseline; the first four have distinct dashes."""
     return {"color": MUTED, "linestyle": _STROKES[number % len(_STROKES)], "linewidth": 1.1, "marker": ""}
 
 

@@ -31,7 +31,7 @@ def to_bytes(figure: Any, kind: str, *, salt: str) -> bytes:
     settle(figure)
     file = io.BytesIO()
     undated = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(kind)
-    # Letters stay text in an SVG, and fonts of a PDF are those that publishers take.
+    # Letters stay text in an SVG, and fonts of a PDF are of the type that publishers accept.
     settings: Any = {"svg.hashsalt": salt, "svg.fonttype": "none", "pdf.fonttype": 42}
     canvases = {"png": FigureCanvasAgg, "pdf": FigureCanvasPdf, "svg": FigureCanvasSVG}
     with rc_context(settings):

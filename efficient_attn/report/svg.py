@@ -1,4 +1,4 @@
-"""Figures as SVG inside a page: colours are the page's variables, and lines tell their names.
+"""Figures as SVG inside a page: colours are the page's variables, and lines have tooltips.
 
 Matplotlib draws for white paper. Inside a page a colour becomes a variable, whose value the page chooses for
 light and for dark; the letters stay text, in the page's own font.

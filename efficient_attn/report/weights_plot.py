@@ -26,10 +26,10 @@ class WeightsMap(NamedTuple):
     """The weights of one backend in one head.
 
     Attributes:
-        weights: Of the queries and keys on the axes, [queries keys].
+        weights: Weights of the queries and keys on the axes, [queries keys].
         elsewhere: Sum of the weights of all keys that are not on the axis, for each of these queries.
-        error: Of the output of this head, relative to exact attention.
-        entropy: Of the rows, their mean in nats; None where a weight is below zero.
+        error: Relative error of the output of this head.
+        entropy: Mean attention entropy of the rows, nats; None if a weight is below zero.
         lowest: The smallest weight of all.
     """
 
@@ -49,7 +49,7 @@ def weights_plot(
     Args:
         words: On both axes.
         keys: Number of keys that a query reads.
-        more: Name of the column beside the words.
+        more: Name of the column of the other keys.
     """
     charts = [_chart(one, words, more, keys) for one in maps]
     # Red is explained where there is red.

@@ -37,7 +37,7 @@ findings = claims.findings
 
 _HEADS, _HEAD_DIM, _TOKENS, _QUICK_TOKENS = 12, 32, 512, 64
 
-# What is shipped: three layers of the first text, and of the others the one in between.
+# Shipped samples: three layers of the first text, and the middle layer of the others.
 _PLACES = ((0, 0), (1, 0), (5, 0), (1, 1), (1, 2), (1, 3))
 _SHADES = {0: "#d98c00", 1: "#0072b2", 5: "#7b4fb5"}
 
@@ -182,5 +182,5 @@ def _measured(empty: Sequence[Record], tokens: int) -> Iterator[Record]:
     matrices = {REAL: weights, SHUFFLED: weights.gather(-1, order)}
     for record in empty:
         values = torch.linalg.svdvals(matrices[record.case.label][head_of(record.case).head])
-        # Five digits tell everything that is drawn, and keep the file small.
+        # Five digits suffice for the plot and keep the file small.
         yield replace(record, singular_values=tuple(float(f"{value:.5g}") for value in values.tolist()))

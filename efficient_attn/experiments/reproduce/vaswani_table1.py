@@ -1,4 +1,4 @@
-"""Table 1 of Vaswani et al. 2017: what a layer costs, what has to wait in it, how far a signal travels."""
+"""Table 1 of Vaswani et al. 2017: operations per layer, sequential operations, maximum path length."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -102,7 +102,7 @@ def rows(records: Sequence[Record]) -> list[dict[str, Any]]:
 
 
 def tables(records: Sequence[Record]) -> list[Table]:
-    """The paper's table, what was measured beside every entry."""
+    """The paper's table with the measurement of every entry."""
     lengths = sorted({record.case.tokens for record in records if record.path_length})
     columns = (
         "layer",
@@ -190,7 +190,7 @@ def _notes(records: Sequence[Record]) -> tuple[str, ...]:
 
 
 def _entries(sizes: Sizes, threads: int) -> Iterator[Entry]:
-    """All cases by rising length, each once; first what is counted, which a budget should not cut off."""
+    """All cases by ascending length, each once; counted ones first, so that no budget cuts them off."""
     grid = {(n, sizes.width) for n in sizes.tokens} | {(sizes.length, d) for d in sizes.widths}
     points = [
         *(("count", n, d, OPERATIONS) for n, d in grid),

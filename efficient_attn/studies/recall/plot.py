@@ -12,7 +12,7 @@ from efficient_attn.studies.recall.tables import heading
 from efficient_attn.studies.view import Environment, Plots
 from efficient_attn.sweep.records import Record
 
-# Errors below this are rounding, and have no place among those of methods.
+# Errors below this numerical noise floor are not drawn.
 _ROUNDING = 1e-4
 _GREY_MARKS: tuple[Any, ...] = ((4, 1, 0), (4, 2, 0))
 
