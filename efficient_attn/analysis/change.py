@@ -189,8 +189,10 @@ def _text_changes(change: Change, old: Side, new: Side) -> Iterator[Change]:
 
 def _to_common_step(case: Case, old: Side, new: Side) -> tuple[Side, Side]:
     """Trainings cut off after the last evaluation common to all."""
+    if case.kind != "train":
+        return old, new
     steps: list[tuple[int, ...]] = [record.train_steps or () for record in records_of((*old, *new))]
-    if case.kind != "train" or not all(steps) or len({one[-1] for one in steps}) == 1:
+    if not all(steps) or len({one[-1] for one in steps}) == 1:
         return old, new
     common = max(set.intersection(*map(set, steps)), default=None)
     before, after = ([[_until(record, common) for record in run] for run in side] for side in (old, new))

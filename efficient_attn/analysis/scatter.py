@@ -206,8 +206,8 @@ def _samples(quantity: Quantity, record: Record) -> list[float]:
 
 def _by_seed(record: Record, draws: list[float]) -> list[float]:
     """Means over texts, which both runs share: draws of a model are listed text by text."""
-    texts = record.texts or 1
-    if record.case.kind != "swap" or not draws or len(draws) % texts:
+    texts = record.texts or 1 if record.case.kind == "swap" else 1
+    if texts == 1 or len(draws) % texts:
         return draws
     return [float(mean) for mean in np.reshape(draws, (texts, -1)).mean(axis=0)]
 

@@ -150,7 +150,7 @@ def _errors(records: Sequence[Record]) -> str:
 
 
 def _training(records: Sequence[Record]) -> str:
-    if not any(record.train_steps for record in records):
+    if not any(record.measured.get("train_steps") for record in records):
         return ""
     return (
         "Models were trained in turn, some steps of each, on the same batches and from the same weights for "
