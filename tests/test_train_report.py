@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import efficient_attn as ea
+from efficient_attn.analysis.doubts import DURING
 from efficient_attn.studies.train.analysis import rows as training_rows
 from efficient_attn.studies.train.analysis import training_runs
 from efficient_attn.studies.train.plot import TRAINING
@@ -103,6 +104,12 @@ def test_sentences_say_who_is_lower_than_exact_attention_and_who_cannot_be_told_
     assert alone == "After 30 steps exact attention is at 3.00 bits per byte of held-out text."
     best, *_ = training_sentences([RECORDS[0], RECORDS[2]])
     assert "; nothing is lower; higher: linear-elu" in best
+
+
+def test_a_loaded_machine_leaves_the_order_at_equal_time_open():
+    steps, seconds = training_sentences(RECORDS, {DURING: [{"others_share": 0.83}]})
+    assert "lower: window" in steps and "could not tell on this machine now" in seconds
+    assert "83%" in seconds and "window" not in seconds
 
 
 def test_the_table_has_every_model_the_lowest_first_and_says_what_failed():

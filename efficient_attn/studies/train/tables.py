@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from efficient_attn.analysis.doubts import IDLE, disturbance
 from efficient_attn.report.error_table import describe
 from efficient_attn.report.table import Table, three_digits
 from efficient_attn.studies.train.analysis import Mean, TrainingCurve, TrainingRun, training_runs
@@ -18,7 +19,10 @@ def tables(records: Sequence[Record], environment: Environment | None = None) ->
 def sentences(records: Sequence[Record], environment: Environment | None = None) -> list[str]:
     """Who is lower than exact attention after as many steps, and who is lowest after as many seconds."""
     return [
-        sentence for run in training_runs(records) for sentence in (_by_steps(run), _by_time(run)) if sentence
+        sentence
+        for run in training_runs(records)
+        for sentence in (_by_steps(run), _by_time(run, environment))
+        if sentence
     ]
 
 
@@ -93,10 +97,13 @@ def _by_steps(run: TrainingRun) -> str | None:
     return "; ".join([begin, *filter(None, told)]) + "."
 
 
-def _by_time(run: TrainingRun) -> str | None:
+def _by_time(run: TrainingRun, environment: Environment | None) -> str | None:
     known = [(one.at_common_time, one) for one in run.curves if one.at_common_time is not None]
     if len(known) < 2 or run.common_s is None:
         return None
+    load = disturbance([one.record for one in run.curves], environment)
+    if load is not None:
+        return f"After equal time: could not tell on this machine now: {load}; {IDLE}."
     told = [f"{one.label} ({bits:.2f})" for bits, one in sorted(known, key=lambda pair: pair[0])[:3]]
     return (
         f"After {show_seconds(run.common_s)} of training each, which the fastest took for all its steps, the "
