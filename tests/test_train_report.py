@@ -94,7 +94,7 @@ def test_sentences_say_who_is_lower_than_exact_attention_and_who_cannot_be_told_
     steps, seconds = training_sentences(RECORDS)
     assert steps == (
         "After 30 steps exact attention is at 3.00 bits per byte of held-out text; "
-        "lower: window (−0.100 ±0.006); not to be told from it: linear-relu (+0.010 ±0.170); "
+        "lower: window (−0.100 ±0.006); not significantly different: linear-relu (+0.010 ±0.170); "
         "higher: linear-elu (+0.500 ±0.006)."
     )
     assert seconds.startswith(

@@ -57,7 +57,7 @@ def report(
         OptionError: If figures cannot be drawn so, or nothing drawn has a name of `labels`.
     """
     if html is not None and out is not None:
-        raise OptionError("html and out exclude each other: the page is among what is written to out.")
+        raise OptionError("html and out exclude each other: out also receives the page.")
     look = checked_look(labels, width, style)
     results = {label: read(folder) for label, folder in _labelled(folders).items()}
     homes = dict(zip(results, map(_home, folders), strict=True))

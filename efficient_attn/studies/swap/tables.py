@@ -135,9 +135,7 @@ def _notes(one: Swap) -> list[str]:
     if _texts(one) > 1:
         notes[0] += f" Means of {_texts(one)} texts."
     if any(row.backend == MEAN_OF_VALUES for row in one.rows):
-        notes.append(
-            f"{MEAN_OF_VALUES}: every query gets the same; what is no better than this attends to nothing."
-        )
+        notes.append(f"{MEAN_OF_VALUES}: every query gets the same output, without any attention.")
     drawn = [
         row
         for row in one.rows

@@ -196,7 +196,7 @@ def _check_size(
         or list(embedding.shape) != [256, about["model_dim"]]
         or layers != about["num_layers"]
     ):
-        raise DataError(f"{path}: its tensors are not those of the model that it describes.")
+        raise DataError(f"{path}: its tensors belong to another model.")
     if about["positions"] == "learned" and about["max_tokens"] * about["model_dim"] > numbers:
         raise DataError(f"{path} describes more numbers than it holds.")
     if backend is None:

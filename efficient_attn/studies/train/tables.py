@@ -91,7 +91,7 @@ def _by_steps(run: TrainingRun) -> str | None:
     higher = [one for beyond, one in known if beyond.is_clear and beyond.value > 0]
     told = [
         f"lower: {_listed(lower)}" if lower else "nothing is lower" if known else "",
-        f"not to be told from it: {_listed(alike)}" if alike else "",
+        f"not significantly different: {_listed(alike)}" if alike else "",
         f"higher: {_listed(higher)}" if higher else "",
     ]
     return "; ".join([begin, *filter(None, told)]) + "."

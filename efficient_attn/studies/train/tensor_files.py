@@ -77,7 +77,7 @@ def read_tensors(described: Described) -> dict[str, Tensor]:
 def check_like(path: Path, tensors: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> None:
     """Refuse tensors of other names, shapes or dtypes than expected."""
     if unlike := sorted(tensors.keys() ^ wanted.keys()):
-        has = "lacks" if unlike[0] in wanted else "has, beyond what is wanted,"
+        has = "lacks" if unlike[0] in wanted else "has the unexpected tensor"
         raise DataError(f"{path} is of another model: it {has} {unlike[0][:80]!r}.")
     for name, tensor in wanted.items():
         found = tensors[name]
