@@ -47,7 +47,7 @@ def capture_command(
     max_size: MaxSizeOption = "1GiB",
     name: NameOption = None,
 ) -> None:
-    """Save q, k and v of a model on a text, as input of mse and others.
+    """Save q, k and v of a model on a text, as input of mse.
 
     Example: efficient-attn capture MODEL --text alice.txt --layers 0,1,5 --out alice.safetensors
     """

@@ -35,7 +35,7 @@ def reproduce_command(
     quick: QuickOption = False,
     out: OutOption = None,
 ) -> None:
-    """Measure a figure or table of a paper again: its claims, our numbers, a verdict on each.
+    """Reproduce a figure or table of a paper, with verdicts.
 
     Example: efficient-attn reproduce vaswani-table1
     """

@@ -79,7 +79,7 @@ def plan(
     rounds: shared.Rounds = 4,
     seed: shared.Seed = 0,
 ) -> Plan:
-    """Replace the attention of a real model and compare it with itself: outputs, time and memory.
+    """Replace the attention of a model: outputs, time and memory.
 
     Encoders are compared by their hidden states and embeddings, causal models by their next-token
     distributions. In Python the model may also be a loaded one in eval mode, with its `tokenizer`; its own

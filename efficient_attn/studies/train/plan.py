@@ -55,7 +55,7 @@ def plan(
     threads: shared.Threads = None,
     seed: shared.Seed = 0,
 ) -> Plan:
-    """Train a small byte-level language model around each causal backend on the same text, in rounds.
+    """Train a small byte-level language model around each backend.
 
     The budget holds whole rounds of all models, so that all do the same number of steps. Exact attention is
     always among them. A continued run has the learning curves of an uninterrupted one, to the last bit with
