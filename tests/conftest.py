@@ -93,6 +93,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every turn of a time ends after milliseconds, for runs whose times nobody reads."""
     monkeypatch.setattr("efficient_attn.sweep.run._TURN_S", 0.001)
+    monkeypatch.setattr("efficient_attn.studies.loop._ROUND_S", 0.001)
 
 
 @pytest.fixture

@@ -14,9 +14,9 @@ from typing import NamedTuple
 import numpy as np
 from made_records import case
 
-from efficient_attn.analysis.crossover import crossovers
 from efficient_attn.analysis.curves import Curve, curves
-from efficient_attn.analysis.summary import gains
+from efficient_attn.studies.bench.analysis import gains
+from efficient_attn.studies.bench.crossover import crossovers
 from efficient_attn.studies.recall.analysis import accuracy_of
 from efficient_attn.sweep.records import Record
 

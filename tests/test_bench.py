@@ -6,15 +6,16 @@ import signal
 import pytest
 import torch
 
+from efficient_attn import bench
 from efficient_attn.errors import AttentionError, DataError, OptionError, UnsupportedError
-from efficient_attn.experiments import bench as module
-from efficient_attn.experiments.bench import Workload, bench, plan_bench
-from efficient_attn.experiments.workload import settle, workloads
+from efficient_attn.experiments.workload import Workload, settle
+from efficient_attn.studies import find
+from efficient_attn.sweep.records import Record
 from efficient_attn.sweep.variants import CEILING
 
 pytestmark = pytest.mark.usefixtures("hasty")
 
-SMALL = {"tokens": (16, 32), "num_heads": 2, "head_dim": 8, "budget_s": 3600, "isolate": "none"}
+SMALL = {"seq_lens": (16, 32), "num_heads": 2, "head_dim": 8, "budget_s": 3600, "isolate": "none"}
 
 
 def values(q, k, v):
@@ -64,14 +65,19 @@ def test_heads_are_varied_at_equal_model_dim_under_labels_of_their_own():
 
 @pytest.mark.parametrize("of", ["attention", "block"])
 def test_what_would_not_fit_into_memory_is_skipped_and_not_run(of, monkeypatch):
-    monkeypatch.setattr(module, "available_bytes", lambda device: 16 * 2**30)
-    settled = workloads(Workload(device="cpu"), of=of, num_heads=8, head_dim=64, model_dim=None)
-    entries = [e for e in plan_bench(["exact-dense"], "65536", settled) if e.case.backend == "exact-dense"]
+    monkeypatch.setattr("efficient_attn.studies.costs.available_bytes", lambda device: 16 * 2**30)
+    called = []
+
+    def measure(case, **settings):
+        called.append(case.backend)
+        return Record(case=case, status="error", reason="not measured here")
+
+    monkeypatch.setattr("efficient_attn.sweep.worker.measure", measure)
+    results = bench(["exact-dense"], seq_lens="65536", of=of, device="cpu", isolate="none")
+    dense = [record for record in results.records if record.case.backend == "exact-dense"]
+    assert [(r.status, r.case.tokens) for r in dense] == [("skipped", 65536)] * 2
     # Scores and weights of 8 heads are 2 · 8 · 65536² · 4 bytes = 256 GiB.
-    assert len(entries) == 2 and all("needs about 25" in (e.skip or "") for e in entries)
-    monkeypatch.setattr("efficient_attn.sweep.worker.measure", lambda *args, **more: pytest.fail("called"))
-    results = module.run_bench(entries, isolate="none")
-    assert [(r.status, r.case.tokens) for r in results.records] == [("skipped", 65536)] * 2
+    assert all("needs about 25" in record.reason for record in dense) and "exact-dense" not in called
 
 
 def test_variants_of_an_option_are_measured_side_by_side():
@@ -108,7 +114,7 @@ def test_out_gets_every_record_the_environment_and_the_plots(tmp_path):
 
 def test_a_folder_of_another_run_is_refused_before_anything_is_measured(undrawn, tmp_path, monkeypatch):
     bench([values], out=tmp_path, **SMALL)
-    monkeypatch.setattr(module, "run", lambda *args, **settings: pytest.fail("measured"))
+    monkeypatch.setattr("efficient_attn.studies.run.Loop", lambda *args, **settings: pytest.fail("measured"))
     with pytest.raises(DataError, match=r"out: .* holds records of another run already"):
         bench([values], out=tmp_path, **SMALL)
 
@@ -133,8 +139,8 @@ def test_records_are_written_while_the_rest_is_measured(undrawn, tmp_path):
 def test_auto_is_float32_on_the_cpu_and_settled_in_every_case():
     workload = settle(Workload(device="cpu"))
     assert (workload.dtype, workload.device, workload.threads) == ("float32", "cpu", torch.get_num_threads())
-    entries = plan_bench(None, (16,), [workload])
-    assert {(entry.case.dtype, entry.case.device, entry.case.inputs) for entry in entries} == {
+    points = find("bench").plan(seq_lens=(16,), device="cpu").points
+    assert {(one.case.dtype, one.case.device, one.case.inputs) for one in points} == {
         ("float32", "cpu", "gaussian")
     }
 
@@ -162,7 +168,7 @@ def test_bfloat16_is_what_it_is_asked_for_on_cuda(monkeypatch):
         ({"num_heads": "4,3", "model_dim": 64}, OptionError, "model_dim=64 is not divided by 3 heads"),
         ({"head_dim": 8, "model_dim": 64}, OptionError, "head_dim and model_dim exclude each other"),
         ({"batch": 1.5}, AttentionError, "batch is a whole number"),
-        ({"tokens": "some"}, OptionError, "tokens cannot be 'some'"),
+        ({"seq_lens": "some"}, OptionError, "seq_lens cannot be 'some'"),
         ({"memory_limit": "lots"}, OptionError, "memory_limit is an amount"),
         ({"backends": [3]}, AttentionError, "A backend is a name, file.py:object"),
     ],
@@ -181,6 +187,6 @@ def test_cuda_is_refused_where_there_is_none():
 @pytest.mark.slow
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_cuda_is_timed_with_events_and_its_allocator_is_asked():
-    results = bench(["exact-dense"], device="cuda", tokens=(128, 256), budget_s=60)
+    results = bench(["exact-dense"], device="cuda", seq_lens=(128, 256), budget_s=60)
     assert {record.status for record in results.records} == {"ok"}
     assert {r.memory_method for r in results.records if r.case.kind == "memory"} == {"cuda allocated"}

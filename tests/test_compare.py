@@ -1,18 +1,23 @@
 """Comparisons: one table by time, the front, and a sentence that follows from them, whichever it is."""
 
 import re
+from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 from made_records import case
 
 import efficient_attn as ea
-from efficient_attn.analysis.comparison import comparisons
 from efficient_attn.errors import OptionError
 from efficient_attn.experiments.results import Results, read
 from efficient_attn.measure.inputs import Activations, sample
 from efficient_attn.ops.softmax.definition import softmax_attention
-from efficient_attn.report.comparison import comparison_sentences, comparison_tables
+from efficient_attn.studies import find
+from efficient_attn.studies.compare.grouping import comparisons
+from efficient_attn.studies.compare.sentences import comparison_sentences
+from efficient_attn.studies.compare.tables import comparison_tables
+from efficient_attn.studies.loop import Loop
 from efficient_attn.sweep import calls
 from efficient_attn.sweep.given import write_given
 from efficient_attn.sweep.layers import joint_name, single_names
@@ -172,7 +177,7 @@ def test_every_backend_is_measured_on_the_same_tensors_as_its_error():
         seen.append((q.clone(), k.clone(), v.clone()))
         return v
 
-    results = ea.compare([mine, "exact"], layer=1, tokens=40, rounds=1, draws=1)
+    results = ea.compare([mine, "exact"], layer=1, seq_len=40, rounds=1, draws=1)
     first = [tensor[..., :40, :] for tensor in sample(1)]
     # The error, the warm-up and samples of the time, two calls for the memory.
     assert len(seen) > 4
@@ -192,7 +197,7 @@ def test_costs_are_taken_in_another_process_on_the_same_tensors(tmp_path, monkey
         "        file.write(f'{os.getpid()} {zlib.crc32(bits)} {q.shape[-2]}\\n')\n"
         "    return v\n"
     )
-    ea.compare(["own.py:total"], layer=1, tokens=24, rounds=1, draws=1)
+    ea.compare(["own.py:total"], layer=1, seq_len=24, rounds=1, draws=1)
     lines = {tuple(line.split()) for line in (tmp_path / "seen.txt").read_text().splitlines()}
     # A third process made the first call of the file, on fewer tokens.
     measured = [line[:2] for line in lines if line[2] == "24"]
@@ -207,7 +212,7 @@ def test_what_is_timed_has_the_scale_of_the_inputs(tmp_path):
 
 
 def test_what_needs_calibration_is_calibrated_on_the_inputs_and_that_is_said():
-    results = ea.compare(["performer-oprf"], layer=1, tokens=32, rounds=1, draws=1, isolate="none")
+    results = ea.compare(["performer-oprf"], layer=1, seq_len=32, rounds=1, draws=1, isolate="none")
     own = [record for record in results.records if record.case.backend == "performer-oprf"]
     assert len(own) == 3 and {record.calibrated_on for record in own} == {"the inputs measured"}
     assert any("Calibrated on the inputs measured" in note for note in results.tables()[0].notes)
@@ -275,7 +280,7 @@ def test_bars_of_the_figure_reach_from_the_least_to_the_largest_error_over_layer
 
 
 def test_by_default_errors_are_measured_on_all_shipped_layers_and_times_once():
-    results = ea.compare(["window"], tokens=24, rounds=1, draws=1, isolate="none")
+    results = ea.compare(["window"], seq_len=24, rounds=1, draws=1, isolate="none")
     window = [record.case for record in results.records if record.case.backend == "window"]
     assert [(one.kind, one.inputs) for one in window] == [
         ("error", "encoder(layer=0)"),
@@ -288,12 +293,12 @@ def test_by_default_errors_are_measured_on_all_shipped_layers_and_times_once():
 
 
 def test_one_layer_is_measured_where_it_is_named():
-    results = ea.compare(["window"], layer=5, tokens=24, rounds=1, draws=1, isolate="none")
+    results = ea.compare(["window"], layer=5, seq_len=24, rounds=1, draws=1, isolate="none")
     assert {record.case.inputs for record in results.records} == {"encoder(layer=5)"}
 
 
 def test_concatenated_documents_are_called_that():
-    results = ea.compare(["window"], inputs="stitched", tokens=24, rounds=1, draws=1, isolate="none")
+    results = ea.compare(["window"], inputs="stitched", seq_len=24, rounds=1, draws=1, isolate="none")
     (table,) = results.tables()
     assert "concatenated documents, layer 1; 24 tokens" in table.title
     assert any(note.startswith("Concatenated documents: q, k and v of four texts") for note in table.notes)
@@ -324,35 +329,83 @@ def test_a_joint_name_stands_for_its_layers(names, joint):
 
 
 def test_by_default_exact_and_what_approximates_softmax_is_compared():
-    from efficient_attn.experiments.contest import contest
-    from efficient_attn.experiments.workload import Workload
-
-    asked = contest(
-        None,
-        inputs="encoder",
-        layer=None,
-        tokens=16,
-        max_error=0.1,
-        options=None,
-        draws=1,
-        norm=1.0,
-        workload=Workload(),
-        memory_limit="70%",
-    )
-    names = {variant.backend for variant in asked.variants}
+    plan = find("compare").plan(seq_len=16, draws=1)
+    names = {point.case.backend for point in plan.points}
     assert {"exact", "exact-dense", "window", "performer-positive"} <= names
-    assert not {name for name in names if not ea.spec(name).capabilities.approximates_softmax}
+    assert not {
+        name for name in names & {*ea.list_backends()} if not ea.spec(name).capabilities.approximates_softmax
+    }
+    assert plan.about["candidates"][:2] == ["exact", "exact-dense"]
+
+
+def test_exact_attention_is_measured_first_then_the_fewest_operations_and_low_ranks_last():
+    plan = find("compare").plan(
+        ["performer-positive", "window", "exact"], seq_len=64, options={"window": {"window": [3]}}
+    )
+    order = list(dict.fromkeys(point.case.label for point in plan.points if point.rounds is None))
+    assert order == ["exact", "mean of V", "window(window=3)", "performer-positive", "rank-r SVD(rank=32)"]
+    kinds = [point.case.kind for point in plan.points]
+    assert kinds.index("time") > kinds.index("error") and kinds[-1] == "error"
+
+
+def test_a_backend_that_fails_on_the_first_layer_is_recorded_once_and_not_timed():
+    def broken(q, k, v):
+        raise RuntimeError("it broke here")
+
+    results = ea.compare([broken], seq_len=16, rounds=1, draws=1)
+    own = [record for record in results.records if record.case.label == "broken"]
+    assert [(one.case.kind, one.status) for one in own] == [("error", "error")]
+    assert any("broken: error: RuntimeError: it broke here" in note for note in results.tables()[0].notes)
+
+
+SMALL = {"inputs": "gaussian", "num_heads": 2, "head_dim": 8, "seq_len": 24, "rounds": 4, "draws": 1}
+
+
+@pytest.mark.parametrize("name", ["exact", "exact-dense", "window", "performer-positive", "mean of V"])
+def test_causal_errors_are_those_against_causal_attention(name):
+    results = ea.compare(["window", "exact-dense", "performer-positive"], causal=True, isolate="none",
+                         options={"window": {"window": [24]}}, **SMALL)  # fmt: skip
+    own = [record for record in results.records if record.case.backend == name]
+    assert {record.case.causal for record in results.records} == {True}
+    assert {(record.case.kind, record.status) for record in own} == {
+        (kind, "ok") for kind in ("error", "time", "memory")
+    }
+    (error,) = (record.output_relative_error for record in own if record.case.kind == "error")
+    # A window as long as the sequence is exact; the mean of V is not.
+    assert (error < 1e-4) == (name in ("exact", "exact-dense", "window"))
+    (one,) = comparisons(results.records)
+    assert name in {row.backend for row in one.contenders} and "causal" in results.sentences()[0]
+
+
+def test_a_backend_that_cannot_be_causal_is_refused_in_a_record():
+    results = ea.compare(["linformer"], causal=True, isolate="none", **SMALL)
+    assert {r.status for r in results.records if r.case.backend == "linformer"} == {"unsupported"}
+
+
+def test_backward_and_batch_are_those_of_times_and_memory_and_are_named():
+    results = ea.compare(["window"], backward=True, batch=2, isolate="none", **SMALL)
+    assert {record.status for record in results.records} == {"ok"}
+    assert {(r.case.kind, r.case.backward, r.case.batch) for r in results.records} == {
+        ("error", False, 2),
+        ("time", True, 2),
+        ("memory", True, 2),
+    }
+    (one,) = comparisons(results.records)
+    assert all(row.error and row.time_s for row in one.contenders if row.backend != "rank-r SVD")
+    assert "batch 2, forward and backward" in results.tables()[0].title
+    both = ea.compare(["window"], batch=2, isolate="none", **SMALL)
+    assert len(comparisons([*results.records, *both.records])) == 2
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
         (
-            {"tokens": 513},
+            {"seq_len": 513},
             "513 tokens are more than the 512 of encoder.layer=0., .*documents have 2048: inputs stitched",
         ),
         (
-            {"inputs": "stitched", "tokens": 4096},
+            {"inputs": "stitched", "seq_len": 4096},
             "4096 tokens are more than the 2048 of stitched.*cannot be extended.$",
         ),
         ({"max_error": 0.0}, "max_error is a finite number above 0"),
@@ -376,3 +429,60 @@ def test_queries_and_keys_of_unlike_number_are_refused(tmp_path):
     save_file({"q": q, "k": k, "v": k.clone()}, tmp_path / "cross.safetensors")
     with pytest.raises(OptionError, match=re.escape("have 5 queries for 7 keys")):
         ea.compare(["exact"], inputs=tmp_path / "cross.safetensors")
+
+
+# Seconds of one error and of one call, measured on two idle cores at 512 tokens with 12 heads of 32.
+ERROR_S = {
+    "exact": 0.3,
+    "mean of V": 0.001,
+    "window-clusters": 0.12,
+    "window": 0.06,
+    "performer-hyperbolic": 0.9,
+    "performer-trig": 1.3,
+    "exact-dense": 0.06,
+    "linformer": 0.3,
+    "performer-oprf": 0.7,
+    "performer-positive": 0.6,
+    "performer-full": 1.4,
+    "rank-r SVD(rank=32)": 3.7,
+    "rank-r SVD(rank=128)": 0.05,
+}
+CALL_S = {"mean of V": 1e-4, "exact-dense": 0.03, "performer-full": 0.04}
+
+
+class Clock:
+    """A clock that only measurements advance."""
+
+    def __init__(self):
+        self.now_s = 0.0
+
+    def monotonic(self):
+        return self.now_s
+
+    def measure(self, point, seconds=0.0):
+        """A record of the point, as long after its begin as such a point takes."""
+        if point.case.kind == "error":
+            self.now_s += ERROR_S[point.case.label]
+            return Record(case=point.case)
+        call_s = CALL_S.get(point.case.label, 0.015)
+        self.now_s += 0.02 + 2 * call_s + max(seconds, call_s)
+        return Record(case=point.case, times_s=(call_s,) if point.rounds else None)
+
+
+def test_the_predicted_duration_is_right_within_a_factor_of_two_from_the_second_backend_on(monkeypatch):
+    """Half of a comparison is spent on two points of a hundred; points of equal weight mislead by 8 times."""
+    clock, steps = Clock(), []
+    monkeypatch.setattr("efficient_attn.studies.loop.time", clock)
+    monkeypatch.setattr("efficient_attn.studies.loop._ROUND_S", 0.1)
+    plan = find("compare").plan(isolate="none")
+    points = [replace(point, measure=partial(clock.measure, point)) for point in plan.points]
+    loop = Loop(
+        replace(plan, points=points),
+        earlier={},
+        emit=lambda record: None,
+        progress=lambda step: steps.append((clock.now_s, step)),
+    )
+    assert loop.run()
+    known = [(step.remaining_s, clock.now_s - now_s) for now_s, step in steps if step.done >= 9]
+    wrong = [(told, left) for told, left in known if left > 2 and not left / 2 < told < 2 * left]
+    assert len(known) > 50 and wrong == []

@@ -6,7 +6,8 @@ import sys
 import threading
 
 import pytest
-from isolated_points import SHARED, case_of
+from isolated_points import case_of
+from looped import points, run
 
 import efficient_attn as ea
 from efficient_attn import recall
@@ -16,8 +17,6 @@ from efficient_attn.experiments.mse import mse
 from efficient_attn.experiments.show import show
 from efficient_attn.registry import BackendSpec, Capabilities, NoOptions
 from efficient_attn.sweep.interrupt import held
-from efficient_attn.sweep.plan import plan
-from efficient_attn.sweep.run import run
 from efficient_attn.sweep.variants import Variant
 from efficient_attn.sweep.worker import measure
 from efficient_attn.testing import check_backend
@@ -114,7 +113,7 @@ def test_a_backend_that_leaves_is_one_record_and_the_others_are_measured(name):
 
     variants = [Variant(backend=one, label=one, target=LEAVING.get(one, attend)) for one in (name, "attend")]
     records = []
-    assert run(plan(variants, (16,), SHARED), emit=records.append, measure=measure)
+    assert run(points(variants, (16,), measure), emit=records.append)
     assert {(one.case.label, one.status, one.reason) for one in records} == {
         (name, "error", SAID[name]),
         ("attend", "ok", None),

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from scipy.stats import binom
 
-from efficient_attn.analysis.crossover import _crossing, _Lag, _near_zero, crossovers
 from efficient_attn.analysis.curves import curves
-from efficient_attn.report.pays import crossover_tables
+from efficient_attn.studies.bench.break_even import crossover_tables
+from efficient_attn.studies.bench.crossover import _crossing, _Lag, _near_zero, crossovers
 from efficient_attn.sweep.records import Case, Record
 
 LENGTHS = (256, 512, 1024, 2048, 4096)

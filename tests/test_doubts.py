@@ -8,9 +8,8 @@ import time
 
 import pytest
 
+from efficient_attn import bench
 from efficient_attn.analysis.doubts import DURING, doubts
-from efficient_attn.experiments import bench as module
-from efficient_attn.experiments.bench import bench
 from efficient_attn.experiments.results import read
 from efficient_attn.measure import conditions
 from efficient_attn.measure.conditions import between, moment, waited_s
@@ -129,13 +128,13 @@ def test_doubts_are_in_the_notes_of_a_run_and_again_when_its_files_are_read(
         return real()._replace(busy_s=next(busy))
 
     real = moment
-    monkeypatch.setattr(module, "moment", faked)
+    monkeypatch.setattr("efficient_attn.studies.run.moment", faked)
 
     def values(q, k, v):
         return v.clone()
 
     results = bench(
-        [values], tokens=(16,), num_heads=2, head_dim=8, isolate="none", out=tmp_path, budget_s=3600
+        [values], seq_lens=(16,), num_heads=2, head_dim=8, isolate="none", out=tmp_path, budget_s=3600
     )
     loaded = [note for note in results.notes if note.startswith("Background load: other processes took")]
     assert loaded and json.loads((tmp_path / "environment.json").read_text())[DURING][0]["others_share"] > 1

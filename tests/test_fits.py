@@ -11,9 +11,9 @@ from efficient_attn.analysis.curves import curves
 from efficient_attn.analysis.fits import exact_growth, growth
 from efficient_attn.analysis.rounds import call_time, time_ratio
 from efficient_attn.analysis.statistics import middle
-from efficient_attn.analysis.summary import gains
-from efficient_attn.report.cost_table import tables
-from efficient_attn.report.sentences import bench_sentences
+from efficient_attn.studies.bench.analysis import gains
+from efficient_attn.studies.bench.sentences import sentences as bench_sentences
+from efficient_attn.studies.bench.tables import cost_tables as tables
 from efficient_attn.sweep.records import Case, Record
 
 LENGTHS = np.array([256, 512, 1024, 2048, 4096])
@@ -155,14 +155,13 @@ def test_the_ratio_of_two_times_is_taken_round_by_round():
     assert time_ratio(record("window", 100, rounds[:3]), its)[1:3] == (None, None)
 
 
-def test_a_backend_pays_from_where_it_is_clearly_faster_at_all_longer_lengths():
+def test_a_gain_is_the_ratio_at_the_longest_common_length():
     records = [record("exact", n, [n / 1000] * 6) for n in (100, 200, 400)]
-    records += [record("fast", n, [0.15] * 6) for n in (100, 200, 400)]
-    records += [record("unclear", n, [0.01, *[0.39] * 4, 0.5]) for n in (100, 200, 400)]
+    records += [record("fast", n, [0.15] * 6) for n in (100, 200)]
+    records += [record("unclear", n, [0.01, *[0.39] * 4, 0.5]) for n in (100, 200, 400, 800)]
     fast, unclear = gains(curves(records, "time_s"))
-    assert (fast.label, fast.pays_from, fast.tokens) == ("fast", 200, 400)
-    assert fast.ratio.median == pytest.approx(0.4 / 0.15)
-    assert unclear.pays_from is None
+    assert (fast.label, fast.tokens, unclear.tokens) == ("fast", 200, 400)
+    assert fast.ratio.median == pytest.approx(0.2 / 0.15) and unclear.ratio.side_of_one == 0
 
 
 def test_the_fit_is_of_the_medians_that_are_shown_and_not_of_the_fastest_calls():

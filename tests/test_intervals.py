@@ -47,7 +47,7 @@ def test_the_speed_of_a_backend_against_itself_is_one():
     """The same builder under two names, a real run: its ratio may miss 1 as often as the interval says."""
     again = "efficient_attn.backends.exact:build"
     lengths = [64, 96, 128, 192, 256, 384, 512, 768]
-    results = ea.bench(["exact", again], tokens=lengths, rounds=6, threads=1)
+    results = ea.bench(["exact", again], seq_lens=lengths, rounds=6, threads=1)
     own, its = curves(results.records, "time_s")
     ratios = [time_ratio(own.at(tokens).record, its.at(tokens).record) for tokens in lengths]
     assert all(ratio.low is not None for ratio in ratios)

@@ -6,11 +6,10 @@ import time
 from pathlib import Path
 
 import pytest
-from isolated_points import ENOUGH_S, SHARED, TIMEOUT_S, ask, case_of, gone, soon
+from isolated_points import ENOUGH_S, TIMEOUT_S, ask, case_of, gone, soon
+from looped import points, run
 
-from efficient_attn.sweep.isolate import Isolated
-from efficient_attn.sweep.plan import plan
-from efficient_attn.sweep.run import run
+from efficient_attn.sweep.isolate import POINT, Measurer
 from efficient_attn.sweep.variants import Variant
 
 pytestmark = [
@@ -38,7 +37,7 @@ ENDINGS = {
 
 @pytest.mark.slow
 def test_every_way_to_fail_is_a_record_with_a_reason_of_one_line_and_the_next_point_is_measured():
-    with Isolated(timeout_s=ENOUGH_S) as isolated:
+    with Measurer(timeout_s=ENOUGH_S) as isolated:
         for name, (status, reason) in ENDINGS.items():
             record = ask(isolated, name)
             assert (record.status, record.case) == (status, case_of(name))
@@ -50,7 +49,7 @@ def test_every_way_to_fail_is_a_record_with_a_reason_of_one_line_and_the_next_po
 
 
 def test_a_healthy_process_is_kept_and_a_failure_brings_a_new_one():
-    with Isolated(timeout_s=ENOUGH_S) as isolated:
+    with Measurer(timeout_s=ENOUGH_S) as isolated:
         assert ask(isolated, "values", kind="memory").peak_bytes == 2 * 16 * 8 * 4
         kept = isolated._process._child
         assert ask(isolated, "values").times_s and ask(isolated, "refuses").status == "unsupported"
@@ -60,13 +59,13 @@ def test_a_healthy_process_is_kept_and_a_failure_brings_a_new_one():
 
 
 def test_each_point_has_a_process_of_its_own_where_that_is_asked_for():
-    with Isolated(timeout_s=ENOUGH_S, each=True) as isolated:
+    with Measurer(POINT, timeout_s=ENOUGH_S) as isolated:
         assert ask(isolated, "values").status == "ok"
         assert isolated._process._child is None
 
 
 def test_an_endless_point_is_ended_with_all_that_it_started_and_reaped():
-    with Isolated(timeout_s=TIMEOUT_S) as isolated:
+    with Measurer(timeout_s=TIMEOUT_S) as isolated:
         assert ask(isolated, "values").status == "ok"
         start = time.monotonic()
         record = ask(isolated, "endless")
@@ -81,7 +80,7 @@ def test_an_endless_point_is_ended_with_all_that_it_started_and_reaped():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["hangs_in_c", "endless_building"])
 def test_a_hang_with_the_lock_of_python_held_or_while_building_is_ended_too(name):
-    with Isolated(timeout_s=TIMEOUT_S) as isolated:
+    with Measurer(timeout_s=TIMEOUT_S) as isolated:
         assert ask(isolated, "values").status == "ok"
         start = time.monotonic()
         assert ask(isolated, name).status == "timeout"
@@ -90,7 +89,7 @@ def test_a_hang_with_the_lock_of_python_held_or_while_building_is_ended_too(name
 
 @pytest.mark.slow
 def test_the_time_limit_holds_for_all_turns_of_a_point_together():
-    with Isolated(timeout_s=TIMEOUT_S) as isolated:
+    with Measurer(timeout_s=TIMEOUT_S) as isolated:
         # A call to warm up and a timed one, of 0.3 s each.
         first, second = ask(isolated, "slow"), ask(isolated, "slow")
         assert first.status == "ok" and len(first.times_s) == 1
@@ -100,11 +99,10 @@ def test_the_time_limit_holds_for_all_turns_of_a_point_together():
 
 def test_a_slow_point_keeps_the_turns_that_its_time_allows():
     records = []
-    planned = plan(
-        [Variant(backend="slow", label="slow", target="own.py:slow")], (16,), SHARED, kinds=("time",)
-    )
-    with Isolated(timeout_s=2) as isolated:
-        run(planned, emit=records.append, measure=isolated, timeout_s=2, budget_s=1)
+    slow = Variant(backend="slow", label="slow", target="own.py:slow")
+    with Measurer(timeout_s=2) as isolated:
+        planned = points([slow], (16,), isolated, kinds=("time",))
+        run(planned, emit=records.append, timeout_s=2, budget_s=1)
     (record,) = records
     # A turn takes 0.6 s: a fourth one would end after 2 s.
     assert record.status == "ok" and 1 <= len(record.times_s) <= 3
@@ -114,15 +112,15 @@ def test_a_slow_point_keeps_the_turns_that_its_time_allows():
 def test_a_leaking_point_is_out_of_memory_at_the_limit_and_the_next_one_does_not_pay_for_it():
     variants = [Variant(backend=name, label=name, target=f"own.py:{name}") for name in ("leaks", "values")]
     records = []
-    with Isolated(timeout_s=ENOUGH_S, limit_bytes=1 << 28) as isolated:
-        run(plan(variants, (16,), SHARED), emit=records.append, measure=isolated)
+    with Measurer(timeout_s=ENOUGH_S, limit_bytes=1 << 28) as isolated:
+        run(points(variants, (16,), isolated), emit=records.append)
     statuses = {(record.case.label, record.case.kind): record.status for record in records}
     assert statuses["leaks", "time"] == "oom"
     assert statuses["values", "time"] == statuses["values", "memory"] == "ok"
 
 
 def test_what_an_earlier_point_leaked_is_not_held_against_a_later_one():
-    with Isolated(timeout_s=ENOUGH_S) as isolated:
+    with Measurer(timeout_s=ENOUGH_S) as isolated:
         assert ask(isolated, "crowded", tokens=16).status == "ok"
         used = isolated._process._child
         assert ask(isolated, "crowded", tokens=32).status == "ok"
@@ -131,6 +129,6 @@ def test_what_an_earlier_point_leaked_is_not_held_against_a_later_one():
 
 def test_a_process_that_cannot_start_is_a_record(monkeypatch):
     monkeypatch.setattr(sys, "executable", "/bin/false")
-    with Isolated(timeout_s=ENOUGH_S) as isolated:
+    with Measurer(timeout_s=ENOUGH_S) as isolated:
         record = ask(isolated, "values")
     assert record.status == "crash" and "did not start" in record.reason

@@ -8,15 +8,14 @@ import sys
 from pathlib import Path
 
 import pytest
-from isolated_points import ENOUGH_S, SHARED, TIMEOUT_S, gone, soon
+from isolated_points import ENOUGH_S, TIMEOUT_S, gone, soon
+from looped import points, run
 
+from efficient_attn import bench
 from efficient_attn.errors import OptionError
-from efficient_attn.experiments.bench import bench
-from efficient_attn.sweep.estimate import Estimate
-from efficient_attn.sweep.isolate import Isolated, measuring
-from efficient_attn.sweep.plan import plan
+from efficient_attn.studies.loop import Estimate
+from efficient_attn.sweep.isolate import Measurer
 from efficient_attn.sweep.records import Record
-from efficient_attn.sweep.run import run
 from efficient_attn.sweep.variants import Variant, has_address
 
 pytestmark = [
@@ -29,8 +28,8 @@ def test_a_sweep_of_broken_backends_is_complete_and_longer_lengths_of_an_endless
     names = ("exits", "endless", "values")
     variants = [Variant(backend=name, label=name, target=f"own.py:{name}") for name in names]
     records = []
-    with Isolated(timeout_s=TIMEOUT_S) as isolated:
-        assert run(plan(variants, (16, 32), SHARED, kinds=("time",)), emit=records.append, measure=isolated)
+    with Measurer(timeout_s=TIMEOUT_S) as isolated:
+        assert run(points(variants, (16, 32), isolated, kinds=("time",)), emit=records.append)
     found = {(record.case.label, record.case.tokens): record.status for record in records}
     assert found == {
         ("exits", 16): "crash",
@@ -49,24 +48,21 @@ def test_after_a_time_out_the_memory_of_the_same_call_is_not_tried():
         return Record(case=case, status="timeout", reason="took longer than 1 s")
 
     records = []
-    run(
-        plan([Variant(backend="f", label="f", target="f")], (16,), SHARED),
-        emit=records.append,
-        measure=endless,
-    )
+    run(points([Variant(backend="f", label="f", target="f")], (16,), endless), emit=records.append)
     assert [record.status for record in records] == ["timeout", "skipped"]
 
 
 def test_the_estimate_counts_the_start_of_a_process_for_every_turn():
-    (entry,) = plan([Variant(backend="f", label="f", target="f")], (16,), SHARED, kinds=("time",))
-    here, there = (Estimate(turns=4, turn_s=0.1, start_s=start_s) for start_s in (0, 2))
-    assert there.seconds(entry) - here.seconds(entry) == pytest.approx(4 * 2)
+    variant = Variant(backend="f", label="f", target="f")
+    (point,) = points([variant], (16,), lambda case: Record(case=case), kinds=("time",))
+    here, there = (Estimate(round_s=0.1, start_s=start_s) for start_s in (0, 2))
+    assert there.seconds(point) - here.seconds(point) == pytest.approx(4 * 2)
 
 
 def test_no_process_outlives_a_parent_that_is_killed():
     script = (
-        "from efficient_attn.experiments.bench import bench\n"
-        "bench(['own.py:endless'], tokens=(16,), num_heads=2, head_dim=8, threads=1)\n"
+        "from efficient_attn import bench\n"
+        "bench(['own.py:endless'], seq_lens=(16,), num_heads=2, head_dim=8, threads=1)\n"
     )
     parent = subprocess.Popen([sys.executable, "-c", script], stderr=subprocess.DEVNULL)
     assert soon(lambda: Path("pids.complete").exists(), within_s=ENOUGH_S)
@@ -79,8 +75,8 @@ def test_no_process_outlives_a_parent_that_is_killed():
 @pytest.mark.slow
 def test_a_process_that_hangs_in_c_does_not_outlive_a_killed_parent_for_long():
     script = (
-        "from efficient_attn.experiments.bench import bench\n"
-        "bench(['own.py:hangs_in_c'], tokens=(16,), num_heads=2, head_dim=8, threads=1, timeout_s=1)\n"
+        "from efficient_attn import bench\n"
+        "bench(['own.py:hangs_in_c'], seq_lens=(16,), num_heads=2, head_dim=8, threads=1, timeout_s=1)\n"
     )
     parent = subprocess.Popen([sys.executable, "-c", script], stderr=subprocess.DEVNULL)
     assert soon(lambda: Path("pids.complete").exists(), within_s=ENOUGH_S)
@@ -95,7 +91,7 @@ def test_what_has_no_address_is_measured_here_with_all_the_others_and_that_is_to
         return v.clone()
 
     assert has_address("window") and has_address("own.py:values") and not has_address(here)
-    results = bench([here], tokens=(16,), num_heads=2, head_dim=8, threads=1)
+    results = bench([here], seq_lens=(16,), num_heads=2, head_dim=8, threads=1)
     assert {record.status for record in results.records} == {"ok"}
     told = "Nothing was isolated: 'here' exists in this process only"
     assert any(told in note for note in results.notes)
@@ -118,7 +114,7 @@ def test_a_name_registered_in_this_process_has_no_address(monkeypatch):
 )
 def test_wrong_settings_are_refused(isolate, timeout_s, message):
     with pytest.raises(OptionError, match=message):
-        measuring(isolate, timeout_s=timeout_s)
+        Measurer(isolate, timeout_s=timeout_s)
 
 
 def test_json_on_stdout_is_one_document_whatever_backends_print_and_break(hasty, undrawn, capfd):

@@ -8,9 +8,9 @@ from drawn import texts
 import efficient_attn as ea
 from efficient_attn.experiments.results import Results
 from efficient_attn.problem import AttentionProblem
-from efficient_attn.report.cost_table import tables
-from efficient_attn.report.heads import head_tables
-from efficient_attn.report.pays import crossover_tables, pay_sentences
+from efficient_attn.studies.bench.break_even import crossover_tables, pay_sentences
+from efficient_attn.studies.bench.heads import head_tables
+from efficient_attn.studies.bench.tables import cost_tables as tables
 from efficient_attn.sweep.records import Case, Record
 from efficient_attn.sweep.variants import CEILING
 from efficient_attn.theory.complexity import call_cost

@@ -4,8 +4,9 @@ import pytest
 
 from efficient_attn.backends import list_backends, spec
 from efficient_attn.errors import AttentionError, DtypeError, OptionError, UnknownNameError
+from efficient_attn.studies.costs import cost_points
+from efficient_attn.sweep import worker
 from efficient_attn.sweep.amounts import parse_bytes, parse_seconds, parse_sizes, show_bytes, show_seconds
-from efficient_attn.sweep.plan import plan
 from efficient_attn.sweep.variants import parse_settings, select
 
 SHARED = {
@@ -130,9 +131,13 @@ def test_functions_and_files_are_variants_without_their_folders(tmp_path):
     assert str(tmp_path) not in repr([variant.backend for variant in variants])
 
 
+def points(variants, lengths, **more):
+    return cost_points(variants, lengths, SHARED, measure=worker.measure, rounds=1, **more)
+
+
 def test_a_point_above_the_memory_limit_is_skipped_with_both_numbers():
     limit = 2**30
-    entries = plan(select(["exact", "exact-dense"]), (256, 65536), SHARED, memory_limit=limit)
+    entries = points(select(["exact", "exact-dense"]), (256, 65536), limit_bytes=limit)
     skipped = {(entry.case.backend, entry.case.tokens) for entry in entries if entry.skip}
     assert skipped == {("exact-dense", 65536)} or skipped == {("exact-dense", 65536), ("exact", 65536)}
     reason = next(entry.skip for entry in entries if entry.skip and entry.case.backend == "exact-dense")
@@ -141,7 +146,7 @@ def test_a_point_above_the_memory_limit_is_skipped_with_both_numbers():
 
 
 def test_a_plan_goes_from_short_to_long_and_asks_both_questions_of_each():
-    entries = plan(select(["exact", "window"]), (16, 32), SHARED)
+    entries = points(select(["exact", "window"]), (16, 32))
     assert [(entry.case.tokens, entry.case.kind) for entry in entries[::2]] == [
         (16, "time"),
         (16, "memory"),

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import efficient_attn as ea
-from efficient_attn.experiments.bench import bench
+from efficient_attn import bench
 
 SIZES = {"num_heads": 2, "head_dim": 8}
 TIMED = ("times_s", "round_sizes", "waited_s", "empty_call_s", "matmul_flops_per_s")
@@ -33,7 +33,9 @@ for name in ea.list_backends():
     output = backend(q, k, v)
     for tensor in (output, *torch.autograd.grad(output.square().sum(), [q, k, v])):
         digest.update(tensor.detach().numpy().tobytes())
-costs = ea.bench(tokens=(16, 300), num_heads=2, head_dim=8, threads=1, isolate="none", rounds=1, budget_s=60)
+costs = ea.bench(
+    seq_lens=(16, 300), num_heads=2, head_dim=8, threads=1, isolate="none", rounds=1, budget_s=60
+)
 errors = ea.mse(sizes=(8, 16), tokens=64, inputs=("gaussian",), draws=3)
 rows = [json.loads(line(record)) for record in (*costs.records, *errors.records)]
 kept = [{{name: value for name, value in row.items() if name not in {TIMED}}} for row in rows]
@@ -90,7 +92,7 @@ def test_the_bytes_of_a_point_alone_are_those_of_a_sweep_three_times_over():
     settings = {**SIZES, "threads": 1, "isolate": "none", "rounds": 1, "budget_s": 60}
 
     def bytes_of(names, lengths):
-        records = bench(names, tokens=lengths, **settings).records
+        records = bench(names, seq_lens=lengths, **settings).records
         return {r.case.key: (r.peak_bytes, r.parameter_bytes) for r in records if r.case.kind == "memory"}
 
     sweep = bytes_of(["performer-positive", "window"], (16, 32))

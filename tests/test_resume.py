@@ -9,8 +9,8 @@ import time
 
 import pytest
 
+from efficient_attn import bench
 from efficient_attn.errors import DataError, OptionError
-from efficient_attn.experiments.bench import bench
 from efficient_attn.experiments.folder import only_writer
 from efficient_attn.experiments.results import read
 from efficient_attn.sweep import worker
@@ -59,7 +59,7 @@ def measured(monkeypatch):
 
 
 def run(tokens=(16,), backends=("own.py:values",), **settings):
-    return bench(list(backends), tokens=tokens, out="out", **{**SMALL, **settings})
+    return bench(list(backends), seq_lens=tokens, out="out", **{**SMALL, **settings})
 
 
 def lines():
@@ -189,8 +189,8 @@ def test_the_lock_is_given_back_at_the_end(folder):
 def test_a_run_killed_at_any_moment_and_resumed_ends_with_all_cases_and_loses_no_record(folder):
     """Each kill comes a random time after a record was written; what was read before it stays."""
     script = (
-        "from efficient_attn.experiments.bench import bench\n"
-        "bench(['own.py:values'], tokens=range(16, 26), num_heads=2, head_dim=8, threads=1, budget_s=20,\n"
+        "from efficient_attn import bench\n"
+        "bench(['own.py:values'], seq_lens=range(16, 26), num_heads=2, head_dim=8, threads=1, budget_s=20,\n"
         "      isolate='none', out='out', resume=True)\n"
     )
     chance, acknowledged = random.Random(SEED), []

@@ -4,42 +4,31 @@ import signal
 
 import pytest
 import torch
+from isolated_points import SHARED
+from looped import ROUNDS, points, run
 
 from efficient_attn.backends import list_backends
+from efficient_attn.studies.loop import Estimate
 from efficient_attn.sweep import worker
-from efficient_attn.sweep.estimate import Estimate
-from efficient_attn.sweep.plan import plan
 from efficient_attn.sweep.records import Case, Record
-from efficient_attn.sweep.run import ROUNDS, run
 from efficient_attn.sweep.variants import Variant, select
 
-SHARED = {
-    "batch": 1,
-    "num_heads": 2,
-    "head_dim": 8,
-    "causal": False,
-    "backward": False,
-    "dtype": "float32",
-    "device": "cpu",
-    "threads": 1,
-}
+
+def measured(case, *, target, seconds=0.0):
+    return Record(case=case, times_s=(0.5,)) if case.kind == "time" else Record(case=case, peak_bytes=1)
 
 
-def entries(*labels, lengths=(16, 32), growth=1, **more):
+def entries(*labels, lengths=(16, 32), growth=1, measure=measured, **more):
     variants = [
         Variant(backend=label, label=label, target=label, time_growth=growth, memory_growth=growth)
         for label in labels
     ]
-    return plan(variants, lengths, SHARED, **more)
-
-
-def measured(case, *, target, seconds):
-    return Record(case=case, times_s=(0.5,)) if case.kind == "time" else Record(case=case, peak_bytes=1)
+    return points(variants, lengths, measure, **more)
 
 
 def run_all(planned, **settings):
     records, steps = [], []
-    complete = run(planned, emit=records.append, progress=steps.append, **{"measure": measured, **settings})
+    complete = run(planned, emit=records.append, progress=steps.append, **settings)
     return complete, records, steps
 
 
@@ -58,7 +47,7 @@ def test_the_backends_of_a_length_take_turns():
         order.append(f"{case.label}{case.tokens}")
         return measured(case, target=None, seconds=0)
 
-    run_all(entries("a", "b", kinds=("time",)), measure=measure)
+    run_all(entries("a", "b", kinds=("time",), measure=measure))
     assert order[: 2 * ROUNDS] == ["b16", "a16", "a16", "b16", "b16", "a16", "a16", "b16"]
 
 
@@ -69,7 +58,8 @@ def test_a_record_is_given_away_before_the_next_case_is_begun():
         seen.append(("measure", case.tokens))
         return Record(case=case, peak_bytes=1)
 
-    run(entries("a", kinds=("memory",)), emit=lambda r: seen.append(("emit", r.case.tokens)), measure=measure)
+    planned = entries("a", kinds=("memory",), measure=measure)
+    run(planned, emit=lambda r: seen.append(("emit", r.case.tokens)))
     assert seen == [("measure", 16), ("emit", 16), ("measure", 32), ("emit", 32)]
 
 
@@ -82,7 +72,7 @@ def test_a_failed_point_is_a_record_and_takes_no_further_turns():
             return Record(case=case, status="error", reason="it broke")
         return measured(case, target=None, seconds=0)
 
-    _, records, _ = run_all(entries("bad", "good", lengths=(16,)), measure=measure)
+    _, records, _ = run_all(entries("bad", "good", lengths=(16,), measure=measure))
     assert [r.status for r in records if r.case.label == "bad"] == ["error", "error"]
     assert [r.status for r in records if r.case.label == "good"] == ["ok", "ok"]
     assert calls.count("bad") == 2 and calls.count("good") == ROUNDS + 1
@@ -95,8 +85,8 @@ def test_a_point_that_would_not_fit_is_never_tried():
         tried.append(case.tokens)
         return measured(case, target=None, seconds=0)
 
-    planned = entries("dense", lengths=(16, 4096), growth=2, memory_limit=2**20)
-    _, records, _ = run_all(planned, measure=measure)
+    planned = entries("dense", lengths=(16, 4096), growth=2, limit_bytes=2**20, measure=measure)
+    _, records, _ = run_all(planned)
     assert set(tried) == {16}
     assert {r.status for r in records if r.case.tokens == 4096} == {"skipped"}
 
@@ -111,7 +101,7 @@ def test_an_interruption_keeps_what_was_measured_and_the_turns_that_were_begun()
             raise KeyboardInterrupt
         return measured(case, target=None, seconds=0)
 
-    complete, records, _ = run_all(entries("a", "b"), measure=measure)
+    complete, records, _ = run_all(entries("a", "b", measure=measure))
     assert not complete
     found = {(r.case.label, r.case.tokens, r.case.kind): len(r.times_s or ()) for r in records}
     assert found[("a", 16, "time")] == ROUNDS
@@ -123,8 +113,8 @@ def test_the_budget_skips_lengths_that_would_not_fit_and_says_so():
     def measure(case, **settings):
         return Record(case=case, times_s=(case.tokens / 16,))
 
-    planned = entries("a", lengths=(16, 1600), kinds=("time",))
-    _, (short, long), _ = run_all(planned, measure=measure, budget_s=30)
+    planned = entries("a", lengths=(16, 1600), kinds=("time",), measure=measure)
+    _, (short, long), _ = run_all(planned, budget_s=30)
     assert short.status == "ok" and long.status == "skipped"
     assert "would take about 20 min" in long.reason and "budget of 30 s" in long.reason
 
@@ -138,7 +128,7 @@ class Clock:
     def monotonic(self):
         return self.now_s
 
-    def measure(self, case, *, target, seconds):
+    def measure(self, case, *, target, seconds=0.1):
         """Calls until `seconds` are full, or one."""
         call_s = self.call_s(case)
         turn_s = max(seconds, call_s)
@@ -153,9 +143,10 @@ class Clock:
 def test_measuring_ends_within_its_budget_however_much_slower_backends_become(monkeypatch, exponent):
     """But for the one turn that is under way; and it is made use of where there is more to measure."""
     clock = Clock(lambda case: 1e-3 * (case.tokens / 16) ** exponent)
-    monkeypatch.setattr("efficient_attn.sweep.run.time", clock)
-    planned = entries(*"abcdef", lengths=[16 * 2**power for power in range(8)], growth=min(exponent, 2))
-    _, records, steps = run_all(planned, measure=clock.measure, budget_s=60)
+    monkeypatch.setattr("efficient_attn.studies.loop.time", clock)
+    lengths = [16 * 2**power for power in range(8)]
+    planned = entries(*"abcdef", lengths=lengths, growth=min(exponent, 2), measure=clock.measure)
+    _, records, steps = run_all(planned, budget_s=60)
     assert clock.now_s <= 60 + clock.longest_s and len(records) == len(planned)
     assert all(step.remaining_s <= 60 for step in steps)
     assert exponent < 4 or clock.now_s > 60 / 2
@@ -163,9 +154,9 @@ def test_measuring_ends_within_its_budget_however_much_slower_backends_become(mo
 
 def test_a_length_is_begun_with_as_many_backends_as_fit_and_these_have_all_turns(monkeypatch):
     clock = Clock(lambda case: 1.0)
-    monkeypatch.setattr("efficient_attn.sweep.run.time", clock)
+    monkeypatch.setattr("efficient_attn.studies.loop.time", clock)
     _, records, _ = run_all(
-        entries("a", "b", "c", lengths=(16, 17), kinds=("time",)), measure=clock.measure, budget_s=30
+        entries("a", "b", "c", lengths=(16, 17), kinds=("time",), measure=clock.measure), budget_s=30
     )
     first, second = (
         [len(r.times_s or ()) for r in records if r.case.tokens == tokens] for tokens in (16, 17)
@@ -176,21 +167,21 @@ def test_a_length_is_begun_with_as_many_backends_as_fit_and_these_have_all_turns
 
 def test_turns_that_no_longer_fit_are_not_taken(monkeypatch):
     clock = Clock(lambda case: 10.0)
-    monkeypatch.setattr("efficient_attn.sweep.run.time", clock)
+    monkeypatch.setattr("efficient_attn.studies.loop.time", clock)
     _, records, _ = run_all(
-        entries("a", "b", lengths=(16,), kinds=("time",)), measure=clock.measure, budget_s=25
+        entries("a", "b", lengths=(16,), kinds=("time",), measure=clock.measure), budget_s=25
     )
     assert clock.now_s <= 25 and {r.case.label: len(r.times_s or ()) for r in records} == {"a": 1, "b": 1}
 
 
 def test_remaining_time_knows_that_points_grow():
     linear, quadratic = (entries("a", lengths=(16, 64), growth=power, kinds=("time",)) for power in (1, 2))
-    estimate = Estimate(turns=1, turn_s=0.0)
-    assert estimate.seconds(linear[1]) < 0.1
-    estimate.learn(Record(case=linear[0].case, times_s=(2.0, 1.0)))
     # Two calls to warm up and one that is timed, four or sixteen times as long as the fastest one seen.
-    assert estimate.seconds(linear[1]) == pytest.approx(3 * 4, abs=0.1)
-    assert estimate.seconds(quadratic[1]) == pytest.approx(3 * 16, abs=0.1)
+    for (short, long), factor in ((linear, 4), (quadratic, 16)):
+        estimate = Estimate(round_s=0.0)
+        assert estimate.seconds(long) < 0.1
+        estimate.learn(short, Record(case=short.case, times_s=(2.0, 1.0)), 3.0)
+        assert estimate.seconds(long) == pytest.approx(ROUNDS * 3 * factor, abs=0.1)
 
 
 def test_progress_counts_up_to_the_end():
@@ -287,8 +278,6 @@ def test_measuring_leaves_modules_threads_and_the_generator_as_they_were():
 
 
 def test_all_backends_are_measured_in_a_small_real_run(hasty):
-    planned = plan(select(list_backends()), (16,), SHARED)
-    complete, records, _ = run_all(
-        [e for e in planned if e.case.backend != "linformer"], measure=worker.measure, budget_s=20
-    )
+    planned = points(select([name for name in list_backends() if name != "linformer"]), (16,), worker.measure)
+    complete, records, _ = run_all(planned, budget_s=20)
     assert complete and {r.status for r in records} == {"ok"}

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
+from efficient_attn import bench
 from efficient_attn.analysis.diff import compare
-from efficient_attn.experiments.bench import bench
 
 OWN = """
 import torch
@@ -37,7 +37,7 @@ def test_an_interval_of_the_ratio_to_itself_covers_one_and_that_to_twice_the_wor
     monkeypatch.chdir(tmp_path)
     (tmp_path / "own.py").write_text(OWN)
     names = ("own.py:one", "own.py:other", "own.py:twice")
-    results = bench(names, tokens=LENGTHS, num_heads=2, head_dim=16, threads=1, budget_s=120)
+    results = bench(names, seq_lens=LENGTHS, num_heads=2, head_dim=16, threads=1, budget_s=120)
 
     def named_one(label):
         records = [r for r in results.records if (r.case.label, r.case.kind) == (label, "time")]

@@ -57,6 +57,8 @@ def tiny_model(folder: Path) -> None:
 
 # A study that is added gets a row here; all promises below hold for it.
 QUICK = {
+    "compare": Quick("--seq-len 16 --draws 1 --rounds 1 --isolate none", former={"--tokens": "16"}),
+    "bench": Quick("--seq-len 16 --num-heads 2 --head-dim 8 --isolate none --rounds 1"),
     "recall": Quick(
         "--pairs 4 --classes 2 --queries 2 --gap 4 --steps 1 --seeds 1 --num-features 4 --batch 2 "
         "--head-dim 4",

@@ -9,7 +9,7 @@ import efficient_attn as ea
 from efficient_attn.analysis.candidates import CANDIDATES, exact_operations
 from efficient_attn.analysis.doubts import DURING
 from efficient_attn.experiments.results import read
-from efficient_attn.report.comparison import comparison_sentences
+from efficient_attn.studies.compare.sentences import comparison_sentences
 from efficient_attn.studies.swap.sentences import sentences as swap_sentences
 from efficient_attn.sweep.records import Record
 from efficient_attn.sweep.sizes import OWN
@@ -49,7 +49,7 @@ def verdict(records, environment=None):
 
 def test_on_a_busy_machine_no_verdict_depends_on_times():
     told = verdict([*ALL, *measured("near", 0.05, 0.001)], BUSY)
-    assert "do not show now whether anything is both within 10 % of exact and faster" in told
+    assert "could not tell on this machine now whether anything is both within 10 % of exact" in told
     assert "other processes took 83% of all cores during the run" in told
     assert "an idle machine or fewer --threads would settle it" in told
     assert "within 10 %, which no load changes: near (error 0.05), exact-dense (error 2e-07)" in told.lower()
@@ -67,7 +67,7 @@ def test_on_a_quiet_machine_the_verdict_stands(environment):
 
 def test_threads_that_waited_leave_the_verdict_open_without_an_environment():
     told = verdict([*ALL, *measured("near", 0.05, 0.02, waited_s=0.2)])
-    assert "do not show now" in told and "threads waited for a processor up to" in told
+    assert "could not tell" in told and "threads waited for a processor up to" in told
 
 
 def test_errors_alone_decide_whatever_the_load_where_nothing_is_near():
@@ -105,7 +105,7 @@ def test_interrupting_a_comparison_keeps_the_list_of_candidates_in_its_folder(tm
         return v
 
     results = ea.compare(
-        ["exact", stops, "window"], tokens=24, rounds=1, draws=1, isolate="none", out=tmp_path
+        ["exact", stops, "window"], seq_len=24, rounds=1, draws=1, isolate="none", out=tmp_path
     )
     assert results.interrupted and len(calls) == 2
     assert results.environment[CANDIDATES] == ["exact", "stops", "window"]
@@ -132,7 +132,7 @@ def test_what_saves_few_operations_or_none_is_named_with_its_share():
 )
 def test_a_window_wider_than_the_text_and_a_rank_of_half_of_it_are_named_by_compare(backend, options):
     wanted = {backend: {name: [value] for name, value in options.items()}}
-    results = ea.compare([backend], options=wanted, tokens=24, rounds=1, draws=1, isolate="none")
+    results = ea.compare([backend], options=wanted, seq_len=24, rounds=1, draws=1, isolate="none")
     (inner,) = (f"{name}={value}" for name, value in options.items())
     assert any("save" in told and f"{backend}({inner}) (" in told for told in results.sentences())
 
@@ -173,12 +173,12 @@ def test_on_a_busy_machine_a_benchmark_says_nothing_that_depends_on_times():
     assert any(told.startswith("window: on this machine") for told in quiet)
     assert not any("on this machine (" in told or "time grows" in told for told in busy)
     assert busy[-1] == (
-        "The times do not show now how they grow and from where a backend pays: other processes took 83% of "
-        "all cores during the run; an idle machine or fewer --threads would settle it."
+        "Could not tell on this machine now how times grow and from where a backend pays: other processes "
+        "took 83% of all cores during the run; an idle machine or fewer --threads would settle it."
     )
     assert any("memory grows" in told for told in busy)
 
 
 def test_a_thread_that_waited_elsewhere_leaves_the_verdict_alone():
     waited = measured("far", 0.4, 0.02, waited_s=0.2)
-    assert "do not show now" not in verdict([*ALL, *waited])
+    assert "could not tell" not in verdict([*ALL, *waited])

@@ -71,6 +71,19 @@ def disturbance(records: Iterable[Record], environment: Mapping[str, Any] | None
     return next(iter([*_loads(_runs(environment)), *held_up]), None)
 
 
+def explanation(
+    record: Record, other: Record, ratio: float, environment: Mapping[str, Any] | None
+) -> str | None:
+    """The load that may explain this ratio of two times, as a clause; None: the ratio stands."""
+    load = disturbance([], environment)
+    share = max((_waiting(record) or 0.0, _waiting(other) or 0.0))
+    if load is None and share > _WAITED and max(ratio, 1 / ratio) * (1 - share) <= 1:
+        return f"threads waited for a processor up to {share:.0%} of the time"
+    return load
+
+
+# Beginning of a verdict that the times of a run do not support, and its remedy under load.
+COULD_NOT_TELL = "could not tell on this machine now"
 IDLE = "an idle machine or fewer --threads would settle it"
 _ROUNDS = "more --rounds would settle it."
 _LONGER = "use a longer --seq-len or a larger --batch."

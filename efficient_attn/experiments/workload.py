@@ -1,8 +1,7 @@
 """What every backend of a benchmark is given to do, and whether this machine can do it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 
 from efficient_attn.errors import OptionError, UnsupportedError
 from efficient_attn.measure.environment import usable_cores
@@ -51,24 +50,22 @@ def workloads(
     num_heads: str | int | Sequence[int],
     head_dim: int | None,
     model_dim: int | None,
-    names: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[Workload, ...]:
     """The settled workload for every number of heads and everything that is to be measured.
 
     Args:
         of: Some of SUBJECTS, as text joined by commas or one by one.
         model_dim: The heads are parts of it: head_dim follows.
-        names: What messages call the arguments num_heads, head_dim and model_dim, where they do not call
-            them so.
 
     Raises:
         OptionError: If they do not fit together.
     """
     subjects = dict.fromkeys(of.split(",") if isinstance(of, str) else of)
-    heads = parse_sizes(num_heads, name=names.get("num_heads", "num_heads"))
+    heads = parse_sizes(num_heads, name="num_heads")
     if model_dim is not None and head_dim is not None:
-        both = " and ".join(names.get(name, name) for name in ("head_dim", "model_dim"))
-        raise OptionError(f"{both} exclude each other: one follows from the other and the heads.")
+        raise OptionError(
+            "head_dim and model_dim exclude each other: one follows from the other and the heads."
+        )
     if workload.layers is not None and "encoder" not in subjects:
         raise OptionError(f"layers are those of an encoder; of is {', '.join(subjects)!r}.")
     return tuple(
@@ -78,7 +75,7 @@ def workloads(
                 of=subject,
                 layers=workload.layers if subject == "encoder" else None,
                 num_heads=count,
-                head_dim=_part(model_dim, count, names) if model_dim is not None else head_dim or _HEAD_DIM,
+                head_dim=_part(model_dim, count) if model_dim is not None else head_dim or _HEAD_DIM,
             )
         )
         for subject in subjects
@@ -86,12 +83,11 @@ def workloads(
     )
 
 
-def _part(model_dim: int, num_heads: int, names: Mapping[str, str]) -> int:
-    """The head_dim of so many heads."""
-    name = names.get("model_dim", "model_dim")
-    positive_count(name, model_dim)
+def _part(model_dim: int, num_heads: int) -> int:
+    """The head dimension of this many heads."""
+    positive_count("model_dim", model_dim)
     if model_dim % num_heads:
-        raise OptionError(f"{name}={model_dim} is not divided by {num_heads} heads.")
+        raise OptionError(f"model_dim={model_dim} is not divided by {num_heads} heads.")
     return model_dim // num_heads
 
 

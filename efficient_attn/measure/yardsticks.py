@@ -51,9 +51,9 @@ def check_size(q: Queries, k: Keys) -> None:
         )
 
 
-def exact_weights(q: Queries, k: Keys, *, scale: float) -> Weights:
+def exact_weights(q: Queries, k: Keys, *, scale: float, causal: bool = False) -> Weights:
     """softmax(scale · q kᵀ) in float64."""
-    return softmax_weights(q.double(), k.double(), scale=scale, key_mask=None)
+    return softmax_weights(q.double(), k.double(), scale=scale, causal=causal, key_mask=None)
 
 
 def low_rank_output(weights: Weights, directions: Tensor, v: Values) -> Output:

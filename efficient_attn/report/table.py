@@ -8,7 +8,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from efficient_attn.analysis.fits import Growth
+from efficient_attn.analysis.rounds import Typical
 from efficient_attn.report.harmless import csv_cell, latex_cell, markdown_cell, markdown_line, plain
+
+# An interval wider than this share of the median to either side is shown.
+_NOISY = 0.1
 
 _NUMBER = re.compile(r"[-+]?\d")
 
@@ -50,6 +54,24 @@ def three_digits(value: float) -> str:
     if value >= 100:
         return f"{value:.0f}"
     return f"{value:.{2 if value < 10 else 1}f}" if value >= 1 else f"{value:.3g}"
+
+
+def show_spread(value: float, low: float | None, high: float | None, *, unit: float) -> str:
+    """The value in the unit, with half of its interval where there is one and it is wide."""
+    text = three_digits(value / unit)
+    if low is None or high is None or not value:
+        return text
+    spread = max(high - value, value - low) / value
+    return f"{text} ±{spread:.0%}" if spread > _NOISY else text
+
+
+def show_ratio(ratio: Typical) -> str:
+    """`3.10x`, with its interval where that is wide or holds 1."""
+    text = f"{three_digits(ratio.median)}x"
+    if ratio.low is None or ratio.high is None:
+        return text
+    telling = ratio.side_of_one and ratio.high - ratio.low <= 2 * _NOISY * ratio.median
+    return text if telling else f"{text} ({show_range(ratio.low, ratio.high)})"
 
 
 def to_markdown(table: Table) -> str:

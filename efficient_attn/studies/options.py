@@ -5,7 +5,8 @@ from typing import Annotated, Any
 
 from efficient_attn.limits import WHOLE_NUMBER
 from efficient_attn.studies.study import Option
-from efficient_attn.sweep.amounts import parse_sizes
+from efficient_attn.sweep.amounts import parse_bytes, parse_seconds, parse_sizes
+from efficient_attn.sweep.isolate import ISOLATIONS
 from efficient_attn.sweep.variants import backend_names, parse_settings
 
 # Everybody should know this before naming a file of somebody else.
@@ -23,6 +24,32 @@ def parse_names(texts: Sequence[str] | None, *, name: str) -> list[str] | None:
         # An empty variable of a script arrives like this; it does not mean all backends.
         raise OptionError(f"{name} {texts[0]!r} names nothing; write a,b for several names, or leave it out.")
     return found
+
+
+def parse_words(text: str, *, name: str) -> list[str]:
+    """The words of `a,b`."""
+    return text.split(",")
+
+
+def parse_text(text: str, *, name: str) -> str:
+    """The text as it is, of an option that takes other objects in Python."""
+    return text
+
+
+def parse_length(text: str | int, *, name: str) -> int:
+    """One length, as in 512 or 1k."""
+    from efficient_attn.errors import OptionError
+
+    (length, *more) = parse_sizes(text, name=name)
+    if more:
+        raise OptionError(f"{name} is one length, not {text!r}.")
+    return length
+
+
+def parse_limit(text: str, *, name: str) -> str:
+    """An amount of memory, or a share of the memory that a plan finds available."""
+    parse_bytes(text, name=name, available=None)
+    return text
 
 
 def parse_options(texts: Sequence[str] | None, *, name: str) -> dict[str, dict[str, list[str]]]:
@@ -82,12 +109,20 @@ SeqLens = Annotated[
     Option(
         help="Sequence lengths in tokens: 256,512 or 256:4096:x2 or 1k.",
         flag="--seq-len",
+        old=("--tokens",),
         metavar="LENGTHS",
         parse=parse_sizes,
     ),
 ]
 SeqLen = Annotated[
-    int | None, Option(help="Sequence length in tokens.", flag="--seq-len", old=("--tokens",), least=1)
+    int | None,
+    Option(
+        help="Sequence length in tokens: 512 or 1k.",
+        flag="--seq-len",
+        old=("--tokens",),
+        metavar="LENGTH",
+        parse=parse_length,
+    ),
 ]
 Causal = Annotated[bool, Option(help="Causal masking: each token attends to itself and earlier tokens.")]
 Backward = Annotated[bool, Option(help="Forward and backward pass together.")]
@@ -103,3 +138,23 @@ Draws = Annotated[int, Option(help="Number of random-feature draws.", least=1)]
 Seeds = Annotated[int, Option(help="Number of seeds; each is a training of its own.")]
 LearningRate = Annotated[float, Option(help="Peak learning rate.", flag="--learning-rate", old=("--rate",))]
 Rounds = Annotated[int, Option(help="Timing rounds per point; more rounds narrow the interval.", least=1)]
+MemoryLimit = Annotated[
+    str | int,
+    Option(help="Memory above which points are skipped: 70% or 8GiB.", metavar="AMOUNT", parse=parse_limit),
+]
+Isolate = Annotated[
+    str,
+    Option(
+        help="Measure in this process, in a child process kept until a failure, or in a new one each time.",
+        metavar="|".join(ISOLATIONS),
+    ),
+]
+Timeout = Annotated[
+    float,
+    Option(
+        help="Time limit of a point, unless measured in this process: 60s, 2m.",
+        flag="--timeout",
+        metavar="TIME",
+        parse=parse_seconds,
+    ),
+]

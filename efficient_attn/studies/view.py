@@ -46,7 +46,7 @@ class View:
 
         plots = own("plots", partial(_plots, quantities))
         return cls(
-            tables=own("tables", partial(_tables, quantities)),
+            tables=own("tables", partial(record_tables, quantities)),
             sentences=own("sentences", lambda records, environment: []),
             rows=own("rows", lambda records, environment: [flat_row(record) for record in records]),
             plots=plots,
@@ -55,7 +55,7 @@ class View:
         )
 
 
-def _tables(
+def record_tables(
     quantities: Sequence[Quantity], records: Sequence[Record], environment: Environment
 ) -> list[Table]:
     """One row per record, one column per quantity that was measured."""

@@ -64,7 +64,7 @@ def prepare(case: Case, target: Any, inputs: str | None = None) -> Prepared:
     spec = _PLAIN.get(case.backend) or resolve(own)
     if case.backward and not spec.capabilities.gradients:
         raise UnsupportedError(f"Backend {spec.name!r} has no gradients; measure it without --backward.")
-    given = None if inputs is None else read_given(inputs, case.dtype, case.device)
+    given = None if inputs is None else read_given(inputs, case.dtype, case.device, case.batch)
     module = (
         _build(case, spec, None if given is None else given.scale)
         .to(device=case.device, dtype=getattr(torch, case.dtype))
@@ -156,19 +156,28 @@ _VALUES = BackendSpec(
 
 
 class _Mean(nn.Module):
-    """Uniform attention: the mean of the values, expanded to every query as in a backend."""
+    """Uniform attention: the mean of the visible values, for every query as in a backend."""
+
+    def __init__(self, *, causal: bool) -> None:
+        super().__init__()
+        self._causal = causal
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
-        mean = v.mean(dim=-2, keepdim=True).repeat_interleave(q.shape[1] // v.shape[1], dim=1)
-        return mean.expand(*q.shape[:-1], v.shape[-1]).contiguous()
+        if self._causal:
+            visible = torch.arange(1, v.shape[-2] + 1, device=v.device, dtype=v.dtype)
+            mean = v.cumsum(dim=-2) / visible[:, None]
+        else:
+            mean = v.mean(dim=-2, keepdim=True)
+        repeated = mean.repeat_interleave(q.shape[1] // v.shape[1], dim=1)
+        return repeated.expand(*q.shape[:-1], v.shape[-1]).contiguous()
 
 
 _MEAN = BackendSpec(
     name=MEAN_OF_VALUES,
-    summary="Uniform attention: the mean of the values for every query.",
+    summary="Uniform attention: the mean of the visible values for every query.",
     options_type=NoOptions,
-    capabilities=Capabilities(causal=False),
-    builder=lambda problem, options: _Mean(),
+    capabilities=Capabilities(causal=True, streaming=False),
+    builder=lambda problem, options: _Mean(causal=problem.causal),
 )
 
 # Baselines that are measured with the backends.

@@ -24,17 +24,18 @@ class Given(NamedTuple):
 
 
 def write_given(path: str | Path, activations: Activations, *, scale: float) -> None:
-    """Write q, k, v in their dtype, in the format of `read_activations`."""
+    """Write the first sequence's q, k, v in their dtype, in the format of `read_activations`."""
     named = zip(Activations._fields, activations, strict=True)
-    tensors = {name: tensor.cpu().contiguous() for name, tensor in named}
+    tensors = {name: tensor[:1].cpu().contiguous() for name, tensor in named}
     save_file(tensors, path, metadata={"scale": repr(scale)})
 
 
 # Cached: all backends of a comparison share the same inputs.
 @functools.lru_cache(maxsize=1)
-def read_given(path: str, dtype: str, device: str) -> Given:
-    """The q, k, v of a file in this dtype on this device, and an upstream gradient of ones."""
+def read_given(path: str, dtype: str, device: str, batch: int = 1) -> Given:
+    """A batch of copies of the q, k, v of a file, and an upstream gradient of ones."""
     captured = read_activations(path)
     (layer,) = captured.layers.values()
-    q, k, v = (tensor.to(device=device, dtype=getattr(torch, dtype)) for tensor in layer)
+    place = {"device": device, "dtype": getattr(torch, dtype)}
+    q, k, v = (tensor.to(**place).repeat(batch, 1, 1, 1) for tensor in layer)
     return Given((q, k, v, q.new_ones(*q.shape[:-1], v.shape[-1])), captured.scale)

@@ -5,10 +5,8 @@ The child process is reused while it is healthy.
 
 import os
 import time
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Mapping
 from dataclasses import asdict, replace
-from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
@@ -25,40 +23,29 @@ DEFAULT_ISOLATION = REUSE if os.name == "posix" else NONE
 DEFAULT_TIMEOUT_S = 60.0
 
 
-def measuring(
-    isolate: str, *, timeout_s: float, limit_bytes: int | None = None, inputs: str | None = None
-) -> AbstractContextManager[Callable[..., Record]]:
-    """The function that measures a case: here (`none`), or in a child, kept (`reuse`) or new (`point`)."""
-    if isolate not in ISOLATIONS:
-        raise OptionError(f"isolate is {', '.join(ISOLATIONS)}, not {isolate!r}.")
-    if not timeout_s > 0:
-        raise OptionError(f"timeout_s is a number of seconds above 0, not {timeout_s!r}.")
-    if isolate == NONE:
-        return nullcontext(partial(worker.measure, inputs=inputs))
-    return Isolated(timeout_s=timeout_s, limit_bytes=limit_bytes, each=isolate == POINT, inputs=inputs)
-
-
-class Isolated:
-    """Measures cases in a child process that is replaced after every failure.
+class Measurer:
+    """Measures cases in a child process that is replaced after every failure, or in this process.
 
     Args:
+        isolate: `reuse` keeps the child while it is healthy, `point` starts a new one for every request,
+            `none` measures here.
         timeout_s: Time limit per point: all rounds of a time together, or one memory, including construction.
-        limit_bytes: Memory that the process may allocate beyond its start-up.
-        each: Whether to start a new process for every request.
+        limit_bytes: Memory that the child may allocate beyond its start-up.
+
+    Attributes:
         inputs: File of the q, k, v to measure on; None: Gaussian draws.
     """
 
     def __init__(
-        self,
-        *,
-        timeout_s: float,
-        limit_bytes: int | None = None,
-        each: bool = False,
-        inputs: str | None = None,
+        self, isolate: str = DEFAULT_ISOLATION, *, timeout_s: float, limit_bytes: int | None = None
     ) -> None:
+        if isolate not in ISOLATIONS:
+            raise OptionError(f"isolate is {', '.join(ISOLATIONS)}, not {isolate!r}.")
+        if not timeout_s > 0:
+            raise OptionError(f"timeout_s is a number of seconds above 0, not {timeout_s!r}.")
+        self.inputs: str | None = None
+        self._isolate = isolate
         self._timeout_s = timeout_s
-        self._each = each
-        self._inputs = inputs
         self._process = Process(limit_bytes)
         self._spent_s: dict[str, float] = {}
 
@@ -70,10 +57,12 @@ class Isolated:
     ) -> None:
         self._process.close()
 
-    def __call__(self, case: Case, *, target: str | None = None, seconds: float) -> Record:
+    def __call__(self, case: Case, *, target: Any = None, seconds: float = worker.CALLS_S) -> Record:
         """Measure one case; always returns a record, whatever happens to the process."""
+        if self._isolate == NONE:
+            return worker.measure(case, target=target, seconds=seconds, inputs=self.inputs)
         used = self._process.is_running
-        request = {"case": asdict(case), "target": target, "seconds": seconds, "inputs": self._inputs}
+        request = {"case": asdict(case), "target": target, "seconds": seconds, "inputs": self.inputs}
         record = self._tried(case, request)
         # Out of memory in a used process may be due to leaks of earlier points: retry in a new one.
         return self._tried(case, request) if used and record.status == "oom" else record
@@ -84,7 +73,7 @@ class Isolated:
             record = self._attempt(case, request)
             healthy = record.status in ("ok", "unsupported")
         finally:
-            if self._each or not healthy:
+            if self._isolate == POINT or not healthy:
                 self._process.close()
         return record
 

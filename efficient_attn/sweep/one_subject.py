@@ -24,6 +24,8 @@ def layer_subjects(
     seed: int,
     dtype: str,
     device: str,
+    batch: int = 1,
+    causal: bool = False,
 ) -> tuple[Subject, ...]:
     """All layers of the inputs, cut to their first tokens; inputs are never extended.
 
@@ -31,6 +33,8 @@ def layer_subjects(
         layer: A single layer; None: all layers.
         tokens: Number of tokens; None: all.
         norm, num_heads, head_dim: Norm and sizes of Gaussian inputs, which have no layers.
+        batch: Number of copies of the inputs.
+        causal: Causal masking.
 
     Raises:
         OptionError, DataError: If the inputs do not exist, are too short, or have layers of different shapes.
@@ -44,7 +48,10 @@ def layer_subjects(
     shapes = {tuple(tensor.shape for tensor in one.activations) for one in found}
     if len(shapes) > 1:
         raise OptionError(f"layers of {source} differ in shape; name one of them: --layer N, layer=N.")
-    return tuple(Subject(one.name, _first(one, tokens, dtype, device), one.scale, one.seed) for one in found)
+    return tuple(
+        Subject(one.name, _copies(_first(one, tokens, dtype, device), batch), one.scale, one.seed, causal)
+        for one in found
+    )
 
 
 def one_subject(source: str | Path, *, layer: int | None, seed: int) -> Subject:
@@ -86,3 +93,7 @@ def _first(subject: Subject, tokens: int | None, dtype: str, device: str) -> Act
         )
     place = {"dtype": getattr(torch, dtype), "device": device}
     return Activations(*(tensor[..., :tokens, :].to(**place) for tensor in (q, k, v)))
+
+
+def _copies(activations: Activations, batch: int) -> Activations:
+    return Activations(*(tensor.repeat(batch, 1, 1, 1) for tensor in activations))

@@ -21,17 +21,19 @@ class Subject:
         activations: q, k, v in the dtype of the computation.
         scale: Factor on q·k.
         seed: Random seed of Gaussian inputs.
+        causal: Causal masking.
     """
 
     name: str
     activations: Activations
     scale: float
     seed: int = 0
+    causal: bool = False
 
     @cached_property
     def exact(self) -> Tensor:
         """Exact output in float64."""
-        return measure.exact_output(*self.activations, scale=self.scale)
+        return measure.exact_output(*self.activations, scale=self.scale, causal=self.causal)
 
     @property
     def pair_norm(self) -> float:

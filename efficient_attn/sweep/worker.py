@@ -14,7 +14,8 @@ from efficient_attn.errors import AttentionError
 from efficient_attn.measure import clock, conditions, memory
 from efficient_attn.sweep.case import Case, Record, replace
 
-# Bounds on the number of calls per round.
+# Seconds of timed calls; bounds on their number per round.
+CALLS_S = 0.1
 _FEWEST_CALLS, _MOST_CALLS = 1, 1000
 
 # Messages of torch's allocators; the CPU allocator raises a plain RuntimeError.
@@ -23,7 +24,7 @@ _OUT_OF_MEMORY = ("can't allocate memory", "out of memory", "not enough memory")
 Call = Callable[[], object]
 
 
-def measure(case: Case, *, target: Any = None, seconds: float = 0.1, inputs: str | None = None) -> Record:
+def measure(case: Case, *, target: Any = None, seconds: float = CALLS_S, inputs: str | None = None) -> Record:
     """Measure one case: calls for about `seconds`, or the memory of one call.
 
     Args:
@@ -37,7 +38,7 @@ def measure(case: Case, *, target: Any = None, seconds: float = 0.1, inputs: str
 def answer(case: Case, measured: Callable[[], Record]) -> Record:
     """Result of `measured` under the thread count of the case, or a record of its exception."""
     try:
-        with _threads(case.threads), contained():
+        with threads(case.threads), contained():
             return measured()
     except AttentionError as refusal:
         return Record(case=case, status="unsupported", reason=one_line(str(refusal)))
@@ -118,7 +119,8 @@ _MEASURES: dict[str, Callable[[Case, Any, float, str | None], Record]] = {
 
 
 @contextmanager
-def _threads(count: int) -> Iterator[None]:
+def threads(count: int) -> Iterator[None]:
+    """Run torch on the CPU with this many threads."""
     import torch
 
     before = torch.get_num_threads()

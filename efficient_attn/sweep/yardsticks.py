@@ -89,7 +89,7 @@ def _output(yardstick: Yardstick, subject: Subject, ranks: int) -> Tensor:
     if yardstick.order is not None:
         return lines.taylor_output(q, k, v, scale=subject.scale, order=yardstick.order)
     if yardstick.rank is None:
-        return measure.mean_of_values(q, v)
+        return measure.mean_of_values(q, v, causal=subject.causal)
     weights, directions = _leading(subject, ranks)
     return lines.low_rank_output(weights, directions[..., : yardstick.rank], v)
 
@@ -109,5 +109,5 @@ def _leading(subject: Subject, ranks: int) -> tuple[Tensor, Tensor]:
     """Exact weights and their leading directions; cached for the last subject."""
     q, k, _ = subject.activations
     lines.check_size(q, k)
-    weights = lines.exact_weights(q, k, scale=subject.scale)
+    weights = lines.exact_weights(q, k, scale=subject.scale, causal=subject.causal)
     return weights, lines.leading_directions(weights, ranks)

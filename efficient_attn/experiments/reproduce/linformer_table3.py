@@ -25,7 +25,7 @@ from efficient_attn.report.figures import Axis, Chart, Plot, Series, in_rows
 from efficient_attn.report.palette import INK
 from efficient_attn.report.table import Table
 from efficient_attn.sweep.amounts import parse_bytes
-from efficient_attn.sweep.isolate import DEFAULT_ISOLATION, NONE, measuring
+from efficient_attn.sweep.isolate import DEFAULT_ISOLATION, NONE, Measurer
 from efficient_attn.sweep.plan import Entry, plan
 from efficient_attn.sweep.records import Record
 from efficient_attn.sweep.run import Step, run
@@ -60,7 +60,7 @@ def measure(
         Workload(of="block", num_heads=_NUM_HEADS, head_dim=_HEAD_DIM, device="cpu", threads=setting.threads)
     )
     isolate = NONE if setting.quick else DEFAULT_ISOLATION
-    with measuring(isolate, timeout_s=_TIMEOUT_S) as measure_case:
+    with Measurer(isolate, timeout_s=_TIMEOUT_S) as measure_case:
         return run(
             list(_entries(workload, quick=setting.quick)),
             emit=emit,

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from efficient_attn.analysis.candidates import not_measured
 from efficient_attn.analysis.doubts import IDLE, disturbance
-from efficient_attn.report.comparison import missing, operations_sentence
+from efficient_attn.report.candidates import missing, operations_sentence
 from efficient_attn.studies.swap.analysis import Swap, SwapRow, spread, swaps
 from efficient_attn.studies.swap.tables import NAMES, show_quantity, speed
 from efficient_attn.studies.view import Environment

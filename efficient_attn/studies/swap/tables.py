@@ -2,9 +2,8 @@
 
 from collections.abc import Sequence
 
-from efficient_attn.report.cost_table import show_ratio, show_spread
 from efficient_attn.report.error_table import show_error
-from efficient_attn.report.table import Table, three_digits
+from efficient_attn.report.table import Table, show_ratio, show_spread, three_digits
 from efficient_attn.studies.swap.analysis import (
     DISAGREEMENT,
     FIRST_TOKEN,

@@ -1,11 +1,14 @@
-"""Time and memory against tokens, on logarithmic axes, each line named where it ends."""
+"""Plots of a benchmark: time and memory against tokens, on logarithmic axes, each line named at its end."""
 
 from collections.abc import Sequence
+from functools import partial
 
-from efficient_attn.analysis.curves import Curve, by_subject, curves
+from efficient_attn.analysis.curves import QUANTITIES, Curve, by_subject, curves
+from efficient_attn.errors import UnknownNameError
 from efficient_attn.report.figures import Axis, Chart, Plot, Series
 from efficient_attn.report.palette import line_styles
 from efficient_attn.report.readable import short
+from efficient_attn.studies.view import Environment, Plots
 from efficient_attn.sweep.amounts import show_bytes, show_seconds
 from efficient_attn.sweep.records import Case, Record
 
@@ -16,6 +19,28 @@ _TITLES = {
     "state_bytes": "State carried on after all tokens",
 }
 _LONGEST_NAME = 36
+
+# Plots worth a file, by name.
+_FILES = {"time": "time_s", "memory": "peak_bytes"}
+
+
+def plots(records: Sequence[Record], environment: Environment) -> Plots:
+    """The plots worth a file."""
+    measured = {record.case.kind for record in records if record.status == "ok"}
+    return {
+        name: partial(cost_plot, records, quantity) for name, quantity in _FILES.items() if name in measured
+    }
+
+
+def plot(
+    records: Sequence[Record], environment: Environment, y: str | None = None, x: str | None = None
+) -> Plot:
+    """One cost of every backend against tokens."""
+    if y not in (None, *QUANTITIES):
+        raise UnknownNameError("quantity to plot", str(y), QUANTITIES)
+    if x not in (None, "tokens"):
+        raise UnknownNameError(f"x axis for {y}", str(x), ["tokens"])
+    return cost_plot(records, y or "time_s")
 
 
 def cost_plot(records: Sequence[Record], y: str = "time_s") -> Plot:

@@ -12,11 +12,13 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from efficient_attn.analysis.crossover import FURTHEST, Crossover, crossover, crossovers
 from efficient_attn.analysis.curves import DENSE, YARDSTICK, Curve, by_subject, curves, partner
+from efficient_attn.analysis.doubts import COULD_NOT_TELL, IDLE, explanation
 from efficient_attn.analysis.rounds import FEWEST_ROUNDS, Typical, time_ratio
-from efficient_attn.analysis.summary import Gain, gain_over
 from efficient_attn.report.table import Table, show_range
+from efficient_attn.studies.bench.analysis import Gain, gain_over
+from efficient_attn.studies.bench.crossover import FURTHEST, Crossover, crossover, crossovers
+from efficient_attn.studies.view import Environment
 from efficient_attn.sweep.records import Case, Record
 from efficient_attn.sweep.variants import CEILING
 
@@ -24,23 +26,45 @@ _SUBJECTS = ("attention", "block", "encoder")
 
 
 class _Told(NamedTuple):
-    """One backend in one place: against fused exact attention there, and what the ceiling reaches."""
+    """One backend in one place: compared with fused exact attention there, and the bound by the ceiling.
+
+    Attributes:
+        times: Records of the backend and of exact attention at the longest common length.
+    """
 
     case: Case
     crossing: Crossover | None
     gain: Gain
     ceiling: Typical | None
+    times: tuple[Record, Record]
 
 
-def pay_sentences(records: Sequence[Record]) -> list[str]:
-    """A sentence for everything that fused exact attention was measured beside."""
+def pay_sentences(records: Sequence[Record], environment: Environment | None = None) -> list[str]:
+    """A sentence for every backend that was measured with fused exact attention.
+
+    Args:
+        environment: Environment of the run; with it, a load that may explain the ratio leaves it open.
+    """
     times = curves(records, "time_s")
     found: dict[tuple[object, ...], list[_Told]] = {}
     for curve in times:
         told = _tell(curve, times)
         if told is not None:
             found.setdefault(_series(told.case), []).append(told)
-    return [_sentence(sorted(parts, key=_place)) for parts in found.values()]
+    sentences = []
+    for parts in found.values():
+        loads = [] if environment is None else [_load(part, environment) for part in parts]
+        load = next(filter(None, loads), None)
+        sentences.append(
+            _sentence(sorted(parts, key=_place))
+            if load is None
+            else f"{parts[0].case.label}: {COULD_NOT_TELL} from where it pays: {load}; {IDLE}."
+        )
+    return sentences
+
+
+def _load(part: _Told, environment: Environment) -> str | None:
+    return explanation(*part.times, part.gain.ratio.median, environment)
 
 
 def crossover_tables(records: Sequence[Record]) -> list[Table]:
@@ -99,14 +123,16 @@ def _tell(curve: Curve, times: Sequence[Curve]) -> _Told | None:
     # A file may hold times whose ratio no float can hold.
     if exact is None or gain is None or not 0 < gain.ratio.median < math.inf:
         return None
-    its, least = (
-        None if one is None else one.at(gain.tokens) for one in (exact, partner(curve, times, CEILING))
+    own, its, least = (
+        None if one is None else one.at(gain.tokens) for one in (curve, exact, partner(curve, times, CEILING))
     )
+    assert own is not None and its is not None, "a gain is that of two points"
     return _Told(
         case=curve.points[0].record.case,
         crossing=crossover(curve, exact),
         gain=gain,
-        ceiling=time_ratio(least.record, its.record) if its and least else None,
+        ceiling=time_ratio(least.record, its.record) if least else None,
+        times=(own.record, its.record),
     )
 
 

@@ -1,22 +1,22 @@
-"""What a benchmark says, in a few sentences computed from its records."""
+"""Findings of a benchmark, in a few sentences computed from its records."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-from efficient_attn.analysis.curves import Curve, by_subject, curves
-from efficient_attn.analysis.doubts import IDLE, disturbance
-from efficient_attn.analysis.summary import yardstick
-from efficient_attn.report.heads import head_sentences
-from efficient_attn.report.pays import pay_sentences
+from efficient_attn.analysis.curves import YARDSTICK, Curve, by_subject, curves
+from efficient_attn.analysis.doubts import COULD_NOT_TELL, IDLE, disturbance
+from efficient_attn.studies.bench.break_even import pay_sentences
+from efficient_attn.studies.bench.heads import head_sentences
+from efficient_attn.studies.bench.versions import version_sentences
+from efficient_attn.studies.view import Environment
 from efficient_attn.sweep.amounts import show_bytes
 from efficient_attn.sweep.records import Record
 
 
-def bench_sentences(records: Sequence[Record], environment: Mapping[str, Any] | None = None) -> list[str]:
-    """How time and memory grow, from where each backend pays, what memory costs, what heads cost.
+def sentences(records: Sequence[Record], environment: Environment | None = None) -> list[str]:
+    """Growth of time and memory, break-even lengths, memory, cost of heads, and the verdict on versions.
 
     Args:
-        environment: Of the run: under a load times decide nothing.
+        environment: Environment of the run: times measured under a load support no verdict.
     """
     told = []
     load = disturbance([], environment)
@@ -26,10 +26,12 @@ def bench_sentences(records: Sequence[Record], environment: Mapping[str, Any] | 
         for sentence in (_growth_sentence(times if load is None else (), peaks), _memory_sentence(peaks)):
             if sentence is not None:
                 told.append(place + (sentence[0].lower() + sentence[1:] if place else sentence))
-    if load is not None and any(record.case.kind == "time" for record in records):
-        open_ = "The times do not show now how they grow and from where a backend pays"
-        return [*told, f"{open_}: {load}; {IDLE}."]
-    return [*told, *pay_sentences(records), *head_sentences(records)]
+    versions = version_sentences(records, environment)
+    if load is not None and not versions and any(record.case.kind == "time" for record in records):
+        first = COULD_NOT_TELL[0].upper() + COULD_NOT_TELL[1:]
+        return [*told, f"{first} how times grow and from where a backend pays: {load}; {IDLE}."]
+    pays = [] if load is not None else pay_sentences(records, environment or {})
+    return [*told, *pays, *([] if load is not None else head_sentences(records)), *versions]
 
 
 def _growth_sentence(times: Sequence[Curve], peaks: Sequence[Curve]) -> str | None:
@@ -63,11 +65,11 @@ def _powers(all_curves: Sequence[Curve]) -> str:
 
 
 def _memory_sentence(peaks: Sequence[Curve]) -> str | None:
-    """The smallest and the largest peak at the longest length that the yardstick reached."""
-    exact = yardstick(peaks)
-    if exact is None or not exact.measured:
+    """The smallest and the largest peak at the longest length of the only curve of exact attention."""
+    exact = [curve for curve in peaks if curve.backend == YARDSTICK]
+    if len(exact) != 1 or not exact[0].measured:
         return None
-    tokens = exact.measured[-1].tokens
+    tokens = exact[0].measured[-1].tokens
     costs = [(point.value, curve.label) for curve in peaks if (point := curve.at(tokens)) and point.value]
     if len(costs) < 2:
         return None

@@ -1,48 +1,15 @@
-"""Time and memory of one backend at one length, and speed-ups."""
+"""Time and memory of one backend at one length, and speed-ups over exact attention."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from efficient_attn.analysis.curves import YARDSTICK, Curve, curves, partner
 from efficient_attn.analysis.rate import rate_shares
 from efficient_attn.analysis.rounds import Typical, time_ratio
+from efficient_attn.studies.view import Environment
 from efficient_attn.sweep.records import Record
 
-
-class Gain(NamedTuple):
-    """Comparison of a backend with the baseline.
-
-    Attributes:
-        pays_from: Shortest measured length from which on it is clearly faster at all measured lengths.
-        tokens: Longest length at which both were measured.
-        ratio: Speed-up at that length, with an interval: above 1 the backend is faster.
-    """
-
-    label: str
-    pays_from: int | None
-    tokens: int
-    ratio: Typical
-
-
-def summary(records: Sequence[Record]) -> list[dict[str, Any]]:
-    """One flat row per backend and length: medians with intervals, bytes, and reasons for missing values."""
-    rows: dict[tuple[str, int], dict[str, Any]] = {}
-    shares = rate_shares(records)
-    for quantity in ("time_s", "peak_bytes", "parameter_bytes", "state_bytes"):
-        for curve in curves(records, quantity):
-            for point in curve.points:
-                named = {"label": curve.label, "tokens": point.tokens}
-                row = rows.setdefault((curve.label, point.tokens), named)
-                row[quantity] = point.value
-                if quantity == "time_s":
-                    row["time_low_s"], row["time_high_s"] = point.low, point.high
-                    row["samples"] = len(point.record.times_s or ())
-                    row["flops"], row["rate_share"] = point.record.flops, shares.get(point.record.case.key)
-                if point.record.status != "ok":
-                    row["status"], row["reason"] = point.record.status, point.record.reason
-    return [{**dict.fromkeys(_COLUMNS), "status": "ok", **row} for row in rows.values()]
-
-
+_QUANTITIES = ("time_s", "peak_bytes", "parameter_bytes", "state_bytes")
 _COLUMNS = (
     "label",
     "tokens",
@@ -60,14 +27,40 @@ _COLUMNS = (
 )
 
 
-def yardstick(all_curves: Iterable[Curve]) -> Curve | None:
-    """The curve of fused exact attention, if there is exactly one."""
-    found = [curve for curve in all_curves if curve.backend == YARDSTICK]
-    return found[0] if len(found) == 1 else None
+class Gain(NamedTuple):
+    """Comparison of a backend with the baseline.
+
+    Attributes:
+        tokens: Longest length at which both were measured.
+        ratio: Speed-up at that length, with an interval: above 1 the backend is faster.
+    """
+
+    label: str
+    tokens: int
+    ratio: Typical
+
+
+def rows(records: Sequence[Record], environment: Environment | None = None) -> list[dict[str, Any]]:
+    """One flat row per backend and length: medians with intervals, bytes, and reasons for missing values."""
+    found: dict[tuple[str, int], dict[str, Any]] = {}
+    shares = rate_shares(records)
+    for quantity in _QUANTITIES:
+        for curve in curves(records, quantity):
+            for point in curve.points:
+                named = {"label": curve.label, "tokens": point.tokens}
+                row = found.setdefault((curve.label, point.tokens), named)
+                row[quantity] = point.value
+                if quantity == "time_s":
+                    row["time_low_s"], row["time_high_s"] = point.low, point.high
+                    row["samples"] = len(point.record.times_s or ())
+                    row["flops"], row["rate_share"] = point.record.flops, shares.get(point.record.case.key)
+                if point.record.status != "ok":
+                    row["status"], row["reason"] = point.record.status, point.record.reason
+    return [{**dict.fromkeys(_COLUMNS), "status": "ok", **row} for row in found.values()]
 
 
 def gains(all_curves: Sequence[Curve]) -> list[Gain]:
-    """Every backend against the baseline of its setting, at the common lengths."""
+    """Every backend against the baseline of its setting, at the longest common length."""
     compared = (
         gain_over(curve, exact)
         for curve in all_curves
@@ -78,13 +71,8 @@ def gains(all_curves: Sequence[Curve]) -> list[Gain]:
 
 def gain_over(curve: Curve, exact: Curve) -> Gain | None:
     """One backend against another; None without a common length."""
-    pairs = [(own, its) for own in curve.measured if (its := exact.at(own.tokens)) is not None]
-    if not pairs:
+    common = [(own, its) for own in curve.measured if (its := exact.at(own.tokens)) is not None]
+    if not common:
         return None
-    ratios = [(own.tokens, time_ratio(own.record, its.record)) for own, its in pairs]
-    pays_from = None
-    for tokens, ratio in reversed(ratios):
-        if ratio.side_of_one != 1:
-            break
-        pays_from = tokens
-    return Gain(curve.label, pays_from, *ratios[-1])
+    own, its = common[-1]
+    return Gain(curve.label, own.tokens, time_ratio(own.record, its.record))

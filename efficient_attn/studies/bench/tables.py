@@ -4,13 +4,10 @@ from collections.abc import Mapping, Sequence
 
 from efficient_attn.analysis.curves import YARDSTICK, Curve, Point, by_subject, curves
 from efficient_attn.analysis.rate import exceeding, rate_shares
-from efficient_attn.analysis.rounds import FEWEST_ROUNDS, Typical, round_times
-from efficient_attn.analysis.summary import gains
-from efficient_attn.report.table import Table, show_growth, show_range, three_digits
+from efficient_attn.analysis.rounds import FEWEST_ROUNDS, round_times
+from efficient_attn.report.table import Table, show_growth, show_ratio, show_spread, three_digits
+from efficient_attn.studies.bench.analysis import gains
 from efficient_attn.sweep.records import Record
-
-# An interval wider than this share of the median to either side is shown beside it.
-_NOISY = 0.1
 
 # Lengths of one table; of more the shortest are left out and only the files hold them.
 _MOST_LENGTHS = 8
@@ -20,7 +17,7 @@ _MILLISECOND, _MEBIBYTE, _GIGA = 1e-3, 2.0**20, 1e9
 _SHARE = "share of rate"
 
 
-def tables(records: Sequence[Record]) -> list[Table]:
+def cost_tables(records: Sequence[Record]) -> list[Table]:
     """The tables of a benchmark: time, then peak memory, as far as they were measured."""
     made = []
     shares = rate_shares(records)
@@ -126,24 +123,6 @@ def _cost(point: Point | None, unit: float) -> str:
     if point.value is None:
         return point.record.status
     return show_spread(point.value, point.low, point.high, unit=unit)
-
-
-def show_spread(value: float, low: float | None, high: float | None, *, unit: float) -> str:
-    """The value in the unit, with half of its interval where there is one and it is wide."""
-    text = three_digits(value / unit)
-    if low is None or high is None or not value:
-        return text
-    spread = max(high - value, value - low) / value
-    return f"{text} ±{spread:.0%}" if spread > _NOISY else text
-
-
-def show_ratio(ratio: Typical) -> str:
-    """`3.10x`, with its interval where that is wide or holds 1."""
-    text = f"{three_digits(ratio.median)}x"
-    if ratio.low is None or ratio.high is None:
-        return text
-    telling = ratio.side_of_one and ratio.high - ratio.low <= 2 * _NOISY * ratio.median
-    return text if telling else f"{text} ({show_range(ratio.low, ratio.high)})"
 
 
 def _failures(all_curves: Sequence[Curve]) -> tuple[str, ...]:

@@ -4,18 +4,17 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from efficient_attn.analysis.comparison import DEFAULT_MAX_ERROR, Comparison, Contender, comparisons
-from efficient_attn.report.comparison import heading
 from efficient_attn.report.error_table import layer_words, show_error
 from efficient_attn.report.figures import Axis, Chart, Plot, Series
 from efficient_attn.report.palette import GRID, MUTED, baseline_style, line_styles
+from efficient_attn.studies.compare.analysis import Comparison, Contender
+from efficient_attn.studies.compare.grouping import comparisons
+from efficient_attn.studies.compare.plan import DEFAULT_MAX_ERROR
+from efficient_attn.studies.compare.tables import heading
 from efficient_attn.sweep.amounts import show_bytes, show_seconds
 from efficient_attn.sweep.layers import single_names
 from efficient_attn.sweep.records import Record
 from efficient_attn.sweep.sizes import MEAN_OF_VALUES, ORACLE, YARDSTICKS
-
-# The name of this plot among the things that can be plotted.
-COMPARISON = "comparison"
 
 # A space as wide as a digit, so that numbers stand below each other.
 _DIGIT = "\u2007"

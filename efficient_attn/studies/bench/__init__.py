@@ -1,0 +1,14 @@
+"""Time and peak memory of backends at several lengths, or of two versions of a backend."""
+
+from efficient_attn.studies.bench.plan import plan
+from efficient_attn.studies.study import Study
+from efficient_attn.sweep.quantity import QUANTITIES
+
+STUDY = Study(
+    name="bench",
+    plan=plan,
+    folder=__name__,
+    kinds=("time", "memory"),
+    quantities=tuple(QUANTITIES[name] for name in ("time_s", "peak_bytes", "parameter_bytes", "state_bytes")),
+    budget="90s",
+)

@@ -1,0 +1,166 @@
+"""Plan of a benchmark: times and peak memory, length by length, known before anything runs."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Annotated, Any
+
+from efficient_attn.errors import OptionError, UnsupportedError
+from efficient_attn.experiments.workload import SUBJECTS, Workload, workloads
+from efficient_attn.studies import options as shared
+from efficient_attn.studies.costs import cost_points, measurer_for, plan_of
+from efficient_attn.studies.plan import Plan, Point
+from efficient_attn.studies.study import Option
+from efficient_attn.sweep.amounts import parse_sizes
+from efficient_attn.sweep.isolate import DEFAULT_ISOLATION, DEFAULT_TIMEOUT_S
+from efficient_attn.sweep.variants import YARDSTICK, Variant, ceiling, is_ours, select
+
+# Key of a run's environment that holds the label of the version that others are compared with.
+AGAINST = "against"
+
+# A ratio of two versions needs a narrower interval than a curve.
+_ROUNDS, _ROUNDS_OF_VERSIONS = 4, 16
+
+
+def plan(
+    backends: shared.Backends = None,
+    *,
+    seq_lens: shared.SeqLens = (256, 512, 1024, 2048, 4096),
+    of: Annotated[
+        str | Sequence[str],
+        Option(
+            help="Attention alone, in a block, in a stack of blocks; several: a,b.",
+            metavar="|".join(SUBJECTS),
+            parse=shared.parse_words,
+        ),
+    ] = "attention",
+    against: Annotated[
+        str | None,
+        Option(
+            help=f"Another version of the backend, timed in the same rounds. {shared.RUNS_CODE}",
+            metavar="NAME",
+            complete=shared.complete_backends,
+        ),
+    ] = None,
+    layers: Annotated[int | None, Option(help="Blocks of an encoder; 3.", least=1)] = None,
+    backward: shared.Backward = False,
+    causal: shared.Causal = False,
+    batch: shared.Batch = 1,
+    num_heads: Annotated[
+        str | int | Sequence[int],
+        Option(help="Number of heads; several: 4,8,16.", metavar="N[,N…]", parse=parse_sizes),
+    ] = 8,
+    head_dim: Annotated[int | None, Option(help="Head dimension; 64.", least=1)] = None,
+    model_dim: Annotated[
+        int | None, Option(help="Dimension of all heads together, in place of --head-dim.", least=1)
+    ] = None,
+    dtype: shared.Dtype = "auto",
+    device: shared.Device = "auto",
+    threads: shared.Threads = None,
+    options: shared.Settings = None,
+    exclude: shared.Exclude = None,
+    rounds: Annotated[
+        int | None, Option(help="Timing rounds per point; 4, of two versions 16.", least=1)
+    ] = None,
+    memory_limit: shared.MemoryLimit = "70%",
+    isolate: shared.Isolate = DEFAULT_ISOLATION,
+    timeout_s: shared.Timeout = DEFAULT_TIMEOUT_S,
+    seed: shared.Seed = 0,
+) -> Plan:
+    """Measure time and peak memory of backends at several lengths, compared with fused exact attention.
+
+    Points are measured in a child process, so that a crash costs one record; an object that exists in this
+    process only, such as a function of a notebook, is measured here, and all others with it.
+
+    Example: efficient-attn bench --seq-len 256:4096:x2 --backend window,own.py:attend
+
+    Example: efficient-attn bench --backend new.py:attend --against old.py:attend
+    """
+    lengths = parse_sizes(seq_lens, name="seq_lens")
+    settled = workloads(
+        Workload(
+            layers=layers,
+            batch=batch,
+            causal=causal,
+            backward=backward,
+            dtype=dtype,
+            device=device,
+            threads=threads,
+            seed=seed,
+        ),
+        of=of,
+        num_heads=num_heads,
+        head_dim=head_dim,
+        model_dim=model_dim,
+    )
+    first = settled[0]
+    chosen, other = _variants(backends, options, exclude, against)
+    measurer, limit, notes = measurer_for(
+        chosen, first, isolate=isolate, timeout_s=timeout_s, memory_limit=memory_limit
+    )
+    points: list[Point] = []
+    for workload in settled:
+        _try_options(chosen, workload, max(lengths))
+        baselines = () if workload.of == "attention" else (ceiling(),)
+        points += cost_points(
+            (*baselines, *chosen),
+            lengths,
+            {**vars(workload), "inputs": "gaussian"},
+            measure=measurer,
+            rounds=rounds if rounds is not None else _ROUNDS if other is None else _ROUNDS_OF_VERSIONS,
+            limit_bytes=limit,
+        )
+    return plan_of(
+        # Points that are compared are measured at one time.
+        sorted(points, key=lambda point: point.case.tokens),
+        first,
+        isolate=isolate,
+        timeout_s=timeout_s,
+        notes=notes,
+        about={} if other is None else {AGAINST: other.label},
+        resources=measurer,
+    )
+
+
+def _variants(
+    backends: Sequence[Any] | None,
+    options: Mapping[str, Mapping[str, Sequence[Any]]] | None,
+    exclude: Sequence[str] | None,
+    against: Any,
+) -> tuple[tuple[Variant, ...], Variant | None]:
+    """Fused exact attention and the chosen backends; or these and the version that they are compared with."""
+    # Calls are made where their time is limited, and their failures are records.
+    chosen = select(backends, options, rehearse=False, exclude=exclude)
+    if against is None:
+        exact = () if any(one.backend == YARDSTICK for one in chosen) else select([YARDSTICK])
+        return (*exact, *chosen), None
+    if backends is None:
+        raise OptionError("against needs a backend, the version that is compared: --backend NAME.")
+    (other,) = select([against], rehearse=False)
+    if any(one.label == other.label for one in chosen):
+        # Two files of one name, or the same version twice.
+        other = replace(other, label=f"{other.label} (against)")
+    return (other, *chosen), other
+
+
+def _try_options(variants: Sequence[Variant], workload: Workload, longest: int) -> None:
+    """Build each of our variants with set options once: a value that never works is a wrong request.
+
+    External backends are built only where their time is limited.
+    """
+    from efficient_attn.backends import build
+
+    for variant in variants:
+        if variant.label == variant.backend or not is_ours(variant.target):
+            continue
+        try:
+            build(
+                variant.target,
+                head_dim=workload.head_dim,
+                num_heads=workload.num_heads,
+                max_tokens=longest,
+                causal=workload.causal,
+                **variant.options,
+            )
+        except UnsupportedError:
+            # An unsupported request is a result and is recorded.
+            continue

@@ -1,0 +1,32 @@
+"""Views of the records of a benchmark."""
+
+from collections.abc import Sequence
+
+from efficient_attn.report.table import Table
+from efficient_attn.studies.bench.analysis import rows as rows
+from efficient_attn.studies.bench.break_even import crossover_tables
+from efficient_attn.studies.bench.heads import head_tables
+from efficient_attn.studies.bench.plot import plot as plot
+from efficient_attn.studies.bench.plot import plots as plots
+from efficient_attn.studies.bench.sentences import sentences as sentences
+from efficient_attn.studies.bench.tables import cost_tables
+from efficient_attn.studies.bench.versions import version_tables
+from efficient_attn.studies.view import Environment
+from efficient_attn.sweep.records import Record
+
+_KINDS = ("time", "memory")
+
+
+def claim(records: Sequence[Record]) -> list[Record]:
+    """Times and memory of all but whole models."""
+    return [record for record in records if record.case.kind in _KINDS and record.case.of != "model"]
+
+
+def tables(records: Sequence[Record], environment: Environment) -> list[Table]:
+    """Times and peak memory, break-even lengths, costs of heads, and versions."""
+    return [
+        *cost_tables(records),
+        *crossover_tables(records),
+        *head_tables(records),
+        *version_tables(records, environment),
+    ]

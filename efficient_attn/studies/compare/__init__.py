@@ -1,0 +1,13 @@
+"""Error, time and peak memory of backends on the same q, k, v at one length."""
+
+from efficient_attn.studies.compare.plan import plan
+from efficient_attn.studies.study import Study
+from efficient_attn.sweep.quantity import QUANTITIES
+
+STUDY = Study(
+    name="compare",
+    plan=plan,
+    folder=__name__,
+    kinds=("error", "time", "memory"),
+    quantities=tuple(QUANTITIES[name] for name in ("output_relative_error", "time_s", "peak_bytes")),
+)

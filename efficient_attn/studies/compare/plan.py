@@ -1,0 +1,138 @@
+"""Plan of a comparison: errors on all layers, then times and peak memory on one of them."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+from efficient_attn.analysis.candidates import CANDIDATES
+from efficient_attn.errors import OptionError
+from efficient_attn.experiments.workload import Workload, settle
+from efficient_attn.problem import positive_count
+from efficient_attn.studies import options as shared
+from efficient_attn.studies.compare.points import handing_over, points_of
+from efficient_attn.studies.costs import measurer_for, plan_of
+from efficient_attn.studies.plan import Plan
+from efficient_attn.studies.study import Option
+from efficient_attn.sweep.isolate import DEFAULT_ISOLATION, DEFAULT_TIMEOUT_S
+from efficient_attn.sweep.layers import timed
+from efficient_attn.sweep.variants import YARDSTICK, Variant, select
+
+# Key of a run's environment that holds the error limit.
+MAX_ERROR = "max_error"
+DEFAULT_MAX_ERROR = 0.1
+
+# Length of Gaussian inputs, which have none of their own.
+_TOKENS = 2048
+
+
+def plan(
+    backends: shared.Backends = None,
+    *,
+    inputs: Annotated[
+        str | Path,
+        Option(
+            help="encoder (shipped), stitched (four documents concatenated), gaussian or FILE.safetensors.",
+            metavar="NAME",
+            parse=shared.parse_text,
+        ),
+    ] = "encoder",
+    layer: Annotated[
+        int | None,
+        Option(help="Index of the only layer; if omitted, errors on all layers, times on one.", least=0),
+    ] = None,
+    seq_len: shared.SeqLen = None,
+    max_error: Annotated[
+        float, Option(help="Relative output error of the verdict; 0.1 is 10 %.")
+    ] = DEFAULT_MAX_ERROR,
+    options: shared.Settings = None,
+    exclude: shared.Exclude = None,
+    draws: shared.Draws = 4,
+    norm: Annotated[float, Option(help="Norm s of Gaussian inputs: q, k ~ N(0, s² I).")] = 1.0,
+    causal: shared.Causal = False,
+    backward: shared.Backward = False,
+    batch: shared.Batch = 1,
+    num_heads: Annotated[int, Option(help="Number of heads of Gaussian inputs.", least=1)] = 8,
+    head_dim: Annotated[int, Option(help="Head dimension of Gaussian inputs.", least=1)] = 64,
+    dtype: shared.Dtype = "float32",
+    device: shared.Device = "auto",
+    threads: shared.Threads = None,
+    rounds: shared.Rounds = 8,
+    memory_limit: shared.MemoryLimit = "70%",
+    isolate: shared.Isolate = DEFAULT_ISOLATION,
+    timeout_s: shared.Timeout = DEFAULT_TIMEOUT_S,
+    seed: shared.Seed = 0,
+) -> Plan:
+    """Compare error, time and memory of backends on the same q, k, v: one table, one figure, one verdict.
+
+    The default selection is exact attention and all backends that approximate softmax. The first tokens of
+    the inputs are used; a batch holds copies of them. Errors are those of the forward pass.
+
+    Example: efficient-attn compare --inputs stitched --backend window,own.py:attend
+    """
+    if not 0 < max_error < float("inf"):
+        raise OptionError(f"max_error is a finite number above 0, such as 0.1, not {max_error!r}.")
+    positive_count("draws", draws)
+    if seq_len is not None:
+        positive_count("seq_len", seq_len)
+    workload = settle(
+        Workload(
+            batch=batch,
+            num_heads=num_heads,
+            head_dim=head_dim,
+            causal=causal,
+            backward=backward,
+            dtype=dtype,
+            device=device,
+            threads=threads,
+            seed=seed,
+        )
+    )
+    chosen = select(backends, options, exclude=exclude)
+    if all(variant.backend != YARDSTICK for variant in chosen):
+        chosen = (*select([YARDSTICK]), *chosen)
+    subjects = _subjects(inputs, workload, layer=layer, seq_len=seq_len, norm=norm, variants=chosen)
+    measurer, limit, notes = measurer_for(
+        chosen, workload, isolate=isolate, timeout_s=timeout_s, memory_limit=memory_limit
+    )
+    return plan_of(
+        points_of(
+            chosen, subjects, workload, draws=draws, rounds=rounds, measurer=measurer, limit_bytes=limit
+        ),
+        workload,
+        isolate=isolate,
+        timeout_s=timeout_s,
+        notes=notes,
+        about={MAX_ERROR: max_error, CANDIDATES: [variant.label for variant in chosen]},
+        resources=handing_over(measurer, subjects[timed(len(subjects))]),
+    )
+
+
+def _subjects(
+    inputs: str | Path,
+    workload: Workload,
+    *,
+    layer: int | None,
+    seq_len: int | None,
+    norm: float,
+    variants: Sequence[Variant],
+) -> tuple[Any, ...]:
+    """The q, k, v of each layer, and a check of the options on them."""
+    from efficient_attn.sweep.accuracy import try_options
+    from efficient_attn.sweep.one_subject import layer_subjects
+
+    found = layer_subjects(
+        inputs,
+        layer=layer,
+        tokens=_TOKENS if seq_len is None and inputs == "gaussian" else seq_len,
+        norm=norm,
+        num_heads=workload.num_heads,
+        head_dim=workload.head_dim,
+        seed=workload.seed,
+        dtype=workload.dtype,
+        device=workload.device,
+        batch=workload.batch,
+        causal=workload.causal,
+    )
+    for variant in variants:
+        try_options(variant, found[0])
+    return found

@@ -1,0 +1,203 @@
+"""Points of a comparison: errors backend by backend, interleaved times, peak memory, low-rank baselines."""
+
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from efficient_attn.experiments.workload import Workload
+from efficient_attn.studies.costs import cost_points
+from efficient_attn.studies.plan import Point
+from efficient_attn.sweep.isolate import Measurer
+from efficient_attn.sweep.layers import joint_name
+from efficient_attn.sweep.records import Record
+from efficient_attn.sweep.variants import YARDSTICK, Variant
+from efficient_attn.sweep.worker import threads as threads_of
+
+# Ranks of the low-rank baseline; at full rank it is exact attention.
+_RANKS = (32, 128)
+
+# Durations relative to that of an operation of a backend, building included: of exact attention in float64,
+# of eigenvectors per tokens³, of low-rank products, and of the error per entry of the output.
+_EXACT, _EIGENVECTORS, _PRODUCTS, _COMPARING = 0.5, 4.5, 0.25, 50.0
+
+# Longer sequences take as long per tokens² as one of this length: subspace iteration finds few directions.
+_LONG, _AS_LONG_AS = 1024, 512
+
+# A backward pass takes about twice the operations of the forward pass.
+_BACKWARD = 3
+
+
+def points_of(
+    variants: Sequence[Variant],
+    subjects: Sequence[Any],
+    workload: Workload,
+    *,
+    draws: int,
+    rounds: int,
+    measurer: Measurer,
+    limit_bytes: int | None,
+) -> list[Point]:
+    """Errors of exact attention, the mean of V and the backends, the fewest operations first; then costs.
+
+    The low-rank baselines come last: they are no candidates.
+    """
+    from efficient_attn.sweep import yardsticks as make
+    from efficient_attn.sweep.accuracy import measure_error
+    from efficient_attn.sweep.questions import ask
+
+    question, count = ask(of="output", draws=draws), workload.threads or 1
+    mean = make.mean_of_values()
+    work = _work((*variants, mean.variant), subjects[0])
+    exact, *others = sorted(variants, key=lambda one: (one.backend != YARDSTICK, work[one.label]))
+    points: list[Point] = []
+    for variant in (exact, mean.variant, *others):
+        measure = (
+            partial(make.measure_yardstick, mean)
+            if variant is mean.variant
+            else partial(measure_error, variant)
+        )
+        points += _errors(
+            variant,
+            subjects,
+            measure,
+            question,
+            work[variant.label],
+            first=variant is exact,
+            threads=count,
+        )
+    last = {point.case.label: point.case for point in points}
+    costs = cost_points(
+        (mean.variant, *variants),
+        [subjects[0].tokens],
+        _shared(subjects, workload),
+        measure=measurer,
+        rounds=rounds,
+        limit_bytes=limit_bytes,
+    )
+    factor = _BACKWARD if workload.backward else 1
+    # A backend that fails on one layer has no error that could be compared with a time.
+    points += [
+        replace(
+            one,
+            needs=last[one.case.label],
+            series=one.case.label,
+            cost=factor * work[one.case.label],
+        )
+        for one in costs
+    ]
+    return points + _oracles(subjects, question, count)
+
+
+@contextmanager
+def handing_over(measurer: Measurer, subject: Any) -> Iterator[None]:
+    """Times and memory are measured on the q, k, v of this subject, through a file."""
+    from efficient_attn.sweep.given import write_given
+
+    with measurer, tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "qkv.safetensors"
+        write_given(path, subject.activations, scale=subject.scale)
+        measurer.inputs = str(path)
+        yield
+
+
+def _errors(
+    variant: Variant,
+    subjects: Sequence[Any],
+    measure: Callable[..., Record],
+    question: Any,
+    work: float,
+    *,
+    first: bool,
+    threads: int,
+) -> list[Point]:
+    """The error of one backend on each layer; after a failure the other layers are left out.
+
+    Args:
+        first: The float64 output that all errors are computed from is computed here too.
+    """
+    from efficient_attn.sweep.sizes import SEED
+
+    draws = question.draws if SEED in variant.options else 1
+    points: list[Point] = []
+    for subject in subjects:
+        cost = draws * (work + _COMPARING * subject.activations.q.numel())
+        cost += _EXACT * _exact_work(subject) if first else 0.0
+        point = _error(variant, partial(measure, subject, question), subject, threads, cost)
+        points.append(replace(point, needs=points[-1].case if points else None))
+    return points
+
+
+def _oracles(subjects: Sequence[Any], question: Any, threads: int) -> list[Point]:
+    """The low-rank baselines, layer by layer: the eigenvectors of a layer serve all ranks."""
+    from efficient_attn.sweep import yardsticks as make
+
+    points = []
+    for subject in subjects:
+        pairs = subject.activations.q.shape[:2].numel() * float(subject.tokens) ** 2
+        for number, oracle in enumerate(make.oracle(rank) for rank in _RANKS if rank < subject.tokens):
+            per_pair = subject.tokens if subject.tokens <= _LONG else _AS_LONG_AS
+            cost = pairs * (_PRODUCTS * (oracle.rank or 0) + (0.0 if number else _EIGENVECTORS * per_pair))
+            measure = partial(make.measure_yardstick, oracle, subject, question, ranks=max(_RANKS))
+            points.append(_error(oracle.variant, measure, subject, threads, cost))
+    return points
+
+
+def _error(variant: Variant, measure: Callable[[], Record], subject: Any, threads: int, cost: float) -> Point:
+    """The error of a backend or baseline on one layer, measured in this process."""
+    from efficient_attn.sweep.accuracy import error_case
+
+    return Point(
+        case=replace(error_case(variant, subject, "output"), threads=threads),
+        measure=partial(_in_threads, threads, measure),
+        group="errors",
+        series=(variant.label, "error"),
+        cost=cost,
+    )
+
+
+def _in_threads(count: int, measure: Callable[[], Record]) -> Record:
+    with threads_of(count):
+        return measure()
+
+
+def _shared(subjects: Sequence[Any], workload: Workload) -> dict[str, Any]:
+    """Fields common to the cases of times and memory."""
+    names = ("batch", "causal", "backward", "dtype", "device", "threads")
+    return {
+        **{name: getattr(workload, name) for name in names},
+        "num_heads": subjects[0].activations.q.shape[1],
+        "head_dim": subjects[0].head_dim,
+        "inputs": joint_name([subject.name for subject in subjects]),
+        "seed": subjects[0].seed,
+    }
+
+
+def _work(variants: Sequence[Variant], subject: Any) -> dict[str, float]:
+    """Operations of a call; as many as exact attention for backends that count none."""
+    from efficient_attn.contained import contained
+    from efficient_attn.sweep.accuracy import error_case
+    from efficient_attn.sweep.counting import attention_flops
+
+    found = {}
+    for variant in variants:
+        counted = None
+        if variant.target is not None:
+            try:
+                with contained():
+                    counted = attention_flops(error_case(variant, subject, "output"), variant.target)
+            except Exception:
+                # An external backend may raise anything; its measurement records it.
+                counted = None
+        few = subject.activations.q.numel() if variant.target is None else _exact_work(subject)
+        found[variant.label] = float(counted or few)
+    return found
+
+
+def _exact_work(subject: Any) -> float:
+    """Operations of exact attention."""
+    q = subject.activations.q
+    return 4.0 * q.numel() * subject.tokens

@@ -1,0 +1,121 @@
+"""Points of times and peak memory, which several studies measure in the same way."""
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+from efficient_attn.experiments.workload import Workload
+from efficient_attn.measure.environment import available_bytes
+from efficient_attn.problem import positive_count
+from efficient_attn.studies.plan import Plan, Point
+from efficient_attn.sweep.amounts import parse_bytes, show_bytes
+from efficient_attn.sweep.case import Case, Record
+from efficient_attn.sweep.isolate import NONE, Measurer
+from efficient_attn.sweep.isolate import POINT as NEW_EACH_TIME
+from efficient_attn.sweep.plan import predict_bytes
+from efficient_attn.sweep.process import START_S
+from efficient_attn.sweep.variants import Variant, has_address
+
+# Calls of one measurement of memory: a warm-up, the checked call and the traced one.
+_MEMORY_CALLS = 3
+
+
+def cost_points(
+    variants: Sequence[Variant],
+    lengths: Sequence[int],
+    shared: Mapping[str, Any],
+    *,
+    measure: Callable[..., Record],
+    rounds: int,
+    kinds: Sequence[str] = ("time", "memory"),
+    limit_bytes: int | None = None,
+) -> list[Point]:
+    """One point per length, kind and variant; the times of one length are interleaved.
+
+    Args:
+        shared: Fields common to all cases.
+        measure: Measurement of a case, `measure(case, target=…, seconds=…)`.
+        limit_bytes: Points that are predicted to need more memory are skipped.
+    """
+    positive_count("rounds", rounds)
+    points = []
+    for tokens, kind, variant in itertools.product(lengths, kinds, variants):
+        case = case_of(variant, kind=kind, tokens=tokens, **shared)
+        needed = predict_bytes(case, variant.memory_growth)
+        timed = kind == "time"
+        points.append(
+            Point(
+                case=case,
+                measure=partial(measure, case, target=variant.target),
+                rounds=rounds if timed else None,
+                calls=None if timed else _MEMORY_CALLS,
+                group=tokens,
+                series=(case.label, case.of, case.num_heads, case.head_dim),
+                cost=float(tokens) ** variant.time_growth,
+                predicted_bytes=needed,
+                skip=_too_large(needed, limit_bytes),
+            )
+        )
+    return points
+
+
+def plan_of(
+    points: Sequence[Point],
+    workload: Workload,
+    *,
+    isolate: str,
+    timeout_s: float,
+    notes: Sequence[str],
+    about: Mapping[str, Any],
+    resources: AbstractContextManager[Any],
+) -> Plan:
+    """The plan of a run that measures costs; device, dtype, threads and isolation are settled."""
+    names = ("device", "dtype", "threads")
+    return Plan(
+        points=points,
+        device=workload.device,
+        notes=notes,
+        about=about,
+        settled={**{name: getattr(workload, name) for name in names}, "isolate": isolate},
+        timeout_s=timeout_s,
+        start_s=START_S if isolate == NEW_EACH_TIME else 0.0,
+        resources=resources,
+    )
+
+
+def case_of(variant: Variant, **fields: Any) -> Case:
+    """The case of a variant."""
+    return Case(backend=variant.backend, label=variant.label, options=variant.options, **fields)
+
+
+def measurer_for(
+    variants: Sequence[Variant],
+    workload: Workload,
+    *,
+    isolate: str,
+    timeout_s: float,
+    memory_limit: str | int,
+) -> tuple[Measurer, int | None, list[str]]:
+    """The measurer of these variants, its memory limit in bytes, and remarks.
+
+    Objects that exist in this process only are measured here, and all others with them.
+    """
+    limit = parse_bytes(memory_limit, name="memory_limit", available=available_bytes(workload.device))
+    here = [variant.label for variant in variants if not has_address(variant.target)]
+    # A driver of CUDA reserves more addresses than any limit allows.
+    limit_bytes = limit if workload.device == "cpu" else None
+    measurer = Measurer(NONE if here else isolate, timeout_s=timeout_s, limit_bytes=limit_bytes)
+    if not here or isolate == NONE:
+        return measurer, limit, []
+    remark = f"Nothing was isolated: {here[0]!r} exists in this process only; name it as file.py:object."
+    return measurer, limit, [remark]
+
+
+def _too_large(needed: int, limit: int | None) -> str | None:
+    if limit is None or needed <= limit:
+        return None
+    return (
+        f"needs about {show_bytes(needed)}, the limit is {show_bytes(limit)} (raise it with --memory-limit)"
+    )
