@@ -26,8 +26,19 @@ def plots_of(run):
     return [make() for make in results.plots().values()]
 
 
-@pytest.mark.parametrize("look", [{}, {"style": "paper", "width": 3.3}], ids=["screen", "paper"])
-@pytest.mark.parametrize("run", sorted(path.parent.name for path in RUNS.glob("*/records.jsonl")))
+# One run of each kind is drawn for papers too; a map of colours takes seconds.
+PAPER = ("bench-256-4096", "compare-encoder", "mse-default", "recall-default", "swap-encoder", "train-stdlib")
+DRAWN = [
+    *((path.parent.name, {}) for path in sorted(RUNS.glob("*/records.jsonl"))),
+    *((name, {"style": "paper", "width": 3.3}) for name in PAPER),
+]
+SLOW = {"reproduce-performer-fig2": pytest.mark.slow}
+
+
+@pytest.mark.parametrize(
+    ("run", "look"),
+    [pytest.param(*one, marks=SLOW.get(one[0], ()), id=" ".join((one[0], *one[1]))) for one in DRAWN],
+)
 def test_texts_of_committed_runs_are_large_enough_and_none_lies_on_another(run, look):
     smallest = STYLES[look.get("style", "screen")].small
     assert look or smallest >= 9
