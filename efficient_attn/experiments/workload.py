@@ -1,4 +1,4 @@
-"""What every backend of a benchmark is given to do, and whether this machine can do it."""
+"""Workload of every backend, checked against this machine."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -9,7 +9,7 @@ from efficient_attn.problem import positive_count
 from efficient_attn.sweep.amounts import parse_sizes
 from efficient_attn.sweep.plan import ITEM_BYTES
 
-# What can be measured: a backend alone, in a block, in a stack of blocks.
+# Subjects of a measurement: a backend alone, in a block, in a stack of blocks.
 SUBJECTS = ("attention", "block", "encoder")
 
 _DEFAULT_LAYERS = 3
@@ -18,7 +18,7 @@ _HEAD_DIM = 64
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """What every backend of a benchmark is given to do; `auto` and None are settled by `settle`.
+    """Workload of every backend; `settle` decides `auto` and None.
 
     Attributes:
         of: One of SUBJECTS.
@@ -39,7 +39,7 @@ class Workload:
 
     @property
     def model_dim(self) -> int:
-        """Dimension of a token: that of all heads together."""
+        """Model dimension: all heads together."""
         return self.num_heads * self.head_dim
 
 
@@ -92,7 +92,7 @@ def _part(model_dim: int, num_heads: int) -> int:
 
 
 def settle(workload: Workload) -> Workload:
-    """The workload with device, dtype and threads chosen, checked as far as this machine can tell.
+    """The workload with device, dtype and threads chosen, checked against this machine.
 
     Raises:
         OptionError, UnsupportedError: If it makes no sense, or this machine cannot do it.
@@ -111,7 +111,7 @@ def settle(workload: Workload) -> Workload:
 
 
 def _layers(workload: Workload) -> int | None:
-    """How many blocks an encoder has; None for what is none."""
+    """Number of blocks of an encoder; None for other subjects."""
     if workload.of != "encoder":
         if workload.layers is not None:
             raise OptionError(f"layers are those of an encoder; of is {workload.of!r}.")

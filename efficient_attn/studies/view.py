@@ -27,7 +27,7 @@ class View:
         rows: Flat rows of the summary.
         plots: {name of the file: function that makes the plot}.
         plot: The plot of one quantity, `plot(records, environment, y, x)`.
-        claim: The records that belong to the study where no environment names it; None: those of its kinds.
+        claim: The records that belong to the study where no environment names it; None: records of its kinds.
     """
 
     tables: Callable[[Sequence[Record], Environment], list[Table]]

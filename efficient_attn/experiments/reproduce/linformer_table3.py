@@ -73,7 +73,7 @@ def measure(
 
 
 def rows(records: Sequence[Record]) -> list[dict[str, Any]]:
-    """One row for each record, with the ratios and the paper's beside them."""
+    """One row per record, with measured ratios and the paper's."""
     ratios = {
         (saved.kind, baseline): measured(records, saved, baseline)
         for saved in (TIME, MEMORY)

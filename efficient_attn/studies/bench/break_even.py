@@ -3,9 +3,9 @@
 Points without a measurement are left out. Attention, block and encoder are joined where they were measured
 under one setting; the ceiling "attention := v" at the same length bounds the speed-up of a block.
 
-A sentence says "faster" or "slower" only where the interval of the ratio in the table does not hold 1, and
+A sentence claims "faster" or "slower" only if the interval of the ratio in the table excludes 1, and
 names a crossover only where its interval in the table is bounded and agrees with the ratio at the longest
-length. Otherwise it says that it is unclear.
+length. Otherwise it reports an unclear comparison.
 """
 
 import math
@@ -97,7 +97,7 @@ def crossover_tables(records: Sequence[Record]) -> list[Table]:
 
 
 def _say_crossover(found: Crossover | None) -> str:
-    """`910 (850 to 990)`, and what it is if it is no such number."""
+    """`910 (850 to 990)`, or the reason why there is no such number."""
     if found is None:
         return ""
     first, last = found.lengths[0], found.lengths[-1]
@@ -113,7 +113,7 @@ def _say_crossover(found: Crossover | None) -> str:
 
 
 def _round(tokens: float) -> int:
-    """Tokens to two digits: no timing tells more."""
+    """Tokens to two digits, the precision of timings."""
     return int(float(f"{tokens:.2g}"))
 
 
@@ -137,7 +137,7 @@ def _tell(curve: Curve, times: Sequence[Curve]) -> _Told | None:
 
 
 def _series(case: Case) -> tuple[object, ...]:
-    """What the parts of a sentence have in common."""
+    """Common properties of the parts of a sentence."""
     return (case.label, _machine(case), case.inputs, case.seed)
 
 
@@ -206,7 +206,7 @@ def _name(case: Case) -> str:
 
 
 def _machine(case: Case) -> str:
-    """`2 threads, float32, 8 heads of 64`, and what else is unusual."""
+    """`2 threads, float32, 8 heads of 64`, and other properties that differ from the defaults."""
     plural = "" if case.threads == 1 else "s"
     heads = "1 head" if case.num_heads == 1 else f"{case.num_heads} heads"
     parts = [

@@ -66,7 +66,7 @@ def plan(
     timeout_s: shared.Timeout = DEFAULT_TIMEOUT_S,
     seed: shared.Seed = 0,
 ) -> Plan:
-    """Measure time and peak memory of backends at several lengths, compared with fused exact attention.
+    """Measure time and peak memory of backends at several lengths.
 
     Points are measured in a child process, so that a crash costs one record; an object that exists in this
     process only, such as a function of a notebook, is measured here, and all others with it.

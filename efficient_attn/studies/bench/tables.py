@@ -1,4 +1,4 @@
-"""Time and peak memory of every backend as tables, what they reach of the machine, what failed and why."""
+"""Tables of time, peak memory and share of peak throughput of every backend, with failures."""
 
 from collections.abc import Mapping, Sequence
 
@@ -78,7 +78,7 @@ def _cost_table(
 
 
 def _shares(all_curves: Sequence[Curve], shares: Mapping[str, float]) -> dict[str, str]:
-    """Of the matrix-product rate each backend's share at its longest length, where it is known."""
+    """Each backend's share of the matmul rate at its longest length, if known."""
     longest = {
         curve.label: shares.get(curve.measured[-1].record.case.key) for curve in all_curves if curve.measured
     }
@@ -88,7 +88,7 @@ def _shares(all_curves: Sequence[Curve], shares: Mapping[str, float]) -> dict[st
 
 
 def _rates(all_curves: Sequence[Curve], shares: Mapping[str, float]) -> tuple[str, ...]:
-    """What the shares are shares of: the range of what was measured; and why some are not told."""
+    """The measured peak matmul rate, and the reasons for omitted shares."""
     notes = []
     longest = [curve.measured[-1].record for curve in all_curves if curve.measured]
     told = [record.matmul_flops_per_s for record in longest if record.case.key in shares]

@@ -62,10 +62,10 @@ def plan(
     timeout_s: shared.Timeout = DEFAULT_TIMEOUT_S,
     seed: shared.Seed = 0,
 ) -> Plan:
-    """Compare error, time and memory of backends on the same q, k, v: one table, one figure, one verdict.
+    """Compare error, time and memory of backends on the same q, k, v.
 
     The default selection is exact attention and all backends that approximate softmax. The first tokens of
-    the inputs are used; a batch holds copies of them. Errors are those of the forward pass.
+    the inputs are used; a batch holds copies of them. Errors are measured in the forward pass.
 
     Example: efficient-attn compare --inputs stitched --backend window,own.py:attend
     """

@@ -127,7 +127,7 @@ def _shade(edge: float | None, low: float, high: float, ax: Any) -> None:
 
 
 def _legend_title(one: Comparison) -> str:
-    """The meaning of points and bars where errors are those of several layers."""
+    """The meaning of points and bars for errors of several layers."""
     if len(single_names(one.case.inputs)) == 1:
         return "relative output error"
     return f"relative output error: median (bar: range) over {layer_words(one.case.inputs)}"

@@ -20,7 +20,7 @@ def comparison_sentences(
     """For each comparison the verdict, and which candidates save no operations.
 
     Args:
-        environment: Of the run: its load and its candidates decide how far the verdict goes.
+        environment: Environment of the run: its noise warnings and candidates limit the verdict.
     """
     told = []
     for one in comparisons(records):
@@ -76,6 +76,6 @@ def _told(row: Contender | None, exact: Contender) -> str:
 
 
 def _alike(rows: Sequence[Contender]) -> str:
-    """Those nearly exact whose times overlap those of exact attention."""
+    """Nearly exact backends whose times overlap with exact attention."""
     names = ", ".join(row.label for row in rows)
     return f"; the samples do not tell whether {names} is faster" if rows else ""

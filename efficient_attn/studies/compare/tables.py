@@ -18,7 +18,7 @@ from efficient_attn.sweep.sizes import MEAN_OF_VALUES, ORACLE
 
 _MILLISECOND, _MEBIBYTE = 1e-3, 2.0**20
 
-# What a cell says of a cost or an error that was not measured.
+# Cell of a cost or an error that was not measured.
 _NONE = "–"
 
 
