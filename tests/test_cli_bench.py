@@ -107,10 +107,6 @@ def test_refusals_of_a_default_selection_are_no_failure_but_one_asked_for_is(und
     assert command(*SMALL, "--causal", "--backend", "linformer,window") == 3
 
 
-def test_where_nothing_that_was_asked_for_could_be_measured_the_code_is_4(undrawn):
-    assert command(*SMALL, "--backend", "own.py:broken") == 4
-
-
 def test_an_interruption_keeps_what_was_measured_and_ends_with_130(undrawn, capsys):
     # A process of its own measures, so that its parent is this one and not whoever started the tests.
     isolated = [*SMALL, "--isolate", "reuse"]

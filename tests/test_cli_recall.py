@@ -84,7 +84,6 @@ def test_it_ends_with_the_code_that_says_how_it_went(words, code, untrained):
         (["--num-features", "few"], "--num-features cannot be 'few'"),
         (["--num-features", "1.5"], "--num-features cannot be '1.5'"),
         (["--learning-rate", "0"], "learning_rate is a finite number above 0"),
-        (["window"], "'window' stands alone"),
     ],
 )
 def test_a_wrong_request_is_one_line_and_writes_nothing(folder, words, message, capsys):

@@ -69,9 +69,7 @@ def test_json_is_one_document_and_what_was_named_and_refused_is_told_in_the_exit
         (["--by", "head"], "--by is layer, not 'head'"),
         (["--text", "absent.txt"], "--text: cannot read absent.txt"),
         (["--text", "./0.txt"], "two files are called '0.txt'"),
-        (["--backend", "windw"], "Did you mean 'window'?"),
         (["--set", "window.window=4", "--backend", "window"], "window=4"),
-        (["--json", "file"], "--json takes - for stdout"),
     ],
 )
 def test_a_wrong_request_is_one_line_and_exit_code_2(model, words, message, capsys):

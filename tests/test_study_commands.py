@@ -268,6 +268,7 @@ def test_an_unknown_backend_is_refused_with_a_suggestion(name):
         (["--out", "/proc/nowhere"], "--out: cannot write to /proc/nowhere"),
         (["--plan", "none.toml"], "--plan: cannot read none.toml"),
         (["--no-such-flag"], "No such option: --no-such-flag"),
+        (["stray"], "'stray' stands alone"),
         (["--backend", " ,"], "--backend ' ,' names nothing"),
         (["--backend", "own.py:absent"], "absent"),
         (["--set", "window.size=5"], "No option of backend 'window' is called 'size'"),
@@ -282,7 +283,7 @@ def test_an_unknown_backend_is_refused_with_a_suggestion(name):
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_a_wrong_request_is_one_line_with_code_2_and_writes_nothing(name, words, message):
-    of_every_run = {"--resume", "--json", "--budget", "--out", "--plan", "--no-such-flag"}
+    of_every_run = {"--resume", "--json", "--budget", "--out", "--plan", "--no-such-flag", "stray"}
     if words[0] not in of_every_run | {*flags(name)}:
         pytest.skip(f"The study has no option {words[0]}.")
     before = set(Path().iterdir())
