@@ -17,6 +17,8 @@ DIMS, TOKENS, DRAWS = (4, 16, 64, 256, 1024), 512, 8
 LAYERS, SIZES, FEATURE_DRAWS = (0, 1, 5), (16, 64, 256, 1024), 8
 NORMS = (0.5, 1.0)
 _QUANTILES = np.linspace(0.001, 0.999, 400)
+# Inches; letters keep their size, so that a phone shows them legibly.
+_WIDTH = 6.0
 _SHADES = {0: "#d98c00", 1: "#0072b2", 5: "#7b4fb5"}
 
 
@@ -82,9 +84,13 @@ def mean_error(layer: int) -> float:
 
 def draw_scale() -> Figure:
     """Variance, entropy and gradient of softmax against the dimension, divided by √d and not."""
-    figure = Figure(figsize=(12.4, 3.9), layout="constrained")
-    axes = figure.subplots(1, 3)
-    titles = ("Variance of a score", "Entropy of a row, nats", "Gradient of a row by its scores")
+    figure = Figure(figsize=(_WIDTH, 7.8), layout="constrained")
+    axes = figure.subplots(3, 1)
+    titles = (
+        "Variance of a score",
+        "Attention entropy, nats",
+        "Gradient of softmax with respect to its scores",
+    )
     for scaled, colour, label in ((False, "#d55e00", "q·k"), (True, "#0072b2", "q·k / √d")):
         rows = [scores(dim, scaled=scaled) for dim in DIMS]
         for ax, quantity in zip(axes, Scores._fields, strict=True):
@@ -103,22 +109,20 @@ def draw_scale() -> Figure:
     axes[0].set_yscale("log")
     axes[2].set_yscale("log")
     axes[1].axhline(math.log(TOKENS), color=MUTED, linestyle=(0, (4, 3)), linewidth=1)
-    axes[1].annotate(
-        f"log {TOKENS}: every key alike", (4, math.log(TOKENS) + 0.12), fontsize=8.5, color=MUTED
-    )
+    axes[1].annotate(f"log {TOKENS}: uniform", (4, math.log(TOKENS) + 0.12), fontsize=9, color=MUTED)
     axes[1].set_ylim(0, 7)
-    axes[0].legend(frameon=False, fontsize=9.5)
+    axes[0].legend(frameon=False, fontsize=10)
     return figure
 
 
 def draw_lengths() -> Figure:
     """What share of pairs is below a length, for Gaussian inputs and real ones, and what that costs."""
-    figure = Figure(figsize=(12.4, 4.2), layout="constrained")
-    left, right = figure.subplots(1, 2)
+    figure = Figure(figsize=(_WIDTH, 6.6), layout="constrained")
+    above, below = figure.subplots(2, 1)
     for norm in NORMS:
         q, k, _ = gaussian(norm=norm, tokens=TOKENS, head_dim=16)
         _share(
-            left,
+            above,
             lengths(q, k),
             "#555555",
             "-" if norm == 1 else (0, (4, 2)),
@@ -126,34 +130,34 @@ def draw_lengths() -> Figure:
         )
     for layer in LAYERS:
         q, k, _ = ea.sample(layer=layer)
-        _share(left, lengths(q.double(), k.double()), _SHADES[layer], "-", f"encoder, layer {layer}")
-    left.set_xscale("log")
-    left.set_xlim(0.4, 400)
-    left.legend(frameon=False, fontsize=9, loc="lower right")
-    dress(left, "Share of pairs of query and key with a smaller |x + y|²", "|x + y|²")
+        _share(above, lengths(q.double(), k.double()), _SHADES[layer], "-", f"encoder, layer {layer}")
+    above.set_xscale("log")
+    above.set_xlim(0.4, 400)
+    above.legend(frameon=False, fontsize=9, loc="lower right")
+    dress(above, "Share of pairs of query and key with a smaller |x + y|²", "|x + y|²")
     square = np.linspace(0.3, 40, 300)
-    right.plot(square, np.expm1(square), color="#0072b2", linewidth=2)
+    below.plot(square, np.expm1(square), color="#0072b2", linewidth=2)
     for features in (256, 1_000_000):
-        right.axhline(features, color=MUTED, linewidth=0.8, linestyle=(0, (4, 3)))
-        right.annotate(
+        below.axhline(features, color=MUTED, linewidth=0.8, linestyle=(0, (4, 3)))
+        below.annotate(
             f"{features:,} features".replace(",", " "),
             (39.5, features * 1.25),
             ha="right",
-            fontsize=8.5,
+            fontsize=9,
             color=MUTED,
         )
-    right.set_yscale("log")
-    right.set_ylim(0.1, 1e17)
-    dress(right, "Positive features for an error as large as the entry", "|x + y|²")
+    below.set_yscale("log")
+    below.set_ylim(0.1, 1e17)
+    dress(below, "Positive features for an error as large as the entry", "|x + y|²")
     return figure
 
 
 def draw_real() -> Figure:
     """The output error on the shipped activations against features, layer by layer."""
-    figure = Figure(figsize=(12.4, 4.2), layout="constrained")
+    figure = Figure(figsize=(_WIDTH, 7.8), layout="constrained")
     names = ("performer-positive", "performer-full")
     styles = line_styles([(name, name) for name in names])
-    for ax, layer in zip(figure.subplots(1, len(LAYERS), sharey=True), LAYERS, strict=True):
+    for ax, layer in zip(figure.subplots(len(LAYERS), 1, sharex=True), LAYERS, strict=True):
         for name in names:
             found = [errors_on(layer, name, size) for size in SIZES]
             median, low, high = (np.array(column) for column in zip(*found, strict=True))
@@ -165,20 +169,19 @@ def draw_real() -> Figure:
             16,
             0.03,
             f"performer-trig: {min(off):.0f} to {max(off):.0f}, off the scale",
-            fontsize=8.5,
+            fontsize=9,
             color=MUTED,
         )
         level = mean_error(layer)
         print("layer", layer, "mean of V", f"{level:.2f}")
-        ax.axhline(level, color=INK, linestyle=(0, (4, 3)), linewidth=1.2, label="mean of V for every query")
+        ax.axhline(level, color=INK, linestyle=(0, (4, 3)), linewidth=1.2, label="uniform-attention baseline")
         ax.set_xscale("log", base=2)
         ax.set_xticks(SIZES, [str(size) for size in SIZES])
         ax.set_ylim(0, 1.25)
-        dress(ax, f"Layer {layer}", "features")
-        if layer == LAYERS[0]:
-            ax.set_ylabel("relative output error")
+        dress(ax, f"Layer {layer}", "features" if layer == LAYERS[-1] else "")
+        ax.set_ylabel("relative output error")
     handles, labels = ax.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False, fontsize=9.5)
+    figure.legend(handles, labels, loc="outside lower center", ncols=2, frameon=False, fontsize=10)
     return figure
 
 
@@ -190,7 +193,7 @@ def dress(ax: Any, title: str, x: str) -> None:
     ax.set_axisbelow(True)
     ax.set_title(title, loc="left", fontsize=10.5, fontweight="bold", color=INK)
     ax.set_xlabel(x, color=INK)
-    ax.tick_params(colors=INK, labelsize=9)
+    ax.tick_params(colors=INK, labelsize=10)
 
 
 def _share(ax: Any, squares: Tensor, colour: str, stroke: Any, label: str) -> None:
