@@ -14,10 +14,6 @@ TINY = ["compare", "--seq-len", "24", "--rounds", "1", "--draws", "1", "--isolat
 OWN = """
 def mean(q, k, v):
     return v.mean(dim=-2, keepdim=True).expand_as(v)
-
-
-def broken(q, k, v):
-    raise RuntimeError("it broke here")
 """
 
 
