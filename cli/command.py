@@ -126,6 +126,7 @@ def _declared(one: Parameter) -> tuple[str, Any, Any]:
     }
     if option.argument:
         return one.name, Annotated[kind, typer.Argument(**about)], default
+    about["hidden"] = option.hidden
     return one.name, Annotated[kind, typer.Option(flag, **about)], default
 
 

@@ -29,7 +29,6 @@ _HOME = {
     "ShapeError": "errors",
     "UnknownNameError": "errors",
     "UnsupportedError": "errors",
-    "mse": "experiments.mse",
     "show": "experiments.show",
     "read_model": "studies.train.checkpoints",
     "diff": "experiments.diff",

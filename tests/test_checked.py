@@ -8,8 +8,7 @@ from isolated_points import case_of
 from torch import nn
 
 import efficient_attn as ea
-from efficient_attn import recall
-from efficient_attn.experiments.mse import mse
+from efficient_attn import mse, recall
 from efficient_attn.experiments.show import show
 from efficient_attn.measure.checked import WrongOutputError, check_gradients, outputs_checked
 from efficient_attn.registry import BackendSpec, Capabilities, NoOptions
@@ -127,7 +126,7 @@ def test_numbers_are_checked_in_every_dtype(dtype):
 @pytest.mark.parametrize("name", WRONG)
 def test_errors_maps_and_trainings_refuse_what_is_no_output_too(name):
     wrong, _ = WRONG[name]
-    record = mse([wrong], inputs="gaussian", tokens=16, norms=(1,), sizes=(4,)).records[-1]
+    record = mse([wrong], inputs="gaussian", seq_len=16, norms=(1,), sizes=(4,)).records[-1]
     assert record.status == "error" and record.reason.startswith("WrongOutputError: "), record
     (note,) = show([wrong]).notes
     assert ": WrongOutputError: " in note

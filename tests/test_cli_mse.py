@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 
 pytest.importorskip("efficient_attn_cli", reason="needs an installation, if only an editable one")
 
+from efficient_attn import studies
 from efficient_attn_cli.main import main
 
 SMALL = [
@@ -20,7 +21,7 @@ SMALL = [
     "24",
     "--head-dim",
     "4",
-    "--num-features",
+    "--size",
     "4,8",
     "--norm",
     "0.5",
@@ -29,15 +30,6 @@ OWN = """
 def mean(q, k, v):
     return v.mean(dim=-2, keepdim=True).expand_as(v)
 
-
-def broken(q, k, v):
-    raise RuntimeError("it broke here")
-
-
-def impatient(q, k, v):
-    import signal
-
-    signal.raise_signal(signal.SIGINT)
 """
 
 
@@ -85,9 +77,7 @@ def test_mse_prints_tables_and_sentences_and_last_the_folder_of_its_files(folder
 
 def test_mse_measures_the_shipped_encoder(capsys):
     assert (
-        command(
-            "mse", "--inputs", "encoder", "--layer", "1", "--backend", "exact,window", "--num-features", "32"
-        )
+        command("mse", "--inputs", "encoder", "--layer", "1", "--backend", "exact,window", "--size", "32")
         == 0
     )
     out = unfolded(capsys.readouterr().out)
@@ -103,16 +93,6 @@ def test_mse_measures_a_function_in_a_file(capsys):
     assert own == pytest.approx(yardstick, rel=1e-5)
 
 
-def test_json_on_stdout_is_one_document_and_talk_goes_to_stderr(capsys):
-    assert command(*SMALL, "--backend", "window", "--json", "-") == 0
-    out, err = capsys.readouterr()
-    document = json.loads(out)
-    assert {record["kind"] for record in document["records"]} == {"error"}
-    assert [record["backend"] for record in document["records"]][-2:] == ["window"] * 2
-    assert set(document) == {"environment", "records", "sentences", "notes", "interrupted"}
-    assert "runs/mse-" in err
-
-
 def test_mse_sets_options_and_writes_where_it_is_told(capsys):
     asked = ["--backend", "linformer", "--set", "linformer.init=gaussian", "--of", "weights", "--out", "here"]
     assert command(*SMALL, *asked) == 0
@@ -121,20 +101,33 @@ def test_mse_sets_options_and_writes_where_it_is_told(capsys):
     assert labels[-2:] == [f"linformer(init=gaussian, rank={rank})" for rank in (4, 8)]
 
 
-@pytest.mark.parametrize(
-    ("backends", "code"), [("window,own.py:broken", 3), ("own.py:broken", 4), ("own.py:impatient", 130)]
-)
-def test_mse_ends_with_the_code_that_says_how_it_went(backends, code):
-    assert command(*SMALL, "--backend", backends) == code
+def test_the_former_form_of_the_command_kernel_measures_the_same_and_is_announced(folder, capsys):
+    asked = ["--norm", "0.5", "--angle", "90", "--head-dim", "4", "--backend", "performer-trig"]
+    sizes = {"kernel": ["--size", "8"], "mse": ["--of", "kernel", "--num-features", "8"]}
+    for name, words in sizes.items():
+        assert command(name, *words, *asked, "--out", name) == 0
+    err = capsys.readouterr().err
+    assert "`mse --of kernel` is now the command `kernel`" in err and "--num-features is now --size" in err
+    assert Path("mse/records.jsonl").read_bytes() == Path("kernel/records.jsonl").read_bytes()
+    assert json.loads(Path("mse/environment.json").read_text())["study"] == "kernel"
+    assert Path("mse/kernel.png").exists() and command("report", "mse") == 0
+
+
+def test_the_predicted_duration_weighs_points_by_their_operations():
+    asked = {"inputs": "gaussian", "norms": (1.0,), "seq_len": 512, "head_dim": 4, "sizes": (16, 64)}
+    plan = studies.find("mse").plan(["performer-positive", "exact"], **asked)
+    costs = {point.case.label: point.cost for point in plan.points}
+    small, large = (costs[f"performer-positive(num_features={size})"] for size in (16, 64))
+    assert small < large < 4 * small
+    assert len({point.series for point in plan.points}) < len(plan.points)
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--num-features", "many"], "--num-features cannot be 'many'"),
-        (["--num-features", "0"], "--num-features cannot be '0'"),
-        (["--num-features", "64:16:x2"], "--num-features 64:16:x2 ends before it begins"),
-        (["--num-features", "16", "64"], "'64' stands alone"),
+        (["--size", "many"], "--size cannot be 'many'"),
+        (["--size", "0"], "--size cannot be '0'"),
+        (["--size", "64:16:x2"], "--size 64:16:x2 ends before it begins"),
         (["--norm", "0"], "--norm is made of finite numbers above 0, such as 0.5,1, not '0'"),
         (["--norm", "small"], "--norm is made of finite numbers above 0, such as 0.5,1, not 'small'"),
         (["--norm", "inf"], "--norm is made of finite numbers above 0, such as 0.5,1, not 'inf'"),
@@ -146,19 +139,14 @@ def test_mse_ends_with_the_code_that_says_how_it_went(backends, code):
             ["--inputs", "bad.safetensors"],
             "bad.safetensors is not a valid safetensors file: it has no header. Make one with",
         ),
-        (["--metric", "accuracy"], "No metric is called 'accuracy'. Known: frobenius, kernel, kl"),
+        (["--metric", "accuracy"], "No metric is called 'accuracy'. Known: frobenius, kl"),
         (["--metric", "mse", "--of", "weights"], "metric 'mse' is one of the output, not of the weights"),
         (["--of", "kernel", "--angle", "200"], "--angle is made of degrees from 0 to 180, such as 60,90"),
         (["--by", "layer"], "by is head, not 'layer'"),
-        (["--of", "heads"], "of is output, weights or kernel, not 'heads'"),
-        (["--draws", "0"], "--draws"),
+        (["--of", "heads"], "of is output or weights, not 'heads'"),
         (["--backend", "rff"], "Here it is 'performer-trig'."),
-        (["--backend", "own.py:absent"], "absent"),
-        (["--set", "rank=4"], "--set cannot be 'rank=4'"),
         (["--set", "linformer.ranks=4"], "Did you mean 'rank'?"),
         (["--set", "linformer.rank=25"], "rank=25 is more than max_tokens=24"),
-        (["--json", "file.json"], "--json takes - for stdout"),
-        (["--out", "own.py"], "--out: cannot write to own.py"),
     ],
 )
 def test_a_wrong_request_ends_in_one_line_and_code_2(words, message, capsys):

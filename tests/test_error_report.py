@@ -6,10 +6,10 @@ import pytest
 from drawn import texts
 
 import efficient_attn as ea
-from efficient_attn.analysis.accuracy import below_from, panels
 from efficient_attn.errors import OptionError
-from efficient_attn.report.error_overview import overview_tables
-from efficient_attn.report.error_table import tables
+from efficient_attn.studies.mse.analysis import below_from, panels
+from efficient_attn.studies.mse.overview import overview_tables
+from efficient_attn.studies.mse.tables import error_tables as tables
 from efficient_attn.sweep.records import Case, Record
 from efficient_attn.sweep.sizes import MEAN_OF_VALUES, Sized, sized, with_size
 from efficient_attn.sweep.variants import Variant

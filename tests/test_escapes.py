@@ -78,8 +78,8 @@ globals()[WORD] = attend
 SMALL = ("--num-heads", "2", "--head-dim", "8", "--threads", "1", "--rounds", "1")
 BENCH = ("bench", "--seq-len", "16", *SMALL)
 COMPARE = ("compare", "--inputs", "gaussian", "--seq-len", "16", *SMALL)
-MSE = ("mse", "--inputs", "gaussian", "--seq-len", "16", "--norm", "1", "--num-features", "4")
-RECALL = ("recall", "--pairs", "16", "--steps", "2", "--seeds", "1", "--num-features", "4")
+MSE = ("mse", "--inputs", "gaussian", "--seq-len", "16", "--norm", "1", "--size", "4")
+RECALL = ("recall", "--pairs", "16", "--steps", "2", "--seeds", "1", "--size", "4")
 BACKENDS = "own.py:raises,own.py:refuses,own.py:leaves,own.py:worse,own.py:named," + f"own.py:{PLANT}"
 
 

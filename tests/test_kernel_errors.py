@@ -9,9 +9,9 @@ import torch
 from drawn import texts
 
 import efficient_attn as ea
-from efficient_attn.analysis.kernel import kernel_panels, kernel_points, plain_guesses
 from efficient_attn.errors import OptionError, UnknownNameError, UnsupportedError
-from efficient_attn.sweep.kernels import PAIRS, pairs
+from efficient_attn.studies.kernel.analysis import kernel_panels, kernel_points, plain_guesses
+from efficient_attn.studies.kernel.measure import PAIRS, pairs
 from efficient_attn.theory.kurtosis import log_moments, standard_error
 
 RANDOM = ["performer-positive", "performer-hyperbolic", "performer-trig", "performer-oprf", "performer-full"]
@@ -29,9 +29,8 @@ def test_pairs_have_the_norm_and_angle_that_was_asked_for():
 @pytest.mark.parametrize("projection", ["iid", "orthogonal", "simplex"])
 @pytest.mark.parametrize("head_dim", [4, 8, 16, 64])
 def test_measured_errors_are_those_of_theory(projection, head_dim):
-    results = ea.mse(
+    results = ea.kernel(
         RANDOM,
-        of="kernel",
         sizes=(32,),
         norms=(0.5,),
         angles=(100,),
@@ -49,9 +48,7 @@ def test_measured_errors_are_those_of_theory(projection, head_dim):
 
 
 def test_an_error_that_so_many_draws_cannot_tell_is_said_beside_theory():
-    results = ea.mse(
-        ["performer-positive", "performer-trig"], of="kernel", sizes=(16,), norms=(1.5,), angles=(60,)
-    )
+    results = ea.kernel(["performer-positive", "performer-trig"], sizes=(16,), norms=(1.5,), angles=(60,))
     lost, found = results.records
     assert (lost.status, lost.kernel_mse) == ("skipped", None)
     assert "would come out too small" in lost.reason
@@ -71,8 +68,8 @@ def test_an_error_that_so_many_draws_cannot_tell_is_said_beside_theory():
 
 
 def test_the_plots_run_over_features_angle_and_norm(tmp_path):
-    results = ea.mse(
-        ["performer-trig"], of="kernel", sizes=(8, 16), norms=(0.5, 1), angles=(90, 120), draws=4, head_dim=4,
+    results = ea.kernel(
+        ["performer-trig"], sizes=(8, 16), norms=(0.5, 1), angles=(90, 120), draws=4, head_dim=4,
         out=tmp_path / "out",
     )  # fmt: skip
     assert {"kernel.png", "kernel-by-angle.png", "kernel-by-norm.png", "report.html"} <= {
@@ -90,22 +87,20 @@ def test_the_plots_run_over_features_angle_and_norm(tmp_path):
 
 
 def test_by_default_only_what_estimates_the_kernel_is_measured_and_others_are_refused_by_name():
-    small = {"of": "kernel", "sizes": (8,), "norms": (0.5,), "angles": (90,), "draws": 2, "head_dim": 4}
-    assert {r.case.backend for r in ea.mse(**small).records} == set(RANDOM)
-    window, relu = ea.mse(["window", "linear-relu"], **{**small, "sizes": (9,)}).records
+    small = {"sizes": (8,), "norms": (0.5,), "angles": (90,), "draws": 2, "head_dim": 4}
+    assert {r.case.backend for r in ea.kernel(**small).records} == set(RANDOM)
+    window, relu = ea.kernel(["window", "linear-relu"], **{**small, "sizes": (9,)}).records
     assert (window.status, relu.status) == ("unsupported", "unsupported")
     assert "has no features that estimate the softmax kernel" in window.reason
     assert "of another kernel than that of softmax" in relu.reason
     with pytest.raises(OptionError, match="angle is from 0 to 180 degrees, not 181"):
-        ea.mse(**{**small, "angles": (181,)})
+        ea.kernel(**{**small, "angles": (181,)})
     with pytest.raises(UnsupportedError, match="'exact' has no features"):
         ea.build("exact", head_dim=4).kernel_ratios(*torch.zeros(2, 1, 1, 3, 4))
 
 
 def test_what_is_calibrated_is_calibrated_on_the_pairs_and_the_record_says_so():
-    (record,) = ea.mse(
-        ["performer-oprf"], of="kernel", sizes=(8,), norms=(0.5,), angles=(90,), draws=2
-    ).records
+    (record,) = ea.kernel(["performer-oprf"], sizes=(8,), norms=(0.5,), angles=(90,), draws=2).records
     assert record.calibrated_on == "the inputs measured"
 
 
@@ -146,8 +141,6 @@ def test_the_standard_error_is_infinite_where_no_number_holds_it_and_none_where_
 
 
 def test_a_record_that_tells_no_place_is_left_out_of_lines():
-    (record,) = ea.mse(
-        ["performer-trig"], of="kernel", sizes=(8,), norms=(0.5,), angles=(90,), draws=2
-    ).records
+    (record,) = ea.kernel(["performer-trig"], sizes=(8,), norms=(0.5,), angles=(90,), draws=2).records
     strange = replace(record, case=replace(record.case, inputs="pair(norm=x)"))
     assert kernel_points([strange]) == [] and ea.Results([strange]).tables() == []

@@ -4,12 +4,12 @@ import pytest
 from drawn import texts
 
 import efficient_attn as ea
-from efficient_attn.analysis.accuracy import panels
 from efficient_attn.problem import AttentionProblem
-from efficient_attn.sweep import match
+from efficient_attn.studies.mse import match
+from efficient_attn.studies.mse.analysis import panels
 from efficient_attn.sweep.sizes import YARDSTICKS, sized
 
-ASKED = {"inputs": "gaussian", "tokens": 64, "head_dim": 8, "norms": (0.5,), "sizes": (8, 16), "draws": 1}
+ASKED = {"inputs": "gaussian", "seq_len": 64, "head_dim": 8, "norms": (0.5,), "sizes": (8, 16), "draws": 1}
 NAMES = ["performer-positive", "performer-trig", "linformer", "window"]
 
 

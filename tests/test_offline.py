@@ -49,9 +49,9 @@ LONG = [
     ("bench", "--seq-len", "16", *SMALL, "--backward", "--of", "attention,block,encoder"),
     ("compare", "--inputs", "gaussian", "--seq-len", "16", *SMALL, "--out", "compare"),
     ("compare", "--inputs", "encoder", "--seq-len", "64", "--rounds", "2", "--backend", "exact,window"),
-    ("mse", "--inputs", "gaussian,encoder", "--seq-len", "64", "--num-features", "4", "--out", "mse"),
+    ("mse", "--inputs", "gaussian,encoder", "--seq-len", "64", "--size", "4", "--out", "mse"),
     ("show",),
-    ("recall", "--steps", "1", "--seeds", "1", "--num-features", "8"),
+    ("recall", "--steps", "1", "--seeds", "1", "--size", "8"),
     (
         "train",
         "--steps",

@@ -9,7 +9,7 @@ from efficient_attn.measure.inputs import gaussian
 from efficient_attn.measure.parts import parts, sums
 from efficient_attn.report.error_table import show_error
 
-SMALL = {"inputs": "gaussian", "tokens": 24, "head_dim": 4, "norms": (0.5,), "sizes": (8,)}
+SMALL = {"inputs": "gaussian", "seq_len": 24, "head_dim": 4, "norms": (0.5,), "sizes": (8,)}
 
 
 class Shifted(torch.nn.Module):

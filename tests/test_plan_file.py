@@ -15,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("hasty", "undrawn")
 
 BENCH = ["--seq-len", "16", "--num-heads", "2", "--head-dim", "8", "--budget", "1h", "--isolate", "none",
          "--backend", "window", "--set", "window.window=5,7", "--causal", "--threads", "1"]  # fmt: skip
-MSE = ["--num-features", "8", "--inputs", "gaussian", "--norm", "1", "--seq-len", "32", "--draws", "2",
+MSE = ["--size", "8", "--inputs", "gaussian", "--norm", "1", "--seq-len", "32", "--draws", "2",
        "--backend", "performer-trig,window", "--seed", "3"]  # fmt: skip
 
 

@@ -36,7 +36,7 @@ for name in ea.list_backends():
 costs = ea.bench(
     seq_lens=(16, 300), num_heads=2, head_dim=8, threads=1, isolate="none", rounds=1, budget_s=60
 )
-errors = ea.mse(sizes=(8, 16), tokens=64, inputs=("gaussian",), draws=3)
+errors = ea.mse(sizes=(8, 16), seq_len=64, inputs=("gaussian",), draws=3)
 rows = [json.loads(line(record)) for record in (*costs.records, *errors.records)]
 kept = [{{name: value for name, value in row.items() if name not in {TIMED}}} for row in rows]
 print(json.dumps([digest.hexdigest(), kept], sort_keys=True))

@@ -176,4 +176,7 @@ def test_every_study_declares_each_option_once_and_has_the_options_of_every_run(
     flags = [one.flag for one in study.parameters()]
     assert len(set(flags)) == len(flags) and all(one.option.help.endswith(".") for one in study.parameters())
     shown = getattr(ea, name).__doc__
-    assert all(f"    {one.name}: " in shown for one in study.parameters()) and "    resume: " in shown
+    assert (
+        all(f"    {one.name}: " in shown for one in study.parameters() if not one.option.hidden)
+        and "    resume: " in shown
+    )

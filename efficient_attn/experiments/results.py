@@ -15,12 +15,11 @@ from efficient_attn.report.harmless import plain
 from efficient_attn.report.readable import readable
 from efficient_attn.report.table import Table, to_html
 from efficient_attn.studies import studies
+from efficient_attn.studies.plan import STUDY
+from efficient_attn.studies.view import View
 from efficient_attn.sweep.case import Record
 from efficient_attn.sweep.records import append
 from efficient_attn.sweep.records import read as read_records
-
-# The key of a run's environment that names its study.
-STUDY = "study"
 
 
 class Results:
@@ -165,8 +164,6 @@ class Results:
 
     def _parts(self) -> list[tuple[Any, list[Record]]]:
         """The views of the records, each with its records."""
-        from efficient_attn.experiments import other_views
-
         name = self.environment.get(STUDY)
         if isinstance(name, str) and name in studies():
             return [(studies()[name].view, list(self.records))]
@@ -178,7 +175,7 @@ class Results:
                 parts.append((study.view, own))
                 taken = set(map(id, own))
                 left = [record for record in left if id(record) not in taken]
-        return parts + ([(other_views, left)] if left or not parts else [])
+        return parts + ([(View.of((), None), left)] if left or not parts else [])
 
 
 def read(*paths: str | Path) -> Results:

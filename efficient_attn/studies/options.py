@@ -1,6 +1,8 @@
 """Options that several studies share, each declared once."""
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Annotated, Any
 
 from efficient_attn.limits import WHOLE_NUMBER
@@ -57,6 +59,25 @@ def parse_options(texts: Sequence[str] | None, *, name: str) -> dict[str, dict[s
     return parse_settings(texts or [])
 
 
+def parse_numbers(
+    meaning: str, allowed: Callable[[float], bool], kind: Callable[[str], Any] = float
+) -> Callable[..., tuple[Any, ...]]:
+    """A parser of numbers joined by commas, all of which are allowed."""
+
+    def parse(text: str, *, name: str) -> tuple[Any, ...]:
+        from efficient_attn.errors import OptionError
+
+        try:
+            found = tuple(map(kind, text.split(",")))
+        except ValueError:
+            found = ()
+        if not found or not all(map(allowed, found)):
+            raise OptionError(f"{name} is made of {meaning}, not {text!r}.")
+        return tuple(dict.fromkeys(found))
+
+    return parse
+
+
 def complete_backends(incomplete: str) -> list[str]:
     """Completions of the name after the last comma."""
     typed, comma, last = incomplete.rpartition(",")
@@ -99,7 +120,8 @@ Sizes = Annotated[
     str | int | Sequence[int],
     Option(
         help="Size of every backend (features, rank or window): 32,64 or 32:256:x2 or 1k.",
-        flag="--num-features",
+        flag="--size",
+        old=("--num-features",),
         metavar="SIZES",
         parse=parse_sizes,
     ),
@@ -130,6 +152,33 @@ Batch = Annotated[int, Option(help="Batch size.", least=1)]
 NumHeads = Annotated[int, Option(help="Number of heads.", least=1)]
 HeadDim = Annotated[int, Option(help="Head dimension.", least=1)]
 Layer = Annotated[int | None, Option(help="Index of the only layer, from 0; all layers if omitted.", least=0)]
+Layers = Annotated[
+    Sequence[int] | None,
+    Option(
+        help="Indices of layers, from 0; all layers if omitted.",
+        flag="--layer",
+        metavar="N[,N…]",
+        parse=parse_numbers("whole numbers, such as 0,1,5", lambda layer: layer >= 0, int),
+    ),
+]
+Norms = Annotated[
+    Sequence[float],
+    Option(
+        help="Standard deviations of Gaussian queries and keys; norms |q|/d^¼ of kernel entries.",
+        flag="--norm",
+        metavar="NORM[,NORM…]",
+        parse=parse_numbers("finite numbers above 0, such as 0.5,1", lambda norm: 0 < norm < math.inf),
+    ),
+]
+_ANGLES = Option(
+    help="Angles between query and key in degrees, 0 to 180.",
+    flag="--angle",
+    metavar="DEG[,DEG…]",
+    parse=parse_numbers("degrees from 0 to 180, such as 60,90", lambda angle: 0 <= angle <= 180),
+)
+Angles = Annotated[Sequence[float], _ANGLES]
+# Of kernel entries, which the command `mse` measured formerly.
+FormerAngles = Annotated[Sequence[float], replace(_ANGLES, hidden=True)]
 Device = Annotated[str, Option(help="auto, cpu, cuda or cuda:1.")]
 Dtype = Annotated[str, Option(help="auto (float32 on the CPU, bfloat16 on CUDA) or a dtype's name.")]
 Threads = Annotated[int | None, Option(help="CPU threads; torch's default if omitted.", least=1)]

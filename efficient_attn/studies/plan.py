@@ -1,12 +1,16 @@
 """A plan: every record to come, known before anything runs."""
 
+import itertools
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 from efficient_attn.sweep.case import Case, Record
+
+# Key of a run's environment that names its study.
+STUDY = "study"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +59,7 @@ class Plan:
 
     Attributes:
         notes: Remarks on the plan, such as omitted sizes.
-        about: Entries of the run's environment.
+        about: Entries of the run's environment; an entry `STUDY` replaces the name of the study.
         settled: Options that the machine decided, by parameter: the plan file repeats them.
         timeout_s: Seconds of one point, all its rounds together.
         start_s: Seconds of starting a process for each round, where that is done.
@@ -78,3 +82,9 @@ class Plan:
     told: Callable[[Record], str] | None = None
     attach: "Callable[..., Plan] | None" = None
     budget_s: float | None = None
+
+
+def interleaved(lines: Iterable[Iterable[Point]]) -> list[Point]:
+    """The first point of every line, then the second ones; each case once."""
+    rows = itertools.zip_longest(*lines)
+    return list({point.case.key: point for row in rows for point in row if point is not None}.values())

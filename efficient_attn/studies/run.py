@@ -8,12 +8,12 @@ from efficient_attn.analysis.doubts import DURING, doubts
 from efficient_attn.errors import OptionError
 from efficient_attn.experiments.files import open_folder
 from efficient_attn.experiments.folder import Book, Earlier, begin, only_writer
-from efficient_attn.experiments.results import STUDY, Results
+from efficient_attn.experiments.results import Results
 from efficient_attn.measure.conditions import between, moment
 from efficient_attn.measure.environment import environment
 from efficient_attn.studies.lockstep import Lockstep
 from efficient_attn.studies.loop import Loop
-from efficient_attn.studies.plan import Plan
+from efficient_attn.studies.plan import STUDY, Plan
 from efficient_attn.studies.study import Study
 from efficient_attn.sweep.run import Step
 
@@ -46,7 +46,7 @@ def run_plan(
         raise OptionError(f"budget_s is a number of seconds above 0, not {budget_s!r}.")
     plan = make_plan()
     folder = None if out is None else open_folder(out, name="out", fresh=not resume)
-    machine = {**environment(command=command, device=plan.device), **plan.about, STUDY: study.name}
+    machine = {**environment(command=command, device=plan.device), STUDY: study.name, **plan.about}
     with ExitStack() as stack:
         earlier = Earlier()
         if folder is not None:

@@ -38,6 +38,7 @@ class Option:
         least: Smallest number; `most` is the largest.
         several: The flag may be repeated; `parse` gets the list of texts.
         argument: A positional argument instead of a flag.
+        hidden: Left out of the help text and the docstring.
         complete: Completions of an incomplete text.
     """
 
@@ -50,6 +51,7 @@ class Option:
     most: float | None = None
     several: bool = False
     argument: bool = False
+    hidden: bool = False
     complete: Callable[[str], list[str]] | None = None
 
 
@@ -185,6 +187,7 @@ def _docstring(study: Study) -> str:
     listed = "\n".join(
         textwrap.fill(f"{one.name}: {one.option.help}", 100, subsequent_indent="    ")
         for one in study.parameters()
+        if not one.option.hidden
     )
     run = (
         "out: Folder to which every record is written as soon as it exists.\n"

@@ -59,6 +59,8 @@ def record_tables(
     quantities: Sequence[Quantity], records: Sequence[Record], environment: Environment
 ) -> list[Table]:
     """One row per record, one column per quantity that was measured."""
+    if not records:
+        return []
     shown = [one for one in quantities if any(getattr(record, one.field) is not None for record in records)]
     rows = tuple(
         (record.case.label, str(record.case.tokens), *(_cell(getattr(record, one.field)) for one in shown))

@@ -1,63 +1,67 @@
 """Error of a backend against exact attention: one record per backend, size and input."""
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from efficient_attn.backends import build
-from efficient_attn.contained import contained, described, one_line
+from efficient_attn.backends import build, resolve
+from efficient_attn.contained import contained
 from efficient_attn.errors import AttentionError, OptionError, UnsupportedError
 from efficient_attn.measure import error as measure
 from efficient_attn.measure.checked import outputs_checked
 from efficient_attn.measure.parts import parts, sums
 from efficient_attn.sweep.case import SAME_INPUTS, Case, Record, replace
 from efficient_attn.sweep.counting import attention_flops
-from efficient_attn.sweep.kernels import kernel_record
 from efficient_attn.sweep.questions import Question
-from efficient_attn.sweep.sizes import SEED, with_size
+from efficient_attn.sweep.sizes import SEED, possible, with_size
 from efficient_attn.sweep.subject import Subject
 from efficient_attn.sweep.variants import Variant
+from efficient_attn.sweep.worker import answer
 
 
 def measure_error(
+    variant: Variant, subject: Subject, question: Question, *, threads: int | None = None
+) -> Record:
+    """Errors of one backend on one subject, one per draw of its random features."""
+    # Inputs and features use separate streams, so that one seed serves both.
+    draws = question.draws if SEED in variant.options else 1
+
+    def measured(case: Case, backends: Sequence[Any]) -> Record:
+        record = _measured(case, subject, backends, question)
+        return replace(record, flops=attention_flops(case, variant.target))
+
+    return measure_draws(variant, subject, question.of, draws, measured, threads=threads)
+
+
+def measure_draws(
     variant: Variant,
     subject: Subject,
-    question: Question,
+    of: str,
+    draws: int,
+    measured: Callable[[Case, Sequence[Any]], Record],
     *,
-    option: str | None = None,
-    size: int | None = None,
+    threads: int | None = None,
 ) -> Record:
-    """Errors of one backend on one subject, one per draw of its random features.
+    """The record that `measured` makes of a case and the draws of a backend, calibrated if required."""
+    case = error_case(variant, subject, of, threads=threads)
 
-    Args:
-        option: Option that takes `size`. If the backend refuses a size, size + 1 is tried, since windows are
-            odd.
-    """
-    # Inputs and features use separate streams, so that one seed serves both.
-    first, of = subject.seed, question.of
-    seeds = range(first, first + (question.draws if SEED in variant.options else 1))
-    chosen = variant if option is None or size is None else with_size(variant, option, size)
-    try:
-        with contained(), torch.no_grad():
-            chosen, backends = _build(variant, subject, seeds, option, size)
+    def answered() -> Record:
+        with torch.no_grad():
+            backends = [
+                _build_one(variant, subject, seed) for seed in range(subject.seed, subject.seed + draws)
+            ]
             calibrated_on = _calibrate(backends, subject)
-            case = error_case(chosen, subject, of)
             with outputs_checked(*backends):
-                measured = _measured(case, subject, backends, question)
-            return replace(measured, calibrated_on=calibrated_on, flops=attention_flops(case, variant.target))
-    except AttentionError as refusal:
-        return failed(chosen, subject, of, "unsupported", str(refusal))
-    except Exception as failure:  # the backend may be external code: any exception is a result
-        return failed(chosen, subject, of, "error", described(failure))
+                return replace(measured(case, backends), calibrated_on=calibrated_on)
+
+    return answer(case, answered)
 
 
-def try_options(
-    variant: Variant, subject: Subject, *, option: str | None = None, size: int | None = None
-) -> None:
+def try_options(variant: Variant, subject: Subject) -> None:
     """Build a variant once to validate its options; an option value that never works is a wrong request.
 
     Raises:
@@ -67,7 +71,7 @@ def try_options(
         return
     try:
         with contained():
-            _build(variant, subject, range(1), option, size)
+            _build_one(variant, subject, 0)
     except UnsupportedError:
         # An unsupported request is a result and is recorded.
         return
@@ -78,26 +82,48 @@ def try_options(
         return
 
 
-def one_backend(
-    variant: Variant, subject: Subject, *, option: str | None = None, size: int | None = None
-) -> Any:
-    """The first draw of a variant, at a size if one is given, calibrated if required."""
-    _, backends = _build(variant, subject, range(subject.seed, subject.seed + 1), option, size)
-    _calibrate(backends, subject)
-    return backends[0]
+def at_size(variant: Variant, subject: Subject, option: str, size: int) -> Variant:
+    """The variant at a size, or at the next one if the backend refuses it, since windows are odd.
 
-
-def _build(
-    variant: Variant, subject: Subject, seeds: Sequence[int], option: str | None, size: int | None
-) -> tuple[Variant, list[Any]]:
-    if option is None or size is None:
-        return variant, [_build_one(variant, subject, seed) for seed in seeds]
+    Raises:
+        OptionError: If the backend refuses both.
+    """
+    chosen = with_size(variant, option, size)
     try:
-        chosen = with_size(variant, option, size)
-        return chosen, [_build_one(chosen, subject, seed) for seed in seeds]
+        try_options(chosen, subject)
     except OptionError:
         chosen = with_size(variant, option, size + 1)
-        return chosen, [_build_one(chosen, subject, seed) for seed in seeds]
+        try_options(chosen, subject)
+    return chosen
+
+
+def at_sizes(variant: Variant, subject: Subject, sizes: Sequence[int]) -> list[Variant]:
+    """The variant at every possible size; the variant itself if it has no size or its size was set.
+
+    Raises:
+        OptionError: If the backend refuses the first size, or an option; other refusals are results.
+    """
+    option = resolve(variant.target).size_option
+    if option is None or f"{option}=" in variant.label:
+        try_options(variant, subject)
+        return [variant]
+    found: list[Variant] = []
+    for size in sizes:
+        if possible(size, tokens=subject.tokens, options=variant.options):
+            try:
+                found.append(at_size(variant, subject, option, size))
+            except OptionError:
+                if not found:
+                    raise
+                found.append(with_size(variant, option, size))
+    return found
+
+
+def one_backend(variant: Variant, subject: Subject) -> Any:
+    """The first draw of a variant, calibrated if required."""
+    backends = [_build_one(variant, subject, subject.seed)]
+    _calibrate(backends, subject)
+    return backends[0]
 
 
 def _build_one(variant: Variant, subject: Subject, draw: int) -> Any:
@@ -130,9 +156,6 @@ def _calibrate(backends: list[Any], subject: Subject) -> str | None:
 
 def _measured(case: Case, subject: Subject, backends: Sequence[Any], question: Question) -> Record:
     q, k, v = subject.activations
-    if question.of == "kernel":
-        record = kernel_record(case, backends, q, k, subject.scale)
-        return replace(record, num_directions=directions_of(backends[0]))
     unsafe = _unsafe(backends, q, k)
     if question.metrics == ("unsafe",):
         if unsafe is None:
@@ -205,12 +228,7 @@ def directions_of(backend: Any) -> int | None:
     return rows[0] if rows else None
 
 
-def failed(variant: Variant, subject: Subject, of: str, status: str, reason: str) -> Record:
-    """Record of a failed measurement, with a one-line reason."""
-    return Record(case=error_case(variant, subject, of), status=status, reason=one_line(reason))
-
-
-def error_case(variant: Variant, subject: Subject, of: str) -> Case:
+def error_case(variant: Variant, subject: Subject, of: str, *, threads: int | None = None) -> Case:
     """The case of a variant on a subject."""
     q = subject.activations.q
     return Case(
@@ -226,7 +244,7 @@ def error_case(variant: Variant, subject: Subject, of: str) -> Case:
         causal=subject.causal,
         dtype=str(q.dtype).removeprefix("torch."),
         device=q.device.type,
-        threads=torch.get_num_threads(),
+        threads=threads or torch.get_num_threads(),
         inputs=subject.name,
         seed=subject.seed,
     )

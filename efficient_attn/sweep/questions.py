@@ -6,8 +6,7 @@ from typing import NamedTuple
 from efficient_attn.errors import OptionError, UnknownNameError
 from efficient_attn.problem import positive_count
 
-OF = ("output", "weights", "kernel")
-
+OF = ("output", "weights")
 
 # Budgets that can be matched between backends; by default sizes are compared as they are.
 MATCHES = ("features", "directions", "flops", "time", "memory")
@@ -33,14 +32,13 @@ METRICS = {
     "unsafe": Metric("output", "unsafe_rows", "share of rows with a zero or negative sum of weights"),
     "frobenius": Metric("weights", "weights_relative_error", "‖A' − A‖ / ‖A‖ of the attention weights"),
     "kl": Metric("weights", "weights_row_kl", "mean over rows of Σ A log(A / A'), for positive A'"),
-    "kernel": Metric("kernel", "kernel_mse", "mean squared error of one entry of the softmax kernel"),
 }
 
 # Metrics recorded by default; the first one is shown.
-_RECORDED = {"output": ("relative", "mse"), "weights": ("frobenius",), "kernel": ("kernel",)}
+_RECORDED = {"output": ("relative", "mse"), "weights": ("frobenius",)}
 
-# Fewest draws that give a median a 95 % interval; kernel entries are cheap and need many.
-_DRAWS = {"output": 6, "weights": 6, "kernel": 64}
+# Fewest draws that give a median a 95 % interval.
+DRAWS = 6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +70,7 @@ def ask(
     *,
     of: str | None = None,
     metric: str | None = None,
-    draws: int | None = None,
+    draws: int = DRAWS,
     by: str | None = None,
     match: str = "features",
     decompose: bool = False,
@@ -85,7 +83,7 @@ def ask(
     if metric is not None and metric not in METRICS:
         raise UnknownNameError("metric", str(metric), METRICS)
     if of is not None and of not in OF:
-        raise OptionError(f"of is {', '.join(OF[:-1])} or {OF[-1]}, not {of!r}.")
+        raise OptionError(f"of is {' or '.join(OF)}, not {of!r}.")
     about = METRICS[metric].of if metric is not None else None
     if of is not None and about not in (None, of):
         fitting = ", ".join(name for name, one in METRICS.items() if one.of == of)
@@ -95,11 +93,8 @@ def ask(
     if match not in MATCHES:
         raise UnknownNameError("quantity to match", str(match), MATCHES)
     chosen = of or about or "output"
-    if match != "features" and chosen == "kernel":
-        raise OptionError(f"match {match!r} is for errors of the output or the weights, not of the kernel.")
     if decompose and (chosen, metric) not in (("output", None), ("output", "relative")):
         raise OptionError("decompose is for relative errors of the output.")
-    draws = _DRAWS[chosen] if draws is None else draws
     positive_count("draws", draws)
     metrics = _RECORDED[chosen] if metric is None else (metric,)
     if by == "head" and metrics[0] != "relative":

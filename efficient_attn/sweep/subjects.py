@@ -3,10 +3,11 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePath
 
+import torch
+
 from efficient_attn.errors import DataError, OptionError
 from efficient_attn.measure.inputs import Activations, Captured, gaussian, read_activations, shipped, stitched
 from efficient_attn.problem import positive_count
-from efficient_attn.sweep.kernels import pairs
 from efficient_attn.sweep.subject import Subject
 
 WORDS = ("gaussian", "encoder", "stitched")
@@ -54,25 +55,10 @@ def subjects(
     return tuple(found)
 
 
-def pair_subjects(
-    norms: Sequence[float], angles: Sequence[float], *, head_dim: int, seed: int
-) -> tuple[Subject, ...]:
-    """Pairs of a query and a key, one subject for each norm and angle of their scaled vectors."""
-    if not norms or not angles:
-        raise OptionError("norms and angles must not be empty.")
-    for angle in angles:
-        if not 0 <= angle <= 180:
-            raise OptionError(f"angle is from 0 to 180 degrees, not {angle!r}.")
-    return tuple(
-        Subject(
-            f"pair(norm={norm:g}, angle={angle:g})",
-            pairs(norm=norm, angle=angle, head_dim=head_dim, seed=seed),
-            head_dim**-0.5,
-            seed,
-        )
-        for norm in norms
-        for angle in angles
-    )
+def placed(subject: Subject, *, dtype: str, device: str) -> Subject:
+    """The subject with q, k and v in a dtype on a device."""
+    tensors = (tensor.to(dtype=getattr(torch, dtype), device=device) for tensor in subject.activations)
+    return Subject(subject.name, Activations(*tensors), subject.scale, subject.seed)
 
 
 def _gaussian(norm: float, *, tokens: int, head_dim: int, seed: int) -> Subject:

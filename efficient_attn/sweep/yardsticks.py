@@ -7,15 +7,15 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from efficient_attn.errors import UnsupportedError
 from efficient_attn.measure import error as measure
 from efficient_attn.measure import yardsticks as lines
-from efficient_attn.sweep.accuracy import error_case, failed, output_record, weights_record
+from efficient_attn.sweep.accuracy import error_case, output_record, weights_record
 from efficient_attn.sweep.questions import Question
 from efficient_attn.sweep.records import Record
 from efficient_attn.sweep.sizes import MEAN_OF_VALUES, ORACLE, TAYLOR, with_size
 from efficient_attn.sweep.subject import Subject
 from efficient_attn.sweep.variants import Variant
+from efficient_attn.sweep.worker import answer
 
 TAYLOR_ORDERS = (1, 2)
 
@@ -62,26 +62,24 @@ def oracle(rank: int) -> Yardstick:
 
 
 def measure_yardstick(
-    yardstick: Yardstick, subject: Subject, question: Question, *, ranks: int = 0
+    yardstick: Yardstick, subject: Subject, question: Question, *, ranks: int = 0, threads: int | None = None
 ) -> Record:
     """Measure the error of a baseline.
 
     Args:
         ranks: Largest rank that will be requested for this subject.
     """
-    variant = yardstick.variant
-    case = error_case(variant, subject, question.of)
-    try:
+    case = error_case(yardstick.variant, subject, question.of, threads=threads)
+
+    def measured() -> Record:
+        if question.metrics == ("unsafe",):
+            return Record(case=case, unsafe_rows=0.0)
         with torch.no_grad():
-            if question.metrics == ("unsafe",):
-                return Record(case=case, unsafe_rows=0.0)
             if question.of == "weights":
-                record = weights_record(case, subject, question, [_weights(yardstick, subject, ranks)])
-            else:
-                record = output_record(case, subject, question, [_output(yardstick, subject, ranks)])
-    except UnsupportedError as refusal:
-        return failed(variant, subject, question.of, "unsupported", str(refusal))
-    return record
+                return weights_record(case, subject, question, [_weights(yardstick, subject, ranks)])
+            return output_record(case, subject, question, [_output(yardstick, subject, ranks)])
+
+    return answer(case, measured)
 
 
 def _output(yardstick: Yardstick, subject: Subject, ranks: int) -> Tensor:

@@ -5,21 +5,21 @@ from functools import partial
 from statistics import fmean
 from typing import Any
 
-from efficient_attn.analysis.accuracy import ErrorCurve, Panel, panels
 from efficient_attn.analysis.statistics import middle
 from efficient_attn.analysis.verdicts import not_measured
 from efficient_attn.experiments.reproduce import _fig4_claims as claims
 from efficient_attn.experiments.reproduce._fig4 import BACKENDS, MSE, PROJECTIONS, inputs, norm_of
 from efficient_attn.experiments.reproduce._parts import Part, measure_parts
 from efficient_attn.experiments.reproduction import Setting
-from efficient_attn.report.error_plot import error_plot
 from efficient_attn.report.error_table import describe, show_error
 from efficient_attn.report.figures import Plot
 from efficient_attn.report.table import Table
+from efficient_attn.studies.mse.analysis import ErrorCurve, Panel, panels
+from efficient_attn.studies.mse.plot import error_plot
 from efficient_attn.sweep.case import Case, Record, replace
 from efficient_attn.sweep.questions import ask
 from efficient_attn.sweep.run import Step
-from efficient_attn.sweep.sizes import MEAN_OF_VALUES, sized
+from efficient_attn.sweep.sizes import MEAN_OF_VALUES, sized, with_size
 from efficient_attn.sweep.variants import select
 
 TITLE = "Figure 4: output error by number of features, orthogonal and iid, positive and trigonometric"
@@ -140,7 +140,7 @@ def _measured(norm: float, *, quick: bool) -> Iterator[Record]:
         found = [measure_yardstick(one, subject, _QUESTION, ranks=max(sizes)) for one in yardsticks]
         for variant in variants:
             for size in sizes:
-                found.append(measure_error(variant, subject, _QUESTION, option="num_features", size=size))
+                found.append(measure_error(with_size(variant, "num_features", size), subject, _QUESTION))
         for record in found:
             groups.setdefault(record.case.label, []).append(record)
     for group in groups.values():

@@ -1,22 +1,23 @@
 """The error of one kernel entry: measured points over the lines of theory."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
-from efficient_attn.analysis.kernel import (
+from efficient_attn.errors import UnknownNameError
+from efficient_attn.report.error_table import show_error
+from efficient_attn.report.figures import Axis, Chart, Plot, Series, in_rows
+from efficient_attn.report.palette import baseline_style, line_styles
+from efficient_attn.studies.kernel.analysis import (
     AXES,
     KernelLine,
     KernelPanel,
     kernel_panels,
     kernel_points,
-    kernel_records,
     plain_guesses,
 )
-from efficient_attn.errors import UnknownNameError
-from efficient_attn.report.error_table import show_error
-from efficient_attn.report.figures import Axis, Chart, Plot, Series, in_rows
-from efficient_attn.report.kernel_errors import NAME, WIDE, title_of
-from efficient_attn.report.palette import baseline_style, line_styles
+from efficient_attn.studies.kernel.tables import NAME, WIDE, title_of
+from efficient_attn.studies.view import Environment, Plots
 from efficient_attn.sweep.records import Record
 
 _LABELS = {"size": "features", "angle": "angle between query and key, degrees", "norm": "norm |x| = |y|"}
@@ -28,15 +29,23 @@ OVER = {"kernel_mse": "size", "kernel_mse_by_angle": "angle", "kernel_mse_by_nor
 _FURTHER, _STEPS = 10.0, 240
 
 
-def kernel_plots(records: Sequence[Record]) -> dict[str, str]:
-    """The plots worth a file, {name: quantity}: over each axis on which there are two places."""
+def plots(records: Sequence[Record], environment: Environment) -> Plots:
+    """The error over every axis with two places."""
     points = kernel_points(records)
-    moving = {axis for axis in AXES if len({point.at(axis) for point in points}) > 1}
     return {
-        quantity.replace("_mse", "").replace("_", "-"): quantity
+        quantity.replace("_mse", "").replace("_", "-"): partial(kernel_plot, records, axis)
         for quantity, axis in OVER.items()
-        if points and (axis == "size" or axis in moving)
+        if points and (axis == "size" or len({point.at(axis) for point in points}) > 1)
     }
+
+
+def plot(
+    records: Sequence[Record], environment: Environment, y: str | None = None, x: str | None = None
+) -> Plot:
+    """The error over size, angle or norm."""
+    if y not in (None, *OVER):
+        raise UnknownNameError("quantity to plot", y or "", list(OVER))
+    return kernel_plot(records, x or OVER.get(y or "", "size"))
 
 
 def kernel_plot(records: Sequence[Record], x: str = "size") -> Plot:
@@ -47,7 +56,7 @@ def kernel_plot(records: Sequence[Record], x: str = "size") -> Plot:
     styles = line_styles(list({one.label: one.backend for panel in shown for one in panel.lines}.items()))
     limits = _limits(shown)
     charts = [_chart(panel, styles, x, limits) for panel in shown]
-    draws = max((len(record.kernel_mse_draws or ()) for record in kernel_records(records)), default=0)
+    draws = max((len(record.kernel_mse_draws or ()) for record in records), default=0)
     conditions = f"lines: theory; points: mean of {draws} draws, 95 % interval"
     return Plot(NAME, conditions, in_rows(charts), _entries(shown, styles))
 

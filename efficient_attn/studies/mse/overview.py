@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
-from efficient_attn.analysis.accuracy import ErrorCurve, Panel, panels
 from efficient_attn.report.error_table import describe, show_error
 from efficient_attn.report.table import Table
+from efficient_attn.studies.mse.analysis import Panel, panels
 from efficient_attn.sweep.layers import is_layer, joint_name
 from efficient_attn.sweep.records import Record
 from efficient_attn.sweep.sizes import MEAN_OF_VALUES
@@ -72,16 +72,12 @@ def _lines(group: Sequence[Panel]) -> list[tuple[str, int | None]]:
         found.append((MEAN_OF_VALUES, None))
     for label in dict.fromkeys(curve.label for panel in group for curve in panel.curves):
         sizes = [
-            {point.size for point in curve.points} if (curve := _curve(p, label)) else set() for p in group
+            {point.size for point in curve.points} if (curve := p.curve(label)) else set() for p in group
         ]
         common = set.intersection(*sizes)
         if common:
             found.append((label, max(common, key=lambda size: size or 0)))
     return found
-
-
-def _curve(panel: Panel, label: str) -> ErrorCurve | None:
-    return next((curve for curve in panel.curves if curve.label == label), None)
 
 
 def _cell(group: Sequence[Panel], label: str, size: int | None) -> str:
@@ -97,5 +93,5 @@ def _cell(group: Sequence[Panel], label: str, size: int | None) -> str:
 def _value(panel: Panel, label: str, size: int | None) -> float | None:
     if label == MEAN_OF_VALUES:
         return panel.yardstick
-    curve = _curve(panel, label)
+    curve = panel.curve(label)
     return next((point.value for point in curve.points if point.size == size), None) if curve else None

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 
 from efficient_attn.report.error_table import describe, show_error
 from efficient_attn.report.table import Table
-from efficient_attn.sweep.records import Record
+from efficient_attn.sweep.case import Record
+from efficient_attn.sweep.sizes import sized
 
 
 def part_tables(records: Sequence[Record]) -> list[Table]:
@@ -25,7 +26,7 @@ def part_tables(records: Sequence[Record]) -> list[Table]:
                 "weights over exact sums",
                 "weights over own sums",
             ),
-            tuple(_row(record) for record in group),
+            tuple(_row(record) for record in _by_series(group)),
             (
                 "Error: mean over draws. The squares of bias and spread add up to its mean square; bias is "
                 "what more draws would not average away. Rounding: the same draws in float64.",
@@ -35,6 +36,12 @@ def part_tables(records: Sequence[Record]) -> list[Table]:
         )
         for (inputs, tokens, seed), group in groups.items()
     ]
+
+
+def _by_series(records: Sequence[Record]) -> list[Record]:
+    """Records of one backend together, by rising size."""
+    order = list(dict.fromkeys(sized(record.case).series for record in records))
+    return sorted(records, key=lambda record: order.index(sized(record.case).series))
 
 
 def _row(record: Record) -> tuple[str, ...]:

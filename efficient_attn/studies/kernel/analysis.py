@@ -61,14 +61,9 @@ class KernelPanel(NamedTuple):
     head_dim: int
 
 
-def kernel_records(records: Iterable[Record]) -> list[Record]:
-    """The records of kernel entries."""
-    return [record for record in records if record.case.kind == "error" and record.case.of == "kernel"]
-
-
 def kernel_points(records: Iterable[Record]) -> list[KernelPoint]:
     """One point per record with a known position; the last of equal cases counts."""
-    latest = {record.case.key: record for record in kernel_records(records)}.values()
+    latest = {record.case.key: record for record in records}.values()
     found = [_point(record) for record in latest]
     return [point for point in found if point is not None]
 

@@ -4,11 +4,13 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from efficient_attn.analysis.statistics import middle
+from efficient_attn.report.error_table import describe
 from efficient_attn.sweep.records import Record
 from efficient_attn.sweep.sizes import MEAN_OF_VALUES, SEED, YARDSTICKS, sized
 
+RELATIVE = "output_relative_error"
 QUANTITIES = (
-    "output_relative_error",
+    RELATIVE,
     "output_mse",
     "weights_relative_error",
     "weights_row_kl",
@@ -73,12 +75,22 @@ class Panel(NamedTuple):
     others: tuple[ErrorCurve, ...] = ()
 
     @property
+    def title(self) -> str:
+        """`gaussian, norm 0.5; 4096 tokens, 1 head of 16`."""
+        heads = "1 head" if self.num_heads == 1 else f"{self.num_heads} heads"
+        return f"{describe(self.inputs)}; {self.tokens} tokens, {heads} of {self.head_dim}"
+
+    def curve(self, label: str) -> ErrorCurve | None:
+        """The curve with a label."""
+        return next((curve for curve in self.curves if curve.label == label), None)
+
+    @property
     def source(self) -> str:
         """`gaussian`, `encoder`, or the name of a file."""
         return self.inputs.partition("(")[0]
 
 
-def quantity_in(records: Sequence[Record], wanted: str) -> str:
+def quantity_in(records: Sequence[Record], wanted: str = RELATIVE) -> str:
     """The wanted error, or the recorded one if a run measured weights only."""
     measured = [name for name in QUANTITIES if any(getattr(record, name) is not None for record in records)]
     return wanted if wanted in measured or not measured else measured[0]

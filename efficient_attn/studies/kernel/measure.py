@@ -12,7 +12,12 @@ from torch import Generator, Tensor
 from efficient_attn.measure.inputs import Activations
 from efficient_attn.ops.linear.directions import haar_rotations
 from efficient_attn.problem import positive_count
-from efficient_attn.sweep.records import Case, Record
+from efficient_attn.sweep.accuracy import directions_of, measure_draws
+from efficient_attn.sweep.case import Case, Record, replace
+from efficient_attn.sweep.counting import attention_flops
+from efficient_attn.sweep.sizes import SEED
+from efficient_attn.sweep.subject import Subject
+from efficient_attn.sweep.variants import Variant
 from efficient_attn.theory import couplings, kernel
 from efficient_attn.theory.dense_exponential import DenseExponential, log_oprf_error, log_second_moments
 from efficient_attn.theory.kurtosis import standard_error
@@ -51,8 +56,23 @@ def pairs(*, norm: float, angle: float, head_dim: int, seed: int) -> Activations
     return Activations(q, k, k)
 
 
-def kernel_record(case: Case, backends: Sequence[Any], q: Tensor, k: Tensor, scale: float) -> Record:
+def measure(variant: Variant, subject: Subject, draws: int, *, threads: int | None = None) -> Record:
     """Mean error over draws, or the reason why the draws are too few."""
+    q, k, _ = subject.activations
+    count = draws if SEED in variant.options else 1
+
+    def measured(case: Case, backends: Sequence[Any]) -> Record:
+        record = _measured(case, backends, q, k, subject.scale)
+        return replace(
+            record,
+            num_directions=directions_of(backends[0]),
+            flops=attention_flops(case, variant.target),
+        )
+
+    return measure_draws(variant, subject, "kernel", count, measured, threads=threads)
+
+
+def _measured(case: Case, backends: Sequence[Any], q: Tensor, k: Tensor, scale: float) -> Record:
     value = float(torch.exp(scale * (q * k).sum(dim=-1)).mean())
     expected, uncertainty = _expected(backends[0], q, k, len(backends))
     known = None if expected is None else expected * value**2

@@ -4,14 +4,12 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from efficient_attn.analysis.accuracy import ErrorCurve, Panel, below_from, panels, quantity_in
 from efficient_attn.analysis.candidates import operations_share
 from efficient_attn.report.error_table import describe, show_error
-from efficient_attn.report.parts import part_sentence
+from efficient_attn.studies.mse.analysis import ErrorCurve, Panel, below_from, panels, quantity_in
+from efficient_attn.studies.mse.parts import part_sentence
+from efficient_attn.studies.mse.plan import PAIR_NORMS
 from efficient_attn.sweep.records import Record
-
-# The key of a run's environment that holds {inputs: median of |x + y|²}.
-PAIR_NORMS = "pair_norms"
 
 # A relative standard error of more digits may be more than a float holds.
 _MOST_DIGITS = 9
@@ -19,18 +17,13 @@ _MOST_DIGITS = 9
 _POSITIVE, _TRIGONOMETRIC = "performer-positive", "performer-trig"
 
 
-def sentences(
-    records: Sequence[Record],
-    *,
-    y: str = "output_relative_error",
-    environment: Mapping[str, Any] | None = None,
-) -> list[str]:
-    """Random features against the mean of V and why, their two maps against each other, and what is of use.
+def sentences(records: Sequence[Record], environment: Mapping[str, Any] | None = None) -> list[str]:
+    """Random features compared with the mean of V and with each other, and backends that are useful.
 
     Args:
-        environment: Of the run, with the norms of its inputs.
+        environment: Environment of the run, with the norms of its inputs.
     """
-    shown = panels(records, quantity_in(records, y))
+    shown = panels(records, quantity_in(records))
     real = [panel for panel in shown if panel.source != "gaussian"]
     drawn = [panel for panel in shown if panel.source == "gaussian"]
     told = [
@@ -116,7 +109,7 @@ def _useful(shown: Sequence[Panel]) -> str | None:
         return None
     found = []
     for label in dict.fromkeys(curve.label for panel in shown for curve in panel.curves):
-        curves = [_labelled(panel, label) for panel in shown]
+        curves = [panel.curve(label) for panel in shown]
         sizes = [
             below_from(curve, panel.yardstick or 0) if curve else None
             for curve, panel in zip(curves, shown, strict=True)
@@ -153,7 +146,3 @@ def _s(counted: Sequence[object]) -> str:
 
 def _named(panel: Panel, backend: str) -> ErrorCurve | None:
     return next((curve for curve in panel.curves if curve.backend == backend), None)
-
-
-def _labelled(panel: Panel, label: str) -> ErrorCurve | None:
-    return next((curve for curve in panel.curves if curve.label == label), None)

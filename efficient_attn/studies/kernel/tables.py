@@ -2,16 +2,16 @@
 
 from collections.abc import Sequence
 
-from efficient_attn.analysis.kernel import (
+from efficient_attn.report.error_table import show_error
+from efficient_attn.report.table import Table
+from efficient_attn.studies.kernel.analysis import (
     KernelPanel,
     KernelPoint,
     kernel_panels,
     kernel_points,
-    kernel_records,
     plain_guesses,
 )
-from efficient_attn.report.error_table import show_error
-from efficient_attn.report.table import Table
+from efficient_attn.studies.view import Environment
 from efficient_attn.sweep.records import Record
 
 NAME = "Mean squared error of one kernel entry over its square"
@@ -22,12 +22,12 @@ WIDE = 1.96
 _SURE = 4.0
 
 
-def kernel_tables(records: Sequence[Record]) -> list[Table]:
+def tables(records: Sequence[Record], environment: Environment | None = None) -> list[Table]:
     """One table for each norm and angle: the error, its interval, and the ratio to theory."""
     return [_table(panel, records) for panel in kernel_panels(records)]
 
 
-def kernel_sentences(records: Sequence[Record]) -> list[str]:
+def sentences(records: Sequence[Record], environment: Environment | None = None) -> list[str]:
     """How measurement and theory agree, and what could not be measured."""
     points = kernel_points(records)
     held = [point for point in points if point.deviation is not None]
@@ -60,7 +60,7 @@ def _table(panel: KernelPanel, records: Sequence[Record]) -> Table:
     for line in panel.lines:
         cells = {point.size: _cell(point) for point in line.points}
         rows.append((line.label, "", *(cells.get(size, "") for size in sizes)))
-    draws = sorted({len(record.kernel_mse_draws or ()) for record in kernel_records(records)} - {0})
+    draws = sorted({len(record.kernel_mse_draws or ()) for record in records} - {0})
     return Table(
         f"{NAME}: {title_of(panel)}",
         ("backend", "no size", *map(str, sizes)),
@@ -68,9 +68,7 @@ def _table(panel: KernelPanel, records: Sequence[Record]) -> Table:
         (
             f"Means of {', '.join(map(str, draws)) or 'no'} draws with their 95 % interval; ×: measured over "
             "theory. In brackets theory alone: so many draws could not tell it.",
-            *dict.fromkeys(
-                f"{r.case.backend}: {r.reason}" for r in kernel_records(records) if r.status == "unsupported"
-            ),
+            *dict.fromkeys(f"{r.case.backend}: {r.reason}" for r in records if r.status == "unsupported"),
         ),
     )
 

@@ -15,8 +15,8 @@ from efficient_attn.backends import resolve
 from efficient_attn.errors import UnsupportedError
 from efficient_attn.measure import clock, memory
 from efficient_attn.problem import AttentionProblem
-from efficient_attn.sweep.accuracy import directions_of, one_backend
-from efficient_attn.sweep.sizes import possible
+from efficient_attn.sweep.accuracy import at_size, directions_of, one_backend
+from efficient_attn.sweep.sizes import possible, with_size
 from efficient_attn.sweep.subject import Subject
 from efficient_attn.sweep.variants import Variant, select
 
@@ -70,10 +70,7 @@ def matched(
 
 def _sizes(variant: Variant, subject: Subject, option: str, most: int, quantity: str) -> list[int]:
     """Candidate sizes; a size that the backend refuses is replaced by the next one."""
-    built = {
-        getattr(one_backend(variant, subject, option=option, size=size).options, option) for size in (3, 4)
-    }
-    odd_or_even = {size % 2 for size in built}
+    odd_or_even = {at_size(variant, subject, option, size).options[option] % 2 for size in (3, 4)}
     if quantity in _COUNTED:
         tried = [size for size in range(1, most + 1) if size % 2 in odd_or_even]
     else:
@@ -109,7 +106,7 @@ def _directions(variant: Variant, subject: Subject, option: str, size: int) -> f
 
 
 def _rows_of_two(variant: Variant, subject: Subject, option: str, size: int) -> float:
-    return float(directions_of(one_backend(variant, subject, option=option, size=size)) or 0)
+    return float(directions_of(one_backend(at_size(variant, subject, option, size), subject)) or 0)
 
 
 def _flops(variant: Variant, subject: Subject, option: str, size: int) -> float:
@@ -138,7 +135,7 @@ def _memory(variant: Variant, subject: Subject, option: str, size: int) -> float
 
 
 def _call(variant: Variant, subject: Subject, option: str, size: int) -> Callable[[], Any]:
-    backend = one_backend(variant, subject, option=option, size=size)
+    backend = one_backend(with_size(variant, option, size), subject)
 
     def call() -> Any:
         with torch.no_grad():

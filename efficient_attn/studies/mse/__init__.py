@@ -1,0 +1,32 @@
+"""Error of backends against exact softmax attention, size by size."""
+
+from efficient_attn.studies.mse.plan import plan
+from efficient_attn.studies.study import Study
+from efficient_attn.sweep.quantity import QUANTITIES
+
+STUDY = Study(
+    name="mse",
+    plan=plan,
+    folder=__name__,
+    kinds=("error",),
+    quantities=tuple(
+        QUANTITIES[name]
+        for name in (
+            "output_relative_error",
+            "output_mse",
+            "weights_relative_error",
+            "weights_row_kl",
+            "unsafe_rows",
+            "output_relative_error_heads",
+            "output_bias",
+            "output_spread",
+            "output_rounding",
+            "weights_error_exact_sums",
+            "weights_error_own_sums",
+            "flops",
+            "num_directions",
+            "matched_amount",
+            "matched_size",
+        )
+    ),
+)

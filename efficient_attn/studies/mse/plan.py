@@ -1,0 +1,123 @@
+"""Plan of error measurements: input by input, the baselines of an input first, then the small sizes."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+from efficient_attn.experiments.workload import Workload, settle
+from efficient_attn.studies import options as shared
+from efficient_attn.studies.mse.points import Points
+from efficient_attn.studies.plan import STUDY, Plan
+from efficient_attn.studies.study import Option
+from efficient_attn.sweep.amounts import parse_sizes
+from efficient_attn.sweep.questions import DRAWS, MATCHES, METRICS, ask
+from efficient_attn.sweep.variants import select
+
+KERNEL_MOVED = "`mse --of kernel` is now the command `kernel`; the former form goes with the next release."
+
+# Performer's figure 4 (Choromanski et al. 2021): sequences of 4096 tokens, vectors of 16.
+_TOKENS, _HEAD_DIM = 4096, 16
+
+# Key of a run's environment that holds {inputs: median of |x + y|²}.
+PAIR_NORMS = "pair_norms"
+
+
+def _parse_inputs(text: str, *, name: str) -> list[str]:
+    return shared.parse_names([text], name=name) or []
+
+
+def plan(
+    backends: shared.Backends = None,
+    *,
+    inputs: Annotated[
+        str | Path | Sequence[str | Path],
+        Option(
+            help="gaussian, encoder (shipped), stitched (four documents concatenated) or FILE.safetensors.",
+            metavar="NAME[,NAME…]",
+            parse=_parse_inputs,
+        ),
+    ] = ("gaussian", "encoder"),
+    sizes: shared.Sizes = (16, 32, 64, 128, 256, 512, 1024),
+    of: Annotated[str | None, Option(help="output (the default) or weights.")] = None,
+    metric: Annotated[
+        str | None,
+        Option(help=f"Metric: {', '.join(METRICS)}.", metavar="NAME"),
+    ] = None,
+    by: Annotated[str | None, Option(help="head: the error of each head too.", metavar="head")] = None,
+    match: Annotated[
+        str,
+        Option(
+            help="Budget matched between backends: the cost of performer-positive.",
+            metavar="|".join(MATCHES),
+        ),
+    ] = MATCHES[0],
+    decompose: Annotated[bool, Option(help="Bias, spread over draws and rounding apart.")] = False,
+    norms: shared.Norms = (0.5, 1.0),
+    angles: shared.FormerAngles = (60.0, 90.0, 120.0),
+    draws: Annotated[int | None, Option(help=f"Number of random-feature draws; {DRAWS}.", least=1)] = None,
+    data_seeds: Annotated[int, Option(help="Number of seeds of Gaussian inputs.", least=1)] = 1,
+    seq_len: shared.SeqLen = _TOKENS,
+    head_dim: shared.HeadDim = _HEAD_DIM,
+    layers: shared.Layers = None,
+    options: shared.Settings = None,
+    exclude: shared.Exclude = None,
+    device: shared.Device = "cpu",
+    dtype: shared.Dtype = "auto",
+    threads: shared.Threads = None,
+    seed: shared.Seed = 0,
+) -> Plan:
+    """Measure the error of backends against exact softmax attention in float64, size by size.
+
+    The mean of the values, the best approximation of each rank and the Taylor series of exp are measured as
+    baselines.
+
+    Example: efficient-attn mse --inputs encoder --backend window,my_file.py:my_attention
+    """
+    if "kernel" in (of, metric):
+        from efficient_attn.studies.kernel.plan import DRAWS as KERNEL_DRAWS
+        from efficient_attn.studies.kernel.plan import plan as kernel
+
+        made = kernel(
+            backends,
+            sizes=sizes,
+            norms=norms,
+            angles=angles,
+            draws=KERNEL_DRAWS if draws is None else draws,
+            head_dim=head_dim,
+            options=options,
+            exclude=exclude,
+            threads=threads,
+            seed=seed,
+        )
+        return replace(made, notes=[KERNEL_MOVED, *made.notes], about={**made.about, STUDY: "kernel"})
+    question = ask(
+        of=of,
+        metric=metric,
+        draws=DRAWS if draws is None else draws,
+        by=by,
+        match=match,
+        decompose=decompose,
+    )
+    wanted = parse_sizes(sizes, name="sizes")
+    variants = select(backends, options, exclude=exclude)
+    workload = settle(Workload(device=device, dtype=dtype, threads=threads))
+    from efficient_attn.sweep.subjects import placed, subjects
+
+    chosen = subjects(
+        [inputs] if isinstance(inputs, (str, Path)) else list(inputs),
+        norms=norms,
+        tokens=_TOKENS if seq_len is None else seq_len,
+        head_dim=head_dim,
+        layers=layers,
+        seed=seed,
+        data_seeds=data_seeds,
+    )
+    chosen = tuple(placed(one, dtype=workload.dtype, device=workload.device) for one in chosen)
+    points = Points(question, wanted, threads=workload.threads or 1)
+    return Plan(
+        points=[point for subject in chosen for point in points.of(subject, variants)],
+        device=workload.device,
+        about={PAIR_NORMS: {subject.name: subject.pair_norm for subject in chosen}},
+        settled={name: getattr(workload, name) for name in ("device", "dtype", "threads")},
+    )
