@@ -34,6 +34,7 @@ def test_a_run_that_goes_on_has_the_curve_of_one_that_never_stopped():
     parts = run(steps=6, out="parts", resume=True)
     assert curves(parts) == curves(whole) == curves(ea.read("parts"))
     assert same_checkpoints("whole", "parts")
+    assert len(Path("parts/records.jsonl").read_text().splitlines()) == len(parts)
 
 
 def kept(root, name):
