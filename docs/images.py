@@ -100,13 +100,7 @@ def figure(name: str) -> Any:
         return runpy.run_path(str(HERE / "lessons.py"))[LESSONS[name]]()
     if name == SHOWN:
         return ea.show().plot()
-    run = ea.read(RUNS / RECORDS[name])
-    if RECORDS[name] != f"reproduce-{name}":
-        return run.plot().figure
-    from efficient_attn.experiments.reproduction import find
-    from efficient_attn.report.axes import draw
-
-    return draw(find(name).draw(run.records))[0].figure
+    return ea.read(RUNS / RECORDS[name]).plot().figure
 
 
 def main(chosen: list[str]) -> None:

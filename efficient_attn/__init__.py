@@ -35,7 +35,6 @@ _HOME = {
     "Results": "experiments.results",
     "read": "experiments.results",
     "records_schema": "studies",
-    "reproduce": "experiments.reproduction",
     "sample": "measure.inputs",
     "AttentionLayer": "transformer.layer",
     "TransformerBlock": "transformer.block",

@@ -2,8 +2,8 @@
 
 from collections.abc import Callable
 
-from efficient_attn.experiments.reproduce import vaswani_table1
-from efficient_attn.experiments.reproduce._table1 import (
+from efficient_attn.studies.reproduce.figures import Setting, vaswani_table1
+from efficient_attn.studies.reproduce.figures.vaswani_table1.layers import (
     OPERATIONS,
     PATH,
     RECURRENT,
@@ -25,8 +25,8 @@ def table_1(*, seconds: Costs = ideal, flops: Costs | None = None) -> list[Recor
     """Records of Table 1 as the paper would have them, with one of the costs replaced."""
     count = flops or (lambda label, n, d: 4 * ROWS[label].order(n, d))
     records = []
-    for entry in vaswani_table1._entries(SIZES, threads=1):
-        case = entry.case
+    for point in vaswani_table1.plan(Setting(threads=1)).points:
+        case = point.case
         label, n, d = case.label, case.tokens, case.model_dim
         theory = ROWS[label].theory(n, d)
         records.append(

@@ -8,7 +8,7 @@ from made_records import costs, errors, folder
 from PIL import Image
 
 from efficient_attn.errors import OptionError, UnknownNameError
-from efficient_attn.experiments import redraw, reproduction
+from efficient_attn.experiments import redraw
 from efficient_attn.experiments.results import Results, read
 from efficient_attn.report.axes import STYLES, WIDTH_INCHES, draw
 from efficient_attn.report.figures import Axis, Chart, Plot, Series, with_common_limits
@@ -20,10 +20,7 @@ LINE = {"color": "#0072b2", "marker": "o", "linestyle": "-"}
 
 def plots_of(run):
     """The plots of a committed run."""
-    results, figure = read(RUNS / run).readable(), run.removeprefix("reproduce-")
-    if figure in reproduction.list_figures():
-        return [reproduction.find(figure).draw(results.records)]
-    return [make() for make in results.plots().values()]
+    return [make() for make in read(RUNS / run).readable().plots().values()]
 
 
 # One run of each kind is drawn for papers too; a map of colours takes seconds.

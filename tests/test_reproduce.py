@@ -7,15 +7,16 @@ from pathlib import Path
 import pytest
 from ideal_table1 import table_1
 
+import efficient_attn as ea
 from efficient_attn.analysis import verdicts
 from efficient_attn.analysis.fits import Growth, growth
 from efficient_attn.analysis.verdicts import FAILS, HOLDS, NOT_MEASURABLE, ONLY_AGAINST_DENSE
-from efficient_attn.errors import DataError, OptionError, UnknownNameError
-from efficient_attn.experiments import reproduction
-from efficient_attn.experiments.reproduce import vaswani_table1
-from efficient_attn.experiments.reproduce._table1 import ROWS
-from efficient_attn.experiments.results import read
+from efficient_attn.errors import UnknownNameError
+from efficient_attn.experiments.results import Results, read
 from efficient_attn.report.harmless import markdown_cell
+from efficient_attn.studies.reproduce import figures
+from efficient_attn.studies.reproduce.figures.vaswani_table1.layers import ROWS
+from efficient_attn.studies.reproduce.view import findings
 
 
 def test_verdicts_against_both_kinds_of_softmax() -> None:
@@ -61,13 +62,13 @@ def test_what_was_not_measured_is_said_once_with_its_reason() -> None:
 
 
 def test_figures_are_found_by_the_names_of_their_files() -> None:
-    assert "vaswani-table1" in reproduction.list_figures()
-    for name in reproduction.list_figures():
+    assert "vaswani-table1" in figures.list_figures()
+    for name in figures.list_figures():
         assert "_" not in name
-        figure = reproduction.find(name)
+        figure = figures.find(name)
         assert figure.TITLE and "https://" in figure.PAPER
     with pytest.raises(UnknownNameError, match=r"'vaswani-table2'.*vaswani-table1"):
-        reproduction.find("vaswani-table2")
+        figures.find("vaswani-table2")
 
 
 RUNS = sorted((Path(__file__).parent.parent / "results").glob("*/reproduce-*"))
@@ -76,11 +77,10 @@ RUNS = sorted((Path(__file__).parent.parent / "results").glob("*/reproduce-*"))
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: run.name)
 def test_the_verdicts_of_a_reference_run_follow_from_its_records(run: Path) -> None:
     name, kept = run.name.removeprefix("reproduce-"), read(run)
-    made = reproduction.Reproduction(
-        name=name, figure=reproduction.find(name), records=kept.records, environment=kept.environment
-    )
+    found = figures.find(name).findings(kept.records)
+    assert findings(kept.records, kept.environment) == found and list(kept.plots()) == [name]
     written = (run / "verdicts.md").read_text(encoding="utf-8")
-    rows = [" | ".join(map(markdown_cell, finding)) for finding in made.findings()]
+    rows = [" | ".join(map(markdown_cell, finding)) for finding in found]
     assert [row for row in rows if row not in written] == []
 
 
@@ -92,35 +92,38 @@ def test_the_page_shows_every_reference_run_with_its_figure() -> None:
     assert set(re.findall(r"```{verdicts} (\S+)", page)) == {run.name for run in RUNS}
 
 
-def test_a_wrong_budget_is_refused() -> None:
-    with pytest.raises(OptionError, match="budget_s is a number of seconds above 0, not 0"):
-        reproduction.reproduce("vaswani-table1", budget_s=0)
-
-
-def test_a_folder_holds_all_that_the_records_say(tmp_path: Path) -> None:
-    made = reproduction.Reproduction(name="vaswani-table1", figure=vaswani_table1, records=tuple(table_1()))
+def test_a_folder_holds_the_figure_and_its_verdicts(tmp_path: Path) -> None:
+    made = Results(table_1(), environment={"study": "reproduce", "figure": "vaswani-table1"})
     made.save(tmp_path / "run")
-    assert {path.name for path in (tmp_path / "run").iterdir()} == {
-        "records.jsonl",
-        "table.md",
-        "table.csv",
-        "verdicts.md",
+    assert {path.name for path in (tmp_path / "run").iterdir()} >= {
+        *("records.jsonl", "summary.csv", "tables.md", "report.html", "verdicts.md"),
         *(f"vaswani-table1.{kind}" for kind in ("png", "svg", "pdf")),
     }
     text = (tmp_path / "run/verdicts.md").read_text()
-    assert all(finding.claim in text.replace("\\", "") for finding in made.findings())
-    assert "layer,tokens,model_dim" in (tmp_path / "run/table.csv").read_text()
+    assert all(
+        finding.claim in text.replace("\\", "") for finding in findings(made.records, made.environment)
+    )
+    assert all(
+        finding.verdict in " ".join(made.sentences()) for finding in findings(made.records, made.environment)
+    )
+
+
+def test_times_of_a_loaded_machine_carry_a_warning() -> None:
+    environment = {"study": "reproduce", "figure": "vaswani-table1", "during": [{"others_share": 0.5}]}
+    for during, warned in (([], False), (environment["during"], True)):
+        told = " ".join(Results(table_1(), environment={**environment, "during": during}).sentences())
+        assert ("could not tell on this machine now" in told) == warned
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", reproduction.list_figures())
+@pytest.mark.parametrize("name", figures.list_figures())
 def test_a_figure_is_measured_at_small_sizes(name: str, tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    made = reproduction.reproduce(name, quick=True, threads=1, rounds=1, budget_s=60, out=folder)
+    made = ea.reproduce(name, quick=True, threads=1, rounds=1, budget_s=60, out=folder)
     assert {record.status for record in made.records} <= {"ok", "skipped"}
-    assert all(finding.claim and finding.measured and finding.verdict for finding in made.findings())
-    assert not made.interrupted and made.tables() and made.figure.rows(made.records)
-    files = ("records.jsonl", "environment.json", "command.txt", "table.csv", "table.md", "verdicts.md")
+    assert all(one.claim and one.measured and one.verdict for one in findings(made.records, made.environment))
+    assert not made.interrupted and made.tables()
+    files = ("records.jsonl", "environment.json", "command.txt", "summary.csv", "tables.md", "verdicts.md")
     assert {path.name for path in folder.iterdir()} >= {*files, f"{name}.png", f"{name}.svg", f"{name}.pdf"}
-    with pytest.raises(DataError, match="holds records of another run"):
-        reproduction.reproduce(name, quick=True, out=folder)
+    again = ea.reproduce(name, quick=True, threads=1, rounds=1, budget_s=60, out=folder, resume=True)
+    assert again.records == made.records

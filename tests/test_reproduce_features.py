@@ -8,23 +8,16 @@ import numpy as np
 import pytest
 
 from efficient_attn.analysis.verdicts import FAILS, HOLDS, NOT_MEASURABLE, Finding
-from efficient_attn.experiments.reproduce import (
-    _fig1,
-    _fig1_claims,
-    _fig2,
-    _fig2_claims,
-    _fig4_claims,
-    linformer_fig1,
-    performer_fig2,
-    performer_fig4,
-)
-from efficient_attn.experiments.reproduce._fig2 import Place
-from efficient_attn.experiments.reproduce._parts import Part, measure_parts
-from efficient_attn.experiments.reproduction import Setting
+from efficient_attn.studies.reproduce.figures import linformer_fig1, performer_fig2
+from efficient_attn.studies.reproduce.figures.linformer_fig1 import claims as _fig1
+from efficient_attn.studies.reproduce.figures.linformer_fig1 import claims as _fig1_claims
+from efficient_attn.studies.reproduce.figures.performer_fig2 import claims as _fig2
+from efficient_attn.studies.reproduce.figures.performer_fig2 import claims as _fig2_claims
+from efficient_attn.studies.reproduce.figures.performer_fig2.claims import Place
+from efficient_attn.studies.reproduce.figures.performer_fig4 import claims as _fig4_claims
+from efficient_attn.studies.reproduce.figures.performer_fig4.claims import merged
 from efficient_attn.sweep.records import Case, Record
 from efficient_attn.sweep.sizes import MEAN_OF_VALUES
-
-SETTING = Setting(threads=1, quick=True)
 
 
 def verdict(found: Sequence[Finding], words: str) -> str:
@@ -40,10 +33,12 @@ def plane(factor: Callable[[Place, str], float] = lambda place, backend: 1.0) ->
         for angle in performer_fig2._ANGLES:
             place = Place(norm, float(angle))
             for backend in (_fig2.TRIGONOMETRIC, _fig2.POSITIVE):
-                record = performer_fig2._record(place, backend, 50_000, threads=1)
-                error = (record.expected_kernel_mse or 0.0) * factor(place, backend)
+                case = performer_fig2.case_of(place, backend, 50_000, threads=1)
+                expected = performer_fig2.expected(place, backend)
+                error = expected * factor(place, backend)
                 draws = tuple(error * (1 + noise / 1000) for noise in (-1, 1, -1, 1))
-                records.append(replace(record, kernel_mse=error, kernel_mse_draws=draws))
+                measured = {"kernel_mse": error, "kernel_mse_draws": draws}
+                records.append(Record(case=case, expected_kernel_mse=expected, **measured))
     return records
 
 
@@ -180,9 +175,10 @@ def heads(decay: Callable[[_fig1.Head], float], *, shuffled: float = 0.99, texts
             head = _fig1.Head(text, layer, number)
             for matrix, factor in ((_fig1.REAL, decay(head)), (_fig1.SHUFFLED, shuffled)):
                 if matrix == _fig1.REAL or text == 0:
-                    record = linformer_fig1._record(head, matrix, 64, threads=1)
                     values = tuple(factor**index for index in range(64))
-                    made.append(replace(record, singular_values=values))
+                    made.append(
+                        Record(case=linformer_fig1.case_of(head, matrix, 64, 1), singular_values=values)
+                    )
     return made
 
 
@@ -214,10 +210,7 @@ def test_shares_and_errors_are_those_of_singular_values() -> None:
 def test_measured_singular_values_are_those_of_the_shipped_attention() -> None:
     from efficient_attn.measure.inputs import sample
 
-    records = linformer_fig1._measured(
-        [linformer_fig1._record(_fig1.Head(0, 5, 3), _fig1.REAL, 32, threads=1)], 32
-    )
-    (record,) = records
+    record = linformer_fig1._measured(linformer_fig1.case_of(_fig1.Head(0, 5, 3), _fig1.REAL, 32, 1))
     q, k, _ = (tensor[0, 3, :32].double().numpy() for tensor in sample(layer=5))
     weights = np.exp(q @ k.T / math.sqrt(32))
     weights /= weights.sum(axis=1, keepdims=True)
@@ -226,17 +219,18 @@ def test_measured_singular_values_are_those_of_the_shipped_attention() -> None:
     np.testing.assert_allclose(record.singular_values or (), wanted, rtol=5.01e-5, atol=1e-14)
 
 
-def test_parts_that_do_not_fit_are_skipped_and_say_so() -> None:
-    empty = performer_fig4._skipped(0.5, SETTING)
-    parts = [Part(name, lambda: [empty], [empty]) for name in ("first", "second")]
-    records: list[Record] = []
-    # No time at all is left after the first.
-    assert measure_parts(parts, replace(SETTING, budget_s=1e-9), emit=records.append, progress=None)
-    assert [record.status for record in records] == ["ok", "skipped"]
-    assert "of the budget are left (raise it with --budget)" in (records[1].reason or "")
+def test_figure_4_merges_the_records_of_samples_and_drops_samples_that_lack_a_line() -> None:
+    def record(label: str, seed: int, error: float | None) -> Record:
+        case = Case(
+            kind="error", backend=label, label=label, of="output", num_heads=1, head_dim=16, tokens=64,
+            dtype="float32", device="cpu", threads=1, inputs="gaussian(norm=0.5)", seed=seed,
+        )  # fmt: skip
+        if error is None:
+            return Record(case=case, status="skipped", reason="no time")
+        return Record(case=case, output_mse=error, output_mse_draws=(error,))
 
-    def interrupted() -> list[Record]:
-        raise KeyboardInterrupt
-
-    stopped = [Part("one", interrupted, [])]
-    assert not measure_parts(stopped, SETTING, emit=records.append, progress=None)
+    records = [record("one", 0, 1.0), record("two", 0, 2.0), record("one", 1, 3.0), record("two", 1, None)]
+    one, two, never = merged([*records, record("never", 0, None)])
+    assert (one.case.inputs, one.output_mse_draws) == ("gaussians(norm=0.5)", (1.0,))
+    assert (two.output_mse_draws, never.status, never.reason) == ((2.0,), "skipped", "no time")
+    assert merged([one, two, never]) == [one, two, never]

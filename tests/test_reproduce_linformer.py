@@ -4,8 +4,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from efficient_attn.analysis.verdicts import FAILS, HOLDS, NOT_MEASURABLE, ONLY_AGAINST_DENSE
-from efficient_attn.experiments.reproduce import _table3_claims as linformer_claims
-from efficient_attn.experiments.reproduce import linformer_table3
+from efficient_attn.studies.reproduce.figures import Setting, linformer_table3
+from efficient_attn.studies.reproduce.figures.linformer_table3 import claims as linformer_claims
 from efficient_attn.sweep.records import Record
 
 Ratio = Callable[[int], float]
@@ -13,12 +13,9 @@ Ratio = Callable[[int], float]
 
 def table_3(dense: Ratio, fused: Ratio, *, lengths: Sequence[int] = (512, 1024, 2048, 4096)) -> list[Record]:
     """Records in which the baselines take so many times what Linformer takes."""
-    workload = linformer_table3.Workload(
-        of="block", num_heads=4, head_dim=64, dtype="float32", device="cpu", threads=1
-    )
     records = []
-    for entry in linformer_table3._entries(workload, quick=False):
-        case = entry.case
+    for point in linformer_table3.plan(Setting(threads=1)).points:
+        case = point.case
         if case.tokens not in lengths:
             continue
         cost = (

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 from ideal_table1 import ideal, table_1
 
+import efficient_attn as ea
 from efficient_attn.analysis.verdicts import FAILS, HOLDS, NOT_MEASURABLE
-from efficient_attn.experiments import reproduction
-from efficient_attn.experiments.reproduce import _table1_claims as claims
-from efficient_attn.experiments.reproduce import vaswani_table1
-from efficient_attn.experiments.reproduce._table1 import (
+from efficient_attn.studies.reproduce.figures import Setting, vaswani_table1
+from efficient_attn.studies.reproduce.figures.vaswani_table1 import claims
+from efficient_attn.studies.reproduce.figures.vaswani_table1.layers import (
     OPERATIONS,
     PATH,
     RECURRENT,
@@ -117,10 +117,10 @@ def test_a_convolution_is_as_dear_as_was_counted() -> None:
 
 def test_the_operations_of_every_row_are_a_multiple_of_what_is_printed() -> None:
     """Counted for real: a kernel that hides its operations would be found here."""
-    from efficient_attn.experiments.reproduce import _table1_layers as layers
+    from efficient_attn.studies.reproduce.figures.vaswani_table1 import measure as layers
 
-    entries = vaswani_table1._entries(vaswani_table1._QUICK, threads=1)
-    records = [layers.measure(entry.case) for entry in entries if entry.case.of == OPERATIONS]
+    points = vaswani_table1.plan(Setting(threads=1, quick=True)).points
+    records = [layers.measure(point.case) for point in points if point.case.of == OPERATIONS]
     for label in ROWS:
         least, most = claims.multiples(records, label)
         assert 1 < least <= most < 1.01 * least
@@ -129,8 +129,8 @@ def test_the_operations_of_every_row_are_a_multiple_of_what_is_printed() -> None
 
 @pytest.mark.slow
 def test_table_1_is_counted_as_the_paper_prints_it() -> None:
-    made = reproduction.reproduce("vaswani-table1", quick=True, threads=1, rounds=1, budget_s=20)
-    verdict = {finding.claim: finding.verdict for finding in made.findings()}
+    made = ea.reproduce("vaswani-table1", quick=True, threads=1, rounds=1, budget_s=20)
+    verdict = {finding.claim: finding.verdict for finding in vaswani_table1.findings(made.records)}
     costs = [found for claim, found in verdict.items() if "costs O(" in claim]
     assert len(costs) == 6 and all(found.startswith(HOLDS) for found in costs)
     assert [

@@ -91,6 +91,8 @@ def draw(results: Mapping[str, Results], homes: Mapping[str, Path], folder: Path
     paths = [
         write(folder / f"{begin[label]}{SUMMARY}", to_csv(one.summary())) for label, one in results.items()
     ]
+    for label, one in results.items():
+        paths += [write(folder / f"{begin[label]}{name}", text) for name, text in one.files().items()]
     for (label, name), figure in figures.items():
         paths += save(figure, folder, f"{begin[label]}{name}")
     tables = [

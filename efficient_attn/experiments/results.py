@@ -112,6 +112,13 @@ class Results:
             found |= view.plots(records, self.environment)
         return found
 
+    def files(self) -> dict[str, str]:
+        """Further files: {name: text}."""
+        found: dict[str, str] = {}
+        for view, records in self._parts():
+            found |= view.files(records, self.environment)
+        return found
+
     def save(
         self,
         folder: str | Path,
@@ -162,9 +169,14 @@ class Results:
             notes=map(plain, self.notes),
         )
 
+    def _reproduced(self) -> str | None:
+        """The study of a figure, whose folders formerly had its name in the command alone."""
+        words = self.environment.get("command")
+        return "reproduce" if isinstance(words, list) and words[1:2] == ["reproduce"] else None
+
     def _parts(self) -> list[tuple[Any, list[Record]]]:
         """The views of the records, each with its records."""
-        name = self.environment.get(STUDY)
+        name = self.environment.get(STUDY, self._reproduced())
         if isinstance(name, str) and name in studies():
             return [(studies()[name].view, list(self.records))]
         left, parts = list(self.records), []

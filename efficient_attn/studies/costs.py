@@ -53,7 +53,7 @@ def cost_points(
                 calls=None if timed else _MEMORY_CALLS,
                 group=tokens,
                 series=(case.label, case.of, case.num_heads, case.head_dim),
-                cost=float(tokens) ** variant.time_growth,
+                cost=case.batch * float(tokens) ** variant.time_growth,
                 predicted_bytes=needed,
                 skip=_too_large(needed, limit_bytes),
             )

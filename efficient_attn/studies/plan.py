@@ -5,9 +5,13 @@ import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from efficient_attn.sweep.case import Case, Record
+
+# Help texts are shown without numpy.
+if TYPE_CHECKING:
+    from efficient_attn.report.table import Table
 
 # Key of a run's environment that names its study.
 STUDY = "study"
@@ -68,6 +72,7 @@ class Plan:
         told: Outcome of a record in the progress display; omitted: its status.
         attach: The plan as it is continued in a folder, `attach(plan, folder, machine, resume=…, force=…)`.
         budget_s: Seconds of measuring unless the run names others.
+        overview: Tables of a request that measures nothing.
     """
 
     points: Sequence[Point]
@@ -82,6 +87,7 @@ class Plan:
     told: Callable[[Record], str] | None = None
     attach: "Callable[..., Plan] | None" = None
     budget_s: float | None = None
+    overview: "Sequence[Table]" = ()
 
 
 def interleaved(lines: Iterable[Iterable[Point]]) -> list[Point]:

@@ -26,6 +26,7 @@ class View:
         sentences: Findings, computed from the records.
         rows: Flat rows of the summary.
         plots: {name of the file: function that makes the plot}.
+        files: {name of a further file of the run: its text}.
         plot: The plot of one quantity, `plot(records, environment, y, x)`.
         claim: The records that belong to the study where no environment names it; None: records of its kinds.
     """
@@ -34,6 +35,7 @@ class View:
     sentences: Callable[[Sequence[Record], Environment], list[str]]
     rows: Callable[[Sequence[Record], Environment], list[dict[str, Any]]]
     plots: Callable[[Sequence[Record], Environment], Plots]
+    files: Callable[[Sequence[Record], Environment], dict[str, str]]
     plot: Callable[..., Plot]
     claim: Callable[[Sequence[Record]], list[Record]] | None = None
 
@@ -50,6 +52,7 @@ class View:
             sentences=own("sentences", lambda records, environment: []),
             rows=own("rows", lambda records, environment: [flat_row(record) for record in records]),
             plots=plots,
+            files=own("files", lambda records, environment: {}),
             plot=own("plot", partial(_plot, plots)),
             claim=getattr(module, "claim", None),
         )

@@ -13,25 +13,18 @@ MATCHES = ("features", "directions", "flops", "time", "memory")
 
 
 class Metric(NamedTuple):
-    """A measure of error.
-
-    Attributes:
-        of: Target of the metric, one of `OF`.
-        quantity: Field of a record that holds it.
-        meaning: One-line definition.
-    """
+    """A measure of error: its target, one of `OF`, and the field of a record that holds it."""
 
     of: str
     quantity: str
-    meaning: str
 
 
 METRICS = {
-    "relative": Metric("output", "output_relative_error", "‖out − exact‖ / ‖exact‖ of the output"),
-    "mse": Metric("output", "output_mse", "mean squared error of the output's entries"),
-    "unsafe": Metric("output", "unsafe_rows", "share of rows with a zero or negative sum of weights"),
-    "frobenius": Metric("weights", "weights_relative_error", "‖A' − A‖ / ‖A‖ of the attention weights"),
-    "kl": Metric("weights", "weights_row_kl", "mean over rows of Σ A log(A / A'), for positive A'"),
+    "relative": Metric("output", "output_relative_error"),
+    "mse": Metric("output", "output_mse"),
+    "unsafe": Metric("output", "unsafe_rows"),
+    "frobenius": Metric("weights", "weights_relative_error"),
+    "kl": Metric("weights", "weights_row_kl"),
 }
 
 # Metrics recorded by default; the first one is shown.

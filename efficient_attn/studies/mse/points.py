@@ -4,8 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from efficient_attn.contained import contained, described, one_line
-from efficient_attn.errors import AttentionError, UnsupportedError
+from efficient_attn.contained import contained
 from efficient_attn.studies.plan import Point, interleaved
 from efficient_attn.sweep.case import Case, Record, replace
 from efficient_attn.sweep.questions import MATCHES, Question
@@ -65,20 +64,18 @@ class Points:
 
     def _matched(self, subject: Any, variant: Variant, option: str) -> Iterator[Point]:
         """The sizes of a variant at which it costs as much as the reference at the given sizes."""
-        from efficient_attn.studies.mse.match import matched
+        from efficient_attn.studies.mse.match import Match, matched
+        from efficient_attn.sweep.worker import answer
 
-        quantity = self._question.match
-        try:
-            with contained():
-                found = matched(variant, subject, option, self._sizes, quantity)
-        except AttentionError as refusal:
-            if not isinstance(refusal, UnsupportedError):
-                raise
-            yield self._refused(subject, variant, str(refusal))
-            return
-        except Exception as failure:  # the backend may be external code
-            yield self._refused(subject, variant, described(failure))
-            return
+        quantity, case, found = self._question.match, self._case(subject, variant), list[Match]()
+
+        def measured() -> Record:
+            found.extend(matched(variant, subject, option, self._sizes, quantity))
+            return Record(case=case)
+
+        refused = answer(case, measured)
+        if not found:
+            yield Point(case=case, measure=lambda: refused, label=f"{case.label} on {case.inputs}")
         for one in found:
             point = self._measured(subject, with_size(variant, option, one.size))
             of_match = {
@@ -87,11 +84,6 @@ class Points:
                 "matched_size": one.reference_size,
             }
             yield replace(point, measure=partial(_with, point.measure, of_match))
-
-    def _refused(self, subject: Any, variant: Variant, reason: str) -> Point:
-        case = self._case(subject, variant)
-        record = Record(case=case, status="unsupported", reason=one_line(reason))
-        return Point(case=case, measure=lambda: record, label=f"{case.label} on {case.inputs}")
 
     def _measured(self, subject: Any, variant: Variant) -> Point:
         from efficient_attn.sweep.accuracy import measure_error

@@ -1,32 +1,28 @@
 """Figure 2 of Choromanski et al. 2021: where positive features have the smaller error."""
 
+import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Sequence
+from functools import lru_cache, partial
 from statistics import fmean
-from typing import Any
 
 import numpy as np
 
-from efficient_attn.analysis.verdicts import not_measured
-from efficient_attn.experiments.reproduce import _fig2_claims as claims
-from efficient_attn.experiments.reproduce import _fig2_plot
-from efficient_attn.experiments.reproduce._fig2 import (
+from efficient_attn.report.table import Table
+from efficient_attn.studies.plan import Plan, Point
+from efficient_attn.studies.reproduce.figures import Setting
+from efficient_attn.studies.reproduce.figures.performer_fig2 import claims, plot
+from efficient_attn.studies.reproduce.figures.performer_fig2.claims import (
     KINDS,
     POSITIVE,
     TRUSTED,
     Place,
     errors,
     place_of,
-    predicted_error,
-    trusted,
     utilities,
 )
-from efficient_attn.experiments.reproduce._parts import Part, measure_parts
-from efficient_attn.experiments.reproduction import Setting
-from efficient_attn.report.table import Table
-from efficient_attn.sweep.case import Case, Record, replace
-from efficient_attn.sweep.run import Step
+from efficient_attn.sweep.case import Case, Record
+from efficient_attn.sweep.worker import answer
 from efficient_attn.theory.kernel import (
     log_mean_squared_error,
     log_positive_error,
@@ -37,7 +33,7 @@ from efficient_attn.theory.kernel import (
 TITLE = "Figure 2: the utility r = MSE_trig / MSE_+ by angle and length"
 PAPER = "Choromanski et al. 2021, Rethinking Attention with Performers, https://arxiv.org/abs/2009.14794"
 
-findings, draw = claims.findings, _fig2_plot.draw
+findings, draw = claims.findings, plot.draw
 
 _NORMS = (0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 1.75, 2.0)
 _ANGLES = (0, 30, 60, 75, 90, 100, 110, 120, 135, 150, 165, 175, 180)
@@ -48,42 +44,21 @@ _HEAD_DIM = 16
 _BLOCKS, _DIRECTIONS, _QUICK_DIRECTIONS = 20, 50_000, 2_000
 
 
-def measure(
-    setting: Setting, *, emit: Callable[[Record], None], progress: Callable[[Step], None] | None
-) -> bool:
+def plan(setting: Setting) -> Plan:
     """The mean squared error of one direction at every pair, norm by norm, in float64."""
     norms, angles = (_QUICK_NORMS, _QUICK_ANGLES) if setting.quick else (_NORMS, _ANGLES)
     block = _QUICK_DIRECTIONS if setting.quick else _DIRECTIONS
-    parts = []
+    points = []
     for norm in norms:
-        places = [Place(norm, float(angle)) for angle in angles]
-        empty = [_record(place, name, block, setting.threads) for place in places for name in KINDS]
-        parts.append(Part(f"length {norm:g}", partial(_measured, empty, block), empty))
-    return measure_parts(parts, setting, emit=emit, progress=progress)
-
-
-def rows(records: Sequence[Record]) -> list[dict[str, Any]]:
-    """One row per pair and feature map, with the closed form and its standard error."""
-    made = []
-    for record in records:
-        place, backend = place_of(record.case), record.case.backend
-        directions = int(record.case.options["directions"])
-        made.append(
-            {
-                "norm": place.norm,
-                "angle_degrees": place.angle,
-                "backend": backend,
-                "sum_square": place.sum_square,
-                "difference_square": place.difference_square,
-                "kernel_mse_of_one_direction": record.kernel_mse,
-                "closed_form": record.expected_kernel_mse,
-                "predicted_relative_standard_error": predicted_error(place, backend, directions),
-                "directions": directions,
-                "trusted": trusted(place, directions),
-                "not_measured": record.reason,
-            }
-        )
-    return made
+        places = tuple(Place(norm, float(angle)) for angle in angles)
+        for place, name in itertools.product(places, KINDS):
+            case = case_of(place, name, block, setting.threads)
+            measure = partial(answer, case, partial(_measured, case, places, block))
+            # The first point of a norm draws the directions of all.
+            first = (place, name) == (places[0], next(iter(KINDS)))
+            label = f"{name}, length {norm:g}, {place.angle:g}°"
+            points.append(Point(case=case, measure=measure, label=label, series=first))
+    return Plan(points=points)
 
 
 def tables(records: Sequence[Record]) -> list[Table]:
@@ -113,17 +88,12 @@ def tables(records: Sequence[Record]) -> list[Table]:
         for one in records
     }
     columns = ("length", *(f"{angle:g}°" for angle in angles))
-    return [Table(TITLE, columns, body, (*notes, *drawn, *not_measured(records)))]
+    return [Table(TITLE, columns, body, (*notes, *drawn))]
 
 
-def _record(place: Place, backend: str, block: int, threads: int) -> Record:
-    """The record of a pair before it is measured, with the theoretical error."""
-    if backend == POSITIVE:
-        log_error = log_positive_error(place.sum_square)
-    else:
-        log_error = log_trigonometric_error(place.difference_square)
-    product = place.norm**2 * math.cos(math.radians(place.angle))
-    case = Case(
+def case_of(place: Place, backend: str, block: int, threads: int) -> Case:
+    """The case of a pair and a map."""
+    return Case(
         kind="error",
         backend=backend,
         label=backend,
@@ -137,18 +107,39 @@ def _record(place: Place, backend: str, block: int, threads: int) -> Record:
         threads=threads,
         inputs=place.inputs,
     )
-    expected = float(np.exp(log_mean_squared_error(log_error, product)))
-    return Record(case=case, num_directions=1, expected_kernel_mse=expected)
 
 
-def _measured(empty: Sequence[Record], block: int) -> Iterator[Record]:
-    """The records with their errors, a mean for each block of directions."""
+def expected(place: Place, backend: str) -> float:
+    """The closed form of the error."""
+    if backend == POSITIVE:
+        log_error = log_positive_error(place.sum_square)
+    else:
+        log_error = log_trigonometric_error(place.difference_square)
+    product = place.norm**2 * math.cos(math.radians(place.angle))
+    return float(np.exp(log_mean_squared_error(log_error, product)))
+
+
+def _measured(case: Case, places: tuple[Place, ...], block: int) -> Record:
+    """The error at one pair, a mean for each block of directions."""
+    place = place_of(case)
+    found = _draws(places, block)[place, case.backend]
+    return Record(
+        case=case,
+        num_directions=1,
+        expected_kernel_mse=expected(place, case.backend),
+        kernel_mse=fmean(found),
+        kernel_mse_draws=found,
+    )
+
+
+@lru_cache(maxsize=1)
+def _draws(places: tuple[Place, ...], block: int) -> dict[tuple[Place, str], tuple[float, ...]]:
+    """The errors at all pairs by both maps, a mean for each block of directions."""
     import torch
 
     from efficient_attn.ops.linear.directions import draw_directions
     from efficient_attn.ops.linear.features import MAPS
 
-    places = list(dict.fromkeys(place_of(record.case) for record in empty))
     turn = torch.tensor([math.radians(place.angle) for place in places], dtype=torch.float64)
     norms = torch.tensor([place.norm for place in places], dtype=torch.float64)
     x, y = torch.zeros(2, len(places), _HEAD_DIM, dtype=torch.float64)
@@ -167,9 +158,7 @@ def _measured(empty: Sequence[Record], block: int) -> Iterator[Record]:
             errors = (block * estimates - exact).square().mean(dim=-1)
             for place, error in zip(places, errors.tolist(), strict=True):
                 draws.setdefault((place, name), []).append(error)
-    for record in empty:
-        found = draws[place_of(record.case), record.case.backend]
-        yield replace(record, kernel_mse=fmean(found), kernel_mse_draws=tuple(found))
+    return {key: tuple(found) for key, found in draws.items()}
 
 
 def _short(value: float) -> str:

@@ -1,15 +1,19 @@
 """Figure 1 of Wang et al. 2020: cumulative singular values of the attention matrices of a trained encoder."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
 
 from efficient_attn.analysis.statistics import middle
-from efficient_attn.analysis.verdicts import not_measured
-from efficient_attn.experiments.reproduce import _fig1_claims as claims
-from efficient_attn.experiments.reproduce._fig1 import (
+from efficient_attn.report.figures import Axis, Chart, Plot, Series
+from efficient_attn.report.palette import INK, MUTED
+from efficient_attn.report.table import Table
+from efficient_attn.studies.plan import Plan, Point
+from efficient_attn.studies.reproduce.figures import Setting
+from efficient_attn.studies.reproduce.figures.linformer_fig1 import claims
+from efficient_attn.studies.reproduce.figures.linformer_fig1.claims import (
     REAL,
     SHUFFLED,
     Head,
@@ -22,13 +26,8 @@ from efficient_attn.experiments.reproduce._fig1 import (
     share,
     spectra,
 )
-from efficient_attn.experiments.reproduce._parts import Part, measure_parts
-from efficient_attn.experiments.reproduction import Setting
-from efficient_attn.report.figures import Axis, Chart, Plot, Series
-from efficient_attn.report.palette import INK, MUTED
-from efficient_attn.report.table import Table
-from efficient_attn.sweep.case import Case, Record, replace
-from efficient_attn.sweep.run import Step
+from efficient_attn.sweep.case import Case, Record
+from efficient_attn.sweep.worker import answer
 
 TITLE = "Figure 1: normalised cumulative singular values of attention matrices, by layer and head"
 PAPER = "Wang et al. 2020, Linformer: Self-Attention with Linear Complexity, https://arxiv.org/abs/2006.04768"
@@ -42,36 +41,20 @@ _PLACES = ((0, 0), (1, 0), (5, 0), (1, 1), (1, 2), (1, 3))
 _SHADES = {0: "#d98c00", 1: "#0072b2", 5: "#7b4fb5"}
 
 
-def measure(
-    setting: Setting, *, emit: Callable[[Record], None], progress: Callable[[Step], None] | None
-) -> bool:
-    """Layer by layer, text by text; of the first text also with shuffled rows."""
+def plan(setting: Setting) -> Plan:
+    """Layer by layer, text by text; the first text also with shuffled rows."""
     tokens = _QUICK_TOKENS if setting.quick else _TOKENS
-    parts = []
-    for layer, text in _PLACES:
-        matrices = (REAL, SHUFFLED) if text == 0 else (REAL,)
-        heads = [Head(text, layer, head) for head in range(_HEADS)]
-        empty = [_record(head, matrix, tokens, setting.threads) for matrix in matrices for head in heads]
-        parts.append(Part(f"layer {layer} of text {text}", partial(_measured, empty, tokens), empty))
-    return measure_parts(parts, setting, emit=emit, progress=progress)
-
-
-def rows(records: Sequence[Record]) -> list[dict[str, Any]]:
-    """One row for each head and matrix."""
-    made = []
-    for record in records:
-        values = np.asarray(record.singular_values or ())
-        row: dict[str, Any] = {**head_of(record.case)._asdict(), "matrix": record.case.label}
-        row |= {"tokens": record.case.tokens, "not_measured": record.reason}
-        if len(values):
-            row |= {
-                "index": index_of(values),
-                "cumulative_share": share(values),
-                "least_relative_error": least_error(values),
-                "singular_values_for_90_percent": needed(values),
-            }
-        made.append(row)
-    return made
+    cases = [
+        case_of(Head(text, layer, head), matrix, tokens, setting.threads)
+        for layer, text in _PLACES
+        for matrix in ((REAL, SHUFFLED) if text == 0 else (REAL,))
+        for head in range(_HEADS)
+    ]
+    points = [
+        Point(case=case, measure=partial(answer, case, partial(_measured, case)), label=case.inputs)
+        for case in cases
+    ]
+    return Plan(points=points)
 
 
 def tables(records: Sequence[Record]) -> list[Table]:
@@ -94,7 +77,6 @@ def tables(records: Sequence[Record]) -> list[Table]:
         "Medians over 12 heads (least to largest), in float64, of the shipped activations of "
         "all-MiniLM-L6-v2, layers counted from 0 to 5; the paper has RoBERTa and prints no numbers.",
         "Shuffled rows: the weights of every row in a random order (seed 0), which keeps how flat it is.",
-        *not_measured(records),
     )
     return [Table(TITLE, columns, tuple(body), notes)]
 
@@ -145,9 +127,9 @@ def _heat(groups: Mapping[tuple[int, int], Sequence[Any]], ax: Any) -> None:
     ax.grid(visible=False)
 
 
-def _record(head: Head, matrix: str, tokens: int, threads: int) -> Record:
-    """The record of a head before it is measured."""
-    case = Case(
+def case_of(head: Head, matrix: str, tokens: int, threads: int) -> Case:
+    """The case of a head and a matrix."""
+    return Case(
         kind="count",
         backend="exact",
         label=matrix,
@@ -161,26 +143,31 @@ def _record(head: Head, matrix: str, tokens: int, threads: int) -> Record:
         threads=threads,
         inputs=head.inputs,
     )
-    return Record(case=case)
 
 
-def _measured(empty: Sequence[Record], tokens: int) -> Iterator[Record]:
-    """The records of one layer and text with their singular values."""
+def _measured(case: Case) -> Record:
+    """The singular values of one head."""
+    import torch
+
+    head = head_of(case)
+    values = torch.linalg.svdvals(_weights(head.text, head.layer, case.tokens)[case.label][head.head])
+    # Five digits suffice for everything that is drawn, and keep the file small.
+    return Record(case=case, singular_values=tuple(float(f"{value:.5g}") for value in values.tolist()))
+
+
+@lru_cache(maxsize=1)
+def _weights(text: int, layer: int, tokens: int) -> dict[str, Any]:
+    """The attention matrices of all heads, as they are and with shuffled rows."""
     import torch
 
     from efficient_attn.measure.inputs import shipped
     from efficient_attn.ops.softmax.definition import softmax_weights
 
-    first = head_of(empty[0].case)
-    captured = shipped(first.text)
-    q, k, _ = captured.layers[first.layer]
+    captured = shipped(text)
+    q, k, _ = captured.layers[layer]
     scale = captured.scale or q.shape[-1] ** -0.5
     few = slice(tokens)
     weights = softmax_weights(q[..., few, :].double(), k[..., few, :].double(), scale=scale, key_mask=None)[0]
     generator = torch.Generator().manual_seed(0)
     order = torch.rand(weights.shape, generator=generator).argsort(dim=-1)
-    matrices = {REAL: weights, SHUFFLED: weights.gather(-1, order)}
-    for record in empty:
-        values = torch.linalg.svdvals(matrices[record.case.label][head_of(record.case).head])
-        # Five digits suffice for the plot and keep the file small.
-        yield replace(record, singular_values=tuple(float(f"{value:.5g}") for value in values.tolist()))
+    return {REAL: weights, SHUFFLED: weights.gather(-1, order)}

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from efficient_attn.experiments.reproduce._fig2 import turning_angle, utilities
 from efficient_attn.report.figures import Axis, Chart, Plot, Series
 from efficient_attn.report.palette import INK
+from efficient_attn.studies.reproduce.figures.performer_fig2.claims import turning_angle, utilities
 from efficient_attn.sweep.records import Record
 from efficient_attn.theory.kernel import log_utility
 

@@ -1,13 +1,16 @@
 """The layers of Table 1 of Vaswani et al. 2017, and the measurements of one layer."""
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from efficient_attn.backends import build
-from efficient_attn.experiments.reproduce._table1 import (
+from efficient_attn.measure import clock
+from efficient_attn.measure.operations import count_operations
+from efficient_attn.measure.paths import hops_to_the_first_token
+from efficient_attn.studies.reproduce.figures.vaswani_table1.layers import (
     OPERATIONS,
     PATH,
     PROJECTED,
@@ -15,10 +18,8 @@ from efficient_attn.experiments.reproduce._table1 import (
     SELF_ATTENTION,
     TIME,
 )
-from efficient_attn.measure import clock
-from efficient_attn.measure.operations import count_operations
-from efficient_attn.measure.paths import hops_to_the_first_token
 from efficient_attn.sweep.records import Case, Record
+from efficient_attn.sweep.worker import answer
 from efficient_attn.transformer.layer import AttentionLayer
 from efficient_attn.transformer.mixers import ConvolutionMixer, RecurrentMixer, SeparableConvolutionMixer
 
@@ -36,14 +37,9 @@ class SelfAttention(nn.Module):
         return self.backend(heads, heads, heads).transpose(1, 2).flatten(2)
 
 
-def measure(case: Case, *, target: Any = None, seconds: float = 0.1) -> Record:
+def measure(case: Case, *, seconds: float = 0.1) -> Record:
     """The record of a case: time, operations, or length of the path."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(case.threads)
-    try:
-        return _MEASURES[case.of](case, seconds)
-    finally:
-        torch.set_num_threads(before)
+    return answer(case, partial(_MEASURES[case.of], case, seconds))
 
 
 def _time(case: Case, seconds: float) -> Record:

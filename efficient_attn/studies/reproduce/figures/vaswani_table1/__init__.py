@@ -1,12 +1,17 @@
 """Table 1 of Vaswani et al. 2017: operations per layer, sequential operations, maximum path length."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from efficient_attn.analysis.rounds import call_time
-from efficient_attn.analysis.verdicts import not_measured
-from efficient_attn.experiments.reproduce import _table1_claims as claims
-from efficient_attn.experiments.reproduce._table1 import (
+from efficient_attn.report.figures import Axis, Chart, Plot, Series, in_rows
+from efficient_attn.report.palette import line_styles
+from efficient_attn.report.table import Table
+from efficient_attn.studies.plan import Plan, Point
+from efficient_attn.studies.reproduce.figures import Setting
+from efficient_attn.studies.reproduce.figures.vaswani_table1 import claims
+from efficient_attn.studies.reproduce.figures.vaswani_table1.layers import (
     OPERATIONS,
     PATH,
     ROWS,
@@ -16,15 +21,8 @@ from efficient_attn.experiments.reproduce._table1 import (
     cells,
     fixed,
 )
-from efficient_attn.experiments.reproduction import Setting
-from efficient_attn.report.figures import Axis, Chart, Plot, Series, in_rows
-from efficient_attn.report.palette import line_styles
-from efficient_attn.report.table import Table
 from efficient_attn.sweep.amounts import show_seconds
-from efficient_attn.sweep.plan import Entry
 from efficient_attn.sweep.records import Case, Record
-from efficient_attn.sweep.run import Step, run
-from efficient_attn.sweep.variants import Variant
 from efficient_attn.theory.complexity import TABLE_1
 
 TITLE = "Table 1: complexity per layer, sequential operations, maximum path length"
@@ -64,41 +62,48 @@ _QUICK = Sizes(
 )
 
 
-def measure(
-    setting: Setting, *, emit: Callable[[Record], None], progress: Callable[[Step], None] | None
-) -> bool:
-    """Times of all sizes in turns, operations of the same sizes, path lengths."""
-    from efficient_attn.experiments.reproduce import _table1_layers as layers
+def plan(setting: Setting) -> Plan:
+    """All points by rising length; counts first, which a budget should not cut off."""
+    sizes = _QUICK if setting.quick else _SIZES
+    grid = {(n, sizes.width) for n in sizes.tokens} | {(sizes.length, d) for d in sizes.widths}
+    points = [
+        *(("count", n, d, OPERATIONS) for n, d in grid),
+        *(("count", n, sizes.path_width, PATH) for n in sizes.path_tokens),
+        *(("time", n, d, TIME) for n, d in grid),
+    ]
+    return Plan(points=[_point(label, *point, setting) for point in sorted(points) for label in ROWS])
 
-    entries = list(_entries(_QUICK if setting.quick else _SIZES, setting.threads))
-    return run(
-        entries,
-        emit=emit,
-        progress=progress,
-        budget_s=setting.budget_s,
-        rounds=setting.rounds,
-        measure=layers.measure,
+
+def _point(label: str, kind: str, n: int, d: int, of: str, setting: Setting) -> Point:
+    row = ROWS[label]
+    case = Case(
+        kind=kind,
+        backend=row.backend,
+        label=label,
+        options=row.options,
+        of=of,
+        num_heads=_NUM_HEADS,
+        head_dim=d // _NUM_HEADS,
+        tokens=n,
+        # A gradient is tested for zero in float64, where least of it underflows.
+        dtype="float64" if of == PATH else "float32",
+        device="cpu",
+        threads=setting.threads if of == TIME else 1,
+    )
+    return Point(
+        case=case,
+        measure=partial(_measured, case),
+        rounds=setting.rounds if of == TIME else None,
+        group=(kind, n),
+        series=(label, of),
+        cost=row.order(n, d),
     )
 
 
-def rows(records: Sequence[Record]) -> list[dict[str, Any]]:
-    """One row for each layer and size: time, operations, chain, path, as far as they were measured."""
-    made: dict[tuple[Any, ...], dict[str, Any]] = {}
-    for record in records:
-        case = record.case
-        d = case.model_dim
-        row = made.setdefault(
-            (case.label, case.tokens, d), {"layer": case.label, "tokens": case.tokens, "model_dim": d}
-        )
-        if record.times_s:
-            times = call_time(record)
-            row |= {"time_s": times.median, "time_low_s": times.low, "time_high_s": times.high}
-        for name in ("flops", "sequential_operations", "path_length"):
-            if (value := getattr(record, name)) is not None:
-                row[name] = value
-        if record.status != "ok":
-            row["not_measured"] = record.reason
-    return [made[key] for key in sorted(made)]
+def _measured(case: Case, **seconds: float) -> Record:
+    from efficient_attn.studies.reproduce.figures.vaswani_table1.measure import measure
+
+    return measure(case, **seconds)
 
 
 def tables(records: Sequence[Record]) -> list[Table]:
@@ -114,7 +119,7 @@ def tables(records: Sequence[Record]) -> list[Table]:
         "maximum path",
         *(f"hops, {n} tokens" for n in lengths),
     )
-    return [Table(TITLE, columns, tuple(_row(records, label, lengths) for label in ROWS), _notes(records))]
+    return [Table(TITLE, columns, tuple(_row(records, label, lengths) for label in ROWS), _notes())]
 
 
 def draw(records: Sequence[Record]) -> Plot:
@@ -176,7 +181,7 @@ def _row(records: Sequence[Record], label: str, lengths: Sequence[int]) -> tuple
     )
 
 
-def _notes(records: Sequence[Record]) -> tuple[str, ...]:
+def _notes() -> tuple[str, ...]:
     options = {str(value): name for row in ROWS.values() for name, value in row.options.items()}
     shown = ", ".join(f"{name} {value}" for value, name in options.items())
     return (
@@ -185,33 +190,4 @@ def _notes(records: Sequence[Record]) -> tuple[str, ...]:
         "padding counts, as it is computed, and kernels count as their written-out form does.",
         "Chain: matrix products that wait for one another; from the fewest to the most tokens.",
         "Projections are no part of the paper's table: it counts attention without them.",
-        *not_measured(records),
     )
-
-
-def _entries(sizes: Sizes, threads: int) -> Iterator[Entry]:
-    """All cases by ascending length, each once; counted ones first, so that no budget cuts them off."""
-    grid = {(n, sizes.width) for n in sizes.tokens} | {(sizes.length, d) for d in sizes.widths}
-    points = [
-        *(("count", n, d, OPERATIONS) for n, d in grid),
-        *(("count", n, sizes.path_width, PATH) for n in sizes.path_tokens),
-        *(("time", n, d, TIME) for n, d in grid),
-    ]
-    for kind, n, d, of in sorted(points):
-        for label, row in ROWS.items():
-            case = Case(
-                kind=kind,
-                backend=row.backend,
-                label=label,
-                options=row.options,
-                of=of,
-                num_heads=_NUM_HEADS,
-                head_dim=d // _NUM_HEADS,
-                tokens=n,
-                # Whether a gradient is zero is asked in float64, where least of it underflows.
-                dtype="float64" if of == PATH else "float32",
-                device="cpu",
-                threads=threads if of == TIME else 1,
-            )
-            variant = Variant(backend=row.backend, label=label, target=None, options=row.options)
-            yield Entry(case=case, variant=variant, predicted_bytes=0)

@@ -1,12 +1,17 @@
 """Table 3 of Wang et al. 2020: how much time and memory Linformer saves, by length and rank."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from efficient_attn.analysis.rounds import call_time
-from efficient_attn.analysis.verdicts import not_measured
-from efficient_attn.experiments.reproduce import _table3_claims as claims
-from efficient_attn.experiments.reproduce._table3 import (
+from efficient_attn.experiments.workload import Workload, settle
+from efficient_attn.report.figures import Axis, Chart, Plot, Series, in_rows
+from efficient_attn.report.palette import INK
+from efficient_attn.report.table import Table
+from efficient_attn.studies.costs import cost_points, measurer_for
+from efficient_attn.studies.plan import Plan
+from efficient_attn.studies.reproduce.figures import Setting
+from efficient_attn.studies.reproduce.figures.linformer_table3 import claims
+from efficient_attn.studies.reproduce.figures.linformer_table3.claims import (
     DENSE,
     FUSED,
     LENGTHS,
@@ -16,19 +21,9 @@ from efficient_attn.experiments.reproduce._table3 import (
     TIME,
     Saved,
     measured,
-    rank,
 )
-from efficient_attn.experiments.reproduction import Setting
-from efficient_attn.experiments.workload import Workload, settle
-from efficient_attn.measure.environment import available_bytes
-from efficient_attn.report.figures import Axis, Chart, Plot, Series, in_rows
-from efficient_attn.report.palette import INK
-from efficient_attn.report.table import Table
-from efficient_attn.sweep.amounts import parse_bytes
-from efficient_attn.sweep.isolate import DEFAULT_ISOLATION, NONE, Measurer
-from efficient_attn.sweep.plan import Entry, plan
+from efficient_attn.sweep.isolate import DEFAULT_ISOLATION, NONE
 from efficient_attn.sweep.records import Record
-from efficient_attn.sweep.run import Step, run
 from efficient_attn.sweep.variants import select
 
 TITLE = "Table 3: time and memory that Linformer saves, by length and rank"
@@ -48,61 +43,34 @@ _QUICK_LENGTHS, _QUICK_TOTAL_TOKENS = LENGTHS[:2], LENGTHS[1]
 _TIMEOUT_S = 60.0
 _MEMORY_LIMIT = "70%"
 
+_BACKENDS = (FUSED, DENSE, LINFORMER)
+
 # From light to dark as ranks grow; readable on white.
 _SHADES = ("#e69f00", "#d55e00", "#cc4c88", "#7b4fb5", "#1f3b73")
 
 
-def measure(
-    setting: Setting, *, emit: Callable[[Record], None], progress: Callable[[Step], None] | None
-) -> bool:
-    """Times in turns and peak memory, length by length, as far as memory and budget go."""
+def plan(setting: Setting) -> Plan:
+    """Blocks at every length and rank up to half of it, as in the paper; as far as memory and budget go."""
     workload = settle(
         Workload(of="block", num_heads=_NUM_HEADS, head_dim=_HEAD_DIM, device="cpu", threads=setting.threads)
     )
-    isolate = NONE if setting.quick else DEFAULT_ISOLATION
-    with Measurer(isolate, timeout_s=_TIMEOUT_S) as measure_case:
-        return run(
-            list(_entries(workload, quick=setting.quick)),
-            emit=emit,
-            progress=progress,
-            budget_s=setting.budget_s,
-            rounds=setting.rounds,
-            timeout_s=_TIMEOUT_S,
-            measure=measure_case,
+    total = _QUICK_TOTAL_TOKENS if setting.quick else _TOTAL_TOKENS
+    measurer, limit, _ = measurer_for(
+        select(_BACKENDS),
+        workload,
+        isolate=NONE if setting.quick else DEFAULT_ISOLATION,
+        timeout_s=_TIMEOUT_S,
+        memory_limit=_MEMORY_LIMIT,
+    )
+    points = []
+    for tokens in _QUICK_LENGTHS if setting.quick else LENGTHS:
+        ranks = [size for size in RANKS if (tokens, size) in TIME.paper]
+        variants = select(_BACKENDS, {LINFORMER: {"rank": ranks, "sharing": ["layers"]}})
+        shared = {**vars(workload), "batch": max(total // tokens, 1), "inputs": "gaussian"}
+        points += cost_points(
+            variants, [tokens], shared, measure=measurer, rounds=setting.rounds, limit_bytes=limit
         )
-
-
-def rows(records: Sequence[Record]) -> list[dict[str, Any]]:
-    """One row per record, with measured ratios and the paper's."""
-    ratios = {
-        (saved.kind, baseline): measured(records, saved, baseline)
-        for saved in (TIME, MEMORY)
-        for baseline in (DENSE, FUSED)
-    }
-    paper = {saved.kind: saved.paper for saved in (TIME, MEMORY)}
-    made = []
-    for record in records:
-        case = record.case
-        place = (case.tokens, rank(case))
-        times = call_time(record) if record.times_s else None
-        made.append(
-            {
-                "measured": case.kind,
-                "backend": case.backend,
-                "rank": rank(case) or None,
-                "tokens": case.tokens,
-                "batch": case.batch,
-                "time_s": times and times.median,
-                "time_low_s": times and times.low,
-                "time_high_s": times and times.high,
-                "peak_bytes": record.peak_bytes,
-                "saved_against_dense": ratios[case.kind, DENSE].get(place),
-                "saved_against_fused": ratios[case.kind, FUSED].get(place),
-                "saved_in_the_paper": paper[case.kind].get(place),
-                "not_measured": record.reason,
-            }
-        )
-    return made
+    return Plan(points=points, timeout_s=_TIMEOUT_S, resources=measurer)
 
 
 def tables(records: Sequence[Record]) -> list[Table]:
@@ -110,7 +78,6 @@ def tables(records: Sequence[Record]) -> list[Table]:
     notes = (
         "Each cell: against exact-dense / against fused exact (in the paper). – is not measured.",
         *_conditions(records),
-        *not_measured(records),
     )
     return [
         _table(records, TIME, "Time saved, times", ()),
@@ -181,15 +148,3 @@ def _conditions(records: Sequence[Record]) -> tuple[str, ...]:
         f"threads: {case.threads}; forward; {total} tokens in a batch, one sequence where it is longer.",
         "One projection for keys, values, heads and layers; it is not trained, which changes no cost.",
     )
-
-
-def _entries(workload: Workload, *, quick: bool) -> Iterator[Entry]:
-    """The cases of every length; ranks up to half of it, as in the paper."""
-    limit = parse_bytes(_MEMORY_LIMIT, name="memory limit", available=available_bytes("cpu"))
-    total = _QUICK_TOTAL_TOKENS if quick else _TOTAL_TOKENS
-    for tokens in _QUICK_LENGTHS if quick else LENGTHS:
-        ranks = [size for size in RANKS if (tokens, size) in TIME.paper]
-        settings: dict[str, Sequence[Any]] = {"rank": ranks, "sharing": ["layers"]}
-        shared = {**vars(workload), "batch": max(total // tokens, 1), "inputs": "gaussian"}
-        variants = select([FUSED, DENSE, LINFORMER], {LINFORMER: settings})
-        yield from plan(variants, [tokens], shared, memory_limit=limit)

@@ -16,7 +16,8 @@ from efficient_attn.analysis.verdicts import (
     span,
     turns_round,
 )
-from efficient_attn.experiments.reproduce._table1 import (
+from efficient_attn.report.table import show_growth
+from efficient_attn.studies.reproduce.figures.vaswani_table1.layers import (
     KERNEL,
     OPERATIONS,
     PATH,
@@ -29,7 +30,6 @@ from efficient_attn.experiments.reproduce._table1 import (
     along,
     cells,
 )
-from efficient_attn.report.table import show_growth
 from efficient_attn.sweep.records import Record
 
 AXES = ("n", "d")

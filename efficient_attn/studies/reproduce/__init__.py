@@ -1,0 +1,17 @@
+"""Figures and tables of papers measured again: the claims, our numbers, a verdict on each."""
+
+from efficient_attn.studies.reproduce.plan import plan
+from efficient_attn.studies.study import Study
+from efficient_attn.sweep.quantity import QUANTITIES
+
+STUDY = Study(
+    name="reproduce",
+    plan=plan,
+    folder=__name__,
+    kinds=("count",),
+    quantities=tuple(
+        QUANTITIES[name]
+        for name in ("sequential_operations", "path_length", "singular_values", "kernel_mse", "output_mse")
+    ),
+    budget="100s",
+)
