@@ -91,8 +91,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every turn of a time ends after milliseconds, for runs whose times nobody reads."""
-    monkeypatch.setattr("efficient_attn.sweep.run._TURN_S", 0.001)
+    """Every round of a time ends after milliseconds, for runs whose times nobody reads."""
     monkeypatch.setattr("efficient_attn.studies.loop._ROUND_S", 0.001)
 
 

@@ -5,7 +5,7 @@ import torch
 
 from efficient_attn.backends import build
 from efficient_attn.sweep import calls, worker
-from efficient_attn.sweep.plan import predict_bytes
+from efficient_attn.sweep.predicted_bytes import predict_bytes
 from efficient_attn.sweep.records import Case
 from efficient_attn.sweep.variants import CEILING
 from efficient_attn.transformer.block import TransformerBlock

@@ -431,7 +431,7 @@ def test_queries_and_keys_of_unlike_number_are_refused(tmp_path):
         ea.compare(["exact"], inputs=tmp_path / "cross.safetensors")
 
 
-# Seconds of one error and of one call, measured on two idle cores at 512 tokens with 12 heads of 32.
+# Seconds of one error and of one call, rounded, of 512 tokens with 12 heads of 32: their proportions matter.
 ERROR_S = {
     "exact": 0.3,
     "mean of V": 0.001,

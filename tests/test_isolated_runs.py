@@ -13,7 +13,7 @@ from looped import points, run
 
 from efficient_attn import bench
 from efficient_attn.errors import OptionError
-from efficient_attn.studies.loop import Estimate
+from efficient_attn.studies.estimate import Estimate
 from efficient_attn.sweep.isolate import Measurer
 from efficient_attn.sweep.records import Record
 from efficient_attn.sweep.variants import Variant, has_address

@@ -44,7 +44,7 @@ NEEDS_NO_TORCH = (
     "problem",
     "sweep/case",
     "sweep/records",
-    "sweep/plan",
+    "sweep/predicted_bytes",
     "analysis",
     "report",
     "cli",

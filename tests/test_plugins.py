@@ -14,9 +14,9 @@ from efficient_attn.testing import check_backend
 COMMANDS = """
 from efficient_attn.backends import list_backends, spec
 from efficient_attn.errors import UnknownNameError
-from efficient_attn_cli.options import _backends
+from efficient_attn.studies.options import complete_backends
 
-assert "stranger" in _backends("") and "stranger" not in list_backends()
+assert "stranger" in complete_backends("") and "stranger" not in list_backends()
 try:
     spec("strangre")
 except UnknownNameError as error:

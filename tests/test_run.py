@@ -8,7 +8,7 @@ from isolated_points import SHARED
 from looped import ROUNDS, points, run
 
 from efficient_attn.backends import list_backends
-from efficient_attn.studies.loop import Estimate
+from efficient_attn.studies.estimate import Estimate
 from efficient_attn.sweep import worker
 from efficient_attn.sweep.records import Case, Record
 from efficient_attn.sweep.variants import Variant, select

@@ -14,7 +14,7 @@ pytest.importorskip("pty", reason="there are no pseudo-terminals here")
 CODE = """
 import sys, time
 from types import SimpleNamespace
-from efficient_attn.sweep.run import Step
+from efficient_attn.studies.loop import Step
 from efficient_attn_cli import talk
 
 case = SimpleNamespace(

@@ -7,7 +7,7 @@ from efficient_attn.errors import OptionError, UnsupportedError
 from efficient_attn.measure.environment import usable_cores
 from efficient_attn.problem import positive_count
 from efficient_attn.sweep.amounts import parse_sizes
-from efficient_attn.sweep.plan import ITEM_BYTES
+from efficient_attn.sweep.predicted_bytes import ITEM_BYTES
 
 # Subjects of a measurement: a backend alone, in a block, in a stack of blocks.
 SUBJECTS = ("attention", "block", "encoder")

@@ -14,7 +14,7 @@ from efficient_attn.sweep.amounts import parse_bytes, show_bytes
 from efficient_attn.sweep.case import Case, Record
 from efficient_attn.sweep.isolate import NONE, Measurer
 from efficient_attn.sweep.isolate import POINT as NEW_EACH_TIME
-from efficient_attn.sweep.plan import predict_bytes
+from efficient_attn.sweep.predicted_bytes import predict_bytes
 from efficient_attn.sweep.process import START_S
 from efficient_attn.sweep.variants import Variant, has_address
 

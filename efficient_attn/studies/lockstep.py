@@ -3,11 +3,10 @@
 import math
 from typing import Any
 
-from efficient_attn.studies.loop import Loop
+from efficient_attn.studies.loop import Loop, Step
 from efficient_attn.studies.plan import Plan, Point
 from efficient_attn.sweep.interrupt import held
 from efficient_attn.sweep.records import Record
-from efficient_attn.sweep.run import Step
 
 
 class Lockstep(Loop):

@@ -5,86 +5,36 @@ import math
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import fmean
 
 from efficient_attn.measure.clock import in_turns
+from efficient_attn.studies.estimate import Estimate
 from efficient_attn.studies.plan import Plan, Point
 from efficient_attn.sweep.amounts import show_seconds
-from efficient_attn.sweep.case import Record
+from efficient_attn.sweep.case import Record, joined
 from efficient_attn.sweep.interrupt import held
-from efficient_attn.sweep.run import Step, joined
 
 # Seconds of calls in one round: enough for a steady median, and no more of the budget than this share.
 _ROUND_S = 0.1
 _SHARE_OF_BUDGET = 0.5
 
-# Calls besides the timed ones: a round warms up twice.
-_WARM_UP_CALLS = 2
-
-# Building a backend and drawing its inputs, per round.
-_OVERHEAD_S = 0.02
-
 # Points that a closing sentence names before it counts the others.
 _NAMED = 6
 
 
-@dataclass(frozen=True)
-class _Known:
-    """Duration of a measured point: of one call if it was timed, else of the point."""
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """State of a run for a progress display.
 
-    cost: float
-    seconds: float
-
-
-class Estimate:
-    """Predicted durations, learnt from the points that were measured and their costs.
-
-    Args:
-        round_s: Seconds of calls in one round.
-        start_s: Seconds of starting a process for each round, where that is done.
+    Attributes:
+        doing: Next backend and length; None at the end.
+        record: Record just completed, if any.
     """
 
-    def __init__(self, *, round_s: float, start_s: float = 0.0) -> None:
-        self._round_s = round_s
-        self._overhead_s = _OVERHEAD_S + start_s
-        self._calls: dict[Hashable, _Known] = {}
-        self._points: dict[Hashable, _Known] = {}
-        self._seconds = self._cost = 0.0
-
-    def learn(self, point: Point, record: Record, seconds: float) -> None:
-        """Take in the duration of a round or of a whole point."""
-        if point.rounds is not None:
-            if record.times_s:
-                self._calls[point.series] = _Known(point.cost, min(record.times_s))
-        elif point.calls is not None:
-            self._calls.setdefault(point.series, _Known(point.cost, seconds / point.calls))
-        else:
-            self._points[point.series] = _Known(point.cost, seconds)
-            self._seconds += seconds
-            self._cost += point.cost
-
-    def seconds(self, point: Point, *, done: int = 0, typical: bool = False) -> float:
-        """Predicted duration of a point after `done` rounds.
-
-        Calls of an unknown series are short; with `typical` they last as long as calls of other series.
-        """
-        if point.rounds is None and point.calls is None:
-            known = self._points.get(point.series)
-            if known is None:
-                return self._seconds / self._cost * point.cost if self._cost else 0.0
-            return known.seconds * point.cost / known.cost
-        call_s = self._call_seconds(point, typical)
-        if point.rounds is None:
-            return self._overhead_s + (point.calls or 0) * call_s
-        round_s = _WARM_UP_CALLS * call_s + max(self._round_s, call_s)
-        return (point.rounds - done) * (self._overhead_s + round_s)
-
-    def _call_seconds(self, point: Point, typical: bool) -> float:
-        known = self._calls.get(point.series)
-        if known is None and typical and self._calls:
-            every = self._calls.values()
-            known = _Known(fmean(one.cost for one in every), fmean(one.seconds for one in every))
-        return 0.0 if known is None else known.seconds * max(point.cost / known.cost, 1.0)
+    done: int
+    total: int
+    remaining_s: float
+    doing: str | None
+    record: Record | None = None
 
 
 class Loop:

@@ -12,10 +12,9 @@ from efficient_attn.experiments.results import Results
 from efficient_attn.measure.conditions import between, moment
 from efficient_attn.measure.environment import environment
 from efficient_attn.studies.lockstep import Lockstep
-from efficient_attn.studies.loop import Loop
+from efficient_attn.studies.loop import Loop, Step
 from efficient_attn.studies.plan import STUDY, Plan
 from efficient_attn.studies.study import Study
-from efficient_attn.sweep.run import Step
 
 
 def run_plan(

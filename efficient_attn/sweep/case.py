@@ -6,7 +6,7 @@ their fields. A measurement that failed is a record too, with its reason.
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
@@ -16,7 +16,7 @@ from msgspec import Meta
 # All quantities are declared once a record can exist.
 import efficient_attn.sweep.quantities as _declared  # noqa: F401
 from efficient_attn.errors import UnknownNameError
-from efficient_attn.limits import COUNT, OPTIONS, WHOLE_NUMBER
+from efficient_attn.limits import COUNT, OPTIONS, SAMPLES, WHOLE_NUMBER
 from efficient_attn.sweep.quantity import FIELDS
 
 if TYPE_CHECKING:
@@ -150,3 +150,23 @@ def replace(item: _T, **values: Any) -> _T:
     """Copy with other values; quantities of a record are values like any other, and None removes one."""
     # The type of all dataclasses has no public name.
     return dataclasses.replace(item, **values)  # type: ignore[type-var]
+
+
+def joined(parts: Sequence[Record]) -> Record:
+    """One record with the samples of all rounds, cut evenly to the capacity of a record."""
+    most = max(SAMPLES // len(parts), 1)
+    kept = [(part.times_s or ())[:most] for part in parts]
+    waited_s = [
+        part.waited_s * len(times_s) / max(len(part.times_s or ()), 1)
+        for part, times_s in zip(parts, kept, strict=True)
+        if part.waited_s is not None
+    ]
+    return replace(
+        parts[0],
+        times_s=tuple(time_s for times_s in kept for time_s in times_s),
+        round_sizes=tuple(map(len, kept)),
+        waited_s=sum(waited_s) if len(waited_s) == len(parts) else None,
+        empty_call_s=min(
+            (part.empty_call_s for part in parts if part.empty_call_s is not None), default=None
+        ),
+    )

@@ -15,7 +15,7 @@ from efficient_attn.studies.recall.task import Course, Task
 from efficient_attn.studies.study import Option
 from efficient_attn.sweep.amounts import parse_sizes
 from efficient_attn.sweep.case import Case
-from efficient_attn.sweep.plan import predict_bytes
+from efficient_attn.sweep.predicted_bytes import predict_bytes
 from efficient_attn.sweep.sizes import possible, with_size
 from efficient_attn.sweep.variants import DENSE, YARDSTICK, Variant, select
 
