@@ -107,6 +107,7 @@ def test_refusals_of_a_default_selection_are_no_failure_but_one_asked_for_is(und
     assert command(*SMALL, "--causal", "--backend", "linformer,window") == 3
 
 
+@pytest.mark.slow
 def test_an_interruption_keeps_what_was_measured_and_ends_with_130(undrawn, capsys):
     # A process of its own measures, so that its parent is this one and not whoever started the tests.
     isolated = [*SMALL, "--isolate", "reuse"]

@@ -187,6 +187,7 @@ def test_every_backend_is_measured_on_the_same_tensors_as_its_error():
     assert any("Nothing was isolated" in note for note in results.notes)
 
 
+@pytest.mark.slow
 def test_costs_are_taken_in_another_process_on_the_same_tensors(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "own.py").write_text(

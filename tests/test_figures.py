@@ -29,12 +29,15 @@ DRAWN = [
     *((path.parent.name, {}) for path in sorted(RUNS.glob("*/records.jsonl"))),
     *((name, {"style": "paper", "width": 3.3}) for name in PAPER),
 ]
-SLOW = {"reproduce-performer-fig2": pytest.mark.slow}
 
 
 @pytest.mark.parametrize(
     ("run", "look"),
-    [pytest.param(*one, marks=SLOW.get(one[0], ()), id=" ".join((one[0], *one[1]))) for one in DRAWN],
+    [
+        # One run of each study in both styles; the others of a study are drawn by the same code.
+        pytest.param(*one, marks=[pytest.mark.slow] * (one[0] not in PAPER), id=" ".join((one[0], *one[1])))
+        for one in DRAWN
+    ],
 )
 def test_texts_of_committed_runs_are_large_enough_and_none_lies_on_another(run, look):
     smallest = STYLES[look.get("style", "screen")].small

@@ -48,6 +48,7 @@ def test_every_way_to_fail_is_a_record_with_a_reason_of_one_line_and_the_next_po
         assert ask(isolated, "values").status == "ok"
 
 
+@pytest.mark.slow
 def test_a_healthy_process_is_kept_and_a_failure_brings_a_new_one():
     with Measurer(timeout_s=ENOUGH_S) as isolated:
         assert ask(isolated, "values", kind="memory").peak_bytes == 2 * 16 * 8 * 4

@@ -24,6 +24,7 @@ pytestmark = [
 ]
 
 
+@pytest.mark.slow
 def test_a_sweep_of_broken_backends_is_complete_and_longer_lengths_of_an_endless_one_are_skipped():
     names = ("exits", "endless", "values")
     variants = [Variant(backend=name, label=name, target=f"own.py:{name}") for name in names]
@@ -59,6 +60,7 @@ def test_the_estimate_counts_the_start_of_a_process_for_every_turn():
     assert there.seconds(point) - here.seconds(point) == pytest.approx(4 * 2)
 
 
+@pytest.mark.slow
 def test_no_process_outlives_a_parent_that_is_killed():
     script = (
         "from efficient_attn import bench\n"
@@ -117,6 +119,7 @@ def test_wrong_settings_are_refused(isolate, timeout_s, message):
         Measurer(isolate, timeout_s=timeout_s)
 
 
+@pytest.mark.slow
 def test_json_on_stdout_is_one_document_whatever_backends_print_and_break(hasty, undrawn, capfd):
     pytest.importorskip("efficient_attn_cli", reason="needs an installation, if only an editable one")
     from efficient_attn_cli.main import main

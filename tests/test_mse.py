@@ -123,6 +123,7 @@ def test_on_real_activations_windows_get_better_with_size_and_random_features_lo
     assert all(point.low > panel.yardstick for point in features.points)
 
 
+@pytest.mark.slow
 def test_stitched_texts_are_called_stitched():
     results = ea.mse([lambda q, k, v: v], inputs="stitched", sizes=(4,))
     assert {(r.case.inputs, r.case.tokens) for r in results.records} == {("stitched(layer=1)", 2048)}

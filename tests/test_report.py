@@ -133,6 +133,7 @@ def test_several_runs_stand_side_by_side_with_their_own_names(tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_the_files_of_a_report_are_the_same_bytes_again_and_records_stay(tmp_path):
     run = folder(tmp_path / "run", costs() + errors())
     records = (run / "records.jsonl").read_bytes()

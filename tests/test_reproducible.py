@@ -80,7 +80,7 @@ def test_two_processes_give_the_same_bits_of_outputs_gradients_errors_and_bytes(
 @pytest.mark.slow
 def test_a_point_alone_is_the_point_of_a_sweep():
     names = ["linformer", "performer-positive", "performer-trig", "window"]
-    several = {"tokens": 64, "inputs": ("gaussian",), "norms": (0.5, 1.0), "draws": 3}
+    several = {"seq_len": 64, "inputs": ("gaussian",), "norms": (0.5, 1.0), "draws": 3}
     sweep = {record.case.key: record for record in ea.mse(names, sizes=(8, 16), **several).records}
     for name in names:
         for record in ea.mse([name], sizes=(16,), **{**several, "norms": (1.0,)}).records:

@@ -190,7 +190,7 @@ def test_a_run_killed_at_any_moment_and_resumed_ends_with_all_cases_and_loses_no
     """Each kill comes a random time after a record was written; what was read before it stays."""
     script = (
         "from efficient_attn import bench\n"
-        "bench(['own.py:values'], seq_lens=range(16, 26), num_heads=2, head_dim=8, threads=1, budget_s=20,\n"
+        "bench(['own.py:values'], seq_lens=range(16, 26), num_heads=2, head_dim=8, threads=1,\n"
         "      isolate='none', out='out', resume=True)\n"
     )
     chance, acknowledged = random.Random(SEED), []
@@ -205,7 +205,7 @@ def test_a_run_killed_at_any_moment_and_resumed_ends_with_all_cases_and_loses_no
         held = list(read("out").records)
         assert held[: len(acknowledged)] == acknowledged
         acknowledged = held
-    results = run(tokens=range(16, 26), budget_s=20, resume=True)
+    results = run(tokens=range(16, 26), resume=True)
     # Two backends, time and memory.
     assert len(lines()) == len(results) == 2 * 2 * 10
     assert {record.status for record in results.records} == {"ok"}

@@ -137,6 +137,7 @@ def test_the_python_function_and_the_command_measure_the_same(sums):
         studies.find("sums").function()(seq_len=(4,), wait=0.0)
 
 
+@pytest.mark.slow
 def test_a_killed_run_is_continued_with_nothing_lost(sums):
     words = ("sums", "--seq-len", "1:12:1", "--pause", "0.1", "--out", "killed")
     process, file = start(sums, *words), Path("killed/records.jsonl")

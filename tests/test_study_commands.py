@@ -97,6 +97,9 @@ def broken(q, k, v):
 """
 
 # The process ends after its first record, as by SIGKILL from outside.
+# Studies whose runs are killed in the quick tests; the others are killed in the slow ones.
+QUICKEST = ("bench", "recall")
+
 KILLED = """
 import os, signal, sys
 
@@ -245,6 +248,11 @@ def test_an_interrupted_run_names_what_was_not_tried_and_resumes(name, monkeypat
     assert cases("out") == cases("whole")
 
 
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(one, marks=[pytest.mark.slow] * (one not in QUICKEST)) for one in sorted(studies())],
+    indirect=True,
+)
 def test_a_killed_run_resumes_with_nothing_lost(name):
     words = [*words_of(name), *QUICK[name].selection.split(), "--out", "out"]
     killed = subprocess.run([sys.executable, "-c", KILLED, *words], capture_output=True, timeout=120)

@@ -117,6 +117,7 @@ def test_both_versions_are_timed_in_the_same_rounds_and_exact_attention_is_not()
     assert plan.about == {AGAINST: "linformer"}
 
 
+@pytest.mark.slow
 def test_two_files_of_one_name_are_two_versions(tmp_path, hasty, undrawn):
     for name, factor in (("one", 1), ("other", 2)):
         (tmp_path / name).mkdir()
