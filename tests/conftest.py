@@ -18,6 +18,7 @@ THREADS = 1
 OF_A_KIND = {
     "performer-hyperbolic",
     "performer-oprf",
+    "performer-full",
     "linear-relu",
     "linear-elu",
     "linear-taylor-1",

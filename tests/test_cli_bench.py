@@ -72,7 +72,7 @@ def test_bench_prints_tables_and_sentences_and_last_the_folder_of_its_files(fold
     assert "[12/12]" in err and "left" in err and "\x1b" not in out + err
 
 
-@pytest.mark.parametrize("isolate", ["none", "reuse"])
+@pytest.mark.parametrize("isolate", ["none", pytest.param("reuse", marks=pytest.mark.slow)])
 def test_what_a_backend_prints_stays_out_of_the_results(undrawn, isolate, capfd):
     assert command(*SMALL, "--backend", "own.py:talkative", "--isolate", isolate, "--json", "-") == 0
     out, err = capfd.readouterr()

@@ -178,6 +178,7 @@ def test_any_environment_is_refused_or_made_use_of(folder, value):
     use(lay_out(folder, RECORDS, json.dumps(value).encode()))
 
 
+@pytest.mark.slow
 @settings(fuzz, max_examples=max(EXAMPLES // 20, 3))
 @given(changes=CHANGES)
 def test_any_value_in_any_field_is_refused_or_drawn(folder, changes):

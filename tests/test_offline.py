@@ -88,6 +88,7 @@ def offline(commands, folder):
     return json.loads(last.removeprefix("codes ")), (folder / "hooked").read_text().count("1")
 
 
+@pytest.mark.slow
 def test_commands_and_the_processes_that_they_start_make_no_socket(tmp_path):
     codes, processes = offline(QUICK, tmp_path)
     assert codes == [0] * len(QUICK)

@@ -97,8 +97,12 @@ def broken(q, k, v):
 """
 
 # The process ends after its first record, as by SIGKILL from outside.
-# Studies whose runs are killed in the quick tests; the others are killed in the slow ones.
-QUICKEST = ("bench", "recall")
+# One study stands for all in the quick tests that take seconds for each; the slow tests have the others.
+ONE_OF_ALL = pytest.mark.parametrize(
+    "name",
+    [pytest.param(one, marks=[pytest.mark.slow] * (one != "bench")) for one in sorted(studies())],
+    indirect=True,
+)
 
 KILLED = """
 import os, signal, sys
@@ -248,11 +252,7 @@ def test_an_interrupted_run_names_what_was_not_tried_and_resumes(name, monkeypat
     assert cases("out") == cases("whole")
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(one, marks=[pytest.mark.slow] * (one not in QUICKEST)) for one in sorted(studies())],
-    indirect=True,
-)
+@ONE_OF_ALL
 def test_a_killed_run_resumes_with_nothing_lost(name):
     words = [*words_of(name), *QUICK[name].selection.split(), "--out", "out"]
     killed = subprocess.run([sys.executable, "-c", KILLED, *words], capture_output=True, timeout=120)
@@ -317,6 +317,7 @@ def test_every_former_flag_works_and_is_announced_on_stderr(name):
             assert code == 0 and f"{flag} is now {one.flag}" in err
 
 
+@ONE_OF_ALL
 def test_the_exit_code_reports_failed_backends(name):
     for backends, code in QUICK[name].codes.items():
         assert run(name, "-q", "--backend", backends)[0] == code
