@@ -6,10 +6,10 @@ from typing import Annotated
 import typer
 
 from efficient_attn.errors import DataError, OptionError
+from efficient_attn.runner.units import parse_bytes
 from efficient_attn.studies.swap.texts import read_text
-from efficient_attn.sweep.amounts import parse_bytes
 
-from . import talk
+from . import console
 
 ModelArgument = Annotated[
     Path,
@@ -68,10 +68,10 @@ def capture_command(
     )
     save(captured, out)
     kept = ", ".join(map(str, captured.layers))
-    talk.say(
+    console.say(
         f"Layers {kept} on {len(captured.tokens)} tokens. Measure on them: efficient-attn mse --inputs {out}"
     )
-    talk.put(out)
+    console.put(out)
 
 
 def _layers(text: str | None) -> tuple[int, ...] | None:

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from . import exits, talk
+from . import console, exits
 from .options import RUNS_CODE, JsonOption, SeedOption, complete_backends, names
 
 BROKEN_PROMISE = 1
@@ -51,21 +51,21 @@ def check(
 
     Example: efficient-attn check my_file.py:my_attention
     """
-    from efficient_attn.sweep.amounts import parse_seconds
+    from efficient_attn.runner.units import parse_seconds
 
     timeout_s, chosen = parse_seconds(timeout, name="--timeout"), names(None if only is None else [only])
     records = _records(backend, chosen, seed, timeout_s, long)
     if as_json:
-        talk.put_json([record.as_dict() for record in records])
+        console.put_json([record.as_dict() for record in records])
     else:
-        talk.print_tables([_table(backend, records)])
-        talk.put(_verdict(backend, records))
+        console.print_tables([_table(backend, records)])
+        console.put(_verdict(backend, records))
     return BROKEN_PROMISE if any(record.failed for record in records) else exits.DONE
 
 
 def _records(backend: str, only: list[str] | None, seed: int, timeout_s: float, long: bool) -> list[Any]:
     if os.name == "posix":
-        from efficient_attn.sweep.checks import check_isolated
+        from efficient_attn.runner.checks import check_isolated
 
         return check_isolated(backend, seed=seed, only=only, timeout_s=timeout_s, long=long)
     # Other systems have no process groups; the backend runs in this process.

@@ -11,7 +11,8 @@ import typer
 from efficient_attn.errors import OptionError
 from efficient_attn.studies.study import Parameter, Study, by_option, joined
 
-from . import talk
+from . import console
+from .finish import finish
 from .options import (
     DryRunOption,
     ForceResumeOption,
@@ -23,8 +24,7 @@ from .options import (
     as_json,
     refuse_extra,
 )
-from .outcome import finish
-from .plan import PlanOption, as_plan
+from .plan_file import PlanOption, as_plan
 
 # Options of every run, by parameter: annotation and default.
 _OF_A_RUN: dict[str, tuple[Any, Any]] = {
@@ -57,7 +57,7 @@ def command_of(study: Study) -> Callable[..., None]:
         quiet: bool,
         **given: Any,
     ) -> None:
-        from efficient_attn.sweep.amounts import parse_seconds
+        from efficient_attn.runner.units import parse_seconds
 
         refuse_extra(context.args)
         if (resume or force_resume) and out is None:
@@ -67,21 +67,21 @@ def command_of(study: Study) -> Callable[..., None]:
         options = by_option(study, given)
         budget_s = None if budget is None else parse_seconds(budget, name="--budget")
         if dry_run:
-            talk.print_tables([_points(study.plan(**options))])
+            console.print_tables([_points(study.plan(**options))])
             return
 
-        from efficient_attn.experiments.files import open_folder, run_folder
         from efficient_attn.measure.environment import command_line
         from efficient_attn.studies.run import run_plan
+        from efficient_attn.studies.run_files import open_folder, run_folder
 
         # A wrong request must leave no folder behind, so the plan is made first.
         asked = study.plan(**options)
         if asked.overview:
-            talk.print_tables(asked.overview)
+            console.print_tables(asked.overview)
             return
         folder = open_folder(out or run_folder(study.name), name="--out", fresh=not (resume or force_resume))
         # Text that a backend prints goes to stderr: stdout holds the results alone.
-        with talk.progress(len(asked.points), quiet=quiet) as show, redirect_stdout(sys.stderr):
+        with console.progress(len(asked.points), quiet=quiet) as show, redirect_stdout(sys.stderr):
             results = run_plan(
                 study,
                 lambda: asked,
@@ -155,14 +155,14 @@ def _former(study: Study, given: dict[str, Any]) -> dict[str, Any]:
         for flag in one.option.old:
             value = given.pop(_former_name(one.name, flag))
             if value is not None:
-                talk.say(f"{flag} is now {one.flag}; the next release removes the former name.")
+                console.say(f"{flag} is now {one.flag}; the next release removes the former name.")
                 found[one.name] = value
     return found
 
 
 def _points(plan: Any) -> Any:
     from efficient_attn.report.table import Table
-    from efficient_attn.sweep.amounts import show_bytes
+    from efficient_attn.runner.units import show_bytes
 
     rows = tuple(
         (

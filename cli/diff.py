@@ -5,7 +5,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from . import exits, talk
+from . import console, exits
 from .options import JsonToOption, as_json
 
 # Stands for the `--` between old and new runs, which the parser would swallow; no argument can hold it.
@@ -54,7 +54,7 @@ def diff(
 
     Example: efficient-attn diff runs/before runs/after --fail-on time:10%
     """
-    from efficient_attn.experiments.diff import diff as compare
+    from efficient_attn.studies.diff import diff as compare
 
     to_stdout = as_json(json_to)
     if to_stdout and markdown:
@@ -62,18 +62,18 @@ def diff(
     shares, unclear = _limits(fail_on)
     found = compare(*_sides(runs), fail_on=shares, fail_on_unclear=unclear)
     if to_stdout:
-        talk.put_json(found.as_dict())
+        console.put_json(found.as_dict())
     elif markdown:
         for row in found.to_markdown().splitlines():
-            talk.put(row)
+            console.put(row)
     else:
         for warning in found.warnings:
-            talk.put(warning)
-        talk.print_tables(found.tables())
+            console.put(warning)
+        console.print_tables(found.tables())
         for sentence in found.sentences():
-            talk.put(sentence)
+            console.put(sentence)
     if not found.comparison.changes:
-        talk.say("Nothing to compare: no case is in both runs.")
+        console.say("Nothing to compare: no case is in both runs.")
         return exits.NOTHING_MEASURED
     return exits.REGRESSION if found.failures else exits.DONE
 

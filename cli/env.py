@@ -3,21 +3,21 @@
 from collections.abc import Iterator
 from typing import Any
 
-from . import talk
+from . import console
 from .options import DeviceOption, JsonOption
 
 
 def env_command(as_json: JsonOption = False, device: DeviceOption = "auto") -> None:
     """Show machine and software, as written to every run."""
-    from efficient_attn.experiments.workload import Workload, settle
     from efficient_attn.measure.environment import environment
+    from efficient_attn.studies.workload import Workload, settle
 
     found = environment(device=settle(Workload(device=device)).device)
     if as_json:
-        talk.put_json(found)
+        console.put_json(found)
         return
     for name, value in _lines(found):
-        talk.put(f"{name:32} {value}")
+        console.put(f"{name:32} {value}")
 
 
 def _lines(values: dict[str, Any], above: str = "") -> Iterator[tuple[str, str]]:

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from . import talk
+from . import console
 from .options import JsonOption
 
 # Promises shown by the table; JSON holds all of them.
@@ -27,13 +27,15 @@ def list_command(as_json: JsonOption = False, no_plugins: NoPluginsOption = Fals
     # Named, not imported: the promises of a plug-in are known once its backend is used.
     others = [] if no_plugins else [one for name, one in sorted(plugins().items()) if name not in names]
     for complaint in [] if no_plugins else complaints(names):
-        talk.say(complaint)
+        console.say(complaint)
     if as_json:
         rows = [_row(spec(name)) for name in names]
         rows += [dict.fromkeys(rows[0]) | {"name": one.name, "plugin": one._asdict()} for one in others]
-        talk.put_json(rows)
+        console.put_json(rows)
         return
-    talk.print_tables([_table([spec(name) for name in names]), *([_plugin_table(others)] if others else [])])
+    console.print_tables(
+        [_table([spec(name) for name in names]), *([_plugin_table(others)] if others else [])]
+    )
 
 
 def _row(one: Any) -> dict[str, Any]:

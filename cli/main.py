@@ -13,9 +13,9 @@ import typer
 from efficient_attn.errors import AttentionError
 from efficient_attn.studies import studies
 
-from . import exits, talk
+from . import console, exits
 from .command import command_of
-from .ends import polite
+from .signals import polite
 
 # Errors of the command line itself; Typer exports only a subclass.
 _UsageError: Any = typer.BadParameter.__bases__[0]
@@ -33,7 +33,7 @@ def _print_version(wanted: bool) -> None:
     if wanted:
         import efficient_attn
 
-        talk.put(f"efficient-attn {efficient_attn.__version__}")
+        console.put(f"efficient-attn {efficient_attn.__version__}")
         raise typer.Exit
 
 
@@ -90,7 +90,7 @@ for _name in dict.fromkeys((*COMMANDS, *studies())):
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit with the code of its outcome."""
     if arguments is None:
-        sys.excepthook = talk.fault
+        sys.excepthook = console.fault
     with polite() as ends:
         try:
             code = _run(arguments)
@@ -124,5 +124,5 @@ def _unread() -> int:
 
 def fail(message: str) -> NoReturn:
     """Print the error in one line and exit with code 2."""
-    talk.refuse(message)
+    console.refuse(message)
     sys.exit(exits.WRONG_REQUEST)

@@ -154,7 +154,7 @@ def as_json(json_to: str | None) -> bool:
 
 def isolation(isolate: str | None) -> str:
     """Isolation of the measurements; the default if none was given."""
-    from efficient_attn.sweep.isolate import DEFAULT_ISOLATION, ISOLATIONS
+    from efficient_attn.runner.isolation import DEFAULT_ISOLATION, ISOLATIONS
 
     if isolate not in (None, *ISOLATIONS):
         raise OptionError(f"--isolate is {', '.join(ISOLATIONS)}, not {isolate!r}.")

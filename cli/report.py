@@ -9,7 +9,7 @@ import typer
 
 from efficient_attn.errors import OptionError
 
-from . import talk
+from . import console
 
 # The settings in the brackets of a name have equals signs of their own.
 _LABEL = re.compile(r"([^=(]+(?:\([^)]*\))?)=(.+)")
@@ -56,10 +56,10 @@ def report_command(
 
     Example: efficient-attn report runs/before runs/after --html both.html
     """
-    from efficient_attn.experiments.redraw import report
+    from efficient_attn.studies.report import report
 
     for path in report(*folders, html=html, out=out, labels=_labels(label or ()), width=width, style=style):
-        talk.put(path)
+        console.put(path)
 
 
 def _labels(texts: Sequence[str]) -> dict[str, str]:

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from . import exits, talk
+from . import console, exits
 from .options import (
     BackendOption,
     ExtraArguments,
@@ -16,7 +16,7 @@ from .options import (
     names,
     refuse_extra,
 )
-from .plan import PlanOption
+from .plan_file import PlanOption
 
 TextOption = Annotated[
     str,
@@ -54,10 +54,10 @@ def show_command(
 
     Example: efficient-attn show --backend window,my_file.py:my_attention --tokens 30:60 --head 2
     """
-    from efficient_attn.experiments.files import open_folder, run_folder
-    from efficient_attn.experiments.show import show
     from efficient_attn.report.save import save
-    from efficient_attn.sweep.variants import parse_settings
+    from efficient_attn.runner.variants import parse_settings
+    from efficient_attn.studies.run_files import open_folder, run_folder
+    from efficient_attn.studies.show import show
 
     refuse_extra(extra)
     # Output of a backend goes to stderr: stdout holds the results alone.
@@ -72,7 +72,7 @@ def show_command(
             seed=seed,
         )
     folder = open_folder(out or run_folder("show"), name="--out")
-    talk.print_tables([shown.table()])
+    console.print_tables([shown.table()])
     for path in save(shown.plot(), folder, "show"):
-        talk.put(path)
+        console.put(path)
     raise typer.Exit(exits.SOME_NOT_MEASURED if shown.notes and backend else exits.DONE)

@@ -21,7 +21,7 @@ _HEADINGS = {
     "Backends": ("backend", "registry", "problem", "calibration"),
     "In models": ("transformer", "integrations.pytorch"),
     "In Hugging Face models": (_HUGGING_FACE,),
-    "Measuring": ("experiments", "studies", "measure", "sweep"),
+    "Measuring": ("studies", "measure", "runner"),
     "Checking": ("testing",),
     "Errors": ("errors",),
 }

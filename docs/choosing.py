@@ -5,17 +5,17 @@ from pathlib import Path
 from typing import NamedTuple
 
 import efficient_attn as ea
-from efficient_attn.analysis.curves import YARDSTICK, curves
-from efficient_attn.analysis.doubts import disturbance
 from efficient_attn.report.error_table import describe, show_error
 from efficient_attn.report.table import three_digits
+from efficient_attn.runner.records import Case, Record
+from efficient_attn.stats.curves import YARDSTICK, curves
+from efficient_attn.stats.noise_warnings import disturbance
 from efficient_attn.studies.bench.analysis import Gain, gain_over
 from efficient_attn.studies.bench.break_even import crossover_tables
 from efficient_attn.studies.compare.analysis import Comparison, Contender
 from efficient_attn.studies.compare.grouping import comparisons
 from efficient_attn.studies.recall.analysis import Contest, Learned, agreement, contests
 from efficient_attn.studies.recall.tables import show_accuracy
-from efficient_attn.sweep.records import Case, Record
 
 HERE = Path(__file__).parent
 PAGE = HERE / "choosing.md"

@@ -47,8 +47,8 @@ def former() -> list[str]:
 
 def quantities() -> list[str]:
     """Every quantity, with its unit, direction and kind of scatter."""
+    from efficient_attn.runner.schema import quantities_table
     from efficient_attn.studies import studies
-    from efficient_attn.sweep.schema import quantities_table
 
     studies()
     return quantities_table().splitlines()
@@ -56,8 +56,8 @@ def quantities() -> list[str]:
 
 def fields() -> list[str]:
     """Fields of a record that describe its case and its outcome."""
+    from efficient_attn.runner.quantity import FIELDS
     from efficient_attn.studies import records_schema
-    from efficient_attn.sweep.quantity import FIELDS
 
     listed = records_schema()["properties"]
     rows = [[f"`{name}`", one["description"]] for name, one in listed.items() if name not in FIELDS]

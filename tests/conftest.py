@@ -99,7 +99,7 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs leave no drawings, which take longer than everything else of a small one."""
-    monkeypatch.setattr("efficient_attn.experiments.redraw.draw_run", lambda results, folder, look: [])
+    monkeypatch.setattr("efficient_attn.studies.report.draw_run", lambda results, folder, look: [])
 
 
 @pytest.fixture(autouse=True)
@@ -113,7 +113,7 @@ def tried_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
         contents = Path(place).read_bytes() if place.endswith(".py") and Path(place).is_file() else b""
         return (name if contents else target), contents, rehearse
 
-    monkeypatch.setattr("efficient_attn.sweep.proof._key", by_contents)
+    monkeypatch.setattr("efficient_attn.runner.proof._key", by_contents)
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+from efficient_attn.runner.records import Record
 from efficient_attn.studies.reproduce.figures import Setting, vaswani_table1
 from efficient_attn.studies.reproduce.figures.vaswani_table1.layers import (
     OPERATIONS,
@@ -10,7 +11,6 @@ from efficient_attn.studies.reproduce.figures.vaswani_table1.layers import (
     ROWS,
     TIME,
 )
-from efficient_attn.sweep.records import Record
 
 SIZES = vaswani_table1._SIZES
 Costs = Callable[[str, int, int], float]

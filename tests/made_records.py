@@ -3,9 +3,9 @@
 import json
 from contextlib import contextmanager
 
-from efficient_attn.sweep import schema
-from efficient_attn.sweep.quantity import FIELDS, KINDS, QUANTITIES
-from efficient_attn.sweep.records import Case, Record, append
+from efficient_attn.runner import schema
+from efficient_attn.runner.quantity import FIELDS, KINDS, QUANTITIES
+from efficient_attn.runner.records import Case, Record, append
 
 LENGTHS = (256, 512, 1024, 2048)
 

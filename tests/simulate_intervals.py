@@ -14,11 +14,11 @@ from typing import NamedTuple
 import numpy as np
 from made_records import case
 
-from efficient_attn.analysis.curves import Curve, curves
+from efficient_attn.runner.records import Record
+from efficient_attn.stats.curves import Curve, curves
 from efficient_attn.studies.bench.analysis import gains
 from efficient_attn.studies.bench.crossover import crossovers
 from efficient_attn.studies.recall.analysis import accuracy_of
-from efficient_attn.sweep.records import Record
 
 LENGTHS = (256, 512, 1024, 2048, 4096)
 CALLS = 9

@@ -9,10 +9,10 @@ from torch import nn
 
 import efficient_attn as ea
 from efficient_attn import mse, recall
-from efficient_attn.experiments.show import show
 from efficient_attn.measure.checked import WrongOutputError, check_gradients, outputs_checked
 from efficient_attn.registry import BackendSpec, Capabilities, NoOptions
-from efficient_attn.sweep.worker import measure
+from efficient_attn.runner.worker import measure
+from efficient_attn.studies.show import show
 
 
 def attend(q, k, v):

@@ -163,7 +163,7 @@ def test_errors_of_the_library_all_end_the_same_way(monkeypatch, capsys):
     def refuse(workload, **more):
         raise AttentionError("two\nlines")
 
-    monkeypatch.setattr("efficient_attn.experiments.workload.settle", refuse)
+    monkeypatch.setattr("efficient_attn.studies.workload.settle", refuse)
     assert command("bench") == 2
     assert capsys.readouterr().err == "error: two lines\n"
 

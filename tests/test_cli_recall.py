@@ -4,9 +4,9 @@ import pytest
 
 pytest.importorskip("efficient_attn_cli", reason="needs an installation, if only an editable one")
 
-from efficient_attn.experiments import redraw
+from efficient_attn.runner.records import Record
+from efficient_attn.studies import report as redraw
 from efficient_attn.studies.recall import measure as recall_training
-from efficient_attn.sweep.records import Record
 from efficient_attn_cli.main import main
 
 TASK = ["--pairs", "8", "--classes", "4", "--queries", "4", "--gap", "4"]

@@ -6,8 +6,8 @@ import time
 import pytest
 
 from efficient_attn.measure.clock import clock, empty_call_s, in_turns, sample, warm_up
-from efficient_attn.sweep import worker
-from efficient_attn.sweep.records import Case
+from efficient_attn.runner import worker
+from efficient_attn.runner.records import Case
 
 
 class Scripted:

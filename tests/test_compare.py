@@ -10,18 +10,18 @@ from made_records import case
 
 import efficient_attn as ea
 from efficient_attn.errors import OptionError
-from efficient_attn.experiments.results import Results, read
 from efficient_attn.measure.inputs import Activations, sample
 from efficient_attn.ops.softmax.definition import softmax_attention
+from efficient_attn.runner import calls
+from efficient_attn.runner.given import write_given
+from efficient_attn.runner.layers import joint_name, single_names
+from efficient_attn.runner.records import Record
 from efficient_attn.studies import find
 from efficient_attn.studies.compare.grouping import comparisons
 from efficient_attn.studies.compare.sentences import comparison_sentences
 from efficient_attn.studies.compare.tables import comparison_tables
 from efficient_attn.studies.loop import Loop
-from efficient_attn.sweep import calls
-from efficient_attn.sweep.given import write_given
-from efficient_attn.sweep.layers import joint_name, single_names
-from efficient_attn.sweep.records import Record
+from efficient_attn.studies.results import Results, read
 
 pytestmark = pytest.mark.usefixtures("hasty")
 

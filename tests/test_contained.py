@@ -13,11 +13,11 @@ import efficient_attn as ea
 from efficient_attn import mse, recall
 from efficient_attn.contained import LeftError, contained, described
 from efficient_attn.errors import DataError
-from efficient_attn.experiments.show import show
 from efficient_attn.registry import BackendSpec, Capabilities, NoOptions
-from efficient_attn.sweep.interrupt import held
-from efficient_attn.sweep.variants import Variant
-from efficient_attn.sweep.worker import measure
+from efficient_attn.runner.interrupt import held
+from efficient_attn.runner.variants import Variant
+from efficient_attn.runner.worker import measure
+from efficient_attn.studies.show import show
 from efficient_attn.testing import check_backend
 
 

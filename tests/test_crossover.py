@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from scipy.stats import binom
 
-from efficient_attn.analysis.curves import curves
+from efficient_attn.runner.records import Case, Record
+from efficient_attn.stats.curves import curves
 from efficient_attn.studies.bench.break_even import crossover_tables
 from efficient_attn.studies.bench.crossover import _crossing, _Lag, _near_zero, crossovers
-from efficient_attn.sweep.records import Case, Record
 
 LENGTHS = (256, 512, 1024, 2048, 4096)
 SHARED = {"num_heads": 2, "head_dim": 8, "dtype": "float32", "device": "cpu", "threads": 1}

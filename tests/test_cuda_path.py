@@ -7,8 +7,8 @@ import torch
 
 from efficient_attn.measure import memory
 from efficient_attn.measure.clock import clock
-from efficient_attn.sweep import worker
-from efficient_attn.sweep.records import Case
+from efficient_attn.runner import worker
+from efficient_attn.runner.records import Case
 
 
 @pytest.fixture

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 import efficient_attn as ea
-from efficient_attn.analysis import significance
-from efficient_attn.analysis.diff import compare
-from efficient_attn.analysis.scatter import turn_middles
 from efficient_attn.errors import DataError, OptionError, UnknownNameError
-from efficient_attn.sweep.records import Case, Record
+from efficient_attn.runner.records import Case, Record
+from efficient_attn.stats import significance
+from efficient_attn.stats.diff import compare
+from efficient_attn.stats.scatter import turn_middles
 
 # A default benchmark: six backends at five lengths.
 BACKENDS, LENGTHS = 6, 5

@@ -8,11 +8,11 @@ import pytest
 
 import efficient_attn as ea
 from efficient_attn.errors import UnknownNameError
-from efficient_attn.experiments.diff import diff
+from efficient_attn.runner.quantity import CONDITIONS, FIELDS, KINDS, QUANTITIES
+from efficient_attn.runner.record import CASE_FIELDS, Case, Record
+from efficient_attn.runner.records import line
 from efficient_attn.studies import studies
-from efficient_attn.sweep.case import CASE_FIELDS, Case, Record
-from efficient_attn.sweep.quantity import CONDITIONS, FIELDS, KINDS, QUANTITIES
-from efficient_attn.sweep.records import line
+from efficient_attn.studies.diff import diff
 
 studies()
 

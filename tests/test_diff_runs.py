@@ -8,10 +8,10 @@ import pytest
 from simulate_diff import MODELS, autoregression, level, power, run, standard_error
 
 import efficient_attn as ea
-from efficient_attn.analysis import significance
-from efficient_attn.analysis.diff import FALSE_ALARMS, compare, compare_runs
 from efficient_attn.errors import OptionError
-from efficient_attn.sweep.case import Record
+from efficient_attn.runner.record import Record
+from efficient_attn.stats import significance
+from efficient_attn.stats.diff import FALSE_ALARMS, compare, compare_runs
 
 SHIFTS = ("runs shift by 5 %", "cases shift by 5 % in each run")
 COMPARISONS = 200

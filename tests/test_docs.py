@@ -205,7 +205,7 @@ def test_flags_in_the_text_of_a_page_exist(page: Path) -> None:
 
 @pytest.mark.parametrize("page", ["ci", "measuring"])
 def test_the_names_of_fail_on_on_a_page_are_known(page: str) -> None:
-    from efficient_attn.analysis.diff import names
+    from efficient_attn.stats.diff import names
     from efficient_attn.studies import studies
 
     studies()

@@ -7,12 +7,12 @@ from drawn import texts
 
 import efficient_attn as ea
 from efficient_attn.errors import OptionError
+from efficient_attn.runner.records import Case, Record
+from efficient_attn.runner.sizes import MEAN_OF_VALUES, Sized, sized, with_size
+from efficient_attn.runner.variants import Variant
 from efficient_attn.studies.mse.analysis import below_from, panels
 from efficient_attn.studies.mse.overview import overview_tables
 from efficient_attn.studies.mse.tables import error_tables as tables
-from efficient_attn.sweep.records import Case, Record
-from efficient_attn.sweep.sizes import MEAN_OF_VALUES, Sized, sized, with_size
-from efficient_attn.sweep.variants import Variant
 
 QUANTITY = "output_relative_error"
 

@@ -9,7 +9,7 @@ import pytest
 from made_records import case, costs, errors, folder
 from terminals import on_a_terminal
 
-from efficient_attn.sweep.records import Record
+from efficient_attn.runner.records import Record
 
 pytest.importorskip("efficient_attn_cli", reason="needs an installation, if only an editable one")
 pytest.importorskip("pty", reason="there are no pseudo-terminals here")
@@ -243,4 +243,4 @@ def test_a_fault_of_ours_is_a_traceback_without_control_characters():
 def test_only_one_file_of_the_command_line_writes():
     commands = Path(__file__).parent.parent / "cli"
     writers = {path.name for path in commands.glob("*.py") if WRITES.search(path.read_text(encoding="utf-8"))}
-    assert writers == {"talk.py", "ends.py"}, "ends.py shows a hidden cursor again"
+    assert writers == {"console.py", "signals.py"}, "signals.py shows a hidden cursor again"

@@ -8,11 +8,11 @@ from made_records import costs, errors, folder
 from PIL import Image
 
 from efficient_attn.errors import OptionError, UnknownNameError
-from efficient_attn.experiments import redraw
-from efficient_attn.experiments.results import Results, read
 from efficient_attn.report.axes import STYLES, WIDTH_INCHES, draw
 from efficient_attn.report.figures import Axis, Chart, Plot, Series, with_common_limits
-from efficient_attn.sweep.case import replace
+from efficient_attn.runner.record import replace
+from efficient_attn.studies import report as redraw
+from efficient_attn.studies.results import Results, read
 
 RUNS = Path(__file__).parent.parent / "results" / "epyc-2-cores"
 LINE = {"color": "#0072b2", "marker": "o", "linestyle": "-"}

@@ -15,17 +15,17 @@ from hypothesis import strategies as st
 
 import efficient_attn as ea
 from efficient_attn.errors import AttentionError, DataError
-from efficient_attn.experiments.diff import diff
-from efficient_attn.experiments.folder import begin
-from efficient_attn.experiments.redraw import report
 from efficient_attn.limits import ENVIRONMENT_BYTES, PLAN_BYTES
+from efficient_attn.runner.records import line, read
 from efficient_attn.studies import records_schema
-from efficient_attn.sweep.records import line, read
+from efficient_attn.studies.diff import diff
+from efficient_attn.studies.report import report
+from efficient_attn.studies.run_folder import begin
 
 pytest.importorskip("efficient_attn_cli", reason="needs an installation, if only an editable one")
 
 from efficient_attn_cli.main import main
-from efficient_attn_cli.plan import _read
+from efficient_attn_cli.plan_file import _read
 
 FIXTURE = Path(__file__).parent / "fixtures" / "schema-2"
 RECORDS = (FIXTURE / "records.jsonl").read_bytes()

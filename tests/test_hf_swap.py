@@ -14,11 +14,11 @@ from hf_models import MODELS, WINDOW, bert, gpt2, mistral, saved, texts
 import efficient_attn as ea
 from efficient_attn.errors import DataError
 from efficient_attn.integrations.transformers import swapped
+from efficient_attn.runner.record import Record, replace
+from efficient_attn.runner.sizes import MEAN_OF_VALUES, OWN
 from efficient_attn.studies import find, loop
 from efficient_attn.studies.swap.analysis import spread, swaps
 from efficient_attn.studies.swap.tables import show_cosine
-from efficient_attn.sweep.case import Record, replace
-from efficient_attn.sweep.sizes import MEAN_OF_VALUES, OWN
 
 TOKENS = 24
 # Of float32 hidden states of order one after three layers, in sums of a few dozen terms taken in another

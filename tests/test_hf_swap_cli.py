@@ -9,7 +9,7 @@ pytest.importorskip("efficient_attn_cli", reason="needs an installation, if only
 
 from hf_models import bert, saved, texts
 
-from efficient_attn.experiments import redraw
+from efficient_attn.studies import report as redraw
 from efficient_attn_cli.main import main
 
 

@@ -13,11 +13,11 @@ import pytest
 from made_records import case, costs, errors, folder
 from test_report import Page
 
-from efficient_attn.experiments import redraw
-from efficient_attn.experiments.results import read
 from efficient_attn.report.files import slug, write
-from efficient_attn.sweep.quantity import FIELDS
-from efficient_attn.sweep.records import Record
+from efficient_attn.runner.quantity import FIELDS
+from efficient_attn.runner.records import Record
+from efficient_attn.studies import report as redraw
+from efficient_attn.studies.results import read
 
 PAYLOADS = (
     "<script>alert(1)</script>",

@@ -5,8 +5,8 @@ from scipy.stats import binom
 from simulate_intervals import MODELS, Coverage, recall_coverage, time_coverage
 
 import efficient_attn as ea
-from efficient_attn.analysis.curves import curves
-from efficient_attn.analysis.rounds import time_ratio
+from efficient_attn.stats.curves import curves
+from efficient_attn.stats.rounds import time_ratio
 
 
 def fewest(share: float, runs: int) -> int:

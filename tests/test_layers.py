@@ -27,10 +27,10 @@ LAYERS = (
     {"backends"},
     {"transformer"},
     {"conformance", "testing", "theory", "measure", "data"},
-    {"sweep", "integrations"},
-    {"analysis"},
+    {"runner", "integrations"},
+    {"stats"},
     {"report"},
-    {"experiments", "studies"},
+    {"studies"},
     {"cli"},
 )
 # The rooms of `ops`: each may import itself and the rows above it, but no other room of its own row.
@@ -42,10 +42,10 @@ ROOMS = (
 NEEDS_NO_TORCH = (
     "errors",
     "problem",
-    "sweep/case",
-    "sweep/records",
-    "sweep/predicted_bytes",
-    "analysis",
+    "runner/record",
+    "runner/records",
+    "runner/predicted_bytes",
+    "stats",
     "report",
     "cli",
 )
@@ -61,7 +61,7 @@ def sources() -> list[Path]:
 
 
 def place(path: Path) -> str:
-    """`sweep/records` for efficient_attn/sweep/records.py, `cli/main` for cli/main.py."""
+    """`runner/records` for efficient_attn/runner/records.py, `cli/main` for cli/main.py."""
     base = LIBRARY if path.is_relative_to(LIBRARY) else ROOT
     return path.relative_to(base).with_suffix("").as_posix().removesuffix("/__init__")
 

@@ -10,8 +10,8 @@ import pytest
 import efficient_attn as ea
 from efficient_attn import limits
 from efficient_attn.errors import DataError
-from efficient_attn.sweep.case import Case, Record, joined
-from efficient_attn.sweep.records import append, line, parse
+from efficient_attn.runner.record import Case, Record, joined
+from efficient_attn.runner.records import append, line, parse
 
 LENGTHS = (256, 512, 1024, 2048, 4096)
 

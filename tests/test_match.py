@@ -5,9 +5,9 @@ from drawn import texts
 
 import efficient_attn as ea
 from efficient_attn.problem import AttentionProblem
+from efficient_attn.runner.sizes import YARDSTICKS, sized
 from efficient_attn.studies.mse import match
 from efficient_attn.studies.mse.analysis import panels
-from efficient_attn.sweep.sizes import YARDSTICKS, sized
 
 ASKED = {"inputs": "gaussian", "seq_len": 64, "head_dim": 8, "norms": (0.5,), "sizes": (8, 16), "draws": 1}
 NAMES = ["performer-positive", "performer-trig", "linformer", "window"]

@@ -6,12 +6,12 @@ from drawn import texts
 from safetensors.torch import save_file
 
 import efficient_attn as ea
-from efficient_attn.analysis.statistics import FEWEST_FOR_95
 from efficient_attn.errors import DataError, DtypeError, OptionError, UnknownNameError
 from efficient_attn.measure.inputs import gaussian
+from efficient_attn.runner.questions import ask
+from efficient_attn.runner.sizes import MEAN_OF_VALUES, YARDSTICKS, sized
+from efficient_attn.stats.median import FEWEST_FOR_95
 from efficient_attn.studies.mse.analysis import panels
-from efficient_attn.sweep.questions import ask
-from efficient_attn.sweep.sizes import MEAN_OF_VALUES, YARDSTICKS, sized
 
 SMALL = {"inputs": "gaussian", "seq_len": 24, "head_dim": 4, "norms": (0.5,), "sizes": (4, 8), "draws": 3}
 QUANTITY = "output_relative_error"

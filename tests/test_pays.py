@@ -6,13 +6,13 @@ import pytest
 from drawn import texts
 
 import efficient_attn as ea
-from efficient_attn.experiments.results import Results
 from efficient_attn.problem import AttentionProblem
+from efficient_attn.runner.records import Case, Record
+from efficient_attn.runner.variants import CEILING
 from efficient_attn.studies.bench.break_even import crossover_tables, pay_sentences
 from efficient_attn.studies.bench.heads import head_tables
 from efficient_attn.studies.bench.tables import cost_tables as tables
-from efficient_attn.sweep.records import Case, Record
-from efficient_attn.sweep.variants import CEILING
+from efficient_attn.studies.results import Results
 from efficient_attn.theory.complexity import call_cost
 
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)

@@ -4,10 +4,10 @@ import pytest
 
 from efficient_attn.backends import list_backends, spec
 from efficient_attn.errors import AttentionError, DtypeError, OptionError, UnknownNameError
+from efficient_attn.runner import worker
+from efficient_attn.runner.units import parse_bytes, parse_seconds, parse_sizes, show_bytes, show_seconds
+from efficient_attn.runner.variants import parse_settings, select
 from efficient_attn.studies.costs import cost_points
-from efficient_attn.sweep import worker
-from efficient_attn.sweep.amounts import parse_bytes, parse_seconds, parse_sizes, show_bytes, show_seconds
-from efficient_attn.sweep.variants import parse_settings, select
 
 SHARED = {
     "batch": 2,

@@ -7,9 +7,9 @@ import pytest
 
 pytest.importorskip("efficient_attn_cli", reason="needs an installation, if only an editable one")
 
-from efficient_attn.sweep.records import read
+from efficient_attn.runner.records import read
 from efficient_attn_cli.main import main
-from efficient_attn_cli.plan import _toml
+from efficient_attn_cli.plan_file import _toml
 
 pytestmark = pytest.mark.usefixtures("hasty", "undrawn")
 

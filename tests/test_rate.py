@@ -8,11 +8,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from efficient_attn.analysis.rate import rate_share, rate_shares
-from efficient_attn.experiments.results import Results
 from efficient_attn.measure import rate
-from efficient_attn.sweep import calls, counting, worker
-from efficient_attn.sweep.records import Case, Record
+from efficient_attn.runner import calls, counting, worker
+from efficient_attn.runner.records import Case, Record
+from efficient_attn.stats.rate import rate_share, rate_shares
+from efficient_attn.studies.results import Results
 
 CASE = Case(
     kind="time",

@@ -9,9 +9,9 @@ from statistics import median
 import pytest
 from made_records import costs, folder
 
-from efficient_attn.experiments import redraw
-from efficient_attn.experiments.diff import diff
-from efficient_attn.sweep.records import read
+from efficient_attn.runner.records import read
+from efficient_attn.studies import report as redraw
+from efficient_attn.studies.diff import diff
 
 # Calls of functions per record of costs, about 1.3 times the calls of today.
 MOST_CALLS = {"report": 4_000, "diff": 600}

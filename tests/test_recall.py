@@ -10,14 +10,14 @@ from scipy import stats
 
 import efficient_attn as ea
 from efficient_attn.errors import DtypeError
-from efficient_attn.experiments.results import Results, read
+from efficient_attn.runner.records import Record, line, parse
 from efficient_attn.studies.recall import measure as recall_training
 from efficient_attn.studies.recall.analysis import accuracy_of, agreement, contests, wilson
 from efficient_attn.studies.recall.measure import MEAN, floats_read, learner
 from efficient_attn.studies.recall.tables import sentences as recall_sentences
 from efficient_attn.studies.recall.tables import tables as recall_tables
 from efficient_attn.studies.recall.task import LEARNED, TESTED, Course, Task
-from efficient_attn.sweep.records import Record, line, parse
+from efficient_attn.studies.results import Results, read
 
 TASK = Task(pairs=12, classes=4, queries=5, gap=4)
 TINY = {

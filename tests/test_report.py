@@ -11,10 +11,10 @@ import pytest
 from made_records import case, costs, errors, folder
 
 from efficient_attn.errors import DataError, OptionError
-from efficient_attn.experiments import redraw
-from efficient_attn.experiments.results import read
 from efficient_attn.report.palette import NIGHT, PAPER, contrast_of, line_styles, readable_on
-from efficient_attn.sweep.records import Record
+from efficient_attn.runner.records import Record
+from efficient_attn.studies import report as redraw
+from efficient_attn.studies.results import read
 
 FAILED = [
     Record(case=case("time", "exact-dense", tokens), status="skipped", reason="needs 3 GiB")
@@ -166,7 +166,7 @@ def test_a_run_is_drawn_when_it_is_saved_and_a_failure_to_draw_is_a_note(tmp_pat
     def fail(*_, **__):
         raise ZeroDivisionError("no ink")
 
-    monkeypatch.setattr("efficient_attn.experiments.redraw.page", fail)
+    monkeypatch.setattr("efficient_attn.studies.report.page", fail)
     results.save(tmp_path / "third")
     assert read(tmp_path / "third").records == results.records
     assert (

@@ -8,15 +8,15 @@ import pytest
 from ideal_table1 import table_1
 
 import efficient_attn as ea
-from efficient_attn.analysis import verdicts
-from efficient_attn.analysis.fits import Growth, growth
-from efficient_attn.analysis.verdicts import FAILS, HOLDS, NOT_MEASURABLE, ONLY_AGAINST_DENSE
 from efficient_attn.errors import UnknownNameError
-from efficient_attn.experiments.results import Results, read
-from efficient_attn.report.harmless import markdown_cell
+from efficient_attn.report.escape import markdown_cell
+from efficient_attn.stats import verdicts
+from efficient_attn.stats.growth import Growth, growth
+from efficient_attn.stats.verdicts import FAILS, HOLDS, NOT_MEASURABLE, ONLY_AGAINST_DENSE
 from efficient_attn.studies.reproduce import figures
 from efficient_attn.studies.reproduce.figures.vaswani_table1.layers import ROWS
 from efficient_attn.studies.reproduce.view import findings
+from efficient_attn.studies.results import Results, read
 
 
 def test_verdicts_against_both_kinds_of_softmax() -> None:

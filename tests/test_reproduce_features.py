@@ -7,7 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from efficient_attn.analysis.verdicts import FAILS, HOLDS, NOT_MEASURABLE, Finding
+from efficient_attn.runner.records import Case, Record
+from efficient_attn.runner.sizes import MEAN_OF_VALUES
+from efficient_attn.stats.verdicts import FAILS, HOLDS, NOT_MEASURABLE, Finding
 from efficient_attn.studies.reproduce.figures import linformer_fig1, performer_fig2
 from efficient_attn.studies.reproduce.figures.linformer_fig1 import claims as _fig1
 from efficient_attn.studies.reproduce.figures.linformer_fig1 import claims as _fig1_claims
@@ -16,8 +18,6 @@ from efficient_attn.studies.reproduce.figures.performer_fig2 import claims as _f
 from efficient_attn.studies.reproduce.figures.performer_fig2.claims import Place
 from efficient_attn.studies.reproduce.figures.performer_fig4 import claims as _fig4_claims
 from efficient_attn.studies.reproduce.figures.performer_fig4.claims import merged
-from efficient_attn.sweep.records import Case, Record
-from efficient_attn.sweep.sizes import MEAN_OF_VALUES
 
 
 def verdict(found: Sequence[Finding], words: str) -> str:

@@ -3,10 +3,10 @@
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from efficient_attn.analysis.verdicts import FAILS, HOLDS, NOT_MEASURABLE, ONLY_AGAINST_DENSE
+from efficient_attn.runner.records import Record
+from efficient_attn.stats.verdicts import FAILS, HOLDS, NOT_MEASURABLE, ONLY_AGAINST_DENSE
 from efficient_attn.studies.reproduce.figures import Setting, linformer_table3
 from efficient_attn.studies.reproduce.figures.linformer_table3 import claims as linformer_claims
-from efficient_attn.sweep.records import Record
 
 Ratio = Callable[[int], float]
 

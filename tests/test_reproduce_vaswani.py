@@ -8,7 +8,8 @@ import pytest
 from ideal_table1 import ideal, table_1
 
 import efficient_attn as ea
-from efficient_attn.analysis.verdicts import FAILS, HOLDS, NOT_MEASURABLE
+from efficient_attn.runner.records import Record
+from efficient_attn.stats.verdicts import FAILS, HOLDS, NOT_MEASURABLE
 from efficient_attn.studies.reproduce.figures import Setting, vaswani_table1
 from efficient_attn.studies.reproduce.figures.vaswani_table1 import claims
 from efficient_attn.studies.reproduce.figures.vaswani_table1.layers import (
@@ -19,7 +20,6 @@ from efficient_attn.studies.reproduce.figures.vaswani_table1.layers import (
     SELF_ATTENTION,
     TIME,
 )
-from efficient_attn.sweep.records import Record
 
 
 def changed(records: Sequence[Record], label: str, of: str, **values: int | None) -> list[Record]:

@@ -11,9 +11,9 @@ import pytest
 
 from efficient_attn import bench
 from efficient_attn.errors import DataError, OptionError
-from efficient_attn.experiments.folder import only_writer
-from efficient_attn.experiments.results import read
-from efficient_attn.sweep import worker
+from efficient_attn.runner import worker
+from efficient_attn.studies.results import read
+from efficient_attn.studies.run_folder import only_writer
 
 pytestmark = pytest.mark.usefixtures("hasty", "undrawn")
 
@@ -158,7 +158,7 @@ def test_a_second_writer_is_refused_and_told_the_first(folder):
     (folder / "out").mkdir()
     script = (
         "import pathlib, sys\n"
-        "from efficient_attn.experiments.folder import only_writer\n"
+        "from efficient_attn.studies.run_folder import only_writer\n"
         "with only_writer(pathlib.Path('out')):\n"
         "    print('held', flush=True)\n"
         "    sys.stdin.read()\n"

@@ -8,10 +8,10 @@ from isolated_points import SHARED
 from looped import ROUNDS, points, run
 
 from efficient_attn.backends import list_backends
+from efficient_attn.runner import worker
+from efficient_attn.runner.records import Case, Record
+from efficient_attn.runner.variants import Variant, select
 from efficient_attn.studies.estimate import Estimate
-from efficient_attn.sweep import worker
-from efficient_attn.sweep.records import Case, Record
-from efficient_attn.sweep.variants import Variant, select
 
 
 def measured(case, *, target, seconds=0.0):

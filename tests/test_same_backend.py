@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from efficient_attn import bench
-from efficient_attn.analysis.diff import compare
+from efficient_attn.stats.diff import compare
 
 OWN = """
 import torch

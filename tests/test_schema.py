@@ -11,12 +11,12 @@ from made_records import forgotten
 
 import efficient_attn as ea
 from efficient_attn.errors import DataError
+from efficient_attn.runner import quantity, records
+from efficient_attn.runner.quantity import FIELDS, KINDS
+from efficient_attn.runner.record import CASE_FIELDS, SCHEMA, STATUSES, Case, Record
+from efficient_attn.runner.records import line, parse
+from efficient_attn.runner.schema import quantities_table, records_schema
 from efficient_attn.studies import studies
-from efficient_attn.sweep import quantity, records
-from efficient_attn.sweep.case import CASE_FIELDS, SCHEMA, STATUSES, Case, Record
-from efficient_attn.sweep.quantity import FIELDS, KINDS
-from efficient_attn.sweep.records import line, parse
-from efficient_attn.sweep.schema import quantities_table, records_schema
 
 studies()
 FIXTURES = Path(__file__).parent / "fixtures"

@@ -8,12 +8,12 @@ import torch
 from drawn import texts
 
 import efficient_attn as ea
-from efficient_attn.experiments.show import Shown, show
 from efficient_attn.measure.error import entropy
 from efficient_attn.measure.inputs import sample, shipped
 from efficient_attn.ops.softmax.definition import softmax_weights
 from efficient_attn.report.axes import draw
 from efficient_attn.report.weights_plot import WeightsMap, weights_plot
+from efficient_attn.studies.show import Shown, show
 
 
 @pytest.fixture(scope="module")

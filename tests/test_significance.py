@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import scipy.stats
 
-from efficient_attn.analysis import significance
+from efficient_attn.stats import significance
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -24,7 +24,7 @@ INIT = '''
 """Sums of numbers, as fast as this process adds them."""
 
 from efficient_attn.studies.study import Study
-from efficient_attn.sweep.quantity import Quantity
+from efficient_attn.runner.quantity import Quantity
 
 from .plan import plan
 
@@ -40,7 +40,7 @@ from typing import Annotated
 from efficient_attn.studies import options as shared
 from efficient_attn.studies.plan import Plan, Point
 from efficient_attn.studies.study import Option
-from efficient_attn.sweep.case import Case, Record
+from efficient_attn.runner.record import Case, Record
 
 
 def plan(

@@ -15,11 +15,11 @@ import pytest
 
 pytest.importorskip("efficient_attn_cli", reason="needs an installation, if only an editable one")
 
-from efficient_attn.experiments import folder as run_folders
-from efficient_attn.experiments import redraw
+from efficient_attn.runner.records import read
 from efficient_attn.studies import find, loop, studies
+from efficient_attn.studies import report as redraw
+from efficient_attn.studies import run_folder as run_folders
 from efficient_attn.studies.study import joined
-from efficient_attn.sweep.records import read
 from efficient_attn_cli.main import main
 
 
@@ -107,7 +107,7 @@ ONE_OF_ALL = pytest.mark.parametrize(
 KILLED = """
 import os, signal, sys
 
-from efficient_attn.experiments import folder
+from efficient_attn.studies import run_folder as folder
 from efficient_attn_cli.main import main
 
 append = folder.append

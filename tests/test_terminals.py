@@ -15,12 +15,12 @@ CODE = """
 import sys, time
 from types import SimpleNamespace
 from efficient_attn.studies.loop import Step
-from efficient_attn_cli import talk
+from efficient_attn_cli import console
 
 case = SimpleNamespace(
     of="attention", label="a-backend(of=a, long=name)", tokens=65536, kind="time", layer=None
 )
-with talk.progress(2) as show:
+with console.progress(2) as show:
     show(Step(done=0, total=2, remaining_s=90.0, doing=f"{case.label}, 65536 tokens, time"))
     time.sleep(0.3)
     show(Step(done=1, total=2, remaining_s=45.0, doing=None, record=SimpleNamespace(case=case, status="ok")))

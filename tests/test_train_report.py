@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 
 import efficient_attn as ea
-from efficient_attn.analysis.doubts import DURING
+from efficient_attn.runner.records import Case, Record
+from efficient_attn.stats.noise_warnings import DURING
 from efficient_attn.studies.train.analysis import rows as training_rows
 from efficient_attn.studies.train.analysis import training_runs
 from efficient_attn.studies.train.plot import TRAINING
 from efficient_attn.studies.train.tables import sentences as training_sentences
 from efficient_attn.studies.train.tables import tables as training_tables
-from efficient_attn.sweep.records import Case, Record
 
 CASE = Case(kind="train", backend="exact", label="exact", of="encoder", layers=2, num_heads=2, head_dim=8,
             tokens=16, batch=4, causal=True, backward=True, dtype="float32", device="cpu", threads=1,

@@ -6,13 +6,13 @@ import pytest
 from made_records import case, costs
 
 import efficient_attn as ea
-from efficient_attn.analysis.candidates import CANDIDATES, exact_operations
-from efficient_attn.analysis.doubts import DURING
-from efficient_attn.experiments.results import read
+from efficient_attn.runner.records import Record
+from efficient_attn.runner.sizes import OWN
+from efficient_attn.stats.candidates import CANDIDATES, exact_operations
+from efficient_attn.stats.noise_warnings import DURING
 from efficient_attn.studies.compare.sentences import comparison_sentences
+from efficient_attn.studies.results import read
 from efficient_attn.studies.swap.sentences import sentences as swap_sentences
-from efficient_attn.sweep.records import Record
-from efficient_attn.sweep.sizes import OWN
 
 SPREAD = [1 + step / 1000 for step in range(-4, 5)]
 PLACE = {"inputs": "encoder(layer=1)", "num_heads": 12, "head_dim": 32}

@@ -10,9 +10,9 @@ import pytest
 from made_records import case
 
 from efficient_attn import bench
-from efficient_attn.analysis.doubts import DURING
 from efficient_attn.errors import OptionError
-from efficient_attn.experiments.results import Results, read
+from efficient_attn.runner.records import Record
+from efficient_attn.stats.noise_warnings import DURING
 from efficient_attn.studies import find
 from efficient_attn.studies.bench.plan import AGAINST
 from efficient_attn.studies.bench.versions import (
@@ -22,7 +22,7 @@ from efficient_attn.studies.bench.versions import (
     version_sentences,
     version_tables,
 )
-from efficient_attn.sweep.records import Record
+from efficient_attn.studies.results import Results, read
 
 OLD = {AGAINST: "old"}
 ROUNDS = 16

@@ -7,10 +7,10 @@ from drawn import texts
 import efficient_attn as ea
 from efficient_attn.measure import yardsticks
 from efficient_attn.measure.inputs import gaussian, sample
+from efficient_attn.runner.sizes import ORACLE, TAYLOR
+from efficient_attn.runner.yardsticks import ranks_of
 from efficient_attn.studies.mse.analysis import panels
 from efficient_attn.studies.mse.heads import heads
-from efficient_attn.sweep.sizes import ORACLE, TAYLOR
-from efficient_attn.sweep.yardsticks import ranks_of
 
 SMALL = {"inputs": "gaussian", "seq_len": 24, "head_dim": 4, "norms": (0.5,), "sizes": (4, 8), "draws": 3}
 RELATIVE = "output_relative_error"

@@ -18,7 +18,7 @@ from torch import Tensor
 from efficient_attn.errors import DataError, OptionError, UnsupportedError
 from efficient_attn.measure.inputs import Activations, Captured
 from efficient_attn.problem import positive_count
-from efficient_attn.sweep.amounts import show_bytes
+from efficient_attn.runner.units import show_bytes
 
 FORMAT = "efficient-attn activations 1"
 DEFAULT_MAX_TOKENS = 512

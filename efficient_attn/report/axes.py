@@ -10,10 +10,10 @@ import numpy as np
 
 from efficient_attn.errors import OptionError, UnknownNameError
 from efficient_attn.report.end_labels import MOST_LABELS, label_ends, move_apart
+from efficient_attn.report.escape import plain
 from efficient_attn.report.figures import Axis, Chart, Plot, Series
-from efficient_attn.report.harmless import plain
 from efficient_attn.report.palette import GRID, INK, MUTED
-from efficient_attn.report.readable import short
+from efficient_attn.report.shorten import short
 
 # Wide enough for two charts side by side, and narrow enough for a phone.
 WIDTH_INCHES = 6.0

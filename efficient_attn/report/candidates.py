@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from efficient_attn.analysis.candidates import candidates, saves_little
-from efficient_attn.sweep.records import Record
+from efficient_attn.runner.records import Record
+from efficient_attn.stats.candidates import candidates, saves_little
 
 # Names of candidates that were not measured, before the rest is only counted.
 _MOST_NAMES = 12

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from efficient_attn.report.table import Table
-from efficient_attn.sweep.records import Case, Record
+from efficient_attn.runner.records import Case, Record
 
 
 def details(records: Sequence[Record]) -> list[Table]:

@@ -3,7 +3,11 @@
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from efficient_attn.analysis.change import (
+from efficient_attn.report.escape import markdown_line
+from efficient_attn.report.table import Table, to_markdown
+from efficient_attn.runner.quantity import QUANTITIES
+from efficient_attn.runner.units import show
+from efficient_attn.stats.change import (
     CHANGED,
     IMPROVEMENT,
     REGRESSION,
@@ -12,11 +16,7 @@ from efficient_attn.analysis.change import (
     UNCOMPARABLE,
     Change,
 )
-from efficient_attn.analysis.diff import Comparison
-from efficient_attn.report.harmless import markdown_line
-from efficient_attn.report.table import Table, to_markdown
-from efficient_attn.sweep.amounts import show
-from efficient_attn.sweep.quantity import QUANTITIES
+from efficient_attn.stats.diff import Comparison
 
 # The order of the rows: the worst first.
 _ORDER = (REGRESSION, IMPROVEMENT, UNCLEAR, UNCOMPARABLE, CHANGED)

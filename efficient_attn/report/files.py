@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 from efficient_attn.errors import DataError
-from efficient_attn.sweep.records import sync_names
+from efficient_attn.runner.records import sync_names
 
 _LONGEST = 80
 

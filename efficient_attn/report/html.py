@@ -10,12 +10,12 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.resources import files
 from typing import Any, NamedTuple
 
-from efficient_attn.report.harmless import plain
-from efficient_attn.report.method import flat, how_measured
-from efficient_attn.report.readable import short
+from efficient_attn.report.escape import plain
+from efficient_attn.report.methods_paragraph import flat, how_measured
+from efficient_attn.report.shorten import short
 from efficient_attn.report.svg import variables
 from efficient_attn.report.table import Table, right_aligned
-from efficient_attn.sweep.records import Record
+from efficient_attn.runner.records import Record
 
 # Lines of a plan or a command beyond this many characters are not shown; the folder of the run has them.
 _LONGEST_TEXT, _LONGEST_VALUE = 20_000, 300

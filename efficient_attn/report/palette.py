@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
-from efficient_attn.sweep.sizes import MEAN_OF_VALUES
-from efficient_attn.sweep.variants import CEILING
+from efficient_attn.runner.sizes import MEAN_OF_VALUES
+from efficient_attn.runner.variants import CEILING
 
 # Names of baselines in figures, where records have shorter ones.
 DISPLAY_NAMES = {

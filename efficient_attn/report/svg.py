@@ -8,7 +8,7 @@ import re
 from typing import Any
 from xml.etree import ElementTree
 
-from efficient_attn.report.harmless import plain
+from efficient_attn.report.escape import plain
 from efficient_attn.report.palette import GRID, INK, MUTED, NIGHT, PAPER, readable_on
 from efficient_attn.report.save import to_bytes
 

@@ -7,9 +7,9 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from efficient_attn.analysis.fits import Growth
-from efficient_attn.analysis.rounds import Typical
-from efficient_attn.report.harmless import csv_cell, latex_cell, markdown_cell, markdown_line, plain
+from efficient_attn.report.escape import csv_cell, latex_cell, markdown_cell, markdown_line, plain
+from efficient_attn.stats.growth import Growth
+from efficient_attn.stats.rounds import Typical
 
 # An interval wider than this share of the median to either side is shown.
 _NOISY = 0.1

@@ -6,17 +6,17 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
-from efficient_attn.experiments.workload import Workload
 from efficient_attn.measure.environment import available_bytes
 from efficient_attn.problem import positive_count
+from efficient_attn.runner.isolation import NONE, Measurer
+from efficient_attn.runner.isolation import POINT as NEW_EACH_TIME
+from efficient_attn.runner.predicted_bytes import predict_bytes
+from efficient_attn.runner.process import START_S
+from efficient_attn.runner.record import Case, Record
+from efficient_attn.runner.units import parse_bytes, show_bytes
+from efficient_attn.runner.variants import Variant, has_address
 from efficient_attn.studies.plan import Plan, Point
-from efficient_attn.sweep.amounts import parse_bytes, show_bytes
-from efficient_attn.sweep.case import Case, Record
-from efficient_attn.sweep.isolate import NONE, Measurer
-from efficient_attn.sweep.isolate import POINT as NEW_EACH_TIME
-from efficient_attn.sweep.predicted_bytes import predict_bytes
-from efficient_attn.sweep.process import START_S
-from efficient_attn.sweep.variants import Variant, has_address
+from efficient_attn.studies.workload import Workload
 
 # Calls of one measurement of memory: a warm-up, the checked call and the traced one.
 _MEMORY_CALLS = 3

@@ -4,8 +4,8 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from statistics import fmean
 
+from efficient_attn.runner.record import Record
 from efficient_attn.studies.plan import Point
-from efficient_attn.sweep.case import Record
 
 # Calls besides the timed ones: a round warms up twice.
 _WARM_UP_CALLS = 2

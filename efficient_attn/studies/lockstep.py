@@ -3,10 +3,10 @@
 import math
 from typing import Any
 
+from efficient_attn.runner.interrupt import held
+from efficient_attn.runner.records import Record
 from efficient_attn.studies.loop import Loop, Step
 from efficient_attn.studies.plan import Plan, Point
-from efficient_attn.sweep.interrupt import held
-from efficient_attn.sweep.records import Record
 
 
 class Lockstep(Loop):

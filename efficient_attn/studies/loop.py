@@ -7,11 +7,11 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 from efficient_attn.measure.clock import in_turns
+from efficient_attn.runner.interrupt import held
+from efficient_attn.runner.record import Record, joined
+from efficient_attn.runner.units import show_seconds
 from efficient_attn.studies.estimate import Estimate
 from efficient_attn.studies.plan import Plan, Point
-from efficient_attn.sweep.amounts import show_seconds
-from efficient_attn.sweep.case import Record, joined
-from efficient_attn.sweep.interrupt import held
 
 # Seconds of calls in one round: enough for a steady median, and no more of the budget than this share.
 _ROUND_S = 0.1

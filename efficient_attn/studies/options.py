@@ -6,10 +6,10 @@ from dataclasses import replace
 from typing import Annotated, Any
 
 from efficient_attn.limits import WHOLE_NUMBER
+from efficient_attn.runner.isolation import ISOLATIONS
+from efficient_attn.runner.units import parse_bytes, parse_seconds, parse_sizes
+from efficient_attn.runner.variants import backend_names, parse_settings
 from efficient_attn.studies.study import Option
-from efficient_attn.sweep.amounts import parse_bytes, parse_seconds, parse_sizes
-from efficient_attn.sweep.isolate import ISOLATIONS
-from efficient_attn.sweep.variants import backend_names, parse_settings
 
 # Everybody should know this before naming a file of somebody else.
 RUNS_CODE = "Such a file is run with your rights."

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from efficient_attn.sweep.case import Case, Record
+from efficient_attn.runner.record import Case, Record
 
 # Help texts are shown without numpy.
 if TYPE_CHECKING:

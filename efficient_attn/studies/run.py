@@ -4,16 +4,16 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from efficient_attn.analysis.doubts import DURING, doubts
 from efficient_attn.errors import OptionError
-from efficient_attn.experiments.files import open_folder
-from efficient_attn.experiments.folder import Book, Earlier, begin, only_writer
-from efficient_attn.experiments.results import Results
 from efficient_attn.measure.conditions import between, moment
 from efficient_attn.measure.environment import environment
+from efficient_attn.stats.noise_warnings import DURING, doubts
 from efficient_attn.studies.lockstep import Lockstep
 from efficient_attn.studies.loop import Loop, Step
 from efficient_attn.studies.plan import STUDY, Plan
+from efficient_attn.studies.results import Results
+from efficient_attn.studies.run_files import open_folder
+from efficient_attn.studies.run_folder import Book, Earlier, begin, only_writer
 from efficient_attn.studies.study import Study
 
 

@@ -11,12 +11,12 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from efficient_attn.errors import OptionError
+from efficient_attn.runner.quantity import Quantity, register
 from efficient_attn.studies.plan import Plan
-from efficient_attn.sweep.quantity import Quantity, register
 
 if TYPE_CHECKING:
+    from efficient_attn.runner.record import Record
     from efficient_attn.studies.view import View
-    from efficient_attn.sweep.case import Record
 
 # Options of every run, declared by `run_plan`; the Python function of a study has them too.
 _OF_A_RUN = ("out", "resume", "force_resume", "budget_s")

@@ -5,13 +5,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from efficient_attn.analysis.rows import flat_row
 from efficient_attn.errors import DataError, UnknownNameError
 from efficient_attn.report.figures import Axis, Chart, Plot, Series
 from efficient_attn.report.palette import line_styles
 from efficient_attn.report.table import Table
-from efficient_attn.sweep.case import Record
-from efficient_attn.sweep.quantity import Quantity
+from efficient_attn.runner.quantity import Quantity
+from efficient_attn.runner.record import Record
+from efficient_attn.stats.rows import flat_row
 
 Environment = Mapping[str, Any]
 Plots = dict[str, Callable[[], Plot]]

@@ -15,7 +15,7 @@ from efficient_attn.errors import UnsupportedError
 from efficient_attn.integrations.transformers.assignment import EXACT, Choice, build_all
 from efficient_attn.integrations.transformers.attention_sites import AttentionSite, find_sites
 from efficient_attn.registry import BackendSpec, Capabilities, NoOptions
-from efficient_attn.sweep.sizes import MEAN_OF_VALUES
+from efficient_attn.runner.sizes import MEAN_OF_VALUES
 
 
 class Outputs(NamedTuple):

@@ -1,8 +1,8 @@
 """Time and peak memory of backends at several lengths, or of two versions of a backend."""
 
+from efficient_attn.runner.quantity import QUANTITIES
 from efficient_attn.studies.bench.plan import plan
 from efficient_attn.studies.study import Study
-from efficient_attn.sweep.quantity import QUANTITIES
 
 STUDY = Study(
     name="bench",

@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from efficient_attn.analysis.curves import YARDSTICK, Curve, curves, partner
-from efficient_attn.analysis.rate import rate_shares
-from efficient_attn.analysis.rounds import Typical, time_ratio
+from efficient_attn.runner.records import Record
+from efficient_attn.stats.curves import YARDSTICK, Curve, curves, partner
+from efficient_attn.stats.rate import rate_shares
+from efficient_attn.stats.rounds import Typical, time_ratio
 from efficient_attn.studies.view import Environment
-from efficient_attn.sweep.records import Record
 
 _QUANTITIES = ("time_s", "peak_bytes", "parameter_bytes", "state_bytes")
 _COLUMNS = (

@@ -12,15 +12,15 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from efficient_attn.analysis.curves import DENSE, YARDSTICK, Curve, by_subject, curves, partner
-from efficient_attn.analysis.doubts import COULD_NOT_TELL, IDLE, explanation
-from efficient_attn.analysis.rounds import FEWEST_ROUNDS, Typical, time_ratio
 from efficient_attn.report.table import Table, show_range
+from efficient_attn.runner.records import Case, Record
+from efficient_attn.runner.variants import CEILING
+from efficient_attn.stats.curves import DENSE, YARDSTICK, Curve, by_subject, curves, partner
+from efficient_attn.stats.noise_warnings import COULD_NOT_TELL, IDLE, explanation
+from efficient_attn.stats.rounds import FEWEST_ROUNDS, Typical, time_ratio
 from efficient_attn.studies.bench.analysis import Gain, gain_over
 from efficient_attn.studies.bench.crossover import FURTHEST, Crossover, crossover, crossovers
 from efficient_attn.studies.view import Environment
-from efficient_attn.sweep.records import Case, Record
-from efficient_attn.sweep.variants import CEILING
 
 _SUBJECTS = ("attention", "block", "encoder")
 

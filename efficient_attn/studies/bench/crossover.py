@@ -15,9 +15,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from efficient_attn.analysis.curves import YARDSTICK, Curve, Point, partner
-from efficient_attn.analysis.rounds import half_width, paired, time_ratio
-from efficient_attn.sweep.variants import CEILING
+from efficient_attn.runner.variants import CEILING
+from efficient_attn.stats.curves import YARDSTICK, Curve, Point, partner
+from efficient_attn.stats.rounds import half_width, paired, time_ratio
 
 # Limit of extrapolation, as a multiple of the longest length.
 FURTHEST = 8

@@ -8,9 +8,9 @@ grows with it in both. The effect on time is measured.
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from efficient_attn.analysis.curves import Curve, Point, by_subject, curves
 from efficient_attn.report.table import Table, three_digits
-from efficient_attn.sweep.records import Record
+from efficient_attn.runner.records import Record
+from efficient_attn.stats.curves import Curve, Point, by_subject, curves
 
 _MILLISECOND = 1e-3
 

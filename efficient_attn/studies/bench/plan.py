@@ -5,14 +5,14 @@ from dataclasses import replace
 from typing import Annotated, Any
 
 from efficient_attn.errors import OptionError, UnsupportedError
-from efficient_attn.experiments.workload import SUBJECTS, Workload, workloads
+from efficient_attn.runner.isolation import DEFAULT_ISOLATION, DEFAULT_TIMEOUT_S
+from efficient_attn.runner.units import parse_sizes
+from efficient_attn.runner.variants import YARDSTICK, Variant, ceiling, is_ours, select
 from efficient_attn.studies import options as shared
 from efficient_attn.studies.costs import cost_points, measurer_for, plan_of
 from efficient_attn.studies.plan import Plan, Point
 from efficient_attn.studies.study import Option
-from efficient_attn.sweep.amounts import parse_sizes
-from efficient_attn.sweep.isolate import DEFAULT_ISOLATION, DEFAULT_TIMEOUT_S
-from efficient_attn.sweep.variants import YARDSTICK, Variant, ceiling, is_ours, select
+from efficient_attn.studies.workload import SUBJECTS, Workload, workloads
 
 # Key of a run's environment that holds the label of the version that others are compared with.
 AGAINST = "against"

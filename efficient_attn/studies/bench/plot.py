@@ -3,14 +3,14 @@
 from collections.abc import Sequence
 from functools import partial
 
-from efficient_attn.analysis.curves import QUANTITIES, Curve, by_subject, curves
 from efficient_attn.errors import UnknownNameError
 from efficient_attn.report.figures import Axis, Chart, Plot, Series
 from efficient_attn.report.palette import line_styles
-from efficient_attn.report.readable import short
+from efficient_attn.report.shorten import short
+from efficient_attn.runner.records import Case, Record
+from efficient_attn.runner.units import show_bytes, show_seconds
+from efficient_attn.stats.curves import QUANTITIES, Curve, by_subject, curves
 from efficient_attn.studies.view import Environment, Plots
-from efficient_attn.sweep.amounts import show_bytes, show_seconds
-from efficient_attn.sweep.records import Case, Record
 
 _TITLES = {
     "time_s": "Time of one call",

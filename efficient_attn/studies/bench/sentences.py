@@ -2,14 +2,14 @@
 
 from collections.abc import Sequence
 
-from efficient_attn.analysis.curves import YARDSTICK, Curve, by_subject, curves
-from efficient_attn.analysis.doubts import COULD_NOT_TELL, IDLE, disturbance
+from efficient_attn.runner.records import Record
+from efficient_attn.runner.units import show_bytes
+from efficient_attn.stats.curves import YARDSTICK, Curve, by_subject, curves
+from efficient_attn.stats.noise_warnings import COULD_NOT_TELL, IDLE, disturbance
 from efficient_attn.studies.bench.break_even import pay_sentences
 from efficient_attn.studies.bench.heads import head_sentences
 from efficient_attn.studies.bench.versions import version_sentences
 from efficient_attn.studies.view import Environment
-from efficient_attn.sweep.amounts import show_bytes
-from efficient_attn.sweep.records import Record
 
 
 def sentences(records: Sequence[Record], environment: Environment | None = None) -> list[str]:

@@ -2,12 +2,12 @@
 
 from collections.abc import Mapping, Sequence
 
-from efficient_attn.analysis.curves import YARDSTICK, Curve, Point, by_subject, curves
-from efficient_attn.analysis.rate import exceeding, rate_shares
-from efficient_attn.analysis.rounds import FEWEST_ROUNDS, round_times
 from efficient_attn.report.table import Table, show_growth, show_ratio, show_spread, three_digits
+from efficient_attn.runner.records import Record
+from efficient_attn.stats.curves import YARDSTICK, Curve, Point, by_subject, curves
+from efficient_attn.stats.rate import exceeding, rate_shares
+from efficient_attn.stats.rounds import FEWEST_ROUNDS, round_times
 from efficient_attn.studies.bench.analysis import gains
-from efficient_attn.sweep.records import Record
 
 # Lengths of one table; of more the shortest are left out and only the files hold them.
 _MOST_LENGTHS = 8

@@ -7,12 +7,12 @@ round is one sample. The interval holds within the run.
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from efficient_attn.analysis.curves import Curve, Point, by_subject, curves
-from efficient_attn.analysis.doubts import COULD_NOT_TELL, IDLE, explanation
-from efficient_attn.analysis.rounds import FEWEST_ROUNDS, Typical, time_ratio
 from efficient_attn.report.table import Table, show_range, show_spread, three_digits
+from efficient_attn.runner.records import Record
+from efficient_attn.stats.curves import Curve, Point, by_subject, curves
+from efficient_attn.stats.noise_warnings import COULD_NOT_TELL, IDLE, explanation
+from efficient_attn.stats.rounds import FEWEST_ROUNDS, Typical, time_ratio
 from efficient_attn.studies.bench.plan import AGAINST
-from efficient_attn.sweep.records import Record
 
 FASTER, SLOWER, NO_DIFFERENCE = "faster", "slower", "no difference that this run can see"
 

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from efficient_attn.report.table import Table
+from efficient_attn.runner.records import Record
 from efficient_attn.studies.bench.analysis import rows as rows
 from efficient_attn.studies.bench.break_even import crossover_tables
 from efficient_attn.studies.bench.heads import head_tables
@@ -12,7 +13,6 @@ from efficient_attn.studies.bench.sentences import sentences as sentences
 from efficient_attn.studies.bench.tables import cost_tables
 from efficient_attn.studies.bench.versions import version_tables
 from efficient_attn.studies.view import Environment
-from efficient_attn.sweep.records import Record
 
 _KINDS = ("time", "memory")
 

@@ -2,11 +2,11 @@
 
 from typing import NamedTuple
 
-from efficient_attn.analysis.curves import YARDSTICK
-from efficient_attn.analysis.rounds import Typical, time_ratio
-from efficient_attn.analysis.statistics import Middle
-from efficient_attn.sweep.records import Case, Record
-from efficient_attn.sweep.sizes import YARDSTICKS
+from efficient_attn.runner.records import Case, Record
+from efficient_attn.runner.sizes import YARDSTICKS
+from efficient_attn.stats.curves import YARDSTICK
+from efficient_attn.stats.median import Middle
+from efficient_attn.stats.rounds import Typical, time_ratio
 
 # Relative errors below this, or below twice the error of exact attention in the same dtype, are rounding
 # and count as equal.

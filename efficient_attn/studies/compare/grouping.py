@@ -4,13 +4,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from efficient_attn.analysis.rounds import call_time
-from efficient_attn.analysis.statistics import Middle, middle
+from efficient_attn.runner.layers import single_names
+from efficient_attn.runner.records import Record
+from efficient_attn.runner.sizes import SEED
+from efficient_attn.stats.median import Middle, middle
+from efficient_attn.stats.rounds import call_time
 from efficient_attn.studies.compare.analysis import Comparison, Contender
 from efficient_attn.studies.compare.plan import DEFAULT_MAX_ERROR, MAX_ERROR
-from efficient_attn.sweep.layers import single_names
-from efficient_attn.sweep.records import Record
-from efficient_attn.sweep.sizes import SEED
 
 # Fields common to all cases of one comparison.
 _SHARED = ("tokens", "batch", "num_heads", "head_dim", "causal", "dtype", "seed")

@@ -4,18 +4,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-from efficient_attn.analysis.candidates import CANDIDATES
 from efficient_attn.errors import OptionError
-from efficient_attn.experiments.workload import Workload, settle
 from efficient_attn.problem import positive_count
+from efficient_attn.runner.isolation import DEFAULT_ISOLATION, DEFAULT_TIMEOUT_S
+from efficient_attn.runner.layers import timed
+from efficient_attn.runner.variants import YARDSTICK, Variant, select
+from efficient_attn.stats.candidates import CANDIDATES
 from efficient_attn.studies import options as shared
 from efficient_attn.studies.compare.points import handing_over, points_of
 from efficient_attn.studies.costs import measurer_for, plan_of
 from efficient_attn.studies.plan import Plan
 from efficient_attn.studies.study import Option
-from efficient_attn.sweep.isolate import DEFAULT_ISOLATION, DEFAULT_TIMEOUT_S
-from efficient_attn.sweep.layers import timed
-from efficient_attn.sweep.variants import YARDSTICK, Variant, select
+from efficient_attn.studies.workload import Workload, settle
 
 # Key of a run's environment that holds the error limit.
 MAX_ERROR = "max_error"
@@ -117,8 +117,8 @@ def _subjects(
     variants: Sequence[Variant],
 ) -> tuple[Any, ...]:
     """The q, k, v of each layer, and a check of the options on them."""
-    from efficient_attn.sweep.accuracy import try_options
-    from efficient_attn.sweep.one_subject import layer_subjects
+    from efficient_attn.runner.accuracy import try_options
+    from efficient_attn.runner.one_subject import layer_subjects
 
     found = layer_subjects(
         inputs,

@@ -7,14 +7,14 @@ from typing import Any
 from efficient_attn.report.error_table import layer_words, show_error
 from efficient_attn.report.figures import Axis, Chart, Plot, Series
 from efficient_attn.report.palette import GRID, MUTED, baseline_style, line_styles
+from efficient_attn.runner.layers import single_names
+from efficient_attn.runner.records import Record
+from efficient_attn.runner.sizes import MEAN_OF_VALUES, ORACLE, YARDSTICKS
+from efficient_attn.runner.units import show_bytes, show_seconds
 from efficient_attn.studies.compare.analysis import Comparison, Contender
 from efficient_attn.studies.compare.grouping import comparisons
 from efficient_attn.studies.compare.plan import DEFAULT_MAX_ERROR
 from efficient_attn.studies.compare.tables import heading
-from efficient_attn.sweep.amounts import show_bytes, show_seconds
-from efficient_attn.sweep.layers import single_names
-from efficient_attn.sweep.records import Record
-from efficient_attn.sweep.sizes import MEAN_OF_VALUES, ORACLE, YARDSTICKS
 
 # A space as wide as a digit, so that numbers stand below each other.
 _DIGIT = "\u2007"

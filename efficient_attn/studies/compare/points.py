@@ -8,14 +8,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from efficient_attn.experiments.workload import Workload
+from efficient_attn.runner.isolation import Measurer
+from efficient_attn.runner.layers import joint_name
+from efficient_attn.runner.records import Record
+from efficient_attn.runner.variants import YARDSTICK, Variant
+from efficient_attn.runner.worker import threads as threads_of
 from efficient_attn.studies.costs import cost_points
 from efficient_attn.studies.plan import Point
-from efficient_attn.sweep.isolate import Measurer
-from efficient_attn.sweep.layers import joint_name
-from efficient_attn.sweep.records import Record
-from efficient_attn.sweep.variants import YARDSTICK, Variant
-from efficient_attn.sweep.worker import threads as threads_of
+from efficient_attn.studies.workload import Workload
 
 # Ranks of the low-rank baseline; at full rank it is exact attention.
 _RANKS = (32, 128)
@@ -45,9 +45,9 @@ def points_of(
 
     The low-rank baselines come last: they are no candidates.
     """
-    from efficient_attn.sweep import yardsticks as make
-    from efficient_attn.sweep.accuracy import measure_error
-    from efficient_attn.sweep.questions import ask
+    from efficient_attn.runner import yardsticks as make
+    from efficient_attn.runner.accuracy import measure_error
+    from efficient_attn.runner.questions import ask
 
     question, count = ask(of="output", draws=draws), workload.threads or 1
     mean = make.mean_of_values()
@@ -95,7 +95,7 @@ def points_of(
 @contextmanager
 def handing_over(measurer: Measurer, subject: Any) -> Iterator[None]:
     """Times and memory are measured on the q, k, v of this subject, through a file."""
-    from efficient_attn.sweep.given import write_given
+    from efficient_attn.runner.given import write_given
 
     with measurer, tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "qkv.safetensors"
@@ -119,7 +119,7 @@ def _errors(
     Args:
         first: The float64 output that all errors are computed from is computed here too.
     """
-    from efficient_attn.sweep.sizes import SEED
+    from efficient_attn.runner.sizes import SEED
 
     draws = question.draws if SEED in variant.options else 1
     points: list[Point] = []
@@ -133,7 +133,7 @@ def _errors(
 
 def _oracles(subjects: Sequence[Any], question: Any, threads: int) -> list[Point]:
     """The low-rank baselines, layer by layer: the eigenvectors of a layer serve all ranks."""
-    from efficient_attn.sweep import yardsticks as make
+    from efficient_attn.runner import yardsticks as make
 
     points = []
     for subject in subjects:
@@ -148,7 +148,7 @@ def _oracles(subjects: Sequence[Any], question: Any, threads: int) -> list[Point
 
 def _error(variant: Variant, measure: Callable[[], Record], subject: Any, threads: int, cost: float) -> Point:
     """The error of a backend or baseline on one layer, measured in this process."""
-    from efficient_attn.sweep.accuracy import error_case
+    from efficient_attn.runner.accuracy import error_case
 
     return Point(
         case=replace(error_case(variant, subject, "output"), threads=threads),
@@ -179,8 +179,8 @@ def _shared(subjects: Sequence[Any], workload: Workload) -> dict[str, Any]:
 def _work(variants: Sequence[Variant], subject: Any) -> dict[str, float]:
     """Operations of a call; as many as exact attention for backends that count none."""
     from efficient_attn.contained import contained
-    from efficient_attn.sweep.accuracy import error_case
-    from efficient_attn.sweep.counting import attention_flops
+    from efficient_attn.runner.accuracy import error_case
+    from efficient_attn.runner.counting import attention_flops
 
     found = {}
     for variant in variants:

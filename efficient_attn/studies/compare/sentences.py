@@ -2,16 +2,16 @@
 
 from collections.abc import Sequence
 
-from efficient_attn.analysis.candidates import not_measured
-from efficient_attn.analysis.doubts import COULD_NOT_TELL, IDLE, disturbance
 from efficient_attn.report.candidates import missing, operations_sentence
 from efficient_attn.report.error_table import describe
+from efficient_attn.runner.layers import single_names
+from efficient_attn.runner.records import Record
+from efficient_attn.stats.candidates import not_measured
+from efficient_attn.stats.noise_warnings import COULD_NOT_TELL, IDLE, disturbance
 from efficient_attn.studies.compare.analysis import Comparison, Contender
 from efficient_attn.studies.compare.grouping import comparisons
 from efficient_attn.studies.compare.tables import setting, show_row_error, show_speed
 from efficient_attn.studies.view import Environment
-from efficient_attn.sweep.layers import single_names
-from efficient_attn.sweep.records import Record
 
 
 def comparison_sentences(

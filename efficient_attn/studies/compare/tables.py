@@ -10,11 +10,11 @@ from efficient_attn.report.error_table import (
     show_error,
 )
 from efficient_attn.report.table import Table, show_ratio, show_spread, three_digits
+from efficient_attn.runner.layers import single_names, timed_layer
+from efficient_attn.runner.records import Record
+from efficient_attn.runner.sizes import MEAN_OF_VALUES, ORACLE
 from efficient_attn.studies.compare.analysis import ROUNDING, Comparison, Contender
 from efficient_attn.studies.compare.grouping import comparisons
-from efficient_attn.sweep.layers import single_names, timed_layer
-from efficient_attn.sweep.records import Record
-from efficient_attn.sweep.sizes import MEAN_OF_VALUES, ORACLE
 
 _MILLISECOND, _MEBIBYTE = 1e-3, 2.0**20
 

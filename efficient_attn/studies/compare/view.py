@@ -4,8 +4,10 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from efficient_attn.analysis.rows import flat_row
 from efficient_attn.report.table import Table
+from efficient_attn.runner.quantity import QUANTITIES
+from efficient_attn.runner.records import Record
+from efficient_attn.stats.rows import flat_row
 from efficient_attn.studies.compare.grouping import (
     asked_error,
     comparison_rows,
@@ -16,8 +18,6 @@ from efficient_attn.studies.compare.plot import comparison_plot
 from efficient_attn.studies.compare.sentences import comparison_sentences
 from efficient_attn.studies.compare.tables import comparison_tables
 from efficient_attn.studies.view import Environment, Plots, record_tables
-from efficient_attn.sweep.quantity import QUANTITIES
-from efficient_attn.sweep.records import Record
 
 
 def claim(records: Sequence[Record]) -> list[Record]:

@@ -1,8 +1,8 @@
 """Error of random features at one entry of the softmax kernel, compared with theory."""
 
+from efficient_attn.runner.quantity import QUANTITIES
 from efficient_attn.studies.kernel.plan import plan
 from efficient_attn.studies.study import Study
-from efficient_attn.sweep.quantity import QUANTITIES
 
 STUDY = Study(
     name="kernel",

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from efficient_attn.sweep.records import Record
-from efficient_attn.sweep.sizes import sized
+from efficient_attn.runner.records import Record
+from efficient_attn.runner.sizes import sized
 
 # Possible horizontal axes.
 AXES = ("size", "angle", "norm")

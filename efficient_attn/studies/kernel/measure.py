@@ -12,12 +12,12 @@ from torch import Generator, Tensor
 from efficient_attn.measure.inputs import Activations
 from efficient_attn.ops.linear.directions import haar_rotations
 from efficient_attn.problem import positive_count
-from efficient_attn.sweep.accuracy import directions_of, measure_draws
-from efficient_attn.sweep.case import Case, Record, replace
-from efficient_attn.sweep.counting import attention_flops
-from efficient_attn.sweep.sizes import SEED
-from efficient_attn.sweep.subject import Subject
-from efficient_attn.sweep.variants import Variant
+from efficient_attn.runner.accuracy import directions_of, measure_draws
+from efficient_attn.runner.counting import attention_flops
+from efficient_attn.runner.record import Case, Record, replace
+from efficient_attn.runner.sizes import SEED
+from efficient_attn.runner.subject import Subject
+from efficient_attn.runner.variants import Variant
 from efficient_attn.theory import couplings, kernel
 from efficient_attn.theory.dense_exponential import DenseExponential, log_oprf_error, log_second_moments
 from efficient_attn.theory.kurtosis import standard_error

@@ -5,13 +5,13 @@ from functools import partial
 from typing import Any
 
 from efficient_attn.errors import OptionError
-from efficient_attn.experiments.workload import Workload, settle
 from efficient_attn.problem import positive_count
+from efficient_attn.runner.sizes import SEED, sized
+from efficient_attn.runner.units import parse_sizes
+from efficient_attn.runner.variants import Variant, select
 from efficient_attn.studies import options as shared
 from efficient_attn.studies.plan import Plan, Point, interleaved
-from efficient_attn.sweep.amounts import parse_sizes
-from efficient_attn.sweep.sizes import SEED, sized
-from efficient_attn.sweep.variants import Variant, select
+from efficient_attn.studies.workload import Workload, settle
 
 # Kernel entries are cheap and need many draws.
 DRAWS = 64
@@ -51,8 +51,8 @@ def plan(
 
 def _subjects(norms: Sequence[float], angles: Sequence[float], *, head_dim: int, seed: int) -> list[Any]:
     """Pairs of a query and a key, one subject for each norm and angle of their scaled vectors."""
+    from efficient_attn.runner.subject import Subject
     from efficient_attn.studies.kernel.measure import pairs
-    from efficient_attn.sweep.subject import Subject
 
     if not norms or not angles:
         raise OptionError("norms and angles must not be empty.")
@@ -75,8 +75,8 @@ def _line(
     subject: Any, variant: Variant, sizes: Sequence[int], draws: int, threads: int | None
 ) -> Iterator[Point]:
     """The points of a variant, by rising size."""
+    from efficient_attn.runner.accuracy import at_sizes, error_case
     from efficient_attn.studies.kernel.measure import measure
-    from efficient_attn.sweep.accuracy import at_sizes, error_case
 
     for one in at_sizes(variant, subject, sizes):
         case = error_case(one, subject, "kernel", threads=threads)

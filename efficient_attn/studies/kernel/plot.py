@@ -8,6 +8,7 @@ from efficient_attn.errors import UnknownNameError
 from efficient_attn.report.error_table import show_error
 from efficient_attn.report.figures import Axis, Chart, Plot, Series, in_rows
 from efficient_attn.report.palette import baseline_style, line_styles
+from efficient_attn.runner.records import Record
 from efficient_attn.studies.kernel.analysis import (
     AXES,
     KernelLine,
@@ -18,7 +19,6 @@ from efficient_attn.studies.kernel.analysis import (
 )
 from efficient_attn.studies.kernel.tables import NAME, WIDE, title_of
 from efficient_attn.studies.view import Environment, Plots
-from efficient_attn.sweep.records import Record
 
 _LABELS = {"size": "features", "angle": "angle between query and key, degrees", "norm": "norm |x| = |y|"}
 

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from efficient_attn.report.error_table import show_error
 from efficient_attn.report.table import Table
+from efficient_attn.runner.records import Record
 from efficient_attn.studies.kernel.analysis import (
     KernelPanel,
     KernelPoint,
@@ -12,7 +13,6 @@ from efficient_attn.studies.kernel.analysis import (
     plain_guesses,
 )
 from efficient_attn.studies.view import Environment
-from efficient_attn.sweep.records import Record
 
 NAME = "Mean squared error of one kernel entry over its square"
 

@@ -2,11 +2,11 @@
 
 from collections.abc import Sequence
 
+from efficient_attn.runner.record import Record
 from efficient_attn.studies.kernel.plot import plot as plot
 from efficient_attn.studies.kernel.plot import plots as plots
 from efficient_attn.studies.kernel.tables import sentences as sentences
 from efficient_attn.studies.kernel.tables import tables as tables
-from efficient_attn.sweep.case import Record
 
 
 def claim(records: Sequence[Record]) -> list[Record]:

@@ -1,8 +1,8 @@
 """Error of backends against exact softmax attention, size by size."""
 
+from efficient_attn.runner.quantity import QUANTITIES
 from efficient_attn.studies.mse.plan import plan
 from efficient_attn.studies.study import Study
-from efficient_attn.sweep.quantity import QUANTITIES
 
 STUDY = Study(
     name="mse",

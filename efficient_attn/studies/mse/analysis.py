@@ -3,10 +3,10 @@
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from efficient_attn.analysis.statistics import middle
 from efficient_attn.report.error_table import describe
-from efficient_attn.sweep.records import Record
-from efficient_attn.sweep.sizes import MEAN_OF_VALUES, SEED, YARDSTICKS, sized
+from efficient_attn.runner.records import Record
+from efficient_attn.runner.sizes import MEAN_OF_VALUES, SEED, YARDSTICKS, sized
+from efficient_attn.stats.median import middle
 
 RELATIVE = "output_relative_error"
 QUANTITIES = (

@@ -7,9 +7,9 @@ from efficient_attn.report.error_table import show_error
 from efficient_attn.report.figures import Axis, Chart, Plot, Series
 from efficient_attn.report.palette import INK, MUTED, line_styles
 from efficient_attn.report.table import Table
+from efficient_attn.runner.records import Record
+from efficient_attn.runner.sizes import MEAN_OF_VALUES, YARDSTICKS
 from efficient_attn.studies.mse.analysis import RELATIVE, Panel, panels
-from efficient_attn.sweep.records import Record
-from efficient_attn.sweep.sizes import MEAN_OF_VALUES, YARDSTICKS
 
 HEADS = "output_relative_error_heads"
 

@@ -15,10 +15,10 @@ from efficient_attn.backends import resolve
 from efficient_attn.errors import UnsupportedError
 from efficient_attn.measure import clock, memory
 from efficient_attn.problem import AttentionProblem
-from efficient_attn.sweep.accuracy import at_size, directions_of, one_backend
-from efficient_attn.sweep.sizes import possible, with_size
-from efficient_attn.sweep.subject import Subject
-from efficient_attn.sweep.variants import Variant, select
+from efficient_attn.runner.accuracy import at_size, directions_of, one_backend
+from efficient_attn.runner.sizes import possible, with_size
+from efficient_attn.runner.subject import Subject
+from efficient_attn.runner.variants import Variant, select
 
 REFERENCE = "performer-positive"
 

@@ -6,10 +6,10 @@ from typing import Any
 
 from efficient_attn.report.error_table import describe, show_error
 from efficient_attn.report.table import Table
+from efficient_attn.runner.layers import is_layer, joint_name
+from efficient_attn.runner.records import Record
+from efficient_attn.runner.sizes import MEAN_OF_VALUES
 from efficient_attn.studies.mse.analysis import Panel, panels
-from efficient_attn.sweep.layers import is_layer, joint_name
-from efficient_attn.sweep.records import Record
-from efficient_attn.sweep.sizes import MEAN_OF_VALUES
 
 # By name and sizes of an input: its panels, one for each layer.
 _Groups = dict[tuple[Any, ...], list[Panel]]

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 from efficient_attn.report.error_table import describe, show_error
 from efficient_attn.report.table import Table
-from efficient_attn.sweep.case import Record
-from efficient_attn.sweep.sizes import sized
+from efficient_attn.runner.record import Record
+from efficient_attn.runner.sizes import sized
 
 
 def part_tables(records: Sequence[Record]) -> list[Table]:

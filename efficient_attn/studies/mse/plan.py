@@ -5,14 +5,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
-from efficient_attn.experiments.workload import Workload, settle
+from efficient_attn.runner.questions import DRAWS, MATCHES, METRICS, ask
+from efficient_attn.runner.units import parse_sizes
+from efficient_attn.runner.variants import select
 from efficient_attn.studies import options as shared
 from efficient_attn.studies.mse.points import Points
 from efficient_attn.studies.plan import STUDY, Plan
 from efficient_attn.studies.study import Option
-from efficient_attn.sweep.amounts import parse_sizes
-from efficient_attn.sweep.questions import DRAWS, MATCHES, METRICS, ask
-from efficient_attn.sweep.variants import select
+from efficient_attn.studies.workload import Workload, settle
 
 KERNEL_MOVED = "`mse --of kernel` is now the command `kernel`; the former form goes with the next release."
 
@@ -102,7 +102,7 @@ def plan(
     wanted = parse_sizes(sizes, name="sizes")
     variants = select(backends, options, exclude=exclude)
     workload = settle(Workload(device=device, dtype=dtype, threads=threads))
-    from efficient_attn.sweep.subjects import placed, subjects
+    from efficient_attn.runner.subjects import placed, subjects
 
     chosen = subjects(
         [inputs] if isinstance(inputs, (str, Path)) else list(inputs),

@@ -4,14 +4,14 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from efficient_attn.analysis.statistics import FEWEST_FOR_95
 from efficient_attn.report.error_table import show_error
 from efficient_attn.report.figures import LARGEST, Axis, Chart, Plot, Series, in_rows
 from efficient_attn.report.palette import MUTED, UNIFORM_STYLE, baseline_style, line_styles
+from efficient_attn.runner.records import Record
+from efficient_attn.runner.sizes import MEAN_OF_VALUES
+from efficient_attn.stats.median import FEWEST_FOR_95
 from efficient_attn.studies.mse.analysis import RELATIVE, ErrorCurve, Panel, panels, quantity_in
 from efficient_attn.studies.mse.tables import NAMES
-from efficient_attn.sweep.records import Record
-from efficient_attn.sweep.sizes import MEAN_OF_VALUES
 
 # An error of this many times the baseline is off the scale: a hundred or a million, both are no attention.
 _WORST = 12.0

@@ -5,11 +5,11 @@ from functools import partial
 from typing import Any
 
 from efficient_attn.contained import contained
+from efficient_attn.runner.questions import MATCHES, Question
+from efficient_attn.runner.record import Case, Record, replace
+from efficient_attn.runner.sizes import SEED, sized, with_size
+from efficient_attn.runner.variants import Variant
 from efficient_attn.studies.plan import Point, interleaved
-from efficient_attn.sweep.case import Case, Record, replace
-from efficient_attn.sweep.questions import MATCHES, Question
-from efficient_attn.sweep.sizes import SEED, sized, with_size
-from efficient_attn.sweep.variants import Variant
 
 # Operations of the metric per token and entry of a head, in the unit of a backend's own count.
 _METRIC = 100
@@ -32,7 +32,7 @@ class Points:
 
     def _baselines(self, subject: Any) -> Iterator[Point]:
         """The mean of the values first; no row of the others' weights lacks a positive sum."""
-        from efficient_attn.sweep import yardsticks as make
+        from efficient_attn.runner import yardsticks as make
 
         made = [make.mean_of_values()]
         if self._question.metrics != ("unsafe",):
@@ -54,7 +54,7 @@ class Points:
     def _line(self, subject: Any, variant: Variant) -> Iterator[Point]:
         """The points of a variant, by rising size."""
         from efficient_attn.backends import resolve
-        from efficient_attn.sweep.accuracy import at_sizes
+        from efficient_attn.runner.accuracy import at_sizes
 
         option = resolve(variant.target).size_option
         if option is None or f"{option}=" in variant.label or self._question.match == MATCHES[0]:
@@ -64,8 +64,8 @@ class Points:
 
     def _matched(self, subject: Any, variant: Variant, option: str) -> Iterator[Point]:
         """The sizes of a variant at which it costs as much as the reference at the given sizes."""
+        from efficient_attn.runner.worker import answer
         from efficient_attn.studies.mse.match import Match, matched
-        from efficient_attn.sweep.worker import answer
 
         quantity, case, found = self._question.match, self._case(subject, variant), list[Match]()
 
@@ -86,7 +86,7 @@ class Points:
             yield replace(point, measure=partial(_with, point.measure, of_match))
 
     def _measured(self, subject: Any, variant: Variant) -> Point:
-        from efficient_attn.sweep.accuracy import measure_error
+        from efficient_attn.runner.accuracy import measure_error
 
         measure = partial(measure_error, variant, subject, self._question, threads=self._threads)
         case, draws = self._case(subject, variant), self._question.draws if SEED in variant.options else 1
@@ -103,14 +103,14 @@ class Points:
         )
 
     def _case(self, subject: Any, variant: Variant) -> Case:
-        from efficient_attn.sweep.accuracy import error_case
+        from efficient_attn.runner.accuracy import error_case
 
         return error_case(variant, subject, self._question.of, threads=self._threads)
 
 
 def _operations(case: Case, target: Any) -> int | None:
     """Operations of a call; None if the backend does not count them, or refuses the case."""
-    from efficient_attn.sweep.counting import attention_flops
+    from efficient_attn.runner.counting import attention_flops
 
     try:
         with contained():

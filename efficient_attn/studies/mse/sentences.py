@@ -4,12 +4,12 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from efficient_attn.analysis.candidates import operations_share
 from efficient_attn.report.error_table import describe, show_error
+from efficient_attn.runner.records import Record
+from efficient_attn.stats.candidates import operations_share
 from efficient_attn.studies.mse.analysis import ErrorCurve, Panel, below_from, panels, quantity_in
 from efficient_attn.studies.mse.parts import part_sentence
 from efficient_attn.studies.mse.plan import PAIR_NORMS
-from efficient_attn.sweep.records import Record
 
 # A relative standard error of more digits may be more than a float holds.
 _MOST_DIGITS = 9

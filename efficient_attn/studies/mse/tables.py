@@ -2,12 +2,12 @@
 
 from collections.abc import Sequence
 
-from efficient_attn.analysis.statistics import FEWEST_FOR_95
 from efficient_attn.report.error_table import CONCATENATED, CONCATENATED_NOTE, show_error
 from efficient_attn.report.table import Table
+from efficient_attn.runner.records import Record
+from efficient_attn.runner.sizes import MEAN_OF_VALUES, SEED, sized
+from efficient_attn.stats.median import FEWEST_FOR_95
 from efficient_attn.studies.mse.analysis import ErrorPoint, Panel, panels, quantity_in
-from efficient_attn.sweep.records import Record
-from efficient_attn.sweep.sizes import MEAN_OF_VALUES, SEED, sized
 
 NAMES = {
     "output_relative_error": "Relative output error",

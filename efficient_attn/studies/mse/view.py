@@ -6,6 +6,8 @@ from functools import partial
 from efficient_attn.errors import OptionError, UnknownNameError
 from efficient_attn.report.figures import Plot
 from efficient_attn.report.table import Table
+from efficient_attn.runner.quantity import samples
+from efficient_attn.runner.record import Record
 from efficient_attn.studies.mse.analysis import RELATIVE
 from efficient_attn.studies.mse.heads import HEADS, head_error_tables, head_plot
 from efficient_attn.studies.mse.overview import overview_tables
@@ -14,8 +16,6 @@ from efficient_attn.studies.mse.plot import error_plot
 from efficient_attn.studies.mse.sentences import sentences as sentences
 from efficient_attn.studies.mse.tables import error_tables
 from efficient_attn.studies.view import Environment, Plots
-from efficient_attn.sweep.case import Record
-from efficient_attn.sweep.quantity import samples
 
 
 def tables(records: Sequence[Record], environment: Environment) -> list[Table]:

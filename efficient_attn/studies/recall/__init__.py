@@ -1,8 +1,8 @@
 """Associative recall: the accuracy of one trained block per backend."""
 
+from efficient_attn.runner.quantity import MATTERS, QUANTITIES, Quantity, setting
 from efficient_attn.studies.recall.plan import plan
 from efficient_attn.studies.study import Study
-from efficient_attn.sweep.quantity import MATTERS, QUANTITIES, Quantity, setting
 
 ACCURACY = Quantity(
     name="accuracy",

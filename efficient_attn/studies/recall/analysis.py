@@ -7,11 +7,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from efficient_attn.analysis.curves import YARDSTICK
-from efficient_attn.analysis.significance import quantile
-from efficient_attn.analysis.statistics import FEWEST_FOR_95, Middle, middle
-from efficient_attn.sweep.records import Case, Record
-from efficient_attn.sweep.sizes import MEAN_OF_VALUES, Sized, sized
+from efficient_attn.runner.records import Case, Record
+from efficient_attn.runner.sizes import MEAN_OF_VALUES, Sized, sized
+from efficient_attn.stats.curves import YARDSTICK
+from efficient_attn.stats.median import FEWEST_FOR_95, Middle, middle
+from efficient_attn.stats.significance import quantile
 
 # On either side of an interval of 95 %.
 _OUTSIDE = 0.025

@@ -25,11 +25,11 @@ from efficient_attn.measure.error import exact_output, mean_of_values, output_er
 from efficient_attn.operation_counts import MatMul, OperationCounts
 from efficient_attn.problem import AttentionProblem
 from efficient_attn.registry import BackendSpec, Capabilities, NoOptions
+from efficient_attn.runner.accuracy import directions_of
+from efficient_attn.runner.record import Case, Record, replace
+from efficient_attn.runner.sizes import MEAN_OF_VALUES, SEED
+from efficient_attn.runner.variants import Variant
 from efficient_attn.studies.recall.task import LEARNED, TESTED, Course, Sequences, Task
-from efficient_attn.sweep.accuracy import directions_of
-from efficient_attn.sweep.case import Case, Record, replace
-from efficient_attn.sweep.sizes import MEAN_OF_VALUES, SEED
-from efficient_attn.sweep.variants import Variant
 from efficient_attn.transformer.block import TransformerBlock
 
 _TEST_BATCHES, _TEST_SEQUENCES = 4, 32

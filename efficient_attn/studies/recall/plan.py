@@ -7,17 +7,17 @@ from typing import Annotated, Any
 
 from efficient_attn.contained import contained
 from efficient_attn.errors import AttentionError, OptionError, UnsupportedError
-from efficient_attn.experiments.workload import Workload, settle
 from efficient_attn.problem import positive_count
+from efficient_attn.runner.predicted_bytes import predict_bytes
+from efficient_attn.runner.record import Case
+from efficient_attn.runner.sizes import possible, with_size
+from efficient_attn.runner.units import parse_sizes
+from efficient_attn.runner.variants import DENSE, YARDSTICK, Variant, select
 from efficient_attn.studies import options as shared
 from efficient_attn.studies.plan import Plan, Point
 from efficient_attn.studies.recall.task import Course, Task
 from efficient_attn.studies.study import Option
-from efficient_attn.sweep.amounts import parse_sizes
-from efficient_attn.sweep.case import Case
-from efficient_attn.sweep.predicted_bytes import predict_bytes
-from efficient_attn.sweep.sizes import possible, with_size
-from efficient_attn.sweep.variants import DENSE, YARDSTICK, Variant, select
+from efficient_attn.studies.workload import Workload, settle
 
 # Kernels that do not approximate softmax and are meant to be trained with.
 _OTHER_KERNELS = ("linear-elu", "linear-taylor-2")

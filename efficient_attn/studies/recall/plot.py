@@ -7,10 +7,10 @@ from typing import Any
 from efficient_attn.report.error_table import show_error
 from efficient_attn.report.figures import Axis, Chart, Plot, Series
 from efficient_attn.report.palette import MUTED, UNIFORM_STYLE, line_styles
+from efficient_attn.runner.records import Record
 from efficient_attn.studies.recall.analysis import Contest, Learned, contests
 from efficient_attn.studies.recall.tables import heading
 from efficient_attn.studies.view import Environment, Plots
-from efficient_attn.sweep.records import Record
 
 # Errors below this numerical noise floor are not drawn.
 _ROUNDING = 1e-4

@@ -2,14 +2,14 @@
 
 from collections.abc import Sequence
 
-from efficient_attn.analysis.statistics import FEWEST_FOR_95
 from efficient_attn.report.error_table import describe, show_error
 from efficient_attn.report.table import Table, three_digits
+from efficient_attn.runner.records import Record
+from efficient_attn.runner.sizes import SEED
+from efficient_attn.runner.units import show_bytes
+from efficient_attn.stats.median import FEWEST_FOR_95
 from efficient_attn.studies.recall.analysis import Contest, Learned, agreement, contests
 from efficient_attn.studies.view import Environment
-from efficient_attn.sweep.amounts import show_bytes
-from efficient_attn.sweep.records import Record
-from efficient_attn.sweep.sizes import SEED
 
 _NONE = "–"
 

@@ -1,8 +1,8 @@
 """Figures and tables of papers measured again: the claims, our numbers, a verdict on each."""
 
+from efficient_attn.runner.quantity import QUANTITIES
 from efficient_attn.studies.reproduce.plan import plan
 from efficient_attn.studies.study import Study
-from efficient_attn.sweep.quantity import QUANTITIES
 
 STUDY = Study(
     name="reproduce",

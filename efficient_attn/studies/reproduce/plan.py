@@ -3,12 +3,12 @@
 from dataclasses import replace
 from typing import Annotated
 
-from efficient_attn.experiments.workload import Workload, settle
 from efficient_attn.problem import positive_count
 from efficient_attn.studies import options as shared
 from efficient_attn.studies.plan import Plan
 from efficient_attn.studies.reproduce.figures import Setting, find, list_figures
 from efficient_attn.studies.study import Option
+from efficient_attn.studies.workload import Workload, settle
 
 # Key of a run's environment that names its figure.
 FIGURE = "figure"

@@ -2,13 +2,13 @@
 
 from collections.abc import Sequence
 
-from efficient_attn.analysis.doubts import IDLE, disturbance, doubts
-from efficient_attn.analysis.verdicts import Finding, not_measured
 from efficient_attn.report.table import Table, to_markdown
+from efficient_attn.runner.record import Record
+from efficient_attn.stats.noise_warnings import IDLE, disturbance, doubts
+from efficient_attn.stats.verdicts import Finding, not_measured
 from efficient_attn.studies.reproduce.figures import Figure, find, list_figures
 from efficient_attn.studies.reproduce.plan import FIGURE
 from efficient_attn.studies.view import Environment, Plots
-from efficient_attn.sweep.case import Record
 
 
 def figure_of(environment: Environment) -> tuple[str, Figure] | None:

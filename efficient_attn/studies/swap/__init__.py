@@ -1,8 +1,8 @@
 """Training-free conversion: a real model with replaced attention, compared with itself."""
 
+from efficient_attn.runner.quantity import QUANTITIES, error, mean_error, setting
 from efficient_attn.studies.study import Study
 from efficient_attn.studies.swap.plan import plan
-from efficient_attn.sweep.quantity import QUANTITIES, error, mean_error, setting
 
 STUDY = Study(
     name="swap",

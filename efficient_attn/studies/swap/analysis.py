@@ -6,11 +6,11 @@ from functools import cached_property
 from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
-from efficient_attn.analysis.curves import YARDSTICK
-from efficient_attn.analysis.rounds import Typical, call_time, time_ratio
+from efficient_attn.runner.records import Case, Record
+from efficient_attn.runner.sizes import OWN
+from efficient_attn.stats.curves import YARDSTICK
+from efficient_attn.stats.rounds import Typical, call_time, time_ratio
 from efficient_attn.studies.swap.plan import MODEL
-from efficient_attn.sweep.records import Case, Record
-from efficient_attn.sweep.sizes import OWN
 
 # Quantities that decide, in order of preference.
 KL, DISAGREEMENT, PERPLEXITY = "next_token_kl", "next_token_disagreement", "perplexity"

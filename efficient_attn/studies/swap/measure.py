@@ -12,12 +12,12 @@ from efficient_attn.integrations.transformers.swapping import Outputs, build_for
 from efficient_attn.measure import outputs
 from efficient_attn.measure.checked import backends_in, outputs_checked
 from efficient_attn.measure.memory import parameter_bytes
+from efficient_attn.runner.counting import attention_flops
+from efficient_attn.runner.record import Case, Record, replace
+from efficient_attn.runner.sizes import OWN, SEED
+from efficient_attn.runner.variants import Variant
+from efficient_attn.runner.worker import answer, memory_of, time_of
 from efficient_attn.studies.swap.model import Subject
-from efficient_attn.sweep.case import Case, Record, replace
-from efficient_attn.sweep.counting import attention_flops
-from efficient_attn.sweep.sizes import OWN, SEED
-from efficient_attn.sweep.variants import Variant
-from efficient_attn.sweep.worker import answer, memory_of, time_of
 
 # Text for calibration; the other texts are held out.
 FIRST_TEXT = "the first text"

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from efficient_attn.contained import contained
 from efficient_attn.errors import AttentionError, DataError, DtypeError, OptionError, UnsupportedError
-from efficient_attn.experiments.workload import Workload
 from efficient_attn.integrations.transformers.loading import (
     Opened,
     check_length,
@@ -28,11 +27,12 @@ from efficient_attn.integrations.transformers.swapping import (
     run,
     sites_of,
 )
+from efficient_attn.runner.records import Case
+from efficient_attn.runner.sizes import MEAN_OF_VALUES
+from efficient_attn.runner.variants import YARDSTICK, Variant, select
 from efficient_attn.studies.swap.plan import MODEL
 from efficient_attn.studies.swap.texts import digest
-from efficient_attn.sweep.records import Case
-from efficient_attn.sweep.sizes import MEAN_OF_VALUES
-from efficient_attn.sweep.variants import YARDSTICK, Variant, select
+from efficient_attn.studies.workload import Workload
 
 # Length of the shipped texts, at which approximations begin to differ.
 _DEFAULT_TOKENS = 512

@@ -5,16 +5,16 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
-from efficient_attn.analysis.candidates import CANDIDATES
 from efficient_attn.errors import OptionError
-from efficient_attn.experiments.workload import Workload, settle
 from efficient_attn.problem import positive_count
+from efficient_attn.runner.sizes import MEAN_OF_VALUES, OWN, SEED
+from efficient_attn.runner.variants import YARDSTICK, Variant, select
+from efficient_attn.stats.candidates import CANDIDATES
 from efficient_attn.studies import options as shared
 from efficient_attn.studies.plan import Plan, Point
 from efficient_attn.studies.study import Option
 from efficient_attn.studies.swap.texts import Texts, named_texts, read_texts
-from efficient_attn.sweep.sizes import MEAN_OF_VALUES, OWN, SEED
-from efficient_attn.sweep.variants import YARDSTICK, Variant, select
+from efficient_attn.studies.workload import Workload, settle
 
 # Key of a run's environment that holds the origin of model and texts, and the measured place of a case.
 MODEL = "model"

@@ -6,10 +6,10 @@ from typing import Any
 
 from efficient_attn.report.figures import Axis, Chart, Plot, Series
 from efficient_attn.report.palette import MUTED, line_styles
+from efficient_attn.runner.records import Record
+from efficient_attn.runner.sizes import MEAN_OF_VALUES
 from efficient_attn.studies.swap.analysis import HIDDEN, TURNED, Swap, SwapRow, by_text, spread, swaps
 from efficient_attn.studies.swap.tables import NAMES, heading
-from efficient_attn.sweep.records import Record
-from efficient_attn.sweep.sizes import MEAN_OF_VALUES
 
 # Name of the swap among the quantities to plot.
 SWAP = "swap"

@@ -2,14 +2,14 @@
 
 from collections.abc import Sequence
 
-from efficient_attn.analysis.candidates import not_measured
-from efficient_attn.analysis.doubts import IDLE, disturbance
 from efficient_attn.report.candidates import missing, operations_sentence
+from efficient_attn.runner.records import Record
+from efficient_attn.runner.sizes import MEAN_OF_VALUES, OWN
+from efficient_attn.stats.candidates import not_measured
+from efficient_attn.stats.noise_warnings import IDLE, disturbance
 from efficient_attn.studies.swap.analysis import Swap, SwapRow, spread, swaps
 from efficient_attn.studies.swap.tables import NAMES, show_quantity, speed
 from efficient_attn.studies.view import Environment
-from efficient_attn.sweep.records import Record
-from efficient_attn.sweep.sizes import MEAN_OF_VALUES, OWN
 
 
 def sentences(records: Sequence[Record], environment: Environment | None = None) -> list[str]:

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 
 from efficient_attn.report.error_table import show_error
 from efficient_attn.report.table import Table, show_ratio, show_spread, three_digits
+from efficient_attn.runner.records import Record
+from efficient_attn.runner.sizes import MEAN_OF_VALUES
 from efficient_attn.studies.swap.analysis import (
     DISAGREEMENT,
     FIRST_TOKEN,
@@ -19,8 +21,6 @@ from efficient_attn.studies.swap.analysis import (
     swaps,
 )
 from efficient_attn.studies.view import Environment
-from efficient_attn.sweep.records import Record
-from efficient_attn.sweep.sizes import MEAN_OF_VALUES
 
 _MILLISECOND, _MEBIBYTE = 1e-3, 2.0**20
 _NONE = "–"

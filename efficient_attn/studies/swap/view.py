@@ -3,13 +3,13 @@
 from collections.abc import Sequence
 from functools import partial
 
+from efficient_attn.runner.records import Record
 from efficient_attn.studies.swap.analysis import rows as rows
 from efficient_attn.studies.swap.plan import MODEL
 from efficient_attn.studies.swap.plot import SWAP, swap_plot
 from efficient_attn.studies.swap.sentences import sentences as sentences
 from efficient_attn.studies.swap.tables import tables as tables
 from efficient_attn.studies.view import Environment, Plots
-from efficient_attn.sweep.records import Record
 
 
 def claim(records: Sequence[Record]) -> list[Record]:

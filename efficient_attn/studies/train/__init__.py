@@ -1,8 +1,8 @@
 """Training of small language models that differ by their attention alone."""
 
+from efficient_attn.runner.quantity import MATTERS, MATTERS_OF_BITS, QUANTITIES, Quantity, setting
 from efficient_attn.studies.study import Study
 from efficient_attn.studies.train.plan import plan
-from efficient_attn.sweep.quantity import MATTERS, MATTERS_OF_BITS, QUANTITIES, Quantity, setting
 
 STUDY = Study(
     name="train",

@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from efficient_attn.sweep.records import Record
-from efficient_attn.sweep.variants import YARDSTICK
+from efficient_attn.runner.records import Record
+from efficient_attn.runner.variants import YARDSTICK
 
 # Normal 95 % quantile; means over windows are nearly normal.
 _NORMAL_95 = 1.96

@@ -12,6 +12,8 @@ from efficient_attn.backends import list_backends, spec
 from efficient_attn.errors import DataError
 from efficient_attn.problem import AttentionProblem
 from efficient_attn.report.files import slug
+from efficient_attn.runner.sizes import SEED
+from efficient_attn.runner.variants import Variant
 from efficient_attn.studies.train.tensor_files import (
     check_like,
     describe_tensors,
@@ -19,8 +21,6 @@ from efficient_attn.studies.train.tensor_files import (
     write_tensors,
 )
 from efficient_attn.studies.train.trainer import Trainer, under
-from efficient_attn.sweep.sizes import SEED
-from efficient_attn.sweep.variants import Variant
 from efficient_attn.transformer.language_model import LanguageModel
 
 CHECKPOINTS, MODELS = "checkpoints", "models"

@@ -10,9 +10,9 @@ import torch
 from efficient_attn.errors import OptionError
 from efficient_attn.modules.options import whole_number
 from efficient_attn.problem import positive_count
-from efficient_attn.sweep.records import Case
-from efficient_attn.sweep.sizes import SEED
-from efficient_attn.sweep.variants import Variant
+from efficient_attn.runner.records import Case
+from efficient_attn.runner.sizes import SEED
+from efficient_attn.runner.variants import Variant
 from efficient_attn.transformer.language_model import LanguageModel
 
 

@@ -5,13 +5,13 @@ from dataclasses import replace
 from typing import Annotated, Any, get_args
 
 from efficient_attn.errors import OptionError
-from efficient_attn.experiments.workload import Workload, settle
 from efficient_attn.problem import positive_count
+from efficient_attn.runner.sizes import with_size
+from efficient_attn.runner.variants import YARDSTICK, Variant, select
 from efficient_attn.studies import options as shared
 from efficient_attn.studies.plan import Plan
 from efficient_attn.studies.study import Option
-from efficient_attn.sweep.sizes import with_size
-from efficient_attn.sweep.variants import YARDSTICK, Variant, select
+from efficient_attn.studies.workload import Workload, settle
 
 _BACKENDS = replace(
     get_args(shared.Backends)[1],

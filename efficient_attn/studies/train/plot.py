@@ -2,13 +2,13 @@
 
 from collections.abc import Sequence
 
-from efficient_attn.analysis.curves import YARDSTICK
 from efficient_attn.report.figures import Axis, Chart, Plot, Series
 from efficient_attn.report.palette import baseline_style, line_styles
+from efficient_attn.runner.records import Record
+from efficient_attn.runner.units import show_seconds
+from efficient_attn.stats.curves import YARDSTICK
 from efficient_attn.studies.train.analysis import TrainingCurve, TrainingRun, training_runs
 from efficient_attn.studies.train.tables import heading
-from efficient_attn.sweep.amounts import show_seconds
-from efficient_attn.sweep.records import Record
 
 # The name of this plot among the things that can be plotted.
 TRAINING = "training"

@@ -15,14 +15,14 @@ import torch
 
 from efficient_attn.contained import contained, described
 from efficient_attn.errors import AttentionError, DataError, OptionError
+from efficient_attn.runner.interrupt import held
+from efficient_attn.runner.records import Record
+from efficient_attn.runner.variants import Variant
 from efficient_attn.studies.plan import Plan, Point
 from efficient_attn.studies.train.checkpoints import CHECKPOINTS, MODELS, load_checkpoint, save_checkpoint
 from efficient_attn.studies.train.config import TrainConfig
 from efficient_attn.studies.train.text import Text
 from efficient_attn.studies.train.trainer import Trainer
-from efficient_attn.sweep.interrupt import held
-from efficient_attn.sweep.records import Record
-from efficient_attn.sweep.variants import Variant
 
 
 class Rounds:

@@ -2,13 +2,13 @@
 
 from collections.abc import Sequence
 
-from efficient_attn.analysis.doubts import IDLE, disturbance
 from efficient_attn.report.error_table import describe
 from efficient_attn.report.table import Table, three_digits
+from efficient_attn.runner.records import Case, Record
+from efficient_attn.runner.units import show_bytes, show_seconds
+from efficient_attn.stats.noise_warnings import IDLE, disturbance
 from efficient_attn.studies.train.analysis import Mean, TrainingCurve, TrainingRun, training_runs
 from efficient_attn.studies.view import Environment
-from efficient_attn.sweep.amounts import show_bytes, show_seconds
-from efficient_attn.sweep.records import Case, Record
 
 
 def tables(records: Sequence[Record], environment: Environment | None = None) -> list[Table]:

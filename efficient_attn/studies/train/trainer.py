@@ -20,11 +20,11 @@ from efficient_attn.calibration import calibrate
 from efficient_attn.contained import contained
 from efficient_attn.measure.checked import outputs_checked
 from efficient_attn.measure.memory import parameter_bytes, state_bytes
+from efficient_attn.runner.records import Record
+from efficient_attn.runner.variants import Variant
 from efficient_attn.studies.train.config import TrainConfig, build_model, case_of, seeded
 from efficient_attn.studies.train.optimiser import optimiser, rate_at, update
 from efficient_attn.studies.train.text import Text, batch_at, windows
-from efficient_attn.sweep.records import Record
-from efficient_attn.sweep.variants import Variant
 from efficient_attn.transformer.language_model import LanguageModel
 
 _CALIBRATED_ON = "a batch of the training text"

@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 from functools import partial
 
+from efficient_attn.runner.records import Record
 from efficient_attn.studies.train.analysis import rows as rows
 from efficient_attn.studies.train.plot import TRAINING, training_plot
 from efficient_attn.studies.train.tables import sentences as sentences
 from efficient_attn.studies.train.tables import tables as tables
 from efficient_attn.studies.view import Environment, Plots
-from efficient_attn.sweep.records import Record
 
 
 def plots(records: Sequence[Record], environment: Environment) -> Plots:

@@ -9,14 +9,14 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from efficient_attn.errors import UnknownNameError
+from efficient_attn.runner.record import Record
 from efficient_attn.studies.plan import Plan
-from efficient_attn.sweep.case import Record
 
 # Help texts are shown without numpy.
 if TYPE_CHECKING:
-    from efficient_attn.analysis.verdicts import Finding
     from efficient_attn.report.figures import Plot
     from efficient_attn.report.table import Table
+    from efficient_attn.stats.verdicts import Finding
 
 
 class Setting(NamedTuple):

@@ -6,10 +6,12 @@ from typing import Any
 
 import numpy as np
 
-from efficient_attn.analysis.statistics import middle
 from efficient_attn.report.figures import Axis, Chart, Plot, Series
 from efficient_attn.report.palette import INK, MUTED
 from efficient_attn.report.table import Table
+from efficient_attn.runner.record import Case, Record
+from efficient_attn.runner.worker import answer
+from efficient_attn.stats.median import middle
 from efficient_attn.studies.plan import Plan, Point
 from efficient_attn.studies.reproduce.figures import Setting
 from efficient_attn.studies.reproduce.figures.linformer_fig1 import claims
@@ -26,8 +28,6 @@ from efficient_attn.studies.reproduce.figures.linformer_fig1.claims import (
     share,
     spectra,
 )
-from efficient_attn.sweep.case import Case, Record
-from efficient_attn.sweep.worker import answer
 
 TITLE = "Figure 1: normalised cumulative singular values of attention matrices, by layer and head"
 PAPER = "Wang et al. 2020, Linformer: Self-Attention with Linear Complexity, https://arxiv.org/abs/2006.04768"

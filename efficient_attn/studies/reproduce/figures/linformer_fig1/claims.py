@@ -13,9 +13,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from efficient_attn.analysis.statistics import Middle, middle
-from efficient_attn.analysis.verdicts import FAILS, HOLDS, NOT_MEASURABLE, Finding, of_all, span, turns_round
-from efficient_attn.sweep.case import Case, Record
+from efficient_attn.runner.record import Case, Record
+from efficient_attn.stats.median import Middle, middle
+from efficient_attn.stats.verdicts import FAILS, HOLDS, NOT_MEASURABLE, Finding, of_all, span, turns_round
 
 # The heat map of the paper is at index 128 of 512; "most" of a sum is more than half of it.
 FRACTION, _MOST = 1 / 4, 0.5

@@ -3,10 +3,12 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from efficient_attn.experiments.workload import Workload, settle
 from efficient_attn.report.figures import Axis, Chart, Plot, Series, in_rows
 from efficient_attn.report.palette import INK
 from efficient_attn.report.table import Table
+from efficient_attn.runner.isolation import DEFAULT_ISOLATION, NONE
+from efficient_attn.runner.records import Record
+from efficient_attn.runner.variants import select
 from efficient_attn.studies.costs import cost_points, measurer_for
 from efficient_attn.studies.plan import Plan
 from efficient_attn.studies.reproduce.figures import Setting
@@ -22,9 +24,7 @@ from efficient_attn.studies.reproduce.figures.linformer_table3.claims import (
     Saved,
     measured,
 )
-from efficient_attn.sweep.isolate import DEFAULT_ISOLATION, NONE
-from efficient_attn.sweep.records import Record
-from efficient_attn.sweep.variants import select
+from efficient_attn.studies.workload import Workload, settle
 
 TITLE = "Table 3: time and memory that Linformer saves, by length and rank"
 PAPER = "Wang et al. 2020, Linformer: Self-Attention with Linear Complexity, https://arxiv.org/abs/2006.04768"

@@ -4,9 +4,11 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from efficient_attn.analysis.fits import growth
-from efficient_attn.analysis.rounds import call_time
-from efficient_attn.analysis.verdicts import (
+from efficient_attn.report.table import show_growth
+from efficient_attn.runner.records import Case, Record
+from efficient_attn.stats.growth import growth
+from efficient_attn.stats.rounds import call_time
+from efficient_attn.stats.verdicts import (
     FAILS,
     HOLDS,
     NOT_MEASURABLE,
@@ -18,8 +20,6 @@ from efficient_attn.analysis.verdicts import (
     of_all,
     span,
 )
-from efficient_attn.report.table import show_growth
-from efficient_attn.sweep.records import Case, Record
 
 RANKS = (128, 256, 512, 1024, 2048)
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)

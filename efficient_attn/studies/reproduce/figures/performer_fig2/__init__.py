@@ -9,6 +9,8 @@ from statistics import fmean
 import numpy as np
 
 from efficient_attn.report.table import Table
+from efficient_attn.runner.record import Case, Record
+from efficient_attn.runner.worker import answer
 from efficient_attn.studies.plan import Plan, Point
 from efficient_attn.studies.reproduce.figures import Setting
 from efficient_attn.studies.reproduce.figures.performer_fig2 import claims, plot
@@ -21,8 +23,6 @@ from efficient_attn.studies.reproduce.figures.performer_fig2.claims import (
     place_of,
     utilities,
 )
-from efficient_attn.sweep.case import Case, Record
-from efficient_attn.sweep.worker import answer
 from efficient_attn.theory.kernel import (
     log_mean_squared_error,
     log_positive_error,

@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from efficient_attn.analysis.verdicts import FAILS, HOLDS, NOT_MEASURABLE, Finding, turns_round
-from efficient_attn.sweep.records import Case, Record
+from efficient_attn.runner.records import Case, Record
+from efficient_attn.stats.verdicts import FAILS, HOLDS, NOT_MEASURABLE, Finding, turns_round
 from efficient_attn.theory.kernel import log_utility
 from efficient_attn.theory.kurtosis import standard_error
 

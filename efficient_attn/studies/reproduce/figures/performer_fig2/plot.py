@@ -9,8 +9,8 @@ import numpy as np
 
 from efficient_attn.report.figures import Axis, Chart, Plot, Series
 from efficient_attn.report.palette import INK
+from efficient_attn.runner.records import Record
 from efficient_attn.studies.reproduce.figures.performer_fig2.claims import turning_angle, utilities
-from efficient_attn.sweep.records import Record
 from efficient_attn.theory.kernel import log_utility
 
 _CUTS = {0.5: "#d98c00", 1.0: "#0072b2", 2.0: "#cc4c88"}

@@ -7,6 +7,8 @@ from typing import Any
 from efficient_attn.report.error_table import describe, show_error
 from efficient_attn.report.figures import Plot
 from efficient_attn.report.table import Table
+from efficient_attn.runner.record import Record
+from efficient_attn.runner.sizes import MEAN_OF_VALUES
 from efficient_attn.studies.mse.analysis import ErrorCurve, Panel, panels
 from efficient_attn.studies.mse.plan import plan as mse
 from efficient_attn.studies.mse.plot import error_plot
@@ -20,8 +22,6 @@ from efficient_attn.studies.reproduce.figures.performer_fig4.claims import (
     PROJECTIONS,
     merged,
 )
-from efficient_attn.sweep.case import Record
-from efficient_attn.sweep.sizes import MEAN_OF_VALUES
 
 TITLE = "Figure 4: output error by number of features, orthogonal and iid, positive and trigonometric"
 PAPER = "Choromanski et al. 2021, Rethinking Attention with Performers, https://arxiv.org/abs/2009.14794"

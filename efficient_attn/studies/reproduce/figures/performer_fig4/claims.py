@@ -9,10 +9,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from efficient_attn.analysis.statistics import Middle, middle
-from efficient_attn.analysis.verdicts import FAILS, HOLDS, NOT_MEASURABLE, Finding, turns_round
-from efficient_attn.sweep.case import Case, Record, replace
-from efficient_attn.sweep.sizes import MEAN_OF_VALUES, ORACLE, TAYLOR, sized
+from efficient_attn.runner.record import Case, Record, replace
+from efficient_attn.runner.sizes import MEAN_OF_VALUES, ORACLE, TAYLOR, sized
+from efficient_attn.stats.median import Middle, middle
+from efficient_attn.stats.verdicts import FAILS, HOLDS, NOT_MEASURABLE, Finding, turns_round
 
 TRIGONOMETRIC, POSITIVE = "performer-trig", "performer-positive"
 BACKENDS = (POSITIVE, TRIGONOMETRIC)

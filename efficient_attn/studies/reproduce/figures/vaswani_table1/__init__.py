@@ -4,10 +4,12 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from efficient_attn.analysis.rounds import call_time
 from efficient_attn.report.figures import Axis, Chart, Plot, Series, in_rows
 from efficient_attn.report.palette import line_styles
 from efficient_attn.report.table import Table
+from efficient_attn.runner.records import Case, Record
+from efficient_attn.runner.units import show_seconds
+from efficient_attn.stats.rounds import call_time
 from efficient_attn.studies.plan import Plan, Point
 from efficient_attn.studies.reproduce.figures import Setting
 from efficient_attn.studies.reproduce.figures.vaswani_table1 import claims
@@ -21,8 +23,6 @@ from efficient_attn.studies.reproduce.figures.vaswani_table1.layers import (
     cells,
     fixed,
 )
-from efficient_attn.sweep.amounts import show_seconds
-from efficient_attn.sweep.records import Case, Record
 from efficient_attn.theory.complexity import TABLE_1
 
 TITLE = "Table 1: complexity per layer, sequential operations, maximum path length"

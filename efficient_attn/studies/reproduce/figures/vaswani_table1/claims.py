@@ -2,9 +2,11 @@
 
 from collections.abc import Mapping, Sequence
 
-from efficient_attn.analysis.fits import Growth, growth
-from efficient_attn.analysis.rounds import call_time, time_ratio
-from efficient_attn.analysis.verdicts import (
+from efficient_attn.report.table import show_growth
+from efficient_attn.runner.records import Record
+from efficient_attn.stats.growth import Growth, growth
+from efficient_attn.stats.rounds import call_time, time_ratio
+from efficient_attn.stats.verdicts import (
     FAILS,
     HOLDS,
     NOT_MEASURABLE,
@@ -16,7 +18,6 @@ from efficient_attn.analysis.verdicts import (
     span,
     turns_round,
 )
-from efficient_attn.report.table import show_growth
 from efficient_attn.studies.reproduce.figures.vaswani_table1.layers import (
     KERNEL,
     OPERATIONS,
@@ -30,7 +31,6 @@ from efficient_attn.studies.reproduce.figures.vaswani_table1.layers import (
     along,
     cells,
 )
-from efficient_attn.sweep.records import Record
 
 AXES = ("n", "d")
 

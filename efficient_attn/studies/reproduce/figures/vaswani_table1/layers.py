@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from efficient_attn.sweep.records import Record
+from efficient_attn.runner.records import Record
 from efficient_attn.theory import complexity
 from efficient_attn.theory.complexity import Complexity
 

@@ -10,6 +10,8 @@ from efficient_attn.backends import build
 from efficient_attn.measure import clock
 from efficient_attn.measure.operations import count_operations
 from efficient_attn.measure.paths import hops_to_the_first_token
+from efficient_attn.runner.records import Case, Record
+from efficient_attn.runner.worker import answer
 from efficient_attn.studies.reproduce.figures.vaswani_table1.layers import (
     OPERATIONS,
     PATH,
@@ -18,8 +20,6 @@ from efficient_attn.studies.reproduce.figures.vaswani_table1.layers import (
     SELF_ATTENTION,
     TIME,
 )
-from efficient_attn.sweep.records import Case, Record
-from efficient_attn.sweep.worker import answer
 from efficient_attn.transformer.layer import AttentionLayer
 from efficient_attn.transformer.mixers import ConvolutionMixer, RecurrentMixer, SeparableConvolutionMixer
 

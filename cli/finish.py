@@ -1,0 +1,64 @@
+"""End of a command that measures: its output and its exit code."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import typer
+
+from . import console, exits
+
+
+def finish(
+    results: Any, named: Sequence[str] | None, *, folder: Path, as_json: bool, quiet: bool = False
+) -> NoReturn:
+    """Print the results, then the folder of their files, and exit with the code of the outcome.
+
+    Args:
+        named: Requested backends; None for the default selection.
+    """
+    if as_json:
+        console.put_json(document(results))
+    elif not quiet:
+        console.print_tables(results.tables())
+        for sentence in results.sentences():
+            console.put(sentence)
+        for note in results.notes:
+            console.say(note)
+    # With JSON, stdout holds the document alone.
+    console.put(folder, err=as_json)
+    raise typer.Exit(exit_code(results, named))
+
+
+def document(results: Any) -> dict[str, Any]:
+    """The results as one JSON document."""
+    from efficient_attn.runner.records import line
+
+    return {
+        "environment": results.environment,
+        "records": [json.loads(line(record)) for record in results.records],
+        "sentences": results.sentences(),
+        "notes": list(results.notes),
+        "interrupted": results.interrupted,
+    }
+
+
+def exit_code(results: Any, named: Sequence[str] | None) -> int:
+    """Exit code of the outcome; in a default selection refusals and skips are expected."""
+    from efficient_attn.runner.sizes import OWN, YARDSTICKS
+    from efficient_attn.runner.variants import CEILING
+    from efficient_attn.stats.curves import YARDSTICK
+
+    if results.interrupted:
+        return exits.INTERRUPTED
+    # Baselines are measured with every selection.
+    beside = {CEILING, OWN, *YARDSTICKS}
+    if named is not None and YARDSTICK not in named:
+        beside.add(YARDSTICK)
+    asked = [record for record in results.records if record.case.backend not in beside]
+    failed = [record for record in asked if record.status != "ok"]
+    if len(failed) == len(asked):
+        return exits.NOTHING_MEASURED
+    unexpected = [record for record in failed if named or record.status not in ("unsupported", "skipped")]
+    return exits.SOME_NOT_MEASURED if unexpected else exits.DONE

@@ -1,1 +1,0 @@
-"""Experiments: the functions behind commands and notebooks."""

@@ -1,0 +1,250 @@
+"""Error of a backend against exact attention: one record per backend, size and input."""
+
+import copy
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from statistics import fmean
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from efficient_attn.backends import build, resolve
+from efficient_attn.contained import contained
+from efficient_attn.errors import AttentionError, OptionError, UnsupportedError
+from efficient_attn.measure import error as measure
+from efficient_attn.measure.checked import outputs_checked
+from efficient_attn.measure.parts import parts, sums
+from efficient_attn.runner.counting import attention_flops
+from efficient_attn.runner.questions import Question
+from efficient_attn.runner.record import SAME_INPUTS, Case, Record, replace
+from efficient_attn.runner.sizes import SEED, possible, with_size
+from efficient_attn.runner.subject import Subject
+from efficient_attn.runner.variants import Variant
+from efficient_attn.runner.worker import answer
+
+
+def measure_error(
+    variant: Variant, subject: Subject, question: Question, *, threads: int | None = None
+) -> Record:
+    """Errors of one backend on one subject, one per draw of its random features."""
+    # Inputs and features use separate streams, so that one seed serves both.
+    draws = question.draws if SEED in variant.options else 1
+
+    def measured(case: Case, backends: Sequence[Any]) -> Record:
+        record = _measured(case, subject, backends, question)
+        return replace(record, flops=attention_flops(case, variant.target))
+
+    return measure_draws(variant, subject, question.of, draws, measured, threads=threads)
+
+
+def measure_draws(
+    variant: Variant,
+    subject: Subject,
+    of: str,
+    draws: int,
+    measured: Callable[[Case, Sequence[Any]], Record],
+    *,
+    threads: int | None = None,
+) -> Record:
+    """The record that `measured` makes of a case and the draws of a backend, calibrated if required."""
+    case = error_case(variant, subject, of, threads=threads)
+
+    def answered() -> Record:
+        with torch.no_grad():
+            backends = [
+                _build_one(variant, subject, seed) for seed in range(subject.seed, subject.seed + draws)
+            ]
+            calibrated_on = _calibrate(backends, subject)
+            with outputs_checked(*backends):
+                return replace(measured(case, backends), calibrated_on=calibrated_on)
+
+    return answer(case, answered)
+
+
+def try_options(variant: Variant, subject: Subject) -> None:
+    """Build a variant once to validate its options; an option value that never works is a wrong request.
+
+    Raises:
+        OptionError: If an option is invalid for the backend.
+    """
+    if variant.label == variant.backend:
+        return
+    try:
+        with contained():
+            _build_one(variant, subject, 0)
+    except UnsupportedError:
+        # An unsupported request is a result and is recorded.
+        return
+    except AttentionError:
+        raise
+    except Exception:
+        # An exception of an external builder is a result too.
+        return
+
+
+def at_size(variant: Variant, subject: Subject, option: str, size: int) -> Variant:
+    """The variant at a size, or at the next one if the backend refuses it, since windows are odd.
+
+    Raises:
+        OptionError: If the backend refuses both.
+    """
+    chosen = with_size(variant, option, size)
+    try:
+        try_options(chosen, subject)
+    except OptionError:
+        chosen = with_size(variant, option, size + 1)
+        try_options(chosen, subject)
+    return chosen
+
+
+def at_sizes(variant: Variant, subject: Subject, sizes: Sequence[int]) -> list[Variant]:
+    """The variant at every possible size; the variant itself if it has no size or its size was set.
+
+    Raises:
+        OptionError: If the backend refuses the first size, or an option; other refusals are results.
+    """
+    option = resolve(variant.target).size_option
+    if option is None or f"{option}=" in variant.label:
+        try_options(variant, subject)
+        return [variant]
+    found: list[Variant] = []
+    for size in sizes:
+        if possible(size, tokens=subject.tokens, options=variant.options):
+            try:
+                found.append(at_size(variant, subject, option, size))
+            except OptionError:
+                if not found:
+                    raise
+                found.append(with_size(variant, option, size))
+    return found
+
+
+def one_backend(variant: Variant, subject: Subject) -> Any:
+    """The first draw of a variant, calibrated if required."""
+    backends = [_build_one(variant, subject, subject.seed)]
+    _calibrate(backends, subject)
+    return backends[0]
+
+
+def _build_one(variant: Variant, subject: Subject, draw: int) -> Any:
+    q = subject.activations.q
+    options = dict(variant.options)
+    if SEED in options:
+        options[SEED] += draw
+    backend = build(
+        variant.target,
+        head_dim=q.shape[-1],
+        num_heads=q.shape[1],
+        max_tokens=subject.tokens,
+        causal=subject.causal,
+        scale=subject.scale,
+        **options,
+    )
+    return backend.to(device=q.device, dtype=q.dtype).eval()
+
+
+def _calibrate(backends: list[Any], subject: Subject) -> str | None:
+    """Calibrate, in place, the backends that require it, on the inputs of the measurement."""
+    if not backends[0].needs_calibration:
+        return None
+    for number, backend in enumerate(backends):
+        # An already built backend must not be modified by a measurement.
+        backends[number] = copy.deepcopy(backend)
+        backends[number].calibrate(subject.activations.q, subject.activations.k)
+    return SAME_INPUTS
+
+
+def _measured(case: Case, subject: Subject, backends: Sequence[Any], question: Question) -> Record:
+    q, k, v = subject.activations
+    unsafe = _unsafe(backends, q, k)
+    if question.metrics == ("unsafe",):
+        if unsafe is None:
+            # The backend's own error explains why it has no denominators.
+            backends[0].denominators(q, k)
+        record = Record(case=case)
+    elif question.of == "weights":
+        record = weights_record(
+            case, subject, question, (backend.attention_weights(q, k) for backend in backends)
+        )
+    else:
+        outputs = [backend(q, k, v) for backend in backends]
+        record = output_record(case, subject, question, outputs)
+        if question.decompose:
+            bias, spread, rounding = parts(outputs, subject.exact, backends, q, k, v)
+            record = replace(record, output_bias=bias, output_spread=spread, output_rounding=rounding)
+            over = sums(backends, q, k, scale=subject.scale)
+            if over is not None:
+                record = replace(
+                    record, weights_error_exact_sums=over.exact, weights_error_own_sums=over.estimated
+                )
+    return replace(record, unsafe_rows=unsafe, num_directions=directions_of(backends[0]))
+
+
+def output_record(case: Case, subject: Subject, question: Question, outputs: Iterable[Tensor]) -> Record:
+    """Errors of outputs, one per draw, by the metrics of the question."""
+    found = [measure.output_error(output, subject.exact) for output in outputs]
+    errors = {
+        "output_relative_error": tuple(one.relative for one in found),
+        "output_mse": tuple(one.mse for one in found),
+    }
+    record = _recorded(case, {name: errors[name] for name in question.quantities})
+    if not question.by_head:
+        return record
+    heads = torch.stack([one.relative_by_head[0] for one in found]).mean(dim=0)
+    return replace(record, output_relative_error_heads=tuple(heads.tolist()))
+
+
+def weights_record(case: Case, subject: Subject, question: Question, weights: Iterable[Tensor]) -> Record:
+    """Errors of attention weights, one per draw, by the metrics of the question."""
+    q, k, _ = subject.activations
+    (quantity,) = question.quantities
+    error = {"weights_relative_error": measure.weights_error, "weights_row_kl": measure.row_divergence}
+    return _recorded(
+        case, {quantity: tuple(error[quantity](one, q, k, scale=subject.scale) for one in weights)}
+    )
+
+
+def _recorded(case: Case, errors: Mapping[str, tuple[float, ...]]) -> Record:
+    """Errors by field, each with its mean and one entry per draw."""
+    values: dict[str, Any] = {}
+    for name, draws in errors.items():
+        values |= {name: fmean(draws), f"{name}_draws": draws}
+    return Record(case=case, **values)
+
+
+def _unsafe(backends: Sequence[Any], q: Tensor, k: Tensor) -> float | None:
+    """Share of rows without a positive denominator, mean over draws; None without denominators."""
+    try:
+        return fmean(measure.unsafe_rows(backend.denominators(q, k)) for backend in backends)
+    except UnsupportedError:
+        return None
+
+
+def directions_of(backend: Any) -> int | None:
+    """Number of rows of the backend's random projection."""
+    rows = [
+        tensor.shape[0] for name, tensor in backend.named_buffers() if name.rpartition(".")[2] == "projection"
+    ]
+    return rows[0] if rows else None
+
+
+def error_case(variant: Variant, subject: Subject, of: str, *, threads: int | None = None) -> Case:
+    """The case of a variant on a subject."""
+    q = subject.activations.q
+    return Case(
+        kind="error",
+        backend=variant.backend,
+        label=variant.label,
+        options=variant.options,
+        of=of,
+        batch=q.shape[0],
+        num_heads=q.shape[1],
+        head_dim=q.shape[-1],
+        tokens=subject.tokens,
+        causal=subject.causal,
+        dtype=str(q.dtype).removeprefix("torch."),
+        device=q.device.type,
+        threads=threads or torch.get_num_threads(),
+        inputs=subject.name,
+        seed=subject.seed,
+    )

@@ -1,0 +1,246 @@
+"""The measured call: attention alone, a block around it, or an encoder of such blocks.
+
+Blocks are post-norm with ReLU, model_dim = num_heads·head_dim and a feed-forward dimension of 4·model_dim, as
+in the base model of Vaswani et al. 2017. Embeddings and positions are omitted: they are the same for every
+attention.
+"""
+
+import copy
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from efficient_attn.backend import Backend
+from efficient_attn.backends import build, resolve
+from efficient_attn.calibration import calibrate
+from efficient_attn.errors import UnsupportedError
+from efficient_attn.measure import memory
+from efficient_attn.measure.checked import backends_in, check_gradients, outputs_checked
+from efficient_attn.operation_counts import OperationCounts
+from efficient_attn.registry import BackendSpec, Capabilities, NoOptions
+from efficient_attn.runner.counting import flops
+from efficient_attn.runner.given import read_given
+from efficient_attn.runner.record import SAME_INPUTS, Case
+from efficient_attn.runner.sizes import MEAN_OF_VALUES
+from efficient_attn.runner.variants import CEILING
+from efficient_attn.transformer.block import TransformerBlock
+from efficient_attn.transformer.stack import Encoder
+
+# Ratio of the feed-forward dimension to model_dim.
+WIDENING = 4
+
+
+class Prepared(NamedTuple):
+    """A module on its device, and its measured call: forward, or forward and backward.
+
+    Attributes:
+        checked: The call with checks of its results; raises on an invalid output or gradient.
+        inputs: q, k, v [batch heads tokens head_dim], or x [batch tokens model_dim].
+        streams: Whether the module supports incremental decoding.
+        flops: Operations of the call's matrix products; None if not counted.
+        calibrated_on: Calibration inputs of backends that need calibration; None: no backend does.
+    """
+
+    module: Any
+    call: Callable[[], object]
+    checked: Callable[[], object]
+    inputs: tuple[Tensor, ...]
+    streams: bool
+    flops: int | None
+    calibrated_on: str | None
+
+
+def prepare(case: Case, target: Any, inputs: str | None = None) -> Prepared:
+    """Build the module of a case, around the backend that `target` names or is.
+
+    Args:
+        inputs: File of q, k, v for attention alone; None: a Gaussian draw.
+    """
+    # An existing module is copied: moving it to a dtype or device must not change the original.
+    own = target if isinstance(target, str) else copy.deepcopy(target)
+    spec = _PLAIN.get(case.backend) or resolve(own)
+    if case.backward and not spec.capabilities.gradients:
+        raise UnsupportedError(f"Backend {spec.name!r} has no gradients; measure it without --backward.")
+    given = None if inputs is None else read_given(inputs, case.dtype, case.device, case.batch)
+    module = (
+        _build(case, spec, None if given is None else given.scale)
+        .to(device=case.device, dtype=getattr(torch, case.dtype))
+        .eval()
+    )
+    *tensors, gradient = _inputs(case) if given is None else given.tensors
+    calibrated_on = _calibrate(module, tensors)
+    call = _with_backward(module, tensors, gradient) if case.backward else _forward(module, tensors)
+    streams = case.causal and bool(spec.capabilities.streaming)
+    # Operation counts are defined for q, k and v of one shape.
+    alike = len({tensor.shape for tensor in tensors}) == 1
+    counted = flops(case, spec, feed_forward_dim=WIDENING * case.model_dim) if alike else None
+    checked = functools.partial(_checked, module, call, case)
+    return Prepared(module, call, checked, tuple(tensors), streams, counted, calibrated_on)
+
+
+def state_bytes(prepared: Prepared) -> int | None:
+    """Bytes of the streaming state after all tokens; None without a state."""
+    if not prepared.streams:
+        return None
+    with torch.no_grad():
+        _, state = prepared.module.extend(*prepared.inputs)
+    return memory.state_bytes(state)
+
+
+def _build(case: Case, spec: BackendSpec, scale: float | None) -> Any:
+    """Build the module with weights drawn from the case's seed; leaves the global generator unchanged."""
+    with torch.random.fork_rng(devices=()):
+        torch.default_generator.manual_seed(case.seed)
+        return _attention(case, spec, scale) if case.of == "attention" else _BLOCKS[case.of](case, spec)
+
+
+def _attention(case: Case, spec: BackendSpec, scale: float | None) -> Any:
+    return build(
+        spec,
+        head_dim=case.head_dim,
+        num_heads=case.num_heads,
+        max_tokens=case.tokens,
+        causal=case.causal,
+        scale=scale,
+        **case.options,
+    )
+
+
+def _block(case: Case, spec: BackendSpec) -> nn.Module:
+    return TransformerBlock(
+        case.model_dim,
+        case.num_heads,
+        spec,
+        feed_forward_dim=WIDENING * case.model_dim,
+        max_tokens=case.tokens,
+        causal=case.causal,
+        **case.options,
+    )
+
+
+def _encoder(case: Case, spec: BackendSpec) -> nn.Module:
+    return Encoder(
+        case.model_dim,
+        case.num_heads,
+        spec,
+        num_layers=case.layers or 1,
+        feed_forward_dim=WIDENING * case.model_dim,
+        positions=None,
+        max_tokens=case.tokens,
+        causal=case.causal,
+        **case.options,
+    )
+
+
+_BLOCKS: dict[str, Callable[[Case, BackendSpec], Any]] = {"block": _block, "encoder": _encoder}
+
+
+class _Values(nn.Module):
+    """Identity attention, the values themselves: upper bound on the speed-up of a block."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
+        return v
+
+
+_VALUES = BackendSpec(
+    name=CEILING,
+    summary="Identity attention: the values themselves.",
+    options_type=NoOptions,
+    capabilities=Capabilities(causal=True, streaming=False),
+    builder=lambda problem, options: _Values(),
+    operations=lambda problem, options, tokens, value_dim: OperationCounts(()),
+)
+
+
+class _Mean(nn.Module):
+    """Uniform attention: the mean of the visible values, for every query as in a backend."""
+
+    def __init__(self, *, causal: bool) -> None:
+        super().__init__()
+        self._causal = causal
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
+        if self._causal:
+            visible = torch.arange(1, v.shape[-2] + 1, device=v.device, dtype=v.dtype)
+            mean = v.cumsum(dim=-2) / visible[:, None]
+        else:
+            mean = v.mean(dim=-2, keepdim=True)
+        repeated = mean.repeat_interleave(q.shape[1] // v.shape[1], dim=1)
+        return repeated.expand(*q.shape[:-1], v.shape[-1]).contiguous()
+
+
+_MEAN = BackendSpec(
+    name=MEAN_OF_VALUES,
+    summary="Uniform attention: the mean of the visible values for every query.",
+    options_type=NoOptions,
+    capabilities=Capabilities(causal=True, streaming=False),
+    builder=lambda problem, options: _Mean(causal=problem.causal),
+)
+
+# Baselines that are measured with the backends.
+_PLAIN = {CEILING: _VALUES, MEAN_OF_VALUES: _MEAN}
+
+
+def _calibrate(module: Any, inputs: list[Tensor]) -> str | None:
+    """Calibrate the backends that require it on the measured inputs; not part of the measured call."""
+    if not any(isinstance(part, Backend) and part.needs_calibration for part in module.modules()):
+        return None
+    calibrate(module, *inputs)
+    return SAME_INPUTS
+
+
+def _forward(module: Any, inputs: list[Tensor]) -> Callable[[], object]:
+    def call() -> object:
+        with torch.no_grad():
+            return module(*inputs)
+
+    return call
+
+
+def _with_backward(module: Any, inputs: list[Tensor], gradient: Tensor) -> Callable[[], object]:
+    """A forward pass, then the gradients with respect to inputs and parameters."""
+    own = [tensor.detach().requires_grad_() for tensor in inputs]
+    learned = list(_learned(module).values())
+
+    def call() -> object:
+        return torch.autograd.grad(module(*own), [*own, *learned], gradient, allow_unused=True)
+
+    return call
+
+
+def _learned(module: Any) -> dict[str, Tensor]:
+    return {name: one for name, one in module.named_parameters() if one.requires_grad}
+
+
+def _checked(module: Any, call: Callable[[], Any], case: Case) -> object:
+    """Make the call; raises on an invalid output, or a missing or non-finite gradient."""
+    with outputs_checked(module):
+        result = call()
+    if case.backward:
+        learned = _learned(module)
+        names = [*(["q", "k", "v"] if case.of == "attention" else ["x"]), *learned]
+        # A backend may have unused parameters; baselines do not read q and k.
+        own = {id(one) for backend in backends_in(module) for one in backend.parameters()}
+        optional = [name for name, one in learned.items() if id(one) in own]
+        optional += ["q", "k"] if case.backend in _PLAIN else []
+        check_gradients(dict(zip(names, result, strict=True)), optional=optional)
+    return result
+
+
+def _inputs(case: Case) -> tuple[Tensor, ...]:
+    """Gaussian inputs, followed by an upstream gradient, all of one shape."""
+    if case.of == "attention":
+        shape = (case.batch, case.num_heads, case.tokens, case.head_dim)
+        return _gaussian(4, shape, case.dtype, case.device, case.seed)
+    return _gaussian(2, (case.batch, case.tokens, case.model_dim), case.dtype, case.device, case.seed)
+
+
+# Cached: all backends at a length share the same inputs, alone or in a block.
+@functools.lru_cache(maxsize=2)
+def _gaussian(count: int, shape: tuple[int, ...], dtype: str, device: str, seed: int) -> tuple[Tensor, ...]:
+    generator = torch.Generator().manual_seed(seed)
+    drawn = (torch.randn(shape, generator=generator) for _ in range(count))
+    return tuple(tensor.to(device=device, dtype=getattr(torch, dtype)) for tensor in drawn)

@@ -1,0 +1,51 @@
+"""Operation counts of the measured call, and the peak rate of the machine."""
+
+import functools
+from dataclasses import replace
+from typing import Any
+
+from efficient_attn.backends import resolve
+from efficient_attn.measure.rate import product_rate
+from efficient_attn.problem import AttentionProblem
+from efficient_attn.registry import BackendSpec
+from efficient_attn.runner.records import Case
+from efficient_attn.theory.complexity import block_flops, call_cost
+
+
+def flops(case: Case, spec: BackendSpec, *, feed_forward_dim: int) -> int | None:
+    """Operations of the matrix products of one call; None if the backend does not count them.
+
+    Args:
+        feed_forward_dim: Feed-forward dimension of a block or encoder.
+    """
+    problem = AttentionProblem(
+        head_dim=case.head_dim, num_heads=case.num_heads, max_tokens=case.tokens, causal=case.causal
+    )
+    options = spec.options_type(**case.options)
+    cost = call_cost(spec, problem, options, case.tokens, batch=case.batch, backward=case.backward)
+    if cost is None or case.of == "attention":
+        return None if cost is None else cost.flops
+    around = block_flops(
+        case.tokens,
+        model_dim=case.model_dim,
+        feed_forward_dim=feed_forward_dim,
+        num_heads=case.num_heads,
+        batch=case.batch,
+        backward=case.backward,
+    )
+    return (case.layers or 1) * (cost.flops + around)
+
+
+def attention_flops(case: Case, target: Any) -> int | None:
+    """Operations of the attention of one layer of the case; None if the backend does not count them."""
+    return flops(replace(case, of="attention"), resolve(target), feed_forward_dim=0)
+
+
+@functools.cache
+def machine_rate(dtype: str, device: str, threads: int) -> float:
+    """Peak operations per second of large matrix products, measured once per process and setting.
+
+    Args:
+        threads: Current number of threads.
+    """
+    return product_rate(dtype, device)

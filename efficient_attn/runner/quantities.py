@@ -1,0 +1,174 @@
+"""Quantities of several studies, and of studies without a folder."""
+
+from efficient_attn.runner.quantity import (
+    MATTERS,
+    Quantity,
+    condition,
+    cost,
+    error,
+    mean_error,
+    register,
+    setting,
+)
+
+# Costs: `bench`, `compare`, `reproduce`.
+register(
+    Quantity(
+        name="time_s",
+        unit="s",
+        meaning="Wall-clock time of a call, one entry per timed call, in order.",
+        type="numbers",
+        scatter="rounds",
+        threshold=MATTERS,
+        record_field="times_s",
+        samples="times_s",
+    ),
+    condition(
+        "round_sizes",
+        "",
+        "Number of timed calls in each interleaved round, in order.",
+        "rounds of times_s",
+        type="whole numbers",
+    ),
+    condition(
+        "waited_s",
+        "s",
+        "Run-queue wait during the timed calls, summed over the threads of the process.",
+        "reason for an unclear time",
+    ),
+    condition(
+        "empty_call_s",
+        "s",
+        "Time that the clock measures for an empty call.",
+        "warning about the machine",
+    ),
+    cost("peak_bytes", "bytes", "Peak of allocated memory above the level before the call."),
+    cost(
+        "requested_peak_bytes",
+        "bytes",
+        "Peak of requested memory, where the allocator rounds requests up.",
+    ),
+    condition(
+        "memory_method",
+        "",
+        "Method by which peak_bytes was counted.",
+        "peaks counted by two methods are not comparable",
+        type="text",
+    ),
+    cost("parameter_bytes", "bytes", "Size of the parameters of the backend."),
+    cost("state_bytes", "bytes", "Size of the streaming state of a causal backend after all tokens."),
+    cost("flops", "FLOP", "Floating-point operations of the matrix products of a call."),
+    condition(
+        "matmul_flops_per_s",
+        "FLOP/s",
+        "Peak rate of large matrix products in this dtype and with this number of threads.",
+        "warning about the machine",
+    ),
+    setting(
+        "calibrated_on",
+        "",
+        "Inputs of the calibration of data-dependent parameters; null: no such parameters, or an earlier "
+        "calibration.",
+        type="text",
+    ),
+    setting("num_directions", "", "Number of rows of the projection of a random-feature backend."),
+    cost("sequential_operations", "", "Length of the longest chain of dependent matrix products."),
+    cost("path_length", "", "Maximum path length, in hops of a signal from the first token to the last."),
+    cost(
+        "floats_read",
+        "",
+        "Number of floats that a query reads per head: keys and values, their projections, or a state of "
+        "features.",
+    ),
+    setting(
+        "singular_values",
+        "",
+        "Singular values of a matrix of attention weights, largest first.",
+        type="numbers",
+        threshold=MATTERS,
+        entry="worst",
+    ),
+    kinds={
+        "time": "wall-clock time",
+        "memory": "peak memory",
+        "count": "costs without noise",
+    },
+)
+
+# Approximation errors: `mse`, `compare`, `reproduce`.
+register(
+    error("output_mse", "squared", "Mean squared error of the output, mean over draws.", rounding=2),
+    error(
+        "output_relative_error",
+        "relative",
+        "Norm of the error of the output over the norm of the output, mean over draws.",
+    ),
+    mean_error(
+        "output_relative_error_heads",
+        "relative",
+        "Relative error of the output of each head, mean over draws.",
+        type="numbers",
+    ),
+    mean_error("output_bias", "relative", "Relative error of the mean output over all draws."),
+    mean_error(
+        "output_spread",
+        "relative",
+        "Root mean square distance of a draw from the mean over all draws, over the norm of the output.",
+    ),
+    mean_error(
+        "output_rounding",
+        "relative",
+        "Root mean square distance from the same draws in float64, over the norm of the output.",
+    ),
+    mean_error(
+        "weights_error_exact_sums",
+        "relative",
+        "Relative error of the estimated kernel over the exact sum of each row, root mean square over draws.",
+    ),
+    mean_error(
+        "weights_error_own_sums",
+        "relative",
+        "Relative error of the estimated kernel over its own sum of each row, root mean square over draws.",
+    ),
+    error(
+        "weights_relative_error",
+        "relative",
+        "Norm of the error of the attention weights over the norm of the weights, mean over draws.",
+    ),
+    error(
+        "weights_row_kl",
+        "nats",
+        "Kullback-Leibler divergence of the exact attention weights from the implied weights, mean over "
+        "rows and draws.",
+    ),
+    error(
+        "kernel_mse",
+        "squared",
+        "Mean squared error of the estimated softmax kernel, mean over draws.",
+        rounding=2,
+    ),
+    setting("kernel_value", "", "Entry of the softmax kernel that kernel_mse refers to.", type="number"),
+    setting(
+        "matched",
+        "",
+        "Budget that is equal for all backends: directions, flops, time or memory.",
+        type="text",
+    ),
+    setting(
+        "matched_amount",
+        "",
+        "Amount of the matched budget that the backend takes: directions, operations of one head, seconds "
+        "or bytes.",
+        type="number",
+        threshold=MATTERS,
+    ),
+    setting(
+        "matched_size",
+        "",
+        "Number of features of performer-positive at which it takes no less of the matched budget.",
+    ),
+    mean_error("unsafe_rows", "share", "Share of rows with a zero or negative denominator, mean over draws."),
+    setting("expected_output_mse", "squared", "Theoretical expectation of output_mse.", type="number"),
+    setting("expected_kernel_mse", "squared", "Theoretical expectation of kernel_mse.", type="number"),
+    kinds={"error": "approximation error"},
+)

@@ -1,0 +1,172 @@
+"""Cases and records: the description of a measurement, and its result.
+
+Equal cases are the same measurement. A record is a case, a status and raw values with units in the names of
+their fields. A measurement that failed is a record too, with its reason.
+"""
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from functools import cached_property
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+from msgspec import Meta
+
+# All quantities are declared once a record can exist.
+import efficient_attn.runner.quantities as _declared  # noqa: F401
+from efficient_attn.errors import UnknownNameError
+from efficient_attn.limits import COUNT, OPTIONS, SAMPLES, WHOLE_NUMBER
+from efficient_attn.runner.quantity import FIELDS
+
+if TYPE_CHECKING:
+    Options = Mapping[str, Any]
+else:
+    Options = Annotated[Mapping[str, str | int | float | bool | None], Meta(max_length=OPTIONS)]
+
+# Version of the fields of records.
+SCHEMA = 2
+
+STATUSES = ("ok", "unsupported", "skipped", "oom", "timeout", "crash", "error")
+
+# `calibrated_on` of a backend that was calibrated on the inputs of its measurement.
+SAME_INPUTS = "the inputs measured"
+
+Size = Annotated[int, Meta(ge=1, le=COUNT)]
+Index = Annotated[int, Meta(ge=0, le=COUNT)]
+Seed = Annotated[int, Meta(ge=0, le=WHOLE_NUMBER)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """Description of one measurement, complete enough to repeat it."""
+
+    kind: Annotated[str, Meta(description="Kind of the measurement.")]
+    backend: Annotated[str, Meta(description="Registered name, or file.py:object.")]
+    label: Annotated[str, Meta(description="Name in tables and plots: the backend with its set options.")]
+    options: Annotated[Options, Meta(description="All options of the backend.")] = field(default_factory=dict)
+    of: Annotated[
+        str,
+        Meta(description="Subject: attention, block, encoder or model; of an error output, weights, kernel."),
+    ] = "attention"
+    layers: Annotated[Size | None, Meta(description="Number of blocks of an encoder.")] = None
+    batch: Annotated[Size, Meta(description="Batch size.")] = 1
+    num_heads: Annotated[Size, Meta(description="Number of heads of the queries.")]
+    head_dim: Annotated[Size, Meta(description="Head dimension.")]
+    tokens: Annotated[Size, Meta(description="Sequence length.")]
+    causal: Annotated[bool, Meta(description="Causal masking.")] = False
+    backward: Annotated[
+        bool, Meta(description="Forward and backward pass together; false: the forward pass alone.")
+    ] = False
+    dtype: Annotated[str, Meta(description="Name of the torch dtype of q, k and v.")]
+    device: Annotated[str, Meta(description="Name of the torch device.")]
+    threads: Annotated[Size, Meta(description="Number of torch threads on the CPU.")]
+    inputs: Annotated[
+        str, Meta(description="Source of q, k and v, such as gaussian; of a model its name and its texts.")
+    ] = "gaussian"
+    layer: Annotated[
+        Index | None,
+        Meta(description="Only layer of a model whose attention was replaced, from 0; null: all layers."),
+    ] = None
+    seed: Annotated[Seed, Meta(description="Random seed of the inputs, or of the first draw.")] = 0
+    schema: Annotated[
+        int, Meta(description="Version of this schema. A reader reads every version up to its own.")
+    ] = SCHEMA
+
+    @property
+    def model_dim(self) -> int:
+        """Model dimension, num_heads × head_dim."""
+        return self.num_heads * self.head_dim
+
+    # Every grouping of records asks for the key, and a case never changes.
+    @cached_property
+    def key(self) -> str:
+        """Canonical JSON of the case: the same text for the same measurement, in every process."""
+        return json.dumps(self.row(), sort_keys=True, allow_nan=False)
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+    def row(self) -> dict[str, Any]:
+        """Values by name of their field."""
+        return {name: getattr(self, name) for name in CASE_FIELDS}
+
+
+CASE_FIELDS = tuple(item.name for item in fields(Case))
+
+
+@dataclass(frozen=True, init=False)
+class Record:
+    """A case, its status and the measured values: `Record(case=case, accuracy=0.9).accuracy`.
+
+    Every declared quantity is a keyword and an attribute, None where it was not measured.
+
+    Attributes:
+        reason: Reason of every status but `ok`, and names of values that were not finite.
+        measured: Values by name of their field.
+    """
+
+    case: Case
+    status: str
+    reason: str | None
+    measured: Mapping[str, Any]
+
+    def __init__(
+        self,
+        *,
+        case: Case,
+        status: str = "ok",
+        reason: str | None = None,
+        measured: Mapping[str, Any] | None = None,
+        **quantities: Any,
+    ) -> None:
+        if quantities and (unknown := quantities.keys() - FIELDS.keys()):
+            raise TypeError(str(UnknownNameError("quantity of a record", min(unknown), FIELDS)))
+        values = {**(measured or {}), **quantities}
+        if None in values.values():
+            values = {name: value for name, value in values.items() if value is not None}
+        vars(self).update(case=case, status=status, reason=reason, measured=values)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in FIELDS:
+            return self.measured.get(name)
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise AttributeError(str(UnknownNameError("quantity of a record", name, FIELDS)))
+
+    def __hash__(self) -> int:
+        return hash((self.case, self.status, self.reason, frozenset(self.measured)))
+
+    def row(self) -> dict[str, Any]:
+        """One flat dictionary: the case, the status, then the measured values."""
+        measured = {name: self.measured[name] for name in FIELDS if name in self.measured}
+        return {**self.case.row(), "status": self.status, "reason": self.reason, **measured}
+
+
+_T = TypeVar("_T")
+
+
+def replace(item: _T, **values: Any) -> _T:
+    """Copy with other values; quantities of a record are values like any other, and None removes one."""
+    # The type of all dataclasses has no public name.
+    return dataclasses.replace(item, **values)  # type: ignore[type-var]
+
+
+def joined(parts: Sequence[Record]) -> Record:
+    """One record with the samples of all rounds, cut evenly to the capacity of a record."""
+    most = max(SAMPLES // len(parts), 1)
+    kept = [(part.times_s or ())[:most] for part in parts]
+    waited_s = [
+        part.waited_s * len(times_s) / max(len(part.times_s or ()), 1)
+        for part, times_s in zip(parts, kept, strict=True)
+        if part.waited_s is not None
+    ]
+    return replace(
+        parts[0],
+        times_s=tuple(time_s for times_s in kept for time_s in times_s),
+        round_sizes=tuple(map(len, kept)),
+        waited_s=sum(waited_s) if len(waited_s) == len(parts) else None,
+        empty_call_s=min(
+            (part.empty_call_s for part in parts if part.empty_call_s is not None), default=None
+        ),
+    )

@@ -1,0 +1,58 @@
+"""The size of an approximation (features, rank or window) in labels and records."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from efficient_attn.runner.records import Case
+from efficient_attn.runner.variants import Variant
+
+# Label of the uniform-attention baseline: each query gets the mean of the values.
+MEAN_OF_VALUES = "mean of V"
+
+# Label of the original attention of a model.
+OWN = "the model's own"
+
+# Labels of further baselines: the best approximation of each rank, and the Taylor series of exp.
+ORACLE, TAYLOR = "rank-r SVD", "Taylor"
+YARDSTICKS = (MEAN_OF_VALUES, ORACLE, TAYLOR)
+
+# Name of the option that makes a backend a random draw.
+SEED = "seed"
+
+
+class Sized(NamedTuple):
+    """A label without its size, and the size; None if the backend has none."""
+
+    series: str
+    size: int | None
+
+
+def with_size(variant: Variant, option: str, size: int) -> Variant:
+    """The variant with its size set, labelled `name(option=size)`, the size last."""
+    name, inner = _split(variant.label)
+    label = f"{name}({', '.join([*inner, f'{option}={size}'])})"
+    return replace(variant, label=label, options={**variant.options, option: size})
+
+
+def sized(case: Case) -> Sized:
+    """Parse a label: `performer-positive(projection=iid, num_features=64)` has size 64."""
+    name, inner = _split(case.label)
+    for item in reversed(inner):
+        option, _, value = item.partition("=")
+        if option != SEED and option in case.options and re.fullmatch(r"\d+", value):
+            rest = [other for other in inner if other != item]
+            return Sized(f"{name}({', '.join(rest)})" if rest else name, int(value))
+    return Sized(case.label, None)
+
+
+def possible(size: int, *, tokens: int, options: Mapping[str, Any]) -> bool:
+    """Whether a size is valid: ranks and windows are at most the tokens, random features are not limited."""
+    return SEED in options or size <= tokens
+
+
+def _split(label: str) -> tuple[str, list[str]]:
+    """`name(a=1, b=2)` as name and items; a label without items unchanged."""
+    found = re.fullmatch(r"(.*?)\((.*)\)", label)
+    return (found[1], found[2].split(", ")) if found else (label, [])

@@ -1,0 +1,147 @@
+"""Measurement of one case as one record.
+
+The case is self-contained, so that the call can be made in another process. Refusals, out-of-memory errors
+and exceptions are records too.
+"""
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from efficient_attn.contained import contained, described, one_line
+from efficient_attn.errors import AttentionError
+from efficient_attn.measure import clock, conditions, memory
+from efficient_attn.runner.record import Case, Record, replace
+
+# Seconds of timed calls; bounds on their number per round.
+CALLS_S = 0.1
+_FEWEST_CALLS, _MOST_CALLS = 1, 1000
+
+# Messages of torch's allocators; the CPU allocator raises a plain RuntimeError.
+_OUT_OF_MEMORY = ("can't allocate memory", "out of memory", "not enough memory")
+
+Call = Callable[[], object]
+
+
+def measure(case: Case, *, target: Any = None, seconds: float = CALLS_S, inputs: str | None = None) -> Record:
+    """Measure one case: calls for about `seconds`, or the memory of one call.
+
+    Args:
+        target: Backend to build, if `case.backend` is not sufficient: an object, or a path.
+        inputs: File of the q, k, v that `case.inputs` names; None: a Gaussian draw.
+    """
+    own = case.backend if target is None else target
+    return answer(case, lambda: _MEASURES[case.kind](case, own, seconds, inputs))
+
+
+def answer(case: Case, measured: Callable[[], Record]) -> Record:
+    """Result of `measured` under the thread count of the case, or a record of its exception."""
+    try:
+        with threads(case.threads), contained():
+            return measured()
+    except AttentionError as refusal:
+        return Record(case=case, status="unsupported", reason=one_line(str(refusal)))
+    except Exception as failure:  # the backend may be external code: any exception is a result
+        status = "oom" if _is_out_of_memory(failure) else "error"
+        reason = described(failure)
+    _give_memory_back(case.device)
+    return Record(case=case, status=status, reason=reason)
+
+
+def time_of(
+    case: Case, call: Call, *, seconds: float, first: Call | None = None, least: int = _FEWEST_CALLS
+) -> Record:
+    """Timed calls for about `seconds`, after a warm-up.
+
+    Args:
+        first: The same call with checks of its result; None: no checks.
+    """
+    time_call = clock.clock(case.device)
+    empty_call_s = clock.empty_call_s(time_call)
+    clock.warm_up(call, time_call, limit_s=seconds, first=first)
+    waited_before_s = conditions.waited_s()
+    times_s = clock.sample(call, time_call, seconds=seconds, least=least, most=_MOST_CALLS)
+    waited_s = conditions.waited_s()
+    return Record(
+        case=case,
+        times_s=times_s,
+        round_sizes=(len(times_s),),
+        waited_s=None if waited_s is None or waited_before_s is None else waited_s - waited_before_s,
+        empty_call_s=empty_call_s,
+    )
+
+
+def memory_of(case: Case, call: Call, *, first: Call | None = None) -> Record:
+    """Peak memory of one call; `first` is the same call with checks of its result."""
+    # The first call fills caches, which are not part of the measurement.
+    (first or call)()
+    peak = memory.peak(call, device=case.device)
+    return Record(
+        case=case,
+        peak_bytes=peak.peak_bytes,
+        requested_peak_bytes=peak.requested_bytes,
+        memory_method=peak.method,
+    )
+
+
+def _measure_time(case: Case, target: Any, seconds: float, inputs: str | None) -> Record:
+    from efficient_attn.runner import calls
+    from efficient_attn.runner.counting import machine_rate
+
+    prepared = calls.prepare(case, target, inputs)
+    # Without an operation count the machine's rate is not needed.
+    rate = None if prepared.flops is None else machine_rate(case.dtype, case.device, case.threads)
+    return replace(
+        time_of(case, prepared.call, seconds=seconds, first=prepared.checked),
+        flops=prepared.flops,
+        matmul_flops_per_s=rate,
+        calibrated_on=prepared.calibrated_on,
+    )
+
+
+def _measure_memory(case: Case, target: Any, seconds: float, inputs: str | None) -> Record:
+    from efficient_attn.runner import calls
+
+    prepared = calls.prepare(case, target, inputs)
+    return replace(
+        memory_of(case, prepared.call, first=prepared.checked),
+        parameter_bytes=memory.parameter_bytes(prepared.module),
+        state_bytes=calls.state_bytes(prepared),
+        calibrated_on=prepared.calibrated_on,
+    )
+
+
+_MEASURES: dict[str, Callable[[Case, Any, float, str | None], Record]] = {
+    "time": _measure_time,
+    "memory": _measure_memory,
+}
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    """Run torch on the CPU with this many threads."""
+    import torch
+
+    before = torch.get_num_threads()
+    if before != count:
+        torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        if before != count:
+            torch.set_num_threads(before)
+
+
+def _is_out_of_memory(failure: Exception) -> bool:
+    if isinstance(failure, MemoryError) or type(failure).__name__ == "OutOfMemoryError":
+        return True
+    return isinstance(failure, RuntimeError) and any(words in described(failure) for words in _OUT_OF_MEMORY)
+
+
+def _give_memory_back(device: str) -> None:
+    gc.collect()
+    if device.startswith("cuda"):
+        import torch
+
+        torch.cuda.empty_cache()

@@ -1,0 +1,53 @@
+"""Candidates of a comparison that were not measured, or that save no operations."""
+
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+from efficient_attn.operation_counts import softmax_matmuls, visible_pairs
+from efficient_attn.runner.records import Case, Record
+from efficient_attn.runner.sizes import OWN
+from efficient_attn.runner.variants import DENSE, YARDSTICK
+
+# Key of a run's environment that lists the candidate labels.
+CANDIDATES = "candidates"
+
+# Share of the operations of exact attention above which a remark is due: a window wider than the sequence
+# computes three quarters of all pairs and more.
+_SAVES_LITTLE = 0.75
+
+
+def not_measured(environment: Mapping[str, Any] | None, measured: Collection[str]) -> tuple[str, ...]:
+    """Candidate labels without a measurement, for example after an interrupt."""
+    return tuple(label for label in candidates(environment) if label not in measured)
+
+
+def candidates(environment: Mapping[str, Any] | None) -> tuple[str, ...]:
+    """Candidate labels of a run; empty if the environment lists none."""
+    listed = (environment or {}).get(CANDIDATES)
+    labels = listed if isinstance(listed, list) else []
+    return tuple(dict.fromkeys(label for label in labels if isinstance(label, str)))
+
+
+def operations_share(record: Record) -> float | None:
+    """Operations as a share of the operations of exact attention; None if not counted."""
+    return None if not record.flops else record.flops / exact_operations(record.case)
+
+
+def exact_operations(case: Case) -> int:
+    """Operations of exact attention, forward, at the sizes of the case."""
+    last = case.tokens - 1
+    pairs = visible_pairs(case.tokens, back=last, ahead=0 if case.causal else last)
+    adds = sum(matmul.multiply_adds for matmul in softmax_matmuls(pairs, case.head_dim, case.head_dim))
+    return max(2 * case.batch * case.num_heads * adds, 1)
+
+
+def saves_little(records: Iterable[Record]) -> dict[str, float]:
+    """{label: share of the operations of exact attention} of approximations that save few or none."""
+    shares = {
+        record.case.label: share
+        for record in records
+        if record.case.backend not in (YARDSTICK, DENSE, OWN)
+        and (share := operations_share(record)) is not None
+        and share > _SAVES_LITTLE
+    }
+    return dict(sorted(shares.items(), key=lambda item: item[1]))

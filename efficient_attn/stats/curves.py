@@ -1,0 +1,158 @@
+"""Records of a sweep as curves: one per variant, with a cost at each number of tokens."""
+
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+from efficient_attn.runner.records import Case, Record
+from efficient_attn.runner.variants import CEILING, YARDSTICK
+from efficient_attn.runner.variants import DENSE as DENSE
+from efficient_attn.stats.growth import Growth, exact_growth, growth
+from efficient_attn.stats.rounds import call_time
+
+# Kind of record that holds each quantity.
+QUANTITIES = {
+    "time_s": "time",
+    "peak_bytes": "memory",
+    "parameter_bytes": "memory",
+    "state_bytes": "memory",
+}
+
+# Fields that may differ between the cases of several runs, and then become part of the curve's name.
+_MAY_DIFFER = (
+    "of",
+    "layers",
+    "batch",
+    "num_heads",
+    "head_dim",
+    "causal",
+    "backward",
+    "dtype",
+    "device",
+    "threads",
+    "inputs",
+    "seed",
+)
+
+
+class Point(NamedTuple):
+    """A cost at one length; without a value the record holds the reason.
+
+    Attributes:
+        low: Lower edge of the 95 % interval within the run; None for too few rounds.
+    """
+
+    tokens: int
+    value: float | None
+    low: float | None
+    high: float | None
+    record: Record
+
+
+class Curve(NamedTuple):
+    """The points of one backend in rising order of tokens."""
+
+    label: str
+    backend: str
+    quantity: str
+    points: tuple[Point, ...]
+
+    @property
+    def measured(self) -> tuple[Point, ...]:
+        """All points with a value."""
+        return tuple(point for point in self.points if point.value is not None)
+
+    @property
+    def growth(self) -> Growth | None:
+        """Growth of the values with the number of tokens."""
+        tokens = [point.tokens for point in self.measured]
+        fit = growth if self.quantity == "time_s" else exact_growth
+        return fit(tokens, [float(point.value or 0) for point in self.measured])
+
+    @property
+    def setting(self) -> tuple[Any, ...]:
+        """Setting of the measurement, without the backend; curves with equal settings are comparable."""
+        return tuple(getattr(self.points[0].record.case, field) for field in _MAY_DIFFER)
+
+    def at(self, tokens: int) -> Point | None:
+        """The measured point at this length."""
+        return next((point for point in self.measured if point.tokens == tokens), None)
+
+
+def curves(records: Iterable[Record], quantity: str) -> tuple[Curve, ...]:
+    """The curves of `time_s`, `peak_bytes`, `parameter_bytes` or `state_bytes`.
+
+    The baselines come first, then the other curves by name, independently of the order of the records. The
+    last of equal cases counts.
+    """
+    wanted = [record for record in records if record.case.kind == QUANTITIES[quantity]]
+    latest = {record.case.key: record for record in wanted}
+    name = namer([record.case for record in latest.values()])
+    groups: dict[str, list[Record]] = {}
+    for record in latest.values():
+        groups.setdefault(name(record.case), []).append(record)
+    return tuple(
+        Curve(label, group[0].case.backend, quantity, tuple(_points(group, quantity)))
+        for label, group in sorted(groups.items(), key=_place)
+    )
+
+
+def by_subject(records: Iterable[Record]) -> dict[str, list[Record]]:
+    """Costs of attention, of the block, of the encoder of 3 layers, …, by subject."""
+    groups: dict[str, list[Record]] = {}
+    for record in records:
+        if record.case.kind in QUANTITIES.values():
+            of, layers = record.case.of, record.case.layers
+            groups.setdefault(of if layers is None else f"{of} of {layers} layers", []).append(record)
+    return groups
+
+
+def partner(curve: Curve, all_curves: Iterable[Curve], backend: str) -> Curve | None:
+    """The curve of that backend in the same setting; None unless there is exactly one."""
+    found = [other for other in all_curves if other.backend == backend and other.setting == curve.setting]
+    return found[0] if len(found) == 1 else None
+
+
+def _place(item: tuple[str, list[Record]]) -> tuple[bool, bool, list[tuple[int, str]]]:
+    """Sort key that compares numbers within names as numbers: rank=64 comes before rank=128."""
+    label, group = item
+    pieces = re.findall(r"\d+|\D+", label)
+    name = [(int(piece), "") if piece.isdecimal() else (-1, piece) for piece in pieces]
+    backend = group[0].case.backend
+    return backend != YARDSTICK, backend != CEILING, name
+
+
+class Namer(NamedTuple):
+    differing: tuple[str, ...]
+
+    def __call__(self, case: Case) -> str:
+        values = [_say(field, getattr(case, field)) for field in self.differing]
+        return ", ".join([case.label, *filter(None, values)])
+
+
+def namer(cases: Sequence[Case]) -> Namer:
+    """Names from the label and all fields that differ between the cases, except tokens."""
+    differ = (field for field in _MAY_DIFFER if len({str(getattr(case, field)) for case in cases}) > 1)
+    return Namer(tuple(differ))
+
+
+def _say(field: str, value: object) -> str:
+    if isinstance(value, bool) or value is None:
+        return field if value else ""
+    return str(value) if isinstance(value, str) else f"{field}={value}"
+
+
+def _points(records: Sequence[Record], quantity: str) -> list[Point]:
+    ordered = sorted(records, key=lambda record: record.case.tokens)
+    return [Point(record.case.tokens, *_value(record, quantity), record) for record in ordered]
+
+
+def _value(record: Record, quantity: str) -> tuple[float | None, float | None, float | None]:
+    if record.status != "ok":
+        return None, None, None
+    if quantity == "time_s":
+        if not record.times_s:
+            return None, None, None
+        return call_time(record)[:3]
+    value = getattr(record, quantity)
+    return value, value, value

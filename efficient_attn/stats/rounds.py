@@ -1,0 +1,133 @@
+"""Intervals from interleaved rounds of timing: one round is one sample.
+
+Calls of one round share a state of the machine, so a thousand calls may carry hardly more information than
+one. Each round therefore counts once, by the median of its calls, and Student's t over rounds gives the
+interval. Neighbouring rounds may be correlated, which a handful of rounds cannot show: the interval is wide
+enough for a first-order autoregression with a correlation of 0.7, and conservative for independent rounds.
+Rounds contain no variation between runs: intervals hold within the run.
+"""
+
+import math
+from functools import cache
+from itertools import accumulate, pairwise
+from statistics import median
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from efficient_attn.runner.record import Record
+from efficient_attn.stats.median import middle
+from efficient_attn.stats.significance import quantile
+
+Floats = NDArray[np.float64]
+
+# Three rounds would need six standard deviations on either side, four need four.
+FEWEST_ROUNDS = 4
+
+# Assumed correlation of neighbouring rounds.
+CORRELATION = 0.7
+
+_OUTSIDE = 0.025
+
+# Bounds on plausible times; products of others leave the range of floats.
+_SHORTEST_S, _LONGEST_S, _WIDEST = 1e-90, 1e90, 100.0
+
+
+class Typical(NamedTuple):
+    """Median over rounds with a 95 % interval within the run; without edges for too few rounds.
+
+    Attributes:
+        samples: Number of calls, or of rounds where rounds are the samples.
+    """
+
+    median: float
+    low: float | None
+    high: float | None
+    samples: int
+
+    @property
+    def side_of_one(self) -> int:
+        """1 if the interval is above 1, −1 if below, 0 if it contains 1 or does not exist."""
+        if self.low is None or self.high is None:
+            return 0
+        return int(self.low > 1) - int(self.high < 1)
+
+
+def call_time(record: Record) -> Typical:
+    """Time of a call: the median over rounds of the median of each round's calls."""
+    times_s, rounds = record.times_s or (), round_times(record)
+    if not len(rounds):
+        return Typical(middle(times_s).median, None, None, len(times_s))
+    return _typical(rounds)._replace(samples=len(times_s))
+
+
+def time_ratio(record: Record, other: Record) -> Typical:
+    """Speed-up of `record` over the other: the median over common rounds of the ratio of times.
+
+    Effects on both times of a round cancel. A value above 1 means that `record` is faster.
+    """
+    own, its = paired(record, other)
+    if not len(own):
+        # A file may hold times of zero.
+        return Typical(call_time(other).median / (call_time(record).median or 1.0), None, None, 0)
+    return _typical(its / own)
+
+
+def round_times(record: Record) -> Floats:
+    """Median of each round's calls, shape (rounds,); empty if rounds are unknown."""
+    # Cached on the record, which is immutable: tables, sentences and plots all use it.
+    kept = vars(record)
+    if _KEPT not in kept:
+        kept[_KEPT] = _round_times(record)
+        kept[_KEPT].flags.writeable = False
+    found: Floats = kept[_KEPT]
+    return found
+
+
+_KEPT = "_round_times"
+
+
+def _round_times(record: Record) -> Floats:
+    times_s, sizes = record.times_s or (), record.round_sizes or ()
+    known = all(type(size) is int and size >= 0 for size in sizes) and sum(sizes) == len(times_s)
+    if not known or not all(time_s and _SHORTEST_S < time_s < _LONGEST_S for time_s in times_s):
+        return np.empty(0)
+    ends = accumulate(sizes, initial=0)
+    return np.array([median(times_s[start:end]) for start, end in pairwise(ends) if end > start])
+
+
+def paired(record: Record, other: Record) -> tuple[Floats, Floats]:
+    """Times of the common rounds; a record lacks rounds at the end only."""
+    one, two = round_times(record), round_times(other)
+    both = min(len(one), len(two))
+    return one[:both], two[:both]
+
+
+def half_width(samples: Floats) -> float | None:
+    """Half-width of the 95 % interval around the median of rounds; None for fewer than four."""
+    if len(samples) < FEWEST_ROUNDS:
+        return None
+    return float(samples.std(ddof=1)) * _standard_deviations(len(samples))
+
+
+@cache
+def _standard_deviations(rounds: int) -> float:
+    """Half-width of the interval, in sample standard deviations of this many rounds.
+
+    With the correlation ρ the mean of n rounds has the variance A·σ²/n, and the sample variance the mean
+    B·σ², with A = 1 + 2·Σ (1 − k/n)·ρᵏ over k from 1 to n − 1 and B = (n − A)/(n − 1).
+    """
+    rho = CORRELATION
+    a = (1 + rho) / (1 - rho) - 2 * rho * (1 - rho**rounds) / (rounds * (1 - rho) ** 2)
+    b = (rounds - a) / (rounds - 1)
+    return quantile(_OUTSIDE, rounds - 1) * math.sqrt(a / b / rounds)
+
+
+def _typical(rounds: Floats) -> Typical:
+    """The median, with an interval that is symmetric in the logarithm."""
+    centre, half = median(rounds.tolist()), half_width(np.log(rounds))
+    if half is None:
+        return Typical(centre, None, None, len(rounds))
+    factor = math.exp(min(half, _WIDEST))
+    return Typical(centre, centre / factor, centre * factor, len(rounds))

@@ -1,0 +1,249 @@
+"""Samples of one case in both runs, and the significance test for their kind of scatter.
+
+A sample is a repetition that differs by chance alone: a round of timed calls, a draw of random features, a
+held-out window, a training seed, or, if one side has several runs, a run.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
+from types import MappingProxyType
+from typing import NamedTuple
+
+import numpy as np
+
+from efficient_attn.runner.quantity import QUANTITIES, Quantity
+from efficient_attn.runner.record import Record
+from efficient_attn.stats import significance
+
+# The records of one case in one run, several if seeds are repetitions; and the records of all runs of a side.
+Run = Sequence[Record]
+Side = Sequence[Run]
+
+# Tail probability on either side of an interval around a ratio.
+_OUTSIDE = 0.025
+
+# Bounds beyond which ratios and their intervals leave the range of floats.
+_SMALLEST, _LARGEST = 1e-100, 1e100
+
+# More rounds than this are averaged in as many blocks.
+_MOST_ROUNDS = 64
+
+
+class Noise(NamedTuple):
+    """Noise parameters that all cases of a comparison share.
+
+    Attributes:
+        ratio: Variance of the new run's times over the variance of the old run's.
+        correlation: Correlation of successive rounds.
+        seeds: Standard deviation over seeds, by quantity.
+    """
+
+    ratio: float = 1.0
+    correlation: float = 0.0
+    seeds: Mapping[str, float] = MappingProxyType({})
+
+
+class Tested(NamedTuple):
+    """The values of both sides, with p-values of their difference.
+
+    Attributes:
+        half_width: Half-width of the 95 % interval of the ratio's logarithm; None: no interval.
+        more: One-sided p-value of an increase; `less` of a decrease; None: no test.
+        over: Unit of the test: `rounds`, `runs`, `draws`, `windows` or `seeds`; None: no repetitions.
+    """
+
+    old: float
+    new: float
+    half_width: float | None = None
+    more: float | None = None
+    less: float | None = None
+    over: str | None = None
+    remark: str | None = None
+
+
+def records_of(side: Side) -> list[Record]:
+    """All records of a side."""
+    return [record for run in side for record in run]
+
+
+def numbers(values: Iterable[float | None]) -> list[float]:
+    """The values within the range of measurements; a file may hold others."""
+    return [
+        float(value) for value in values if value is not None and (value == 0 or _SMALLEST < value < _LARGEST)
+    ]
+
+
+def times(samples: Iterable[float | None]) -> list[float]:
+    """The positive samples."""
+    return [time_s for time_s in numbers(samples) if time_s > 0]
+
+
+def turn_middles(record: Record) -> significance.Floats:
+    """Interquartile mean of the logarithms of each round of timed calls, shape (rounds,)."""
+    parts = [times(part) for part in significance.turns(record.times_s or (), record.round_sizes)]
+    means = np.array([significance.interquartile_mean(np.log(part)) for part in parts if part])
+    if len(means) <= _MOST_ROUNDS:
+        return means
+    return np.array([block.mean() for block in np.array_split(means, _MOST_ROUNDS)])
+
+
+def rounds(record: Record) -> significance.Floats:
+    """Logarithms of the time in each round."""
+    if record.case.kind == "train":
+        seconds, steps = record.train_seconds_s or (), record.train_steps or ()
+        if len(seconds) > len(steps) or None in seconds:
+            return np.array([])
+        pairs = pairwise(zip((0.0, *seconds), (0, *steps), strict=False))
+        spent = [(after[0] - before[0], after[1] - before[1]) for before, after in pairs]
+        return np.log(times(time_s / count for time_s, count in spent if count > 0))
+    if record.case.kind == "recall":
+        # Consecutive steps of one training share the state of the machine and count as one round.
+        samples = times(record.times_s or ())
+        return np.array([significance.interquartile_mean(np.log(samples))] if samples else [])
+    return turn_middles(record)
+
+
+def test_times(old: Side, new: Side, noise: Noise) -> Tested | None:
+    """Student's test of log times: over rounds of one run, over seeds, or over runs."""
+    sides = [[[rounds(record) for record in run] for run in side] for side in (old, new)]
+    sides = [[[found for found in run if len(found)] for run in side] for side in sides]
+    sides = [[run for run in side if run] for side in sides]
+    if not all(sides):
+        return None
+    if max(map(len, sides)) > 1:
+        over = "runs"
+        samples = [np.array([np.mean([one.mean() for one in run]) for run in side]) for side in sides]
+    elif max(len(side[0]) for side in sides) > 1:
+        over = "seeds"
+        samples = [np.array([one.mean() for one in side[0]]) for side in sides]
+    else:
+        over = "rounds"
+        samples = [side[0][0] for side in sides]
+    before, after = samples
+    values = math.exp(before.mean()), math.exp(after.mean())
+    if over == "rounds":
+        if min(len(before), len(after)) < 2:
+            return Tested(*values, over=over, remark="fewer than two rounds were timed")
+        statistic, error, freedom = significance.student_statistic(before, after, noise.ratio)
+        inflation, share = significance.correlated(min(len(before), len(after)), noise.correlation)
+        statistic, error, freedom = statistic / inflation, error * inflation, freedom * share
+    else:
+        statistic, error, freedom = significance.two_sample_statistic(before, after)
+    return _tested(values, (statistic, error, freedom), over)
+
+
+def test_values(quantity: Quantity, old: Side, new: Side, noise: Noise) -> Tested | None:
+    """Test of the means over draws, windows, seeds or runs; single values are compared directly."""
+    sides = [[_repetitions(quantity, run) for run in side] for side in (old, new)]
+    sides = [[run for run in side if run] for side in sides]
+    if not all(sides):
+        return None
+    before, after = (_over_runs(side) for side in sides)
+    values = float(np.mean(before)), float(np.mean(after))
+    if before == after and all(run == side[0] for side in sides for run in side):
+        return Tested(*values, 0.0)
+    over = "seeds" if max(len(run) for side in (old, new) for run in side) > 1 else quantity.scatter
+    found = []
+    if quantity.scatter is not None and min(len(before), len(after)) > 1:
+        found.append(_over_units(quantity, before, after, over, noise))
+    means = [[float(np.mean(run)) for run in side] for side in sides]
+    if any(len(set(side)) > 1 for side in means):
+        statistic = significance.two_sample_statistic(*map(np.array, means))
+        found.append(_tested(values, statistic, "runs", least=min(values) or 1.0))
+    if found:
+        # Both tests must be significant: over draws, and over runs.
+        return max(found, key=lambda one: min(one.more or 0.0, one.less or 0.0))
+    return as_they_are(quantity, values, old, new)
+
+
+def as_they_are(quantity: Quantity, values: tuple[float, float], old: Side, new: Side) -> Tested:
+    """Compare values without repetitions directly, unless they depend on unrecorded draws."""
+    if values[0] == values[1]:
+        return Tested(*values, 0.0)
+    if quantity.scatter == "draws" and quantity.samples is None and _draws(records_of((*old, *new))) > 1:
+        return Tested(*values, over="draws", remark="records keep no value of each draw")
+    return Tested(*values, remark=_ONE_OF.get(quantity.scatter or ""))
+
+
+_ONE_OF = {
+    "draws": "one draw: reproduced by its seed, no test of other draws",
+    "seeds": "one seed: reproduced by it, no test of other trainings",
+}
+
+
+def _over_units(
+    quantity: Quantity, before: list[float], after: list[float], over: str | None, noise: Noise
+) -> Tested:
+    values = float(np.mean(before)), float(np.mean(after))
+    one, other = np.array(before), np.array(after)
+    if over == "windows" and len(one) == len(other):
+        # The difficulty of a window is common to both sides.
+        statistic = significance.paired_statistic(one, other)
+    else:
+        least = noise.seeds.get(quantity.name, 0.0) if over == "seeds" else 0.0
+        statistic = significance.two_sample_statistic(one, other, least=least)
+    return _tested(values, statistic, over, least=min(values) or 1.0)
+
+
+def _repetitions(quantity: Quantity, run: Run) -> list[float]:
+    """One value per repetition of a run: per seed if there are several, else per draw or window."""
+    found = [values for record in run if (values := _samples(quantity, record))]
+    return [float(np.mean(values)) for values in found] if len(run) > 1 else (found[0] if found else [])
+
+
+def _samples(quantity: Quantity, record: Record) -> list[float]:
+    value = getattr(record, quantity.field)
+    if quantity.entry == "last" and value is not None:
+        value = value[-1] if value else None
+    # Samples without a mean are invalid.
+    if not numbers([value]):
+        return []
+    raw = getattr(record, quantity.samples) if quantity.samples else None
+    samples = _by_seed(record, numbers(raw or ()))
+    return samples if raw and len(numbers(raw)) == len(raw) else numbers([value])
+
+
+def _by_seed(record: Record, draws: list[float]) -> list[float]:
+    """Means over texts, which both runs share: draws of a model are listed text by text."""
+    texts = record.texts or 1 if record.case.kind == "swap" else 1
+    if texts == 1 or len(draws) % texts:
+        return draws
+    return [float(mean) for mean in np.reshape(draws, (texts, -1)).mean(axis=0)]
+
+
+def _draws(records: Iterable[Record]) -> int:
+    """Largest number of draws in a record."""
+    names = [one.samples for one in QUANTITIES.values() if one.scatter == "draws" and one.samples]
+    return max(
+        (len(_by_seed(record, numbers(getattr(record, name) or ()))) for record in records for name in names),
+        default=0,
+    )
+
+
+def _over_runs(side: Sequence[list[float]]) -> list[float]:
+    """Mean over runs of each repetition; the runs' means if the numbers of repetitions differ."""
+    if len({len(run) for run in side}) > 1:
+        return [float(np.mean(run)) for run in side]
+    return [float(mean) for mean in np.mean(side, axis=0)]
+
+
+def seed_scatter(quantity: Quantity, sides: Iterable[Side]) -> float:
+    """Standard deviation over seeds, pooled over all cases and both sides; 0 without two seeds anywhere."""
+    squares, freedom = 0.0, 0
+    for side in sides:
+        for run in side:
+            if len(run) > 1 and len(values := _repetitions(quantity, run)) > 1:
+                squares += float(np.var(values)) * len(values)
+                freedom += len(values) - 1
+    return math.sqrt(squares / freedom) if freedom else 0.0
+
+
+def _tested(
+    values: tuple[float, float], found: tuple[float, float, float], over: str | None, *, least: float = 1.0
+) -> Tested:
+    """The test of a difference of logarithms, or of values of which `least` is the smaller."""
+    statistic, error, freedom = found
+    half_width = error / least * significance.quantile(_OUTSIDE, freedom)
+    more, less = (significance.upper_tail(sign * statistic, freedom) for sign in (1, -1))
+    return Tested(*values, half_width, more, less, over)

@@ -1,0 +1,124 @@
+"""Verdicts on the claims of papers: the vocabulary of all reproductions, and its rules."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from efficient_attn.runner.records import Record
+from efficient_attn.stats.growth import Growth
+from efficient_attn.stats.rounds import call_time, time_ratio
+
+HOLDS = "holds"
+ONLY_AGAINST_DENSE = "holds only against dense softmax"
+FAILS = "does not hold"
+NOT_MEASURABLE = "not measurable here"
+
+_NOISY = f"{HOLDS}; too noisy to tell at "
+
+
+class Finding(NamedTuple):
+    """A claim and its measurement.
+
+    Attributes:
+        claim: Claim of the paper, with its place.
+        measured: The measurement, in numbers.
+        verdict: One of the verdicts above, or `turns round when …`; a colon and details may follow.
+    """
+
+    claim: str
+    measured: str
+    verdict: str
+
+
+def turns_round(when: str) -> str:
+    """Verdict that the opposite of the claim holds under a condition."""
+    return f"turns round when {when}"
+
+
+def proportional(costs: Sequence[float], orders: Sequence[float], *, within: float = 0.01) -> bool:
+    """Whether costs are proportional to the orders of a table, within a relative tolerance."""
+    shares = [cost / order for cost, order in zip(costs, orders, strict=True)]
+    return bool(shares) and max(shares) <= (1 + within) * min(shares)
+
+
+def agrees(power: float, fit: Growth | None) -> bool | None:
+    """Whether a measured growth is consistent with this power; None if its interval is too wide."""
+    if fit is None or not fit.clear or fit.low is None or fit.high is None:
+        return None
+    return fit.low <= power <= fit.high
+
+
+def cost(record: Record) -> float:
+    """The time or the peak bytes of a record."""
+    return call_time(record).median if record.times_s else float(record.peak_bytes or 0)
+
+
+def costs_less(record: Record, other: Record) -> bool | None:
+    """Whether a record's time or memory is below the other's; None if not significant."""
+    if record.times_s and other.times_s:
+        ratio = time_ratio(record, other)
+        return True if ratio.side_of_one == 1 else False if (ratio.high or math.inf) <= 1 else None
+    # Bytes have no noise.
+    return cost(record) < cost(other)
+
+
+def of_all(answers: Mapping[str, bool | None]) -> str:
+    """Verdict on a statement from its answers by place; None is an answer within the noise."""
+    wrong = [place for place, answer in answers.items() if answer is False]
+    unclear = [place for place, answer in answers.items() if answer is None]
+    if not answers or len(unclear) == len(answers):
+        return NOT_MEASURABLE
+    if len(wrong) == len(answers):
+        return FAILS
+    if wrong:
+        return turns_round("; ".join(wrong))
+    return f"{_NOISY}{'; '.join(unclear)}" if unclear else HOLDS
+
+
+def against_both(dense: Mapping[str, bool | None], fused: Mapping[str, bool | None]) -> str:
+    """Verdict on a claim of lower cost than softmax attention.
+
+    Args:
+        dense: Answers against naive attention, which the papers compared with.
+        fused: Answers against the fused kernel.
+    """
+    first, second = of_all(dense), of_all(fused)
+    if not first.startswith(HOLDS) or second == NOT_MEASURABLE:
+        return second if first == NOT_MEASURABLE else first
+    if second.startswith(HOLDS):
+        noise = {"written out": first, "in the fused kernel": second}
+        unclear = [
+            f"{told.removeprefix(_NOISY)} against softmax {name}"
+            for name, told in noise.items()
+            if told != HOLDS
+        ]
+        return _NOISY + "; ".join(unclear) if unclear else HOLDS
+    return (
+        ONLY_AGAINST_DENSE if second == FAILS else f"{ONLY_AGAINST_DENSE}; against fused softmax it {second}"
+    )
+
+
+def span(values: Sequence[float]) -> str:
+    """`1.2 to 3.4`, the minimum and the maximum; one number if they print alike."""
+    if not values:
+        return "unknown"
+    low, high = (f"{edge:.2g}" if edge < 100 else f"{edge:.0f}" for edge in (min(values), max(values)))
+    return low if low == high else f"{low} to {high}"
+
+
+def not_measured(records: Sequence[Record]) -> tuple[str, ...]:
+    """One line per kind, status and set of labels without numbers: lengths, and the first reason."""
+    lengths: dict[tuple[str, int], list[Record]] = {}
+    for record in records:
+        lengths.setdefault((record.case.kind, record.case.tokens), []).append(record)
+    groups: dict[tuple[str, str, str], dict[int, str | None]] = {}
+    for (kind, tokens), both in lengths.items():
+        for status in dict.fromkeys(record.status for record in both if record.status != "ok"):
+            failed = [record for record in both if record.status == status]
+            labels = ", ".join(dict.fromkeys(record.case.label for record in failed))
+            who = "everything" if len(failed) == len(both) else labels
+            groups.setdefault((kind, status, who), {}).setdefault(tokens, failed[0].reason)
+    return tuple(
+        f"{status}: {kind} of {who} at {', '.join(map(str, reasons))} tokens: {next(iter(reasons.values()))}"
+        for (kind, status, who), reasons in groups.items()
+    )

@@ -1,0 +1,217 @@
+"""What an experiment hands back: its records, as a data frame, a plot, sentences, or files."""
+
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from efficient_attn.errors import DataError, UnknownNameError
+from efficient_attn.report.axes import draw
+from efficient_attn.report.escape import plain
+from efficient_attn.report.figures import Plot
+from efficient_attn.report.shorten import readable
+from efficient_attn.report.table import Table, to_html
+from efficient_attn.runner.record import Record
+from efficient_attn.runner.records import append
+from efficient_attn.runner.records import read as read_records
+from efficient_attn.stats.noise_warnings import doubts
+from efficient_attn.stats.rate import rate_shares
+from efficient_attn.stats.rows import flat_row, sample_rows
+from efficient_attn.studies import studies
+from efficient_attn.studies.plan import STUDY
+from efficient_attn.studies.run_files import ENVIRONMENT, RECORDS, open_folder, read_json, write_json
+from efficient_attn.studies.view import View
+
+
+class Results:
+    """Records of one or several runs.
+
+    Attributes:
+        records: In the order in which they were measured.
+        environment: Machine and software, where known.
+        interrupted: The run was ended from the keyboard; what was measured until then is here.
+        notes: What should be known beside the numbers.
+    """
+
+    def __init__(
+        self,
+        records: Iterable[Record],
+        *,
+        environment: Mapping[str, Any] | None = None,
+        interrupted: bool = False,
+        notes: Iterable[str] = (),
+    ) -> None:
+        self.records = tuple(records)
+        self.environment = dict(environment or {})
+        self.interrupted = interrupted
+        self.notes = tuple(notes)
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    def __repr__(self) -> str:
+        return f"Results({len(self)} records; .to_pandas(), .plot(), .sentences(), .save(folder))"
+
+    def _repr_html_(self) -> str:
+        return "".join(map(to_html, self.tables()))
+
+    def to_pandas(self, raw: bool = False) -> Any:
+        """One row per case, flat, times as a median with its interval; raw: one row per sample."""
+        import pandas
+
+        if raw:
+            return pandas.DataFrame([row for record in self.records for row in sample_rows(record)])
+        shares = rate_shares(self.records)
+        return pandas.DataFrame([flat_row(record, shares.get(record.case.key)) for record in self.records])
+
+    def tables(self) -> list[Table]:
+        """What was measured, as tables of text."""
+        return [table for view, records in self._parts() for table in view.tables(records, self.environment)]
+
+    def plot(
+        self,
+        y: str | None = None,
+        x: str | None = None,
+        *,
+        ax: Any = None,
+        labels: Mapping[str, str] | None = None,
+        width: float | None = None,
+        style: str = "screen",
+    ) -> Any:
+        """Draw a quantity against tokens, an error against the size, or the figure of a study; the axes.
+
+        Args:
+            ax: Axes for the only chart, or one for each; a new figure is made if left out.
+            labels: {name: text}: texts for the legend in place of the names of lines.
+            width: Of the figure, in inches, at which letters have their stated sizes.
+            style: `screen`, or `paper`: small letters and no title.
+        """
+        return draw(self._plot(y, x), ax=ax, labels=labels, width=width, style=style)[0]
+
+    def _plot(self, y: str | None, x: str | None) -> Plot:
+        """The plot by the first view that knows the quantity."""
+        refused = []
+        for view, records in self._parts():
+            try:
+                return view.plot(records, self.environment, y, x)
+            except UnknownNameError as error:
+                refused.append(error)
+        raise refused[0]
+
+    def sentences(self) -> list[str]:
+        """A few sentences computed from the records."""
+        return [one for view, records in self._parts() for one in view.sentences(records, self.environment)]
+
+    def summary(self) -> list[dict[str, Any]]:
+        """Flat rows of what was measured."""
+        return [row for view, records in self._parts() for row in view.rows(records, self.environment)]
+
+    def plots(self) -> dict[str, Callable[[], Plot]]:
+        """The plots worth a file: {name: function that makes it}."""
+        found: dict[str, Callable[[], Plot]] = {}
+        for view, records in self._parts():
+            found |= view.plots(records, self.environment)
+        return found
+
+    def files(self) -> dict[str, str]:
+        """Further files: {name: text}."""
+        found: dict[str, str] = {}
+        for view, records in self._parts():
+            found |= view.files(records, self.environment)
+        return found
+
+    def save(
+        self,
+        folder: str | Path,
+        *,
+        labels: Mapping[str, str] | None = None,
+        width: float | None = None,
+        style: str = "screen",
+    ) -> list[Path]:
+        """Write records, environment and all that is drawn; records that are there already are not touched.
+
+        Args:
+            labels: {name: text}: texts for legends and tables in place of the names of lines and rows.
+            width: Of figures, in inches, at which letters have their stated sizes.
+            style: `screen`, or `paper`: small letters and no title.
+
+        Raises:
+            DataError: If the folder cannot be written.
+            OptionError: If figures cannot be drawn so, or nothing drawn has a name of `labels`.
+        """
+        folder = open_folder(folder)
+        from efficient_attn.studies import report as redraw
+
+        look = redraw.checked_look(labels, width, style)
+        paths = [folder / RECORDS]
+        if not paths[0].exists():
+            for record in self.records:
+                append(paths[0], record)
+        if self.environment:
+            paths.append(write_json(folder / ENVIRONMENT, self.environment))
+        try:
+            return paths + redraw.draw_run(self, folder, look)
+        except UnknownNameError:
+            raise
+        # Whatever goes wrong in drawing, the records are safe, and whoever measured them gets them back.
+        except Exception as error:
+            self.notes += (
+                f"Not all could be drawn ({type(error).__name__}: {plain(str(error))}). "
+                f"The records are safe; `efficient-attn report {folder}` draws them again.",
+            )
+            return paths
+
+    def readable(self) -> "Results":
+        """The same with texts that are safe to show and no longer than somebody reads."""
+        return Results(
+            readable(self.records),
+            environment=self.environment,
+            interrupted=self.interrupted,
+            notes=map(plain, self.notes),
+        )
+
+    def _reproduced(self) -> str | None:
+        """The study of a figure, whose folders formerly had its name in the command alone."""
+        words = self.environment.get("command")
+        return "reproduce" if isinstance(words, list) and words[1:2] == ["reproduce"] else None
+
+    def _parts(self) -> list[tuple[Any, list[Record]]]:
+        """The views of the records, each with its records."""
+        name = self.environment.get(STUDY, self._reproduced())
+        if isinstance(name, str) and name in studies():
+            return [(studies()[name].view, list(self.records))]
+        left, parts = list(self.records), []
+        # A study of several kinds takes its records first: others have some of these kinds too.
+        for study in sorted(studies().values(), key=lambda study: (-len(study.kinds), study.name)):
+            own = study.own(left)
+            if own:
+                parts.append((study.view, own))
+                taken = set(map(id, own))
+                left = [record for record in left if id(record) not in taken]
+        return parts + ([(View.of((), None), left)] if left or not parts else [])
+
+
+def read(*paths: str | Path) -> Results:
+    """The results in folders of runs, or in files of records, taken together.
+
+    Raises:
+        DataError: If there are none, or a file holds something else.
+    """
+    if not paths:
+        raise DataError("Nothing to read: name at least one folder of a run, or a file of records.")
+    studies()
+    records: list[Record] = []
+    notes: list[str] = []
+    environment: Mapping[str, Any] = {}
+    for path in map(Path, paths):
+        file = path / RECORDS if path.is_dir() else path
+        reading = read_records(file)
+        # What was measured again after a failure stands in the file twice.
+        latest = {record.case.key: record for record in reading.records}.values()
+        records += latest
+        if reading.torn:
+            notes.append(f"The last line of {file.name} was cut off and is left out.")
+        known = read_json(file.parent / ENVIRONMENT) if (file.parent / ENVIRONMENT).exists() else {}
+        environment = known or environment
+        notes += doubts(latest, known)
+    # Two machines have no common environment.
+    return Results(records, environment=environment if len(paths) == 1 else None, notes=notes)

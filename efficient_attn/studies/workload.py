@@ -1,0 +1,148 @@
+"""Workload of every backend, checked against this machine."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from efficient_attn.errors import OptionError, UnsupportedError
+from efficient_attn.measure.environment import usable_cores
+from efficient_attn.problem import positive_count
+from efficient_attn.runner.predicted_bytes import ITEM_BYTES
+from efficient_attn.runner.units import parse_sizes
+
+# Subjects of a measurement: a backend alone, in a block, in a stack of blocks.
+SUBJECTS = ("attention", "block", "encoder")
+
+_DEFAULT_LAYERS = 3
+_HEAD_DIM = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """Workload of every backend; `settle` decides `auto` and None.
+
+    Attributes:
+        of: One of SUBJECTS.
+        layers: Blocks of an encoder.
+    """
+
+    of: str = "attention"
+    layers: int | None = None
+    batch: int = 1
+    num_heads: int = 8
+    head_dim: int = 64
+    causal: bool = False
+    backward: bool = False
+    dtype: str = "auto"
+    device: str = "auto"
+    threads: int | None = None
+    seed: int = 0
+
+    @property
+    def model_dim(self) -> int:
+        """Model dimension: all heads together."""
+        return self.num_heads * self.head_dim
+
+
+def workloads(
+    workload: Workload,
+    *,
+    of: str | Sequence[str],
+    num_heads: str | int | Sequence[int],
+    head_dim: int | None,
+    model_dim: int | None,
+) -> tuple[Workload, ...]:
+    """The settled workload for every number of heads and everything that is to be measured.
+
+    Args:
+        of: Some of SUBJECTS, as text joined by commas or one by one.
+        model_dim: The heads are parts of it: head_dim follows.
+
+    Raises:
+        OptionError: If they do not fit together.
+    """
+    subjects = dict.fromkeys(of.split(",") if isinstance(of, str) else of)
+    heads = parse_sizes(num_heads, name="num_heads")
+    if model_dim is not None and head_dim is not None:
+        raise OptionError(
+            "head_dim and model_dim exclude each other: one follows from the other and the heads."
+        )
+    if workload.layers is not None and "encoder" not in subjects:
+        raise OptionError(f"layers are those of an encoder; of is {', '.join(subjects)!r}.")
+    return tuple(
+        settle(
+            replace(
+                workload,
+                of=subject,
+                layers=workload.layers if subject == "encoder" else None,
+                num_heads=count,
+                head_dim=_part(model_dim, count) if model_dim is not None else head_dim or _HEAD_DIM,
+            )
+        )
+        for subject in subjects
+        for count in heads
+    )
+
+
+def _part(model_dim: int, num_heads: int) -> int:
+    """The head dimension of this many heads."""
+    positive_count("model_dim", model_dim)
+    if model_dim % num_heads:
+        raise OptionError(f"model_dim={model_dim} is not divided by {num_heads} heads.")
+    return model_dim // num_heads
+
+
+def settle(workload: Workload) -> Workload:
+    """The workload with device, dtype and threads chosen, checked against this machine.
+
+    Raises:
+        OptionError, UnsupportedError: If it makes no sense, or this machine cannot do it.
+    """
+    if workload.of not in SUBJECTS:
+        raise OptionError(f"of is {', '.join(SUBJECTS)}, not {workload.of!r}.")
+    for name in ("batch", "num_heads", "head_dim"):
+        positive_count(name, getattr(workload, name))
+    device = _device(workload.device)
+    automatic = "bfloat16" if device.startswith("cuda") else "float32"
+    dtype = automatic if workload.dtype == "auto" else workload.dtype
+    if dtype not in ITEM_BYTES:
+        raise OptionError(f"dtype is auto, {', '.join(ITEM_BYTES)}, not {dtype!r}.")
+    threads, layers = _threads(workload.threads), _layers(workload)
+    return replace(workload, device=device, dtype=dtype, threads=threads, layers=layers)
+
+
+def _layers(workload: Workload) -> int | None:
+    """Number of blocks of an encoder; None for other subjects."""
+    if workload.of != "encoder":
+        if workload.layers is not None:
+            raise OptionError(f"layers are those of an encoder; of is {workload.of!r}.")
+        return None
+    if workload.layers is None:
+        return _DEFAULT_LAYERS
+    positive_count("layers", workload.layers)
+    return workload.layers
+
+
+def _device(device: str) -> str:
+    import torch
+
+    if device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    kind, _, index = device.partition(":")
+    if kind not in ("cpu", "cuda") or (index and not (kind == "cuda" and index.isdecimal())):
+        raise OptionError(f"device is auto, cpu, cuda or cuda:0, cuda:1, …, not {device!r}.")
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise UnsupportedError(f"device cannot be {device!r}: this torch sees no CUDA device. Use cpu.")
+    if index and int(index) >= torch.cuda.device_count():
+        raise OptionError(f"device cannot be {device!r}: there are {torch.cuda.device_count()} CUDA devices.")
+    return device
+
+
+def _threads(threads: int | None) -> int:
+    import torch
+
+    if threads is None:
+        return torch.get_num_threads()
+    positive_count("threads", threads)
+    if threads > usable_cores():
+        raise OptionError(f"threads is at most the {usable_cores()} cores that can be used, not {threads}.")
+    return threads

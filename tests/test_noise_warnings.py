@@ -1,0 +1,206 @@
+"""Doubts: every sign that times are uncertain is told with the flag that helps; a quiet run has none."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+from efficient_attn import bench
+from efficient_attn.measure import conditions
+from efficient_attn.measure.conditions import between, moment, waited_s
+from efficient_attn.runner.records import Case, Record
+from efficient_attn.stats.noise_warnings import DURING, doubts
+from efficient_attn.studies.results import read
+
+STEADY = (1.0, 1.001, 1.002, 1.003, 1.002, 1.001, 1.0)
+QUIET = {
+    "wall_s": 10.0,
+    "others_share": 0.01,
+    "stolen_share": 0.0,
+    "throttled_s": 0.0,
+    "throttles": 0,
+    "loop_before_s": 1e-3,
+    "loop_after_s": 1.05e-3,
+    "gpu_slowed_by": None,
+}
+
+
+def record(times_s=STEADY * 4, *, label="window", tokens=256, **fields):
+    case = Case(
+        kind="time",
+        backend="window",
+        label=label,
+        num_heads=1,
+        head_dim=8,
+        tokens=tokens,
+        dtype="float32",
+        device="cpu",
+        threads=2,
+    )
+    known = {"round_sizes": (len(times_s) // 4,) * 4, "waited_s": 0.0, "empty_call_s": 1e-7}
+    return Record(case=case, times_s=tuple(times_s), **{**known, **fields})
+
+
+def test_a_quiet_run_raises_no_doubt():
+    assert doubts([record()], {DURING: [QUIET]}) == []
+    assert doubts([record(round_sizes=None, waited_s=None, empty_call_s=None)]) == []
+    assert (
+        doubts([Record(case=record().case, status="error")], {DURING: [{**QUIET, "others_share": 1.0}]}) == []
+    )
+
+
+# A record, and all that is said about it.
+OF_RECORDS = {
+    "noisy": (
+        # Each round is steady, and one is slower: no scatter of calls within rounds shows it. The standard
+        # deviation of the logarithms is half of log 1.3, and the interval four of them to either side.
+        record(STEADY * 3 + tuple(1.3 * time_s for time_s in STEADY)),
+        "Noisy: the interval of window at 256 tokens reaches 69% from the median; more --rounds",
+    ),
+    "too short": (
+        record(empty_call_s=0.03),
+        "Too short to be timed well: window at 256 tokens; the clock alone takes up to 3%; use a longer",
+    ),
+    "held up": (
+        # A fifth of the time of two threads, 28 calls of about a second each.
+        record(waited_s=0.2 * 2 * sum(STEADY * 4)),
+        "CPU contention: threads of window at 256 tokens waited for a processor up to 20% of the time; use",
+    ),
+    "few rounds": (
+        record([1.0] * 50, round_sizes=(20, 20, 10)),
+        "Few rounds: window at 256 tokens had fewer than 4, too few for an interval; use --rounds 4 or more.",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OF_RECORDS)
+def test_what_is_wrong_with_a_point_is_told_with_the_flag_that_helps(name):
+    doubtful, sentence = OF_RECORDS[name]
+    (told,) = doubts([doubtful], {DURING: [QUIET]})
+    assert told.startswith(sentence)
+
+
+@pytest.mark.parametrize(
+    ("found", "sentence"),
+    [
+        ({"others_share": 0.3}, "Background load: other processes took 30% of all cores during the run"),
+        ({"stolen_share": 0.1}, "Background load: the host gave 10% of all cores to other virtual machines"),
+        ({"throttled_s": 2.0}, "Throttled: a quota withheld the cores for 2 s; use fewer --threads."),
+        ({"throttles": 3}, "Throttled: cores were slowed down 3 times due to heat"),
+        ({"loop_after_s": 1.2e-3}, "Clock drift: a fixed loop took 20% longer after the run than before it"),
+        ({"gpu_slowed_by": ["hw_slowdown"]}, "Throttled: the GPU lowered its clock (hw_slowdown)"),
+    ],
+)
+def test_what_the_machine_did_during_the_run_is_told(found, sentence):
+    (told,) = doubts([record()], {DURING: [QUIET, {**QUIET, **found}]})
+    assert told.startswith(sentence)
+
+
+def test_a_point_that_was_cut_short_and_a_long_list_of_points_are_told_briefly():
+    whole = [record(tokens=tokens, empty_call_s=1.0) for tokens in (16, 32, 64, 128)]
+    short = record(STEADY * 2, label="slow", round_sizes=(7, 7))
+    told = doubts([*whole, short])
+    assert "window at 16, 32, 64 tokens and 1 more point;" in told[0]
+    assert told[1].startswith("Few rounds: slow at 256 tokens")
+    assert (
+        told[2] == "Under-sampled: slow at 256 tokens had fewer than 4 rounds; "
+        "raise --budget or --timeout, or let the run finish."
+    )
+
+
+@pytest.mark.parametrize(
+    "broken", [[], {}, "x", None, [3], [{"others_share": "much", "wall_s": float("nan")}]]
+)
+def test_an_environment_that_makes_no_sense_raises_no_doubt_and_no_error(broken):
+    assert doubts([record()], {DURING: broken}) == []
+    assert doubts([record(round_sizes=(1.5, None, 3, 4))], {DURING: broken}) == []
+
+
+def test_doubts_are_in_the_notes_of_a_run_and_again_when_its_files_are_read(
+    hasty, undrawn, tmp_path, monkeypatch
+):
+    busy = iter([0.0, 1e6])
+
+    def faked():
+        return real()._replace(busy_s=next(busy))
+
+    real = moment
+    monkeypatch.setattr("efficient_attn.studies.run.moment", faked)
+
+    def values(q, k, v):
+        return v.clone()
+
+    results = bench(
+        [values], seq_lens=(16,), num_heads=2, head_dim=8, isolate="none", out=tmp_path, budget_s=3600
+    )
+    loaded = [note for note in results.notes if note.startswith("Background load: other processes took")]
+    assert loaded and json.loads((tmp_path / "environment.json").read_text())[DURING][0]["others_share"] > 1
+    assert set(loaded) <= set(read(tmp_path).notes) <= set(results.notes)
+
+
+needs_counters = pytest.mark.skipif(waited_s() is None, reason="the system does not count waiting threads")
+
+
+@needs_counters
+@pytest.mark.serial
+def test_a_thread_that_shares_its_core_waits_about_half_of_the_time():
+    script = (
+        "import os, subprocess, sys, time\n"
+        "from efficient_attn.measure.conditions import waited_s\n"
+        "os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n"
+        "other = subprocess.Popen([sys.executable, '-c', 'while True: pass'])\n"
+        "time.sleep(0.2)\n"
+        "before, start = waited_s(), time.perf_counter()\n"
+        "while time.perf_counter() < start + 0.5: pass\n"
+        "print((waited_s() - before) / (time.perf_counter() - start))\n"
+        "other.kill()\n"
+    )
+    share = float(subprocess.run([sys.executable, "-c", script], capture_output=True, check=True).stdout)
+    # On a busy machine there may be a third one.
+    assert share > 0.3
+
+
+def test_work_of_others_counts_and_work_of_ones_own_children_does_not():
+    before = moment()._replace(own_s=0.0, busy_s=0.0, wall_s=0.0, stolen_s=0.0)
+    cores = os.cpu_count()
+    own = before._replace(own_s=10.0 * cores, busy_s=10.0 * cores, wall_s=10.0)
+    others = before._replace(own_s=2.0 * cores, busy_s=7.0 * cores, wall_s=10.0, stolen_s=1.0 * cores)
+    assert between(before, own)["others_share"] == 0.0
+    found = between(before, others)
+    assert found["others_share"] == pytest.approx(0.5) and found["stolen_share"] == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("usage_usec 5\nnr_throttled 2\nthrottled_usec 3000000\n", 3.0),
+        ("nr_periods 9\nnr_throttled 2\nthrottled_time 3000000000\n", 3.0),
+        ("nr_periods 9\n", None),
+    ],
+)
+def test_both_kinds_of_control_groups_tell_what_their_quota_withheld(tmp_path, monkeypatch, text, seconds):
+    file = tmp_path / "cpu.stat"
+    file.write_text(text)
+    monkeypatch.setattr(conditions, "_GROUPS", (tmp_path / "missing", file))
+    assert conditions._throttled_s() == seconds
+
+
+def test_the_driver_of_a_gpu_is_asked_why_its_clock_is_low(monkeypatch):
+    asked = []
+    monkeypatch.setattr(
+        conditions, "ask", lambda command: asked.append(command) or "Active, Not Active, Not Active, Active"
+    )
+    before = moment()
+    assert between(before, before, device="cuda:1")["gpu_slowed_by"] == ["hw_slowdown", "sw_thermal_slowdown"]
+    assert "--id=1" in asked[0]
+    monkeypatch.setattr(conditions, "ask", lambda command: None)
+    assert between(before, before, device="cuda")["gpu_slowed_by"] is None
+
+
+def test_looking_at_the_machine_takes_little():
+    start = time.process_time()
+    moment()
+    assert time.process_time() - start < 0.5
