@@ -15,8 +15,8 @@ HEADS, DIM, FLOAT, MIB = 8, 64, 4, 2**20
 ROW_NUMBERS = 2.5
 LENGTHS = (2048, 4096, 16384, 65536)
 # Standard deviation of queries and keys, and the limit of the constant part of the peak. From the first large
-# exponent on, causal features are relative to running maxima: two chunks more of 80 · 256 features of 8 heads
-# (1.3 MiB), which Gaussian inputs of deviation 1 reach in a few draws of the longest length.
+# exponent on, which Gaussian inputs of deviation 1 reach in a few draws of the longest length, causal features
+# are relative to running maxima, kept for every feature, and chunks are held once more: 2.6 MiB.
 SMALL, LARGE = 0.5, 4.0
 CONSTANT = {SMALL: 4 * MIB, LARGE: 6 * MIB}
 BACKENDS = [
