@@ -110,7 +110,7 @@ def test_the_former_form_of_the_command_kernel_measures_the_same_and_is_announce
     assert "`mse --of kernel` is now the command `kernel`" in err and "--num-features is now --size" in err
     assert Path("mse/records.jsonl").read_bytes() == Path("kernel/records.jsonl").read_bytes()
     assert json.loads(Path("mse/environment.json").read_text())["study"] == "kernel"
-    assert Path("mse/kernel.png").exists() and command("report", "mse") == 0
+    assert Path("mse/kernel_mse.png").exists() and command("report", "mse") == 0
 
 
 def test_the_predicted_duration_weighs_points_by_their_operations():

@@ -9,7 +9,7 @@ import torch
 from drawn import texts
 
 import efficient_attn as ea
-from efficient_attn.errors import OptionError, UnknownNameError, UnsupportedError
+from efficient_attn.errors import OptionError, UnsupportedError
 from efficient_attn.studies.kernel.analysis import kernel_panels, kernel_points, plain_guesses
 from efficient_attn.studies.kernel.measure import PAIRS, pairs
 from efficient_attn.theory.kurtosis import log_moments, standard_error
@@ -63,26 +63,22 @@ def test_an_error_that_so_many_draws_cannot_tell_is_said_beside_theory():
     assert (
         "At 1 of 2 points so many draws cannot tell the error; theory alone is shown." in results.sentences()
     )
-    ax = results.plot()
-    assert "not measured, too few draws: performer-positive 16" in texts(ax)
+    assert "mean of 64 draws, 95 % interval, where these tell the error" in texts(results.plot().figure)
 
 
-def test_the_plots_run_over_features_angle_and_norm(tmp_path):
+def test_the_plot_has_a_chart_for_each_norm_and_angle(tmp_path):
     results = ea.kernel(
         ["performer-trig"], sizes=(8, 16), norms=(0.5, 1), angles=(90, 120), draws=4, head_dim=4,
         out=tmp_path / "out",
     )  # fmt: skip
-    assert {"kernel.png", "kernel-by-angle.png", "kernel-by-norm.png", "report.html"} <= {
-        path.name for path in (tmp_path / "out").iterdir()
-    }
-    assert len(kernel_panels(results.records)) == 4
-    by_angle = kernel_panels(results.records, "angle")
-    assert [[p.angle for p in panel.lines[0].points] for panel in by_angle] == [[90, 120]] * 2
-    assert {p.size for panel in by_angle for p in panel.lines[0].points} == {16}
-    legend = [text.get_text() for text in results.plot("kernel_mse", "norm").figure.legends[0].get_texts()]
+    assert {"kernel_mse.png", "report.html"} <= {path.name for path in (tmp_path / "out").iterdir()}
+    panels = kernel_panels(results.records)
+    assert [(panel.norm, panel.angle) for panel in panels] == [(0.5, 90), (0.5, 120), (1, 90), (1, 120)]
+    assert [[point.size for point in panel.points] for panel in panels] == [[8, 16]] * 4
+    figure = results.plot("kernel_mse").figure
+    assert len(figure.axes) == 4
+    legend = [text.get_text() for text in figure.legends[0].get_texts()]
     assert legend == ["performer-trig", "constant 1", "Taylor order 1", "Taylor order 2"]
-    with pytest.raises(UnknownNameError, match="x axis for kernel_mse"):
-        results.plot("kernel_mse", "tokens")
     assert ea.read(tmp_path / "out").records == results.records
 
 

@@ -1,4 +1,4 @@
-"""Kernel-error records as lines over features, angle or norm: measured and theoretical."""
+"""Kernel-error records as points over features, one panel per norm and angle."""
 
 import math
 import re
@@ -10,9 +10,6 @@ import numpy as np
 from efficient_attn.runner.records import Record
 from efficient_attn.runner.sizes import sized
 
-# Possible horizontal axes.
-AXES = ("size", "angle", "norm")
-
 _PLACE = re.compile(r"pair\(norm=([\d.e+-]+), angle=([\d.e+-]+)\)")
 
 
@@ -20,22 +17,18 @@ class KernelPoint(NamedTuple):
     """Mean squared error of one kernel entry over its square.
 
     Attributes:
+        line: Label without the size.
         mean: Mean over draws; None if not measurable.
         error: Standard error of the mean over draws; None for a single draw.
         expected: Theoretical error; None without a closed form.
     """
 
+    line: str
     size: int
-    norm: float
-    angle: float
     mean: float | None
     error: float | None
     expected: float | None
     record: Record
-
-    def at(self, axis: str) -> float:
-        """Coordinate of the point on an axis."""
-        return float(getattr(self, axis))
 
     @property
     def deviation(self) -> float | None:
@@ -45,44 +38,40 @@ class KernelPoint(NamedTuple):
         return (self.mean - self.expected) / self.error
 
 
-class KernelLine(NamedTuple):
-    """One backend with its options."""
-
-    label: str
-    backend: str
-    points: tuple[KernelPoint, ...]
-
-
 class KernelPanel(NamedTuple):
-    """Lines that differ only by their backend and one axis; `fixed` names the other two."""
+    """Points of one norm and angle, by line and in rising order of size."""
 
-    fixed: tuple[tuple[str, float], ...]
-    lines: tuple[KernelLine, ...]
+    norm: float
+    angle: float
     head_dim: int
+    lines: dict[str, list[KernelPoint]]
+
+    @property
+    def title(self) -> str:
+        return f"norm {self.norm:g}, angle {self.angle:g}°; head_dim {self.head_dim}"
+
+    @property
+    def points(self) -> list[KernelPoint]:
+        return [point for line in self.lines.values() for point in line]
 
 
 def kernel_points(records: Iterable[Record]) -> list[KernelPoint]:
     """One point per record with a known position; the last of equal cases counts."""
-    latest = {record.case.key: record for record in records}.values()
-    found = [_point(record) for record in latest]
-    return [point for point in found if point is not None]
+    return [point for panel in kernel_panels(records) for point in panel.points]
 
 
-def kernel_panels(records: Iterable[Record], axis: str = "size") -> tuple[KernelPanel, ...]:
-    """One panel for each value of the other axes; the largest size only."""
-    points = kernel_points(records)
-    if axis != "size":
-        largest = {point.record.case.backend: point.size for point in sorted(points, key=lambda p: p.size)}
-        points = [point for point in points if point.size == largest[point.record.case.backend]]
-    others = [name for name in AXES if name not in (axis, "size")]
-    groups: dict[tuple[tuple[str, float], ...], list[KernelPoint]] = {}
-    for point in points:
-        fixed = tuple((name, point.at(name)) for name in others)
-        groups.setdefault(fixed, []).append(point)
-    return tuple(
-        KernelPanel(fixed, _lines(group, axis), group[0].record.case.head_dim)
-        for fixed, group in groups.items()
-    )
+def kernel_panels(records: Iterable[Record]) -> list[KernelPanel]:
+    """One panel for each norm, angle and head dimension."""
+    panels: dict[tuple[float, float, int], dict[str, list[KernelPoint]]] = {}
+    for record in {record.case.key: record for record in records}.values():
+        place, point = _PLACE.fullmatch(record.case.inputs), _point(record)
+        if place is not None and point is not None:
+            lines = panels.setdefault((float(place[1]), float(place[2]), record.case.head_dim), {})
+            lines.setdefault(point.line, []).append(point)
+    for lines in panels.values():
+        for line in lines.values():
+            line.sort(key=lambda point: point.size)
+    return [KernelPanel(*key, lines) for key, lines in panels.items()]
 
 
 def plain_guesses(norm: float, angle: float) -> dict[str, float]:
@@ -93,26 +82,15 @@ def plain_guesses(norm: float, angle: float) -> dict[str, float]:
     return {name: (value * math.exp(-z) - 1) ** 2 for name, value in series.items()}
 
 
-def _lines(points: Iterable[KernelPoint], axis: str) -> tuple[KernelLine, ...]:
-    groups: dict[str, list[KernelPoint]] = {}
-    for point in points:
-        groups.setdefault(sized(point.record.case).series, []).append(point)
-    return tuple(
-        KernelLine(label, group[0].record.case.backend, tuple(sorted(group, key=lambda p: p.at(axis))))
-        for label, group in groups.items()
-    )
-
-
 def _point(record: Record) -> KernelPoint | None:
-    place, size, value = _PLACE.fullmatch(record.case.inputs), sized(record.case).size, record.kernel_value
-    if place is None or size is None or not value:
+    (line, size), value = sized(record.case), record.kernel_value
+    if size is None or not value:
         return None
     draws = [draw / value**2 for draw in record.kernel_mse_draws or () if draw is not None]
     expected = record.expected_kernel_mse
     return KernelPoint(
+        line=line,
         size=size,
-        norm=float(place[1]),
-        angle=float(place[2]),
         mean=float(np.mean(draws)) if draws else None,
         error=float(np.std(draws, ddof=1) / math.sqrt(len(draws))) if len(draws) > 1 else None,
         expected=None if expected is None else expected / value**2,

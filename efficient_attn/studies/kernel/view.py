@@ -1,14 +1,79 @@
-"""Views of the records of kernel entries."""
+"""Views of the records of kernel entries: measured errors next to theory."""
 
 from collections.abc import Sequence
+from functools import partial
 
+from efficient_attn.report.error_table import show_error
+from efficient_attn.report.table import Table
 from efficient_attn.runner.record import Record
-from efficient_attn.studies.kernel.plot import plot as plot
-from efficient_attn.studies.kernel.plot import plots as plots
-from efficient_attn.studies.kernel.tables import sentences as sentences
-from efficient_attn.studies.kernel.tables import tables as tables
+from efficient_attn.studies.kernel.analysis import (
+    KernelPanel,
+    KernelPoint,
+    kernel_panels,
+    kernel_points,
+    plain_guesses,
+)
+from efficient_attn.studies.kernel.plot import TITLE, WIDE, kernel_plot
+from efficient_attn.studies.view import Environment, Plots
+
+# Further from theory than this is no chance.
+_SURE = 4.0
 
 
 def claim(records: Sequence[Record]) -> list[Record]:
     """Errors of kernel entries."""
     return [record for record in records if (record.case.kind, record.case.of) == ("error", "kernel")]
+
+
+def tables(records: Sequence[Record], environment: Environment) -> list[Table]:
+    """One table for each norm and angle: the error, its interval, and the ratio to theory."""
+    draws = sorted({len(record.kernel_mse_draws or ()) for record in records} - {0})
+    notes = (
+        f"Means of {', '.join(map(str, draws)) or 'no'} draws with their 95 % interval; ×: measured over "
+        "theory. In brackets theory alone, where so many draws cannot tell the error.",
+        *dict.fromkeys(f"{r.case.backend}: {r.reason}" for r in records if r.status == "unsupported"),
+    )
+    return [_table(panel, notes) for panel in kernel_panels(records)]
+
+
+def sentences(records: Sequence[Record], environment: Environment) -> list[str]:
+    """How measurement and theory agree, and what could not be measured."""
+    points = kernel_points(records)
+    lost = sum(point.mean is None for point in points)
+    deviations = [deviation for point in points if (deviation := point.deviation) is not None]
+    ratios = [point.mean / point.expected for point in points if point.mean and point.expected]
+    told = []
+    if deviations and ratios:
+        close = sum(abs(deviation) <= _SURE for deviation in deviations)
+        told.append(
+            f"Measured errors of a kernel entry are within {_SURE:.0f} standard errors of theory at {close} "
+            f"of {len(deviations)} points (measured over theory {min(ratios):.2f} to {max(ratios):.2f})."
+        )
+    if lost:
+        told.append(
+            f"At {lost} of {len(points)} points so many draws cannot tell the error; theory alone is shown."
+        )
+    return told
+
+
+def plots(records: Sequence[Record], environment: Environment) -> Plots:
+    """The error over the number of features."""
+    return {"kernel_mse": partial(kernel_plot, records)} if kernel_points(records) else {}
+
+
+def _table(panel: KernelPanel, notes: tuple[str, ...]) -> Table:
+    sizes = sorted({point.size for point in panel.points})
+    guesses = plain_guesses(panel.norm, panel.angle)
+    rows = [(name, show_error(value), *[""] * len(sizes)) for name, value in guesses.items()]
+    for label, points in panel.lines.items():
+        cells = {point.size: _cell(point) for point in points}
+        rows.append((label, "", *(cells.get(size, "") for size in sizes)))
+    return Table(f"{TITLE}: {panel.title}", ("backend", "no size", *map(str, sizes)), tuple(rows), notes)
+
+
+def _cell(point: KernelPoint) -> str:
+    if point.mean is None:
+        return "" if point.expected is None else f"({show_error(point.expected)})"
+    wide = f" ±{WIDE * point.error / point.mean:.0%}" if point.error and point.mean else ""
+    ratio = f" ×{point.mean / point.expected:.2f}" if point.expected else ""
+    return f"{show_error(point.mean)}{wide}{ratio}"
