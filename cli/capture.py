@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from efficient_attn.errors import DataError, OptionError
-from efficient_attn.runner.units import parse_bytes
+from efficient_attn.studies.options import parse_layers
 from efficient_attn.studies.swap.texts import read_text
 
 from . import console
@@ -32,9 +32,6 @@ MaxTokensOption = Annotated[
     int,
     typer.Option("--max-tokens", min=1, metavar="N", help="Most tokens; the model's own limit also holds."),
 ]
-MaxSizeOption = Annotated[
-    str, typer.Option("--max-size", metavar="AMOUNT", help="Largest file to write, such as 500M or 2GiB.")
-]
 FileOption = Annotated[Path, typer.Option("--out", metavar="FILE.safetensors", help="New file to write.")]
 
 
@@ -44,7 +41,6 @@ def capture_command(
     out: FileOption,
     layers: LayersOption = None,
     max_tokens: MaxTokensOption = 512,
-    max_size: MaxSizeOption = "1GiB",
     name: NameOption = None,
 ) -> None:
     """Save q, k and v of a model on a text, as input of mse.
@@ -55,29 +51,15 @@ def capture_command(
         raise OptionError(f"--out is a file that ends in .safetensors, not {str(out)!r}.")
     if out.exists():
         raise DataError(f"--out: {out} exists already; name a new file.")
-    chosen = _layers(layers)
-    most_bytes = parse_bytes(max_size, name="--max-size", available=None)
-    if most_bytes is None:
-        raise OptionError(f"--max-size is an amount such as 500M or 2GiB, not {max_size!r}.")
+    chosen = None if layers is None else parse_layers(layers, name="--layers")
     words = read_text(text)
 
     from efficient_attn.integrations.capture import capture, save
 
-    captured = capture(
-        model_folder, words, layers=chosen, max_tokens=max_tokens, name=name, most_bytes=most_bytes
-    )
+    captured = capture(model_folder, words, layers=chosen, max_tokens=max_tokens, name=name)
     save(captured, out)
     kept = ", ".join(map(str, captured.layers))
     console.say(
         f"Layers {kept} on {len(captured.tokens)} tokens. Measure on them: efficient-attn mse --inputs {out}"
     )
     console.put(out)
-
-
-def _layers(text: str | None) -> tuple[int, ...] | None:
-    if text is None:
-        return None
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdecimal() for part in parts):
-        raise OptionError(f"--layers is made of whole numbers, such as 0,1,5, not {text!r}.")
-    return tuple(map(int, parts))

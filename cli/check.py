@@ -8,10 +8,10 @@ from typing import Annotated, Any
 
 import typer
 
-from . import console, exits
-from .options import RUNS_CODE, JsonOption, SeedOption, complete_backends, names
+from efficient_attn.studies.options import RUNS_CODE, complete_backends, parse_names
 
-BROKEN_PROMISE = 1
+from . import console, exits
+from .options import JsonOption, SeedOption
 
 BackendArgument = Annotated[
     str,
@@ -25,16 +25,11 @@ BackendArgument = Annotated[
 LongOption = Annotated[
     bool, typer.Option("--long", help="Also sequences of 2100 tokens and the growth of time; takes minutes.")
 ]
-
 OnlyOption = Annotated[
     str | None, typer.Option("--only", metavar="NAME[,NAME…]", help="Checks to run; all if omitted.")
 ]
-CheckTimeoutOption = Annotated[
-    str,
-    typer.Option(
-        "--timeout", metavar="TIME", help="Time limit of one check; a check that takes longer is broken."
-    ),
-]
+_TIMEOUT = "Time limit of one check; a check that takes longer is broken."
+TimeoutOption = Annotated[str, typer.Option("--timeout", metavar="TIME", help=_TIMEOUT)]
 
 
 def check(
@@ -42,7 +37,7 @@ def check(
     as_json: JsonOption = False,
     seed: SeedOption = 0,
     only: OnlyOption = None,
-    timeout: CheckTimeoutOption = "60s",
+    timeout: TimeoutOption = "60s",
     long: LongOption = False,
 ) -> int:
     """Check every promise of a backend: kept, broken or not promised.
@@ -53,14 +48,17 @@ def check(
     """
     from efficient_attn.runner.units import parse_seconds
 
-    timeout_s, chosen = parse_seconds(timeout, name="--timeout"), names(None if only is None else [only])
+    timeout_s = parse_seconds(timeout, name="--timeout")
+    chosen = None if only is None else parse_names([only], name="--only")
     records = _records(backend, chosen, seed, timeout_s, long)
     if as_json:
         console.put_json([record.as_dict() for record in records])
     else:
         console.print_tables([_table(backend, records)])
-        console.put(_verdict(backend, records))
-    return BROKEN_PROMISE if any(record.failed for record in records) else exits.DONE
+        counts = Counter(record.outcome for record in records)
+        counted = ", ".join(f"{number} {outcome}" for outcome, number in counts.items())
+        console.put(f"{backend}: {counted}.")
+    return exits.REGRESSION if any(record.failed for record in records) else exits.DONE
 
 
 def _records(backend: str, only: list[str] | None, seed: int, timeout_s: float, long: bool) -> list[Any]:
@@ -78,20 +76,11 @@ def _records(backend: str, only: list[str] | None, seed: int, timeout_s: float, 
 def _table(backend: str, records: list[Any]) -> Any:
     from efficient_attn.report.table import Table
 
-    rows = tuple((record.check.replace("_", " "), record.outcome, _figures(record)) for record in records)
-    notes = [record.sentence() for record in records if record.failed]
-    notes += [f"{record.check}: {record.outcome}. {record.detail}" for record in records if _unclear(record)]
-    return Table(f"Promises of {backend}", ("promise", "outcome", "error / bound"), rows, tuple(notes))
-
-
-def _unclear(record: Any) -> bool:
-    return not record.failed and record.outcome == "could not check"
-
-
-def _figures(record: Any) -> str:
-    return "" if record.error is None else f"{record.error:.1e} / {record.bound:.1e}"
-
-
-def _verdict(backend: str, records: list[Any]) -> str:
-    counts = Counter(record.outcome for record in records)
-    return f"{backend}: " + ", ".join(f"{number} {outcome}" for outcome, number in counts.items()) + "."
+    rows, unclear = [], []
+    for record in records:
+        error = "" if record.error is None else f"{record.error:.1e} / {record.bound:.1e}"
+        rows.append((record.check.replace("_", " "), record.outcome, error))
+        if record.outcome == "could not check" and not record.failed:
+            unclear.append(f"{record.check}: {record.outcome}. {record.detail}")
+    notes = (*(record.sentence() for record in records if record.failed), *unclear)
+    return Table(f"Promises of {backend}", ("promise", "outcome", "error / bound"), tuple(rows), notes)

@@ -13,31 +13,26 @@ from efficient_attn.studies.study import Parameter, Study, by_option, joined
 
 from . import console
 from .finish import finish
-from .options import (
-    DryRunOption,
-    ForceResumeOption,
-    JsonToOption,
-    OutOption,
-    QuietOption,
-    ResumeOption,
-    RunBudgetOption,
-    as_json,
-    refuse_extra,
-)
+from .options import JsonToOption, OutOption, as_json
 from .plan_file import PlanOption, as_plan
+
+_BUDGET = "Time for measuring, such as 90s, 2m or 1h; points that do not fit are skipped."
+_RESUME = "Continue the run in --out; measured points are kept."
+_FORCE = "Continue it also under another torch, thread count or processor."
+_DRY_RUN = "List the points of the run without measuring any."
+_QUIET = "Print the folder of the results alone: no progress, tables or notes."
 
 # Options of every run, by parameter: annotation and default.
 _OF_A_RUN: dict[str, tuple[Any, Any]] = {
     "plan": (PlanOption, None),
-    "budget": (RunBudgetOption, None),
+    "budget": (Annotated[str | None, typer.Option(metavar="TIME", help=_BUDGET)], None),
     "out": (OutOption, None),
-    "resume": (ResumeOption, False),
-    "force_resume": (ForceResumeOption, False),
-    "dry_run": (DryRunOption, False),
+    "resume": (Annotated[bool, typer.Option("--resume", help=_RESUME)], False),
+    "force_resume": (Annotated[bool, typer.Option("--force-resume", help=_FORCE)], False),
+    "dry_run": (Annotated[bool, typer.Option("--dry-run", help=_DRY_RUN)], False),
     "json_to": (JsonToOption, None),
-    "quiet": (QuietOption, False),
+    "quiet": (Annotated[bool, typer.Option("--quiet", "-q", help=_QUIET)], False),
 }
-
 
 _METAVARS: dict[Any, str] = {int: "N", int | None: "N", float: "X", float | None: "X"}
 
@@ -59,7 +54,11 @@ def command_of(study: Study) -> Callable[..., None]:
     ) -> None:
         from efficient_attn.runner.units import parse_seconds
 
-        refuse_extra(context.args)
+        if context.args:
+            # `--seq-len 256 512` would otherwise end in a message that names nothing.
+            raise OptionError(
+                f"Values are joined by commas, as in --backend a,b; {context.args[0]!r} stands alone."
+            )
         if (resume or force_resume) and out is None:
             raise OptionError("--resume needs --out, the folder of the run to go on with.")
         to_stdout = as_json(json_to)

@@ -1,9 +1,7 @@
 """`efficient-attn list`: the backends and their promises."""
 
 from dataclasses import MISSING, asdict, fields
-from typing import Annotated, Any
-
-import typer
+from typing import Any
 
 from . import console
 from .options import JsonOption
@@ -13,41 +11,28 @@ _SHOWN = ("causal", "cross", "key_mask", "exact", "averages")
 _POWERS = {1: "n", 2: "n²"}
 
 
-NoPluginsOption = Annotated[
-    bool, typer.Option("--no-plugins", help="Leave out backends of other installed packages.")
-]
-
-
-def list_command(as_json: JsonOption = False, no_plugins: NoPluginsOption = False) -> None:
+def list_command(as_json: JsonOption = False) -> None:
     """List the backends with their promises, options and papers."""
     from efficient_attn.backends import list_backends, spec
     from efficient_attn.plugins import complaints, plugins
 
     names = list_backends()
+    specs = [spec(name) for name in names]
     # Named, not imported: the promises of a plug-in are known once its backend is used.
-    others = [] if no_plugins else [one for name, one in sorted(plugins().items()) if name not in names]
-    for complaint in [] if no_plugins else complaints(names):
+    others = [one for name, one in sorted(plugins().items()) if name not in names]
+    for complaint in complaints(names):
         console.say(complaint)
     if as_json:
-        rows = [_row(spec(name)) for name in names]
+        rows = [_row(one) for one in specs]
         rows += [dict.fromkeys(rows[0]) | {"name": one.name, "plugin": one._asdict()} for one in others]
         console.put_json(rows)
         return
-    console.print_tables(
-        [_table([spec(name) for name in names]), *([_plugin_table(others)] if others else [])]
-    )
+    console.print_tables([_table(specs), *([_plugin_table(others)] if others else [])])
 
 
 def _row(one: Any) -> dict[str, Any]:
-    return {
-        "name": one.name,
-        "summary": one.summary,
-        "paper": one.paper,
-        "options": _options(one),
-        "size_option": one.size_option,
-        "plugin": None,
-        **asdict(one.capabilities),
-    }
+    about = {name: getattr(one, name) for name in ("name", "summary", "paper", "size_option")}
+    return {**about, "options": _options(one), "plugin": None, **asdict(one.capabilities)}
 
 
 def _plugin_table(others: list[Any]) -> Any:
@@ -78,6 +63,5 @@ def _table(specs: list[Any]) -> Any:
 def _note(one: Any) -> str:
     """Summary, options and paper of a backend."""
     options = ", ".join(f"{name}={value}" for name, value in _options(one).items())
-    return " ".join(
-        filter(None, [f"{one.name}: {one.summary}", options and f"Options: {options}.", one.paper])
-    )
+    parts = (f"{one.name}: {one.summary}", options and f"Options: {options}.", one.paper)
+    return " ".join(filter(None, parts))

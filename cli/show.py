@@ -6,45 +6,33 @@ from typing import Annotated
 
 import typer
 
-from . import console, exits
-from .options import (
-    BackendOption,
-    ExtraArguments,
-    OutOption,
-    SeedOption,
-    SetOption,
-    names,
-    refuse_extra,
-)
-from .plan_file import PlanOption
+from efficient_attn.studies.options import parse_names
 
-TextOption = Annotated[
+from . import console, exits
+from .options import BackendOption, OutOption, SeedOption, SetOption
+
+InputsOption = Annotated[
     str,
     typer.Option(
-        "--inputs",
         metavar="NAME",
         help="encoder (shipped), stitched (four documents concatenated) or FILE.safetensors.",
     ),
 ]
-HeadOption = Annotated[int, typer.Option("--head", min=0, help="Which head of the layer.")]
-ShownTokensOption = Annotated[
-    str, typer.Option("--tokens", metavar="A:B", help="Those on the axes; backends read all of the inputs.")
-]
-ShownLayerOption = Annotated[
+LayerOption = Annotated[
     int | None,
-    typer.Option(
-        "--layer", min=0, metavar="N", help="Layer of the encoder or file: 1, or the first of a file."
-    ),
+    typer.Option(min=0, metavar="N", help="Layer of the encoder or file: 1, or the first of a file."),
+]
+HeadOption = Annotated[int, typer.Option(min=0, help="Which head of the layer.")]
+TokensOption = Annotated[
+    str, typer.Option(metavar="A:B", help="Those on the axes; backends read all of the inputs.")
 ]
 
 
 def show_command(
-    plan: PlanOption = None,
-    extra: ExtraArguments = None,
-    inputs: TextOption = "encoder",
-    layer: ShownLayerOption = None,
+    inputs: InputsOption = "encoder",
+    layer: LayerOption = None,
     head: HeadOption = 6,
-    tokens: ShownTokensOption = "0:24",
+    tokens: TokensOption = "0:24",
     backend: BackendOption = None,
     set_: SetOption = None,
     seed: SeedOption = 0,
@@ -59,18 +47,10 @@ def show_command(
     from efficient_attn.studies.run_files import open_folder, run_folder
     from efficient_attn.studies.show import show
 
-    refuse_extra(extra)
+    names, options = parse_names(backend, name="--backend"), parse_settings(set_ or [])
     # Output of a backend goes to stderr: stdout holds the results alone.
     with redirect_stdout(sys.stderr):
-        shown = show(
-            names(backend),
-            inputs=inputs,
-            layer=layer,
-            head=head,
-            tokens=tokens,
-            options=parse_settings(set_ or []),
-            seed=seed,
-        )
+        shown = show(names, inputs=inputs, layer=layer, head=head, tokens=tokens, options=options, seed=seed)
     folder = open_folder(out or run_folder("show"), name="--out")
     console.print_tables([shown.table()])
     for path in save(shown.plot(), folder, "show"):

@@ -78,6 +78,9 @@ def parse_numbers(
     return parse
 
 
+parse_layers = parse_numbers("whole numbers, such as 0,1,5", lambda layer: layer >= 0, int)
+
+
 def complete_backends(incomplete: str) -> list[str]:
     """Completions of the name after the last comma."""
     typed, comma, last = incomplete.rpartition(",")
@@ -158,7 +161,7 @@ Layers = Annotated[
         help="Indices of layers, from 0; all layers if omitted.",
         flag="--layer",
         metavar="N[,N…]",
-        parse=parse_numbers("whole numbers, such as 0,1,5", lambda layer: layer >= 0, int),
+        parse=parse_layers,
     ),
 ]
 Norms = Annotated[
