@@ -60,7 +60,7 @@ def test_mse_prints_tables_and_sentences_and_last_the_folder_of_its_files(folder
     out, err = capsys.readouterr()
     assert "Relative output error: gaussian, norm 0.5; 24 tokens, 1 head of 4" in unfolded(out)
     assert "mean of V" in out
-    assert "Trigonometric features err less than positive ones" in out
+    assert "Below the mean of V on" in out
     assert "Relative output error" not in err
     last = out.splitlines()[-1]
     assert last.startswith("runs/mse-")
@@ -142,7 +142,6 @@ def test_the_predicted_duration_weighs_points_by_their_operations():
         (["--metric", "accuracy"], "No metric is called 'accuracy'. Known: frobenius, kl"),
         (["--metric", "mse", "--of", "weights"], "metric 'mse' is one of the output, not of the weights"),
         (["--of", "kernel", "--angle", "200"], "--angle is made of degrees from 0 to 180, such as 60,90"),
-        (["--by", "layer"], "by is head, not 'layer'"),
         (["--of", "heads"], "of is output or weights, not 'heads'"),
         (["--backend", "rff"], "Here it is 'performer-trig'."),
         (["--set", "linformer.ranks=4"], "Did you mean 'rank'?"),

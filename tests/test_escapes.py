@@ -173,7 +173,7 @@ LATE = (
     ("compare", "--inputs", "names.safetensors"),
     ("mse", "--inputs", "names.safetensors"),
     ("mse", "--inputs", "patterns.safetensors", "--layer", "0"),
-    *(("mse", option, PLANT) for option in ("--of", "--metric", "--by", "--match", "--norm", "--layer")),
+    *(("mse", option, PLANT) for option in ("--of", "--metric", "--norm", "--layer")),
     ("show", "--tokens", PLANT),
     ("show", "--inputs", f"{PLANT}.txt"),
     ("recall", "--backend", PLANT),

@@ -6,11 +6,10 @@ from drawn import texts
 
 import efficient_attn as ea
 from efficient_attn.measure import yardsticks
-from efficient_attn.measure.inputs import gaussian, sample
+from efficient_attn.measure.inputs import gaussian
 from efficient_attn.runner.sizes import ORACLE, TAYLOR
 from efficient_attn.runner.yardsticks import ranks_of
 from efficient_attn.studies.mse.analysis import panels
-from efficient_attn.studies.mse.heads import heads
 
 SMALL = {"inputs": "gaussian", "seq_len": 24, "head_dim": 4, "norms": (0.5,), "sizes": (4, 8), "draws": 3}
 RELATIVE = "output_relative_error"
@@ -119,22 +118,6 @@ def test_rows_without_a_positive_sum_are_a_metric_of_signed_features():
     assert "sum is zero or negative" in results.tables()[0].title
 
 
-def test_heads_are_told_one_by_one():
-    results = ea.mse(["window"], inputs="encoder", layers=(1,), sizes=(33,), by="head")
-    q, k, v = (x.double() for x in sample(layer=1))
-    exact = (q @ k.mT / 32**0.5).softmax(dim=-1) @ v
-    output = ea.build("window", head_dim=32, window=33)(q, k, v)
-    expected = ((output - exact).square().sum((-2, -1)) / exact.square().sum((-2, -1))).sqrt()[0]
-    assert results.records[-1].output_relative_error_heads == pytest.approx(expected.tolist(), rel=1e-5)
-    ((_, rows),) = heads(results.records)
-    assert [row.label for row in rows][::4] == ["mean of V", "window(window=33)"]
-    table = results.tables()[2]
-    assert table.title.startswith("Relative output error of each head: encoder, layer 1")
-    assert table.columns == ("backend", *(f"head {number}" for number in range(12)))
-    assert "error-heads" in results.plots()
-    assert len(results.plot("output_relative_error_heads").lines) == 5
-
-
 def test_inputs_and_features_vary_apart():
     results = ea.mse(["performer-positive"], **{**SMALL, "sizes": (64,), "draws": 8}, data_seeds=3)
     records = [r for r in results.records if r.case.backend == "performer-positive"]
@@ -146,14 +129,14 @@ def test_inputs_and_features_vary_apart():
     assert (point.data_low, point.value, point.data_high) == pytest.approx(medians)
     assert point.low < point.value < point.high
     notes = " ".join(results.tables()[0].notes)
-    assert "medians of 8 draws (seeds 0 to 7); ± is the 95 % interval over draws" in notes
+    assert "medians of 8 draws; ± is the 95 % interval over draws" in notes
     assert "medians of 3 seeds of the inputs; their range is at most" in notes
     assert "bars: range over 3 seeds of the inputs" in texts(results.plot().figure)
 
 
 def test_a_single_draw_is_said_to_tell_nothing_of_others():
     notes = ea.mse(["performer-trig"], **{**SMALL, "draws": 1}).tables()[0].notes
-    assert any("one draw (seed 0), so nothing tells how far another one would be" in note for note in notes)
+    assert any("one draw, and no measure of the distance of another one" in note for note in notes)
 
 
 def test_ranks_of_long_sequences_end_where_they_would_take_longest():

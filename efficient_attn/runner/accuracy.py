@@ -13,7 +13,6 @@ from efficient_attn.contained import contained
 from efficient_attn.errors import AttentionError, OptionError, UnsupportedError
 from efficient_attn.measure import error as measure
 from efficient_attn.measure.checked import outputs_checked
-from efficient_attn.measure.parts import parts, sums
 from efficient_attn.runner.counting import attention_flops
 from efficient_attn.runner.questions import Question
 from efficient_attn.runner.record import SAME_INPUTS, Case, Record, replace
@@ -167,16 +166,7 @@ def _measured(case: Case, subject: Subject, backends: Sequence[Any], question: Q
             case, subject, question, (backend.attention_weights(q, k) for backend in backends)
         )
     else:
-        outputs = [backend(q, k, v) for backend in backends]
-        record = output_record(case, subject, question, outputs)
-        if question.decompose:
-            bias, spread, rounding = parts(outputs, subject.exact, backends, q, k, v)
-            record = replace(record, output_bias=bias, output_spread=spread, output_rounding=rounding)
-            over = sums(backends, q, k, scale=subject.scale)
-            if over is not None:
-                record = replace(
-                    record, weights_error_exact_sums=over.exact, weights_error_own_sums=over.estimated
-                )
+        record = output_record(case, subject, question, (backend(q, k, v) for backend in backends))
     return replace(record, unsafe_rows=unsafe, num_directions=directions_of(backends[0]))
 
 
@@ -187,11 +177,7 @@ def output_record(case: Case, subject: Subject, question: Question, outputs: Ite
         "output_relative_error": tuple(one.relative for one in found),
         "output_mse": tuple(one.mse for one in found),
     }
-    record = _recorded(case, {name: errors[name] for name in question.quantities})
-    if not question.by_head:
-        return record
-    heads = torch.stack([one.relative_by_head[0] for one in found]).mean(dim=0)
-    return replace(record, output_relative_error_heads=tuple(heads.tolist()))
+    return _recorded(case, {name: errors[name] for name in question.quantities})
 
 
 def weights_record(case: Case, subject: Subject, question: Question, weights: Iterable[Tensor]) -> Record:

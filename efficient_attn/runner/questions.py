@@ -8,9 +8,6 @@ from efficient_attn.problem import positive_count
 
 OF = ("output", "weights")
 
-# Budgets that can be matched between backends; by default sizes are compared as they are.
-MATCHES = ("features", "directions", "flops", "time", "memory")
-
 
 class Metric(NamedTuple):
     """A measure of error: its target, one of `OF`, and the field of a record that holds it."""
@@ -41,17 +38,11 @@ class Question:
     Attributes:
         metrics: Names in `METRICS`, all with the same `of`.
         draws: Number of independent draws of the random features.
-        by_head: Whether to keep the error of each head.
-        decompose: Whether to separate bias, spread over draws and rounding.
-        match: The budget to match, one of `MATCHES`.
     """
 
     of: str
     metrics: tuple[str, ...]
     draws: int
-    by_head: bool = False
-    match: str = "features"
-    decompose: bool = False
 
     @property
     def quantities(self) -> tuple[str, ...]:
@@ -64,9 +55,6 @@ def ask(
     of: str | None = None,
     metric: str | None = None,
     draws: int = DRAWS,
-    by: str | None = None,
-    match: str = "features",
-    decompose: bool = False,
 ) -> Question:
     """Validate a request; omitted values follow from the others.
 
@@ -81,17 +69,6 @@ def ask(
     if of is not None and about not in (None, of):
         fitting = ", ".join(name for name, one in METRICS.items() if one.of == of)
         raise OptionError(f"metric {metric!r} is one of the {about}, not of the {of}; there it is {fitting}.")
-    if by not in (None, "head"):
-        raise OptionError(f"by is head, not {by!r}.")
-    if match not in MATCHES:
-        raise UnknownNameError("quantity to match", str(match), MATCHES)
     chosen = of or about or "output"
-    if decompose and (chosen, metric) not in (("output", None), ("output", "relative")):
-        raise OptionError("decompose is for relative errors of the output.")
     positive_count("draws", draws)
-    metrics = _RECORDED[chosen] if metric is None else (metric,)
-    if by == "head" and metrics[0] != "relative":
-        raise OptionError(f"by head is for the metric 'relative', not {metrics[0]!r}.")
-    return Question(
-        of=chosen, metrics=metrics, draws=draws, by_head=by == "head", match=match, decompose=decompose
-    )
+    return Question(of=chosen, metrics=_RECORDED[chosen] if metric is None else (metric,), draws=draws)

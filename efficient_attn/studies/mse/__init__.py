@@ -17,16 +17,8 @@ STUDY = Study(
             "weights_relative_error",
             "weights_row_kl",
             "unsafe_rows",
-            "output_relative_error_heads",
-            "output_bias",
-            "output_spread",
-            "output_rounding",
-            "weights_error_exact_sums",
-            "weights_error_own_sums",
             "flops",
             "num_directions",
-            "matched_amount",
-            "matched_size",
         )
     ),
 )

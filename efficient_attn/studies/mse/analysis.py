@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from efficient_attn.report.error_table import describe
 from efficient_attn.runner.records import Record
 from efficient_attn.runner.sizes import MEAN_OF_VALUES, SEED, YARDSTICKS, sized
-from efficient_attn.stats.median import middle
+from efficient_attn.stats.median import FEWEST_FOR_95, middle
 
 RELATIVE = "output_relative_error"
 QUANTITIES = (
@@ -106,6 +106,11 @@ def panels(records: Iterable[Record], quantity: str) -> tuple[Panel, ...]:
     return tuple(_panel(group, quantity) for group in groups.values())
 
 
+def interval(samples: int) -> str:
+    """The name of the interval around the median of this number of samples."""
+    return "95 % interval" if samples >= FEWEST_FOR_95 else "range"
+
+
 def below_from(curve: ErrorCurve, yardstick: float) -> int | None:
     """The smallest size from which on all measured sizes have errors below the baseline."""
     found = None
@@ -153,7 +158,7 @@ def _point(records: Sequence[Record], quantity: str) -> ErrorPoint:
     over_data = middle([one.median for one in found])
     several = len(found) > 1
     return ErrorPoint(
-        size=_place(records[0]),
+        size=sized(records[0].case).size,
         value=over_data.median,
         low=sum(one.low / len(found) for one in found),
         high=sum(one.high / len(found) for one in found),
@@ -163,12 +168,6 @@ def _point(records: Sequence[Record], quantity: str) -> ErrorPoint:
         draws=min(one.samples for one in found),
         data_seeds=len(found),
     )
-
-
-def _place(record: Record) -> int | None:
-    """The size of a record; at equal budgets the size of the reference."""
-    own = sized(record.case).size
-    return own if record.matched is None or own is None else record.matched_size
 
 
 def _draws(record: Record, quantity: str) -> list[float]:

@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
-from efficient_attn.runner.questions import DRAWS, MATCHES, METRICS, ask
+from efficient_attn.runner.questions import DRAWS, METRICS, ask
 from efficient_attn.runner.units import parse_sizes
 from efficient_attn.runner.variants import select
 from efficient_attn.studies import options as shared
@@ -44,15 +44,6 @@ def plan(
         str | None,
         Option(help=f"Metric: {', '.join(METRICS)}.", metavar="NAME"),
     ] = None,
-    by: Annotated[str | None, Option(help="head: the error of each head too.", metavar="head")] = None,
-    match: Annotated[
-        str,
-        Option(
-            help="Budget matched between backends: the cost of performer-positive.",
-            metavar="|".join(MATCHES),
-        ),
-    ] = MATCHES[0],
-    decompose: Annotated[bool, Option(help="Bias, spread over draws and rounding apart.")] = False,
     norms: shared.Norms = (0.5, 1.0),
     angles: shared.FormerAngles = (60.0, 90.0, 120.0),
     draws: Annotated[int | None, Option(help=f"Number of random-feature draws; {DRAWS}.", least=1)] = None,
@@ -91,14 +82,7 @@ def plan(
             seed=seed,
         )
         return replace(made, notes=[KERNEL_MOVED, *made.notes], about={**made.about, STUDY: "kernel"})
-    question = ask(
-        of=of,
-        metric=metric,
-        draws=DRAWS if draws is None else draws,
-        by=by,
-        match=match,
-        decompose=decompose,
-    )
+    question = ask(of=of, metric=metric, draws=DRAWS if draws is None else draws)
     wanted = parse_sizes(sizes, name="sizes")
     variants = select(backends, options, exclude=exclude)
     workload = settle(Workload(device=device, dtype=dtype, threads=threads))
@@ -114,7 +98,7 @@ def plan(
         data_seeds=data_seeds,
     )
     chosen = tuple(placed(one, dtype=workload.dtype, device=workload.device) for one in chosen)
-    points = Points(question, wanted, threads=workload.threads or 1)
+    points = Points(question=question, sizes=wanted, threads=workload.threads or 1)
     return Plan(
         points=[point for subject in chosen for point in points.of(subject, variants)],
         device=workload.device,

@@ -1,24 +1,27 @@
 """Errors against size, one chart per input, with the uniform-attention baseline in each."""
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 from efficient_attn.report.error_table import show_error
 from efficient_attn.report.figures import LARGEST, Axis, Chart, Plot, Series, in_rows
-from efficient_attn.report.palette import MUTED, UNIFORM_STYLE, baseline_style, line_styles
+from efficient_attn.report.palette import UNIFORM_STYLE, baseline_style, line_styles
 from efficient_attn.runner.records import Record
 from efficient_attn.runner.sizes import MEAN_OF_VALUES
-from efficient_attn.stats.median import FEWEST_FOR_95
-from efficient_attn.studies.mse.analysis import RELATIVE, ErrorCurve, Panel, panels, quantity_in
+from efficient_attn.studies.mse.analysis import (
+    RELATIVE,
+    ErrorCurve,
+    Panel,
+    interval,
+    panels,
+    quantity_in,
+)
 from efficient_attn.studies.mse.tables import NAMES
 
 # An error of this many times the baseline is off the scale: a hundred or a million, both are no attention.
 _WORST = 12.0
 # Errors below this share of the baseline are rounding, and leave the axes through their floor.
 _ROUNDING = 1e-4
-# The square of a smaller relative error may be no floating-point number any more.
-_SMALLEST = 1e-100
 # How far below the best backend the axes follow a baseline.
 _FURTHER = 10.0
 
@@ -65,11 +68,6 @@ def _conditions(shown: Sequence[Panel]) -> str:
     return "; ".join([*parts, "markers that would coincide are left out"])
 
 
-def interval(samples: int) -> str:
-    """The name of the interval around the median of this number of samples."""
-    return "95 % interval" if samples >= FEWEST_FOR_95 else "range"
-
-
 def _chart(panel: Panel, styles: Styles, scale: tuple[float, float], quantity: str) -> Chart:
     curves = (*panel.others, *panel.curves)
     above = [curve for curve in curves if min(point.value for point in curve.points) > scale[1]]
@@ -80,12 +78,9 @@ def _chart(panel: Panel, styles: Styles, scale: tuple[float, float], quantity: s
         if curve not in above and (_has_sizes(curve) or not _is_rounding(curve.points[0].value, [panel])):
             series += _series(curve, styles[curve.label])
     sizes = {point.size for curve in curves for point in curve.points if point.size is not None}
-    matched = next((p.record.matched for c in panel.curves for p in c.points if p.record.matched), None)
-    budget = f"budget: the {matched} of performer-positive with as many features"
-    factor = mean_square(panel) if quantity == RELATIVE else None
     return Chart(
         Axis(
-            budget if matched else "features, rank or window",
+            "features, rank or window",
             "log2",
             "{:.0f}".format,
             [size for size in sizes if size - 1 not in sizes],
@@ -95,7 +90,6 @@ def _chart(panel: Panel, styles: Styles, scale: tuple[float, float], quantity: s
         panel.title,
         tuple(f"▲ {_range(curve)}" for curve in above),
         apart=True,
-        draw=None if factor is None else partial(_squared_axis, factor),
     )
 
 
@@ -126,36 +120,6 @@ def _range(curve: ErrorCurve) -> str:
     values = [point.value for point in curve.points]
     ends = dict.fromkeys((show_error(min(values)), show_error(max(values))))
     return f"{curve.label}: {' to '.join(ends)}"
-
-
-def _squared_axis(factor: float, ax: Any) -> None:
-    """Draw the mean squared error on the right, relative² · mean(exact²)."""
-    from matplotlib.ticker import NullFormatter
-
-    low, high = ax.get_ylim()
-    if not 1 / LARGEST < factor * low**2 < factor * high**2 < LARGEST:
-        return
-    right = ax.secondary_yaxis(
-        "right",
-        functions=(lambda relative: factor * relative**2, lambda squared: (squared / factor) ** 0.5),
-    )
-    right.yaxis.set_major_formatter(lambda value, _: f"{value:.0e}".replace("e-0", "e-"))
-    right.yaxis.set_minor_formatter(NullFormatter())
-    right.tick_params(colors=MUTED, which="minor", length=0)
-    right.tick_params(colors=MUTED)
-    right.spines["right"].set_visible(True)
-    right.set_ylabel("mean squared error", color=MUTED)
-
-
-def mean_square(panel: Panel) -> float | None:
-    """mean(exact²) of the input, from a draw of which both errors were kept; None if there is none."""
-    for point in (point for curve in panel.curves for point in curve.points):
-        record = point.record
-        both = zip(record.output_relative_error_draws or (), record.output_mse_draws or (), strict=False)
-        for relative, squared in both:
-            if relative and squared and _SMALLEST < relative < LARGEST**0.5 and squared < LARGEST:
-                return squared / relative**2
-    return None
 
 
 def _limits(shown: Sequence[Panel]) -> tuple[float, float]:

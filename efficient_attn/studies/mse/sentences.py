@@ -7,14 +7,13 @@ from typing import Any
 from efficient_attn.report.error_table import describe, show_error
 from efficient_attn.runner.records import Record
 from efficient_attn.stats.candidates import operations_share
-from efficient_attn.studies.mse.analysis import ErrorCurve, Panel, below_from, panels, quantity_in
-from efficient_attn.studies.mse.parts import part_sentence
+from efficient_attn.studies.mse.analysis import Panel, below_from, panels, quantity_in
 from efficient_attn.studies.mse.plan import PAIR_NORMS
 
 # A relative standard error of more digits may be more than a float holds.
 _MOST_DIGITS = 9
 
-_POSITIVE, _TRIGONOMETRIC = "performer-positive", "performer-trig"
+_POSITIVE = "performer-positive"
 
 
 def sentences(records: Sequence[Record], environment: Mapping[str, Any] | None = None) -> list[str]:
@@ -29,9 +28,7 @@ def sentences(records: Sequence[Record], environment: Mapping[str, Any] | None =
     told = [
         _random_features(real or drawn),
         _reason([*drawn, *real], environment or {}),
-        _maps(drawn),
         _useful(real or drawn),
-        part_sentence(records),
     ]
     return [sentence for sentence in told if sentence is not None]
 
@@ -65,7 +62,8 @@ def _reason(shown: Sequence[Panel], environment: Mapping[str, Any]) -> str | Non
     norms = norms if isinstance(norms, dict) else {}
     told = []
     for panel in shown:
-        curve, norm = _named(panel, _POSITIVE), norms.get(panel.inputs)
+        curve = next((curve for curve in panel.curves if curve.backend == _POSITIVE), None)
+        norm = norms.get(panel.inputs)
         known = isinstance(norm, (int, float)) and not isinstance(norm, bool)
         size = curve.points[-1].size if curve is not None and curve.random else None
         if norm is not None and known and 0 <= norm < math.inf and size:
@@ -82,25 +80,6 @@ def _reason(shown: Sequence[Panel], environment: Mapping[str, Any]) -> str | Non
         "keys, and the output is no nearer than uniform attention. At the median |x+y|² over queries and "
         f"keys: {'; '.join(told)}."
     )
-
-
-def _maps(shown: Sequence[Panel]) -> str | None:
-    """At which norms trigonometric features err less than positive ones."""
-    parts = []
-    for panel in shown:
-        positive, trigonometric = (_named(panel, name) for name in (_POSITIVE, _TRIGONOMETRIC))
-        if positive is None or trigonometric is None:
-            continue
-        both = [(one, other) for one in positive.points if (other := trigonometric.at(one.size or 0))]
-        if not both:
-            continue
-        wins = sum(other.value < one.value for one, other in both)
-        one, other = both[-1]
-        parts.append(
-            f"on {describe(panel.inputs)} at {wins} of {len(both)} sizes "
-            f"({one.size}: {show_error(other.value)} against {show_error(one.value)})"
-        )
-    return f"Trigonometric features err less than positive ones {', '.join(parts)}." if parts else None
 
 
 def _useful(shown: Sequence[Panel]) -> str | None:
@@ -142,7 +121,3 @@ def _kind(shown: Sequence[Panel]) -> str:
 
 def _s(counted: Sequence[object]) -> str:
     return "" if len(counted) == 1 else "s"
-
-
-def _named(panel: Panel, backend: str) -> ErrorCurve | None:
-    return next((curve for curve in panel.curves if curve.backend == backend), None)

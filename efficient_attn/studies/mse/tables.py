@@ -5,9 +5,8 @@ from collections.abc import Sequence
 from efficient_attn.report.error_table import CONCATENATED, CONCATENATED_NOTE, show_error
 from efficient_attn.report.table import Table
 from efficient_attn.runner.records import Record
-from efficient_attn.runner.sizes import MEAN_OF_VALUES, SEED, sized
-from efficient_attn.stats.median import FEWEST_FOR_95
-from efficient_attn.studies.mse.analysis import ErrorPoint, Panel, panels, quantity_in
+from efficient_attn.runner.sizes import MEAN_OF_VALUES
+from efficient_attn.studies.mse.analysis import ErrorPoint, Panel, interval, panels, quantity_in
 
 NAMES = {
     "output_relative_error": "Relative output error",
@@ -27,8 +26,6 @@ def error_tables(records: Sequence[Record]) -> list[Table]:
 def show_point(point: ErrorPoint) -> str:
     """The value, with half the width of its interval over draws where there were several."""
     shown = show_error(point.value)
-    if point.record.matched is not None:
-        shown = f"{shown} [{sized(point.record.case).size}]"
     if point.draws == 1 or not point.value:
         return shown
     spread = max(point.high - point.value, point.value - point.low) / point.value
@@ -50,7 +47,6 @@ def _table(panel: Panel, quantity: str) -> Table:
         tuple(rows),
         (
             *([CONCATENATED_NOTE] if panel.source == CONCATENATED else []),
-            *_match_note(panel),
             *_draws_note(panel),
             *_data_note(panel),
             *_odd_note(panel, sizes),
@@ -72,35 +68,18 @@ def _odd_note(panel: Panel, sizes: Sequence[int]) -> list[str]:
     return [f"{', '.join(sorted(odd))}: sizes are odd, each one more than its column says."] if odd else []
 
 
-def _match_note(panel: Panel) -> list[str]:
-    records = [point.record for curve in panel.curves for point in curve.points]
-    quantity = next((record.matched for record in records if record.matched is not None), None)
-    if quantity is None:
-        return []
-    return [
-        f"Equal budgets of {quantity}: a column is what performer-positive takes with so many features; in "
-        "brackets the size of each backend that takes no more. Ranks of the SVD are not matched."
-    ]
-
-
 def _draws_note(panel: Panel) -> list[str]:
-    drawn = [point for curve in panel.curves if curve.random for point in curve.points]
-    return [f"Random features: {over_draws(drawn)}."] if drawn else []
-
-
-def over_draws(points: Sequence[ErrorPoint]) -> str:
-    """`medians of 8 draws (seeds 0 to 7); ± is the 95 % interval over draws on the same inputs`."""
-    counts = sorted({point.draws for point in points})
-    case = points[0].record.case
-    own = case.options.get(SEED)
-    first = case.seed + (own if isinstance(own, int) else 0)
+    """`Random features: medians of 8 draws; ± is the 95 % interval over draws on the same inputs.`"""
+    counts = sorted({point.draws for curve in panel.curves if curve.random for point in curve.points})
+    if not counts:
+        return []
     if counts == [1]:
-        return f"one draw (seed {first}), so nothing tells how far another one would be"
-    what = "the 95 % interval" if counts[0] >= FEWEST_FOR_95 else "the range"
-    return (
-        f"medians of {', '.join(map(str, counts))} draws (seeds {first} to {first + counts[-1] - 1}); "
-        f"± is {what} over draws on the same inputs"
-    )
+        return ["Random features: one draw, and no measure of the distance of another one."]
+    number = ", ".join(map(str, counts))
+    return [
+        f"Random features: medians of {number} draws; ± is the {interval(counts[0])} over draws on the same "
+        "inputs."
+    ]
 
 
 def _data_note(panel: Panel) -> list[str]:
@@ -115,9 +94,8 @@ def _data_note(panel: Panel) -> list[str]:
         return []
     widest, curve = max(moved, key=lambda one: one[0])
     count = curve.points[0].data_seeds
-    what = "95 % interval" if count >= FEWEST_FOR_95 else "range"
     return [
-        f"Inputs: medians of {count} seeds of the inputs; their {what} is at most ±{widest:.0%} "
+        f"Inputs: medians of {count} seeds of the inputs; their {interval(count)} is at most ±{widest:.0%} "
         f"({curve.label}), apart from that over draws."
     ]
 

@@ -9,9 +9,7 @@ from efficient_attn.report.table import Table
 from efficient_attn.runner.quantity import samples
 from efficient_attn.runner.record import Record
 from efficient_attn.studies.mse.analysis import RELATIVE
-from efficient_attn.studies.mse.heads import HEADS, head_error_tables, head_plot
 from efficient_attn.studies.mse.overview import overview_tables
-from efficient_attn.studies.mse.parts import part_tables
 from efficient_attn.studies.mse.plot import error_plot
 from efficient_attn.studies.mse.sentences import sentences as sentences
 from efficient_attn.studies.mse.tables import error_tables
@@ -19,29 +17,22 @@ from efficient_attn.studies.view import Environment, Plots
 
 
 def tables(records: Sequence[Record], environment: Environment) -> list[Table]:
-    """Errors by input and size, at the largest size, by head and by part."""
-    makers = (error_tables, overview_tables, head_error_tables, part_tables)
-    return [table for make in makers for table in make(records)]
+    """Errors by input and size, and all inputs side by side at the largest size."""
+    return [*error_tables(records), *overview_tables(records)]
 
 
 def plots(records: Sequence[Record], environment: Environment) -> Plots:
-    """Errors against size, and by head."""
-    found: Plots = {}
-    if any(record.status == "ok" for record in records):
-        found["error"] = partial(error_plot, records)
-    if any(getattr(record, HEADS) for record in records):
-        found["error-heads"] = partial(head_plot, records)
-    return found
+    """Errors against size."""
+    measured = any(record.status == "ok" for record in records)
+    return {"error": partial(error_plot, records)} if measured else {}
 
 
 def plot(
     records: Sequence[Record], environment: Environment, y: str | None = None, x: str | None = None
 ) -> Plot:
-    """One error of every backend against its size, or the errors by head."""
-    if y == HEADS:
-        return head_plot(records)
+    """One error of every backend against its size."""
     if y not in (None, *samples().values()):
-        raise UnknownNameError("quantity to plot", y or "", [*samples().values(), HEADS])
+        raise UnknownNameError("quantity to plot", y or "", samples().values())
     if x not in (None, "size"):
         raise OptionError(f"x is size for errors, not {x!r}.")
     return error_plot(records, y or RELATIVE)
