@@ -84,7 +84,8 @@ def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return importlib.import_module(f"{__name__}.{name}")
     if name in _STUDIES:
-        value = importlib.import_module(f"{__name__}.studies").find(name).function()
+        study = importlib.import_module(f"{__name__}.studies").find(name)
+        value = importlib.import_module(f"{__name__}.studies.run").function_of(study)
     elif name == "__version__":
         value = _version()
     elif name in _HOME:

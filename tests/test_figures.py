@@ -1,5 +1,6 @@
 """Figures: readable at the width of a phone, the same for page, file and paper, with names of one's own."""
 
+import base64
 from pathlib import Path
 
 import pytest
@@ -9,8 +10,7 @@ from PIL import Image
 
 from efficient_attn.errors import OptionError, UnknownNameError
 from efficient_attn.report.axes import STYLES, WIDTH_INCHES, draw
-from efficient_attn.report.figures import Axis, Chart, Plot, Series, with_common_limits
-from efficient_attn.runner.record import replace
+from efficient_attn.report.figures import Axis, Chart, Plot, Series
 from efficient_attn.studies import report as redraw
 from efficient_attn.studies.results import Results, read
 
@@ -20,7 +20,7 @@ LINE = {"color": "#0072b2", "marker": "o", "linestyle": "-"}
 
 def plots_of(run):
     """The plots of a committed run."""
-    return [make() for make in read(RUNS / run).readable().plots().values()]
+    return [make() for make in read(RUNS / run).plots().values()]
 
 
 # One run of each kind is drawn for papers too; a map of colours takes seconds.
@@ -128,16 +128,8 @@ def test_wrong_looks_are_refused_in_one_line_that_names_what_would_work(tmp_path
 def test_the_page_has_the_drawings_of_the_files(tmp_path):
     run = folder(tmp_path / "run", costs())
     redraw.report(run)
-    drawn = [path.read_text(encoding="utf-8") for path in (run / "time.svg", run / "report.html")]
-    assert all(text in page for page in drawn for text in ("Time of one call", "sequence length, tokens"))
-
-
-def test_two_runs_of_other_lengths_share_axes():
-    short = [replace(record, case=replace(record.case, tokens=record.case.tokens // 2)) for record in costs()]
-    runs = [Results(one).plots()["time"]() for one in (costs(), short)]
-    (first, second) = (plot.charts[0] for plot in with_common_limits(runs))
-    assert (first.x.limits, first.y.limits) == (second.x.limits, second.y.limits)
-    assert first.x.limits[0] < short[0].case.tokens
+    drawing = base64.b64encode((run / "time.svg").read_bytes()).decode()
+    assert drawing in (run / "report.html").read_text(encoding="utf-8")
 
 
 def test_the_command_takes_labels_width_and_style(tmp_path):

@@ -111,13 +111,8 @@ def test_the_page_has_the_elements_and_attributes_of_its_harmless_twin(outputs):
     one, other = (
         Page((outputs[kind] / "report.html").read_text(encoding="utf-8")) for kind in ("hostile", "harmless")
     )
-    # In another order, since names are sorted; neighbouring lines may share a definition of a marker, and a
-    # longer name may take more lines of text.
-    shared = {"defs": 0, "path": 0, "text": 0}
-    counts = [Counter(tag for tag, _ in page.elements) | shared for page in (one, other)]
-    assert {**counts[0], **shared} == {**counts[1], **shared}
-    assert set(one.elements) == set(other.elements)
-    assert not {"script", "iframe", "img", "b"} & {tag for tag, _ in one.elements}
+    assert Counter(one.elements) == Counter(other.elements)
+    assert not {"script", "iframe", "svg", "b"} & {tag for tag, _ in one.elements}
     # And the text is there for people to read.
     assert "<script>alert(1)</script>" in one.text and "{{ 7*7 }}" in one.text
 
@@ -187,7 +182,7 @@ def test_terminal_tables_print_names_as_they_are(tmp_path):
 
     from efficient_attn.report.table import to_rich
 
-    results = read(with_texts(tmp_path / "run", hostile)).readable()
+    results = read(with_texts(tmp_path / "run", hostile))
     console = Console(file=io.StringIO(), width=400, force_terminal=True, color_system="truecolor")
     for table in results.tables():
         console.print(to_rich(table))

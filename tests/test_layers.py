@@ -135,11 +135,13 @@ def test_a_room_of_ops_imports_only_itself_and_the_rows_before_it(path: Path) ->
     assert sorted(name for other, name in used if name != own and other >= row) == []
 
 
-def test_no_module_imports_itself_by_way_of_others() -> None:
-    paths = {module_name(path): path for path in sources()}
+@pytest.mark.parametrize("at_import_only", [True, False], ids=["at import", "studies, in functions too"])
+def test_no_module_imports_itself_by_way_of_others(at_import_only: bool) -> None:
+    chosen = sources() if at_import_only else sorted((LIBRARY / "studies").glob("*.py"))
+    paths = {module_name(path): path for path in chosen}
     graph: dict[str, set[str]] = {}
     for name, path in paths.items():
-        found = imports(path, at_import_only=True)
+        found = imports(path, at_import_only=at_import_only)
         # `package.name` is a module, or a name in one.
         graph[name] = {one if one in paths else one.rpartition(".")[0] for one in found} & paths.keys()
     assert {*TopologicalSorter(graph).static_order()} == paths.keys()

@@ -18,7 +18,7 @@ from made_records import forgotten
 
 import efficient_attn as ea
 from efficient_attn import studies
-from efficient_attn.studies.run import run_plan
+from efficient_attn.studies.run import function_of, run_plan
 
 INIT = '''
 """Sums of numbers, as fast as this process adds them."""
@@ -130,11 +130,11 @@ def test_a_folder_is_a_command_with_help_records_table_plot_page_and_diff(sums):
 
 
 def test_the_python_function_and_the_command_measure_the_same(sums):
-    results = studies.find("sums").function()(seq_len=(4, 8))
+    results = function_of(studies.find("sums"))(seq_len=(4, 8))
     assert [record.sum for record in results.records] == [6, 28]
     assert [table.title for table in results.tables()] == ["Sums"]
     with pytest.warns(DeprecationWarning, match="wait is now pause"):
-        studies.find("sums").function()(seq_len=(4,), wait=0.0)
+        function_of(studies.find("sums"))(seq_len=(4,), wait=0.0)
 
 
 @pytest.mark.slow
@@ -165,7 +165,7 @@ def test_an_interrupted_run_names_what_was_not_tried(sums):
 
 def test_a_budget_skips_points_by_their_predicted_duration(sums):
     # Two points of a tenth of a second each, the second of eight times the cost of the first.
-    results = studies.find("sums").function()(seq_len=(100, 800), pause=0.1, budget_s=0.5)
+    results = function_of(studies.find("sums"))(seq_len=(100, 800), pause=0.1, budget_s=0.5)
     first, second = results.records
     assert first.status == "ok" and second.status == "skipped"
     assert "of the budget of 500 ms are left (raise it with --budget)" in second.reason

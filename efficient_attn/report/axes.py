@@ -10,10 +10,9 @@ import numpy as np
 
 from efficient_attn.errors import OptionError, UnknownNameError
 from efficient_attn.report.end_labels import MOST_LABELS, label_ends, move_apart
-from efficient_attn.report.escape import plain
+from efficient_attn.report.escape import plain, short
 from efficient_attn.report.figures import Axis, Chart, Plot, Series
 from efficient_attn.report.palette import GRID, INK, MUTED
-from efficient_attn.report.shorten import short
 
 # Wide enough for two charts side by side, and narrow enough for a phone.
 WIDTH_INCHES = 6.0
@@ -24,7 +23,7 @@ _LEAST_CHART_INCHES = 2.4
 # Height of axes over the width of a chart alone in its row, and of a chart among others.
 _ALONE, _BESIDE = 0.46, 0.68
 
-_LONGEST_NAME = 48
+_LONGEST_NAME, _LONGEST_TEXT = 48, 240
 _POINT = 1 / 72
 # Width of a letter, of the line before a name in a legend, and height of a line of text, in letters' heights.
 _LETTER, _HANDLE, _LINE = 0.56, 5.0, 1.35
@@ -228,7 +227,7 @@ def _write_below(owner: Any, title: Any, text: str, sizes: Style) -> None:
 
 def _wrapped(text: str, inches: float, size: float) -> str:
     """Harmless text in lines that fit."""
-    return fill(plain(text), max(int(inches / (_LETTER * size * _POINT)), 10))
+    return fill(short(plain(text), _LONGEST_TEXT), max(int(inches / (_LETTER * size * _POINT)), 10))
 
 
 def _write_legend(figure: Any, plot: Plot, sizes: Style) -> int:

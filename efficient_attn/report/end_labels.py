@@ -5,9 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from efficient_attn.report.escape import plain
+from efficient_attn.report.escape import plain, short
 from efficient_attn.report.figures import Chart, Series
-from efficient_attn.report.shorten import short
 
 # More lines are named in a legend.
 MOST_LABELS = 18

@@ -35,6 +35,14 @@ def plain(text: str) -> str:
     return _CONTROL.sub(" ", text)
 
 
+def short(text: str, most: int = 80) -> str:
+    """The text, or its beginning, an ellipsis and its end, `most` characters in all."""
+    if len(text) <= most:
+        return text
+    tail = most // 3
+    return f"{text[: most - tail - 1]}…{text[-tail:]}"
+
+
 def csv_cell(value: object) -> object:
     """Text that no spreadsheet runs; numbers stay numbers, None is empty."""
     if not isinstance(value, str):

@@ -1,7 +1,6 @@
 """Figures as plain data: rows of charts, each with its axes and its series."""
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from itertools import compress
 from typing import Any, NamedTuple
 
@@ -186,31 +185,3 @@ def in_rows(charts: Sequence[Chart], columns: int = 2) -> tuple[tuple[Chart | No
     if len(rows) > 1:
         rows[-1] += (None,) * (columns - len(rows[-1]))
     return tuple(rows)
-
-
-def with_common_limits(plots: Sequence[Plot]) -> list[Plot]:
-    """Plots whose charts of one title have the same limits, where the axes leave them open."""
-    groups: dict[tuple[str, str], list[Chart]] = {}
-    for plot in plots:
-        for chart in plot.charts:
-            groups.setdefault((plot.title, chart.title), []).append(chart.drawable())
-
-    def aligned(title: str, chart: Chart) -> Chart:
-        group = groups[title, chart.title]
-        edges = {
-            "x": _limits(chart.x, [x for other in group for one in other.series for x in one.x]),
-            "y": _limits(
-                chart.y,
-                [y for o in group for s in o.series for y in (*s.y, *s.low, *s.high) if y is not None],
-            ),
-        }
-        return chart._replace(x=chart.x._replace(limits=edges["x"]), y=chart.y._replace(limits=edges["y"]))
-
-    return [plot.map_charts(partial(aligned, plot.title)) for plot in plots]
-
-
-def _limits(axis: Axis, values: Sequence[float]) -> tuple[float, float] | None:
-    if axis.limits is not None or axis.scale == "linear" or not values:
-        return axis.limits
-    margin = (max(values) / min(values)) ** 0.05 or 1.0
-    return min(values) / margin, max(values) * margin

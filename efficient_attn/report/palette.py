@@ -12,7 +12,7 @@ DISPLAY_NAMES = {
     CEILING: "identity attention (upper bound)",
 }
 
-INK, MUTED, GRID, PAPER, NIGHT = "#222222", "#6b6b6b", "#e3e3e3", "#ffffff", "#14171c"
+INK, MUTED, GRID = "#222222", "#6b6b6b", "#e3e3e3"
 
 # The colours of Okabe and Ito (2008), made for all kinds of colour vision; exact attention is black.
 _OWN = {
@@ -58,32 +58,3 @@ def baseline_style(number: int = 0) -> dict[str, Any]:
 
 # The dashed line of the uniform-attention baseline and of guesses.
 UNIFORM_STYLE: dict[str, Any] = {"color": INK, "linestyle": (0, (4, 3)), "linewidth": 1.2, "marker": ""}
-
-
-def readable_on(paper: str, colour: str, *, contrast: float = 3.0) -> str:
-    """The colour, mixed with black or white until it stands out from the paper (WCAG 2.2, 1.4.11: 3 to 1)."""
-    goal = 0 if _luminance(paper) > 0.5 else 255
-    channels = _channels(colour)
-    for step in range(21):
-        mixed = [round(own + (goal - own) * step / 20) for own in channels]
-        found = "#" + "".join(f"{channel:02x}" for channel in mixed)
-        if contrast_of(found, paper) >= contrast:
-            break
-    return found
-
-
-def contrast_of(one: str, other: str) -> float:
-    """The ratio of luminances that WCAG 2.2 calls contrast, 1 to 21."""
-    light, dark = sorted((_luminance(one), _luminance(other)), reverse=True)
-    return (light + 0.05) / (dark + 0.05)
-
-
-def _luminance(colour: str) -> float:
-    """Relative luminance of an sRGB colour."""
-    shares = [channel / 255 for channel in _channels(colour)]
-    linear = [share / 12.92 if share <= 0.04045 else ((share + 0.055) / 1.055) ** 2.4 for share in shares]
-    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-
-
-def _channels(colour: str) -> list[int]:
-    return [int(colour[start : start + 2], 16) for start in (1, 3, 5)]

@@ -16,9 +16,6 @@ _NOISY = 0.1
 
 _NUMBER = re.compile(r"[-+]?\d")
 
-# A growth as it reads after escaping.
-_POWER = re.compile(r"\bn\\textasciicircum\{\}(\d+(?:\.\d+)?)")
-
 
 class Table(NamedTuple):
     """Plain text in rows; the first column names the row."""
@@ -85,10 +82,7 @@ def to_markdown(table: Table) -> str:
 def to_latex(table: Table) -> str:
     """The table as a LaTeX `table` that needs no package; numbers are aligned to the right."""
     sides = "".join("r" if right else "l" for right in right_aligned(table))
-    head, *body = (
-        " & ".join(_POWER.sub(r"$n^{\1}$", latex_cell(cell)) for cell in row) + r" \\"
-        for row in (table.columns, *table.rows)
-    )
+    head, *body = (" & ".join(map(latex_cell, row)) + r" \\" for row in (table.columns, *table.rows))
     notes = (rf"\par\smallskip {latex_cell(note)}" for note in table.notes)
     lines = [
         r"\begin{table}",

@@ -9,9 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from efficient_attn.report.error_table import show_error
+from efficient_attn.report.escape import short
 from efficient_attn.report.figures import Axis, Chart, Plot, in_rows
 from efficient_attn.report.palette import MUTED
-from efficient_attn.report.shorten import short
 
 _LONGEST_WORD = 14
 # Height of a chart with its words below it.

@@ -8,7 +8,8 @@ from efficient_attn.errors import DataError, UnknownNameError
 from efficient_attn.report.axes import draw
 from efficient_attn.report.escape import plain
 from efficient_attn.report.figures import Plot
-from efficient_attn.report.shorten import readable
+from efficient_attn.report.html import Run
+from efficient_attn.report.outputs import checked_look, write_all
 from efficient_attn.report.table import Table, to_html
 from efficient_attn.runner.record import Record
 from efficient_attn.runner.records import append
@@ -18,7 +19,16 @@ from efficient_attn.stats.rate import rate_shares
 from efficient_attn.stats.rows import flat_row, sample_rows
 from efficient_attn.studies import studies
 from efficient_attn.studies.plan import STUDY
-from efficient_attn.studies.run_files import ENVIRONMENT, RECORDS, open_folder, read_json, write_json
+from efficient_attn.studies.run_files import (
+    COMMAND,
+    ENVIRONMENT,
+    PLAN,
+    RECORDS,
+    open_folder,
+    read_json,
+    read_text,
+    write_json,
+)
 from efficient_attn.studies.view import View
 
 
@@ -138,10 +148,8 @@ class Results:
             DataError: If the folder cannot be written.
             OptionError: If figures cannot be drawn so, or nothing drawn has a name of `labels`.
         """
+        look = checked_look(labels, width, style)
         folder = open_folder(folder)
-        from efficient_attn.studies import report as redraw
-
-        look = redraw.checked_look(labels, width, style)
         paths = [folder / RECORDS]
         if not paths[0].exists():
             for record in self.records:
@@ -149,7 +157,7 @@ class Results:
         if self.environment:
             paths.append(write_json(folder / ENVIRONMENT, self.environment))
         try:
-            return paths + redraw.draw_run(self, folder, look)
+            return paths + write_all([self.as_run(folder.resolve().name, folder)], folder, look)
         except UnknownNameError:
             raise
         # Whatever goes wrong in drawing, the records are safe, and whoever measured them gets them back.
@@ -160,13 +168,23 @@ class Results:
             )
             return paths
 
-    def readable(self) -> "Results":
-        """The same with texts that are safe to show and no longer than somebody reads."""
-        return Results(
-            readable(self.records),
+    def as_run(self, label: str, home: Path) -> Run:
+        """Everything that a report shows of this run; command and plan from its folder."""
+        command = self.environment.get("command")
+        words = " ".join(map(str, command)) if isinstance(command, list) else ""
+        plots = {name: make() for name, make in self.plots().items()}
+        return Run(
+            label=label,
+            records=self.records,
+            plots={name: plot for name, plot in plots.items() if not plot.is_empty},
+            sentences=self.sentences(),
+            tables=self.tables(),
+            rows=self.summary(),
+            files=self.files(),
+            notes=self.notes,
             environment=self.environment,
-            interrupted=self.interrupted,
-            notes=map(plain, self.notes),
+            command=read_text(home / COMMAND) or words,
+            plan=read_text(home / PLAN),
         )
 
     def _reproduced(self) -> str | None:

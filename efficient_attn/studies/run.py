@@ -1,8 +1,13 @@
 """Run a plan: folder, lock, environment, resume, interrupt, noise warnings and files of every study."""
 
+import inspect
+import textwrap
+import typing
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 from efficient_attn.errors import OptionError
 from efficient_attn.measure.conditions import between, moment
@@ -77,3 +82,56 @@ def run_plan(
         if folder is not None:
             results.save(folder)
     return results
+
+
+# Options of every run, of the Python function of a study too.
+_OF_A_RUN = {
+    "out": "Folder to which every record is written as soon as it exists.",
+    "resume": "Continue the run in `out`; measured points are kept.",
+    "force_resume": "Continue it also under another torch, thread count or processor.",
+    "budget_s": "Seconds of measuring; points that do not fit are skipped.",
+}
+
+
+def function_of(study: Study) -> Callable[..., Results]:
+    """The study as a Python function: options of the plan, then options of every run."""
+
+    def run(*args: Any, **options: Any) -> Results:
+        of_run = {name: options.pop(name) for name in _OF_A_RUN if name in options}
+        options |= _renamed(study, options)
+        return run_plan(study, lambda: study.plan(*args, **options), **of_run)
+
+    signature = inspect.signature(study.plan)
+    shared = inspect.signature(run_plan).parameters
+    run.__signature__ = signature.replace(  # type: ignore[attr-defined]
+        parameters=[
+            *(one.replace(annotation=_plain(one.annotation)) for one in signature.parameters.values()),
+            *(shared[name] for name in _OF_A_RUN),
+        ],
+        return_annotation="Results",
+    )
+    run.__name__ = run.__qualname__ = study.name
+    declared = {one.name: one.option.help for one in study.parameters() if not one.option.hidden}
+    lines = [
+        textwrap.fill(f"{name}: {text}", 100, subsequent_indent="    ")
+        for name, text in (declared | _OF_A_RUN).items()
+    ]
+    arguments = textwrap.indent("\n".join(lines), "    ")
+    run.__doc__ = f"{inspect.getdoc(study.plan) or ''}\n\nArgs:\n{arguments}\n"
+    return run
+
+
+def _renamed(study: Study, options: dict[str, Any]) -> dict[str, Any]:
+    """Values of former parameter names, taken out of the options."""
+    found = {}
+    for one in study.parameters():
+        for flag in one.option.old:
+            if (former := flag.removeprefix("--").replace("-", "_")) in options:
+                warnings.warn(f"{former} is now {one.name}.", DeprecationWarning, stacklevel=3)
+                found[one.name] = options.pop(former)
+    return found
+
+
+def _plain(annotation: Any) -> Any:
+    """The type alone, as a reader of the signature wants it."""
+    return typing.get_args(annotation)[0] if typing.get_origin(annotation) is typing.Annotated else annotation

@@ -67,6 +67,16 @@ def entry(environment: Any, path: Sequence[str]) -> str:
     return "unknown" if environment is None else plain(str(environment))[:80]
 
 
+def read_text(path: Path) -> str:
+    """The text of a file that need not be there."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").strip()
+    except FileNotFoundError:
+        return ""
+    except OSError as error:
+        raise DataError(f"Cannot read {path}: {error.strerror}.") from None
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in a file of a run."""
     try:

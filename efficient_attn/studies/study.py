@@ -2,9 +2,7 @@
 
 import importlib.util
 import inspect
-import textwrap
 import typing
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,9 +15,6 @@ from efficient_attn.studies.plan import Plan
 if TYPE_CHECKING:
     from efficient_attn.runner.record import Record
     from efficient_attn.studies.view import View
-
-# Options of every run, declared by `run_plan`; the Python function of a study has them too.
-_OF_A_RUN = ("out", "resume", "force_resume", "budget_s")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,44 +118,6 @@ class Study:
             if declared:
                 yield Parameter(name=name, type=kind, default=parameter.default, option=declared[0])
 
-    def _renamed(self, options: dict[str, Any]) -> dict[str, Any]:
-        """Values of former parameter names, taken out of the options."""
-        found = {}
-        for one in self.parameters():
-            for flag in one.option.old:
-                if (former := flag.removeprefix("--").replace("-", "_")) in options:
-                    warnings.warn(f"{former} is now {one.name}.", DeprecationWarning, stacklevel=4)
-                    found[one.name] = options.pop(former)
-        return found
-
-    def function(self) -> Callable[..., Any]:
-        """The study as a Python function: options of the plan, then options of every run."""
-        # Plans are made without torch, which the loop loads.
-        from efficient_attn.studies.run import run_plan
-
-        def run(*args: Any, **options: Any) -> Any:
-            of_run = {name: options.pop(name) for name in _OF_A_RUN if name in options}
-            options |= self._renamed(options)
-            return run_plan(self, lambda: self.plan(*args, **options), **of_run)
-
-        signature = inspect.signature(self.plan)
-        shared = inspect.signature(run_plan).parameters
-        run.__signature__ = signature.replace(  # type: ignore[attr-defined]
-            parameters=[
-                *(one.replace(annotation=_plain(one.annotation)) for one in signature.parameters.values()),
-                *(shared[name] for name in _OF_A_RUN),
-            ],
-            return_annotation="Results",
-        )
-        run.__name__ = run.__qualname__ = self.name
-        run.__doc__ = _docstring(self)
-        return run
-
-
-def _plain(annotation: Any) -> Any:
-    """The type alone, as a reader of the signature wants it."""
-    return typing.get_args(annotation)[0] if typing.get_origin(annotation) is typing.Annotated else annotation
-
 
 def by_option(study: Study, given: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments of the plan from the texts and values of the command line."""
@@ -179,24 +136,6 @@ def _check_range(one: Parameter, value: Any) -> None:
         raise OptionError(f"{one.flag} is at least {least:g}, not {value}.")
     if value is not None and most is not None and value > most:
         raise OptionError(f"{one.flag} is at most {most}, not {value}.")
-
-
-def _docstring(study: Study) -> str:
-    """The planning function's docstring with an Args section made from the declarations."""
-    own = inspect.getdoc(study.plan) or ""
-    listed = "\n".join(
-        textwrap.fill(f"{one.name}: {one.option.help}", 100, subsequent_indent="    ")
-        for one in study.parameters()
-        if not one.option.hidden
-    )
-    run = (
-        "out: Folder to which every record is written as soon as it exists.\n"
-        "resume: Continue the run in `out`; measured points are kept.\n"
-        "force_resume: Continue it also under another torch, thread count or processor.\n"
-        "budget_s: Seconds of measuring; points that do not fit are skipped."
-    )
-    arguments = textwrap.indent("\n".join([listed, run]), "    ")
-    return f"{own}\n\nArgs:\n{arguments}\n"
 
 
 def joined(values: Any) -> Any:

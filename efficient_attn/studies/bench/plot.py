@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from functools import partial
 
 from efficient_attn.errors import UnknownNameError
+from efficient_attn.report.escape import short
 from efficient_attn.report.figures import Axis, Chart, Plot, Series
 from efficient_attn.report.palette import line_styles
-from efficient_attn.report.shorten import short
 from efficient_attn.runner.records import Case, Record
 from efficient_attn.runner.units import show_bytes, show_seconds
 from efficient_attn.stats.curves import QUANTITIES, Curve, by_subject, curves
