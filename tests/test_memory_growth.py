@@ -14,9 +14,9 @@ HEADS, DIM, FLOAT, MIB = 8, 64, 4, 2**20
 # Log-sum-exps as the kernel orders them and as they are kept, and a sign of one byte for each.
 ROW_NUMBERS = 2.5
 LENGTHS = (2048, 4096, 16384, 65536)
-# Standard deviation of queries and keys, and the limit of the constant part of the peak. From the first large
-# exponent on, which Gaussian inputs of deviation 1 reach in a few draws of the longest length, causal features
-# are relative to running maxima, kept for every feature, and chunks are held once more: 2.6 MiB.
+# Standard deviation of queries and keys, and the limit of the constant part of the peak. From the first
+# large exponent on, which Gaussian inputs of deviation 1 reach in a few draws of the longest length, causal
+# features are relative to running maxima, kept for every feature, and chunks are held once more: 2.6 MiB.
 SMALL, LARGE = 0.5, 4.0
 CONSTANT = {SMALL: 4 * MIB, LARGE: 6 * MIB}
 BACKENDS = [
