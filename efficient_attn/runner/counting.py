@@ -1,11 +1,9 @@
-"""Operation counts of the measured call, and the peak rate of the machine."""
+"""Operation counts of the measured call."""
 
-import functools
 from dataclasses import replace
 from typing import Any
 
 from efficient_attn.backends import resolve
-from efficient_attn.measure.rate import product_rate
 from efficient_attn.problem import AttentionProblem
 from efficient_attn.registry import BackendSpec
 from efficient_attn.runner.records import Case
@@ -39,13 +37,3 @@ def flops(case: Case, spec: BackendSpec, *, feed_forward_dim: int) -> int | None
 def attention_flops(case: Case, target: Any) -> int | None:
     """Operations of the attention of one layer of the case; None if the backend does not count them."""
     return flops(replace(case, of="attention"), resolve(target), feed_forward_dim=0)
-
-
-@functools.cache
-def machine_rate(dtype: str, device: str, threads: int) -> float:
-    """Peak operations per second of large matrix products, measured once per process and setting.
-
-    Args:
-        threads: Current number of threads.
-    """
-    return product_rate(dtype, device)

@@ -87,15 +87,11 @@ def memory_of(case: Case, call: Call, *, first: Call | None = None) -> Record:
 
 def _measure_time(case: Case, target: Any, seconds: float, inputs: str | None) -> Record:
     from efficient_attn.runner import calls
-    from efficient_attn.runner.counting import machine_rate
 
     prepared = calls.prepare(case, target, inputs)
-    # Without an operation count the machine's rate is not needed.
-    rate = None if prepared.flops is None else machine_rate(case.dtype, case.device, case.threads)
     return replace(
         time_of(case, prepared.call, seconds=seconds, first=prepared.checked),
         flops=prepared.flops,
-        matmul_flops_per_s=rate,
         calibrated_on=prepared.calibrated_on,
     )
 

@@ -7,7 +7,7 @@ from efficient_attn.runner.record import Record
 from efficient_attn.stats.rounds import call_time
 
 
-def flat_row(record: Record, rate_share: float | None = None) -> dict[str, Any]:
+def flat_row(record: Record) -> dict[str, Any]:
     """One flat row: options as columns of their own, times by their median, raw lists left out."""
     row = _flat(record)
     if record.times_s:
@@ -17,7 +17,6 @@ def flat_row(record: Record, rate_share: float | None = None) -> dict[str, Any]:
             "time_low_s": times.low,
             "time_high_s": times.high,
             "samples": times.samples,
-            "rate_share": rate_share,
         }
     return row
 

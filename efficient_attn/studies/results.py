@@ -15,7 +15,6 @@ from efficient_attn.runner.record import Record
 from efficient_attn.runner.records import append
 from efficient_attn.runner.records import read as read_records
 from efficient_attn.stats.noise_warnings import doubts
-from efficient_attn.stats.rate import rate_shares
 from efficient_attn.stats.rows import flat_row, sample_rows
 from efficient_attn.studies import studies
 from efficient_attn.studies.plan import STUDY
@@ -70,8 +69,7 @@ class Results:
 
         if raw:
             return pandas.DataFrame([row for record in self.records for row in sample_rows(record)])
-        shares = rate_shares(self.records)
-        return pandas.DataFrame([flat_row(record, shares.get(record.case.key)) for record in self.records])
+        return pandas.DataFrame([flat_row(record) for record in self.records])
 
     def tables(self) -> list[Table]:
         """What was measured, as tables of text."""

@@ -5,7 +5,6 @@ from typing import Any, NamedTuple
 
 from efficient_attn.runner.records import Record
 from efficient_attn.stats.curves import YARDSTICK, Curve, curves, partner
-from efficient_attn.stats.rate import rate_shares
 from efficient_attn.stats.rounds import Typical, time_ratio
 from efficient_attn.studies.view import Environment
 
@@ -19,7 +18,6 @@ _COLUMNS = (
     "time_high_s",
     "samples",
     "flops",
-    "rate_share",
     "peak_bytes",
     "parameter_bytes",
     "state_bytes",
@@ -43,7 +41,6 @@ class Gain(NamedTuple):
 def rows(records: Sequence[Record], environment: Environment | None = None) -> list[dict[str, Any]]:
     """One flat row per backend and length: medians with intervals, bytes, and reasons for missing values."""
     found: dict[tuple[str, int], dict[str, Any]] = {}
-    shares = rate_shares(records)
     for quantity in _QUANTITIES:
         for curve in curves(records, quantity):
             for point in curve.points:
@@ -53,7 +50,7 @@ def rows(records: Sequence[Record], environment: Environment | None = None) -> l
                 if quantity == "time_s":
                     row["time_low_s"], row["time_high_s"] = point.low, point.high
                     row["samples"] = len(point.record.times_s or ())
-                    row["flops"], row["rate_share"] = point.record.flops, shares.get(point.record.case.key)
+                    row["flops"] = point.record.flops
                 if point.record.status != "ok":
                     row["status"], row["reason"] = point.record.status, point.record.reason
     return [{**dict.fromkeys(_COLUMNS), "status": "ok", **row} for row in found.values()]

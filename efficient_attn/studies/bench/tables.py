@@ -1,36 +1,32 @@
-"""Tables of time, peak memory and share of peak throughput of every backend, with failures."""
+"""Tables of time and peak memory of every backend, with failures."""
 
 from collections.abc import Mapping, Sequence
 
-from efficient_attn.report.table import Table, show_growth, show_ratio, show_spread, three_digits
+from efficient_attn.report.table import Table, show_growth, show_ratio, show_spread
 from efficient_attn.runner.records import Record
 from efficient_attn.stats.curves import YARDSTICK, Curve, Point, by_subject, curves
-from efficient_attn.stats.rate import exceeding, rate_shares
 from efficient_attn.stats.rounds import FEWEST_ROUNDS, round_times
 from efficient_attn.studies.bench.analysis import gains
 
 # Lengths of one table; of more the shortest are left out and only the files hold them.
 _MOST_LENGTHS = 8
 
-_MILLISECOND, _MEBIBYTE, _GIGA = 1e-3, 2.0**20, 1e9
-
-_SHARE = "share of rate"
+_MILLISECOND, _MEBIBYTE = 1e-3, 2.0**20
 
 
 def cost_tables(records: Sequence[Record]) -> list[Table]:
     """The tables of a benchmark: time, then peak memory, as far as they were measured."""
     made = []
-    shares = rate_shares(records)
     for subject, group in by_subject(records).items():
         place = "" if subject == "attention" else f" of the {subject}"
         times = curves(group, "time_s")
         if times:
             ratios = {gain.label: show_ratio(gain.ratio) for gain in gains(times)}
             speed = {curve.label: "1" for curve in times if curve.backend == YARDSTICK} | ratios
-            extra = {"speed, exact = 1": speed if ratios else {}, _SHARE: _shares(times, shares)}
+            extra = {"speed, exact = 1": speed if ratios else {}}
             table = _cost_table(f"Time per call{place}, ms", times, _MILLISECOND, extra)
             timed = [point.record for curve in times for point in curve.measured]
-            made.append(table._replace(notes=(*table.notes, _model(timed), *_rates(times, shares))))
+            made.append(table._replace(notes=(*table.notes, _model(timed))))
         peaks = curves(group, "peak_bytes")
         if peaks:
             bytes_of = {"weights": "parameter_bytes", "state": "state_bytes"}
@@ -75,36 +71,6 @@ def _cost_table(
         tuple(map(tuple, rows)),
         tuple(notes * (len(lengths) > _MOST_LENGTHS)) + _failures(all_curves),
     )
-
-
-def _shares(all_curves: Sequence[Curve], shares: Mapping[str, float]) -> dict[str, str]:
-    """Each backend's share of the matmul rate at its longest length, if known."""
-    longest = {
-        curve.label: shares.get(curve.measured[-1].record.case.key) for curve in all_curves if curve.measured
-    }
-    return {
-        label: f"{share:.0%}" if share >= 0.1 else f"{share:.1%}" for label, share in longest.items() if share
-    }
-
-
-def _rates(all_curves: Sequence[Curve], shares: Mapping[str, float]) -> tuple[str, ...]:
-    """The measured peak matmul rate, and the reasons for omitted shares."""
-    notes = []
-    longest = [curve.measured[-1].record for curve in all_curves if curve.measured]
-    told = [record.matmul_flops_per_s for record in longest if record.case.key in shares]
-    if rates := [rate / _GIGA for rate in told if rate]:
-        low, high = (three_digits(rate) for rate in (min(rates), max(rates)))
-        notes.append(
-            f"{_SHARE}: counted operations per second at the longest length, over what large matrix products "
-            f"reach here: {low if low == high else f'{low} to {high}'} GFLOP/s."
-        )
-    if faster := exceeding(point.record for curve in all_curves for point in curve.measured):
-        first = faster[0].case
-        notes.append(
-            f"{_SHARE}: not told where a call ({first.label} at {first.tokens} tokens) was faster than "
-            "the large matrix products, which something else held up; an idle machine would settle it."
-        )
-    return tuple(notes)
 
 
 def _largest(records: Sequence[Record], quantity: str) -> dict[str, str]:
