@@ -123,15 +123,8 @@ def test_the_plot_has_a_panel_per_input_each_with_the_yardstick():
     assert "▲ performer-trig: 800 to 900" in texts(drawn[0])
 
 
-def test_a_plot_on_given_axes_needs_one_for_each_input():
-    from matplotlib.figure import Figure
-
+def test_a_plot_of_errors_refuses_another_axis():
     one = made_up((0.9, 0.8), (9.0, 8.0), (0.9, 0.1), 0.5)
-    ax = Figure().subplots()
-    assert ea.Results(one).plot(ax=ax) is ax
-    two = [*one, *made_up((0.9, 0.8), (9.0, 8.0), (0.9, 0.1), 0.5, inputs="encoder(layer=1)")]
-    with pytest.raises(OptionError, match="ax is one for each of the 2 charts"):
-        ea.Results(two).plot(ax=ax)
     with pytest.raises(OptionError, match="x is size for errors, not 'tokens'"):
         ea.Results(one).plot("output_relative_error", "tokens")
 

@@ -4,13 +4,11 @@ import csv
 import io
 import re
 from dataclasses import replace
-from itertools import pairwise
 
 import pytest
-from matplotlib.figure import Figure
 from rich.console import Console
 
-from efficient_attn.errors import DataError, OptionError, UnknownNameError
+from efficient_attn.errors import DataError, UnknownNameError
 from efficient_attn.report import table as tables
 from efficient_attn.runner.records import Case, Record, append
 from efficient_attn.studies.results import Results, read
@@ -84,11 +82,11 @@ def test_where_nothing_is_faster_the_sentence_says_so():
     assert "it does not pay from 4 to 8 tokens; at 8 it is 16 times slower." in Results(slow).sentences()[-1]
 
 
-def test_a_plot_draws_every_backend_on_given_or_own_axes():
+def test_a_plot_draws_every_backend():
     results = Results(records())
-    ax = Figure().subplots()
-    assert results.plot(ax=ax) is ax
-    assert {text.get_text() for text in ax.texts} >= {"exact", "window"}
+    ax = results.plot()
+    (legend,) = ax.figure.legends
+    assert [text.get_text() for text in legend.texts] == ["exact", "window"]
     assert ax.get_xscale() == ax.get_yscale() == "log"
     assert len(results.plot("peak_bytes").lines) == 2
 
@@ -101,16 +99,6 @@ def test_attention_and_block_have_panels_of_their_own_in_which_a_backend_looks_a
     for ax in (first, second):
         assert [line.get_label() for line in ax.lines] == ["exact", "window"]
     assert [line.get_color() for line in first.lines] == [line.get_color() for line in second.lines]
-    with pytest.raises(OptionError, match=r"ax is one for each of the 2 charts \(Attention, Block\), not 1"):
-        results.plot(ax=Figure().subplots())
-
-
-def test_names_at_the_ends_of_lines_do_not_overlap():
-    labels = [f"window(window={2 * i + 1})" for i in range(6)]
-    ax = Results(records(labels=labels)).plot()
-    heights = sorted(text.xyann[1] for text in ax.texts if text.get_text() in labels)
-    # Text of 9 points on axes of about 2.8 inches is 0.045 of their height.
-    assert min(b - a for a, b in pairwise(heights)) > 0.045
 
 
 def test_quantities_and_axes_that_do_not_exist_are_refused_by_name():

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from efficient_attn.errors import OptionError, UnknownNameError
-from efficient_attn.report.end_labels import MOST_LABELS, label_ends, move_apart
 from efficient_attn.report.escape import plain, short
 from efficient_attn.report.figures import Axis, Chart, Plot, Series
+from efficient_attn.report.markers import move_apart
 from efficient_attn.report.palette import GRID, INK, MUTED
 
 # Wide enough for two charts side by side, and narrow enough for a phone.
@@ -48,7 +48,6 @@ def draw(
     width: float | None = None,
     style: str = "screen",
     labels: Mapping[str, str] | None = None,
-    ax: Any = None,
 ) -> list[Any]:
     """Draw the charts; their matplotlib axes, on a figure without the window that pyplot would open.
 
@@ -56,18 +55,9 @@ def draw(
         width: Width of the figure in inches, at which letters have their stated sizes.
         style: `screen`, or `paper`: small letters and no title.
         labels: {label: text in its place}.
-        ax: Axes for the only chart, or one for each, instead of a new figure.
     """
     sizes = sizes_of(style)
     plot = plot.renamed(labels or {}).scaled(sizes.lines).map_charts(Chart.drawable)
-    if ax is not None:
-        axes = _given(ax, plot)
-        for one, chart in zip(axes, plot.charts, strict=True):
-            chart = chart._replace(title=chart.title or plot.title)
-            _draw_chart(one, chart, sizes)
-            _write_notes(one, chart, sizes)
-            move_apart(one, chart)
-        return axes
     width = checked_width(width)
     rows = _reflowed(plot.rows, width)
     with _settings(sizes):
@@ -127,8 +117,6 @@ def _on_a_figure(plot: Plot, rows: Sequence[Sequence[Chart | None]], width: floa
     lines += _write_title(figure, plot, sizes) if sizes.titled else 0
     figure.set_figheight(sum(heights) + lines * _LINE * sizes.small * _POINT)
     axes = [ax for ax, _ in drawn]
-    if plot.finish is not None:
-        plot.finish(axes)
     _lay_out(figure)
     for ax, chart in drawn:
         # Now the size of the axes without their texts is known.
@@ -168,14 +156,6 @@ def _settings(sizes: Style) -> Iterator[None]:
         yield
 
 
-def _given(ax: Any, plot: Plot) -> list[Any]:
-    axes = list(ax) if isinstance(ax, (list, tuple)) else [ax]
-    if len(axes) != len(plot.charts):
-        names = ", ".join(chart.title for chart in plot.charts)
-        raise OptionError(f"ax is one for each of the {len(plot.charts)} charts ({names}), not {len(axes)}.")
-    return axes
-
-
 def _reflowed(rows: Sequence[Sequence[Chart | None]], width: float) -> list[Sequence[Chart | None]]:
     """Rows whose charts are wide enough, in the same order."""
     found: list[Sequence[Chart | None]] = []
@@ -195,8 +175,7 @@ def _height(row: Sequence[Chart | None], width: float, sizes: Style) -> float:
     for chart in filter(None, row):
         texts = (chart.title, *chart.notes, chart.x.label)
         lines = sum(_wrapped(text, 0.75 * own, sizes.small).count("\n") + bool(text) for text in texts) + 2
-        ends = len(chart.series) * line if _names_ends(chart) else 0.0
-        heights.append(lines * line + max(chart.height or (_ALONE if own == width else _BESIDE) * own, ends))
+        heights.append(lines * line + (chart.height or (_ALONE if own == width else _BESIDE) * own))
     return max(heights)
 
 
@@ -269,8 +248,6 @@ def _draw_chart(ax: Any, chart: Chart, sizes: Style) -> None:
     _write_texts(ax, chart, sizes)
     if chart.draw is not None:
         chart.draw(ax)
-    if _names_ends(chart):
-        label_ends(ax, chart.series, sizes.small)
 
 
 def _write_texts(ax: Any, chart: Chart, sizes: Style) -> None:
@@ -293,10 +270,6 @@ def _write_notes(ax: Any, chart: Chart, sizes: Style) -> None:
     """Write the notes into the empty lines below the title."""
     if notes := _notes(ax, chart, sizes):
         _write_below(ax, ax._left_title, notes, sizes)
-
-
-def _names_ends(chart: Chart) -> bool:
-    return chart.ends and len(chart.series) <= MOST_LABELS
 
 
 def _draw_series(ax: Any, one: Series, zorder: float) -> None:

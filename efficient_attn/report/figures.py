@@ -64,7 +64,6 @@ class Chart(NamedTuple):
 
     Attributes:
         notes: Lines below the title.
-        ends: Series are named where they end, in place of a legend.
         apart: Series whose markers coincide are moved sideways.
         height: Inches, at full width; None follows the width.
         draw: Draws on the matplotlib axes whatever is no series.
@@ -75,7 +74,6 @@ class Chart(NamedTuple):
     series: tuple[Series, ...] = ()
     title: str = ""
     notes: tuple[str, ...] = ()
-    ends: bool = False
     apart: bool = False
     height: float | None = None
     draw: Callable[[Any], None] | None = None
@@ -104,8 +102,7 @@ class Plot(NamedTuple):
 
     Attributes:
         rows: None leaves a gap, so that the charts of a shorter row keep their width.
-        legend: Series of the legend; None: series of the charts that are not named at their ends.
-        finish: Called with all matplotlib axes when the charts are drawn.
+        legend: Series of the legend; None: series of all charts.
     """
 
     title: str
@@ -113,7 +110,6 @@ class Plot(NamedTuple):
     rows: tuple[tuple[Chart | None, ...], ...]
     legend: tuple[Series, ...] | None = None
     legend_title: str = ""
-    finish: Callable[[Sequence[Any]], None] | None = None
 
     @property
     def charts(self) -> tuple[Chart, ...]:
@@ -135,7 +131,7 @@ class Plot(NamedTuple):
     @property
     def entries(self) -> tuple[Series, ...]:
         """Series of the legend, each text once."""
-        named = [one for chart in self.charts if not chart.ends for one in chart.drawable().series]
+        named = [one for chart in self.charts for one in chart.drawable().series]
         found = {one.text: one for one in (named if self.legend is None else self.legend) if one.text}
         return tuple(found.values())
 

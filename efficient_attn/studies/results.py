@@ -80,7 +80,6 @@ class Results:
         y: str | None = None,
         x: str | None = None,
         *,
-        ax: Any = None,
         labels: Mapping[str, str] | None = None,
         width: float | None = None,
         style: str = "screen",
@@ -88,12 +87,11 @@ class Results:
         """Draw a quantity against tokens, an error against the size, or the figure of a study; the axes.
 
         Args:
-            ax: Axes for the only chart, or one for each; a new figure is made if left out.
             labels: {name: text}: texts for the legend in place of the names of lines.
             width: Of the figure, in inches, at which letters have their stated sizes.
             style: `screen`, or `paper`: small letters and no title.
         """
-        return draw(self._plot(y, x), ax=ax, labels=labels, width=width, style=style)[0]
+        return draw(self._plot(y, x), labels=labels, width=width, style=style)[0]
 
     def _plot(self, y: str | None, x: str | None) -> Plot:
         """The plot by the first view that knows the quantity."""

@@ -1,76 +1,73 @@
-"""What backends look at: the weights that they imply on a text, beside those of exact attention."""
+"""Attention weights that backends imply on a text, as heat maps with the words on the axes."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from efficient_attn.contained import contained, described
 from efficient_attn.errors import OptionError, ShapeError
 from efficient_attn.report.axes import draw
 from efficient_attn.report.error_table import describe, show_error
+from efficient_attn.report.escape import short
+from efficient_attn.report.figures import Axis, Chart, Plot, in_rows
 from efficient_attn.report.table import Table
-from efficient_attn.report.weights_plot import WeightsMap, weights_plot
 from efficient_attn.runner.variants import Variant, select
 from efficient_attn.stats.curves import YARDSTICK
 
-DEFAULT_TOKENS = "0:24"
-# It looks nearby, at the beginning, and sometimes far away: all that backends differ in.
-DEFAULT_HEAD = 6
-# Exact attention in another way, and another estimate of the same kind, would be the same picture twice.
-DEFAULT_BACKENDS = (
-    "exact",
-    "window-clusters",
-    "window",
-    "linformer",
-    "performer-full",
-    "performer-positive",
-)
+# One backend of each kind: another estimate of the same kind would be the same picture twice.
+_BACKENDS = ("exact", "window-clusters", "window", "linformer", "performer-full", "performer-positive")
+
+_LONGEST_WORD, _HEIGHT_INCHES = 14, 3.2
+_COLOURS = ("#a3123a", "#e8879c", "#ffffff", "#5a9bd4", "#08306b")
+_SCALE = "a row: weights of one query, from white (0) to dark blue (1); weights below zero are red"
 
 
+class WeightsMap(NamedTuple):
+    """The weights of one backend in one head.
+
+    Attributes:
+        weights: Weights of the queries and keys on the axes, [queries keys].
+        error: Relative error of the output of this head.
+        entropy: Mean attention entropy of the rows, nats; None if a weight is below zero.
+    """
+
+    label: str
+    weights: NDArray[np.floating]
+    error: float
+    entropy: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Shown:
     """Heat maps that were computed.
 
     Attributes:
         maps: Exact attention first.
-        words: Those on the axes.
-        title: What is shown.
-        keys: How many keys a query reads.
-        notes: What could not be shown, and why.
+        words: Tokens on both axes.
+        notes: Backends that could not be shown, with reasons.
     """
 
-    def __init__(
-        self, maps: Sequence[WeightsMap], words: Sequence[str], *, title: str, keys: int, notes: Sequence[str]
-    ) -> None:
-        self.maps, self.words, self.notes = tuple(maps), tuple(words), tuple(notes)
-        self.title, self.keys = title, keys
+    maps: tuple[WeightsMap, ...]
+    words: tuple[str, ...]
+    title: str
+    notes: tuple[str, ...] = ()
 
     def plot(self) -> Any:
-        """The figure."""
-        more = f"{self.keys - len(self.words)} others"
-        return draw(weights_plot(self.maps, self.words, title=self.title, keys=self.keys, more=more))[
-            0
-        ].figure
+        """The figure: a chart for each backend, all in one scale of colours."""
+        charts = [_chart(one, self.words) for one in self.maps]
+        return draw(Plot(self.title, _SCALE, in_rows(charts), ()))[0].figure
 
     def table(self) -> Table:
-        """The numbers of the titles."""
-        rows = tuple(
-            (
-                one.label,
-                show_error(one.error),
-                "–" if one.entropy is None else f"{one.entropy:.2f}",
-                f"{one.lowest:.2g}",
-                f"{float(one.elsewhere.mean()):.0%}",
-            )
-            for one in self.maps
+        """The numbers below the titles of the charts."""
+        rows = tuple((one.label, show_error(one.error), _entropy(one)) for one in self.maps)
+        return Table(
+            self.title, ("backend", "error of the output", "entropy of a row, nats"), rows, self.notes
         )
-        columns = (
-            "backend",
-            "error of the output",
-            "entropy of a row, nats",
-            "lowest weight",
-            "to other keys",
-        )
-        return Table(self.title, columns, rows, self.notes)
 
 
 def show(
@@ -78,8 +75,8 @@ def show(
     *,
     inputs: str | Path = "encoder",
     layer: int | None = None,
-    head: int = DEFAULT_HEAD,
-    tokens: str = DEFAULT_TOKENS,
+    head: int = 6,
+    tokens: str = "0:24",
     options: Mapping[str, Mapping[str, Sequence[Any]]] | None = None,
     seed: int = 0,
 ) -> Shown:
@@ -115,9 +112,9 @@ def show(
                 maps.append(_map(variant, subject, head, span))
         except Exception as failure:  # The backend may be anybody's code: whatever it raises is its result.
             notes.append(f"{variant.label}: {described(failure)}")
-    words = words_of(inputs, subject.tokens)[span]
+    words = tuple(words_of(inputs, subject.tokens)[span])
     title = f"Attention weights: {describe(subject.name)}, head {head}; {subject.tokens} keys"
-    return Shown(maps, words, title=title, keys=subject.tokens, notes=notes)
+    return Shown(maps=tuple(maps), words=words, title=title, notes=tuple(notes))
 
 
 def _chosen(
@@ -126,7 +123,7 @@ def _chosen(
     """The variants, exact attention first."""
     from efficient_attn.backends import list_backends
 
-    named = [name for name in DEFAULT_BACKENDS if name in list_backends()] if backends is None else backends
+    named = [name for name in _BACKENDS if name in list_backends()] if backends is None else backends
     chosen = select(named, options)
     exact = [variant for variant in chosen if variant.backend == YARDSTICK] or select([YARDSTICK])
     return (*exact, *(variant for variant in chosen if variant.backend != YARDSTICK))
@@ -135,7 +132,7 @@ def _chosen(
 def _span(text: str, tokens: int) -> slice:
     first, colon, last = text.partition(":")
     if not (colon and first.strip().isdecimal() and last.strip().isdecimal()):
-        raise OptionError(f"tokens are a range such as {DEFAULT_TOKENS}, not {text!r}.")
+        raise OptionError(f"tokens are a range such as 0:24, not {text!r}.")
     if not int(first) < int(last) <= tokens:
         raise OptionError(f"tokens are a range within 0:{tokens}, not {text!r}.")
     return slice(int(first), int(last))
@@ -156,12 +153,26 @@ def _map(variant: Variant, subject: Any, head: int, span: slice) -> WeightsMap:
         weights = backend.attention_weights(q, k)[0, head]
     if weights.shape != (subject.tokens, subject.tokens):
         raise ShapeError(f"output {list(weights.shape)} is not as wide as the values, {subject.tokens}.")
-    rows = weights[span]
-    return WeightsMap(
-        label=variant.label,
-        weights=rows[:, span].numpy(),
-        elsewhere=(rows.sum(dim=-1) - rows[:, span].sum(dim=-1)).numpy(),
-        error=float(error),
-        entropy=entropy(weights),
-        lowest=float(weights.min()),
-    )
+    return WeightsMap(variant.label, weights[span, span].numpy(), float(error), entropy(weights))
+
+
+def _chart(one: WeightsMap, words: Sequence[str]) -> Chart:
+    ticks = {float(number): short(word, _LONGEST_WORD) for number, word in enumerate(words)}
+    notes = (f"error {show_error(one.error)}", f"attention entropy {_entropy(one)} nats")
+    x, y = Axis("key", ticks=ticks), Axis("query", ticks=ticks)
+    return Chart(x, y, title=one.label, notes=notes, height=_HEIGHT_INCHES, draw=partial(_draw, one))
+
+
+def _draw(one: WeightsMap, ax: Any) -> None:
+    from matplotlib.colors import LinearSegmentedColormap, Normalize
+
+    # Equal steps of colour are equal steps of the root: most weights are small.
+    roots = np.sign(one.weights) * np.sqrt(np.abs(one.weights))
+    colours = LinearSegmentedColormap.from_list("weights", _COLOURS)
+    ax.imshow(roots, cmap=colours, norm=Normalize(-1, 1), interpolation="nearest", aspect="auto")
+    ax.tick_params(length=0, pad=2)
+    ax.grid(visible=False)
+
+
+def _entropy(one: WeightsMap) -> str:
+    return "–" if one.entropy is None else f"{one.entropy:.2f}"

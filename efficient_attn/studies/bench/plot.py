@@ -1,4 +1,4 @@
-"""Plots of a benchmark: time and memory against tokens, on logarithmic axes, each line named at its end."""
+"""Plots of a benchmark: time and memory against tokens, on logarithmic axes."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -58,7 +58,6 @@ def cost_plot(records: Sequence[Record], y: str = "time_s") -> Plot:
             ),
             Axis(scale="log", show=show_seconds) if y == "time_s" else Axis(scale="log2", show=show_bytes),
             tuple(_series(curve, styles[curve.label]) for curve in group),
-            ends=True,
         )
         title = subject if len(drawn) > 1 or subject not in ("", "attention") else ""
         charts.append(chart._replace(title=title[:1].upper() + title[1:]))

@@ -1,77 +1,16 @@
-"""Names at the ends of lines, and markers that coincide, moved until each can be read."""
+"""Markers that coincide, moved or left out until each can be seen."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from efficient_attn.report.escape import plain, short
+from efficient_attn.report.escape import plain
 from efficient_attn.report.figures import Chart, Series
-
-# More lines are named in a legend.
-MOST_LABELS = 18
-_LONGEST_NAME = 36
-
-# Distance of two names, in heights of their letters.
-_LINE = 1.35
 
 # Marker widths by which a series is moved sideways, in the order in which they are tried; a line, whose
 # form would suffer, stays near its place.
 _MOVES = (0.0, 0.6, -0.6, 1.2, -1.2, 1.8, 2.4, -2.4, 3.6, 4.8, -3.6)
 _MOVES_OF_A_LINE = _MOVES[:5]
-
-
-def label_ends(ax: Any, series: Sequence[Series], size: float) -> None:
-    """Write each name at the end of its line, moved up or down to avoid overlap."""
-    if not series:
-        return
-    ends = [(one.x[-1], one.y[-1]) for one in series]
-    places = ax.transAxes.inverted().transform(ax.transData.transform(ends))
-    longest = max(x for x, _ in ends)
-    order = sorted(range(len(series)), key=lambda number: places[number][1])
-    # The layout may still take some of the height.
-    least = _LINE * size / 72 / (0.9 * ax.bbox.height / ax.figure.dpi)
-    heights = _spread([float(places[number][1]) for number in order], least)
-    for height, number in zip(heights, order, strict=True):
-        one, colour = series[number], series[number].style["color"]
-        moved = abs(height - places[number][1]) > 0.01 or ends[number][0] < longest
-        ax.annotate(
-            plain(short(one.text, _LONGEST_NAME)),
-            xy=ends[number],
-            xytext=(1.03, height),
-            textcoords="axes fraction",
-            color=colour,
-            fontsize=size,
-            fontweight="bold" if one.style.get("linewidth", 0) > 2 else "normal",
-            va="center",
-            annotation_clip=False,
-            parse_math=False,
-            arrowprops={
-                "arrowstyle": "-",
-                # From the middle of the name's left edge.
-                "relpos": (0, 0.5),
-                "color": colour,
-                "linewidth": 0.7,
-                "alpha": 0.6 if moved else 0.0,
-                # Clipping the part within the name would take long.
-                "patchA": None,
-                "shrinkA": 3,
-                "shrinkB": 4,
-            },
-        )
-
-
-def _spread(heights: Sequence[float], least: float) -> list[float]:
-    """Rising heights moved apart to the least distance, as little as possible, kept around the axis."""
-    placed = list(heights)
-    # Overlapping neighbours share the move; a few passes settle the few lines that a plot has.
-    for _ in range(20 * len(placed)):
-        for below in range(len(placed) - 1):
-            lack = least - (placed[below + 1] - placed[below])
-            if lack > 0:
-                placed[below] -= lack / 2
-                placed[below + 1] += lack / 2
-    return placed
 
 
 def move_apart(ax: Any, chart: Chart) -> None:
