@@ -28,7 +28,7 @@ def table_1(*, seconds: Costs = ideal, flops: Costs | None = None) -> list[Recor
     for point in vaswani_table1.plan(Setting(threads=1)).points:
         case = point.case
         label, n, d = case.label, case.tokens, case.model_dim
-        theory = ROWS[label].theory(n, d)
+        theory = ROWS[label].theory(n, d, **ROWS[label].options)
         records.append(
             {
                 TIME: Record(case=case, times_s=(seconds(label, n, d),) * 8, round_sizes=(2,) * 4),

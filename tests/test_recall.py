@@ -12,7 +12,7 @@ import efficient_attn as ea
 from efficient_attn.errors import DtypeError
 from efficient_attn.runner.records import Record, line, parse
 from efficient_attn.studies.recall import measure as recall_training
-from efficient_attn.studies.recall.analysis import accuracy_of, agreement, contests, wilson
+from efficient_attn.studies.recall.analysis import accuracy_of, contests, wilson
 from efficient_attn.studies.recall.measure import MEAN, floats_read, learner
 from efficient_attn.studies.recall.tables import sentences as recall_sentences
 from efficient_attn.studies.recall.tables import tables as recall_tables
@@ -231,7 +231,7 @@ def test_a_run_is_the_same_again_and_leaves_the_generator_and_the_threads_alone(
     assert {record.status for record in runs[0].records} == {"ok"}
 
 
-def test_sizes_beyond_the_sequence_are_left_out_and_said():
+def test_sizes_beyond_the_sequence_are_left_out():
     results = ea.recall(["window", "performer-positive"], **TINY | {"sizes": (8, 32), "seeds": 1, "steps": 1})
     labels = [record.case.label for record in results.records]
     # A window that is not causal is odd: at size 8 it is the control.
@@ -240,7 +240,6 @@ def test_sizes_beyond_the_sequence_are_left_out_and_said():
         "performer-positive(num_features=8)",
         "performer-positive(num_features=32)",
     ]
-    assert any(note.startswith("window: left out 32") for note in results.notes)
 
 
 def test_an_interrupted_run_keeps_what_was_trained_and_goes_on_there(tmp_path, monkeypatch):
@@ -306,32 +305,23 @@ def test_seeds_that_get_all_or_nothing_have_the_interval_of_clopper_and_pearson(
         )
 
 
-def test_the_table_has_the_order_after_training_beside_that_of_the_untrained_errors():
+def test_the_table_has_the_most_accurate_first_beside_the_untrained_error():
     (table,) = recall_tables(ALL)
-    shown = {row[0]: row[2:5] for row in table.rows}
+    shown = {row[0]: row[2] for row in table.rows}
     assert [row[0] for row in table.rows][:3] == ["exact", "late", "rank(num_features=8)"]
-    assert shown["late"] == ("1", "3", "0.7") and shown["rank(num_features=8)"] == ("2", "1", "0.1")
-    assert shown["exact"][:2] == shown["mean of V"][:2] == shown["window(window=9)"][:2] == ("–", "–")
+    assert (shown["late"], shown["rank(num_features=8)"]) == ("0.7", "0.1")
 
 
-def test_sentences_tell_exact_controls_and_the_agreement_of_the_orders():
-    exact, controls, reached, orders = recall_sentences(ALL)
+def test_sentences_tell_exact_controls_and_who_learned():
+    exact, controls, reached = recall_sentences(ALL)
     assert "exact attention is right in 0.997, seeds " in exact and exact.endswith("a guess is in 0.25.")
     assert controls.startswith("At chance, as controls must be") and "window(window=9)" in controls
     assert reached.endswith("the fewest numbers read first: late (64 numbers).")
-    assert "τ = -0.33 over 3" in orders
 
 
 def test_a_control_that_is_not_at_chance_is_said():
     told = recall_sentences([*EXACT, *learned("mean of V", (0.5, 0.5, 0.5))])
     assert "Trust none of it: mean of V" in told[1]
-
-
-def test_the_agreement_of_orders_is_that_of_scipy():
-    (one,) = contests(ALL)
-    after = [row.accuracy.mean for row in one.compared]
-    before = [-row.untrained for row in one.compared]
-    assert agreement(one.compared) == pytest.approx(stats.kendalltau(before, after).statistic)
 
 
 def test_what_was_trained_in_another_way_is_never_in_one_table():

@@ -4,9 +4,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from efficient_attn.runner.records import Record
-from efficient_attn.stats.verdicts import FAILS, HOLDS, NOT_MEASURABLE, ONLY_AGAINST_DENSE
+from efficient_attn.stats.verdicts import FAILS, HOLDS, ONLY_AGAINST_DENSE
 from efficient_attn.studies.reproduce.figures import Setting, linformer_table3
-from efficient_attn.studies.reproduce.figures.linformer_table3 import claims as linformer_claims
 
 Ratio = Callable[[int], float]
 
@@ -34,12 +33,12 @@ def table_3(dense: Ratio, fused: Ratio, *, lengths: Sequence[int] = (512, 1024, 
 
 
 def verdicts_of(records: Sequence[Record]) -> dict[str, str]:
-    return {finding.claim.split(" (")[0]: finding.verdict for finding in linformer_claims.findings(records)}
+    return {finding.claim.split(" (")[0]: finding.verdict for finding in linformer_table3.findings(records)}
 
 
 def test_linformer_holds_only_against_what_it_beats() -> None:
     both = verdicts_of(table_3(lambda n: n / 256, lambda n: n / 300))
-    assert [verdict for claim, verdict in both.items() if "65536" not in claim] == [HOLDS] * 5
+    assert [*both.values()] == [HOLDS] * 5
     dense = verdicts_of(table_3(lambda n: n / 256, lambda n: 1.0))
     for unit in ("time", "memory"):
         assert dense[f"Linformer saves {unit} at every length and rank of the table"] == ONLY_AGAINST_DENSE
@@ -61,15 +60,6 @@ def test_it_is_said_at_which_lengths_linformer_loses() -> None:
     falling = verdicts_of(table_3(lambda n: 8192 / n, lambda n: n / 256))
     more = "The longer the sequence, the more time is saved at one rank"
     assert falling[more] == FAILS
-
-
-def test_the_largest_number_of_the_paper_is_judged_only_where_it_was_measured() -> None:
-    claim = "20 times less time at 65536 tokens and rank 128"
-    assert verdicts_of(table_3(lambda n: n / 256, lambda n: 2.0))[claim] == NOT_MEASURABLE
-    long = (512, 65536)
-    assert verdicts_of(table_3(lambda n: 21.0, lambda n: 2.0, lengths=long))[claim] == HOLDS
-    assert verdicts_of(table_3(lambda n: 19.0, lambda n: 2.0, lengths=long))[claim] == FAILS
-    assert set(verdicts_of([]).values()) == {NOT_MEASURABLE}
 
 
 def test_linear_growth_is_told_from_quadratic() -> None:

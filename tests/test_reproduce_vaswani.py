@@ -36,7 +36,7 @@ def test_every_claim_of_table_1_holds_where_the_paper_is_right() -> None:
     assert all(finding.claim and finding.measured for finding in found)
 
 
-@pytest.mark.parametrize("label", [label for label in ROWS if label != claims.PROJECTED])
+@pytest.mark.parametrize("label", list(ROWS))
 def test_a_cost_that_grows_otherwise_does_not_hold(label: str) -> None:
     steeper = table_1(flops=lambda name, n, d: ROWS[name].order(n, d) * (n if name == label else 1))
     assert claims.cost(steeper, label).verdict == FAILS
@@ -104,17 +104,6 @@ def test_attention_is_faster_than_recurrence_where_it_was() -> None:
     assert claims.faster_than_recurrent([]).verdict == NOT_MEASURABLE
 
 
-def test_a_convolution_is_as_dear_as_was_counted() -> None:
-    lstm = table_1(flops=lambda label, n, d: ROWS[label].order(n, d) * (16 if label == RECURRENT else 2))
-    assert (
-        claims.dearer_than_recurrent(lstm).verdict
-        == "turns round when the recurrent layer is an LSTM and k = 5"
-    )
-    odd = table_1(flops=lambda label, n, d: ROWS[label].order(n, d) * (1 if label == RECURRENT else 2))
-    assert claims.dearer_than_recurrent(odd).verdict == FAILS
-    assert claims.dearer_than_recurrent([]).verdict == NOT_MEASURABLE
-
-
 def test_the_operations_of_every_row_are_a_multiple_of_what_is_printed() -> None:
     """Counted for real: a kernel that hides its operations would be found here."""
     from efficient_attn.studies.reproduce.figures.vaswani_table1 import measure as layers
@@ -122,8 +111,8 @@ def test_the_operations_of_every_row_are_a_multiple_of_what_is_printed() -> None
     points = vaswani_table1.plan(Setting(threads=1, quick=True)).points
     records = [layers.measure(point.case) for point in points if point.case.of == OPERATIONS]
     for label in ROWS:
-        least, most = claims.multiples(records, label)
-        assert 1 < least <= most < 1.01 * least
+        shares = [float(edge) for edge in claims.multiples(records, label).split(" to ")]
+        assert 1 < min(shares) <= max(shares) < 1.01 * min(shares)
     assert claims.waiting(records).verdict == HOLDS
 
 

@@ -20,6 +20,9 @@ _OUTSIDE = 0.025
 _CONTROL_OUTSIDE = 0.0005
 _NORMAL = 1e9
 
+# Fields that are equal for all rows of a contest.
+_SHARED = ("inputs", "tokens", "causal", "batch", "num_heads", "head_dim", "dtype", "device", "threads")
+
 # Random weights whose quantiles are the edges of an interval.
 _WEIGHTINGS, _SEED = 20_000, 0
 
@@ -104,10 +107,7 @@ class Contest(NamedTuple):
         return tuple(
             row
             for row in self.rows
-            if row.accuracy
-            and row.untrained is not None
-            and row.case.backend not in (YARDSTICK, MEAN_OF_VALUES)
-            and not is_blind(row.case)
+            if row.accuracy and row.case.backend != YARDSTICK and row not in self.controls
         )
 
     @property
@@ -121,12 +121,10 @@ def contests(records: Iterable[Record]) -> tuple[Contest, ...]:
     latest = {record.case.key: record for record in records if record.case.kind == "recall"}
     settings: dict[tuple[object, ...], dict[str, list[Record]]] = {}
     for record in latest.values():
-        settings.setdefault(_setting(record.case), {}).setdefault(record.case.label, []).append(record)
-    found = []
-    for labelled in settings.values():
-        rows = sorted(map(_row, labelled.values()), key=_place)
-        found.append(Contest(rows[0].case, tuple(rows)))
-    return tuple(found)
+        setting = tuple(getattr(record.case, name) for name in _SHARED)
+        settings.setdefault(setting, {}).setdefault(record.case.label, []).append(record)
+    found = (sorted(map(_row, labelled.values()), key=_place) for labelled in settings.values())
+    return tuple(Contest(rows[0].case, tuple(rows)) for rows in found)
 
 
 def accuracy_of(shares: Sequence[float]) -> Accuracy:
@@ -157,22 +155,6 @@ def wilson(share: float, answers: int, outside: float = _OUTSIDE) -> tuple[float
     return (middle_ - reach) / (1 + z**2 / answers), (middle_ + reach) / (1 + z**2 / answers)
 
 
-def agreement(rows: Sequence[Learned]) -> float | None:
-    """Kendall's τ-b of less error before training with more accuracy after it: 1 if both orders agree."""
-    pairs = [
-        (
-            _sign((other.untrained or 0) - (one.untrained or 0)),
-            _sign(
-                (one.accuracy.mean if one.accuracy else 0) - (other.accuracy.mean if other.accuracy else 0)
-            ),
-        )
-        for number, one in enumerate(rows)
-        for other in rows[:number]
-    ]
-    untied = math.prod(sum(pair[side] != 0 for pair in pairs) for side in (0, 1))
-    return sum(before * after for before, after in pairs) / math.sqrt(untied) if untied else None
-
-
 def is_blind(case: Case) -> bool:
     """Whether the backend is a window from which no query sees a pair: within the gap on either side."""
     gap = _number(case.inputs, "gap")
@@ -187,21 +169,6 @@ def _number(inputs: str, name: str) -> int | None:
     items = dict(item.partition("=")[::2] for item in inputs.partition("(")[2].rstrip(")").split(", "))
     text = items.get(name, "")
     return int(text) if text.isdecimal() and len(text) < 10 else None
-
-
-def _setting(case: Case) -> tuple[object, ...]:
-    """Fields that are equal for all rows of a contest."""
-    return (
-        case.inputs,
-        case.tokens,
-        case.causal,
-        case.batch,
-        case.num_heads,
-        case.head_dim,
-        case.dtype,
-        case.device,
-        case.threads,
-    )
 
 
 def _row(records: list[Record]) -> Learned:
@@ -226,7 +193,3 @@ def _row(records: list[Record]) -> Learned:
 
 def _place(row: Learned) -> tuple[float, bool, str]:
     return -(row.accuracy.mean if row.accuracy else -1.0), row.case.backend != YARDSTICK, row.label
-
-
-def _sign(value: float) -> int:
-    return (value > 0) - (value < 0)

@@ -6,8 +6,7 @@ and the sum of the values, whatever was learned, and no information on their pai
 """
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from functools import partial
 from statistics import fmean
 from typing import Any
 
@@ -17,8 +16,6 @@ from torch import Tensor, nn
 
 from efficient_attn.backend import Backend
 from efficient_attn.calibration import calibrate
-from efficient_attn.contained import contained, described, one_line
-from efficient_attn.errors import AttentionError, UnsupportedError
 from efficient_attn.measure import memory
 from efficient_attn.measure.checked import outputs_checked
 from efficient_attn.measure.error import exact_output, mean_of_values, output_error
@@ -29,6 +26,7 @@ from efficient_attn.runner.accuracy import directions_of
 from efficient_attn.runner.record import Case, Record, replace
 from efficient_attn.runner.sizes import MEAN_OF_VALUES, SEED
 from efficient_attn.runner.variants import Variant
+from efficient_attn.runner.worker import answer
 from efficient_attn.studies.recall.task import LEARNED, TESTED, Course, Sequences, Task
 from efficient_attn.transformer.block import TransformerBlock
 
@@ -117,25 +115,17 @@ def learner(task: Task, case: Case, target: Any) -> Learner:
 
 def measure(case: Case, target: Any, course: Course) -> Record:
     """Train one backend from one seed, and test it on sequences that nothing was trained on."""
-    try:
-        with _threads(case.threads), contained():
-            return _measured(Record(case=case), target, course)
-    except UnsupportedError as refusal:
-        return _failed(case, "unsupported", str(refusal))
-    except AttentionError as refusal:
-        return _failed(case, "error", str(refusal))
-    except Exception as failure:  # The backend may be anybody's code: whatever it raises is its result.
-        return _failed(case, "error", described(failure))
+    return answer(case, partial(_measured, case, target, course))
 
 
-def _measured(record: Record, target: Any, course: Course) -> Record:
-    case, task = record.case, course.task
+def _measured(case: Case, target: Any, course: Course) -> Record:
+    task = course.task
     model = learner(task, case, target)
     first = task.draw(course.batch, seed=case.seed, stream=LEARNED, number=0)
     calibrated = model.backend.needs_calibration
     calibrate(model, first.keys, first.values)
-    record = replace(
-        record,
+    record = Record(
+        case=case,
         chance=task.chance,
         floats_read=floats_read(model.backend, case),
         num_directions=directions_of(model.backend),
@@ -216,17 +206,3 @@ def floats_read(backend: Backend, case: Case) -> int | None:
     counts = backend.spec.operations(problem, backend.options, case.tokens, case.head_dim)
     matmuls = (one for one in counts.matmuls if not one.shared and one.gradients == 2)
     return round(sum(one.multiply_adds for one in matmuls) / case.tokens)
-
-
-@contextmanager
-def _threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
-def _failed(case: Case, status: str, reason: str) -> Record:
-    return Record(case=case, status=status, reason=one_line(reason))

@@ -1,16 +1,13 @@
 """Plan of associative recall: every training, known before anything runs."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any
 
-from efficient_attn.contained import contained
-from efficient_attn.errors import AttentionError, OptionError, UnsupportedError
+from efficient_attn.errors import OptionError
 from efficient_attn.problem import positive_count
 from efficient_attn.runner.predicted_bytes import predict_bytes
 from efficient_attn.runner.record import Case
-from efficient_attn.runner.sizes import possible, with_size
 from efficient_attn.runner.units import parse_sizes
 from efficient_attn.runner.variants import DENSE, YARDSTICK, Variant, select
 from efficient_attn.studies import options as shared
@@ -76,7 +73,7 @@ def plan(
             f"num_heads={num_heads} times head_dim={head_dim} is odd; one half of a token is its key, the "
             "other its value."
         )
-    variants, notes = _variants(backends, exclude, task, wanted, options, workload)
+    variants = _variants(backends, exclude, task, wanted, options, workload)
     same = {**vars(workload), "tokens": task.tokens, "inputs": course.name}
     # Seed by seed: an interrupted run has the same seeds of every backend.
     points = [
@@ -84,7 +81,7 @@ def plan(
         for number in range(seeds)
         for variant in variants
     ]
-    return Plan(points=points, notes=notes, settled={"threads": workload.threads})
+    return Plan(points=points, settled={"threads": workload.threads})
 
 
 def _point(variant: Variant, same: Mapping[str, Any], course: Course) -> Point:
@@ -107,8 +104,11 @@ def _variants(
     sizes: Sequence[int],
     options: Mapping[str, Mapping[str, Sequence[Any]]] | None,
     workload: Workload,
-) -> tuple[tuple[Variant, ...], tuple[str, ...]]:
-    """Exact attention, the controls, then every backend at every size; and notes on omitted sizes."""
+) -> tuple[Variant, ...]:
+    """Exact attention, the controls, then every backend at every size up to the length of a sequence."""
+    from efficient_attn.measure.inputs import gaussian
+    from efficient_attn.runner.accuracy import at_sizes
+    from efficient_attn.runner.subject import Subject
     from efficient_attn.studies.recall.measure import MEAN
 
     given = dict(options or {})
@@ -117,15 +117,12 @@ def _variants(
         # A window that reached the pairs would solve the task of the clusters.
         given[_CLUSTERS] = {"window": [max(task.gap // 4 * 4, 4)], **given.get(_CLUSTERS, {})}
     blind = select([_WINDOW], {_WINDOW: {"window": [task.blind_window(causal=workload.causal)]}})
-    found = {one.label: one for one in (*select([YARDSTICK]), MEAN, *blind)}
-    notes = []
-    for variant in select(names, given, exclude=exclude):
-        made, too_large = _sized(variant, sizes, task, workload)
-        found |= {one.label: one for one in made}
-        if too_large:
-            shown = ", ".join(map(str, too_large))
-            notes.append(f"{variant.label}: left out {shown}: a sequence has {task.tokens} tokens.")
-    return tuple(found.values()), tuple(notes)
+    inputs = gaussian(norm=1.0, tokens=task.tokens, head_dim=workload.head_dim, num_heads=workload.num_heads)
+    tried = Subject(name="", activations=inputs, scale=workload.head_dim**-0.5, causal=workload.causal)
+    chosen = [
+        one for variant in select(names, given, exclude=exclude) for one in at_sizes(variant, tried, sizes)
+    ]
+    return tuple({one.label: one for one in (*select([YARDSTICK]), MEAN, *blind, *chosen)}.values())
 
 
 def _default_names() -> list[str]:
@@ -134,43 +131,3 @@ def _default_names() -> list[str]:
 
     near = [name for name in list_backends() if spec(name).capabilities.approximates_softmax]
     return [*(name for name in near if name != DENSE), *_OTHER_KERNELS]
-
-
-def _sized(
-    variant: Variant, sizes: Sequence[int], task: Task, workload: Workload
-) -> tuple[list[Variant], list[int]]:
-    """The variant at every possible size, and the impossible sizes."""
-    from efficient_attn.backends import resolve
-
-    option = resolve(variant.target).size_option
-    if option is None or f"{option}=" in variant.label:
-        return [_buildable(variant, task, workload)], []
-    able = [size for size in sizes if possible(size, tokens=task.tokens, options=variant.options)]
-    made = [_buildable(with_size(variant, option, size), task, workload, option) for size in able]
-    return made, [size for size in sizes if size not in able]
-
-
-def _buildable(variant: Variant, task: Task, workload: Workload, option: str | None = None) -> Variant:
-    """The variant, built once as a trial; one size larger if the backend refuses it: a window is odd."""
-    from efficient_attn.backends import build
-
-    sizes = {"head_dim": workload.head_dim, "num_heads": workload.num_heads, "max_tokens": task.tokens}
-    try:
-        with contained():
-            build(variant.target, **sizes, causal=workload.causal, **variant.options)
-    except UnsupportedError:
-        # An unsupported backend is a result and is recorded as one.
-        return variant
-    except OptionError:
-        if option is None:
-            raise
-        size = variant.options[option] + 1
-        label = variant.label.replace(f"{option}={size - 1}", f"{option}={size}")
-        larger = replace(variant, label=label, options={**variant.options, option: size})
-        return _buildable(larger, task, workload)
-    except AttentionError:
-        raise
-    except Exception:
-        # Other errors of an external builder are raised again, and recorded, by the measurement.
-        return variant
-    return variant

@@ -24,7 +24,7 @@ def plots(records: Sequence[Record], environment: Environment) -> Plots:
 
 
 def recall_plot(records: Sequence[Record]) -> Plot:
-    """Two charts for each task, and in the legend of a single task the best accuracies."""
+    """Two charts for each task."""
     shown = contests(records)
     return Plot(
         "Accuracy of recall after training",
@@ -32,8 +32,6 @@ def recall_plot(records: Sequence[Record]) -> Plot:
         "points: mean over seeds with its 95 % interval; dashed: guessing; dots: places of markers that are "
         "moved sideways",
         tuple((chart,) for one in shown for chart in _charts(one, heading(one) if len(shown) > 1 else "")),
-        tuple(entry for one in shown for entry in _entries(one, numbered=len(shown) == 1)),
-        "best accuracy" if len(shown) == 1 else "",
     )
 
 
@@ -51,42 +49,21 @@ def _charts(one: Contest, head: str) -> list[Chart]:
 
 
 def _series(one: Contest, x: Callable[[Learned], float | None]) -> list[Series]:
-    """One for each backend over its sizes, with intervals over seeds."""
-    styles, made = _styles(one), []
-    for name, rows in _rows(one).items():
+    """One for each backend over its sizes, with intervals over seeds; controls are grey."""
+    controls = [row.label for row in one.controls]
+    groups: dict[str, list[Learned]] = {}
+    for row in sorted(one.rows, key=lambda row: row.sized.size or 0):
+        if row.accuracy is not None:
+            groups.setdefault(row.label if row.label in controls else row.sized.series, []).append(row)
+    named = {name: rows[0].case.backend for name, rows in groups.items() if name not in controls}
+    styles = line_styles(sorted(named.items()))
+    for number, label in enumerate(controls):
+        mark = _GREY_MARKS[number % 2]
+        styles[label] = {"color": MUTED, "marker": mark, "linestyle": "none", "markersize": 7}
+    made = []
+    for name, rows in groups.items():
         known = [(place, row.accuracy) for row in rows if (place := x(row)) and row.accuracy]
-        places = [place for place, _ in known]
-        means = [accuracy.mean for _, accuracy in known]
+        places, means = [place for place, _ in known], [accuracy.mean for _, accuracy in known]
         low, high = ([accuracy.edges[side] for _, accuracy in known] for side in (0, 1))
         made.append(Series(name, places, means, styles[name], low, high, bars=True))
     return made
-
-
-def _rows(one: Contest) -> dict[str, list[Learned]]:
-    """The rows of each backend by size; a control stands by itself."""
-    found: dict[str, list[Learned]] = {}
-    for row in one.rows:
-        if row.accuracy is not None:
-            found.setdefault(row.label if row in one.controls else row.sized.series, []).append(row)
-    return {name: sorted(rows, key=lambda row: row.sized.size or 0) for name, rows in found.items()}
-
-
-def _styles(one: Contest) -> dict[str, dict[str, Any]]:
-    """Colour and marker of each series; controls are grey."""
-    controls = [row.label for row in one.controls]
-    named = {name: rows[0].case.backend for name, rows in _rows(one).items() if name not in controls}
-    grey = {
-        label: {"color": MUTED, "marker": _GREY_MARKS[number % 2], "linestyle": "none", "markersize": 7}
-        for number, label in enumerate(controls)
-    }
-    return line_styles(sorted(named.items())) | grey
-
-
-def _entries(one: Contest, *, numbered: bool) -> list[Series]:
-    """Every name with its best accuracy, the best first."""
-    styles = _styles(one)
-    best = {name: max(row.accuracy.mean for row in rows if row.accuracy) for name, rows in _rows(one).items()}
-    return [
-        Series(name, (), (), styles[name], entry=f"{accuracy:.2f}  {name}" if numbered else name)
-        for name, accuracy in sorted(best.items(), key=lambda item: -item[1])
-    ]

@@ -5,10 +5,9 @@ from collections.abc import Sequence
 from efficient_attn.report.error_table import describe, show_error
 from efficient_attn.report.table import Table, three_digits
 from efficient_attn.runner.records import Record
-from efficient_attn.runner.sizes import SEED
 from efficient_attn.runner.units import show_bytes
 from efficient_attn.stats.median import FEWEST_FOR_95
-from efficient_attn.studies.recall.analysis import Contest, Learned, agreement, contests
+from efficient_attn.studies.recall.analysis import Contest, Learned, contests
 from efficient_attn.studies.view import Environment
 
 _NONE = "–"
@@ -23,7 +22,7 @@ def tables(records: Sequence[Record], environment: Environment | None = None) ->
 
 
 def sentences(records: Sequence[Record], environment: Environment | None = None) -> list[str]:
-    """Accuracy of exact attention, of the controls and of the best backends, and agreement of the orders."""
+    """Accuracy of exact attention, of the controls and of the best backends."""
     return [sentence for one in contests(records) for sentence in _sentences(one) if sentence]
 
 
@@ -48,14 +47,10 @@ def show_accuracy(row: Learned) -> str:
 
 
 def _table(one: Contest) -> Table:
-    before = {row.label: place for place, row in enumerate(_by_error(one.compared), start=1)}
-    after = {row.label: place for place, row in enumerate(one.compared, start=1)}
     rows = tuple(
         (
             row.label,
             show_accuracy(row),
-            str(after.get(row.label, _NONE)),
-            str(before.get(row.label, _NONE)),
             _NONE if row.untrained is None else show_error(row.untrained),
             _NONE if row.step_s is None else three_digits(row.step_s.median * 1e3),
             _NONE if row.floats_read is None else str(row.floats_read),
@@ -63,48 +58,32 @@ def _table(one: Contest) -> Table:
         )
         for row in one.rows
     )
-    columns = (
-        "backend",
-        "accuracy",
-        "place",
-        "place untrained",
-        "error untrained",
-        "step, ms",
-        "numbers read",
-        "state",
-    )
+    columns = ("backend", "accuracy", "error untrained", "step, ms", "numbers read", "state")
     return Table(f"Recall after training: {heading(one)}", columns, rows, tuple(_notes(one)))
 
 
 def _notes(one: Contest) -> list[str]:
     seeds = [row.seeds for row in one.rows if row.seeds]
     most, least = max(seeds, default=0), min(seeds, default=0)
-    model = (
-        "In brackets the 95 % interval for the mean over all seeds, whatever their distribution. "
-        * (most >= FEWEST_FOR_95)
-        + f"No interval for fewer than {FEWEST_FOR_95} seeds (--seeds {FEWEST_FOR_95}): seeds learn or fail. "
-        * (least < FEWEST_FOR_95)
+    brackets = "In brackets the 95 % interval for the mean over all seeds, whatever their distribution. "
+    none = (
+        f"No interval for fewer than {FEWEST_FOR_95} seeds (--seeds {FEWEST_FOR_95}): seeds learn or fail. "
     )
-    notes = [
+    failed = (f"{r.case.label}: {r.status}: {r.reason}" for row in one.rows for r in row.failed)
+    return [
         f"accuracy: mean over {most} seed{'' if most == 1 else 's'}, on sequences that no model was trained "
-        f"on. {model}A guess is right in {one.rows[0].chance:.3g}.",
-        "error untrained: ‖out − exact‖ / ‖exact‖ of the same block's q, k and v before the first step. "
-        "place: among all but exact attention and the controls, by accuracy and by that error.",
-        "numbers read: by a query, per head: keys and values, mixtures, or a state of features.",
+        f"on. {brackets * (most >= FEWEST_FOR_95)}{none * (least < FEWEST_FOR_95)}A guess is right in "
+        f"{one.rows[0].chance:.3g}.",
+        "error untrained: ‖out − exact‖ / ‖exact‖ of the same block's q, k and v before the first step.",
+        "numbers read: by a query, per head: keys and values, mixtures, or a state of features. state: bytes "
+        "of the streaming state after one sequence, all heads together.",
+        f"Controls, which cannot see the pairs: {', '.join(row.label for row in one.controls) or 'none'}.",
+        *dict.fromkeys(failed),
     ]
-    if any(row.state_bytes is not None for row in one.rows):
-        notes.append("state: bytes of the streaming state after one sequence, all heads together.")
-    if any(SEED in row.case.options for row in one.rows):
-        notes.append("Random features: drawn once per seed, not resampled during training.")
-    controls = ", ".join(row.label for row in one.controls)
-    if controls:
-        notes.append(f"Controls, which cannot see the pairs: {controls}.")
-    told = (f"{r.case.label}: {r.status}: {r.reason}" for row in one.rows for r in row.failed)
-    return [*notes, *dict.fromkeys(told)]
 
 
 def _sentences(one: Contest) -> list[str]:
-    return [_exact(one), _controls(one), _nearest(one), _orders(one)]
+    return [_exact(one), _controls(one), _nearest(one)]
 
 
 def _exact(one: Contest) -> str:
@@ -146,24 +125,3 @@ def _nearest(one: Contest) -> str:
 
 def _read(row: Learned) -> str:
     return row.label if row.floats_read is None else f"{row.label} ({row.floats_read} numbers)"
-
-
-def _orders(one: Contest) -> str:
-    """Agreement of the order after training with the order of untrained errors."""
-    tau = agreement(one.compared)
-    if tau is None or len(one.compared) < 3:
-        return ""
-    after, before = one.compared, _by_error(one.compared)
-    return (
-        f"The order after training and that of the untrained errors agree by Kendall's τ = {tau:.2f} over "
-        f"{len(after)} backends and sizes; most accurate after it: {_first(after)}; least error before it: "
-        f"{_first(before)}."
-    )
-
-
-def _by_error(rows: Sequence[Learned]) -> list[Learned]:
-    return sorted(rows, key=lambda row: (row.untrained or 0.0, row.label))
-
-
-def _first(rows: Sequence[Learned]) -> str:
-    return ", ".join(row.label for row in rows[:3])

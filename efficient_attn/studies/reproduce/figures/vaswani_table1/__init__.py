@@ -17,11 +17,9 @@ from efficient_attn.studies.reproduce.figures.vaswani_table1.layers import (
     OPERATIONS,
     PATH,
     ROWS,
-    SELF_ATTENTION,
     TIME,
     along,
     cells,
-    fixed,
 )
 from efficient_attn.theory.complexity import TABLE_1
 
@@ -45,21 +43,9 @@ class Sizes(NamedTuple):
 
 
 _SIZES = Sizes(
-    tokens=(64, 128, 256, 512, 1024, 2048),
-    width=256,
-    widths=(64, 128, 256, 512, 1024),
-    length=256,
-    path_tokens=(16, 32, 64, 128, 256),
-    path_width=16,
+    (64, 128, 256, 512, 1024, 2048), 256, (64, 128, 256, 512, 1024), 256, (16, 32, 64, 128, 256), 16
 )
-_QUICK = Sizes(
-    tokens=(64, 128, 192, 256),
-    width=32,
-    widths=(16, 32, 48, 80),
-    length=64,
-    path_tokens=(16, 32),
-    path_width=8,
-)
+_QUICK = Sizes((64, 128, 192, 256), 32, (16, 32, 48, 80), 64, (16, 32), 8)
 
 
 def plan(setting: Setting) -> Plan:
@@ -119,34 +105,50 @@ def tables(records: Sequence[Record]) -> list[Table]:
         "maximum path",
         *(f"hops, {n} tokens" for n in lengths),
     )
-    return [Table(TITLE, columns, tuple(_row(records, label, lengths) for label in ROWS), _notes())]
+    options = {str(value): name for row in ROWS.values() for name, value in row.options.items()}
+    notes = (
+        f"{', '.join(f'{name} {value}' for value, name in options.items())}; the recurrent layer is an LSTM, "
+        "with 8 matrices of d² where the order counts one.",
+        "Operations: of the matrix products and convolutions, a multiplication and an addition as two; "
+        "padding counts, as it is computed, and kernels count as their written-out form does.",
+        "Chain: matrix products that wait for one another; from the fewest to the most tokens.",
+        "Projections are no part of the paper's table: it counts attention without them.",
+    )
+    return [Table(TITLE, columns, tuple(_row(records, label, lengths) for label in ROWS), notes)]
+
+
+def _row(records: Sequence[Record], label: str, lengths: Sequence[int]) -> tuple[str, ...]:
+    orders = TABLE_1[label]
+    chains = [r.sequential_operations or 0 for r in along(cells(records, label, OPERATIONS), 0).values()]
+    paths = along(cells(records, label, PATH), 0)
+    return (
+        label,
+        f"O({orders.per_layer})",
+        claims.multiples(records, label),
+        claims.grows(claims.time_growths(records, label), ", "),
+        f"O({orders.sequential_operations})",
+        " to ".join(map(str, dict.fromkeys([min(chains), max(chains)]))) if chains else "",
+        f"O({orders.path_length})",
+        *(str(paths[n].path_length) if n in paths else "" for n in lengths),
+    )
 
 
 def draw(records: Sequence[Record]) -> Plot:
     """Four charts: time against tokens and against width, sequential operations, path lengths."""
     styles = line_styles([(label, row.backend) for label, row in ROWS.items()])
-    n, d = (fixed(cells(records, SELF_ATTENTION, TIME), axis) for axis in (1, 0))
     charts = (
-        (f"Time of a layer, width {d}", TIME, 0, "tokens n"),
-        (f"Time of a layer, {n} tokens", TIME, 1, "width d"),
-        ("Sequential operations: longest chain of matrix products", OPERATIONS, 0, "tokens n"),
-        ("Maximum path length, by gradients that are not zero", PATH, 0, "tokens n"),
+        ("Time of a layer, against tokens", TIME, 0),
+        ("Time of a layer, against its width", TIME, 1),
+        ("Sequential operations: longest chain of matrix products", OPERATIONS, 0),
+        ("Maximum path length, by gradients that are not zero", PATH, 0),
     )
-    shown = [
-        Chart(
-            Axis(
-                x,
-                "log2",
-                "{:.0f}".format,
-                sorted({key for label in ROWS for key in along(cells(records, label, of), axis)}),
-            ),
-            Axis(scale="log", show=show_seconds if of == TIME else "{:.0f}".format),
-            tuple(_series(records, label, of, axis, styles[label]) for label in ROWS),
-            title,
-            apart=True,
-        )
-        for title, of, axis, x in charts
-    ]
+    shown = []
+    for title, of, axis in charts:
+        series = [_series(records, label, of, axis, styles[label]) for label in ROWS]
+        places = sorted({x for one in series for x in one.x})
+        y = Axis(scale="log", show=show_seconds if of == TIME else "{:.0f}".format)
+        x = Axis(("tokens n", "width d")[axis], "log2", "{:.0f}".format, places)
+        shown.append(Chart(x, y, tuple(series), title, apart=True))
     return Plot("Complexity of a layer", "bands: 95 % interval within the run", in_rows(shown))
 
 
@@ -158,36 +160,3 @@ def _series(records: Sequence[Record], label: str, of: str, axis: int, style: Ma
         return Series(label, list(line), median, style, low, high)
     wanted = "path_length" if of == PATH else "sequential_operations"
     return Series(label, list(line), [getattr(record, wanted) or 0 for record in line.values()], style)
-
-
-def _row(records: Sequence[Record], label: str, lengths: Sequence[int]) -> tuple[str, ...]:
-    printed = TABLE_1.get(label, TABLE_1[SELF_ATTENTION])
-    counted = along(cells(records, label, OPERATIONS), 0)
-    chains = sorted({record.sequential_operations or 0 for record in counted.values()})
-    paths = along(cells(records, label, PATH), 0)
-    low, high = claims.multiples(records, label) if counted else (0.0, 0.0)
-    grows = [
-        claims.grows(*pair) for pair in zip(claims.time_growths(records, label), claims.AXES, strict=True)
-    ]
-    return (
-        label,
-        f"O({ROWS[label].printed})",
-        f"{low:.3g}" if f"{low:.3g}" == f"{high:.3g}" else f"{low:.3g} to {high:.3g}",
-        ", ".join(grows),
-        f"O({printed.sequential_operations})",
-        " to ".join(map(str, dict.fromkeys([chains[0], chains[-1]]))) if chains else "",
-        f"O({printed.path_length})",
-        *(str(paths[n].path_length) if n in paths else "" for n in lengths),
-    )
-
-
-def _notes() -> tuple[str, ...]:
-    options = {str(value): name for row in ROWS.values() for name, value in row.options.items()}
-    shown = ", ".join(f"{name} {value}" for value, name in options.items())
-    return (
-        f"{shown}; the recurrent layer is an LSTM, with 8 matrices of d² where the order counts one.",
-        "Operations: of the matrix products and convolutions, a multiplication and an addition as two; "
-        "padding counts, as it is computed, and kernels count as their written-out form does.",
-        "Chain: matrix products that wait for one another; from the fewest to the most tokens.",
-        "Projections are no part of the paper's table: it counts attention without them.",
-    )

@@ -1,6 +1,6 @@
 """Claims of Vaswani et al. 2017 in Table 1 and section 4, judged by records."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from efficient_attn.report.table import show_growth
 from efficient_attn.runner.records import Record
@@ -16,55 +16,54 @@ from efficient_attn.stats.verdicts import (
     of_all,
     proportional,
     span,
-    turns_round,
 )
 from efficient_attn.studies.reproduce.figures.vaswani_table1.layers import (
-    KERNEL,
     OPERATIONS,
     PATH,
-    PROJECTED,
     RECURRENT,
     ROWS,
     SELF_ATTENTION,
     TIME,
-    Cells,
     along,
     cells,
+    printed,
 )
 
-AXES = ("n", "d")
+_AXES = ("n", "d")
 
 
 def findings(records: Sequence[Record]) -> list[Finding]:
     """A verdict on every claim, the rows of the table first."""
     return [
-        *(cost(records, label) for label in ROWS if label != PROJECTED),
+        *(cost(records, label) for label in ROWS),
         waiting(records),
         paths(records),
         faster_than_recurrent(records),
-        dearer_than_recurrent(records),
     ]
 
 
 def cost(records: Sequence[Record], label: str) -> Finding:
     """Operations are a constant multiple of the printed order; time grows with the same powers."""
-    row = ROWS[label]
-    claim = f"A {label} layer costs O({row.printed}) (Table 1)"
+    order = printed(label)
+    claim = f"A {label} layer costs O({order}) (Table 1)"
     counted = cells(records, label, OPERATIONS)
-    if not all(record.flops for record in counted.values()) or not counted:
+    flops = {place: record.flops or 0 for place, record in counted.items()}
+    if not flops or not all(flops.values()):
         return Finding(claim, "no operations were counted", NOT_MEASURABLE)
     fits = time_growths(records, label)
-    shown = " and ".join(grows(fit, name) for fit, name in zip(fits, AXES, strict=True))
-    low, high = multiples(records, label)
-    many = f"{low:.3g}" if f"{low:.3g}" == f"{high:.3g}" else f"{low:.3g} to {high:.3g}"
-    measured = f"{many} operations for each {row.printed}; time grows with {shown}"
-    if not proportional([record.flops or 0 for record in counted.values()], _orders(label, counted)):
+    measured = (
+        f"{multiples(records, label)} operations for each {order}; time grows with {grows(fits, ' and ')}"
+    )
+    if not proportional(list(flops.values()), [ROWS[label].order(n, d) for n, d in flops]):
         return Finding(claim, measured, FAILS)
-    expected = [_power_of_operations(counted, axis) for axis in range(2)]
-    agreeing = [agrees(power, fit) for power, fit in zip(expected, fits, strict=True)]
+    expected = [
+        _growth({place: r.flops or 0 for place, r in along(counted, axis).items()}) for axis in (0, 1)
+    ]
+    powers = [0.0 if fit is None else fit.power for fit in expected]
+    agreeing = [agrees(power, fit) for power, fit in zip(powers, fits, strict=True)]
     differing = [
-        f"{grows(fit, name)} and not {name}^{power:.3g}"
-        for name, power, fit, same in zip(AXES, expected, fits, agreeing, strict=True)
+        f"{_grows(fit, name)} and not {name}^{power:.3g}"
+        for name, power, fit, same in zip(_AXES, powers, fits, agreeing, strict=True)
         if same is False
     ]
     if differing:
@@ -108,9 +107,9 @@ def paths(records: Sequence[Record]) -> Finding:
         f"{label} ({record.path_length} hops at {n} tokens, not {expected})"
         for label, line in found.items()
         for n, record in line.items()
-        if record.path_length != (expected := ROWS[label].theory(n, 1).path_length)
+        if record.path_length != (expected := ROWS[label].theory(n, 1, **ROWS[label].options).path_length)
     ]
-    longest = max(next(iter(found.values())))
+    longest = max(found[SELF_ATTENTION])
     hops = ", ".join(
         f"{line[longest].path_length} {label}" for label, line in found.items() if longest in line
     )
@@ -121,95 +120,40 @@ def paths(records: Sequence[Record]) -> Finding:
 def faster_than_recurrent(records: Sequence[Record]) -> Finding:
     """Wherever there are fewer tokens than entries of one, attention takes less time."""
     claim = "Self-attention is faster than a recurrent layer where n is smaller than d (section 4)"
-    times = {label: cells(records, label, TIME) for label in (SELF_ATTENTION, PROJECTED, RECURRENT)}
-    both = sorted(times[SELF_ATTENTION].keys() & times[RECURRENT].keys())
-    few, many = [(n, d) for n, d in both if n < d], [(n, d) for n, d in both if n >= d]
-    if not few:
-        return Finding(claim, "nothing was timed with n smaller than d", NOT_MEASURABLE)
-    parts = [
-        f"{_gains(times, SELF_ATTENTION, few)} times as fast where n < d",
-        f"{_gains(times, PROJECTED, few)} times with its projections",
-        f"{_gains(times, SELF_ATTENTION, many)} times where n ≥ d, up to n = {max(n for n, _ in both)}",
-        _equal_operations(records),
-    ]
-    answers = {
-        _place(place): costs_less(times[SELF_ATTENTION][place], times[RECURRENT][place]) for place in few
-    }
-    return Finding(claim, "; ".join(parts), of_all(answers))
-
-
-def dearer_than_recurrent(records: Sequence[Record]) -> Finding:
-    """A convolution does k times the operations of a recurrent layer."""
-    claim = "A convolutional layer is more expensive than a recurrent one by a factor of k (section 4)"
-    ours, others = (cells(records, label, OPERATIONS) for label in ("convolutional", RECURRENT))
-    if not (both := ours.keys() & others.keys()):
-        return Finding(claim, "no operations were counted", NOT_MEASURABLE)
-    ratios = [(ours[place].flops or 0) / (others[place].flops or 1) for place in both]
-    timed = {label: cells(records, label, TIME) for label in ("convolutional", RECURRENT)}
-    shared = sorted(timed["convolutional"].keys() & timed[RECURRENT].keys())
-    faster = [_ratio(timed[RECURRENT][place], timed["convolutional"][place]) for place in shared]
-    measured = f"{span(ratios)} times the operations at k = {KERNEL}" + (
-        f", in {span([1 / gain for gain in faster])} times the time" if faster else ""
-    )
-    if proportional(ratios, [KERNEL] * len(ratios)) and abs(ratios[0] / KERNEL - 1) < 0.01:
-        return Finding(claim, measured, HOLDS)
-    if max(ratios) < 1:
-        return Finding(claim, measured, turns_round(f"the recurrent layer is an LSTM and k = {KERNEL}"))
-    return Finding(claim, measured, FAILS)
+    own, its = (cells(records, label, TIME) for label in (SELF_ATTENTION, RECURRENT))
+    gains = {place: time_ratio(own[place], its[place]).median for place in own.keys() & its.keys()}
+    few, many = ([gain for (n, d), gain in gains.items() if (n < d) == small] for small in (True, False))
+    answers = {f"n = {n}, d = {d}": costs_less(own[n, d], its[n, d]) for n, d in sorted(gains) if n < d}
+    measured = f"{span(few)} times as fast where n < d; {span(many)} times where n ≥ d"
+    return Finding(claim, measured if few else "nothing was timed with n smaller than d", of_all(answers))
 
 
 def time_growths(records: Sequence[Record], label: str) -> list[Growth | None]:
     """How the time of a row grows with tokens and with width."""
     found = cells(records, label, TIME)
     return [
-        growth(list(line), [call_time(record).median for record in line.values()])
-        for line in (along(found, axis) for axis in range(2))
+        _growth({place: call_time(record).median for place, record in along(found, axis).items()})
+        for axis in (0, 1)
     ]
 
 
-def multiples(records: Sequence[Record], label: str) -> tuple[float, float]:
-    """Least and most operations per unit of the printed order."""
+def multiples(records: Sequence[Record], label: str) -> str:
+    """Operations per unit of the printed order: `4`, or `3.9 to 4`."""
     counted = cells(records, label, OPERATIONS)
-    orders = _orders(label, counted)
-    shares = [(record.flops or 0) / order for record, order in zip(counted.values(), orders, strict=True)]
-    return min(shares), max(shares)
+    shares = [(record.flops or 0) / ROWS[label].order(*place) for place, record in counted.items()]
+    return " to ".join(dict.fromkeys(f"{edge:.3g}" for edge in (min(shares), max(shares)))) if shares else "–"
 
 
-def grows(fit: Growth | None, name: str) -> str:
-    """`n^1.98 (1.95 to 2.01)`, the power of tokens or of width."""
+def grows(fits: Sequence[Growth | None], between: str) -> str:
+    """`n^1.98 (1.95 to 2.01) and d to an unclear power`."""
+    return between.join(_grows(fit, name) for fit, name in zip(fits, _AXES, strict=True))
+
+
+def _grows(fit: Growth | None, name: str) -> str:
     if fit is None or not fit.clear:
         return f"{name} to an unclear power"
     return show_growth(fit).replace("n^", f"{name}^")
 
 
-def _orders(label: str, found: Cells) -> list[float]:
-    return [ROWS[label].order(n, d) for n, d in found]
-
-
-def _power_of_operations(counted: Cells, axis: int) -> float:
-    """The power that operations grow with along an axis, found as that of times is."""
-    line = along(counted, axis)
-    fit = growth(list(line), [record.flops or 0 for record in line.values()])
-    return 0.0 if fit is None else fit.power
-
-
-def _ratio(record: Record, other: Record) -> float:
-    return time_ratio(other, record).median
-
-
-def _gains(times: Mapping[str, Cells], label: str, places: Sequence[tuple[int, int]]) -> str:
-    """How many times a layer is faster than the recurrent one, from the least place to the most."""
-    return span(
-        [_ratio(times[RECURRENT][place], times[label][place]) for place in places if place in times[label]]
-    )
-
-
-def _equal_operations(records: Sequence[Record]) -> str:
-    """Length of equal operations: attention grows with n², an LSTM with n."""
-    ours, others = (cells(records, label, OPERATIONS) for label in (SELF_ATTENTION, RECURRENT))
-    shares = [n * (others[n, d].flops or 0) / (ours[n, d].flops or 1) / d for n, d in ours.keys() & others]
-    return f"both do as many operations at n = {span(shares)} d" if shares else "operations were not counted"
-
-
-def _place(place: tuple[int, int]) -> str:
-    return f"n = {place[0]}, d = {place[1]}"
+def _growth(line: dict[int, float]) -> Growth | None:
+    return growth(list(line), list(line.values()))

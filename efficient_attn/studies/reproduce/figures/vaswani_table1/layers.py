@@ -5,15 +5,15 @@ from typing import Any, NamedTuple
 
 from efficient_attn.runner.records import Record
 from efficient_attn.theory import complexity
-from efficient_attn.theory.complexity import Complexity
+from efficient_attn.theory.complexity import TABLE_1, Complexity
 
 # Subject of a case: times, counted operations, gradients.
 TIME, OPERATIONS, PATH = "mixer", "operations", "path"
 
 SELF_ATTENTION, RECURRENT = "self-attention", "recurrent"
-PROJECTED = "self-attention with projections"
 
-KERNEL, WINDOW = 5, 65
+_K, _R = 5, 65
+_KERNEL, _WINDOW = {"kernel_size": _K}, {"window": _R}
 
 
 class Row(NamedTuple):
@@ -21,58 +21,38 @@ class Row(NamedTuple):
 
     Attributes:
         backend: Backend of an attention layer; otherwise a name of the layer.
-        printed: The complexity per layer as the paper prints it.
-        order: The same as a function of tokens n and width d.
-        theory: The row's numbers at (tokens, width).
+        theory: The row's numbers, `theory(tokens, width, **options)`.
+        order: The printed complexity per layer as a function of tokens n and width d.
     """
 
     backend: str
     options: Mapping[str, Any]
-    printed: str
+    theory: Callable[..., Complexity]
     order: Callable[[int, int], float]
-    theory: Callable[[int, int], Complexity]
 
 
-_KERNEL = {"kernel_size": KERNEL}
 ROWS: Mapping[str, Row] = {
-    SELF_ATTENTION: Row("exact", {}, "n²·d", lambda n, d: n * n * d, complexity.self_attention),
-    # Not a row of the paper, which leaves the projections out.
-    PROJECTED: Row(
-        "exact", {}, "n²·d + 2n·d²", lambda n, d: n * n * d + 2 * n * d * d, complexity.self_attention
-    ),
-    RECURRENT: Row("recurrent", {}, "n·d²", lambda n, d: n * d * d, complexity.recurrent),
-    "convolutional": Row(
-        "convolutional",
-        _KERNEL,
-        "k·n·d²",
-        lambda n, d: KERNEL * n * d * d,
-        lambda n, d: complexity.convolutional(n, d, kernel_size=KERNEL),
-    ),
+    SELF_ATTENTION: Row("exact", {}, complexity.self_attention, lambda n, d: n * n * d),
+    RECURRENT: Row("recurrent", {}, complexity.recurrent, lambda n, d: n * d * d),
+    "convolutional": Row("convolutional", _KERNEL, complexity.convolutional, lambda n, d: _K * n * d * d),
     "dilated convolutional": Row(
-        "dilated",
-        _KERNEL,
-        "k·n·d²",
-        lambda n, d: KERNEL * n * d * d,
-        lambda n, d: complexity.dilated_convolutional(n, d, kernel_size=KERNEL),
+        "dilated", _KERNEL, complexity.dilated_convolutional, lambda n, d: _K * n * d * d
     ),
     "separable convolutional": Row(
-        "separable",
-        _KERNEL,
-        "k·n·d + n·d²",
-        lambda n, d: KERNEL * n * d + n * d * d,
-        lambda n, d: complexity.separable_convolutional(n, d, kernel_size=KERNEL),
+        "separable", _KERNEL, complexity.separable_convolutional, lambda n, d: _K * n * d + n * d * d
     ),
     "restricted self-attention": Row(
-        "window",
-        {"window": WINDOW},
-        "r·n·d",
-        lambda n, d: WINDOW * n * d,
-        lambda n, d: complexity.restricted_self_attention(n, d, window=WINDOW),
+        "window", _WINDOW, complexity.restricted_self_attention, lambda n, d: _R * n * d
     ),
 }
 
 # Records of one row by (tokens, width).
 Cells = Mapping[tuple[int, int], Record]
+
+
+def printed(label: str) -> str:
+    """The complexity per layer as the paper prints it."""
+    return TABLE_1[label].per_layer
 
 
 def cells(records: Sequence[Record], label: str, of: str) -> dict[tuple[int, int], Record]:
@@ -91,9 +71,3 @@ def along(found: Cells, axis: int) -> dict[int, Record]:
     for place, record in found.items():
         lines.setdefault(place[1 - axis], {})[place[axis]] = record
     return max(lines.values(), key=len, default={})
-
-
-def fixed(found: Cells, axis: int) -> int | None:
-    """The width (axis 0) or the number of tokens (axis 1) of that line."""
-    line = along(found, axis)
-    return next((place[1 - axis] for place, record in found.items() if record in line.values()), None)

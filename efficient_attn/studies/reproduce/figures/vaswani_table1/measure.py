@@ -7,20 +7,11 @@ import torch
 from torch import Tensor, nn
 
 from efficient_attn.backends import build
-from efficient_attn.measure import clock
 from efficient_attn.measure.operations import count_operations
 from efficient_attn.measure.paths import hops_to_the_first_token
 from efficient_attn.runner.records import Case, Record
-from efficient_attn.runner.worker import answer
-from efficient_attn.studies.reproduce.figures.vaswani_table1.layers import (
-    OPERATIONS,
-    PATH,
-    PROJECTED,
-    RECURRENT,
-    SELF_ATTENTION,
-    TIME,
-)
-from efficient_attn.transformer.layer import AttentionLayer
+from efficient_attn.runner.worker import answer, time_of
+from efficient_attn.studies.reproduce.figures.vaswani_table1.layers import OPERATIONS, PATH, TIME
 from efficient_attn.transformer.mixers import ConvolutionMixer, RecurrentMixer, SeparableConvolutionMixer
 
 
@@ -44,15 +35,8 @@ def measure(case: Case, *, seconds: float = 0.1) -> Record:
 
 def _time(case: Case, seconds: float) -> Record:
     layer, x = _layer(case), _tokens(case)
-
-    def call() -> object:
-        with torch.no_grad():
-            return layer(x)
-
-    time_call = clock.clock(case.device)
-    clock.warm_up(call, time_call, limit_s=seconds)
-    times_s = clock.sample(call, time_call, seconds=seconds, least=1, most=1000)
-    return Record(case=case, times_s=times_s, round_sizes=(len(times_s),))
+    with torch.no_grad():
+        return time_of(case, lambda: layer(x), seconds=seconds)
 
 
 def _operations(case: Case, seconds: float) -> Record:
@@ -95,24 +79,19 @@ def _layer(case: Case, hop: int = 0) -> nn.Module:
     """The layer of a case, the `hop`-th of a stack: x [batch tokens model_dim] to the same shape."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(case.seed)
-        built = _BUILDERS[case.label](case, case.model_dim, hop)
+        built = _built(case, hop)
     return built.to(dtype=getattr(torch, case.dtype)).eval()
 
 
-def _dilated(case: Case, model_dim: int, hop: int) -> nn.Module:
-    # Causal, since the way through centred dilated layers can lead past the end of the sequence.
-    dilation = case.options["kernel_size"] ** hop
-    return ConvolutionMixer(model_dim, dilation=dilation, causal=True, **case.options)
-
-
-_BUILDERS: Mapping[str, Callable[[Case, int, int], nn.Module]] = {
-    SELF_ATTENTION: lambda case, model_dim, hop: SelfAttention(case),
-    PROJECTED: lambda case, model_dim, hop: AttentionLayer(model_dim, case.num_heads, case.backend),
-    RECURRENT: lambda case, model_dim, hop: RecurrentMixer(model_dim),
-    "convolutional": lambda case, model_dim, hop: ConvolutionMixer(model_dim, **case.options),
-    "restricted self-attention": lambda case, model_dim, hop: SelfAttention(case),
-    "dilated convolutional": _dilated,
-    "separable convolutional": lambda case, model_dim, hop: SeparableConvolutionMixer(
-        model_dim, **case.options
-    ),
-}
+def _built(case: Case, hop: int) -> nn.Module:
+    if case.backend == "recurrent":
+        return RecurrentMixer(case.model_dim)
+    if case.backend == "convolutional":
+        return ConvolutionMixer(case.model_dim, **case.options)
+    if case.backend == "separable":
+        return SeparableConvolutionMixer(case.model_dim, **case.options)
+    if case.backend == "dilated":
+        # Causal, since the way through centred dilated layers can lead past the end of the sequence.
+        dilation = case.options["kernel_size"] ** hop
+        return ConvolutionMixer(case.model_dim, dilation=dilation, causal=True, **case.options)
+    return SelfAttention(case)

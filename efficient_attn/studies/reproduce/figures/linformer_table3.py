@@ -1,0 +1,274 @@
+"""Table 3 of Wang et al. 2020: how much time and memory Linformer saves, by length and rank."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+from efficient_attn.report.figures import Axis, Chart, Plot, Series, in_rows
+from efficient_attn.report.table import Table, show_growth
+from efficient_attn.runner.isolation import DEFAULT_ISOLATION, NONE
+from efficient_attn.runner.records import Case, Record
+from efficient_attn.runner.variants import select
+from efficient_attn.stats.growth import growth
+from efficient_attn.stats.rounds import call_time
+from efficient_attn.stats.verdicts import Finding, against_both, agrees, cost, costs_less, of_all, span
+from efficient_attn.studies.costs import cost_points, measurer_for
+from efficient_attn.studies.plan import Plan
+from efficient_attn.studies.reproduce.figures import Setting
+from efficient_attn.studies.workload import Workload, settle
+
+TITLE = "Table 3: time and memory that Linformer saves, by length and rank"
+PAPER = "Wang et al. 2020, Linformer: Self-Attention with Linear Complexity, https://arxiv.org/abs/2006.04768"
+
+_RANKS = (128, 256, 512, 1024, 2048)
+_LENGTHS = (512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
+_TIME_SAVED = (
+    (1.5, 1.3),
+    (1.7, 1.6, 1.3),
+    (2.6, 2.4, 2.1, 1.3),
+    (3.4, 3.2, 2.8, 2.2, 1.3),
+    (5.5, 5.0, 4.4, 3.5, 2.1),
+    (8.6, 7.8, 7.0, 5.6, 3.3),
+    (13, 12, 11, 8.8, 5.0),
+    (20, 18, 16, 14, 7.9),
+)
+_MEMORY_SAVED = (
+    (1.7, 1.5),
+    (3.0, 2.9, 1.8),
+    (6.1, 5.6, 3.6, 2.0),
+    (14, 13, 8.3, 4.3, 2.3),
+    (28, 26, 17, 8.5, 4.5),
+    (56, 48, 32, 16, 8),
+    (56, 48, 36, 18, 16),
+    (60, 52, 40, 20, 18),
+)
+
+_DENSE, _FUSED, _LINFORMER = "exact-dense", "exact", "linformer"
+_BACKENDS = (_FUSED, _DENSE, _LINFORMER)
+
+# A block of width 256. The wider a block, the less its attention weighs, and the less there is to save.
+_NUM_HEADS, _HEAD_DIM = 4, 64
+
+# The batch shrinks as the length grows, so that all lengths have as many tokens; beyond, it is one sequence.
+_TOTAL_TOKENS = 4096
+
+_QUICK_LENGTHS, _QUICK_TOTAL_TOKENS = _LENGTHS[:2], _LENGTHS[1]
+
+# Seconds after which a point is given up.
+_TIMEOUT_S = 60.0
+_MEMORY_LIMIT = "70%"
+
+# From light to dark as ranks grow; readable on white.
+_SHADES = ("#e69f00", "#d55e00", "#cc4c88", "#7b4fb5", "#1f3b73")
+
+# Two medians or peaks that differ by less than this share are as good as equal.
+_EQUAL = 0.05
+
+# (tokens, rank) to how many times less is taken.
+Ratios = Mapping[tuple[int, int], float]
+
+
+class Saved(NamedTuple):
+    """One half of the table.
+
+    Attributes:
+        kind: Kind of its records.
+        unit: Saved resource, in words.
+        paper: Value printed in the paper.
+    """
+
+    kind: str
+    unit: str
+    paper: Ratios
+
+
+def _as_ratios(rows: Sequence[Sequence[float]]) -> Ratios:
+    return {
+        (tokens, rank): ratio
+        for tokens, row in zip(_LENGTHS, rows, strict=True)
+        for rank, ratio in zip(_RANKS, row, strict=False)
+    }
+
+
+_TIME = Saved("time", "time", _as_ratios(_TIME_SAVED))
+_MEMORY = Saved("memory", "memory", _as_ratios(_MEMORY_SAVED))
+
+
+def plan(setting: Setting) -> Plan:
+    """Blocks at every length and rank up to half of it, as in the paper; as far as memory and budget go."""
+    workload = settle(
+        Workload(of="block", num_heads=_NUM_HEADS, head_dim=_HEAD_DIM, device="cpu", threads=setting.threads)
+    )
+    total = _QUICK_TOTAL_TOKENS if setting.quick else _TOTAL_TOKENS
+    measurer, limit, _ = measurer_for(
+        select(_BACKENDS),
+        workload,
+        isolate=NONE if setting.quick else DEFAULT_ISOLATION,
+        timeout_s=_TIMEOUT_S,
+        memory_limit=_MEMORY_LIMIT,
+    )
+    points = []
+    for tokens in _QUICK_LENGTHS if setting.quick else _LENGTHS:
+        ranks = [rank for rank in _RANKS if (tokens, rank) in _TIME.paper]
+        variants = select(_BACKENDS, {_LINFORMER: {"rank": ranks, "sharing": ["layers"]}})
+        shared = {**vars(workload), "batch": max(total // tokens, 1), "inputs": "gaussian"}
+        points += cost_points(
+            variants, [tokens], shared, measure=measurer, rounds=setting.rounds, limit_bytes=limit
+        )
+    return Plan(points=points, timeout_s=_TIMEOUT_S, resources=measurer)
+
+
+def _rank(case: Case) -> int:
+    """The rank of a Linformer; 0 for softmax attention."""
+    return int(case.options.get("rank", 0))
+
+
+def _pairs(
+    records: Sequence[Record], saved: Saved, baseline: str
+) -> dict[tuple[int, int], tuple[Record, Record]]:
+    """Linformer's record and the baseline's at every length and rank that both were measured at."""
+    found = {
+        (record.case.backend, record.case.tokens, _rank(record.case)): record
+        for record in records
+        if record.status == "ok" and record.case.kind == saved.kind
+    }
+    return {
+        (tokens, rank): (found[_LINFORMER, tokens, rank], found[baseline, tokens, 0])
+        for backend, tokens, rank in sorted(found)
+        if backend == _LINFORMER and (baseline, tokens, 0) in found
+    }
+
+
+def _measured(records: Sequence[Record], saved: Saved, baseline: str) -> Ratios:
+    """Cost of the baseline divided by the cost of Linformer."""
+    return {place: cost(its) / cost(own) for place, (own, its) in _pairs(records, saved, baseline).items()}
+
+
+def _lines(ratios: Ratios) -> dict[int, list[tuple[int, float]]]:
+    """(tokens, ratio) in ascending order for every rank."""
+    return {
+        rank: sorted((tokens, ratio) for (tokens, own), ratio in ratios.items() if own == rank)
+        for rank in _RANKS
+    }
+
+
+def tables(records: Sequence[Record]) -> list[Table]:
+    """Time saved, then memory saved: ours against both baselines, and the paper's."""
+    case = next((record.case for record in records), None)
+    conditions = "" if case is None else f" One {case.of} of width {case.model_dim}, threads: {case.threads}."
+    notes = (
+        "Each cell: against exact-dense / against fused exact (in the paper). – is not measured. One "
+        "projection for keys, values, heads and layers; it is not trained, which changes no cost."
+        f"{conditions}",
+    )
+    return [
+        _table(records, _TIME, "Time saved, times", ()),
+        _table(records, _MEMORY, "Memory saved, times (peak bytes of a call)", notes),
+    ]
+
+
+def _table(records: Sequence[Record], saved: Saved, title: str, notes: tuple[str, ...]) -> Table:
+    dense, fused = (_measured(records, saved, baseline) for baseline in (_DENSE, _FUSED))
+
+    def cell(place: tuple[int, int]) -> str:
+        if place not in saved.paper:
+            return ""
+        ours = " / ".join(f"{r[place]:.2g}" if place in r else "–" for r in (dense, fused))
+        return f"{ours} ({saved.paper[place]:g})"
+
+    rows = ((str(n), *(cell((n, rank)) for rank in _RANKS)) for n in _LENGTHS)
+    return Table(title, ("tokens", *(f"rank {rank}" for rank in _RANKS)), tuple(rows), notes)
+
+
+def draw(records: Sequence[Record]) -> Plot:
+    """Four charts: time and memory saved, against softmax written out and against the fused kernel."""
+    charts = [_chart(records, saved, baseline) for saved in (_TIME, _MEMORY) for baseline in (_DENSE, _FUSED)]
+    conditions = "dashed: in the paper, against its own softmax"
+    return Plot("Time and memory that Linformer saves", conditions, in_rows(charts))
+
+
+def _chart(records: Sequence[Record], saved: Saved, baseline: str) -> Chart:
+    name = {_DENSE: "materialised softmax (exact-dense)", _FUSED: "fused softmax (exact)"}[baseline]
+    series = [
+        *_series(_measured(records, saved, baseline), {"marker": "o", "markersize": 4.5}, None),
+        *_series(saved.paper, {"linestyle": (0, (2, 2)), "alpha": 0.55, "linewidth": 1.2}, ""),
+    ]
+    return Chart(
+        Axis("tokens n", "log2", "{:.0f}".format, sorted({x for one in series for x in one.x})),
+        Axis(scale="log", show="{:g}×".format),
+        tuple(series),
+        f"{saved.unit.capitalize()} saved, against {name}",
+    )
+
+
+def _series(ratios: Ratios, style: Mapping[str, Any], entry: str | None) -> Iterator[Series]:
+    for (rank, line), colour in zip(_lines(ratios).items(), _SHADES, strict=True):
+        x, y = zip(*line, strict=True) if line else ((), ())
+        yield Series(f"rank {rank}", x, y, {**style, "color": colour}, entry=entry)
+
+
+def findings(records: Sequence[Record]) -> list[Finding]:
+    """A verdict on every claim."""
+    return [
+        *(_saves(records, saved) for saved in (_TIME, _MEMORY)),
+        *(_saves_more_and_more(records, saved) for saved in (_TIME, _MEMORY)),
+        _linear(records),
+    ]
+
+
+def _saves(records: Sequence[Record], saved: Saved) -> Finding:
+    """Linformer takes less than softmax written out, and than the fused kernel, wherever it was measured."""
+    claim = f"Linformer saves {saved.unit} at every length and rank of the table (Table 3)"
+    texts, answers = [], []
+    for baseline in (_DENSE, _FUSED):
+        if ratios := _measured(records, saved, baseline):
+            texts.append(f"{baseline} takes {span(list(ratios.values()))} times as much")
+        answers.append(
+            {
+                f"n = {tokens}, rank {rank}": costs_less(*both)
+                for (tokens, rank), both in _pairs(records, saved, baseline).items()
+            }
+        )
+    measured = "; ".join(texts) or "no length was measured with a baseline"
+    return Finding(claim, measured, against_both(*answers))
+
+
+def _saves_more_and_more(records: Sequence[Record], saved: Saved) -> Finding:
+    """At one rank the ratio falls from no length to the next, and is larger at the last than at the first."""
+    claim = f"The longer the sequence, the more {saved.unit} is saved at one rank (Table 3)"
+    texts, answers = [], []
+    for baseline in (_DENSE, _FUSED):
+        lines = _lines(_measured(records, saved, baseline))
+        lines = {rank: line for rank, line in lines.items() if len(line) > 1}
+        answers.append({f"rank {rank}": _rises(line) for rank, line in lines.items()})
+        for rank, ((first, before), *_, (last, after)) in list(lines.items())[:1]:
+            texts.append(
+                f"{baseline} takes {before:.2g} times as much at {first} tokens, {after:.2g} times at "
+                f"{last}, rank {rank}"
+            )
+    measured = "; ".join(texts) or "no rank was measured at two lengths"
+    return Finding(claim, measured, against_both(*answers))
+
+
+def _rises(line: Sequence[tuple[int, float]]) -> bool:
+    """Whether no ratio is clearly below the one before, and the last clearly above the first."""
+    kept = all(ratio >= before * (1 - _EQUAL) for (_, before), (_, ratio) in pairwise(line))
+    return kept and line[-1][1] > line[0][1] * (1 + _EQUAL)
+
+
+def _linear(records: Sequence[Record]) -> Finding:
+    """The time of one sequence grows with the first power of its tokens."""
+    claim = "The time of a Linformer grows linearly with the length at one rank (section 4, figure 2)"
+    times = {
+        (record.case.tokens, _rank(record.case)): call_time(record).median / record.case.batch
+        for record in records
+        if record.times_s and record.case.backend == _LINFORMER
+    }
+    fits = {
+        f"rank {rank}": growth(*zip(*line, strict=True))
+        for rank, line in _lines(times).items()
+        if len(line) > 3
+    }
+    text = ", ".join(f"{show_growth(fit)} at {place}" for place, fit in fits.items())
+    measured = f"time of a sequence {text}" if text else "too few lengths of one rank"
+    return Finding(claim, measured, of_all({place: agrees(1, fit) for place, fit in fits.items()}))
