@@ -8,10 +8,10 @@ import efficient_attn as ea
 from efficient_attn.report.error_table import describe, show_error
 from efficient_attn.report.table import three_digits
 from efficient_attn.runner.records import Case, Record
-from efficient_attn.stats.curves import YARDSTICK, curves
+from efficient_attn.stats.curves import curves
 from efficient_attn.stats.noise_warnings import disturbance
-from efficient_attn.studies.bench.analysis import Gain, gain_over
-from efficient_attn.studies.bench.break_even import crossover_tables
+from efficient_attn.studies.bench.analysis import Gain, gains
+from efficient_attn.studies.bench.tables import crossover_cells
 from efficient_attn.studies.compare.analysis import Comparison, Contender
 from efficient_attn.studies.compare.grouping import comparisons
 from efficient_attn.studies.recall.analysis import Contest, Learned, contests
@@ -109,7 +109,7 @@ efficient-attn show --head 2 --tokens 30:60
 accurate enough and faster. `--inputs FILE` takes [activations of your
 model](hugging-face.md#activations-of-your-model), `--backend exact,my_file.py:my_attention` your own
 attention; `efficient-attn bench --of block` measures the speed-up of a whole transformer block. `show`
-draws attention maps: a row per query, the last column for all keys not shown, and above each panel the
+draws attention maps: a row per query, and above each panel the
 error of this head's output and the attention entropy, in nats.
 
 ![Attention weights of six backends with the words on the axes](images/show.png)
@@ -126,11 +126,8 @@ class _Cost(NamedTuple):
 def _costs(records: Sequence[Record]) -> dict[str, _Cost]:
     """Costs by label, from the times of one run."""
     times = curves(records, "time_s")
-    exact = next(curve for curve in times if curve.label == YARDSTICK)
-    (table,) = crossover_tables(records)
-    crossing = {row[0]: row[1] for row in table.rows}
-    gains = {curve.label: gain_over(curve, exact) for curve in times if curve is not exact}
-    return {label: _Cost(crossing[label], _speed(gain)) for label, gain in gains.items() if gain}
+    starts = crossover_cells(times)
+    return {gain.label: _Cost(starts[gain.label], _speed(gain)) for gain in gains(times)}
 
 
 def _speed(gain: Gain) -> str:

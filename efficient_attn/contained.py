@@ -8,7 +8,7 @@ from contextlib import contextmanager, redirect_stdout
 from types import FrameType
 from typing import Any
 
-from efficient_attn.errors import DataError
+from efficient_attn.errors import AttentionError, DataError, UnsupportedError
 
 # Maximum length of a message of external code, as one line.
 _LONGEST = 300
@@ -39,6 +39,23 @@ def contained() -> Iterator[None]:
             if came:
                 raise
             raise LeftError(described(error)) from error
+
+
+@contextmanager
+def trial() -> Iterator[None]:
+    """Build a backend to check its options: a value that never works is the only error that passes.
+
+    An unsupported request and errors of external code are results, recorded where they are measured.
+    """
+    try:
+        with contained():
+            yield
+    except UnsupportedError:
+        return
+    except AttentionError:
+        raise
+    except Exception:
+        return
 
 
 def described(error: BaseException) -> str:

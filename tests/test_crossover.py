@@ -8,8 +8,8 @@ from scipy.stats import binom
 
 from efficient_attn.runner.records import Case, Record
 from efficient_attn.stats.curves import curves
-from efficient_attn.studies.bench.break_even import crossover_tables
 from efficient_attn.studies.bench.crossover import _crossing, _Lag, _near_zero, crossovers
+from efficient_attn.studies.bench.tables import cost_tables, crossover_cells
 
 LENGTHS = (256, 512, 1024, 2048, 4096)
 SHARED = {"num_heads": 2, "head_dim": 8, "dtype": "float32", "device": "cpu", "threads": 1}
@@ -28,8 +28,12 @@ def records(at, *, noise=0.0, seed=0, lengths=LENGTHS, samples=40, around=0):
     return made
 
 
-def found(made, against="exact"):
-    return crossovers(curves(made, "time_s"), against)
+def found(made):
+    return crossovers(curves(made, "time_s"))
+
+
+def cell(made, label="window"):
+    return crossover_cells(curves(made, "time_s"))[label]
 
 
 @pytest.mark.parametrize("around", [0, 3000])
@@ -62,27 +66,6 @@ def test_what_is_faster_everywhere_or_gains_nothing_has_none_and_says_where_it_w
     assert none.tokens is None and not none.always and not none.never
     one_length = [r for r in records(700) if r.case.tokens == 512]
     assert found(one_length) == []
-
-
-def dense(made, factor=4.0):
-    """`exact-dense`, so many times as slow as `exact`."""
-    return [
-        replace(
-            r,
-            case=replace(r.case, backend="exact-dense", label="exact-dense"),
-            times_s=tuple(factor * time_s for time_s in r.times_s),
-        )
-        for r in made
-        if r.case.label == "exact"
-    ]
-
-
-def test_either_kind_of_exact_attention_is_compared_with():
-    made = records(3000)
-    made += dense(made)
-    against = {one.label: one for one in found(made, "exact-dense")}
-    assert against["window"].tokens == pytest.approx(750) and against["exact"].always
-    assert {one.label for one in found(made)} == {"window", "exact-dense"}
 
 
 def test_only_what_was_measured_under_one_setting_is_compared():
@@ -130,38 +113,37 @@ def test_too_few_rounds_or_unknown_ones_give_a_number_without_an_interval():
         made = [replace(one, round_sizes=sizes) for one in records(700)]
         (crossover,) = found(made)
         assert crossover.tokens == pytest.approx(700) and not crossover.bounded
-        (table,) = crossover_tables(made)
-        assert table.rows[0][1] == "700 (no interval)" and "need 4 rounds" in table.notes[0]
+        assert cell(made) == "700 (no interval)"
+        assert "at least 4 are needed" in cost_tables(made)[0].notes[0]
 
 
 def test_an_interval_that_nothing_bounds_is_open_or_the_crossover_is_unclear():
     made = records(20_000, noise=0.05, samples=12)
     (crossover,) = found(made)
     assert crossover.high is None and crossover.tokens is not None
-    assert "or more, extrapolated)" in crossover_tables(made)[0].rows[0][1]
-    noise = records(700, noise=2.0, samples=12)
-    assert crossover_tables(noise)[0].rows[0][1] == "unclear"
+    assert "or more, extrapolated)" in cell(made)
+    assert cell(records(700, noise=2.0, samples=12)) == "unclear"
 
 
 def test_a_crossover_of_backends_that_no_round_tells_apart_is_unclear():
     exact = [one for one in records(700) if one.case.label == "exact"]
     twin = [replace(one, case=replace(one.case, backend="f", label="f")) for one in exact]
-    assert crossover_tables([*exact, *twin])[0].rows[0][1] == "unclear"
+    assert cell([*exact, *twin], "f") == "unclear"
 
 
-def test_the_table_tells_number_and_interval_or_that_there_is_none_and_where_it_was_looked_for():
-    def cells(at):
-        (table,) = crossover_tables([*records(at), *dense(records(at))])
-        assert table.notes == (
-            "Looked for at 256, 512, 1024, 2048, 4096 tokens, and beyond as far as 8 times the last. "
-            "Intervals hold within this run and need 4 rounds.",
-        )
-        return next(row[1:] for row in table.rows if row[0] == "window")
-
-    assert cells(700) == ("700 (700 to 700)", "all from 256")
-    assert cells(10_000) == ("10000 (10000 to 10000, extrapolated)", "2500 (2500 to 2500)")
-    assert cells(100) == ("all from 256", "all from 256")
-    assert cells(40_000)[0] == "none up to 4096"
+@pytest.mark.parametrize(
+    ("at", "shown"),
+    [
+        (700, "700 (700 to 700)"),
+        (10_000, "10000 (10000 to 10000, extrapolated)"),
+        (100, "all from 256"),
+        (40_000, "none up to 4096"),
+    ],
+)
+def test_the_table_holds_the_crossover_and_its_interval_or_that_there_is_none(at, shown):
+    (table,) = cost_tables(records(at))
+    assert [row[table.columns.index("faster from")] for row in table.rows] == ["", shown]
+    assert "beyond as far as 8 times the last" in table.notes[1]
 
 
 def test_the_interval_between_two_lengths_is_where_the_line_is_within_its_own_interval_of_zero():

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from efficient_attn.backends import build, resolve
-from efficient_attn.contained import contained
-from efficient_attn.errors import AttentionError, OptionError, UnsupportedError
+from efficient_attn.contained import trial
+from efficient_attn.errors import OptionError, UnsupportedError
 from efficient_attn.measure import error as measure
 from efficient_attn.measure.checked import outputs_checked
 from efficient_attn.runner.counting import attention_flops
@@ -66,19 +66,9 @@ def try_options(variant: Variant, subject: Subject) -> None:
     Raises:
         OptionError: If an option is invalid for the backend.
     """
-    if variant.label == variant.backend:
-        return
-    try:
-        with contained():
+    if variant.label != variant.backend:
+        with trial():
             _build_one(variant, subject, 0)
-    except UnsupportedError:
-        # An unsupported request is a result and is recorded.
-        return
-    except AttentionError:
-        raise
-    except Exception:
-        # An exception of an external builder is a result too.
-        return
 
 
 def at_size(variant: Variant, subject: Subject, option: str, size: int) -> Variant:

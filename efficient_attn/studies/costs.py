@@ -52,7 +52,7 @@ def cost_points(
                 rounds=rounds if timed else None,
                 calls=None if timed else _MEMORY_CALLS,
                 group=tokens,
-                series=(case.label, case.of, case.num_heads, case.head_dim),
+                series=(case.label, case.of),
                 cost=case.batch * float(tokens) ** variant.time_growth,
                 predicted_bytes=needed,
                 skip=_too_large(needed, limit_bytes),

@@ -7,6 +7,7 @@ from typing import Any
 
 from efficient_attn.errors import DataError, UnknownNameError
 from efficient_attn.report.figures import Axis, Chart, Plot, Series
+from efficient_attn.report.notes import failure_notes
 from efficient_attn.report.palette import line_styles
 from efficient_attn.report.table import Table
 from efficient_attn.runner.quantity import Quantity
@@ -71,8 +72,7 @@ def record_tables(
         if record.status == "ok"
     )
     heads = (f"{one.name}, {one.unit}" if one.unit else one.name for one in shown)
-    failed = (f"{r.case.label}: {r.status}: {r.reason}" for r in records if r.status != "ok")
-    return [Table("Records", ("backend", "tokens", *heads), rows, tuple(dict.fromkeys(failed)))]
+    return [Table("Records", ("backend", "tokens", *heads), rows, failure_notes(records))]
 
 
 def _cell(value: Any) -> str:

@@ -7,13 +7,11 @@ from efficient_attn.errors import OptionError, UnsupportedError
 from efficient_attn.measure.environment import usable_cores
 from efficient_attn.problem import positive_count
 from efficient_attn.runner.predicted_bytes import ITEM_BYTES
-from efficient_attn.runner.units import parse_sizes
 
 # Subjects of a measurement: a backend alone, in a block, in a stack of blocks.
 SUBJECTS = ("attention", "block", "encoder")
 
 _DEFAULT_LAYERS = 3
-_HEAD_DIM = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,52 +41,22 @@ class Workload:
         return self.num_heads * self.head_dim
 
 
-def workloads(
-    workload: Workload,
-    *,
-    of: str | Sequence[str],
-    num_heads: str | int | Sequence[int],
-    head_dim: int | None,
-    model_dim: int | None,
-) -> tuple[Workload, ...]:
-    """The settled workload for every number of heads and everything that is to be measured.
+def workloads(workload: Workload, *, of: str | Sequence[str]) -> tuple[Workload, ...]:
+    """The settled workload for every subject of a measurement.
 
     Args:
         of: Some of SUBJECTS, as text joined by commas or one by one.
-        model_dim: The heads are parts of it: head_dim follows.
 
     Raises:
         OptionError: If they do not fit together.
     """
     subjects = dict.fromkeys(of.split(",") if isinstance(of, str) else of)
-    heads = parse_sizes(num_heads, name="num_heads")
-    if model_dim is not None and head_dim is not None:
-        raise OptionError(
-            "head_dim and model_dim exclude each other: one follows from the other and the heads."
-        )
     if workload.layers is not None and "encoder" not in subjects:
         raise OptionError(f"layers are those of an encoder; of is {', '.join(subjects)!r}.")
     return tuple(
-        settle(
-            replace(
-                workload,
-                of=subject,
-                layers=workload.layers if subject == "encoder" else None,
-                num_heads=count,
-                head_dim=_part(model_dim, count) if model_dim is not None else head_dim or _HEAD_DIM,
-            )
-        )
+        settle(replace(workload, of=subject, layers=workload.layers if subject == "encoder" else None))
         for subject in subjects
-        for count in heads
     )
-
-
-def _part(model_dim: int, num_heads: int) -> int:
-    """The head dimension of this many heads."""
-    positive_count("model_dim", model_dim)
-    if model_dim % num_heads:
-        raise OptionError(f"model_dim={model_dim} is not divided by {num_heads} heads.")
-    return model_dim // num_heads
 
 
 def settle(workload: Workload) -> Workload:

@@ -24,10 +24,9 @@ FURTHEST = 8
 
 
 class Crossover(NamedTuple):
-    """Length above which a backend is faster than another, within the measured range and its extrapolation.
+    """Length above which a backend is faster than exact attention, measured or extrapolated.
 
     Attributes:
-        against: The backend compared with.
         lengths: Lengths at which both were measured; crossovers are sought up to eight times the last one.
         tokens: The crossover; None if there is none, or no clear one.
         low: Lower end of the interval; None if it may be below the shortest length.
@@ -39,7 +38,6 @@ class Crossover(NamedTuple):
     """
 
     label: str
-    against: str
     lengths: tuple[int, ...]
     tokens: float | None = None
     low: float | None = None
@@ -62,25 +60,25 @@ class _Lag(NamedTuple):
     half: float | None
 
 
-def crossovers(all_curves: Sequence[Curve], against: str = YARDSTICK) -> list[Crossover]:
-    """Crossovers of all curves of times with the curve of one backend in the same setting."""
+def crossovers(all_curves: Sequence[Curve]) -> list[Crossover]:
+    """Crossovers of all curves of times with exact attention in the same setting."""
     compared = (
-        crossover(curve, other)
+        _crossover(curve, exact)
         for curve in all_curves
-        if curve.backend not in (against, CEILING)
-        and (other := partner(curve, all_curves, against)) is not None
+        if curve.backend not in (YARDSTICK, CEILING)
+        and (exact := partner(curve, all_curves, YARDSTICK)) is not None
     )
     return [found for found in compared if found is not None]
 
 
-def crossover(curve: Curve, other: Curve) -> Crossover | None:
+def _crossover(curve: Curve, other: Curve) -> Crossover | None:
     """Crossover of two curves of times; None if they share fewer than two lengths."""
     pairs = [(own, its) for own in curve.measured if (its := other.at(own.tokens)) is not None]
     if len(pairs) < 2:
         return None
     lags = [_lag(own, its) for own, its in pairs]
     timed = all(lag.half is not None for lag in lags)
-    looked = Crossover(curve.label, other.backend, tuple(own.tokens for own, _ in pairs), timed=timed)
+    looked = Crossover(curve.label, tuple(own.tokens for own, _ in pairs), timed=timed)
     tokens = np.asarray(looked.lengths, dtype=float)
     best, furthest = _crossing(tokens, [lag.value for lag in lags]), FURTHEST * tokens[-1]
     sides = [time_ratio(own.record, its.record).side_of_one for own, its in pairs]

@@ -4,7 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any
 
-from efficient_attn.errors import OptionError, UnsupportedError
+from efficient_attn.contained import trial
+from efficient_attn.errors import OptionError
 from efficient_attn.runner.isolation import DEFAULT_ISOLATION, DEFAULT_TIMEOUT_S
 from efficient_attn.runner.units import parse_sizes
 from efficient_attn.runner.variants import YARDSTICK, Variant, ceiling, is_ours, select
@@ -45,14 +46,8 @@ def plan(
     backward: shared.Backward = False,
     causal: shared.Causal = False,
     batch: shared.Batch = 1,
-    num_heads: Annotated[
-        str | int | Sequence[int],
-        Option(help="Number of heads; several: 4,8,16.", metavar="N[,N…]", parse=parse_sizes),
-    ] = 8,
-    head_dim: Annotated[int | None, Option(help="Head dimension; 64.", least=1)] = None,
-    model_dim: Annotated[
-        int | None, Option(help="Dimension of all heads together, in place of --head-dim.", least=1)
-    ] = None,
+    num_heads: shared.NumHeads = 8,
+    head_dim: shared.HeadDim = 64,
     dtype: shared.Dtype = "auto",
     device: shared.Device = "auto",
     threads: shared.Threads = None,
@@ -80,6 +75,8 @@ def plan(
         Workload(
             layers=layers,
             batch=batch,
+            num_heads=num_heads,
+            head_dim=head_dim,
             causal=causal,
             backward=backward,
             dtype=dtype,
@@ -88,9 +85,6 @@ def plan(
             seed=seed,
         ),
         of=of,
-        num_heads=num_heads,
-        head_dim=head_dim,
-        model_dim=model_dim,
     )
     first = settled[0]
     chosen, other = _variants(backends, options, exclude, against)
@@ -143,24 +137,17 @@ def _variants(
 
 
 def _try_options(variants: Sequence[Variant], workload: Workload, longest: int) -> None:
-    """Build each of our variants with set options once: a value that never works is a wrong request.
-
-    External backends are built only where their time is limited.
-    """
+    """Build each of our variants with set options once; others are built where their time is limited."""
     from efficient_attn.backends import build
 
     for variant in variants:
-        if variant.label == variant.backend or not is_ours(variant.target):
-            continue
-        try:
-            build(
-                variant.target,
-                head_dim=workload.head_dim,
-                num_heads=workload.num_heads,
-                max_tokens=longest,
-                causal=workload.causal,
-                **variant.options,
-            )
-        except UnsupportedError:
-            # An unsupported request is a result and is recorded.
-            continue
+        if variant.label != variant.backend and is_ours(variant.target):
+            with trial():
+                build(
+                    variant.target,
+                    head_dim=workload.head_dim,
+                    num_heads=workload.num_heads,
+                    max_tokens=longest,
+                    causal=workload.causal,
+                    **variant.options,
+                )

@@ -1,80 +1,65 @@
-"""Findings of a benchmark, in a few sentences computed from its records."""
+"""Findings of a benchmark, in a few sentences with the numbers of its tables."""
 
+import math
 from collections.abc import Sequence
 
+from efficient_attn.report.notes import setting
+from efficient_attn.report.table import show_ratio
 from efficient_attn.runner.records import Record
 from efficient_attn.runner.units import show_bytes
+from efficient_attn.runner.variants import CEILING
 from efficient_attn.stats.curves import YARDSTICK, Curve, by_subject, curves
-from efficient_attn.stats.noise_warnings import COULD_NOT_TELL, IDLE, disturbance
-from efficient_attn.studies.bench.break_even import pay_sentences
-from efficient_attn.studies.bench.heads import head_sentences
+from efficient_attn.stats.noise_warnings import COULD_NOT_TELL, IDLE, explanation
+from efficient_attn.studies.bench.analysis import gains
+from efficient_attn.studies.bench.tables import crossover_cells
 from efficient_attn.studies.bench.versions import version_sentences
 from efficient_attn.studies.view import Environment
 
 
-def sentences(records: Sequence[Record], environment: Environment | None = None) -> list[str]:
-    """Growth of time and memory, break-even lengths, memory, cost of heads, and the verdict on versions.
-
-    Args:
-        environment: Environment of the run: times measured under a load support no verdict.
-    """
-    told = []
-    load = disturbance([], environment)
-    for subject, group in by_subject(records).items():
-        times, peaks = curves(group, "time_s"), curves(group, "peak_bytes")
-        place = "" if subject == "attention" else f"Of the {subject}: "
-        for sentence in (_growth_sentence(times if load is None else (), peaks), _memory_sentence(peaks)):
-            if sentence is not None:
-                told.append(place + (sentence[0].lower() + sentence[1:] if place else sentence))
+def sentences(records: Sequence[Record], environment: Environment) -> list[str]:
+    """Memory, speed and the length from which each backend pays, and the verdict on versions."""
+    found = []
     versions = version_sentences(records, environment)
-    if load is not None and not versions and any(record.case.kind == "time" for record in records):
-        first = COULD_NOT_TELL[0].upper() + COULD_NOT_TELL[1:]
-        return [*told, f"{first} how times grow and from where a backend pays: {load}; {IDLE}."]
-    pays = [] if load is not None else pay_sentences(records, environment or {})
-    return [*told, *pays, *([] if load is not None else head_sentences(records)), *versions]
+    for subject, group in by_subject(records).items():
+        place = "" if subject == "attention" else f" of the {subject}"
+        found += _memory_sentences(place, curves(group, "peak_bytes"))
+        found += [] if versions else pay_sentences(place, curves(group, "time_s"), environment)
+    return found + versions
 
 
-def _growth_sentence(times: Sequence[Curve], peaks: Sequence[Curve]) -> str | None:
-    """The powers of tokens that the growing parts of time and of memory follow."""
-    both = (("time", _powers(times)), ("memory", _powers(peaks)))
-    told = [f"{name} grows as {powers}" for name, powers in both if powers]
-    if not told:
-        return None
-    return f"Fixed costs aside, {'; '.join(told)}."
-
-
-def _powers(all_curves: Sequence[Curve]) -> str:
-    """`n^1.0 (window, linformer [0.9 to 1.1]), n^2.0 (exact)`, and for which it is unclear; empty if for all.
-
-    An interval stands where it does not round to the power.
-    """
-    groups: dict[float, list[str]] = {}
-    unclear = []
-    for curve in all_curves:
-        fit = curve.growth
-        if fit is None or not fit.clear:
-            unclear.append(curve.label)
+def pay_sentences(place: str, times: Sequence[Curve], environment: Environment) -> list[str]:
+    """Speeds and crossovers, one sentence per setting; or the load that leaves them open."""
+    starts = crossover_cells(times)
+    known: dict[str, list[str]] = {}
+    unknown: dict[str, list[str]] = {}
+    for gain in gains(times):
+        own = gain.records[0].case
+        # A file may hold times whose ratio no float can hold.
+        if own.backend == CEILING or not 0 < gain.ratio.median < math.inf:
             continue
-        low, high = (f"{fit.power if edge is None else edge:.1f}" for edge in (fit.low, fit.high))
-        label = curve.label if low == high else f"{curve.label} [{low} to {high}]"
-        groups.setdefault(round(fit.power, 1), []).append(label)
-    if not groups:
-        return ""
-    told = [f"n^{power} ({', '.join(labels)})" for power, labels in sorted(groups.items())]
-    return ", ".join(told) + (f", unclear for {', '.join(unclear)}" if unclear else "")
+        if (load := explanation(*gain.records, gain.ratio.median, environment)) is not None:
+            unknown.setdefault(load, []).append(gain.label)
+            continue
+        start = f", faster from: {starts[gain.label]}" if gain.label in starts else ""
+        text = f"{gain.label} {show_ratio(gain.ratio)} at {gain.tokens} tokens{start}"
+        known.setdefault(setting(own), []).append(text)
+    return [
+        f"Speed{place}, {YARDSTICK} = 1, on this machine ({where}): {'; '.join(texts)}."
+        for where, texts in known.items()
+    ] + [
+        f"{COULD_NOT_TELL.capitalize()} the speed{place} of {', '.join(labels)}: {load}; {IDLE}."
+        for load, labels in unknown.items()
+    ]
 
 
-def _memory_sentence(peaks: Sequence[Curve]) -> str | None:
-    """The smallest and the largest peak at the longest length of the only curve of exact attention."""
-    exact = [curve for curve in peaks if curve.backend == YARDSTICK]
-    if len(exact) != 1 or not exact[0].measured:
-        return None
-    tokens = exact[0].measured[-1].tokens
-    costs = [(point.value, curve.label) for curve in peaks if (point := curve.at(tokens)) and point.value]
+def _memory_sentences(place: str, peaks: Sequence[Curve]) -> list[str]:
+    """The smallest and the largest peak at the longest length."""
+    longest = max((point.tokens for curve in peaks for point in curve.measured), default=0)
+    costs = [(point.value, curve.label) for curve in peaks if (point := curve.at(longest)) and point.value]
     if len(costs) < 2:
-        return None
+        return []
     (least, least_label), (most, most_label) = min(costs), max(costs)
-    return (
-        f"At {tokens} tokens a call takes from {show_bytes(least)} ({least_label}) to {show_bytes(most)} "
-        f"({most_label}) beside its inputs."
-    )
+    return [
+        f"Peak memory{place} at {longest} tokens, without inputs: {show_bytes(least)} ({least_label}) to "
+        f"{show_bytes(most)} ({most_label})."
+    ]

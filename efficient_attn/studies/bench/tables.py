@@ -2,16 +2,29 @@
 
 from collections.abc import Mapping, Sequence
 
+from efficient_attn.report.notes import failure_notes
 from efficient_attn.report.table import Table, show_growth, show_ratio, show_spread
 from efficient_attn.runner.records import Record
 from efficient_attn.stats.curves import YARDSTICK, Curve, Point, by_subject, curves
-from efficient_attn.stats.rounds import FEWEST_ROUNDS, round_times
+from efficient_attn.stats.rounds import FEWEST_ROUNDS
 from efficient_attn.studies.bench.analysis import gains
+from efficient_attn.studies.bench.crossover import FURTHEST, Crossover, crossovers
 
 # Lengths of one table; of more the shortest are left out and only the files hold them.
 _MOST_LENGTHS = 8
 
 _MILLISECOND, _MEBIBYTE = 1e-3, 2.0**20
+
+_INTERVALS = (
+    "Intervals (±, and in brackets): 95 %, for the median within this run; one round is one sample, and at "
+    f"least {FEWEST_ROUNDS} are needed (--rounds). Another run can differ by more."
+)
+_LOOKED = (
+    f"faster from: tokens above which a call is faster than one of {YARDSTICK}, sought at the lengths of the "
+    f"run and beyond as far as {FURTHEST} times the last."
+)
+
+Cells = Mapping[str, str]
 
 
 def cost_tables(records: Sequence[Record]) -> list[Table]:
@@ -21,59 +34,72 @@ def cost_tables(records: Sequence[Record]) -> list[Table]:
         place = "" if subject == "attention" else f" of the {subject}"
         times = curves(group, "time_s")
         if times:
-            ratios = {gain.label: show_ratio(gain.ratio) for gain in gains(times)}
-            speed = {curve.label: "1" for curve in times if curve.backend == YARDSTICK} | ratios
-            extra = {"speed, exact = 1": speed if ratios else {}}
-            table = _cost_table(f"Time per call{place}, ms", times, _MILLISECOND, extra)
-            timed = [point.record for curve in times for point in curve.measured]
-            made.append(table._replace(notes=(*table.notes, _model(timed))))
+            starts = crossover_cells(times)
+            notes = (_INTERVALS, _LOOKED) if starts else (_INTERVALS,)
+            more = {"speed, exact = 1": _speeds(times), "faster from": starts}
+            made.append(_cost_table(f"Time per call{place}, ms", times, _MILLISECOND, more, notes))
         peaks = curves(group, "peak_bytes")
         if peaks:
             bytes_of = {"weights": "parameter_bytes", "state": "state_bytes"}
-            extra = {name: _largest(group, quantity) for name, quantity in bytes_of.items()}
-            made.append(_cost_table(f"Peak memory of a call{place}, MiB", peaks, _MEBIBYTE, extra))
+            more = {name: _largest(group, quantity) for name, quantity in bytes_of.items()}
+            made.append(_cost_table(f"Peak memory of a call{place}, MiB", peaks, _MEBIBYTE, more))
     return made
 
 
-def _model(records: Sequence[Record]) -> str:
-    """The model behind the intervals of these times, and how many times have none."""
-    few = sum(len(round_times(record)) < FEWEST_ROUNDS for record in records)
-    lacking = f"; {few} of {len(records)} times have fewer and no interval" if few else ""
-    return (
-        "Intervals (±, and in brackets): 95 %, for the median within this run; one round is one sample, and "
-        f"at least {FEWEST_ROUNDS} are needed (--rounds){lacking}. Another run can differ by more."
-    )
+def crossover_cells(times: Sequence[Curve]) -> dict[str, str]:
+    """{label: `910 (850 to 990)`, or the reason why there is no such number}."""
+    return {found.label: _show_crossover(found) for found in crossovers(times)}
+
+
+def _show_crossover(found: Crossover) -> str:
+    first, last = found.lengths[0], found.lengths[-1]
+    if found.tokens is None:
+        return f"all from {first}" if found.always else f"none up to {last}" if found.never else "unclear"
+    if not found.timed:
+        return f"{_round(found.tokens)} (no interval)"
+    if not found.bounded:
+        return "unclear"
+    low = f"below {first}" if found.low is None else str(_round(found.low))
+    interval = f"{low} or more" if found.high is None else f"{low} to {_round(found.high)}"
+    return f"{_round(found.tokens)} ({interval}{', extrapolated' if found.extrapolated else ''})"
+
+
+def _round(tokens: float) -> int:
+    """Tokens to two digits, the precision of timings."""
+    return int(float(f"{tokens:.2g}"))
+
+
+def _speeds(times: Sequence[Curve]) -> Cells:
+    ratios = {gain.label: show_ratio(gain.ratio) for gain in gains(times)}
+    return ratios and {**{curve.label: "1" for curve in times if curve.backend == YARDSTICK}, **ratios}
 
 
 def _cost_table(
-    title: str, all_curves: Sequence[Curve], unit: float, extra: Mapping[str, Mapping[str, str]]
+    title: str,
+    all_curves: Sequence[Curve],
+    unit: float,
+    more: Mapping[str, Cells],
+    notes: tuple[str, ...] = (),
 ) -> Table:
     lengths = sorted({point.tokens for curve in all_curves for point in curve.points})
-    shown = lengths[-_MOST_LENGTHS:]
-    columns = ["backend", *(str(tokens) for tokens in shown), "grows as"]
+    shorter, shown = lengths[:-_MOST_LENGTHS], lengths[-_MOST_LENGTHS:]
+    more = {name: cells for name, cells in more.items() if cells}
     rows = [
-        [
+        (
             curve.label,
             *(_cost(_find(curve, tokens), unit) for tokens in shown),
             show_growth(curve.growth),
-        ]
+            *(cells.get(curve.label, "") for cells in more.values()),
+        )
         for curve in all_curves
     ]
-    for name, cells in extra.items():
-        if cells:
-            columns.append(name)
-            for row in rows:
-                row.append(cells.get(row[0], ""))
-    notes = [f"Shorter lengths are in the files: {', '.join(map(str, lengths[:-_MOST_LENGTHS]))}."]
-    return Table(
-        title,
-        tuple(columns),
-        tuple(map(tuple, rows)),
-        tuple(notes * (len(lengths) > _MOST_LENGTHS)) + _failures(all_curves),
-    )
+    if shorter:
+        notes += (f"Shorter lengths are in the files: {', '.join(map(str, shorter))}.",)
+    failures = failure_notes([point.record for curve in all_curves for point in curve.points])
+    return Table(title, ("backend", *map(str, shown), "grows as", *more), tuple(rows), (*notes, *failures))
 
 
-def _largest(records: Sequence[Record], quantity: str) -> dict[str, str]:
+def _largest(records: Sequence[Record], quantity: str) -> Cells:
     """Bytes at the longest length, in MiB, of every curve that has any."""
     last = {curve.label: curve.measured[-1] for curve in curves(records, quantity) if curve.measured}
     return {label: _cost(point, _MEBIBYTE) for label, point in last.items() if point.value}
@@ -89,17 +115,3 @@ def _cost(point: Point | None, unit: float) -> str:
     if point.value is None:
         return point.record.status
     return show_spread(point.value, point.low, point.high, unit=unit)
-
-
-def _failures(all_curves: Sequence[Curve]) -> tuple[str, ...]:
-    """One line per backend and reason, with the lengths that it holds for."""
-    lengths: dict[tuple[str, str, str | None], list[int]] = {}
-    for curve in all_curves:
-        for point in curve.points:
-            if point.record.status != "ok":
-                key = (curve.label, point.record.status, point.record.reason)
-                lengths.setdefault(key, []).append(point.tokens)
-    return tuple(
-        f"{label}, {', '.join(map(str, tokens))} tokens: {status}: {reason}"
-        for (label, status, reason), tokens in lengths.items()
-    )

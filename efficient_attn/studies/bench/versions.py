@@ -4,15 +4,16 @@ A round holds calls of both versions within a moment of each other, so the ratio
 round is one sample. The interval holds within the run.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from efficient_attn.report.table import Table, show_range, show_spread, three_digits
 from efficient_attn.runner.records import Record
-from efficient_attn.stats.curves import Curve, Point, by_subject, curves
+from efficient_attn.stats.curves import Point, curves
 from efficient_attn.stats.noise_warnings import COULD_NOT_TELL, IDLE, explanation
 from efficient_attn.stats.rounds import FEWEST_ROUNDS, Typical, time_ratio
 from efficient_attn.studies.bench.plan import AGAINST
+from efficient_attn.studies.view import Environment
 
 FASTER, SLOWER, NO_DIFFERENCE = "faster", "slower", "no difference that this run can see"
 
@@ -23,122 +24,82 @@ _MILLISECOND = 1e-3
 
 
 class _Compared(NamedTuple):
-    """One version against another at one length.
-
-    Attributes:
-        ratio: Speed-up over the other version.
-        verdict: Verdict with its remedy if the times support none.
-    """
+    """One version against another at one length; `remedy` of a verdict that the times do not support."""
 
     own: Point
     its: Point
     ratio: Typical
     verdict: str
+    remedy: str = ""
+
+    @property
+    def shown(self) -> str:
+        ratio = f"{three_digits(self.ratio.median)}x"
+        if self.ratio.low is None or self.ratio.high is None:
+            return ratio
+        return f"{ratio} ({show_range(self.ratio.low, self.ratio.high)})"
 
 
-def version_tables(records: Sequence[Record], environment: Mapping[str, Any] | None) -> list[Table]:
-    """One table per version and subject: times of both, their ratio and the verdict at every length."""
-    made = []
-    for (subject, label, against), found in _versions(records, environment).items():
-        place = "" if subject == "attention" else f" of the {subject}"
-        rows = tuple(
-            (
-                str(one.own.tokens),
-                _time(one.own),
-                _time(one.its),
-                f"{three_digits(one.ratio.median)}x{_interval(one.ratio)}",
-                one.verdict.partition(":")[0],
-            )
-            for one in found
-        )
-        made.append(
-            Table(
-                f"{label} against {against}{place}",
-                ("tokens", f"{label}, ms", f"{against}, ms", f"speed, {against} = 1", "verdict"),
-                rows,
-                (
-                    "In brackets the 95 % interval of the median over rounds of the ratio, within this run; "
-                    f"at least {FEWEST_ROUNDS} rounds are needed (--rounds).",
-                ),
-            )
-        )
-    return made
-
-
-def version_sentences(records: Sequence[Record], environment: Mapping[str, Any] | None) -> list[str]:
-    """The verdict on every version, lengths with the same verdict together."""
-    told = []
-    for (subject, label, against), found in _versions(records, environment).items():
-        groups: dict[str, list[_Compared]] = {}
-        for one in found:
-            groups.setdefault(one.verdict, []).append(one)
-        place = "" if subject == "attention" else f" in the {subject}"
-        verdicts = "; ".join(_say(verdict, group) for verdict, group in groups.items())
-        told.append(f"{label} against {against}{place}: {verdicts}.")
-    return told
-
-
-def _say(verdict: str, group: Sequence[_Compared]) -> str:
-    if verdict.startswith(COULD_NOT_TELL):
-        return f"at {', '.join(str(one.own.tokens) for one in group)} tokens {verdict}"
-    ratios = ", ".join(
-        f"{three_digits(one.ratio.median)}x{_interval(one.ratio)} at {one.own.tokens}" for one in group
+def version_tables(records: Sequence[Record], environment: Environment) -> list[Table]:
+    """One table per version: times of both, their ratio and the verdict at every length."""
+    note = (
+        "In brackets the 95 % interval of the median over rounds of the ratio, within this run; at least "
+        f"{FEWEST_ROUNDS} rounds are needed (--rounds)."
     )
-    return f"{verdict}: {ratios} tokens"
+    return [
+        Table(
+            f"{label} against {against}",
+            ("tokens", f"{label}, ms", f"{against}, ms", f"speed, {against} = 1", "verdict"),
+            tuple(
+                (str(one.own.tokens), _time(one.own), _time(one.its), one.shown, one.verdict) for one in found
+            ),
+            (note,),
+        )
+        for (label, against), found in _versions(records, environment).items()
+    ]
 
 
-def _versions(
-    records: Sequence[Record], environment: Mapping[str, Any] | None
-) -> dict[tuple[str, str, str], list[_Compared]]:
-    """{(subject, version, other version): comparisons by length}; empty if the run compared no versions."""
-    against = (environment or {}).get(AGAINST)
-    if not isinstance(against, str):
-        return {}
-    found = {}
-    for subject, group in by_subject(records).items():
-        times = curves(group, "time_s")
-        for curve in times:
-            other = _other(curve, times, against)
-            if other is not None and (both := _compared(curve, other, environment)):
-                found[subject, curve.label, other.label] = both
-    return found
+def version_sentences(records: Sequence[Record], environment: Environment) -> list[str]:
+    """The verdict on every version, lengths with the same verdict together."""
+    sentences = []
+    for (label, against), found in _versions(records, environment).items():
+        groups: dict[str, list[str]] = {}
+        for one in found:
+            groups.setdefault(f"{one.verdict}{one.remedy}", []).append(f"{one.shown} at {one.own.tokens}")
+        verdicts = "; ".join(f"{verdict}: {', '.join(shown)} tokens" for verdict, shown in groups.items())
+        sentences.append(f"{label} against {against}: {verdicts}.")
+    return sentences
 
 
-def _other(curve: Curve, times: Sequence[Curve], against: str) -> Curve | None:
-    """The curve of the other version in the same setting."""
-    same = [one for one in times if _label(one) == against and one.setting == curve.setting]
-    return same[0] if len(same) == 1 and same[0] is not curve else None
+def _versions(records: Sequence[Record], environment: Environment) -> dict[tuple[str, str], list[_Compared]]:
+    """{(version, other version): comparisons by length}; empty if the run compared no versions."""
+    times, against, found = curves(records, "time_s"), environment.get(AGAINST), {}
+    for curve in times:
+        others = [
+            one
+            for one in times
+            if one.points[0].record.case.label == against and one.setting == curve.setting
+        ]
+        if len(others) == 1 and others[0] is not curve:
+            pairs = [(own, its) for own in curve.measured if (its := others[0].at(own.tokens)) is not None]
+            found[curve.label, others[0].label] = [_compared(*pair, environment) for pair in pairs]
+    return {labels: compared for labels, compared in found.items() if compared}
 
 
-def _label(curve: Curve) -> str:
-    return curve.points[0].record.case.label
-
-
-def _compared(own: Curve, its: Curve, environment: Mapping[str, Any] | None) -> list[_Compared]:
-    found = []
-    for point in own.measured:
-        other = its.at(point.tokens)
-        if other is not None:
-            ratio = time_ratio(point.record, other.record)
-            load = explanation(point.record, other.record, ratio.median, environment)
-            found.append(_Compared(point, other, ratio, _verdict(ratio, load)))
-    return found
-
-
-def _verdict(ratio: Typical, load: str | None) -> str:
+def _compared(own: Point, its: Point, environment: Environment) -> _Compared:
+    ratio = time_ratio(own.record, its.record)
+    load = explanation(own.record, its.record, ratio.median, environment)
     if load is not None:
-        return f"{COULD_NOT_TELL}: {load}; {IDLE}"
+        return _Compared(own, its, ratio, COULD_NOT_TELL, f" ({load}; {IDLE})")
+    more = "more --rounds would settle it"
     if ratio.low is None or ratio.high is None:
-        return f"{COULD_NOT_TELL}: fewer than {FEWEST_ROUNDS} rounds; more --rounds would settle it"
+        return _Compared(own, its, ratio, COULD_NOT_TELL, f" (fewer than {FEWEST_ROUNDS} rounds; {more})")
     if ratio.side_of_one:
-        return FASTER if ratio.side_of_one == 1 else SLOWER
+        return _Compared(own, its, ratio, FASTER if ratio.side_of_one == 1 else SLOWER)
     if max(ratio.high / ratio.median, ratio.median / ratio.low) > 1 + _WIDE:
-        return f"{COULD_NOT_TELL}: intervals reach more than {_WIDE:.0%}; more --rounds would settle it"
-    return NO_DIFFERENCE
-
-
-def _interval(ratio: Typical) -> str:
-    return "" if ratio.low is None or ratio.high is None else f" ({show_range(ratio.low, ratio.high)})"
+        wide = f" (intervals reach more than {_WIDE:.0%}; {more})"
+        return _Compared(own, its, ratio, COULD_NOT_TELL, wide)
+    return _Compared(own, its, ratio, NO_DIFFERENCE)
 
 
 def _time(point: Point) -> str:

@@ -4,9 +4,6 @@ from collections.abc import Sequence
 
 from efficient_attn.report.table import Table
 from efficient_attn.runner.records import Record
-from efficient_attn.studies.bench.analysis import rows as rows
-from efficient_attn.studies.bench.break_even import crossover_tables
-from efficient_attn.studies.bench.heads import head_tables
 from efficient_attn.studies.bench.plot import plot as plot
 from efficient_attn.studies.bench.plot import plots as plots
 from efficient_attn.studies.bench.sentences import sentences as sentences
@@ -23,10 +20,5 @@ def claim(records: Sequence[Record]) -> list[Record]:
 
 
 def tables(records: Sequence[Record], environment: Environment) -> list[Table]:
-    """Times and peak memory, break-even lengths, costs of heads, and versions."""
-    return [
-        *cost_tables(records),
-        *crossover_tables(records),
-        *head_tables(records),
-        *version_tables(records, environment),
-    ]
+    """Times, peak memory, and two versions."""
+    return cost_tables(records) + version_tables(records, environment)
