@@ -99,7 +99,7 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs leave no drawings, which take longer than everything else of a small one."""
-    monkeypatch.setattr("efficient_attn.studies.report.draw_run", lambda results, folder, look: [])
+    monkeypatch.setattr("efficient_attn.studies.results.write_all", lambda runs, folder, look: [])
 
 
 @pytest.fixture(autouse=True)
