@@ -5,7 +5,7 @@ import pytest
 pytest.importorskip("efficient_attn_cli", reason="needs an installation, if only an editable one")
 
 from efficient_attn.runner.records import Record
-from efficient_attn.studies import report as redraw
+from efficient_attn.studies import results as drawn
 from efficient_attn.studies.recall import measure as recall_training
 from efficient_attn_cli.main import main
 
@@ -35,7 +35,7 @@ def folder(tmp_path, monkeypatch):
 @pytest.fixture
 def untrained(monkeypatch):
     """Nothing is trained and nothing drawn, which takes longer than everything else of so small a run."""
-    monkeypatch.setattr(redraw, "draw_run", lambda results, folder, look: [])
+    monkeypatch.setattr(drawn, "write_all", lambda runs, folder, look: [])
 
     def measure(case, target, course):
         if case.backend == "linformer" and case.causal:

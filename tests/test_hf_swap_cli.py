@@ -9,7 +9,7 @@ pytest.importorskip("efficient_attn_cli", reason="needs an installation, if only
 
 from hf_models import bert, saved, texts
 
-from efficient_attn.studies import report as redraw
+from efficient_attn.studies import results as drawn
 from efficient_attn_cli.main import main
 
 
@@ -22,7 +22,7 @@ def model(tmp_path_factory):
 def folder(tmp_path, monkeypatch):
     """Where the command runs, with texts; nothing is drawn or timed at length."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(redraw, "draw_run", lambda results, folder, look: [])
+    monkeypatch.setattr(drawn, "write_all", lambda runs, folder, look: [])
     monkeypatch.setattr("efficient_attn.studies.loop._ROUND_S", 0.0)
     for number, text in enumerate(texts().values()):
         (tmp_path / f"{number}.txt").write_text(text)

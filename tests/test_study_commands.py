@@ -17,7 +17,7 @@ pytest.importorskip("efficient_attn_cli", reason="needs an installation, if only
 
 from efficient_attn.runner.records import read
 from efficient_attn.studies import find, loop, studies
-from efficient_attn.studies import report as redraw
+from efficient_attn.studies import results as drawn
 from efficient_attn.studies import run_folder as run_folders
 from efficient_attn.studies.study import joined
 from efficient_attn_cli.main import main
@@ -152,7 +152,7 @@ def home(name: str, files: Callable[[str], Path], tmp_path: Path, monkeypatch: p
     """The working folder of a run without drawings, whose rounds end after milliseconds."""
     shutil.copytree(files(name), tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(redraw, "draw_run", lambda results, folder, look: [])
+    monkeypatch.setattr(drawn, "write_all", lambda runs, folder, look: [])
     monkeypatch.setattr(loop, "_ROUND_S", 0.001)
     return tmp_path
 
