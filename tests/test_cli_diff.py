@@ -102,14 +102,12 @@ def test_unclear_changes_end_with_1_where_they_are_named(unclear, limits, code):
     assert ends_with(*unclear, "--fail-on", limits) == code
 
 
-def test_a_pull_request_gets_verdict_limits_and_changes_as_markdown(tmp_path, unclear, capsys):
+def test_a_pull_request_gets_verdict_and_changes_as_markdown(tmp_path, unclear, capsys):
     old = write(tmp_path / "old", [timed(n) for n in range(60)] + [memory(1000)])
     new = write(tmp_path / "slow", [timed(n, 1.5) for n in range(60)] + [memory(1)])
     assert ends_with(old, new, "--markdown", "--fail-on", "time:7%") == 1
     shown = capsys.readouterr().out
-    assert shown.startswith(
-        "**60 of 61 comparisons failed.**\n\nFailed limits: time\\_s 7\\% (60).\n\n**Changes**\n"
-    )
+    assert shown.startswith("**60 of 61 comparisons failed.**\n\n**Changes**\n")
     rows = [text for text in shown.splitlines() if text.startswith("| exact |")]
     assert len(rows) == 40 and "And 21 more." in shown
     assert "60 regression, 1 improvement." in shown
@@ -118,7 +116,7 @@ def test_a_pull_request_gets_verdict_limits_and_changes_as_markdown(tmp_path, un
         "**None of 61 comparisons failed.**\n\nOf 61 comparisons: 61 unchanged."
     )
     assert ends_with(*unclear, "--markdown", "--fail-on", "unclear") == 1
-    assert "Failed limits: time\\_s unclear (1)." in capsys.readouterr().out
+    assert capsys.readouterr().out.startswith("**1 of 1 comparisons failed.**")
 
 
 def test_hostile_names_are_harmless_in_markdown(tmp_path, capsys):

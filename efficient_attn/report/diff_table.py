@@ -1,13 +1,13 @@
 """A comparison of two runs as tables and as Markdown."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from efficient_attn.report.escape import markdown_line
 from efficient_attn.report.table import Table, to_markdown
 from efficient_attn.runner.quantity import QUANTITIES
 from efficient_attn.runner.units import show
-from efficient_attn.stats.change import (
+from efficient_attn.stats.diff import (
     CHANGED,
     IMPROVEMENT,
     REGRESSION,
@@ -15,8 +15,8 @@ from efficient_attn.stats.change import (
     UNCLEAR,
     UNCOMPARABLE,
     Change,
+    Comparison,
 )
-from efficient_attn.stats.diff import Comparison
 
 # The order of the rows: the worst first.
 _ORDER = (REGRESSION, IMPROVEMENT, UNCLEAR, UNCOMPARABLE, CHANGED)
@@ -29,62 +29,7 @@ _MOST_ROWS = 40
 
 _COLUMNS = ("case", "tokens", "quantity", "verdict", "old", "new", "new / old", "95 % interval")
 
-
-def diff_tables(found: Comparison) -> list[Table]:
-    """Changed and unclear comparisons, the worst first; empty if there are none."""
-    changed = [change for verdict in _ORDER for change in found.of(verdict)]
-    if not changed:
-        return []
-    remarks = [f"{_place(one)}: {one.remark}" for one in changed if one.remark]
-    return [Table("Differences", _COLUMNS, tuple(map(_row, changed)), tuple(remarks))]
-
-
-def diff_markdown(
-    found: Comparison, failures: Sequence[Change], limits: Mapping[str, int], warnings: Sequence[str]
-) -> str:
-    """Verdict, failed limits, a table of changes, and the sentences, for a comment on a pull request.
-
-    Args:
-        limits: Failed limits, with the number of failures.
-    """
-    changed = [change for verdict in (REGRESSION, IMPROVEMENT, CHANGED) for change in found.of(verdict)]
-    shown = list(dict.fromkeys([*failures, *changed]))
-    parts = [f"**{len(failures) or 'None'} of {len(found.changes)} comparisons failed.**"]
-    if limits:
-        listed = ", ".join(f"{limit} ({number})" for limit, number in limits.items())
-        parts.append(markdown_line(f"Failed limits: {listed}."))
-    if shown:
-        more = (f"And {len(shown) - _MOST_ROWS} more.",) if len(shown) > _MOST_ROWS else ()
-        parts.append(to_markdown(Table("Changes", _COLUMNS, tuple(map(_row, shown[:_MOST_ROWS])), more)))
-    return "\n\n".join([*parts, *map(markdown_line, [*diff_sentences(found), *warnings])])
-
-
-def diff_sentences(found: Comparison) -> list[str]:
-    """How many comparisons ended how, and which cases only one run has."""
-    counts = Counter(change.verdict for change in found.changes)
-    told = [f"{counts[verdict]} {verdict}" for verdict in (*_ORDER, UNCHANGED) if counts[verdict]]
-    sentences = [f"Of {len(found.changes)} comparisons: {', '.join(told)}."] if told else []
-    if any(
-        change.quantity == "time_s" and change.verdict == UNCLEAR and change.ratio for change in found.changes
-    ):
-        sentences.append("Unclear times may be chance; more --rounds in both runs would settle it.")
-    sentences += _models(found)
-    for run, names in (("old", found.missing), ("new", found.added)):
-        if names:
-            sentences.append(f"Only in the {run} run ({len(names)}): {_listed(names)}.")
-    return sentences
-
-
-def _models(found: Comparison) -> list[str]:
-    """The unit of each test, and the differences that it cannot see."""
-    units = {change.over for change in found.changes if change.low is not None}
-    return [_MODELS[unit].format(*found.runs) for unit in _MODELS if unit in units] + (
-        [f"Successive rounds correlate (up to {found.correlation:.2f}); intervals of times allow for it."]
-        if found.correlation and "rounds" in units
-        else []
-    )
-
-
+# The unit of each test, and the differences that it cannot see.
 _MODELS = {
     "rounds": "Times are tested over the rounds of one run on each side: verdicts and intervals hold for "
     "independent rounds, and a run on a slower machine looks like slower code. Several runs on each side, "
@@ -97,23 +42,51 @@ _MODELS = {
 }
 
 
-def _listed(names: Sequence[str]) -> str:
-    more = f"; and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
-    return "; ".join(names[:_MOST_NAMES]) + more
+def diff_tables(found: Comparison) -> list[Table]:
+    """Changed and unclear comparisons, the worst first; empty if there are none."""
+    changed = [change for verdict in _ORDER for change in found.of(verdict)]
+    remarks = [f"{one.name}, {one.tokens} tokens, {one.kind}: {one.remark}" for one in changed if one.remark]
+    table = Table("Differences", _COLUMNS, tuple(map(_row, changed)), tuple(remarks))
+    return [table] if changed else []
 
 
-def _place(change: Change) -> str:
-    return f"{change.name}, {change.tokens} tokens, {change.kind}"
+def diff_markdown(found: Comparison, failures: Sequence[Change], warnings: Sequence[str]) -> str:
+    """Verdict, a table of changes, and the sentences, for a comment on a pull request."""
+    changed = [change for verdict in (REGRESSION, IMPROVEMENT, CHANGED) for change in found.of(verdict)]
+    shown = list(dict.fromkeys([*failures, *changed]))
+    parts = [f"**{len(failures) or 'None'} of {len(found.changes)} comparisons failed.**"]
+    if shown:
+        more = (f"And {len(shown) - _MOST_ROWS} more.",) if len(shown) > _MOST_ROWS else ()
+        parts.append(to_markdown(Table("Changes", _COLUMNS, tuple(map(_row, shown[:_MOST_ROWS])), more)))
+    return "\n\n".join([*parts, *map(markdown_line, [*diff_sentences(found), *warnings])])
+
+
+def diff_sentences(found: Comparison) -> list[str]:
+    """Number of comparisons by verdict, the units of the tests, and cases that only one run has."""
+    counts = Counter(change.verdict for change in found.changes)
+    verdicts = [f"{counts[verdict]} {verdict}" for verdict in (*_ORDER, UNCHANGED) if counts[verdict]]
+    sentences = [f"Of {len(found.changes)} comparisons: {', '.join(verdicts)}."] if verdicts else []
+    if any(change.quantity == "time_s" and change.ratio for change in found.of(UNCLEAR)):
+        sentences.append("Unclear times may be chance; more --rounds in both runs would settle it.")
+    units = {change.over for change in found.changes if change.low is not None}
+    sentences += [_MODELS[unit].format(*found.runs) for unit in _MODELS if unit in units]
+    if found.correlation and "rounds" in units:
+        sentences.append(
+            f"Successive rounds correlate (up to {found.correlation:.2f}); intervals of times allow for it."
+        )
+    for run, names in (("old", found.missing), ("new", found.added)):
+        if names:
+            more = f"; and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+            listed = "; ".join(names[:_MOST_NAMES])
+            sentences.append(f"Only in the {run} run ({len(names)}): {listed}{more}.")
+    return sentences
 
 
 def _row(change: Change) -> tuple[str, ...]:
     ratio = "" if change.ratio is None else f"{change.ratio:.4g}"
     known = change.low is not None and change.high is not None and change.low != change.high
     interval = f"{change.low:.3g} to {change.high:.3g}" if known else ""
-    quantity = f"{change.quantity} of {change.kind}" if change.quantity == "status" else change.quantity
+    quantity = f"status of {change.kind}" if change.quantity == "status" else change.quantity
     unit = QUANTITIES[change.quantity].unit if change.quantity in QUANTITIES else ""
-    values = ["" if value is None else show(value, unit) for value in (change.old, change.new)]
-    if values[0] == values[1] and change.old != change.new:
-        # They differ in a digit that is not shown.
-        values = [f"{value:.17g}" for value in (change.old, change.new) if value is not None]
-    return (change.name, str(change.tokens), quantity, change.verdict, *values, ratio, interval)
+    old, new = ("" if value is None else show(value, unit) for value in (change.old, change.new))
+    return (change.name, str(change.tokens), quantity, change.verdict, old, new, ratio, interval)

@@ -6,7 +6,6 @@ held-out window, a training seed, or, if one side has several runs, a run.
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import pairwise
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -59,7 +58,6 @@ class Tested(NamedTuple):
     more: float | None = None
     less: float | None = None
     over: str | None = None
-    remark: str | None = None
 
 
 def records_of(side: Side) -> list[Record]:
@@ -88,15 +86,14 @@ def turn_middles(record: Record) -> significance.Floats:
     return np.array([block.mean() for block in np.array_split(means, _MOST_ROUNDS)])
 
 
-def rounds(record: Record) -> significance.Floats:
+def _rounds(record: Record) -> significance.Floats:
     """Logarithms of the time in each round."""
     if record.case.kind == "train":
         seconds, steps = record.train_seconds_s or (), record.train_steps or ()
         if len(seconds) > len(steps) or None in seconds:
             return np.array([])
-        pairs = pairwise(zip((0.0, *seconds), (0, *steps), strict=False))
-        spent = [(after[0] - before[0], after[1] - before[1]) for before, after in pairs]
-        return np.log(times(time_s / count for time_s, count in spent if count > 0))
+        spent, counts = np.diff(seconds, prepend=0.0), np.diff(steps[: len(seconds)], prepend=0)
+        return np.log(times(spent[counts > 0] / counts[counts > 0]))
     if record.case.kind == "recall":
         # Consecutive steps of one training share the state of the machine and count as one round.
         samples = times(record.times_s or ())
@@ -104,86 +101,72 @@ def rounds(record: Record) -> significance.Floats:
     return turn_middles(record)
 
 
-def test_times(old: Side, new: Side, noise: Noise) -> Tested | None:
+def tested(quantity: Quantity, old: Side, new: Side, noise: Noise) -> Tested | None:
+    """The test of a quantity that fits its scatter; None without a usable number on either side."""
+    if quantity.scatter == "rounds":
+        return _times_tested(old, new, noise)
+    return _values_tested(quantity, old, new, noise)
+
+
+def _times_tested(old: Side, new: Side, noise: Noise) -> Tested | None:
     """Student's test of log times: over rounds of one run, over seeds, or over runs."""
-    sides = [[[rounds(record) for record in run] for run in side] for side in (old, new)]
-    sides = [[[found for found in run if len(found)] for run in side] for side in sides]
+    sides = [[[found for one in run if len(found := _rounds(one))] for run in side] for side in (old, new)]
     sides = [[run for run in side if run] for side in sides]
     if not all(sides):
         return None
-    if max(map(len, sides)) > 1:
-        over = "runs"
-        samples = [np.array([np.mean([one.mean() for one in run]) for run in side]) for side in sides]
-    elif max(len(side[0]) for side in sides) > 1:
+    over = "runs"
+    before, after = (np.array([np.mean([one.mean() for one in run]) for run in side]) for side in sides)
+    if max(map(len, sides)) == 1:
         over = "seeds"
-        samples = [np.array([one.mean() for one in side[0]]) for side in sides]
-    else:
-        over = "rounds"
-        samples = [side[0][0] for side in sides]
-    before, after = samples
+        before, after = (np.array([one.mean() for one in run]) for (run,) in sides)
+        if max(len(before), len(after)) == 1:
+            over = "rounds"
+            before, after = (run[0] for (run,) in sides)
     values = math.exp(before.mean()), math.exp(after.mean())
-    if over == "rounds":
-        if min(len(before), len(after)) < 2:
-            return Tested(*values, over=over, remark="fewer than two rounds were timed")
-        statistic, error, freedom = significance.student_statistic(before, after, noise.ratio)
-        inflation, share = significance.correlated(min(len(before), len(after)), noise.correlation)
-        statistic, error, freedom = statistic / inflation, error * inflation, freedom * share
-    else:
-        statistic, error, freedom = significance.two_sample_statistic(before, after)
-    return _tested(values, (statistic, error, freedom), over)
+    if over != "rounds":
+        return _with_test(values, significance.two_sample_statistic(before, after), over)
+    fewest = min(len(before), len(after))
+    if fewest < 2:
+        return Tested(*values, over=over)
+    statistic, error, freedom = significance.student_statistic(before, after, noise.ratio)
+    inflation, share = significance.correlated(fewest, noise.correlation)
+    return _with_test(values, (statistic / inflation, error * inflation, freedom * share), over)
 
 
-def test_values(quantity: Quantity, old: Side, new: Side, noise: Noise) -> Tested | None:
+def _values_tested(quantity: Quantity, old: Side, new: Side, noise: Noise) -> Tested | None:
     """Test of the means over draws, windows, seeds or runs; single values are compared directly."""
-    sides = [[_repetitions(quantity, run) for run in side] for side in (old, new)]
-    sides = [[run for run in side if run] for side in sides]
+    sides = [[units for run in side if (units := _repetitions(quantity, run))] for side in (old, new)]
     if not all(sides):
         return None
     before, after = (_over_runs(side) for side in sides)
-    values = float(np.mean(before)), float(np.mean(after))
-    if before == after and all(run == side[0] for side in sides for run in side):
+    values = float(before.mean()), float(after.mean())
+    if all(run == sides[0][0] for side in sides for run in side):
         return Tested(*values, 0.0)
+    least = min(values) or 1.0
     over = "seeds" if max(len(run) for side in (old, new) for run in side) > 1 else quantity.scatter
-    found = []
-    if quantity.scatter is not None and min(len(before), len(after)) > 1:
-        found.append(_over_units(quantity, before, after, over, noise))
-    means = [[float(np.mean(run)) for run in side] for side in sides]
+    found: list[Tested] = []
+    if over is not None and quantity.scatter is not None and min(len(before), len(after)) > 1:
+        statistic = _statistic(before, after, over, noise.seeds.get(quantity.name, 0.0))
+        found.append(_with_test(values, statistic, over, least=least))
+    means = [np.array([np.mean(run) for run in side]) for side in sides]
     if any(len(set(side)) > 1 for side in means):
-        statistic = significance.two_sample_statistic(*map(np.array, means))
-        found.append(_tested(values, statistic, "runs", least=min(values) or 1.0))
+        found.append(_with_test(values, significance.two_sample_statistic(*means), "runs", least=least))
     if found:
         # Both tests must be significant: over draws, and over runs.
         return max(found, key=lambda one: min(one.more or 0.0, one.less or 0.0))
-    return as_they_are(quantity, values, old, new)
+    # The mean of draws of which no record keeps the values may differ by chance.
+    if quantity.scatter == "draws" and quantity.samples is None and _several_draws(old, new):
+        return Tested(*values, over="draws")
+    return Tested(*values)
 
 
-def as_they_are(quantity: Quantity, values: tuple[float, float], old: Side, new: Side) -> Tested:
-    """Compare values without repetitions directly, unless they depend on unrecorded draws."""
-    if values[0] == values[1]:
-        return Tested(*values, 0.0)
-    if quantity.scatter == "draws" and quantity.samples is None and _draws(records_of((*old, *new))) > 1:
-        return Tested(*values, over="draws", remark="records keep no value of each draw")
-    return Tested(*values, remark=_ONE_OF.get(quantity.scatter or ""))
-
-
-_ONE_OF = {
-    "draws": "one draw: reproduced by its seed, no test of other draws",
-    "seeds": "one seed: reproduced by it, no test of other trainings",
-}
-
-
-def _over_units(
-    quantity: Quantity, before: list[float], after: list[float], over: str | None, noise: Noise
-) -> Tested:
-    values = float(np.mean(before)), float(np.mean(after))
-    one, other = np.array(before), np.array(after)
-    if over == "windows" and len(one) == len(other):
+def _statistic(
+    before: significance.Floats, after: significance.Floats, over: str, least: float
+) -> tuple[float, float, float]:
+    if over == "windows" and len(before) == len(after):
         # The difficulty of a window is common to both sides.
-        statistic = significance.paired_statistic(one, other)
-    else:
-        least = noise.seeds.get(quantity.name, 0.0) if over == "seeds" else 0.0
-        statistic = significance.two_sample_statistic(one, other, least=least)
-    return _tested(values, statistic, over, least=min(values) or 1.0)
+        return significance.paired_statistic(before, after)
+    return significance.two_sample_statistic(before, after, least=least if over == "seeds" else 0.0)
 
 
 def _repetitions(quantity: Quantity, run: Run) -> list[float]:
@@ -193,39 +176,43 @@ def _repetitions(quantity: Quantity, run: Run) -> list[float]:
 
 
 def _samples(quantity: Quantity, record: Record) -> list[float]:
+    """The values of a record; of several entries the last one or the worst."""
     value = getattr(record, quantity.field)
-    if quantity.entry == "last" and value is not None:
+    if quantity.entry == "worst":
+        value = max(numbers(value or ()), default=None)
+    elif quantity.entry == "last":
         value = value[-1] if value else None
     # Samples without a mean are invalid.
     if not numbers([value]):
         return []
-    raw = getattr(record, quantity.samples) if quantity.samples else None
-    samples = _by_seed(record, numbers(raw or ()))
-    return samples if raw and len(numbers(raw)) == len(raw) else numbers([value])
+    raw = getattr(record, quantity.samples or "", None) or ()
+    samples = numbers(raw)
+    return _by_seed(record, samples) if raw and len(samples) == len(raw) else numbers([value])
 
 
 def _by_seed(record: Record, draws: list[float]) -> list[float]:
     """Means over texts, which both runs share: draws of a model are listed text by text."""
     texts = record.texts or 1 if record.case.kind == "swap" else 1
-    if texts == 1 or len(draws) % texts:
+    if len(draws) % texts:
         return draws
     return [float(mean) for mean in np.reshape(draws, (texts, -1)).mean(axis=0)]
 
 
-def _draws(records: Iterable[Record]) -> int:
-    """Largest number of draws in a record."""
+def _several_draws(old: Side, new: Side) -> bool:
     names = [one.samples for one in QUANTITIES.values() if one.scatter == "draws" and one.samples]
-    return max(
-        (len(_by_seed(record, numbers(getattr(record, name) or ()))) for record in records for name in names),
-        default=0,
+    records = records_of((*old, *new))
+    return any(
+        len(_by_seed(record, numbers(getattr(record, name) or ()))) > 1
+        for record in records
+        for name in names
     )
 
 
-def _over_runs(side: Sequence[list[float]]) -> list[float]:
+def _over_runs(side: Sequence[list[float]]) -> significance.Floats:
     """Mean over runs of each repetition; the runs' means if the numbers of repetitions differ."""
     if len({len(run) for run in side}) > 1:
-        return [float(np.mean(run)) for run in side]
-    return [float(mean) for mean in np.mean(side, axis=0)]
+        return np.array([np.mean(run) for run in side])
+    return np.array(np.mean(side, axis=0))
 
 
 def seed_scatter(quantity: Quantity, sides: Iterable[Side]) -> float:
@@ -239,8 +226,8 @@ def seed_scatter(quantity: Quantity, sides: Iterable[Side]) -> float:
     return math.sqrt(squares / freedom) if freedom else 0.0
 
 
-def _tested(
-    values: tuple[float, float], found: tuple[float, float, float], over: str | None, *, least: float = 1.0
+def _with_test(
+    values: tuple[float, float], found: tuple[float, float, float], over: str, *, least: float = 1.0
 ) -> Tested:
     """The test of a difference of logarithms, or of values of which `least` is the smaller."""
     statistic, error, freedom = found

@@ -1,22 +1,18 @@
 """Compare runs: regressions and improvements of every quantity."""
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from efficient_attn.errors import OptionError, UnknownNameError
 from efficient_attn.report.diff_table import diff_markdown, diff_sentences, diff_tables
 from efficient_attn.report.table import Table, to_html
 from efficient_attn.runner.quantity import QUANTITIES
-from efficient_attn.runner.record import Record
-from efficient_attn.stats.change import CHANGED, REGRESSION, UNCLEAR, Change
-from efficient_attn.stats.diff import Comparison, compare_runs, names
+from efficient_attn.stats.diff import CHANGED, REGRESSION, UNCLEAR, Change, Comparison, compare_runs, names
 from efficient_attn.studies import studies
 from efficient_attn.studies.results import Results, read
-from efficient_attn.studies.run_files import entry
+from efficient_attn.studies.run_files import differences
 
 # Entries of the environment that identify the machine, and others that affect results, by name.
 _MACHINE = {
@@ -40,10 +36,6 @@ _SOFTWARE = {
 
 # Drift of all times together that is reported.
 _DRIFT = 0.03
-
-
-# Rates of the machine that records hold; a median may move so much before it is reported.
-_RATES, _RATE_MOVED = ("empty_call_s", "matmul_flops_per_s"), 0.1
 
 Run = str | Path | Results
 
@@ -70,8 +62,7 @@ class Diff:
         self._unclear_fails = fail_on_unclear
         before, after = ([run.records for run in side] for side in (old, new))
         self.comparison: Comparison = compare_runs(before, after, thresholds=fail_on)
-        self._environments = [[run.environment for run in side] for side in (old, new)]
-        self._rates = {name: (_median(before, name), _median(after, name)) for name in _RATES}
+        self._environments = [[run.environment for run in side if run.environment] for side in (old, new)]
         sides = {"Old run": old, "New run": new}
         self._notes = [
             f"{name}: {note}" for name, side in sides.items() for run in side for note in run.notes
@@ -100,22 +91,19 @@ class Diff:
     @property
     def warnings(self) -> list[str]:
         """Warnings to read before the numbers: another machine, other software, a drift of all times."""
-        told = []
-        machine, software = self._unlike(_MACHINE), self._unlike(_SOFTWARE)
-        if machine:
-            told.append(f"ANOTHER MACHINE: {'; '.join(machine)}. Times and errors may differ for that alone.")
-        if software:
-            told.append(f"Other surroundings: {'; '.join(software)}.")
+        found = []
+        old, new = self._environments
+        if machine := differences(old, new, _MACHINE):
+            found.append(f"ANOTHER MACHINE: {machine}. Times and errors may differ for that alone.")
+        if software := differences(old, new, _SOFTWARE):
+            found.append(f"Other surroundings: {software}.")
         drift = self.comparison.drift
         if drift is not None and max(drift, 1 / drift) > 1 + _DRIFT:
-            told.append(
+            found.append(
                 f"All times together moved to {drift:.3g} times the old ones: "
                 "perhaps the machine changed and not the code."
             )
-        for name, (old, new) in self._rates.items():
-            if old and new and max(old / new, new / old) > 1 + _RATE_MOVED:
-                told.append(f"The median {name} of the machine was {old:.3g}, is {new:.3g}.")
-        return [*told, *self._notes]
+        return [*found, *self._notes]
 
     def tables(self) -> list[Table]:
         """Tables of changed and unclear comparisons."""
@@ -126,17 +114,8 @@ class Diff:
         return diff_sentences(self.comparison)
 
     def to_markdown(self) -> str:
-        """A comment on a pull request: verdict, failed limits, changes, numbers of other comparisons."""
-        limits = Counter(map(self._limit, self.failures))
-        return diff_markdown(self.comparison, self.failures, limits, self.warnings)
-
-    def _limit(self, change: Change) -> str:
-        """`time_s 10%`; changes of the status and unclear changes have no share."""
-        if change.quantity not in QUANTITIES or change.verdict == UNCLEAR:
-            return f"{change.quantity} {change.verdict}"
-        own = QUANTITIES[change.quantity].threshold
-        limit = self._asked.get(change.quantity, self._asked.get(change.kind, own))
-        return f"{change.quantity} {100 * limit:.3g}%"
+        """A comment on a pull request: verdict, changes, numbers of other comparisons."""
+        return diff_markdown(self.comparison, self.failures, self.warnings)
 
     def to_pandas(self) -> Any:
         """One row per comparison."""
@@ -147,28 +126,15 @@ class Diff:
     def as_dict(self) -> dict[str, Any]:
         """Everything, for JSON."""
         return {
+            **asdict(self.comparison),
             "thresholds": self.thresholds,
             "fail_on": list(self.failing),
             "warnings": self.warnings,
             "regressions": [asdict(change) for change in self.regressions],
             "failures": [asdict(change) for change in self.failures],
-            "changes": [asdict(change) for change in self.comparison.changes],
-            "missing": list(self.comparison.missing),
-            "added": list(self.comparison.added),
-            "drift": self.comparison.drift,
             "runs": list(self.comparison.runs),
             "sentences": self.sentences(),
         }
-
-    def _unlike(self, names: Mapping[str, tuple[str, ...]]) -> list[str]:
-        sides = [[run for run in side if run] for side in self._environments]
-        if not all(sides):
-            return []
-        pairs = {
-            name: [" or ".join(dict.fromkeys(entry(run, path) for run in side)) for side in sides]
-            for name, path in names.items()
-        }
-        return [f"{name} was {then}, is {now}" for name, (then, now) in pairs.items() if then != now]
 
 
 def diff(
@@ -205,8 +171,3 @@ def _runs(side: Run | Sequence[Run], name: str) -> list[Results]:
     if not runs:
         raise OptionError(f"{name} has no run; name at least one.")
     return [one if isinstance(one, Results) else read(one) for one in runs]
-
-
-def _median(runs: Sequence[Sequence[Record]], name: str) -> float | None:
-    values = [value for run in runs for one in run if (value := getattr(one, name)) is not None]
-    return median(values) if values else None

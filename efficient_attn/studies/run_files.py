@@ -10,7 +10,7 @@ from typing import Any
 
 from efficient_attn.errors import DataError
 from efficient_attn.limits import ENVIRONMENT_BYTES, read_bytes
-from efficient_attn.report.escape import plain
+from efficient_attn.report.escape import plain, short
 from efficient_attn.report.files import write
 from efficient_attn.runner.records import NO_LINK
 from efficient_attn.strict import read_object
@@ -60,11 +60,24 @@ def write_json(path: Path, value: Mapping[str, Any]) -> Path:
     return write(path, json.dumps(value, indent=2, allow_nan=False, ensure_ascii=False) + "\n")
 
 
-def entry(environment: Any, path: Sequence[str]) -> str:
-    """One entry of an environment as a line of text; `unknown` if there is none."""
+def differences(
+    old: Sequence[Mapping[str, Any]], new: Sequence[Mapping[str, Any]], paths: Mapping[str, Sequence[str]]
+) -> str:
+    """`torch was 2.5, is 2.6; …` for entries in which environments differ; empty if a side has none."""
+    if not (old and new):
+        return ""
+    pairs = {
+        name: [" or ".join(dict.fromkeys(_entry(run, path) for run in side)) for side in (old, new)]
+        for name, path in paths.items()
+    }
+    return "; ".join(f"{name} was {then}, is {now}" for name, (then, now) in pairs.items() if then != now)
+
+
+def _entry(environment: Any, path: Sequence[str]) -> str:
+    """One entry as a line of text; `unknown` if there is none."""
     for name in path:
         environment = environment.get(name) if isinstance(environment, Mapping) else None
-    return "unknown" if environment is None else plain(str(environment))[:80]
+    return "unknown" if environment is None else short(plain(str(environment)))
 
 
 def read_text(path: Path) -> str:

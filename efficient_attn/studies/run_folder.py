@@ -11,7 +11,15 @@ from efficient_attn.errors import DataError
 from efficient_attn.report.files import write
 from efficient_attn.runner.records import Case, Record, append, line
 from efficient_attn.studies.results import read
-from efficient_attn.studies.run_files import COMMAND, ENVIRONMENT, PLAN, RECORDS, entry, read_json, write_json
+from efficient_attn.studies.run_files import (
+    COMMAND,
+    ENVIRONMENT,
+    PLAN,
+    RECORDS,
+    differences,
+    read_json,
+    write_json,
+)
 
 LOCK = ".lock"
 
@@ -138,29 +146,25 @@ def _take_up(folder: Path, cases: Sequence[Case], machine: Mapping[str, Any], *,
         return Earlier()
     records = {record.case.key: record for record in read(path).records}
     known = read_json(folder / ENVIRONMENT) if (folder / ENVIRONMENT).exists() else {}
-    unlike = [*_differences(known, machine), *_other_threads(records.values(), cases)] if records else []
+    found = [differences([known], [machine], _DECISIVE), _other_threads(records.values(), cases)]
+    unlike = "; ".join(filter(None, found)) if records else ""
     if unlike and not force:
         raise DataError(
-            f"out: {folder} was measured in another environment: {'; '.join(unlike)}. "
+            f"out: {folder} was measured in another environment: {unlike}. "
             "Name a new folder, or mix them with --force-resume."
         )
-    notes = [f"Two environments are mixed here: {'; '.join(unlike)}."] if unlike else []
+    notes = [f"Two environments are mixed here: {unlike}."] if unlike else []
     if _cut_torn_line(path):
         notes.append(f"The last line of {RECORDS} was cut off; it was dropped.")
     return Earlier(records=records, environment=(records and known) or None, notes=notes)
 
 
-def _differences(known: Mapping[str, Any], machine: Mapping[str, Any]) -> list[str]:
-    pairs = {name: (entry(known, path), entry(machine, path)) for name, path in _DECISIVE.items()}
-    return [f"{name} was {then}, is {now}" for name, (then, now) in pairs.items() if then != now]
-
-
-def _other_threads(records: Iterable[Record], cases: Sequence[Case]) -> list[str]:
+def _other_threads(records: Iterable[Record], cases: Sequence[Case]) -> str:
     then = {record.case.threads for record in records}
     now = {case.threads for case in cases}
     if then <= now:
-        return []
-    return [f"threads were {', '.join(map(str, sorted(then)))}, are {', '.join(map(str, sorted(now)))}"]
+        return ""
+    return f"threads were {', '.join(map(str, sorted(then)))}, are {', '.join(map(str, sorted(now)))}"
 
 
 def _cut_torn_line(path: Path) -> bool:
