@@ -34,8 +34,8 @@ _NEW_LINE = "⏎"
 
 # A fault that makes a test wait for ever is found by that.
 _LIMIT_S = 300
-# Outcomes of pytest: 0 all passed, 1 some failed, 2 a test file cannot be imported.
-_PASSED, _FAILED = 0, (1, 2)
+# Outcomes of pytest: 0 all passed, 1 some failed, 2 a test file cannot be imported, 5 no test was selected.
+_PASSED, _FAILED, _NOTHING_RAN = 0, (1, 2), 5
 
 
 class Mutant(NamedTuple):
@@ -74,8 +74,16 @@ def checkout(folder: Path) -> Path:
 
 
 def outcome(folder: Path, tests: str) -> tuple[int | None, str]:
-    """The exit code of pytest on the copy, None if it had to be ended; and the end of its output."""
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-n0", "-p", "no:cacheprovider", *tests.split()]
+    """The exit code of pytest on the copy, None if it had to be ended; and the end of its output.
+
+    Slow tests run where a row names nothing else.
+    """
+    code, told = _pytest(folder, tests.split())
+    return _pytest(folder, [*tests.split(), "-m", ""]) if code == _NOTHING_RAN else (code, told)
+
+
+def _pytest(folder: Path, arguments: list[str]) -> tuple[int | None, str]:
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-n0", "-p", "no:cacheprovider", *arguments]
     # The copy goes before the installed package.
     settings = {**os.environ, "PYTHONPATH": str(folder)}
     try:
