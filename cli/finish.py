@@ -46,14 +46,14 @@ def document(results: Any) -> dict[str, Any]:
 
 def exit_code(results: Any, named: Sequence[str] | None) -> int:
     """Exit code of the outcome; in a default selection refusals and skips are expected."""
-    from efficient_attn.runner.sizes import OWN, YARDSTICKS
+    from efficient_attn.runner.sizes import MEAN_OF_VALUES, OWN
     from efficient_attn.runner.variants import CEILING
     from efficient_attn.stats.curves import YARDSTICK
 
     if results.interrupted:
         return exits.INTERRUPTED
     # Baselines are measured with every selection.
-    beside = {CEILING, OWN, *YARDSTICKS}
+    beside = {CEILING, MEAN_OF_VALUES, OWN}
     if named is not None and YARDSTICK not in named:
         beside.add(YARDSTICK)
     asked = [record for record in results.records if record.case.backend not in beside]

@@ -94,7 +94,7 @@ def test_mse_measures_a_function_in_a_file(capsys):
 
 
 def test_mse_sets_options_and_writes_where_it_is_told(capsys):
-    asked = ["--backend", "linformer", "--set", "linformer.init=gaussian", "--of", "weights", "--out", "here"]
+    asked = ["--backend", "linformer", "--set", "linformer.init=gaussian", "--of", "output", "--out", "here"]
     assert command(*SMALL, *asked) == 0
     assert capsys.readouterr().out.splitlines()[-1] == "here"
     labels = [json.loads(line)["label"] for line in Path("here/records.jsonl").read_text().splitlines()]
@@ -139,10 +139,9 @@ def test_the_predicted_duration_weighs_points_by_their_operations():
             ["--inputs", "bad.safetensors"],
             "bad.safetensors is not a valid safetensors file: it has no header. Make one with",
         ),
-        (["--metric", "accuracy"], "No metric is called 'accuracy'. Known: frobenius, kl"),
-        (["--metric", "mse", "--of", "weights"], "metric 'mse' is one of the output, not of the weights"),
+        (["--metric", "accuracy"], "No metric is called 'accuracy'. Known: mse, relative"),
         (["--of", "kernel", "--angle", "200"], "--angle is made of degrees from 0 to 180, such as 60,90"),
-        (["--of", "heads"], "of is output or weights, not 'heads'"),
+        (["--of", "heads"], "of is output, not 'heads'"),
         (["--backend", "rff"], "Here it is 'performer-trig'."),
         (["--set", "linformer.ranks=4"], "Did you mean 'rank'?"),
         (["--set", "linformer.rank=25"], "rank=25 is more than max_tokens=24"),

@@ -5,16 +5,12 @@ import math
 import pytest
 import torch
 
-from efficient_attn.errors import UnsupportedError
 from efficient_attn.measure import error as measure
 from efficient_attn.measure.error import (
     exact_output,
     mean_of_values,
     output_error,
-    row_divergence,
-    uniform_weights,
     unsafe_rows,
-    weights_error,
 )
 
 SCALE = 0.5
@@ -74,38 +70,6 @@ def test_relative_error_and_mean_squared_error_are_what_they_say():
     assert error.relative == pytest.approx((1 / 29) ** 0.5)
     assert error.mse == pytest.approx(1 / 4)
     torch.testing.assert_close(error.relative_by_head, torch.tensor([[0.0, 0.5]], dtype=torch.float64))
-
-
-@pytest.mark.parametrize("entries", [1, 30, 1 << 20])
-def test_the_error_of_weights_is_the_relative_frobenius_norm_in_blocks_of_any_size(monkeypatch, entries):
-    monkeypatch.setattr(measure, "_ENTRIES_AT_ONCE", entries)
-    q, k, _ = random_qkv()
-    weights = (SCALE * q @ k.mT).softmax(dim=-1)
-    expected = float((weights - 1 / 7).norm() / weights.norm())
-    assert weights_error(uniform_weights(q, k), q, k, scale=SCALE) == pytest.approx(expected, rel=ROUNDING)
-
-
-@pytest.mark.parametrize("entries", [1, 30, 1 << 20])
-def test_the_divergence_of_rows_is_its_definition_in_blocks_of_any_size(monkeypatch, entries):
-    monkeypatch.setattr(measure, "_ENTRIES_AT_ONCE", entries)
-    q, k, _ = random_qkv()
-    exact = (SCALE * q @ k.mT).softmax(dim=-1)
-    other = (SCALE * q @ k.mT + k.sum(dim=-1)[..., None, :]).softmax(dim=-1)
-    expected = float((exact * (exact / other).log()).sum(dim=-1).mean())
-    assert row_divergence(other, q, k, scale=SCALE) == pytest.approx(expected, rel=1e-12)
-    # Rounding to float32 moves each logarithm by about one epsilon.
-    assert row_divergence(exact.float(), q, k, scale=SCALE) < 2 * torch.finfo(torch.float32).eps
-
-
-@pytest.mark.parametrize("wrong", [0.0, -0.1])
-def test_the_divergence_is_not_defined_for_weights_that_are_not_positive(wrong):
-    q, k, _ = random_qkv()
-    weights = uniform_weights(q, k).clone()
-    weights[0, 1, 2, 3] = wrong
-    with pytest.raises(
-        UnsupportedError, match="some weights are zero or negative where exact weights are positive"
-    ):
-        row_divergence(weights, q, k, scale=SCALE)
 
 
 def test_rows_with_a_denominator_of_zero_or_less_are_counted():

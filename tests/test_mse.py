@@ -2,14 +2,13 @@
 
 import pytest
 import torch
-from drawn import texts
 from safetensors.torch import save_file
 
 import efficient_attn as ea
 from efficient_attn.errors import DataError, DtypeError, OptionError, UnknownNameError
 from efficient_attn.measure.inputs import gaussian
-from efficient_attn.runner.questions import ask
-from efficient_attn.runner.sizes import MEAN_OF_VALUES, YARDSTICKS, sized
+from efficient_attn.runner.accuracy import DRAWS
+from efficient_attn.runner.sizes import MEAN_OF_VALUES, sized
 from efficient_attn.stats.median import FEWEST_FOR_95
 from efficient_attn.studies.mse.analysis import panels
 
@@ -22,8 +21,8 @@ def records_of(results, backend):
 
 
 def measured_in(results):
-    """The records of backends, without the yardsticks."""
-    return [record for record in results.records if record.case.backend not in YARDSTICKS]
+    """The records of backends, without the baseline."""
+    return [record for record in results.records if record.case.backend != MEAN_OF_VALUES]
 
 
 def test_exact_backends_are_right_to_rounding_and_the_yardstick_stands_first():
@@ -77,7 +76,7 @@ def test_by_default_what_approximates_softmax_is_measured_and_other_kernels_when
 
 
 def test_the_draws_by_default_are_the_fewest_with_an_interval_of_95_percent():
-    assert ask().draws == ask(of="weights").draws == FEWEST_FOR_95
+    assert DRAWS == FEWEST_FOR_95
 
 
 def test_a_size_is_recorded_as_it_was_measured_and_ranks_beyond_the_tokens_are_not_asked_for():
@@ -94,16 +93,6 @@ def test_rows_without_a_positive_denominator_are_counted_for_signed_features_alo
     results = ea.mse(["performer-trig", "performer-positive", "window"], **{**SMALL, "norms": (3.0,)})
     assert all(0 < r.unsafe_rows <= 1 for r in records_of(results, "performer-trig"))
     assert all(r.unsafe_rows is None for r in results.records if r.case.backend != "performer-trig")
-
-
-def test_errors_of_the_weights_are_measured_beside_uniform_weights():
-    results = ea.mse(["exact-dense", "window"], **SMALL, of="weights")
-    yardstick = results.records[0]
-    exact, *windows = measured_in(results)
-    assert exact.weights_relative_error < 1e-6 < yardstick.weights_relative_error
-    assert all(r.output_mse is None and r.weights_relative_error > 0.1 for r in windows)
-    assert "attention weights" in results.tables()[0].title
-    assert "attention weights" in texts(results.plot())
 
 
 def test_the_encoder_is_measured_layer_by_layer_with_the_scale_of_its_model():
@@ -152,13 +141,8 @@ def test_a_function_is_measured_once_and_what_breaks_is_a_record_with_its_reason
 @pytest.mark.parametrize(
     ("wrong", "error", "message"),
     [
-        ({"of": "heads"}, OptionError, "of is output or weights, not 'heads'"),
+        ({"of": "heads"}, OptionError, "of is output, not 'heads'"),
         ({"metric": "msee"}, UnknownNameError, "No metric is called 'msee'. Did you mean 'mse'"),
-        (
-            {"metric": "kl", "of": "output"},
-            OptionError,
-            "metric 'kl' is one of the weights, not of the output",
-        ),
         ({"data_seeds": 0}, OptionError, "data_seeds is at least 1, not 0"),
         ({"draws": 0}, OptionError, "draws is at least 1, not 0"),
         ({"draws": 2.5}, DtypeError, "draws is a whole number, not 2.5"),

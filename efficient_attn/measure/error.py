@@ -10,8 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from efficient_attn.errors import UnsupportedError
-from efficient_attn.ops.softmax.definition import softmax_attention, softmax_weights
+from efficient_attn.ops.softmax.definition import softmax_attention
 from efficient_attn.shapes import Keys, Output, Queries, Values, Weights
 
 # Scores are computed in blocks of rows, so that a long sequence never builds the whole float64 matrix.
@@ -65,37 +64,6 @@ def output_error(output: Output, exact: Output) -> OutputError:
     )
 
 
-def weights_error(weights: Weights, q: Queries, k: Keys, *, scale: float) -> float:
-    """‖A' − A‖ / ‖A‖ in the Frobenius norm, with given weights A' and exact weights A, not causal."""
-    squares = norms = 0.0
-    for rows, exact in _exact_weights(q, k, scale=scale):
-        squares += float((weights[..., rows, :].double() - exact).square().sum())
-        norms += float(exact.square().sum())
-    return (squares / norms) ** 0.5
-
-
-def row_divergence(weights: Weights, q: Queries, k: Keys, *, scale: float) -> float:
-    """Mean over rows of KL(A ‖ A') = Σ_j A_ij log(A_ij / A'_ij) in nats, for positive weights A'.
-
-    Raises:
-        UnsupportedError: If a weight A' is zero or negative where A is positive.
-    """
-    total, smallest = 0.0, torch.finfo(weights.dtype).smallest_normal
-    for rows, exact in _exact_weights(q, k, scale=scale):
-        given = weights[..., rows, :].double()
-        # Exact weights below the smallest number of the given dtype are left out.
-        counts = exact >= smallest
-        if bool((counts & (given <= 0)).any()):
-            raise UnsupportedError(
-                "The row divergence is undefined: some weights are zero or negative where exact "
-                "weights are positive. Use the metric 'frobenius'."
-            )
-        terms = exact * (exact.clamp_min(smallest).log() - given.clamp_min(smallest).log())
-        total += float(terms.masked_fill(~counts, 0.0).sum())
-    # Weights equal to the exact ones may give a slightly negative sum due to rounding.
-    return max(total / weights[..., 0].numel(), 0.0)
-
-
 def entropy(weights: Weights) -> float | None:
     """Attention entropy, mean over rows of −Σ_j A_ij log A_ij in nats; None if a weight is negative."""
     weights = weights.double()
@@ -103,12 +71,6 @@ def entropy(weights: Weights) -> float | None:
     if float(weights.min()) < -1e-6:
         return None
     return float(torch.special.entr(weights.clamp_min(0)).sum(dim=-1).mean())
-
-
-def uniform_weights(q: Queries, k: Keys) -> Weights:
-    """Uniform-attention baseline for weights: an equal share for every key, in float64."""
-    share = torch.full((), 1 / k.shape[-2], dtype=torch.float64, device=q.device)
-    return share.expand(*q.shape[:-1], k.shape[-2])
 
 
 def unsafe_rows(denominators: Tensor) -> float:
@@ -123,9 +85,3 @@ def blocks(q: Queries, k: Keys, *, causal: bool) -> Iterator[tuple[slice, int]]:
     for start in range(0, q_tokens, step):
         end = min(start + step, q_tokens)
         yield slice(start, end), k_tokens - q_tokens + end if causal else k_tokens
-
-
-def _exact_weights(q: Queries, k: Keys, *, scale: float) -> Iterator[tuple[slice, Weights]]:
-    """Exact weights in float64, in blocks of rows."""
-    for rows, _ in blocks(q, k, causal=False):
-        yield rows, softmax_weights(q[..., rows, :].double(), k.double(), scale=scale, key_mask=None)

@@ -1,7 +1,7 @@
 """Error of a backend against exact attention: one record per backend, size and input."""
 
 import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from statistics import fmean
 from typing import Any
 
@@ -14,26 +14,56 @@ from efficient_attn.errors import OptionError, UnsupportedError
 from efficient_attn.measure import error as measure
 from efficient_attn.measure.checked import outputs_checked
 from efficient_attn.runner.counting import attention_flops
-from efficient_attn.runner.questions import Question
+from efficient_attn.runner.inputs import Subject
 from efficient_attn.runner.record import SAME_INPUTS, Case, Record, replace
-from efficient_attn.runner.sizes import SEED, possible, with_size
-from efficient_attn.runner.subject import Subject
+from efficient_attn.runner.sizes import MEAN_OF_VALUES, SEED, possible, with_size
 from efficient_attn.runner.variants import Variant
 from efficient_attn.runner.worker import answer
 
+# Metrics with the fields of a record that hold them, the shown one first.
+RELATIVE = "relative"
+METRICS = {RELATIVE: ("output_relative_error", "output_mse"), "mse": ("output_mse",)}
+
+# Fewest draws that give a median a 95 % interval.
+DRAWS = 6
+
+# The uniform-attention baseline.
+MEAN = Variant(backend=MEAN_OF_VALUES, label=MEAN_OF_VALUES, target=None)
+
 
 def measure_error(
-    variant: Variant, subject: Subject, question: Question, *, threads: int | None = None
+    variant: Variant,
+    subject: Subject,
+    *,
+    metric: str = RELATIVE,
+    draws: int = DRAWS,
+    threads: int | None = None,
 ) -> Record:
     """Errors of one backend on one subject, one per draw of its random features."""
-    # Inputs and features use separate streams, so that one seed serves both.
-    draws = question.draws if SEED in variant.options else 1
+    q, k, v = subject.activations
 
     def measured(case: Case, backends: Sequence[Any]) -> Record:
-        record = _measured(case, subject, backends, question)
-        return replace(record, flops=attention_flops(case, variant.target))
+        return replace(
+            _errors(case, subject, metric, (backend(q, k, v) for backend in backends)),
+            unsafe_rows=_unsafe(backends, q, k),
+            num_directions=directions_of(backends[0]),
+            flops=attention_flops(case, variant.target),
+        )
 
-    return measure_draws(variant, subject, question.of, draws, measured, threads=threads)
+    return measure_draws(variant, subject, "output", draws, measured, threads=threads)
+
+
+def measure_mean(
+    subject: Subject, *, metric: str = RELATIVE, draws: int = 1, threads: int | None = None
+) -> Record:
+    """Errors of the uniform-attention baseline: every query gets the mean of the visible values."""
+    q, _, v = subject.activations
+    case = error_case(MEAN, subject, "output", threads=threads)
+
+    def measured() -> Record:
+        return _errors(case, subject, metric, [measure.mean_of_values(q, v, causal=subject.causal)])
+
+    return answer(case, measured)
 
 
 def measure_draws(
@@ -47,12 +77,12 @@ def measure_draws(
 ) -> Record:
     """The record that `measured` makes of a case and the draws of a backend, calibrated if required."""
     case = error_case(variant, subject, of, threads=threads)
+    # Inputs and features use separate streams, so that one seed serves both.
+    seeds = range(subject.seed, subject.seed + (draws if SEED in variant.options else 1))
 
     def answered() -> Record:
         with torch.no_grad():
-            backends = [
-                _build_one(variant, subject, seed) for seed in range(subject.seed, subject.seed + draws)
-            ]
+            backends = [_build_one(variant, subject, seed) for seed in seeds]
             calibrated_on = _calibrate(backends, subject)
             with outputs_checked(*backends):
                 return replace(measured(case, backends), calibrated_on=calibrated_on)
@@ -71,7 +101,7 @@ def try_options(variant: Variant, subject: Subject) -> None:
             _build_one(variant, subject, 0)
 
 
-def at_size(variant: Variant, subject: Subject, option: str, size: int) -> Variant:
+def _at_size(variant: Variant, subject: Subject, option: str, size: int) -> Variant:
     """The variant at a size, or at the next one if the backend refuses it, since windows are odd.
 
     Raises:
@@ -98,13 +128,14 @@ def at_sizes(variant: Variant, subject: Subject, sizes: Sequence[int]) -> list[V
         return [variant]
     found: list[Variant] = []
     for size in sizes:
-        if possible(size, tokens=subject.tokens, options=variant.options):
-            try:
-                found.append(at_size(variant, subject, option, size))
-            except OptionError:
-                if not found:
-                    raise
-                found.append(with_size(variant, option, size))
+        if not possible(size, tokens=subject.tokens, options=variant.options):
+            continue
+        try:
+            found.append(_at_size(variant, subject, option, size))
+        except OptionError:
+            if not found:
+                raise
+            found.append(with_size(variant, option, size))
     return found
 
 
@@ -143,48 +174,16 @@ def _calibrate(backends: list[Any], subject: Subject) -> str | None:
     return SAME_INPUTS
 
 
-def _measured(case: Case, subject: Subject, backends: Sequence[Any], question: Question) -> Record:
-    q, k, v = subject.activations
-    unsafe = _unsafe(backends, q, k)
-    if question.metrics == ("unsafe",):
-        if unsafe is None:
-            # The backend's own error explains why it has no denominators.
-            backends[0].denominators(q, k)
-        record = Record(case=case)
-    elif question.of == "weights":
-        record = weights_record(
-            case, subject, question, (backend.attention_weights(q, k) for backend in backends)
-        )
-    else:
-        record = output_record(case, subject, question, (backend(q, k, v) for backend in backends))
-    return replace(record, unsafe_rows=unsafe, num_directions=directions_of(backends[0]))
-
-
-def output_record(case: Case, subject: Subject, question: Question, outputs: Iterable[Tensor]) -> Record:
-    """Errors of outputs, one per draw, by the metrics of the question."""
+def _errors(case: Case, subject: Subject, metric: str, outputs: Iterable[Tensor]) -> Record:
+    """The fields of a metric, each with its mean and one entry per draw."""
     found = [measure.output_error(output, subject.exact) for output in outputs]
-    errors = {
+    draws = {
         "output_relative_error": tuple(one.relative for one in found),
         "output_mse": tuple(one.mse for one in found),
     }
-    return _recorded(case, {name: errors[name] for name in question.quantities})
-
-
-def weights_record(case: Case, subject: Subject, question: Question, weights: Iterable[Tensor]) -> Record:
-    """Errors of attention weights, one per draw, by the metrics of the question."""
-    q, k, _ = subject.activations
-    (quantity,) = question.quantities
-    error = {"weights_relative_error": measure.weights_error, "weights_row_kl": measure.row_divergence}
-    return _recorded(
-        case, {quantity: tuple(error[quantity](one, q, k, scale=subject.scale) for one in weights)}
-    )
-
-
-def _recorded(case: Case, errors: Mapping[str, tuple[float, ...]]) -> Record:
-    """Errors by field, each with its mean and one entry per draw."""
     values: dict[str, Any] = {}
-    for name, draws in errors.items():
-        values |= {name: fmean(draws), f"{name}_draws": draws}
+    for name in METRICS[metric]:
+        values |= {name: fmean(draws[name]), f"{name}_draws": draws[name]}
     return Record(case=case, **values)
 
 

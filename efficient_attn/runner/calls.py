@@ -22,7 +22,7 @@ from efficient_attn.measure.checked import backends_in, check_gradients, outputs
 from efficient_attn.operation_counts import OperationCounts
 from efficient_attn.registry import BackendSpec, Capabilities, NoOptions
 from efficient_attn.runner.counting import flops
-from efficient_attn.runner.given import read_given
+from efficient_attn.runner.inputs import read_given
 from efficient_attn.runner.record import SAME_INPUTS, Case
 from efficient_attn.runner.sizes import MEAN_OF_VALUES
 from efficient_attn.runner.variants import CEILING
@@ -70,7 +70,11 @@ def prepare(case: Case, target: Any, inputs: str | None = None) -> Prepared:
         .to(device=case.device, dtype=getattr(torch, case.dtype))
         .eval()
     )
-    *tensors, gradient = _inputs(case) if given is None else given.tensors
+    if given is None:
+        *tensors, gradient = _inputs(case)
+    else:
+        tensors = list(given.activations)
+        gradient = tensors[0].new_ones(*tensors[0].shape[:-1], tensors[2].shape[-1])
     calibrated_on = _calibrate(module, tensors)
     call = _with_backward(module, tensors, gradient) if case.backward else _forward(module, tensors)
     streams = case.causal and bool(spec.capabilities.streaming)

@@ -14,9 +14,8 @@ MEAN_OF_VALUES = "mean of V"
 # Label of the original attention of a model.
 OWN = "the model's own"
 
-# Labels of further baselines: the best approximation of each rank, and the Taylor series of exp.
-ORACLE, TAYLOR = "rank-r SVD", "Taylor"
-YARDSTICKS = (MEAN_OF_VALUES, ORACLE, TAYLOR)
+# Baselines of former records: the best approximation of each rank, and the Taylor series of exp.
+FORMER_BASELINES = ("rank-r SVD", "Taylor")
 
 # Name of the option that makes a backend a random draw.
 SEED = "seed"

@@ -22,6 +22,9 @@ from efficient_attn.stats.curves import YARDSTICK
 # One backend of each kind: another estimate of the same kind would be the same picture twice.
 _BACKENDS = ("exact", "window-clusters", "window", "linformer", "performer-full", "performer-positive")
 
+# The sharpest layer of what is shipped.
+_LAYER = 1
+
 _LONGEST_WORD, _HEIGHT_INCHES = 14, 3.2
 _COLOURS = ("#a3123a", "#e8879c", "#ffffff", "#5a9bd4", "#08306b")
 _SCALE = "a row: weights of one query, from white (0) to dark blue (1); weights below zero are red"
@@ -94,11 +97,12 @@ def show(
     """
     chosen = _chosen(backends, options)
     from efficient_attn.runner.accuracy import try_options
-    from efficient_attn.runner.one_subject import one_subject, words_of
+    from efficient_attn.runner.inputs import subjects
 
     if inputs == "gaussian":
         raise OptionError("inputs are encoder, stitched or a safetensors file; Gaussian draws have no words.")
-    subject = one_subject(inputs, layer=layer, seed=seed)
+    layer = _LAYER if layer is None and inputs in ("encoder", "stitched") else layer
+    subject = subjects([inputs], layers=None if layer is None else [layer], seed=seed)[0]
     heads = subject.activations.q.shape[1]
     if not 0 <= head < heads:
         raise OptionError(f"head is from 0 to {heads - 1}, not {head}.")
@@ -112,7 +116,7 @@ def show(
                 maps.append(_map(variant, subject, head, span))
         except Exception as failure:  # The backend may be anybody's code: whatever it raises is its result.
             notes.append(f"{variant.label}: {described(failure)}")
-    words = tuple(words_of(inputs, subject.tokens)[span])
+    words = _words(inputs, subject.tokens)[span]
     title = f"Attention weights: {describe(subject.name)}, head {head}; {subject.tokens} keys"
     return Shown(maps=tuple(maps), words=words, title=title, notes=tuple(notes))
 
@@ -127,6 +131,18 @@ def _chosen(
     chosen = select(named, options)
     exact = [variant for variant in chosen if variant.backend == YARDSTICK] or select([YARDSTICK])
     return (*exact, *(variant for variant in chosen if variant.backend != YARDSTICK))
+
+
+def _words(inputs: str | Path, tokens: int) -> tuple[str, ...]:
+    """The token strings of the inputs; their positions if the file has none."""
+    from efficient_attn.measure.inputs import TEXTS, read_activations, shipped
+
+    if inputs in ("encoder", "stitched"):
+        texts = range(1 if inputs == "encoder" else len(TEXTS))
+        found = tuple(word for text in texts for word in shipped(text).tokens)
+    else:
+        found = read_activations(inputs).tokens
+    return found if len(found) == tokens else tuple(map(str, range(tokens)))
 
 
 def _span(text: str, tokens: int) -> slice:

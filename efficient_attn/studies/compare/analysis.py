@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from efficient_attn.runner.records import Case, Record
-from efficient_attn.runner.sizes import YARDSTICKS
+from efficient_attn.runner.sizes import MEAN_OF_VALUES
 from efficient_attn.stats.curves import YARDSTICK
 from efficient_attn.stats.median import Middle
 from efficient_attn.stats.rounds import Typical, time_ratio
@@ -46,7 +46,7 @@ class Contender(NamedTuple):
     @property
     def is_yardstick(self) -> bool:
         """Whether it is a baseline rather than a backend."""
-        return self.backend in YARDSTICKS
+        return self.backend == MEAN_OF_VALUES
 
     def speed(self, other: "Contender | None") -> Typical | None:
         """Speed-up over another contender; None if either was not timed."""

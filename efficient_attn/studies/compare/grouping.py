@@ -6,7 +6,7 @@ from typing import Any
 
 from efficient_attn.runner.layers import single_names
 from efficient_attn.runner.records import Record
-from efficient_attn.runner.sizes import SEED
+from efficient_attn.runner.sizes import FORMER_BASELINES, SEED
 from efficient_attn.stats.median import Middle, middle
 from efficient_attn.stats.rounds import call_time
 from efficient_attn.studies.compare.analysis import Comparison, Contender
@@ -87,7 +87,8 @@ def _belongs(record: Record) -> bool:
 def _comparison(records: Sequence[Record]) -> Comparison:
     groups: dict[str, list[Record]] = {}
     for record in records:
-        groups.setdefault(record.case.label, []).append(record)
+        if record.case.backend not in FORMER_BASELINES:
+            groups.setdefault(record.case.label, []).append(record)
     case = next(record.case for record in records if record.case.kind == "time")
     layers = len(single_names(case.inputs))
     found = [_contender(label, group, layers) for label, group in groups.items()]

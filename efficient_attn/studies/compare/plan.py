@@ -118,20 +118,35 @@ def _subjects(
 ) -> tuple[Any, ...]:
     """The q, k, v of each layer, and a check of the options on them."""
     from efficient_attn.runner.accuracy import try_options
-    from efficient_attn.runner.one_subject import layer_subjects
+    from efficient_attn.runner.inputs import subjects
 
-    found = layer_subjects(
-        inputs,
-        layer=layer,
-        tokens=_TOKENS if seq_len is None and inputs == "gaussian" else seq_len,
-        norm=norm,
+    chosen = subjects(
+        [inputs],
+        norms=[norm],
+        tokens=_TOKENS if seq_len is None else seq_len,
         num_heads=workload.num_heads,
         head_dim=workload.head_dim,
+        layers=None if layer is None else [layer],
         seed=workload.seed,
-        dtype=workload.dtype,
-        device=workload.device,
-        batch=workload.batch,
-        causal=workload.causal,
+    )
+    shapes = {tuple(tensor.shape for tensor in one.activations) for one in chosen}
+    if len(shapes) > 1:
+        raise OptionError(f"layers of {inputs} differ in shape; name one of them: --layer N, layer=N.")
+    q, k, _ = chosen[0].activations
+    if q.shape[-2] != k.shape[-2]:
+        raise OptionError(
+            f"inputs {chosen[0].name} have {q.shape[-2]} queries for {k.shape[-2]} keys; the numbers must be "
+            "equal."
+        )
+    found = tuple(
+        one.placed(
+            dtype=workload.dtype,
+            device=workload.device,
+            tokens=seq_len,
+            batch=workload.batch,
+            causal=workload.causal,
+        )
+        for one in chosen
     )
     for variant in variants:
         try_options(variant, found[0])

@@ -6,10 +6,10 @@ from typing import Any
 
 from efficient_attn.report.error_table import layer_words, show_error
 from efficient_attn.report.figures import Axis, Chart, Plot, Series
-from efficient_attn.report.palette import GRID, MUTED, baseline_style, line_styles
+from efficient_attn.report.palette import GRID, MUTED, line_styles
 from efficient_attn.runner.layers import single_names
 from efficient_attn.runner.records import Record
-from efficient_attn.runner.sizes import MEAN_OF_VALUES, ORACLE, YARDSTICKS
+from efficient_attn.runner.sizes import MEAN_OF_VALUES
 from efficient_attn.runner.units import show_bytes, show_seconds
 from efficient_attn.studies.compare.analysis import Comparison, Contender
 from efficient_attn.studies.compare.grouping import comparisons
@@ -54,11 +54,9 @@ def comparison_plot(records: Sequence[Record], max_error: float = DEFAULT_MAX_ER
 
 
 def _styles(named: Sequence[tuple[str, str]]) -> dict[str, dict[str, Any]]:
-    """{label: colour and marker, or stroke}; baselines are grey."""
-    lines = line_styles([pair for pair in dict.fromkeys(named) if pair[1] not in YARDSTICKS])
+    """{label: colour and marker, or stroke}; the baseline is grey."""
+    lines = line_styles([pair for pair in dict.fromkeys(named) if pair[1] != MEAN_OF_VALUES])
     found = {label: {**style, "linestyle": "none", **_POINT} for label, style in lines.items()}
-    ranks = dict.fromkeys(label for label, backend in named if backend == ORACLE)
-    found |= {label: baseline_style(number + 1) for number, label in enumerate(ranks)}
     star = {"color": MUTED, "marker": (4, 1, 0), "linestyle": "none", **_POINT}
     return found | {label: star for label, backend in named if backend == MEAN_OF_VALUES}
 
@@ -76,9 +74,7 @@ def _chart(one: Comparison, cost: str, styles: dict[str, dict[str, Any]], max_er
         if row.error is None:
             continue
         y, style = height(row.error.median), styles[row.label]
-        if row.backend == ORACLE:
-            series.append(Series(row.label, (), (y,), style))
-        elif x := row.cost(cost):
+        if x := row.cost(cost):
             fill = {"markerfacecolor": style["color"] if row in front else "white"}
             low, high = (
                 (height(edge),) if row.layers > 1 else () for edge in (row.error.low, row.error.high)
@@ -106,12 +102,7 @@ def _chart(one: Comparison, cost: str, styles: dict[str, dict[str, Any]], max_er
 
 def _limits(one: Comparison, max_error: float) -> tuple[float, float]:
     """The height of rounding, and that above which nothing is drawn."""
-    errors = [
-        error
-        for row in one.contenders
-        if row.error
-        for error in (row.error[:1] if row.backend == ORACLE else row.error[:3])
-    ]
+    errors = [error for row in one.contenders if row.error for error in row.error[:3]]
     real = [error for error in errors if error > one.rounding]
     uniform = [row.error.median for row in one.contenders if row.backend == MEAN_OF_VALUES and row.error]
     ceiling = _WORST * max(*uniform, *(error for error in real if error <= 1), max_error, 0.5)

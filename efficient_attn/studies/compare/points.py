@@ -1,4 +1,4 @@
-"""Points of a comparison: errors backend by backend, interleaved times, peak memory, low-rank baselines."""
+"""Points of a comparison: errors backend by backend, interleaved times, peak memory."""
 
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -11,21 +11,16 @@ from typing import Any
 from efficient_attn.runner.isolation import Measurer
 from efficient_attn.runner.layers import joint_name
 from efficient_attn.runner.records import Record
+from efficient_attn.runner.sizes import SEED
 from efficient_attn.runner.variants import YARDSTICK, Variant
 from efficient_attn.runner.worker import threads as threads_of
 from efficient_attn.studies.costs import cost_points
 from efficient_attn.studies.plan import Point
 from efficient_attn.studies.workload import Workload
 
-# Ranks of the low-rank baseline; at full rank it is exact attention.
-_RANKS = (32, 128)
-
 # Durations relative to that of an operation of a backend, building included: of exact attention in float64,
-# of eigenvectors per tokens³, of low-rank products, and of the error per entry of the output.
-_EXACT, _EIGENVECTORS, _PRODUCTS, _COMPARING = 0.5, 4.5, 0.25, 50.0
-
-# Longer sequences take as long per tokens² as one of this length: subspace iteration finds few directions.
-_LONG, _AS_LONG_AS = 1024, 512
+# and of the error per entry of the output.
+_EXACT, _COMPARING = 0.5, 50.0
 
 # A backward pass takes about twice the operations of the forward pass.
 _BACKWARD = 3
@@ -41,37 +36,25 @@ def points_of(
     measurer: Measurer,
     limit_bytes: int | None,
 ) -> list[Point]:
-    """Errors of exact attention, the mean of V and the backends, the fewest operations first; then costs.
+    """Errors of exact attention, the mean of V and the backends, the fewest operations first; then costs."""
+    from efficient_attn.runner.accuracy import MEAN, measure_error, measure_mean
 
-    The low-rank baselines come last: they are no candidates.
-    """
-    from efficient_attn.runner import yardsticks as make
-    from efficient_attn.runner.accuracy import measure_error
-    from efficient_attn.runner.questions import ask
-
-    question, count = ask(of="output", draws=draws), workload.threads or 1
-    mean = make.mean_of_values()
-    work = _work((*variants, mean.variant), subjects[0])
+    work = _work((*variants, MEAN), subjects[0])
     exact, *others = sorted(variants, key=lambda one: (one.backend != YARDSTICK, work[one.label]))
     points: list[Point] = []
-    for variant in (exact, mean.variant, *others):
-        measure = (
-            partial(make.measure_yardstick, mean)
-            if variant is mean.variant
-            else partial(measure_error, variant)
-        )
+    for variant in (exact, MEAN, *others):
         points += _errors(
             variant,
             subjects,
-            measure,
-            question,
+            measure_mean if variant is MEAN else partial(measure_error, variant),
+            draws if SEED in variant.options else 1,
             work[variant.label],
             first=variant is exact,
-            threads=count,
+            threads=workload.threads or 1,
         )
     last = {point.case.label: point.case for point in points}
     costs = cost_points(
-        (mean.variant, *variants),
+        (MEAN, *variants),
         [subjects[0].tokens],
         _shared(subjects, workload),
         measure=measurer,
@@ -89,17 +72,17 @@ def points_of(
         )
         for one in costs
     ]
-    return points + _oracles(subjects, question, count)
+    return points
 
 
 @contextmanager
 def handing_over(measurer: Measurer, subject: Any) -> Iterator[None]:
     """Times and memory are measured on the q, k, v of this subject, through a file."""
-    from efficient_attn.runner.given import write_given
+    from efficient_attn.runner.inputs import write_given
 
     with measurer, tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "qkv.safetensors"
-        write_given(path, subject.activations, scale=subject.scale)
+        write_given(path, subject)
         measurer.inputs = str(path)
         yield
 
@@ -108,7 +91,7 @@ def _errors(
     variant: Variant,
     subjects: Sequence[Any],
     measure: Callable[..., Record],
-    question: Any,
+    draws: int,
     work: float,
     *,
     first: bool,
@@ -119,30 +102,12 @@ def _errors(
     Args:
         first: The float64 output that all errors are computed from is computed here too.
     """
-    from efficient_attn.runner.sizes import SEED
-
-    draws = question.draws if SEED in variant.options else 1
     points: list[Point] = []
     for subject in subjects:
         cost = draws * (work + _COMPARING * subject.activations.q.numel())
         cost += _EXACT * _exact_work(subject) if first else 0.0
-        point = _error(variant, partial(measure, subject, question), subject, threads, cost)
+        point = _error(variant, partial(measure, subject, draws=draws), subject, threads, cost)
         points.append(replace(point, needs=points[-1].case if points else None))
-    return points
-
-
-def _oracles(subjects: Sequence[Any], question: Any, threads: int) -> list[Point]:
-    """The low-rank baselines, layer by layer: the eigenvectors of a layer serve all ranks."""
-    from efficient_attn.runner import yardsticks as make
-
-    points = []
-    for subject in subjects:
-        pairs = subject.activations.q.shape[:2].numel() * float(subject.tokens) ** 2
-        for number, oracle in enumerate(make.oracle(rank) for rank in _RANKS if rank < subject.tokens):
-            per_pair = subject.tokens if subject.tokens <= _LONG else _AS_LONG_AS
-            cost = pairs * (_PRODUCTS * (oracle.rank or 0) + (0.0 if number else _EIGENVECTORS * per_pair))
-            measure = partial(make.measure_yardstick, oracle, subject, question, ranks=max(_RANKS))
-            points.append(_error(oracle.variant, measure, subject, threads, cost))
     return points
 
 

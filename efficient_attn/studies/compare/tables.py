@@ -12,7 +12,7 @@ from efficient_attn.report.error_table import (
 from efficient_attn.report.table import Table, show_ratio, show_spread, three_digits
 from efficient_attn.runner.layers import single_names, timed_layer
 from efficient_attn.runner.records import Record
-from efficient_attn.runner.sizes import MEAN_OF_VALUES, ORACLE
+from efficient_attn.runner.sizes import MEAN_OF_VALUES
 from efficient_attn.studies.compare.analysis import ROUNDING, Comparison, Contender
 from efficient_attn.studies.compare.grouping import comparisons
 
@@ -103,15 +103,9 @@ def _notes(one: Comparison) -> list[str]:
     ]
     if one.case.inputs.startswith(CONCATENATED):
         notes.append(CONCATENATED_NOTE)
-    labels = {row.label: row.backend for row in one.contenders}
-    if MEAN_OF_VALUES in labels.values():
+    if any(row.backend == MEAN_OF_VALUES for row in one.contenders):
         notes.append(
             f"{MEAN_OF_VALUES}: every query gets the same; an error above it is worse than not attending."
-        )
-    if ORACLE in labels.values():
-        notes.append(
-            f"{ORACLE}: the matrix of rank r nearest to the exact weights; finding it takes them, so it is "
-            "no method and has no time."
         )
     draws = {row.error.samples for row in one.contenders if row.drawn and row.error is not None}
     if draws - {1} and len(single_names(one.case.inputs)) == 1:

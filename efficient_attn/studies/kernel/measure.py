@@ -14,9 +14,8 @@ from efficient_attn.ops.linear.directions import haar_rotations
 from efficient_attn.problem import positive_count
 from efficient_attn.runner.accuracy import directions_of, measure_draws
 from efficient_attn.runner.counting import attention_flops
+from efficient_attn.runner.inputs import Subject
 from efficient_attn.runner.record import Case, Record, replace
-from efficient_attn.runner.sizes import SEED
-from efficient_attn.runner.subject import Subject
 from efficient_attn.runner.variants import Variant
 from efficient_attn.theory import couplings, kernel
 from efficient_attn.theory.dense_exponential import DenseExponential, log_oprf_error, log_second_moments
@@ -59,7 +58,6 @@ def pairs(*, norm: float, angle: float, head_dim: int, seed: int) -> Activations
 def measure(variant: Variant, subject: Subject, draws: int, *, threads: int | None = None) -> Record:
     """Mean error over draws, or the reason why the draws are too few."""
     q, k, _ = subject.activations
-    count = draws if SEED in variant.options else 1
 
     def measured(case: Case, backends: Sequence[Any]) -> Record:
         record = _measured(case, backends, q, k, subject.scale)
@@ -69,7 +67,7 @@ def measure(variant: Variant, subject: Subject, draws: int, *, threads: int | No
             flops=attention_flops(case, variant.target),
         )
 
-    return measure_draws(variant, subject, "kernel", count, measured, threads=threads)
+    return measure_draws(variant, subject, "kernel", draws, measured, threads=threads)
 
 
 def _measured(case: Case, backends: Sequence[Any], q: Tensor, k: Tensor, scale: float) -> Record:

@@ -51,7 +51,7 @@ def plan(
 
 def _subjects(norms: Sequence[float], angles: Sequence[float], *, head_dim: int, seed: int) -> list[Any]:
     """Pairs of a query and a key, one subject for each norm and angle of their scaled vectors."""
-    from efficient_attn.runner.subject import Subject
+    from efficient_attn.runner.inputs import Subject
     from efficient_attn.studies.kernel.measure import pairs
 
     if not norms or not angles:

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from efficient_attn.report.error_table import describe
 from efficient_attn.runner.records import Record
-from efficient_attn.runner.sizes import MEAN_OF_VALUES, SEED, YARDSTICKS, sized
+from efficient_attn.runner.sizes import FORMER_BASELINES, MEAN_OF_VALUES, SEED, sized
 from efficient_attn.stats.median import FEWEST_FOR_95, middle
 
 RELATIVE = "output_relative_error"
@@ -62,7 +62,6 @@ class Panel(NamedTuple):
         inputs: Name of the inputs, such as `gaussian(norm=0.5)`.
         failed: Records without a value, each with its reason.
         yardstick: Error of the uniform-attention baseline.
-        others: Further baselines: the best approximation of each rank, the Taylor series of exp.
     """
 
     inputs: str
@@ -72,7 +71,6 @@ class Panel(NamedTuple):
     curves: tuple[ErrorCurve, ...]
     failed: tuple[Record, ...]
     yardstick: float | None
-    others: tuple[ErrorCurve, ...] = ()
 
     @property
     def title(self) -> str:
@@ -98,7 +96,11 @@ def quantity_in(records: Sequence[Record], wanted: str = RELATIVE) -> str:
 
 def panels(records: Iterable[Record], quantity: str) -> tuple[Panel, ...]:
     """One panel per input, in the order of the records; the last of equal cases counts."""
-    latest = {record.case.key: record for record in records if record.case.kind == "error"}
+    latest = {
+        record.case.key: record
+        for record in records
+        if record.case.kind == "error" and record.case.backend not in FORMER_BASELINES
+    }
     groups: dict[tuple[object, ...], list[Record]] = {}
     for record in latest.values():
         case = record.case
@@ -134,10 +136,9 @@ def _panel(records: Sequence[Record], quantity: str) -> Panel:
         tokens=case.tokens,
         num_heads=case.num_heads,
         head_dim=case.head_dim,
-        curves=tuple(curve for curve in curves if curve.backend not in YARDSTICKS),
+        curves=tuple(curve for curve in curves if curve is not plainest),
         failed=tuple(record for record in records if record.status != "ok"),
         yardstick=plainest.points[0].value if plainest else None,
-        others=tuple(c for c in curves if c.backend in YARDSTICKS and c.backend != MEAN_OF_VALUES),
     )
 
 

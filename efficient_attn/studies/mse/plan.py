@@ -1,11 +1,12 @@
-"""Plan of error measurements: input by input, the baselines of an input first, then the small sizes."""
+"""Plan of error measurements: input by input, the baseline of an input first, then the small sizes."""
 
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
-from efficient_attn.runner.questions import DRAWS, METRICS, ask
+from efficient_attn.errors import OptionError, UnknownNameError
+from efficient_attn.problem import positive_count
 from efficient_attn.runner.units import parse_sizes
 from efficient_attn.runner.variants import select
 from efficient_attn.studies import options as shared
@@ -39,14 +40,11 @@ def plan(
         ),
     ] = ("gaussian", "encoder"),
     sizes: shared.Sizes = (16, 32, 64, 128, 256, 512, 1024),
-    of: Annotated[str | None, Option(help="output (the default) or weights.")] = None,
-    metric: Annotated[
-        str | None,
-        Option(help=f"Metric: {', '.join(METRICS)}.", metavar="NAME"),
-    ] = None,
+    of: Annotated[str | None, Option(help="output; kernel is a command.", hidden=True)] = None,
+    metric: Annotated[str, Option(help="Metric: relative or mse.", metavar="NAME")] = "relative",
     norms: shared.Norms = (0.5, 1.0),
     angles: shared.FormerAngles = (60.0, 90.0, 120.0),
-    draws: Annotated[int | None, Option(help=f"Number of random-feature draws; {DRAWS}.", least=1)] = None,
+    draws: Annotated[int | None, Option(help="Number of random-feature draws; 6.", least=1)] = None,
     data_seeds: Annotated[int, Option(help="Number of seeds of Gaussian inputs.", least=1)] = 1,
     seq_len: shared.SeqLen = _TOKENS,
     head_dim: shared.HeadDim = _HEAD_DIM,
@@ -60,8 +58,7 @@ def plan(
 ) -> Plan:
     """Measure the error of backends against exact softmax attention in float64, size by size.
 
-    The mean of the values, the best approximation of each rank and the Taylor series of exp are measured as
-    baselines.
+    The baseline is uniform attention, the mean of the values.
 
     Example: efficient-attn mse --inputs encoder --backend window,my_file.py:my_attention
     """
@@ -82,12 +79,18 @@ def plan(
             seed=seed,
         )
         return replace(made, notes=[KERNEL_MOVED, *made.notes], about={**made.about, STUDY: "kernel"})
-    question = ask(of=of, metric=metric, draws=DRAWS if draws is None else draws)
+    from efficient_attn.runner.accuracy import DRAWS, METRICS
+    from efficient_attn.runner.inputs import subjects
+
+    if of not in (None, "output"):
+        raise OptionError(f"of is output, not {of!r}.")
+    if metric not in METRICS:
+        raise UnknownNameError("metric", metric, METRICS)
+    count = DRAWS if draws is None else draws
+    positive_count("draws", count)
     wanted = parse_sizes(sizes, name="sizes")
     variants = select(backends, options, exclude=exclude)
     workload = settle(Workload(device=device, dtype=dtype, threads=threads))
-    from efficient_attn.runner.subjects import placed, subjects
-
     chosen = subjects(
         [inputs] if isinstance(inputs, (str, Path)) else list(inputs),
         norms=norms,
@@ -97,8 +100,8 @@ def plan(
         seed=seed,
         data_seeds=data_seeds,
     )
-    chosen = tuple(placed(one, dtype=workload.dtype, device=workload.device) for one in chosen)
-    points = Points(question=question, sizes=wanted, threads=workload.threads or 1)
+    chosen = tuple(one.placed(dtype=workload.dtype, device=workload.device) for one in chosen)
+    points = Points(metric=metric, draws=count, sizes=wanted, threads=workload.threads or 1)
     return Plan(
         points=[point for subject in chosen for point in points.of(subject, variants)],
         device=workload.device,

@@ -5,7 +5,7 @@ from typing import Any
 
 from efficient_attn.report.error_table import show_error
 from efficient_attn.report.figures import LARGEST, Axis, Chart, Plot, Series, in_rows
-from efficient_attn.report.palette import UNIFORM_STYLE, baseline_style, line_styles
+from efficient_attn.report.palette import UNIFORM_STYLE, line_styles
 from efficient_attn.runner.records import Record
 from efficient_attn.runner.sizes import MEAN_OF_VALUES
 from efficient_attn.studies.mse.analysis import (
@@ -22,8 +22,6 @@ from efficient_attn.studies.mse.tables import NAMES
 _WORST = 12.0
 # Errors below this share of the baseline are rounding, and leave the axes through their floor.
 _ROUNDING = 1e-4
-# How far below the best backend the axes follow a baseline.
-_FURTHER = 10.0
 
 Styles = Mapping[str, Mapping[str, Any]]
 
@@ -69,15 +67,14 @@ def _conditions(shown: Sequence[Panel]) -> str:
 
 
 def _chart(panel: Panel, styles: Styles, scale: tuple[float, float], quantity: str) -> Chart:
-    curves = (*panel.others, *panel.curves)
-    above = [curve for curve in curves if min(point.value for point in curve.points) > scale[1]]
-    series = [_baseline(curve) for curve in panel.others if curve not in above]
+    above = [curve for curve in panel.curves if min(point.value for point in curve.points) > scale[1]]
+    series = []
     if panel.yardstick is not None:
         series.append(Series(MEAN_OF_VALUES, (), (panel.yardstick,), UNIFORM_STYLE))
     for curve in panel.curves:
         if curve not in above and (_has_sizes(curve) or not _is_rounding(curve.points[0].value, [panel])):
             series += _series(curve, styles[curve.label])
-    sizes = {point.size for curve in curves for point in curve.points if point.size is not None}
+    sizes = {point.size for curve in panel.curves for point in curve.points if point.size is not None}
     return Chart(
         Axis(
             "features, rank or window",
@@ -107,15 +104,6 @@ def _series(curve: ErrorCurve, style: Mapping[str, Any]) -> list[Series]:
     return [line, Series("", x, y, bars, low, high, bars=True, entry="")]
 
 
-def _baseline(curve: ErrorCurve) -> Series:
-    """The thin line of what is no backend."""
-    points = [point for point in curve.points if point.size is not None]
-    orders = [int(word) for word in curve.label.split() if word.isdecimal()]
-    style = baseline_style(orders[0] + 1 if orders else 0)
-    x = tuple(point.size or 0 for point in points)
-    return Series(curve.label, x, tuple(point.value for point in points or curve.points), style)
-
-
 def _range(curve: ErrorCurve) -> str:
     values = [point.value for point in curve.points]
     ends = dict.fromkeys((show_error(min(values)), show_error(max(values))))
@@ -130,9 +118,7 @@ def _limits(shown: Sequence[Panel]) -> tuple[float, float]:
     edges = [edge for c in curves for point in c.points for edge in (point.value, point.low)]
     real = [edge for edge in (*edges, *yardsticks) if 0 < edge < LARGEST and not _is_rounding(edge, shown)]
     real = real or [1.0]
-    others = [point.value for panel in shown for curve in panel.others for point in curve.points]
-    near = [value for value in others if min(real) / _FURTHER <= value <= min(worst, LARGEST)]
-    return min(real + near) / 1.4, min(max(real + near), worst) * 1.8
+    return min(real) / 1.4, min(max(real), worst) * 1.8
 
 
 def _is_rounding(value: float, shown: Sequence[Panel]) -> bool:
@@ -146,11 +132,10 @@ def _has_sizes(curve: ErrorCurve) -> bool:
 
 
 def _entries(shown: Sequence[Panel], styles: Styles) -> list[Series]:
-    """The lines and the baselines."""
+    """The lines and the baseline."""
     curves = {curve.label: curve for panel in shown for curve in panel.curves}
-    baselines = {curve.label: _baseline(curve) for panel in shown for curve in panel.others}
     entries = [Series(label, (), (), styles[label]) for label, curve in curves.items() if _has_sizes(curve)]
-    entries += [Series(MEAN_OF_VALUES, (), (), UNIFORM_STYLE), *baselines.values()]
+    entries.append(Series(MEAN_OF_VALUES, (), (), UNIFORM_STYLE))
     return entries + [
         Series(label, (), (), {**styles[label], "marker": ""})
         for label, curve in curves.items()

@@ -1,4 +1,4 @@
-"""Points of error measurements: the baselines of an input, then the small sizes of all backends."""
+"""Points of error measurements: the baseline of an input, then the small sizes of all backends."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -6,7 +6,6 @@ from functools import partial
 from typing import Any
 
 from efficient_attn.contained import contained
-from efficient_attn.runner.questions import Question
 from efficient_attn.runner.record import Case
 from efficient_attn.runner.sizes import SEED, sized
 from efficient_attn.runner.variants import Variant
@@ -20,46 +19,33 @@ _METRIC = 100
 class Points:
     """Points of one request at the sizes of every backend."""
 
-    question: Question
+    metric: str
+    draws: int
     sizes: Sequence[int]
     threads: int
 
     def of(self, subject: Any, variants: Sequence[Variant]) -> Iterator[Point]:
-        """The baselines, then every variant at its smallest size, then at the next one."""
-        from efficient_attn.runner.accuracy import at_sizes
+        """The mean of the values, then every variant at its smallest size, then at the next one."""
+        from efficient_attn.runner.accuracy import MEAN, at_sizes, measure_mean
 
-        yield from self._baselines(subject)
+        # The baseline computes the exact output.
+        mean = partial(measure_mean, subject, metric=self.metric, threads=self.threads)
+        yield self._point(subject, MEAN, mean, cost=float(subject.tokens) ** 2)
         yield from interleaved(
             [self._measured(subject, one) for one in at_sizes(variant, subject, self.sizes)]
             for variant in variants
         )
 
-    def _baselines(self, subject: Any) -> Iterator[Point]:
-        """The mean of the values first; no row of the others' weights lacks a positive sum."""
-        from efficient_attn.runner import yardsticks as make
-
-        made = [make.mean_of_values()]
-        if self.question.metrics != ("unsafe",):
-            made += [make.taylor(order, subject.head_dim) for order in make.TAYLOR_ORDERS]
-            made += [make.oracle(rank) for rank in make.ranks_of(self.sizes, subject.tokens)]
-        ranks = max(one.rank or 0 for one in made)
-        for one in made:
-            measure = partial(
-                make.measure_yardstick, one, subject, self.question, ranks=ranks, threads=self.threads
-            )
-            # The first baseline computes the exact output, the first rank all singular vectors.
-            power = 2 if one.rank is None else 3
-            yield self._point(subject, one.variant, measure, cost=float(subject.tokens) ** power)
-
     def _measured(self, subject: Any, variant: Variant) -> Point:
         from efficient_attn.runner.accuracy import measure_error
 
-        measure = partial(measure_error, variant, subject, self.question, threads=self.threads)
-        case, draws = self._case(subject, variant), self.question.draws if SEED in variant.options else 1
-        scores = case.tokens**2 * case.model_dim
-        operations = scores if self.question.of == "weights" else _operations(case, variant.target)
+        measure = partial(
+            measure_error, variant, subject, metric=self.metric, draws=self.draws, threads=self.threads
+        )
+        case, draws = self._case(subject, variant), self.draws if SEED in variant.options else 1
+        operations = _operations(case, variant.target) or case.tokens**2 * case.model_dim
         metric = _METRIC * case.tokens * case.model_dim
-        return self._point(subject, variant, measure, cost=draws * ((operations or scores) + metric))
+        return self._point(subject, variant, measure, cost=draws * (operations + metric))
 
     def _point(self, subject: Any, variant: Variant, measure: Any, *, cost: float) -> Point:
         case = self._case(subject, variant)
@@ -71,7 +57,7 @@ class Points:
     def _case(self, subject: Any, variant: Variant) -> Case:
         from efficient_attn.runner.accuracy import error_case
 
-        return error_case(variant, subject, self.question.of, threads=self.threads)
+        return error_case(variant, subject, "output", threads=self.threads)
 
 
 def _operations(case: Case, target: Any) -> int | None:

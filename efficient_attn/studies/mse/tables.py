@@ -37,7 +37,7 @@ def _table(panel: Panel, quantity: str) -> Table:
     rows = (
         [] if panel.yardstick is None else [(MEAN_OF_VALUES, show_error(panel.yardstick), *[""] * len(sizes))]
     )
-    for curve in (*panel.others, *panel.curves):
+    for curve in panel.curves:
         fixed = next((show_point(point) for point in curve.points if point.size is None), "")
         cells = [show_point(point) if (point := curve.at(size)) else "" for size in sizes]
         rows.append((curve.label, fixed, *cells))
@@ -58,8 +58,7 @@ def _table(panel: Panel, quantity: str) -> Table:
 
 def _columns(panel: Panel) -> list[int]:
     """All sizes, but an odd one that stands for the even size before it has no column of its own."""
-    curves = (*panel.others, *panel.curves)
-    sizes = {point.size for curve in curves for point in curve.points if point.size is not None}
+    sizes = {point.size for curve in panel.curves for point in curve.points if point.size is not None}
     return sorted(size for size in sizes if size - 1 not in sizes)
 
 
@@ -86,7 +85,7 @@ def _data_note(panel: Panel) -> list[str]:
     """How far the medians move from one draw of the inputs to another."""
     moved = [
         (max((point.data_high or 0) - point.value, point.value - (point.data_low or 0)) / point.value, curve)
-        for curve in (*panel.others, *panel.curves)
+        for curve in panel.curves
         for point in curve.points
         if point.data_seeds > 1 and point.value
     ]

@@ -108,7 +108,7 @@ def _variants(
     """Exact attention, the controls, then every backend at every size up to the length of a sequence."""
     from efficient_attn.measure.inputs import gaussian
     from efficient_attn.runner.accuracy import at_sizes
-    from efficient_attn.runner.subject import Subject
+    from efficient_attn.runner.inputs import Subject
     from efficient_attn.studies.recall.measure import MEAN
 
     given = dict(options or {})

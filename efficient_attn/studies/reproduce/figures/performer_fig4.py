@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -10,7 +9,7 @@ import numpy as np
 from efficient_attn.report.figures import Plot
 from efficient_attn.report.table import Table
 from efficient_attn.runner.record import Record
-from efficient_attn.runner.sizes import MEAN_OF_VALUES, ORACLE, TAYLOR, sized
+from efficient_attn.runner.sizes import MEAN_OF_VALUES, sized
 from efficient_attn.stats.median import Middle, middle
 from efficient_attn.stats.verdicts import Finding, of_all
 from efficient_attn.studies.mse.plan import plan as mse
@@ -49,7 +48,7 @@ Samples = dict[float, dict[Line, dict[int, float]]]
 
 def plan(setting: Setting) -> Plan:
     """The study `mse`; every sample has inputs and directions of its own, the same for all maps."""
-    made = mse(
+    return mse(
         list(_BACKENDS),
         inputs="gaussian",
         norms=_QUICK_NORMS if setting.quick else _NORMS,
@@ -62,9 +61,6 @@ def plan(setting: Setting) -> Plan:
         options={name: {"projection": _PROJECTIONS} for name in _BACKENDS},
         threads=setting.threads,
     )
-    # These baselines are measured on the first sample alone.
-    points = [one for one in made.points if one.case.seed == 0 or one.case.backend not in (ORACLE, TAYLOR)]
-    return replace(made, points=points)
 
 
 def tables(records: Sequence[Record]) -> list[Table]:

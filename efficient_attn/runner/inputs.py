@@ -1,0 +1,165 @@
+"""Inputs of a measurement: named q, k and v, their exact output, and their transfer to another process."""
+
+import functools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path, PurePath
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from efficient_attn.errors import DataError, OptionError
+from efficient_attn.measure import error as measure
+from efficient_attn.measure.inputs import Activations, gaussian, read_activations, shipped, stitched
+from efficient_attn.problem import positive_count
+
+WORDS = ("gaussian", "encoder", "stitched")
+
+# The only layer that all four texts of the shipped sample share.
+_STITCHED_LAYER = 1
+
+# Rows per head for a median of pairs; more rows do not change its second digit.
+_MOST_ROWS = 256
+
+
+@dataclass(frozen=True, eq=False)
+class Subject:
+    """Named inputs.
+
+    Attributes:
+        name: Name in records, such as `gaussian(norm=0.5)`.
+        activations: q, k, v in the dtype of the computation.
+        scale: Factor on q·k.
+        seed: Random seed of Gaussian inputs, and of the first draw of random features.
+        causal: Causal masking.
+    """
+
+    name: str
+    activations: Activations
+    scale: float
+    seed: int = 0
+    causal: bool = False
+
+    @functools.cached_property
+    def exact(self) -> Tensor:
+        """Exact output in float64."""
+        return measure.exact_output(*self.activations, scale=self.scale, causal=self.causal)
+
+    @property
+    def pair_norm(self) -> float:
+        """Median of |x + y|² over at most 256 queries x = √scale·q and keys y = √scale·k."""
+        step = max(self.tokens // _MOST_ROWS, 1)
+        q, k = (tensor[..., ::step, :].double() for tensor in self.activations[:2])
+        k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+        squares = q.square().sum(-1)[..., :, None] + k.square().sum(-1)[..., None, :] + 2 * q @ k.mT
+        return float(self.scale * squares.median())
+
+    @property
+    def tokens(self) -> int:
+        return self.activations.k.shape[-2]
+
+    @property
+    def head_dim(self) -> int:
+        return self.activations.q.shape[-1]
+
+    def placed(
+        self, *, dtype: str, device: str, tokens: int | None = None, batch: int = 1, causal: bool = False
+    ) -> "Subject":
+        """Copies of the first tokens in a dtype on a device; inputs are never extended."""
+        if tokens is not None and tokens > self.tokens:
+            shipped_name = self.name.startswith("encoder")
+            more = " Concatenated documents have 2048: inputs stitched." if shipped_name else ""
+            raise OptionError(
+                f"{tokens} tokens are more than the {self.tokens} of {self.name}, which cannot be extended."
+                f"{more}"
+            )
+        tensors = (
+            tensor[..., :tokens, :].to(dtype=getattr(torch, dtype), device=device).repeat(batch, 1, 1, 1)
+            for tensor in self.activations
+        )
+        return replace(self, activations=Activations(*tensors), causal=causal)
+
+
+def subjects(
+    inputs: Sequence[str | Path],
+    *,
+    norms: Sequence[float] = (1.0,),
+    tokens: int = 1,
+    num_heads: int = 1,
+    head_dim: int = 1,
+    layers: Sequence[int] | None = None,
+    seed: int = 0,
+    data_seeds: int = 1,
+) -> tuple[Subject, ...]:
+    """One subject per norm and seed of Gaussian inputs, and per layer of model inputs; in float32.
+
+    Args:
+        norms, tokens, num_heads, head_dim, data_seeds: Of Gaussian inputs alone.
+
+    Raises:
+        OptionError, DataError: If the inputs do not exist.
+    """
+    positive_count("data_seeds", data_seeds)
+    if not inputs or not norms:
+        raise OptionError(
+            f"inputs and norms must not be empty; inputs are {', '.join(WORDS)} or a safetensors file."
+        )
+    draw = functools.partial(gaussian, tokens=tokens, num_heads=num_heads, head_dim=head_dim)
+    found: list[Subject] = []
+    for source in inputs:
+        if source == "gaussian":
+            found += [
+                Subject(f"gaussian(norm={norm:g})", draw(norm=norm, seed=one), head_dim**-0.5, one)
+                for norm in norms
+                for one in range(seed, seed + data_seeds)
+            ]
+        else:
+            found += _of_model(source, layers, seed)
+    return tuple(found)
+
+
+def _of_model(source: str | Path, layers: Sequence[int] | None, seed: int) -> Iterator[Subject]:
+    """Layers with full bidirectional attention in the model, as in the measurement."""
+    name = PurePath(source).name
+    if source == "encoder":
+        captured = shipped()
+    elif source == "stitched":
+        captured = replace(shipped(), layers={_STITCHED_LAYER: stitched(_STITCHED_LAYER)})
+    elif Path(source).is_file():
+        captured = read_activations(source)
+    else:
+        raise DataError(
+            f"inputs cannot be {str(source)!r}: there is no such file. Known: {', '.join(WORDS)}."
+        )
+    full = [layer for layer in captured.layers if layer not in captured.patterns]
+    chosen = dict.fromkeys(full or captured.layers if layers is None else layers)
+    for layer in chosen:
+        if layer not in captured.layers:
+            has = ", ".join(map(str, captured.layers))
+            raise OptionError(f"layer {layer} is not in {name}; it has {has}.")
+        if layer in captured.patterns:
+            raise DataError(
+                f"Layer {layer} of {name} is {captured.patterns[layer]} in its model; this measurement uses "
+                "full bidirectional attention."
+            )
+        activations = Activations(*(tensor.float() for tensor in captured.layers[layer]))
+        scale = activations.q.shape[-1] ** -0.5 if captured.scale is None else captured.scale
+        yield Subject(f"{name}(layer={layer})", activations, scale, seed)
+
+
+def write_given(path: str | Path, subject: Subject) -> None:
+    """Write the first sequence's q, k, v in their dtype, in the format of `read_activations`."""
+    named = zip(Activations._fields, subject.activations, strict=True)
+    tensors = {name: tensor[:1].cpu().contiguous() for name, tensor in named}
+    save_file(tensors, path, metadata={"scale": repr(subject.scale)})
+
+
+# Cached: all backends of a comparison share the same inputs.
+@functools.lru_cache(maxsize=1)
+def read_given(path: str, dtype: str, device: str, batch: int = 1) -> Subject:
+    """A batch of copies of the q, k, v that `write_given` wrote."""
+    captured = read_activations(path)
+    ((layer, activations),) = captured.layers.items()
+    scale = activations.q.shape[-1] ** -0.5 if captured.scale is None else captured.scale
+    return Subject(f"layer {layer}", activations, scale).placed(dtype=dtype, device=device, batch=batch)
