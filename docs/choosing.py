@@ -12,8 +12,7 @@ from efficient_attn.stats.curves import curves
 from efficient_attn.stats.noise_warnings import disturbance
 from efficient_attn.studies.bench.analysis import Gain, gains
 from efficient_attn.studies.bench.tables import crossover_cells
-from efficient_attn.studies.compare.analysis import Comparison, Contender
-from efficient_attn.studies.compare.grouping import comparisons
+from efficient_attn.studies.compare.analysis import Comparison, Contender, comparisons
 from efficient_attn.studies.recall.analysis import Contest, Learned, contests
 from efficient_attn.studies.recall.tables import show_accuracy
 

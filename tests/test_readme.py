@@ -8,7 +8,7 @@ import pytest
 
 from efficient_attn.report.error_table import layer_words
 from efficient_attn.report.save import save
-from efficient_attn.studies.compare.grouping import comparisons
+from efficient_attn.studies.compare.analysis import comparisons
 from efficient_attn.studies.results import read
 
 ROOT = Path(__file__).parent.parent

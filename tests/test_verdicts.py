@@ -10,7 +10,7 @@ from efficient_attn.runner.records import Record
 from efficient_attn.runner.sizes import OWN
 from efficient_attn.stats.candidates import CANDIDATES, exact_operations
 from efficient_attn.stats.noise_warnings import DURING
-from efficient_attn.studies.compare.sentences import comparison_sentences
+from efficient_attn.studies.compare.sentences import sentences as compare_sentences
 from efficient_attn.studies.results import read
 from efficient_attn.studies.swap.sentences import sentences as swap_sentences
 
@@ -44,7 +44,7 @@ ALL = [
 
 
 def verdict(records, environment=None):
-    return comparison_sentences(records, 0.1, environment)[0]
+    return compare_sentences(records, environment or {})[0]
 
 
 def test_on_a_busy_machine_no_verdict_depends_on_times():
@@ -119,7 +119,7 @@ def test_what_saves_few_operations_or_none_is_named_with_its_share():
         *measured("window(window=513)", 0.1, 0.02, flops=int(0.76 * whole)),
         *measured("small", 0.3, 0.02, flops=whole // 2),
     ]
-    told = comparison_sentences([*ALL, *more], 0.1)[1]
+    told = compare_sentences([*ALL, *more], {})[1]
     assert told == (
         "Operations, exact attention = 1, of what saves few or none at 512 tokens: "
         "window(window=513) (0.76x), linformer(rank=256) (1.00x)."

@@ -1,16 +1,26 @@
-"""Error, time and memory of backends on the same inputs: Pareto front and verdict."""
+"""Error, time and memory of backends on the same inputs, from records: Pareto front and verdict."""
 
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from statistics import median
+from typing import Any, NamedTuple
 
+from efficient_attn.runner.layers import single_names
 from efficient_attn.runner.records import Case, Record
-from efficient_attn.runner.sizes import MEAN_OF_VALUES
+from efficient_attn.runner.sizes import FORMER_BASELINES, MEAN_OF_VALUES
 from efficient_attn.stats.curves import YARDSTICK
-from efficient_attn.stats.median import Middle
-from efficient_attn.stats.rounds import Typical, time_ratio
+from efficient_attn.stats.median import Middle, middle
+from efficient_attn.stats.rounds import Typical, call_time, time_ratio
+from efficient_attn.studies.compare.plan import DEFAULT_MAX_ERROR, MAX_ERROR
 
 # Relative errors below this, or below twice the error of exact attention in the same dtype, are rounding
 # and count as equal.
 ROUNDING = 1e-4
+
+# Fields common to all cases of one comparison.
+_SHARED = ("tokens", "batch", "num_heads", "head_dim", "causal", "dtype", "seed")
+
+# Subject of each kind of record of a comparison.
+_SUBJECTS = {"error": "output", "time": "attention", "memory": "attention"}
 
 
 class Contender(NamedTuple):
@@ -19,22 +29,17 @@ class Contender(NamedTuple):
     Attributes:
         error: Relative output error, median over draws; for several layers their median and range.
         layers: Number of layers in the error.
-        time_s: Time of one call.
         timed: The record of its times.
-        drawn: Whether its features are random.
-        failed: Reason for missing values.
+        failed: Records of failures.
     """
 
     label: str
     backend: str
     error: Middle | None
-    time_s: Typical | None
+    layers: int
+    timed: Record | None
     peak_bytes: int | None
-    drawn: bool
-    calibrated_on: str | None
     failed: tuple[Record, ...]
-    timed: Record | None = None
-    layers: int = 1
 
     @property
     def worst(self) -> float:
@@ -47,6 +52,11 @@ class Contender(NamedTuple):
     def is_yardstick(self) -> bool:
         """Whether it is a baseline rather than a backend."""
         return self.backend == MEAN_OF_VALUES
+
+    @property
+    def time_s(self) -> Typical | None:
+        """Time of one call."""
+        return None if self.timed is None else call_time(self.timed)
 
     def speed(self, other: "Contender | None") -> Typical | None:
         """Speed-up over another contender; None if either was not timed."""
@@ -65,24 +75,16 @@ class Verdict(NamedTuple):
     """Whether a contender is both nearly exact and faster.
 
     Attributes:
-        both: Nearly exact on every layer, and faster by an interval below the time of exact attention; the
-            fastest first.
-        alike: Nearly exact, with a time interval that overlaps exact attention's.
         near: All nearly exact contenders except exact attention, by time.
+        both: Nearly exact on every layer, and faster by an interval below the time of exact attention.
+        alike: Nearly exact, with a time interval that overlaps that of exact attention.
         fast: The faster contender with the smallest error.
-        partly: Faster, and nearly exact on some layers only.
     """
 
+    near: tuple[Contender, ...]
     both: tuple[Contender, ...]
     alike: tuple[Contender, ...]
-    near: tuple[Contender, ...]
     fast: Contender | None
-    partly: tuple[Contender, ...]
-
-    @property
-    def accurate(self) -> Contender | None:
-        """The fastest nearly exact contender."""
-        return self.near[0] if self.near else None
 
 
 class Comparison(NamedTuple):
@@ -101,16 +103,14 @@ class Comparison(NamedTuple):
     @property
     def exact(self) -> Contender | None:
         """Exact attention through the fused kernel, if both its error and its time were measured."""
-        found = [one for one in self.contenders if one.backend == YARDSTICK and one.error and one.time_s]
+        found = [one for one in self.contenders if one.backend == YARDSTICK and one.error and one.timed]
         return min(found, key=lambda one: len(one.label), default=None)
 
     @property
-    def nearest(self) -> Contender | None:
-        """The backend with the smallest error, except `exact`."""
-        found = [
-            one for one in self.contenders if one.error and not one.is_yardstick and one is not self.exact
-        ]
-        return min(found, key=_error, default=None)
+    def candidates(self) -> list[Contender]:
+        """Backends with an error, except `exact`."""
+        known = [one for one in self.contenders if one.error and not one.is_yardstick]
+        return [one for one in known if one is not self.exact]
 
     @property
     def finished(self) -> set[str]:
@@ -127,45 +127,108 @@ class Comparison(NamedTuple):
         return max(ROUNDING, 2 * self.exact.worst if self.exact else 0.0)
 
     def front(self, quantity: str) -> tuple[Contender, ...]:
-        """Pareto front of error and this cost, from the cheapest on."""
-        front: list[Contender] = []
-        least = float("inf")
-        for cost, error, one in sorted(self._points(quantity), key=lambda point: point[:2]):
-            if error < least:
-                front.append(one)
-                least = error
-            # Equal cost and error: neither dominates the other.
-            elif front and error == least and cost == front[-1].cost(quantity):
-                front.append(one)
-        return tuple(front)
-
-    def verdict(self, max_error: float) -> Verdict:
-        """The contenders within `max_error` of exact attention and faster; requires exact attention."""
-        exact = self.exact
-        assert exact is not None and exact.time_s is not None
-        known = [one for one in self.contenders if one.error and one.time_s and not one.is_yardstick]
-        others = [one for one in known if one is not exact]
-        near = tuple(one for one in others if one.worst <= max_error)
-        sides = {one.label: speed.side_of_one for one in others if (speed := one.speed(exact)) is not None}
-        faster = [one for one in others if sides[one.label] == 1]
-        slower = [one for one in others if sides[one.label] == -1]
-        both = tuple(one for one in near if one in faster)
-        alike = tuple(one for one in near if one not in faster and one not in slower)
-        partly = tuple(
-            one
-            for one in faster
-            if one not in near and one.layers > 1 and one.error and one.error.low <= max_error
-        )
-        return Verdict(both, alike, near, min(faster, key=_error, default=None), partly)
-
-    def _points(self, quantity: str) -> list[tuple[float, float, Contender]]:
-        """Cost and error of contenders that have both; rounding errors count as equal."""
-        return [
+        """Pareto front of error and this cost; rounding errors count as equal."""
+        points = [
             (cost, 0.0 if one.error.median <= self.rounding else one.error.median, one)
             for one in self.contenders
             if one.error is not None and (cost := one.cost(quantity)) is not None
         ]
+        return tuple(
+            one
+            for cost, error, one in points
+            if not any(
+                other_cost <= cost and other_error <= error and (other_cost, other_error) != (cost, error)
+                for other_cost, other_error, _ in points
+            )
+        )
+
+    def verdict(self, max_error: float) -> Verdict:
+        """The contenders within `max_error` of exact attention and faster; requires exact attention."""
+        known = [one for one in self.candidates if one.timed]
+        near = tuple(one for one in known if one.worst <= max_error)
+        sides = {one.label: speed.side_of_one for one in known if (speed := one.speed(self.exact))}
+        return Verdict(
+            near=near,
+            both=tuple(one for one in near if sides[one.label] == 1),
+            alike=tuple(one for one in near if sides[one.label] == 0),
+            fast=nearest(one for one in known if sides[one.label] == 1),
+        )
 
 
-def _error(one: Contender) -> float:
-    return one.error.median if one.error is not None else float("inf")
+def nearest(contenders: Iterable[Contender]) -> Contender | None:
+    """The contender with the smallest error."""
+    return min(contenders, key=lambda one: one.error.median if one.error else float("inf"), default=None)
+
+
+def asked_error(environment: Mapping[str, Any]) -> float:
+    """The error limit of a run, from its environment."""
+    known = environment.get(MAX_ERROR)
+    known = known if isinstance(known, (int, float)) and not isinstance(known, bool) else 0
+    return known if 0 < known < float("inf") else DEFAULT_MAX_ERROR
+
+
+def comparisons(records: Iterable[Record]) -> tuple[Comparison, ...]:
+    """One per input, length, pass and number of threads for which both errors and times were measured."""
+    errors: dict[tuple[object, ...], list[Record]] = {}
+    costs: dict[tuple[Any, ...], list[Record]] = {}
+    for record in {record.case.key: record for record in records}.values():
+        case = record.case
+        # Errors depend on the kind of device only, costs on the device.
+        key = (case.device.partition(":")[0], *(getattr(case, name) for name in _SHARED))
+        if case.of == _SUBJECTS.get(case.kind) and case.kind == "error":
+            errors.setdefault((case.inputs, key), []).append(record)
+        elif case.of == _SUBJECTS.get(case.kind):
+            costs.setdefault((case.inputs, key, case.threads, case.backward), []).append(record)
+    return tuple(
+        _comparison([*wrong, *group])
+        for (inputs, key, *_), group in costs.items()
+        if (wrong := [one for name in single_names(inputs) for one in errors.get((name, key), ())])
+        and any(record.case.kind == "time" for record in group)
+    )
+
+
+def _comparison(records: Sequence[Record]) -> Comparison:
+    groups: dict[str, list[Record]] = {}
+    for record in records:
+        if record.case.backend not in FORMER_BASELINES:
+            groups.setdefault(record.case.label, []).append(record)
+    case = next(record.case for record in records if record.case.kind == "time")
+    layers = len(single_names(case.inputs))
+    found = [_contender(label, group, layers) for label, group in groups.items()]
+    return Comparison(case, tuple(sorted(found, key=_place)), tuple(records))
+
+
+def _contender(label: str, group: Sequence[Record], layers: int) -> Contender:
+    errors = [_error_of(record) for record in group if record.case.kind == "error"]
+    known = [error for error in errors if error is not None]
+    times = [record for record in group if record.case.kind == "time"]
+    return Contender(
+        label=label,
+        backend=group[0].case.backend,
+        error=_over_layers(known) if len(known) == layers else None,
+        layers=layers,
+        timed=next((record for record in times if record.status == "ok" and record.times_s), None),
+        peak_bytes=next((one.peak_bytes for one in group if one.peak_bytes is not None), None),
+        failed=tuple(record for record in group if record.status != "ok"),
+    )
+
+
+def _error_of(record: Record) -> Middle | None:
+    """Median over draws; None if a draw was not finite, which is null in the file."""
+    draws = record.output_relative_error_draws or ()
+    if record.status != "ok" or record.output_relative_error is None or None in draws:
+        return None
+    return middle(draws or [record.output_relative_error])
+
+
+def _over_layers(errors: Sequence[Middle]) -> Middle:
+    """The error of a single layer, or the median and range over several."""
+    if len(errors) == 1:
+        return errors[0]
+    medians = [one.median for one in errors]
+    return Middle(median(medians), min(medians), max(medians), min(one.samples for one in errors))
+
+
+def _place(one: Contender) -> tuple[bool, float, float]:
+    time_s = one.cost("time_s")
+    return time_s is None, time_s or 0.0, one.error.median if one.error else float("inf")

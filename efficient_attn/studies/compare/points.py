@@ -13,7 +13,6 @@ from efficient_attn.runner.layers import joint_name
 from efficient_attn.runner.records import Record
 from efficient_attn.runner.sizes import SEED
 from efficient_attn.runner.variants import YARDSTICK, Variant
-from efficient_attn.runner.worker import threads as threads_of
 from efficient_attn.studies.costs import cost_points
 from efficient_attn.studies.plan import Point
 from efficient_attn.studies.workload import Workload
@@ -39,21 +38,21 @@ def points_of(
     """Errors of exact attention, the mean of V and the backends, the fewest operations first; then costs."""
     from efficient_attn.runner.accuracy import MEAN, measure_error, measure_mean
 
+    threads = workload.threads or 1
     work = _work((*variants, MEAN), subjects[0])
     exact, *others = sorted(variants, key=lambda one: (one.backend != YARDSTICK, work[one.label]))
     points: list[Point] = []
     for variant in (exact, MEAN, *others):
-        points += _errors(
-            variant,
-            subjects,
-            measure_mean if variant is MEAN else partial(measure_error, variant),
-            draws if SEED in variant.options else 1,
-            work[variant.label],
-            first=variant is exact,
-            threads=workload.threads or 1,
-        )
+        measure = measure_mean if variant is MEAN else partial(measure_error, variant)
+        count = draws if SEED in variant.options else 1
+        costs = [count * (work[variant.label] + _COMPARING * one.activations.q.numel()) for one in subjects]
+        if variant is exact:
+            # The float64 output that all errors are computed from is computed here too.
+            costs = [cost + _EXACT * _exact_work(one) for cost, one in zip(costs, subjects, strict=True)]
+        points += _errors(variant, subjects, partial(measure, draws=draws, threads=threads), costs, threads)
     last = {point.case.label: point.case for point in points}
-    costs = cost_points(
+    factor = _BACKWARD if workload.backward else 1
+    timed = cost_points(
         (MEAN, *variants),
         [subjects[0].tokens],
         _shared(subjects, workload),
@@ -61,18 +60,11 @@ def points_of(
         rounds=rounds,
         limit_bytes=limit_bytes,
     )
-    factor = _BACKWARD if workload.backward else 1
     # A backend that fails on one layer has no error that could be compared with a time.
-    points += [
-        replace(
-            one,
-            needs=last[one.case.label],
-            series=one.case.label,
-            cost=factor * work[one.case.label],
-        )
-        for one in costs
+    return points + [
+        replace(one, needs=last[one.case.label], series=one.case.label, cost=factor * work[one.case.label])
+        for one in timed
     ]
-    return points
 
 
 @contextmanager
@@ -91,42 +83,24 @@ def _errors(
     variant: Variant,
     subjects: Sequence[Any],
     measure: Callable[..., Record],
-    draws: int,
-    work: float,
-    *,
-    first: bool,
+    costs: Sequence[float],
     threads: int,
 ) -> list[Point]:
-    """The error of one backend on each layer; after a failure the other layers are left out.
-
-    Args:
-        first: The float64 output that all errors are computed from is computed here too.
-    """
-    points: list[Point] = []
-    for subject in subjects:
-        cost = draws * (work + _COMPARING * subject.activations.q.numel())
-        cost += _EXACT * _exact_work(subject) if first else 0.0
-        point = _error(variant, partial(measure, subject, draws=draws), subject, threads, cost)
-        points.append(replace(point, needs=points[-1].case if points else None))
-    return points
-
-
-def _error(variant: Variant, measure: Callable[[], Record], subject: Any, threads: int, cost: float) -> Point:
-    """The error of a backend or baseline on one layer, measured in this process."""
+    """The error of one backend on each layer; after a failure the other layers are left out."""
     from efficient_attn.runner.accuracy import error_case
 
-    return Point(
-        case=replace(error_case(variant, subject, "output"), threads=threads),
-        measure=partial(_in_threads, threads, measure),
-        group="errors",
-        series=(variant.label, "error"),
-        cost=cost,
-    )
-
-
-def _in_threads(count: int, measure: Callable[[], Record]) -> Record:
-    with threads_of(count):
-        return measure()
+    points: list[Point] = []
+    for subject, cost in zip(subjects, costs, strict=True):
+        point = Point(
+            case=error_case(variant, subject, "output", threads=threads),
+            measure=partial(measure, subject=subject),
+            group="errors",
+            series=(variant.label, "error"),
+            cost=cost,
+            needs=points[-1].case if points else None,
+        )
+        points.append(point)
+    return points
 
 
 def _shared(subjects: Sequence[Any], workload: Workload) -> dict[str, Any]:
@@ -143,22 +117,13 @@ def _shared(subjects: Sequence[Any], workload: Workload) -> dict[str, Any]:
 
 def _work(variants: Sequence[Variant], subject: Any) -> dict[str, float]:
     """Operations of a call; as many as exact attention for backends that count none."""
-    from efficient_attn.contained import contained
     from efficient_attn.runner.accuracy import error_case
-    from efficient_attn.runner.counting import attention_flops
+    from efficient_attn.runner.counting import known_flops
 
     found = {}
     for variant in variants:
-        counted = None
-        if variant.target is not None:
-            try:
-                with contained():
-                    counted = attention_flops(error_case(variant, subject, "output"), variant.target)
-            except Exception:
-                # An external backend may raise anything; its measurement records it.
-                counted = None
-        few = subject.activations.q.numel() if variant.target is None else _exact_work(subject)
-        found[variant.label] = float(counted or few)
+        few = float(subject.activations.q.numel()) if variant.target is None else _exact_work(subject)
+        found[variant.label] = known_flops(error_case(variant, subject, "output"), variant.target) or few
     return found
 
 

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from efficient_attn.contained import contained
 from efficient_attn.runner.record import Case
 from efficient_attn.runner.sizes import SEED, sized
 from efficient_attn.runner.variants import Variant
@@ -38,12 +37,13 @@ class Points:
 
     def _measured(self, subject: Any, variant: Variant) -> Point:
         from efficient_attn.runner.accuracy import measure_error
+        from efficient_attn.runner.counting import known_flops
 
         measure = partial(
             measure_error, variant, subject, metric=self.metric, draws=self.draws, threads=self.threads
         )
         case, draws = self._case(subject, variant), self.draws if SEED in variant.options else 1
-        operations = _operations(case, variant.target) or case.tokens**2 * case.model_dim
+        operations = known_flops(case, variant.target) or case.tokens**2 * case.model_dim
         metric = _METRIC * case.tokens * case.model_dim
         return self._point(subject, variant, measure, cost=draws * (operations + metric))
 
@@ -58,14 +58,3 @@ class Points:
         from efficient_attn.runner.accuracy import error_case
 
         return error_case(variant, subject, "output", threads=self.threads)
-
-
-def _operations(case: Case, target: Any) -> int | None:
-    """Operations of a call; None if the backend does not count them, or refuses the case."""
-    from efficient_attn.runner.counting import attention_flops
-
-    try:
-        with contained():
-            return attention_flops(case, target)
-    except Exception:
-        return None
