@@ -9,7 +9,7 @@ import pytest
 from isolated_points import ENOUGH_S, TIMEOUT_S, ask, case_of, gone, soon
 from looped import points, run
 
-from efficient_attn.runner.isolation import POINT, Measurer
+from efficient_attn.runner.isolation import Measurer
 from efficient_attn.runner.variants import Variant
 
 pytestmark = [
@@ -57,12 +57,6 @@ def test_a_healthy_process_is_kept_and_a_failure_brings_a_new_one():
         assert isolated._process._child is kept
         first = ask(isolated, "pid").reason
         assert ask(isolated, "pid").reason != first and str(os.getpid()) not in first
-
-
-def test_each_point_has_a_process_of_its_own_where_that_is_asked_for():
-    with Measurer(POINT, timeout_s=ENOUGH_S) as isolated:
-        assert ask(isolated, "values").status == "ok"
-        assert isolated._process._child is None
 
 
 def test_an_endless_point_is_ended_with_all_that_it_started_and_reaped():

@@ -16,7 +16,6 @@ from efficient_attn.errors import OptionError
 from efficient_attn.runner.isolation import Measurer
 from efficient_attn.runner.records import Record
 from efficient_attn.runner.variants import Variant, has_address
-from efficient_attn.studies.estimate import Estimate
 
 pytestmark = [
     pytest.mark.skipif(os.name != "posix", reason="isolation needs process groups"),
@@ -51,13 +50,6 @@ def test_after_a_time_out_the_memory_of_the_same_call_is_not_tried():
     records = []
     run(points([Variant(backend="f", label="f", target="f")], (16,), endless), emit=records.append)
     assert [record.status for record in records] == ["timeout", "skipped"]
-
-
-def test_the_estimate_counts_the_start_of_a_process_for_every_turn():
-    variant = Variant(backend="f", label="f", target="f")
-    (point,) = points([variant], (16,), lambda case: Record(case=case), kinds=("time",))
-    here, there = (Estimate(round_s=0.1, start_s=start_s) for start_s in (0, 2))
-    assert there.seconds(point) - here.seconds(point) == pytest.approx(4 * 2)
 
 
 @pytest.mark.slow
@@ -110,7 +102,7 @@ def test_a_name_registered_in_this_process_has_no_address(monkeypatch):
 @pytest.mark.parametrize(
     ("isolate", "timeout_s", "message"),
     [
-        ("fork", 1, "isolate is none, reuse, point, not 'fork'"),
+        ("fork", 1, "isolate is none, reuse, not 'fork'"),
         ("reuse", 0, "timeout_s is a number of seconds"),
     ],
 )

@@ -5,6 +5,7 @@ import threading
 import pytest
 import torch
 
+from efficient_attn.errors import UnsupportedError
 from efficient_attn.measure import memory
 
 SIZE = 1 << 20
@@ -118,7 +119,7 @@ def test_threads_of_operators_are_counted_and_those_that_a_backend_starts_itself
     assert memory.peak(own_thread, device="cpu").peak_bytes == 0
 
 
-def test_a_fallback_is_chosen_when_the_pattern_comes_out_wrong_or_reading_it_fails(monkeypatch):
+def test_nothing_is_measured_when_the_pattern_comes_out_wrong_or_reading_it_fails(monkeypatch):
     right = memory._allocations
     for wrong in (
         lambda run: ((at, 2 * size) for at, size in right(run)),
@@ -127,7 +128,8 @@ def test_a_fallback_is_chosen_when_the_pattern_comes_out_wrong_or_reading_it_fai
         monkeypatch.setattr(memory, "_allocations", wrong)
         memory.allocations_are_seen.cache_clear()
         try:
-            assert not memory.allocations_are_seen()
+            with pytest.raises(UnsupportedError, match="reports no allocations"):
+                memory.peak(block, device="cpu")
         finally:
             memory.allocations_are_seen.cache_clear()
 
@@ -142,24 +144,6 @@ def test_written_out_softmax_attention_takes_two_score_matrices():
     attention()
     found = memory.peak(attention, device="cpu")
     assert (found.peak_bytes, found.kept_bytes) == (2 * 2 * 256 * 256 * 4, 2 * 256 * 64 * 4)
-
-
-def test_where_events_cannot_be_read_results_are_counted_and_labelled(monkeypatch):
-    monkeypatch.setattr(memory, "_allocations", lambda run: iter(()))
-    memory.allocations_are_seen.cache_clear()
-    try:
-        assert memory.peak(two_at_once, device="cpu") == (
-            *PATTERNS[two_at_once],
-            memory.OPERATOR_RESULTS,
-            None,
-        )
-    finally:
-        memory.allocations_are_seen.cache_clear()
-
-
-def test_views_of_the_inputs_are_no_memory_of_their_own(monkeypatch):
-    x = torch.ones(100)
-    assert memory._operator_peak(lambda: x.view(10, 10)).peak_bytes == 0
 
 
 def test_parameters_and_states_are_counted_once_however_they_are_shared():

@@ -44,8 +44,8 @@ def exact_output(q: Queries, k: Keys, v: Values, *, scale: float, causal: bool =
 
 
 def mean_of_values(q: Queries, v: Values, *, causal: bool = False) -> Output:
-    """Uniform-attention baseline: the mean of the visible values for every query, in float64."""
-    v = v.double().repeat_interleave(q.shape[1] // v.shape[1], dim=1)
+    """Uniform-attention baseline: the mean of the visible values for every query."""
+    v = v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)
     if not causal:
         return v.mean(dim=-2, keepdim=True).expand(*v.shape[:2], q.shape[-2], v.shape[-1])
     seen = torch.arange(1, v.shape[-2] + 1, dtype=v.dtype, device=v.device)[:, None]

@@ -1,22 +1,21 @@
 """Peak memory of a call, in bytes above the level before it.
 
 On the CPU the allocator's events, as recorded by the profiler, give the peak to the byte, including kernel
-workspaces. The events come from a private part of torch: if a known pattern is not measured correctly, the
-results of operators are counted instead, which misses workspaces and is recorded as another `method`.
+workspaces. The events come from a private part of torch, which a known pattern of allocations tests.
 """
 
 import functools
 import gc
 import os
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+from efficient_attn.errors import UnsupportedError
+
 Call = Callable[[], object]
 
 ALLOCATIONS = "cpu allocation events"
-OPERATOR_RESULTS = "cpu operator results"
 CUDA_ALLOCATED = "cuda allocated"
 
 
@@ -37,7 +36,9 @@ def peak(call: Call, *, device: str) -> Peak:
     """Peak memory of one call; warm up first, since one-time allocations are counted too."""
     if device.startswith("cuda"):
         return _cuda_peak(call, device)
-    return _allocation_peak(call) if allocations_are_seen() else _operator_peak(call)
+    if not allocations_are_seen():
+        raise UnsupportedError("The profiler of this torch reports no allocations on the CPU.")
+    return _allocation_peak(call)
 
 
 @functools.cache
@@ -65,7 +66,7 @@ def parameter_bytes(module: Any) -> int:
 
 def state_bytes(state: Any) -> int:
     """Bytes of the tensors in a state: a tensor, or tuples of states."""
-    return _bytes(_tensors(state))
+    return _bytes(tensors_in(state))
 
 
 def _allocation_peak(call: Call) -> Peak:
@@ -111,38 +112,6 @@ def _quiet_profiler() -> Iterator[None]:
         del os.environ[name]
 
 
-def _operator_peak(call: Call) -> Peak:
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    level = highest = 0
-    seen: weakref.WeakSet[Any] = weakref.WeakSet()
-
-    def forget(size: int) -> None:
-        nonlocal level
-        level -= size
-
-    class CountResults(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            nonlocal level, highest
-            known = {tensor.untyped_storage()._cdata for tensor in _tensors((args, kwargs or {}))}
-            result = func(*args, **(kwargs or {}))
-            for tensor in _tensors(result):
-                storage = tensor.untyped_storage()
-                if storage._cdata not in known and storage not in seen:
-                    seen.add(storage)
-                    weakref.finalize(storage, forget, storage.nbytes())
-                    level += storage.nbytes()
-                    highest = max(highest, level)
-            return result
-
-    gc.collect()
-    with CountResults():
-        result = call()
-    kept = level
-    del result
-    return Peak(highest, kept, OPERATOR_RESULTS)
-
-
 def _cuda_peak(call: Call, device: str) -> Peak:
     import torch
 
@@ -163,16 +132,17 @@ def _cuda_peak(call: Call, device: str) -> Peak:
     )
 
 
-def _tensors(value: Any) -> Iterator[Any]:
+def tensors_in(value: Any) -> Iterator[Any]:
+    """All tensors in nested tuples, lists and dictionaries."""
     import torch
 
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (tuple, list)):
         for item in value:
-            yield from _tensors(item)
+            yield from tensors_in(item)
     elif isinstance(value, dict):
-        yield from _tensors(list(value.values()))
+        yield from tensors_in(list(value.values()))
 
 
 def _bytes(tensors: Iterable[Any]) -> int:

@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+from efficient_attn.measure.memory import tensors_in
+
 
 class Operations(NamedTuple):
     """Operation counts.
@@ -37,12 +39,12 @@ def count_operations(call: Callable[[], object]) -> Operations:
             nonlocal flops
             kwargs = kwargs or {}
             result = func(*args, **kwargs)
-            depth = max((waited.get(_storage(x), 0) for x in _tensors((args, kwargs))), default=0)
+            depth = max((waited.get(_storage(x), 0) for x in tensors_in((args, kwargs))), default=0)
             formula = flop_registry.get(func.overloadpacket)
             if formula is not None:
                 flops += int(formula(*args, **kwargs, out_val=result))
                 depth += 1
-            waited.update((_storage(x), depth) for x in _tensors(result))
+            waited.update((_storage(x), depth) for x in tensors_in(result))
             return result
 
     with _written_out(), torch.no_grad(), Count():
@@ -67,15 +69,3 @@ def _written_out() -> Iterator[None]:
 
 def _storage(tensor: Any) -> int:
     return int(tensor.untyped_storage()._cdata)
-
-
-def _tensors(value: Any) -> Iterator[Any]:
-    import torch
-
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from _tensors(item)
-    elif isinstance(value, dict):
-        yield from _tensors(list(value.values()))

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from efficient_attn.measure.memory import ALLOCATIONS, CUDA_ALLOCATED, OPERATOR_RESULTS
+from efficient_attn.measure.memory import ALLOCATIONS, CUDA_ALLOCATED
 from efficient_attn.report.error_table import describe
 from efficient_attn.report.escape import plain
 from efficient_attn.runner.records import Case, Record
@@ -12,7 +12,6 @@ from efficient_attn.stats.rounds import CORRELATION, FEWEST_ROUNDS, round_times
 
 _MEMORY = {
     ALLOCATIONS: "every allocation and release that torch's CPU allocator reports",
-    OPERATOR_RESULTS: "the results of torch's operators, without the workspaces inside them",
     CUDA_ALLOCATED: "the peak that torch's caching CUDA allocator reports",
 }
 

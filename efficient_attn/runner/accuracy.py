@@ -61,7 +61,7 @@ def measure_mean(
     case = error_case(MEAN, subject, "output", threads=threads)
 
     def measured() -> Record:
-        return _errors(case, subject, metric, [measure.mean_of_values(q, v, causal=subject.causal)])
+        return _errors(case, subject, metric, [measure.mean_of_values(q, v.double(), causal=subject.causal)])
 
     return answer(case, measured)
 

@@ -19,18 +19,16 @@ from efficient_attn.calibration import calibrate
 from efficient_attn.errors import UnsupportedError
 from efficient_attn.measure import memory
 from efficient_attn.measure.checked import backends_in, check_gradients, outputs_checked
-from efficient_attn.operation_counts import OperationCounts
+from efficient_attn.measure.error import mean_of_values
+from efficient_attn.operation_counts import MatMul, OperationCounts
 from efficient_attn.registry import BackendSpec, Capabilities, NoOptions
-from efficient_attn.runner.counting import flops
+from efficient_attn.runner.counting import WIDENING, flops
 from efficient_attn.runner.inputs import read_given
 from efficient_attn.runner.record import SAME_INPUTS, Case
 from efficient_attn.runner.sizes import MEAN_OF_VALUES
 from efficient_attn.runner.variants import CEILING
 from efficient_attn.transformer.block import TransformerBlock
 from efficient_attn.transformer.stack import Encoder
-
-# Ratio of the feed-forward dimension to model_dim.
-WIDENING = 4
 
 
 class Prepared(NamedTuple):
@@ -80,7 +78,7 @@ def prepare(case: Case, target: Any, inputs: str | None = None) -> Prepared:
     streams = case.causal and bool(spec.capabilities.streaming)
     # Operation counts are defined for q, k and v of one shape.
     alike = len({tensor.shape for tensor in tensors}) == 1
-    counted = flops(case, spec, feed_forward_dim=WIDENING * case.model_dim) if alike else None
+    counted = flops(case, spec) if alike else None
     checked = functools.partial(_checked, module, call, case)
     return Prepared(module, call, checked, tuple(tensors), streams, counted, calibrated_on)
 
@@ -96,50 +94,16 @@ def state_bytes(prepared: Prepared) -> int | None:
 
 def _build(case: Case, spec: BackendSpec, scale: float | None) -> Any:
     """Build the module with weights drawn from the case's seed; leaves the global generator unchanged."""
+    shared: dict[str, Any] = {"max_tokens": case.tokens, "causal": case.causal, **case.options}
     with torch.random.fork_rng(devices=()):
         torch.default_generator.manual_seed(case.seed)
-        return _attention(case, spec, scale) if case.of == "attention" else _BLOCKS[case.of](case, spec)
-
-
-def _attention(case: Case, spec: BackendSpec, scale: float | None) -> Any:
-    return build(
-        spec,
-        head_dim=case.head_dim,
-        num_heads=case.num_heads,
-        max_tokens=case.tokens,
-        causal=case.causal,
-        scale=scale,
-        **case.options,
-    )
-
-
-def _block(case: Case, spec: BackendSpec) -> nn.Module:
-    return TransformerBlock(
-        case.model_dim,
-        case.num_heads,
-        spec,
-        feed_forward_dim=WIDENING * case.model_dim,
-        max_tokens=case.tokens,
-        causal=case.causal,
-        **case.options,
-    )
-
-
-def _encoder(case: Case, spec: BackendSpec) -> nn.Module:
-    return Encoder(
-        case.model_dim,
-        case.num_heads,
-        spec,
-        num_layers=case.layers or 1,
-        feed_forward_dim=WIDENING * case.model_dim,
-        positions=None,
-        max_tokens=case.tokens,
-        causal=case.causal,
-        **case.options,
-    )
-
-
-_BLOCKS: dict[str, Callable[[Case, BackendSpec], Any]] = {"block": _block, "encoder": _encoder}
+        if case.of == "attention":
+            return build(spec, head_dim=case.head_dim, num_heads=case.num_heads, scale=scale, **shared)
+        shared["feed_forward_dim"] = WIDENING * case.model_dim
+        if case.of == "block":
+            return TransformerBlock(case.model_dim, case.num_heads, spec, **shared)
+        layers = case.layers or 1
+        return Encoder(case.model_dim, case.num_heads, spec, num_layers=layers, positions=None, **shared)
 
 
 class _Values(nn.Module):
@@ -167,25 +131,20 @@ class _Mean(nn.Module):
         self._causal = causal
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
-        if self._causal:
-            visible = torch.arange(1, v.shape[-2] + 1, device=v.device, dtype=v.dtype)
-            mean = v.cumsum(dim=-2) / visible[:, None]
-        else:
-            mean = v.mean(dim=-2, keepdim=True)
-        repeated = mean.repeat_interleave(q.shape[1] // v.shape[1], dim=1)
-        return repeated.expand(*q.shape[:-1], v.shape[-1]).contiguous()
+        return mean_of_values(q, v, causal=self._causal).contiguous()
 
 
-_MEAN = BackendSpec(
+MEAN = BackendSpec(
     name=MEAN_OF_VALUES,
     summary="Uniform attention: the mean of the visible values for every query.",
     options_type=NoOptions,
-    capabilities=Capabilities(causal=True, streaming=False),
+    capabilities=Capabilities(causal=True, streaming=False, key_mask=False),
     builder=lambda problem, options: _Mean(causal=problem.causal),
+    operations=lambda problem, options, tokens, value_dim: OperationCounts((MatMul(tokens * value_dim),)),
 )
 
 # Baselines that are measured with the backends.
-_PLAIN = {CEILING: _VALUES, MEAN_OF_VALUES: _MEAN}
+_PLAIN = {CEILING: _VALUES, MEAN_OF_VALUES: MEAN}
 
 
 def _calibrate(module: Any, inputs: list[Tensor]) -> str | None:

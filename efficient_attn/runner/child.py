@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from efficient_attn.runner import jobs
-
-READY = "ready"
+from efficient_attn.runner.process import READY
 
 # Address space that threads and libraries reserve without using it; excluded from the limit.
 _RESERVED_BYTES = 1 << 30

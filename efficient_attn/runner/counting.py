@@ -10,13 +10,12 @@ from efficient_attn.registry import BackendSpec
 from efficient_attn.runner.records import Case
 from efficient_attn.theory.complexity import block_flops, call_cost
 
+# Ratio of the feed-forward dimension to model_dim.
+WIDENING = 4
 
-def flops(case: Case, spec: BackendSpec, *, feed_forward_dim: int) -> int | None:
-    """Operations of the matrix products of one call; None if the backend does not count them.
 
-    Args:
-        feed_forward_dim: Feed-forward dimension of a block or encoder.
-    """
+def flops(case: Case, spec: BackendSpec) -> int | None:
+    """Operations of the matrix products of one call; None if the backend does not count them."""
     problem = AttentionProblem(
         head_dim=case.head_dim, num_heads=case.num_heads, max_tokens=case.tokens, causal=case.causal
     )
@@ -27,7 +26,7 @@ def flops(case: Case, spec: BackendSpec, *, feed_forward_dim: int) -> int | None
     around = block_flops(
         case.tokens,
         model_dim=case.model_dim,
-        feed_forward_dim=feed_forward_dim,
+        feed_forward_dim=WIDENING * case.model_dim,
         num_heads=case.num_heads,
         batch=case.batch,
         backward=case.backward,
@@ -37,7 +36,7 @@ def flops(case: Case, spec: BackendSpec, *, feed_forward_dim: int) -> int | None
 
 def attention_flops(case: Case, target: Any) -> int | None:
     """Operations of the attention of one layer of the case; None if the backend does not count them."""
-    return flops(replace(case, of="attention"), resolve(target), feed_forward_dim=0)
+    return flops(replace(case, of="attention"), resolve(target))
 
 
 def known_flops(case: Case, target: Any) -> int | None:

@@ -7,7 +7,6 @@ import os
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, replace
-from types import TracebackType
 from typing import Any, Self
 
 from efficient_attn.errors import DataError, OptionError
@@ -16,7 +15,7 @@ from efficient_attn.runner.process import CrashError, Process
 from efficient_attn.runner.records import Case, Record, parse
 from efficient_attn.runner.units import show_seconds
 
-NONE, REUSE, POINT = ISOLATIONS = ("none", "reuse", "point")
+NONE, REUSE = ISOLATIONS = ("none", "reuse")
 
 # Isolation requires process groups and inherited pipes, which only POSIX has.
 DEFAULT_ISOLATION = REUSE if os.name == "posix" else NONE
@@ -27,8 +26,7 @@ class Measurer:
     """Measures cases in a child process that is replaced after every failure, or in this process.
 
     Args:
-        isolate: `reuse` keeps the child while it is healthy, `point` starts a new one for every request,
-            `none` measures here.
+        isolate: `reuse` keeps the child while it is healthy, `none` measures here.
         timeout_s: Time limit per point: all rounds of a time together, or one memory, including construction.
         limit_bytes: Memory that the child may allocate beyond its start-up.
 
@@ -52,9 +50,7 @@ class Measurer:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self._process.close()
 
     def __call__(self, case: Case, *, target: Any = None, seconds: float = worker.CALLS_S) -> Record:
@@ -68,17 +64,14 @@ class Measurer:
         return self._tried(case, request) if used and record.status == "oom" else record
 
     def _tried(self, case: Case, request: Mapping[str, Any]) -> Record:
-        healthy = False
-        try:
-            record = self._attempt(case, request)
-            healthy = record.status in ("ok", "unsupported")
-        finally:
-            if self._isolate == POINT or not healthy:
-                self._process.close()
+        record = self._attempt(case, request)
+        if record.status not in ("ok", "unsupported"):
+            self._process.close()
         return record
 
     def _attempt(self, case: Case, request: Mapping[str, Any]) -> Record:
         try:
+            # Its start is no part of the time limit.
             self._process.start()
         except CrashError as ending:
             return Record(case=case, status="crash", reason=str(ending))

@@ -12,16 +12,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
-from types import TracebackType
 from typing import Any, Self
 
-from efficient_attn.runner.child import READY
+# First line of a process that has loaded everything.
+READY = "ready"
 
-# Typical seconds to start Python and load torch, and the time limit for it.
-START_S, _START_LIMIT_S = 2.0, 120.0
-
-# Time limit for a killed process to end.
-_END_LIMIT_S = 2.0
+# Time limits to start Python and load torch, and for a killed process to end.
+_START_LIMIT_S, _END_LIMIT_S = 120.0, 2.0
 
 # Answers are a few kilobytes.
 _LONGEST_ANSWER = 1 << 22
@@ -33,7 +30,7 @@ class CrashError(Exception):
 
 
 class Process:
-    """Answers requests in a child process of its own session, started on first use.
+    """Answers requests in a child process of its own session, started on first use and after every failure.
 
     Args:
         limit_bytes: Memory that the process may allocate beyond its start-up; None: unlimited.
@@ -41,14 +38,14 @@ class Process:
 
     def __init__(self, limit_bytes: int | None = None) -> None:
         self._limit_bytes = limit_bytes
-        self._child: _Child | None = None
+        self._child: subprocess.Popen[bytes] | None = None
+        self._requests = self._answers = -1
+        self._unread = b""
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.close()
 
     @property
@@ -62,53 +59,57 @@ class Process:
         Raises:
             CrashError: If it does not get ready.
         """
-        if self._child is None:
-            self._child = _Child(self._limit_bytes)
-            try:
-                ready = self._child.line(_START_LIMIT_S) == READY.encode()
-            except (TimeoutError, CrashError):
-                ready = False
-            if not ready:
-                self.close()
-                raise CrashError("the process that measures did not start (--isolate none does without)")
+        if self._child is not None:
+            return
+        self._child = self._spawned()
+        try:
+            ready = self._line(_START_LIMIT_S) == READY.encode()
+        except (TimeoutError, CrashError):
+            ready = False
+        if not ready:
+            self.close()
+            raise CrashError("the process that measures did not start (--isolate none does without)")
 
     def ask(self, job: str, request: Mapping[str, Any], *, limit_s: float) -> bytes:
-        """Answer to a request; after a failure the next request starts a new process.
+        """Answer to a request.
 
         Raises:
             TimeoutError: If no answer arrives in time.
             CrashError: If the process ended.
         """
         self.start()
-        assert self._child is not None, "it was started"
-        answered = False
+        data = f"{json.dumps({'job': job, 'limit_s': limit_s, **request}, allow_nan=False)}\n".encode()
         try:
-            answer = self._child.ask({"job": job, "limit_s": limit_s, **request}, limit_s=limit_s)
-            answered = True
-        finally:
-            if not answered:
-                self.close()
-        return answer
+            # A process that has ended reads nothing, and its answers end.
+            with contextlib.suppress(BrokenPipeError):
+                while data:
+                    data = data[os.write(self._requests, data) :]
+            return self._line(limit_s)
+        except BaseException:
+            self.close()
+            raise
 
     def close(self) -> None:
-        """End the process if it is running."""
+        """Kill the process and all its children if it is running, and reap it."""
         child, self._child = self._child, None
-        if child is not None:
-            child.end()
+        if child is None:
+            return
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(child.pid, signal.SIGKILL)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.wait(_END_LIMIT_S)
+        os.close(self._requests)
+        os.close(self._answers)
 
-
-class _Child:
-    """A process and its two pipes."""
-
-    def __init__(self, limit_bytes: int | None) -> None:
+    def _spawned(self) -> "subprocess.Popen[bytes]":
         requests, self._requests = os.pipe()
         self._answers, answers = os.pipe()
         self._unread = b""
         command = [sys.executable, "-P", "-m", "efficient_attn.runner.child", str(requests), str(answers)]
-        command += [] if limit_bytes is None else [str(limit_bytes)]
+        command += [] if self._limit_bytes is None else [str(self._limit_bytes)]
         # The child imports from the same places.
         paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
-        self._process = subprocess.Popen(
+        child = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
             stdout=_STDERR,
@@ -118,26 +119,9 @@ class _Child:
         )
         os.close(requests)
         os.close(answers)
+        return child
 
-    def ask(self, request: Mapping[str, Any], *, limit_s: float) -> bytes:
-        data = f"{json.dumps(request, allow_nan=False)}\n".encode()
-        try:
-            while data:
-                data = data[os.write(self._requests, data) :]
-        except BrokenPipeError:
-            raise CrashError(self._ending()) from None
-        return self.line(limit_s)
-
-    def end(self) -> None:
-        """Kill the process and all its children, and reap it."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(_END_LIMIT_S)
-        os.close(self._requests)
-        os.close(self._answers)
-
-    def line(self, limit_s: float) -> bytes:
+    def _line(self, limit_s: float) -> bytes:
         """The next line of its answers."""
         deadline = time.monotonic() + limit_s
         waiting = select.poll()
@@ -155,18 +139,14 @@ class _Child:
 
     def _ending(self) -> str:
         """Description of how the process ended."""
+        assert self._child is not None, "it was started"
         try:
-            code = self._process.wait(_END_LIMIT_S)
+            code = self._child.wait(_END_LIMIT_S)
         except subprocess.TimeoutExpired:
             return "the process stopped answering"
         if code < 0:
+            known = -code in set(signal.Signals)
+            name = signal.Signals(-code).name if known else "unnamed"
             likely = ": likely the system's out-of-memory killer" if code == -signal.SIGKILL else ""
-            return f"the process crashed with signal {-code} ({_signal_name(-code)}){likely}"
+            return f"the process crashed with signal {-code} ({name}){likely}"
         return f"the process ended with exit code {code}"
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return "unnamed"

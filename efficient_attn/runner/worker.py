@@ -31,8 +31,22 @@ def measure(case: Case, *, target: Any = None, seconds: float = CALLS_S, inputs:
         target: Backend to build, if `case.backend` is not sufficient: an object, or a path.
         inputs: File of the q, k, v that `case.inputs` names; None: a Gaussian draw.
     """
-    own = case.backend if target is None else target
-    return answer(case, lambda: _MEASURES[case.kind](case, own, seconds, inputs))
+
+    def measured() -> Record:
+        # torch is loaded by the first measurement.
+        from efficient_attn.runner import calls
+
+        prepared = calls.prepare(case, case.backend if target is None else target, inputs)
+        if case.kind == "time":
+            record = time_of(case, prepared.call, seconds=seconds, first=prepared.checked)
+            record = replace(record, flops=prepared.flops)
+        else:
+            record = memory_of(case, prepared.call, first=prepared.checked)
+            parameters, state = memory.parameter_bytes(prepared.module), calls.state_bytes(prepared)
+            record = replace(record, parameter_bytes=parameters, state_bytes=state)
+        return replace(record, calibrated_on=prepared.calibrated_on)
+
+    return answer(case, measured)
 
 
 def answer(case: Case, measured: Callable[[], Record]) -> Record:
@@ -83,35 +97,6 @@ def memory_of(case: Case, call: Call, *, first: Call | None = None) -> Record:
         requested_peak_bytes=peak.requested_bytes,
         memory_method=peak.method,
     )
-
-
-def _measure_time(case: Case, target: Any, seconds: float, inputs: str | None) -> Record:
-    from efficient_attn.runner import calls
-
-    prepared = calls.prepare(case, target, inputs)
-    return replace(
-        time_of(case, prepared.call, seconds=seconds, first=prepared.checked),
-        flops=prepared.flops,
-        calibrated_on=prepared.calibrated_on,
-    )
-
-
-def _measure_memory(case: Case, target: Any, seconds: float, inputs: str | None) -> Record:
-    from efficient_attn.runner import calls
-
-    prepared = calls.prepare(case, target, inputs)
-    return replace(
-        memory_of(case, prepared.call, first=prepared.checked),
-        parameter_bytes=memory.parameter_bytes(prepared.module),
-        state_bytes=calls.state_bytes(prepared),
-        calibrated_on=prepared.calibrated_on,
-    )
-
-
-_MEASURES: dict[str, Callable[[Case, Any, float, str | None], Record]] = {
-    "time": _measure_time,
-    "memory": _measure_memory,
-}
 
 
 @contextmanager

@@ -9,9 +9,7 @@ from typing import Any
 from efficient_attn.measure.environment import available_bytes
 from efficient_attn.problem import positive_count
 from efficient_attn.runner.isolation import NONE, Measurer
-from efficient_attn.runner.isolation import POINT as NEW_EACH_TIME
 from efficient_attn.runner.predicted_bytes import predict_bytes
-from efficient_attn.runner.process import START_S
 from efficient_attn.runner.record import Case, Record
 from efficient_attn.runner.units import parse_bytes, show_bytes
 from efficient_attn.runner.variants import Variant, has_address
@@ -80,7 +78,6 @@ def plan_of(
         about=about,
         settled={**{name: getattr(workload, name) for name in names}, "isolate": isolate},
         timeout_s=timeout_s,
-        start_s=START_S if isolate == NEW_EACH_TIME else 0.0,
         resources=resources,
     )
 

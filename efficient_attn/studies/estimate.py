@@ -27,12 +27,10 @@ class Estimate:
 
     Args:
         round_s: Seconds of calls in one round.
-        start_s: Seconds of starting a process for each round, where that is done.
     """
 
-    def __init__(self, *, round_s: float, start_s: float = 0.0) -> None:
+    def __init__(self, *, round_s: float) -> None:
         self._round_s = round_s
-        self._overhead_s = _OVERHEAD_S + start_s
         self._calls: dict[Hashable, _Known] = {}
         self._points: dict[Hashable, _Known] = {}
         self._seconds = self._cost = 0.0
@@ -61,9 +59,9 @@ class Estimate:
             return known.seconds * point.cost / known.cost
         call_s = self._call_seconds(point, typical)
         if point.rounds is None:
-            return self._overhead_s + (point.calls or 0) * call_s
+            return _OVERHEAD_S + (point.calls or 0) * call_s
         round_s = _WARM_UP_CALLS * call_s + max(self._round_s, call_s)
-        return (point.rounds - done) * (self._overhead_s + round_s)
+        return (point.rounds - done) * (_OVERHEAD_S + round_s)
 
     def _call_seconds(self, point: Point, typical: bool) -> float:
         known = self._calls.get(point.series)

@@ -59,7 +59,7 @@ class Loop:
         self._points = [point for point in plan.points if self._statuses.get(point.case.key) != "ok"]
         self._emit, self._progress = emit, progress
         self._budget_s = math.inf if budget_s is None else budget_s
-        self._timeout_s, self._start_s = plan.timeout_s, plan.start_s
+        self._timeout_s = plan.timeout_s
         self._start = time.monotonic()
         self._left = {point.case.key: point for point in self._points}
         self._total = len(self._left)
@@ -67,7 +67,7 @@ class Loop:
         self._spent_s: dict[str, float] = {}
         self._timed_out: dict[Hashable, int] = {}
         self._round_s = _round_seconds(self._points, budget_s)
-        self._estimate = Estimate(round_s=self._round_s, start_s=plan.start_s)
+        self._estimate = Estimate(round_s=self._round_s)
 
     def run(self) -> bool:
         """Measure all points; False if interrupted from the keyboard, after begun points were emitted."""
@@ -111,7 +111,7 @@ class Loop:
         key, start = point.case.key, time.monotonic()
         self._tell(point.shown, None)
         part = point.measure(seconds=self._round_s)
-        spent_s = max(time.monotonic() - start - self._start_s, 0.0)
+        spent_s = time.monotonic() - start
         self._spent_s[key] = self._spent_s.get(key, 0.0) + spent_s
         self._estimate.learn(point, part, spent_s)
         if part.status != "ok":

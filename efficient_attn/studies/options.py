@@ -197,7 +197,7 @@ MemoryLimit = Annotated[
 Isolate = Annotated[
     str,
     Option(
-        help="Measure in this process, in a child process kept until a failure, or in a new one each time.",
+        help="Measure in this process, or in a child process that is replaced after a failure.",
         metavar="|".join(ISOLATIONS),
     ),
 ]

@@ -66,7 +66,6 @@ class Plan:
         about: Entries of the run's environment; an entry `STUDY` replaces the name of the study.
         settled: Options that the machine decided, by parameter: the plan file repeats them.
         timeout_s: Seconds of one point, all its rounds together.
-        start_s: Seconds of starting a process for each round, where that is done.
         resources: Context that is held open while points are measured.
         lockstep: Points advance together: a round is begun for all of them or for none.
         told: Outcome of a record in the progress display; omitted: its status.
@@ -81,7 +80,6 @@ class Plan:
     about: Mapping[str, Any] = field(default_factory=dict)
     settled: Mapping[str, Any] = field(default_factory=dict)
     timeout_s: float = math.inf
-    start_s: float = 0.0
     resources: AbstractContextManager[Any] = field(default_factory=nullcontext)
     lockstep: bool = False
     told: Callable[[Record], str] | None = None

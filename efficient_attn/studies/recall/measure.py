@@ -18,10 +18,8 @@ from efficient_attn.backend import Backend
 from efficient_attn.calibration import calibrate
 from efficient_attn.measure import memory
 from efficient_attn.measure.checked import outputs_checked
-from efficient_attn.measure.error import exact_output, mean_of_values, output_error
-from efficient_attn.operation_counts import MatMul, OperationCounts
-from efficient_attn.problem import AttentionProblem
-from efficient_attn.registry import BackendSpec, Capabilities, NoOptions
+from efficient_attn.measure.error import exact_output, output_error
+from efficient_attn.runner import calls
 from efficient_attn.runner.accuracy import directions_of
 from efficient_attn.runner.record import Case, Record, replace
 from efficient_attn.runner.sizes import MEAN_OF_VALUES, SEED
@@ -36,30 +34,8 @@ _TEST_BATCHES, _TEST_SEQUENCES = 4, 32
 CALIBRATED_ON = "the first batch, untrained"
 
 
-class _Mean(nn.Module):
-    """Every query gets the mean of the values that it may see."""
-
-    def __init__(self, problem: AttentionProblem) -> None:
-        super().__init__()
-        self._causal = problem.causal
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
-        return mean_of_values(q, v, causal=self._causal).to(q.dtype)
-
-
 # The control that looks at nothing.
-MEAN = Variant(
-    backend=MEAN_OF_VALUES,
-    label=MEAN_OF_VALUES,
-    target=BackendSpec(
-        name=MEAN_OF_VALUES,
-        summary="The mean of the values for every query.",
-        options_type=NoOptions,
-        capabilities=Capabilities(causal=True, streaming=False, key_mask=False),
-        builder=lambda problem, options: _Mean(problem),
-        operations=lambda problem, options, tokens, value_dim: OperationCounts((MatMul(tokens * value_dim),)),
-    ),
-)
+MEAN = Variant(backend=MEAN_OF_VALUES, label=MEAN_OF_VALUES, target=calls.MEAN)
 
 
 class Learner(nn.Module):
