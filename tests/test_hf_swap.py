@@ -159,10 +159,9 @@ def test_random_features_are_drawn_anew_for_every_seed_and_layer(encoder):
     draws = record.hidden_relative_error_draws
     assert len(draws) == 3 * 4 and len(set(draws)) == len(draws)
     by_seed = [fmean(draws[seed::4]) for seed in range(4)]
-    by_text = [fmean(draws[4 * text : 4 * text + 4]) for text in range(3)]
     told = spread(record, "hidden_relative_error")
     assert told.mean == pytest.approx(record.hidden_relative_error) == pytest.approx(fmean(by_seed))
-    assert told.over_seeds == pytest.approx(stdev(by_seed)) and told.worst == pytest.approx(max(by_text))
+    assert told.over_seeds == pytest.approx(stdev(by_seed))
     # The first draw of the run is what `swapped` gives with the same seed.
     model = transformers.AutoModelForMaskedLM.from_pretrained(encoder).eval()
     ids = tokenized(encoder)[0]
@@ -270,7 +269,7 @@ def test_a_run_is_written_read_drawn_tabled_told_and_compared(encoder, tmp_path)
     assert len(about["weights_sha256"]) == 64
     titles = [table.title for table in again.tables()]
     assert [title.partition(":")[0] for title in titles] == [
-        "Attention swapped", "One layer swapped, cosine, mean pool", "Error through the layers"
+        "Attention swapped", "One layer swapped, cosine, mean pool"
     ]  # fmt: skip
     rows = {row[0]: row for row in again.tables()[0].rows}
     assert set(rows) == {

@@ -164,7 +164,7 @@ def test_a_complete_swap_names_no_missing_candidates():
 def test_the_speed_of_a_swap_is_open_on_a_busy_machine_and_within_the_noise():
     (told,) = swap_sentences(SWAPPED, BUSY)
     assert "the times do not show now: other processes took 83%" in told and "as fast" not in told
-    (told,) = swap_sentences([*SWAPPED[:2], *swapped("window", 0.2, 0.01001)])
+    (told,) = swap_sentences([*SWAPPED[:2], *swapped("window", 0.2, 0.01001)], {})
     assert "0.999x (0.988 to 1.01) as fast as before, which leaves open whether it is faster" in told
 
 

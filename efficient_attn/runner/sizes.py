@@ -11,8 +11,8 @@ from efficient_attn.runner.variants import Variant
 # Label of the uniform-attention baseline: each query gets the mean of the values.
 MEAN_OF_VALUES = "mean of V"
 
-# Label of the original attention of a model.
-OWN = "the model's own"
+# Subject of cases of a whole model, and label of its original attention.
+MODEL, OWN = "model", "the model's own"
 
 # Baselines of former records: the best approximation of each rank, and the Taylor series of exp.
 FORMER_BASELINES = ("rank-r SVD", "Taylor")

@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
-from efficient_attn.contained import contained
-from efficient_attn.errors import AttentionError, DataError, DtypeError, OptionError, UnsupportedError
+from efficient_attn.contained import trial
+from efficient_attn.errors import DataError, DtypeError, OptionError
 from efficient_attn.integrations.transformers.loading import (
     Opened,
     check_length,
@@ -28,9 +28,8 @@ from efficient_attn.integrations.transformers.swapping import (
     sites_of,
 )
 from efficient_attn.runner.records import Case
-from efficient_attn.runner.sizes import MEAN_OF_VALUES
+from efficient_attn.runner.sizes import MEAN_OF_VALUES, MODEL
 from efficient_attn.runner.variants import YARDSTICK, Variant, select
-from efficient_attn.studies.swap.plan import MODEL
 from efficient_attn.studies.swap.texts import digest
 from efficient_attn.studies.workload import Workload
 
@@ -175,10 +174,8 @@ def _as_wide(variant: Variant, window: int | None) -> Variant:
 
 def _try_options(variant: Variant, subject: Subject) -> None:
     """Build a variant with set options once: a value that never works is a wrong request."""
-    if variant.label == variant.backend:
-        return
-    try:
-        with contained():
+    if variant.label != variant.backend:
+        with trial():
             build_for(
                 subject.sites,
                 variant.target,
@@ -187,11 +184,3 @@ def _try_options(variant: Variant, subject: Subject) -> None:
                 max_tokens=subject.shared["tokens"],
                 seed=subject.seed,
             )
-    except UnsupportedError:
-        # An unsupported request is a result and is recorded.
-        return
-    except AttentionError:
-        raise
-    except Exception:
-        # Errors of an external builder are raised again where they are recorded.
-        return

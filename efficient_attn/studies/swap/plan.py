@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from efficient_attn.errors import OptionError
 from efficient_attn.problem import positive_count
-from efficient_attn.runner.sizes import MEAN_OF_VALUES, OWN, SEED
+from efficient_attn.runner.sizes import MEAN_OF_VALUES, MODEL, OWN, SEED
 from efficient_attn.runner.variants import YARDSTICK, Variant, select
 from efficient_attn.stats.candidates import CANDIDATES
 from efficient_attn.studies import options as shared
@@ -15,9 +15,6 @@ from efficient_attn.studies.plan import Plan, Point
 from efficient_attn.studies.study import Option
 from efficient_attn.studies.swap.texts import Texts, named_texts, read_texts
 from efficient_attn.studies.workload import Workload, settle
-
-# Key of a run's environment that holds the origin of model and texts, and the measured place of a case.
-MODEL = "model"
 
 # The default selection begins with the most similar models of results/epyc-2-cores/swap-encoder.
 _MOST_SIMILAR = ("window-clusters", "window", "performer-full", "performer-oprf")
@@ -103,6 +100,7 @@ def plan(
         device=subject.shared["device"],
         notes=subject.notes,
         about={
+            # The origin of model and texts.
             MODEL: subject.about,
             CANDIDATES: [one.label for one in variants if one.backend != MEAN_OF_VALUES],
         },

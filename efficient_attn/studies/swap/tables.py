@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from efficient_attn.report.error_table import show_error
+from efficient_attn.report.notes import calibration_note, failure_notes, setting
 from efficient_attn.report.table import Table, show_ratio, show_spread, three_digits
 from efficient_attn.runner.records import Record
 from efficient_attn.runner.sizes import MEAN_OF_VALUES
@@ -13,11 +14,9 @@ from efficient_attn.studies.swap.analysis import (
     KL,
     MEAN_POOL,
     PERPLEXITY,
-    TURNED,
-    Spread,
+    QUANTITIES,
     Swap,
     SwapRow,
-    spread,
     swaps,
 )
 from efficient_attn.studies.view import Environment
@@ -35,17 +34,14 @@ NAMES = {
 }
 
 
-def tables(records: Sequence[Record], environment: Environment | None = None) -> list[Table]:
-    """End to end; then each layer alone, and the states after each layer, as far as they were measured."""
-    return [table for one in swaps(records) for table in (_whole(one), *_alone(one), *_depth(one))]
+def tables(records: Sequence[Record], environment: Environment) -> list[Table]:
+    """All layers swapped; then each layer alone, where it was measured."""
+    return [table for one in swaps(records) for table in (_whole(one), *_alone(one))]
 
 
 def heading(one: Swap) -> str:
-    """`encoder on 6 texts (1a2b3c4d); 512 tokens, float32, 2 CPU threads`."""
-    case = one.case
-    threads = "1 CPU thread" if case.threads == 1 else f"{case.threads} CPU threads"
-    where = threads if case.device == "cpu" else case.device
-    return f"{case.inputs}; {case.tokens} tokens, {case.dtype}, {where}"
+    """`encoder on 6 texts (1a2b3c4d); 512 tokens, 12 heads of 32, float32, 2 CPU threads`."""
+    return f"{one.case.inputs}; {one.case.tokens} tokens, {setting(one.case)}"
 
 
 def show_quantity(quantity: str, value: float) -> str:
@@ -54,7 +50,7 @@ def show_quantity(quantity: str, value: float) -> str:
         return three_digits(value)
     if quantity == DISAGREEMENT:
         return f"{100 * (1 - value):.1f} %"
-    return show_cosine(1 - value) if quantity in TURNED else show_error(value)
+    return show_cosine(1 - value) if quantity in (MEAN_POOL, FIRST_TOKEN) else show_error(value)
 
 
 def show_cosine(cosine: float) -> str:
@@ -65,131 +61,60 @@ def show_cosine(cosine: float) -> str:
     return f"{cosine:.{digits}f}"
 
 
+def speed(one: Swap, row: SwapRow) -> str:
+    """Speed-up over the original model."""
+    found = row.speed(one.own)
+    return _NONE if found is None else "1" if row is one.own else show_ratio(found)
+
+
 def _whole(one: Swap) -> Table:
-    quantities = _quantities(one)
-    columns = (
-        "backend",
-        *(name for quantity in quantities for name in _columns(one, quantity)),
-        "time, ms",
-        "speed, own = 1",
-        "peak memory, MiB",
-    )
+    wholes = [row.whole for row in one.rows if row.whole is not None]
+    measured = [name for name in QUANTITIES if any(getattr(whole, name) is not None for whole in wholes)]
     rows = tuple(
         (
             row.label,
-            *(cell for quantity in quantities for cell in _cells(one, row, quantity)),
+            *(_cell(row, quantity) for quantity in measured),
             show_spread(*row.time_s[:3], unit=_MILLISECOND) if row.time_s else _NONE,
             speed(one, row),
             _NONE if row.peak_bytes is None else three_digits(row.peak_bytes / _MEBIBYTE),
         )
         for row in one.rows
     )
-    return Table(f"Attention swapped: {heading(one)}", columns, rows, tuple(_notes(one)))
+    names = (NAMES[quantity] for quantity in measured)
+    notes = (
+        "Against the same model with its own attention, all layers swapped, nothing trained afterwards. "
+        f"Means over {max((whole.texts or 1 for whole in wholes), default=1)} texts; ±: standard deviation "
+        "over draws of random features. Time and memory: one forward pass of the first text.",
+        f"{MEAN_OF_VALUES}: every query gets the same output, without any attention.",
+        *calibration_note(wholes),
+        *failure_notes(one.records),
+    )
+    columns = ("backend", *names, "time, ms", "speed, own = 1", "peak memory, MiB")
+    return Table(f"Attention swapped: {heading(one)}", columns, rows, notes)
 
 
-def _quantities(one: Swap) -> list[str]:
-    """Measured quantities, the decisive one first."""
-    return [
-        name
-        for name in (KL, DISAGREEMENT, PERPLEXITY, MEAN_POOL, FIRST_TOKEN, HIDDEN)
-        if any(row.whole is not None and getattr(row.whole, name) is not None for row in one.rows)
-    ]
-
-
-def _columns(one: Swap, quantity: str) -> tuple[str, ...]:
-    name = NAMES[quantity]
-    return (name, "at the worst text") if quantity == one.quantity and _texts(one) > 1 else (name,)
-
-
-def _cells(one: Swap, row: SwapRow, quantity: str) -> tuple[str, ...]:
+def _cell(row: SwapRow, quantity: str) -> str:
+    """The mean and its standard deviation from draw to draw, or why there is none."""
     found = row.spread(quantity)
-    count = len(_columns(one, quantity))
     if found is None:
-        failed = next((bad.status for bad in row.failed if bad.case.kind == "swap"), _NONE)
-        return (failed if quantity == one.quantity else _NONE, _NONE)[:count]
-    return (_shown(quantity, found), show_quantity(quantity, found.worst))[:count]
-
-
-def _shown(quantity: str, found: Spread) -> str:
-    """The mean, and how far it moves from draw to draw where something was drawn."""
+        return next((bad.status for bad in row.failed if bad.case.kind == "swap"), _NONE)
     shown = show_quantity(quantity, found.mean)
     if not found.over_seeds:
         return shown
-    moved = 100 * found.over_seeds if quantity == DISAGREEMENT else found.over_seeds
-    return f"{shown} ±{moved:.2g}"
-
-
-def _texts(one: Swap) -> int:
-    return max((row.whole.texts or 1 for row in one.rows if row.whole is not None), default=1)
-
-
-def speed(one: Swap, row: SwapRow) -> str:
-    """How many times as fast as the model as it came."""
-    found = row.speed(one.own)
-    return _NONE if found is None else "1" if row is one.own else show_ratio(found)
-
-
-def _notes(one: Swap) -> list[str]:
-    notes = ["Against the same model with its own attention, all layers swapped, nothing trained afterwards."]
-    if _texts(one) > 1:
-        notes[0] += f" Means of {_texts(one)} texts."
-    if any(row.backend == MEAN_OF_VALUES for row in one.rows):
-        notes.append(f"{MEAN_OF_VALUES}: every query gets the same output, without any attention.")
-    drawn = [
-        row
-        for row in one.rows
-        if (found := row.spread(one.quantity)) is not None and found.over_seeds is not None
-    ]
-    if drawn:
-        notes.append("±: standard deviation over draws of random features.")
-    calibrated = [row.label for row in one.rows if row.whole is not None and row.whole.calibrated_on]
-    if calibrated:
-        on = next(
-            row.whole.calibrated_on for row in one.rows if row.whole is not None and row.whole.calibrated_on
-        )
-        notes.append(f"Calibrated on {on}, outside the time: {', '.join(calibrated)}.")
-    if any(row.time_s for row in one.rows):
-        notes.append("Time and memory: one forward pass of the first text.")
-    told = (f"{row.label}: {bad.status}: {bad.reason}" for row in one.rows for bad in row.failed)
-    return [*notes, *dict.fromkeys(told)]
+    return f"{shown} ±{(100 if quantity == DISAGREEMENT else 1) * found.over_seeds:.2g}"
 
 
 def _alone(one: Swap) -> list[Table]:
-    """The decisive quantity with each layer swapped alone, and with all of them."""
-    if not one.layers:
-        return []
+    """The decisive quantity with each layer swapped alone."""
     rows = []
     for row in one.rows:
-        if row.whole is None or not row.alone:
-            continue
-        parts = [
-            spread(row.alone[layer], one.quantity) if layer in row.alone else None for layer in one.layers
-        ]
-        cells = (
-            _NONE if part is None else show_quantity(one.quantity, part.mean)
-            for part in (*parts, row.spread(one.quantity))
-        )
-        rows.append((row.label, *cells))
-    columns = ("backend", *(f"layer {layer}" for layer in one.layers), "all")
-    title = f"One layer swapped, {NAMES[one.quantity]}: {heading(one)}"
-    return [Table(title, columns, tuple(rows), ("The other layers keep the model's own attention.",))]
-
-
-def _depth(one: Swap) -> list[Table]:
-    """How the error of the hidden states grows through the layers with all of them swapped."""
-    rows = [
-        (
-            row.label,
-            *(
-                _NONE if value is None else show_error(value)
-                for value in row.whole.hidden_relative_error_layers
-            ),
-        )
-        for row in one.rows
-        if row.whole is not None and row.whole.hidden_relative_error_layers
-    ]
+        if alone := row.by_layer(one.quantity):
+            cells = (
+                show_quantity(one.quantity, alone[layer]) if layer in alone else _NONE for layer in one.layers
+            )
+            rows.append((row.label, *cells))
     if not rows:
         return []
-    columns = ("backend", *(f"after {layer}" for layer in range(max(map(len, rows)) - 1)))
-    note = "‖h − exact‖ / ‖exact‖ of the hidden states after each layer, all layers swapped."
-    return [Table(f"Error through the layers: {heading(one)}", columns, tuple(rows), (note,))]
+    columns = ("backend", *(f"layer {layer}" for layer in one.layers))
+    title = f"One layer swapped, {NAMES[one.quantity]}: {heading(one)}"
+    return [Table(title, columns, tuple(rows), ("The other layers keep the model's own attention.",))]

@@ -4,9 +4,8 @@ from collections.abc import Sequence
 from functools import partial
 
 from efficient_attn.runner.records import Record
-from efficient_attn.studies.swap.analysis import rows as rows
-from efficient_attn.studies.swap.plan import MODEL
-from efficient_attn.studies.swap.plot import SWAP, swap_plot
+from efficient_attn.runner.sizes import MODEL
+from efficient_attn.studies.swap.plot import swap_plot
 from efficient_attn.studies.swap.sentences import sentences as sentences
 from efficient_attn.studies.swap.tables import tables as tables
 from efficient_attn.studies.view import Environment, Plots
@@ -19,4 +18,4 @@ def claim(records: Sequence[Record]) -> list[Record]:
 
 def plots(records: Sequence[Record], environment: Environment) -> Plots:
     """The only plot."""
-    return {SWAP: partial(swap_plot, records)} if records else {}
+    return {"swap": partial(swap_plot, records)} if records else {}
