@@ -65,8 +65,8 @@ def test_the_sentence_says_that_exact_is_the_answer_and_what_comes_nearest():
     told = sentence(ALL)
     assert told == (
         "On this machine (12 heads of 32, float32, 2 CPU threads) at 512 tokens (encoder, layer 1) nothing "
-        "is both within 10 % of exact and faster, so exact is the answer; nearest among what is faster: "
-        "window (error 0.3, 2.50x as fast); among what is within 10 %: exact-dense "
+        "is both within 10 % of exact and faster, so exact is the answer; nearest of the faster backends: "
+        "window (error 0.3, 2.50x as fast); of the backends within 10 %: exact-dense "
         "(error 2e-07, 0.333x as fast)."
     )
 
@@ -94,7 +94,7 @@ def test_yardsticks_are_never_the_answer():
 def test_a_time_that_cannot_be_told_from_that_of_exact_is_not_called_faster():
     noisy = measured("near", 0.05, 0.0099, spread=[0.5, 0.7, 0.9, 1, 1, 1, 1.3, 1.6, 2])
     told = sentence([*ALL, *noisy])
-    assert "unclear whether anything is both" in told and "the times of near overlap those of exact" in told
+    assert "unclear whether anything is both" in told and "the times of near and exact overlap" in told
 
 
 def test_without_exact_attention_the_sentence_judges_nothing():
@@ -250,7 +250,7 @@ def test_errors_of_several_layers_are_a_median_and_a_range_with_the_layers_named
 def test_near_means_near_on_every_layer():
     told = sentence(LAYERED)
     assert "(encoder, layers 0, 1, 5) nothing is both within 10 % of exact on every layer and faster" in told
-    assert "nearest among what is faster: window (error 0.09 (0.05 to 0.3), 2.50x as fast)" in told
+    assert "nearest of the faster backends: window (error 0.09 (0.05 to 0.3), 2.50x as fast)" in told
     assert "both within 30 % of exact on every layer and faster: window" in sentence(LAYERED, 0.3)
 
 

@@ -60,10 +60,8 @@ def test_an_error_that_so_many_draws_cannot_tell_is_said_beside_theory():
         "constant 1", "Taylor order 1", "Taylor order 2", "performer-positive", "performer-trig",
     ]  # fmt: skip
     assert table.rows[3][2].startswith("(") and "×" in table.rows[4][2]
-    assert (
-        "At 1 of 2 points so many draws cannot tell the error; theory alone is shown." in results.sentences()
-    )
-    assert "mean of 64 draws, 95 % interval, where these tell the error" in texts(results.plot().figure)
+    assert "At 1 of 2 points the draws are too few; theory alone is shown." in results.sentences()
+    assert "mean of 64 draws, 95 % interval, where they suffice" in texts(results.plot().figure)
 
 
 def test_the_plot_has_a_chart_for_each_norm_and_angle(tmp_path):

@@ -80,7 +80,7 @@ def test_errors_alone_decide_whatever_the_load_where_nothing_is_near():
 def test_times_that_overlap_are_unclear_and_the_remedy_is_named():
     told = verdict([*ALL, *measured("near", 0.05, 0.01001)])
     assert "unclear whether anything is both" in told
-    assert "the times of near overlap those of exact; more --rounds would settle it" in told
+    assert "the times of near and exact overlap; more --rounds would settle it" in told
 
 
 def test_an_interrupted_comparison_names_the_candidates_it_did_not_measure():

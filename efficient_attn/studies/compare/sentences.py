@@ -50,12 +50,14 @@ def _sentence(one: Comparison, environment: Environment) -> str:
         text = f"{both}: {_names(verdict.both, exact)}"
     elif verdict.alike:
         text = f"it is unclear whether anything is {both}: the times of "
-        text += f"{', '.join(row.label for row in verdict.alike)} overlap those of exact; more --rounds "
+        text += f"{', '.join(row.label for row in verdict.alike)} and exact overlap; more --rounds "
         text += "would settle it"
     else:
         answer = "" if left else ", so exact is the answer"
-        text = f"{nothing} is {both}{answer}; nearest among what is faster: {_names([verdict.fast], exact)}; "
-        text += f"among what is within {share}: {_names(verdict.near[:1], exact)}"
+        text = (
+            f"{nothing} is {both}{answer}; nearest of the faster backends: {_names([verdict.fast], exact)}; "
+        )
+        text += f"of the backends within {share}: {_names(verdict.near[:1], exact)}"
     return f"{place} {text}.{missing(left, environment)}"
 
 

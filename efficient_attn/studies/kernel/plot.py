@@ -31,7 +31,7 @@ def kernel_plot(records: Sequence[Record]) -> Plot:
     limits = (min(errors) / _FURTHER, max(errors) * 2) if errors else (1e-3, 1.0)
     charts = [_chart(panel, styles, limits) for panel in panels]
     draws = max((len(point.record.kernel_mse_draws or ()) for point in points), default=0)
-    conditions = f"lines: theory; points: mean of {draws} draws, 95 % interval, where these tell the error"
+    conditions = f"lines: theory; points: mean of {draws} draws, 95 % interval, where they suffice"
     entries = [Series(label, (), (), style) for label, style in styles.items()]
     guesses = [Series(name, (), (), style) for name, style in _GUESSES.items()]
     return Plot(TITLE, conditions, in_rows(charts), (*entries, *guesses))

@@ -30,7 +30,7 @@ def tables(records: Sequence[Record], environment: Environment) -> list[Table]:
     draws = sorted({len(record.kernel_mse_draws or ()) for record in records} - {0})
     notes = (
         f"Means of {', '.join(map(str, draws)) or 'no'} draws with their 95 % interval; ×: measured over "
-        "theory. In brackets theory alone, where so many draws cannot tell the error.",
+        "theory. In brackets theory alone, where the draws are too few.",
         *dict.fromkeys(f"{r.case.backend}: {r.reason}" for r in records if r.status == "unsupported"),
     )
     return [_table(panel, notes) for panel in kernel_panels(records)]
@@ -50,9 +50,7 @@ def sentences(records: Sequence[Record], environment: Environment) -> list[str]:
             f"of {len(deviations)} points (measured over theory {min(ratios):.2f} to {max(ratios):.2f})."
         )
     if lost:
-        told.append(
-            f"At {lost} of {len(points)} points so many draws cannot tell the error; theory alone is shown."
-        )
+        told.append(f"At {lost} of {len(points)} points the draws are too few; theory alone is shown.")
     return told
 
 
