@@ -13,6 +13,11 @@ from efficient_attn.stats.verdicts import FAILS, HOLDS, NOT_MEASURABLE, Finding
 from efficient_attn.studies.reproduce.figures import linformer_fig1, performer_fig2, performer_fig4
 from efficient_attn.studies.reproduce.figures.linformer_fig1 import Head
 from efficient_attn.studies.reproduce.figures.performer_fig2 import Place
+from efficient_attn.theory.kernel import (
+    log_mean_squared_error,
+    log_positive_error,
+    log_trigonometric_error,
+)
 
 
 def verdict(found: Sequence[Finding], words: str) -> str:
@@ -28,8 +33,17 @@ def plane(factor: Callable[[Place, str], float] = lambda place, backend: 1.0) ->
         for angle in performer_fig2._ANGLES:
             place = Place(norm, float(angle))
             for backend in performer_fig2._MAPS:
-                case = performer_fig2.case_of(place, backend, 50_000, threads=1)
-                expected = performer_fig2.expected(place, backend)
+                case = Case(
+                    kind="error", backend=backend, label=backend, options={"directions": 1_000_000},
+                    of="kernel", num_heads=1, head_dim=16, tokens=1, dtype="float64", device="cpu", threads=1,
+                    inputs=f"pair(norm={norm:g}, angle={angle:g})",
+                )  # fmt: skip
+                if backend == performer_fig2._POSITIVE:
+                    log_error = log_positive_error(place.sum_square)
+                else:
+                    log_error = log_trigonometric_error(place.difference_square)
+                product = norm**2 * math.cos(math.radians(angle))
+                expected = float(np.exp(log_mean_squared_error(log_error, product)))
                 error = expected * factor(place, backend)
                 draws = tuple(error * (1 + noise / 1000) for noise in (-1, 1, -1, 1))
                 measured = {"kernel_mse": error, "kernel_mse_draws": draws}
@@ -47,7 +61,7 @@ def test_figure_2_holds_and_turns_round_where_lemma_2_says() -> None:
     assert verdict(found, "as many features").startswith("turns round when the angle is at most 120°")
     counts = [finding.measured.split(" of ")[0] for finding in found[2:]]
     utilities = performer_fig2.utilities(plane())
-    above = [sum(one.value > level for one in utilities.values()) for level in (1.0, 0.5)]
+    above = [sum(one.median > level for one in utilities.values()) for level in (1.0, 0.5)]
     assert above[0] < above[1] and counts == [f"smaller at {count}" for count in above]
 
 
@@ -77,7 +91,9 @@ def test_the_predicted_error_of_a_measured_error_is_that_of_its_fourth_moment() 
         squares = (sample - sample.mean()) ** 2
         # |x + y|² at 0° is 4 l², and so is |x − y|² at 180°.
         place = Place(math.sqrt(square) / 2, 0.0 if backend == performer_fig2._POSITIVE else 180.0)
-        predicted = performer_fig2.predicted_error(place, backend, 1)
+        one = next(record for record in plane() if record.case.backend == backend)
+        single = replace(one, case=replace(one.case, options={"directions": 1}))
+        predicted = performer_fig2.predicted_error(place, backend, single)
         blocks = (squares.reshape(20, -1).std(axis=1) / squares.reshape(20, -1).mean(axis=1)).tolist()
         error = np.std(blocks, ddof=1) / math.sqrt(len(blocks))
         assert abs(np.mean(blocks) - predicted) < 4.5 * error

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors import safe_open
-from tiny_training import LINES, TINY, curves, run
+from tiny_training import LINES, TINY, run
 
 import efficient_attn as ea
 from efficient_attn.errors import DataError, OptionError, UnsupportedError
@@ -64,7 +64,7 @@ def test_the_bits_of_a_window_are_those_of_its_bytes():
     with torch.no_grad():
         logs = model(ids[:, :-1]).double().log_softmax(dim=-1)
     bits = [-float(logs[0, place, ids[0, place + 1]]) / torch.tensor(2.0).log().item() for place in range(8)]
-    assert one.held_out[0] == pytest.approx(sum(bits) / 8, rel=1e-6)
+    assert one.progress.held_out[0] == pytest.approx(sum(bits) / 8, rel=1e-6)
 
 
 def test_a_run_ends_with_the_round_that_still_fits_its_budget(monkeypatch):
@@ -126,15 +126,6 @@ def test_what_breaks_ends_alone_and_what_cannot_be_written_ends_the_run(monkeypa
         run(steps=2, out="out")
 
 
-def test_features_are_drawn_anew_where_that_is_asked_for_and_the_run_still_goes_on_alike():
-    fixed, drawn = (run(steps=4, redraw_every=every) for every in (0, 3))
-    assert curves(fixed)["exact"] == curves(drawn)["exact"]
-    name = "performer-positive(num_features=4)"
-    assert curves(fixed)[name] != curves(drawn)[name]
-    run(steps=2, redraw_every=3, out="parts")
-    assert curves(run(steps=4, redraw_every=3, out="parts", resume=True)) == curves(drawn)
-
-
 def test_layers_have_draws_of_their_own_and_two_seeds_are_two_models():
     one = learner("performer-positive", num_layers=2).model
     first, second = (block.attention.backend.core.features.projection for block in one.stack.blocks)
@@ -161,7 +152,7 @@ def test_the_best_model_is_the_one_of_the_best_evaluation(monkeypatch):
 
     def told(self):
         evaluate(self)
-        self.curve[-1] = self.curve[-1]._replace(held_out=next(falling))
+        self.progress.curve[-1] = self.progress.curve[-1]._replace(held_out=next(falling))
 
     monkeypatch.setattr(Trainer, "evaluate", told)
     run(backends=["exact"], steps=6, out="out")

@@ -10,8 +10,8 @@ from safetensors.torch import load_file, save_file
 
 import efficient_attn as ea
 from efficient_attn.errors import DataError
-from efficient_attn.studies.train import tensor_files
-from efficient_attn.studies.train.tensor_files import describe_tensors, read_tensors, write_tensors
+from efficient_attn.studies.train import checkpoints
+from efficient_attn.studies.train.checkpoints import describe_tensors, read_tensors, write_tensors
 
 TINY = {"seq_len": 8, "batch": 2, "model_dim": 8, "num_heads": 2, "num_layers": 1, "every": 2, "windows": 8,
         "size": 4, "threads": 1, "text": "text.txt"}  # fmt: skip
@@ -66,6 +66,13 @@ def with_tensor(name, tensor):
     return change
 
 
+def with_progress(progress):
+    def change(path):
+        rewrite(path, load_file(path), {**json.loads(about(path)["about"]), "progress": progress})
+
+    return change
+
+
 def with_about(**changed):
     return lambda path: save_file(load_file(path), path, metadata={**about(path), **changed})
 
@@ -82,7 +89,7 @@ DAMAGES = [
     (cut(0.999), "not a valid safetensors file"),
     (lambda path: path.write_bytes(b"\xff" * 4000), "not a valid safetensors file"),
     (lambda path: path.write_bytes(b"\xff\xff\xff\x7f\0\0\0\0{" + b" " * 4000), "has a header of 2147"),
-    (with_about(format="another"), "has format 'another'; wanted is 'efficient-attn training 2'"),
+    (with_about(format="another"), "has format 'another'; wanted is 'efficient-attn training 3'"),
     (with_about(about="[1]"), "The description in .* is no JSON object"),
     (with_about(about="{" * 9999), "The description in .* is no strict JSON"),
     (with_about(about='{"a": 1, "a": 2}'), "The description in .* is no strict JSON: 'a' stands twice"),
@@ -93,12 +100,13 @@ DAMAGES = [
     (with_tensor(NORM, torch.full((8,), float("nan"))), f"holds '{NORM}' with entries that are not finite"),
     (with_tensor("model.own", ONE), "has the unexpected tensor 'model.own'"),
     (with_tensor("optimiser.own.step", ONE), "has the unexpected tensor 'optimiser.own.step'"),
-    (with_tensor("curve", None), "it lacks 'curve'"),
-    (with_tensor("curve", torch.ones(4).double()), "'curve' is"),
-    (with_tensor("curve", torch.ones(1, 4).double()), "damaged: its curve cannot be that of this run"),
-    (with_tensor("recent", torch.ones(5).double()), "damaged"),
-    (with_tensor("seconds", torch.ones(2, 2).double()), "'seconds' is"),
-    (with_tensor("seconds", -torch.ones(2).double()), "damaged"),
+    (with_progress(None), "damaged: its progress is not readable"),
+    (with_progress({"curve": [[2, 1.0, 1.0]]}), "damaged: its progress is not readable: .* length 4"),
+    (with_progress({"curve": [[1, 1.0, 1.0, 1.0]]}), "damaged: its curve cannot be that of this run"),
+    (with_progress({"recent": [1.0] * 5}), "damaged: its curve cannot be that of this run"),
+    (with_progress({"recent": [True]}), "damaged: its progress is not readable"),
+    (with_progress({"trained_s": [2.0]}), "damaged: its progress is not readable"),
+    (with_progress({"trained_s": -1.0}), "damaged: its progress is not readable"),
 ]  # fmt: skip
 
 
@@ -171,13 +179,13 @@ def test_a_damaged_checkpoint_ends_in_advice_that_works():
 
 def test_a_checkpoint_of_another_model_is_refused_before_its_tensors_are_read(monkeypatch):
     with_tensor(NORM, torch.ones(3))(CHECKPOINT)
-    load = tensor_files.load_tensors
+    load = checkpoints.load_tensors
 
     def others(path, names):
         assert path != CHECKPOINT, "its tensors were read"
         return load(path, names)
 
-    monkeypatch.setattr(tensor_files, "load_tensors", others)
+    monkeypatch.setattr(checkpoints, "load_tensors", others)
     with pytest.raises(DataError, match="of another model"):
         go_on()
 
@@ -223,7 +231,7 @@ def test_a_model_of_somebodys_own_backend_is_read_with_that_backend():
 
 
 def test_a_checkpoint_is_no_model():
-    with pytest.raises(DataError, match="has format 'efficient-attn training 2'; wanted is"):
+    with pytest.raises(DataError, match="has format 'efficient-attn training 3'; wanted is"):
         ea.read_model(CHECKPOINT)
 
 

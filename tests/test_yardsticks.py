@@ -24,7 +24,7 @@ def test_records_tables_and_plots_hold_the_metric(metric, quantities):
     assert results.plot().get_ylabel().replace("\n", " ") == title.lower()
 
 
-def test_inputs_and_features_vary_apart():
+def test_the_interval_over_several_seeds_of_the_inputs_is_that_of_their_medians():
     results = ea.mse(["performer-positive"], **{**SMALL, "sizes": (64,), "draws": 8}, data_seeds=3)
     records = [r for r in results.records if r.case.backend == "performer-positive"]
     assert [r.case.seed for r in records] == [0, 1, 2]
@@ -32,14 +32,11 @@ def test_inputs_and_features_vary_apart():
     (point,) = panel.curves[0].points
     medians = sorted(float(torch.tensor(r.output_relative_error_draws).quantile(0.5)) for r in records)
     assert (point.draws, point.data_seeds) == (8, 3)
-    assert (point.data_low, point.value, point.data_high) == pytest.approx(medians)
-    assert point.low < point.value < point.high
-    notes = " ".join(results.tables()[0].notes)
-    assert "medians of 8 draws; ± is the 95 % interval over draws" in notes
-    assert "medians of 3 seeds of the inputs; their range is at most" in notes
-    assert "bars: range over 3 seeds of the inputs" in texts(results.plot().figure)
+    assert (point.low, point.value, point.high) == pytest.approx(medians)
+    assert "±: median of 3 seeds of the inputs and its range." in results.tables()[0].notes
+    assert "bands: median of 3 seeds of the inputs and its range" in texts(results.plot().figure)
 
 
-def test_a_single_draw_is_said_to_tell_nothing_of_others():
+def test_a_single_draw_has_no_interval():
     notes = ea.mse(["performer-trig"], **{**SMALL, "draws": 1}).tables()[0].notes
-    assert any("one draw, and no measure of the distance of another one" in note for note in notes)
+    assert not any(note.startswith("±") for note in notes)

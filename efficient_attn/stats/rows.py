@@ -2,13 +2,13 @@
 
 from typing import Any
 
-from efficient_attn.runner.quantity import FIELDS, samples
+from efficient_attn.runner.quantity import FIELDS, QUANTITIES, samples
 from efficient_attn.runner.record import Record
 from efficient_attn.stats.rounds import call_time
 
 
 def flat_row(record: Record) -> dict[str, Any]:
-    """One flat row: options as columns of their own, times by their median, raw lists left out."""
+    """One flat row: options in columns, times by their median, curves by their last entry, no raw lists."""
     row = _flat(record)
     if record.times_s:
         times = call_time(record)
@@ -36,4 +36,6 @@ def sample_rows(record: Record) -> list[dict[str, Any]]:
 def _flat(record: Record) -> dict[str, Any]:
     lists = {name for name, field in FIELDS.items() if field.type in ("numbers", "whole numbers")}
     row = {name: value for name, value in record.row().items() if name not in lists | {"options"}}
+    last = (one for one in QUANTITIES.values() if one.entry == "last" and getattr(record, one.field))
+    row |= {one.field: getattr(record, one.field)[-1] for one in last}
     return row | {f"option_{name}": value for name, value in record.case.options.items()}

@@ -69,7 +69,7 @@ class Plan:
         resources: Context that is held open while points are measured.
         lockstep: Points advance together: a round is begun for all of them or for none.
         told: Outcome of a record in the progress display; omitted: its status.
-        attach: The plan as it is continued in a folder, `attach(plan, folder, machine, resume=…, force=…)`.
+        attach: The plan as it is continued in a folder, `attach(plan, folder, resume=…)`.
         budget_s: Seconds of measuring unless the run names others.
         overview: Tables of a request that measures nothing.
     """

@@ -58,7 +58,7 @@ def run_plan(
             text = None if plan_file is None else plan_file(plan)
             cases = [point.case for point in plan.points]
             if plan.attach is not None:
-                plan = plan.attach(plan, folder, machine, resume=resume, force=force_resume)
+                plan = plan.attach(plan, folder, resume=resume)
             earlier = begin(folder, cases, machine, resume=resume, force=force_resume, plan=text)
         stack.enter_context(plan.resources)
         book, start = Book(folder, earlier.records), moment()

@@ -19,14 +19,12 @@ QUANTITIES = (
 
 
 class ErrorPoint(NamedTuple):
-    """Median error at one size, with separate intervals over draws and over inputs.
+    """Median error at one size.
 
     Attributes:
         size: Features, rank or window; None for a backend without a size.
-        value: Median over inputs of the medians over draws.
-        low, high: 95 % interval of the median over draws on the same inputs, averaged over the inputs.
-        data_low, data_high: 95 % interval of the median over inputs drawn with other seeds; None for a
-            single seed.
+        value: Median over seeds of the inputs of the medians over draws.
+        low, high: 95 % interval of the median over input seeds; over draws for a single seed.
         record: The first of its records.
         draws, data_seeds: Numbers of draws and of input seeds.
     """
@@ -36,10 +34,13 @@ class ErrorPoint(NamedTuple):
     low: float
     high: float
     record: Record
-    data_low: float | None = None
-    data_high: float | None = None
-    draws: int = 1
-    data_seeds: int = 1
+    draws: int
+    data_seeds: int
+
+    @property
+    def samples(self) -> int:
+        """Number of samples behind the interval."""
+        return self.data_seeds if self.data_seeds > 1 else self.draws
 
 
 class ErrorCurve(NamedTuple):
@@ -108,9 +109,15 @@ def panels(records: Iterable[Record], quantity: str) -> tuple[Panel, ...]:
     return tuple(_panel(group, quantity) for group in groups.values())
 
 
-def interval(samples: int) -> str:
-    """The name of the interval around the median of this number of samples."""
-    return "95 % interval" if samples >= FEWEST_FOR_95 else "range"
+def interval(points: Sequence[ErrorPoint]) -> str:
+    """`median of 6 draws and its 95 % interval`; empty if every error was measured once."""
+    most = max(points, key=lambda point: point.samples, default=None)
+    if most is None or most.samples == 1:
+        return ""
+    edges = "95 % interval" if most.samples >= FEWEST_FOR_95 else "range"
+    if most.data_seeds == 1:
+        return f"median of {most.draws} draws and its {edges}, on the same inputs"
+    return f"median of {most.data_seeds} seeds of the inputs and its {edges}"
 
 
 def below_from(curve: ErrorCurve, yardstick: float) -> int | None:
@@ -155,19 +162,17 @@ def _curve(label: str, records: Sequence[Record], quantity: str) -> ErrorCurve:
 
 def _point(records: Sequence[Record], quantity: str) -> ErrorPoint:
     """One size, from one record per input seed."""
-    found = [middle(_draws(record, quantity)) for record in records]
-    over_data = middle([one.median for one in found])
-    several = len(found) > 1
+    over_draws = [middle(_draws(record, quantity)) for record in records]
+    several = len(records) > 1
+    found = middle([one.median for one in over_draws]) if several else over_draws[0]
     return ErrorPoint(
         size=sized(records[0].case).size,
-        value=over_data.median,
-        low=sum(one.low / len(found) for one in found),
-        high=sum(one.high / len(found) for one in found),
+        value=found.median,
+        low=found.low,
+        high=found.high,
         record=records[0],
-        data_low=over_data.low if several else None,
-        data_high=over_data.high if several else None,
-        draws=min(one.samples for one in found),
-        data_seeds=len(found),
+        draws=min(one.samples for one in over_draws),
+        data_seeds=len(records),
     )
 
 

@@ -27,43 +27,23 @@ Styles = Mapping[str, Mapping[str, Any]]
 
 
 def error_plot(records: Sequence[Record], y: str = RELATIVE) -> Plot:
-    """The error of every backend against its size: a chart for each input, sources below each other."""
+    """The error of every backend against its size, a chart for each input."""
     quantity = quantity_in(records, y)
     shown = panels(records, quantity)
     styles = line_styles(
         list({curve.label: curve.backend for panel in shown for curve in panel.curves}.items())
     )
-    rows: list[tuple[Chart | None, ...]] = []
-    columns = 1 if len(shown) == 1 else 2
-    for source in dict.fromkeys(panel.source for panel in shown):
-        # Inputs of one source share a scale, so that they can be compared.
-        group = [panel for panel in shown if panel.source == source]
-        scale = _limits(group)
-        row = in_rows([_chart(panel, styles, scale, quantity) for panel in group], columns)
-        rows += [one + (None,) * (columns - len(one)) for one in row]
-    title_ = f"{NAMES[quantity]} against exact softmax attention"
-    return Plot(title_, _conditions(shown), tuple(rows), tuple(_entries(shown, styles)))
-
-
-def _conditions(shown: Sequence[Panel]) -> str:
-    """The meaning of lines, bands and bars."""
-    points = [point for panel in shown for curve in panel.curves for point in curve.points]
-    draws = max((point.draws for point in points), default=1)
-    seeds = max((point.data_seeds for point in points), default=1)
-    parts = ["reference in float64"]
-    parts += [f"lines and bands: median of {draws} draws and its {interval(draws)}"] if draws > 1 else []
-    parts += [f"bars: {interval(seeds)} over {seeds} seeds of the inputs"] if seeds > 1 else []
-    exact = {
-        curve.label: max(
-            one.points[0].value for panel in shown for one in panel.curves if one.label == curve.label
-        )
-        for panel in shown
-        for curve in panel.curves
-        if not _has_sizes(curve)
+    # Inputs of one source share a scale, so that they can be compared.
+    scales = {
+        source: _limits([panel for panel in shown if panel.source == source])
+        for source in {panel.source for panel in shown}
     }
-    small = {label: value for label, value in exact.items() if _is_rounding(value, shown)}
-    parts += [f"{', '.join(small)}: rounding, at most {show_error(max(small.values()))}"] if small else []
-    return "; ".join([*parts, "markers that would coincide are left out"])
+    charts = [_chart(panel, styles, scales[panel.source], quantity) for panel in shown]
+    found = interval([point for panel in shown for curve in panel.curves for point in curve.points])
+    bands = f"; lines and bands: {found}" if found else ""
+    conditions = f"reference in float64{bands}; errors at rounding are left out"
+    title = f"{NAMES[quantity]} against exact softmax attention"
+    return Plot(title, conditions, in_rows(charts, 1 if len(shown) == 1 else 2))
 
 
 def _chart(panel: Panel, styles: Styles, scale: tuple[float, float], quantity: str) -> Chart:
@@ -73,7 +53,7 @@ def _chart(panel: Panel, styles: Styles, scale: tuple[float, float], quantity: s
         series.append(Series(MEAN_OF_VALUES, (), (panel.yardstick,), UNIFORM_STYLE))
     for curve in panel.curves:
         if curve not in above and (_has_sizes(curve) or not _is_rounding(curve.points[0].value, [panel])):
-            series += _series(curve, styles[curve.label])
+            series.append(_series(curve, styles[curve.label]))
     sizes = {point.size for curve in panel.curves for point in curve.points if point.size is not None}
     return Chart(
         Axis(
@@ -90,18 +70,12 @@ def _chart(panel: Panel, styles: Styles, scale: tuple[float, float], quantity: s
     )
 
 
-def _series(curve: ErrorCurve, style: Mapping[str, Any]) -> list[Series]:
+def _series(curve: ErrorCurve, style: Mapping[str, Any]) -> Series:
     points = [point for point in curve.points if point.size is not None]
     if not points:
-        return [Series(curve.label, (), (curve.points[0].value,), style)]
+        return Series(curve.label, (), (curve.points[0].value,), {**style, "marker": ""})
     x, y, low, high = (tuple(getattr(p, name) for p in points) for name in ("size", "value", "low", "high"))
-    thin = {"markersize": 4, "linewidth": 1.5}
-    line = Series(curve.label, x, y, {**style, **thin}, low, high)
-    if points[0].data_low is None:
-        return [line]
-    low, high = (tuple(getattr(p, name) for p in points) for name in ("data_low", "data_high"))
-    bars = {"color": style["color"], "linestyle": "none", "marker": ""}
-    return [line, Series("", x, y, bars, low, high, bars=True, entry="")]
+    return Series(curve.label, x, y, {**style, "markersize": 4, "linewidth": 1.5}, low, high)
 
 
 def _range(curve: ErrorCurve) -> str:
@@ -129,15 +103,3 @@ def _is_rounding(value: float, shown: Sequence[Panel]) -> bool:
 def _has_sizes(curve: ErrorCurve) -> bool:
     """Whether a curve is a line over sizes, rather than one number."""
     return any(point.size is not None for point in curve.points)
-
-
-def _entries(shown: Sequence[Panel], styles: Styles) -> list[Series]:
-    """The lines and the baseline."""
-    curves = {curve.label: curve for panel in shown for curve in panel.curves}
-    entries = [Series(label, (), (), styles[label]) for label, curve in curves.items() if _has_sizes(curve)]
-    entries.append(Series(MEAN_OF_VALUES, (), (), UNIFORM_STYLE))
-    return entries + [
-        Series(label, (), (), {**styles[label], "marker": ""})
-        for label, curve in curves.items()
-        if not _has_sizes(curve) and not _is_rounding(max(p.value for p in curve.points), shown)
-    ]

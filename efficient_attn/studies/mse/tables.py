@@ -24,9 +24,9 @@ def error_tables(records: Sequence[Record]) -> list[Table]:
 
 
 def show_point(point: ErrorPoint) -> str:
-    """The value, with half the width of its interval over draws where there were several."""
+    """The value, with half the width of its interval where there were several samples."""
     shown = show_error(point.value)
-    if point.draws == 1 or not point.value:
+    if point.samples == 1 or not point.value:
         return shown
     spread = max(point.high - point.value, point.value - point.low) / point.value
     return f"{shown} ±{spread:.0%}"
@@ -47,10 +47,8 @@ def _table(panel: Panel, quantity: str) -> Table:
         tuple(rows),
         (
             *([CONCATENATED_NOTE] if panel.source == CONCATENATED else []),
-            *_draws_note(panel),
-            *_data_note(panel),
+            *_interval_note(panel),
             *_odd_note(panel, sizes),
-            *_unsafe_notes(panel),
             *_failures(panel),
         ),
     )
@@ -67,48 +65,9 @@ def _odd_note(panel: Panel, sizes: Sequence[int]) -> list[str]:
     return [f"{', '.join(sorted(odd))}: sizes are odd, each one more than its column says."] if odd else []
 
 
-def _draws_note(panel: Panel) -> list[str]:
-    """`Random features: medians of 8 draws; ± is the 95 % interval over draws on the same inputs.`"""
-    counts = sorted({point.draws for curve in panel.curves if curve.random for point in curve.points})
-    if not counts:
-        return []
-    if counts == [1]:
-        return ["Random features: one draw, and no measure of the distance of another one."]
-    number = ", ".join(map(str, counts))
-    return [
-        f"Random features: medians of {number} draws; ± is the {interval(counts[0])} over draws on the same "
-        "inputs."
-    ]
-
-
-def _data_note(panel: Panel) -> list[str]:
-    """How far the medians move from one draw of the inputs to another."""
-    moved = [
-        (max((point.data_high or 0) - point.value, point.value - (point.data_low or 0)) / point.value, curve)
-        for curve in panel.curves
-        for point in curve.points
-        if point.data_seeds > 1 and point.value
-    ]
-    if not moved:
-        return []
-    widest, curve = max(moved, key=lambda one: one[0])
-    count = curve.points[0].data_seeds
-    return [
-        f"Inputs: medians of {count} seeds of the inputs; their {interval(count)} is at most ±{widest:.0%} "
-        f"({curve.label}), apart from that over draws."
-    ]
-
-
-def _unsafe_notes(panel: Panel) -> list[str]:
-    notes = []
-    for curve in panel.curves:
-        shares = [point.record.unsafe_rows for point in curve.points if point.record.unsafe_rows is not None]
-        if shares and max(shares) > 0:
-            notes.append(
-                f"{curve.label}: the sum of the weights is zero or negative in "
-                f"{min(shares):.2%} to {max(shares):.2%} of the rows."
-            )
-    return notes
+def _interval_note(panel: Panel) -> list[str]:
+    found = interval([point for curve in panel.curves for point in curve.points])
+    return [f"±: {found}."] if found else []
 
 
 def _failures(panel: Panel) -> list[str]:

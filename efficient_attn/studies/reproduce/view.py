@@ -1,17 +1,18 @@
 """Views of the records of a figure: its tables, its plot, and a verdict on every claim."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from efficient_attn.report.table import Table, to_markdown
 from efficient_attn.runner.record import Record
 from efficient_attn.stats.noise_warnings import IDLE, disturbance, doubts
 from efficient_attn.stats.verdicts import Finding, not_measured
-from efficient_attn.studies.reproduce.figures import Figure, find, list_figures
+from efficient_attn.studies.reproduce.figures import find, list_figures
 from efficient_attn.studies.reproduce.plan import FIGURE
 from efficient_attn.studies.view import Environment, Plots
 
 
-def figure_of(environment: Environment) -> tuple[str, Figure] | None:
+def figure_of(environment: Environment) -> tuple[str, Any] | None:
     """The name of a run's figure and the figure, from the command if the run was written before."""
     command = environment.get("command")
     words = [environment.get(FIGURE), *(command if isinstance(command, list) else [])]

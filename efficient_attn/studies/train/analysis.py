@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -82,11 +82,6 @@ def training_runs(records: Iterable[Record]) -> tuple[TrainingRun, ...]:
     return tuple(map(_run, groups.values()))
 
 
-def rows(records: Iterable[Record], environment: Any = None) -> list[dict[str, Any]]:
-    """One flat row per model."""
-    return [_row(run, one) for run in training_runs(records) for one in run.curves]
-
-
 def _run(records: list[Record]) -> TrainingRun:
     exact = next((record for record in records if record.case.backend == YARDSTICK), None)
     seconds = [_whole(record.train_seconds_s) for record in records]
@@ -142,25 +137,3 @@ def _whole(values: tuple[float, ...] | None) -> tuple[float, ...]:
 
 def _place(one: TrainingCurve) -> tuple[bool, float]:
     return one.final is None, one.final.value if one.final else 0.0
-
-
-def _row(run: TrainingRun, one: TrainingCurve) -> dict[str, Any]:
-    record, final, beyond = one.record, one.final, one.beyond_exact
-    return {
-        "label": one.label,
-        "backend": one.backend,
-        **{name: getattr(record.case, name) for name in _SHARED},
-        "step": one.steps[-1] if one.steps else None,
-        "train_s": one.seconds_s[-1] if one.seconds_s else None,
-        "steps_per_s": one.steps_per_s,
-        "held_out_bits_per_byte": final.value if final else None,
-        "interval_half": final.half if final else None,
-        "beyond_exact": beyond.value if beyond else None,
-        "beyond_exact_half": beyond.half if beyond else None,
-        "common_s": run.common_s,
-        "held_out_bits_per_byte_at_common_s": one.at_common_time,
-        "state_bytes": record.state_bytes,
-        "parameter_bytes": record.parameter_bytes,
-        "status": record.status,
-        "reason": record.reason,
-    }

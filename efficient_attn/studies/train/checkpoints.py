@@ -1,66 +1,64 @@
-"""Where a run of training keeps its models: of each a checkpoint to go on from, and the best one to use."""
+"""Checkpoints of training and the best models: safetensors files with a description and a checksum."""
 
+import hashlib
+import json
 from collections.abc import Mapping
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import msgspec
 import torch
+from safetensors.torch import save
 from torch import Tensor
 
-from efficient_attn.backends import list_backends, spec
+from efficient_attn.backends import list_backends
 from efficient_attn.errors import DataError
-from efficient_attn.problem import AttentionProblem
-from efficient_attn.report.files import slug
+from efficient_attn.report.files import slug, write
 from efficient_attn.runner.sizes import SEED
 from efficient_attn.runner.variants import Variant
-from efficient_attn.studies.train.tensor_files import (
-    check_like,
-    describe_tensors,
-    read_tensors,
-    write_tensors,
-)
-from efficient_attn.studies.train.trainer import Trainer, under
+from efficient_attn.strict import read_object
+from efficient_attn.studies.train.trainer import Progress, Trainer
+from efficient_attn.tensor_headers import load_tensors, read_header
 from efficient_attn.transformer.language_model import LanguageModel
 
 CHECKPOINTS, MODELS = "checkpoints", "models"
-_CHECKPOINT, _MODEL = "efficient-attn training 2", "efficient-attn language model 2"
+_CHECKPOINT, _MODEL = "efficient-attn training 3", "efficient-attn language model 2"
+_FORMAT, _ABOUT, _CHECKSUM, _PROGRESS = "format", "about", "sha256", "progress"
 
-# Entries that may differ with --force-resume; the curve is then no longer bitwise reproducible.
-_ENVIRONMENT = ("torch", "processor", "threads", "device")
-
-
-def _about(trainer: Trainer, machine: Mapping[str, Any]) -> dict[str, Any]:
-    """All that the curve of a trainer follows from."""
-    return {
-        "backend": trainer.variant.label,
-        **{f"{trainer.variant.backend}.{name}": value for name, value in trainer.variant.options.items()},
-        **asdict(trainer.config),
-        "text": trainer.text.sha256,
-        "torch": torch.__version__,
-        "processor": machine.get("processor"),
-    }
+# Entries of the configuration that may differ with --force-resume; the folder of the run checks them.
+_ENVIRONMENT = ("threads", "device")
 
 
-def save_checkpoint(folder: Path, trainer: Trainer, machine: Mapping[str, Any]) -> None:
+class Described(NamedTuple):
+    """Description of a file, read before its tensors.
+
+    Attributes:
+        tensors: Shape and dtype of each, without data.
+        about: The description that was written with them.
+        metadata: The texts of the file's header.
+    """
+
+    path: Path
+    tensors: dict[str, Tensor]
+    about: dict[str, Any]
+    metadata: dict[str, str]
+
+
+def save_checkpoint(folder: Path, trainer: Trainer) -> None:
     """Write the checkpoint, and the model if its last evaluation is its best."""
     for kind in (CHECKPOINTS, MODELS):
         (folder / kind).mkdir(exist_ok=True)
-    if trainer.curve and not trainer.recent and trainer.best == trainer.curve[-1]:
-        _save_model(model_path(folder, trainer.variant), trainer)
-    write_tensors(
-        _file(folder, CHECKPOINTS, trainer.variant),
-        trainer.tensors(),
-        _about(trainer, machine),
-        format=_CHECKPOINT,
-    )
+    progress = trainer.progress
+    best = min(progress.curve, key=lambda point: point.held_out, default=None)
+    if best is not None and not progress.recent and best == progress.curve[-1]:
+        _save_model(_file(folder, MODELS, trainer.variant), trainer)
+    about = {**_about(trainer), _PROGRESS: msgspec.to_builtins(progress)}
+    write_tensors(_file(folder, CHECKPOINTS, trainer.variant), trainer.tensors(), about, format=_CHECKPOINT)
 
 
-def load_checkpoint(folder: Path, trainer: Trainer, machine: Mapping[str, Any], *, force: bool) -> None:
+def load_checkpoint(folder: Path, trainer: Trainer) -> None:
     """Restore a trainer from its checkpoint, if there is one.
-
-    Args:
-        force: Accept a checkpoint of another environment.
 
     Raises:
         DataError: If the checkpoint is damaged, or of a run with other options.
@@ -69,26 +67,45 @@ def load_checkpoint(folder: Path, trainer: Trainer, machine: Mapping[str, Any], 
     if not path.exists():
         return
     described = describe_tensors(path, format=_CHECKPOINT)
-    known, now = described.about, _about(trainer, machine)
-    unlike = {name for name in {*known, *now} if known.get(name) != now.get(name)}
-    for name in sorted(unlike - set(_ENVIRONMENT)):
-        told = "another text" if name == "text" else f"{name}={known.get(name)}, not {now.get(name)}"
+    known, now = described.about, _about(trainer)
+    for name in sorted(name for name in now if known.get(name) != now[name]):
+        other = "another text" if name == "text" else f"{name}={known.get(name)}, not {now[name]}"
         raise DataError(
-            f"out: {folder} was begun with {told[:100]} ({trainer.variant.label}). Give the options of that "
+            f"out: {folder} was begun with {other[:100]} ({trainer.variant.label}). Give the options of that "
             "run, or name a new folder; nothing there was changed."
         )
-    changed = "; ".join(
-        f"{name} was {known.get(name)}, is {now.get(name)}" for name in _ENVIRONMENT if name in unlike
-    )
-    if changed and not force:
-        raise DataError(
-            f"out: {folder} was begun in another environment: {changed[:200]}. Name a new folder, or mix "
-            "them with --force-resume."
-        )
-    _check_shapes(path, described.tensors, trainer)
-    tensors = read_tensors(described)
-    _check_curve(path, tensors, trainer)
-    trainer.restore(tensors)
+    _check_like(path, described.tensors, trainer.tensors())
+    try:
+        progress = msgspec.convert(known.get(_PROGRESS), Progress)
+    except msgspec.ValidationError as error:
+        raise DataError(f"{path} is damaged: its progress is not readable: {str(error)[:200]}.") from None
+    every = trainer.config.every
+    steps = [every * number for number in range(1, len(progress.curve) + 1)]
+    if [point.step for point in progress.curve] != steps or len(progress.recent) > every:
+        raise DataError(f"{path} is damaged: its curve cannot be that of this run.")
+    trainer.restore(read_tensors(described), progress)
+
+
+def _about(trainer: Trainer) -> dict[str, Any]:
+    """All that the curve of a trainer follows from."""
+    config = {name: value for name, value in asdict(trainer.config).items() if name not in _ENVIRONMENT}
+    options = {f"{trainer.variant.backend}.{name}": one for name, one in trainer.variant.options.items()}
+    return {"backend": trainer.variant.label, **options, **config, "text": trainer.text.sha256}
+
+
+def _save_model(path: Path, trainer: Trainer) -> None:
+    config, variant = trainer.config, trainer.variant
+    about = {
+        "backend": variant.backend,
+        # The draws are among the tensors.
+        "options": {name: value for name, value in variant.options.items() if name != SEED},
+        **{name: getattr(config, name) for name in ("model_dim", "num_heads", "num_layers", "positions")},
+        "max_tokens": config.tokens,
+        "text": trainer.text.name,
+        "step": trainer.step,
+        "held_out_bits_per_byte": trainer.progress.curve[-1].held_out,
+    }
+    write_tensors(path, trainer.model.state_dict(), about, format=_MODEL)
 
 
 def read_model(path: str | Path, *, backend: Any = None) -> LanguageModel:
@@ -107,7 +124,7 @@ def read_model(path: str | Path, *, backend: Any = None) -> LanguageModel:
     if backend is None and name not in list_backends():
         raise DataError(f"{path} has a model around {str(name)[:80]!r}, which is in no table; give backend=.")
     try:
-        _check_size(path, about, described.tensors, name if backend is None else None)
+        _check_size(path, about, described.tensors)
         with torch.random.fork_rng(devices=()):
             model = LanguageModel(
                 about["model_dim"],
@@ -123,89 +140,90 @@ def read_model(path: str | Path, *, backend: Any = None) -> LanguageModel:
     except DataError:
         raise
     except Exception as error:  # A description that was made up can make them raise anything.
-        told = " ".join(str(error).split())[:200] or type(error).__name__
-        raise DataError(f"{path} does not hold a model that can be built: {told}") from None
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        raise DataError(f"{path} does not hold a model that can be built: {reason}") from None
     return model.eval()
 
 
-def _save_model(path: Path, trainer: Trainer) -> None:
-    config, variant = trainer.config, trainer.variant
-    about = {
-        "backend": variant.backend,
-        # The draws are among the tensors.
-        "options": {name: value for name, value in variant.options.items() if name != SEED},
-        **{name: getattr(config, name) for name in ("model_dim", "num_heads", "num_layers", "positions")},
-        "max_tokens": config.tokens,
-        "text": trainer.text.name,
-        "step": trainer.step,
-        "held_out_bits_per_byte": trainer.curve[-1].held_out,
-    }
-    write_tensors(path, trainer.model.state_dict(), about, format=_MODEL)
-
-
-def model_path(folder: Path, variant: Variant) -> Path:
-    """Where the best model of a variant is, once there is one."""
-    return _file(folder, MODELS, variant)
+def _check_size(path: Path, about: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    """Refuse a description of more than the file holds, before memory is taken for it."""
+    embedding, held = tensors.get("embedding.weight"), sum(map(Tensor.numel, tensors.values()))
+    shape = None if embedding is None else list(embedding.shape)
+    layers = sum(name.endswith(".attention.in_proj_weight") for name in tensors)
+    if shape != [256, about["model_dim"]] or layers != about["num_layers"]:
+        raise DataError(f"{path}: its tensors belong to another model.")
+    sizes = [value for value in about["options"].values() if isinstance(value, int)]
+    if about["positions"] == "learned":
+        sizes.append(about["max_tokens"] * about["model_dim"])
+    if max(sizes, default=0) > held:
+        raise DataError(f"{path} describes more numbers than it holds.")
 
 
 def _file(folder: Path, kind: str, variant: Variant) -> Path:
     return folder / kind / f"{slug(variant.label)}.safetensors"
 
 
-def _check_shapes(path: Path, tensors: Mapping[str, Tensor], trainer: Trainer) -> None:
-    """Refuse a checkpoint of another model before its tensors are read."""
-    wanted = trainer.tensors()
-    for name, parameter in trainer.model.named_parameters():
-        wanted |= _moments(f"optimiser.{name}.", parameter, tensors)
-    for name in ("curve", "held_out", "recent"):
-        # Any number of rows, each of the expected shape.
-        rows = tensors[name].shape[:1] if name in tensors else ()
-        wanted[name] = wanted[name].to("meta").new_empty((*rows, *wanted[name].shape[1:]))
-    check_like(path, tensors, wanted)
+def write_tensors(
+    path: Path, tensors: Mapping[str, Tensor], about: Mapping[str, Any], *, format: str
+) -> Path:
+    """Write tensors, with a description as JSON and a checksum in the file's metadata."""
+    whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    described = {_FORMAT: format, _ABOUT: json.dumps(about, allow_nan=False, ensure_ascii=False)}
+    described[_CHECKSUM] = _checksum(whole, described[_ABOUT])
+    return write(path, save(whole, metadata=described))
 
 
-def _check_curve(path: Path, tensors: Mapping[str, Tensor], trainer: Trainer) -> None:
-    """Refuse a curve that this trainer cannot have written."""
-    every, curve = trainer.config.every, tensors["curve"]
-    steps = [every * number for number in range(1, len(curve) + 1)]
-    numbers = [tensors[name].flatten() for name in ("curve", "held_out", "recent", "seconds")]
-    if (
-        curve[:, 0].tolist() != steps
-        or len(tensors["recent"]) > every
-        or bool((torch.cat(numbers) < 0).any())
-    ):
-        raise DataError(f"{path} is damaged: its curve cannot be that of this run.")
+def describe_tensors(path: Path, *, format: str) -> Described:
+    """The shapes of the tensors in a file and their description; no tensor is read.
+
+    Raises:
+        DataError: If it cannot be read, is cut off, exceeds a limit, or is no file of this format.
+    """
+    tensors, metadata = read_header(path)
+    if metadata.get(_FORMAT) != format:
+        raise DataError(f"{path} has format {str(metadata.get(_FORMAT))[:40]!r}; wanted is {format!r}.")
+    about = read_object(metadata.get(_ABOUT, ""), f"The description in {path}")
+    return Described(path, tensors, about, metadata)
 
 
-def _moments(prefix: str, parameter: Tensor, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """State of AdamW for a parameter; empty before its first gradient."""
-    if not under(prefix, dict(tensors)):
-        return {}
-    like = parameter.detach().cpu()
-    return {f"{prefix}step": torch.tensor(0.0), f"{prefix}exp_avg": like, f"{prefix}exp_avg_sq": like}
+def read_tensors(described: Described) -> dict[str, Tensor]:
+    """The tensors of a file, all finite and as they were written.
+
+    Raises:
+        DataError: If a bit of them or of their description is another one.
+    """
+    path = described.path
+    tensors = load_tensors(path, described.tensors)
+    if described.metadata.get(_CHECKSUM) != _checksum(tensors, described.metadata[_ABOUT]):
+        raise DataError(
+            f"{path} is damaged: its contents do not match its checksum. Restore the file from a copy, or "
+            "delete it and train this model again."
+        )
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point() and not tensor.isfinite().all():
+            raise DataError(f"{path} holds {name[:80]!r} with entries that are not finite.")
+    return tensors
 
 
-def _check_size(
-    path: Path, about: Mapping[str, Any], tensors: Mapping[str, Tensor], backend: str | None
-) -> None:
-    """Refuse a description of more than the file holds, before memory is taken for it."""
-    embedding, numbers = tensors.get("embedding.weight"), sum(map(Tensor.numel, tensors.values()))
-    layers = sum(name.endswith(".attention.in_proj_weight") for name in tensors)
-    if (
-        embedding is None
-        or list(embedding.shape) != [256, about["model_dim"]]
-        or layers != about["num_layers"]
-    ):
-        raise DataError(f"{path}: its tensors belong to another model.")
-    if about["positions"] == "learned" and about["max_tokens"] * about["model_dim"] > numbers:
-        raise DataError(f"{path} describes more numbers than it holds.")
-    if backend is None:
-        return
-    chosen = spec(backend)
-    known = {field.name for field in fields(chosen.options_type)}
-    if chosen.operations is None or not known >= about["options"].keys():
-        return
-    problem = AttentionProblem(head_dim=about["model_dim"] // about["num_heads"], causal=True)
-    counts = chosen.operations(problem, chosen.options_type(**about["options"]), 1, problem.head_dim)
-    if counts.learned + counts.drawn > numbers:
-        raise DataError(f"{path} describes more numbers than it holds.")
+def _checksum(tensors: Mapping[str, Tensor], about: str) -> str:
+    """SHA-256 of the description and of names, dtypes, shapes and bytes of all tensors."""
+    digest = hashlib.sha256(about.encode())
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        digest.update(f"\n{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
+        digest.update(tensor.flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def _check_like(path: Path, tensors: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> None:
+    """Refuse tensors of other names, shapes or dtypes than expected."""
+    if unlike := sorted(tensors.keys() ^ wanted.keys()):
+        has = "lacks" if unlike[0] in wanted else "has the unexpected tensor"
+        raise DataError(f"{path} is of another model: it {has} {unlike[0][:80]!r}.")
+    for name, tensor in wanted.items():
+        found = tensors[name]
+        if (found.shape, found.dtype) != (tensor.shape, tensor.dtype):
+            raise DataError(
+                f"{path} is of another model: {name!r} is {found.dtype} {list(found.shape)}, "
+                f"not {tensor.dtype} {list(tensor.shape)}."
+            )

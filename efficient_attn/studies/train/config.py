@@ -27,7 +27,6 @@ class TrainConfig:
         learning_rate: Peak, after `warmup` steps; it then falls with the root of the step.
         every: Steps from one evaluation, and one checkpoint, to the next.
         windows: Held-out windows of an evaluation.
-        redraw_every: Steps after which random features are resampled and calibrated again; 0: never.
         seed: Random seed of weights, batches and features.
     """
 
@@ -41,7 +40,6 @@ class TrainConfig:
     warmup: int
     every: int
     windows: int
-    redraw_every: int
     seed: int
     device: str
     threads: int
@@ -49,8 +47,7 @@ class TrainConfig:
     def __post_init__(self) -> None:
         for name in ("tokens", "batch", "model_dim", "num_heads", "num_layers", "warmup", "every", "windows"):
             positive_count("seq_len" if name == "tokens" else name, getattr(self, name))
-        for name in ("redraw_every", "seed"):
-            whole_number(name, getattr(self, name))
+        whole_number("seed", self.seed)
         if not 0 < self.learning_rate < float("inf"):
             raise OptionError(f"learning_rate is a finite number above 0, not {self.learning_rate!r}.")
 

@@ -18,7 +18,12 @@ def optimiser(model: nn.Module, *, weight_decay: float = 0.1) -> torch.optim.Ada
         {"params": [one for one in parameters if one.ndim > 1], "weight_decay": weight_decay},
         {"params": [one for one in parameters if one.ndim <= 1], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(groups, lr=1.0, betas=_BETAS)
+    made = torch.optim.AdamW(groups, lr=1.0, betas=_BETAS)
+    for one in parameters:
+        # The state that the first step would make: a checkpoint has the same tensors at any time.
+        zeros = {name: torch.zeros_like(one) for name in ("exp_avg", "exp_avg_sq")}
+        made.state[one] = {"step": torch.tensor(0.0), **zeros}
+    return made
 
 
 def rate_at(step: int, *, peak: float, warmup: int) -> float:

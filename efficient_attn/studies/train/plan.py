@@ -48,9 +48,6 @@ def plan(
     warmup: Annotated[int, Option(help="Steps up to the peak learning rate.", least=1)] = 20,
     every: Annotated[int, Option(help="Steps from one evaluation and checkpoint to the next.", least=1)] = 20,
     windows: Annotated[int, Option(help="Held-out windows of an evaluation.", least=2)] = 64,
-    redraw_every: Annotated[
-        int, Option(help="Steps after which random features are resampled; 0: never.", least=0)
-    ] = 0,
     device: shared.Device = "cpu",
     threads: shared.Threads = None,
     seed: shared.Seed = 0,
@@ -79,7 +76,6 @@ def plan(
         warmup=warmup,
         every=every,
         windows=windows,
-        redraw_every=redraw_every,
         seed=seed,
         device=machine.device,
         threads=machine.threads or 1,

@@ -18,27 +18,13 @@ _SHOWN_FROM = 0.2
 
 
 def training_plot(records: Sequence[Record]) -> Plot:
-    """A row of two charts for each run, and in the legend of a single run its last values."""
+    """A row of two charts for each run."""
     runs = [run for run in training_runs(records) if any(one.steps for one in run.curves)]
-    drawn = [one for run in runs for one in run.curves if one.steps]
-    last_first = sorted(drawn, key=lambda one: -one.held_out[-1])
-    styles = line_styles([(one.label, one.backend) for one in drawn])
-    legend = [
-        Series(
-            one.label,
-            (),
-            (),
-            {**styles[one.label], "marker": ""},
-            entry=f"{one.held_out[-1]:.3f}  {one.label}" if len(runs) == 1 else one.label,
-        )
-        for one in last_first
-    ]
+    styles = line_styles([(one.label, one.backend) for run in runs for one in run.curves if one.steps])
     return Plot(
         "Held-out bits per byte during training",
-        f"{heading(runs[0]) if len(runs) == 1 else ''}\n"
-        "the same batches and initial weights for all; numbers: after the last step",
+        f"{heading(runs[0]) if len(runs) == 1 else ''}\nthe same batches and initial weights for all",
         tuple(_charts(run, styles, heading(run) if len(runs) > 1 else "") for run in runs),
-        tuple(legend),
     )
 
 

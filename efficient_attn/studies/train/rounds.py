@@ -4,20 +4,19 @@ Background load then slows all models alike, and at the end of a round all have 
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
-from typing import Any
-
-import torch
 
 from efficient_attn.contained import contained, described
 from efficient_attn.errors import AttentionError, DataError, OptionError
 from efficient_attn.runner.interrupt import held
 from efficient_attn.runner.records import Record
 from efficient_attn.runner.variants import Variant
+from efficient_attn.runner.worker import threads
 from efficient_attn.studies.plan import Plan, Point
 from efficient_attn.studies.train.checkpoints import CHECKPOINTS, MODELS, load_checkpoint, save_checkpoint
 from efficient_attn.studies.train.config import TrainConfig
@@ -33,7 +32,6 @@ class Rounds:
         with threads(config.threads):
             self._trainers = [_trainer(variant, text, config) for variant in variants]
         self._folder: Path | None = None
-        self._machine: Mapping[str, Any] = {}
         # Evaluations that all models had before this run, and rounds of each model in it.
         self._before, self._rounds = 0, Counter[str]()
 
@@ -43,16 +41,14 @@ class Rounds:
             Point(
                 case=one.case,
                 measure=partial(self._round, one),
-                merge=partial(_record, one),
+                merge=itemgetter(-1),
                 rounds=rounds,
                 label=one.variant.label,
             )
             for one in self._trainers
         ]
 
-    def attach(
-        self, plan: Plan, folder: Path, machine: Mapping[str, Any], *, resume: bool, force: bool
-    ) -> Plan:
+    def attach(self, plan: Plan, folder: Path, *, resume: bool) -> Plan:
         """The plan continued from the checkpoints in the folder: models ahead of the others wait for them.
 
         Raises:
@@ -64,16 +60,17 @@ class Rounds:
                 f"out: {folder} holds {begun[0]} of another run. Go on with it by --resume, or name a "
                 "new folder."
             )
-        self._folder, self._machine = folder, machine
+        self._folder = folder
         if not resume:
             return plan
         for one in self._trainers:
-            load_checkpoint(folder, one, machine, force=force)
-        self._before = min(len(one.curve) for one in self._trainers)
+            load_checkpoint(folder, one)
+        done = {one.variant.label: len(one.progress.curve) for one in self._trainers}
+        self._before = min(done.values())
         points = [
             replace(point, rounds=(point.rounds or 0) - self._before)
-            for point, one in zip(plan.points, self._trainers, strict=True)
-            if len(one.curve) < (point.rounds or 0)
+            for point in plan.points
+            if done[point.case.label] < (point.rounds or 0)
         ]
         notes = [] if points else ["Nothing was left to do: every model has had its steps; raise --steps."]
         return replace(plan, points=points, notes=[*plan.notes, *notes])
@@ -90,8 +87,8 @@ class Rounds:
     def _round(self, one: Trainer, *, seconds: float = 0.0) -> Record:
         """Steps up to the next evaluation, and a checkpoint; an interruption waits for the end of a step."""
         self._rounds[one.variant.label] += 1
-        if len(one.curve) >= self._before + self._rounds[one.variant.label]:
-            return Record(case=one.case)
+        if len(one.progress.curve) >= self._before + self._rounds[one.variant.label]:
+            return one.record()
         try:
             while one.failed is None and not one.is_due:
                 with held(), contained():
@@ -104,15 +101,14 @@ class Rounds:
             raise
         except Exception as failure:  # External code may raise anything; the others are trained without it.
             one.failed = described(failure)
-        if one.failed is not None:
-            return one.record()
-        self._save(one)
-        return Record(case=one.case)
+        if one.failed is None:
+            self._save(one)
+        return one.record()
 
     def _save(self, one: Trainer) -> None:
         if self._folder is not None:
             with held():
-                save_checkpoint(self._folder, one, self._machine)
+                save_checkpoint(self._folder, one)
 
 
 def told(record: Record) -> str:
@@ -123,21 +119,6 @@ def told(record: Record) -> str:
     if not record.held_out_bits_per_byte or not record.train_steps:
         return label
     return f"{label}, step {record.train_steps[-1]}: {record.held_out_bits_per_byte[-1]:.3f} bits per byte"
-
-
-@contextmanager
-def threads(count: int) -> Iterator[None]:
-    """The number of torch's threads while the block runs."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
-def _record(one: Trainer, parts: Sequence[Record]) -> Record:
-    return one.record()
 
 
 def _trainer(variant: Variant, text: Text, config: TrainConfig) -> Trainer:

@@ -3,7 +3,6 @@
 import hashlib
 import platform
 import sysconfig
-from collections.abc import Iterable
 from pathlib import Path, PurePath
 from typing import NamedTuple
 
@@ -52,8 +51,16 @@ def read_text(path: str | Path | None, *, tokens: int) -> Text:
         parts = _library()
     else:
         name = PurePath(path).name
-        parts = _in_two(_bytes(Path(path)))
-    _check_length(path, *parts, tokens=tokens)
+        data = _bytes(Path(path))
+        end = len(data) - len(data) // _PARTS
+        parts = data[:end], data[end:]
+    size, needed = sum(map(len, parts)), _FEWEST_WINDOWS * (tokens + 1)
+    if len(parts[1]) < needed:
+        raise DataError(
+            f"text: {path or 'the standard library'} has {size} bytes. Windows of {tokens} tokens need "
+            f"{_PARTS * needed}, so that {_FEWEST_WINDOWS} can be held out: give a longer text or a smaller "
+            "seq_len."
+        )
     digest = hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()
     train, held_out = (np.frombuffer(part, dtype=np.uint8) for part in parts)
     return Text(name, train, held_out, digest)
@@ -97,41 +104,18 @@ def _bytes(path: Path) -> bytes:
     return data
 
 
-def _in_two(data: bytes) -> tuple[bytes, bytes]:
-    """The beginning to learn from, and the last part."""
-    held_out = len(data) // _PARTS
-    return data[: len(data) - held_out], data[len(data) - held_out :]
-
-
 def _library() -> tuple[bytes, bytes]:
     """The sources of the standard library: whole files, in the order of their names, every tenth held out."""
     root = Path(sysconfig.get_paths()["stdlib"])
     files = sorted(path for path in root.rglob("*.py") if not _LEFT_OUT & set(path.relative_to(root).parts))
     if not files:
         raise DataError(f"text: Python's standard library has no sources in {root}; give a file of text.")
-    return (
-        _joined(path for number, path in enumerate(files) if number % _PARTS),
-        _joined(path for number, path in enumerate(files) if number % _PARTS == 0),
-    )
-
-
-def _joined(paths: Iterable[Path]) -> bytes:
     try:
-        return b"\n".join(path.read_bytes() for path in paths)
+        texts = [path.read_bytes() for path in files]
     except OSError as error:
         raise DataError(
             f"text: cannot read {error.filename}: {error.strerror}; give a file of text."
         ) from None
-
-
-def _check_length(path: str | Path | None, train: bytes, held_out: bytes, *, tokens: int) -> None:
-    """Refuse a text with too few windows for training or evaluation."""
-    needed = _FEWEST_WINDOWS * _PARTS * (tokens + 1)
-    if len(held_out) >= _FEWEST_WINDOWS * (tokens + 1):
-        return
-    longest = len(held_out) // _FEWEST_WINDOWS - 1
-    shorter = f", or windows of {longest} tokens" if longest > 0 else ""
-    raise DataError(
-        f"text: {path or 'the standard library'} has {len(train) + len(held_out)} bytes. Windows of {tokens} "
-        f"tokens need {needed}, so that {_FEWEST_WINDOWS} can be held out: give a longer text{shorter}."
-    )
+    held_out = texts[::_PARTS]
+    del texts[::_PARTS]
+    return b"\n".join(texts), b"\n".join(held_out)

@@ -8,8 +8,9 @@ import math
 import time
 from contextlib import nullcontext, suppress
 from functools import cached_property
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
+import msgspec
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -29,50 +30,60 @@ from efficient_attn.transformer.language_model import LanguageModel
 
 _CALIBRATED_ON = "a batch of the training text"
 
+_NotNegative = Annotated[float, msgspec.Meta(ge=0)]
+
 
 class Point(NamedTuple):
     """One evaluation, in bits per byte; the training loss is the mean over the batches since the last one."""
 
-    step: float
-    trained_s: float
-    held_out: float
-    train: float
+    step: int
+    trained_s: _NotNegative
+    held_out: _NotNegative
+    train: _NotNegative
+
+
+class Progress(msgspec.Struct):
+    """The curve of a model, kept in its checkpoint.
+
+    Attributes:
+        curve: The evaluations.
+        held_out: Bits per byte of each held-out window at the last evaluation.
+        recent: Bits per byte of each batch since then.
+        trained_s: Seconds of all steps.
+    """
+
+    curve: list[Point] = []
+    held_out: list[_NotNegative] = []
+    recent: list[_NotNegative] = []
+    trained_s: _NotNegative = 0.0
 
 
 class Trainer:
-    """A language model around one backend, with its optimiser and its curve so far.
+    """A language model around one backend, with its optimiser and its progress.
 
     Attributes:
-        step: How many were done.
-        curve: The evaluations.
-        held_out: Bits per byte of each held-out window at the last evaluation.
-        recent: Losses since then.
-        trained_s: Seconds of all steps; `evaluated_s` of all evaluations.
-        failed: Why it does not go on; None: it does.
+        failed: Reason why it does not go on; None: it does.
     """
 
     def __init__(self, variant: Variant, text: Text, config: TrainConfig) -> None:
         self.variant, self.text, self.config = variant, text, config
         self.case = case_of(variant, text.name, config)
         self.model = build_model(variant, config).to(config.device)
-        self.step, self.trained_s, self.evaluated_s = 0, 0.0, 0.0
-        self.curve: list[Point] = []
-        self.held_out: tuple[float, ...] = ()
-        self.recent: list[float] = []
+        self.progress = Progress()
         self.failed: str | None = None
         self._optimiser = optimiser(self.model)
         self._windows = self._ids(windows(text.held_out, config.windows, tokens=config.tokens))
         self._calibrated = _calibrate(self.model, self._batch()[:, :-1])
 
     @property
-    def is_due(self) -> bool:
-        """Whether an evaluation comes next."""
-        return len(self.recent) >= self.config.every
+    def step(self) -> int:
+        """Number of steps that were done."""
+        return len(self.progress.curve) * self.config.every + len(self.progress.recent)
 
     @property
-    def spent_s(self) -> float:
-        """Seconds of all steps and evaluations."""
-        return self.trained_s + self.evaluated_s
+    def is_due(self) -> bool:
+        """Whether an evaluation comes next."""
+        return len(self.progress.recent) >= self.config.every
 
     def try_step(self) -> None:
         """One warm-up step of a discarded model; an error recurs, and is recorded, in the first real step."""
@@ -83,9 +94,6 @@ class Trainer:
         """One step: a batch, its loss, one update; a loss that is not finite ends the training."""
         start, config = time.perf_counter(), self.config
         ids = self._batch()
-        if config.redraw_every and self.step and self.step % config.redraw_every == 0:
-            _redraw(self.model, (config.seed, self.step))
-            _calibrate(self.model, ids[:, :-1])
         self.model.train()
         with seeded((config.seed, self.step)), nullcontext() if self.step else outputs_checked(self.model):
             loss = F.cross_entropy(self.model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
@@ -93,71 +101,51 @@ class Trainer:
             if not loss.isfinite() or not update(self.model, self._optimiser, loss, rate=rate):
                 self.failed = f"loss or gradient of step {self.step + 1} are not finite"
                 return
-        self.recent.append(float(loss.detach()) / math.log(2))
-        self.step += 1
-        self.trained_s += time.perf_counter() - start
+        self.progress.recent.append(float(loss.detach()) / math.log(2))
+        self.progress.trained_s += time.perf_counter() - start
 
     @torch.no_grad()
     def evaluate(self) -> None:
         """Note the bits per byte of the held-out windows in the curve."""
-        start = time.perf_counter()
+        progress = self.progress
         self.model.eval()
         parts = self._windows.split(self.config.batch)
         bits = torch.cat([_bits_per_byte(self.model, part) for part in parts])
-        point = Point(self.step, self.trained_s, float(bits.mean()), float(np.mean(self.recent)))
+        point = Point(self.step, progress.trained_s, float(bits.mean()), float(np.mean(progress.recent)))
         if math.isfinite(point.held_out):
-            self.held_out, self.recent = tuple(bits.tolist()), []
-            self.curve.append(point)
+            progress.held_out, progress.recent = bits.tolist(), []
+            progress.curve.append(point)
         else:
             self.failed = f"the loss of the held-out windows after step {self.step} is not finite"
-        self.evaluated_s += time.perf_counter() - start
-
-    @property
-    def best(self) -> Point | None:
-        """The evaluation with the fewest bits per byte."""
-        return min(self.curve, key=lambda point: point.held_out, default=None)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Everything to go on from, by name."""
-        names = {id(tensor): name for name, tensor in self.model.named_parameters()}
+        """All weights and the state of the optimiser, by name."""
         kept = {f"model.{name}": tensor for name, tensor in self.model.state_dict().items()}
-        for parameter, state in self._optimiser.state.items():
-            kept |= {f"optimiser.{names[id(parameter)]}.{name}": tensor for name, tensor in state.items()}
-        numbers = {
-            "curve": self.curve,
-            "held_out": self.held_out,
-            "recent": self.recent,
-            "seconds": [self.trained_s, self.evaluated_s],
-        }
-        kept |= {name: torch.tensor(value, dtype=torch.float64) for name, value in numbers.items()}
-        return kept | {"curve": kept["curve"].reshape(-1, len(Point._fields))}
-
-    def restore(self, tensors: dict[str, Tensor]) -> None:
-        """Restore the state returned by `tensors`; names and shapes were checked."""
-        self.model.load_state_dict(under("model.", tensors))
         for name, parameter in self.model.named_parameters():
-            if state := under(f"optimiser.{name}.", tensors):
-                self._optimiser.state[parameter] = {
-                    one: value.to(parameter.device if value.ndim else "cpu") for one, value in state.items()
-                }
-        self.curve = [Point(*row) for row in tensors["curve"].tolist()]
-        self.held_out = tuple(tensors["held_out"].tolist())
-        self.recent = tensors["recent"].tolist()
-        self.step = len(self.curve) * self.config.every + len(self.recent)
-        self.trained_s, self.evaluated_s = tensors["seconds"].tolist()
+            state = self._optimiser.state[parameter]
+            kept |= {f"optimiser.{name}.{entry}": tensor for entry, tensor in state.items()}
+        return kept
+
+    def restore(self, tensors: dict[str, Tensor], progress: Progress) -> None:
+        """Restore the state returned by `tensors`; names and shapes were checked."""
+        self.model.load_state_dict({name: tensors[f"model.{name}"] for name in self.model.state_dict()})
+        for name, parameter in self.model.named_parameters():
+            for entry, tensor in self._optimiser.state[parameter].items():
+                tensor.copy_(tensors[f"optimiser.{name}.{entry}"])
+        self.progress = progress
 
     def record(self) -> Record:
         """The curve as a record; of a model that failed as far as it got."""
-        curve = self.curve
+        curve = self.progress.curve
         return Record(
             case=self.case,
             status="ok" if self.failed is None else "error",
             reason=self.failed,
-            train_steps=tuple(int(point.step) for point in curve),
+            train_steps=tuple(point.step for point in curve),
             train_seconds_s=tuple(point.trained_s for point in curve),
             train_bits_per_byte=tuple(point.train for point in curve),
             held_out_bits_per_byte=tuple(point.held_out for point in curve),
-            held_out_bits_per_byte_windows=self.held_out,
+            held_out_bits_per_byte_windows=tuple(self.progress.held_out),
             parameter_bytes=parameter_bytes(self.model),
             state_bytes=self._state_bytes,
             calibrated_on=self._calibrated,
@@ -201,15 +189,3 @@ def _calibrate(model: LanguageModel, ids: Tensor) -> str | None:
         return None
     calibrate(model, ids)
     return _CALIBRATED_ON
-
-
-def _redraw(model: LanguageModel, seed: tuple[int, ...]) -> None:
-    """Give every layer other random features, if it has any."""
-    drawn = [one for one in _backends(model) if hasattr(one.core, "redraw")]
-    for one, own in zip(drawn, np.random.SeedSequence(seed).generate_state(len(drawn)), strict=True):
-        one.redraw(int(own))
-
-
-def under(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors whose names begin so, without the beginning."""
-    return {name.removeprefix(prefix): one for name, one in tensors.items() if name.startswith(prefix)}

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from functools import partial
 
 from efficient_attn.runner.records import Record
-from efficient_attn.studies.train.analysis import rows as rows
 from efficient_attn.studies.train.plot import TRAINING, training_plot
 from efficient_attn.studies.train.tables import sentences as sentences
 from efficient_attn.studies.train.tables import tables as tables

@@ -5,13 +5,11 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from efficient_attn.report.figures import Axis, Chart, Plot, Series, in_rows
-from efficient_attn.report.table import Table, show_growth
+from efficient_attn.report.table import Table
 from efficient_attn.runner.isolation import DEFAULT_ISOLATION, NONE
 from efficient_attn.runner.records import Case, Record
 from efficient_attn.runner.variants import select
-from efficient_attn.stats.growth import growth
-from efficient_attn.stats.rounds import call_time
-from efficient_attn.stats.verdicts import Finding, against_both, agrees, cost, costs_less, of_all, span
+from efficient_attn.stats.verdicts import Finding, against_both, cost, costs_less, span
 from efficient_attn.studies.costs import cost_points, measurer_for
 from efficient_attn.studies.plan import Plan
 from efficient_attn.studies.reproduce.figures import Setting
@@ -212,7 +210,6 @@ def findings(records: Sequence[Record]) -> list[Finding]:
     return [
         *(_saves(records, saved) for saved in (_TIME, _MEMORY)),
         *(_saves_more_and_more(records, saved) for saved in (_TIME, _MEMORY)),
-        _linear(records),
     ]
 
 
@@ -254,21 +251,3 @@ def _rises(line: Sequence[tuple[int, float]]) -> bool:
     """Whether no ratio is clearly below the one before, and the last clearly above the first."""
     kept = all(ratio >= before * (1 - _EQUAL) for (_, before), (_, ratio) in pairwise(line))
     return kept and line[-1][1] > line[0][1] * (1 + _EQUAL)
-
-
-def _linear(records: Sequence[Record]) -> Finding:
-    """The time of one sequence grows with the first power of its tokens."""
-    claim = "The time of a Linformer grows linearly with the length at one rank (section 4, figure 2)"
-    times = {
-        (record.case.tokens, _rank(record.case)): call_time(record).median / record.case.batch
-        for record in records
-        if record.times_s and record.case.backend == _LINFORMER
-    }
-    fits = {
-        f"rank {rank}": growth(*zip(*line, strict=True))
-        for rank, line in _lines(times).items()
-        if len(line) > 3
-    }
-    text = ", ".join(f"{show_growth(fit)} at {place}" for place, fit in fits.items())
-    measured = f"time of a sequence {text}" if text else "too few lengths of one rank"
-    return Finding(claim, measured, of_all({place: agrees(1, fit) for place, fit in fits.items()}))
