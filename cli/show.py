@@ -24,7 +24,7 @@ LayerOption = Annotated[
 ]
 HeadOption = Annotated[int, typer.Option(min=0, help="Which head of the layer.")]
 TokensOption = Annotated[
-    str, typer.Option(metavar="A:B", help="Those on the axes; backends read all of the inputs.")
+    str, typer.Option(metavar="A:B", help="Tokens on the axes; backends read all of the inputs.")
 ]
 
 

@@ -145,7 +145,7 @@ def test_bfloat16_is_what_it_is_asked_for_on_cuda(monkeypatch):
     ("wrong", "kind", "message"),
     [
         ({"of": "words"}, OptionError, "of is attention, block, encoder, not 'words'"),
-        ({"of": "block", "layers": 2}, OptionError, "layers are those of an encoder; of is 'block'"),
+        ({"of": "block", "layers": 2}, OptionError, "layers belong to an encoder; of is 'block'"),
         ({"of": "encoder", "layers": 0}, OptionError, "layers is at least 1"),
         ({"backends": [CEILING], "of": "block"}, OptionError, "is not a backend: it is measured with"),
         ({"dtype": "float8"}, OptionError, "dtype is auto, float64, float32"),

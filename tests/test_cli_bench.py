@@ -128,7 +128,7 @@ WRONG = [
         "--set performer-trig.num_features=many: num_features is a whole",
     ),
     (["--of", "encode"], "of is attention, block, encoder, not 'encode'"),
-    (["--layers", "2"], "layers are those of an encoder"),
+    (["--layers", "2"], "layers belong to an encoder"),
     (["--num-heads", "4,x"], "--num-heads"),
     (["--backend", "attention := v", "--of", "block"], "'attention := v' is not a backend"),
     (["--num-heads", "0"], "--num-heads"),

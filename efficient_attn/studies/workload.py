@@ -52,7 +52,7 @@ def workloads(workload: Workload, *, of: str | Sequence[str]) -> tuple[Workload,
     """
     subjects = dict.fromkeys(of.split(",") if isinstance(of, str) else of)
     if workload.layers is not None and "encoder" not in subjects:
-        raise OptionError(f"layers are those of an encoder; of is {', '.join(subjects)!r}.")
+        raise OptionError(f"layers belong to an encoder; of is {', '.join(subjects)!r}.")
     return tuple(
         settle(replace(workload, of=subject, layers=workload.layers if subject == "encoder" else None))
         for subject in subjects
@@ -82,7 +82,7 @@ def _layers(workload: Workload) -> int | None:
     """Number of blocks of an encoder; None for other subjects."""
     if workload.of != "encoder":
         if workload.layers is not None:
-            raise OptionError(f"layers are those of an encoder; of is {workload.of!r}.")
+            raise OptionError(f"layers belong to an encoder; of is {workload.of!r}.")
         return None
     if workload.layers is None:
         return _DEFAULT_LAYERS
