@@ -47,11 +47,18 @@ def former() -> list[str]:
 
 def quantities() -> list[str]:
     """Every quantity, with its unit, direction and kind of scatter."""
-    from efficient_attn.runner.schema import quantities_table
+    from efficient_attn.runner.quantity import CONDITIONS, QUANTITIES
     from efficient_attn.studies import studies
 
     studies()
-    return quantities_table().splitlines()
+    rows = [[one, one.better or "–", one.scatter or "–"] for one in QUANTITIES.values()]
+    rows += [[one, "–", f"condition: {one.condition}"] for one in CONDITIONS.values()]
+    named = [[_quantity(one), one.unit, one.meaning, better, scatter] for one, better, scatter in rows]
+    return table(["name", "unit", "meaning", "better", "scatter"], named)
+
+
+def _quantity(one: Any) -> str:
+    return f"`{one.name}`" if one.field == one.name else f"`{one.name}` (field `{one.field}`)"
 
 
 def fields() -> list[str]:

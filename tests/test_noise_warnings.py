@@ -21,7 +21,6 @@ QUIET = {
     "others_share": 0.01,
     "stolen_share": 0.0,
     "throttled_s": 0.0,
-    "throttles": 0,
     "loop_before_s": 1e-3,
     "loop_after_s": 1.05e-3,
     "gpu_slowed_by": None,
@@ -89,7 +88,6 @@ def test_what_is_wrong_with_a_point_is_told_with_the_flag_that_helps(name):
         ({"others_share": 0.3}, "Background load: other processes took 30% of all cores during the run"),
         ({"stolen_share": 0.1}, "Background load: the host gave 10% of all cores to other virtual machines"),
         ({"throttled_s": 2.0}, "Throttled: a quota withheld the cores for 2 s; use fewer --threads."),
-        ({"throttles": 3}, "Throttled: cores were slowed down 3 times due to heat"),
         ({"loop_after_s": 1.2e-3}, "Clock drift: a fixed loop took 20% longer after the run than before it"),
         ({"gpu_slowed_by": ["hw_slowdown"]}, "Throttled: the GPU lowered its clock (hw_slowdown)"),
     ],
@@ -177,14 +175,13 @@ def test_work_of_others_counts_and_work_of_ones_own_children_does_not():
     ("text", "seconds"),
     [
         ("usage_usec 5\nnr_throttled 2\nthrottled_usec 3000000\n", 3.0),
-        ("nr_periods 9\nnr_throttled 2\nthrottled_time 3000000000\n", 3.0),
         ("nr_periods 9\n", None),
     ],
 )
-def test_both_kinds_of_control_groups_tell_what_their_quota_withheld(tmp_path, monkeypatch, text, seconds):
+def test_control_groups_report_what_their_quota_withheld(tmp_path, monkeypatch, text, seconds):
     file = tmp_path / "cpu.stat"
     file.write_text(text)
-    monkeypatch.setattr(conditions, "_GROUPS", (tmp_path / "missing", file))
+    monkeypatch.setattr(conditions, "_QUOTA", file)
     assert conditions._throttled_s() == seconds
 
 

@@ -14,8 +14,7 @@ from efficient_attn.measure.environment import ask
 # A fixed loop: long enough for the clock, short enough that one of the runs is not preempted.
 _LOOP_STEPS, _LOOPS = 20_000, 100
 
-_THROTTLES = "/sys/devices/system/cpu/cpu*/thermal_throttle/core_throttle_count"
-_GROUPS = tuple(Path(f"/sys/fs/cgroup/{name}cpu.stat") for name in ("", "cpu/", "cpu,cpuacct/"))
+_QUOTA = Path("/sys/fs/cgroup/cpu.stat")
 
 # Reasons for lowered GPU clocks, as named by nvidia-smi; idling is harmless.
 _GPU_REASONS = ("hw_slowdown", "hw_thermal_slowdown", "hw_power_brake_slowdown", "sw_thermal_slowdown")
@@ -28,7 +27,6 @@ class Moment(NamedTuple):
         busy_s: Seconds of all cores in all processes; `own_s`: of this process and its finished children.
         stolen_s: CPU steal, seconds that the host gave to other virtual machines.
         throttled_s: Seconds withheld by the quota of the control group.
-        throttles: Number of thermal throttling events.
         loop_s: Shortest duration of a fixed loop.
     """
 
@@ -37,8 +35,6 @@ class Moment(NamedTuple):
     busy_s: float | None
     stolen_s: float | None
     throttled_s: float | None
-    throttles: int | None
-    load: float | None
     loop_s: float
 
 
@@ -46,16 +42,7 @@ def moment() -> Moment:
     """Current counters and speed; takes about ten milliseconds."""
     loop_s = min(_time_of_the_loop() for _ in range(_LOOPS))
     busy_s, stolen_s = _processor_seconds()
-    return Moment(
-        wall_s=time.monotonic(),
-        own_s=sum(os.times()[:4]),
-        busy_s=busy_s,
-        stolen_s=stolen_s,
-        throttled_s=_throttled_s(),
-        throttles=_throttles(),
-        load=os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
-        loop_s=loop_s,
-    )
+    return Moment(time.monotonic(), sum(os.times()[:4]), busy_s, stolen_s, _throttled_s(), loop_s)
 
 
 def between(before: Moment, after: Moment, *, device: str = "cpu") -> dict[str, Any]:
@@ -63,19 +50,16 @@ def between(before: Moment, after: Moment, *, device: str = "cpu") -> dict[str, 
 
     `others_share` and `stolen_share` are shares of the time of all cores.
     """
-    wall_s = after.wall_s - before.wall_s
-    all_s = max(wall_s, 1e-9) * (os.cpu_count() or 1)
-    busy_s, own_s = _difference(before.busy_s, after.busy_s), after.own_s - before.own_s
-    stolen_s = _difference(before.stolen_s, after.stolen_s)
+    wall_s, own_s, busy_s, stolen_s, throttled_s, _ = (
+        None if then is None or now is None else now - then for then, now in zip(before, after, strict=True)
+    )
+    all_s = max(wall_s or 0.0, 1e-9) * (os.cpu_count() or 1)
     return {
         "wall_s": wall_s,
         # The system counts in hundredths of a second, so that the difference may be slightly negative.
-        "others_share": None if busy_s is None else max(busy_s - own_s, 0.0) / all_s,
+        "others_share": None if busy_s is None else max(busy_s - (own_s or 0.0), 0.0) / all_s,
         "stolen_share": None if stolen_s is None else stolen_s / all_s,
-        "throttled_s": _difference(before.throttled_s, after.throttled_s),
-        "throttles": _difference(before.throttles, after.throttles),
-        "load_1min_before": before.load,
-        "load_1min_after": after.load,
+        "throttled_s": throttled_s,
         "loop_before_s": before.loop_s,
         "loop_after_s": after.loop_s,
         "gpu_slowed_by": _gpu_slowed_by(device),
@@ -111,26 +95,11 @@ def _processor_seconds() -> tuple[float | None, float | None]:
 
 
 def _throttled_s() -> float | None:
-    for file in _GROUPS:
-        try:
-            text = file.read_text()
-        except OSError:
-            continue
-        # cgroup v2 counts microseconds, v1 nanoseconds.
-        for name, unit in (("throttled_usec", 1e-6), ("throttled_time", 1e-9)):
-            found = re.search(rf"^{name} (\d+)$", text, flags=re.MULTILINE)
-            if found:
-                return int(found[1]) * unit
-    return None
-
-
-def _throttles() -> int | None:
-    root, _, pattern = _THROTTLES.partition("cpu*")
     try:
-        counts = [int(file.read_text()) for file in Path(root).glob(f"cpu*{pattern}")]
-    except (OSError, ValueError):
+        found = re.search(r"^throttled_usec (\d+)$", _QUOTA.read_text(), flags=re.MULTILINE)
+    except OSError:
         return None
-    return sum(counts) if counts else None
+    return int(found[1]) / 1e6 if found else None
 
 
 def _gpu_slowed_by(device: str) -> list[str] | None:
@@ -143,7 +112,3 @@ def _gpu_slowed_by(device: str) -> list[str] | None:
         return None
     states = answer.split(", ")
     return [reason for reason, state in zip(_GPU_REASONS, states, strict=False) if state.strip() == "Active"]
-
-
-def _difference(before: Any, after: Any) -> Any:
-    return None if before is None or after is None else after - before

@@ -12,17 +12,7 @@ from pathlib import Path
 from typing import Any
 
 # The only recorded variables: they affect speed or results and hold no secrets.
-VARIABLES = (
-    "CUDA_VISIBLE_DEVICES",
-    "KMP_AFFINITY",
-    "KMP_BLOCKTIME",
-    "MKL_NUM_THREADS",
-    "OMP_NUM_THREADS",
-    "OMP_PROC_BIND",
-    "OPENBLAS_NUM_THREADS",
-    "PYTORCH_CUDA_ALLOC_CONF",
-    "TORCHINDUCTOR_FREEZING",
-)
+VARIABLES = ("CUDA_VISIBLE_DEVICES", "KMP_AFFINITY", "MKL_NUM_THREADS", "OMP_NUM_THREADS", "OMP_PROC_BIND")
 PACKAGES = ("efficient-attn", "numpy", "torch", "transformers", "triton")
 
 # Time limit of a query to git or the GPU driver.
@@ -37,10 +27,9 @@ def environment(*, command: Sequence[str] = (), device: str = "cpu") -> dict[str
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.release()}",
         "machine": platform.machine(),
-        "processor": processor(),
+        "processor": _line("/proc/cpuinfo", "model name") or platform.processor() or platform.machine(),
         "cores": os.cpu_count(),
         "cores_usable": usable_cores(),
-        "load_1min": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
         "memory_bytes": _memory_line("MemTotal"),
         "packages": {name: _version(name) for name in PACKAGES},
         "variables": {name: os.environ[name] for name in VARIABLES if name in os.environ},
@@ -48,15 +37,6 @@ def environment(*, command: Sequence[str] = (), device: str = "cpu") -> dict[str
         "torch": _torch(),
         "gpu": _gpu(device),
     }
-
-
-def processor() -> str:
-    """Name of the processor, as given by its manufacturer."""
-    try:
-        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), flags=re.MULTILINE)
-    except OSError:
-        found = None
-    return found.group(1).strip() if found else platform.processor() or platform.machine()
 
 
 def usable_cores() -> int:
@@ -95,12 +75,18 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _memory_line(name: str) -> int | None:
+def _line(path: str, name: str) -> str | None:
+    """Value of the first line `name: value` of a system file."""
     try:
-        found = re.search(rf"^{name}:\s+(\d+) kB", Path("/proc/meminfo").read_text(), flags=re.MULTILINE)
+        found = re.search(rf"^{name}\s*:\s*(.+)$", Path(path).read_text(), flags=re.MULTILINE)
     except OSError:
         return None
-    return int(found.group(1)) * 1024 if found else None
+    return found[1].strip() if found else None
+
+
+def _memory_line(name: str) -> int | None:
+    found = _line("/proc/meminfo", name)
+    return int(found.removesuffix(" kB")) * 1024 if found else None
 
 
 def _container_bytes() -> int | None:
@@ -126,26 +112,15 @@ def _git() -> dict[str, Any] | None:
 def _torch() -> dict[str, Any]:
     import torch
 
-    kernels = {
-        "flash": torch.backends.cuda.flash_sdp_enabled(),
-        "memory-efficient": torch.backends.cuda.mem_efficient_sdp_enabled(),
-        "math": torch.backends.cuda.math_sdp_enabled(),
-    }
+    blas = re.search(r"BLAS_INFO=(\w+)", torch.__config__.show())
     return {
         "version": torch.__version__,
         "cuda": torch.version.cuda,
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
-        "blas": _blas(torch.__config__.show()),
+        "blas": blas[1] if blas else None,
         "threads": torch.get_num_threads(),
-        "interop_threads": torch.get_num_interop_threads(),
         "float32_matmul_precision": torch.get_float32_matmul_precision(),
-        "fused_kernels_enabled": [name for name, enabled in kernels.items() if enabled],
     }
-
-
-def _blas(build: str) -> str | None:
-    found = re.search(r"BLAS_INFO=(\w+)", build)
-    return found.group(1) if found else None
 
 
 def _gpu(device: str) -> dict[str, Any] | None:
@@ -154,14 +129,11 @@ def _gpu(device: str) -> dict[str, Any] | None:
     import torch
 
     properties = torch.cuda.get_device_properties(device)
-    wanted = "driver_version,clocks.sm,clocks.max.sm,clocks.mem,power.limit"
-    index = torch.device(device).index or 0
-    answer = ask(["nvidia-smi", f"--id={index}", f"--query-gpu={wanted}", "--format=csv,noheader"])
-    values = answer.split(", ") if answer else [None] * len(wanted.split(","))
+    driver = ask(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"])
     return {
         "name": properties.name,
         "memory_bytes": properties.total_memory,
-        **dict(zip(wanted.split(","), values, strict=False)),
+        "driver": driver.partition("\n")[0] if driver else None,
     }
 
 

@@ -37,16 +37,11 @@ register(
         "reason for an unclear time",
     ),
     condition(
-        "empty_call_s",
-        "s",
-        "Time that the clock measures for an empty call.",
-        "warning about the machine",
+        "empty_call_s", "s", "Time that the clock measures for an empty call.", "warning about the machine"
     ),
     cost("peak_bytes", "bytes", "Peak of allocated memory above the level before the call."),
     cost(
-        "requested_peak_bytes",
-        "bytes",
-        "Peak of requested memory, where the allocator rounds requests up.",
+        "requested_peak_bytes", "bytes", "Peak of requested memory, where the allocator rounds requests up."
     ),
     condition(
         "memory_method",

@@ -5,7 +5,7 @@ reference table, `diff` and the names of `--fail-on` follow from the declaration
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Literal, NamedTuple
 
 Better = Literal["less", "more"]
@@ -27,7 +27,7 @@ class Field(NamedTuple):
     meaning: str
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Quantity:
     """A measured value, and the way in which two runs are compared by it.
 
@@ -48,6 +48,7 @@ class Quantity:
     name: str
     unit: str
     meaning: str
+    _: KW_ONLY
     type: Type = "number"
     better: Better | None = "less"
     scatter: Scatter | None = None
@@ -105,35 +106,23 @@ def samples() -> dict[str, str]:
 
 def cost(name: str, unit: str, meaning: str) -> Quantity:
     """Whole number that its case reproduces; less is better."""
-    return Quantity(name=name, unit=unit, meaning=meaning, type="whole number")
-
-
-def error(name: str, unit: str, meaning: str, *, rounding: int = 1) -> Quantity:
-    """Error with one value per draw, kept in `NAME_draws`."""
-    return Quantity(
-        name=name,
-        unit=unit,
-        meaning=meaning,
-        scatter="draws",
-        threshold=MATTERS,
-        samples=f"{name}_draws",
-        rounding=rounding,
-    )
+    return Quantity(name, unit, meaning, type="whole number")
 
 
 def mean_error(name: str, unit: str, meaning: str, *, type: Type = "number") -> Quantity:
     """Error of which records keep the mean over draws alone; of several entries the worst is compared."""
-    entry: Entry | None = "worst" if type == "numbers" else None
-    return Quantity(
-        name=name,
-        unit=unit,
-        meaning=meaning,
+    return replace(
+        error(name, unit, meaning),
         type=type,
-        scatter="draws",
-        threshold=MATTERS,
-        entry=entry,
-        rounding=1,
+        samples=None,
+        entry="worst" if type == "numbers" else None,
     )
+
+
+def error(name: str, unit: str, meaning: str, *, rounding: int = 1) -> Quantity:
+    """Error with one value per draw, kept in `NAME_draws`."""
+    kept = f"{name}_draws"
+    return Quantity(name, unit, meaning, scatter="draws", threshold=MATTERS, samples=kept, rounding=rounding)
 
 
 def setting(
@@ -146,11 +135,9 @@ def setting(
     entry: Entry | None = None,
 ) -> Quantity:
     """Value that describes the measurement or follows from theory; a change is neither better nor worse."""
-    return Quantity(
-        name=name, unit=unit, meaning=meaning, type=type, better=None, threshold=threshold, entry=entry
-    )
+    return Quantity(name, unit, meaning, type=type, better=None, threshold=threshold, entry=entry)
 
 
 def condition(name: str, unit: str, meaning: str, part: str, *, type: Type = "number") -> Quantity:
     """Field without a verdict of its own, with its part in the comparison."""
-    return Quantity(name=name, unit=unit, meaning=meaning, type=type, better=None, condition=part)
+    return Quantity(name, unit, meaning, type=type, better=None, condition=part)

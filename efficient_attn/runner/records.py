@@ -22,13 +22,8 @@ from efficient_attn.runner.schema import line_type
 # A symbolic link in place of a file of records is refused, and its target left alone.
 NO_LINK = getattr(os, "O_NOFOLLOW", 0)
 
-# Fields of schema 1 that have another name since.
+# Fields of schema 1 that have another name since; a released schema stays readable for ever.
 _RENAMED = {"turn_sizes": "round_sizes", "numbers_read": "floats_read"}
-
-# A released schema stays readable for ever: each function turns a row of one version into one of the next.
-_UPGRADES: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {
-    1: lambda row: {_RENAMED.get(name, name): value for name, value in row.items()},
-}
 
 _NOT_MEASURED = {*CASE_FIELDS, "status", "reason"}
 _KEY, _FIELD = re.compile(rb'"\s*:'), re.compile(r"`\$\.(\w+)")
@@ -224,7 +219,5 @@ def _in_this_schema(row: dict[str, Any], place: str) -> dict[str, Any]:
         raise DataError(
             f"{place} has schema {version}, written by a newer efficient-attn; this one reads 1 to {SCHEMA}."
         )
-    for older in range(version, SCHEMA):
-        row = _UPGRADES[older](row)
-    row["schema"] = SCHEMA
-    return row
+    renamed = _RENAMED if version == 1 else {}
+    return {**{renamed.get(name, name): value for name, value in row.items()}, "schema": SCHEMA}

@@ -1,4 +1,4 @@
-"""Types of the fields of a record, their JSON Schema and their reference table."""
+"""Types of the fields of a record, and their JSON Schema."""
 
 import sys
 from dataclasses import MISSING, fields
@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Meta
 
 from efficient_attn.limits import BYTES, COUNT, SAMPLES, WHOLE_NUMBER
-from efficient_attn.runner.quantity import CONDITIONS, FIELDS, KINDS, QUANTITIES, Field, Quantity
+from efficient_attn.runner.quantity import FIELDS, KINDS, Field
 from efficient_attn.runner.record import SCHEMA, STATUSES, Case
 
 # Largest whole number of a unit; counts have no unit.
@@ -72,17 +72,3 @@ def records_schema() -> dict[str, Any]:
         "required": line["required"],
         "properties": line["properties"],
     }
-
-
-def quantities_table() -> str:
-    """Every declared quantity as a Markdown table, conditions at the end."""
-    compared = [(one, one.better or "–", one.scatter or "–") for one in QUANTITIES.values()]
-    conditions = [(one, "–", f"condition: {one.condition}") for one in CONDITIONS.values()]
-    rows = [_row(*row) for row in (*compared, *conditions)]
-    head = ("| name | unit | meaning | better | scatter |", "| --- | --- | --- | --- | --- |")
-    return "\n".join([*head, *rows])
-
-
-def _row(quantity: Quantity, better: str, scatter: str) -> str:
-    field = "" if quantity.field == quantity.name else f" (field `{quantity.field}`)"
-    return f"| `{quantity.name}`{field} | {quantity.unit} | {quantity.meaning} | {better} | {scatter} |"

@@ -180,11 +180,9 @@ def _loads(runs: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _throttled(run: Mapping[str, Any]) -> str | None:
-    held_s, wall_s, heats = (_number(run, name) for name in ("throttled_s", "wall_s", "throttles"))
+    held_s, wall_s = (_number(run, name) for name in ("throttled_s", "wall_s"))
     if held_s is not None and wall_s and held_s > _THROTTLED * wall_s:
         return f"Throttled: a quota withheld the cores for {show_seconds(held_s)}; use fewer --threads."
-    if heats:
-        return f"Throttled: cores were slowed down {heats:.0f} times due to heat; use fewer --threads."
     return None
 
 
