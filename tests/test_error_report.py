@@ -103,9 +103,9 @@ def test_the_sentences_are_computed_from_the_rows():
     ]
     drawn = made_up((0.9, 0.8), (0.7, 0.9), (0.9, 0.9), 0.5, inputs="gaussian(norm=0.5)")
     first, second = ea.Results([*drawn, *real]).sentences()
-    assert "(performer-positive, size 32) are no better than the mean of V on 1 of 2 real inputs" in first
+    assert "(performer-positive, size 32) are no better than the mean of V on 1 of 2 inputs" in first
     assert "layer 0: 0.8 against 0.5; encoder, layer 1: 0.4 against 0.5" in first
-    assert second == "Below the mean of V on 2 of 2 real inputs: window from size 33."
+    assert second == "Below the mean of V on every input: window from size 33."
 
 
 def test_the_plot_has_a_panel_per_input_each_with_the_yardstick():

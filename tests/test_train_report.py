@@ -10,9 +10,8 @@ from efficient_attn.runner.records import Case, Record
 from efficient_attn.stats.noise_warnings import DURING
 from efficient_attn.stats.rows import flat_row
 from efficient_attn.studies.train.analysis import training_runs
-from efficient_attn.studies.train.plot import TRAINING
-from efficient_attn.studies.train.tables import sentences as training_sentences
-from efficient_attn.studies.train.tables import tables as training_tables
+from efficient_attn.studies.train.view import sentences as training_sentences
+from efficient_attn.studies.train.view import tables as training_tables
 
 CASE = Case(kind="train", backend="exact", label="exact", of="encoder", layers=2, num_heads=2, head_dim=8,
             tokens=16, batch=4, causal=True, backward=True, dtype="float32", device="cpu", threads=1,
@@ -148,7 +147,7 @@ def test_a_folder_of_training_is_read_drawn_and_put_on_a_page(tmp_path):
         path.name for path in tmp_path.iterdir()
     }
     again = ea.read(tmp_path)
-    assert again.records == results.records and list(again.plots()) == [TRAINING]
+    assert again.records == results.records and list(again.plots()) == ["training"]
     page = (tmp_path / "report.html").read_text()
     assert "the training of a language model of 2 blocks" in page and "<b>$" not in page
     assert again.plot().figure.get_suptitle().startswith("Held-out bits per byte")

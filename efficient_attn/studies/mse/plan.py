@@ -1,17 +1,19 @@
 """Plan of error measurements: input by input, the baseline of an input first, then the small sizes."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from efficient_attn.errors import OptionError, UnknownNameError
 from efficient_attn.problem import positive_count
+from efficient_attn.runner.record import Record
+from efficient_attn.runner.sizes import SEED, sized
 from efficient_attn.runner.units import parse_sizes
-from efficient_attn.runner.variants import select
+from efficient_attn.runner.variants import Variant, select
 from efficient_attn.studies import options as shared
-from efficient_attn.studies.mse.points import Points
-from efficient_attn.studies.plan import STUDY, Plan
+from efficient_attn.studies.plan import STUDY, Plan, Point, interleaved
 from efficient_attn.studies.study import Option
 from efficient_attn.studies.workload import Workload, settle
 
@@ -19,6 +21,9 @@ KERNEL_MOVED = "`mse --of kernel` is now the command `kernel`; the former form g
 
 # Performer's figure 4 (Choromanski et al. 2021): sequences of 4096 tokens, vectors of 16.
 _TOKENS, _HEAD_DIM = 4096, 16
+
+# Operations of the metric per token and entry of a head, in the unit of a backend's own count.
+_METRIC = 100
 
 # Key of a run's environment that holds {inputs: median of |x + y|²}.
 PAIR_NORMS = "pair_norms"
@@ -101,10 +106,38 @@ def plan(
         data_seeds=data_seeds,
     )
     chosen = tuple(one.placed(dtype=workload.dtype, device=workload.device) for one in chosen)
-    points = Points(metric=metric, draws=count, sizes=wanted, threads=workload.threads or 1)
+    question = {"metric": metric, "threads": workload.threads or 1}
     return Plan(
-        points=[point for subject in chosen for point in points.of(subject, variants)],
+        points=[point for subject in chosen for point in _points(subject, variants, wanted, count, question)],
         device=workload.device,
         about={PAIR_NORMS: {subject.name: subject.pair_norm for subject in chosen}},
         settled={name: getattr(workload, name) for name in ("device", "dtype", "threads")},
+    )
+
+
+def _points(
+    subject: Any, variants: Sequence[Variant], sizes: Sequence[int], draws: int, question: Mapping[str, Any]
+) -> Iterator[Point]:
+    """The mean of the values, then every variant at its smallest size, then at the next one."""
+    from efficient_attn.runner.accuracy import MEAN, at_sizes, error_case, measure_error, measure_mean
+    from efficient_attn.runner.counting import known_flops
+
+    def point(variant: Variant, measure: Callable[..., Record]) -> Point:
+        case = error_case(variant, subject, "output", threads=question["threads"])
+        # The baseline computes the exact output.
+        cost = float(case.tokens) ** 2
+        if variant is not MEAN:
+            operations = known_flops(case, variant.target) or case.tokens**2 * case.model_dim
+            metric = _METRIC * case.tokens * case.model_dim
+            cost = float(operations + metric) * (draws if SEED in variant.options else 1)
+        label, series = f"{case.label} on {case.inputs}", sized(case).series
+        return Point(case=case, measure=measure, label=label, series=series, cost=cost)
+
+    yield point(MEAN, partial(measure_mean, subject, **question))
+    yield from interleaved(
+        [
+            point(one, partial(measure_error, one, subject, draws=draws, **question))
+            for one in at_sizes(variant, subject, sizes)
+        ]
+        for variant in variants
     )

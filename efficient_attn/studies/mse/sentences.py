@@ -52,7 +52,7 @@ def _random_features(shown: Sequence[Panel]) -> str | None:
     )
     return (
         f"The best untrained random features ({label}, size {best[0][2].size}) are no better than the "
-        f"mean of V on {worse} of {len(best)} {_kind(shown)} input{_s(best)} ({places})."
+        f"mean of V on {worse} of {len(best)} inputs ({places})."
     )
 
 
@@ -88,18 +88,12 @@ def _useful(shown: Sequence[Panel]) -> str | None:
         return None
     found = []
     for label in dict.fromkeys(curve.label for panel in shown for curve in panel.curves):
-        curves = [panel.curve(label) for panel in shown]
-        sizes = [
-            below_from(curve, panel.yardstick or 0) if curve else None
-            for curve, panel in zip(curves, shown, strict=True)
-        ]
-        known = [size for size in sizes if size is not None]
-        if len(known) == len(shown):
-            found.append(f"{label} from size {max(known)}")
+        pairs = [(panel.curve(label), panel.yardstick or 0.0) for panel in shown]
+        sizes = [below_from(curve, yardstick) if curve else None for curve, yardstick in pairs]
+        if None not in sizes:
+            found.append(f"{label} from size {max(size for size in sizes if size is not None)}")
     verdict = ", ".join(found) or "nothing measured here"
-    inputs = f"{_kind(shown)} input{_s(shown)}"
-    told = f"Below the mean of V on {len(shown)} of {len(shown)} {inputs}: {verdict}"
-    return f"{told}.{_no_fewer_operations(shown)}"
+    return f"Below the mean of V on every input: {verdict}.{_no_fewer_operations(shown)}"
 
 
 def _no_fewer_operations(shown: Sequence[Panel]) -> str:
@@ -113,11 +107,3 @@ def _no_fewer_operations(shown: Sequence[Panel]) -> str:
     tokens = min(panel.tokens for panel in shown)
     names = ", ".join(f"{label} from size {size}" for label, size in least.items())
     return f" No fewer operations than exact attention at {tokens} tokens: {names}." if names else ""
-
-
-def _kind(shown: Sequence[Panel]) -> str:
-    return "Gaussian" if shown[0].source == "gaussian" else "real"
-
-
-def _s(counted: Sequence[object]) -> str:
-    return "" if len(counted) == 1 else "s"

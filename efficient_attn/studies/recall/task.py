@@ -55,11 +55,9 @@ class Task:
                 f"classes is at least 2, not {self.classes}: one class leaves nothing to recall."
             )
         if self.pairs % self.classes:
-            below = self.pairs // self.classes * self.classes
-            near = f"{below + self.classes}" if below == 0 else f"{below} or {below + self.classes}"
             raise OptionError(
                 f"pairs={self.pairs} is no multiple of classes={self.classes}, so that some values would "
-                f"come more often than others: take pairs={near}."
+                "come more often than others."
             )
         if self.queries > self.pairs:
             raise OptionError(

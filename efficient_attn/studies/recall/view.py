@@ -1,5 +1,188 @@
-"""Views of the records of recall."""
+"""Accuracy of recall after training as a table, in sentences and as a plot."""
 
-from efficient_attn.studies.recall.plot import plots as plots
-from efficient_attn.studies.recall.tables import sentences as sentences
-from efficient_attn.studies.recall.tables import tables as tables
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from efficient_attn.report.error_table import describe, show_error
+from efficient_attn.report.figures import Axis, Chart, Plot, Series
+from efficient_attn.report.palette import MUTED, UNIFORM_STYLE, line_styles
+from efficient_attn.report.table import Table, three_digits
+from efficient_attn.runner.records import Record
+from efficient_attn.runner.units import show_bytes
+from efficient_attn.stats.median import FEWEST_FOR_95
+from efficient_attn.studies.recall.analysis import Contest, Learned, contests
+from efficient_attn.studies.view import Environment, Plots
+
+_NONE = "–"
+
+# Accuracy from which a backend has learned the task.
+_LEARNED = 0.99
+
+# Errors below this numerical noise floor are not drawn.
+_ROUNDING = 1e-4
+_GREY_MARKS: tuple[Any, ...] = ((4, 1, 0), (4, 2, 0))
+
+
+def tables(records: Sequence[Record], environment: Environment | None = None) -> list[Table]:
+    """One table for each task and way to train, the most accurate first."""
+    return [_table(one) for one in contests(records)]
+
+
+def sentences(records: Sequence[Record], environment: Environment | None = None) -> list[str]:
+    """Accuracy of exact attention, of the controls and of the best backends."""
+    return [
+        sentence
+        for one in contests(records)
+        for sentence in (_exact(one), _controls(one), _nearest(one))
+        if sentence
+    ]
+
+
+def heading(one: Contest) -> str:
+    """The task and the block: `recall, pairs 64, …; 88 tokens, 1 head of 32`."""
+    case = one.case
+    heads = "1 head" if case.num_heads == 1 else f"{case.num_heads} heads"
+    causal = ", causal" if case.causal else ""
+    return f"{describe(case.inputs)}; {case.tokens} tokens, {heads} of {case.head_dim}{causal}"
+
+
+def show_accuracy(row: Learned) -> str:
+    """`0.731 (0.702 to 0.760)`, `0.731, seeds 0.702 to 0.760`, or the reason why there is no accuracy."""
+    found = row.accuracy
+    if found is None:
+        return row.failed[0].status if row.failed else _NONE
+    if found.low is not None and found.high is not None:
+        return f"{found.mean:.3f} ({found.low:.3f} to {found.high:.3f})"
+    if row.seeds == 1:
+        return f"{found.mean:.3f}"
+    return f"{found.mean:.3f}, seeds {found.least:.3f} to {found.most:.3f}"
+
+
+def _table(one: Contest) -> Table:
+    rows = tuple(
+        (
+            row.label,
+            show_accuracy(row),
+            _NONE if row.untrained is None else show_error(row.untrained),
+            _NONE if row.step_s is None else three_digits(row.step_s.median * 1e3),
+            _NONE if row.floats_read is None else str(row.floats_read),
+            _NONE if row.state_bytes is None else show_bytes(row.state_bytes),
+        )
+        for row in one.rows
+    )
+    columns = ("backend", "accuracy", "error untrained", "step, ms", "numbers read", "state")
+    return Table(f"Recall after training: {heading(one)}", columns, rows, tuple(_notes(one)))
+
+
+def _notes(one: Contest) -> list[str]:
+    seeds = [row.seeds for row in one.rows if row.seeds]
+    most, least = max(seeds, default=0), min(seeds, default=0)
+    brackets = "In brackets the 95 % interval for the mean over all seeds, whatever their distribution. "
+    none = (
+        f"No interval for fewer than {FEWEST_FOR_95} seeds (--seeds {FEWEST_FOR_95}): seeds learn or fail. "
+    )
+    failed = (f"{r.case.label}: {r.status}: {r.reason}" for row in one.rows for r in row.failed)
+    return [
+        f"accuracy: mean over {most} seed{'' if most == 1 else 's'}, on sequences that no model was trained "
+        f"on. {brackets * (most >= FEWEST_FOR_95)}{none * (least < FEWEST_FOR_95)}A guess is right in "
+        f"{one.rows[0].chance:.3g}.",
+        "error untrained: ‖out − exact‖ / ‖exact‖ of the same block's q, k and v before the first step.",
+        "numbers read: by a query, per head: keys and values, mixtures, or a state of features. state: bytes "
+        "of the streaming state after one sequence, all heads together.",
+        f"Controls, which cannot see the pairs: {', '.join(row.label for row in one.controls) or 'none'}.",
+        *dict.fromkeys(failed),
+    ]
+
+
+def _exact(one: Contest) -> str:
+    if one.exact is None or one.exact.step_s is None:
+        return f"{heading(one)}: exact attention was not trained, so nothing can be compared with it."
+    return (
+        f"{heading(one)}: after training exact attention is right in {show_accuracy(one.exact)} of its "
+        f"answers, at {three_digits(one.exact.step_s.median * 1e3)} ms a step; a guess is in "
+        f"{one.exact.chance:.3g}."
+    )
+
+
+def _controls(one: Contest) -> str:
+    """Whether the controls are at chance."""
+    shown = [f"{row.label} {row.accuracy.mean:.3f}" for row in one.controls if row.accuracy]
+    if not shown:
+        return ""
+    above = [row.label for row in one.controls if row.accuracy and not row.at_chance]
+    if above:
+        return f"Trust none of it: {', '.join(above)} cannot see the pairs, and is not at chance."
+    return f"At chance, as controls must be: {', '.join(shown)}."
+
+
+def _nearest(one: Contest) -> str:
+    """Backends that learned the task, the fewest numbers read first; otherwise the most accurate one."""
+    rows = [row for row in one.compared if row.accuracy and row.accuracy.mean >= _LEARNED]
+    if rows:
+        rows.sort(key=lambda row: row.floats_read or 0)
+        which = ", ".join(_read(row) for row in rows)
+        return f"Accuracy {_LEARNED:g} or more after training, the fewest numbers read first: {which}."
+    if not one.compared:
+        return ""
+    best = one.compared[0]
+    return (
+        f"No backend except exact attention reaches {_LEARNED:g}; the best: {_read(best)} with "
+        f"{show_accuracy(best)}."
+    )
+
+
+def _read(row: Learned) -> str:
+    return row.label if row.floats_read is None else f"{row.label} ({row.floats_read} numbers)"
+
+
+def plots(records: Sequence[Record], environment: Environment) -> Plots:
+    """The figure of all tasks; none if nothing was trained."""
+    trained = any(record.status == "ok" for record in records)
+    return {"recall": partial(recall_plot, records)} if trained else {}
+
+
+def recall_plot(records: Sequence[Record]) -> Plot:
+    """Two charts for each task."""
+    shown = contests(records)
+    return Plot(
+        "Accuracy of recall after training",
+        f"{heading(shown[0]) if len(shown) == 1 else ''}\n"
+        "points: mean over seeds with its 95 % interval; dashed: guessing; dots: places of markers that are "
+        "moved sideways",
+        tuple((chart,) for one in shown for chart in _charts(one, heading(one) if len(shown) > 1 else "")),
+    )
+
+
+def _charts(one: Contest, head: str) -> list[Chart]:
+    accuracy = Axis("accuracy after training", limits=(0, 1.04))
+    guess = Series("", (), (one.rows[0].chance,), UNIFORM_STYLE, entry="")
+    reads = Axis("state size per query and head, floats read", "log2", "{:.0f}".format)
+    errs = Axis("relative output error before training", "log", show_error)
+    by_state = _series(one, lambda row: row.floats_read)
+    by_error = _series(one, lambda row: row.untrained if (row.untrained or 0) > _ROUNDING else None)
+    return [
+        Chart(reads, accuracy, (guess, *by_state), title=head, apart=True),
+        Chart(errs, accuracy, (guess, *by_error), notes=("without exact attention",), apart=True),
+    ]
+
+
+def _series(one: Contest, x: Callable[[Learned], float | None]) -> list[Series]:
+    """One for each backend over its sizes, with intervals over seeds; controls are grey."""
+    controls = [row.label for row in one.controls]
+    groups: dict[str, list[Learned]] = {}
+    for row in sorted(one.rows, key=lambda row: row.sized.size or 0):
+        if row.accuracy is not None:
+            groups.setdefault(row.label if row.label in controls else row.sized.series, []).append(row)
+    named = {name: rows[0].case.backend for name, rows in groups.items() if name not in controls}
+    styles = line_styles(sorted(named.items()))
+    for number, label in enumerate(controls):
+        mark = _GREY_MARKS[number % 2]
+        styles[label] = {"color": MUTED, "marker": mark, "linestyle": "none", "markersize": 7}
+    made = []
+    for name, rows in groups.items():
+        known = [(place, row.accuracy) for row in rows if (place := x(row)) and row.accuracy]
+        places, means = [place for place, _ in known], [accuracy.mean for _, accuracy in known]
+        low, high = ([accuracy.edges[side] for _, accuracy in known] for side in (0, 1))
+        made.append(Series(name, places, means, styles[name], low, high, bars=True))
+    return made

@@ -68,11 +68,6 @@ class TrainingRun(NamedTuple):
     curves: tuple[TrainingCurve, ...]
     common_s: float | None
 
-    @property
-    def exact(self) -> TrainingCurve | None:
-        """The curve of exact attention, if it was evaluated."""
-        return next((one for one in self.curves if one.backend == YARDSTICK and one.final), None)
-
 
 def training_runs(records: Iterable[Record]) -> tuple[TrainingRun, ...]:
     """One per text, model size and seed."""
@@ -87,7 +82,9 @@ def _run(records: list[Record]) -> TrainingRun:
     seconds = [_whole(record.train_seconds_s) for record in records]
     common_s = min((own[-1] for own in seconds if own), default=None)
     curves = [_curve(record, exact, common_s) for record in records]
-    return TrainingRun(tuple(sorted(curves, key=_place)), common_s)
+    return TrainingRun(
+        tuple(sorted(curves, key=lambda one: one.final.value if one.final else math.inf)), common_s
+    )
 
 
 def _curve(record: Record, exact: Record | None, common_s: float | None) -> TrainingCurve:
@@ -95,6 +92,10 @@ def _curve(record: Record, exact: Record | None, common_s: float | None) -> Trai
     seconds, held_out = _whole(record.train_seconds_s), _whole(record.held_out_bits_per_byte)
     known = len(steps) == len(seconds) == len(held_out) > 0
     steps, seconds, held_out = (steps, seconds, held_out) if known else ((), (), ())
+    reached = None
+    if known and common_s is not None and common_s >= seconds[0]:
+        # Linear interpolation between evaluations.
+        reached = float(np.interp(common_s, seconds, held_out))
     return TrainingCurve(
         label=record.case.label,
         backend=record.case.backend,
@@ -103,14 +104,9 @@ def _curve(record: Record, exact: Record | None, common_s: float | None) -> Trai
         held_out=held_out,
         final=_mean(_windows(record)) if known else None,
         beyond_exact=None if exact is None or exact is record else _beyond(record, exact),
-        at_common_time=_at(common_s, seconds, held_out) if known and common_s is not None else None,
+        at_common_time=reached,
         record=record,
     )
-
-
-def _at(common_s: float, seconds_s: tuple[float, ...], values: tuple[float, ...]) -> float | None:
-    """Linear interpolation between evaluations; None before the first one."""
-    return float(np.interp(common_s, seconds_s, values)) if common_s >= seconds_s[0] else None
 
 
 def _beyond(record: Record, exact: Record) -> Mean | None:
@@ -133,7 +129,3 @@ def _windows(record: Record) -> np.ndarray:
 def _whole(values: tuple[float, ...] | None) -> tuple[float, ...]:
     """The values; empty if one of them is null in the file."""
     return () if values is None or None in values else values
-
-
-def _place(one: TrainingCurve) -> tuple[bool, float]:
-    return one.final is None, one.final.value if one.final else 0.0

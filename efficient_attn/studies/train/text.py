@@ -110,12 +110,7 @@ def _library() -> tuple[bytes, bytes]:
     files = sorted(path for path in root.rglob("*.py") if not _LEFT_OUT & set(path.relative_to(root).parts))
     if not files:
         raise DataError(f"text: Python's standard library has no sources in {root}; give a file of text.")
-    try:
-        texts = [path.read_bytes() for path in files]
-    except OSError as error:
-        raise DataError(
-            f"text: cannot read {error.filename}: {error.strerror}; give a file of text."
-        ) from None
+    texts = [path.read_bytes() for path in files]
     held_out = texts[::_PARTS]
     del texts[::_PARTS]
     return b"\n".join(texts), b"\n".join(held_out)

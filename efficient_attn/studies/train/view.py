@@ -1,16 +1,162 @@
-"""Views of the records of training."""
+"""Language models in training as a table, a few sentences and a plot."""
 
 from collections.abc import Sequence
 from functools import partial
 
+from efficient_attn.report.error_table import describe
+from efficient_attn.report.figures import Axis, Chart, Plot, Series
+from efficient_attn.report.palette import baseline_style, line_styles
+from efficient_attn.report.table import Table, three_digits
 from efficient_attn.runner.records import Record
-from efficient_attn.studies.train.plot import TRAINING, training_plot
-from efficient_attn.studies.train.tables import sentences as sentences
-from efficient_attn.studies.train.tables import tables as tables
+from efficient_attn.runner.units import show_bytes, show_seconds
+from efficient_attn.stats.curves import YARDSTICK
+from efficient_attn.stats.noise_warnings import IDLE, disturbance
+from efficient_attn.studies.train.analysis import Mean, TrainingCurve, TrainingRun, training_runs
 from efficient_attn.studies.view import Environment, Plots
+
+# The first evaluations are far above all others; from this share of a curve on it has to fit on the axis.
+_SHOWN_FROM = 0.2
+
+
+def tables(records: Sequence[Record], environment: Environment | None = None) -> list[Table]:
+    """One table per run: final bits per byte, speed and size of the streaming state."""
+    return [_table(run) for run in training_runs(records)]
+
+
+def sentences(records: Sequence[Record], environment: Environment | None = None) -> list[str]:
+    """Who is lower than exact attention after as many steps, and who is lowest after as many seconds."""
+    return [
+        sentence
+        for run in training_runs(records)
+        for sentence in (_by_steps(run), _by_time(run, environment))
+        if sentence
+    ]
+
+
+def heading(run: TrainingRun) -> str:
+    """Text and model: `book.txt, windows of 256 bytes; 2 blocks of 4 heads of 16, batch 8, threads: 2`."""
+    case = run.curves[0].record.case
+    where = f"threads: {case.threads}" if case.device == "cpu" else case.device
+    model = f"{case.layers} blocks of {case.num_heads} heads of {case.head_dim}, batch {case.batch}, {where}"
+    return f"{describe(case.inputs)}, windows of {case.tokens} bytes; {model}"
+
+
+def _table(run: TrainingRun) -> Table:
+    common = "…" if run.common_s is None else show_seconds(run.common_s)
+    columns = (
+        "backend",
+        "steps",
+        "bits per byte",
+        "beyond exact",
+        f"in {common} each",
+        "steps per s",
+        f"state after {run.curves[0].record.case.tokens} bytes",
+    )
+    windows = max(len(one.record.held_out_bits_per_byte_windows or ()) for one in run.curves)
+    failed = [
+        f"{one.label}: {one.record.status}: {one.record.reason}" for one in run.curves if one.record.reason
+    ]
+    notes = (
+        f"On text that was held out; ± is the 95 % interval of the mean over {windows} windows of it, of "
+        "differences on the same windows. Other seeds would move all of them.",
+        *failed,
+    )
+    return Table(f"Language models: {heading(run)}", columns, tuple(map(_cells, run.curves)), notes)
+
+
+def _cells(one: TrainingCurve) -> tuple[str, ...]:
+    speed = one.steps_per_s
+    return (
+        one.label,
+        str(one.steps[-1]) if one.steps else "–",
+        "–" if one.final is None else f"{one.final.value:.3f} ±{one.final.half:.3f}",
+        _difference(one.beyond_exact),
+        "–" if one.at_common_time is None else f"{one.at_common_time:.3f}",
+        "–" if speed is None else three_digits(speed),
+        "–" if one.record.state_bytes is None else show_bytes(one.record.state_bytes),
+    )
+
+
+def _difference(beyond: Mean | None) -> str:
+    return "" if beyond is None else f"{beyond.value:+.3f} ±{beyond.half:.3f}".replace("-", "−", 1)
+
+
+def _by_steps(run: TrainingRun) -> str | None:
+    exact = next((one for one in run.curves if one.backend == YARDSTICK), None)
+    if exact is None or exact.final is None:
+        return None
+    bits = f"{exact.final.value:.2f} bits per byte of held-out text"
+    begin = f"After {exact.steps[-1]} steps exact attention is at {bits}"
+    known = [(one.beyond_exact, one) for one in run.curves if one.beyond_exact is not None]
+    lower = [one for beyond, one in known if beyond.is_clear and beyond.value < 0]
+    alike = [one for beyond, one in known if not beyond.is_clear]
+    higher = [one for beyond, one in known if beyond.is_clear and beyond.value > 0]
+    told = [
+        f"lower: {_listed(lower)}" if lower else "nothing is lower" if known else "",
+        f"not significantly different: {_listed(alike)}" if alike else "",
+        f"higher: {_listed(higher)}" if higher else "",
+    ]
+    return "; ".join([begin, *filter(None, told)]) + "."
+
+
+def _by_time(run: TrainingRun, environment: Environment | None) -> str | None:
+    known = [(one.at_common_time, one) for one in run.curves if one.at_common_time is not None]
+    if len(known) < 2 or run.common_s is None:
+        return None
+    load = disturbance([one.record for one in run.curves], environment)
+    if load is not None:
+        return f"After equal time: could not tell on this machine now: {load}; {IDLE}."
+    told = [f"{one.label} ({bits:.2f})" for bits, one in sorted(known, key=lambda pair: pair[0])[:3]]
+    return (
+        f"After {show_seconds(run.common_s)} of training each, which the fastest took for all its steps, the "
+        f"lowest are {', '.join(told)}."
+    )
+
+
+def _listed(curves: Sequence[TrainingCurve]) -> str:
+    return ", ".join(f"{one.label} ({_difference(one.beyond_exact)})" for one in curves)
+
+
+def training_plot(records: Sequence[Record]) -> Plot:
+    """A row of two charts for each run."""
+    runs = [run for run in training_runs(records) if any(one.steps for one in run.curves)]
+    styles = line_styles([(one.label, one.backend) for run in runs for one in run.curves if one.steps])
+    return Plot(
+        "Held-out bits per byte during training",
+        f"{heading(runs[0]) if len(runs) == 1 else ''}\nthe same batches and initial weights for all",
+        tuple(_charts(run, styles, heading(run) if len(runs) > 1 else "") for run in runs),
+    )
+
+
+def _charts(run: TrainingRun, styles: dict[str, dict[str, object]], head: str) -> tuple[Chart, ...]:
+    drawn = [one for one in run.curves if one.steps]
+    y = Axis("bits per byte", limits=_limits(drawn))
+    common = [] if run.common_s is None else [Series("", (run.common_s,), (), baseline_style(2))]
+    shown = [(styles[one.label], one) for one in drawn]
+    steps = [_series(one, one.steps, style) for style, one in shown]
+    seconds = [_series(one, one.seconds_s, style) for style, one in shown]
+    return (
+        Chart(Axis("steps", "log", "{:.0f}".format), y, tuple(steps), head),
+        Chart(Axis("seconds of training", "log", show_seconds), y, (*seconds, *common)),
+    )
+
+
+def _series(one: TrainingCurve, x: Sequence[float], style: dict[str, object]) -> Series:
+    """A line without markers: the points are as many as evaluations; exact attention lies on top."""
+    exact = one.backend == YARDSTICK
+    own = {**style, "marker": "", "linewidth": 2.4 if exact else 1.5, "zorder": 3 if exact else 2}
+    return Series(one.label, x, one.held_out, own)
+
+
+def _limits(drawn: Sequence[TrainingCurve]) -> tuple[float, float]:
+    """From a little below the lowest value up to where curves are when their first steps are over."""
+    low = min(min(one.held_out) for one in drawn)
+    high = max(one.held_out[int(_SHOWN_FROM * (len(one.held_out) - 1))] for one in drawn)
+    margin = 0.05 * max(high - low, 0.1)
+    return low - margin, high + margin
 
 
 def plots(records: Sequence[Record], environment: Environment) -> Plots:
     """The only plot."""
     known = any(record.train_steps for record in records)
-    return {TRAINING: partial(training_plot, records)} if known else {}
+    return {"training": partial(training_plot, records)} if known else {}
