@@ -87,9 +87,9 @@ def test_what_is_wrong_with_a_point_is_told_with_the_flag_that_helps(name):
     [
         ({"others_share": 0.3}, "Background load: other processes took 30% of all cores during the run"),
         ({"stolen_share": 0.1}, "Background load: the host gave 10% of all cores to other virtual machines"),
-        ({"throttled_s": 2.0}, "Throttled: a quota withheld the cores for 2 s; use fewer --threads."),
+        ({"throttled_s": 2.0}, "Throttled: a quota withheld the cores for 20% of the run; use"),
         ({"loop_after_s": 1.2e-3}, "Clock drift: a fixed loop took 20% longer after the run than before it"),
-        ({"gpu_slowed_by": ["hw_slowdown"]}, "Throttled: the GPU lowered its clock (hw_slowdown)"),
+        ({"gpu_slowed_by": ["hw_slowdown"]}, "Throttled: the GPU lowered its clock;"),
     ],
 )
 def test_what_the_machine_did_during_the_run_is_told(found, sentence):
@@ -101,12 +101,9 @@ def test_a_point_that_was_cut_short_and_a_long_list_of_points_are_told_briefly()
     whole = [record(tokens=tokens, empty_call_s=1.0) for tokens in (16, 32, 64, 128)]
     short = record(STEADY * 2, label="slow", round_sizes=(7, 7))
     told = doubts([*whole, short])
+    assert len(told) == 2
     assert "window at 16, 32, 64 tokens and 1 more point;" in told[0]
     assert told[1].startswith("Few rounds: slow at 256 tokens")
-    assert (
-        told[2] == "Under-sampled: slow at 256 tokens had fewer than 4 rounds; "
-        "raise --budget or --timeout, or let the run finish."
-    )
 
 
 @pytest.mark.parametrize(

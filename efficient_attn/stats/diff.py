@@ -251,7 +251,7 @@ def _with_test(change: Change, quantity: Quantity, old: Side, new: Side, noise: 
     if quantity.name.endswith("peak_bytes") and len(methods) > 1:
         remark = f"counted by {' and by '.join(sorted(map(str, methods)))}"
         return replace(change, verdict=UNCOMPARABLE, remark=remark), None
-    steps = {record.train_steps[-1] for record in records if record.train_steps}
+    steps = {curve[-1] for record in records if (curve := record.measured.get("train_steps"))}
     if quantity.entry == "last" and quantity.better is not None and len(steps) > 1:
         remark = f"trained for {' and for '.join(map(str, sorted(steps)))} steps"
         return replace(change, verdict=UNCOMPARABLE, remark=remark), None

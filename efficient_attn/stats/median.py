@@ -10,10 +10,6 @@ import numpy as np
 # One in this many samples of the median lies above the interval, and one below: together 5 %.
 _ONE_IN = 40
 
-# Range of the sum over binomial(count, ½) below its centre, in square roots of the count: 20 standard
-# deviations, beyond which the probability is 0 in a double.
-_ROOTS = 10
-
 # All of five samples lie on one side of the median with probability 1/16, more than 5 %.
 FEWEST_FOR_95 = 6
 
@@ -45,15 +41,8 @@ def middle(samples: Sequence[float]) -> Middle:
 
 @functools.lru_cache(maxsize=4096)
 def _certainly_outside(count: int) -> int:
-    """The largest m for which m or fewer of `count` samples lie below the median once in 40; or -1.
-
-    Time and memory grow with the square root of the count.
-    """
-    most = count // 2
-    below = np.arange(most, max(most - _ROOTS * (math.isqrt(count) + 1), 0) - 1, -1)
-    highest = math.lgamma(count + 1) - math.lgamma(most + 1) - math.lgamma(count - most + 1)
-    # P(m − 1) / P(m) = m / (count − m + 1)
-    steps = np.cumsum(np.log(below[:-1]) - np.log(count - below[:-1] + 1))
-    logs = highest - count * math.log(2) + np.concatenate([[0.0], steps])
-    at_most = np.cumsum(np.exp(logs)[::-1])
-    return int(below[-1]) + int(np.searchsorted(at_most, 1 / _ONE_IN, side="right")) - 1
+    """The largest m for which m or fewer of `count` samples lie below the median once in 40; or -1."""
+    # P(m) / P(m − 1) = (count − m + 1) / m
+    m = np.arange(1, count // 2 + 1)
+    logs = np.concatenate([[0.0], np.cumsum(np.log((count - m + 1) / m))]) - count * math.log(2)
+    return int(np.searchsorted(np.cumsum(np.exp(logs)), 1 / _ONE_IN, side="right")) - 1

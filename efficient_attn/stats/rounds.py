@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from efficient_attn.runner.record import Record
 from efficient_attn.stats.median import middle
-from efficient_attn.stats.significance import quantile
+from efficient_attn.stats.significance import correlated, quantile
 
 Floats = NDArray[np.float64]
 
@@ -76,19 +76,6 @@ def time_ratio(record: Record, other: Record) -> Typical:
 
 def round_times(record: Record) -> Floats:
     """Median of each round's calls, shape (rounds,); empty if rounds are unknown."""
-    # Cached on the record, which is immutable: tables, sentences and plots all use it.
-    kept = vars(record)
-    if _KEPT not in kept:
-        kept[_KEPT] = _round_times(record)
-        kept[_KEPT].flags.writeable = False
-    found: Floats = kept[_KEPT]
-    return found
-
-
-_KEPT = "_round_times"
-
-
-def _round_times(record: Record) -> Floats:
     times_s, sizes = record.times_s or (), record.round_sizes or ()
     known = all(type(size) is int and size >= 0 for size in sizes) and sum(sizes) == len(times_s)
     if not known or not all(time_s and _SHORTEST_S < time_s < _LONGEST_S for time_s in times_s):
@@ -113,15 +100,9 @@ def half_width(samples: Floats) -> float | None:
 
 @cache
 def _standard_deviations(rounds: int) -> float:
-    """Half-width of the interval, in sample standard deviations of this many rounds.
-
-    With the correlation ρ the mean of n rounds has the variance A·σ²/n, and the sample variance the mean
-    B·σ², with A = 1 + 2·Σ (1 − k/n)·ρᵏ over k from 1 to n − 1 and B = (n − A)/(n − 1).
-    """
-    rho = CORRELATION
-    a = (1 + rho) / (1 - rho) - 2 * rho * (1 - rho**rounds) / (rounds * (1 - rho) ** 2)
-    b = (rounds - a) / (rounds - 1)
-    return quantile(_OUTSIDE, rounds - 1) * math.sqrt(a / b / rounds)
+    """Half-width of the interval, in sample standard deviations of this many rounds."""
+    inflation, _ = correlated(rounds, CORRELATION)
+    return quantile(_OUTSIDE, rounds - 1) * inflation / math.sqrt(rounds)
 
 
 def _typical(rounds: Floats) -> Typical:
