@@ -52,7 +52,7 @@ def report_command(
 ) -> None:
     """Redraw runs from their records: page, plots and tables.
 
-    Files: an HTML page, plots as PNG, SVG and PDF, and tables as CSV, Markdown and LaTeX.
+    Files: an HTML page, plots as PNG, SVG and PDF, and tables as CSV and Markdown.
 
     Example: efficient-attn report runs/before runs/after --html both.html
     """

@@ -98,7 +98,7 @@ def test_the_style_for_papers_has_small_letters_and_no_title():
 def test_labels_replace_names_in_legends_and_tables(tmp_path):
     run = folder(tmp_path / "run", costs() + errors())
     redraw.report(run, labels={"window": "Ours (local)"}, width=3.3, style="paper")
-    for name in ("time.svg", "tables.md", "tables.tex", "report.html"):
+    for name in ("time.svg", "tables.md", "report.html"):
         assert "Ours (local)" in (run / name).read_text(encoding="utf-8"), name
     assert (
         "window" in (run / "records.jsonl").read_text() and ">window<" not in (run / "time.svg").read_text()

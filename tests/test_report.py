@@ -110,7 +110,7 @@ def test_several_runs_stand_side_by_side_with_their_own_names(tmp_path):
     runs = [folder(tmp_path / name / "bench", costs(), {"processor": name}) for name in ("laptop", "server")]
     paths = redraw.report(*runs, out=tmp_path / "both")
     names = {path.name for path in paths}
-    assert {"laptop-bench-time.png", "server-bench-summary.csv", "tables.tex", "report.html"} <= names
+    assert {"laptop-bench-time.png", "server-bench-summary.csv", "tables.md", "report.html"} <= names
     page = Page((tmp_path / "both" / "report.html").read_text(encoding="utf-8"))
     assert "2 runs side by side" in page.text
     assert (
@@ -130,7 +130,6 @@ def test_the_files_of_a_report_are_the_same_bytes_again_and_records_stay(tmp_pat
         "report.html",
         "summary.csv",
         "tables.md",
-        "tables.tex",
         "time.svg",
         "memory.pdf",
         "error.png",

@@ -30,16 +30,15 @@ _LETTER, _HANDLE, _LINE = 0.56, 5.0, 1.35
 
 
 class Style(NamedTuple):
-    """Letters in points, markers and lines relative to their own size, and whether there is a title."""
+    """Letters in points, and whether there is a title."""
 
     title: float
     text: float
     small: float
-    lines: float = 1.0
     titled: bool = True
 
 
-STYLES = {"screen": Style(11.5, 10.0, 9.0), "paper": Style(8.0, 8.0, 7.0, lines=0.7, titled=False)}
+STYLES = {"screen": Style(11.5, 10.0, 9.0), "paper": Style(8.0, 8.0, 7.0, titled=False)}
 
 
 def draw(
@@ -57,7 +56,7 @@ def draw(
         labels: {label: text in its place}.
     """
     sizes = sizes_of(style)
-    plot = plot.renamed(labels or {}).scaled(sizes.lines).map_charts(Chart.drawable)
+    plot = plot.renamed(labels or {}).map_charts(Chart.drawable)
     width = checked_width(width)
     rows = _reflowed(plot.rows, width)
     with _settings(sizes):

@@ -10,25 +10,6 @@ _CONTROL = re.compile(
     "\ud800-\udfff\U000e0000-\U000e007f]"
 )
 
-# Characters with a meaning in LaTeX, or another glyph in its oldest font encoding.
-_LATEX = {
-    **{sign: f"\\{sign}" for sign in "&%$#_{}"},
-    # After the end of a row these two would be an argument of it.
-    **{sign: f"{{{sign}}}" for sign in "[*"},
-    # A second hyphen or quotation mark would make another sign of the first.
-    **{sign: f"{sign}{{}}" for sign in "-'`"},
-    "\\": r"\textbackslash{}",
-    "^": r"\textasciicircum{}",
-    "~": r"\textasciitilde{}",
-    "<": r"\textless{}",
-    ">": r"\textgreater{}",
-    "|": r"\textbar{}",
-    "±": r"$\pm$",
-    "×": r"$\times$",
-    "²": r"\textsuperscript{2}",
-    "–": "--",
-}
-
 
 def plain(text: str) -> str:
     """One line without control characters and bidirectional marks."""
@@ -59,8 +40,3 @@ def markdown_cell(text: str) -> str:
 def markdown_line(text: str) -> str:
     """Text that is no list, heading or line at the start of a paragraph either."""
     return re.sub(r"^\s*(\d*)([-+=.)])", r"\1\\\2", markdown_cell(text))
-
-
-def latex_cell(text: str) -> str:
-    """Text that begins no command, ends no cell and needs no package."""
-    return "".join(_LATEX.get(sign, sign) for sign in plain(text))

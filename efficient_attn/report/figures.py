@@ -146,16 +146,6 @@ class Plot(NamedTuple):
         charts = self.map_charts(lambda chart: chart._replace(series=tuple(map(change, chart.series))))
         return charts._replace(legend=legend)
 
-    def scaled(self, factor: float) -> "Plot":
-        """The plot with markers and lines of other sizes."""
-        usual = {"markersize": 5.0, "linewidth": 1.5}
-
-        def series(one: Series) -> Series:
-            sizes = {name: factor * one.style.get(name, size) for name, size in usual.items()}
-            return one._replace(style={**one.style, **sizes})
-
-        return self if factor == 1 else self.map_series(series)
-
     def renamed(self, labels: Mapping[str, str]) -> "Plot":
         """The plot with {label: text} in place of the labels of series and ticks."""
         known = {**DISPLAY_NAMES, **labels}

@@ -9,9 +9,9 @@ from efficient_attn.report.axes import checked_width, draw, sizes_of
 from efficient_attn.report.files import slug, write
 from efficient_attn.report.html import Run, page
 from efficient_attn.report.save import save, to_bytes
-from efficient_attn.report.table import Table, to_csv, to_latex, to_markdown
+from efficient_attn.report.table import Table, to_csv, to_markdown
 
-REPORT, SUMMARY, MARKDOWN, LATEX = "report.html", "summary.csv", "tables.md", "tables.tex"
+REPORT, SUMMARY, MARKDOWN = "report.html", "summary.csv", "tables.md"
 
 Figures = dict[tuple[str, str], Any]
 
@@ -63,7 +63,6 @@ def write_all(runs: Sequence[Run], folder: Path, look: Look) -> list[Path]:
         for table in run.tables
     ]
     paths.append(write(folder / MARKDOWN, "\n\n".join(map(to_markdown, tables)) + "\n"))
-    paths.append(write(folder / LATEX, "\n".join(map(to_latex, tables))))
     return [*paths, _write_page(runs, folder / REPORT, figures)]
 
 

@@ -1,4 +1,4 @@
-"""Tables of text: for a terminal, for Markdown, for LaTeX, for a spreadsheet, for a web page."""
+"""Tables of text: for a terminal, for Markdown, for a spreadsheet, for a web page."""
 
 import csv
 import html
@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from efficient_attn.report.escape import csv_cell, latex_cell, markdown_cell, markdown_line, plain
+from efficient_attn.report.escape import csv_cell, markdown_cell, markdown_line, plain
 from efficient_attn.stats.growth import Growth
 from efficient_attn.stats.rounds import Typical
 
@@ -77,24 +77,6 @@ def to_markdown(table: Table) -> str:
     cells = [[markdown_cell(cell) for cell in row] for row in (table.columns, *table.rows)]
     body = "\n".join(f"| {' | '.join(row)} |" for row in (cells[0], rules, *cells[1:]))
     return "\n\n".join([f"**{markdown_cell(table.title)}**", body, *map(markdown_line, table.notes)])
-
-
-def to_latex(table: Table) -> str:
-    """The table as a LaTeX `table` that needs no package; numbers are aligned to the right."""
-    sides = "".join("r" if right else "l" for right in right_aligned(table))
-    head, *body = (" & ".join(map(latex_cell, row)) + r" \\" for row in (table.columns, *table.rows))
-    notes = (rf"\par\smallskip {latex_cell(note)}" for note in table.notes)
-    lines = [
-        r"\begin{table}",
-        r"\centering",
-        rf"\caption{{{latex_cell(table.title)}}}",
-        rf"\begin{{tabular}}{{{sides}}}",
-        *(r"\hline", head, r"\hline", *body, r"\hline"),
-        r"\end{tabular}",
-        *notes,
-        r"\end{table}",
-    ]
-    return "\n".join(lines) + "\n"
 
 
 def to_csv(rows: Sequence[Mapping[str, Any]]) -> str:

@@ -1,6 +1,6 @@
 """Candidates of a comparison that were not measured, or that save no operations."""
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from efficient_attn.operation_counts import softmax_matmuls, visible_pairs
@@ -15,10 +15,8 @@ CANDIDATES = "candidates"
 # computes three quarters of all pairs and more.
 _SAVES_LITTLE = 0.75
 
-
-def not_measured(environment: Mapping[str, Any] | None, measured: Collection[str]) -> tuple[str, ...]:
-    """Candidate labels without a measurement, for example after an interrupt."""
-    return tuple(label for label in candidates(environment) if label not in measured)
+# Names of candidates that were not measured, before the rest is only counted.
+_MOST_NAMES = 12
 
 
 def candidates(environment: Mapping[str, Any] | None) -> tuple[str, ...]:
@@ -26,6 +24,20 @@ def candidates(environment: Mapping[str, Any] | None) -> tuple[str, ...]:
     listed = (environment or {}).get(CANDIDATES)
     labels = listed if isinstance(listed, list) else []
     return tuple(dict.fromkeys(label for label in labels if isinstance(label, str)))
+
+
+def not_measured(environment: Mapping[str, Any] | None, measured: Collection[str]) -> tuple[str, ...]:
+    """Candidate labels without a measurement, for example after an interrupt."""
+    return tuple(label for label in candidates(environment) if label not in measured)
+
+
+def missing(labels: Sequence[str], environment: Mapping[str, Any] | None) -> str:
+    """` Not measured (2 of 5 candidates): window, linformer.`; empty if nothing is missing."""
+    if not labels:
+        return ""
+    more = f" and {len(labels) - _MOST_NAMES} more" if len(labels) > _MOST_NAMES else ""
+    names = f"{', '.join(labels[:_MOST_NAMES])}{more}"
+    return f" Not measured ({len(labels)} of {len(candidates(environment))} candidates): {names}."
 
 
 def operations_share(record: Record) -> float | None:
@@ -41,8 +53,8 @@ def exact_operations(case: Case) -> int:
     return max(2 * case.batch * case.num_heads * adds, 1)
 
 
-def saves_little(records: Iterable[Record]) -> dict[str, float]:
-    """{label: share of the operations of exact attention} of approximations that save few or none."""
+def operations_sentence(records: Sequence[Record]) -> str | None:
+    """Approximations that save few operations or none at the length measured."""
     shares = {
         record.case.label: share
         for record in records
@@ -50,4 +62,10 @@ def saves_little(records: Iterable[Record]) -> dict[str, float]:
         and (share := operations_share(record)) is not None
         and share > _SAVES_LITTLE
     }
-    return dict(sorted(shares.items(), key=lambda item: item[1]))
+    if not shares:
+        return None
+    names = ", ".join(f"{label} ({shares[label]:.2f}x)" for label in sorted(shares, key=shares.__getitem__))
+    return (
+        f"Operations, exact attention = 1, of what saves few or none at {records[0].case.tokens} tokens: "
+        f"{names}."
+    )

@@ -2,12 +2,11 @@
 
 from collections.abc import Iterable, Sequence
 
-from efficient_attn.report.candidates import missing, operations_sentence
 from efficient_attn.report.error_table import describe
 from efficient_attn.report.notes import setting
 from efficient_attn.runner.layers import single_names
 from efficient_attn.runner.records import Record
-from efficient_attn.stats.candidates import not_measured
+from efficient_attn.stats.candidates import missing, not_measured, operations_sentence
 from efficient_attn.stats.noise_warnings import COULD_NOT_TELL, IDLE, disturbance
 from efficient_attn.studies.compare.analysis import (
     Comparison,

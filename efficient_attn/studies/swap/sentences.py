@@ -2,10 +2,9 @@
 
 from collections.abc import Sequence
 
-from efficient_attn.report.candidates import missing, operations_sentence
 from efficient_attn.runner.records import Record
 from efficient_attn.runner.sizes import MEAN_OF_VALUES
-from efficient_attn.stats.candidates import not_measured
+from efficient_attn.stats.candidates import missing, not_measured, operations_sentence
 from efficient_attn.stats.noise_warnings import IDLE, disturbance
 from efficient_attn.studies.swap.analysis import Swap, SwapRow, swaps
 from efficient_attn.studies.swap.tables import NAMES, show_quantity, speed
