@@ -6,7 +6,6 @@ import pytest
 from drawn import texts
 
 import efficient_attn as ea
-from efficient_attn.errors import OptionError
 from efficient_attn.runner.records import Case, Record
 from efficient_attn.runner.sizes import MEAN_OF_VALUES, Sized, sized, with_size
 from efficient_attn.runner.variants import Variant
@@ -121,12 +120,6 @@ def test_the_plot_has_a_panel_per_input_each_with_the_yardstick():
         (across,) = (line for line in ax.lines if line.get_label() == "uniform-attention baseline")
         assert set(across.get_ydata()) == {0.5}
     assert "▲ performer-trig: 800 to 900" in texts(drawn[0])
-
-
-def test_a_plot_of_errors_refuses_another_axis():
-    one = made_up((0.9, 0.8), (9.0, 8.0), (0.9, 0.1), 0.5)
-    with pytest.raises(OptionError, match="x is size for errors, not 'tokens'"):
-        ea.Results(one).plot("output_relative_error", "tokens")
 
 
 def both(label, relative, mean_square=0.04, **more):

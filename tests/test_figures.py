@@ -20,7 +20,7 @@ LINE = {"color": "#0072b2", "marker": "o", "linestyle": "-"}
 
 def plots_of(run):
     """The plots of a committed run."""
-    return [make() for make in read(RUNS / run).plots().values()]
+    return list(read(RUNS / run).plots().values())
 
 
 # One run of each kind is drawn for papers too; a map of colours takes seconds.

@@ -1,6 +1,6 @@
 """What an experiment hands back: its records, as a data frame, a plot, sentences, or files."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -77,31 +77,26 @@ class Results:
 
     def plot(
         self,
-        y: str | None = None,
-        x: str | None = None,
+        name: str | None = None,
         *,
         labels: Mapping[str, str] | None = None,
         width: float | None = None,
         style: str = "screen",
     ) -> Any:
-        """Draw a quantity against tokens, an error against the size, or the figure of a study; the axes.
+        """Draw one of `plots()`, the first if no name is given; the first axes.
 
         Args:
             labels: {name: text}: texts for the legend in place of the names of lines.
             width: Of the figure, in inches, at which letters have their stated sizes.
             style: `screen`, or `paper`: small letters and no title.
         """
-        return draw(self._plot(y, x), labels=labels, width=width, style=style)[0]
-
-    def _plot(self, y: str | None, x: str | None) -> Plot:
-        """The plot by the first view that knows the quantity."""
-        refused = []
-        for view, records in self._parts():
-            try:
-                return view.plot(records, self.environment, y, x)
-            except UnknownNameError as error:
-                refused.append(error)
-        raise refused[0]
+        known = self.plots()
+        if not known:
+            raise DataError("There is nothing to plot: no record holds a number.")
+        if name is not None and name not in known:
+            raise UnknownNameError("plot", name, known)
+        plot = known[name or next(iter(known))]
+        return draw(plot, labels=labels, width=width, style=style)[0]
 
     def sentences(self) -> list[str]:
         """A few sentences computed from the records."""
@@ -111,9 +106,9 @@ class Results:
         """Flat rows of what was measured."""
         return [row for view, records in self._parts() for row in view.rows(records, self.environment)]
 
-    def plots(self) -> dict[str, Callable[[], Plot]]:
-        """The plots worth a file: {name: function that makes it}."""
-        found: dict[str, Callable[[], Plot]] = {}
+    def plots(self) -> dict[str, Plot]:
+        """All plots by the name of their files."""
+        found: dict[str, Plot] = {}
         for view, records in self._parts():
             found |= view.plots(records, self.environment)
         return found
@@ -168,11 +163,10 @@ class Results:
         """Everything that a report shows of this run; command and plan from its folder."""
         command = self.environment.get("command")
         words = " ".join(map(str, command)) if isinstance(command, list) else ""
-        plots = {name: make() for name, make in self.plots().items()}
         return Run(
             label=label,
             records=self.records,
-            plots={name: plot for name, plot in plots.items() if not plot.is_empty},
+            plots={name: plot for name, plot in self.plots().items() if not plot.is_empty},
             sentences=self.sentences(),
             tables=self.tables(),
             rows=self.summary(),

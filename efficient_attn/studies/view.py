@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from efficient_attn.errors import DataError, UnknownNameError
 from efficient_attn.report.figures import Axis, Chart, Plot, Series
 from efficient_attn.report.notes import failure_notes
 from efficient_attn.report.palette import line_styles
@@ -15,7 +14,7 @@ from efficient_attn.runner.record import Record
 from efficient_attn.stats.rows import flat_row
 
 Environment = Mapping[str, Any]
-Plots = dict[str, Callable[[], Plot]]
+Plots = dict[str, Plot]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,9 +25,8 @@ class View:
         tables: Tables of text.
         sentences: Findings, computed from the records.
         rows: Flat rows of the summary.
-        plots: {name of the file: function that makes the plot}.
+        plots: {name of the file: plot}, the most important first.
         files: {name of a further file of the run: its text}.
-        plot: The plot of one quantity, `plot(records, environment, y, x)`.
         claim: The records that belong to the study where no environment names it; None: records of its kinds.
     """
 
@@ -37,7 +35,6 @@ class View:
     rows: Callable[[Sequence[Record], Environment], list[dict[str, Any]]]
     plots: Callable[[Sequence[Record], Environment], Plots]
     files: Callable[[Sequence[Record], Environment], dict[str, str]]
-    plot: Callable[..., Plot]
     claim: Callable[[Sequence[Record]], list[Record]] | None = None
 
     @classmethod
@@ -47,14 +44,12 @@ class View:
         def own(name: str, default: Callable[..., Any]) -> Callable[..., Any]:
             return getattr(module, name, default)
 
-        plots = own("plots", partial(_plots, quantities))
         return cls(
             tables=own("tables", partial(record_tables, quantities)),
             sentences=own("sentences", lambda records, environment: []),
             rows=own("rows", lambda records, environment: [flat_row(record) for record in records]),
-            plots=plots,
+            plots=own("plots", partial(_plots, quantities)),
             files=own("files", lambda records, environment: {}),
-            plot=own("plot", partial(_plot, plots)),
             claim=getattr(module, "claim", None),
         )
 
@@ -85,7 +80,7 @@ def _plots(quantities: Sequence[Quantity], records: Sequence[Record], environmen
     """The first quantity that was measured, against the length."""
     for one in quantities:
         if any(isinstance(getattr(record, one.field), (int, float)) for record in records):
-            return {one.name: partial(_against_tokens, one, records)}
+            return {one.name: _against_tokens(one, records)}
     return {}
 
 
@@ -109,18 +104,3 @@ def _against_tokens(quantity: Quantity, records: Sequence[Record]) -> Plot:
         tuple(series),
     )
     return Plot(quantity.name, "", ((chart,),))
-
-
-def _plot(
-    plots: Callable[..., Plots],
-    records: Sequence[Record],
-    environment: Environment,
-    y: str | None = None,
-    x: str | None = None,
-) -> Plot:
-    made = plots(records, environment)
-    if not made:
-        raise DataError("There is nothing to plot: no record holds a number.")
-    if y is not None and y not in made:
-        raise UnknownNameError("quantity to plot", y, made)
-    return (made[y] if y is not None else next(iter(made.values())))()

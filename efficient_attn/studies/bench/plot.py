@@ -1,15 +1,13 @@
 """Plots of a benchmark: time and memory against tokens, on logarithmic axes."""
 
 from collections.abc import Sequence
-from functools import partial
 
-from efficient_attn.errors import UnknownNameError
 from efficient_attn.report.figures import Axis, Chart, Plot, Series
 from efficient_attn.report.notes import setting
 from efficient_attn.report.palette import line_styles
 from efficient_attn.runner.records import Record
 from efficient_attn.runner.units import show_bytes, show_seconds
-from efficient_attn.stats.curves import QUANTITIES, Curve, by_subject, curves
+from efficient_attn.stats.curves import Curve, by_subject, curves
 from efficient_attn.studies.view import Environment, Plots
 
 _TITLES = {
@@ -26,20 +24,7 @@ _FILES = {"time": "time_s", "memory": "peak_bytes"}
 def plots(records: Sequence[Record], environment: Environment) -> Plots:
     """The plots worth a file."""
     measured = {record.case.kind for record in records if record.status == "ok"}
-    return {
-        name: partial(cost_plot, records, quantity) for name, quantity in _FILES.items() if name in measured
-    }
-
-
-def plot(
-    records: Sequence[Record], environment: Environment, y: str | None = None, x: str | None = None
-) -> Plot:
-    """One cost of every backend against tokens."""
-    if y not in (None, *QUANTITIES):
-        raise UnknownNameError("quantity to plot", str(y), QUANTITIES)
-    if x not in (None, "tokens"):
-        raise UnknownNameError(f"x axis for {y}", str(x), ["tokens"])
-    return cost_plot(records, y or "time_s")
+    return {name: cost_plot(records, quantity) for name, quantity in _FILES.items() if name in measured}
 
 
 def cost_plot(records: Sequence[Record], y: str = "time_s") -> Plot:

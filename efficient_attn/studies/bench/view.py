@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from efficient_attn.report.table import Table
 from efficient_attn.runner.records import Record
 from efficient_attn.runner.sizes import MODEL
-from efficient_attn.studies.bench.plot import plot as plot
 from efficient_attn.studies.bench.plot import plots as plots
 from efficient_attn.studies.bench.sentences import sentences as sentences
 from efficient_attn.studies.bench.tables import cost_tables

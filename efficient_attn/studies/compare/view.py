@@ -1,7 +1,6 @@
 """Views of the records of a comparison."""
 
 from collections.abc import Sequence
-from functools import partial
 
 from efficient_attn.runner.records import Record
 from efficient_attn.studies.compare.analysis import asked_error, comparisons
@@ -19,5 +18,4 @@ def claim(records: Sequence[Record]) -> list[Record]:
 
 def plots(records: Sequence[Record], environment: Environment) -> Plots:
     """The figure of all comparisons."""
-    drawn = partial(comparison_plot, records, asked_error(environment))
-    return {"comparison": drawn} if comparisons(records) else {}
+    return {"comparison": comparison_plot(records, asked_error(environment))} if comparisons(records) else {}

@@ -1,7 +1,6 @@
 """Views of the records of kernel entries: measured errors next to theory."""
 
 from collections.abc import Sequence
-from functools import partial
 
 from efficient_attn.report.error_table import show_error
 from efficient_attn.report.table import Table
@@ -56,7 +55,7 @@ def sentences(records: Sequence[Record], environment: Environment) -> list[str]:
 
 def plots(records: Sequence[Record], environment: Environment) -> Plots:
     """The error over the number of features."""
-    return {"kernel_mse": partial(kernel_plot, records)} if kernel_points(records) else {}
+    return {"kernel_mse": kernel_plot(records)} if kernel_points(records) else {}
 
 
 def _table(panel: KernelPanel, notes: tuple[str, ...]) -> Table:

@@ -1,7 +1,6 @@
 """Accuracy of recall after training as a table, in sentences and as a plot."""
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 from efficient_attn.report.error_table import describe, show_error
@@ -139,7 +138,7 @@ def _read(row: Learned) -> str:
 def plots(records: Sequence[Record], environment: Environment) -> Plots:
     """The figure of all tasks; none if nothing was trained."""
     trained = any(record.status == "ok" for record in records)
-    return {"recall": partial(recall_plot, records)} if trained else {}
+    return {"recall": recall_plot(records)} if trained else {}
 
 
 def recall_plot(records: Sequence[Record]) -> Plot:

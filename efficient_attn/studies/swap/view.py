@@ -1,7 +1,6 @@
 """Views of the records of converted models."""
 
 from collections.abc import Sequence
-from functools import partial
 
 from efficient_attn.runner.records import Record
 from efficient_attn.runner.sizes import MODEL
@@ -18,4 +17,4 @@ def claim(records: Sequence[Record]) -> list[Record]:
 
 def plots(records: Sequence[Record], environment: Environment) -> Plots:
     """The only plot."""
-    return {"swap": partial(swap_plot, records)} if records else {}
+    return {"swap": swap_plot(records)} if records else {}

@@ -1,7 +1,6 @@
 """Language models in training as a table, a few sentences and a plot."""
 
 from collections.abc import Sequence
-from functools import partial
 
 from efficient_attn.report.error_table import describe
 from efficient_attn.report.figures import Axis, Chart, Plot, Series
@@ -159,4 +158,4 @@ def _limits(drawn: Sequence[TrainingCurve]) -> tuple[float, float]:
 def plots(records: Sequence[Record], environment: Environment) -> Plots:
     """The only plot."""
     known = any(record.train_steps for record in records)
-    return {"training": partial(training_plot, records)} if known else {}
+    return {"training": training_plot(records)} if known else {}
