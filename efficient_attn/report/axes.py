@@ -120,7 +120,6 @@ def _on_a_figure(plot: Plot, rows: Sequence[Sequence[Chart | None]], width: floa
     for ax, chart in drawn:
         # Now the size of the axes without their texts is known.
         _write_texts(ax, chart, sizes)
-        _write_notes(ax, chart, sizes)
     settle(figure)
     for ax, chart in drawn:
         move_apart(ax, chart)
@@ -180,27 +179,20 @@ def _height(row: Sequence[Chart | None], width: float, sizes: Style) -> float:
 
 def _write_title(figure: Any, plot: Plot, sizes: Style) -> int:
     """Write title and conditions; how many lines they take."""
+    from matplotlib.text import Annotation
+
     width = figure.get_figwidth()
     title = _wrapped(plot.title, width, sizes.title)
     conditions = "\n".join(_wrapped(line, width, sizes.small) for line in plot.conditions.splitlines())
     lines = conditions.count("\n") + bool(conditions)
     top = figure.suptitle(title + "\n" * lines, x=0.01, ha="left", fontweight="bold")
-    _write_below(figure, top, conditions, sizes)
-    return title.count("\n") + lines + 1
-
-
-def _write_below(owner: Any, title: Any, text: str, sizes: Style) -> None:
-    """Small text in the empty lines at the end of a title."""
-    from matplotlib.text import Annotation
-
-    lines = title.get_text().rstrip("\n")
-    below = -1.25 * title.get_fontsize() * (lines.count("\n") + bool(lines))
+    # Small text in the empty lines at the end of the title.
+    below = -1.25 * sizes.title * (title.count("\n") + 1)
     small: dict[str, Any] = {"fontsize": sizes.small, "color": MUTED, "va": "top", "annotation_clip": False}
-    drawn = Annotation(text, (0, 1), (0, below), xycoords=title, textcoords="offset points", **small)
-    # However long it is, the chart keeps its size.
-    drawn.set_in_layout(False)
-    owner.add_artist(drawn)
-    drawn.set_clip_on(False)
+    figure.add_artist(
+        Annotation(conditions, (0, 1), (0, below), xycoords=top, textcoords="offset points", **small)
+    )
+    return title.count("\n") + lines + 1
 
 
 def _wrapped(text: str, inches: float, size: float) -> str:
@@ -254,21 +246,8 @@ def _write_texts(ax: Any, chart: Chart, sizes: Style) -> None:
     inches = [size / ax.figure.dpi for size in (ax.bbox.width, ax.bbox.height)]
     _dress(ax.xaxis, chart.x, inches[0], sizes, across=True)
     _dress(ax.yaxis, chart.y, inches[1], sizes, across=False)
-    title = _wrapped(chart.title, inches[0], sizes.text)
-    notes = _notes(ax, chart, sizes)
-    if title or notes:
-        ax.set_title(title + "\n" * (notes.count("\n") + bool(notes)), loc="left")
-
-
-def _notes(ax: Any, chart: Chart, sizes: Style) -> str:
-    width = ax.bbox.width / ax.figure.dpi
-    return "\n".join(_wrapped(note, width, sizes.small) for note in chart.notes)
-
-
-def _write_notes(ax: Any, chart: Chart, sizes: Style) -> None:
-    """Write the notes into the empty lines below the title."""
-    if notes := _notes(ax, chart, sizes):
-        _write_below(ax, ax._left_title, notes, sizes)
+    lines = [_wrapped(line, inches[0], sizes.text) for line in (chart.title, *chart.notes) if line]
+    ax.set_title("\n".join(lines), loc="left")
 
 
 def _draw_series(ax: Any, one: Series, zorder: float) -> None:

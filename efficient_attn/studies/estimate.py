@@ -1,8 +1,6 @@
 """Predicted durations of points, learnt while a run measures."""
 
 from collections.abc import Hashable
-from dataclasses import dataclass
-from statistics import fmean
 
 from efficient_attn.runner.record import Record
 from efficient_attn.studies.plan import Point
@@ -14,14 +12,6 @@ _WARM_UP_CALLS = 2
 _OVERHEAD_S = 0.02
 
 
-@dataclass(frozen=True)
-class _Known:
-    """Duration of a measured point: of one call if it was timed, else of the point."""
-
-    cost: float
-    seconds: float
-
-
 class Estimate:
     """Predicted durations, learnt from the points that were measured and their costs.
 
@@ -31,19 +21,20 @@ class Estimate:
 
     def __init__(self, *, round_s: float) -> None:
         self._round_s = round_s
-        self._calls: dict[Hashable, _Known] = {}
-        self._points: dict[Hashable, _Known] = {}
+        # Costs and seconds, of one call of timed points and of whole points.
+        self._calls: dict[Hashable, tuple[float, float]] = {}
+        self._points: dict[Hashable, tuple[float, float]] = {}
         self._seconds = self._cost = 0.0
 
     def learn(self, point: Point, record: Record, seconds: float) -> None:
         """Take in the duration of a round or of a whole point."""
         if point.rounds is not None:
             if record.times_s:
-                self._calls[point.series] = _Known(point.cost, min(record.times_s))
+                self._calls[point.series] = point.cost, min(record.times_s)
         elif point.calls is not None:
-            self._calls.setdefault(point.series, _Known(point.cost, seconds / point.calls))
+            self._calls.setdefault(point.series, (point.cost, seconds / point.calls))
         else:
-            self._points[point.series] = _Known(point.cost, seconds)
+            self._points[point.series] = point.cost, seconds
             self._seconds += seconds
             self._cost += point.cost
 
@@ -53,10 +44,8 @@ class Estimate:
         Calls of an unknown series are short; with `typical` they last as long as calls of other series.
         """
         if point.rounds is None and point.calls is None:
-            known = self._points.get(point.series)
-            if known is None:
-                return self._seconds / self._cost * point.cost if self._cost else 0.0
-            return known.seconds * point.cost / known.cost
+            cost, seconds = self._points.get(point.series, (self._cost, self._seconds))
+            return seconds / cost * point.cost if cost else 0.0
         call_s = self._call_seconds(point, typical)
         if point.rounds is None:
             return _OVERHEAD_S + (point.calls or 0) * call_s
@@ -64,8 +53,8 @@ class Estimate:
         return (point.rounds - done) * (_OVERHEAD_S + round_s)
 
     def _call_seconds(self, point: Point, typical: bool) -> float:
-        known = self._calls.get(point.series)
-        if known is None and typical and self._calls:
-            every = self._calls.values()
-            known = _Known(fmean(one.cost for one in every), fmean(one.seconds for one in every))
-        return 0.0 if known is None else known.seconds * max(point.cost / known.cost, 1.0)
+        known = [self._calls[point.series]] if point.series in self._calls else []
+        if not known and typical:
+            known = list(self._calls.values())
+        cost, seconds = map(sum, zip(*known, strict=True)) if known else (1.0, 0.0)
+        return seconds / max(len(known), 1) * max(point.cost * len(known) / cost, 1.0)

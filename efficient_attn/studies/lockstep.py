@@ -35,7 +35,7 @@ class Lockstep(Loop):
     def _measure_round(self, point: Point) -> None:
         super()._measure_round(point)
         if (parts := self._begun.get(point.case.key)) is not None:
-            record = self._merged(point, parts)
+            record = point.merge(parts)
             with held():
                 self._emit(record)
             self._tell(None, record)

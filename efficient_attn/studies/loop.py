@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from efficient_attn.measure.clock import in_turns
 from efficient_attn.runner.interrupt import held
-from efficient_attn.runner.record import Record, joined
+from efficient_attn.runner.record import Record
 from efficient_attn.runner.units import show_seconds
 from efficient_attn.studies.estimate import Estimate
 from efficient_attn.studies.plan import Plan, Point
@@ -76,7 +76,7 @@ class Loop:
                 self._measure_group(list(group))
         except KeyboardInterrupt:
             for key, parts in list(self._begun.items()):
-                self._finish(self._merged(self._left[key], parts))
+                self._finish(self._left[key].merge(parts))
             return False
         return True
 
@@ -120,10 +120,7 @@ class Loop:
         parts = self._begun.setdefault(key, [])
         parts.append(part)
         if len(parts) == point.rounds:
-            self._finish(self._merged(point, parts))
-
-    def _merged(self, point: Point, parts: Sequence[Record]) -> Record:
-        return (point.merge or joined)(parts)
+            self._finish(point.merge(parts))
 
     def _given_up(self, point: Point) -> bool:
         """Whether a round is not begun: others may have taken longer than predicted."""
@@ -135,7 +132,7 @@ class Loop:
         # Samples in hand are worth more than a round that would most likely be cut off.
         cut_off = spent_s + round_s > self._timeout_s or round_s > self._left_s()
         if cut_off:
-            self._finish(self._merged(point, parts))
+            self._finish(point.merge(parts))
         return cut_off
 
     def _skipped(self, point: Point, *, promised_s: float = 0.0) -> bool:

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from efficient_attn.runner.record import Case, Record
+from efficient_attn.runner.record import Case, Record, joined
 
 # Help texts are shown without numpy.
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ class Point:
 
     Attributes:
         measure: Measurement of the record; of a timed point with the seconds of calls of one round.
-        merge: The record of the rounds so far; omitted: the samples of all rounds.
+        merge: The record of the rounds so far.
         rounds: Rounds of a timed point, interleaved with the other timed points of its group and merged into
             one record; None: measured once.
         label: Name in the progress display; omitted: backend, length and kind.
@@ -38,7 +38,7 @@ class Point:
 
     case: Case
     measure: Callable[..., Record]
-    merge: Callable[[Sequence[Record]], Record] | None = None
+    merge: Callable[[Sequence[Record]], Record] = joined
     rounds: int | None = None
     label: str | None = None
     group: Hashable = None
