@@ -71,7 +71,7 @@ def command_of(study: Study) -> Callable[..., None]:
 
         from efficient_attn.measure.environment import command_line
         from efficient_attn.studies.run import run_plan
-        from efficient_attn.studies.run_files import open_folder, run_folder
+        from efficient_attn.studies.run_folder import open_folder, run_folder
 
         # A wrong request must leave no folder behind, so the plan is made first.
         asked = study.plan(**options)

@@ -44,7 +44,7 @@ def show_command(
     """
     from efficient_attn.report.save import save
     from efficient_attn.runner.variants import parse_settings
-    from efficient_attn.studies.run_files import open_folder, run_folder
+    from efficient_attn.studies.run_folder import open_folder, run_folder
     from efficient_attn.studies.show import show
 
     names, options = parse_names(backend, name="--backend"), parse_settings(set_ or [])

@@ -14,9 +14,8 @@ import pytest
 from efficient_attn.errors import DataError
 from efficient_attn.report.files import write
 from efficient_attn.runner.records import Case, Record, append, line, read
-from efficient_attn.studies import run_files as files
-from efficient_attn.studies.run_files import open_folder
-from efficient_attn.studies.run_folder import begin, only_writer
+from efficient_attn.studies import run_folder as files
+from efficient_attn.studies.run_folder import begin, only_writer, open_folder
 
 CASE = Case(
     kind="time", backend="b", label="b", num_heads=1, head_dim=1, tokens=1, dtype="d", device="cpu", threads=1

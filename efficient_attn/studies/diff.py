@@ -12,7 +12,7 @@ from efficient_attn.runner.quantity import QUANTITIES
 from efficient_attn.stats.diff import CHANGED, REGRESSION, UNCLEAR, Change, Comparison, compare_runs, names
 from efficient_attn.studies import studies
 from efficient_attn.studies.results import Results, read
-from efficient_attn.studies.run_files import differences
+from efficient_attn.studies.run_folder import differences
 
 # Entries of the environment that identify the machine, and others that affect results, by name.
 _MACHINE = {

@@ -6,7 +6,7 @@ from pathlib import Path
 from efficient_attn.errors import OptionError
 from efficient_attn.report.outputs import checked_look, write_all, write_page
 from efficient_attn.studies.results import read
-from efficient_attn.studies.run_files import RECORDS, open_folder, run_folder
+from efficient_attn.studies.run_folder import RECORDS, open_folder, run_folder
 
 
 def report(

@@ -18,7 +18,7 @@ from efficient_attn.stats.noise_warnings import doubts
 from efficient_attn.stats.rows import flat_row, sample_rows
 from efficient_attn.studies import studies
 from efficient_attn.studies.plan import STUDY
-from efficient_attn.studies.run_files import (
+from efficient_attn.studies.run_folder import (
     COMMAND,
     ENVIRONMENT,
     PLAN,

@@ -17,8 +17,7 @@ from efficient_attn.studies.lockstep import Lockstep
 from efficient_attn.studies.loop import Loop, Step
 from efficient_attn.studies.plan import STUDY, Plan
 from efficient_attn.studies.results import Results
-from efficient_attn.studies.run_files import open_folder
-from efficient_attn.studies.run_folder import Book, Earlier, begin, only_writer
+from efficient_attn.studies.run_folder import Book, Earlier, begin, only_writer, open_folder
 from efficient_attn.studies.study import Study
 
 

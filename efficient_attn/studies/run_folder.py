@@ -1,26 +1,25 @@
-"""The folder of a run: one writer at a time, and an interrupted run can be resumed."""
+"""The folder of a run: its files, one writer at a time, and an interrupted run can be resumed."""
 
+import json
 import os
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
 from efficient_attn.errors import DataError
+from efficient_attn.limits import ENVIRONMENT_BYTES, read_bytes
+from efficient_attn.report.escape import plain, short
 from efficient_attn.report.files import write
-from efficient_attn.runner.records import Case, Record, append, line
-from efficient_attn.studies.results import read
-from efficient_attn.studies.run_files import (
-    COMMAND,
-    ENVIRONMENT,
-    PLAN,
-    RECORDS,
-    differences,
-    read_json,
-    write_json,
-)
+from efficient_attn.runner.records import NO_LINK, Case, Record, append, line
+from efficient_attn.runner.records import read as read_records
+from efficient_attn.strict import read_object
+from efficient_attn.studies import studies
 
+RECORDS, ENVIRONMENT, COMMAND, PLAN = "records.jsonl", "environment.json", "command.txt", "plan.toml"
 LOCK = ".lock"
 
 # Entries of the environment that change results; a run with another value is another experiment.
@@ -30,6 +29,86 @@ _DECISIVE = {
     "GPU": ("gpu", "name"),
     "the model's weights": ("model", "weights_sha256"),
 }
+
+
+def open_folder(folder: str | Path, *, name: str = "folder", fresh: bool = False) -> Path:
+    """The folder, made if need be and tried by writing to it.
+
+    Args:
+        name: Name of the argument in messages.
+        fresh: Refuse a folder that holds records already.
+    """
+    if str(folder) in ("", "-"):
+        raise DataError(f"{name} is a folder, not {str(folder)!r}; --json - writes to stdout.")
+    folder = Path(folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        trial = folder / ".trial"
+        os.close(os.open(trial, os.O_WRONLY | os.O_CREAT | NO_LINK, 0o644))
+        trial.unlink()
+    except (OSError, ValueError) as error:
+        raise DataError(f"{name}: cannot write to {folder}: {_told(error)}.") from None
+    if fresh and (folder / RECORDS).exists():
+        raise DataError(f"{name}: {folder} holds records of another run already; name a new folder.")
+    return folder
+
+
+def _told(error: Exception) -> str:
+    """The system's error message; Python itself refuses an impossible name."""
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)
+
+
+def run_folder(command: str) -> Path:
+    """The default folder of a command: `runs/<command>-<UTC time>`.
+
+    A number distinguishes runs started in the same second.
+    """
+    folder = Path("runs") / f"{command}-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}"
+    numbered = (folder.with_name(f"{folder.name}-{number}") for number in count(2))
+    return next(one for one in chain([folder], numbered) if not one.exists())
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> Path:
+    """Write indented strict JSON."""
+    return write(path, json.dumps(value, indent=2, allow_nan=False, ensure_ascii=False) + "\n")
+
+
+def differences(
+    old: Sequence[Mapping[str, Any]], new: Sequence[Mapping[str, Any]], paths: Mapping[str, Sequence[str]]
+) -> str:
+    """`torch was 2.5, is 2.6; …` for entries in which environments differ; empty if a side has none."""
+    if not (old and new):
+        return ""
+    pairs = {
+        name: [" or ".join(dict.fromkeys(_entry(run, path) for run in side)) for side in (old, new)]
+        for name, path in paths.items()
+    }
+    return "; ".join(f"{name} was {then}, is {now}" for name, (then, now) in pairs.items() if then != now)
+
+
+def _entry(environment: Any, path: Sequence[str]) -> str:
+    """One entry as a line of text; `unknown` if there is none."""
+    for name in path:
+        environment = environment.get(name) if isinstance(environment, Mapping) else None
+    return "unknown" if environment is None else short(plain(str(environment)))
+
+
+def read_text(path: Path) -> str:
+    """The text of a file that need not be there."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").strip()
+    except FileNotFoundError:
+        return ""
+    except OSError as error:
+        raise DataError(f"Cannot read {path}: {error.strerror}.") from None
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file of a run."""
+    try:
+        return read_object(read_bytes(path, ENVIRONMENT_BYTES), str(path))
+    except OSError as error:
+        raise DataError(f"Cannot read {path}: {error.strerror}.") from None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,11 +137,6 @@ class Book:
     def records(self) -> tuple[Record, ...]:
         """The last record of each case."""
         return tuple(self._records.values())
-
-    def has(self, case: Case) -> bool:
-        """Whether the case was measured."""
-        record = self._records.get(case.key)
-        return record is not None and record.status == "ok"
 
     def add(self, record: Record) -> None:
         """Store and write a record; its continuation replaces it, a repeated failure is not written twice."""
@@ -117,34 +191,30 @@ def begin(
     force: bool,
     plan: str | None = None,
 ) -> Earlier:
-    """The earlier records if the run is resumed; the files that describe the run are written."""
-    earlier = _take_up(folder, cases, machine, force=force) if resume else Earlier()
-    describe(folder, machine if earlier.environment is None else None, plan)
-    return earlier
-
-
-def describe(folder: Path, machine: Mapping[str, Any] | None, plan: str | None) -> None:
-    """Write the environment, the command and the plan file."""
-    if machine is not None:
-        write_json(folder / ENVIRONMENT, machine)
-        write(folder / COMMAND, " ".join(machine["command"]) + "\n")
-    if plan is not None:
-        write(folder / PLAN, plan)
-
-
-def _take_up(folder: Path, cases: Sequence[Case], machine: Mapping[str, Any], *, force: bool) -> Earlier:
-    """The records in the folder, made ready for more: a last line that was cut off is removed.
+    """The earlier records if the run is resumed; the files that describe the run are written.
 
     Args:
-        force: Go on although the environment is another one.
+        force: Continue although the environment is another one.
 
     Raises:
         DataError: If it was measured with another torch, other threads or on another processor.
     """
+    earlier = _take_up(folder, cases, machine, force=force) if resume else Earlier()
+    if earlier.environment is None:
+        write_json(folder / ENVIRONMENT, machine)
+        write(folder / COMMAND, " ".join(machine["command"]) + "\n")
+    if plan is not None:
+        write(folder / PLAN, plan)
+    return earlier
+
+
+def _take_up(folder: Path, cases: Sequence[Case], machine: Mapping[str, Any], *, force: bool) -> Earlier:
+    """The records in the folder, made ready for more: a last line that was cut off is removed."""
     path = folder / RECORDS
     if not path.exists() or not path.stat().st_size:
         return Earlier()
-    records = {record.case.key: record for record in read(path).records}
+    studies()
+    records = {record.case.key: record for record in read_records(path).records}
     known = read_json(folder / ENVIRONMENT) if (folder / ENVIRONMENT).exists() else {}
     found = [differences([known], [machine], _DECISIVE), _other_threads(records.values(), cases)]
     unlike = "; ".join(filter(None, found)) if records else ""
