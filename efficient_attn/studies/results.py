@@ -28,7 +28,7 @@ from efficient_attn.studies.run_folder import (
     read_text,
     write_json,
 )
-from efficient_attn.studies.view import View
+from efficient_attn.studies.view import view_of
 
 
 class Results:
@@ -195,7 +195,7 @@ class Results:
                 parts.append((study.view, own))
                 taken = set(map(id, own))
                 left = [record for record in left if id(record) not in taken]
-        return parts + ([(View.of((), None), left)] if left or not parts else [])
+        return parts + ([(view_of(None), left)] if left or not parts else [])
 
 
 def read(*paths: str | Path) -> Results:

@@ -14,7 +14,6 @@ from efficient_attn.studies.plan import Plan
 
 if TYPE_CHECKING:
     from efficient_attn.runner.record import Record
-    from efficient_attn.studies.view import View
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,19 +93,19 @@ class Study:
         return (inspect.getdoc(self.plan) or "").partition("\n")[0]
 
     @cached_property
-    def view(self) -> "View":
+    def view(self) -> Any:
         """Functions that show records: from the folder's module `view`, defaults for the others."""
         # Help texts are shown without numpy.
-        from efficient_attn.studies.view import View
+        from efficient_attn.studies.view import view_of
 
         name = f"{self.folder}.view"
         module = importlib.import_module(name) if importlib.util.find_spec(name) else None
-        return View.of(self.quantities, module)
+        return view_of(module)
 
     def own(self, records: "Sequence[Record]") -> "list[Record]":
         """The records that belong to this study where no environment names it."""
         if self.view.claim is not None:
-            return self.view.claim(records)
+            return list(self.view.claim(records))
         return [record for record in records if record.case.kind in self.kinds]
 
     def parameters(self) -> Iterator[Parameter]:

@@ -1,15 +1,19 @@
-"""How the records of a study are shown: functions of its folder, and defaults made from its quantities."""
+"""How the records of a study are shown: functions of its folder, and defaults made from its quantities.
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+All are functions of (records, environment): `tables`, `sentences`, flat `rows` of the summary, `plots` as
+{name of the file: plot}, and further `files` as {name: text}. `claim(records)` are the records that belong to
+the study where no environment names it; omitted: the records of its kinds.
+"""
+
+from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 from efficient_attn.report.figures import Axis, Chart, Plot, Series
 from efficient_attn.report.notes import failure_notes
 from efficient_attn.report.palette import line_styles
 from efficient_attn.report.table import Table
-from efficient_attn.runner.quantity import Quantity
+from efficient_attn.runner.quantity import QUANTITIES, Quantity
 from efficient_attn.runner.record import Record
 from efficient_attn.stats.rows import flat_row
 
@@ -17,50 +21,16 @@ Environment = Mapping[str, Any]
 Plots = dict[str, Plot]
 
 
-@dataclass(frozen=True, kw_only=True)
-class View:
-    """Functions of (records, environment) of one run.
-
-    Attributes:
-        tables: Tables of text.
-        sentences: Findings, computed from the records.
-        rows: Flat rows of the summary.
-        plots: {name of the file: plot}, the most important first.
-        files: {name of a further file of the run: its text}.
-        claim: The records that belong to the study where no environment names it; None: records of its kinds.
-    """
-
-    tables: Callable[[Sequence[Record], Environment], list[Table]]
-    sentences: Callable[[Sequence[Record], Environment], list[str]]
-    rows: Callable[[Sequence[Record], Environment], list[dict[str, Any]]]
-    plots: Callable[[Sequence[Record], Environment], Plots]
-    files: Callable[[Sequence[Record], Environment], dict[str, str]]
-    claim: Callable[[Sequence[Record]], list[Record]] | None = None
-
-    @classmethod
-    def of(cls, quantities: Sequence[Quantity], module: Any) -> "View":
-        """The functions of a module, or of nothing, completed by the defaults."""
-
-        def own(name: str, default: Callable[..., Any]) -> Callable[..., Any]:
-            return getattr(module, name, default)
-
-        return cls(
-            tables=own("tables", partial(record_tables, quantities)),
-            sentences=own("sentences", lambda records, environment: []),
-            rows=own("rows", lambda records, environment: [flat_row(record) for record in records]),
-            plots=own("plots", partial(_plots, quantities)),
-            files=own("files", lambda records, environment: {}),
-            claim=getattr(module, "claim", None),
-        )
+def view_of(module: Any) -> Any:
+    """The functions of a module, or of nothing, completed by the defaults."""
+    return SimpleNamespace(**{name: getattr(module, name, default) for name, default in _DEFAULTS.items()})
 
 
-def record_tables(
-    quantities: Sequence[Quantity], records: Sequence[Record], environment: Environment
-) -> list[Table]:
+def record_tables(records: Sequence[Record], environment: Environment) -> list[Table]:
     """One row per record, one column per quantity that was measured."""
     if not records:
         return []
-    shown = [one for one in quantities if any(getattr(record, one.field) is not None for record in records)]
+    shown = _measured(records)
     rows = tuple(
         (record.case.label, str(record.case.tokens), *(_cell(getattr(record, one.field)) for one in shown))
         for record in records
@@ -76,9 +46,14 @@ def _cell(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, (int, float)) else ", ".join(f"{one:.4g}" for one in value)
 
 
-def _plots(quantities: Sequence[Quantity], records: Sequence[Record], environment: Environment) -> Plots:
+def _measured(records: Sequence[Record]) -> list[Quantity]:
+    known = {field for record in records for field in record.measured}
+    return [one for one in QUANTITIES.values() if one.field in known]
+
+
+def _plots(records: Sequence[Record], environment: Environment) -> Plots:
     """The first quantity that was measured, against the length."""
-    for one in quantities:
+    for one in _measured(records):
         if any(isinstance(getattr(record, one.field), (int, float)) for record in records):
             return {one.name: _against_tokens(one, records)}
     return {}
@@ -104,3 +79,13 @@ def _against_tokens(quantity: Quantity, records: Sequence[Record]) -> Plot:
         tuple(series),
     )
     return Plot(quantity.name, "", ((chart,),))
+
+
+_DEFAULTS: dict[str, Any] = {
+    "tables": record_tables,
+    "sentences": lambda records, environment: [],
+    "rows": lambda records, environment: [flat_row(record) for record in records],
+    "plots": _plots,
+    "files": lambda records, environment: {},
+    "claim": None,
+}

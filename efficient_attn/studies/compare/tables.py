@@ -12,7 +12,6 @@ from efficient_attn.report.error_table import (
 from efficient_attn.report.notes import calibration_note, failure_notes, setting
 from efficient_attn.report.table import Table, show_ratio, show_spread, three_digits
 from efficient_attn.runner.layers import single_names, timed_layer
-from efficient_attn.runner.quantity import QUANTITIES
 from efficient_attn.runner.records import Record
 from efficient_attn.runner.sizes import MEAN_OF_VALUES
 from efficient_attn.studies.compare.analysis import ROUNDING, Comparison, Contender, comparisons
@@ -26,9 +25,8 @@ _NONE = "–"
 
 def tables(records: Sequence[Record], environment: Environment) -> list[Table]:
     """One table for each comparison, the fastest first; without any the records as they are."""
-    quantities = [QUANTITIES[name] for name in ("output_relative_error", "peak_bytes")]
     found = [_table(one) for one in comparisons(records)]
-    return found or record_tables(quantities, records, environment)
+    return found or record_tables(records, environment)
 
 
 def heading(one: Comparison) -> str:
