@@ -114,15 +114,14 @@ def test_the_look_of_a_plot_is_chosen_in_python_too():
 
 def test_wrong_looks_are_refused_in_one_line_that_names_what_would_work(tmp_path):
     run = folder(tmp_path / "run", costs())
-    results = read(run)
     with pytest.raises(UnknownNameError, match=r"No line or row is called 'windw'. Did you mean 'window'"):
-        results.save(run, labels={"windw": "ours"})
+        redraw.report(run, labels={"windw": "ours"})
     with pytest.raises(
         OptionError, match=r"width is 2 to 40 inches, not 0\.5; a column of a paper is about 3\.3"
     ):
-        results.save(run, width=0.5)
+        redraw.report(run, width=0.5)
     with pytest.raises(UnknownNameError, match=r"No style is called 'papers'. Did you mean 'paper'"):
-        results.save(run, style="papers")
+        redraw.report(run, style="papers")
 
 
 def test_the_page_has_the_drawings_of_the_files(tmp_path):

@@ -14,8 +14,6 @@ from efficient_attn.stats.rounds import call_time
 QUANTITIES = {
     "time_s": "time",
     "peak_bytes": "memory",
-    "parameter_bytes": "memory",
-    "state_bytes": "memory",
 }
 
 # Fields that may differ between the cases of several runs, and then become part of the curve's name.
@@ -80,7 +78,7 @@ class Curve(NamedTuple):
 
 
 def curves(records: Iterable[Record], quantity: str) -> tuple[Curve, ...]:
-    """The curves of `time_s`, `peak_bytes`, `parameter_bytes` or `state_bytes`.
+    """The curves of `time_s` or `peak_bytes`.
 
     The baselines come first, then the other curves by name, independently of the order of the records. The
     last of equal cases counts.
@@ -92,7 +90,7 @@ def curves(records: Iterable[Record], quantity: str) -> tuple[Curve, ...]:
     for record in latest.values():
         groups.setdefault(name(record.case), []).append(record)
     return tuple(
-        Curve(label, group[0].case.backend, quantity, tuple(_points(group, quantity)))
+        Curve(label, group[0].case.backend, quantity, _points(group, quantity))
         for label, group in sorted(groups.items(), key=_place)
     )
 
@@ -142,17 +140,15 @@ def _say(field: str, value: object) -> str:
     return str(value) if isinstance(value, str) else f"{field}={value}"
 
 
-def _points(records: Sequence[Record], quantity: str) -> list[Point]:
+def _points(records: Iterable[Record], quantity: str) -> tuple[Point, ...]:
     ordered = sorted(records, key=lambda record: record.case.tokens)
-    return [Point(record.case.tokens, *_value(record, quantity), record) for record in ordered]
+    return tuple(_point(record, quantity) for record in ordered)
 
 
-def _value(record: Record, quantity: str) -> tuple[float | None, float | None, float | None]:
-    if record.status != "ok":
-        return None, None, None
-    if quantity == "time_s":
-        if not record.times_s:
-            return None, None, None
-        return call_time(record)[:3]
-    value = getattr(record, quantity)
-    return value, value, value
+def _point(record: Record, quantity: str) -> Point:
+    edges: tuple[float | None, ...] = (None, None, None)
+    if record.status == "ok" and quantity == "peak_bytes":
+        edges = (record.peak_bytes,) * 3
+    elif record.status == "ok" and record.times_s:
+        edges = call_time(record)[:3]
+    return Point(record.case.tokens, *edges, record)

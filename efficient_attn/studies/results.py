@@ -9,7 +9,7 @@ from efficient_attn.report.axes import draw
 from efficient_attn.report.escape import plain
 from efficient_attn.report.figures import Plot
 from efficient_attn.report.html import Run
-from efficient_attn.report.outputs import checked_look, write_all
+from efficient_attn.report.outputs import Look, write_all
 from efficient_attn.report.table import Table, to_html
 from efficient_attn.runner.record import Record
 from efficient_attn.runner.records import append
@@ -73,7 +73,7 @@ class Results:
 
     def tables(self) -> list[Table]:
         """What was measured, as tables of text."""
-        return [table for view, records in self._parts() for table in view.tables(records, self.environment)]
+        return self._shown("tables")
 
     def plot(
         self,
@@ -100,46 +100,26 @@ class Results:
 
     def sentences(self) -> list[str]:
         """A few sentences computed from the records."""
-        return [one for view, records in self._parts() for one in view.sentences(records, self.environment)]
+        return self._shown("sentences")
 
     def summary(self) -> list[dict[str, Any]]:
         """Flat rows of what was measured."""
-        return [row for view, records in self._parts() for row in view.rows(records, self.environment)]
+        return self._shown("rows")
 
     def plots(self) -> dict[str, Plot]:
         """All plots by the name of their files."""
-        found: dict[str, Plot] = {}
-        for view, records in self._parts():
-            found |= view.plots(records, self.environment)
-        return found
+        return dict(self._shown("plots"))
 
     def files(self) -> dict[str, str]:
         """Further files: {name: text}."""
-        found: dict[str, str] = {}
-        for view, records in self._parts():
-            found |= view.files(records, self.environment)
-        return found
+        return dict(self._shown("files"))
 
-    def save(
-        self,
-        folder: str | Path,
-        *,
-        labels: Mapping[str, str] | None = None,
-        width: float | None = None,
-        style: str = "screen",
-    ) -> list[Path]:
+    def save(self, folder: str | Path) -> list[Path]:
         """Write records, environment and all that is drawn; records that are there already are not touched.
-
-        Args:
-            labels: {name: text}: texts for legends and tables in place of the names of lines and rows.
-            width: Of figures, in inches, at which letters have their stated sizes.
-            style: `screen`, or `paper`: small letters and no title.
 
         Raises:
             DataError: If the folder cannot be written.
-            OptionError: If figures cannot be drawn so, or nothing drawn has a name of `labels`.
         """
-        look = checked_look(labels, width, style)
         folder = open_folder(folder)
         paths = [folder / RECORDS]
         if not paths[0].exists():
@@ -148,9 +128,7 @@ class Results:
         if self.environment:
             paths.append(write_json(folder / ENVIRONMENT, self.environment))
         try:
-            return paths + write_all([self.as_run(folder.resolve().name, folder)], folder, look)
-        except UnknownNameError:
-            raise
+            return paths + write_all([self.as_run(folder.resolve().name, folder)], folder, Look())
         # Whatever goes wrong in drawing, the records are safe, and whoever measured them gets them back.
         except Exception as error:
             self.notes += (
@@ -176,6 +154,14 @@ class Results:
             command=read_text(home / COMMAND) or words,
             plan=read_text(home / PLAN),
         )
+
+    def _shown(self, name: str) -> list[Any]:
+        """Everything that the views of the records show by the function of that name."""
+        found: list[Any] = []
+        for view, records in self._parts():
+            part = getattr(view, name)(records, self.environment)
+            found += part.items() if isinstance(part, dict) else part
+        return found
 
     def _reproduced(self) -> str | None:
         """The study of a figure, whose folders formerly had its name in the command alone."""

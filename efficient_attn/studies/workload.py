@@ -74,20 +74,13 @@ def settle(workload: Workload) -> Workload:
     dtype = automatic if workload.dtype == "auto" else workload.dtype
     if dtype not in ITEM_BYTES:
         raise OptionError(f"dtype is auto, {', '.join(ITEM_BYTES)}, not {dtype!r}.")
-    threads, layers = _threads(workload.threads), _layers(workload)
-    return replace(workload, device=device, dtype=dtype, threads=threads, layers=layers)
-
-
-def _layers(workload: Workload) -> int | None:
-    """Number of blocks of an encoder; None for other subjects."""
-    if workload.of != "encoder":
-        if workload.layers is not None:
-            raise OptionError(f"layers belong to an encoder; of is {workload.of!r}.")
-        return None
-    if workload.layers is None:
-        return _DEFAULT_LAYERS
-    positive_count("layers", workload.layers)
-    return workload.layers
+    layers = workload.layers
+    if workload.of == "encoder":
+        layers = _DEFAULT_LAYERS if layers is None else layers
+        positive_count("layers", layers)
+    elif layers is not None:
+        raise OptionError(f"layers belong to an encoder; of is {workload.of!r}.")
+    return replace(workload, device=device, dtype=dtype, threads=_threads(workload.threads), layers=layers)
 
 
 def _device(device: str) -> str:
