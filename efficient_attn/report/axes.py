@@ -1,8 +1,7 @@
 """The drawing of figures with matplotlib: style, sizes, ticks, legends, intervals."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from textwrap import fill
 from typing import Any, NamedTuple
 
@@ -54,40 +53,30 @@ def draw(
         width: Width of the figure in inches, at which letters have their stated sizes.
         style: `screen`, or `paper`: small letters and no title.
         labels: {label: text in its place}.
-    """
-    sizes = sizes_of(style)
-    plot = plot.renamed(labels or {}).map_charts(Chart.drawable)
-    width = checked_width(width)
-    rows = _reflowed(plot.rows, width)
-    with _settings(sizes):
-        return _on_a_figure(plot, rows, width, sizes)
-
-
-def sizes_of(style: str) -> Style:
-    """The sizes of a style.
 
     Raises:
-        UnknownNameError: If there is no such style.
+        OptionError: If there is no such style, or letters or a screen would not fit into the width.
     """
+    from matplotlib import rc_context
+
     if style not in STYLES:
         raise UnknownNameError("style", style, STYLES)
-    return STYLES[style]
-
-
-def checked_width(width: float | None) -> float:
-    """The width of a figure in inches; the usual one for None.
-
-    Raises:
-        OptionError: If letters or a screen would not fit.
-    """
-    if width is None:
-        return WIDTH_INCHES
+    sizes = STYLES[style]
+    plot = plot.renamed(labels or {}).map_charts(Chart.drawable)
+    width = WIDTH_INCHES if width is None else width
     if not _LEAST_WIDTH <= width <= _LARGEST_WIDTH:
         raise OptionError(
             f"width is {_LEAST_WIDTH:g} to {_LARGEST_WIDTH:g} inches, not {width:g}; a column of a paper "
             "is about 3.3."
         )
-    return width
+    # Charts that would be too narrow stand in rows of their own.
+    rows = [
+        part
+        for row in plot.rows
+        for part in ([row] if width / len(row) >= _LEAST_CHART_INCHES else [(one,) for one in row if one])
+    ]
+    with rc_context(_settings(sizes)):
+        return _on_a_figure(plot, rows, width, sizes)
 
 
 def _on_a_figure(plot: Plot, rows: Sequence[Sequence[Chart | None]], width: float, sizes: Style) -> list[Any]:
@@ -126,14 +115,11 @@ def _on_a_figure(plot: Plot, rows: Sequence[Sequence[Chart | None]], width: floa
     return axes
 
 
-@contextmanager
-def _settings(sizes: Style) -> Iterator[None]:
+def _settings(sizes: Style) -> dict[Any, Any]:
     """Settings of matplotlib for a figure: small quiet axes, and texts that are no mathematics."""
-    from matplotlib import rc_context
-
     ink = ("text.color", "axes.labelcolor", "axes.titlecolor", "xtick.color", "ytick.color")
     small = ("xtick.labelsize", "ytick.labelsize", "legend.fontsize", "legend.title_fontsize")
-    settings: dict[Any, Any] = {
+    return {
         **dict.fromkeys(("font.size", "axes.titlesize", "axes.labelsize"), sizes.text),
         **dict.fromkeys(small, sizes.small),
         **dict.fromkeys(ink, INK),
@@ -150,19 +136,6 @@ def _settings(sizes: Style) -> Iterator[None]:
         "grid.color": GRID,
         "legend.labelspacing": 0.35,
     }
-    with rc_context(settings):
-        yield
-
-
-def _reflowed(rows: Sequence[Sequence[Chart | None]], width: float) -> list[Sequence[Chart | None]]:
-    """Rows whose charts are wide enough, in the same order."""
-    found: list[Sequence[Chart | None]] = []
-    for row in rows:
-        if width / len(row) >= _LEAST_CHART_INCHES:
-            found.append(row)
-        else:
-            found += [(chart,) for chart in row if chart is not None]
-    return found
 
 
 def _height(row: Sequence[Chart | None], width: float, sizes: Style) -> float:

@@ -5,10 +5,10 @@ Every text is escaped by the template.
 
 from base64 import b64encode
 from collections.abc import Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from importlib.resources import files
 from typing import Any, NamedTuple
 
+import efficient_attn
 from efficient_attn.report.escape import plain, short
 from efficient_attn.report.figures import Plot
 from efficient_attn.report.methods_paragraph import flat, how_measured
@@ -77,7 +77,7 @@ def page(runs: Sequence[Run], drawings: Sequence[tuple[str, str, bytes]]) -> str
         tables=tables,
         right=right_aligned,
         environment=_environment(runs),
-        version=_version(),
+        version=efficient_attn.__version__,
     )
 
 
@@ -99,10 +99,3 @@ def _environment(runs: Sequence[Run]) -> Table:
 
 def _text(name: str) -> str:
     return files(__package__).joinpath(name).read_text(encoding="utf-8")
-
-
-def _version() -> str:
-    try:
-        return version("efficient-attn")
-    except PackageNotFoundError:
-        return ""

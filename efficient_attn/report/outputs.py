@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from efficient_attn.errors import UnknownNameError
-from efficient_attn.report.axes import checked_width, draw, sizes_of
+from efficient_attn.report.axes import draw
 from efficient_attn.report.files import slug, write
 from efficient_attn.report.html import Run, page
 from efficient_attn.report.save import save, to_bytes
-from efficient_attn.report.table import Table, to_csv, to_markdown
+from efficient_attn.report.table import to_csv, to_markdown
 
 REPORT, SUMMARY, MARKDOWN = "report.html", "summary.csv", "tables.md"
 
@@ -28,16 +28,6 @@ class Look(NamedTuple):
     labels: Mapping[str, str] = {}
     width: float | None = None
     style: str = "screen"
-
-
-def checked_look(labels: Mapping[str, str] | None, width: float | None, style: str) -> Look:
-    """The look of figures and tables.
-
-    Raises:
-        OptionError: If there is no such style, or nothing fits into the width.
-    """
-    sizes_of(style)
-    return Look(labels or {}, checked_width(width), style)
 
 
 def write_page(runs: Sequence[Run], path: Path, look: Look) -> Path:
@@ -73,11 +63,7 @@ def _renamed(runs: Sequence[Run], labels: Mapping[str, str]) -> list[Run]:
     for label in labels:
         if label not in known:
             raise UnknownNameError("line or row", label, list(known))
-    return [run._replace(tables=_renamed_rows(run.tables, labels)) for run in runs]
-
-
-def _renamed_rows(tables: Sequence[Table], labels: Mapping[str, str]) -> list[Table]:
-    return [table.renamed(labels) for table in tables]
+    return [run._replace(tables=[one.renamed(labels) for one in run.tables]) for run in runs]
 
 
 def _figures(runs: Sequence[Run], look: Look) -> Figures:

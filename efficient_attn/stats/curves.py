@@ -146,9 +146,9 @@ def _points(records: Iterable[Record], quantity: str) -> tuple[Point, ...]:
 
 
 def _point(record: Record, quantity: str) -> Point:
-    edges: tuple[float | None, ...] = (None, None, None)
+    value, low, high = None, None, None
     if record.status == "ok" and quantity == "peak_bytes":
-        edges = (record.peak_bytes,) * 3
+        value = low = high = record.peak_bytes
     elif record.status == "ok" and record.times_s:
-        edges = call_time(record)[:3]
-    return Point(record.case.tokens, *edges, record)
+        value, low, high, _ = call_time(record)
+    return Point(record.case.tokens, value, low, high, record)

@@ -125,16 +125,12 @@ def by_option(study: Study, given: Mapping[str, Any]) -> dict[str, Any]:
         value = given[one.name]
         parse = one.option.parse
         made[one.name] = value if parse is None or value is None else parse(value, name=one.flag)
-        _check_range(one, value)
+        least, most = one.option.least, one.option.most
+        if value is not None and least is not None and value < least:
+            raise OptionError(f"{one.flag} is at least {least:g}, not {value}.")
+        if value is not None and most is not None and value > most:
+            raise OptionError(f"{one.flag} is at most {most}, not {value}.")
     return made
-
-
-def _check_range(one: Parameter, value: Any) -> None:
-    least, most = one.option.least, one.option.most
-    if value is not None and least is not None and value < least:
-        raise OptionError(f"{one.flag} is at least {least:g}, not {value}.")
-    if value is not None and most is not None and value > most:
-        raise OptionError(f"{one.flag} is at most {most}, not {value}.")
 
 
 def joined(values: Any) -> Any:
