@@ -57,12 +57,6 @@ def test_a_frame_has_one_row_per_case_with_flat_columns_and_units():
     assert frame["time_s"][0] == pytest.approx(1e-6 * 256 * 256 * 1.0045)
 
 
-def test_a_raw_frame_has_one_row_per_sample():
-    frame = Results(records()).to_pandas(raw=True)
-    assert len(frame) == 8 * 9 + 8
-    assert frame["sample"].max() == 8 and frame["time_s"].notna().sum() == 8 * 9
-
-
 def test_sentences_name_memory_speed_and_the_length_from_which_a_backend_pays():
     memory, speed = Results(records()).sentences()
     # 64 · 2 per token against one per pair of tokens: faster from 256 tokens, 16 times at 2048.

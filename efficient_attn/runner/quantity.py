@@ -98,12 +98,6 @@ def register(*quantities: Quantity, kinds: Mapping[str, str] | None = None) -> N
     KINDS.update({kind: meaning for kind, meaning in (kinds or {}).items() if kind not in KINDS})
 
 
-def samples() -> dict[str, str]:
-    """Fields of raw values, one per timed call or draw, with the names of their quantities."""
-    declared = [one for one in QUANTITIES.values() if one.scatter in ("rounds", "draws")]
-    return {one.samples: one.name for one in declared if one.samples is not None}
-
-
 def cost(name: str, unit: str, meaning: str) -> Quantity:
     """Whole number that its case reproduces; less is better."""
     return Quantity(name, unit, meaning, type="whole number")

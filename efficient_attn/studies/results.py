@@ -15,7 +15,6 @@ from efficient_attn.runner.record import Record
 from efficient_attn.runner.records import append
 from efficient_attn.runner.records import read as read_records
 from efficient_attn.stats.noise_warnings import doubts
-from efficient_attn.stats.rows import flat_row, sample_rows
 from efficient_attn.studies import studies
 from efficient_attn.studies.plan import STUDY
 from efficient_attn.studies.run_folder import (
@@ -28,7 +27,7 @@ from efficient_attn.studies.run_folder import (
     read_text,
     write_json,
 )
-from efficient_attn.studies.view import view_of
+from efficient_attn.studies.view import flat_row, view_of
 
 
 class Results:
@@ -63,12 +62,10 @@ class Results:
     def _repr_html_(self) -> str:
         return "".join(map(to_html, self.tables()))
 
-    def to_pandas(self, raw: bool = False) -> Any:
-        """One row per case, flat, times as a median with its interval; raw: one row per sample."""
+    def to_pandas(self) -> Any:
+        """One row per case, flat, times as a median with its interval."""
         import pandas
 
-        if raw:
-            return pandas.DataFrame([row for record in self.records for row in sample_rows(record)])
         return pandas.DataFrame([flat_row(record) for record in self.records])
 
     def tables(self) -> list[Table]:

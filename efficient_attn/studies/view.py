@@ -13,9 +13,9 @@ from efficient_attn.report.figures import Axis, Chart, Plot, Series
 from efficient_attn.report.notes import failure_notes
 from efficient_attn.report.palette import line_styles
 from efficient_attn.report.table import Table
-from efficient_attn.runner.quantity import QUANTITIES, Quantity
+from efficient_attn.runner.quantity import FIELDS, QUANTITIES, Quantity
 from efficient_attn.runner.record import Record
-from efficient_attn.stats.rows import flat_row
+from efficient_attn.stats.rounds import call_time
 
 Environment = Mapping[str, Any]
 Plots = dict[str, Plot]
@@ -24,6 +24,17 @@ Plots = dict[str, Plot]
 def view_of(module: Any) -> Any:
     """The functions of a module, or of nothing, completed by the defaults."""
     return SimpleNamespace(**{name: getattr(module, name, default) for name, default in _DEFAULTS.items()})
+
+
+def flat_row(record: Record) -> dict[str, Any]:
+    """One flat row: options as columns of their own, times by their median, raw lists left out."""
+    lists = {name for name, field in FIELDS.items() if field.type in ("numbers", "whole numbers")}
+    row = {name: value for name, value in record.row().items() if name not in lists | {"options"}}
+    row |= {f"option_{name}": value for name, value in record.case.options.items()}
+    if record.times_s:
+        median, low, high, samples = call_time(record)
+        row |= {"time_s": median, "time_low_s": low, "time_high_s": high, "samples": samples}
+    return row
 
 
 def record_tables(records: Sequence[Record], environment: Environment) -> list[Table]:
