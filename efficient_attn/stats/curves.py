@@ -1,7 +1,7 @@
 """Records of a sweep as curves: one per variant, with a cost at each number of tokens."""
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from efficient_attn.runner.records import Case, Record
@@ -31,6 +31,9 @@ _MAY_DIFFER = (
     "inputs",
     "seed",
 )
+
+
+Namer = Callable[[Case], str]
 
 
 class Point(NamedTuple):
@@ -120,18 +123,12 @@ def _place(item: tuple[str, list[Record]]) -> tuple[bool, bool, list[tuple[int, 
     return backend != YARDSTICK, backend != CEILING, name
 
 
-class Namer(NamedTuple):
-    differing: tuple[str, ...]
-
-    def __call__(self, case: Case) -> str:
-        values = [_say(field, getattr(case, field)) for field in self.differing]
-        return ", ".join([case.label, *filter(None, values)])
-
-
 def namer(cases: Sequence[Case]) -> Namer:
     """Names from the label and all fields that differ between the cases, except tokens."""
-    differ = (field for field in _MAY_DIFFER if len({str(getattr(case, field)) for case in cases}) > 1)
-    return Namer(tuple(differ))
+    differ = [field for field in _MAY_DIFFER if len({str(getattr(case, field)) for case in cases}) > 1]
+    return lambda case: ", ".join(
+        filter(None, [case.label, *(_say(one, getattr(case, one)) for one in differ)])
+    )
 
 
 def _say(field: str, value: object) -> str:
