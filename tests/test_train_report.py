@@ -8,7 +8,6 @@ import pytest
 import efficient_attn as ea
 from efficient_attn.runner.records import Case, Record
 from efficient_attn.stats.noise_warnings import DURING
-from efficient_attn.stats.rows import flat_row
 from efficient_attn.studies.train.analysis import training_runs
 from efficient_attn.studies.train.view import sentences as training_sentences
 from efficient_attn.studies.train.view import tables as training_tables

@@ -27,10 +27,12 @@ def view_of(module: Any) -> Any:
 
 
 def flat_row(record: Record) -> dict[str, Any]:
-    """One flat row: options as columns of their own, times by their median, raw lists left out."""
+    """One flat row: options in columns, times by their median, curves by their last entry, no raw lists."""
     lists = {name for name, field in FIELDS.items() if field.type in ("numbers", "whole numbers")}
     row = {name: value for name, value in record.row().items() if name not in lists | {"options"}}
     row |= {f"option_{name}": value for name, value in record.case.options.items()}
+    last = (one for one in QUANTITIES.values() if one.entry == "last" and getattr(record, one.field))
+    row |= {one.field: getattr(record, one.field)[-1] for one in last}
     if record.times_s:
         median, low, high, samples = call_time(record)
         row |= {"time_s": median, "time_low_s": low, "time_high_s": high, "samples": samples}
