@@ -14,6 +14,8 @@ from efficient_attn.stats.rounds import call_time
 QUANTITIES = {
     "time_s": "time",
     "peak_bytes": "memory",
+    "parameter_bytes": "memory",
+    "state_bytes": "memory",
 }
 
 # Fields that may differ between the cases of several runs, and then become part of the curve's name.
@@ -81,7 +83,7 @@ class Curve(NamedTuple):
 
 
 def curves(records: Iterable[Record], quantity: str) -> tuple[Curve, ...]:
-    """The curves of `time_s` or `peak_bytes`.
+    """The curves of `time_s`, `peak_bytes`, `parameter_bytes` or `state_bytes`.
 
     The baselines come first, then the other curves by name, independently of the order of the records. The
     last of equal cases counts.
@@ -144,8 +146,8 @@ def _points(records: Iterable[Record], quantity: str) -> tuple[Point, ...]:
 
 def _point(record: Record, quantity: str) -> Point:
     value, low, high = None, None, None
-    if record.status == "ok" and quantity == "peak_bytes":
-        value = low = high = record.peak_bytes
+    if record.status == "ok" and quantity != "time_s":
+        value = low = high = getattr(record, quantity)
     elif record.status == "ok" and record.times_s:
         value, low, high, _ = call_time(record)
     return Point(record.case.tokens, value, low, high, record)
