@@ -11,6 +11,7 @@ from efficient_attn.stats.noise_warnings import DURING
 from efficient_attn.studies.train.analysis import training_runs
 from efficient_attn.studies.train.view import sentences as training_sentences
 from efficient_attn.studies.train.view import tables as training_tables
+from efficient_attn.studies.view import flat_row
 
 CASE = Case(kind="train", backend="exact", label="exact", of="encoder", layers=2, num_heads=2, head_dim=8,
             tokens=16, batch=4, causal=True, backward=True, dtype="float32", device="cpu", threads=1,
