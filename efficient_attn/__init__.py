@@ -30,7 +30,6 @@ _HOME = {
     "UnknownNameError": "errors",
     "UnsupportedError": "errors",
     "show": "studies.show",
-    "read_model": "studies.train.checkpoints",
     "diff": "studies.diff",
     "Results": "studies.results",
     "read": "studies.results",

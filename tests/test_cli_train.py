@@ -45,7 +45,6 @@ def test_train_prints_progress_a_table_and_last_the_folder_of_its_files(folder, 
         "training.png",
         "report.html",
         "checkpoints",
-        "models",
     }
     assert names <= {path.name for path in last.iterdir()}
     assert "Language models: text.txt, windows of 8 bytes" in out and "After 4 steps exact attention" in out

@@ -17,7 +17,6 @@ from safetensors.torch import save
 from efficient_attn import limits, tensor_headers
 from efficient_attn.errors import DataError
 from efficient_attn.measure.inputs import read_activations
-from efficient_attn.studies.train.checkpoints import read_model
 from efficient_attn.tensor_headers import check_header, load_tensors, read_header
 
 ENTRY = {"dtype": "F32", "shape": [1, 2, 2], "data_offsets": [0, 16]}
@@ -92,7 +91,7 @@ def test_a_header_within_the_limits_is_read(tmp_path):
     assert len(read_header(path).tensors) == limits.TENSORS
 
 
-@pytest.mark.parametrize("read", [read_activations, read_model, read_header, check_header])
+@pytest.mark.parametrize("read", [read_activations, read_header, check_header])
 @pytest.mark.parametrize(
     "header", [many(limits.TENSORS + 1), b"{" + b" " * limits.TENSOR_HEADER_BYTES], ids=["tensors", "bytes"]
 )
@@ -103,7 +102,7 @@ def test_what_exceeds_a_limit_is_refused_before_safetensors_reads_it(read, heade
         read(path)
 
 
-@pytest.mark.parametrize("read", [read_activations, read_model])
+@pytest.mark.parametrize("read", [read_activations, read_header])
 def test_a_file_with_holes_of_more_bytes_than_are_read_is_refused(read, tmp_path):
     size = limits.TENSOR_FILE_BYTES
     header = {"q": {"dtype": "U8", "shape": [size], "data_offsets": [0, size]}}

@@ -1,15 +1,12 @@
 """Training by turns: what curves depend on, where runs end, what becomes of the models."""
 
-import json
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors import safe_open
 from tiny_training import LINES, TINY, run
 
-import efficient_attn as ea
 from efficient_attn.errors import DataError, OptionError, UnsupportedError
 from efficient_attn.report.files import write
 from efficient_attn.studies import find, loop
@@ -133,45 +130,15 @@ def test_layers_have_draws_of_their_own_and_two_seeds_are_two_models():
     assert not torch.equal(learner().model.embedding.weight, learner(seed=1).model.embedding.weight)
 
 
-def test_what_is_calibrated_says_on_what_and_is_loaded_with_the_model():
-    exact, full = run(backends=["performer-full"], steps=2, out="out").records
+def test_what_is_calibrated_says_on_what():
+    exact, full = run(backends=["performer-full"], steps=2).records
     assert full.calibrated_on == "a batch of the training text" and exact.calibrated_on is None
-    model = ea.read_model("out/models/performer-full-num_features-4.safetensors")
-    assert not model.stack.blocks[0].attention.backend.needs_calibration
 
 
 def test_the_state_is_that_of_one_window():
     # Keys and values: 2 blocks, 8 tokens of 8 entries, 4 bytes each; then one byte of a mask for each token.
     assert learner(num_layers=2).record().state_bytes == 2 * 2 * 8 * 8 * 4 + 2 * 8
     assert learner("performer-positive", seq_len=8).record().state_bytes < 2000
-
-
-def test_the_best_model_is_the_one_of_the_best_evaluation(monkeypatch):
-    falling = iter([3.0, 2.0, 2.5])
-    evaluate = Trainer.evaluate
-
-    def told(self):
-        evaluate(self)
-        self.progress.curve[-1] = self.progress.curve[-1]._replace(held_out=next(falling))
-
-    monkeypatch.setattr(Trainer, "evaluate", told)
-    run(backends=["exact"], steps=6, out="out")
-    about = json.loads(metadata("out/models/exact.safetensors")["about"])
-    assert about["step"] == 4 and about["held_out_bits_per_byte"] == 2.0
-
-
-def metadata(path):
-    with safe_open(path, framework="pt") as file:
-        return file.metadata()
-
-
-def test_the_best_model_is_read_and_writes_bytes_through_its_state():
-    run(steps=2, out="out")
-    model = ea.read_model("out/models/window-window-4.safetensors")
-    assert not model.training
-    made = ea.generate(model.extend, torch.tensor([list(b"line")]), 6)
-    whole = torch.cat((torch.tensor([list(b"line")]), made), dim=1)
-    assert torch.equal(model(whole)[:, 3:-1].argmax(dim=-1), made)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from efficient_attn.runner.records import Record
 from efficient_attn.runner.variants import Variant
 from efficient_attn.runner.worker import threads
 from efficient_attn.studies.plan import Plan, Point
-from efficient_attn.studies.train.checkpoints import CHECKPOINTS, MODELS, load_checkpoint, save_checkpoint
+from efficient_attn.studies.train.checkpoints import CHECKPOINTS, load_checkpoint, save_checkpoint
 from efficient_attn.studies.train.config import TrainConfig
 from efficient_attn.studies.train.text import Text
 from efficient_attn.studies.train.trainer import Trainer
@@ -54,10 +54,9 @@ class Rounds:
         Raises:
             DataError: If a checkpoint is damaged or of a run with other options; nothing was changed.
         """
-        begun = [name for name in (CHECKPOINTS, MODELS) if (folder / name).exists()]
-        if begun and not resume:
+        if (folder / CHECKPOINTS).exists() and not resume:
             raise DataError(
-                f"out: {folder} holds {begun[0]} of another run. Go on with it by --resume, or name a "
+                f"out: {folder} holds {CHECKPOINTS} of another run. Go on with it by --resume, or name a "
                 "new folder."
             )
         self._folder = folder
