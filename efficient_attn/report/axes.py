@@ -118,7 +118,7 @@ def _on_a_figure(plot: Plot, rows: Sequence[Sequence[Chart | None]], width: floa
 def _settings(sizes: Style) -> dict[Any, Any]:
     """Settings of matplotlib for a figure: small quiet axes, and texts that are no mathematics."""
     ink = ("text.color", "axes.labelcolor", "axes.titlecolor", "xtick.color", "ytick.color")
-    small = ("xtick.labelsize", "ytick.labelsize", "legend.fontsize", "legend.title_fontsize")
+    small = ("xtick.labelsize", "ytick.labelsize", "legend.fontsize")
     return {
         **dict.fromkeys(("font.size", "axes.titlesize", "axes.labelsize"), sizes.text),
         **dict.fromkeys(small, sizes.small),
@@ -184,15 +184,8 @@ def _write_legend(figure: Any, plot: Plot, sizes: Style) -> int:
         TextPath((0, 0), one.get_label() or " ", size=sizes.small).get_extents().width for one in handles
     )
     across = max(int(figure.get_figwidth() / ((longest + _HANDLE * sizes.small) * _POINT)), 1)
-    title = _wrapped(plot.legend_title, figure.get_figwidth(), sizes.small)
-    figure.legend(
-        handles=handles,
-        loc="outside lower center",
-        ncols=min(across, len(handles)),
-        title=title or None,
-        alignment="left",
-    )
-    return -(-len(handles) // across) + bool(title) * (title.count("\n") + 1) + 1
+    figure.legend(handles=handles, loc="outside lower center", ncols=min(across, len(handles)))
+    return -(-len(handles) // across) + 1
 
 
 def _handle(one: Series) -> Any:

@@ -109,7 +109,6 @@ class Plot(NamedTuple):
     conditions: str
     rows: tuple[tuple[Chart | None, ...], ...]
     legend: tuple[Series, ...] | None = None
-    legend_title: str = ""
 
     @property
     def charts(self) -> tuple[Chart, ...]:

@@ -66,7 +66,7 @@ class Results:
         """One row per case, flat, times as a median with its interval."""
         import pandas
 
-        return pandas.DataFrame([flat_row(record) for record in self.records])
+        return pandas.DataFrame(self.summary())
 
     def tables(self) -> list[Table]:
         """What was measured, as tables of text."""
@@ -101,7 +101,7 @@ class Results:
 
     def summary(self) -> list[dict[str, Any]]:
         """Flat rows of what was measured."""
-        return self._shown("rows")
+        return [flat_row(record) for record in self.records]
 
     def plots(self) -> dict[str, Plot]:
         """All plots by the name of their files."""

@@ -1,8 +1,8 @@
 """How the records of a study are shown: functions of its folder, and defaults made from its quantities.
 
-All are functions of (records, environment): `tables`, `sentences`, flat `rows` of the summary, `plots` as
-{name of the file: plot}, and further `files` as {name: text}. `claim(records)` are the records that belong to
-the study where no environment names it; omitted: the records of its kinds.
+All are functions of (records, environment): `tables`, `sentences`, `plots` as {name of the file: plot}, and
+further `files` as {name: text}. `claim(records)` are the records that belong to the study where no
+environment names it; omitted: the records of its kinds.
 """
 
 from collections.abc import Mapping, Sequence
@@ -97,7 +97,6 @@ def _against_tokens(quantity: Quantity, records: Sequence[Record]) -> Plot:
 _DEFAULTS: dict[str, Any] = {
     "tables": record_tables,
     "sentences": lambda records, environment: [],
-    "rows": lambda records, environment: [flat_row(record) for record in records],
     "plots": _plots,
     "files": lambda records, environment: {},
     "claim": None,
