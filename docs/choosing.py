@@ -10,7 +10,7 @@ from efficient_attn.report.table import three_digits
 from efficient_attn.runner.records import Case, Record
 from efficient_attn.stats.curves import curves
 from efficient_attn.stats.noise_warnings import disturbance
-from efficient_attn.studies.bench.analysis import Gain, gains
+from efficient_attn.studies.bench.crossover import Gain, gains
 from efficient_attn.studies.bench.tables import crossover_cells
 from efficient_attn.studies.compare.analysis import Comparison, Contender, comparisons
 from efficient_attn.studies.recall.analysis import Contest, Learned, contests

@@ -16,8 +16,7 @@ from made_records import case
 
 from efficient_attn.runner.records import Record
 from efficient_attn.stats.curves import Curve, curves
-from efficient_attn.studies.bench.analysis import gains
-from efficient_attn.studies.bench.crossover import crossovers
+from efficient_attn.studies.bench.crossover import crossovers, gains
 from efficient_attn.studies.recall.analysis import accuracy_of
 
 LENGTHS = (256, 512, 1024, 2048, 4096)

@@ -9,7 +9,7 @@ from scipy.stats import binom
 from efficient_attn.runner.records import Case, Record
 from efficient_attn.stats.curves import curves
 from efficient_attn.studies.bench.crossover import _crossing, _Lag, _near_zero, crossovers
-from efficient_attn.studies.bench.tables import cost_tables, crossover_cells
+from efficient_attn.studies.bench.tables import crossover_cells, tables
 
 LENGTHS = (256, 512, 1024, 2048, 4096)
 SHARED = {"num_heads": 2, "head_dim": 8, "dtype": "float32", "device": "cpu", "threads": 1}
@@ -114,7 +114,7 @@ def test_too_few_rounds_or_unknown_ones_give_a_number_without_an_interval():
         (crossover,) = found(made)
         assert crossover.tokens == pytest.approx(700) and not crossover.bounded
         assert cell(made) == "700 (no interval)"
-        assert "at least 4 are needed" in cost_tables(made)[0].notes[0]
+        assert "at least 4 are needed" in tables(made, {})[0].notes[0]
 
 
 def test_an_interval_that_nothing_bounds_is_open_or_the_crossover_is_unclear():
@@ -141,7 +141,7 @@ def test_a_crossover_of_backends_that_no_round_tells_apart_is_unclear():
     ],
 )
 def test_the_table_holds_the_crossover_and_its_interval_or_that_there_is_none(at, shown):
-    (table,) = cost_tables(records(at))
+    (table,) = tables(records(at), {})
     assert [row[table.columns.index("faster from")] for row in table.rows] == ["", shown]
     assert "beyond as far as 8 times the last" in table.notes[1]
 

@@ -12,8 +12,8 @@ from efficient_attn.stats.curves import curves
 from efficient_attn.stats.growth import exact_growth, growth
 from efficient_attn.stats.median import middle
 from efficient_attn.stats.rounds import call_time, time_ratio
-from efficient_attn.studies.bench.analysis import gains
-from efficient_attn.studies.bench.tables import cost_tables as tables
+from efficient_attn.studies.bench.crossover import gains
+from efficient_attn.studies.bench.tables import tables
 
 LENGTHS = np.array([256, 512, 1024, 2048, 4096])
 
@@ -168,7 +168,7 @@ def test_the_fit_is_of_the_medians_that_are_shown_and_not_of_the_fastest_calls()
     made = [record("exact", n, [1e-9 * n**2, *[1e-3 * n] * 6]) for n in LENGTHS.tolist()]
     (curve,) = curves(made, "time_s")
     assert curve.growth.power == pytest.approx(1, abs=0.01)
-    assert tables(made)[0].rows[0][-1] == "n^1.00"
+    assert tables(made, {})[0].rows[0][-1] == "n^1.00"
 
 
 def test_three_lengths_or_an_interval_that_is_cut_off_give_no_power():
@@ -181,7 +181,7 @@ def test_three_lengths_or_an_interval_that_is_cut_off_give_no_power():
     # One step at the last length: all powers from 3 on explain it.
     step = [record("exact", n, [y] * 7) for n, y in zip(lengths, (1, 1, 1, 1, 50), strict=True)]
     for made in (three, step):
-        assert tables(made)[0].rows[0][-1] == "unclear"
+        assert tables(made, {})[0].rows[0][-1] == "unclear"
 
 
 def test_runs_that_differ_become_curves_with_what_differs_in_their_names():

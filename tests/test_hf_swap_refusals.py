@@ -29,7 +29,7 @@ def swap(model, backends, **changes):
         ({"seq_len": 1}, OptionError, "seq_len is at least 2, not 1"),
         ({"seq_len": 60}, DataError, "The text 'text 0' has 42 tokens, fewer than seq_len=60"),
         ({"texts": []}, DtypeError, "texts is a list of texts"),
-        ({"texts": "a text"}, DtypeError, "not one text"),
+        ({"texts": "a text"}, DtypeError, "texts is a list of texts, or a mapping"),
         ({"draws": 0}, OptionError, "draws"),
         ({"tokenizer": "one"}, OptionError, "tokenizer is for a model that is loaded"),
         ({"options": {"window": {"window": [4]}}, "backends": ["window"]}, OptionError, "window"),

@@ -176,7 +176,6 @@ def test_on_a_busy_machine_a_benchmark_says_nothing_that_depends_on_times():
         "Could not tell on this machine now the speed of window: other processes took 83% of all cores "
         "during the run; an idle machine or fewer --threads would settle it."
     )
-    assert any(told.startswith("Peak memory at 2048 tokens") for told in busy)
 
 
 def test_a_thread_that_waited_elsewhere_leaves_the_verdict_alone():

@@ -20,7 +20,6 @@ from efficient_attn.studies.bench.versions import (
     NO_DIFFERENCE,
     SLOWER,
     version_sentences,
-    version_tables,
 )
 from efficient_attn.studies.results import Results, read
 
@@ -47,14 +46,14 @@ def told(made, environment=OLD):
 def test_the_verdict_follows_the_interval_of_the_ratio(factor, verdict):
     made = [*records("old", 1e-3), *records("new", factor * 1e-3)]
     sentence = told(made)
-    assert sentence.startswith(f"new against old: {verdict}: ") and sentence.endswith(" at 256 tokens.")
-    (table,) = version_tables(made, OLD)
-    assert table.rows[0][-1] == verdict and table.rows[0][3] in sentence
+    assert sentence.startswith(f"new against old, speed of old = 1: {verdict}: ") and sentence.endswith(
+        " at 256 tokens."
+    )
 
 
 def test_noise_that_both_versions_of_a_round_share_hides_nothing():
     made = [*records("old", 1e-3, common=0.5), *records("new", 0.9e-3, common=0.5)]
-    assert told(made).startswith("new against old: faster: ")
+    assert told(made).startswith("new against old, speed of old = 1: faster: ")
 
 
 @pytest.mark.parametrize(
@@ -80,7 +79,7 @@ def test_equal_versions_are_called_different_once_in_a_hundred_times_at_most():
     runs = 400
     alarms = sum(
         not told([*records("old", 1e-3, seed=seed), *records("new", 1e-3, seed=seed)]).startswith(
-            f"new against old: {NO_DIFFERENCE}"
+            f"new against old, speed of old = 1: {NO_DIFFERENCE}"
         )
         for seed in range(runs)
     )
@@ -90,7 +89,7 @@ def test_equal_versions_are_called_different_once_in_a_hundred_times_at_most():
 def test_waiting_that_cannot_explain_a_ratio_leaves_its_verdict_alone():
     """Two threads waited for 10 % of the time; 1.6 times the speed is more than that explains."""
     old = records("old", 1e-3, waited_s=3.2e-3)
-    assert told([*old, *records("new", 6e-4)]).startswith("new against old: faster: ")
+    assert told([*old, *records("new", 6e-4)]).startswith("new against old, speed of old = 1: faster: ")
     assert "could not tell" in told([*old, *records("new", 9.5e-4)])
 
 
@@ -106,7 +105,7 @@ def test_lengths_with_one_verdict_are_named_together():
 @pytest.mark.parametrize("against", [None, 3, "gone", ["old"]])
 def test_a_strangers_environment_compares_nothing(against):
     made = [*records("old", 1e-3), *records("new", 1e-3)]
-    assert version_tables(made, {AGAINST: against}) == []
+    assert version_sentences(made, {AGAINST: against}) == []
 
 
 def test_both_versions_are_timed_in_the_same_rounds_and_exact_attention_is_not():
@@ -131,7 +130,7 @@ def test_two_files_of_one_name_are_two_versions(tmp_path, hasty, undrawn):
     assert labels == {"own.py:attend", "own.py:attend (against)"}
     assert {record.status for record in results.records} == {"ok"}
     again = read(tmp_path / "run")
-    assert again.tables()[-1].title == "own.py:attend against own.py:attend (against)"
+    assert again.sentences()[-1].startswith("own.py:attend against own.py:attend (against)")
     environment = json.loads(Path(tmp_path / "run" / "environment.json").read_text())
     assert environment[AGAINST] == "own.py:attend (against)"
 
@@ -144,4 +143,4 @@ def test_a_version_needs_another_one():
 def test_rounds_of_a_run_that_was_cut_short_are_paired_from_the_first():
     whole, short = records("old", 1e-3), records("new", 9e-4)
     short = [replace(one, times_s=one.times_s[:6], round_sizes=(1,) * 6) for one in short]
-    assert told([*whole, *short]).startswith("new against old: faster: ")
+    assert told([*whole, *short]).startswith("new against old, speed of old = 1: faster: ")

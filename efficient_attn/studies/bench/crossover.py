@@ -1,4 +1,4 @@
-"""Crossover lengths: the number of tokens above which a backend is faster than exact attention.
+"""Speed-ups over exact attention, and crossovers: numbers of tokens above which a backend is faster.
 
 The cost of attention, a block and an encoder has one part per token and one per pair of tokens. The
 difference of two times, divided by the tokens, is therefore interpolated linearly between two lengths, and
@@ -15,12 +15,28 @@ from typing import NamedTuple
 
 import numpy as np
 
+from efficient_attn.runner.records import Record
 from efficient_attn.runner.variants import CEILING
 from efficient_attn.stats.curves import YARDSTICK, Curve, Point, partner
-from efficient_attn.stats.rounds import half_width, paired, time_ratio
+from efficient_attn.stats.rounds import Typical, half_width, paired, time_ratio
 
 # Limit of extrapolation, as a multiple of the longest length.
 FURTHEST = 8
+
+
+class Gain(NamedTuple):
+    """Comparison of a backend with the baseline.
+
+    Attributes:
+        tokens: Longest length at which both were measured.
+        ratio: Speed-up at that length, with an interval: above 1 the backend is faster.
+        records: Times of the backend and of the baseline at that length.
+    """
+
+    label: str
+    tokens: int
+    ratio: Typical
+    records: tuple[Record, Record]
 
 
 class Crossover(NamedTuple):
@@ -60,6 +76,24 @@ class _Lag(NamedTuple):
     half: float | None
 
 
+def common_points(curve: Curve, other: Curve) -> list[tuple[Point, Point]]:
+    """Points of both curves at every length at which both were measured."""
+    return [(own, its) for own in curve.measured if (its := other.at(own.tokens)) is not None]
+
+
+def gains(all_curves: Sequence[Curve]) -> list[Gain]:
+    """Every backend against the baseline of its setting, at the longest common length."""
+    found = []
+    for curve in all_curves:
+        exact = partner(curve, all_curves, YARDSTICK)
+        common = [] if exact is None or exact is curve else common_points(curve, exact)
+        if common:
+            own, its = common[-1]
+            times = own.record, its.record
+            found.append(Gain(curve.label, own.tokens, time_ratio(*times), times))
+    return found
+
+
 def crossovers(all_curves: Sequence[Curve]) -> list[Crossover]:
     """Crossovers of all curves of times with exact attention in the same setting."""
     compared = (
@@ -73,7 +107,7 @@ def crossovers(all_curves: Sequence[Curve]) -> list[Crossover]:
 
 def _crossover(curve: Curve, other: Curve) -> Crossover | None:
     """Crossover of two curves of times; None if they share fewer than two lengths."""
-    pairs = [(own, its) for own in curve.measured if (its := other.at(own.tokens)) is not None]
+    pairs = common_points(curve, other)
     if len(pairs) < 2:
         return None
     lags = [_lag(own, its) for own, its in pairs]

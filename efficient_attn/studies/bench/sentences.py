@@ -6,25 +6,22 @@ from collections.abc import Sequence
 from efficient_attn.report.notes import setting
 from efficient_attn.report.table import show_ratio
 from efficient_attn.runner.records import Record
-from efficient_attn.runner.units import show_bytes
 from efficient_attn.runner.variants import CEILING
 from efficient_attn.stats.curves import YARDSTICK, Curve, by_subject, curves
 from efficient_attn.stats.noise_warnings import COULD_NOT_TELL, IDLE, explanation
-from efficient_attn.studies.bench.analysis import gains
+from efficient_attn.studies.bench.crossover import gains
 from efficient_attn.studies.bench.tables import crossover_cells
 from efficient_attn.studies.bench.versions import version_sentences
 from efficient_attn.studies.view import Environment
 
 
 def sentences(records: Sequence[Record], environment: Environment) -> list[str]:
-    """Memory, speed and the length from which each backend pays, and the verdict on versions."""
-    found = []
-    versions = version_sentences(records, environment)
-    for subject, group in by_subject(records).items():
+    """Speed and the length from which each backend pays; or the verdict on versions."""
+    found = version_sentences(records, environment)
+    for subject, group in by_subject(records).items() if not found else ():
         place = "" if subject == "attention" else f" of the {subject}"
-        found += _memory_sentences(place, curves(group, "peak_bytes"))
-        found += [] if versions else pay_sentences(place, curves(group, "time_s"), environment)
-    return found + versions
+        found += pay_sentences(place, curves(group, "time_s"), environment)
+    return found
 
 
 def pay_sentences(place: str, times: Sequence[Curve], environment: Environment) -> list[str]:
@@ -49,17 +46,4 @@ def pay_sentences(place: str, times: Sequence[Curve], environment: Environment) 
     ] + [
         f"{COULD_NOT_TELL.capitalize()} the speed{place} of {', '.join(labels)}: {load}; {IDLE}."
         for load, labels in unknown.items()
-    ]
-
-
-def _memory_sentences(place: str, peaks: Sequence[Curve]) -> list[str]:
-    """The smallest and the largest peak at the longest length."""
-    longest = max((point.tokens for curve in peaks for point in curve.measured), default=0)
-    costs = [(point.value, curve.label) for curve in peaks if (point := curve.at(longest)) and point.value]
-    if len(costs) < 2:
-        return []
-    (least, least_label), (most, most_label) = min(costs), max(costs)
-    return [
-        f"Peak memory{place} at {longest} tokens, without inputs: {show_bytes(least)} ({least_label}) to "
-        f"{show_bytes(most)} ({most_label})."
     ]

@@ -5,13 +5,10 @@ from collections.abc import Mapping, Sequence
 from efficient_attn.report.notes import failure_notes
 from efficient_attn.report.table import Table, show_growth, show_ratio, show_spread
 from efficient_attn.runner.records import Record
-from efficient_attn.stats.curves import YARDSTICK, Curve, Point, by_subject, curves
+from efficient_attn.stats.curves import YARDSTICK, Curve, by_subject, curves
 from efficient_attn.stats.rounds import FEWEST_ROUNDS
-from efficient_attn.studies.bench.analysis import gains
-from efficient_attn.studies.bench.crossover import FURTHEST, Crossover, crossovers
-
-# Lengths of one table; of more the shortest are left out and only the files hold them.
-_MOST_LENGTHS = 8
+from efficient_attn.studies.bench.crossover import FURTHEST, Crossover, crossovers, gains
+from efficient_attn.studies.view import Environment
 
 _MILLISECOND, _MEBIBYTE = 1e-3, 2.0**20
 
@@ -27,7 +24,7 @@ _LOOKED = (
 Cells = Mapping[str, str]
 
 
-def cost_tables(records: Sequence[Record]) -> list[Table]:
+def tables(records: Sequence[Record], environment: Environment) -> list[Table]:
     """The tables of a benchmark: time, then peak memory, as far as they were measured."""
     made = []
     for subject, group in by_subject(records).items():
@@ -82,36 +79,29 @@ def _cost_table(
     notes: tuple[str, ...] = (),
 ) -> Table:
     lengths = sorted({point.tokens for curve in all_curves for point in curve.points})
-    shorter, shown = lengths[:-_MOST_LENGTHS], lengths[-_MOST_LENGTHS:]
     more = {name: cells for name, cells in more.items() if cells}
     rows = [
         (
             curve.label,
-            *(_cost(_find(curve, tokens), unit) for tokens in shown),
+            *(_cost(curve, tokens, unit) for tokens in lengths),
             show_growth(curve.growth),
             *(cells.get(curve.label, "") for cells in more.values()),
         )
         for curve in all_curves
     ]
-    if shorter:
-        notes += (f"Shorter lengths are in the files: {', '.join(map(str, shorter))}.",)
     failures = failure_notes([point.record for curve in all_curves for point in curve.points])
-    return Table(title, ("backend", *map(str, shown), "grows as", *more), tuple(rows), (*notes, *failures))
+    return Table(title, ("backend", *map(str, lengths), "grows as", *more), tuple(rows), (*notes, *failures))
 
 
 def _largest(records: Sequence[Record], quantity: str) -> Cells:
     """Bytes at the longest length, in MiB, of every curve that has any."""
-    last = {curve.label: curve.measured[-1] for curve in curves(records, quantity) if curve.measured}
-    return {label: _cost(point, _MEBIBYTE) for label, point in last.items() if point.value}
+    last = {curve: curve.measured[-1] for curve in curves(records, quantity) if curve.measured}
+    return {curve.label: _cost(curve, end.tokens, _MEBIBYTE) for curve, end in last.items() if end.value}
 
 
-def _find(curve: Curve, tokens: int) -> Point | None:
-    return next((point for point in curve.points if point.tokens == tokens), None)
-
-
-def _cost(point: Point | None, unit: float) -> str:
-    if point is None:
-        return ""
-    if point.value is None:
-        return point.record.status
+def _cost(curve: Curve, tokens: int, unit: float) -> str:
+    """The value with its interval, or the status of a failure."""
+    point = next((point for point in curve.points if point.tokens == tokens), None)
+    if point is None or point.value is None:
+        return "" if point is None else point.record.status
     return show_spread(point.value, point.low, point.high, unit=unit)

@@ -49,11 +49,6 @@ class Contender(NamedTuple):
         return self.error.high if self.layers > 1 else self.error.median
 
     @property
-    def is_yardstick(self) -> bool:
-        """Whether it is a baseline rather than a backend."""
-        return self.backend == MEAN_OF_VALUES
-
-    @property
     def time_s(self) -> Typical | None:
         """Time of one call."""
         return None if self.timed is None else call_time(self.timed)
@@ -109,17 +104,8 @@ class Comparison(NamedTuple):
     @property
     def candidates(self) -> list[Contender]:
         """Backends with an error, except `exact`."""
-        known = [one for one in self.contenders if one.error and not one.is_yardstick]
+        known = [one for one in self.contenders if one.error and one.backend != MEAN_OF_VALUES]
         return [one for one in known if one is not self.exact]
-
-    @property
-    def finished(self) -> set[str]:
-        """Labels whose error and time were both measured, or failed."""
-        kinds = {
-            kind: {record.case.label for record in self.records if record.case.kind == kind}
-            for kind in ("error", "time")
-        }
-        return kinds["error"] & kinds["time"] | {one.label for one in self.contenders if one.failed}
 
     @property
     def rounding(self) -> float:

@@ -44,12 +44,16 @@ def points_of(
     points: list[Point] = []
     for variant in (exact, MEAN, *others):
         measure = measure_mean if variant is MEAN else partial(measure_error, variant)
-        count = draws if SEED in variant.options else 1
-        costs = [count * (work[variant.label] + _COMPARING * one.activations.q.numel()) for one in subjects]
-        if variant is exact:
-            # The float64 output that all errors are computed from is computed here too.
-            costs = [cost + _EXACT * _exact_work(one) for cost, one in zip(costs, subjects, strict=True)]
-        points += _errors(variant, subjects, partial(measure, draws=draws, threads=threads), costs, threads)
+        # The float64 output that all errors are computed from is computed with the first of them.
+        before = _EXACT * _exact_work(subjects[0]) if variant is exact else 0.0
+        points += _errors(
+            variant,
+            subjects,
+            partial(measure, draws=draws, threads=threads),
+            work[variant.label] + before,
+            draws=draws if SEED in variant.options else 1,
+            threads=threads,
+        )
     last = {point.case.label: point.case for point in points}
     factor = _BACKWARD if workload.backward else 1
     timed = cost_points(
@@ -83,20 +87,22 @@ def _errors(
     variant: Variant,
     subjects: Sequence[Any],
     measure: Callable[..., Record],
-    costs: Sequence[float],
+    work: float,
+    *,
+    draws: int,
     threads: int,
 ) -> list[Point]:
     """The error of one backend on each layer; after a failure the other layers are left out."""
     from efficient_attn.runner.accuracy import error_case
 
     points: list[Point] = []
-    for subject, cost in zip(subjects, costs, strict=True):
+    for subject in subjects:
         point = Point(
             case=error_case(variant, subject, "output", threads=threads),
             measure=partial(measure, subject=subject),
             group="errors",
             series=(variant.label, "error"),
-            cost=cost,
+            cost=draws * (work + _COMPARING * subject.activations.q.numel()),
             needs=points[-1].case if points else None,
         )
         points.append(point)

@@ -36,7 +36,8 @@ def _sentence(one: Comparison, environment: Environment) -> str:
     everywhere = " on every layer" if len(single_names(case.inputs)) > 1 else ""
     verdict = one.verdict(max_error)
     load = disturbance([row.timed for row in (exact, *verdict.near) if row.timed], environment)
-    left = not_measured(environment, one.finished)
+    finished = {row.label for row in one.contenders if row.failed or (row.error and row.timed)}
+    left = not_measured(environment, finished)
     nothing = "nothing measured so far" if left else "nothing"
     both = f"both within {share} of exact{everywhere} and faster"
     if not verdict.near:

@@ -41,16 +41,11 @@ def show_speed(row: Contender, exact: Contender | None) -> str:
 
 
 def show_row_error(row: Contender) -> str:
-    """The error with its range over layers, or with its interval over draws."""
+    """The error with its range over layers, or with its interval over draws on a single layer."""
     if row.error is None:
         return next((record.status for record in row.failed if record.case.kind == "error"), _NONE)
     middle, low, high = map(show_error, row.error[:3])
-    if row.layers > 1:
-        return middle if low == high or row.worst < ROUNDING else f"{middle} ({low} to {high})"
-    if row.error.samples == 1 or not row.error.median:
-        return middle
-    spread = max(row.error.high - row.error.median, row.error.median - row.error.low) / row.error.median
-    return f"{middle} ±{spread:.0%}"
+    return middle if low == high or row.worst < ROUNDING else f"{middle} ({low} to {high})"
 
 
 def _table(one: Comparison) -> Table:
@@ -66,19 +61,18 @@ def _table(one: Comparison) -> Table:
         )
         for row in one.contenders
     )
-    error = "error (range)" if len(single_names(one.case.inputs)) > 1 else "error"
-    columns = ("backend", "time, ms", "speed, exact = 1", error, "peak memory, MiB", "front")
+    columns = ("backend", "time, ms", "speed, exact = 1", "error", "peak memory, MiB", "front")
     return Table(f"Error, time and memory: {heading(one)}", columns, rows, _notes(one))
 
 
 def _notes(one: Comparison) -> tuple[str, ...]:
     several = len(single_names(one.case.inputs)) > 1
     draws = max((row.error.samples for row in one.contenders if row.error), default=1)
-    layers = f", median and range over {layer_words(one.case.inputs)}" if several else ""
+    range_ = f"range over {layer_words(one.case.inputs)}" if several else "95 % interval over the draws"
     return (
-        f"error: ‖out − exact‖ / ‖exact‖ against exact softmax attention in float64{layers}; of random "
-        f"features the median of {draws} draws. front: nothing else has both less error and less of that "
-        f"cost.{f' Times and memory: on {timed_layer(one.case.inputs)}.' if several else ''}",
+        "error: ‖out − exact‖ / ‖exact‖ against exact softmax attention in float64; of random features the "
+        f"median of {draws} draws; in brackets the {range_}. front: nothing else has both less error and "
+        f"less of that cost.{f' Times and memory: on {timed_layer(one.case.inputs)}.' if several else ''}",
         f"{MEAN_OF_VALUES}: every query gets the same; an error above it is worse than not attending.",
         *([CONCATENATED_NOTE] if one.case.inputs.startswith(CONCATENATED) else []),
         *calibration_note(one.records),

@@ -74,14 +74,6 @@ def kernel_panels(records: Iterable[Record]) -> list[KernelPanel]:
     return [KernelPanel(*key, lines) for key, lines in panels.items()]
 
 
-def plain_guesses(norm: float, angle: float) -> dict[str, float]:
-    """Error over its square of deterministic baselines: the constant 1, and Taylor series of exp(x·y)."""
-    # Rounding keeps the cosine of a right angle at zero.
-    z = norm**2 * round(math.cos(math.radians(angle)), 15)
-    series = {"constant 1": 1.0, "Taylor order 1": 1 + z, "Taylor order 2": 1 + z + z**2 / 2}
-    return {name: (value * math.exp(-z) - 1) ** 2 for name, value in series.items()}
-
-
 def _point(record: Record) -> KernelPoint | None:
     (line, size), value = sized(record.case), record.kernel_value
     if size is None or not value:

@@ -28,13 +28,8 @@ PAIRS = 64
 # Measurements with a predicted standard error above this share are under-sampled, and biased low.
 _MOST_UNCERTAIN = 0.5
 
-_INDEPENDENT = {
-    "positive": lambda sums, differences, m: kernel.log_positive_error(sums, num_directions=m),
-    "hyperbolic": lambda sums, differences, m: kernel.log_hyperbolic_error(sums, num_directions=m),
-    "trigonometric": lambda sums, differences, m: kernel.log_trigonometric_error(
-        differences, num_directions=m
-    ),
-}
+# Features whose error theory predicts.
+_KINDS = ("positive", "hyperbolic", "trigonometric")
 
 
 def pairs(*, norm: float, angle: float, head_dim: int, seed: int) -> Activations:
@@ -98,7 +93,7 @@ def _expected(backend: Any, q: Tensor, k: Tensor, draws: int) -> tuple[float | N
     core = backend.core
     random = getattr(getattr(core, "features", None), "random", getattr(core, "features", None))
     projection = getattr(backend.options, "projection", None)
-    if random is None or projection is None or random.kind not in _INDEPENDENT:
+    if random is None or projection is None or random.kind not in _KINDS:
         return None, 0.0
     x, y = (rows.numpy().astype(np.float64)[0, 0] for rows in backend.kernel_rows(q, k))
     sums, differences = ((x + y) ** 2).sum(axis=1), ((x - y) ** 2).sum(axis=1)
@@ -115,11 +110,11 @@ def _log_errors(kind: str, projection: str, x: Floats, y: Floats, m: int, a: Flo
     """log of the error over SM² of each pair."""
     head_dim = x.shape[1]
     sums, differences = ((x + y) ** 2).sum(axis=1), ((x - y) ** 2).sum(axis=1)
+    square = differences if kind == "trigonometric" else sums
     if a is None and projection == "iid":
-        return _INDEPENDENT[kind](sums, differences, m)
+        return np.asarray(getattr(kernel, f"log_{kind}_error")(square, num_directions=m))
     if a is None:
         formula = getattr(couplings, f"log_{projection}_{kind}_error")
-        square = differences if kind == "trigonometric" else sums
         return np.asarray(formula(square, num_directions=m, head_dim=head_dim))
     if projection == "iid":
         identity = np.eye(head_dim)

@@ -5,19 +5,14 @@ from typing import Any
 
 from efficient_attn.report.error_table import show_error
 from efficient_attn.report.figures import Axis, Chart, Plot, Series, in_rows
-from efficient_attn.report.palette import baseline_style, line_styles
+from efficient_attn.report.palette import line_styles
 from efficient_attn.runner.records import Record
-from efficient_attn.studies.kernel.analysis import KernelPanel, KernelPoint, kernel_panels, plain_guesses
+from efficient_attn.studies.kernel.analysis import KernelPanel, KernelPoint, kernel_panels
 
 TITLE = "Mean squared error of one kernel entry over its square"
 
 # An interval of a mean with 95 %, in standard errors.
 WIDE = 1.96
-
-# How far below the least error the axes go.
-_FURTHER = 10.0
-
-_GUESSES = {name: baseline_style(number + 1) for number, name in enumerate(plain_guesses(1, 90))}
 
 
 def kernel_plot(records: Sequence[Record]) -> Plot:
@@ -26,24 +21,19 @@ def kernel_plot(records: Sequence[Record]) -> Plot:
     points = [point for panel in panels for point in panel.points]
     backends = {point.line: point.record.case.backend for point in points}
     styles = line_styles(list(backends.items()))
-    errors = [error for point in points for error in (point.mean, point.expected) if error]
-    # Baselines further below are in the tables.
-    limits = (min(errors) / _FURTHER, max(errors) * 2) if errors else (1e-3, 1.0)
-    charts = [_chart(panel, styles, limits) for panel in panels]
+    charts = [_chart(panel, styles) for panel in panels]
     draws = max((len(point.record.kernel_mse_draws or ()) for point in points), default=0)
     conditions = f"lines: theory; points: mean of {draws} draws, 95 % interval, where they suffice"
-    entries = [Series(label, (), (), style) for label, style in styles.items()]
-    guesses = [Series(name, (), (), style) for name, style in _GUESSES.items()]
-    return Plot(TITLE, conditions, in_rows(charts), (*entries, *guesses))
+    legend = tuple(Series(label, (), (), style) for label, style in styles.items())
+    return Plot(TITLE, conditions, in_rows(charts), legend)
 
 
-def _chart(panel: KernelPanel, styles: dict[str, Any], limits: tuple[float, float]) -> Chart:
+def _chart(panel: KernelPanel, styles: dict[str, Any]) -> Chart:
     lines = [one for label, points in panel.lines.items() for one in _series(points, styles[label])]
-    guesses = plain_guesses(panel.norm, panel.angle)
     return Chart(
         Axis("features", "log2", ticks=sorted({point.size for point in panel.points})),
-        Axis("relative mean squared error", "log", show_error, limits=limits),
-        (*lines, *(Series(name, (), (guesses[name],), style) for name, style in _GUESSES.items())),
+        Axis("relative mean squared error", "log", show_error),
+        tuple(lines),
         panel.title,
         apart=True,
     )

@@ -10,7 +10,6 @@ from efficient_attn.studies.kernel.analysis import (
     KernelPoint,
     kernel_panels,
     kernel_points,
-    plain_guesses,
 )
 from efficient_attn.studies.kernel.plot import TITLE, WIDE, kernel_plot
 from efficient_attn.studies.view import Environment, Plots
@@ -36,21 +35,17 @@ def tables(records: Sequence[Record], environment: Environment) -> list[Table]:
 
 
 def sentences(records: Sequence[Record], environment: Environment) -> list[str]:
-    """How measurement and theory agree, and what could not be measured."""
+    """Agreement of measurement and theory."""
     points = kernel_points(records)
-    lost = sum(point.mean is None for point in points)
     deviations = [deviation for point in points if (deviation := point.deviation) is not None]
     ratios = [point.mean / point.expected for point in points if point.mean and point.expected]
-    told = []
-    if deviations and ratios:
-        close = sum(abs(deviation) <= _SURE for deviation in deviations)
-        told.append(
-            f"Measured errors of a kernel entry are within {_SURE:.0f} standard errors of theory at {close} "
-            f"of {len(deviations)} points (measured over theory {min(ratios):.2f} to {max(ratios):.2f})."
-        )
-    if lost:
-        told.append(f"At {lost} of {len(points)} points the draws are too few; theory alone is shown.")
-    return told
+    if not deviations or not ratios:
+        return []
+    close = sum(abs(deviation) <= _SURE for deviation in deviations)
+    return [
+        f"Measured errors of a kernel entry are within {_SURE:.0f} standard errors of theory at {close} of "
+        f"{len(deviations)} points (measured over theory {min(ratios):.2f} to {max(ratios):.2f})."
+    ]
 
 
 def plots(records: Sequence[Record], environment: Environment) -> Plots:
@@ -60,12 +55,9 @@ def plots(records: Sequence[Record], environment: Environment) -> Plots:
 
 def _table(panel: KernelPanel, notes: tuple[str, ...]) -> Table:
     sizes = sorted({point.size for point in panel.points})
-    guesses = plain_guesses(panel.norm, panel.angle)
-    rows = [(name, show_error(value), *[""] * len(sizes)) for name, value in guesses.items()]
-    for label, points in panel.lines.items():
-        cells = {point.size: _cell(point) for point in points}
-        rows.append((label, "", *(cells.get(size, "") for size in sizes)))
-    return Table(f"{TITLE}: {panel.title}", ("backend", "no size", *map(str, sizes)), tuple(rows), notes)
+    cells = {label: {point.size: _cell(point) for point in line} for label, line in panel.lines.items()}
+    rows = tuple((label, *(line.get(size, "") for size in sizes)) for label, line in cells.items())
+    return Table(f"{TITLE}: {panel.title}", ("backend", *map(str, sizes)), rows, notes)
 
 
 def _cell(point: KernelPoint) -> str:

@@ -7,7 +7,7 @@ from statistics import fmean, stdev
 from typing import NamedTuple
 
 from efficient_attn.runner.records import Case, Record
-from efficient_attn.runner.sizes import MEAN_OF_VALUES, MODEL, OWN
+from efficient_attn.runner.sizes import MODEL, OWN
 from efficient_attn.stats.curves import YARDSTICK
 from efficient_attn.stats.rounds import Typical, call_time, time_ratio
 
@@ -102,11 +102,6 @@ class Swap:
         """Rows that differ from the original model by more than rounding, the nearest first."""
         known = [(value.mean, row) for row in self.rows if (value := row.spread(self.quantity)) is not None]
         return sorted((pair for pair in known if pair[0] > self.rounding), key=lambda pair: pair[0])
-
-    @cached_property
-    def approximations(self) -> list[tuple[float, SwapRow]]:
-        """Rows of `changed` without the uniform-attention baseline."""
-        return [(value, row) for value, row in self.changed if row.backend not in (OWN, MEAN_OF_VALUES)]
 
     @cached_property
     def layers(self) -> tuple[int, ...]:

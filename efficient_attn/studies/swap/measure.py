@@ -139,7 +139,7 @@ def _replaced(variant: Variant, subject: Subject, draw: int = 0, layer: int | No
         return
     options = dict(variant.options)
     # All layers derive their own seeds from this seed.
-    seed = subject.seed + options.pop(SEED, 0) + draw
+    seed = subject.shared["seed"] + options.pop(SEED, 0) + draw
     sites = subject.sites
     backends = build_for(
         sites, variant.target, options, layer=layer, max_tokens=subject.shared["tokens"], seed=seed

@@ -87,10 +87,6 @@ class Subject:
         return tuple(run(self.model, ids, predicts=self.predicts) for ids in self.texts)
 
     @property
-    def seed(self) -> int:
-        return int(self.shared["seed"])
-
-    @property
     def notes(self) -> list[str]:
         """A remark on attention that stays exact."""
         if not self.sites.others:
@@ -141,10 +137,19 @@ def candidates(chosen: Sequence[Variant], subject: Subject) -> tuple[Variant, ..
     exact = [variant for variant in chosen if variant.backend == YARDSTICK] or select([YARDSTICK])
     others = [variant for variant in chosen if variant.backend != YARDSTICK]
     if any(site.kind == "sliding" for site in subject.sites.swapped):
-        width = subject.sites.swapped[0].pattern.window
-        others = [_as_wide(variant, width) for variant in others]
-    for variant in others:
-        _try_options(variant, subject)
+        # A sliding layer can have no window but its own, unless one was set.
+        window = {"window": subject.sites.swapped[0].pattern.window}
+        others = [
+            replace(one, options={**one.options, **window})
+            if one.label == one.backend and "window" in one.options
+            else one
+            for one in others
+        ]
+    tokens, seed = subject.shared["tokens"], subject.shared["seed"]
+    for one in others:
+        if one.label != one.backend:
+            with trial():
+                build_for(subject.sites, one.target, one.options, layer=None, max_tokens=tokens, seed=seed)
     mean = Variant(backend=MEAN_OF_VALUES, label=MEAN_OF_VALUES, target=MEAN)
     return (*exact, mean, *others)
 
@@ -163,24 +168,3 @@ def _token_ids(opened: Opened, texts: Mapping[str, str], seq_len: int | None) ->
         wanted = f"seq_len={seq_len}" if seq_len else f"the {_FEWEST_TOKENS} that are needed"
         raise DataError(f"The text {shortest!r} has {length} tokens, fewer than {wanted}; name a longer one.")
     return tuple(token_ids(opened, text, most=length) for text in texts.values())
-
-
-def _as_wide(variant: Variant, window: int | None) -> Variant:
-    """The variant with the model's window unless one was set: a sliding layer can have no other."""
-    if variant.label != variant.backend or "window" not in variant.options:
-        return variant
-    return replace(variant, options={**variant.options, "window": window})
-
-
-def _try_options(variant: Variant, subject: Subject) -> None:
-    """Build a variant with set options once: a value that never works is a wrong request."""
-    if variant.label != variant.backend:
-        with trial():
-            build_for(
-                subject.sites,
-                variant.target,
-                variant.options,
-                layer=None,
-                max_tokens=subject.shared["tokens"],
-                seed=subject.seed,
-            )

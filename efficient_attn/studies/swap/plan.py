@@ -88,7 +88,8 @@ def plan(
     positive_count("rounds", rounds)
     named = named_texts(texts)
     workload = settle(Workload(dtype=dtype, device=device, threads=threads, seed=seed))
-    chosen = select(_default() if backends is None else backends, options, exclude=exclude)
+    chosen = select(backends, options, exclude=exclude)
+    chosen = tuple(sorted(chosen, key=_promising)) if backends is None else chosen
 
     from efficient_attn.studies.swap.model import Subject, candidates, load
 
@@ -108,13 +109,10 @@ def plan(
     )
 
 
-def _default() -> list[str]:
-    """Exact attention, then all backends that approximate softmax, the most promising first."""
-    from efficient_attn.backends import list_backends, spec
-
-    near = [name for name in list_backends() if spec(name).capabilities.approximates_softmax]
+def _promising(variant: Variant) -> int:
+    """Place in the order of measurement, for the default selection."""
     first = (YARDSTICK, *_MOST_SIMILAR)
-    return [*(name for name in first if name in near), *(name for name in near if name not in first)]
+    return first.index(variant.backend) if variant.backend in first else len(first)
 
 
 def _points(

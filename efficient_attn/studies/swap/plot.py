@@ -16,15 +16,15 @@ _ROW_INCHES = 0.48
 _BELOW_LINE, _ABOVE_LINE = 0.22, 0.4
 # How far an axis reaches beyond the differences.
 _MARGIN = 1.3
-# More than these are in the tables.
-_MOST_MODELS, _MOST_ROWS = 8, 40
+# More rows are in the tables.
+_MOST_ROWS = 40
 
 _DISTANCES = {**NAMES, MEAN_POOL: "1 − cosine, mean pool"}
 
 
 def swap_plot(records: Sequence[Record]) -> Plot:
     """Three charts for each model below each other."""
-    found = swaps(records)[:_MOST_MODELS]
+    found = swaps(records)
     rows = [(chart,) for one in found for chart in _charts(one, heading(one) if len(found) > 1 else "")]
     return Plot(
         "Distance of a converted model from itself",

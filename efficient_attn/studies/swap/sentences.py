@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from efficient_attn.runner.records import Record
-from efficient_attn.runner.sizes import MEAN_OF_VALUES
+from efficient_attn.runner.sizes import MEAN_OF_VALUES, OWN
 from efficient_attn.stats.candidates import missing, not_measured, operations_sentence
 from efficient_attn.stats.noise_warnings import IDLE, disturbance
 from efficient_attn.studies.swap.analysis import Swap, SwapRow, swaps
@@ -12,15 +12,15 @@ from efficient_attn.studies.view import Environment
 
 
 def sentences(records: Sequence[Record], environment: Environment) -> list[str]:
-    """The nearest backend to each model, its worst layer, and backends that save no operations."""
+    """The nearest backend to each model, and backends that save no operations."""
     found = []
     for one in swaps(records):
-        found += [_nearest(one, environment), _weakest(one), operations_sentence(one.records)]
+        found += [_nearest(one, environment), operations_sentence(one.records)]
     return [sentence for sentence in found if sentence]
 
 
 def _nearest(one: Swap, environment: Environment) -> str:
-    near = one.approximations
+    near = [(mean, row) for mean, row in one.changed if row.backend not in (OWN, MEAN_OF_VALUES)]
     left = not_measured(environment, {row.label for row in one.rows if row.whole is not None or row.failed})
     if not near:
         return missing(left, environment).strip()
@@ -46,17 +46,3 @@ def _speed(one: Swap, row: SwapRow, environment: Environment) -> str:
         return f"; how fast, the times do not show now: {load}; {IDLE}"
     unclear = "" if found.side_of_one else ", which leaves open whether it is faster"
     return f", {speed(one, row)} as fast as before{unclear}"
-
-
-def _weakest(one: Swap) -> str | None:
-    """The worst and the best layer of the nearest approximation."""
-    row, parts = next(
-        ((row, parts) for _, row in one.approximations if (parts := row.by_layer(one.quantity))), (None, {})
-    )
-    if row is None or len(parts) < 2:
-        return None
-    worst, best = (
-        f"layer {layer} ({NAMES[one.quantity]} {show_quantity(one.quantity, parts[layer])})"
-        for layer in (max(parts, key=lambda layer: parts[layer]), min(parts, key=lambda layer: parts[layer]))
-    )
-    return f"{row.label} alone costs most in {worst} and least in {best}."

@@ -44,10 +44,8 @@ def named_texts(texts: Texts | None) -> dict[str, str]:
     """{name: text} of a mapping or a list; the shipped texts for None."""
     if texts is None:
         return shipped_texts()
-    if isinstance(texts, str):
-        raise DtypeError("texts is a list of texts, or a mapping from names to texts, not one text.")
     named = dict(texts) if isinstance(texts, Mapping) else {f"text {i}": text for i, text in enumerate(texts)}
-    if not named or not all(isinstance(text, str) for text in named.values()):
+    if isinstance(texts, str) or not named or not all(isinstance(text, str) for text in named.values()):
         raise DtypeError("texts is a list of texts, or a mapping from names to texts; at least one.")
     return named
 
