@@ -154,7 +154,7 @@ def test_a_file_that_holds_something_else_is_refused_and_left_alone(folder):
 
 
 @pytest.mark.skipif(os.name != "posix", reason="the lock is one of POSIX")
-def test_a_second_writer_is_refused_and_told_the_first(folder):
+def test_a_second_writer_is_refused(folder):
     (folder / "out").mkdir()
     script = (
         "import pathlib, sys\n"
@@ -168,9 +168,7 @@ def test_a_second_writer_is_refused_and_told_the_first(folder):
     )
     assert first.stdout.readline() == "held\n"
     for resume in (False, True):
-        with pytest.raises(
-            DataError, match=rf"out: out is being written by process {first.pid}; wait for it"
-        ):
+        with pytest.raises(DataError, match="out: out is being written by another process; wait for it"):
             run(resume=resume)
     assert not (folder / "out" / "records.jsonl").exists()
     first.kill()
@@ -182,7 +180,7 @@ def test_a_second_writer_is_refused_and_told_the_first(folder):
 def test_the_lock_is_given_back_at_the_end(folder):
     for _ in range(2):
         with only_writer(folder):
-            assert (folder / ".lock").read_text() == f"{os.getpid()}\n"
+            assert (folder / ".lock").exists()
 
 
 @pytest.mark.slow

@@ -141,16 +141,14 @@ class Loop:
             # A backend that fails once fails here too: one record of it is enough.
             self._left.pop(point.case.key, None)
             return True
-        reason = point.skip or self._hopeless(point) or self._over_budget(point, promised_s)
+        reason = point.skip
+        if point.series in self._timed_out:
+            tokens = self._timed_out[point.series]
+            reason = reason or f"took too long at {tokens} tokens already (raise it with --timeout)"
+        reason = reason or self._over_budget(point, promised_s)
         if reason is not None:
             self._finish(Record(case=point.case, status="skipped", reason=reason))
         return reason is not None
-
-    def _hopeless(self, point: Point) -> str | None:
-        tokens = self._timed_out.get(point.series)
-        if tokens is None:
-            return None
-        return f"took too long at {tokens} tokens already (raise it with --timeout)"
 
     def _left_s(self) -> float:
         return self._budget_s - (time.monotonic() - self._start)

@@ -160,14 +160,13 @@ class Results:
             found += part.items() if isinstance(part, dict) else part
         return found
 
-    def _reproduced(self) -> str | None:
-        """The study of a figure, whose folders formerly had its name in the command alone."""
-        words = self.environment.get("command")
-        return "reproduce" if isinstance(words, list) and words[1:2] == ["reproduce"] else None
-
     def _parts(self) -> list[tuple[Any, list[Record]]]:
         """The views of the records, each with its records."""
-        name = self.environment.get(STUDY, self._reproduced())
+        name = self.environment.get(STUDY)
+        command = self.environment.get("command")
+        if name is None and isinstance(command, list) and command[1:2] == ["reproduce"]:
+            # Folders of figures formerly had the name of the study in the command alone.
+            name = "reproduce"
         if isinstance(name, str) and name in studies():
             return [(studies()[name].view, list(self.records))]
         left, parts = list(self.records), []

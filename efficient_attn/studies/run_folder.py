@@ -4,7 +4,7 @@ import json
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain, count
 from pathlib import Path
@@ -155,23 +155,17 @@ def only_writer(folder: Path) -> Iterator[None]:
     """Hold the folder against other writers; the system releases it however this process ends.
 
     Raises:
-        DataError: If another process holds it; the message names it.
+        DataError: If another process holds it.
     """
     from filelock import FileLock, Timeout
 
     path = folder / LOCK
-    lock, holder = FileLock(path), ""
+    lock = FileLock(path)
     try:
         lock.acquire(blocking=False)
-        # Windows keeps a locked file from being read and written: its holder stays unknown there.
-        with suppress(PermissionError):
-            path.write_text(f"{os.getpid()}\n")
     except Timeout:
-        with suppress(PermissionError):
-            holder = path.read_text(errors="replace").strip()
-        holder = holder or "of unknown number"
         raise DataError(
-            f"out: {folder} is being written by process {holder}; wait for it or name another folder."
+            f"out: {folder} is being written by another process; wait for it or name another folder."
         ) from None
     except OSError as error:
         lock.release()
