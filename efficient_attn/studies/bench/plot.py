@@ -13,8 +13,6 @@ from efficient_attn.studies.view import Environment, Plots
 _TITLES = {
     "time_s": "Time of one call",
     "peak_bytes": "Peak memory of one call, excluding its inputs",
-    "parameter_bytes": "Parameters and buffers",
-    "state_bytes": "State carried on after all tokens",
 }
 
 # Plots worth a file, by name.
