@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from efficient_attn.runner.records import Record
 from efficient_attn.studies.reproduce.figures import Setting, vaswani_table1
-from efficient_attn.studies.reproduce.figures.vaswani_table1.layers import (
+from efficient_attn.studies.reproduce.figures.vaswani_table1.claims import (
     OPERATIONS,
     PATH,
     RECURRENT,

@@ -14,7 +14,7 @@ from efficient_attn.stats import verdicts
 from efficient_attn.stats.growth import Growth, growth
 from efficient_attn.stats.verdicts import FAILS, HOLDS, NOT_MEASURABLE, ONLY_AGAINST_DENSE
 from efficient_attn.studies.reproduce import figures
-from efficient_attn.studies.reproduce.figures.vaswani_table1.layers import ROWS
+from efficient_attn.studies.reproduce.figures.vaswani_table1.claims import ROWS
 from efficient_attn.studies.reproduce.view import findings
 from efficient_attn.studies.results import Results, read
 

@@ -12,7 +12,7 @@ from efficient_attn.runner.records import Record
 from efficient_attn.stats.verdicts import FAILS, HOLDS, NOT_MEASURABLE
 from efficient_attn.studies.reproduce.figures import Setting, vaswani_table1
 from efficient_attn.studies.reproduce.figures.vaswani_table1 import claims
-from efficient_attn.studies.reproduce.figures.vaswani_table1.layers import (
+from efficient_attn.studies.reproduce.figures.vaswani_table1.claims import (
     OPERATIONS,
     PATH,
     RECURRENT,

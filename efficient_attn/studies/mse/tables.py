@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from efficient_attn.report.error_table import CONCATENATED, CONCATENATED_NOTE, show_error
+from efficient_attn.report.notes import failure_notes
 from efficient_attn.report.table import Table
 from efficient_attn.runner.records import Record
 from efficient_attn.runner.sizes import MEAN_OF_VALUES
@@ -49,7 +50,7 @@ def _table(panel: Panel, quantity: str) -> Table:
             *([CONCATENATED_NOTE] if panel.source == CONCATENATED else []),
             *_interval_note(panel),
             *_odd_note(panel, sizes),
-            *_failures(panel),
+            *failure_notes(panel.failed),
         ),
     )
 
@@ -68,7 +69,3 @@ def _odd_note(panel: Panel, sizes: Sequence[int]) -> list[str]:
 def _interval_note(panel: Panel) -> list[str]:
     found = interval([point for curve in panel.curves for point in curve.points])
     return [f"±: {found}."] if found else []
-
-
-def _failures(panel: Panel) -> list[str]:
-    return [f"{record.case.label}: {record.status}: {record.reason}" for record in panel.failed]

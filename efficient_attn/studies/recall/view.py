@@ -5,6 +5,7 @@ from typing import Any
 
 from efficient_attn.report.error_table import describe, show_error
 from efficient_attn.report.figures import Axis, Chart, Plot, Series
+from efficient_attn.report.notes import failure_notes, setting
 from efficient_attn.report.palette import MUTED, UNIFORM_STYLE, line_styles
 from efficient_attn.report.table import Table, three_digits
 from efficient_attn.runner.records import Record
@@ -39,11 +40,8 @@ def sentences(records: Sequence[Record], environment: Environment | None = None)
 
 
 def heading(one: Contest) -> str:
-    """The task and the block: `recall, pairs 64, …; 88 tokens, 1 head of 32`."""
-    case = one.case
-    heads = "1 head" if case.num_heads == 1 else f"{case.num_heads} heads"
-    causal = ", causal" if case.causal else ""
-    return f"{describe(case.inputs)}; {case.tokens} tokens, {heads} of {case.head_dim}{causal}"
+    """The task and the block: `recall, pairs 64, …; 88 tokens, 1 head of 32, …`."""
+    return f"{describe(one.case.inputs)}; {one.case.tokens} tokens, {setting(one.case)}"
 
 
 def show_accuracy(row: Learned) -> str:
@@ -81,7 +79,6 @@ def _notes(one: Contest) -> list[str]:
     none = (
         f"No interval for fewer than {FEWEST_FOR_95} seeds (--seeds {FEWEST_FOR_95}): seeds learn or fail. "
     )
-    failed = (f"{r.case.label}: {r.status}: {r.reason}" for row in one.rows for r in row.failed)
     return [
         f"accuracy: mean over {most} seed{'' if most == 1 else 's'}, on sequences that no model was trained "
         f"on. {brackets * (most >= FEWEST_FOR_95)}{none * (least < FEWEST_FOR_95)}A guess is right in "
@@ -90,7 +87,7 @@ def _notes(one: Contest) -> list[str]:
         "numbers read: by a query, per head: keys and values, mixtures, or a state of features. state: bytes "
         "of the streaming state after one sequence, all heads together.",
         f"Controls, which cannot see the pairs: {', '.join(row.label for row in one.controls) or 'none'}.",
-        *dict.fromkeys(failed),
+        *failure_notes(record for row in one.rows for record in row.failed),
     ]
 
 

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from efficient_attn.report.error_table import describe
 from efficient_attn.report.figures import Axis, Chart, Plot, Series
+from efficient_attn.report.notes import failure_notes, setting
 from efficient_attn.report.palette import baseline_style, line_styles
 from efficient_attn.report.table import Table, three_digits
 from efficient_attn.runner.records import Record
@@ -33,11 +34,9 @@ def sentences(records: Sequence[Record], environment: Environment | None = None)
 
 
 def heading(run: TrainingRun) -> str:
-    """Text and model: `book.txt, windows of 256 bytes; 2 blocks of 4 heads of 16, batch 8, threads: 2`."""
+    """Text and model: `book.txt, windows of 256 bytes; 2 blocks of 4 heads of 16, …`."""
     case = run.curves[0].record.case
-    where = f"threads: {case.threads}" if case.device == "cpu" else case.device
-    model = f"{case.layers} blocks of {case.num_heads} heads of {case.head_dim}, batch {case.batch}, {where}"
-    return f"{describe(case.inputs)}, windows of {case.tokens} bytes; {model}"
+    return f"{describe(case.inputs)}, windows of {case.tokens} bytes; {case.layers} blocks of {setting(case)}"
 
 
 def _table(run: TrainingRun) -> Table:
@@ -52,13 +51,10 @@ def _table(run: TrainingRun) -> Table:
         f"state after {run.curves[0].record.case.tokens} bytes",
     )
     windows = max(len(one.record.held_out_bits_per_byte_windows or ()) for one in run.curves)
-    failed = [
-        f"{one.label}: {one.record.status}: {one.record.reason}" for one in run.curves if one.record.reason
-    ]
     notes = (
         f"On text that was held out; ± is the 95 % interval of the mean over {windows} windows of it, of "
         "differences on the same windows. Other seeds would move all of them.",
-        *failed,
+        *failure_notes(one.record for one in run.curves),
     )
     return Table(f"Language models: {heading(run)}", columns, tuple(map(_cells, run.curves)), notes)
 

@@ -13,7 +13,7 @@ from efficient_attn.stats.rounds import call_time
 from efficient_attn.studies.plan import Plan, Point
 from efficient_attn.studies.reproduce.figures import Setting
 from efficient_attn.studies.reproduce.figures.vaswani_table1 import claims
-from efficient_attn.studies.reproduce.figures.vaswani_table1.layers import (
+from efficient_attn.studies.reproduce.figures.vaswani_table1.claims import (
     OPERATIONS,
     PATH,
     ROWS,

@@ -11,7 +11,7 @@ from efficient_attn.measure.operations import count_operations
 from efficient_attn.measure.paths import hops_to_the_first_token
 from efficient_attn.runner.records import Case, Record
 from efficient_attn.runner.worker import answer, time_of
-from efficient_attn.studies.reproduce.figures.vaswani_table1.layers import OPERATIONS, PATH, TIME
+from efficient_attn.studies.reproduce.figures.vaswani_table1.claims import OPERATIONS, PATH, TIME
 from efficient_attn.transformer.mixers import ConvolutionMixer, RecurrentMixer, SeparableConvolutionMixer
 
 
