@@ -146,7 +146,7 @@ def test_layers_that_are_causal_are_not_taken_for_others(tmp_path):
 def test_patterns_that_are_none_are_refused(told, tmp_path):
     tensors = {f"layer.0.{letter}": torch.ones(1, 2, 2) for letter in "qkv"}
     save_file(tensors, tmp_path / "x.safetensors", metadata={"patterns": told})
-    with pytest.raises(DataError, match="patterns in the metadata are not a JSON object"):
+    with pytest.raises(DataError, match="patterns in the metadata cannot be read"):
         read_activations(tmp_path / "x.safetensors")
 
 

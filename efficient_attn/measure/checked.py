@@ -16,11 +16,7 @@ class WrongOutputError(Exception):
 
 @contextmanager
 def outputs_checked(*modules: nn.Module) -> Iterator[None]:
-    """Check all outputs of the backends in the modules, or of modules that are backends, within the block.
-
-    Raises:
-        WrongOutputError: If a backend returns an invalid or non-finite output.
-    """
+    """Check all outputs of the backends in the modules, or of modules that are backends, within the block."""
     hooks = [one.register_forward_hook(_check_call, with_kwargs=True) for one in backends_in(*modules)]
     try:
         yield
@@ -40,9 +36,6 @@ def check_gradients(gradients: Mapping[str, Tensor | None], *, optional: Sequenc
 
     Args:
         optional: Names of gradients that may be missing.
-
-    Raises:
-        WrongOutputError: If a gradient is invalid; the message names the tensor.
     """
     missing = [name for name, gradient in gradients.items() if gradient is None and name not in optional]
     if missing:

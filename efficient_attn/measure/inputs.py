@@ -1,14 +1,15 @@
 """Sources of q, k and v: Gaussian draws, the shipped activations, or a file of captured activations."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
+import msgspec
 import numpy as np
 import torch
+from msgspec import Meta
 from torch import Tensor
 
 from efficient_attn.errors import DataError, OptionError
@@ -19,6 +20,13 @@ from efficient_attn.tensor_headers import load_tensors, read_header
 
 # Texts of the shipped sample, in the order of `stitched`.
 TEXTS = ("alice", "pride", "sawyer", "opticks")
+
+# Entries of the metadata that describe the activations, each as JSON.
+_METADATA: dict[str, Any] = {
+    "tokens": tuple[str, ...],
+    "scale": Annotated[float, Meta(gt=0)],
+    "patterns": dict[Annotated[int, Meta(ge=0)], str],
+}
 
 # Stream of the seed for inputs; backends use the plain seed, and equal streams would give equal vectors.
 _INPUT_STREAM = 1
@@ -120,13 +128,14 @@ def read_activations(path: str | Path) -> Captured:
         _check_shapes({letter: described[name] for letter, name in group.items()}, path)
     tensors = load_tensors(path, (name for group in names.values() for name in group.values()))
     layers = {layer: _activations(names[layer], tensors, path) for layer in sorted(names)}
-    return Captured(
-        layers=layers,
-        tokens=_tokens(about, path),
-        scale=_scale(about, path),
-        patterns=_patterns(about, path),
-        about={name: text for name, text in about.items() if name not in ("tokens", "scale", "patterns")},
-    )
+    known: dict[str, Any] = {}
+    for name in _METADATA.keys() & about.keys():
+        try:
+            known[name] = msgspec.json.decode(about[name], type=_METADATA[name])
+        except (msgspec.DecodeError, RecursionError) as error:
+            raise DataError(f"{path}: {name} in the metadata cannot be read: {error}.") from None
+    rest = {name: text for name, text in about.items() if name not in _METADATA}
+    return Captured(layers=layers, about=rest, **known)
 
 
 def _by_layer(tensors: Mapping[str, Tensor], path: Path) -> dict[int, dict[str, str]]:
@@ -171,35 +180,3 @@ def _activations(names: Mapping[str, str], tensors: Mapping[str, Tensor], path: 
 
 def _as_batch(tensor: Tensor) -> Tensor:
     return tensor[None] if tensor.ndim == 3 else tensor
-
-
-def _tokens(about: Mapping[str, str], path: str | Path) -> tuple[str, ...]:
-    tokens: Any = _json(about.get("tokens", "[]"))
-    if not isinstance(tokens, list) or not all(isinstance(token, str) for token in tokens):
-        raise DataError(f"{path}: tokens in the metadata are not a JSON list of strings.")
-    return tuple(tokens)
-
-
-def _scale(about: Mapping[str, str], path: str | Path) -> float | None:
-    if "scale" not in about:
-        return None
-    scale = _json(about["scale"])
-    if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not 0 < scale < float("inf"):
-        raise DataError(f"{path}: scale in the metadata is {about['scale'][:40]!r}, not a positive number.")
-    return float(scale)
-
-
-def _patterns(about: Mapping[str, str], path: str | Path) -> dict[int, str]:
-    patterns: Any = _json(about.get("patterns", "{}"))
-    if not isinstance(patterns, dict) or not all(
-        layer.isdecimal() and isinstance(told, str) for layer, told in patterns.items()
-    ):
-        raise DataError(f"{path}: patterns in the metadata are not a JSON object of layers and strings.")
-    return {int(layer): told for layer, told in patterns.items()}
-
-
-def _json(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return None

@@ -91,22 +91,14 @@ def measure_draws(
 
 
 def try_options(variant: Variant, subject: Subject) -> None:
-    """Build a variant once to validate its options; an option value that never works is a wrong request.
-
-    Raises:
-        OptionError: If an option is invalid for the backend.
-    """
+    """Build a variant once to validate its options; an option value that never works is a wrong request."""
     if variant.label != variant.backend:
         with trial():
             _build_one(variant, subject, 0)
 
 
 def _at_size(variant: Variant, subject: Subject, option: str, size: int) -> Variant:
-    """The variant at a size, or at the next one if the backend refuses it, since windows are odd.
-
-    Raises:
-        OptionError: If the backend refuses both.
-    """
+    """The variant at a size, or at the next one if the backend refuses it, since windows are odd."""
     chosen = with_size(variant, option, size)
     try:
         try_options(chosen, subject)
@@ -117,11 +109,7 @@ def _at_size(variant: Variant, subject: Subject, option: str, size: int) -> Vari
 
 
 def at_sizes(variant: Variant, subject: Subject, sizes: Sequence[int]) -> list[Variant]:
-    """The variant at every possible size; the variant itself if it has no size or its size was set.
-
-    Raises:
-        OptionError: If the backend refuses the first size, or an option; other refusals are results.
-    """
+    """The variant at every possible size; the variant itself if it has no size or its size was set."""
     option = resolve(variant.target).size_option
     if option is None or f"{option}=" in variant.label:
         try_options(variant, subject)

@@ -35,10 +35,6 @@ def check_isolated(
         only: Names of the checks to run; None: all.
         timeout_s: Time limit of one check, and of the import of the backend.
         long: Whether the long form of the suite runs.
-
-    Raises:
-        DataError: If the backend does not exist, or its import takes too long or ends the process.
-        UnknownNameError: If a check does not exist.
     """
     with Process() as process:
         refusal = refusal_of(backend, process, rehearse=False, limit_s=timeout_s)

@@ -96,9 +96,6 @@ def subjects(
 
     Args:
         norms, tokens, num_heads, head_dim, data_seeds: Of Gaussian inputs alone.
-
-    Raises:
-        OptionError, DataError: If the inputs do not exist.
     """
     positive_count("data_seeds", data_seeds)
     if not inputs or not norms:

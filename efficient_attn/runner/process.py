@@ -54,11 +54,7 @@ class Process:
         return self._child is not None
 
     def start(self) -> None:
-        """Start the process, unless it is running.
-
-        Raises:
-            CrashError: If it does not get ready.
-        """
+        """Start the process, unless it is running."""
         if self._child is not None:
             return
         self._child = self._spawned()
@@ -71,12 +67,7 @@ class Process:
             raise CrashError("the process that measures did not start (--isolate none does without)")
 
     def ask(self, job: str, request: Mapping[str, Any], *, limit_s: float) -> bytes:
-        """Answer to a request.
-
-        Raises:
-            TimeoutError: If no answer arrives in time.
-            CrashError: If the process ended.
-        """
+        """Answer to a request."""
         self.start()
         data = f"{json.dumps({'job': job, 'limit_s': limit_s, **request}, allow_nan=False)}\n".encode()
         try:

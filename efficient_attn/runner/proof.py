@@ -21,11 +21,7 @@ _proved: set[tuple[str, int, bool]] = set()
 
 
 def prove(targets: Sequence[str], *, rehearse: bool) -> None:
-    """Import external targets once in a child process.
-
-    Raises:
-        DataError: If the import takes longer than `LIMIT_S`, or ends the process.
-    """
+    """Import external targets once in a child process."""
     new = [target for target in targets if _key(target, rehearse) not in _proved and _is_foreign(target)]
     # Child processes need process groups.
     if not new or os.name != "posix":
@@ -37,11 +33,7 @@ def prove(targets: Sequence[str], *, rehearse: bool) -> None:
 
 
 def refusal_of(target: str, process: Process, *, rehearse: bool, limit_s: float | None = None) -> str | None:
-    """Error message if a process cannot find the backend; None if it can.
-
-    Raises:
-        DataError: If the trial takes too long or ends the process.
-    """
+    """Error message if a process cannot find the backend; None if it can."""
     place, longest_s = target.rpartition(":")[0] or target, LIMIT_S if limit_s is None else limit_s
     try:
         answer = process.ask("load", {"target": target, "rehearse": rehearse}, limit_s=longest_s)

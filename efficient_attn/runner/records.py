@@ -43,11 +43,7 @@ class Reading(NamedTuple):
 
 
 def line(record: Record) -> str:
-    """The record as one line of strict JSON; numbers that are not finite become null, named in `reason`.
-
-    Raises:
-        DataError: If a field has more entries than a record may have.
-    """
+    """The record as one line of strict JSON; numbers that are not finite become null, named in `reason`."""
     row = record.row()
     for name, value in row.items():
         most = limits.OPTIONS if isinstance(value, Mapping) else limits.SAMPLES
@@ -115,11 +111,7 @@ def sync_names(folder: Path) -> None:
 
 
 def read(path: str | Path) -> Reading:
-    """The records of a file; a torn last line is left out and reported.
-
-    Raises:
-        DataError: If the file cannot be read, or a line other than a torn last one is no record.
-    """
+    """The records of a file; a torn last line is left out and reported."""
     records, torn = [], False
     try:
         for number, text in enumerate(_lines(path), start=1):
@@ -187,11 +179,7 @@ def _decoder(wanted: Any) -> Callable[[bytes], Any]:
 
 
 def _checked_row(text: bytes, place: str) -> dict[str, Any]:
-    """The valid row of a line in any spelling and of any released schema, in the names of this one.
-
-    Raises:
-        DataError: If it is no record; the message names the first reason.
-    """
+    """The valid row of a line in any spelling and of any released schema, in the names of this one."""
     row = _in_this_schema(strict.read_object(text, place), place)
     try:
         valid: dict[str, Any] = msgspec.convert(row, line_type())

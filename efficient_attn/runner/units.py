@@ -7,20 +7,21 @@ from efficient_attn.errors import OptionError
 
 _MOST_POINTS = 1000
 _MOST_TOKENS = 1 << 30
+_RANGE = re.compile(r"(?P<first>\d{1,12}k?)(:(?P<last>\d{1,12}k?):(?P<times>x?)(?P<step>\d{1,12}k?))?")
 _SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600}
 _BYTES = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 
 
 def parse_sizes(text: str | int | Sequence[int], *, name: str) -> tuple[int, ...]:
-    """Whole numbers in rising order from `256,512`, `256:4096:x2`, `256:1024:256`, `1k`, or from numbers.
-
-    Raises:
-        OptionError: If the text has none of these forms; the message names the argument.
-    """
+    """Whole numbers in rising order from `256,512`, `256:4096:x2`, `256:1024:256`, `1k`, or from numbers."""
     if isinstance(text, str):
         sizes = [size for part in text.split(",") for size in _range(part, name=name, text=text)]
     else:
-        sizes = list(_numbers(text, name=name))
+        sizes = [text] if isinstance(text, int) else list(text)
+        wrong = [size for size in sizes if not _is_size(size)]
+        if wrong or not sizes:
+            shown = wrong[0] if wrong else sizes
+            raise OptionError(f"{name} takes whole numbers from 1 to {_MOST_TOKENS}, not {shown!r}.")
     if len(sizes) > _MOST_POINTS:
         raise OptionError(f"{name} {text} asks for {len(sizes)} sizes; at most {_MOST_POINTS} are measured.")
     return tuple(sorted(set(sizes)))
@@ -70,49 +71,30 @@ def show(amount: float, unit: str) -> str:
     return show_bytes(int(amount)) if unit == "bytes" else f"{amount:.3g}"
 
 
-def _numbers(values: int | Sequence[int], *, name: str) -> Sequence[int]:
-    numbers = [values] if isinstance(values, int) else list(values)
-    wrong = [number for number in numbers if not _is_size(number)]
-    if wrong or not numbers:
-        shown = wrong[0] if wrong else numbers
-        raise OptionError(f"{name} takes whole numbers from 1 to {_MOST_TOKENS}, not {shown!r}.")
-    return numbers
-
-
 def _is_size(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= _MOST_TOKENS
 
 
 def _range(part: str, *, name: str, text: str) -> list[int]:
-    pieces = part.strip().split(":")
-    if len(pieces) == 1:
-        return [_size(pieces[0], name=name, text=text)]
-    if len(pieces) != 3:
-        raise _nonsense(name, text)
-    first, last = (_size(piece, name=name, text=text) for piece in pieces[:2])
-    if last < first:
-        raise OptionError(f"{name} {text} ends before it begins; write {last}:{first}:{pieces[2]}.")
-    times = pieces[2].startswith("x")
-    step = _size(pieces[2].removeprefix("x"), name=name, text=text)
-    if times and step < 2:
+    """The sizes of `256`, `256:4096:x2` or `256:1024:256`."""
+    found = _RANGE.fullmatch(part.strip().lower())
+    pieces = [piece for piece in found.group("first", "last", "step") if piece] if found else []
+    sizes = [int(piece.removesuffix("k")) * (1024 if piece.endswith("k") else 1) for piece in pieces]
+    if found is None or not all(map(_is_size, sizes)):
+        raise OptionError(
+            f"{name} cannot be {text!r}. Write 256,512 or 256:4096:x2 (from, to, factor) or 1k (1024); "
+            f"sizes are from 1 to {_MOST_TOKENS}."
+        )
+    if len(sizes) == 1:
+        return sizes
+    size, last, step = sizes
+    if last < size:
+        swapped = f"{found['last']}:{found['first']}:{found['times']}{found['step']}"
+        raise OptionError(f"{name} {text} ends before it begins; write {swapped}.")
+    if found["times"] and step < 2:
         raise OptionError(f"{name} {text} never grows; a factor is at least x2.")
-    sizes: list[int] = []
-    while first <= last and len(sizes) <= _MOST_POINTS:
-        sizes.append(first)
-        first = first * step if times else first + step
+    sizes = []
+    while size <= last and len(sizes) <= _MOST_POINTS:
+        sizes.append(size)
+        size = size * step if found["times"] else size + step
     return sizes
-
-
-def _size(piece: str, *, name: str, text: str) -> int:
-    found = re.fullmatch(r"(\d{1,12})(k?)", piece.strip().lower())
-    size = int(found[1]) * (1024 if found[2] else 1) if found else 0
-    if not 1 <= size <= _MOST_TOKENS:
-        raise _nonsense(name, text)
-    return size
-
-
-def _nonsense(name: str, text: str) -> OptionError:
-    return OptionError(
-        f"{name} cannot be {text!r}. Write 256,512 or 256:4096:x2 (from, to, factor) or 1k (1024); "
-        f"sizes are from 1 to {_MOST_TOKENS}."
-    )

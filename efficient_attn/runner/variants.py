@@ -4,7 +4,7 @@ import itertools
 import math
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import entry_points
 from importlib.util import find_spec
@@ -12,8 +12,14 @@ from pathlib import PurePath
 from pkgutil import iter_modules
 from typing import Any
 
+import msgspec
+
 from efficient_attn.errors import DtypeError, OptionError, UnknownNameError
 from efficient_attn.runner.proof import prove
+
+# Types of options that texts are converted to, and that records hold.
+_TYPE_NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
+_PLAIN = (*_TYPE_NAMES, type(None))
 
 # Label of identity attention, the upper bound on the speed-up of a block.
 CEILING = "attention := v"
@@ -69,39 +75,29 @@ def select(
     Args:
         rehearse: Whether to make a trial call there too, for studies that call backends in this process.
         exclude: Names to leave out.
-
-    Raises:
-        DataError: If an import or a trial call ends its process or takes too long.
-        UnknownNameError: If a backend or one of the set options does not exist.
-        OptionError: If a value is invalid, or a setting is for a backend that is not selected.
     """
     targets = _near_softmax() if backends is None else list(backends)
-    targets = _without(targets, exclude or ())
-    names = [target if isinstance(target, str) else _name(target) for target in targets]
+    every = [(target if isinstance(target, str) else _name(target), target) for target in targets]
+    names = [name for name, _ in every]
+    for name in exclude or ():
+        if name not in names:
+            raise UnknownNameError("selected backend to exclude", name, names)
+    named = [(name, target) for name, target in every if name not in (exclude or ())]
+    if not named:
+        raise OptionError(f"exclude leaves no backend of {', '.join(names)}.")
+    chosen = ", ".join(name for name, _ in named)
     if CEILING in names:
         raise OptionError(f"{CEILING!r} is not a backend: it is measured with every block automatically.")
     for backend in settings or {}:
-        if backend not in names:
-            chosen = ", ".join(names)
+        if backend not in dict(named):
             raise OptionError(f"--set {backend}.…: {backend!r} is not a selected backend ({chosen}).")
-    prove([target for target in targets if isinstance(target, str)], rehearse=rehearse)
-    variants = [
-        variant
-        for name, target in zip(names, targets, strict=True)
-        for variant in _variants(name, target, (settings or {}).get(name, {}))
-    ]
-    return tuple(_distinct(variants))
-
-
-def _without(targets: list[Any], exclude: Sequence[str]) -> list[Any]:
-    names = [target if isinstance(target, str) else _name(target) for target in targets]
-    for name in exclude:
-        if name not in names:
-            raise UnknownNameError("selected backend to exclude", name, names)
-    left = [target for target, name in zip(targets, names, strict=True) if name not in exclude]
-    if not left:
-        raise OptionError(f"exclude leaves no backend of {', '.join(names)}.")
-    return left
+    prove([target for _, target in named if isinstance(target, str)], rehearse=rehearse)
+    found: dict[str, Variant] = {}
+    for name, target in named:
+        for variant in _variants(name, target, (settings or {}).get(name, {})):
+            if found.setdefault(variant.label, variant) is not variant:
+                raise OptionError(f"Two of the backends are called {variant.label!r}; name each once.")
+    return tuple(found.values())
 
 
 def backend_names() -> list[str]:
@@ -126,14 +122,12 @@ def ceiling() -> Variant:
 
 def has_address(target: Any) -> bool:
     """Whether another process can resolve the target: a built-in or plug-in name, or a path."""
-    from efficient_attn import backends
     from efficient_attn.external import is_address
+    from efficient_attn.plugins import plugins
 
-    if target == CEILING:
-        return True
-    if not isinstance(target, str) or is_address(target):
-        return isinstance(target, str)
-    return is_ours(target) or any(point.name == target for point in entry_points(group=backends.__name__))
+    if not isinstance(target, str):
+        return False
+    return target == CEILING or is_address(target) or is_ours(target) or target in plugins()
 
 
 def is_ours(target: Any) -> bool:
@@ -146,7 +140,7 @@ def is_ours(target: Any) -> bool:
     return bool(backends.resolve(target).builder.__module__.startswith(f"{backends.__name__}."))
 
 
-def _variants(name: str, target: Any, settings: Mapping[str, Sequence[Any]]) -> list[Variant]:
+def _variants(name: str, target: Any, settings: Mapping[str, Sequence[Any]]) -> Iterator[Variant]:
     from efficient_attn.backends import resolve
 
     spec = resolve(target)
@@ -158,29 +152,22 @@ def _variants(name: str, target: Any, settings: Mapping[str, Sequence[Any]]) -> 
         [_converted(name, option, value, known[option]) for value in values]
         for option, values in settings.items()
     ]
-    shown = _shown_name(name)
-    variants = []
+    # A path without its folders, which are specific to one machine.
+    file, colon, thing = name.rpartition(":")
+    shown = f"{PurePath(file).name}:{thing}" if colon else name
     for values in itertools.product(*choices):
-        chosen = dict(zip(settings, values, strict=True))
-        setting = ", ".join(f"{option}={value}" for option, value in chosen.items())
-        variants.append(
-            Variant(
-                backend=shown,
-                label=f"{shown}({setting})" if setting else shown,
-                target=target,
-                options=_plain(spec.options_type(**chosen)),
-                time_growth=spec.capabilities.time_growth,
-                memory_growth=spec.capabilities.memory_growth,
-            )
+        given = dict(zip(settings, values, strict=True))
+        setting = ", ".join(f"{option}={value}" for option, value in given.items())
+        complete = asdict(spec.options_type(**given))
+        yield Variant(
+            backend=shown,
+            label=f"{shown}({setting})" if setting else shown,
+            target=target,
+            # Values that JSON has no form for are kept as text.
+            options={option: v if isinstance(v, _PLAIN) else str(v) for option, v in complete.items()},
+            time_growth=spec.capabilities.time_growth,
+            memory_growth=spec.capabilities.memory_growth,
         )
-    return variants
-
-
-def _plain(options: Any) -> dict[str, Any]:
-    """The options as JSON values."""
-    plain = (bool, int, float, str, type(None))
-    known = asdict(options)
-    return {name: value if isinstance(value, plain) else str(value) for name, value in known.items()}
 
 
 def _name(target: Any) -> str:
@@ -188,50 +175,18 @@ def _name(target: Any) -> str:
     return own if isinstance(own, str) else type(target).__name__
 
 
-def _shown_name(name: str) -> str:
-    """A path without its folders, which are specific to one machine."""
-    file, colon, thing = name.rpartition(":")
-    return f"{PurePath(file).name}:{thing}" if colon else name
-
-
-def _distinct(variants: Sequence[Variant]) -> list[Variant]:
-    labels = [variant.label for variant in variants]
-    for label in labels:
-        if labels.count(label) > 1:
-            raise OptionError(f"Two of the backends are called {label!r}; name each once.")
-    return list(variants)
-
-
 def _converted(backend: str, option: str, value: Any, wanted: Any) -> Any:
     """Convert the text of an option to its type."""
-    if not isinstance(value, str):
-        return value
     kinds = typing.get_args(wanted) if isinstance(wanted, types.UnionType) else (wanted,)
+    if not isinstance(value, str) or not {*kinds} <= {*_PLAIN}:
+        return value
     if value.lower() == "none" and type(None) in kinds:
         return None
-    for kind in kinds:
-        parsed = _PARSERS.get(kind, str)(value)
-        if parsed is not None:
-            return parsed
-    names = " or ".join(_TYPE_NAMES.get(kind, str(kind)) for kind in kinds)
-    raise DtypeError(f"--set {backend}.{option}={value}: {option} is {names}, not {value!r}.")
-
-
-def _whole(text: str) -> int | None:
-    return int(text) if text.lstrip("-").isdecimal() else None
-
-
-def _real(text: str) -> float | None:
     try:
-        value = float(text)
-    except ValueError:
-        return None
-    return value if math.isfinite(value) else None
-
-
-def _answer(text: str) -> bool | None:
-    return {"true": True, "false": False}.get(text.lower())
-
-
-_PARSERS: dict[Any, Any] = {int: _whole, float: _real, bool: _answer, type(None): lambda text: None}
-_TYPE_NAMES = {int: "a whole number", float: "a number", bool: "true or false", type(None): "none"}
+        found = msgspec.convert(value, wanted, strict=False)
+    except msgspec.ValidationError:
+        found = math.nan
+    if isinstance(found, float) and not math.isfinite(found):
+        names = " or ".join(_TYPE_NAMES.get(kind, "none") for kind in kinds)
+        raise DtypeError(f"--set {backend}.{option}={value}: {option} is {names}, not {value!r}.")
+    return found
