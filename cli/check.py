@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from efficient_attn.studies.options import RUNS_CODE, complete_backends, parse_names
+from efficient_attn.studies.options import RUNS_CODE, parse_names
 
 from . import console, exits
 from .options import JsonOption, SeedOption
@@ -18,7 +18,6 @@ BackendArgument = Annotated[
     typer.Argument(
         metavar="BACKEND",
         help=f"Backend: a name, path/file.py:object or package.module:object. {RUNS_CODE}",
-        autocompletion=complete_backends,
     ),
 ]
 

@@ -80,7 +80,7 @@ def command_of(study: Study) -> Callable[..., None]:
             return
         folder = open_folder(out or run_folder(study.name), name="--out", fresh=not (resume or force_resume))
         # Text that a backend prints goes to stderr: stdout holds the results alone.
-        with console.progress(len(asked.points), quiet=quiet) as show, redirect_stdout(sys.stderr):
+        with redirect_stdout(sys.stderr):
             results = run_plan(
                 study,
                 lambda: asked,
@@ -90,7 +90,7 @@ def command_of(study: Study) -> Callable[..., None]:
                 budget_s=budget_s,
                 command=command_line(),
                 plan_file=lambda made: as_plan(context, made.settled),
-                progress=show,
+                progress=None if quiet else console.show_step,
             )
         finish(results, options.get("backends"), folder=folder, as_json=to_stdout, quiet=quiet)
 
@@ -124,7 +124,6 @@ def _declared(one: Parameter) -> tuple[str, Any, Any]:
     about: dict[str, Any] = {
         "help": option.help,
         "metavar": option.metavar or _metavar(one),
-        "autocompletion": option.complete,
     }
     if option.argument:
         return one.name, Annotated[kind, typer.Argument(**about)], default

@@ -7,8 +7,7 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
 
@@ -73,57 +72,13 @@ def print_tables(tables: Sequence[Any]) -> None:
         put("")
 
 
-def draws() -> bool:
-    """Whether stderr is a terminal that can draw a progress bar."""
-    return sys.stderr.isatty() and colours() is not False
-
-
-@contextmanager
-def progress(total: int, *, quiet: bool = False) -> Iterator[Callable[[Any], None]]:
-    """Progress display on stderr: a bar on a terminal, otherwise a line per finished point."""
-    if quiet:
-        yield lambda step: None
-        return
-    if not draws():
-        yield _say_step
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    from efficient_attn.report.escape import plain
-
-    columns = (
-        BarColumn(bar_width=24),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("{task.fields[remaining]}"),
-        TextColumn("{task.description}", markup=False),
-    )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("", total=total, remaining="")
-
-        def show(step: Any) -> None:
-            bar.update(task, completed=step.done, total=step.total, remaining=remaining(step))
-            if step.doing is not None:
-                bar.update(task, description=plain(step.doing))
-
-        yield show
-
-
-def _say_step(step: Any) -> None:
+def show_step(step: Any) -> None:
+    """Print a line of progress to stderr for every finished point, with the predicted time left."""
     if step.record is None:
         return
     case = step.record.case
     place = "" if case.of == "attention" else f", {case.of}"
     place += "" if case.layer is None else f", layer {case.layer}"
-    name = f"{case.label}{place}, {case.tokens} tokens, {case.kind}"
-    outcome = step.doing or f"{name}: {step.record.status}"
-    say(f"[{step.done}/{step.total}] {outcome}; {remaining(step)}")
-
-
-def remaining(step: Any) -> str:
-    """Predicted time left; empty before anything is measured."""
-    if not step.done:
-        return ""
+    outcome = step.doing or f"{case.label}{place}, {case.tokens} tokens, {case.kind}: {step.record.status}"
     minutes, seconds = divmod(round(step.remaining_s), 60)
-    return f"{minutes}:{seconds:02} left"
+    say(f"[{step.done}/{step.total}] {outcome}; {minutes}:{seconds:02} left")

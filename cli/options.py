@@ -7,7 +7,7 @@ import typer
 
 from efficient_attn.errors import OptionError
 from efficient_attn.limits import WHOLE_NUMBER
-from efficient_attn.studies.options import RUNS_CODE, complete_backends
+from efficient_attn.studies.options import RUNS_CODE
 
 BackendOption = Annotated[
     list[str] | None,
@@ -15,7 +15,6 @@ BackendOption = Annotated[
         "--backend",
         metavar="NAME[,NAME…]",
         help=f"Backends, by name or as path/file.py:function; all near softmax if left out. {RUNS_CODE}",
-        autocompletion=complete_backends,
     ),
 ]
 SetOption = Annotated[

@@ -2,14 +2,11 @@
 
 import os
 import signal
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
-
-_SHOW_CURSOR = b"\x1b[?25h"
 
 
 class Ends:
@@ -25,8 +22,6 @@ class Ends:
     def handle(self, number: int, frame: FrameType | None) -> None:
         """Interrupt the run, which keeps its records; a second signal ends the process."""
         if self.code is not None:
-            if sys.stderr.isatty():
-                os.write(sys.stderr.fileno(), _SHOW_CURSOR)
             os._exit(self.code)
         self.code = 128 + number
         raise KeyboardInterrupt

@@ -81,11 +81,3 @@ def test_no_command_shows_what_there_is(capsys):
     with pytest.raises(SystemExit):
         main([])
     assert "bench" in "".join(capsys.readouterr())
-
-
-def test_completion_knows_every_backend_without_loading_one():
-    from efficient_attn.backends import list_backends
-    from efficient_attn.studies.options import complete_backends
-
-    assert set(complete_backends("")) >= set(list_backends())
-    assert complete_backends("exact,linf") == ["exact,linformer"]

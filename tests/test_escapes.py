@@ -243,4 +243,4 @@ def test_a_fault_of_ours_is_a_traceback_without_control_characters():
 def test_only_one_file_of_the_command_line_writes():
     commands = Path(__file__).parent.parent / "cli"
     writers = {path.name for path in commands.glob("*.py") if WRITES.search(path.read_text(encoding="utf-8"))}
-    assert writers == {"console.py", "signals.py"}, "signals.py shows a hidden cursor again"
+    assert writers == {"console.py"}

@@ -43,11 +43,7 @@ def _agree(times_s: deque[float]) -> bool:
 
 def empty_call_s(time_call: Clock) -> float:
     """Overhead of the clock: the measured duration of an empty call, included in every sample."""
-    return statistics.median(time_call(_nothing) for _ in range(_EMPTY_CALLS))
-
-
-def _nothing() -> None:
-    """Do nothing."""
+    return statistics.median(time_call(lambda: None) for _ in range(_EMPTY_CALLS))
 
 
 def sample(call: Call, time_call: Clock, *, seconds: float, least: int, most: int) -> tuple[float, ...]:

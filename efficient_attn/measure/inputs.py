@@ -1,5 +1,6 @@
 """Sources of q, k and v: Gaussian draws, the shipped activations, or a file of captured activations."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import resources
@@ -20,6 +21,9 @@ from efficient_attn.tensor_headers import load_tensors, read_header
 
 # Texts of the shipped sample, in the order of `stitched`.
 TEXTS = ("alice", "pride", "sawyer", "opticks")
+
+# Names of tensors, `layer.N.q` or `q`.
+_NAME = re.compile(r"(?:layer\.(\d{1,9})\.)?([qkv])")
 
 # Entries of the metadata that describe the activations, each as JSON.
 _METADATA: dict[str, Any] = {
@@ -142,17 +146,13 @@ def _by_layer(tensors: Mapping[str, Tensor], path: Path) -> dict[int, dict[str, 
     """{layer: {"q": name, "k": …, "v": …}}; tensors without a layer in their name belong to layer 0."""
     groups: dict[int, dict[str, str]] = {}
     for name in tensors:
-        prefix, _, letter = name.rpartition(".")
-        number = prefix.removeprefix("layer.")
-        if letter in Activations._fields and (
-            not prefix or (prefix.startswith("layer.") and number.isdecimal())
-        ):
-            groups.setdefault(int(number or 0), {})[letter] = name
+        if found := _NAME.fullmatch(name):
+            groups.setdefault(int(found[1] or 0), {})[found[2]] = name
     incomplete = [layer for layer, group in groups.items() if len(group) < len(Activations._fields)]
     if not groups or incomplete:
-        found = ", ".join(sorted(tensors)[:6]) or "nothing"
+        names = ", ".join(sorted(tensors)[:6]) or "nothing"
         raise DataError(
-            f"{path} lacks q, k and v of one layer (layer.N.q, layer.N.k, layer.N.v); it holds {found}."
+            f"{path} lacks q, k and v of one layer (layer.N.q, layer.N.k, layer.N.v); it holds {names}."
         )
     return groups
 

@@ -16,9 +16,6 @@ DEFAULT_TIMEOUT_S = 60.0
 # After this many hanging checks the remaining ones are not tried.
 _MOST_HANGS = 3
 
-# Time limit for listing the checks, which runs none.
-_NAMES_S = 60.0
-
 
 def check_isolated(
     backend: str,
@@ -36,35 +33,34 @@ def check_isolated(
         timeout_s: Time limit of one check, and of the import of the backend.
         long: Whether the long form of the suite runs.
     """
+    from efficient_attn.conformance.table import CHECKS
+    from efficient_attn.testing import check_names
+
     with Process() as process:
-        refusal = refusal_of(backend, process, rehearse=False, limit_s=timeout_s)
-        if refusal is not None:
+        if (refusal := refusal_of(backend, process, rehearse=False, limit_s=timeout_s)) is not None:
             raise DataError(refusal)
         # A check of the long form also runs if it is named.
-        every = long or only is not None
-        promises: dict[str, str] = json.loads(process.ask("checks", {"long": every}, limit_s=_NAMES_S))
-        chosen = list(promises) if only is None else list(only)
+        known = check_names(long=long or only is not None)
+        chosen = list(known if only is None else only)
         for name in chosen:
-            if name not in promises:
-                raise UnknownNameError("check", name, promises)
+            if name not in known:
+                raise UnknownNameError("check", name, known)
         records: list[CheckRecord] = []
         hung = 0
         for name in chosen:
+            lost = partial(CheckRecord, backend=backend, check=name, promise=CHECKS[name].promise)
             request = {"target": backend, "check": name, "seed": seed, "long": long}
-            lost = partial(CheckRecord, backend=backend, check=name, promise=promises[name])
-            if hung == _MOST_HANGS:
-                detail = f"Not tried: {hung} earlier checks did not end."
-                records.append(lost(outcome=UNKNOWN, detail=detail))
-                continue
             try:
-                answer = process.ask("check", request, limit_s=timeout_s)
+                if hung == _MOST_HANGS:
+                    detail = f"Not tried: {hung} earlier checks did not end."
+                    record = lost(outcome=UNKNOWN, detail=detail)
+                else:
+                    record = CheckRecord(**json.loads(process.ask("check", request, limit_s=timeout_s)))
             except TimeoutError:
                 hung += 1
                 detail = f"The check took longer than {show_seconds(timeout_s)} (raise it with --timeout)."
-                records.append(lost(outcome=BROKEN, detail=detail, failed=True))
+                record = lost(outcome=BROKEN, detail=detail, failed=True)
             except CrashError as ending:
-                detail = f"The check did not end: {ending}."
-                records.append(lost(outcome=BROKEN, detail=detail, failed=True))
-            else:
-                records.append(CheckRecord(**json.loads(answer)))
+                record = lost(outcome=BROKEN, detail=f"The check did not end: {ending}.", failed=True)
+            records.append(record)
     return records

@@ -36,14 +36,6 @@ def _load(request: Mapping[str, Any]) -> str:
     return json.dumps(None)
 
 
-def _checks(request: Mapping[str, Any]) -> str:
-    """Names and promises of all checks."""
-    from efficient_attn.conformance.table import CHECKS
-    from efficient_attn.testing import check_names
-
-    return json.dumps({name: CHECKS[name].promise for name in check_names(long=request["long"])})
-
-
 def _check(request: Mapping[str, Any]) -> str:
     """Run one check of a backend; returns the fields of its record."""
     from efficient_attn.testing import check_backend
@@ -80,6 +72,5 @@ def _rehearse(spec: Any) -> None:
 _JOBS: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "measure": _measure,
     "load": _load,
-    "checks": _checks,
     "check": _check,
 }

@@ -26,12 +26,7 @@ def single_names(inputs: str) -> tuple[str, ...]:
     return tuple(f"{found[1]}(layer={layer})" for layer in found[2].split(",")) if found else (inputs,)
 
 
-def timed(count: int) -> int:
-    """Index of the timed layer among `count` layers."""
-    return count // 2
-
-
 def timed_layer(inputs: str) -> str:
     """`layer 1` for `encoder(layers=0,1,5)`: the layer whose q, k and v were timed."""
     names = single_names(inputs)
-    return f"layer {names[timed(len(names))].rpartition('=')[2].removesuffix(')')}"
+    return f"layer {names[len(names) // 2].rpartition('=')[2].removesuffix(')')}"

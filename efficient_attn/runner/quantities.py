@@ -53,12 +53,6 @@ register(
     cost("parameter_bytes", "bytes", "Size of the parameters of the backend."),
     cost("state_bytes", "bytes", "Size of the streaming state of a causal backend after all tokens."),
     cost("flops", "FLOP", "Floating-point operations of the matrix products of a call."),
-    condition(
-        "matmul_flops_per_s",
-        "FLOP/s",
-        "Peak rate of large matrix products in this dtype and with this number of threads.",
-        "warning about the machine",
-    ),
     setting(
         "calibrated_on",
         "",
@@ -93,77 +87,27 @@ register(
 # Approximation errors: `mse`, `compare`, `reproduce`.
 register(
     error("output_mse", "squared", "Mean squared error of the output, mean over draws.", rounding=2),
-    error(
-        "output_relative_error",
-        "relative",
-        "Norm of the error of the output over the norm of the output, mean over draws.",
-    ),
-    mean_error(
-        "output_relative_error_heads",
-        "relative",
-        "Relative error of the output of each head, mean over draws.",
-        type="numbers",
-    ),
-    mean_error("output_bias", "relative", "Relative error of the mean output over all draws."),
-    mean_error(
-        "output_spread",
-        "relative",
-        "Root mean square distance of a draw from the mean over all draws, over the norm of the output.",
-    ),
-    mean_error(
-        "output_rounding",
-        "relative",
-        "Root mean square distance from the same draws in float64, over the norm of the output.",
-    ),
-    mean_error(
-        "weights_error_exact_sums",
-        "relative",
-        "Relative error of the estimated kernel over the exact sum of each row, root mean square over draws.",
-    ),
-    mean_error(
-        "weights_error_own_sums",
-        "relative",
-        "Relative error of the estimated kernel over its own sum of each row, root mean square over draws.",
-    ),
-    error(
-        "weights_relative_error",
-        "relative",
-        "Norm of the error of the attention weights over the norm of the weights, mean over draws.",
-    ),
-    error(
-        "weights_row_kl",
-        "nats",
-        "Kullback-Leibler divergence of the exact attention weights from the implied weights, mean over "
-        "rows and draws.",
-    ),
-    error(
-        "kernel_mse",
-        "squared",
-        "Mean squared error of the estimated softmax kernel, mean over draws.",
-        rounding=2,
-    ),
+    error("output_relative_error", "relative", "Norm of the error of the output over that of the output."),
+    error("kernel_mse", "squared", "Mean squared error of the estimated softmax kernel.", rounding=2),
     setting("kernel_value", "", "Entry of the softmax kernel that kernel_mse refers to.", type="number"),
-    setting(
-        "matched",
-        "",
-        "Budget that is equal for all backends: directions, flops, time or memory.",
-        type="text",
-    ),
-    setting(
-        "matched_amount",
-        "",
-        "Amount of the matched budget that the backend takes: directions, operations of one head, seconds "
-        "or bytes.",
-        type="number",
-        threshold=MATTERS,
-    ),
-    setting(
-        "matched_size",
-        "",
-        "Number of features of performer-positive at which it takes no less of the matched budget.",
-    ),
     mean_error("unsafe_rows", "share", "Share of rows with a zero or negative denominator, mean over draws."),
     setting("expected_output_mse", "squared", "Theoretical expectation of output_mse.", type="number"),
     setting("expected_kernel_mse", "squared", "Theoretical expectation of kernel_mse.", type="number"),
     kinds={"error": "approximation error"},
+)
+
+# Quantities of former records.
+register(
+    mean_error("output_relative_error_heads", "relative", "Relative error of each head.", type="numbers"),
+    mean_error("output_bias", "relative", "Relative error of the mean output over all draws."),
+    mean_error("output_spread", "relative", "Distance of a draw from the mean over all draws."),
+    mean_error("output_rounding", "relative", "Distance from the same draws in float64."),
+    mean_error("weights_error_exact_sums", "relative", "Error of the kernel over the exact sum of each row."),
+    mean_error("weights_error_own_sums", "relative", "Error of the kernel over its own sum of each row."),
+    error("weights_relative_error", "relative", "Norm of the error of attention weights over their norm."),
+    error("weights_row_kl", "nats", "Kullback-Leibler divergence of exact from implied weights, per row."),
+    setting("matched", "", "Budget that is equal for all backends.", type="text"),
+    setting("matched_amount", "", "Amount of the matched budget.", type="number", threshold=MATTERS),
+    setting("matched_size", "", "Number of features of performer-positive with the matched budget."),
+    condition("matmul_flops_per_s", "FLOP/s", "Peak rate of large matrix products.", "shown nowhere"),
 )

@@ -6,10 +6,7 @@ import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from importlib.metadata import entry_points
-from importlib.util import find_spec
 from pathlib import PurePath
-from pkgutil import iter_modules
 from typing import Any
 
 import msgspec
@@ -98,15 +95,6 @@ def select(
             if found.setdefault(variant.label, variant) is not variant:
                 raise OptionError(f"Two of the backends are called {variant.label!r}; name each once.")
     return tuple(found.values())
-
-
-def backend_names() -> list[str]:
-    """Names of our files and of entry points; nothing is loaded, so that completion is fast."""
-    found = find_spec("efficient_attn.backends")
-    files = iter_modules(found.submodule_search_locations if found else None)
-    own = {file.name.replace("_", "-") for file in files}
-    brought = {point.name for point in entry_points(group="efficient_attn.backends")}
-    return sorted(own | {name for name in brought if name.isprintable()})
 
 
 def _near_softmax() -> list[str]:

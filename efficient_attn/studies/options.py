@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from efficient_attn.limits import WHOLE_NUMBER
 from efficient_attn.runner.isolation import ISOLATIONS
 from efficient_attn.runner.units import parse_bytes, parse_seconds, parse_sizes
-from efficient_attn.runner.variants import backend_names, parse_settings
+from efficient_attn.runner.variants import parse_settings
 from efficient_attn.studies.study import Option
 
 # Everybody should know this before naming a file of somebody else.
@@ -81,12 +81,6 @@ def parse_numbers(
 parse_layers = parse_numbers("whole numbers, such as 0,1,5", lambda layer: layer >= 0, int)
 
 
-def complete_backends(incomplete: str) -> list[str]:
-    """Completions of the name after the last comma."""
-    typed, comma, last = incomplete.rpartition(",")
-    return [f"{typed}{comma}{name}" for name in backend_names() if name.startswith(last)]
-
-
 Backends = Annotated[
     Sequence[Any] | None,
     Option(
@@ -96,7 +90,6 @@ Backends = Annotated[
         metavar="NAME[,NAME…]",
         parse=parse_names,
         several=True,
-        complete=complete_backends,
     ),
 ]
 Exclude = Annotated[
@@ -106,7 +99,6 @@ Exclude = Annotated[
         metavar="NAME[,NAME…]",
         parse=parse_names,
         several=True,
-        complete=complete_backends,
     ),
 ]
 Settings = Annotated[

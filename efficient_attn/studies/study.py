@@ -33,7 +33,6 @@ class Option:
         several: The flag may be repeated; `parse` gets the list of texts.
         argument: A positional argument instead of a flag.
         hidden: Left out of the help text and the docstring.
-        complete: Completions of an incomplete text.
     """
 
     help: str
@@ -46,7 +45,6 @@ class Option:
     several: bool = False
     argument: bool = False
     hidden: bool = False
-    complete: Callable[[str], list[str]] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -39,7 +39,6 @@ def plan(
         Option(
             help=f"Another version of the backend, timed in the same rounds. {shared.RUNS_CODE}",
             metavar="NAME",
-            complete=shared.complete_backends,
         ),
     ] = None,
     layers: Annotated[int | None, Option(help="Blocks of an encoder; 3.", least=1)] = None,

@@ -17,10 +17,6 @@ FIGURE = "figure"
 BUDGET_S = 100.0
 
 
-def _complete(incomplete: str) -> list[str]:
-    return [name for name in list_figures() if name.startswith(incomplete)]
-
-
 def plan(
     figure: Annotated[
         str | None,
@@ -28,7 +24,6 @@ def plan(
             help="Name of the figure; all figures are listed if omitted.",
             argument=True,
             metavar="FIGURE",
-            complete=_complete,
         ),
     ] = None,
     *,
