@@ -84,7 +84,7 @@ def test_gaussian_inputs_have_the_heads_that_were_asked_for(undrawn, capsys):
         (["--inputs", "own.py"], "is not a valid safetensors file"),
         (["--inputs", "encoder,stitched"], "there is no such file"),
         (["--layer", "4"], "layer 4 is not in encoder"),
-        (["--isolate", "maybe"], "isolate is none, reuse, point"),
+        (["--isolate", "maybe"], "isolate is none, reuse, not"),
     ],
 )
 def test_a_wrong_request_is_one_line_and_writes_nothing(folder, words, message, capsys):
