@@ -3,6 +3,7 @@
 Every text is escaped by the template.
 """
 
+import re
 from base64 import b64encode
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
@@ -15,8 +16,8 @@ from efficient_attn.report.methods_paragraph import flat, how_measured
 from efficient_attn.report.table import Table, right_aligned
 from efficient_attn.runner.records import Record
 
-# Longer texts are shortened: of a plan or command, of a cell or sentence. The folder of the run has them.
-_LONGEST_TEXT, _LONGEST_LINE = 20_000, 300
+# Longer texts are shortened: of a plan or command, of a cell, a word. The folder of the run has them.
+_LONGEST_TEXT, _LONGEST_CELL, _LONG_WORD = 20_000, 300, re.compile(r"\S{81,}")
 
 
 class Run(NamedTuple):
@@ -61,7 +62,7 @@ def page(runs: Sequence[Run], drawings: Sequence[tuple[str, str, bytes]]) -> str
     from jinja2 import Environment, StrictUndefined
 
     jinja = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, finalize=_printable)
-    jinja.filters["brief"] = lambda text: short(text, _LONGEST_LINE)
+    jinja.filters["brief"] = _brief
     jinja.filters["base64"] = lambda data: b64encode(data).decode()
     # Tables of one title stand together, so that runs are easily compared.
     titles = list(dict.fromkeys(table.title for run in runs for table in run.tables))
@@ -79,6 +80,11 @@ def page(runs: Sequence[Run], drawings: Sequence[tuple[str, str, bytes]]) -> str
         environment=_environment(runs),
         version=efficient_attn.__version__,
     )
+
+
+def _brief(text: str, most: int = _LONGEST_CELL) -> str:
+    """The text with shortened words, such as names of foreign backends."""
+    return short(_LONG_WORD.sub(lambda found: short(found[0]), text), most)
 
 
 def _printable(value: Any) -> Any:
