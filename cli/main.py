@@ -6,7 +6,7 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import typer
 
@@ -107,10 +107,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _run(arguments: Sequence[str] | None) -> int:
     try:
         return int(app(args=arguments, standalone_mode=False) or exits.DONE)
-    except AttentionError as error:
-        fail(str(error))
-    except _UsageError as error:
-        fail(error.format_message())
+    except (AttentionError, _UsageError) as error:
+        console.refuse(str(error) if isinstance(error, AttentionError) else error.format_message())
+        return exits.WRONG_REQUEST
     except (KeyboardInterrupt, typer.Abort):
         return exits.INTERRUPTED
 
@@ -120,9 +119,3 @@ def _unread() -> int:
     for stream in (sys.stdout, sys.stderr):
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
     return 128 + signal.SIGPIPE
-
-
-def fail(message: str) -> NoReturn:
-    """Print the error in one line and exit with code 2."""
-    console.refuse(message)
-    sys.exit(exits.WRONG_REQUEST)
