@@ -121,25 +121,18 @@ def _declared(one: Parameter) -> tuple[str, Any, Any]:
         kind = list[str] if option.several else str
         kind, default = (kind | None, None) if default is None else (kind, joined(default))
     flag = f"{one.flag}/--no-{one.flag.removeprefix('--')}" if kind is bool else one.flag
-    about: dict[str, Any] = {
-        "help": option.help,
-        "metavar": option.metavar or _metavar(one),
-    }
+    form = None if one.type is bool else _METAVARS.get(one.type, one.name.upper())
+    about: dict[str, Any] = {"help": option.help, "metavar": option.metavar or form}
     if option.argument:
         return one.name, Annotated[kind, typer.Argument(**about)], default
     about["hidden"] = option.hidden
     return one.name, Annotated[kind, typer.Option(flag, **about)], default
 
 
-def _metavar(one: Parameter) -> str | None:
-    return None if one.type is bool else _METAVARS.get(one.type, one.name.upper())
-
-
 def _renamed(one: Parameter, flag: str) -> tuple[str, Any, Any]:
     """A former flag: hidden; its default None marks an absent flag."""
     name, kind, _ = _declared(one)
-    base, _ = kind.__origin__, kind.__metadata__
-    return _former_name(name, flag), Annotated[base | None, typer.Option(flag, hidden=True)], None
+    return _former_name(name, flag), Annotated[kind.__origin__ | None, typer.Option(flag, hidden=True)], None
 
 
 def _former_name(name: str, flag: str) -> str:

@@ -28,11 +28,11 @@ def say(text: str) -> None:
     put(text, err=True)
 
 
-def put(text: object, *, err: bool = False, bold: bool = False) -> None:
+def put(text: object, *, err: bool = False) -> None:
     """Print one line of results."""
     from efficient_attn.report.escape import plain
 
-    typer.secho(plain(str(text)), err=err, bold=bold or None, color=colours())
+    typer.secho(plain(str(text)), err=err, color=colours())
 
 
 def put_json(document: Any) -> None:
