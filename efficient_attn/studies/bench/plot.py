@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from efficient_attn.report.figures import Axis, Chart, Plot, Series
+from efficient_attn.report.figures import LARGEST, Axis, Chart, Plot, Series
 from efficient_attn.report.notes import setting
 from efficient_attn.report.palette import line_styles
 from efficient_attn.runner.records import Record
@@ -17,6 +17,10 @@ _TITLES = {
 
 # Plots worth a file, by name.
 _FILES = {"time": "time_s", "memory": "peak_bytes"}
+
+# An interval leaves the picture beyond this multiple of all medians, which would be flat lines otherwise.
+_FARTHEST = 3.0
+_MARGIN = 1.15
 
 
 def plots(records: Sequence[Record], environment: Environment) -> Plots:
@@ -35,7 +39,7 @@ def cost_plot(records: Sequence[Record], y: str = "time_s") -> Plot:
         lengths = sorted({point.tokens for curve in group for point in curve.points})
         chart = Chart(
             Axis("sequence length, tokens", "log2", "{:.0f}".format, lengths),
-            costs,
+            costs._replace(limits=_limits(group)),
             tuple(_series(curve, styles[curve.label]) for curve in group),
             subject.capitalize() if len(drawn) > 1 or subject != "attention" else "",
         )
@@ -45,6 +49,21 @@ def cost_plot(records: Sequence[Record], y: str = "time_s") -> Plot:
     conditions = setting(cases[0]) if cases else ""
     conditions += "; median with its 95 % interval within the run" if cases and y == "time_s" else ""
     return Plot(_TITLES[y], conditions, tuple((chart,) for chart in shown))
+
+
+def _limits(group: Sequence[Curve]) -> tuple[float, float] | None:
+    """Ends of the axis of costs: of the intervals, as far as they are near the medians."""
+    points = [
+        point for curve in group for point in curve.measured if 1 / LARGEST < (point.value or 0) < LARGEST
+    ]
+    if not points:
+        return None
+    values = [point.value for point in points]
+    lows, highs = [min(values)], [max(values)]
+    lows += [point.low for point in points if point.low is not None]
+    highs += [point.high for point in points if point.high is not None]
+    low, high = max(min(lows), min(values) / _FARTHEST), min(max(highs), max(values) * _FARTHEST)
+    return low / _MARGIN, high * _MARGIN
 
 
 def _series(curve: Curve, style: dict[str, object]) -> Series:
