@@ -27,11 +27,7 @@ def check_isolated(
 ) -> list[CheckRecord]:
     """Records of `testing.check_backend` for a name or an address, computed in a child process.
 
-    Args:
-        seed: Random seed of the inputs.
-        only: Names of the checks to run; None: all.
-        timeout_s: Time limit of one check, and of the import of the backend.
-        long: Whether the long form of the suite runs.
+    The time limit holds for one check, and for the import of the backend.
     """
     from efficient_attn.conformance.table import CHECKS
     from efficient_attn.testing import check_names

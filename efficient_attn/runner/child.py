@@ -25,11 +25,7 @@ _GRACE_S, _LONGEST_S = 5.0, 1e6
 
 
 def main(requests: int, answers: int, limit_bytes: int | None = None) -> None:
-    """Serve requests from one file descriptor to the other, for ever.
-
-    Args:
-        limit_bytes: Limit on CPU memory allocated after torch is loaded.
-    """
+    """Serve requests from one file descriptor to the other, for ever."""
     # Ctrl-C is ignored, so that a backend that sends itself SIGINT has no effect.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # Started before torch is loaded, so that a parent that exits at once leaves no child behind.
