@@ -53,16 +53,13 @@ def cost_plot(records: Sequence[Record], y: str = "time_s") -> Plot:
 
 def _limits(group: Sequence[Curve]) -> tuple[float, float] | None:
     """Ends of the axis of costs: of the intervals, as far as they are near the medians."""
-    points = [
-        point for curve in group for point in curve.measured if 1 / LARGEST < (point.value or 0) < LARGEST
-    ]
-    if not points:
+    points = [point for curve in group for point in curve.measured]
+    values = [point.value for point in points if point.value and 1 / LARGEST < point.value < LARGEST]
+    if not values:
         return None
-    values = [point.value for point in points]
-    lows, highs = [min(values)], [max(values)]
-    lows += [point.low for point in points if point.low is not None]
-    highs += [point.high for point in points if point.high is not None]
-    low, high = max(min(lows), min(values) / _FARTHEST), min(max(highs), max(values) * _FARTHEST)
+    low = min([*values, *(point.low for point in points if point.low is not None)])
+    high = max([*values, *(point.high for point in points if point.high is not None)])
+    low, high = max(low, min(values) / _FARTHEST), min(high, max(values) * _FARTHEST)
     return low / _MARGIN, high * _MARGIN
 
 
