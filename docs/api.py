@@ -16,10 +16,11 @@ Hugging Face. All other names may change at any time.
 """
 
 _HUGGING_FACE = "integrations.transformers"
+_INTERCEPT = "integrations.intercept"
 # The first fitting beginning of a module's name selects the heading.
 _HEADINGS = {
     "Backends": ("backend", "registry", "problem", "calibration"),
-    "In models": ("transformer", "integrations.pytorch"),
+    "In models": ("transformer", "integrations.pytorch", "integrations.intercept"),
     "In Hugging Face models": (_HUGGING_FACE,),
     "Measuring": ("studies", "measure", "runner"),
     "Checking": ("testing",),
@@ -47,9 +48,9 @@ def public_names() -> Iterator[tuple[str, str, bool]]:
         yield f"efficient_attn.{name}", module, _is_class(name, module)
     for folder in sorted(one.parent for one in PACKAGE.glob("studies/*/plan.py")):
         yield f"efficient_attn.{folder.name}", f"studies.{folder.name}.plan", False
-    for module in ("testing", _HUGGING_FACE):
+    for module, shown in (("testing", "testing"), (_INTERCEPT, "intercept"), (_HUGGING_FACE, _HUGGING_FACE)):
         for name in _assigned(module, "__all__"):
-            yield f"efficient_attn.{module}.{name}", module, _is_class(name, module)
+            yield f"efficient_attn.{shown}.{name}", module, _is_class(name, module)
 
 
 def escaped(lines: Iterable[str]) -> list[str]:

@@ -42,12 +42,13 @@ _HOME = {
     "Decoder": "transformer.stack",
     "Transformer": "transformer.encoder_decoder",
     "generate": "transformer.generate",
+    "beam_search": "transformer.generate",
     "LanguageModel": "transformer.language_model",
     "MultiheadAttention": "integrations.pytorch",
     "replace_attention": "integrations.pytorch_replace",
 }
 
-_MODULES = ("testing",)
+_MODULES = {"testing": "testing", "intercept": "integrations.intercept"}
 
 # Every folder of `studies` is a function here.
 _STUDIES = [one.name for one in pkgutil.iter_modules([str(Path(__file__).parent / "studies")]) if one.ispkg]
@@ -63,6 +64,7 @@ if TYPE_CHECKING:
     from efficient_attn.backends import list_backends as list_backends
     from efficient_attn.backends import spec as spec
     from efficient_attn.calibration import calibrate as calibrate
+    from efficient_attn.integrations import intercept as intercept
     from efficient_attn.integrations.pytorch import MultiheadAttention as MultiheadAttention
     from efficient_attn.integrations.pytorch_replace import replace_attention as replace_attention
     from efficient_attn.registry import BackendSpec as BackendSpec
@@ -72,6 +74,7 @@ if TYPE_CHECKING:
     from efficient_attn.transformer.block import DecoderBlock as DecoderBlock
     from efficient_attn.transformer.block import TransformerBlock as TransformerBlock
     from efficient_attn.transformer.encoder_decoder import Transformer as Transformer
+    from efficient_attn.transformer.generate import beam_search as beam_search
     from efficient_attn.transformer.generate import generate as generate
     from efficient_attn.transformer.language_model import LanguageModel as LanguageModel
     from efficient_attn.transformer.layer import AttentionLayer as AttentionLayer
@@ -81,7 +84,7 @@ if TYPE_CHECKING:
 
 def __getattr__(name: str) -> Any:
     if name in _MODULES:
-        return importlib.import_module(f"{__name__}.{name}")
+        return importlib.import_module(f"{__name__}.{_MODULES[name]}")
     if name in _STUDIES:
         study = importlib.import_module(f"{__name__}.studies").find(name)
         value = importlib.import_module(f"{__name__}.studies.run").function_of(study)

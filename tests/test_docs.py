@@ -121,8 +121,9 @@ def test_the_reference_lists_every_public_name_once() -> None:
     import efficient_attn
 
     listed = re.findall(r"^\.\. auto(?:class|function):: efficient_attn\.(\S+)$", made, re.MULTILINE)
-    public = {name for name in efficient_attn.__all__ if name != "testing"}
-    public |= {f"testing.{name}" for name in efficient_attn.testing.__all__}
+    modules = ("testing", "intercept")
+    public = {name for name in efficient_attn.__all__ if name not in modules}
+    public |= {f"{module}.{name}" for module in modules for name in getattr(efficient_attn, module).__all__}
     assert {name for name in listed if not name.startswith("integrations.")} == public
     assert len(listed) == len(set(listed))
     assert "integrations.transformers.attach" in listed

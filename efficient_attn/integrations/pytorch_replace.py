@@ -1,6 +1,6 @@
 """Replacement of nn.MultiheadAttention layers in a model, and its reversal."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -95,7 +95,7 @@ def replace_attention(
     replaced = Replaced(
         layers=found,
         before={name: (layer.dropout, getattr(layer, "backend", None)) for name, layer in found.items()},
-        encoders=tuple(_nesting(model, list(found.values()))),
+        encoders=tuple(nesting(model, list(found.values()))),
     )
     for name, layer in found.items():
         use_backend(layer, backends[name])
@@ -148,7 +148,7 @@ def _check(model: nn.Module, name: str, backend: Backend) -> None:
         )
 
 
-def _nesting(model: nn.Module, layers: list[nn.MultiheadAttention]) -> list[nn.TransformerEncoder]:
+def nesting(model: nn.Module, layers: Sequence[nn.Module]) -> list[nn.TransformerEncoder]:
     """Encoders that hold some of the layers and pack padded sequences into nested tensors."""
     encoders = [m for m in model.modules() if isinstance(m, nn.TransformerEncoder) and m.use_nested_tensor]
     ours = {id(layer) for layer in layers}

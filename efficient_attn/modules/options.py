@@ -35,3 +35,12 @@ def whole_number(name: str, value: object) -> None:
     if not 0 <= value <= LARGEST:
         bound = "at least 0" if value < 0 else f"at most {LARGEST}"
         raise OptionError(f"{name} is {bound}, not {value}.")
+
+
+def positive_number(name: str, value: float) -> float:
+    """The value; refuse anything but a finite number above 0."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise DtypeError(f"{name} is a number, not {value!r}.")
+    if not 0 < value < float("inf"):
+        raise OptionError(f"{name} is a finite number above 0, not {value}.")
+    return value

@@ -16,7 +16,10 @@ from efficient_attn.transformer.former_names import accept_former_names
 from efficient_attn.transformer.layer import AttentionLayer, ContextKeys, LayerState, check_mask
 
 _ACTIVATIONS = {"relu": nn.ReLU, "gelu": nn.GELU}
+# Gated feed-forward networks, named for the activation of the gate.
+_GATES = {"swiglu": nn.SiLU, "geglu": nn.GELU}
 NORMS = ("post", "pre")
+NORM_TYPES = {"layer": nn.LayerNorm, "rms": nn.RMSNorm}
 _FORMER_RESIDUALS = {
     "attention_residual": "around_attention",
     "cross_attention_residual": "around_cross_attention",
@@ -39,11 +42,11 @@ class DecoderBlockState(NamedTuple):
 class Residual(nn.Module):
     """Residual branch around a sublayer: dropout on its output, and the norm before or after."""
 
-    def __init__(self, model_dim: int, norm: str, dropout: float) -> None:
+    def __init__(self, model_dim: int, norm: str, norm_type: str, dropout: float) -> None:
         super().__init__()
         one_of("norm", norm, NORMS)
         probability("dropout", dropout)
-        self.norm = nn.LayerNorm(model_dim)
+        self.norm = build_norm(norm_type, model_dim)
         self.dropout = nn.Dropout(dropout)
         self._before = norm == "pre"
 
@@ -63,7 +66,6 @@ class FeedForward(nn.Module):
     def __init__(self, model_dim: int, feed_forward_dim: int, activation: str) -> None:
         super().__init__()
         positive_count("feed_forward_dim", feed_forward_dim)
-        one_of("activation", activation, _ACTIVATIONS)
         self.up = nn.Linear(model_dim, feed_forward_dim)
         self.activation = _ACTIVATIONS[activation]()
         self.down = nn.Linear(feed_forward_dim, model_dim)
@@ -75,16 +77,48 @@ class FeedForward(nn.Module):
         return self.down(self.activation(self.up(x)))
 
 
+class GatedFeedForward(nn.Module):
+    """(activation(x W) ⊙ x V) W_2 without biases, token by token (Shazeer 2020, eq. 6)."""
+
+    def __init__(self, model_dim: int, feed_forward_dim: int, activation: str) -> None:
+        super().__init__()
+        positive_count("feed_forward_dim", feed_forward_dim)
+        self.gate = nn.Linear(model_dim, feed_forward_dim, bias=False)
+        self.activation = _GATES[activation]()
+        self.up = nn.Linear(model_dim, feed_forward_dim, bias=False)
+        self.down = nn.Linear(feed_forward_dim, model_dim, bias=False)
+        for linear in (self.gate, self.up, self.down):
+            nn.init.xavier_uniform_(linear.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.activation(self.gate(x)) * self.up(x))
+
+
+def build_feed_forward(model_dim: int, feed_forward_dim: int, activation: str) -> nn.Module:
+    """The feed-forward network of an activation."""
+    one_of("activation", activation, [*_ACTIVATIONS, *_GATES])
+    network = GatedFeedForward if activation in _GATES else FeedForward
+    return network(model_dim, feed_forward_dim, activation)
+
+
+def build_norm(norm_type: str, model_dim: int) -> nn.Module:
+    """Layer normalisation, or division by the root mean square (Zhang and Sennrich 2019)."""
+    one_of("norm_type", norm_type, NORM_TYPES)
+    return NORM_TYPES[norm_type](model_dim)
+
+
 class TransformerBlock(nn.Module):
     """Self-attention, then a feed-forward network: the block of an encoder or of a causal stack.
 
     Args:
         backend: Backend, as for `build`.
-        activation: "relu" or "gelu".
+        activation: "relu", "gelu", or of a gated network "swiglu" or "geglu".
         norm: "post", after each residual branch, or "pre", before each.
+        norm_type: "layer" or "rms".
         dropout: Dropout probability on residual branches, never on attention weights.
         positions: "rotary", or None; a stack adds the other kinds to embeddings.
-        options: Further arguments of AttentionLayer: num_kv_heads, bias, backend options.
+        options: Further arguments of AttentionLayer: num_kv_heads, bias, qk_norm, rotary_base,
+            rotary_scaling, options of the backend.
     """
 
     def __init__(
@@ -96,6 +130,7 @@ class TransformerBlock(nn.Module):
         feed_forward_dim: int,
         activation: str = "relu",
         norm: str = "post",
+        norm_type: str = "layer",
         dropout: float = 0.0,
         positions: str | None = None,
         causal: bool = False,
@@ -112,9 +147,9 @@ class TransformerBlock(nn.Module):
             positions=positions,
             **options,
         )
-        self.feed_forward = FeedForward(model_dim, feed_forward_dim, activation)
-        self.attention_residual = Residual(model_dim, norm, dropout)
-        self.feed_forward_residual = Residual(model_dim, norm, dropout)
+        self.feed_forward = build_feed_forward(model_dim, feed_forward_dim, activation)
+        self.attention_residual = Residual(model_dim, norm, norm_type, dropout)
+        self.feed_forward_residual = Residual(model_dim, norm, norm_type, dropout)
         accept_former_names(self, **_FORMER_RESIDUALS)
 
     def forward(self, x: Tensor, *, key_mask: Tensor | None = None) -> Tensor:
@@ -153,6 +188,7 @@ class DecoderBlock(nn.Module):
         feed_forward_dim: int,
         activation: str = "relu",
         norm: str = "post",
+        norm_type: str = "layer",
         dropout: float = 0.0,
         positions: str | None = None,
         causal: bool = True,
@@ -172,10 +208,10 @@ class DecoderBlock(nn.Module):
             arguments = {"max_tokens": max_tokens, **(cross_options or {})}
             self.cross_attention = AttentionLayer(model_dim, num_heads, cross_backend, **arguments)
             self.cross_attention.check_reads_context()
-            self.cross_attention_residual = Residual(model_dim, norm, dropout)
-        self.feed_forward = FeedForward(model_dim, feed_forward_dim, activation)
-        self.attention_residual = Residual(model_dim, norm, dropout)
-        self.feed_forward_residual = Residual(model_dim, norm, dropout)
+            self.cross_attention_residual = Residual(model_dim, norm, norm_type, dropout)
+        self.feed_forward = build_feed_forward(model_dim, feed_forward_dim, activation)
+        self.attention_residual = Residual(model_dim, norm, norm_type, dropout)
+        self.feed_forward_residual = Residual(model_dim, norm, norm_type, dropout)
         accept_former_names(self, **_FORMER_RESIDUALS)
 
     def forward(

@@ -33,6 +33,7 @@ class Transformer(nn.Module):
         feed_forward_dim: int = 2048,
         activation: str = "relu",
         norm: str = "post",
+        norm_type: str = "layer",
         dropout: float = 0.0,
         positions: str | None = "sinusoidal",
         max_tokens: int | None = None,
@@ -41,6 +42,7 @@ class Transformer(nn.Module):
         decoder_options: Mapping[str, Any] | None = None,
         cross_backend: Any = "exact",
         cross_options: Mapping[str, Any] | None = None,
+        checkpoint: bool = False,
         **options: Any,
     ) -> None:
         super().__init__()
@@ -51,9 +53,11 @@ class Transformer(nn.Module):
             "feed_forward_dim": feed_forward_dim,
             "activation": activation,
             "norm": norm,
+            "norm_type": norm_type,
             "dropout": dropout,
             "positions": positions,
             "max_tokens": max_tokens,
+            "checkpoint": checkpoint,
         }
         seeds = spawn_seeds(seed, 2)
         if decoder_backend is None:

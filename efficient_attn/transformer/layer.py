@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from efficient_attn.backend import Backend
 from efficient_attn.backends import build
 from efficient_attn.errors import DtypeError, OptionError, ShapeError, UnsupportedError
-from efficient_attn.modules.options import one_of
+from efficient_attn.modules.options import one_of, positive_number
 from efficient_attn.problem import positive_count
-from efficient_attn.transformer.positions import check_even, rotate
+from efficient_attn.transformer.positions import BASE, check_even, rotate
 
 
 class ContextKeys(NamedTuple):
@@ -52,6 +52,10 @@ class AttentionLayer(nn.Module):
         backend: Name, file.py:object, module or function, as for `build`.
         num_kv_heads: Number of key and value heads, a divisor of num_heads; None: num_heads.
         positions: "rotary" applies rotary positions to q and k; None: no positions.
+        rotary_base: Longest wavelength of rotary positions over 2π.
+        rotary_scaling: Factor by which rotary positions are divided: the model's length over the trained one.
+        qk_norm: Whether each query and key head is divided by its root mean square, times a learned vector
+            (Henry et al. 2020; Dehghani et al. 2023, section 2).
         options: Options of the backend.
 
     Attributes:
@@ -74,6 +78,9 @@ class AttentionLayer(nn.Module):
         max_tokens: int | None = None,
         bias: bool = True,
         positions: str | None = None,
+        rotary_base: float = BASE,
+        rotary_scaling: float = 1.0,
+        qk_norm: bool = False,
         **options: Any,
     ) -> None:
         super().__init__()
@@ -82,6 +89,13 @@ class AttentionLayer(nn.Module):
         self.model_dim, self.head_dim = model_dim, model_dim // num_heads
         self._heads = (num_heads, kv_heads, kv_heads)
         self._rotary = positions is not None
+        self._rotary_options = {
+            "base": positive_number("rotary_base", rotary_base),
+            "scaling": positive_number("rotary_scaling", rotary_scaling),
+        }
+        # Identities have no entries in state dicts.
+        self.q_norm = nn.RMSNorm(self.head_dim) if qk_norm else nn.Identity()
+        self.k_norm = nn.RMSNorm(self.head_dim) if qk_norm else nn.Identity()
         if positions is not None:
             one_of("positions in a block", positions, ["rotary"])
             check_even("head_dim", self.head_dim, "rotary")
@@ -149,23 +163,23 @@ class AttentionLayer(nn.Module):
         weight, bias = self.in_proj_weight[self.model_dim :], self.in_proj_bias
         heads = self._split(F.linear(context, weight, None if bias is None else bias[self.model_dim :]))
         k, v = heads.chunk(2, dim=1)
-        return ContextKeys(k, v, key_mask)
+        return ContextKeys(self.k_norm(k), v, key_mask)
 
     def read(self, x: Tensor, keys: ContextKeys) -> Tensor:
         """Attention of every token of x to a projected context, [batch tokens model_dim]."""
         check_sequence("x", x, self.model_dim)
         weight, bias = self.in_proj_weight[: self.model_dim], self.in_proj_bias
         q = self._split(F.linear(x, weight, None if bias is None else bias[: self.model_dim]))
-        return self._join(self.backend(q, keys.k, keys.v, key_mask=keys.key_mask))
+        return self._join(self.backend(self.q_norm(q), keys.k, keys.v, key_mask=keys.key_mask))
 
     def _project(self, x: Tensor, *, start: int) -> tuple[Tensor, ...]:
         """q, k and v of x as views of one product, [batch heads tokens head_dim]."""
         heads = self._split(F.linear(x, self.in_proj_weight, self.in_proj_bias))
-        if not self._rotary:
-            return heads.split(self._heads, dim=1)
-        turned_heads = sum(self._heads[:2])
-        turned = rotate(heads[:, :turned_heads], start)
-        return *turned.split(self._heads[:2], dim=1), heads[:, turned_heads:]
+        q, k, v = heads.split(self._heads, dim=1)
+        q, k = self.q_norm(q), self.k_norm(k)
+        if self._rotary:
+            q, k = (rotate(one, start, **self._rotary_options) for one in (q, k))
+        return q, k, v
 
     def _split(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)

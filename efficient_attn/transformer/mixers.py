@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from efficient_attn.errors import OptionError, UnsupportedError
 from efficient_attn.problem import positive_count
-from efficient_attn.transformer.block import FeedForward, Residual
+from efficient_attn.transformer.block import Residual, build_feed_forward
 from efficient_attn.transformer.former_names import accept_former_names
 from efficient_attn.transformer.layer import check_mask, check_sequence
 
@@ -103,13 +103,14 @@ class MixerBlock(nn.Module):
         feed_forward_dim: int,
         activation: str = "relu",
         norm: str = "post",
+        norm_type: str = "layer",
         dropout: float = 0.0,
     ) -> None:
         super().__init__()
         self.mixer: Any = mixer
-        self.feed_forward = FeedForward(model_dim, feed_forward_dim, activation)
-        self.mixer_residual = Residual(model_dim, norm, dropout)
-        self.feed_forward_residual = Residual(model_dim, norm, dropout)
+        self.feed_forward = build_feed_forward(model_dim, feed_forward_dim, activation)
+        self.mixer_residual = Residual(model_dim, norm, norm_type, dropout)
+        self.feed_forward_residual = Residual(model_dim, norm, norm_type, dropout)
         accept_former_names(self, mixer_residual="around_mixer", feed_forward_residual="around_feed_forward")
 
     def forward(self, x: Tensor, *, key_mask: Tensor | None = None) -> Tensor:

@@ -5,10 +5,15 @@ from dataclasses import fields
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
+from efficient_attn.backends import resolve
+from efficient_attn.errors import OptionError
 from efficient_attn.modules.options import probability, whole_number
 from efficient_attn.registry import BackendSpec
+from efficient_attn.transformer.block import build_norm
 from efficient_attn.transformer.layer import AttentionLayer, check_sequence
 from efficient_attn.transformer.positions import build_positions
 
@@ -33,9 +38,36 @@ def inside_blocks(positions: str | None) -> str | None:
     return positions if positions == "rotary" else None
 
 
-def final_norm(norm: str, model_dim: int) -> nn.Module:
+def final_norm(norm: str, norm_type: str, model_dim: int) -> nn.Module:
     """Norm after the last pre-norm block, which leaves the residual stream unnormalised."""
-    return nn.LayerNorm(model_dim) if norm == "pre" else nn.Identity()
+    return build_norm(norm_type, model_dim) if norm == "pre" else nn.Identity()
+
+
+def each_layer(
+    backend: Any, options: Mapping[str, Any], num_layers: int
+) -> list[tuple[BackendSpec, dict[str, Any]]]:
+    """Spec and options of each layer: of one backend, or of a list that the layers repeat.
+
+    Raises:
+        OptionError: If the list does not divide the layers.
+    """
+    if not isinstance(backend, list):
+        return [(resolve(backend), dict(options))] * num_layers
+    if not backend or num_layers % len(backend):
+        raise OptionError(
+            f"A list of backends is repeated over the layers: num_layers={num_layers} is no multiple of its "
+            f"length, {len(backend)}."
+        )
+    pairs = [one if isinstance(one, tuple) else (one, {}) for one in backend]
+    chosen = [(resolve(name), {**options, **own}) for name, own in pairs]
+    return chosen * (num_layers // len(backend))
+
+
+def run_block(block: nn.Module, x: Tensor, *inputs: Any, again: bool, **masks: Any) -> Tensor:
+    """Output of a block; with `again` its activations are computed again in the backward pass."""
+    if again and torch.is_grad_enabled():
+        return checkpoint(block, x, *inputs, use_reentrant=False, **masks)
+    return block(x, *inputs, **masks)
 
 
 def spawn_seeds(seed: int, count: int) -> list[int]:
@@ -51,13 +83,15 @@ def seeded(spec: BackendSpec, options: Mapping[str, Any], seed: int) -> dict[str
 
 
 def share_layers(layers: list[AttentionLayer]) -> None:
-    """Share the backend parameters of the first layer with all layers if its option `sharing` is "layers".
+    """Share the backend parameters of the first layer whose option `sharing` is "layers" with all others.
 
     The other layers hold the module without registering it, so that parameters and state dict contain it
     once and a deep copy keeps it shared.
     """
-    backends = [layer.backend for layer in layers]
-    if not backends or getattr(backends[0].options, "sharing", None) != "layers":
+    backends = [
+        layer.backend for layer in layers if getattr(layer.backend.options, "sharing", None) == "layers"
+    ]
+    if not backends:
         return
     owner, *others = backends
     for other in others:

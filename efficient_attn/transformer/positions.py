@@ -15,15 +15,15 @@ from efficient_attn.problem import positive_count
 KINDS = ("sinusoidal", "learned", "rotary")
 
 # Longest wavelength over 2π (Vaswani et al. 2017, section 3.5; Su et al. 2021, section 3.2.2).
-_BASE = 10_000.0
+BASE = 10_000.0
 # Standard deviation of a learned position before training (Devlin et al. 2019 and their code).
 _LEARNED_STD = 0.02
 
 
-def position_angles(start: int, tokens: int, dim: int, device: torch.device) -> Tensor:
-    """pos · 10000^(−2i/dim) in float64 for pos from `start` on, [tokens dim/2]."""
+def position_angles(start: int, tokens: int, dim: int, device: torch.device, base: float = BASE) -> Tensor:
+    """pos · base^(−2i/dim) in float64 for pos from `start` on, [tokens dim/2]."""
     # Rounding pos · frequency to float32 would cause an error of 2e-4 radians at position 4096.
-    frequencies = _BASE ** (-torch.arange(0, dim, 2, dtype=torch.float64, device=device) / dim)
+    frequencies = base ** (-torch.arange(0, dim, 2, dtype=torch.float64, device=device) / dim)
     positions = torch.arange(start, start + tokens, dtype=torch.float64, device=device)
     return positions[:, None] * frequencies
 
@@ -37,12 +37,14 @@ def sinusoidal_positions(start: int, tokens: int, dim: int, device: torch.device
     return torch.stack((angles.sin(), angles.cos()), dim=-1).flatten(-2)
 
 
-def rotate(x: Tensor, start: int) -> Tensor:
-    """Queries or keys [… tokens head_dim] with pair (i, i + head_dim/2) rotated by its angle.
+def rotate(x: Tensor, start: int, *, base: float = BASE, scaling: float = 1.0) -> Tensor:
+    """Queries or keys [… tokens head_dim] with pair (i, i + head_dim/2) rotated by its angle / scaling.
 
     The product q·k then depends on the difference of the positions alone (Su et al. 2021, RoFormer, eq. 16).
+    A scaling of s interpolates positions: s times the trained length has the angles of the trained length
+    (Chen et al. 2023, eq. 4).
     """
-    angles = position_angles(start, x.shape[-2], x.shape[-1], x.device)
+    angles = position_angles(start, x.shape[-2], x.shape[-1], x.device, base) / scaling
     one, other = upcast(x).chunk(2, dim=-1)
     cosines, sines = angles.cos().to(one.dtype), angles.sin().to(one.dtype)
     turned = torch.cat((one * cosines - other * sines, other * cosines + one * sines), dim=-1)

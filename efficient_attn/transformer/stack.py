@@ -16,8 +16,10 @@ from efficient_attn.transformer.former_names import accept_former_names
 from efficient_attn.transformer.layer import LayerState
 from efficient_attn.transformer.parts import (
     EmbeddingInput,
+    each_layer,
     final_norm,
     inside_blocks,
+    run_block,
     seeded,
     share_layers,
     spawn_seeds,
@@ -42,13 +44,18 @@ class Encoder(nn.Module):
     """Stack of TransformerBlocks; with causal=True, the body of a language model.
 
     Args:
-        backend: Backend, as for `build`.
-        activation: "relu" or "gelu".
+        backend: Backend, as for `build`, or a list of backends or pairs (backend, options), which the layers
+            repeat: 3 linear layers, then an exact one.
+        activation: "relu", "gelu", or of a gated network "swiglu" or "geglu".
         norm: "post", or "pre", with a final norm after the last block.
+        norm_type: "layer" or "rms".
         dropout: Dropout probability on residual branches and embeddings (0.1 in the paper).
         positions: "sinusoidal", "learned" (needs max_tokens), "rotary" or None.
         seed: Random seed of the random features, spawned per layer; weights use PyTorch's global generator.
-        options: Further arguments of AttentionLayer: num_kv_heads, bias, backend options.
+        checkpoint: Whether the activations of each block are computed again in the backward pass instead of
+            being kept (Chen et al. 2016).
+        options: Further arguments of AttentionLayer: num_kv_heads, bias, qk_norm, rotary_base,
+            rotary_scaling, options of the backend.
     """
 
     def __init__(
@@ -61,16 +68,19 @@ class Encoder(nn.Module):
         feed_forward_dim: int = 2048,
         activation: str = "relu",
         norm: str = "post",
+        norm_type: str = "layer",
         dropout: float = 0.0,
         positions: str | None = "sinusoidal",
         causal: bool = False,
         max_tokens: int | None = None,
         seed: int = 0,
+        checkpoint: bool = False,
         **options: Any,
     ) -> None:
         super().__init__()
         positive_count("num_layers", num_layers)
-        spec = resolve(backend)
+        self.checkpoint = checkpoint
+        layers = each_layer(backend, options, num_layers)
         self.embedding_input = EmbeddingInput(positions, model_dim, dropout, max_tokens)
         accept_former_names(self, embedding_input="entrance")
         blocks = [
@@ -81,24 +91,25 @@ class Encoder(nn.Module):
                 feed_forward_dim=feed_forward_dim,
                 activation=activation,
                 norm=norm,
+                norm_type=norm_type,
                 dropout=dropout,
                 positions=inside_blocks(positions),
                 causal=causal,
                 max_tokens=max_tokens,
-                **seeded(spec, options, layer_seed),
+                **seeded(spec, own, layer_seed),
             )
-            for layer_seed in spawn_seeds(seed, num_layers)
+            for (spec, own), layer_seed in zip(layers, spawn_seeds(seed, num_layers), strict=True)
         ]
         share_layers([block.attention for block in blocks])
         # The element type of a ModuleList is unknown to type checkers.
         self.blocks: Any = nn.ModuleList(blocks)
-        self.norm = final_norm(norm, model_dim)
+        self.norm = final_norm(norm, norm_type, model_dim)
 
     def forward(self, x: Tensor, *, key_mask: Tensor | None = None) -> Tensor:
         """x [batch tokens model_dim] to the same shape; key_mask is bool [batch tokens]."""
         x = self.embedding_input(x)
         for block in self.blocks:
-            x = block(x, key_mask=key_mask)
+            x = run_block(block, x, key_mask=key_mask, again=self.checkpoint)
         return self.norm(x)
 
     def extend(
@@ -133,17 +144,21 @@ class Decoder(nn.Module):
         feed_forward_dim: int = 2048,
         activation: str = "relu",
         norm: str = "post",
+        norm_type: str = "layer",
         dropout: float = 0.0,
         positions: str | None = "sinusoidal",
         max_tokens: int | None = None,
         seed: int = 0,
         cross_backend: Any = "exact",
         cross_options: Mapping[str, Any] | None = None,
+        checkpoint: bool = False,
         **options: Any,
     ) -> None:
         super().__init__()
         positive_count("num_layers", num_layers)
-        spec, cross = resolve(backend), None if cross_backend is None else resolve(cross_backend)
+        self.checkpoint = checkpoint
+        layers = each_layer(backend, options, num_layers)
+        cross = None if cross_backend is None else resolve(cross_backend)
         seeds = spawn_seeds(seed, 2 * num_layers)
         self.embedding_input = EmbeddingInput(positions, model_dim, dropout, max_tokens)
         accept_former_names(self, embedding_input="entrance")
@@ -155,19 +170,20 @@ class Decoder(nn.Module):
                 feed_forward_dim=feed_forward_dim,
                 activation=activation,
                 norm=norm,
+                norm_type=norm_type,
                 dropout=dropout,
                 positions=inside_blocks(positions),
                 max_tokens=max_tokens,
                 cross_backend=cross,
                 cross_options=None if cross is None else seeded(cross, cross_options or {}, cross_seed),
-                **seeded(spec, options, layer_seed),
+                **seeded(spec, own, layer_seed),
             )
-            for layer_seed, cross_seed in zip(seeds[::2], seeds[1::2], strict=True)
+            for (spec, own), layer_seed, cross_seed in zip(layers, seeds[::2], seeds[1::2], strict=True)
         ]
         share_layers([block.cross_attention for block in blocks if block.cross_attention is not None])
         # The element type of a ModuleList is unknown to type checkers.
         self.blocks: Any = nn.ModuleList(blocks)
-        self.norm = final_norm(norm, model_dim)
+        self.norm = final_norm(norm, norm_type, model_dim)
 
     def forward(
         self,
@@ -186,7 +202,8 @@ class Decoder(nn.Module):
         """
         x = self.embedding_input(x)
         for block in self.blocks:
-            x = block(x, context, key_mask=key_mask, context_mask=context_mask)
+            masks = {"key_mask": key_mask, "context_mask": context_mask}
+            x = run_block(block, x, context, again=self.checkpoint, **masks)
         return self.norm(x)
 
     def extend(

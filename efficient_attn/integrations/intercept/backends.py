@@ -1,0 +1,66 @@
+"""Backends of call sites, built when a site's first call shows its shapes."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from efficient_attn.backend import Backend
+from efficient_attn.backends import build, resolve
+from efficient_attn.integrations.intercept.calls import Call
+from efficient_attn.integrations.intercept.masks import MaskReader, Visible
+from efficient_attn.registry import BackendSpec
+from efficient_attn.transformer.parts import seeded, spawn_seeds
+
+PATTERN = "its mask is no key mask and not causal"
+
+
+def built_for(
+    call: Call,
+    visible: Visible,
+    spec: BackendSpec,
+    options: Mapping[str, Any],
+    *,
+    seed: int,
+    max_tokens: int | None = None,
+) -> Backend:
+    """A backend for calls like this one, on its device, calibrated on this one if it needs that.
+
+    Raises:
+        AttentionError: If the backend does not serve such calls.
+    """
+    q, k, _ = call.tensors
+    backend = build(
+        spec,
+        head_dim=q.shape[-1],
+        num_heads=q.shape[1],
+        max_tokens=max(k.shape[-2], max_tokens or 0),
+        causal=visible.causal,
+        scale=call.scale,
+        **seeded(spec, options, seed),
+    ).to(q.device)
+    if backend.needs_calibration:
+        backend.calibrate(q, k, key_mask=visible.keys)
+    return backend
+
+
+def visible_keys(call: Call, masks: MaskReader) -> Visible | None:
+    """The keys that a call shows to its queries; None if its mask encodes another pattern."""
+    if call.attn_mask is None:
+        return Visible(None, causal=call.is_causal)
+    q, k, _ = call.tensors
+    return masks.visible(call.attn_mask, batch=q.shape[0], q_tokens=q.shape[-2], k_tokens=k.shape[-2])
+
+
+def specs_of(backends: Any) -> dict[str, tuple[BackendSpec, dict[str, Any]]]:
+    """Specs and options by label, of names or of {name: options}."""
+    given = backends if isinstance(backends, Mapping) else {one: {} for one in backends}
+    specs = {}
+    for one, options in given.items():
+        spec = resolve(one)
+        shown = ", ".join(f"{name}={value}" for name, value in options.items())
+        specs[f"{spec.name}({shown})" if shown else spec.name] = (spec, dict(options))
+    return specs
+
+
+def seed_of(seed: int, index: int) -> int:
+    """The seed of the site of that index."""
+    return spawn_seeds(seed, index + 1)[index]

@@ -1,0 +1,134 @@
+"""Capture of q, k and v of the call sites of a model, as input of `mse` and `compare`."""
+
+import json
+from contextlib import ExitStack
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from efficient_attn.errors import DataError, OptionError, UnknownNameError
+from efficient_attn.integrations.capture import FORMAT, MOST_BYTES, save
+from efficient_attn.integrations.intercept.backends import PATTERN, visible_keys
+from efficient_attn.integrations.intercept.calls import AttentionMode, Call
+from efficient_attn.integrations.intercept.masks import MaskReader, Visible
+from efficient_attn.integrations.intercept.sites import Position, Site
+from efficient_attn.measure.inputs import Activations, Captured
+from efficient_attn.runner.units import show_bytes
+
+
+class Capturing(AttentionMode):
+    """Inputs of the calls of attention inside a `with` block: one batch entry, real tokens only.
+
+    Of several calls of a site the first is kept.
+
+    Attributes:
+        sites: Activations by site, in the order of calls.
+        left_out: {site: reason} of calls that cannot be stored.
+    """
+
+    def __init__(self, model: nn.Module | None, only: str, entry: int, most_bytes: int) -> None:
+        super().__init__()
+        self.sites: dict[Site, Activations] = {}
+        self.left_out: dict[Site, str] = {}
+        self._causal: dict[Site, bool] = {}
+        self._scales: dict[Site, float] = {}
+        self._model, self._only, self._entry, self._most_bytes = model, only, entry, most_bytes
+        self._position, self._masks, self._stack = Position(), MaskReader(), ExitStack()
+        self._bytes = 0
+
+    def __enter__(self) -> "Capturing":
+        self._stack.enter_context(self._position.followed(self._model))
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._stack.close()
+
+    def attend(self, call: Call) -> Tensor:
+        """torch's own output; the tensors are copied."""
+        site = self._position.next_site()
+        if site not in self.sites and fnmatchcase(str(site), self._only):
+            visible = None if call.refusal else visible_keys(call, self._masks)
+            if visible is None:
+                self.left_out.setdefault(site, call.refusal or PATTERN)
+            else:
+                self._keep(site, call, visible)
+        return call.exact()
+
+    def unreached(self, reason: str) -> None:
+        """Keep the name of an attention without `F.scaled_dot_product_attention`."""
+        self.left_out.setdefault(self._position.next_site(), reason)
+
+    def _keep(self, site: Site, call: Call, visible: Visible) -> None:
+        tensors = call.tensors
+        if not self._entry < tensors[0].shape[0]:
+            raise OptionError(f"entry is below the batch size, {tensors[0].shape[0]}, not {self._entry}.")
+        q, k, v = (tensor[self._entry : self._entry + 1].detach() for tensor in tensors)
+        if visible.keys is not None:
+            real = visible.keys[self._entry]
+            q = q[..., real, :] if q.shape[-2] == k.shape[-2] else q
+            k, v = k[..., real, :], v[..., real, :]
+        self._bytes += sum(2 * tensor.numel() for tensor in (q, k, v))
+        if self._bytes > self._most_bytes:
+            raise OptionError(
+                f"The activations take more than {show_bytes(self._most_bytes)}: name fewer sites with only, "
+                "or raise most_bytes."
+            )
+        self.sites[site] = Activations(q.clone(), k.clone(), v.clone())
+        self._causal[site], self._scales[site] = visible.causal, call.factor
+
+    def captured(self) -> Captured:
+        """The activations with a number for each site, which `mse` and `compare` name a layer.
+
+        Raises:
+            DataError: If no call was captured, or the sites have different scales.
+        """
+        if not self.sites:
+            raise DataError("No call of F.scaled_dot_product_attention was captured.")
+        if len(set(self._scales.values())) > 1:
+            raise DataError("The sites have different scales; capture sites of one scale with only=….")
+        about = {
+            "format": FORMAT,
+            "model": type(self._model).__name__ if self._model is not None else "unnamed",
+            "sites": json.dumps([str(site) for site in self.sites]),
+            "torch": torch.__version__,
+        }
+        causal = {index for index, site in enumerate(self.sites) if self._causal[site]}
+        return Captured(
+            layers=dict(enumerate(self.sites.values())),
+            tokens=(),
+            scale=next(iter(self._scales.values())),
+            patterns=dict.fromkeys(sorted(causal), "causal over all keys"),
+            about=about,
+        )
+
+    def save(self, path: str | Path) -> None:
+        """Write the activations as float16 safetensors, which `mse --inputs` and `compare --inputs` read."""
+        save(self.captured(), path)
+
+
+def capture(
+    model: nn.Module | None = None, *, only: str = "*", entry: int = 0, most_bytes: int = MOST_BYTES
+) -> Capturing:
+    """A `with` block that keeps q, k and v of every call of `F.scaled_dot_product_attention` in it.
+
+    The output of the model stays the same bit for bit. A compiled model runs with graph breaks.
+
+    Args:
+        model: Module whose names name the sites; None: all calls belong to one unnamed module.
+        only: Shell-style pattern of the sites to keep.
+        entry: Index of the batch entry to keep.
+        most_bytes: Upper limit on the size of the file.
+
+    Raises:
+        UnknownNameError: If the model has no module of a name that `only` spells out.
+    """
+    if model is not None and not any(letter in only for letter in "*?[#"):
+        names = dict(model.named_modules())
+        if only not in names:
+            raise UnknownNameError("module", only, names)
+    return Capturing(model, only, entry, most_bytes)

@@ -1,0 +1,348 @@
+"""Backends in place of `F.scaled_dot_product_attention` at the call sites of a model, and their removal.
+
+The module that calls attention gets the backend as a submodule, so that optimisers, state dicts, copies and
+`.to` find it, and its forward runs inside a mode of its own: a checkpoint that computes it again, a compiled
+graph and another thread use the same backend.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from efficient_attn.backend import Backend
+from efficient_attn.backends import resolve
+from efficient_attn.errors import AttentionError, OptionError, UnknownNameError, UnsupportedError
+from efficient_attn.integrations.intercept.backends import PATTERN, built_for, seed_of, visible_keys
+from efficient_attn.integrations.intercept.calls import AttentionMode, Call
+from efficient_attn.integrations.intercept.masks import MaskReader, Visible, read_compiled
+from efficient_attn.integrations.intercept.sites import Position, Site
+from efficient_attn.integrations.pytorch_replace import nesting
+
+# The submodule that holds the backends of a module.
+ATTRIBUTE = "efficient_attn"
+_CAUSALITY = "its causality is not that of the example"
+_OUTER = "a module inside this one calls attention too"
+_UNNAMED = "no pattern names it"
+
+
+class SiteBackends(nn.ModuleDict):
+    """Backends of the sites of one module, by the number of the call.
+
+    Attributes:
+        calls: {number of the site: {"served" or the reason why a call stayed exact: count}}; calls of
+            compiled code are not counted.
+    """
+
+    def __init__(self, owner: str, backends: Mapping[str, Backend], *, strict: bool) -> None:
+        super().__init__(backends)
+        self.owner, self.strict = owner, strict
+        self.calls: dict[str, Counter[str]] = {number: Counter() for number in backends}
+        self._masks = MaskReader()
+
+    def attend(self, number: str, call: Call) -> Tensor:
+        """Output of the backend, or of torch's function where the backend cannot serve the call."""
+        if number not in self:
+            return call.exact()
+        backend: Any = self[number]
+        visible = self._visible(backend, call)
+        if isinstance(visible, str):
+            return self._exact(number, call, visible)
+        if torch.compiler.is_compiling():
+            return call.served(backend, visible)
+        try:
+            output = call.served(backend, visible)
+        except AttentionError as error:
+            return self._exact(number, call, str(error))
+        self.calls[number]["served"] += 1
+        return output
+
+    def _visible(self, backend: Backend, call: Call) -> Visible | str:
+        """The visible keys as the backend takes them, or the reason why it cannot."""
+        causal = backend.problem.causal
+        if call.refusal is not None:
+            return call.refusal
+        if torch.compiler.is_compiling() and call.attn_mask is not None:
+            q, k, _ = call.tensors
+            keys = read_compiled(call.attn_mask, causal=causal, batch=q.shape[0], k_tokens=k.shape[-2])
+            return Visible(keys, causal)
+        visible = visible_keys(call, self._masks)
+        if visible is None:
+            return PATTERN
+        # The only query of a decoding step sees every key, causal or not.
+        if visible.causal != causal and call.query.shape[-2] != 1:
+            return _CAUSALITY
+        return visible
+
+    def _exact(self, number: str, call: Call, reason: str) -> Tensor:
+        if self.strict:
+            raise UnsupportedError(f"{Site(self.owner, int(number))} cannot be served: {reason}.")
+        if not torch.compiler.is_compiling():
+            self.calls[number][reason] += 1
+        return call.exact()
+
+
+class _Serving(AttentionMode):
+    """Passes the calls of one run of a module's forward to its backends, by their number."""
+
+    def __init__(self, backends: SiteBackends) -> None:
+        super().__init__()
+        self._backends, self._number = backends, 0
+
+    def attend(self, call: Call) -> Tensor:
+        number, self._number = str(self._number), self._number + 1
+        return self._backends.attend(number, call)
+
+    def unreached(self, reason: str) -> None:
+        if self._backends.strict:
+            raise UnsupportedError(f"{self._backends.owner} cannot be served: {reason}.")
+
+
+def _forward(module: nn.Module, before: Callable[..., Any] | None, *args: Any, **options: Any) -> Any:
+    """The forward of a module with backends; `before` is the forward that its instance had."""
+    with _Serving(getattr(module, ATTRIBUTE)):
+        return type(module).forward(module, *args, **options) if before is None else before(*args, **options)
+
+
+def _nothing(module: nn.Module, args: Any) -> None:
+    """A hook that keeps an enclosing nn.TransformerEncoderLayer from its fused path, which skips modules."""
+
+
+@dataclass(kw_only=True)
+class Replaced:
+    """Call sites that backends serve; also a context manager, which removes them at its end.
+
+    Attributes:
+        served: {site: name of its backend}.
+        left: {site: reason why it stays exact}.
+    """
+
+    served: dict[str, str]
+    left: dict[str, str]
+    _owners: dict[str, nn.Module] = field(repr=False)
+    _restore: list[Callable[[], None]] = field(repr=False)
+
+    @property
+    def calls(self) -> dict[str, dict[str, int]]:
+        """{site: {"served" or the reason why a call stayed exact: count}}, without calls of compiled code."""
+        return {
+            str(Site(name, int(number))): dict(counts)
+            for name, owner in self._owners.items()
+            for number, counts in getattr(owner, ATTRIBUTE).calls.items()
+        }
+
+    def undo(self) -> None:
+        """Remove every backend; the model calls torch's function again."""
+        while self._restore:
+            self._restore.pop()()
+        self._owners.clear()
+
+    def __enter__(self) -> "Replaced":
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.undo()
+
+
+def replace(
+    model: nn.Module,
+    backend: Any,
+    *,
+    example: Callable[[], Any],
+    only: str = "*",
+    strict: bool = False,
+    seed: int = 0,
+    max_tokens: int | None = None,
+    **options: Any,
+) -> Replaced:
+    """Serve the attention of a model by a backend, whatever library the model is from.
+
+    The example shows the call sites and their shapes; it is run once without gradients, in evaluation.
+    A site keeps its backend at other lengths. Calls that a backend cannot serve stay exact and are counted
+    with their reason. `torch.compile(model, fullgraph=True)` keeps the whole graph; masks are then checked
+    when the graph runs.
+
+    Args:
+        model: The model, changed in place; `undo()` of the result reverts it.
+        backend: Any argument of `build`, or {pattern of sites: backend or (backend, options)}, of which the
+            first that matches counts.
+        example: Runs the model on inputs as they will come: `lambda: model(x)`.
+        only: Shell-style pattern of the sites, such as "encoder.layers.*".
+        strict: Whether a call that a backend cannot serve raises an error instead of staying exact.
+        seed: Random seed, from which each site's random features get a seed of their own.
+        max_tokens: Maximum sequence length of backends that need one, at least that of the example.
+        options: Options of the backend.
+
+    Raises:
+        UnknownNameError: If no site matches a pattern.
+        UnsupportedError: If no call of the model can be served, or with `strict`, any one cannot.
+        OptionError: If options stand beside a mapping of backends, or the model has backends already.
+    """
+    wanted = _by_pattern(backend, only, options)
+    occupied = [name for name, module in model.named_modules() if isinstance(module, SiteBackends)]
+    if occupied:
+        raise OptionError(f"{occupied[0]} serves this model already: undo() it first.")
+    finding = _Finding(model, wanted, seed, max_tokens)
+    with _evaluating(model), torch.no_grad(), torch.random.fork_rng(), finding:
+        example()
+    finding.check(strict=strict)
+    replaced = Replaced(served=finding.served, left=finding.left, _owners={}, _restore=[])
+    for name, backends in finding.backends.items():
+        _install(replaced, model.get_submodule(name), name, SiteBackends(name, backends, strict=strict))
+    layers = list(replaced._owners.values())
+    for encoder in nesting(model, layers):
+        # In evaluation the encoder would pack padded sequences into nested tensors and drop the mask.
+        encoder.use_nested_tensor = False
+        replaced._restore.append(partial(setattr, encoder, "use_nested_tensor", True))
+    return replaced
+
+
+def _install(replaced: Replaced, owner: nn.Module, name: str, backends: SiteBackends) -> None:
+    before = owner.__dict__.get("forward")
+    owner.add_module(ATTRIBUTE, backends)
+    owner.forward = partial(_forward, owner, before)
+    hook = owner.register_forward_pre_hook(_nothing)
+    replaced._owners[name] = owner
+
+    def restore() -> None:
+        hook.remove()
+        delattr(owner, ATTRIBUTE)
+        if before is None:
+            del owner.forward
+        else:
+            owner.forward = before
+
+    replaced._restore.append(restore)
+
+
+class _Finding(AttentionMode):
+    """Builds a backend for each site that a pattern names, from the first call of the site."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        wanted: Mapping[str, tuple[Any, Mapping[str, Any]]],
+        seed: int,
+        max_tokens: int | None,
+    ) -> None:
+        super().__init__()
+        self._wanted, self._seed, self._max_tokens = wanted, seed, max_tokens
+        self._model, self._position, self._masks = model, Position(), MaskReader()
+        self._sites: dict[Site, str | None] = {}
+        self._built: dict[Site, Backend] = {}
+
+    def __enter__(self) -> "_Finding":
+        self._following = self._position.followed(self._model)
+        self._following.__enter__()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._following.__exit__(*error)
+
+    def attend(self, call: Call) -> Tensor:
+        site = self._position.next_site()
+        if site not in self._sites:
+            self._sites[site] = self._build(site, call)
+        return call.exact()
+
+    def unreached(self, reason: str) -> None:
+        self._sites.setdefault(self._position.next_site(), reason)
+
+    def _build(self, site: Site, call: Call) -> str | None:
+        """The reason why the site stays exact; None if it has a backend now."""
+        chosen = [value for pattern, value in self._wanted.items() if fnmatchcase(str(site), pattern)]
+        if not chosen:
+            return _UNNAMED
+        if call.refusal is not None:
+            return call.refusal
+        visible = visible_keys(call, self._masks)
+        if visible is None:
+            return PATTERN
+        spec, options = resolve(chosen[0][0]), chosen[0][1]
+        seed = seed_of(self._seed, len(self._sites))
+        try:
+            backend = built_for(call, visible, spec, options, seed=seed, max_tokens=self._max_tokens)
+            call.served(backend, visible)
+        except (OptionError, UnknownNameError):
+            raise
+        except AttentionError as error:
+            return str(error)
+        self._built[site] = backend
+        return None
+
+    def check(self, *, strict: bool) -> None:
+        """Refuse patterns without a site, models without a served site and, if strict, any exact one."""
+        names = [str(site) for site in self._sites]
+        if not names:
+            raise UnsupportedError(
+                "The example calls F.scaled_dot_product_attention nowhere: a model from transformers needs "
+                "attn_implementation='sdpa', nn.MultiheadAttention need_weights=False."
+            )
+        for pattern in self._wanted:
+            if not any(fnmatchcase(name, pattern) for name in names):
+                raise UnknownNameError("call site", pattern, names)
+        asked = {name: why for name, why in self.left.items() if why != _UNNAMED}
+        if asked and (strict or not self._built):
+            name, why = next(iter(asked.items()))
+            raise UnsupportedError(f"{name} cannot be served: {why.rstrip('.')}.")
+
+    @property
+    def served(self) -> dict[str, str]:
+        """{site: name of its backend}."""
+        outer = self._outer
+        return {str(site): one.spec.name for site, one in self._built.items() if site.module not in outer}
+
+    @property
+    def left(self) -> dict[str, str]:
+        """{site: reason why it stays exact}."""
+        outer = {str(site): _OUTER for site in self._built if site.module in self._outer}
+        return {str(site): why for site, why in self._sites.items() if why is not None} | outer
+
+    @property
+    def backends(self) -> dict[str, dict[str, Backend]]:
+        """{module: {number: backend}}."""
+        found: dict[str, dict[str, Backend]] = {}
+        for site, backend in self._built.items():
+            if site.module not in self._outer:
+                found.setdefault(site.module, {})[str(site.number)] = backend
+        return found
+
+    @property
+    def _outer(self) -> set[str]:
+        """Modules around others that call attention too, whose mode would see the calls of those."""
+        modules = {site.module for site in self._sites}
+        return {one for one in modules for other in modules if other != one and _inside(other, one)}
+
+
+def _inside(module: str, outer: str) -> bool:
+    return not outer or module.startswith(f"{outer}.")
+
+
+def _by_pattern(backend: Any, only: str, options: Mapping[str, Any]) -> dict[str, tuple[Any, dict[str, Any]]]:
+    """{pattern of sites: (backend, options)}."""
+    if not isinstance(backend, Mapping):
+        return {only: (backend, dict(options))}
+    if options or only != "*":
+        raise OptionError("With a mapping of backends, options and patterns belong into the mapping.")
+    pairs = {key: one if isinstance(one, tuple) else (one, {}) for key, one in backend.items()}
+    return {key: (one, dict(of)) for key, (one, of) in pairs.items()}
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode for the time of the block, module by module as before afterwards."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
