@@ -29,6 +29,17 @@ OnlyOption = Annotated[
 ]
 _TIMEOUT = "Time limit of one check; a check that takes longer is broken."
 TimeoutOption = Annotated[str, typer.Option("--timeout", metavar="TIME", help=_TIMEOUT)]
+_SIGNATURE = "Library whose signature the function has: plain, sdpa, flash-attn, xformers, flex or fla."
+SignatureOption = Annotated[str | None, typer.Option("--signature", metavar="NAME", help=_SIGNATURE)]
+LayoutOption = Annotated[
+    str | None, typer.Option("--layout", metavar="bhsd|bshd", help="Order of axes; the library's if omitted.")
+]
+CausalOption = Annotated[bool, typer.Option("--causal", help="The function promises causality.")]
+KeyMaskOption = Annotated[bool, typer.Option("--key-mask", help="The function promises key masks.")]
+CrossOption = Annotated[bool, typer.Option("--cross", help="The function promises cross-attention.")]
+GroupedOption = Annotated[bool, typer.Option("--gqa", help="The function takes fewer key heads itself.")]
+ExactOption = Annotated[bool, typer.Option("--exact", help="The function promises softmax attention.")]
+BackwardOption = Annotated[bool, typer.Option(help="The function promises gradients.")]
 
 
 def check(
@@ -38,18 +49,40 @@ def check(
     only: OnlyOption = None,
     timeout: TimeoutOption = "60s",
     long: LongOption = False,
+    signature: SignatureOption = None,
+    layout: LayoutOption = None,
+    causal: CausalOption = False,
+    key_mask: KeyMaskOption = False,
+    cross: CrossOption = False,
+    grouped: GroupedOption = False,
+    exact: ExactOption = False,
+    backward: BackwardOption = True,
 ) -> int:
     """Check every promise of a backend: kept, broken or not promised.
 
     The backend runs in a child process: a check that hangs or crashes is one broken promise in the table.
+    A function in a file declares its promises by flags.
 
-    Example: efficient-attn check my_file.py:my_attention
+    Example: efficient-attn check my_file.py:my_attention --signature sdpa --causal --exact
     """
+    declared = {
+        "signature": signature or "plain",
+        "layout": layout,
+        "causal": causal,
+        "key_mask": key_mask,
+        "cross": cross,
+        "grouped": grouped,
+        "exact": exact,
+        "backward": backward,
+    }
+    undeclared = (
+        signature is layout is None and not (causal or key_mask or cross or grouped or exact) and backward
+    )
     from efficient_attn.runner.units import parse_seconds
 
     timeout_s = parse_seconds(timeout, name="--timeout")
     chosen = None if only is None else parse_names([only], name="--only")
-    records = _records(backend, chosen, seed, timeout_s, long)
+    records = _records(backend, chosen, seed, timeout_s, long, None if undeclared else declared)
     if as_json:
         console.put_json([record.as_dict() for record in records])
     else:
@@ -60,16 +93,26 @@ def check(
     return exits.REGRESSION if any(record.failed for record in records) else exits.DONE
 
 
-def _records(backend: str, only: list[str] | None, seed: int, timeout_s: float, long: bool) -> list[Any]:
+def _records(
+    backend: str,
+    only: list[str] | None,
+    seed: int,
+    timeout_s: float,
+    long: bool,
+    declared: dict[str, Any] | None,
+) -> list[Any]:
     if os.name == "posix":
         from efficient_attn.runner.checks import check_isolated
 
-        return check_isolated(backend, seed=seed, only=only, timeout_s=timeout_s, long=long)
+        return check_isolated(
+            backend, seed=seed, only=only, timeout_s=timeout_s, long=long, declared=declared
+        )
     # Other systems have no process groups; the backend runs in this process.
-    from efficient_attn.testing import check_backend
+    from efficient_attn.testing import adapt, check_backend
 
+    tested = backend if declared is None else adapt(backend, **declared)
     with redirect_stdout(sys.stderr):
-        return check_backend(backend, on_fail="collect", seed=seed, only=only, long=long)
+        return check_backend(tested, on_fail="collect", seed=seed, only=only, long=long)
 
 
 def _table(backend: str, records: list[Any]) -> Any:

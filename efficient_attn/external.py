@@ -24,7 +24,13 @@ _NOTHING = object()
 
 
 class CalledAttention(nn.Module):
-    """Core of a backend that calls a function or module f(q, k, v) → output."""
+    """Core of a backend that calls a function or module f(q, k, v) → output.
+
+    Attributes:
+        takes_scale: False: the factor on q·k is the function's own.
+    """
+
+    takes_scale = False
 
     def __init__(self, function: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
         super().__init__()
@@ -75,7 +81,25 @@ def _fixed(core: nn.Module, name: str, capabilities: Capabilities, summary: str)
         options_type=NoOptions,
         capabilities=capabilities,
         builder=lambda problem, options: core,
+        outside=True,
     )
+
+
+def function_at(function: Any) -> tuple[Callable[..., Any], str]:
+    """A function, or the one at an address, with its name.
+
+    Raises:
+        DtypeError: If it is not callable.
+    """
+    label = None
+    if isinstance(function, str):
+        place, thing = _object_at(function)
+        label, function = f"{Path(place).name}:{function.rpartition(':')[2]}", thing
+    if isinstance(function, type) or not callable(function):
+        raise DtypeError(
+            f"A function f(q, k, v, …) or its address file.py:object is wanted, not {function!r}."
+        )
+    return function, label or str(getattr(function, "__name__", type(function).__name__))
 
 
 def is_address(name: str) -> bool:
@@ -90,6 +114,12 @@ def load(address: str) -> BackendSpec:
         DataError: If there is no such file or module, or it cannot be imported.
         UnknownNameError: If the file or module has no such object.
     """
+    place, thing = _object_at(address)
+    return spec_of(thing, name=f"{Path(place).name}:{address.rpartition(':')[2]}")
+
+
+def _object_at(address: str) -> tuple[str, Any]:
+    """The file or module of an address, and the object."""
     place, _, attribute = address.rpartition(":")
     path = Path(place) if place.endswith(".py") else None
     if path is not None and not path.is_file():
@@ -100,7 +130,7 @@ def load(address: str) -> BackendSpec:
     if thing is _NOTHING:
         public = [n for n, x in vars(module).items() if callable(x) and not n.startswith("_")]
         raise UnknownNameError(f"object in {place}", attribute, public)
-    return spec_of(thing, name=f"{Path(place).name}:{attribute}")
+    return place, thing
 
 
 def _file(path: Path) -> ModuleType:

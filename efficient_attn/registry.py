@@ -72,6 +72,7 @@ class BackendSpec:
         operations: Function of (problem, options, tokens, value_dim) that returns the operation counts of one
             head's forward pass; None: unknown.
         paper: Address of the paper.
+        outside: Whether it wraps a function without a table of capabilities: undeclared ones are unknown.
     """
 
     name: str
@@ -82,6 +83,7 @@ class BackendSpec:
     size_option: str | None = None
     operations: Callable[[Any, Any, int, int], OperationCounts] | None = None
     paper: str | None = None
+    outside: bool = False
 
     def flops(self, problem: Any, options: Any, tokens: int) -> int | None:
         """Operations of one head's forward pass, two for each multiplication with its addition.

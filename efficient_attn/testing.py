@@ -38,8 +38,9 @@ from efficient_attn.conformance.table import CHECKS, record_of
 from efficient_attn.contained import LeftError, contained
 from efficient_attn.errors import OptionError, UnknownNameError
 from efficient_attn.registry import Capabilities
+from efficient_attn.signatures import adapt
 
-__all__ = ["BrokenPromiseError", "CheckRecord", "check_backend", "check_names"]
+__all__ = ["BrokenPromiseError", "CheckRecord", "adapt", "check_backend", "check_names"]
 
 
 def check_names(*, long: bool = False) -> tuple[str, ...]:

@@ -23,7 +23,7 @@ LAYERS = (
     {"ops"},
     {"modules"},
     {"registry"},
-    {"backend", "backend_checks", "external", "calibration", "plugins"},
+    {"backend", "backend_checks", "external", "calibration", "plugins", "signatures"},
     {"backends"},
     {"transformer"},
     {"conformance", "testing", "theory", "measure", "data"},

@@ -38,7 +38,7 @@ def _variants(case: Case) -> tuple[Case, ...]:
 )
 def a_hundred_calls_leave_no_trace(subject: Subject, case: Case) -> Iterator[Finding]:
     variants = [v for v in _variants(case) if subject.serves(v)] or [case.but(masked=False)]
-    if subject.bare:
+    if not subject.grouped:
         variants = [v.but(kv_heads=v.heads) for v in variants]
     draws = itertools.cycle([(v, subject.inputs(v, other=n)) for n in (0, 1, 2) for v in variants])
     # Calls of one shape share buffers, as in a program with static inputs.

@@ -18,7 +18,7 @@ from efficient_attn.conformance.cases import (
 from efficient_attn.conformance.compare import close, condition, distance, largest, rounding, rounding_step
 from efficient_attn.conformance.records import Finding
 from efficient_attn.conformance.reference import exact
-from efficient_attn.conformance.subject import Subject, is_called, run
+from efficient_attn.conformance.subject import Subject, run, takes_scale
 from efficient_attn.conformance.table import CannotCheck, check
 
 HALF = ("bfloat16", "float16")
@@ -85,7 +85,7 @@ def equals_softmax_attention(subject: Subject, case: Case) -> Iterator[Finding]:
     needs=("exact",),
 )
 def equals_softmax_attention_at_every_scale(subject: Subject, case: Case) -> Iterator[Finding]:
-    if is_called(subject.build(case)):
+    if not takes_scale(subject.build(case)):
         raise CannotCheck("A plain callable takes no scale.")
     for scale in (0.0, 1e-3, 1.0, 30.0):
         yield _exactness(subject, case, scale)
@@ -135,7 +135,7 @@ def length_moves_freely_between_queries_and_keys(subject: Subject, case: Case) -
 def scale_is_a_factor_on_the_scores(subject: Subject, case: Case) -> Iterator[Finding]:
     inputs, default = subject.inputs(case), case.head_dim**-0.5
     backend = subject.build(case)
-    if is_called(backend):
+    if not takes_scale(backend):
         raise CannotCheck("A plain callable declares no scale.")
     wanted, bound = run(backend, inputs), rounding(backend, inputs, case.dtype)
     yield close("Default scale given", run(subject.build(case, scale=default), inputs), wanted, bound)

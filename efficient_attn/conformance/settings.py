@@ -14,7 +14,7 @@ from efficient_attn.backend import Backend
 from efficient_attn.conformance.cases import Case, Inputs, both, joint
 from efficient_attn.conformance.compare import close, distance, rounding, same_bits
 from efficient_attn.conformance.records import Finding
-from efficient_attn.conformance.subject import Subject, is_called, run
+from efficient_attn.conformance.subject import Subject, run, takes_scale
 from efficient_attn.conformance.table import CannotCheck, check
 
 ONE = Case(tokens=7, value_dim=3)
@@ -137,7 +137,7 @@ def calls_are_silent(subject: Subject, case: Case) -> Iterator[Finding]:
 )
 def a_negative_scale_turns_queries_round(subject: Subject, case: Case) -> Iterator[Finding]:
     plus = subject.build(case, scale=0.7)
-    if is_called(plus):
+    if not takes_scale(plus):
         raise CannotCheck("A plain callable takes no scale.")
     inputs, minus = subject.inputs(case), subject.build(case, scale=-0.7)
     # Calibrated parameters are shared, so that both backends use the same fit.

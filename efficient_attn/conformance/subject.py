@@ -11,7 +11,7 @@ from efficient_attn.backend import Backend
 from efficient_attn.backends import build, resolve
 from efficient_attn.conformance.cases import Case, Inputs, draw
 from efficient_attn.errors import OptionError
-from efficient_attn.external import BARE, CalledAttention
+from efficient_attn.external import BARE
 from efficient_attn.registry import BackendSpec, Capabilities
 
 # Small sizes, so that a few tokens exceed them; the first size that the backend accepts is used.
@@ -27,7 +27,8 @@ class Subject:
     """A backend and its promises.
 
     Attributes:
-        bare: Whether the backend is a callable without declared capabilities.
+        bare: Whether the backend is a callable, of which undeclared capabilities are unknown.
+        grouped: Whether grouped queries are promised or repeated for the callable.
         options: Options of an already built backend; {} takes the defaults.
         long: Whether the long form of the suite runs.
     """
@@ -35,6 +36,7 @@ class Subject:
     spec: BackendSpec
     promises: Capabilities
     bare: bool
+    grouped: bool
     options: dict[str, Any]
     seed: int
     long: bool = False
@@ -123,10 +125,19 @@ def subject(thing: Any, capabilities: Capabilities | None, seed: int, long: bool
         options = {field.name: getattr(thing.options, field.name) for field in fields(thing.options)}
         thing = thing.spec
     spec = resolve(thing)
-    bare = capabilities is None and spec.capabilities is BARE
+    bare = capabilities is None and spec.outside
+    grouped = not bare or spec.capabilities is not BARE
     if capabilities is not None:
         spec = replace(spec, capabilities=capabilities)
-    return Subject(spec=spec, promises=spec.capabilities, bare=bare, options=options, seed=seed, long=long)
+    return Subject(
+        spec=spec,
+        promises=spec.capabilities,
+        bare=bare,
+        grouped=grouped,
+        options=options,
+        seed=seed,
+        long=long,
+    )
 
 
 @torch.no_grad()
@@ -155,9 +166,9 @@ def run(backend: Backend, inputs: Inputs) -> Tensor:
     return backend(q, k, v) if key_mask is None else backend(q, k, v, key_mask=key_mask)
 
 
-def is_called(backend: Backend) -> bool:
-    """Whether the backend wraps a callable of (q, k, v) that was built without the toolkit."""
-    return isinstance(backend.core, CalledAttention)
+def takes_scale(backend: Backend) -> bool:
+    """Whether the scale of the problem reaches the formula."""
+    return bool(getattr(backend.core, "takes_scale", True))
 
 
 def _own(backend: Backend) -> Backend:

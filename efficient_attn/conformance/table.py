@@ -70,7 +70,7 @@ class Check:
             *self.drawn(subject.seed),
             *(self.long(subject.seed) if subject.long or self.is_long else ()),
         )
-        if subject.bare:
+        if not subject.grouped:
             drawn = tuple(case for case in drawn if case.heads == case.kv_heads)
         return subject.cases((*self.cases, *drawn))
 

@@ -1,8 +1,9 @@
 """The conformance suite in a child process: a check that hangs or crashes becomes a record."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import partial
+from typing import Any
 
 from efficient_attn.conformance.records import BROKEN, UNKNOWN, CheckRecord
 from efficient_attn.errors import DataError, UnknownNameError
@@ -24,10 +25,12 @@ def check_isolated(
     only: Iterable[str] | None = None,
     timeout_s: float = DEFAULT_TIMEOUT_S,
     long: bool = False,
+    declared: Mapping[str, Any] | None = None,
 ) -> list[CheckRecord]:
     """Records of `testing.check_backend` for a name or an address, computed in a child process.
 
-    The time limit holds for one check, and for the import of the backend.
+    The time limit holds for one check, and for the import of the backend. `declared` are arguments of
+    `testing.adapt` for a function at an address.
     """
     from efficient_attn.conformance.table import CHECKS
     from efficient_attn.testing import check_names
@@ -45,7 +48,7 @@ def check_isolated(
         hung = 0
         for name in chosen:
             lost = partial(CheckRecord, backend=backend, check=name, promise=CHECKS[name].promise)
-            request = {"target": backend, "check": name, "seed": seed, "long": long}
+            request = {"target": backend, "check": name, "seed": seed, "long": long, "declared": declared}
             try:
                 if hung == _MOST_HANGS:
                     detail = f"Not tried: {hung} earlier checks did not end."

@@ -1,0 +1,190 @@
+"""Attention functions with the signatures of other libraries, as backends with declared promises."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from efficient_attn.errors import OptionError, UnsupportedError
+from efficient_attn.external import BARE, function_at
+from efficient_attn.modules.options import one_of
+from efficient_attn.problem import AttentionProblem
+from efficient_attn.registry import BackendSpec, NoOptions
+
+LAYOUTS = ("bhsd", "bshd")
+"""Order of axes: b batch, h heads, s tokens, d head_dim."""
+
+
+def _plain(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, problem: AttentionProblem) -> dict[str, Any]:
+    """f(q, k, v), with key_mask= and causal= where they are wanted."""
+    options: dict[str, Any] = {} if mask is None else {"key_mask": mask}
+    return {**options, "causal": True} if problem.causal else options
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, problem: AttentionProblem) -> dict[str, Any]:
+    """F.scaled_dot_product_attention: attn_mask, is_causal, scale, enable_gqa."""
+    options: dict[str, Any] = {"scale": problem.scale, "enable_gqa": k.shape[1] != q.shape[1]}
+    square = q.shape[-2] == k.shape[-2]
+    if mask is None and problem.causal and square:
+        return {**options, "is_causal": True}
+    shown = None if mask is None else mask[:, None, None]
+    if problem.causal:
+        # is_causal aligns the first query with the first key, and excludes attn_mask.
+        rows, keys = q.shape[-2], k.shape[-2]
+        triangle = torch.ones(rows, keys, dtype=torch.bool, device=q.device).tril(keys - rows)
+        shown = triangle if shown is None else shown & triangle
+    return {**options, "attn_mask": shown}
+
+
+def _flash(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, problem: AttentionProblem) -> dict[str, Any]:
+    """flash_attn_func: causal, softmax_scale."""
+    return {"causal": problem.causal, "softmax_scale": problem.scale}
+
+
+def _xformers(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, problem: AttentionProblem
+) -> dict[str, Any]:
+    """memory_efficient_attention: attn_bias as a tensor [batch, heads, queries, keys], scale."""
+    rows, keys = q.shape[-2], k.shape[-2]
+    hidden = torch.zeros(1, 1, rows, keys, dtype=torch.bool, device=q.device)
+    if problem.causal:
+        hidden = hidden | ~torch.ones_like(hidden).tril(keys - rows)
+    if mask is not None:
+        hidden = hidden | ~mask[:, None, None]
+    bias = torch.zeros(len(q), q.shape[1], rows, keys, dtype=q.dtype, device=q.device)
+    plain = mask is None and not problem.causal
+    return {"attn_bias": None if plain else bias.masked_fill(hidden, -torch.inf), "scale": problem.scale}
+
+
+def _flex(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, problem: AttentionProblem) -> dict[str, Any]:
+    """torch.nn.attention.flex_attention: block_mask, scale, enable_gqa."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    options: dict[str, Any] = {"scale": problem.scale, "enable_gqa": k.shape[1] != q.shape[1]}
+    if mask is None and not problem.causal:
+        return options
+    rows, keys = q.shape[-2], k.shape[-2]
+
+    def shown(batch: Tensor, head: Tensor, row: Tensor, key: Tensor) -> Tensor:
+        seen = key <= row + (keys - rows) if problem.causal else key >= 0
+        return seen if mask is None else seen & mask[batch, key]
+
+    return {**options, "block_mask": create_block_mask(shown, len(q), None, rows, keys, device=str(q.device))}
+
+
+def _fla(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, problem: AttentionProblem) -> dict[str, Any]:
+    """Linear attention of flash-linear-attention: scale; always causal, returns the output and a state."""
+    return {} if problem.scale is None else {"scale": problem.scale}
+
+
+# Arguments of a call by signature, and the layout of the library.
+SIGNATURES: dict[str, tuple[Callable[..., dict[str, Any]], str]] = {
+    "plain": (_plain, "bhsd"),
+    "sdpa": (_sdpa, "bhsd"),
+    "flash-attn": (_flash, "bshd"),
+    "xformers": (_xformers, "bshd"),
+    "flex": (_flex, "bhsd"),
+    "fla": (_fla, "bshd"),
+}
+_NO_KEY_MASK = ("flash-attn", "fla")
+
+
+class AdaptedAttention(nn.Module):
+    """Core of a backend that calls a function by the signature of its library.
+
+    Attributes:
+        takes_scale: Whether the signature has a factor on q·k.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        signature: str,
+        layout: str,
+        problem: AttentionProblem,
+        grouped: bool,
+    ) -> None:
+        super().__init__()
+        self.function, self._arguments = function, SIGNATURES[signature][0]
+        self.takes_scale = signature != "plain"
+        self._transposed, self._problem, self._grouped = layout == "bshd", problem, grouped
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
+        if not self._grouped:
+            k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+        options = self._arguments(q, k, v, key_mask, self._problem)
+        tensors = [x.transpose(1, 2) for x in (q, k, v)] if self._transposed else [q, k, v]
+        output = self.function(*tensors, **options)
+        output = output[0] if isinstance(output, tuple) else output
+        return output.transpose(1, 2) if self._transposed else output
+
+
+def adapt(
+    function: Any,
+    *,
+    signature: str = "plain",
+    layout: str | None = None,
+    causal: bool = False,
+    key_mask: bool = False,
+    cross: bool = False,
+    grouped: bool = False,
+    exact: bool = False,
+    backward: bool = True,
+) -> BackendSpec:
+    """The spec of a function with the signature of another library, promising what is declared.
+
+    Capabilities that are not declared stay unknown: checks that need them are not made.
+
+    Args:
+        function: f(q, k, v, …), or its address file.py:object.
+        signature: "plain" (key_mask=, causal=), "sdpa" (F.scaled_dot_product_attention), "flash-attn"
+            (flash_attn_func), "xformers" (memory_efficient_attention), "flex" (flex_attention) or "fla"
+            (linear attention of flash-linear-attention).
+        layout: Order of axes, "bhsd" or "bshd"; None: that of the library.
+        causal: Whether causality is promised; always, for "fla".
+        key_mask: Whether key masks are promised.
+        cross: Whether another number of keys than of queries is promised.
+        grouped: Whether the function takes fewer key heads itself; otherwise they are repeated for it.
+        exact: Whether the output is promised to be that of softmax attention.
+        backward: Whether gradients are promised.
+
+    Raises:
+        UnknownNameError: If the signature or the layout does not exist.
+        UnsupportedError: If the signature has no place for a key mask.
+    """
+    one_of("signature", signature, SIGNATURES)
+    chosen = SIGNATURES[signature][1] if layout is None else layout
+    one_of("layout", chosen, LAYOUTS)
+    if key_mask and signature in _NO_KEY_MASK:
+        raise UnsupportedError(f"The signature {signature!r} takes no key mask: leave key_mask out.")
+    if signature == "fla" and not causal:
+        raise OptionError("The signature 'fla' is causal: declare causal=True.")
+    called, name = function_at(function)
+    capabilities = replace(
+        BARE,
+        causal=causal,
+        streaming=False,
+        key_mask=key_mask,
+        cross=cross,
+        exact=exact,
+        nonnegative=exact,
+        averages=exact,
+        gradients=backward,
+    )
+    return BackendSpec(
+        name=name,
+        summary=f"A function with the signature of {signature}.",
+        options_type=NoOptions,
+        capabilities=capabilities,
+        builder=partial(_core, called, signature, chosen, grouped),
+        outside=True,
+    )
+
+
+def _core(
+    function: Any, signature: str, layout: str, grouped: bool, problem: AttentionProblem, options: NoOptions
+) -> nn.Module:
+    return AdaptedAttention(function, signature, layout, problem, grouped)
