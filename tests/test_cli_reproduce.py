@@ -49,5 +49,5 @@ def test_a_figure_is_printed_with_its_verdicts(capsys: pytest.CaptureFixture[str
     assert run("vaswani-table1", *options) == 0
     printed = capsys.readouterr().out
     assert printed.splitlines()[-1] == str(out)
-    assert printed.count("Measured: ") == 10
+    assert printed.count("Measured: ") == 9
     assert (out / "vaswani-table1.svg").exists() and (out / "verdicts.md").exists()

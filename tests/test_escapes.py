@@ -166,7 +166,7 @@ LATE = (
         ("bench", option, PLANT)
         for option in ("--of", "--device", "--dtype", "--budget", "--memory-limit", "--timeout")
     ),
-    *(("bench", option, PLANT) for option in ("--num-heads", "--isolate")),
+    ("bench", "--isolate", PLANT),
     ("bench", "--out", f"{PLANT}.txt"),
     ("compare", "--inputs", PLANT),
     ("compare", "--inputs", f"{PLANT}.safetensors"),

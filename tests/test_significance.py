@@ -66,3 +66,15 @@ def test_samples_are_parted_by_turns_and_in_quarters_where_turns_are_not_known()
 def test_holm_adjusts_as_written_down_in_1979():
     # 3 · 0.01, 2 · 0.02 and 1 · 0.03, which may not be less than what came before it.
     assert significance.holm([0.03, 0.01, 0.02]) == pytest.approx([0.04, 0.03, 0.04])
+
+
+@pytest.mark.parametrize("count", [2, 4, 9, 60])
+@pytest.mark.parametrize("value", [0.05, 0.7, 0.98])
+def test_correlated_rounds_have_the_variances_of_their_correlation_matrix(count, value):
+    matrix = value ** np.abs(np.subtract.outer(np.arange(count), np.arange(count)))
+    centred = (np.eye(count) - 1 / count) @ matrix
+    # The sample variance has mean tr(HC) / (n − 1) and variance 2 tr(HCHC) / (n − 1)².
+    freedom = np.trace(centred) ** 2 / np.trace(centred @ centred)
+    factor = np.sqrt(matrix.mean() * count * (count - 1) / np.trace(centred))
+    found = significance.correlated(count, value)
+    assert found == pytest.approx((factor, freedom / (count - 1)), rel=1e-9)

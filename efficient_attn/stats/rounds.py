@@ -77,11 +77,16 @@ def time_ratio(record: Record, other: Record) -> Typical:
 def round_times(record: Record) -> Floats:
     """Median of each round's calls, shape (rounds,); empty if rounds are unknown."""
     times_s, sizes = record.times_s or (), record.round_sizes or ()
-    known = all(type(size) is int and size >= 0 for size in sizes) and sum(sizes) == len(times_s)
-    if not known or not all(time_s and _SHORTEST_S < time_s < _LONGEST_S for time_s in times_s):
+    if not sizes or not all(type(size) is int and size >= 0 for size in sizes) or sum(sizes) != len(times_s):
         return np.empty(0)
+    # Times that were not finite are null in a file.
+    times = np.array(times_s, dtype=float)
+    if not ((times > _SHORTEST_S) & (times < _LONGEST_S)).all():
+        return np.empty(0)
+    if len(set(sizes)) == 1 and sizes[0]:
+        return np.asarray(np.median(times.reshape(len(sizes), sizes[0]), axis=1))
     ends = accumulate(sizes, initial=0)
-    return np.array([median(times_s[start:end]) for start, end in pairwise(ends) if end > start])
+    return np.array([np.median(times[start:end]) for start, end in pairwise(ends) if end > start])
 
 
 def paired(record: Record, other: Record) -> tuple[Floats, Floats]:

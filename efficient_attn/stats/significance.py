@@ -159,11 +159,14 @@ def correlated(count: int, value: float) -> tuple[float, float]:
     """
     if not value:
         return 1.0, 1.0
-    places = np.arange(count)
-    covariance = value ** np.abs(places[:, None] - places)
-    around_mean = covariance - covariance.mean(axis=0)
-    scatter = float(np.trace(around_mean))
-    freedom = scatter**2 / float(np.trace(around_mean @ around_mean))
+    # With C the correlations and H = I − 11ᵀ/n, the sample variance has the mean tr(HC) and twice tr(HCHC) as
+    # its variance, both relative; tr(HCHC) = tr(C²) − 2/n |C1|² + (1ᵀC1)²/n².
+    lags, places = np.arange(1, count), np.arange(count)
+    sums = (1 + value - value ** (places + 1.0) - value ** (count - places * 1.0)) / (1 - value)
+    mean = float(sums.sum()) / count
+    scatter = count - mean
+    squares = count + 2 * float(((count - lags) * value ** (2.0 * lags)).sum())
+    freedom = scatter**2 / (squares - 2 / count * float(sums @ sums) + mean**2)
     factor = math.sqrt(_times_more_variance(count, value) * (count - 1) / scatter)
     return factor, freedom / (count - 1)
 
