@@ -124,3 +124,13 @@ def test_json_on_stdout_is_one_document_whatever_backends_print_and_break(hasty,
     assert exit_.value.code == 3 and "flood flood" in err
     wanted = {"exact": "ok", "own.py:loud": "ok", "own.py:exits": "crash", "own.py:full": "oom"}
     assert statuses == {(label, kind): wanted[label] for label in wanted for kind in ("time", "memory")}
+
+
+def test_processor_time_of_measuring_processes_is_no_load_of_others(monkeypatch):
+    from efficient_attn.studies import run as runs
+
+    seen, moment = [], runs.moment
+    monkeypatch.setattr(runs, "moment", lambda: seen.append(os.times()) or moment())
+    bench(["exact"], seq_lens="64", rounds=1, isolate="reuse")
+    # Times of children count once they have ended: before the second of the two moments.
+    assert seen[1].children_user > seen[0].children_user

@@ -59,7 +59,6 @@ def run_plan(
             if plan.attach is not None:
                 plan = plan.attach(plan, folder, resume=resume)
             earlier = begin(folder, cases, machine, resume=resume, force=force_resume, plan=text)
-        stack.enter_context(plan.resources)
         book, start = Book(folder, earlier.records), moment()
         loop = (Lockstep if plan.lockstep else Loop)(
             plan,
@@ -68,7 +67,9 @@ def run_plan(
             progress=progress,
             budget_s=plan.budget_s if budget_s is None else budget_s,
         )
-        complete = loop.run()
+        # Processor time of measuring processes counts as the run's own once they have ended.
+        with plan.resources:
+            complete = loop.run()
         machine = dict(earlier.environment or machine)
         machine[DURING] = [*machine.get(DURING, []), between(start, moment(), device=plan.device)]
         notes = [*plan.notes, *earlier.notes, *doubts(book.records, machine)]
