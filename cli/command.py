@@ -107,7 +107,7 @@ def command_of(study: Study) -> Callable[..., None]:
     command.__doc__ = inspect.getdoc(study.plan)
     command.__name__ = study.name
     keyword = inspect.Parameter.KEYWORD_ONLY
-    command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+    command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]  # Typer reads it
         [inspect.Parameter(name, keyword, default=default, annotation=kind) for name, kind, default in made]
     )
     command.__annotations__ = {name: kind for name, kind, _ in made}

@@ -53,10 +53,10 @@ def exit_code(results: Any, named: Sequence[str] | None) -> int:
     if results.interrupted:
         return exits.INTERRUPTED
     # Baselines are measured with every selection.
-    beside = {CEILING, MEAN_OF_VALUES, OWN}
+    baselines = {CEILING, MEAN_OF_VALUES, OWN}
     if named is not None and YARDSTICK not in named:
-        beside.add(YARDSTICK)
-    asked = [record for record in results.records if record.case.backend not in beside]
+        baselines.add(YARDSTICK)
+    asked = [record for record in results.records if record.case.backend not in baselines]
     failed = [record for record in asked if record.status != "ok"]
     if len(failed) == len(asked):
         return exits.NOTHING_MEASURED

@@ -134,7 +134,7 @@ def adapt(
     exact: bool = False,
     backward: bool = True,
 ) -> BackendSpec:
-    """The spec of a function with the signature of another library, promising what is declared.
+    """The spec of a function with the signature of another library, with the declared promises.
 
     Capabilities that are not declared stay unknown: checks that need them are not made.
 

@@ -121,7 +121,7 @@ def test_what_saves_few_operations_or_none_is_named_with_its_share():
     ]
     told = compare_sentences([*ALL, *more], {})[1]
     assert told == (
-        "Operations, exact attention = 1, of what saves few or none at 512 tokens: "
+        "Approximations that save few operations or none at 512 tokens (exact attention = 1): "
         "window(window=513) (0.76x), linformer(rank=256) (1.00x)."
     )
 

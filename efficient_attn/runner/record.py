@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 from msgspec import Meta
 
 # All quantities are declared once a record can exist.
-import efficient_attn.runner.quantities as _declared  # noqa: F401
+import efficient_attn.runner.quantities as _declared  # noqa: F401  (declares the fields)
 from efficient_attn.errors import UnknownNameError
 from efficient_attn.limits import COUNT, OPTIONS, SAMPLES, WHOLE_NUMBER
 from efficient_attn.runner.quantity import FIELDS
@@ -149,7 +149,7 @@ _T = TypeVar("_T")
 def replace(item: _T, **values: Any) -> _T:
     """Copy with other values; quantities of a record are values like any other, and None removes one."""
     # The type of all dataclasses has no public name.
-    return dataclasses.replace(item, **values)  # type: ignore[type-var]
+    return dataclasses.replace(item, **values)  # type: ignore[type-var]  # any dataclass
 
 
 def joined(parts: Sequence[Record]) -> Record:

@@ -66,6 +66,6 @@ def operations_sentence(records: Sequence[Record]) -> str | None:
         return None
     names = ", ".join(f"{label} ({shares[label]:.2f}x)" for label in sorted(shares, key=shares.__getitem__))
     return (
-        f"Operations, exact attention = 1, of what saves few or none at {records[0].case.tokens} tokens: "
-        f"{names}."
+        f"Approximations that save few operations or none at {records[0].case.tokens} tokens "
+        f"(exact attention = 1): {names}."
     )

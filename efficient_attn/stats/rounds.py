@@ -86,7 +86,7 @@ def round_times(record: Record) -> Floats:
     if len(set(sizes)) == 1 and sizes[0]:
         return np.asarray(np.median(times.reshape(len(sizes), sizes[0]), axis=1))
     ends = accumulate(sizes, initial=0)
-    return np.array([np.median(times[start:end]) for start, end in pairwise(ends) if end > start])
+    return np.array([median(times_s[start:end]) for start, end in pairwise(ends) if end > start])
 
 
 def paired(record: Record, other: Record) -> tuple[Floats, Floats]:

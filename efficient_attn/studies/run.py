@@ -103,7 +103,7 @@ def function_of(study: Study) -> Callable[..., Results]:
 
     signature = inspect.signature(study.plan)
     shared = inspect.signature(run_plan).parameters
-    run.__signature__ = signature.replace(  # type: ignore[attr-defined]
+    run.__signature__ = signature.replace(  # type: ignore[attr-defined]  # help() reads it
         parameters=[
             *(one.replace(annotation=_plain(one.annotation)) for one in signature.parameters.values()),
             *(shared[name] for name in _OF_A_RUN),

@@ -22,7 +22,7 @@ from efficient_attn.stats.curves import YARDSTICK
 # One backend of each kind: another estimate of the same kind would be the same picture twice.
 _BACKENDS = ("exact", "window-clusters", "window", "linformer", "performer-full", "performer-positive")
 
-# The sharpest layer of what is shipped.
+# The sharpest of the shipped layers.
 _LAYER = 1
 
 _LONGEST_WORD, _HEIGHT_INCHES = 14, 3.2
@@ -90,10 +90,10 @@ def show(
     Args:
         backends: Names, `file.py:object`, modules or functions f(q, k, v); None stands for one of each kind.
         inputs: `encoder` (the shipped sample), `stitched` or a safetensors file.
-        layer: None: 1 of what is shipped, the first of a file.
+        layer: None: layer 1 of the shipped activations, the first layer of a file.
         tokens: Those on the axes, `0:24` for the first 24.
         options: {backend: {option: values}}; every combination is a variant.
-        seed: Of what is random in backends.
+        seed: Random seed of the backends.
     """
     chosen = _chosen(backends, options)
     from efficient_attn.runner.accuracy import try_options

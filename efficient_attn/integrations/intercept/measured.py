@@ -69,7 +69,7 @@ class Measured(AttentionMode):
     Times are those of torch's own function, with the device's queue emptied before and after each call.
 
     Attributes:
-        sites: What was measured, by site, in the order of first calls.
+        sites: Measurements by site, in the order of first calls.
         total_s: Seconds of the block without the measuring.
     """
 

@@ -6,10 +6,8 @@ graph and another thread use the same backend.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
 
@@ -17,19 +15,17 @@ import torch
 from torch import Tensor, nn
 
 from efficient_attn.backend import Backend
-from efficient_attn.backends import resolve
-from efficient_attn.errors import AttentionError, OptionError, UnknownNameError, UnsupportedError
-from efficient_attn.integrations.intercept.backends import PATTERN, built_for, seed_of, visible_keys
+from efficient_attn.errors import AttentionError, OptionError, UnsupportedError
+from efficient_attn.integrations.intercept.backends import PATTERN, visible_keys
 from efficient_attn.integrations.intercept.calls import AttentionMode, Call
+from efficient_attn.integrations.intercept.finding import Finding, evaluating
 from efficient_attn.integrations.intercept.masks import MaskReader, Visible, read_compiled
-from efficient_attn.integrations.intercept.sites import Position, Site
+from efficient_attn.integrations.intercept.sites import Site
 from efficient_attn.integrations.pytorch_replace import nesting
 
 # The submodule that holds the backends of a module.
 ATTRIBUTE = "efficient_attn"
 _CAUSALITY = "its causality is not that of the example"
-_OUTER = "a module inside this one calls attention too"
-_UNNAMED = "no pattern names it"
 
 
 class SiteBackends(nn.ModuleDict):
@@ -182,14 +178,14 @@ def replace(
     Raises:
         UnknownNameError: If no site matches a pattern.
         UnsupportedError: If no call of the model can be served, or with `strict`, any one cannot.
-        OptionError: If options stand beside a mapping of backends, or the model has backends already.
+        OptionError: If options accompany a mapping of backends, or the model has backends already.
     """
     wanted = _by_pattern(backend, only, options)
     occupied = [name for name, module in model.named_modules() if isinstance(module, SiteBackends)]
     if occupied:
         raise OptionError(f"{occupied[0]} serves this model already: undo() it first.")
-    finding = _Finding(model, wanted, seed, max_tokens)
-    with _evaluating(model), torch.no_grad(), torch.random.fork_rng(), finding:
+    finding = Finding(model, wanted, seed, max_tokens)
+    with evaluating(model), torch.no_grad(), torch.random.fork_rng(), finding:
         example()
     finding.check(strict=strict)
     replaced = Replaced(served=finding.served, left=finding.left, _owners={}, _restore=[])
@@ -221,111 +217,6 @@ def _install(replaced: Replaced, owner: nn.Module, name: str, backends: SiteBack
     replaced._restore.append(restore)
 
 
-class _Finding(AttentionMode):
-    """Builds a backend for each site that a pattern names, from the first call of the site."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        wanted: Mapping[str, tuple[Any, Mapping[str, Any]]],
-        seed: int,
-        max_tokens: int | None,
-    ) -> None:
-        super().__init__()
-        self._wanted, self._seed, self._max_tokens = wanted, seed, max_tokens
-        self._model, self._position, self._masks = model, Position(), MaskReader()
-        self._sites: dict[Site, str | None] = {}
-        self._built: dict[Site, Backend] = {}
-
-    def __enter__(self) -> "_Finding":
-        self._following = self._position.followed(self._model)
-        self._following.__enter__()
-        super().__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        self._following.__exit__(*error)
-
-    def attend(self, call: Call) -> Tensor:
-        site = self._position.next_site()
-        if site not in self._sites:
-            self._sites[site] = self._build(site, call)
-        return call.exact()
-
-    def unreached(self, reason: str) -> None:
-        self._sites.setdefault(self._position.next_site(), reason)
-
-    def _build(self, site: Site, call: Call) -> str | None:
-        """The reason why the site stays exact; None if it has a backend now."""
-        chosen = [value for pattern, value in self._wanted.items() if fnmatchcase(str(site), pattern)]
-        if not chosen:
-            return _UNNAMED
-        if call.refusal is not None:
-            return call.refusal
-        visible = visible_keys(call, self._masks)
-        if visible is None:
-            return PATTERN
-        spec, options = resolve(chosen[0][0]), chosen[0][1]
-        seed = seed_of(self._seed, len(self._sites))
-        try:
-            backend = built_for(call, visible, spec, options, seed=seed, max_tokens=self._max_tokens)
-            call.served(backend, visible)
-        except (OptionError, UnknownNameError):
-            raise
-        except AttentionError as error:
-            return str(error)
-        self._built[site] = backend
-        return None
-
-    def check(self, *, strict: bool) -> None:
-        """Refuse patterns without a site, models without a served site and, if strict, any exact one."""
-        names = [str(site) for site in self._sites]
-        if not names:
-            raise UnsupportedError(
-                "The example calls F.scaled_dot_product_attention nowhere: a model from transformers needs "
-                "attn_implementation='sdpa', nn.MultiheadAttention need_weights=False."
-            )
-        for pattern in self._wanted:
-            if not any(fnmatchcase(name, pattern) for name in names):
-                raise UnknownNameError("call site", pattern, names)
-        asked = {name: why for name, why in self.left.items() if why != _UNNAMED}
-        if asked and (strict or not self._built):
-            name, why = next(iter(asked.items()))
-            raise UnsupportedError(f"{name} cannot be served: {why.rstrip('.')}.")
-
-    @property
-    def served(self) -> dict[str, str]:
-        """{site: name of its backend}."""
-        outer = self._outer
-        return {str(site): one.spec.name for site, one in self._built.items() if site.module not in outer}
-
-    @property
-    def left(self) -> dict[str, str]:
-        """{site: reason why it stays exact}."""
-        outer = {str(site): _OUTER for site in self._built if site.module in self._outer}
-        return {str(site): why for site, why in self._sites.items() if why is not None} | outer
-
-    @property
-    def backends(self) -> dict[str, dict[str, Backend]]:
-        """{module: {number: backend}}."""
-        found: dict[str, dict[str, Backend]] = {}
-        for site, backend in self._built.items():
-            if site.module not in self._outer:
-                found.setdefault(site.module, {})[str(site.number)] = backend
-        return found
-
-    @property
-    def _outer(self) -> set[str]:
-        """Modules around others that call attention too, whose mode would see the calls of those."""
-        modules = {site.module for site in self._sites}
-        return {one for one in modules for other in modules if other != one and _inside(other, one)}
-
-
-def _inside(module: str, outer: str) -> bool:
-    return not outer or module.startswith(f"{outer}.")
-
-
 def _by_pattern(backend: Any, only: str, options: Mapping[str, Any]) -> dict[str, tuple[Any, dict[str, Any]]]:
     """{pattern of sites: (backend, options)}."""
     if not isinstance(backend, Mapping):
@@ -334,15 +225,3 @@ def _by_pattern(backend: Any, only: str, options: Mapping[str, Any]) -> dict[str
         raise OptionError("With a mapping of backends, options and patterns belong into the mapping.")
     pairs = {key: one if isinstance(one, tuple) else (one, {}) for key, one in backend.items()}
     return {key: (one, dict(of)) for key, (one, of) in pairs.items()}
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode for the time of the block, module by module as before afterwards."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True

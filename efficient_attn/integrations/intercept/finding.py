@@ -1,0 +1,136 @@
+"""The call sites of a model that an example shows, each with a backend or the reason why it stays exact."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import Tensor, nn
+
+from efficient_attn.backend import Backend
+from efficient_attn.backends import resolve
+from efficient_attn.errors import AttentionError, OptionError, UnknownNameError, UnsupportedError
+from efficient_attn.integrations.intercept.backends import PATTERN, built_for, seed_of, visible_keys
+from efficient_attn.integrations.intercept.calls import AttentionMode, Call
+from efficient_attn.integrations.intercept.masks import MaskReader
+from efficient_attn.integrations.intercept.sites import Position, Site
+
+_OUTER = "a module inside this one calls attention too"
+_UNNAMED = "no pattern names it"
+
+
+class Finding(AttentionMode):
+    """Builds a backend for each site that a pattern names, from the first call of the site."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        wanted: Mapping[str, tuple[Any, Mapping[str, Any]]],
+        seed: int,
+        max_tokens: int | None,
+    ) -> None:
+        super().__init__()
+        self._wanted, self._seed, self._max_tokens = wanted, seed, max_tokens
+        self._model, self._position, self._masks = model, Position(), MaskReader()
+        self._sites: dict[Site, str | None] = {}
+        self._built: dict[Site, Backend] = {}
+
+    def __enter__(self) -> "Finding":
+        self._following = self._position.followed(self._model)
+        self._following.__enter__()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._following.__exit__(*error)
+
+    def attend(self, call: Call) -> Tensor:
+        site = self._position.next_site()
+        if site not in self._sites:
+            self._sites[site] = self._build(site, call)
+        return call.exact()
+
+    def unreached(self, reason: str) -> None:
+        self._sites.setdefault(self._position.next_site(), reason)
+
+    def _build(self, site: Site, call: Call) -> str | None:
+        """The reason why the site stays exact; None if it has a backend now."""
+        chosen = [value for pattern, value in self._wanted.items() if fnmatchcase(str(site), pattern)]
+        if not chosen:
+            return _UNNAMED
+        if call.refusal is not None:
+            return call.refusal
+        visible = visible_keys(call, self._masks)
+        if visible is None:
+            return PATTERN
+        spec, options = resolve(chosen[0][0]), chosen[0][1]
+        seed = seed_of(self._seed, len(self._sites))
+        try:
+            backend = built_for(call, visible, spec, options, seed=seed, max_tokens=self._max_tokens)
+            call.served(backend, visible)
+        except (OptionError, UnknownNameError):
+            raise
+        except AttentionError as error:
+            return str(error)
+        self._built[site] = backend
+        return None
+
+    def check(self, *, strict: bool) -> None:
+        """Refuse patterns without a site, models without a served site and, if strict, any exact one."""
+        names = [str(site) for site in self._sites]
+        if not names:
+            raise UnsupportedError(
+                "The example calls F.scaled_dot_product_attention nowhere: a model from transformers needs "
+                "attn_implementation='sdpa', nn.MultiheadAttention need_weights=False."
+            )
+        for pattern in self._wanted:
+            if not any(fnmatchcase(name, pattern) for name in names):
+                raise UnknownNameError("call site", pattern, names)
+        asked = {name: why for name, why in self.left.items() if why != _UNNAMED}
+        if asked and (strict or not self._built):
+            name, why = next(iter(asked.items()))
+            raise UnsupportedError(f"{name} cannot be served: {why.rstrip('.')}.")
+
+    @property
+    def served(self) -> dict[str, str]:
+        """{site: name of its backend}."""
+        outer = self._outer
+        return {str(site): one.spec.name for site, one in self._built.items() if site.module not in outer}
+
+    @property
+    def left(self) -> dict[str, str]:
+        """{site: reason why it stays exact}."""
+        outer = {str(site): _OUTER for site in self._built if site.module in self._outer}
+        return {str(site): why for site, why in self._sites.items() if why is not None} | outer
+
+    @property
+    def backends(self) -> dict[str, dict[str, Backend]]:
+        """{module: {number: backend}}."""
+        found: dict[str, dict[str, Backend]] = {}
+        for site, backend in self._built.items():
+            if site.module not in self._outer:
+                found.setdefault(site.module, {})[str(site.number)] = backend
+        return found
+
+    @property
+    def _outer(self) -> set[str]:
+        """Modules around others that call attention too, whose mode would see the calls of those."""
+        modules = {site.module for site in self._sites}
+        return {one for one in modules for other in modules if other != one and _inside(other, one)}
+
+
+def _inside(module: str, outer: str) -> bool:
+    return not outer or module.startswith(f"{outer}.")
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode for the time of the block, module by module as before afterwards."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
