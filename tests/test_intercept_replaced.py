@@ -18,6 +18,7 @@ from intercepted import (
     OwnModel,
     encoder,
     own,
+    padded_encoder,
     slow_path,
 )
 from torch import nn
@@ -191,6 +192,18 @@ def test_a_module_around_another_that_calls_attention_stays_exact():
     with ea.intercept.replace(model, "window", example=lambda: model(x)) as replaced:
         assert replaced.served == {"inner": "window"}
         assert replaced.left == {"model": "a module inside this one calls attention too"}
+        model(x)
+        assert replaced.calls == {"inner": {"served": 1}}
+
+
+@torch.no_grad()
+def test_torchs_fused_encoder_layer_does_not_pass_by_a_backend():
+    model, run = padded_encoder()
+    torch.backends.mha.set_fastpath_enabled(True)
+    with ea.intercept.replace(model, "window", example=run, window=3) as replaced:
+        run()
+        assert set(replaced.calls) == set(replaced.served)
+        assert all(counts == {"served": 1} for counts in replaced.calls.values())
 
 
 def test_wrong_requests_name_the_argument_and_change_nothing():

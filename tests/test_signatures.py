@@ -38,6 +38,7 @@ def triangle(q, k, axis):
 
 
 def plain(q, k, v, key_mask=None, causal=False):
+    assert q.shape[1] == k.shape[1], "grouped heads were not declared"
     shown = None if key_mask is None else key_mask[:, None, None]
     if causal:
         shown = triangle(q, k, -2) if shown is None else shown & triangle(q, k, -2)
@@ -50,6 +51,7 @@ def flash_attn(q, k, v, causal=False, softmax_scale=None):
 
 
 def xformers(q, k, v, attn_bias=None, scale=None):
+    assert q.shape[2] == k.shape[2], "grouped heads were not declared"
     shown = None if attn_bias is None else attn_bias == 0
     return attend(*(x.transpose(1, 2) for x in (q, k, v)), shown, scale).transpose(1, 2)
 
