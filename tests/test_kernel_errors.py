@@ -10,7 +10,7 @@ from drawn import texts
 
 import efficient_attn as ea
 from efficient_attn.errors import OptionError, UnsupportedError
-from efficient_attn.studies.kernel.analysis import kernel_panels, kernel_points
+from efficient_attn.studies.kernel.analysis import entries, entry_panels
 from efficient_attn.studies.kernel.measure import PAIRS, pairs
 from efficient_attn.theory.kurtosis import log_moments, standard_error
 
@@ -38,13 +38,13 @@ def test_measured_errors_are_those_of_theory(projection, head_dim):
         draws=24,
         options={name: {"projection": [projection]} for name in RANDOM},
     )
-    points = kernel_points(results.records)
-    assert [point.record.case.backend for point in points] == RANDOM
-    for point in points:
-        silent = point.record.case.backend == "performer-full" and projection != "iid"
+    (panel,) = entry_panels(results.records)
+    assert [curve.backend for curve in panel.curves] == RANDOM
+    for label, (point,) in entries(panel).items():
+        silent = label.startswith("performer-full") and projection != "iid"
         assert (point.expected is None) == silent
         if point.deviation is not None:
-            assert abs(point.deviation) < STANDARD_ERRORS, point.record.case.label
+            assert abs(point.deviation) < STANDARD_ERRORS, label
 
 
 def test_an_error_that_so_many_draws_cannot_tell_is_said_beside_theory():
@@ -67,9 +67,12 @@ def test_the_plot_has_a_chart_for_each_norm_and_angle(tmp_path):
         out=tmp_path / "out",
     )  # fmt: skip
     assert {"kernel_mse.png", "report.html"} <= {path.name for path in (tmp_path / "out").iterdir()}
-    panels = kernel_panels(results.records)
-    assert [(panel.norm, panel.angle) for panel in panels] == [(0.5, 90), (0.5, 120), (1, 90), (1, 120)]
-    assert [[point.size for point in panel.points] for panel in panels] == [[8, 16]] * 4
+    panels = entry_panels(results.records)
+    places = [f"pair(norm={norm}, angle={angle})" for norm in ("0.5", "1") for angle in (90, 120)]
+    assert [panel.inputs for panel in panels] == places
+    assert [[one.size for line in entries(panel).values() for one in line] for panel in panels] == [
+        [8, 16]
+    ] * 4
     figure = results.plot("kernel_mse").figure
     assert len(figure.axes) == 4
     legend = [text.get_text() for text in figure.legends[0].get_texts()]
@@ -123,7 +126,8 @@ def test_the_standard_error_is_infinite_where_no_number_holds_it_and_none_where_
     assert standard_error("positive", 0.0, 4.0, num_directions=64, draws=1000) == 0.0
 
 
-def test_a_record_that_tells_no_place_is_left_out_of_lines():
+def test_a_record_without_an_entry_or_a_size_is_left_out_of_lines():
     (record,) = ea.kernel(["performer-trig"], sizes=(8,), norms=(0.5,), angles=(90,), draws=2).records
-    strange = replace(record, case=replace(record.case, inputs="pair(norm=x)"))
-    assert kernel_points([strange]) == [] and ea.Results([strange]).tables() == []
+    sizeless = replace(record, case=replace(record.case, label="performer-trig"))
+    for strange in (sizeless, replace(record, kernel_value=0.0)):
+        assert entry_panels([strange]) == () and ea.Results([strange]).tables() == []

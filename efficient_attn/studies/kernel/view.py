@@ -5,13 +5,9 @@ from collections.abc import Sequence
 from efficient_attn.report.error_table import show_error
 from efficient_attn.report.table import Table
 from efficient_attn.runner.record import Record
-from efficient_attn.studies.kernel.analysis import (
-    KernelPanel,
-    KernelPoint,
-    kernel_panels,
-    kernel_points,
-)
+from efficient_attn.studies.kernel.analysis import Entry, entries, entry_panels
 from efficient_attn.studies.kernel.plot import TITLE, WIDE, kernel_plot
+from efficient_attn.studies.mse.analysis import Panel
 from efficient_attn.studies.view import Environment, Plots
 
 # Further from theory than this is no chance.
@@ -31,14 +27,14 @@ def tables(records: Sequence[Record], environment: Environment) -> list[Table]:
         "theory. In brackets theory alone, where the draws are too few.",
         *dict.fromkeys(f"{r.case.backend}: {r.reason}" for r in records if r.status == "unsupported"),
     )
-    return [_table(panel, notes) for panel in kernel_panels(records)]
+    return [_table(panel, notes) for panel in entry_panels(records)]
 
 
 def sentences(records: Sequence[Record], environment: Environment) -> list[str]:
     """Agreement of measurement and theory."""
-    points = kernel_points(records)
-    deviations = [deviation for point in points if (deviation := point.deviation) is not None]
-    ratios = [point.mean / point.expected for point in points if point.mean and point.expected]
+    found = [one for panel in entry_panels(records) for line in entries(panel).values() for one in line]
+    deviations = [one.deviation for one in found if one.deviation is not None]
+    ratios = [one.mean / one.expected for one in found if one.mean and one.expected]
     if not deviations or not ratios:
         return []
     close = sum(abs(deviation) <= _SURE for deviation in deviations)
@@ -50,19 +46,20 @@ def sentences(records: Sequence[Record], environment: Environment) -> list[str]:
 
 def plots(records: Sequence[Record], environment: Environment) -> Plots:
     """The error over the number of features."""
-    return {"kernel_mse": kernel_plot(records)} if kernel_points(records) else {}
+    return {"kernel_mse": kernel_plot(records)} if entry_panels(records) else {}
 
 
-def _table(panel: KernelPanel, notes: tuple[str, ...]) -> Table:
-    sizes = sorted({point.size for point in panel.points})
-    cells = {label: {point.size: _cell(point) for point in line} for label, line in panel.lines.items()}
+def _table(panel: Panel, notes: tuple[str, ...]) -> Table:
+    lines = entries(panel)
+    sizes = sorted({one.size for line in lines.values() for one in line})
+    cells = {label: {one.size: _cell(one) for one in line} for label, line in lines.items()}
     rows = tuple((label, *(line.get(size, "") for size in sizes)) for label, line in cells.items())
     return Table(f"{TITLE}: {panel.title}", ("backend", *map(str, sizes)), rows, notes)
 
 
-def _cell(point: KernelPoint) -> str:
-    if point.mean is None:
-        return "" if point.expected is None else f"({show_error(point.expected)})"
-    wide = f" ±{WIDE * point.error / point.mean:.0%}" if point.error and point.mean else ""
-    ratio = f" ×{point.mean / point.expected:.2f}" if point.expected else ""
-    return f"{show_error(point.mean)}{wide}{ratio}"
+def _cell(one: Entry) -> str:
+    if one.mean is None:
+        return "" if one.expected is None else f"({show_error(one.expected)})"
+    wide = f" ±{WIDE * one.error / one.mean:.0%}" if one.error and one.mean else ""
+    ratio = f" ×{one.mean / one.expected:.2f}" if one.expected else ""
+    return f"{show_error(one.mean)}{wide}{ratio}"

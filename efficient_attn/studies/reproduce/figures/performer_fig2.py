@@ -30,7 +30,7 @@ _NORMS = (0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 1.75, 2.0)
 _ANGLES = (0, 30, 60, 75, 90, 100, 110, 120, 135, 150, 165, 175, 180)
 _QUICK_NORMS, _QUICK_ANGLES = (0.5, 1.0), (0, 60, 90, 120, 150, 180)
 
-_SIZE, _DRAWS, _QUICK_SIZE, _QUICK_DRAWS = 512, 64, 64, 8
+_SIZE, _DRAWS, _QUICK_SIZE, _QUICK_DRAWS = 2048, 32, 64, 8
 
 _TRIGONOMETRIC, _POSITIVE = "performer-trig", "performer-positive"
 
