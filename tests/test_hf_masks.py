@@ -13,7 +13,8 @@ from efficient_attn.integrations.transformers.masks import make_mask, visible_in
 
 
 def visible(mask, function=bidirectional_mask_function, **sizes):
-    return visible_in(make_mask(1, mask_function=function, attention_mask=mask, **sizes))
+    made = make_mask(1, mask_function=function, attention_mask=mask, **sizes)
+    return visible_in(made, sizes["q_length"], sizes["kv_length"])
 
 
 def test_keys_that_a_mask_does_not_reach_are_padding():

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 transformers = pytest.importorskip("transformers", minversion="5", reason="the extra [hf] is not installed")
 
 from hf_models import ROUNDING, bert, gpt2, inputs, llama, logits, mistral, moshi, ready
+from transformers.masking_utils import eager_mask, sdpa_mask
 
 from efficient_attn.errors import UnsupportedError
 from efficient_attn.integrations.transformers import attach, register, swapped
@@ -82,20 +83,19 @@ def big_bird():
     return ready(transformers.BigBirdPegasusForConditionalGeneration, config)
 
 
-def test_a_model_that_adds_our_mask_to_its_scores_is_refused():
-    model, batch = big_bird(), inputs()
-    model.set_attn_implementation("efficient_attn.exact")
-    with pytest.raises(UnsupportedError, match=r"computes with its attention mask \(\w+\) outside"):
-        model(**batch, decoder_input_ids=batch["input_ids"])
+@pytest.mark.parametrize("backend", ["exact", "exact-dense"])
+def test_a_model_that_adds_our_mask_to_its_scores_gets_the_mask_of_transformers(backend):
+    model, batch = big_bird(), {**inputs(), "decoder_input_ids": inputs()["input_ids"][:, :7]}
+    with torch.no_grad():
+        expected = model(**batch).logits
+        model.set_attn_implementation(f"efficient_attn.{backend}")
+        torch.testing.assert_close(model(**batch).logits, expected, **ROUNDING)
 
 
 Q = torch.randn(2, 3, 4, 8)
 READERS = {
-    "added to scores": lambda mask: torch.zeros(2, 3, 4, 4) + mask,
-    "from one": lambda mask: 1.0 - mask,
     "as a float": lambda mask: mask.to(torch.float32),
     "as another tensor's dtype": lambda mask: mask.to(Q),
-    "as the device of another tensor": lambda mask: Q.to(mask),
     "as bool": lambda mask: mask.bool(),
     "inverted": lambda mask: ~mask,
     "compared": lambda mask: mask == 0,
@@ -111,19 +111,30 @@ READERS = {
     "transposed": lambda mask: mask.mT,
     "its data": lambda mask: mask.data,
     "joined": lambda mask: torch.cat([mask, mask]),
+    "added to scores": lambda mask: torch.zeros(2, 3, 4, 4).masked_fill(~mask, -1.0) + mask,
 }
+REAL = torch.tensor([[True, True, True, False], [True, True, True, True]])
 
 
 @pytest.fixture
 def mask():
-    real = torch.tensor([[True, True, True, False], [True, True, True, True]])
-    return make_mask(2, 4, 4, attention_mask=real)
+    return make_mask(2, 4, 4, attention_mask=REAL)
 
 
 @pytest.mark.parametrize("reader", READERS)
-def test_whoever_computes_with_our_mask_is_refused(reader, mask):
-    with pytest.raises(UnsupportedError, match=r"outside of transformers' attention interface.*'sdpa'"):
-        READERS[reader](mask)
+def test_whoever_computes_with_our_mask_computes_with_the_mask_of_sdpa(reader, mask):
+    own = sdpa_mask(2, 4, 4, attention_mask=REAL, allow_is_causal_skip=False)
+    found, expected = READERS[reader](mask), READERS[reader](own)
+    assert not isinstance(found, Mask)
+    assert type(found) is type(expected) and np.array_equal(found, expected)
+
+
+def test_models_without_sdpa_compute_with_the_mask_of_eager_attention():
+    config = transformers.BigBirdPegasusConfig()
+    mask = make_mask(2, 4, 4, attention_mask=REAL, config=config, dtype=torch.float64)
+    assert mask.dtype == torch.float64 and mask.shape == (2, 1, 1, 4)
+    own = eager_mask(2, 4, 4, attention_mask=REAL, dtype=torch.float64)
+    assert torch.equal(mask + 1.0, own + 1.0) and (own < -1e30).any()
 
 
 def test_whoever_moves_our_mask_or_asks_for_its_shape_gets_it(mask):

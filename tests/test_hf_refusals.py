@@ -8,15 +8,12 @@ import torch
 transformers = pytest.importorskip("transformers", minversion="5", reason="the extra [hf] is not installed")
 
 from hf_models import (
-    SIZES,
-    TOKENS,
     bert,
     gpt2,
     inputs,
     llama,
     mistral,
     modernbert,
-    ready,
 )
 
 from efficient_attn.errors import DtypeError, OptionError, UnknownNameError, UnsupportedError
@@ -30,33 +27,6 @@ def quiet(caplog):
     caplog.set_level(logging.ERROR, "efficient_attn")
 
 
-def test_packed_sequences_are_refused():
-    model = llama()
-    positions = torch.arange(TOKENS).remainder(8)[None]
-    with (
-        swapped(model, "exact"),
-        pytest.raises(UnsupportedError, match="several sequences packed into one row"),
-    ):
-        model(inputs()["input_ids"][:1], position_ids=positions, use_cache=False)
-
-
-def test_attention_in_chunks_is_refused():
-    from transformers.masking_utils import chunked_causal_mask_function
-
-    from efficient_attn.integrations.transformers.masks import make_mask
-
-    chunks = chunked_causal_mask_function(4, torch.zeros(1))
-    with pytest.raises(UnsupportedError, match="chunked attention"):
-        make_mask(1, 8, 8, mask_function=chunks)
-
-
-def test_a_mask_of_queries_and_keys_is_refused():
-    model, batch = bert(), inputs()
-    pattern = torch.ones(3, 1, TOKENS, TOKENS, dtype=torch.bool)
-    with swapped(model, "exact"), pytest.raises(UnsupportedError, match=r"pass a mask of real tokens"):
-        model(batch["input_ids"], attention_mask=pattern)
-
-
 @pytest.mark.parametrize("make", [bert, gpt2, llama])
 def test_attention_outputs_are_refused(make):
     model, batch = make(), inputs()
@@ -64,45 +34,6 @@ def test_attention_outputs_are_refused(make):
         model(**batch, output_attentions=True)
     # Outside nothing is left of the refusal.
     assert model(**batch, output_attentions=True).logits.isfinite().all()
-
-
-@pytest.mark.parametrize(
-    ("argument", "match"),
-    [("softcap", "caps the scores"), ("s_aux", "attention sinks"), ("position_bias", "position bias")],
-)
-def test_what_a_model_does_to_scores_is_refused(argument, match):
-    from efficient_attn.integrations.transformers.attend import attention_function
-
-    q = torch.randn(1, 2, 4, 8)
-    with pytest.raises(UnsupportedError, match=match):
-        attention_function("exact")(torch.nn.Identity(), q, q, q, None, **{argument: torch.ones(1)})
-
-
-def refused_models():
-    from transformers import (
-        Gemma2Config,
-        Gemma2ForCausalLM,
-        GptOssConfig,
-        GptOssForCausalLM,
-        T5Config,
-        T5Model,
-    )
-
-    own = {**SIZES, "num_key_value_heads": 2, "head_dim": 8, "num_hidden_layers": 2}
-    yield ready(Gemma2ForCausalLM, Gemma2Config(**own)), "caps its scores"
-    yield ready(GptOssForCausalLM, GptOssConfig(**own, num_local_experts=2)), "attention sinks"
-    yield (
-        ready(T5Model, T5Config(vocab_size=50, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)),
-        "position bias",
-    )
-
-
-def test_models_that_change_their_scores_are_refused_before_anything_is_attached():
-    for model, match in refused_models():
-        before = model.config._attn_implementation
-        with pytest.raises(UnsupportedError, match=match):
-            attach(model, "exact")
-        assert model.config._attn_implementation == before
 
 
 @pytest.mark.parametrize(

@@ -82,11 +82,11 @@ def test_a_state_is_not_offloaded(streamed):
         cache.layers[0].offload()
 
 
-PACKED = ["cache", "cu_seq_lens_q", "cu_seq_lens_k", "block_table"]
+PAGED = ["cache", "block_table", "indices", "block_indices"]
 
 
-@pytest.mark.parametrize("argument", PACKED)
-def test_pages_and_packed_rows_are_refused_by_the_name_of_their_argument(argument):
+@pytest.mark.parametrize("argument", PAGED)
+def test_pages_and_selected_keys_are_refused_by_the_name_of_their_argument(argument):
     q = torch.randn(1, 2, 4, 8)
     with pytest.raises(UnsupportedError, match=rf"Identity .*\({argument}\), which no backend supports"):
         attention_function("exact")(torch.nn.Identity(), q, q, q, None, **{argument: torch.ones(1)})
@@ -101,10 +101,17 @@ def test_a_layer_that_slides_is_refused_without_a_mask():
 
 def test_layers_of_a_type_that_no_backend_has_are_refused_by_their_path():
     model = llama()
-    model.config.layer_types = ["full_attention", "chunked_attention", "full_attention"]
+    model.config.layer_types = ["full_attention", "indexed_attention", "full_attention"]
     with pytest.raises(
-        UnsupportedError, match=r"layers\.1\.self_attn is a layer of type 'chunked_attention'"
+        UnsupportedError, match=r"layers\.1\.self_attn is a layer of type 'indexed_attention'"
     ):
+        attach(model, "exact")
+
+
+def test_modules_that_select_keys_by_an_index_are_refused_by_their_path():
+    model = llama()
+    model.model.layers[1].self_attn.indexer = torch.nn.Identity()
+    with pytest.raises(UnsupportedError, match=r"layers\.1\.self_attn reads the keys of an index"):
         attach(model, "exact")
 
 

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 from efficient_attn.backend import Backend
 from efficient_attn.backends import build, resolve
 from efficient_attn.errors import DtypeError, OptionError, UnsupportedError
+from efficient_attn.integrations.transformers.attend import EXACT as EXACT_NAMES
 from efficient_attn.integrations.transformers.attend import serving
 from efficient_attn.integrations.transformers.attention_sites import AttentionSite
 from efficient_attn.transformer.parts import seeded, spawn_seeds
@@ -71,7 +72,12 @@ def _build(site: AttentionSite, choice: Choice, max_tokens: int | None, seed: in
         )
     if options.get("sharing") == "layers":
         raise UnsupportedError("sharing='layers' is for ea.Encoder; in a transformers model: 'key-value'.")
-    name, own = serving(chosen.name, site.pattern)
+    if site.only_exact is not None and chosen.name not in EXACT_NAMES:
+        raise UnsupportedError(
+            f"{site.path} {site.only_exact}, which backend {chosen.name!r} does not support; 'exact' does, "
+            "and a mapping such as {'0-3': 'exact', '4-7': 'window'} sets it by layer."
+        )
+    name, own = (chosen.name, {}) if site.only_exact else serving(chosen.name, site.pattern)
     if own:
         chosen, options = resolve(name), _model_width(site, options, own)
     if seed is not None:

@@ -137,7 +137,7 @@ def install(model: PreTrainedModel, sites: list[AttentionSite], backends: Mappin
             own: Any = _move(backends[site.path], model, site).train(site.module.training)
             # transformers reads this attribute to find tied parameters before it saves them.
             own._tied_weights_keys = second_names(own)
-            setattr(own, PATTERN, site.pattern)
+            setattr(own, PATTERN, None if site.only_exact else site.pattern)
             setattr(site.module, SUBMODULE, own)
         _check_heard(sites)
         model.config.efficient_attn = plan_of(model, backends)

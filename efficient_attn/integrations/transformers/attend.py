@@ -10,6 +10,7 @@ from torch import Tensor
 from efficient_attn.backend import Backend
 from efficient_attn.backends import build, spec
 from efficient_attn.errors import UnsupportedError
+from efficient_attn.integrations.transformers.as_written import STATE, attend_as_written, beyond_backends
 from efficient_attn.integrations.transformers.masks import CAUSAL, FULL, Pattern, Visible, visible_in
 
 # attn_implementation of attached models, and the prefix of ".<backend>".
@@ -18,8 +19,8 @@ NAME = "efficient_attn"
 SUBMODULE = "efficient_attn"
 # Attribute of an attached backend that holds the expected pattern.
 PATTERN = "_efficient_attn_pattern"
-# Attribute that attaches the layer of a StateCache to its keys.
-STATE = "_efficient_attn_state"
+# Backends that serve features of a model's scores and masks that no kernel here has.
+EXACT = ("exact", "exact-dense")
 
 NO_WEIGHTS = (
     "output_attentions: attention weights are never materialised; use attn_implementation='eager', or "
@@ -27,13 +28,10 @@ NO_WEIGHTS = (
 )
 
 _REFUSED = {
-    "softcap": "caps the scores (softcap)",
-    "s_aux": "has attention sinks (s_aux)",
-    "position_bias": "adds a position bias to the scores (position_bias)",
     "cache": "pages its cache (cache)",
-    "cu_seq_lens_q": "packs sequences into one row (cu_seq_lens_q)",
-    "cu_seq_lens_k": "packs sequences into one row (cu_seq_lens_k)",
     "block_table": "pages its cache (block_table)",
+    "indices": "reads the keys of an index (indices)",
+    "block_indices": "reads the keys of an index (block_indices)",
 }
 
 
@@ -60,12 +58,19 @@ def attend_attached(
             "for a saved model, both of efficient_attn.integrations.transformers."
         )
     _refuse(module, others)
-    visible = _visible(module, key, attention_mask, is_causal)
-    _check_built_for(backend, visible.pattern)
-    query = _scaled(query, scaling, backend)
-    if dropout:
-        backend = _with_dropout(backend, dropout, module)
-    return _run(backend, query, key, value, visible), None
+    visible = _visible(module, query, key, attention_mask, is_causal)
+    expected = getattr(backend, PATTERN)
+    beyond = beyond_backends(visible.pattern, others)
+    if beyond is None and expected is not None:
+        _check_built_for(backend, visible.pattern)
+        query = _scaled(query, scaling, backend)
+        if dropout:
+            backend = _with_dropout(backend, dropout, module)
+        return _run(backend, query, key, value, visible), None
+    if backend.spec.name not in EXACT and not (expected is not None and expected.sliding):
+        raise _only_exact(module, beyond, backend.spec.name)
+    out = attend_as_written(module, query, key, value, attention_mask, scaling, dropout, is_causal, others)
+    return out, None
 
 
 def attention_function(name: str) -> Callable[..., tuple[Tensor, None]]:
@@ -83,7 +88,15 @@ def attention_function(name: str) -> Callable[..., tuple[Tensor, None]]:
         **others: Any,
     ) -> tuple[Tensor, None]:
         _refuse(module, others)
-        visible = _visible(module, key, attention_mask, is_causal)
+        visible = _visible(module, query, key, attention_mask, is_causal)
+        beyond = beyond_backends(visible.pattern, others)
+        if beyond is not None:
+            if name not in EXACT:
+                raise _only_exact(module, beyond, name)
+            out = attend_as_written(
+                module, query, key, value, attention_mask, scaling, dropout, is_causal, others
+            )
+            return out, None
         backend = _stateless(name, query.shape[-1], visible.pattern, scaling)
         if dropout:
             backend = _with_dropout(backend, dropout, module)
@@ -107,9 +120,9 @@ def serving(name: str, pattern: Pattern) -> tuple[str, dict[str, int]]:
     )
 
 
-def _visible(module: Any, key: Tensor, mask: Any, is_causal: bool | None) -> Visible:
+def _visible(module: Any, query: Tensor, key: Tensor, mask: Any, is_causal: bool | None) -> Visible:
     """The visible keys according to the mask, or without a mask according to the module."""
-    visible = visible_in(mask)
+    visible = visible_in(mask, query.shape[2], key.shape[2])
     if visible is not None:
         return visible
     if getattr(module, "sliding_window", None) is not None:
@@ -128,6 +141,12 @@ def _refuse(module: Any, others: dict[str, Any]) -> None:
             )
     if others.get("output_attentions"):
         raise UnsupportedError(NO_WEIGHTS)
+
+
+def _only_exact(module: Any, beyond: str | None, name: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"{type(module).__name__} {beyond}, which backend {name!r} does not support; 'exact' does."
+    )
 
 
 def _scaled(query: Tensor, scaling: float | None, backend: Backend) -> Tensor:

@@ -13,12 +13,17 @@ from efficient_attn.integrations.transformers.masks import CAUSAL, FULL, Pattern
 
 KINDS = ("full", "sliding", "cross")
 
-# Attributes of attention modules that no backend supports, and their meaning.
-_REFUSED = {
+# Attributes of attention modules that only exact attention supports, and their meaning.
+_EXACT = {
     "attn_logit_softcapping": "caps its scores (attn_logit_softcapping)",
+    "softcap": "caps its scores (softcap)",
     "sinks": "has attention sinks (sinks)",
-    "has_relative_attention_bias": "adds a position bias to the scores (relative_attention_bias)",
+    # Layers without a bias of their own get the bias of the first layer.
+    "has_relative_attention_bias": "adds a position bias to its scores (relative_attention_bias)",
 }
+# Attributes of attention modules that select keys, and their meaning.
+_SELECTING = ("indexed_attention", "compressed_sparse_attention", "heavily_compressed_attention")
+_REFUSED = {"indexer": "reads the keys of an index (indexer)"}
 
 
 class AttentionSite(NamedTuple):
@@ -30,6 +35,7 @@ class AttentionSite(NamedTuple):
         kind: "full", "sliding" or "cross".
         scale: Factor on q·k; None: 1/√head_dim.
         max_tokens: Maximum sequence length of the model; None: unknown.
+        only_exact: Feature that only exact attention supports, in words; None: it has none.
     """
 
     path: str
@@ -41,6 +47,7 @@ class AttentionSite(NamedTuple):
     num_heads: int | None
     scale: float | None
     max_tokens: int | None
+    only_exact: str | None = None
 
 
 def find_sites(model: nn.Module) -> list[AttentionSite]:
@@ -68,8 +75,7 @@ def _calling(model: nn.Module) -> Iterator[tuple[str, Any]]:
 def _site(path: str, module: Any) -> AttentionSite:
     config = module.config
     for attribute, what in _REFUSED.items():
-        value = getattr(module, attribute, None)
-        if value is not None and value is not False:
+        if getattr(module, attribute, None) is not None:
             raise UnsupportedError(f"{path} {what}, which no backend supports; nothing was attached.")
     number = re.search(r"(?:^|\.)(\d+)(?:\.|$)", path)
     layer = int(number[1]) if number else 0
@@ -81,25 +87,39 @@ def _site(path: str, module: Any) -> AttentionSite:
         layer=layer,
         kind=kind,
         pattern=_pattern(kind, module, config),
-        head_dim=_first(module, None, "head_dim", "attention_head_size") or _head_dim(config, heads),
+        # In latent attention (MLA), `head_dim` is the part of queries and keys with positions.
+        head_dim=_first(module, None, "qk_head_dim", "head_dim", "attention_head_size")
+        or _head_dim(config, heads),
         num_heads=heads,
         scale=_first(module, None, "scaling", "scale"),
         max_tokens=_first(config, None, "max_position_embeddings", "n_positions"),
+        only_exact=_only_exact(module, config, layer),
     )
+
+
+def _only_exact(module: Any, config: Any, layer: int) -> str | None:
+    for attribute, what in _EXACT.items():
+        if getattr(module, attribute, None) is not None:
+            return what
+    types = getattr(config, "layer_types", None) or ()
+    return "reads keys in chunks" if layer < len(types) and types[layer] == "chunked_attention" else None
 
 
 def _kind(path: str, module: Any, config: Any, layer: int) -> str:
     if getattr(module, "is_cross_attention", False) or "CrossAttention" in type(module).__name__:
         return "cross"
-    # Encoder-decoders like BART use one class for self- and cross-attention; only is_causal differs.
-    if getattr(module, "is_decoder", False) and not getattr(module, "is_causal", True):
+    # Encoder-decoders like BART use one class for self- and cross-attention; only is_causal differs, and
+    # in Pegasus-X and NLLB-MoE only the name.
+    own = path.rpartition(".")[2].startswith("self")
+    if getattr(module, "is_decoder", False) and not getattr(module, "is_causal", True) and not own:
         return "cross"
     types = getattr(config, "layer_types", None)
     if types is not None and layer < len(types):
-        if types[layer] not in ("full_attention", "sliding_attention"):
+        if types[layer] in _SELECTING:
             raise UnsupportedError(
                 f"{path} is a layer of type {types[layer]!r}, which no backend supports; nothing is attached."
             )
+        # Layers of other types, such as layers of hybrids, are verified by the mask of every call.
         return "sliding" if types[layer] == "sliding_attention" else "full"
     slides = getattr(module if hasattr(module, "sliding_window") else config, "sliding_window", None)
     return "full" if slides is None or not _makes_sliding_masks(module) else "sliding"
@@ -113,7 +133,8 @@ def _makes_sliding_masks(module: Any) -> bool:
 
 def _pattern(kind: str, module: Any, config: Any) -> Pattern:
     """The expected mask pattern of the module; calls with another pattern are refused."""
-    causal = getattr(module, "is_causal", False) and getattr(config, "is_causal", True) and kind != "cross"
+    reads_back = getattr(module, "is_causal", False) or getattr(module, "is_decoder", False)
+    causal = reads_back and getattr(config, "is_causal", True) and kind != "cross"
     if kind != "sliding":
         return CAUSAL if causal else FULL
     # transformers builds its masks from the configuration's width: all keys of the window if causal, the keys

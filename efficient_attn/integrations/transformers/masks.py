@@ -3,18 +3,27 @@
 A model requests its masks through one function per attention implementation. Ours builds no mask of queries
 and keys: it identifies the pattern and keeps the mask of real keys, in O(tokens) memory. The result is a
 tensor [batch 1 1 keys], which models pass on and transformers accepts as a prepared mask. Model code that
-computes with a mask expects a different tensor, so every computation with this one raises an error.
+computes with it computes with the mask of queries and keys that transformers would have built.
 """
 
 from collections.abc import Callable, Iterator
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
+from torch.utils._pytree import tree_map_only
+from transformers import MODEL_MAPPING
+from transformers.masking_utils import (
+    bidirectional_mask_function,
+    causal_mask_function,
+    eager_mask,
+    sdpa_mask,
+)
 
 from efficient_attn.errors import UnsupportedError
+from efficient_attn.integrations.intercept.masks import MaskReader
 
 # Attributes of a tensor that expose its entries, methods that read no entry, and methods that copy all.
 _ENTRIES = {"data", "T", "mT", "H", "mH", "real", "imag"}
@@ -24,22 +33,25 @@ _DESCRIBING = {
 }
 _MOVING = {"to", "cpu", "cuda", "contiguous", "clone", "detach"}
 
-_REFUSED = {
-    "packed_sequence_mask_function": "several sequences packed into one row (use one row per sequence and an "
-    "attention_mask)",
-    "remap_positions_for_packed_sequence": "several sequences packed into one row (use one row per sequence "
-    "and an attention_mask)",
-    "chunked_overlay": "chunked attention",
-    "blockwise_overlay": "blockwise bidirectional attention",
+_OTHERS = {
+    "packed_sequence_mask_function": "several sequences packed into one row",
+    "remap_positions_for_packed_sequence": "several sequences packed into one row",
+    "chunked_overlay": "keys in chunks",
+    "blockwise_overlay": "keys in bidirectional blocks",
     "or_masks": "a union of mask patterns",
 }
 
 
 class Pattern(NamedTuple):
-    """Keys i−back … i+ahead are visible to position i; None: unlimited on that side."""
+    """Keys i−back … i+ahead are visible to position i; None: unlimited on that side.
+
+    Attributes:
+        other: Description of a pattern that is no such range; None: it is one.
+    """
 
     back: int | None
     ahead: int | None
+    other: str | None = None
 
     @property
     def causal(self) -> bool:
@@ -57,11 +69,16 @@ class Pattern(NamedTuple):
         return self.back + self.ahead + 1
 
     def __str__(self) -> str:
+        if self.other is not None:
+            return self.other
         kind = "causal" if self.causal else "bidirectional"
         return f"{kind} over {self.window} keys" if self.sliding else f"{kind} over all keys"
 
 
 FULL, CAUSAL = Pattern(None, None), Pattern(None, 0)
+
+# Layers share their mask, and a mask that was not made here is read once.
+_READER = MaskReader()
 
 
 class Visible(NamedTuple):
@@ -80,19 +97,22 @@ class Visible(NamedTuple):
 
 
 class Mask(Tensor):
-    """Mask of one pattern for our attention functions; any other computation with it raises.
+    """Mask of one pattern for our attention functions.
 
     Attributes:
         visible: The visible keys.
+        written: Function that returns the mask of transformers, [batch 1 q_tokens k_tokens]: bool, or in
+            models without sdpa the numbers that are added to the scores.
     """
 
     visible: Visible
+    written: Callable[[], Tensor]
 
     @classmethod
-    def made(cls, entries: Tensor, visible: Visible) -> "Mask":
+    def made(cls, entries: Tensor, visible: Visible, written: Callable[[], Tensor]) -> "Mask":
         """The mask with the entries of a tensor."""
         mask = entries.as_subclass(cls)
-        mask.visible = visible
+        mask.visible, mask.written = visible, written
         return mask
 
     @classmethod
@@ -107,13 +127,15 @@ class Mask(Tensor):
                 return func(*args, **(kwargs or {}))
             if name in _MOVING and isinstance(mask := args[0], Mask):
                 moved, real = func(*args, **(kwargs or {})), mask.visible.key_mask
-                if moved.dtype == torch.bool:
+                if moved.dtype == mask.dtype:
                     real = None if real is None else real.to(moved.device)
-                    return cls.made(moved, mask.visible._replace(key_mask=real))
-        raise UnsupportedError(
-            f"This model computes with its attention mask ({name}) outside of transformers' attention "
-            "interface, which efficient_attn does not support; use attn_implementation='sdpa'."
-        )
+                    return cls.made(moved, mask.visible._replace(key_mask=real), mask.written)
+            args, kwargs = tree_map_only(Mask, _written, (args, kwargs or {}))
+            return func(*args, **kwargs)
+
+
+def _written(mask: Mask) -> Tensor:
+    return mask.written().to(mask.device)
 
 
 def make_mask(
@@ -125,43 +147,71 @@ def make_mask(
     mask_function: Callable = causal_mask_function,
     attention_mask: Tensor | None = None,
     device: Any = None,
+    dtype: torch.dtype = torch.float32,
+    config: Any = None,
+    use_vmap: bool = False,
     **_: Any,
 ) -> Tensor:
-    """The mask function of all our attention functions; transformers calls it once per pattern.
-
-    Raises:
-        UnsupportedError: If no backend supports the pattern.
-    """
+    """The mask function of all our attention functions; transformers calls it once per pattern."""
     pattern = read_pattern(mask_function)
     keys = min(kv_length, int(q_offset) + q_length - kv_offset) if pattern.causal else kv_length
     key_mask = _real_keys(attention_mask, kv_offset, keys)
     shown = torch.ones(1, 1, dtype=torch.bool, device=device) if key_mask is None else key_mask
-    mask = shown[:, None, None, :].expand(batch_size, 1, 1, keys).contiguous()
-    return Mask.made(mask, Visible(pattern, kv_offset, keys, key_mask))
+    entries = shown[:, None, None, :].expand(batch_size, 1, 1, keys).contiguous()
+    kind: Any = type(config)
+    added = not _reads_bool(kind)
+    if added:
+        hidden = torch.finfo(dtype).min
+        entries = torch.zeros_like(entries, dtype=dtype).masked_fill(~entries, hidden)
+
+    @cache
+    def written() -> Tensor:
+        build = partial(eager_mask, dtype=dtype) if added else partial(sdpa_mask, allow_is_causal_skip=False)
+        made: Tensor = build(
+            batch_size,
+            q_length,
+            kv_length,
+            q_offset,
+            kv_offset,
+            mask_function,
+            attention_mask,
+            use_vmap=use_vmap,
+            device=entries.device,
+        )
+        return made
+
+    return Mask.made(entries, Visible(pattern, kv_offset, keys, key_mask), written)
 
 
-def visible_in(mask: Any) -> Visible | None:
-    """The visible keys that `make_mask` stored; None without a mask.
+@cache
+def _reads_bool(config: type) -> bool:
+    """Whether models of a configuration accept the mask of sdpa, which is bool."""
+    known = MODEL_MAPPING.get(config, None)
+    return getattr(known, "_supports_sdpa", True)
+
+
+def visible_in(mask: Any, queries: int, keys: int) -> Visible | None:
+    """The visible keys that `make_mask` stored, or that a prepared mask shows; None without a mask.
 
     Raises:
-        UnsupportedError: If the mask was not made by `make_mask`.
+        UnsupportedError: If the mask is no tensor.
     """
     if mask is None:
         return None
-    if not isinstance(mask, Mask):
+    if isinstance(mask, Mask):
+        return mask.visible
+    if not isinstance(mask, Tensor):
         raise UnsupportedError(
-            f"attention_mask is a {_description(mask)} that was not made by efficient_attn, but a pattern of "
-            "queries and keys; pass a mask of real tokens [batch, tokens], or use attn_implementation='sdpa'."
+            f"attention_mask is a {type(mask).__name__}; pass a mask of real tokens [batch, tokens]."
         )
-    return mask.visible
+    shown = _READER.visible(mask, batch=mask.shape[0], q_tokens=queries, k_tokens=keys)
+    if shown is None or mask.shape[-1] != keys:
+        return Visible(Pattern(None, None, f"a mask {list(mask.shape)} of queries and keys"), 0, keys, None)
+    return Visible(CAUSAL if shown.causal else FULL, 0, keys, shown.keys)
 
 
 def read_pattern(mask_function: Callable) -> Pattern:
-    """The pattern of one of transformers' mask functions.
-
-    Raises:
-        UnsupportedError: If the pattern is not causal or bidirectional attention with an optional window.
-    """
+    """The pattern of one of transformers' mask functions."""
     back = ahead = None
     for part in _parts(mask_function):
         name = _name(part)
@@ -172,10 +222,7 @@ def read_pattern(mask_function: Callable) -> Pattern:
         elif name == "sliding_window_bidirectional_overlay":
             back = ahead = _enclosed(part, "sliding_window")
         elif part is not bidirectional_mask_function:
-            raise UnsupportedError(
-                f"This model's mask requires {_REFUSED.get(name, f'the pattern {name!r}')}, which "
-                "efficient_attn does not support; use attn_implementation='sdpa'."
-            )
+            return Pattern(None, None, _OTHERS.get(name, f"keys by the pattern {name!r}"))
     return Pattern(back, ahead)
 
 
@@ -212,7 +259,3 @@ def _real_keys(attention_mask: Tensor | None, first: int, keys: int) -> Tensor |
     # As in transformers, keys beyond the end of the mask are padding.
     real = F.pad(real, (0, keys - real.shape[1]))
     return None if bool(real.all()) else real
-
-
-def _description(mask: Any) -> str:
-    return f"tensor {list(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
