@@ -16,6 +16,7 @@ THREADS = 1
 # One algorithm serves several backends: what holds for every backend is tried on one of a kind at once, and
 # on the others by `pytest -m slow`.
 OF_A_KIND = {
+    "exact-dense",
     "performer-hyperbolic",
     "performer-oprf",
     "performer-full",

@@ -102,6 +102,7 @@ def test_no_study_makes_a_socket(tmp_path):
     assert codes == [0] * len(LONG) and processes > 1
 
 
+@pytest.mark.slow
 def test_the_hook_refuses_a_socket_and_says_so(tmp_path):
     (tmp_path / "network.py").write_text("import socket\nsocket.create_connection(('localhost', 1))\n")
     with pytest.raises(AssertionError, match="socket"):

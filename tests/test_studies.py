@@ -110,6 +110,7 @@ def finished(home, *words):
     return process.returncode, out, err
 
 
+@pytest.mark.slow
 def test_a_folder_is_a_command_with_help_records_table_plot_page_and_diff(sums):
     code, out, _ = finished(sums, "sums", "--help")
     assert code == 0 and "Sum the first whole numbers." in out and "--seq-len" in out and "--wait" not in out

@@ -83,8 +83,9 @@ ea.train(["window", "performer-positive"], out="killed", **json.loads(sys.argv[1
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.name != "posix", reason="signals")
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2, 3))])
+@pytest.mark.parametrize("seed", [0, 1, 2, 3])
 def test_a_run_that_was_killed_at_a_random_moment_goes_on_to_the_same_bits(seed, tmp_path):
     settings = {**TINY, "text": "text.txt", "size": 4, "steps": 600}
     child = subprocess.Popen([sys.executable, "-c", CODE, json.dumps(settings)])
