@@ -11,27 +11,18 @@ import efficient_attn as ea
 from efficient_attn.errors import UnknownNameError
 from efficient_attn.report.escape import markdown_cell
 from efficient_attn.stats import verdicts
-from efficient_attn.stats.growth import Growth, growth
-from efficient_attn.stats.verdicts import FAILS, HOLDS, NOT_MEASURABLE, ONLY_AGAINST_DENSE
+from efficient_attn.stats.verdicts import FAILS, HOLDS, NOT_MEASURABLE
 from efficient_attn.studies.reproduce import figures
-from efficient_attn.studies.reproduce.figures.vaswani_table1.claims import ROWS
 from efficient_attn.studies.reproduce.view import findings
 from efficient_attn.studies.results import Results, read
 
 
-def test_verdicts_against_both_kinds_of_softmax() -> None:
-    yes, no, some = {"a": True, "b": True}, {"a": False, "b": False}, {"a": True, "b": False}
-    unclear = {"a": True, "b": None}
-    both = verdicts.against_both
-    assert both(yes, yes) == both(yes, {}) == both({}, yes) == HOLDS
-    assert both(yes, no) == ONLY_AGAINST_DENSE
-    assert both(yes, some) == f"{ONLY_AGAINST_DENSE}; against fused softmax it turns round when b"
-    assert both(no, no) == both({}, no) == FAILS
-    assert both(some, no) == "turns round when b"
-    assert both(yes, unclear) == f"{HOLDS}; too noisy to tell at b against softmax in the fused kernel"
-    assert both(unclear, yes) == f"{HOLDS}; too noisy to tell at b against softmax written out"
-    assert both({}, {}) == both({"a": None}, {}) == NOT_MEASURABLE
-    assert verdicts.turns_round("n is small") == "turns round when n is small"
+def test_a_statement_about_several_places_holds_fails_or_turns_round() -> None:
+    assert verdicts.of_all({"a": True, "b": True}) == HOLDS
+    assert verdicts.of_all({"a": False, "b": False}) == FAILS
+    assert verdicts.of_all({"a": True, "b": False, "c": None}) == "turns round when b"
+    assert verdicts.of_all({"a": True, "b": None}) == f"{HOLDS}; too noisy to tell at b"
+    assert verdicts.of_all({}) == verdicts.of_all({"a": None}) == NOT_MEASURABLE
 
 
 def test_a_cost_is_less_only_if_the_intervals_say_so() -> None:
@@ -44,21 +35,17 @@ def test_a_cost_is_less_only_if_the_intervals_say_so() -> None:
     assert verdicts.costs_less(wide, fast) is verdicts.costs_less(even, wide) is None
 
 
-def test_powers_agree_as_far_as_intervals_tell() -> None:
-    linear = growth([1, 2, 4, 8, 16], [3.0, 6.0, 12.0, 24.0, 48.0])
-    assert verdicts.agrees(1, linear) is True
-    assert verdicts.agrees(2, linear) is False
-    assert verdicts.agrees(1, Growth(1.0, 0.05, 4.0, 0, 1, 0)) is None
-    assert verdicts.agrees(1, None) is None
+def test_costs_proportional_to_an_order_may_differ_by_one_percent() -> None:
     assert verdicts.proportional([2, 4], [1, 2]) and not verdicts.proportional([2, 4.1], [1, 2])
 
 
-def test_what_was_not_measured_is_said_once_with_its_reason() -> None:
+def test_missing_points_are_counted_and_the_first_has_its_reason() -> None:
     records = [replace(record, status="skipped", reason="no time") for record in table_1() if record.times_s]
-    whole = verdicts.not_measured(records)
-    assert whole == ("skipped: time of everything at 64, 128, 256, 512, 1024, 2048 tokens: no time",)
-    part = [records[0], *(replace(record, status="ok") for record in records[1 : len(ROWS)])]
-    assert verdicts.not_measured(part) == ("skipped: time of self-attention at 64 tokens: no time",)
+    (whole,) = verdicts.not_measured([*table_1(), *records])
+    assert (
+        whole
+        == f"time: {len(records)} points skipped, the first of them self-attention at 64 tokens: no time"
+    )
 
 
 def test_figures_are_found_by_the_names_of_their_files() -> None:

@@ -5,15 +5,11 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from efficient_attn.runner.records import Record
-from efficient_attn.stats.growth import Growth
 from efficient_attn.stats.rounds import call_time, time_ratio
 
 HOLDS = "holds"
-ONLY_AGAINST_DENSE = "holds only against dense softmax"
 FAILS = "does not hold"
 NOT_MEASURABLE = "not measurable here"
-
-_NOISY = f"{HOLDS}; too noisy to tell at "
 
 
 class Finding(NamedTuple):
@@ -41,13 +37,6 @@ def proportional(costs: Sequence[float], orders: Sequence[float], *, within: flo
     return bool(shares) and max(shares) <= (1 + within) * min(shares)
 
 
-def agrees(power: float, fit: Growth | None) -> bool | None:
-    """Whether a measured growth is consistent with this power; None if its interval is too wide."""
-    if fit is None or not fit.clear or fit.low is None or fit.high is None:
-        return None
-    return fit.low <= power <= fit.high
-
-
 def cost(record: Record) -> float:
     """The time or the peak bytes of a record."""
     return call_time(record).median if record.times_s else float(record.peak_bytes or 0)
@@ -72,30 +61,7 @@ def of_all(answers: Mapping[str, bool | None]) -> str:
         return FAILS
     if wrong:
         return turns_round("; ".join(wrong))
-    return f"{_NOISY}{'; '.join(unclear)}" if unclear else HOLDS
-
-
-def against_both(dense: Mapping[str, bool | None], fused: Mapping[str, bool | None]) -> str:
-    """Verdict on a claim of lower cost than softmax attention.
-
-    Args:
-        dense: Answers against naive attention, which the papers compared with.
-        fused: Answers against the fused kernel.
-    """
-    first, second = of_all(dense), of_all(fused)
-    if not first.startswith(HOLDS) or second == NOT_MEASURABLE:
-        return second if first == NOT_MEASURABLE else first
-    if second.startswith(HOLDS):
-        noise = {"written out": first, "in the fused kernel": second}
-        unclear = [
-            f"{told.removeprefix(_NOISY)} against softmax {name}"
-            for name, told in noise.items()
-            if told != HOLDS
-        ]
-        return _NOISY + "; ".join(unclear) if unclear else HOLDS
-    return (
-        ONLY_AGAINST_DENSE if second == FAILS else f"{ONLY_AGAINST_DENSE}; against fused softmax it {second}"
-    )
+    return f"{HOLDS}; too noisy to tell at {'; '.join(unclear)}" if unclear else HOLDS
 
 
 def span(values: Sequence[float]) -> str:
@@ -107,18 +73,13 @@ def span(values: Sequence[float]) -> str:
 
 
 def not_measured(records: Sequence[Record]) -> tuple[str, ...]:
-    """One line per kind, status and set of labels without numbers: lengths, and the first reason."""
-    lengths: dict[tuple[str, int], list[Record]] = {}
+    """One line per kind and status of records without numbers: their count, and the first with its reason."""
+    groups: dict[tuple[str, str], list[Record]] = {}
     for record in records:
-        lengths.setdefault((record.case.kind, record.case.tokens), []).append(record)
-    groups: dict[tuple[str, str, str], dict[int, str | None]] = {}
-    for (kind, tokens), both in lengths.items():
-        for status in dict.fromkeys(record.status for record in both if record.status != "ok"):
-            failed = [record for record in both if record.status == status]
-            labels = ", ".join(dict.fromkeys(record.case.label for record in failed))
-            who = "everything" if len(failed) == len(both) else labels
-            groups.setdefault((kind, status, who), {}).setdefault(tokens, failed[0].reason)
+        if record.status != "ok":
+            groups.setdefault((record.case.kind, record.status), []).append(record)
     return tuple(
-        f"{status}: {kind} of {who} at {', '.join(map(str, reasons))} tokens: {next(iter(reasons.values()))}"
-        for (kind, status, who), reasons in groups.items()
+        f"{kind}: {len(failed)} points {status}, the first of them {failed[0].case.label} at "
+        f"{failed[0].case.tokens} tokens: {failed[0].reason}"
+        for (kind, status), failed in groups.items()
     )

@@ -4,11 +4,11 @@ The paper draws the sum of the first i singular values over the sum of all. An e
 squares: the relative error of the best matrix of rank i is the root of the share of the squares of the rest.
 """
 
-import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache, partial
 from itertools import combinations
-from typing import Any, NamedTuple
+from statistics import median
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,8 +18,7 @@ from efficient_attn.report.palette import MUTED
 from efficient_attn.report.table import Table
 from efficient_attn.runner.record import Case, Record
 from efficient_attn.runner.worker import answer
-from efficient_attn.stats.median import Middle, middle
-from efficient_attn.stats.verdicts import Finding, of_all, span
+from efficient_attn.stats.verdicts import Finding, of_all
 from efficient_attn.studies.plan import Plan, Point
 from efficient_attn.studies.reproduce.figures import Setting
 
@@ -28,9 +27,8 @@ PAPER = "Wang et al. 2020, Linformer: Self-Attention with Linear Complexity, htt
 
 _HEADS, _HEAD_DIM, _TOKENS, _QUICK_TOKENS = 12, 32, 512, 64
 
-# Shipped samples: three layers of the first text, and the middle layer of the others.
-_PLACES = ((0, 0), (1, 0), (5, 0), (1, 1), (1, 2), (1, 3))
-_COLOURS = {0: "#d98c00", 1: "#0072b2", 5: "#7b4fb5"}
+# Shipped layers of the first text, with their colours.
+_LAYERS = {0: "#d98c00", 1: "#0072b2", 5: "#7b4fb5"}
 
 # The heat map of the paper is at index 128 of 512; "most" of a sum is more than half of it.
 _FRACTION, _MOST = 1 / 4, 0.5
@@ -38,31 +36,19 @@ _FRACTION, _MOST = 1 / 4, 0.5
 # At this relative error an output is closer to the exact one than random features come on these inputs.
 _SMALL = 0.1
 
-# Label of the records; runs before hold matrices with shuffled rows too.
+# Label of the records; runs before hold matrices with shuffled rows and of other texts too.
 _LABEL = "attention"
 
 Values = NDArray[np.float64]
 
-# By layer and text: the singular values of each head.
-Spectra = dict[tuple[int, int], dict[int, Values]]
-
-
-class Head(NamedTuple):
-    """A head of a layer on a text."""
-
-    text: int
-    layer: int
-    head: int
+# By layer and head.
+Spectra = dict[int, dict[int, Values]]
 
 
 def plan(setting: Setting) -> Plan:
-    """Layer by layer, text by text."""
+    """Layer by layer."""
     tokens = _QUICK_TOKENS if setting.quick else _TOKENS
-    cases = [
-        case_of(Head(text, layer, head), tokens, setting.threads)
-        for layer, text in _PLACES
-        for head in range(_HEADS)
-    ]
+    cases = [case_of(layer, head, tokens, setting.threads) for layer in _LAYERS for head in range(_HEADS)]
     return Plan(
         points=[
             Point(case=case, measure=partial(answer, case, partial(_measured, case)), label=case.inputs)
@@ -71,13 +57,13 @@ def plan(setting: Setting) -> Plan:
     )
 
 
-def case_of(head: Head, tokens: int, threads: int) -> Case:
+def case_of(layer: int, head: int, tokens: int, threads: int) -> Case:
     """The case of a head."""
     return Case(
         kind="count",
         backend="exact",
         label=_LABEL,
-        options=head._asdict(),
+        options={"layer": layer, "head": head},
         of="weights",
         num_heads=_HEADS,
         head_dim=_HEAD_DIM,
@@ -85,7 +71,7 @@ def case_of(head: Head, tokens: int, threads: int) -> Case:
         dtype="float64",
         device="cpu",
         threads=threads,
-        inputs=f"encoder(layer={head.layer}, text={head.text}, head={head.head})",
+        inputs=f"encoder(layer={layer}, head={head})",
     )
 
 
@@ -93,38 +79,30 @@ def _measured(case: Case) -> Record:
     """The singular values of one head."""
     import torch
 
-    head = _head_of(case)
-    values = torch.linalg.svdvals(_weights(head.text, head.layer, case.tokens)[head.head])
+    values = torch.linalg.svdvals(_weights(case.options["layer"], case.tokens)[case.options["head"]])
     # Five digits suffice for everything that is drawn, and keep the file small.
     return Record(case=case, singular_values=tuple(float(f"{value:.5g}") for value in values.tolist()))
 
 
 @lru_cache(maxsize=1)
-def _weights(text: int, layer: int, tokens: int) -> Any:
+def _weights(layer: int, tokens: int) -> Any:
     """The attention matrices of all heads."""
     from efficient_attn.measure.inputs import shipped
     from efficient_attn.ops.softmax.definition import softmax_weights
 
-    captured = shipped(text)
+    captured = shipped()
     q, k = (x[..., :tokens, :].double() for x in captured.layers[layer][:2])
     return softmax_weights(q, k, scale=captured.scale or q.shape[-1] ** -0.5, key_mask=None)[0]
 
 
-def _head_of(case: Case) -> Head:
-    return Head(*(int(case.options[name]) for name in Head._fields))
-
-
 def spectra(records: Sequence[Record]) -> Spectra:
-    """Singular values by layer, text and head, in ascending order."""
-    found = {
-        _head_of(record.case): np.asarray(record.singular_values)
-        for record in records
-        if record.status == "ok" and record.case.label == _LABEL and record.singular_values
-    }
-    made: Spectra = {}
-    for (text, layer, head), values in sorted(found.items(), key=lambda item: (item[0].layer, item[0])):
-        made.setdefault((layer, text), {})[head] = values
-    return made
+    """Singular values by layer and head, in ascending order."""
+    found: Spectra = {layer: {} for layer in _LAYERS}
+    for record in records:
+        options = record.case.options
+        if record.case.label == _LABEL and record.singular_values and not options.get("text"):
+            found[options["layer"]][options["head"]] = np.asarray(record.singular_values)
+    return {layer: heads for layer, heads in found.items() if heads}
 
 
 def index_of(values: Values) -> int:
@@ -144,13 +122,12 @@ def least_error(values: Values) -> float:
 
 
 def tables(records: Sequence[Record]) -> list[Table]:
-    """One row for each layer and text: medians over heads, from the least to the largest."""
+    """One row for each layer: medians over heads, from the least to the largest."""
     found = spectra(records)
-    body = []
-    for (layer, text), heads in found.items():
-        measures = (list(map(measured, heads.values())) for measured in (share, least_error))
-        cells = (f"{middle(one).median:.3g} ({min(one):.3g} to {max(one):.3g})" for one in measures)
-        body.append((f"layer {layer}, text {text}", *cells))
+    body = [
+        (f"layer {layer}", *(_show(list(map(one, heads.values()))) for one in (share, least_error)))
+        for layer, heads in found.items()
+    ]
     index, tokens = _sizes(found)
     columns = ("matrix", f"share of the first {index} of {tokens}", "error of the best matrix of that rank")
     note = (
@@ -161,17 +138,16 @@ def tables(records: Sequence[Record]) -> list[Table]:
 
 
 def draw(records: Sequence[Record]) -> Plot:
-    """The cumulative curves of each layer on the first text."""
+    """The cumulative curves of each layer."""
     found = spectra(records)
     index, tokens = _sizes(found)
     series = []
-    for (layer, text), heads in found.items():
-        if text == 0:
-            sums = np.cumsum(list(heads.values()), axis=1)
-            lines = np.insert(sums / sums[:, -1:], 0, 0.0, axis=1)
-            middle_, low, high = (edge(lines, axis=0).tolist() for edge in (np.median, np.min, np.max))
-            style = {"color": _COLOURS[layer], "linewidth": 2.0}
-            series.append(Series(f"layer {layer}", range(len(middle_)), middle_, style, low, high))
+    for layer, heads in found.items():
+        sums = np.cumsum(list(heads.values()), axis=1)
+        lines = np.insert(sums / sums[:, -1:], 0, 0.0, axis=1)
+        centre, low, high = (edge(lines, axis=0).tolist() for edge in (np.median, np.min, np.max))
+        style = {"color": _LAYERS[layer], "linewidth": 2.0}
+        series.append(Series(f"layer {layer}", range(len(centre)), centre, style, low, high))
     edge = Series("", (index,), (), {"color": MUTED, "linewidth": 0.8, "linestyle": (0, (4, 3))}, entry="")
     curves = Chart(
         Axis("index of the singular value", show="{:.0f}".format, limits=(0, tokens)),
@@ -191,60 +167,44 @@ def _sizes(found: Spectra) -> tuple[int, int]:
 def findings(records: Sequence[Record]) -> list[Finding]:
     """A verdict on every claim."""
     found = spectra(records)
-    return [_low_rank(found), _more_skewed(found), _small_error(found)]
-
-
-def _low_rank(found: Spectra) -> Finding:
-    """A quarter of the singular values have more than half of their sum, in every head."""
-    claim = "Most of an attention matrix is in its largest singular values: 128 of 512 (figure 1)"
-    texts, answers = [], dict[str, bool]()
-    for (layer, text), heads in found.items():
-        shares = {head: share(values) for head, values in heads.items()}
-        texts.append(f"{span([*shares.values()])} in layer {layer}, text {text}")
-        for head, one in shares.items():
-            place = f"head {head} of layer {layer}"
-            answers[place] = answers.get(place, True) and one > _MOST
+    shares = {layer: list(map(share, heads.values())) for layer, heads in found.items()}
+    errors = {layer: list(map(least_error, heads.values())) for layer, heads in found.items()}
     index, tokens = _sizes(found)
-    measured = f"shares of the first {index} of {tokens}: {'; '.join(texts) or 'none'}"
-    return Finding(claim, measured, of_all(answers))
-
-
-def _more_skewed(found: Spectra) -> Finding:
-    """Heads of the higher of two layers have larger shares on one text."""
-    claim = "The spectrum of higher layers is more skewed than that of lower ones (figure 1)"
-    shares = {layer: list(map(share, heads.values())) for (layer, text), heads in found.items() if text == 0}
-    medians = (f"{_interval(middle(one), '.3f')} in layer {layer}" for layer, one in shares.items())
-    answers = {
-        f"layer {higher} is held against {lower}": _above(shares[higher], shares[lower])
-        for lower, higher in combinations(sorted(shares), 2)
+    heads_above = {
+        f"head {head} of layer {layer}": share(values) > _MOST
+        for layer, heads in found.items()
+        for head, values in heads.items()
     }
-    measured = f"medians over heads of one text: {'; '.join(medians) or 'none'}"
-    return Finding(claim, measured, of_all(answers))
-
-
-def _small_error(found: Spectra) -> Finding:
-    """The error of the best matrix of that rank, which the share does not determine."""
-    claim = "A rank of 128 of 512 approximates attention matrices (section 3); here: to 10 % in every layer"
-    errors = {
-        f"layer {layer}, text {text}": middle(list(map(least_error, heads.values())))
-        for (layer, text), heads in found.items()
+    skewed = {
+        f"layer {higher} is compared with {lower}": median(shares[higher]) > median(shares[lower])
+        for lower, higher in combinations(found, 2)
     }
-    answers = {
-        place: one.high < _SMALL if (one.high < _SMALL) == (one.low < _SMALL) else None
-        for place, one in errors.items()
-    }
-    texts = "; ".join(f"{_interval(one, '.2g')} in {place}" for place, one in errors.items())
-    measured = f"relative error of the best matrix of that rank, medians over heads: {texts or 'none'}"
-    return Finding(claim, measured, of_all(answers))
+    small = {f"layer {layer}": median(heads) < _SMALL for layer, heads in errors.items()}
+    measured = f"shares of the first {index} of {tokens}, medians over heads: {_by_layer(shares)}"
+    error = f"relative error of the best matrix of that rank, medians over heads: {_by_layer(errors)}"
+    return [
+        Finding(
+            "Most of an attention matrix is in its largest singular values: 128 of 512 (figure 1)",
+            measured,
+            of_all(heads_above),
+        ),
+        Finding(
+            "The spectrum of higher layers is more skewed than that of lower ones (figure 1)",
+            measured,
+            of_all(skewed),
+        ),
+        Finding(
+            "A rank of 128 of 512 approximates attention matrices (section 3); here: to 10 % in every layer",
+            error,
+            of_all(small),
+        ),
+    ]
 
 
-def _interval(one: Middle, digits: str) -> str:
-    return f"{one.median:{digits}} ({one.low:{digits}} to {one.high:{digits}})"
+def _show(values: Sequence[float]) -> str:
+    """The median over heads, the least and the largest."""
+    return f"{median(values):.3g} ({min(values):.3g} to {max(values):.3g})"
 
 
-def _above(one: Sequence[float], other: Sequence[float]) -> bool | None:
-    """Whether one layer's heads are above another's, at 5 % by Mann and Whitney's U (1947)."""
-    pairs = [(a > b) + (a == b) / 2 for a in one for b in other]
-    deviation = math.sqrt(len(pairs) * (len(one) + len(other) + 1) / 12)
-    score = (sum(pairs) - len(pairs) / 2) / deviation
-    return None if abs(score) < 1.96 else score > 0
+def _by_layer(values: Mapping[int, Sequence[float]]) -> str:
+    return "; ".join(f"{_show(heads)} in layer {layer}" for layer, heads in values.items()) or "none"

@@ -1,16 +1,14 @@
 """Figure 4 of Choromanski et al. 2021: the error of the output against the number of random features."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
-
-import numpy as np
 
 from efficient_attn.report.figures import Plot
 from efficient_attn.report.table import Table
 from efficient_attn.runner.record import Record
 from efficient_attn.runner.sizes import MEAN_OF_VALUES, sized
-from efficient_attn.stats.median import Middle, middle
+from efficient_attn.stats.median import middle
 from efficient_attn.stats.verdicts import Finding, of_all
 from efficient_attn.studies.mse.plan import plan as mse
 from efficient_attn.studies.mse.plot import error_plot
@@ -40,6 +38,9 @@ class Line(NamedTuple):
     backend: str
     projection: str | None
     size: int | None
+
+    def __str__(self) -> str:
+        return ", ".join(str(part) for part in self if part is not None)
 
 
 # Errors of every sample, by norm, line and sample.
@@ -88,91 +89,55 @@ def samples_of(records: Sequence[Record]) -> Samples:
 
 
 def findings(records: Sequence[Record]) -> list[Finding]:
-    """A verdict on every claim: ratios of errors, sample by sample."""
+    """A verdict on every claim: the error of one line is larger than that of another, sample by sample."""
     found = samples_of(records)
-    return [
-        *(_positive_is_better(found, projection) for projection in _PROJECTIONS),
-        *(_orthogonal_is_better(found, backend) for backend in _BACKENDS),
-        *(_more_features_help(found, backend) for backend in _BACKENDS),
-        *(_better_than_the_mean(found, backend) for backend in _BACKENDS),
+    sizes = sorted({line.size for lines in found.values() for line in lines if line.size is not None}) or [0]
+    few, most = sizes[0], sizes[-1]
+    claims = [
+        (
+            "Positive features have a lower error than trigonometric ones, "
+            f"{projection} directions (figure 4)",
+            # With few features trigonometric denominators cross zero, and no size is representative.
+            Line(_TRIGONOMETRIC, projection, most),
+            Line(_POSITIVE, projection, most),
+        )
+        for projection in _PROJECTIONS
     ]
+    for backend, kind in _BACKENDS.items():
+        best = Line(backend, _ORTHOGONAL, most)
+        claims += [
+            (
+                f"Orthogonal directions give a lower error than iid ones, {kind} features (figure 4)",
+                Line(backend, _IID, most),
+                best,
+            ),
+            (
+                f"More features give a lower error, {kind} ones, orthogonal (figure 4)",
+                Line(backend, _ORTHOGONAL, few),
+                best,
+            ),
+            (
+                f"The output is nearer than the mean of V, {kind} features (not in the paper's figure)",
+                Line(MEAN_OF_VALUES, None, None),
+                best,
+            ),
+        ]
+    return [_judged(found, *claim) for claim in claims]
 
 
-def _positive_is_better(found: Samples, projection: str) -> Finding:
-    """Trigonometric features have the larger error at as many features, the most that were measured.
-
-    With few features their denominators cross zero, so that small sizes are not representative.
-    """
-    claim = (
-        f"Positive features have a lower error than trigonometric ones, {projection} directions (figure 4)"
-    )
-    most = _sizes(found)[-1]
-    pair = Line(_TRIGONOMETRIC, projection, most), Line(_POSITIVE, projection, most)
-    before = f"with {most} features the error of trigonometric ones is"
-    return _judged(claim, before, "times as large", _ratios(found, [pair]))
-
-
-def _orthogonal_is_better(found: Samples, backend: str) -> Finding:
-    """Independent directions have the larger error at as many features, all sizes taken together."""
-    claim = (
-        f"Orthogonal directions give a lower error than iid ones, {_BACKENDS[backend]} features (figure 4)"
-    )
-    pairs = [(Line(backend, _IID, size), Line(backend, _ORTHOGONAL, size)) for size in _sizes(found)]
-    ratios = _ratios(found, pairs)
-    return _judged(claim, "the error with iid directions is", "times as large, mean over sizes", ratios)
-
-
-def _more_features_help(found: Samples, backend: str) -> Finding:
-    """The error of the fewest features is the larger one."""
-    claim = f"More features give a lower error, {_BACKENDS[backend]} ones, orthogonal (figure 4)"
-    few, many = _sizes(found)[0], _sizes(found)[-1]
-    ratios = _ratios(found, [(Line(backend, _ORTHOGONAL, few), Line(backend, _ORTHOGONAL, many))])
-    return _judged(claim, f"the error with {few} features is", f"times that with {many}", ratios)
-
-
-def _better_than_the_mean(found: Samples, backend: str) -> Finding:
-    """Not in the paper, but needed for any use: the output is nearer than uniform attention."""
-    claim = (
-        f"The output is nearer than the mean of V, {_BACKENDS[backend]} features (not in the paper's figure)"
-    )
-    most = _sizes(found)[-1]
-    pair = Line(MEAN_OF_VALUES, None, None), Line(backend, _ORTHOGONAL, most)
-    return _judged(
-        claim, "the error of the mean of V is", f"times that of {most} features", _ratios(found, [pair])
-    )
-
-
-def _judged(claim: str, before: str, after: str, ratios: Mapping[float, Middle]) -> Finding:
-    """A claim that a ratio is above 1 at every norm."""
+def _judged(found: Samples, claim: str, above: Line, below: Line) -> Finding:
+    """A claim that the ratio of two errors is above 1 at every norm."""
+    ratios = {
+        norm: middle([lines[above][sample] / lines[below][sample] for sample in common])
+        for norm, lines in found.items()
+        if (common := lines.get(above, {}).keys() & lines.get(below, {}).keys())
+    }
     texts = "; ".join(
         f"{one.median:.2g} ({one.low:.2g} to {one.high:.2g}) at norm {norm:g}" for norm, one in ratios.items()
     )
     count = min((one.samples for one in ratios.values()), default=0)
-    measured = f"{before} {texts}: {after}, median and 95 % interval of {count}"
+    measured = f"the error of ({above}) over that of ({below}): {texts}; median and 95 % interval of {count}"
     answers = {
         f"norm {norm:g}": one.low > 1 if one.low > 1 or one.high < 1 else None for norm, one in ratios.items()
     }
     return Finding(claim, measured if ratios else "nothing was measured", of_all(answers))
-
-
-def _ratios(found: Samples, pairs: Sequence[tuple[Line, Line]]) -> dict[float, Middle]:
-    """Ratio of errors by norm: median over samples of the geometric mean over pairs of lines."""
-    made = {}
-    for norm, lines in found.items():
-        both = [(lines[above], lines[below]) for above, below in pairs if {above, below} <= lines.keys()]
-        common = set.intersection(*(above.keys() & below.keys() for above, below in both)) if both else ()
-        if common:
-            logs = [
-                [np.log(above[sample]) - np.log(below[sample]) for sample in sorted(common)]
-                for above, below in both
-            ]
-            centre = middle(np.mean(logs, axis=0).tolist())
-            median, low, high = np.exp(centre[:3]).tolist()
-            made[norm] = Middle(median, low, high, centre.samples)
-    return made
-
-
-def _sizes(found: Samples) -> list[int]:
-    """Numbers of features, ascending; 0 if there are none."""
-    lines = {line for lines in found.values() for line in lines if line.projection == _ORTHOGONAL}
-    return sorted({line.size for line in lines if line.size is not None}) or [0]

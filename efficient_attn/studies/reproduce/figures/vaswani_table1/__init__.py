@@ -10,6 +10,7 @@ from efficient_attn.report.table import Table
 from efficient_attn.runner.records import Case, Record
 from efficient_attn.runner.units import show_seconds
 from efficient_attn.stats.rounds import call_time
+from efficient_attn.stats.verdicts import span
 from efficient_attn.studies.plan import Plan, Point
 from efficient_attn.studies.reproduce.figures import Setting
 from efficient_attn.studies.reproduce.figures.vaswani_table1 import claims
@@ -18,7 +19,7 @@ from efficient_attn.studies.reproduce.figures.vaswani_table1.claims import (
     PATH,
     ROWS,
     TIME,
-    along,
+    by_tokens,
     cells,
 )
 from efficient_attn.theory.complexity import TABLE_1
@@ -51,11 +52,12 @@ _QUICK = Sizes((64, 128, 192, 256), 32, (16, 32, 48, 80), 64, (16, 32), 8)
 def plan(setting: Setting) -> Plan:
     """All points by rising length; counts first, which a budget should not cut off."""
     sizes = _QUICK if setting.quick else _SIZES
-    grid = {(n, sizes.width) for n in sizes.tokens} | {(sizes.length, d) for d in sizes.widths}
+    line = {(n, sizes.width) for n in sizes.tokens}
+    grid = line | {(sizes.length, d) for d in sizes.widths}
     points = [
         *(("count", n, d, OPERATIONS) for n, d in grid),
         *(("count", n, sizes.path_width, PATH) for n in sizes.path_tokens),
-        *(("time", n, d, TIME) for n, d in grid),
+        *(("time", n, d, TIME) for n, d in line),
     ]
     return Plan(points=[_point(label, *point, setting) for point in sorted(points) for label in ROWS])
 
@@ -94,7 +96,6 @@ def _measured(case: Case, **seconds: float) -> Record:
 
 def tables(records: Sequence[Record]) -> list[Table]:
     """The paper's table with the measurement of every entry."""
-    lengths = sorted({record.case.tokens for record in records if record.path_length})
     columns = (
         "layer",
         "complexity per layer",
@@ -103,7 +104,7 @@ def tables(records: Sequence[Record]) -> list[Table]:
         "sequential operations",
         "longest chain",
         "maximum path",
-        *(f"hops, {n} tokens" for n in lengths),
+        "hops",
     )
     options = {str(value): name for row in ROWS.values() for name, value in row.options.items()}
     notes = (
@@ -111,52 +112,52 @@ def tables(records: Sequence[Record]) -> list[Table]:
         "with 8 matrices of d² where the order counts one.",
         "Operations: of the matrix products and convolutions, a multiplication and an addition as two; "
         "padding counts, as it is computed, and kernels count as their written-out form does.",
-        "Chain: matrix products that wait for one another; from the fewest to the most tokens.",
+        "Chain: matrix products that wait for one another; chains and hops: from the fewest to the most "
+        "tokens.",
         "Projections are no part of the paper's table: it counts attention without them.",
     )
-    return [Table(TITLE, columns, tuple(_row(records, label, lengths) for label in ROWS), notes)]
+    return [Table(TITLE, columns, tuple(_row(records, label) for label in ROWS), notes)]
 
 
-def _row(records: Sequence[Record], label: str, lengths: Sequence[int]) -> tuple[str, ...]:
+def _row(records: Sequence[Record], label: str) -> tuple[str, ...]:
     orders = TABLE_1[label]
-    chains = [r.sequential_operations or 0 for r in along(cells(records, label, OPERATIONS), 0).values()]
-    paths = along(cells(records, label, PATH), 0)
+    chains = [one.sequential_operations or 0 for one in by_tokens(cells(records, label, OPERATIONS)).values()]
+    hops = [one.path_length or 0 for one in by_tokens(cells(records, label, PATH)).values()]
     return (
         label,
         f"O({orders.per_layer})",
         claims.multiples(records, label),
-        claims.grows(claims.time_growths(records, label), ", "),
+        claims.time_growth(records, label),
         f"O({orders.sequential_operations})",
-        " to ".join(map(str, dict.fromkeys([min(chains), max(chains)]))) if chains else "",
+        span(chains),
         f"O({orders.path_length})",
-        *(str(paths[n].path_length) if n in paths else "" for n in lengths),
+        span(hops),
     )
 
 
 def draw(records: Sequence[Record]) -> Plot:
-    """Four charts: time against tokens and against width, sequential operations, path lengths."""
+    """Three charts against tokens: time, sequential operations, path lengths."""
     styles = line_styles([(label, row.backend) for label, row in ROWS.items()])
-    charts = (
-        ("Time of a layer, against tokens", TIME, 0),
-        ("Time of a layer, against its width", TIME, 1),
-        ("Sequential operations: longest chain of matrix products", OPERATIONS, 0),
-        ("Maximum path length, by gradients that are not zero", PATH, 0),
-    )
+    charts = {
+        TIME: "Time of a layer",
+        OPERATIONS: "Sequential operations: longest chain of matrix products",
+        PATH: "Maximum path length, by gradients that are not zero",
+    }
     shown = []
-    for title, of, axis in charts:
-        series = [_series(records, label, of, axis, styles[label]) for label in ROWS]
+    for of, title in charts.items():
+        series = [_series(records, label, of, styles[label]) for label in ROWS]
         places = sorted({x for one in series for x in one.x})
         y = Axis(scale="log", show=show_seconds if of == TIME else "{:.0f}".format)
-        x = Axis(("tokens n", "width d")[axis], "log2", "{:.0f}".format, places)
+        x = Axis("tokens n", "log2", "{:.0f}".format, places)
         shown.append(Chart(x, y, tuple(series), title, apart=True))
     return Plot("Complexity of a layer", "bands: 95 % interval within the run", in_rows(shown))
 
 
-def _series(records: Sequence[Record], label: str, of: str, axis: int, style: Mapping[str, Any]) -> Series:
-    line = along(cells(records, label, of), axis)
+def _series(records: Sequence[Record], label: str, of: str, style: Mapping[str, Any]) -> Series:
+    line = by_tokens(cells(records, label, of))
     if of == TIME:
         times = [call_time(record) for record in line.values()]
         median, low, high = ([getattr(time, name) for time in times] for name in ("median", "low", "high"))
         return Series(label, list(line), median, style, low, high)
-    wanted = "path_length" if of == PATH else "sequential_operations"
-    return Series(label, list(line), [getattr(record, wanted) or 0 for record in line.values()], style)
+    quantity = "path_length" if of == PATH else "sequential_operations"
+    return Series(label, list(line), [getattr(record, quantity) or 0 for record in line.values()], style)
