@@ -18,8 +18,7 @@ from efficient_attn.runner.layers import joint_name, single_names
 from efficient_attn.runner.records import Record
 from efficient_attn.studies import find
 from efficient_attn.studies.compare.analysis import comparisons
-from efficient_attn.studies.compare.sentences import sentences
-from efficient_attn.studies.compare.tables import tables
+from efficient_attn.studies.compare.view import sentences, tables
 from efficient_attn.studies.loop import Loop
 from efficient_attn.studies.results import Results, read
 

@@ -10,7 +10,7 @@ from efficient_attn.runner.records import Record
 from efficient_attn.runner.sizes import OWN
 from efficient_attn.stats.candidates import CANDIDATES, exact_operations
 from efficient_attn.stats.noise_warnings import DURING
-from efficient_attn.studies.compare.sentences import sentences as compare_sentences
+from efficient_attn.studies.compare.view import sentences as compare_sentences
 from efficient_attn.studies.results import read
 from efficient_attn.studies.swap.sentences import sentences as swap_sentences
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 
+from efficient_attn.report.error_table import describe
 from efficient_attn.runner.records import Case, Record
 
 
@@ -18,6 +19,11 @@ def setting(case: Case) -> str:
         "forward and backward" if case.backward else "",
     ]
     return ", ".join(filter(None, parts))
+
+
+def heading(case: Case) -> str:
+    """`encoder, layer 1; 512 tokens, 12 heads of 32, float32, 2 CPU threads`."""
+    return f"{describe(case.inputs)}; {case.tokens} tokens, {setting(case)}"
 
 
 def failure_notes(records: Iterable[Record]) -> tuple[str, ...]:

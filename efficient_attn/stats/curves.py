@@ -100,6 +100,14 @@ def curves(records: Iterable[Record], quantity: str) -> tuple[Curve, ...]:
     )
 
 
+def grouped(records: Iterable[Record], *fields: str) -> list[list[Record]]:
+    """Records whose cases agree in these fields; the last of equal cases counts."""
+    groups: dict[tuple[Any, ...], list[Record]] = {}
+    for record in {record.case.key: record for record in records}.values():
+        groups.setdefault(tuple(getattr(record.case, name) for name in fields), []).append(record)
+    return list(groups.values())
+
+
 def by_subject(records: Iterable[Record]) -> dict[str, list[Record]]:
     """Costs of attention, of the block, of the encoder of 3 layers, …, by subject."""
     groups: dict[str, list[Record]] = {}

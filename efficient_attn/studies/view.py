@@ -12,18 +12,35 @@ from typing import Any
 from efficient_attn.report.figures import Axis, Chart, Plot, Series
 from efficient_attn.report.notes import failure_notes
 from efficient_attn.report.palette import line_styles
-from efficient_attn.report.table import Table
+from efficient_attn.report.table import Table, show_ratio, show_spread, three_digits
 from efficient_attn.runner.quantity import FIELDS, QUANTITIES, Quantity
 from efficient_attn.runner.record import Record
-from efficient_attn.stats.rounds import call_time
+from efficient_attn.stats.rounds import call_time, time_ratio
 
 Environment = Mapping[str, Any]
 Plots = dict[str, Plot]
+
+# Cell of a value that was not measured.
+NOT_MEASURED = "–"
 
 
 def view_of(module: Any) -> Any:
     """The functions of a module, or of nothing, completed by the defaults."""
     return SimpleNamespace(**{name: getattr(module, name, default) for name, default in _DEFAULTS.items()})
+
+
+def cost_cells(
+    timed: Record | None, reference: Record | None, peak_bytes: int | None
+) -> tuple[str, str, str]:
+    """Milliseconds of a call, speed-up over the reference, and peak memory in MiB; `–` if not measured."""
+    time = speed = peak = NOT_MEASURED
+    if timed is not None:
+        time = show_spread(*call_time(timed)[:3], unit=1e-3)
+    if timed is not None and reference is not None:
+        speed = "1" if timed is reference else show_ratio(time_ratio(timed, reference))
+    if peak_bytes is not None:
+        peak = three_digits(peak_bytes / 2**20)
+    return time, speed, peak
 
 
 def flat_row(record: Record) -> dict[str, Any]:
@@ -73,7 +90,7 @@ def record_tables(records: Sequence[Record], environment: Environment) -> list[T
 
 def _cell(value: Any) -> str:
     if value is None:
-        return "–"
+        return NOT_MEASURED
     return f"{value:.4g}" if isinstance(value, (int, float)) else ", ".join(f"{one:.4g}" for one in value)
 
 

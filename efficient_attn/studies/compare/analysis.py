@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from efficient_attn.runner.layers import single_names
 from efficient_attn.runner.records import Case, Record
 from efficient_attn.runner.sizes import FORMER_BASELINES, MEAN_OF_VALUES
-from efficient_attn.stats.curves import YARDSTICK
+from efficient_attn.stats.curves import YARDSTICK, grouped
 from efficient_attn.stats.median import Middle, middle
 from efficient_attn.stats.rounds import Typical, call_time, time_ratio
 from efficient_attn.studies.compare.plan import DEFAULT_MAX_ERROR, MAX_ERROR
@@ -52,12 +52,6 @@ class Contender(NamedTuple):
     def time_s(self) -> Typical | None:
         """Time of one call."""
         return None if self.timed is None else call_time(self.timed)
-
-    def speed(self, other: "Contender | None") -> Typical | None:
-        """Speed-up over another contender; None if either was not timed."""
-        if self.timed is None or other is None or other.timed is None:
-            return None
-        return time_ratio(self.timed, other.timed)
 
     def cost(self, quantity: str) -> float | None:
         """The median time, or the peak memory."""
@@ -130,14 +124,15 @@ class Comparison(NamedTuple):
 
     def verdict(self, max_error: float) -> Verdict:
         """The contenders within `max_error` of exact attention and faster; requires exact attention."""
-        known = [one for one in self.candidates if one.timed]
-        near = tuple(one for one in known if one.worst <= max_error)
-        sides = {one.label: speed.side_of_one for one in known if (speed := one.speed(self.exact))}
+        exact = self.exact and self.exact.timed
+        speeds = [(one, time_ratio(one.timed, exact)) for one in self.candidates if one.timed and exact]
+        sides = {one.label: speed.side_of_one for one, speed in speeds}
+        near = tuple(one for one, _ in speeds if one.worst <= max_error)
         return Verdict(
             near=near,
             both=tuple(one for one in near if sides[one.label] == 1),
             alike=tuple(one for one in near if sides[one.label] == 0),
-            fast=nearest(one for one in known if sides[one.label] == 1),
+            fast=nearest(one for one, speed in speeds if speed.side_of_one == 1),
         )
 
 
@@ -174,22 +169,19 @@ def comparisons(records: Iterable[Record]) -> tuple[Comparison, ...]:
 
 
 def _comparison(records: Sequence[Record]) -> Comparison:
-    groups: dict[str, list[Record]] = {}
-    for record in records:
-        if record.case.backend not in FORMER_BASELINES:
-            groups.setdefault(record.case.label, []).append(record)
     case = next(record.case for record in records if record.case.kind == "time")
     layers = len(single_names(case.inputs))
-    found = [_contender(label, group, layers) for label, group in groups.items()]
+    shown = (record for record in records if record.case.backend not in FORMER_BASELINES)
+    found = [_contender(group, layers) for group in grouped(shown, "label")]
     return Comparison(case, tuple(sorted(found, key=_place)), tuple(records))
 
 
-def _contender(label: str, group: Sequence[Record], layers: int) -> Contender:
+def _contender(group: Sequence[Record], layers: int) -> Contender:
     errors = [_error_of(record) for record in group if record.case.kind == "error"]
     known = [error for error in errors if error is not None]
     times = [record for record in group if record.case.kind == "time"]
     return Contender(
-        label=label,
+        label=group[0].case.label,
         backend=group[0].case.backend,
         error=_over_layers(known) if len(known) == layers else None,
         layers=layers,

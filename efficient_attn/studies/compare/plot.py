@@ -6,12 +6,12 @@ from typing import Any
 
 from efficient_attn.report.error_table import show_error
 from efficient_attn.report.figures import Axis, Chart, Plot, Series
+from efficient_attn.report.notes import heading
 from efficient_attn.report.palette import GRID, MUTED, line_styles
 from efficient_attn.runner.records import Record
 from efficient_attn.runner.sizes import MEAN_OF_VALUES
 from efficient_attn.runner.units import show_bytes, show_seconds
 from efficient_attn.studies.compare.analysis import Comparison, comparisons
-from efficient_attn.studies.compare.tables import heading
 
 # Rounding is drawn this many times below the smallest error of a method: its own distance means nothing.
 _BELOW = 2.5
@@ -36,13 +36,13 @@ def comparison_plot(records: Sequence[Record], max_error: float) -> Plot:
     rows = [[_chart(one, cost, styles, max_error) for cost in _COSTS] for one in found]
     if len(found) > 1:
         rows = [
-            [first._replace(notes=(heading(one),)), second]
+            [first._replace(notes=(heading(one.case),)), second]
             for (first, second), one in zip(rows, found, strict=True)
         ]
     several = any(row.layers > 1 for one in found for row in one.contenders)
     return Plot(
         "Relative error against cost",
-        f"{heading(found[0]) if len(found) == 1 else ''}\n"
+        f"{heading(found[0].case) if len(found) == 1 else ''}\n"
         "filled: on the Pareto front (none has both less error and less cost); shaded: within "
         f"{100 * max_error:g} % of exact, and cheaper; dots: places of markers that are moved sideways"
         f"{'; markers and bars: median and range over the layers' if several else ''}",

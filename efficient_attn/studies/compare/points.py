@@ -1,7 +1,7 @@
 """Points of a comparison: errors backend by backend, interleaved times, peak memory."""
 
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -10,7 +10,7 @@ from typing import Any
 
 from efficient_attn.runner.isolation import Measurer
 from efficient_attn.runner.layers import joint_name
-from efficient_attn.runner.records import Record
+from efficient_attn.runner.record import Case
 from efficient_attn.runner.sizes import SEED
 from efficient_attn.runner.variants import YARDSTICK, Variant
 from efficient_attn.studies.costs import cost_points
@@ -36,34 +36,45 @@ def points_of(
     limit_bytes: int | None,
 ) -> list[Point]:
     """Errors of exact attention, the mean of V and the backends, the fewest operations first; then costs."""
-    from efficient_attn.runner.accuracy import MEAN, measure_error, measure_mean
+    from efficient_attn.runner.accuracy import MEAN, error_case, measure_error, measure_mean
 
-    threads = workload.threads or 1
-    work = _work((*variants, MEAN), subjects[0])
+    first, threads = subjects[0], workload.threads or 1
+    work = _work((*variants, MEAN), first)
     exact, *others = sorted(variants, key=lambda one: (one.backend != YARDSTICK, work[one.label]))
     points: list[Point] = []
+    last: dict[str, Case] = {}
     for variant in (exact, MEAN, *others):
         measure = measure_mean if variant is MEAN else partial(measure_error, variant)
         # The float64 output that all errors are computed from is computed with the first of them.
-        before = _EXACT * _exact_work(subjects[0]) if variant is exact else 0.0
-        points += _errors(
-            variant,
-            subjects,
-            partial(measure, draws=draws, threads=threads),
-            work[variant.label] + before,
-            draws=draws if SEED in variant.options else 1,
-            threads=threads,
-        )
-    last = {point.case.label: point.case for point in points}
-    factor = _BACKWARD if workload.backward else 1
+        before = _EXACT * _exact_work(first) if variant is exact else 0.0
+        comparing = _COMPARING * first.activations.q.numel()
+        for subject in subjects:
+            case = error_case(variant, subject, "output", threads=threads)
+            point = Point(
+                case=case,
+                measure=partial(measure, subject=subject, draws=draws, threads=threads),
+                group="errors",
+                series=(variant.label, "error"),
+                cost=(draws if SEED in variant.options else 1) * (work[variant.label] + before + comparing),
+                # After a failure the other layers are left out.
+                needs=last.get(variant.label),
+            )
+            points.append(point)
+            last[variant.label] = case
+    fields = {
+        "num_heads": first.activations.q.shape[1],
+        "head_dim": first.head_dim,
+        "inputs": joint_name([subject.name for subject in subjects]),
+    }
     timed = cost_points(
         (MEAN, *variants),
-        [subjects[0].tokens],
-        _shared(subjects, workload),
+        [first.tokens],
+        {**vars(workload), **fields},
         measure=measurer,
         rounds=rounds,
         limit_bytes=limit_bytes,
     )
+    factor = _BACKWARD if workload.backward else 1
     # A backend that fails on one layer has no error that could be compared with a time.
     return points + [
         replace(one, needs=last[one.case.label], series=one.case.label, cost=factor * work[one.case.label])
@@ -81,44 +92,6 @@ def handing_over(measurer: Measurer, subject: Any) -> Iterator[None]:
         write_given(path, subject)
         measurer.inputs = str(path)
         yield
-
-
-def _errors(
-    variant: Variant,
-    subjects: Sequence[Any],
-    measure: Callable[..., Record],
-    work: float,
-    *,
-    draws: int,
-    threads: int,
-) -> list[Point]:
-    """The error of one backend on each layer; after a failure the other layers are left out."""
-    from efficient_attn.runner.accuracy import error_case
-
-    points: list[Point] = []
-    for subject in subjects:
-        point = Point(
-            case=error_case(variant, subject, "output", threads=threads),
-            measure=partial(measure, subject=subject),
-            group="errors",
-            series=(variant.label, "error"),
-            cost=draws * (work + _COMPARING * subject.activations.q.numel()),
-            needs=points[-1].case if points else None,
-        )
-        points.append(point)
-    return points
-
-
-def _shared(subjects: Sequence[Any], workload: Workload) -> dict[str, Any]:
-    """Fields common to the cases of times and memory."""
-    names = ("batch", "causal", "backward", "dtype", "device", "threads")
-    return {
-        **{name: getattr(workload, name) for name in names},
-        "num_heads": subjects[0].activations.q.shape[1],
-        "head_dim": subjects[0].head_dim,
-        "inputs": joint_name([subject.name for subject in subjects]),
-        "seed": subjects[0].seed,
-    }
 
 
 def _work(variants: Sequence[Variant], subject: Any) -> dict[str, float]:

@@ -1,13 +1,31 @@
-"""Views of the records of a comparison."""
+"""A comparison as a table, the fastest backend first, its verdict in one sentence, and its figure."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
+from efficient_attn.report.error_table import (
+    CONCATENATED,
+    CONCATENATED_NOTE,
+    describe,
+    layer_words,
+    show_error,
+)
+from efficient_attn.report.notes import calibration_note, failure_notes, heading, setting
+from efficient_attn.report.table import Table
+from efficient_attn.runner.layers import single_names, timed_layer
 from efficient_attn.runner.records import Record
-from efficient_attn.studies.compare.analysis import asked_error, comparisons
+from efficient_attn.runner.sizes import MEAN_OF_VALUES
+from efficient_attn.stats.candidates import missing, not_measured, operations_sentence
+from efficient_attn.stats.noise_warnings import COULD_NOT_TELL, IDLE, disturbance
+from efficient_attn.studies.compare.analysis import (
+    ROUNDING,
+    Comparison,
+    Contender,
+    asked_error,
+    comparisons,
+    nearest,
+)
 from efficient_attn.studies.compare.plot import comparison_plot
-from efficient_attn.studies.compare.sentences import sentences as sentences
-from efficient_attn.studies.compare.tables import tables as tables
-from efficient_attn.studies.view import Environment, Plots
+from efficient_attn.studies.view import NOT_MEASURED, Environment, Plots, cost_cells, record_tables
 
 
 def claim(records: Sequence[Record]) -> list[Record]:
@@ -19,3 +37,94 @@ def claim(records: Sequence[Record]) -> list[Record]:
 def plots(records: Sequence[Record], environment: Environment) -> Plots:
     """The figure of all comparisons."""
     return {"comparison": comparison_plot(records, asked_error(environment))} if comparisons(records) else {}
+
+
+def tables(records: Sequence[Record], environment: Environment) -> list[Table]:
+    """One table for each comparison, the fastest first; without any the records as they are."""
+    found = [_table(one) for one in comparisons(records)]
+    return found or record_tables(records, environment)
+
+
+def sentences(records: Sequence[Record], environment: Environment) -> list[str]:
+    """For each comparison the verdict, and which candidates save no operations."""
+    found = []
+    for one in comparisons(records):
+        found += [_verdict(one, environment), operations_sentence(one.records)]
+    return [sentence for sentence in found if sentence is not None]
+
+
+def _table(one: Comparison) -> Table:
+    fronts = {"time": one.front("time_s"), "memory": one.front("peak_bytes")}
+    rows = []
+    for row in one.contenders:
+        time, speed, peak = cost_cells(row.timed, one.exact and one.exact.timed, row.peak_bytes)
+        front = ", ".join(name for name, front in fronts.items() if row in front)
+        rows.append((row.label, time, speed, _error(row), peak, front))
+    columns = ("backend", "time, ms", "speed, exact = 1", "error", "peak memory, MiB", "front")
+    return Table(f"Error, time and memory: {heading(one.case)}", columns, tuple(rows), _notes(one))
+
+
+def _error(row: Contender) -> str:
+    """The error with its range over layers, or with its interval over draws on a single layer."""
+    if row.error is None:
+        return next((record.status for record in row.failed if record.case.kind == "error"), NOT_MEASURED)
+    middle, low, high = map(show_error, row.error[:3])
+    return middle if low == high or row.worst < ROUNDING else f"{middle} ({low} to {high})"
+
+
+def _notes(one: Comparison) -> tuple[str, ...]:
+    several = len(single_names(one.case.inputs)) > 1
+    draws = max((row.error.samples for row in one.contenders if row.error), default=1)
+    range_ = f"range over {layer_words(one.case.inputs)}" if several else "95 % interval over the draws"
+    return (
+        "error: ‖out − exact‖ / ‖exact‖ against exact softmax attention in float64; of random features the "
+        f"median of {draws} draws; in brackets the {range_}. front: nothing else has both less error and "
+        f"less of that cost.{f' Times and memory: on {timed_layer(one.case.inputs)}.' if several else ''}",
+        f"{MEAN_OF_VALUES}: every query gets the same; an error above it is worse than not attending.",
+        *([CONCATENATED_NOTE] if one.case.inputs.startswith(CONCATENATED) else []),
+        *calibration_note(one.records),
+        *failure_notes(one.records),
+    )
+
+
+def _verdict(one: Comparison, environment: Environment) -> str:
+    case, max_error = one.case, asked_error(environment)
+    place = f"On this machine ({setting(case)}) at {case.tokens} tokens ({describe(case.inputs)})"
+    exact, share = one.exact, f"{100 * max_error:g} %"
+    if exact is None:
+        return f"{place} exact attention was not measured, so nothing can be compared with it."
+    everywhere = " on every layer" if len(single_names(case.inputs)) > 1 else ""
+    verdict = one.verdict(max_error)
+    load = disturbance([row.timed for row in (exact, *verdict.near) if row.timed], environment)
+    finished = {row.label for row in one.contenders if row.failed or (row.error and row.timed)}
+    left = not_measured(environment, finished)
+    nothing = "nothing measured so far" if left else "nothing"
+    both = f"both within {share} of exact{everywhere} and faster"
+    if not verdict.near:
+        text = f"{nothing} but exact is within {share} of it{everywhere}, whatever the times"
+        text += f"; nearest: {_names([nearest(one.candidates)])}" if one.candidates else ""
+    elif load is not None:
+        text = f"it is open: {COULD_NOT_TELL} whether anything is {both}: {load}; {IDLE}. "
+        text += f"Within {share}, which no load changes: {_names(verdict.near)}"
+    elif verdict.both:
+        text = f"{both}: {_names(verdict.both, exact)}"
+    elif verdict.alike:
+        text = f"it is unclear whether anything is {both}: the times of "
+        text += f"{', '.join(row.label for row in verdict.alike)} and exact overlap; more --rounds "
+        text += "would settle it"
+    else:
+        answer = "" if left else ", so exact is the answer"
+        text = (
+            f"{nothing} is {both}{answer}; nearest of the faster backends: {_names([verdict.fast], exact)}; "
+        )
+        text += f"of the backends within {share}: {_names(verdict.near[:1], exact)}"
+    return f"{place} {text}.{missing(left, environment)}"
+
+
+def _names(rows: Iterable[Contender | None], exact: Contender | None = None) -> str:
+    """`window (error 0.3, 2.50x as fast)`; without exact attention the error alone."""
+    texts = []
+    for row in filter(None, rows):
+        speed = f", {cost_cells(row.timed, exact.timed, None)[1]} as fast" if exact is not None else ""
+        texts.append(f"{row.label} (error {_error(row)}{speed})")
+    return ", ".join(texts) or "nothing"
