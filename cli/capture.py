@@ -6,8 +6,8 @@ from typing import Annotated
 import typer
 
 from efficient_attn.errors import DataError, OptionError
+from efficient_attn.measure.texts import read_text
 from efficient_attn.studies.options import parse_layers
-from efficient_attn.studies.swap.texts import read_text
 
 from . import console
 

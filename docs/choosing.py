@@ -8,6 +8,7 @@ import efficient_attn as ea
 from efficient_attn.report.error_table import describe, show_error
 from efficient_attn.report.table import three_digits
 from efficient_attn.runner.records import Case, Record
+from efficient_attn.runner.sizes import sized
 from efficient_attn.stats.curves import curves
 from efficient_attn.stats.noise_warnings import disturbance
 from efficient_attn.studies.bench.crossover import Gain, gains
@@ -87,7 +88,7 @@ One block per backend, trained from equal weights on equal sequences on [associa
 recall](training.md#associative-recall). Rows are each backend's best size; accuracies are means over three
 seeds with their range (intervals need six).
 
-![Accuracy after training, against the state size and against the untrained error](images/recall.png)
+![Accuracy after training, against the state size](images/recall.png)
 """
 
 _LEARNED_HERE = """\
@@ -229,7 +230,7 @@ def _by_error(compared: list[Comparison], quiet: list[Comparison]) -> str:
 
 def _in_short(compared: list[Comparison]) -> str:
     """For which errors exact attention is the answer at every length, if for any."""
-    never = [error for error in TOLERATED if not any(one.verdict(error).both for one in compared)]
+    never = [error for error in TOLERATED if not any(one.faster(one.near(error)) for one in compared)]
     if not never or not compared:
         return ""
     lengths = ", ".join(str(one.case.tokens) for one in compared)
@@ -241,7 +242,7 @@ def _in_short(compared: list[Comparison]) -> str:
 
 def _best(one: Comparison, error: float) -> str:
     """The fastest that is near enough, or exact attention."""
-    both = one.verdict(error).both
+    both = one.faster(one.near(error))
     return _cell(both[0], one) if both else "`exact`"
 
 
@@ -277,14 +278,14 @@ def _by_accuracy(one: Contest) -> str:
     """The best size of each backend, the most accurate first; controls by themselves."""
     best: dict[str, Learned] = {}
     for row in one.rows:
-        best.setdefault(row.label if row in one.controls else row.sized.series, row)
+        best.setdefault(row.label if row in one.controls else sized(row.case).series, row)
     head = ["backend", "accuracy after training", "untrained error", "floats read per query"]
     rows = [
         [
             f"{row.label} (control)" if row in one.controls else f"`{row.label}`",
             show_accuracy(row),
             "rounding" if row is one.exact else show_error(row.untrained or 0.0),
-            str(row.floats_read),
+            str(row.first.floats_read),
         ]
         for row in best.values()
         if row.accuracy

@@ -16,6 +16,7 @@ from made_records import case
 
 from efficient_attn.runner.records import Record
 from efficient_attn.stats.curves import Curve, curves
+from efficient_attn.stats.median import FEWEST_FOR_95
 from efficient_attn.studies.bench.crossover import crossovers, gains
 from efficient_attn.studies.recall.analysis import accuracy_of
 
@@ -167,7 +168,7 @@ def recall_coverage(
         learned = generator.random(seeds) < learning
         chances = np.where(learned, 0.93, 1 / 16)
         found = accuracy_of((generator.binomial(answers, chances) / answers).tolist())
-        if found.low is not None and found.high is not None:
+        if seeds >= FEWEST_FOR_95:
             held.append(found.low <= true <= found.high)
     return Coverage(sum(held), len(held))
 

@@ -164,7 +164,7 @@ CAPTURE = ["capture", "model", "--text", "text.txt", "--out", "new.safetensors"]
     [
         ([*CAPTURE, "--layers", "all"], "--layers is made of whole numbers, such as 0,1,5, not 'all'"),
         ([*CAPTURE, "--text", "absent.txt"], "--text: cannot read absent.txt: No such file or directory."),
-        ([*CAPTURE, "--text", "binary"], "--text: binary is no UTF-8 text."),
+        ([*CAPTURE, "--text", "binary"], "--text: binary is no UTF-8 text: byte 0 is 0xff."),
         ([*CAPTURE, "--out", "new.bin"], "--out is a file that ends in .safetensors, not 'new.bin'."),
         ([*CAPTURE, "--out", "bad.safetensors"], "--out: bad.safetensors exists already; name a new file."),
         ([*CAPTURE, "--max-tokens", "0"], "--max-tokens"),

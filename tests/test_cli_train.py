@@ -65,11 +65,10 @@ def test_a_run_goes_on_by_its_own_plan(undrawn):
     [
         (["--text", "missing.txt"], "text: cannot read missing.txt: No such file or directory."),
         (["--text", "short.txt"], "text: short.txt has 10 bytes. Windows of 8 tokens need 720"),
-        (["--text", "binary"], "text: binary is no text: byte 0 is zero."),
+        (["--text", "binary"], "text: binary is no text: it holds a zero byte."),
         (["--steps", "3"], "steps=3 does not end with an evaluation"),
         (["--backend", "linformer"], "cannot be causal. Causal backends:"),
         (["--set", "window.window=0"], "window is at least 1, not 0"),
-        (["--positions", "round"], "No choice of positions is called 'round'"),
     ],
 )
 def test_a_wrong_request_ends_in_one_line_and_leaves_no_folder(words, message, folder, capsys):

@@ -7,7 +7,7 @@ import torch
 
 import efficient_attn as ea
 from efficient_attn.errors import OptionError
-from efficient_attn.studies.train.optimiser import optimiser, rate_at, update
+from efficient_attn.studies.train.config import optimiser, rate_at, update
 from efficient_attn.transformer.language_model import LanguageModel
 
 

@@ -3,7 +3,7 @@
 import efficient_attn as ea
 
 TINY = {"seq_len": 8, "batch": 2, "model_dim": 8, "num_heads": 2, "num_layers": 1, "every": 2, "windows": 8,
-        "warmup": 4, "threads": 1}  # fmt: skip
+        "threads": 1}  # fmt: skip
 BACKENDS = ["window", "performer-positive"]
 LINES = "".join(f"line {number} of the text\n" for number in range(120)).encode()
 

@@ -1,11 +1,67 @@
-"""The default texts for language models: public-domain prose of at least 512 tokens each."""
+"""Texts for language models: files of UTF-8, and public-domain prose of at least 512 tokens each."""
 
+from collections.abc import Mapping, Sequence
+from hashlib import sha256
 from importlib import resources
+from pathlib import Path
+
+from efficient_attn.errors import DataError, DtypeError, OptionError
+
+Texts = Mapping[str, str] | Sequence[str]
 
 NAMES = ("alice", "pride", "sawyer", "opticks", "moby", "origin")
+
+# A file of more bytes is no text for one sequence.
+_MOST_BYTES = 1 << 24
 
 
 def shipped_texts() -> dict[str, str]:
     """{name: text}; see PROVENANCE.md in the data folder for the sources."""
     folder = resources.files("efficient_attn.data")
     return {name: folder.joinpath(f"{name}.txt").read_text(encoding="utf-8") for name in NAMES}
+
+
+def read_text(path: Path, *, name: str = "--text", most_bytes: int = _MOST_BYTES) -> str:
+    """The text of a file.
+
+    Raises:
+        DataError: If it cannot be read, is not UTF-8, holds zero bytes, or is too large.
+    """
+    try:
+        if path.stat().st_size > most_bytes:
+            raise DataError(f"{name}: {path} is larger than {most_bytes} bytes; take a part of it.")
+        text = path.read_bytes().decode("utf-8")
+    except UnicodeDecodeError as error:
+        byte = f"byte {error.start} is {error.object[error.start]:#04x}"
+        raise DataError(f"{name}: {path} is no UTF-8 text: {byte}.") from None
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise DataError(f"{name}: cannot read {path}: {reason}.") from None
+    if "\0" in text:
+        raise DataError(f"{name}: {path} is no text: it holds a zero byte.")
+    return text
+
+
+def read_texts(files: Sequence[str] | None, *, name: str) -> dict[str, str] | None:
+    """{name of the file: text}; None if none was given."""
+    paths = [Path(file) for file in files or ()]
+    doubled = {path.name for path in paths if [other.name for other in paths].count(path.name) > 1}
+    if doubled:
+        raise OptionError(f"{name}: two files are called {min(doubled)!r}; give them names of their own.")
+    return {path.name: read_text(path, name=name) for path in paths} or None
+
+
+def named_texts(texts: Texts | None) -> dict[str, str]:
+    """{name: text} of a mapping or a list; the shipped texts for None."""
+    if texts is None:
+        return shipped_texts()
+    named = dict(texts) if isinstance(texts, Mapping) else {f"text {i}": text for i, text in enumerate(texts)}
+    if isinstance(texts, str) or not named or not all(isinstance(text, str) for text in named.values()):
+        raise DtypeError("texts is a list of texts, or a mapping from names to texts; at least one.")
+    return named
+
+
+def digest(texts: Mapping[str, str]) -> str:
+    """Number and hash of the texts: records of other texts are another measurement."""
+    hashed = sha256("\0".join(texts.values()).encode()).hexdigest()[:8]
+    return f"{len(texts)} {'text' if len(texts) == 1 else 'texts'} #{hashed}"

@@ -99,6 +99,7 @@ register(
 # Quantities of former records.
 register(
     mean_error("output_relative_error_heads", "relative", "Relative error of each head.", type="numbers"),
+    mean_error("hidden_relative_error_layers", "relative", "Error after each layer.", type="numbers"),
     mean_error("output_bias", "relative", "Relative error of the mean output over all draws."),
     mean_error("output_spread", "relative", "Distance of a draw from the mean over all draws."),
     mean_error("output_rounding", "relative", "Distance from the same draws in float64."),

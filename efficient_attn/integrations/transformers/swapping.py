@@ -22,11 +22,11 @@ class Outputs(NamedTuple):
     """Outputs of a model for one text.
 
     Attributes:
-        hidden: Hidden states after each layer, [tokens model_dim].
+        hidden: Last hidden states, [tokens model_dim].
         logits: Logits of the next token, [tokens vocabulary]; None for models without a language-model head.
     """
 
-    hidden: tuple[Tensor, ...]
+    hidden: Tensor
     logits: Tensor | None
 
 
@@ -98,12 +98,10 @@ def build_for(
 
 
 def run(model: Any, ids: Tensor, *, predicts: bool) -> Outputs:
-    """Hidden states of one text, ids [1 tokens], and next-token logits if the model predicts them."""
+    """Last hidden states of one text, ids [1 tokens], and next-token logits if the model predicts them."""
     with torch.no_grad():
         given = model(input_ids=ids, output_hidden_states=True, **_no_cache(model))
-    # The first hidden states are the embeddings.
-    hidden = tuple(state[0] for state in given.hidden_states[1:])
-    return Outputs(hidden, given.logits[0] if predicts else None)
+    return Outputs(given.hidden_states[-1][0], given.logits[0] if predicts else None)
 
 
 def predicts_next(model: Any, sites: AttentionSites) -> bool:

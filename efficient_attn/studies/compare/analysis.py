@@ -19,9 +19,6 @@ ROUNDING = 1e-4
 # Fields common to all cases of one comparison.
 _SHARED = ("tokens", "batch", "num_heads", "head_dim", "causal", "dtype", "seed")
 
-# Subject of each kind of record of a comparison.
-_SUBJECTS = {"error": "output", "time": "attention", "memory": "attention"}
-
 
 class Contender(NamedTuple):
     """Measurements of one backend or baseline; None: not measured.
@@ -58,22 +55,6 @@ class Contender(NamedTuple):
         if quantity == "time_s":
             return None if self.time_s is None else self.time_s.median
         return self.peak_bytes
-
-
-class Verdict(NamedTuple):
-    """Whether a contender is both nearly exact and faster.
-
-    Attributes:
-        near: All nearly exact contenders except exact attention, by time.
-        both: Nearly exact on every layer, and faster by an interval below the time of exact attention.
-        alike: Nearly exact, with a time interval that overlaps that of exact attention.
-        fast: The faster contender with the smallest error.
-    """
-
-    near: tuple[Contender, ...]
-    both: tuple[Contender, ...]
-    alike: tuple[Contender, ...]
-    fast: Contender | None
 
 
 class Comparison(NamedTuple):
@@ -122,18 +103,15 @@ class Comparison(NamedTuple):
             )
         )
 
-    def verdict(self, max_error: float) -> Verdict:
-        """The contenders within `max_error` of exact attention and faster; requires exact attention."""
+    def near(self, max_error: float) -> list[Contender]:
+        """Nearly exact contenders except exact attention, by time."""
+        return [one for one in self.candidates if one.timed and one.worst <= max_error]
+
+    def faster(self, contenders: Iterable[Contender], side: int = 1) -> list[Contender]:
+        """Those whose time is significantly below that of exact attention; with side 0 the unclear ones."""
         exact = self.exact and self.exact.timed
-        speeds = [(one, time_ratio(one.timed, exact)) for one in self.candidates if one.timed and exact]
-        sides = {one.label: speed.side_of_one for one, speed in speeds}
-        near = tuple(one for one, _ in speeds if one.worst <= max_error)
-        return Verdict(
-            near=near,
-            both=tuple(one for one in near if sides[one.label] == 1),
-            alike=tuple(one for one in near if sides[one.label] == 0),
-            fast=nearest(one for one, speed in speeds if speed.side_of_one == 1),
-        )
+        speeds = [(one, time_ratio(one.timed, exact)) for one in contenders if one.timed and exact]
+        return [one for one, speed in speeds if speed.side_of_one == side]
 
 
 def nearest(contenders: Iterable[Contender]) -> Contender | None:
@@ -156,9 +134,9 @@ def comparisons(records: Iterable[Record]) -> tuple[Comparison, ...]:
         case = record.case
         # Errors depend on the kind of device only, costs on the device.
         key = (case.device.partition(":")[0], *(getattr(case, name) for name in _SHARED))
-        if case.of == _SUBJECTS.get(case.kind) and case.kind == "error":
+        if (case.kind, case.of) == ("error", "output"):
             errors.setdefault((case.inputs, key), []).append(record)
-        elif case.of == _SUBJECTS.get(case.kind):
+        elif case.kind in ("time", "memory") and case.of == "attention":
             costs.setdefault((case.inputs, key, case.threads, case.backward), []).append(record)
     return tuple(
         _comparison([*wrong, *group])

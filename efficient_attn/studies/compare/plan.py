@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from efficient_attn.errors import OptionError
+from efficient_attn.modules.options import positive_number
 from efficient_attn.problem import positive_count
 from efficient_attn.runner.isolation import DEFAULT_ISOLATION, DEFAULT_TIMEOUT_S
 from efficient_attn.runner.variants import YARDSTICK, Variant, select
@@ -68,8 +69,7 @@ def plan(
 
     Example: efficient-attn compare --inputs stitched --backend window,own.py:attend
     """
-    if not 0 < max_error < float("inf"):
-        raise OptionError(f"max_error is a finite number above 0, such as 0.1, not {max_error!r}.")
+    positive_number("max_error", max_error)
     positive_count("draws", draws)
     if seq_len is not None:
         positive_count("seq_len", seq_len)

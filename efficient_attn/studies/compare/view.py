@@ -94,30 +94,29 @@ def _verdict(one: Comparison, environment: Environment) -> str:
     if exact is None:
         return f"{place} exact attention was not measured, so nothing can be compared with it."
     everywhere = " on every layer" if len(single_names(case.inputs)) > 1 else ""
-    verdict = one.verdict(max_error)
-    load = disturbance([row.timed for row in (exact, *verdict.near) if row.timed], environment)
+    near = one.near(max_error)
+    load = disturbance([row.timed for row in (exact, *near) if row.timed], environment)
     finished = {row.label for row in one.contenders if row.failed or (row.error and row.timed)}
     left = not_measured(environment, finished)
     nothing = "nothing measured so far" if left else "nothing"
     both = f"both within {share} of exact{everywhere} and faster"
-    if not verdict.near:
+    if not near:
         text = f"{nothing} but exact is within {share} of it{everywhere}, whatever the times"
         text += f"; nearest: {_names([nearest(one.candidates)])}" if one.candidates else ""
     elif load is not None:
         text = f"it is open: {COULD_NOT_TELL} whether anything is {both}: {load}; {IDLE}. "
-        text += f"Within {share}, which no load changes: {_names(verdict.near)}"
-    elif verdict.both:
-        text = f"{both}: {_names(verdict.both, exact)}"
-    elif verdict.alike:
-        text = f"it is unclear whether anything is {both}: the times of "
-        text += f"{', '.join(row.label for row in verdict.alike)} and exact overlap; more --rounds "
-        text += "would settle it"
+        text += f"Within {share}, which no load changes: {_names(near)}"
+    elif faster := one.faster(near):
+        text = f"{both}: {_names(faster, exact)}"
+    elif alike := one.faster(near, side=0):
+        names = ", ".join(row.label for row in alike)
+        text = f"it is unclear whether anything is {both}: the times of {names} and exact overlap; more "
+        text += "--rounds would settle it"
     else:
         answer = "" if left else ", so exact is the answer"
-        text = (
-            f"{nothing} is {both}{answer}; nearest of the faster backends: {_names([verdict.fast], exact)}; "
-        )
-        text += f"of the backends within {share}: {_names(verdict.near[:1], exact)}"
+        fast = _names([nearest(one.faster(one.candidates))], exact)
+        text = f"{nothing} is {both}{answer}; nearest of the faster backends: {fast}; "
+        text += f"of the backends within {share}: {_names(near[:1], exact)}"
     return f"{place} {text}.{missing(left, environment)}"
 
 

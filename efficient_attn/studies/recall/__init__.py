@@ -4,21 +4,20 @@ from efficient_attn.runner.quantity import MATTERS, QUANTITIES, Quantity, settin
 from efficient_attn.studies.recall.plan import plan
 from efficient_attn.studies.study import Study
 
-ACCURACY = Quantity(
-    name="accuracy",
-    unit="share",
-    meaning="Share of right answers after training.",
-    better="more",
-    scatter="seeds",
-    threshold=MATTERS,
-)
 STUDY = Study(
     name="recall",
     plan=plan,
     folder=__name__,
     kinds=("recall",),
     quantities=(
-        ACCURACY,
+        Quantity(
+            name="accuracy",
+            unit="share",
+            meaning="Share of right answers after training.",
+            better="more",
+            scatter="seeds",
+            threshold=MATTERS,
+        ),
         setting("chance", "share", "Expected accuracy of a guess.", type="number"),
         setting("answers", "", "Number of answers behind the accuracy."),
         QUANTITIES["floats_read"],

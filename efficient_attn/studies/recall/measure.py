@@ -16,11 +16,9 @@ from torch import Tensor, nn
 
 from efficient_attn.backend import Backend
 from efficient_attn.calibration import calibrate
-from efficient_attn.measure import memory
 from efficient_attn.measure.checked import outputs_checked
 from efficient_attn.measure.error import exact_output, output_error
 from efficient_attn.runner import calls
-from efficient_attn.runner.accuracy import directions_of
 from efficient_attn.runner.record import Case, Record, replace
 from efficient_attn.runner.sizes import MEAN_OF_VALUES, SEED
 from efficient_attn.runner.variants import Variant
@@ -32,7 +30,6 @@ _TEST_BATCHES, _TEST_SEQUENCES = 4, 32
 
 # Calibration inputs: typical queries and keys before any step.
 CALIBRATED_ON = "the first batch, untrained"
-
 
 # The control that looks at nothing.
 MEAN = Variant(backend=MEAN_OF_VALUES, label=MEAN_OF_VALUES, target=calls.MEAN)
@@ -104,10 +101,10 @@ def _measured(case: Case, target: Any, course: Course) -> Record:
         case=case,
         chance=task.chance,
         floats_read=floats_read(model.backend, case),
-        num_directions=directions_of(model.backend),
-        parameter_bytes=memory.parameter_bytes(model.backend),
         calibrated_on=CALIBRATED_ON if calibrated else None,
-        **_untrained(model, task.draw(course.batch, seed=case.seed, stream=TESTED, number=0)),
+        output_relative_error=_untrained(
+            model, task.draw(course.batch, seed=case.seed, stream=TESTED, number=0)
+        ),
     )
     times_s, loss = _train(model, course, case.seed)
     # A microsecond is below the resolution of a timed step.
@@ -118,8 +115,8 @@ def _measured(case: Case, target: Any, course: Course) -> Record:
     return replace(record, accuracy=fmean(right), answers=len(right))
 
 
-def _untrained(model: Learner, sequences: Sequences) -> dict[str, Any]:
-    """The error against exact attention on the q, k, v of the block, and the state after one sequence."""
+def _untrained(model: Learner, sequences: Sequences) -> float:
+    """The error against exact attention on the q, k, v of the block."""
     seen: list[Tensor] = []
     hook = model.backend.register_forward_pre_hook(lambda module, inputs: seen.extend(inputs))
     with torch.no_grad():
@@ -129,14 +126,7 @@ def _untrained(model: Learner, sequences: Sequences) -> dict[str, Any]:
         q, k, v = seen
         problem = model.backend.problem
         exact = exact_output(q, k, v, scale=problem.factor, causal=problem.causal)
-        error = output_error(model.backend(q, k, v), exact).relative
-        state = None
-        if problem.causal and model.backend.spec.capabilities.streaming:
-            _, state = model.backend.extend(q[:1], k[:1], v[:1])
-    return {
-        "output_relative_error": error,
-        "state_bytes": None if state is None else memory.state_bytes(state),
-    }
+        return output_error(model.backend(q, k, v), exact).relative
 
 
 def _train(model: Learner, course: Course, seed: int) -> tuple[list[float], float | None]:

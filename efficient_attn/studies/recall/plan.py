@@ -7,10 +7,10 @@ from typing import Annotated, Any
 from efficient_attn.errors import OptionError
 from efficient_attn.problem import positive_count
 from efficient_attn.runner.predicted_bytes import predict_bytes
-from efficient_attn.runner.record import Case
 from efficient_attn.runner.units import parse_sizes
 from efficient_attn.runner.variants import DENSE, YARDSTICK, Variant, select
 from efficient_attn.studies import options as shared
+from efficient_attn.studies.costs import case_of
 from efficient_attn.studies.plan import Plan, Point
 from efficient_attn.studies.recall.task import Course, Task
 from efficient_attn.studies.study import Option
@@ -87,7 +87,7 @@ def plan(
 def _point(variant: Variant, same: Mapping[str, Any], course: Course) -> Point:
     from efficient_attn.studies.recall import measure
 
-    case = Case(kind="recall", backend=variant.backend, label=variant.label, options=variant.options, **same)
+    case = case_of(variant, kind="recall", **same)
     return Point(
         case=case,
         measure=partial(measure.measure, case, variant.target, course),

@@ -9,14 +9,11 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from efficient_attn.errors import OptionError
-from efficient_attn.modules.options import whole_number
+from efficient_attn.modules.options import positive_number, whole_number
 from efficient_attn.problem import positive_count
 
 # Training and test sequences come from random streams that share no number.
 LEARNED, TESTED = 0, 1
-
-# Number of distinct keys per pair of a sequence: some keys are always missing.
-_KEYS_FOR_A_PAIR = 2
 
 
 class Sequences(NamedTuple):
@@ -66,8 +63,8 @@ class Task:
 
     @property
     def keys(self) -> int:
-        """Number of distinct keys."""
-        return _KEYS_FOR_A_PAIR * self.pairs
+        """Number of distinct keys: half of them are missing from a sequence."""
+        return 2 * self.pairs
 
     @property
     def tokens(self) -> int:
@@ -120,8 +117,7 @@ class Course:
     def __post_init__(self) -> None:
         for name in ("steps", "batch"):
             positive_count(name, getattr(self, name))
-        if isinstance(self.rate, bool) or not 0 < self.rate < float("inf"):
-            raise OptionError(f"learning_rate is a finite number above 0, such as 0.01, not {self.rate!r}.")
+        positive_number("learning_rate", self.rate)
 
     @property
     def name(self) -> str:

@@ -1,26 +1,22 @@
 """Accuracy of recall after training as a table, in sentences and as a plot."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from efficient_attn.report.error_table import describe, show_error
+from efficient_attn.report.error_table import show_error
 from efficient_attn.report.figures import Axis, Chart, Plot, Series
-from efficient_attn.report.notes import failure_notes, setting
+from efficient_attn.report.notes import failure_notes, heading
 from efficient_attn.report.palette import MUTED, UNIFORM_STYLE, line_styles
 from efficient_attn.report.table import Table, three_digits
 from efficient_attn.runner.records import Record
-from efficient_attn.runner.units import show_bytes
+from efficient_attn.runner.sizes import sized
 from efficient_attn.stats.median import FEWEST_FOR_95
 from efficient_attn.studies.recall.analysis import Contest, Learned, contests
-from efficient_attn.studies.view import Environment, Plots
-
-_NONE = "–"
+from efficient_attn.studies.view import NOT_MEASURED, Environment, Plots
 
 # Accuracy from which a backend has learned the task.
 _LEARNED = 0.99
 
-# Errors below this numerical noise floor are not drawn.
-_ROUNDING = 1e-4
 _GREY_MARKS: tuple[Any, ...] = ((4, 1, 0), (4, 2, 0))
 
 
@@ -39,21 +35,15 @@ def sentences(records: Sequence[Record], environment: Environment | None = None)
     ]
 
 
-def heading(one: Contest) -> str:
-    """The task and the block: `recall, pairs 64, …; 88 tokens, 1 head of 32, …`."""
-    return f"{describe(one.case.inputs)}; {one.case.tokens} tokens, {setting(one.case)}"
-
-
 def show_accuracy(row: Learned) -> str:
     """`0.731 (0.702 to 0.760)`, `0.731, seeds 0.702 to 0.760`, or the reason why there is no accuracy."""
     found = row.accuracy
     if found is None:
-        return row.failed[0].status if row.failed else _NONE
-    if found.low is not None and found.high is not None:
-        return f"{found.mean:.3f} ({found.low:.3f} to {found.high:.3f})"
-    if row.seeds == 1:
-        return f"{found.mean:.3f}"
-    return f"{found.mean:.3f}, seeds {found.least:.3f} to {found.most:.3f}"
+        return row.failed[0].status if row.failed else NOT_MEASURED
+    mean, edges = f"{found.mean:.3f}", f"{found.low:.3f} to {found.high:.3f}"
+    if row.seeds >= FEWEST_FOR_95:
+        return f"{mean} ({edges})"
+    return mean if row.seeds == 1 else f"{mean}, seeds {edges}"
 
 
 def _table(one: Contest) -> Table:
@@ -61,31 +51,24 @@ def _table(one: Contest) -> Table:
         (
             row.label,
             show_accuracy(row),
-            _NONE if row.untrained is None else show_error(row.untrained),
-            _NONE if row.step_s is None else three_digits(row.step_s.median * 1e3),
-            _NONE if row.floats_read is None else str(row.floats_read),
-            _NONE if row.state_bytes is None else show_bytes(row.state_bytes),
+            NOT_MEASURED if row.untrained is None else show_error(row.untrained),
+            NOT_MEASURED if row.step_s is None else three_digits(row.step_s.median * 1e3),
+            NOT_MEASURED if row.first.floats_read is None else str(row.first.floats_read),
         )
         for row in one.rows
     )
-    columns = ("backend", "accuracy", "error untrained", "step, ms", "numbers read", "state")
-    return Table(f"Recall after training: {heading(one)}", columns, rows, tuple(_notes(one)))
+    columns = ("backend", "accuracy", "error untrained", "step, ms", "numbers read")
+    return Table(f"Recall after training: {heading(one.case)}", columns, rows, tuple(_notes(one)))
 
 
 def _notes(one: Contest) -> list[str]:
     seeds = [row.seeds for row in one.rows if row.seeds]
-    most, least = max(seeds, default=0), min(seeds, default=0)
-    brackets = "In brackets the 95 % interval for the mean over all seeds, whatever their distribution. "
-    none = (
-        f"No interval for fewer than {FEWEST_FOR_95} seeds (--seeds {FEWEST_FOR_95}): seeds learn or fail. "
-    )
     return [
-        f"accuracy: mean over {most} seed{'' if most == 1 else 's'}, on sequences that no model was trained "
-        f"on. {brackets * (most >= FEWEST_FOR_95)}{none * (least < FEWEST_FOR_95)}A guess is right in "
-        f"{one.rows[0].chance:.3g}.",
+        f"accuracy: mean over {max(seeds, default=0)} seeds, on sequences that no model was trained on. In "
+        "brackets the 95 % interval for the mean over all seeds, whatever their distribution; none for fewer "
+        f"than {FEWEST_FOR_95} (--seeds {FEWEST_FOR_95}). A guess is right in {one.rows[0].chance:.3g}.",
         "error untrained: ‖out − exact‖ / ‖exact‖ of the same block's q, k and v before the first step.",
-        "numbers read: by a query, per head: keys and values, mixtures, or a state of features. state: bytes "
-        "of the streaming state after one sequence, all heads together.",
+        "numbers read: by a query, per head: keys and values, mixtures, or a state of features.",
         f"Controls, which cannot see the pairs: {', '.join(row.label for row in one.controls) or 'none'}.",
         *failure_notes(record for row in one.rows for record in row.failed),
     ]
@@ -93,9 +76,9 @@ def _notes(one: Contest) -> list[str]:
 
 def _exact(one: Contest) -> str:
     if one.exact is None or one.exact.step_s is None:
-        return f"{heading(one)}: exact attention was not trained, so nothing can be compared with it."
+        return f"{heading(one.case)}: exact attention was not trained, so nothing can be compared with it."
     return (
-        f"{heading(one)}: after training exact attention is right in {show_accuracy(one.exact)} of its "
+        f"{heading(one.case)}: after training exact attention is right in {show_accuracy(one.exact)} of its "
         f"answers, at {three_digits(one.exact.step_s.median * 1e3)} ms a step; a guess is in "
         f"{one.exact.chance:.3g}."
     )
@@ -116,7 +99,7 @@ def _nearest(one: Contest) -> str:
     """Backends that learned the task, the fewest numbers read first; otherwise the most accurate one."""
     rows = [row for row in one.compared if row.accuracy and row.accuracy.mean >= _LEARNED]
     if rows:
-        rows.sort(key=lambda row: row.floats_read or 0)
+        rows.sort(key=lambda row: row.first.floats_read or 0)
         which = ", ".join(_read(row) for row in rows)
         return f"Accuracy {_LEARNED:g} or more after training, the fewest numbers read first: {which}."
     if not one.compared:
@@ -129,7 +112,7 @@ def _nearest(one: Contest) -> str:
 
 
 def _read(row: Learned) -> str:
-    return row.label if row.floats_read is None else f"{row.label} ({row.floats_read} numbers)"
+    return row.label if row.first.floats_read is None else f"{row.label} ({row.first.floats_read} numbers)"
 
 
 def plots(records: Sequence[Record], environment: Environment) -> Plots:
@@ -139,37 +122,32 @@ def plots(records: Sequence[Record], environment: Environment) -> Plots:
 
 
 def recall_plot(records: Sequence[Record]) -> Plot:
-    """Two charts for each task."""
+    """One chart for each task."""
     shown = contests(records)
+    several = len(shown) > 1
     return Plot(
         "Accuracy of recall after training",
-        f"{heading(shown[0]) if len(shown) == 1 else ''}\n"
-        "points: mean over seeds with its 95 % interval; dashed: guessing; dots: places of markers that are "
-        "moved sideways",
-        tuple((chart,) for one in shown for chart in _charts(one, heading(one) if len(shown) > 1 else "")),
+        f"{'' if several else heading(shown[0].case)}\n"
+        "points: mean over seeds with its 95 % interval, of fewer than six seeds with their range; dashed: "
+        "guessing; dots: places of markers that are moved sideways",
+        tuple((_chart(one, heading(one.case) if several else ""),) for one in shown),
     )
 
 
-def _charts(one: Contest, head: str) -> list[Chart]:
-    accuracy = Axis("accuracy after training", limits=(0, 1.04))
-    guess = Series("", (), (one.rows[0].chance,), UNIFORM_STYLE, entry="")
+def _chart(one: Contest, head: str) -> Chart:
     reads = Axis("state size per query and head, floats read", "log2", "{:.0f}".format)
-    errs = Axis("relative output error before training", "log", show_error)
-    by_state = _series(one, lambda row: row.floats_read)
-    by_error = _series(one, lambda row: row.untrained if (row.untrained or 0) > _ROUNDING else None)
-    return [
-        Chart(reads, accuracy, (guess, *by_state), title=head, apart=True),
-        Chart(errs, accuracy, (guess, *by_error), notes=("without exact attention",), apart=True),
-    ]
+    guess = Series("", (), (one.rows[0].chance,), UNIFORM_STYLE, entry="")
+    accuracy = Axis("accuracy after training", limits=(0, 1.04))
+    return Chart(reads, accuracy, (guess, *_series(one)), title=head, apart=True)
 
 
-def _series(one: Contest, x: Callable[[Learned], float | None]) -> list[Series]:
+def _series(one: Contest) -> list[Series]:
     """One for each backend over its sizes, with intervals over seeds; controls are grey."""
     controls = [row.label for row in one.controls]
     groups: dict[str, list[Learned]] = {}
-    for row in sorted(one.rows, key=lambda row: row.sized.size or 0):
+    for row in sorted(one.rows, key=lambda row: sized(row.case).size or 0):
         if row.accuracy is not None:
-            groups.setdefault(row.label if row.label in controls else row.sized.series, []).append(row)
+            groups.setdefault(row.label if row.label in controls else sized(row.case).series, []).append(row)
     named = {name: rows[0].case.backend for name, rows in groups.items() if name not in controls}
     styles = line_styles(sorted(named.items()))
     for number, label in enumerate(controls):
@@ -177,8 +155,8 @@ def _series(one: Contest, x: Callable[[Learned], float | None]) -> list[Series]:
         styles[label] = {"color": MUTED, "marker": mark, "linestyle": "none", "markersize": 7}
     made = []
     for name, rows in groups.items():
-        known = [(place, row.accuracy) for row in rows if (place := x(row)) and row.accuracy]
-        places, means = [place for place, _ in known], [accuracy.mean for _, accuracy in known]
-        low, high = ([accuracy.edges[side] for _, accuracy in known] for side in (0, 1))
+        known = [(place, row.accuracy) for row in rows if (place := row.first.floats_read) and row.accuracy]
+        places, accuracies = [place for place, _ in known], [accuracy for _, accuracy in known]
+        means, low, high = zip(*accuracies, strict=True) if known else ((), (), ())
         made.append(Series(name, places, means, styles[name], low, high, bars=True))
     return made

@@ -6,14 +6,22 @@ from functools import cached_property
 from statistics import fmean, stdev
 from typing import NamedTuple
 
+import numpy as np
+
 from efficient_attn.runner.records import Case, Record
 from efficient_attn.runner.sizes import MODEL, OWN
-from efficient_attn.stats.curves import YARDSTICK
-from efficient_attn.stats.rounds import Typical, call_time, time_ratio
+from efficient_attn.stats.curves import YARDSTICK, grouped
 
 KL, DISAGREEMENT, PERPLEXITY = "next_token_kl", "next_token_disagreement", "perplexity"
 MEAN_POOL, FIRST_TOKEN, HIDDEN = "mean_pool_distance", "first_token_distance", "hidden_relative_error"
-QUANTITIES = (KL, DISAGREEMENT, PERPLEXITY, MEAN_POOL, FIRST_TOKEN, HIDDEN)
+NAMES = {
+    KL: "divergence of the next token, nats",
+    DISAGREEMENT: "same likeliest token",
+    PERPLEXITY: "perplexity",
+    MEAN_POOL: "cosine, mean pool",
+    FIRST_TOKEN: "cosine, first token",
+    HIDDEN: "error of hidden states",
+}
 # Quantities that decide, in order of preference.
 _DECISIVE = (KL, MEAN_POOL, HIDDEN)
 
@@ -21,7 +29,7 @@ _DECISIVE = (KL, MEAN_POOL, HIDDEN)
 _ROUNDING = 1e-4
 
 # Upper bound on plausible measurements.
-LARGEST = 1e100
+_LARGEST = 1e100
 
 # Fields common to the cases of one swap.
 _SHARED = ("inputs", "tokens", "num_heads", "head_dim", "causal", "dtype", "device", "threads", "seed")
@@ -51,16 +59,6 @@ class SwapRow(NamedTuple):
     peak_bytes: int | None
     failed: tuple[Record, ...]
 
-    @property
-    def time_s(self) -> Typical | None:
-        return None if self.timed is None else call_time(self.timed)
-
-    def speed(self, own: "SwapRow | None") -> Typical | None:
-        """Speed-up over the original model; None if either was not timed."""
-        if self.timed is None or own is None or own.timed is None:
-            return None
-        return time_ratio(self.timed, own.timed)
-
     def spread(self, quantity: str) -> Spread | None:
         """Statistics of the quantity with all layers swapped."""
         return None if self.whole is None else spread(self.whole, quantity)
@@ -85,10 +83,10 @@ class Swap:
     quantity: str
     records: tuple[Record, ...]
 
-    @cached_property
-    def own(self) -> SwapRow | None:
-        """The original model."""
-        return next((row for row in self.rows if row.backend == OWN), None)
+    @property
+    def own(self) -> Record | None:
+        """The times of the original model."""
+        return next((row.timed for row in self.rows if row.backend == OWN), None)
 
     @cached_property
     def rounding(self) -> float:
@@ -103,7 +101,7 @@ class Swap:
         known = [(value.mean, row) for row in self.rows if (value := row.spread(self.quantity)) is not None]
         return sorted((pair for pair in known if pair[0] > self.rounding), key=lambda pair: pair[0])
 
-    @cached_property
+    @property
     def layers(self) -> tuple[int, ...]:
         """Layers that were swapped alone."""
         return tuple(sorted({layer for row in self.rows for layer in row.alone}))
@@ -111,33 +109,21 @@ class Swap:
 
 def swaps(records: Iterable[Record]) -> tuple[Swap, ...]:
     """One per model, set of texts and setting."""
-    groups: dict[tuple[object, ...], list[Record]] = {}
-    for record in {record.case.key: record for record in records if record.case.of == MODEL}.values():
-        groups.setdefault(tuple(getattr(record.case, name) for name in _SHARED), []).append(record)
-    return tuple(_swap(group) for group in groups.values())
-
-
-def by_text(record: Record, quantity: str) -> list[tuple[float, ...]]:
-    """The draws of each text; empty if not measured or if a draw has no number."""
-    draws, texts = getattr(record, f"{quantity}_draws") or (), record.texts or 1
-    seeds = len(draws) // texts
-    usable = record.status == "ok" and all(value is not None and value < LARGEST for value in draws)
-    if not usable or not seeds or seeds * texts != len(draws):
-        return []
-    return [draws[start : start + seeds] for start in range(0, len(draws), seeds)]
+    return tuple(map(_swap, grouped((one for one in records if one.case.of == MODEL), *_SHARED)))
 
 
 def spread(record: Record, quantity: str) -> Spread | None:
-    """Statistics of a quantity; None if `by_text` is empty."""
-    by_seed = [fmean(draws) for draws in zip(*by_text(record, quantity), strict=True)]
-    return Spread(fmean(by_seed), stdev(by_seed) if len(by_seed) > 1 else None) if by_seed else None
+    """Statistics of a quantity; None if not measured or if a draw has no number."""
+    draws, texts = getattr(record, f"{quantity}_draws") or (), record.texts or 1
+    usable = record.status == "ok" and all(value is not None and value < _LARGEST for value in draws)
+    if not usable or not draws or len(draws) % texts:
+        return None
+    by_seed = np.reshape(draws, (texts, -1)).mean(axis=0).tolist()
+    return Spread(fmean(by_seed), stdev(by_seed) if len(by_seed) > 1 else None)
 
 
 def _swap(records: Sequence[Record]) -> Swap:
-    groups: dict[str, list[Record]] = {}
-    for record in records:
-        groups.setdefault(record.case.label, []).append(record)
-    rows = sorted(map(_row, groups.values()), key=lambda row: row.backend != OWN)
+    rows = sorted(map(_row, grouped(records, "label")), key=lambda row: row.backend != OWN)
     known = [
         name for name in _DECISIVE if any(row.whole and getattr(row.whole, name) is not None for row in rows)
     ]

@@ -1,7 +1,7 @@
 """A model with the texts that it reads, and the backends that its attention is replaced by."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
@@ -27,10 +27,11 @@ from efficient_attn.integrations.transformers.swapping import (
     run,
     sites_of,
 )
+from efficient_attn.measure.texts import digest
 from efficient_attn.runner.records import Case
 from efficient_attn.runner.sizes import MEAN_OF_VALUES, MODEL
 from efficient_attn.runner.variants import YARDSTICK, Variant, select
-from efficient_attn.studies.swap.texts import digest
+from efficient_attn.studies.costs import case_of
 from efficient_attn.studies.workload import Workload
 
 # Length of the shipped texts, at which approximations begin to differ.
@@ -98,15 +99,7 @@ class Subject:
         ]
 
     def case(self, kind: str, variant: Variant, layer: int | None = None) -> Case:
-        return Case(
-            kind=kind,
-            backend=variant.backend,
-            label=variant.label,
-            options=variant.options,
-            of=MODEL,
-            layer=layer,
-            **self.shared,
-        )
+        return case_of(variant, kind=kind, of=MODEL, layer=layer, **self.shared)
 
 
 def load(model: Any, tokenizer: Any, name: str | None, workload: Workload) -> Opened:
@@ -136,15 +129,6 @@ def candidates(chosen: Sequence[Variant], subject: Subject) -> tuple[Variant, ..
     """
     exact = [variant for variant in chosen if variant.backend == YARDSTICK] or select([YARDSTICK])
     others = [variant for variant in chosen if variant.backend != YARDSTICK]
-    if any(site.kind == "sliding" for site in subject.sites.swapped):
-        # A sliding layer can have no window but its own, unless one was set.
-        window = {"window": subject.sites.swapped[0].pattern.window}
-        others = [
-            replace(one, options={**one.options, **window})
-            if one.label == one.backend and "window" in one.options
-            else one
-            for one in others
-        ]
     tokens, seed = subject.shared["tokens"], subject.shared["seed"]
     for one in others:
         if one.label != one.backend:

@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import Annotated, Any
 
 from efficient_attn.errors import OptionError
+from efficient_attn.measure.texts import Texts, named_texts, read_texts
 from efficient_attn.problem import positive_count
 from efficient_attn.runner.sizes import MEAN_OF_VALUES, MODEL, OWN, SEED
 from efficient_attn.runner.variants import YARDSTICK, Variant, select
@@ -13,7 +13,6 @@ from efficient_attn.stats.candidates import CANDIDATES
 from efficient_attn.studies import options as shared
 from efficient_attn.studies.plan import Plan, Point
 from efficient_attn.studies.study import Option
-from efficient_attn.studies.swap.texts import Texts, named_texts, read_texts
 from efficient_attn.studies.workload import Workload, settle
 
 # The default selection begins with the most similar models of results/epyc-2-cores/swap-encoder.
@@ -21,10 +20,6 @@ _MOST_SIMILAR = ("window-clusters", "window", "performer-full", "performer-oprf"
 
 # Calls of one measurement of memory: the checked call and the traced one.
 _MEMORY_CALLS = 2
-
-
-def _folder(text: str, *, name: str) -> Path:
-    return Path(text)
 
 
 def _is_layer(text: str, *, name: str) -> bool:
@@ -39,7 +34,7 @@ def plan(
         Option(
             help="Folder of a Hugging Face transformers model: config.json and safetensors.",
             metavar="MODEL_FOLDER",
-            parse=_folder,
+            parse=shared.parse_text,
             argument=True,
         ),
     ],
@@ -143,23 +138,15 @@ def _points(
             rounds=rounds if timed else None,
             label=f"{variant.label}, {kind}",
             group=kind,
-            # The original attention lasts as long as exact attention.
-            series=(variants[0] if variant is own else variant).label,
+            series=variant.label,
             calls=None if timed else _MEMORY_CALLS,
-            needs=None if variant is own else subject.case("swap", variant),
+            needs=subject.case("swap", variant),
         )
 
-    perplexity = subject.case("swap", own)
-    first = Point(
-        case=perplexity,
-        measure=partial(measure.own, perplexity, subject),
-        series=variants[0].label,
-        calls=texts,
-    )
+    every = (own, *variants)
     return [
-        *([first] if subject.predicts else []),
-        *map(distance, variants),
-        *(cost(kind, variant) for kind in ("time", "memory") for variant in (own, *variants)),
+        *map(distance, every),
+        *(cost(kind, variant) for kind in ("time", "memory") for variant in every),
         *(
             distance(variant, layer)
             for variant in variants

@@ -1,13 +1,27 @@
-"""Views of the records of converted models."""
+"""Models with their attention swapped: tables, sentences and the figure."""
 
 from collections.abc import Sequence
 
+from efficient_attn.report.error_table import show_error
+from efficient_attn.report.notes import calibration_note, failure_notes, heading
+from efficient_attn.report.table import Table, show_ratio, three_digits
 from efficient_attn.runner.records import Record
-from efficient_attn.runner.sizes import MODEL
+from efficient_attn.runner.sizes import MEAN_OF_VALUES, MODEL, OWN
+from efficient_attn.stats.candidates import missing, not_measured, operations_sentence
+from efficient_attn.stats.noise_warnings import IDLE, disturbance
+from efficient_attn.stats.rounds import time_ratio
+from efficient_attn.studies.swap.analysis import (
+    DISAGREEMENT,
+    FIRST_TOKEN,
+    MEAN_POOL,
+    NAMES,
+    PERPLEXITY,
+    Swap,
+    SwapRow,
+    swaps,
+)
 from efficient_attn.studies.swap.plot import swap_plot
-from efficient_attn.studies.swap.sentences import sentences as sentences
-from efficient_attn.studies.swap.tables import tables as tables
-from efficient_attn.studies.view import Environment, Plots
+from efficient_attn.studies.view import NOT_MEASURED, Environment, Plots, cost_cells
 
 
 def claim(records: Sequence[Record]) -> list[Record]:
@@ -18,3 +32,102 @@ def claim(records: Sequence[Record]) -> list[Record]:
 def plots(records: Sequence[Record], environment: Environment) -> Plots:
     """The only plot."""
     return {"swap": swap_plot(records)} if records else {}
+
+
+def tables(records: Sequence[Record], environment: Environment) -> list[Table]:
+    """All layers swapped; then each layer alone, where it was measured."""
+    return [table for one in swaps(records) for table in (_whole(one), *_alone(one))]
+
+
+def sentences(records: Sequence[Record], environment: Environment) -> list[str]:
+    """The nearest backend to each model, and backends that save no operations."""
+    found = []
+    for one in swaps(records):
+        found += [_nearest(one, environment), operations_sentence(one.records)]
+    return [sentence for sentence in found if sentence]
+
+
+def show_quantity(quantity: str, value: float) -> str:
+    """A distance as the cosine, a disagreement as the share of agreement, other quantities unchanged."""
+    if quantity == PERPLEXITY:
+        return three_digits(value)
+    if quantity == DISAGREEMENT:
+        return f"{100 * (1 - value):.1f} %"
+    return f"{1 - value:.4f}" if quantity in (MEAN_POOL, FIRST_TOKEN) else show_error(value)
+
+
+def _whole(one: Swap) -> Table:
+    wholes = [row.whole for row in one.rows if row.whole is not None]
+    measured = [name for name in NAMES if any(getattr(whole, name) is not None for whole in wholes)]
+    rows = tuple(
+        (
+            row.label,
+            *(_cell(row, quantity) for quantity in measured),
+            *cost_cells(row.timed, one.own, row.peak_bytes),
+        )
+        for row in one.rows
+    )
+    notes = (
+        "Against the same model with its own attention, all layers swapped, nothing trained afterwards. "
+        f"Means over {max((whole.texts or 1 for whole in wholes), default=1)} texts; ±: standard deviation "
+        "over draws of random features. Time and memory: one forward pass of the first text.",
+        f"{MEAN_OF_VALUES}: every query gets the same output, without any attention.",
+        *calibration_note(wholes),
+        *failure_notes(one.records),
+    )
+    names = (NAMES[quantity] for quantity in measured)
+    columns = ("backend", *names, "time, ms", "speed, own = 1", "peak memory, MiB")
+    return Table(f"Attention swapped: {heading(one.case)}", columns, rows, notes)
+
+
+def _cell(row: SwapRow, quantity: str) -> str:
+    """The mean and its standard deviation from draw to draw, or why there is none."""
+    found = row.spread(quantity)
+    if found is None:
+        return next((bad.status for bad in row.failed if bad.case.kind == "swap"), NOT_MEASURED)
+    shown = show_quantity(quantity, found.mean)
+    if not found.over_seeds:
+        return shown
+    return f"{shown} ±{(100 if quantity == DISAGREEMENT else 1) * found.over_seeds:.2g}"
+
+
+def _alone(one: Swap) -> list[Table]:
+    """The decisive quantity with each layer swapped alone."""
+    rows = []
+    for row in one.rows:
+        if alone := row.by_layer(one.quantity):
+            shown = {layer: show_quantity(one.quantity, value) for layer, value in alone.items()}
+            rows.append((row.label, *(shown.get(layer, NOT_MEASURED) for layer in one.layers)))
+    if not rows:
+        return []
+    columns = ("backend", *(f"layer {layer}" for layer in one.layers))
+    title = f"One layer swapped, {NAMES[one.quantity]}: {heading(one.case)}"
+    return [Table(title, columns, tuple(rows), ("The other layers keep the model's own attention.",))]
+
+
+def _nearest(one: Swap, environment: Environment) -> str:
+    near = [(mean, row) for mean, row in one.changed if row.backend not in (OWN, MEAN_OF_VALUES)]
+    left = not_measured(environment, {row.label for row in one.rows if row.whole is not None or row.failed})
+    if not near:
+        return missing(left, environment).strip()
+    value, row = near[0]
+    plainest = next((mean for mean, other in one.changed if other.backend == MEAN_OF_VALUES), float("inf"))
+    worse = [other.label for mean, other in near if mean >= plainest]
+    no_nearer = f" No nearer than the mean of the values: {', '.join(worse)}." if worse else ""
+    return (
+        f"With all its attention swapped, {one.case.inputs} stays nearest to itself with {row.label}"
+        f"{' among the candidates measured so far' if left else ''}: {NAMES[one.quantity]} "
+        f"{show_quantity(one.quantity, value)}{_speed(one, row, environment)}.{no_nearer}"
+        f"{missing(left, environment)}"
+    )
+
+
+def _speed(one: Swap, row: SwapRow, environment: Environment) -> str:
+    """The speed-up of the model, unless the load or the intervals of both times leave it open."""
+    if row.timed is None or one.own is None:
+        return ""
+    if (load := disturbance(one.records, environment)) is not None:
+        return f"; how fast, the times do not show now: {load}; {IDLE}"
+    ratio = time_ratio(row.timed, one.own)
+    unclear = "" if ratio.side_of_one else ", which leaves open whether it is faster"
+    return f", {show_ratio(ratio)} as fast as before{unclear}"

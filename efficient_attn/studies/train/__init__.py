@@ -1,6 +1,6 @@
 """Training of small language models that differ by their attention alone."""
 
-from efficient_attn.runner.quantity import MATTERS, MATTERS_OF_BITS, QUANTITIES, Quantity, setting
+from efficient_attn.runner.quantity import MATTERS, MATTERS_OF_BITS, Quantity, setting
 from efficient_attn.studies.study import Study
 from efficient_attn.studies.train.plan import plan
 
@@ -45,7 +45,6 @@ STUDY = Study(
             samples="held_out_bits_per_byte_windows",
             entry="last",
         ),
-        QUANTITIES["state_bytes"],
     ),
     budget="280s",
 )

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from efficient_attn.runner.records import Record
-from efficient_attn.runner.variants import YARDSTICK
+from efficient_attn.stats.curves import YARDSTICK, grouped
 
 # Normal 95 % quantile; means over windows are nearly normal.
 _NORMAL_95 = 1.96
@@ -71,10 +71,7 @@ class TrainingRun(NamedTuple):
 
 def training_runs(records: Iterable[Record]) -> tuple[TrainingRun, ...]:
     """One per text, model size and seed."""
-    groups: dict[tuple[object, ...], list[Record]] = {}
-    for record in {record.case.key: record for record in records if record.case.kind == "train"}.values():
-        groups.setdefault(tuple(getattr(record.case, name) for name in _SHARED), []).append(record)
-    return tuple(map(_run, groups.values()))
+    return tuple(map(_run, grouped((one for one in records if one.case.kind == "train"), *_SHARED)))
 
 
 def _run(records: list[Record]) -> TrainingRun:

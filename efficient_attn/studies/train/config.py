@@ -1,19 +1,28 @@
-"""Configuration that all models of a training run share, and each model before its first step."""
+"""Configuration that all models of a training run share, each model before its first step, and its update."""
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import Tensor, nn
 
-from efficient_attn.errors import OptionError
-from efficient_attn.modules.options import whole_number
+from efficient_attn.modules.options import positive_number, whole_number
 from efficient_attn.problem import positive_count
 from efficient_attn.runner.records import Case
 from efficient_attn.runner.sizes import SEED
 from efficient_attn.runner.variants import Variant
+from efficient_attn.studies.costs import case_of
 from efficient_attn.transformer.language_model import LanguageModel
+
+# AdamW (Loshchilov and Hutter 2019) with the second beta that language models are commonly trained with.
+_BETAS = (0.9, 0.95)
+# The longest gradient: a batch that a model gets very wrong moves it no farther than others do.
+_LONGEST_GRADIENT = 1.0
+# Steps up to the peak learning rate.
+WARMUP = 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,8 +32,7 @@ class TrainConfig:
     Attributes:
         tokens: Bytes of a window.
         batch: Windows of a step.
-        positions: Position encoding, as for `Encoder`.
-        learning_rate: Peak, after `warmup` steps; it then falls with the root of the step.
+        learning_rate: Peak, after the warm-up; it then falls with the root of the step.
         every: Steps from one evaluation, and one checkpoint, to the next.
         windows: Held-out windows of an evaluation.
         seed: Random seed of weights, batches and features.
@@ -35,9 +43,7 @@ class TrainConfig:
     model_dim: int
     num_heads: int
     num_layers: int
-    positions: str
     learning_rate: float
-    warmup: int
     every: int
     windows: int
     seed: int
@@ -45,11 +51,10 @@ class TrainConfig:
     threads: int
 
     def __post_init__(self) -> None:
-        for name in ("tokens", "batch", "model_dim", "num_heads", "num_layers", "warmup", "every", "windows"):
+        for name in ("tokens", "batch", "model_dim", "num_heads", "num_layers", "every", "windows"):
             positive_count("seq_len" if name == "tokens" else name, getattr(self, name))
         whole_number("seed", self.seed)
-        if not 0 < self.learning_rate < float("inf"):
-            raise OptionError(f"learning_rate is a finite number above 0, not {self.learning_rate!r}.")
+        positive_number("learning_rate", self.learning_rate)
 
 
 def build_model(variant: Variant, config: TrainConfig) -> LanguageModel:
@@ -63,20 +68,18 @@ def build_model(variant: Variant, config: TrainConfig) -> LanguageModel:
             config.num_heads,
             variant.target,
             num_layers=config.num_layers,
-            positions=config.positions,
+            positions="rotary",
             max_tokens=config.tokens,
             seed=seed,
             **options,
         )
 
 
-def case_of(variant: Variant, text: str, config: TrainConfig) -> Case:
+def curve_case(variant: Variant, text: str, config: TrainConfig) -> Case:
     """The case of a variant's learning curve."""
-    return Case(
+    return case_of(
+        variant,
         kind="train",
-        backend=variant.backend,
-        label=variant.label,
-        options=variant.options,
         of="encoder",
         layers=config.num_layers,
         batch=config.batch,
@@ -99,3 +102,42 @@ def seeded(seed: tuple[int, ...]) -> Iterator[None]:
     with torch.random.fork_rng(devices=()):
         torch.default_generator.manual_seed(int(np.random.SeedSequence(seed).generate_state(1)[0]))
         yield
+
+
+def optimiser(model: nn.Module, *, weight_decay: float = 0.1) -> torch.optim.AdamW:
+    """AdamW over the parameters of a model; vectors (biases, norms) do not decay."""
+    parameters = list(model.parameters())
+    groups = [
+        {"params": [one for one in parameters if one.ndim > 1], "weight_decay": weight_decay},
+        {"params": [one for one in parameters if one.ndim <= 1], "weight_decay": 0.0},
+    ]
+    made = torch.optim.AdamW(groups, lr=1.0, betas=_BETAS)
+    for one in parameters:
+        # The state that the first step would make: a checkpoint has the same tensors at any time.
+        zeros = {name: torch.zeros_like(one) for name in ("exp_avg", "exp_avg_sq")}
+        made.state[one] = {"step": torch.tensor(0.0), **zeros}
+    return made
+
+
+def rate_at(step: int, *, peak: float, warmup: int) -> float:
+    """peak · min(step/warmup, √(warmup/step)), steps from 1 on (Vaswani et al. 2017, eq. 3).
+
+    It does not know when training ends, so that a run may always be taken further.
+    """
+    return peak * min(step / warmup, math.sqrt(warmup / step))
+
+
+def update(model: nn.Module, optimiser: torch.optim.Optimizer, loss: Tensor, *, rate: float) -> bool:
+    """One step of the optimiser at this rate, down the gradient of the loss; whether it was made.
+
+    A gradient that is not finite changes nothing.
+    """
+    optimiser.zero_grad()
+    loss.backward()
+    length = nn.utils.clip_grad_norm_(model.parameters(), _LONGEST_GRADIENT)
+    if not length.isfinite():
+        return False
+    for group in optimiser.param_groups:
+        group["lr"] = rate
+    optimiser.step()
+    return True

@@ -41,11 +41,7 @@ def plan(
     model_dim: Annotated[int, Option(help="Dimension of all heads together.", least=1)] = 64,
     num_heads: shared.NumHeads = 4,
     num_layers: Annotated[int, Option(help="Blocks of a model.", flag="--layers", least=1)] = 2,
-    positions: Annotated[
-        str, Option(help="Position encoding.", metavar="rotary|sinusoidal|learned")
-    ] = "rotary",
     learning_rate: shared.LearningRate = 0.01,
-    warmup: Annotated[int, Option(help="Steps up to the peak learning rate.", least=1)] = 20,
     every: Annotated[int, Option(help="Steps from one evaluation and checkpoint to the next.", least=1)] = 20,
     windows: Annotated[int, Option(help="Held-out windows of an evaluation.", least=2)] = 64,
     device: shared.Device = "cpu",
@@ -71,20 +67,21 @@ def plan(
         model_dim=model_dim,
         num_heads=num_heads,
         num_layers=num_layers,
-        positions=positions,
         learning_rate=learning_rate,
-        warmup=warmup,
         every=every,
         windows=windows,
         seed=seed,
         device=machine.device,
         threads=machine.threads or 1,
     )
-    rounds = _rounds(steps, every)
+    if steps is not None:
+        positive_count("steps", steps)
+    if steps is not None and steps % every:
+        raise OptionError(f"steps={steps} does not end with an evaluation; name a multiple of every={every}.")
     chosen = variants(backends, size=size, options=options, exclude=exclude)
     models = Rounds(chosen, read_text(text, tokens=seq_len), config)
     return Plan(
-        points=models.points(rounds),
+        points=models.points(_UNLIMITED if steps is None else steps // every),
         device=config.device,
         settled={"device": config.device, "threads": config.threads},
         resources=models.training(),
@@ -117,21 +114,3 @@ def variants(
         return with_size(variant, option, size)
 
     return tuple(sorted(map(sized, chosen), key=lambda variant: variant.backend != YARDSTICK))
-
-
-def _rounds(steps: int | None, every: int) -> int:
-    """Number of evaluations up to a step.
-
-    Raises:
-        OptionError: If no evaluation follows it.
-    """
-    if steps is None:
-        return _UNLIMITED
-    positive_count("steps", steps)
-    if steps % every:
-        near = [count for count in (steps // every, steps // every + 1) if count]
-        allowed = " or ".join(str(count * every) for count in near)
-        raise OptionError(
-            f"steps={steps} does not end with an evaluation, one every {every} steps: {allowed}."
-        )
-    return steps // every

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from efficient_attn.errors import DataError
+from efficient_attn.measure.texts import read_text as read_file
 
 # One in ten files of the library, or the last tenth of a single text, is held out.
 _PARTS = 10
@@ -51,7 +52,7 @@ def read_text(path: str | Path | None, *, tokens: int) -> Text:
         parts = _library()
     else:
         name = PurePath(path).name
-        data = _bytes(Path(path))
+        data = read_file(Path(path), name="text", most_bytes=_MOST_BYTES).encode()
         end = len(data) - len(data) // _PARTS
         parts = data[:end], data[end:]
     size, needed = sum(map(len, parts)), _FEWEST_WINDOWS * (tokens + 1)
@@ -78,30 +79,6 @@ def batch_at(step: int, text: Text, *, seed: int, batch: int, tokens: int) -> np
     draw = np.random.default_rng((seed, step))
     starts = draw.integers(len(text.train) - tokens, size=batch)
     return np.stack([text.train[start : start + tokens + 1] for start in starts])
-
-
-def _bytes(path: Path) -> bytes:
-    """The bytes of a file that holds text."""
-    try:
-        size = path.stat().st_size
-        if size > _MOST_BYTES:
-            raise DataError(
-                f"text: {path} has {size} bytes; at most {_MOST_BYTES} are read. Take a part of it."
-            )
-        data = path.read_bytes()
-    except (OSError, ValueError) as error:
-        told = error.strerror if isinstance(error, OSError) else error
-        raise DataError(f"text: cannot read {path}: {told}.") from None
-    if (zero := data.find(b"\0")) >= 0:
-        raise DataError(f"text: {path} is no text: byte {zero} is zero. Give a file of text in UTF-8.")
-    try:
-        data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise DataError(
-            f"text: {path} is no text in UTF-8: byte {error.start} is {data[error.start]:#04x}. Convert it "
-            "first, for instance with: iconv -f latin1 -t utf-8."
-        ) from None
-    return data
 
 
 def _library() -> tuple[bytes, bytes]:

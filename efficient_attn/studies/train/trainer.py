@@ -7,7 +7,6 @@ interrupted anywhere goes on as if it had not been.
 import math
 import time
 from contextlib import nullcontext, suppress
-from functools import cached_property
 from typing import Annotated, NamedTuple
 
 import msgspec
@@ -16,15 +15,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from efficient_attn.backend import Backend
 from efficient_attn.calibration import calibrate
 from efficient_attn.contained import contained
-from efficient_attn.measure.checked import outputs_checked
-from efficient_attn.measure.memory import parameter_bytes, state_bytes
+from efficient_attn.measure.checked import backends_in, outputs_checked
+from efficient_attn.measure.memory import parameter_bytes
 from efficient_attn.runner.records import Record
 from efficient_attn.runner.variants import Variant
-from efficient_attn.studies.train.config import TrainConfig, build_model, case_of, seeded
-from efficient_attn.studies.train.optimiser import optimiser, rate_at, update
+from efficient_attn.studies.train.config import (
+    WARMUP,
+    TrainConfig,
+    build_model,
+    curve_case,
+    optimiser,
+    rate_at,
+    seeded,
+    update,
+)
 from efficient_attn.studies.train.text import Text, batch_at, windows
 from efficient_attn.transformer.language_model import LanguageModel
 
@@ -67,13 +73,15 @@ class Trainer:
 
     def __init__(self, variant: Variant, text: Text, config: TrainConfig) -> None:
         self.variant, self.text, self.config = variant, text, config
-        self.case = case_of(variant, text.name, config)
+        self.case = curve_case(variant, text.name, config)
         self.model = build_model(variant, config).to(config.device)
         self.progress = Progress()
         self.failed: str | None = None
         self._optimiser = optimiser(self.model)
         self._windows = self._ids(windows(text.held_out, config.windows, tokens=config.tokens))
-        self._calibrated = _calibrate(self.model, self._batch()[:, :-1])
+        calibrated = any(one.needs_calibration for one in backends_in(self.model))
+        self._calibrated_on = _CALIBRATED_ON if calibrated else None
+        calibrate(self.model, self._batch()[:, :-1])
 
     @property
     def step(self) -> int:
@@ -97,7 +105,7 @@ class Trainer:
         self.model.train()
         with seeded((config.seed, self.step)), nullcontext() if self.step else outputs_checked(self.model):
             loss = F.cross_entropy(self.model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
-            rate = rate_at(self.step + 1, peak=config.learning_rate, warmup=config.warmup)
+            rate = rate_at(self.step + 1, peak=config.learning_rate, warmup=WARMUP)
             if not loss.isfinite() or not update(self.model, self._optimiser, loss, rate=rate):
                 self.failed = f"loss or gradient of step {self.step + 1} are not finite"
                 return
@@ -147,22 +155,8 @@ class Trainer:
             held_out_bits_per_byte=tuple(point.held_out for point in curve),
             held_out_bits_per_byte_windows=tuple(self.progress.held_out),
             parameter_bytes=parameter_bytes(self.model),
-            state_bytes=self._state_bytes,
-            calibrated_on=self._calibrated,
+            calibrated_on=self._calibrated_on,
         )
-
-    # Asked for after every round, and always the same.
-    @cached_property
-    def _state_bytes(self) -> int | None:
-        """Bytes of the state of one sequence after a full window; None if the model cannot stream."""
-        if not all(one.spec.capabilities.streaming for one in _backends(self.model)):
-            return None
-        model, state = self.model.eval(), None
-        with torch.no_grad():
-            # In two parts: the state after one part may be a view of the whole projection.
-            for part in self._windows[:1, :-1].tensor_split([-1], dim=1):
-                _, state = model.extend(part, state) if part.numel() else (None, state)
-        return state_bytes(state)
 
     def _batch(self) -> Tensor:
         config = self.config
@@ -177,15 +171,3 @@ def _bits_per_byte(model: LanguageModel, ids: Tensor) -> Tensor:
     """The mean over each window [windows tokens+1], in float64."""
     nats = F.cross_entropy(model(ids[:, :-1]).mT, ids[:, 1:], reduction="none")
     return nats.double().mean(dim=-1).cpu() / math.log(2)
-
-
-def _backends(model: LanguageModel) -> list[Backend]:
-    return [one for one in model.modules() if isinstance(one, Backend)]
-
-
-def _calibrate(model: LanguageModel, ids: Tensor) -> str | None:
-    """Calibrate backends that need it on a batch; the name of the batch, None if no backend does."""
-    if not any(hasattr(one.core, "calibrate") for one in _backends(model)):
-        return None
-    calibrate(model, ids)
-    return _CALIBRATED_ON

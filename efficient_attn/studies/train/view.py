@@ -8,7 +8,7 @@ from efficient_attn.report.notes import failure_notes, setting
 from efficient_attn.report.palette import baseline_style, line_styles
 from efficient_attn.report.table import Table, three_digits
 from efficient_attn.runner.records import Record
-from efficient_attn.runner.units import show_bytes, show_seconds
+from efficient_attn.runner.units import show_seconds
 from efficient_attn.stats.curves import YARDSTICK
 from efficient_attn.stats.noise_warnings import IDLE, disturbance
 from efficient_attn.studies.train.analysis import Mean, TrainingCurve, TrainingRun, training_runs
@@ -19,7 +19,7 @@ _SHOWN_FROM = 0.2
 
 
 def tables(records: Sequence[Record], environment: Environment | None = None) -> list[Table]:
-    """One table per run: final bits per byte, speed and size of the streaming state."""
+    """One table per run: final bits per byte and speed."""
     return [_table(run) for run in training_runs(records)]
 
 
@@ -48,7 +48,6 @@ def _table(run: TrainingRun) -> Table:
         "beyond exact",
         f"in {common} each",
         "steps per s",
-        f"state after {run.curves[0].record.case.tokens} bytes",
     )
     windows = max(len(one.record.held_out_bits_per_byte_windows or ()) for one in run.curves)
     notes = (
@@ -68,7 +67,6 @@ def _cells(one: TrainingCurve) -> tuple[str, ...]:
         _difference(one.beyond_exact),
         "–" if one.at_common_time is None else f"{one.at_common_time:.3f}",
         "–" if speed is None else three_digits(speed),
-        "–" if one.record.state_bytes is None else show_bytes(one.record.state_bytes),
     )
 
 
