@@ -108,7 +108,7 @@ class Comparison(NamedTuple):
         return [one for one in self.candidates if one.timed and one.worst <= max_error]
 
     def faster(self, contenders: Iterable[Contender], side: int = 1) -> list[Contender]:
-        """Those whose time is significantly below that of exact attention; with side 0 the unclear ones."""
+        """Contenders that are significantly faster than exact attention; with side 0 the unclear ones."""
         exact = self.exact and self.exact.timed
         speeds = [(one, time_ratio(one.timed, exact)) for one in contenders if one.timed and exact]
         return [one for one, speed in speeds if speed.side_of_one == side]
