@@ -13,6 +13,7 @@ from efficient_attn.runner.layers import joint_name
 from efficient_attn.runner.record import Case
 from efficient_attn.runner.sizes import SEED
 from efficient_attn.runner.variants import YARDSTICK, Variant
+from efficient_attn.stats.candidates import exact_operations
 from efficient_attn.studies.costs import cost_points
 from efficient_attn.studies.plan import Point
 from efficient_attn.studies.workload import Workload
@@ -37,17 +38,24 @@ def points_of(
 ) -> list[Point]:
     """Errors of exact attention, the mean of V and the backends, the fewest operations first; then costs."""
     from efficient_attn.runner.accuracy import MEAN, error_case, measure_error, measure_mean
+    from efficient_attn.runner.counting import known_flops
 
     first, threads = subjects[0], workload.threads or 1
-    work = _work((*variants, MEAN), first)
+    entries = first.activations.q.numel()
+    work = {MEAN.label: float(entries)}
+    for variant in variants:
+        case = error_case(variant, first, "output")
+        # As many operations as exact attention for backends that count none.
+        work[variant.label] = known_flops(case, variant.target) or exact_operations(case)
     exact, *others = sorted(variants, key=lambda one: (one.backend != YARDSTICK, work[one.label]))
     points: list[Point] = []
     last: dict[str, Case] = {}
     for variant in (exact, MEAN, *others):
         measure = measure_mean if variant is MEAN else partial(measure_error, variant)
-        # The float64 output that all errors are computed from is computed with the first of them.
-        before = _EXACT * _exact_work(first) if variant is exact else 0.0
-        comparing = _COMPARING * first.activations.q.numel()
+        operations = work[variant.label] + _COMPARING * entries
+        if variant is exact:
+            # The float64 output that all errors are computed from is computed with the first of them.
+            operations += _EXACT * exact_operations(error_case(variant, first, "output"))
         for subject in subjects:
             case = error_case(variant, subject, "output", threads=threads)
             point = Point(
@@ -55,7 +63,7 @@ def points_of(
                 measure=partial(measure, subject=subject, draws=draws, threads=threads),
                 group="errors",
                 series=(variant.label, "error"),
-                cost=(draws if SEED in variant.options else 1) * (work[variant.label] + before + comparing),
+                cost=operations * (draws if SEED in variant.options else 1),
                 # After a failure the other layers are left out.
                 needs=last.get(variant.label),
             )
@@ -92,21 +100,3 @@ def handing_over(measurer: Measurer, subject: Any) -> Iterator[None]:
         write_given(path, subject)
         measurer.inputs = str(path)
         yield
-
-
-def _work(variants: Sequence[Variant], subject: Any) -> dict[str, float]:
-    """Operations of a call; as many as exact attention for backends that count none."""
-    from efficient_attn.runner.accuracy import error_case
-    from efficient_attn.runner.counting import known_flops
-
-    found = {}
-    for variant in variants:
-        few = float(subject.activations.q.numel()) if variant.target is None else _exact_work(subject)
-        found[variant.label] = known_flops(error_case(variant, subject, "output"), variant.target) or few
-    return found
-
-
-def _exact_work(subject: Any) -> float:
-    """Operations of exact attention."""
-    q = subject.activations.q
-    return 4.0 * q.numel() * subject.tokens

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 from efficient_attn.report.error_table import describe
 from efficient_attn.runner.records import Record
 from efficient_attn.runner.sizes import FORMER_BASELINES, MEAN_OF_VALUES, SEED, sized
+from efficient_attn.stats.curves import grouped
 from efficient_attn.stats.median import FEWEST_FOR_95, middle
 
 RELATIVE = "output_relative_error"
@@ -97,16 +98,13 @@ def quantity_in(records: Sequence[Record], wanted: str = RELATIVE) -> str:
 
 def panels(records: Iterable[Record], quantity: str) -> tuple[Panel, ...]:
     """One panel per input, in the order of the records; the last of equal cases counts."""
-    latest = {
-        record.case.key: record
+    measured = (
+        record
         for record in records
         if record.case.kind == "error" and record.case.backend not in FORMER_BASELINES
-    }
-    groups: dict[tuple[object, ...], list[Record]] = {}
-    for record in latest.values():
-        case = record.case
-        groups.setdefault((case.inputs, case.tokens, case.num_heads, case.head_dim), []).append(record)
-    return tuple(_panel(group, quantity) for group in groups.values())
+    )
+    groups = grouped(measured, "inputs", "tokens", "num_heads", "head_dim")
+    return tuple(_panel(group, quantity) for group in groups)
 
 
 def interval(points: Sequence[ErrorPoint]) -> str:
