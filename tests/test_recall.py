@@ -120,7 +120,6 @@ def test_a_batch_depends_on_its_numbers_and_on_nothing_else():
         ({"sizes": "many"}, "sizes cannot be 'many'"),
         ({"sizes": "1.5"}, "sizes cannot be '1.5'"),
         ({"backends": ["windw"]}, "Did you mean 'window'"),
-        ({"num_heads": 1, "head_dim": 9}, "num_heads=1 times head_dim=9 is odd"),
         ({"options": {"window": {"window": [4]}}, "backends": ["window"]}, "window=4 has no middle"),
         ({"resume": True}, "resume needs out"),
     ],

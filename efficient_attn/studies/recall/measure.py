@@ -43,7 +43,7 @@ class Learner(nn.Module):
         half = case.model_dim // 2
         self.queries = task.queries
         self.keys = nn.Embedding(task.keys + 1, half)
-        self.values = nn.Embedding(task.classes + 1, half)
+        self.values = nn.Embedding(task.classes + 1, case.model_dim - half)
         self.block = TransformerBlock(
             case.model_dim,
             case.num_heads,

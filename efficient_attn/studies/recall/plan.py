@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Annotated, Any
 
-from efficient_attn.errors import OptionError
 from efficient_attn.problem import positive_count
 from efficient_attn.runner.predicted_bytes import predict_bytes
 from efficient_attn.runner.units import parse_sizes
@@ -68,11 +67,6 @@ def plan(
             seed=seed,
         )
     )
-    if workload.model_dim % 2:
-        raise OptionError(
-            f"num_heads={num_heads} times head_dim={head_dim} is odd; one half of a token is its key, the "
-            "other its value."
-        )
     variants = _variants(backends, exclude, task, wanted, options, workload)
     same = {**vars(workload), "tokens": task.tokens, "inputs": course.name}
     # Seed by seed: an interrupted run has the same seeds of every backend.

@@ -64,7 +64,7 @@ def _table(one: Contest) -> Table:
 def _notes(one: Contest) -> list[str]:
     seeds = [row.seeds for row in one.rows if row.seeds]
     return [
-        f"accuracy: mean over {max(seeds, default=0)} seeds, on sequences that no model was trained on. In "
+        f"accuracy: mean over seeds ({max(seeds, default=0)}), on sequences that no model was trained on. In "
         "brackets the 95 % interval for the mean over all seeds, whatever their distribution; none for fewer "
         f"than {FEWEST_FOR_95} (--seeds {FEWEST_FOR_95}). A guess is right in {one.rows[0].chance:.3g}.",
         "error untrained: ‖out − exact‖ / ‖exact‖ of the same block's q, k and v before the first step.",
