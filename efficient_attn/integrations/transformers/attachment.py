@@ -21,7 +21,7 @@ from efficient_attn.integrations.transformers.attend import (
     attend_attached,
     attention_function,
 )
-from efficient_attn.integrations.transformers.attention_sites import AttentionSite, find_sites
+from efficient_attn.integrations.transformers.attention_sites import AttentionSite, find_sites, ignored
 from efficient_attn.integrations.transformers.masks import make_mask
 from efficient_attn.registry import SPECS
 
@@ -228,6 +228,16 @@ def _build(
     if not isinstance(model, PreTrainedModel):
         raise DtypeError(f"model is a transformers model, not {type(model).__name__}.")
     sites = find_sites(model)
+    if rest := ignored(model):
+        path, kind = next(iter(rest.items()))
+        _log.warning(
+            "%d attention modules of %s stay as they are, since their code does not call transformers' "
+            "attention interface, such as %s (%s).",
+            len(rest),
+            type(model).__name__,
+            path,
+            kind,
+        )
     return sites, build_all(sites, choose(sites, backend, kinds, options), max_tokens, seed)
 
 

@@ -58,11 +58,40 @@ def find_sites(model: nn.Module) -> list[AttentionSite]:
     """
     sites = [_site(path, module) for path, module in _calling(model)]
     if not sites:
+        kinds = ", ".join(dict.fromkeys(ignored(model).values()))
         raise UnsupportedError(
-            f"No attention of this {type(model).__name__} goes through transformers' attention interface; "
-            "no backend can be attached."
+            f"No attention of this {type(model).__name__} goes through transformers' attention interface"
+            f"{f' ({kinds})' if kinds else ''}; no backend can be attached."
         )
     return sites
+
+
+def ignored(model: nn.Module) -> dict[str, str]:
+    """Attention modules whose own code computes attention, whatever attn_implementation names.
+
+    Returns:
+        The class name of every such module, by its path; recognised by "Attention" in the name of the class.
+    """
+    calling = {path for path, _ in _calling(model)}
+    named = {path: type(m).__name__ for path, m in model.named_modules() if _is_attention(m)}
+    # A container of attention modules computes none itself.
+    containers = {parent for path in calling | named.keys() for parent in _parents(path)}
+    return {
+        path: kind
+        for path, kind in named.items()
+        if path not in calling | containers and not calling.intersection(_parents(path))
+    }
+
+
+def _is_attention(module: nn.Module) -> bool:
+    name = type(module).__name__.lower()
+    return "attention" in name and not name.endswith("output")
+
+
+def _parents(path: str) -> list[str]:
+    """The paths of all modules around a module."""
+    names = path.split(".")
+    return [".".join(names[:count]) for count in range(len(names))]
 
 
 def _calling(model: nn.Module) -> Iterator[tuple[str, Any]]:

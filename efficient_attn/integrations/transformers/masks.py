@@ -152,14 +152,18 @@ def make_mask(
     use_vmap: bool = False,
     **_: Any,
 ) -> Tensor:
-    """The mask function of all our attention functions; transformers calls it once per pattern."""
+    """The mask function of all our attention functions; transformers calls it once per pattern.
+
+    Raises:
+        UnsupportedError: If the model of the configuration ignores its attention function.
+    """
+    _check_heard(config)
     pattern = read_pattern(mask_function)
     keys = min(kv_length, int(q_offset) + q_length - kv_offset) if pattern.causal else kv_length
     key_mask = _real_keys(attention_mask, kv_offset, keys)
     shown = torch.ones(1, 1, dtype=torch.bool, device=device) if key_mask is None else key_mask
     entries = shown[:, None, None, :].expand(batch_size, 1, 1, keys).contiguous()
-    kind: Any = type(config)
-    added = not _reads_bool(kind)
+    added = not _reads_bool(_kind(config))
     if added:
         hidden = torch.finfo(dtype).min
         entries = torch.zeros_like(entries, dtype=dtype).masked_fill(~entries, hidden)
@@ -183,11 +187,31 @@ def make_mask(
     return Mask.made(entries, Visible(pattern, kv_offset, keys, key_mask), written)
 
 
+def _check_heard(config: Any) -> None:
+    """Refuse models whose own code computes attention, whatever attn_implementation names."""
+    name, kind = getattr(config, "_attn_implementation", None) or "", _kind(config)
+    if "." in name and not _hears(kind):
+        raise UnsupportedError(
+            f"{kind.__name__}: this model computes attention in its own code, so that "
+            f"attn_implementation={name!r} has no effect; use attn_implementation='eager'."
+        )
+
+
+def _kind(config: Any) -> Any:
+    return type(config)
+
+
 @cache
-def _reads_bool(config: type) -> bool:
-    """Whether models of a configuration accept the mask of sdpa, which is bool."""
+def _hears(config: Any) -> bool:
+    """Whether the model of a configuration calls the attention interface, as far as transformers knows."""
     known = MODEL_MAPPING.get(config, None)
-    return getattr(known, "_supports_sdpa", True)
+    return known is None or known._can_set_attn_implementation()
+
+
+@cache
+def _reads_bool(config: Any) -> bool:
+    """Whether models of a configuration accept the mask of sdpa, which is bool."""
+    return getattr(MODEL_MAPPING.get(config, None), "_supports_sdpa", True)
 
 
 def visible_in(mask: Any, queries: int, keys: int) -> Visible | None:
