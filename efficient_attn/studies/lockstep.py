@@ -18,7 +18,7 @@ class Lockstep(Loop):
     def __init__(self, plan: Plan, *, earlier: object, **of_run: Any) -> None:
         # A complete record may be continued: its point decides how many rounds are left.
         super().__init__(plan, earlier={}, **of_run)
-        self._told = plan.told
+        self._outcome = plan.outcome
         self._ended = 0
 
     def _measure_group(self, points: list[Point]) -> None:
@@ -65,7 +65,7 @@ class Lockstep(Loop):
                 done=measured,
                 total=measured + int(sum(map(int, rounds))),
                 remaining_s=min(left_s, predicted_s) if math.isfinite(predicted_s) else 0.0,
-                doing=self._told(record) if record is not None and self._told is not None else doing,
+                doing=self._outcome(record) if record is not None and self._outcome is not None else doing,
                 record=record,
             )
         )

@@ -68,7 +68,7 @@ class Plan:
         timeout_s: Seconds of one point, all its rounds together.
         resources: Context that is held open while points are measured.
         lockstep: Points advance together: a round is begun for all of them or for none.
-        told: Outcome of a record in the progress display; omitted: its status.
+        outcome: Outcome of a record in the progress display; omitted: its status.
         attach: The plan as it is continued in a folder, `attach(plan, folder, resume=…)`.
         budget_s: Seconds of measuring unless the run names others.
         overview: Tables of a request that measures nothing.
@@ -82,7 +82,7 @@ class Plan:
     timeout_s: float = math.inf
     resources: AbstractContextManager[Any] = field(default_factory=nullcontext)
     lockstep: bool = False
-    told: Callable[[Record], str] | None = None
+    outcome: Callable[[Record], str] | None = None
     attach: "Callable[..., Plan] | None" = None
     budget_s: float | None = None
     overview: "Sequence[Table]" = ()

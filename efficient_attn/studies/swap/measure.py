@@ -31,27 +31,18 @@ def distance(case: Case, variant: Variant, subject: Subject, *, draws: int) -> R
     return answer(case, lambda: _distance(case, variant, subject, draws))
 
 
-def time(case: Case, variant: Variant, subject: Subject, *, seconds: float) -> Record:
-    """One round of timed forward passes on the first text."""
+def cost(case: Case, variant: Variant, subject: Subject, *, seconds: float = 0.0) -> Record:
+    """One round of timed forward passes on the first text, or the peak memory of one."""
 
-    def timed() -> Record:
+    def measured() -> Record:
         with _replaced(variant, subject):
             call = partial(forward, subject.model, subject.texts[0])
-            first = outputs_checked(subject.model)(call)
-            return time_of(case, call, seconds=seconds, first=first, least=_FEWEST_CALLS)
+            checked = outputs_checked(subject.model)(call)
+            if case.kind == "memory":
+                return memory_of(case, call, first=checked)
+            return time_of(case, call, seconds=seconds, first=checked, least=_FEWEST_CALLS)
 
-    return answer(case, timed)
-
-
-def memory(case: Case, variant: Variant, subject: Subject) -> Record:
-    """Peak memory of one forward pass on the first text."""
-
-    def traced() -> Record:
-        with _replaced(variant, subject):
-            call = partial(forward, subject.model, subject.texts[0])
-            return memory_of(case, call, first=outputs_checked(subject.model)(call))
-
-    return answer(case, traced)
+    return answer(case, measured)
 
 
 def _distance(case: Case, variant: Variant, subject: Subject, draws: int) -> Record:

@@ -134,7 +134,7 @@ def _points(
         case, timed = subject.case(kind, variant), kind == "time"
         return Point(
             case=case,
-            measure=partial(measure.time if timed else measure.memory, case, variant, subject),
+            measure=partial(measure.cost, case, variant, subject),
             rounds=rounds if timed else None,
             label=f"{variant.label}, {kind}",
             group=kind,

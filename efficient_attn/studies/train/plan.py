@@ -57,7 +57,7 @@ def plan(
     Example: efficient-attn train --backend window,my_file.py:my_spec --budget 10m
     """
     from efficient_attn.studies.train.config import TrainConfig
-    from efficient_attn.studies.train.rounds import Rounds, told
+    from efficient_attn.studies.train.rounds import Rounds, outcome
     from efficient_attn.studies.train.text import read_text
 
     machine = settle(Workload(device=device, threads=threads, dtype="float32"))
@@ -86,7 +86,7 @@ def plan(
         settled={"device": config.device, "threads": config.threads},
         resources=models.training(),
         lockstep=True,
-        told=told,
+        outcome=outcome,
         attach=models.attach,
         budget_s=_BUDGET_S,
     )

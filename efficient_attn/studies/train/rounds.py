@@ -110,7 +110,7 @@ class Rounds:
                 save_checkpoint(self._folder, one)
 
 
-def told(record: Record) -> str:
+def outcome(record: Record) -> str:
     """The last evaluation of a model in the progress display."""
     label = record.case.label
     if record.status != "ok":

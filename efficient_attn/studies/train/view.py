@@ -12,7 +12,7 @@ from efficient_attn.runner.units import show_seconds
 from efficient_attn.stats.curves import YARDSTICK
 from efficient_attn.stats.noise_warnings import IDLE, disturbance
 from efficient_attn.studies.train.analysis import Mean, TrainingCurve, TrainingRun, training_runs
-from efficient_attn.studies.view import Environment, Plots
+from efficient_attn.studies.view import NOT_MEASURED, Environment, Plots
 
 # The first evaluations are far above all others; from this share of a curve on it has to fit on the axis.
 _SHOWN_FROM = 0.2
@@ -41,14 +41,7 @@ def heading(run: TrainingRun) -> str:
 
 def _table(run: TrainingRun) -> Table:
     common = "…" if run.common_s is None else show_seconds(run.common_s)
-    columns = (
-        "backend",
-        "steps",
-        "bits per byte",
-        "beyond exact",
-        f"in {common} each",
-        "steps per s",
-    )
+    columns = ("backend", "steps", "bits per byte", "beyond exact", f"in {common} each", "steps per s")
     windows = max(len(one.record.held_out_bits_per_byte_windows or ()) for one in run.curves)
     notes = (
         f"On text that was held out; ± is the 95 % interval of the mean over {windows} windows of it, of "
@@ -62,11 +55,11 @@ def _cells(one: TrainingCurve) -> tuple[str, ...]:
     speed = one.steps_per_s
     return (
         one.label,
-        str(one.steps[-1]) if one.steps else "–",
-        "–" if one.final is None else f"{one.final.value:.3f} ±{one.final.half:.3f}",
+        str(one.steps[-1]) if one.steps else NOT_MEASURED,
+        NOT_MEASURED if one.final is None else f"{one.final.value:.3f} ±{one.final.half:.3f}",
         _difference(one.beyond_exact),
-        "–" if one.at_common_time is None else f"{one.at_common_time:.3f}",
-        "–" if speed is None else three_digits(speed),
+        NOT_MEASURED if one.at_common_time is None else f"{one.at_common_time:.3f}",
+        NOT_MEASURED if speed is None else three_digits(speed),
     )
 
 
@@ -80,16 +73,15 @@ def _by_steps(run: TrainingRun) -> str | None:
         return None
     bits = f"{exact.final.value:.2f} bits per byte of held-out text"
     begin = f"After {exact.steps[-1]} steps exact attention is at {bits}"
-    known = [(one.beyond_exact, one) for one in run.curves if one.beyond_exact is not None]
-    lower = [one for beyond, one in known if beyond.is_clear and beyond.value < 0]
-    alike = [one for beyond, one in known if not beyond.is_clear]
-    higher = [one for beyond, one in known if beyond.is_clear and beyond.value > 0]
-    told = [
-        f"lower: {_listed(lower)}" if lower else "nothing is lower" if known else "",
-        f"not significantly different: {_listed(alike)}" if alike else "",
-        f"higher: {_listed(higher)}" if higher else "",
-    ]
-    return "; ".join([begin, *filter(None, told)]) + "."
+    groups: dict[str, list[str]] = {"lower": [], "not significantly different": [], "higher": []}
+    for one in run.curves:
+        if (beyond := one.beyond_exact) is not None:
+            side = "lower" if beyond.value < 0 else "higher"
+            names = groups[side if beyond.is_clear else "not significantly different"]
+            names.append(f"{one.label} ({_difference(beyond)})")
+    return (
+        "; ".join([begin, *(f"{side}: {', '.join(names)}" for side, names in groups.items() if names)]) + "."
+    )
 
 
 def _by_time(run: TrainingRun, environment: Environment | None) -> str | None:
@@ -99,15 +91,11 @@ def _by_time(run: TrainingRun, environment: Environment | None) -> str | None:
     load = disturbance([one.record for one in run.curves], environment)
     if load is not None:
         return f"After equal time: could not tell on this machine now: {load}; {IDLE}."
-    told = [f"{one.label} ({bits:.2f})" for bits, one in sorted(known, key=lambda pair: pair[0])[:3]]
+    lowest = [f"{one.label} ({bits:.2f})" for bits, one in sorted(known, key=lambda pair: pair[0])[:3]]
     return (
         f"After {show_seconds(run.common_s)} of training each, which the fastest took for all its steps, the "
-        f"lowest are {', '.join(told)}."
+        f"lowest are {', '.join(lowest)}."
     )
-
-
-def _listed(curves: Sequence[TrainingCurve]) -> str:
-    return ", ".join(f"{one.label} ({_difference(one.beyond_exact)})" for one in curves)
 
 
 def training_plot(records: Sequence[Record]) -> Plot:
