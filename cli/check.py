@@ -1,9 +1,6 @@
 """`efficient-attn check`: kept and broken promises of a backend."""
 
-import os
-import sys
 from collections import Counter
-from contextlib import redirect_stdout
 from typing import Annotated, Any
 
 import typer
@@ -65,24 +62,25 @@ def check(
 
     Example: efficient-attn check my_file.py:my_attention --signature sdpa --causal --exact
     """
-    declared = {
-        "signature": signature or "plain",
+    promised: dict[str, Any] = {
+        "signature": signature,
         "layout": layout,
         "causal": causal,
         "key_mask": key_mask,
         "cross": cross,
         "grouped": grouped,
         "exact": exact,
-        "backward": backward,
     }
-    undeclared = (
-        signature is layout is None and not (causal or key_mask or cross or grouped or exact) and backward
-    )
+    declared = {name: value for name, value in promised.items() if value}
+    declared |= {} if backward else {"backward": False}
+    from efficient_attn.runner.checks import check_isolated
     from efficient_attn.runner.units import parse_seconds
 
     timeout_s = parse_seconds(timeout, name="--timeout")
     chosen = None if only is None else parse_names([only], name="--only")
-    records = _records(backend, chosen, seed, timeout_s, long, None if undeclared else declared)
+    records = check_isolated(
+        backend, seed=seed, only=chosen, timeout_s=timeout_s, long=long, declared=declared or None
+    )
     if as_json:
         console.put_json([record.as_dict() for record in records])
     else:
@@ -91,28 +89,6 @@ def check(
         counted = ", ".join(f"{number} {outcome}" for outcome, number in counts.items())
         console.put(f"{backend}: {counted}.")
     return exits.REGRESSION if any(record.failed for record in records) else exits.DONE
-
-
-def _records(
-    backend: str,
-    only: list[str] | None,
-    seed: int,
-    timeout_s: float,
-    long: bool,
-    declared: dict[str, Any] | None,
-) -> list[Any]:
-    if os.name == "posix":
-        from efficient_attn.runner.checks import check_isolated
-
-        return check_isolated(
-            backend, seed=seed, only=only, timeout_s=timeout_s, long=long, declared=declared
-        )
-    # Other systems have no process groups; the backend runs in this process.
-    from efficient_attn.testing import adapt, check_backend
-
-    tested = backend if declared is None else adapt(backend, **declared)
-    with redirect_stdout(sys.stderr):
-        return check_backend(tested, on_fail="collect", seed=seed, only=only, long=long)
 
 
 def _table(backend: str, records: list[Any]) -> Any:

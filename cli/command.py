@@ -89,7 +89,7 @@ def command_of(study: Study) -> Callable[..., None]:
                 force_resume=force_resume,
                 budget_s=budget_s,
                 command=command_line(),
-                plan_file=lambda made: as_plan(context, made.settled),
+                plan_file=lambda made: as_plan(context, made),
                 progress=None if quiet else console.show_step,
             )
         finish(results, options.get("backends"), folder=folder, as_json=to_stdout, quiet=quiet)
@@ -153,17 +153,9 @@ def _former(study: Study, given: dict[str, Any]) -> dict[str, Any]:
 
 def _points(plan: Any) -> Any:
     from efficient_attn.report.table import Table
-    from efficient_attn.runner.units import show_bytes
 
     rows = tuple(
-        (
-            point.case.label,
-            str(point.case.tokens),
-            point.case.kind,
-            "–" if point.predicted_bytes is None else show_bytes(point.predicted_bytes),
-            point.skip or "",
-        )
-        for point in plan.points
+        (point.case.label, str(point.case.tokens), point.case.kind, point.skip or "") for point in plan.points
     )
-    columns = ("backend", "tokens", "measured", "predicted bytes", "reason to skip")
+    columns = ("backend", "tokens", "measured", "reason to skip")
     return Table(f"{len(rows)} points; nothing was run", columns, rows, tuple(plan.notes))

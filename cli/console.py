@@ -74,11 +74,5 @@ def print_tables(tables: Sequence[Any]) -> None:
 
 def show_step(step: Any) -> None:
     """Print a line of progress to stderr for every finished point, with the predicted time left."""
-    if step.record is None:
-        return
-    case = step.record.case
-    place = "" if case.of == "attention" else f", {case.of}"
-    place += "" if case.layer is None else f", layer {case.layer}"
-    outcome = step.doing or f"{case.label}{place}, {case.tokens} tokens, {case.kind}: {step.record.status}"
     minutes, seconds = divmod(round(step.remaining_s), 60)
-    say(f"[{step.done}/{step.total}] {outcome}; {minutes}:{seconds:02} left")
+    say(f"[{step.done}/{step.total}] {step.outcome}; {minutes}:{seconds:02} left")

@@ -5,7 +5,6 @@ Flags of the command line take precedence, and every run writes the plan that re
 
 import json
 import tomllib
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -44,12 +43,11 @@ PlanOption = Annotated[
 ]
 
 
-def as_plan(context: typer.Context, settled: Mapping[str, Any]) -> str:
-    """The plan that repeats the running command.
-
-    Args:
-        settled: Values that the machine decided, such as the device, by parameter.
-    """
+def as_plan(context: typer.Context, made: Any) -> str:
+    """The plan file that repeats the running command, of which `made` is the plan."""
+    # Options that the machine may have decided.
+    settled = {name: getattr(one.case, name) for one in made.points[:1] for name in ("dtype", "threads")}
+    settled |= {"device": made.device}
     chosen = {
         key: settled.get(flag.name, context.params.get(flag.name)) for key, flag in _flags(context).items()
     }

@@ -10,11 +10,7 @@ from typing import Any
 
 
 class Ends:
-    """Signal that ended the command.
-
-    Attributes:
-        code: Exit code of the signal; None if there was none.
-    """
+    """Exit code of the signal that ended the command; None if there was none."""
 
     def __init__(self) -> None:
         self.code: int | None = None

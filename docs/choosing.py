@@ -110,7 +110,7 @@ accurate enough and faster. `--inputs FILE` takes [activations of your
 model](hugging-face.md#activations-of-your-model), `--backend exact,my_file.py:my_attention` your own
 attention; `efficient-attn bench --of block` measures the speed-up of a whole transformer block. `show`
 draws attention maps: a row per query, and above each panel the
-error of this head's output and the attention entropy, in nats.
+error of this head's output.
 
 ![Attention weights of six backends with the words on the axes](images/show.png)
 """

@@ -6,8 +6,14 @@ from contextlib import contextmanager
 from efficient_attn.runner import schema
 from efficient_attn.runner.quantity import FIELDS, KINDS, QUANTITIES
 from efficient_attn.runner.records import Case, Record, append
+from efficient_attn.stats.diff import compare_runs
 
 LENGTHS = (256, 512, 1024, 2048)
+
+
+def compare(old, new, **options):
+    """Two runs, one on each side."""
+    return compare_runs([tuple(old)], [tuple(new)], **options)
 
 
 def case(kind, label, tokens, **changes):

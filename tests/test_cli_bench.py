@@ -119,7 +119,7 @@ def test_an_interruption_keeps_what_was_measured_and_ends_with_130(undrawn, caps
 
 
 WRONG = [
-    (["--seq-len", "256:128:x2"], "--seq-len 256:128:x2 ends before it begins"),
+    (["--seq-len", "256:128:x2"], "--seq-len 256:128:x2 never grows"),
     (["--seq-len", "256", "512"], "Values are joined by commas, as in --backend a,b; '512' stands alone"),
     (["--backend", "nowhere.py:f"], "nowhere.py"),
     (["--set", "window.window=4"], "window"),

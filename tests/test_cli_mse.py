@@ -127,7 +127,7 @@ def test_the_predicted_duration_weighs_points_by_their_operations():
     [
         (["--size", "many"], "--size cannot be 'many'"),
         (["--size", "0"], "--size cannot be '0'"),
-        (["--size", "64:16:x2"], "--size 64:16:x2 ends before it begins"),
+        (["--size", "64:16:x2"], "--size 64:16:x2 never grows"),
         (["--norm", "0"], "--norm is made of finite numbers above 0, such as 0.5,1, not '0'"),
         (["--norm", "small"], "--norm is made of finite numbers above 0, such as 0.5,1, not 'small'"),
         (["--norm", "inf"], "--norm is made of finite numbers above 0, such as 0.5,1, not 'inf'"),

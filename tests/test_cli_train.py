@@ -48,7 +48,7 @@ def test_train_prints_progress_a_table_and_last_the_folder_of_its_files(folder, 
     }
     assert names <= {path.name for path in last.iterdir()}
     assert "Language models: text.txt, windows of 8 bytes" in out and "After 4 steps exact attention" in out
-    assert "[4/4] window(window=4), step 4: " in err and "bits per byte; " in err
+    assert "[2/2] window(window=4), step 4: " in err and "bits per byte; " in err
     assert "\x1b" not in out + err
 
 

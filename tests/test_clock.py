@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from efficient_attn.measure.clock import clock, empty_call_s, in_turns, sample, warm_up
+from efficient_attn.measure.clock import clock, in_turns, sample, warm_up
 from efficient_attn.runner import worker
 from efficient_attn.runner.records import Case
 
@@ -101,11 +101,6 @@ def test_warming_up_ends_when_three_calls_agree_or_the_limit_is_spent():
     falling = Scripted([1.0 * 0.94**i for i in range(9)])
     warm_up(None, falling, limit_s=5)
     assert len(falling.times_s) == 9 - 6
-
-
-def test_what_the_clock_itself_takes_is_the_median_of_calls_that_do_nothing():
-    assert empty_call_s(Scripted([1.0] * 9 + [2.0] * 11)) == 2.0
-    assert 0 < empty_call_s(clock("cpu")) < 1e-4
 
 
 def test_samples_fill_the_time_within_their_least_and_most():

@@ -5,13 +5,14 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from made_records import compare
 from simulate_diff import MODELS, autoregression, level, power, run, standard_error
 
 import efficient_attn as ea
 from efficient_attn.errors import OptionError
 from efficient_attn.runner.record import Record
 from efficient_attn.stats import significance
-from efficient_attn.stats.diff import FALSE_ALARMS, compare, compare_runs
+from efficient_attn.stats.diff import FALSE_ALARMS, compare_runs
 
 SHIFTS = ("runs shift by 5 %", "cases shift by 5 % in each run")
 COMPARISONS = 200

@@ -330,7 +330,7 @@ def test_a_run_that_was_cut_off_is_continued_and_another_model_is_refused(encode
     model = bert()
     model.bert.embeddings.word_embeddings.weight.data.mul_(2)
     other = saved(model, tmp_path / encoder.name)
-    with pytest.raises(DataError, match=r"the model's weights was .*, is "):
+    with pytest.raises(DataError, match=r"model.weights_sha256 was .*, is "):
         swap(other, ["window"], resume=True, **asked)
 
 

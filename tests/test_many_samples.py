@@ -33,7 +33,6 @@ def timed(rounds):
             times_s=tuple(1e-6 * tokens * noise(tokens, sum(sizes))),
             round_sizes=sizes,
             waited_s=0.0,
-            empty_call_s=1e-7,
         )
         for label in ("exact", "window")
         for tokens in LENGTHS

@@ -9,7 +9,6 @@ import time
 import pytest
 
 from efficient_attn import bench
-from efficient_attn.measure import conditions
 from efficient_attn.measure.conditions import between, moment, waited_s
 from efficient_attn.runner.records import Case, Record
 from efficient_attn.stats.noise_warnings import DURING, doubts
@@ -20,10 +19,8 @@ QUIET = {
     "wall_s": 10.0,
     "others_share": 0.01,
     "stolen_share": 0.0,
-    "throttled_s": 0.0,
     "loop_before_s": 1e-3,
     "loop_after_s": 1.05e-3,
-    "gpu_slowed_by": None,
 }
 
 
@@ -39,13 +36,13 @@ def record(times_s=STEADY * 4, *, label="window", tokens=256, **fields):
         device="cpu",
         threads=2,
     )
-    known = {"round_sizes": (len(times_s) // 4,) * 4, "waited_s": 0.0, "empty_call_s": 1e-7}
+    known = {"round_sizes": (len(times_s) // 4,) * 4, "waited_s": 0.0}
     return Record(case=case, times_s=tuple(times_s), **{**known, **fields})
 
 
 def test_a_quiet_run_raises_no_doubt():
     assert doubts([record()], {DURING: [QUIET]}) == []
-    assert doubts([record(round_sizes=None, waited_s=None, empty_call_s=None)]) == []
+    assert doubts([record(round_sizes=None, waited_s=None)]) == []
     assert (
         doubts([Record(case=record().case, status="error")], {DURING: [{**QUIET, "others_share": 1.0}]}) == []
     )
@@ -58,10 +55,6 @@ OF_RECORDS = {
         # deviation of the logarithms is half of log 1.3, and the interval four of them to either side.
         record(STEADY * 3 + tuple(1.3 * time_s for time_s in STEADY)),
         "Noisy: the interval of window at 256 tokens reaches 69% from the median; more --rounds",
-    ),
-    "too short": (
-        record(empty_call_s=0.03),
-        "Too short to be timed well: window at 256 tokens; the clock alone takes up to 3%; use a longer",
     ),
     "held up": (
         # A fifth of the time of two threads, 28 calls of about a second each.
@@ -87,9 +80,7 @@ def test_what_is_wrong_with_a_point_is_told_with_the_flag_that_helps(name):
     [
         ({"others_share": 0.3}, "Background load: other processes took 30% of all cores during the run"),
         ({"stolen_share": 0.1}, "Background load: the host gave 10% of all cores to other virtual machines"),
-        ({"throttled_s": 2.0}, "Throttled: a quota withheld the cores for 20% of the run; use"),
         ({"loop_after_s": 1.2e-3}, "Clock drift: a fixed loop took 20% longer after the run than before it"),
-        ({"gpu_slowed_by": ["hw_slowdown"]}, "Throttled: the GPU lowered its clock;"),
     ],
 )
 def test_what_the_machine_did_during_the_run_is_told(found, sentence):
@@ -98,11 +89,11 @@ def test_what_the_machine_did_during_the_run_is_told(found, sentence):
 
 
 def test_a_point_that_was_cut_short_and_a_long_list_of_points_are_told_briefly():
-    whole = [record(tokens=tokens, empty_call_s=1.0) for tokens in (16, 32, 64, 128)]
+    whole = [record(tokens=tokens, waited_s=50.0) for tokens in (16, 32, 64, 128)]
     short = record(STEADY * 2, label="slow", round_sizes=(7, 7))
     told = doubts([*whole, short])
     assert len(told) == 2
-    assert "window at 16, 32, 64 tokens and 1 more point;" in told[0]
+    assert "window at 16, 32, 64 tokens and 1 more point waited" in told[0]
     assert told[1].startswith("Few rounds: slow at 256 tokens")
 
 
@@ -166,32 +157,6 @@ def test_work_of_others_counts_and_work_of_ones_own_children_does_not():
     assert between(before, own)["others_share"] == 0.0
     found = between(before, others)
     assert found["others_share"] == pytest.approx(0.5) and found["stolen_share"] == pytest.approx(0.1)
-
-
-@pytest.mark.parametrize(
-    ("text", "seconds"),
-    [
-        ("usage_usec 5\nnr_throttled 2\nthrottled_usec 3000000\n", 3.0),
-        ("nr_periods 9\n", None),
-    ],
-)
-def test_control_groups_report_what_their_quota_withheld(tmp_path, monkeypatch, text, seconds):
-    file = tmp_path / "cpu.stat"
-    file.write_text(text)
-    monkeypatch.setattr(conditions, "_QUOTA", file)
-    assert conditions._throttled_s() == seconds
-
-
-def test_the_driver_of_a_gpu_is_asked_why_its_clock_is_low(monkeypatch):
-    asked = []
-    monkeypatch.setattr(
-        conditions, "ask", lambda command: asked.append(command) or "Active, Not Active, Not Active, Active"
-    )
-    before = moment()
-    assert between(before, before, device="cuda:1")["gpu_slowed_by"] == ["hw_slowdown", "sw_thermal_slowdown"]
-    assert "--id=1" in asked[0]
-    monkeypatch.setattr(conditions, "ask", lambda command: None)
-    assert between(before, before, device="cuda")["gpu_slowed_by"] is None
 
 
 def test_looking_at_the_machine_takes_little():

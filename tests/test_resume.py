@@ -111,7 +111,7 @@ def test_a_torn_last_line_is_dropped_with_a_notice_and_measured_again(folder):
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [
-        (("torch", "version"), "1.0", "torch was 1.0, is 2"),
+        (("torch", "version"), "1.0", "torch.version was 1.0, is 2"),
         (("processor",), "Abacus", "processor was Abacus, is "),
         (("processor",), None, "processor was unknown, is "),
     ],

@@ -4,9 +4,9 @@ import statistics
 from dataclasses import replace
 
 import pytest
+from made_records import compare
 
 from efficient_attn import bench
-from efficient_attn.stats.diff import compare
 
 OWN = """
 import torch

@@ -11,16 +11,11 @@ pytest.importorskip("efficient_attn_cli", reason="needs an installation, if only
 pytest.importorskip("pty", reason="there are no pseudo-terminals here")
 
 CODE = """
-from types import SimpleNamespace
 from efficient_attn.studies.loop import Step
 from efficient_attn_cli import console
 
-case = SimpleNamespace(
-    of="attention", label="a-backend(of=a, long=name)", tokens=65536, kind="time", layer=None
-)
-console.show_step(Step(done=0, total=2, remaining_s=90.0, doing=f"{case.label}, 65536 tokens, time"))
-record = SimpleNamespace(case=case, status="ok")
-console.show_step(Step(done=1, total=2, remaining_s=45.0, doing=None, record=record))
+outcome = "a-backend(of=a, long=name), 65536 tokens, time: ok"
+console.show_step(Step(done=1, total=2, remaining_s=45.0, outcome=outcome, record=None))
 """
 COMMAND = "from efficient_attn_cli.main import main; main()"
 

@@ -1,6 +1,5 @@
 """Timing of calls: raw samples after a warm-up, by the CPU's clock or CUDA events."""
 
-import statistics
 import time
 from collections import deque
 from collections.abc import Callable
@@ -14,8 +13,6 @@ Turn = TypeVar("Turn")
 # Warm-up ends when this many successive calls agree within this share of the fastest. Two calls are not
 # enough: a call that keeps getting slightly faster would pass.
 _AGREEING, _AGREEMENT = 3, 0.1
-
-_EMPTY_CALLS = 20
 
 
 def clock(device: str) -> Clock:
@@ -39,11 +36,6 @@ def warm_up(call: Call, time_call: Clock, *, limit_s: float, first: Call | None 
 
 def _agree(times_s: deque[float]) -> bool:
     return len(times_s) == _AGREEING and max(times_s) <= (1 + _AGREEMENT) * min(times_s)
-
-
-def empty_call_s(time_call: Clock) -> float:
-    """Overhead of the clock: the measured duration of an empty call, included in every sample."""
-    return statistics.median(time_call(lambda: None) for _ in range(_EMPTY_CALLS))
 
 
 def sample(call: Call, time_call: Clock, *, seconds: float, least: int, most: int) -> tuple[float, ...]:

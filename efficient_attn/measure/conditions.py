@@ -1,23 +1,15 @@
-"""Conditions on the machine during a measurement: background load, CPU steal, throttling, clock drift.
+"""Conditions on the machine during a measurement: background load, CPU steal, clock drift.
 
 The figures are approximate, and depend on the system; unknown figures are None.
 """
 
 import os
-import re
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from efficient_attn.measure.environment import ask
-
 # A fixed loop: long enough for the clock, short enough that one of the runs is not preempted.
 _LOOP_STEPS, _LOOPS = 20_000, 100
-
-_QUOTA = Path("/sys/fs/cgroup/cpu.stat")
-
-# Reasons for lowered GPU clocks, as named by nvidia-smi; idling is harmless.
-_GPU_REASONS = ("hw_slowdown", "hw_thermal_slowdown", "hw_power_brake_slowdown", "sw_thermal_slowdown")
 
 
 class Moment(NamedTuple):
@@ -26,7 +18,6 @@ class Moment(NamedTuple):
     Attributes:
         busy_s: Seconds of all cores in all processes; `own_s`: of this process and its finished children.
         stolen_s: CPU steal, seconds that the host gave to other virtual machines.
-        throttled_s: Seconds withheld by the quota of the control group.
         loop_s: Shortest duration of a fixed loop.
     """
 
@@ -34,7 +25,6 @@ class Moment(NamedTuple):
     own_s: float
     busy_s: float | None
     stolen_s: float | None
-    throttled_s: float | None
     loop_s: float
 
 
@@ -42,15 +32,15 @@ def moment() -> Moment:
     """Current counters and speed; takes about ten milliseconds."""
     loop_s = min(_time_of_the_loop() for _ in range(_LOOPS))
     busy_s, stolen_s = _processor_seconds()
-    return Moment(time.monotonic(), sum(os.times()[:4]), busy_s, stolen_s, _throttled_s(), loop_s)
+    return Moment(time.monotonic(), sum(os.times()[:4]), busy_s, stolen_s, loop_s)
 
 
-def between(before: Moment, after: Moment, *, device: str = "cpu") -> dict[str, Any]:
+def between(before: Moment, after: Moment) -> dict[str, Any]:
     """Conditions between two moments, in the form stored with the records.
 
     `others_share` and `stolen_share` are shares of the time of all cores.
     """
-    wall_s, own_s, busy_s, stolen_s, throttled_s, _ = (
+    wall_s, own_s, busy_s, stolen_s, _ = (
         None if then is None or now is None else now - then for then, now in zip(before, after, strict=True)
     )
     all_s = max(wall_s or 0.0, 1e-9) * (os.cpu_count() or 1)
@@ -59,10 +49,8 @@ def between(before: Moment, after: Moment, *, device: str = "cpu") -> dict[str, 
         # The system counts in hundredths of a second, so that the difference may be slightly negative.
         "others_share": None if busy_s is None else max(busy_s - (own_s or 0.0), 0.0) / all_s,
         "stolen_share": None if stolen_s is None else stolen_s / all_s,
-        "throttled_s": throttled_s,
         "loop_before_s": before.loop_s,
         "loop_after_s": after.loop_s,
-        "gpu_slowed_by": _gpu_slowed_by(device),
     }
 
 
@@ -92,23 +80,3 @@ def _processor_seconds() -> tuple[float | None, float | None]:
     except (OSError, ValueError, AttributeError):
         return None, None
     return user + nice + system + irq + softirq, stolen
-
-
-def _throttled_s() -> float | None:
-    try:
-        found = re.search(r"^throttled_usec (\d+)$", _QUOTA.read_text(), flags=re.MULTILINE)
-    except OSError:
-        return None
-    return int(found[1]) / 1e6 if found else None
-
-
-def _gpu_slowed_by(device: str) -> list[str] | None:
-    if not device.startswith("cuda"):
-        return None
-    index = device.partition(":")[2] or "0"
-    wanted = ",".join(f"clocks_throttle_reasons.{reason}" for reason in _GPU_REASONS)
-    answer = ask(["nvidia-smi", f"--id={index}", f"--query-gpu={wanted}", "--format=csv,noheader"])
-    if answer is None:
-        return None
-    states = answer.split(", ")
-    return [reason for reason, state in zip(_GPU_REASONS, states, strict=False) if state.strip() == "Active"]

@@ -15,7 +15,7 @@ from typing import Any
 VARIABLES = ("CUDA_VISIBLE_DEVICES", "KMP_AFFINITY", "MKL_NUM_THREADS", "OMP_NUM_THREADS", "OMP_PROC_BIND")
 PACKAGES = ("efficient-attn", "numpy", "torch", "transformers", "triton")
 
-# Time limit of a query to git or the GPU driver.
+# Time limit of a query to git.
 _PATIENCE_S = 5
 
 
@@ -104,8 +104,8 @@ def _git() -> dict[str, Any] | None:
     folder = Path(__file__).resolve().parents[2]
     if not (folder / ".git").exists():
         return None
-    commit = ask(["git", "-C", str(folder), "rev-parse", "HEAD"])
-    changes = ask(["git", "-C", str(folder), "status", "--porcelain", "--untracked-files=no"])
+    commit = _ask(["git", "-C", str(folder), "rev-parse", "HEAD"])
+    changes = _ask(["git", "-C", str(folder), "status", "--porcelain", "--untracked-files=no"])
     return None if commit is None else {"commit": commit, "clean": changes == ""}
 
 
@@ -115,7 +115,6 @@ def _torch() -> dict[str, Any]:
     blas = re.search(r"BLAS_INFO=(\w+)", torch.__config__.show())
     return {
         "version": torch.__version__,
-        "cuda": torch.version.cuda,
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "blas": blas[1] if blas else None,
         "threads": torch.get_num_threads(),
@@ -129,15 +128,10 @@ def _gpu(device: str) -> dict[str, Any] | None:
     import torch
 
     properties = torch.cuda.get_device_properties(device)
-    driver = ask(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"])
-    return {
-        "name": properties.name,
-        "memory_bytes": properties.total_memory,
-        "driver": driver.partition("\n")[0] if driver else None,
-    }
+    return {"name": properties.name, "memory_bytes": properties.total_memory, "cuda": torch.version.cuda}
 
 
-def ask(command: list[str]) -> str | None:
+def _ask(command: list[str]) -> str | None:
     """Output of a program; None if it is missing, fails or exceeds the time limit."""
     try:
         run = subprocess.run(command, capture_output=True, text=True, timeout=_PATIENCE_S, check=True)

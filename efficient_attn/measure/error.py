@@ -11,24 +11,17 @@ import torch
 from torch import Tensor
 
 from efficient_attn.ops.softmax.definition import softmax_attention
-from efficient_attn.shapes import Keys, Output, Queries, Values, Weights
+from efficient_attn.shapes import Keys, Output, Queries, Values
 
 # Scores are computed in blocks of rows, so that a long sequence never builds the whole float64 matrix.
 _ENTRIES_AT_ONCE = 1 << 23
 
 
 class OutputError(NamedTuple):
-    """Distance of an output from the exact one.
-
-    Attributes:
-        relative: ‖out − exact‖ / ‖exact‖ over all entries.
-        mse: Mean of (out − exact)² over all entries.
-        relative_by_head: The relative error of each head, [batch heads].
-    """
+    """‖out − exact‖ / ‖exact‖, and the mean of (out − exact)² over all entries."""
 
     relative: float
     mse: float
-    relative_by_head: Tensor
 
 
 def exact_output(q: Queries, k: Keys, v: Values, *, scale: float, causal: bool = False) -> Output:
@@ -55,22 +48,8 @@ def mean_of_values(q: Queries, v: Values, *, causal: bool = False) -> Output:
 def output_error(output: Output, exact: Output) -> OutputError:
     """‖out − exact‖ / ‖exact‖ and the mean squared error, in float64; `exact` from `exact_output`."""
     squares = (output.double() - exact).square()
-    norms = exact.square()
-    by_head = squares.sum(dim=(-2, -1)) / norms.sum(dim=(-2, -1))
-    return OutputError(
-        relative=float((squares.sum() / norms.sum()).sqrt()),
-        mse=float(squares.mean()),
-        relative_by_head=by_head.sqrt(),
-    )
-
-
-def entropy(weights: Weights) -> float | None:
-    """Attention entropy, mean over rows of −Σ_j A_ij log A_ij in nats; None if a weight is negative."""
-    weights = weights.double()
-    # Weights computed as sums may be slightly negative due to rounding.
-    if float(weights.min()) < -1e-6:
-        return None
-    return float(torch.special.entr(weights.clamp_min(0)).sum(dim=-1).mean())
+    relative = (squares.sum() / exact.square().sum()).sqrt()
+    return OutputError(relative=float(relative), mse=float(squares.mean()))
 
 
 def unsafe_rows(denominators: Tensor) -> float:

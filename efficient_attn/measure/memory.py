@@ -8,7 +8,6 @@ import functools
 import gc
 import os
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from efficient_attn.errors import UnsupportedError
@@ -20,16 +19,11 @@ CUDA_ALLOCATED = "cuda allocated"
 
 
 class Peak(NamedTuple):
-    """Bytes above the level before the call: at the peak, and still held by the result.
-
-    Attributes:
-        requested_bytes: Peak of the requested bytes, where the allocator rounds up.
-    """
+    """Bytes above the level before the call: at the peak, and still held by the result."""
 
     peak_bytes: int
     kept_bytes: int
     method: str
-    requested_bytes: int | None = None
 
 
 def peak(call: Call, *, device: str) -> Peak:
@@ -73,9 +67,11 @@ def _allocation_peak(call: Call) -> Peak:
     from torch.profiler import ProfilerActivity, profile
 
     gc.collect()
+    # The profiler's start-up messages are no output of ours.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     # Accumulating events would convert them to Python objects, which takes six times as long as reading them.
     settings: dict[str, Any] = {"profile_memory": True, "acc_events": False}
-    with _quiet_profiler(), profile(activities=[ProfilerActivity.CPU], **settings) as run:
+    with profile(activities=[ProfilerActivity.CPU], **settings) as run:
         result = call()
     sizes = [size for _, size in sorted(_allocations(run), key=lambda event: event[0])]
     del result
@@ -98,20 +94,6 @@ def _allocations(run: Any) -> Iterator[tuple[int, int]]:
             yield node.start_time_ns, node.extra_fields.alloc_size
 
 
-@contextmanager
-def _quiet_profiler() -> Iterator[None]:
-    """Suppress the profiler's start-up messages on stderr."""
-    name = "KINETO_LOG_LEVEL"
-    if name in os.environ:
-        yield
-        return
-    os.environ[name] = "99"
-    try:
-        yield
-    finally:
-        del os.environ[name]
-
-
 def _cuda_peak(call: Call, device: str) -> Peak:
     import torch
 
@@ -123,13 +105,9 @@ def _cuda_peak(call: Call, device: str) -> Peak:
     torch.cuda.synchronize(device)
     after = torch.cuda.memory_stats(device)
     del result
-    allocated, requested = "allocated_bytes.all", "requested_bytes.all"
-    return Peak(
-        after[f"{allocated}.peak"] - before[f"{allocated}.current"],
-        after[f"{allocated}.current"] - before[f"{allocated}.current"],
-        CUDA_ALLOCATED,
-        after[f"{requested}.peak"] - before[f"{requested}.current"],
-    )
+    level = before["allocated_bytes.all.current"]
+    highest, kept = (after[f"allocated_bytes.all.{name}"] - level for name in ("peak", "current"))
+    return Peak(highest, kept, CUDA_ALLOCATED)
 
 
 def tensors_in(value: Any) -> Iterator[Any]:

@@ -13,12 +13,7 @@ from efficient_attn.measure.memory import tensors_in
 
 
 class Operations(NamedTuple):
-    """Operation counts.
-
-    Attributes:
-        flops: Operations of all matrix products and convolutions.
-        sequential: Number of sequential operations: the longest chain of dependent products.
-    """
+    """Operations of all products, and the length of the longest chain of dependent ones."""
 
     flops: int
     sequential: int

@@ -48,19 +48,11 @@ def draw(
     width: float | None = None,
     style: str = "screen",
     labels: Mapping[str, str] | None = None,
-    ax: Any = None,
 ) -> list[Any]:
     """Draw the charts; their matplotlib axes, on a figure without the window that pyplot would open.
 
-    Args:
-        width: Width of the figure in inches, at which letters have their stated sizes.
-        style: `screen`, or `paper`: small letters and no title.
-        labels: {label: text in its place}.
-        ax: Axes for the only chart, instead of a new figure.
-
     Raises:
-        OptionError: If the axes are for several charts, there is no such style, or the width is no width for
-            letters or a screen.
+        OptionError: If there is no such style, or the width is no width for letters or a screen.
     """
     from matplotlib import rc_context
 
@@ -68,13 +60,6 @@ def draw(
         raise UnknownNameError("style", style, STYLES)
     sizes = STYLES[style]
     plot = plot.renamed(labels or {}).map_charts(Chart.drawable)
-    if ax is not None:
-        if len(plot.charts) != 1:
-            raise OptionError(f"ax is for one chart, and this plot has {len(plot.charts)}: leave it out.")
-        _draw_chart(ax, plot.charts[0], sizes)
-        _write_texts(ax, plot.charts[0], sizes)
-        move_apart(ax, plot.charts[0])
-        return [ax]
     width = WIDTH_INCHES if width is None else width
     if not _LEAST_WIDTH <= width <= _LARGEST_WIDTH:
         raise OptionError(
@@ -187,23 +172,19 @@ def _wrapped(text: str, inches: float, size: float) -> str:
 
 def _write_legend(figure: Any, plot: Plot, sizes: Style) -> int:
     """Write the legend below all charts, in columns; how many lines it takes."""
+    from matplotlib.lines import Line2D
     from matplotlib.textpath import TextPath
 
-    handles = [_handle(one) for one in plot.entries]
+    texts = [plain(short(one.text, _LONGEST_NAME)) for one in plot.entries]
+    handles = [Line2D([], [], **one.style, label=text) for one, text in zip(plot.entries, texts, strict=True)]
     if not handles:
         return 0
     # The widest text is among those of most letters; measuring a hundred takes as long as drawing them.
-    texts = sorted((one.get_label() or " " for one in handles), key=len)[-_MEASURED:]
-    longest = max(TextPath((0, 0), text, size=sizes.small).get_extents().width for text in texts)
+    measured = sorted((text or " " for text in texts), key=len)[-_MEASURED:]
+    longest = max(TextPath((0, 0), text, size=sizes.small).get_extents().width for text in measured)
     across = max(int(figure.get_figwidth() / ((longest + _HANDLE * sizes.small) * _POINT)), 1)
     figure.legend(handles=handles, loc="outside lower center", ncols=min(across, len(handles)))
     return -(-len(handles) // across) + 1
-
-
-def _handle(one: Series) -> Any:
-    from matplotlib.lines import Line2D
-
-    return Line2D([], [], **one.style, label=plain(short(one.text, _LONGEST_NAME)))
 
 
 def _draw_chart(ax: Any, chart: Chart, sizes: Style) -> None:

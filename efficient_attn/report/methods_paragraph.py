@@ -3,17 +3,12 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from efficient_attn.measure.memory import ALLOCATIONS, CUDA_ALLOCATED
 from efficient_attn.report.error_table import describe
 from efficient_attn.report.escape import plain
+from efficient_attn.report.notes import setting
 from efficient_attn.runner.records import Case, Record
 from efficient_attn.runner.units import show_bytes
 from efficient_attn.stats.rounds import CORRELATION
-
-_MEMORY = {
-    ALLOCATIONS: "every allocation and release that torch's CPU allocator reports",
-    CUDA_ALLOCATED: "the peak that torch's caching CUDA allocator reports",
-}
 
 # How each kind of record was measured.
 _METHODS = {
@@ -21,6 +16,8 @@ _METHODS = {
     "was spent; the backends were then interleaved within each length, in order and in reverse. Times are "
     "the median over rounds of each round's median, with Student's 95 % interval over the rounds of this "
     f"run, widened for neighbouring rounds that correlate by up to {CORRELATION}.",
+    "memory": "Peak memory is the most that a call held beyond its inputs and parameters, by every "
+    "allocation and release that torch's allocator reports.",
     "error": "Errors are relative Frobenius norms against softmax attention computed by its formula in "
     "float64 on the same inputs; for random features they are medians over independent draws.",
     "train": "Models were trained in turn, some steps of each, on the same batches and from the same weights "
@@ -44,10 +41,6 @@ def how_measured(records: Sequence[Record], environment: Mapping[str, Any]) -> s
     kinds = {record.case.kind for record in measured}
     parts = [_where(environment), _cases([record.case for record in records])]
     parts += [text for kind, text in _METHODS.items() if kind in kinds]
-    methods = {record.memory_method for record in measured if record.memory_method}
-    if methods:
-        ways = "; ".join(_MEMORY.get(method, method) for method in sorted(methods))
-        parts.append(f"Peak memory is the most that a call held beyond its inputs and parameters, by {ways}.")
     if len(measured) < len(records):
         failed = len(records) - len(measured)
         parts.append(f"{failed} of {len(records)} points could not be measured.")
@@ -86,34 +79,13 @@ def _where(environment: Mapping[str, Any]) -> str:
 
 
 def _cases(cases: Sequence[Case]) -> str:
-    tokens = sorted({case.tokens for case in cases})
-    return (
-        f"Taken was {_each(cases, _subject)} at {_listed(list(map(str, tokens)))} tokens, "
-        f"{_each(cases, _shape)}. Inputs, from seed {_each(cases, lambda case: str(case.seed))}: "
-        f"{_each(cases, lambda case: describe(case.inputs))}."
-    )
+    subjects = _each(cases, lambda case: f"{case.kind} of {case.of}")
+    tokens = _each(sorted(cases, key=lambda case: case.tokens), lambda case: case.tokens)
+    inputs = _each(cases, lambda case: f"{describe(case.inputs)} (seed {case.seed})")
+    return f"Measured quantities: {subjects} at {tokens} tokens; {_each(cases, setting)}. Inputs: {inputs}."
 
 
-def _shape(case: Case) -> str:
-    where = f"the CPU with {case.threads} threads" if case.device == "cpu" else case.device
-    return f"batch {case.batch}, heads {case.num_heads}, head_dim {case.head_dim}, {case.dtype} on {where}"
-
-
-def _subject(case: Case) -> str:
-    """`the forward pass of attention, causal`, `the error of output`."""
-    if case.kind == "train":
-        return f"the training of a language model of {case.layers} blocks"
-    passes = "the forward and backward pass" if case.backward else "the forward pass"
-    quantity = f"the {case.kind}" if case.kind in ("error", "recall") else passes
-    return f"{quantity} of {case.of}{', causal' if case.causal else ''}"
-
-
-def _each(cases: Sequence[Case], say: Callable[[Case], str]) -> str:
-    return _listed(list(dict.fromkeys(map(say, cases))))
-
-
-def _listed(parts: Sequence[str]) -> str:
-    """`a, b and c`; the first, the last and the count of more than twelve."""
-    if len(parts) > 12:
-        return f"{parts[0]} to {parts[-1]} ({len(parts)} in all)"
-    return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"
+def _each(cases: Sequence[Case], name: Callable[[Case], object]) -> str:
+    """The distinct names, joined by commas; the first, the last and the count of more than twelve."""
+    names = list(dict.fromkeys(str(name(case)) for case in cases))
+    return ", ".join(names) if len(names) <= 12 else f"{names[0]} to {names[-1]} ({len(names)} in all)"

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from efficient_attn.errors import UnknownNameError
 from efficient_attn.report.axes import draw
@@ -16,29 +16,15 @@ REPORT, SUMMARY, MARKDOWN = "report.html", "summary.csv", "tables.md"
 Figures = dict[tuple[str, str], Any]
 
 
-class Look(NamedTuple):
-    """How figures and tables are drawn.
-
-    Attributes:
-        labels: {name of a line or row: text in its place}.
-        width: Width of figures in inches, at which letters have their stated sizes; None: the default.
-        style: `screen`, or `paper`: small letters and no title.
-    """
-
-    labels: Mapping[str, str] = {}
-    width: float | None = None
-    style: str = "screen"
-
-
-def write_page(runs: Sequence[Run], path: Path, look: Look) -> Path:
-    """Write the page alone."""
-    runs = _renamed(runs, look.labels)
+def write_page(runs: Sequence[Run], path: Path, look: Mapping[str, Any]) -> Path:
+    """Write the page alone; `look` are arguments of `draw`."""
+    runs = _renamed(runs, look.get("labels") or {})
     return _write_page(runs, path, _figures(runs, look))
 
 
-def write_all(runs: Sequence[Run], folder: Path, look: Look) -> list[Path]:
+def write_all(runs: Sequence[Run], folder: Path, look: Mapping[str, Any]) -> list[Path]:
     """Write all files; of several runs each file begins with the run's label."""
-    runs = _renamed(runs, look.labels)
+    runs = _renamed(runs, look.get("labels") or {})
     figures = _figures(runs, look)
     begin = {run.label: f"{slug(run.label)}-" if len(runs) > 1 else "" for run in runs}
     paths = []
@@ -66,12 +52,10 @@ def _renamed(runs: Sequence[Run], labels: Mapping[str, str]) -> list[Run]:
     return [run._replace(tables=[one.renamed(labels) for one in run.tables]) for run in runs]
 
 
-def _figures(runs: Sequence[Run], look: Look) -> Figures:
+def _figures(runs: Sequence[Run], look: Mapping[str, Any]) -> Figures:
     """{(label of the run, name): figure}, each drawn once."""
     return {
-        (run.label, name): draw(plot, **look._asdict())[0].figure
-        for run in runs
-        for name, plot in run.plots.items()
+        (run.label, name): draw(plot, **look)[0].figure for run in runs for name, plot in run.plots.items()
     }
 
 

@@ -68,11 +68,8 @@ class Subject:
     ) -> "Subject":
         """Copies of the first tokens in a dtype on a device; inputs are never extended."""
         if tokens is not None and tokens > self.tokens:
-            shipped_name = self.name.startswith("encoder")
-            more = " Concatenated documents have 2048: inputs stitched." if shipped_name else ""
             raise OptionError(
                 f"{tokens} tokens are more than the {self.tokens} of {self.name}, which cannot be extended."
-                f"{more}"
             )
         tensors = (
             tensor[..., :tokens, :].to(dtype=getattr(torch, dtype), device=device).repeat(batch, 1, 1, 1)

@@ -80,8 +80,7 @@ class Measurer:
             answer = self._process.ask("measure", request, limit_s=max(self._timeout_s - spent_s, 0.0))
             return replace(parse(answer, "The answer"), case=case)
         except TimeoutError:
-            before = f", {show_seconds(spent_s)} of it in earlier rounds" if spent_s else ""
-            reason = f"took longer than {show_seconds(self._timeout_s)}{before} (raise it with --timeout)"
+            reason = f"took longer than {show_seconds(self._timeout_s)} (raise it with --timeout)"
             return Record(case=case, status="timeout", reason=reason)
         except CrashError as ending:
             return Record(case=case, status="crash", reason=str(ending))

@@ -1,7 +1,7 @@
 """Requests to a child process; each may run external code."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from functools import cache
 from typing import Any
@@ -17,7 +17,8 @@ _TOKENS, _HEADS, _HEAD_DIM = 16, 2, 8
 
 def answer(request: Mapping[str, Any]) -> str:
     """The answer to a request, as one line."""
-    return _JOBS[request["job"]](request)
+    jobs = {"measure": _measure, "load": _load, "check": _check}
+    return jobs[request["job"]](request)
 
 
 def _measure(request: Mapping[str, Any]) -> str:
@@ -68,10 +69,3 @@ def _rehearse(spec: Any) -> None:
     except Exception as error:
         # The study will meet and record the same exception.
         described(error)
-
-
-_JOBS: dict[str, Callable[[Mapping[str, Any]], str]] = {
-    "measure": _measure,
-    "load": _load,
-    "check": _check,
-}

@@ -36,18 +36,12 @@ register(
         "Run-queue wait during the timed calls, summed over the threads of the process.",
         "reason for an unclear time",
     ),
-    condition(
-        "empty_call_s", "s", "Time that the clock measures for an empty call.", "warning about the machine"
-    ),
     cost("peak_bytes", "bytes", "Peak of allocated memory above the level before the call."),
-    cost(
-        "requested_peak_bytes", "bytes", "Peak of requested memory, where the allocator rounds requests up."
-    ),
     condition(
         "memory_method",
         "",
         "Method by which peak_bytes was counted.",
-        "peaks counted by two methods are not comparable",
+        "shown nowhere",
         type="text",
     ),
     cost("parameter_bytes", "bytes", "Size of the parameters of the backend."),
@@ -98,6 +92,7 @@ register(
 
 # Quantities of former records.
 register(
+    cost("requested_peak_bytes", "bytes", "Peak of requested memory, where the allocator rounded up."),
     mean_error("output_relative_error_heads", "relative", "Relative error of each head.", type="numbers"),
     mean_error("hidden_relative_error_layers", "relative", "Error after each layer.", type="numbers"),
     mean_error("output_bias", "relative", "Relative error of the mean output over all draws."),
@@ -110,5 +105,6 @@ register(
     setting("matched", "", "Budget that is equal for all backends.", type="text"),
     setting("matched_amount", "", "Amount of the matched budget.", type="number", threshold=MATTERS),
     setting("matched_size", "", "Number of features of performer-positive with the matched budget."),
+    condition("empty_call_s", "s", "Time that the clock measured for an empty call.", "shown nowhere"),
     condition("matmul_flops_per_s", "FLOP/s", "Peak rate of large matrix products.", "shown nowhere"),
 )

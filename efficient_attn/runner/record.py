@@ -166,7 +166,4 @@ def joined(parts: Sequence[Record]) -> Record:
         times_s=tuple(time_s for times_s in kept for time_s in times_s),
         round_sizes=tuple(map(len, kept)),
         waited_s=sum(waited_s) if len(waited_s) == len(parts) else None,
-        empty_call_s=min(
-            (part.empty_call_s for part in parts if part.empty_call_s is not None), default=None
-        ),
     )

@@ -32,11 +32,7 @@ _encode = msgspec.json.Encoder(enc_hook=float).encode
 
 
 class Reading(NamedTuple):
-    """Content of a file of records.
-
-    Attributes:
-        torn: The last line was cut off, as by a power failure, and was left out.
-    """
+    """Records of a file, and whether its last line was cut off and left out."""
 
     records: tuple[Record, ...]
     torn: bool

@@ -88,11 +88,8 @@ def _range(part: str, *, name: str, text: str) -> list[int]:
     if len(sizes) == 1:
         return sizes
     size, last, step = sizes
-    if last < size:
-        swapped = f"{found['last']}:{found['first']}:{found['times']}{found['step']}"
-        raise OptionError(f"{name} {text} ends before it begins; write {swapped}.")
-    if found["times"] and step < 2:
-        raise OptionError(f"{name} {text} never grows; a factor is at least x2.")
+    if last < size or (found["times"] and step < 2):
+        raise OptionError(f"{name} {text} never grows; write 256:4096:x2 (from, to, factor).")
     sizes = []
     while size <= last and len(sizes) <= _MOST_POINTS:
         sizes.append(size)

@@ -13,6 +13,7 @@ import msgspec
 
 from efficient_attn.errors import DtypeError, OptionError, UnknownNameError
 from efficient_attn.runner.proof import prove
+from efficient_attn.runner.record import Case
 
 # Types of options that texts are converted to, and that records hold.
 _TYPE_NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
@@ -43,6 +44,10 @@ class Variant:
     options: Mapping[str, Any] = field(default_factory=dict)
     time_growth: int = 1
     memory_growth: int = 1
+
+    def case(self, about: Mapping[str, Any]) -> Case:
+        """A case of this variant, with these further fields."""
+        return Case(backend=self.backend, label=self.label, options=self.options, **about)
 
 
 def parse_settings(texts: Sequence[str]) -> dict[str, dict[str, list[str]]]:

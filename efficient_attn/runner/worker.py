@@ -72,7 +72,6 @@ def time_of(
         first: The same call with checks of its result; None: no checks.
     """
     time_call = clock.clock(case.device)
-    empty_call_s = clock.empty_call_s(time_call)
     clock.warm_up(call, time_call, limit_s=seconds, first=first)
     waited_before_s = conditions.waited_s()
     times_s = clock.sample(call, time_call, seconds=seconds, least=least, most=_MOST_CALLS)
@@ -82,7 +81,6 @@ def time_of(
         times_s=times_s,
         round_sizes=(len(times_s),),
         waited_s=None if waited_s is None or waited_before_s is None else waited_s - waited_before_s,
-        empty_call_s=empty_call_s,
     )
 
 
@@ -91,12 +89,7 @@ def memory_of(case: Case, call: Call, *, first: Call | None = None) -> Record:
     # The first call fills caches, which are not part of the measurement.
     (first or call)()
     peak = memory.peak(call, device=case.device)
-    return Record(
-        case=case,
-        peak_bytes=peak.peak_bytes,
-        requested_peak_bytes=peak.requested_bytes,
-        memory_method=peak.method,
-    )
+    return Record(case=case, peak_bytes=peak.peak_bytes, memory_method=peak.method)
 
 
 @contextmanager

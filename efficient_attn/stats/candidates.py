@@ -15,9 +15,6 @@ CANDIDATES = "candidates"
 # computes three quarters of all pairs and more.
 _SAVES_LITTLE = 0.75
 
-# Names of candidates that were not measured, before the rest is only counted.
-_MOST_NAMES = 12
-
 
 def candidates(environment: Mapping[str, Any] | None) -> tuple[str, ...]:
     """Candidate labels of a run; empty if the environment lists none."""
@@ -35,9 +32,7 @@ def missing(labels: Sequence[str], environment: Mapping[str, Any] | None) -> str
     """` Not measured (2 of 5 candidates): window, linformer.`; empty if nothing is missing."""
     if not labels:
         return ""
-    more = f" and {len(labels) - _MOST_NAMES} more" if len(labels) > _MOST_NAMES else ""
-    names = f"{', '.join(labels[:_MOST_NAMES])}{more}"
-    return f" Not measured ({len(labels)} of {len(candidates(environment))} candidates): {names}."
+    return f" Not measured ({len(labels)} of {len(candidates(environment))} candidates): {', '.join(labels)}."
 
 
 def operations_share(record: Record) -> float | None:

@@ -39,11 +39,7 @@ Namer = Callable[[Case], str]
 
 
 class Point(NamedTuple):
-    """A cost at one length; without a value the record holds the reason.
-
-    Attributes:
-        low: Lower edge of the 95 % interval within the run; None for too few rounds.
-    """
+    """A cost at one length with its interval; without a value the record holds the reason."""
 
     tokens: int
     value: float | None
@@ -92,10 +88,10 @@ def curves(records: Iterable[Record], quantity: str) -> tuple[Curve, ...]:
     latest = {record.case.key: record for record in wanted}
     name = namer([record.case for record in latest.values()])
     groups: dict[str, list[Record]] = {}
-    for record in latest.values():
+    for record in sorted(latest.values(), key=lambda record: record.case.tokens):
         groups.setdefault(name(record.case), []).append(record)
     return tuple(
-        Curve(label, group[0].case.backend, quantity, _points(group, quantity))
+        Curve(label, group[0].case.backend, quantity, tuple(_point(one, quantity) for one in group))
         for label, group in sorted(groups.items(), key=_place)
     )
 
@@ -145,11 +141,6 @@ def _say(field: str, value: object) -> str:
     if isinstance(value, bool) or value is None:
         return field if value else ""
     return str(value) if isinstance(value, str) else f"{field}={value}"
-
-
-def _points(records: Iterable[Record], quantity: str) -> tuple[Point, ...]:
-    ordered = sorted(records, key=lambda record: record.case.tokens)
-    return tuple(_point(record, quantity) for record in ordered)
 
 
 def _point(record: Record, quantity: str) -> Point:

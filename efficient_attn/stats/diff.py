@@ -6,10 +6,8 @@ an improvement as rarely. Reproducible numbers are compared exactly.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-
-import numpy as np
 
 from efficient_attn.runner.quantity import KINDS, QUANTITIES, Quantity
 from efficient_attn.runner.record import Case, Record, replace
@@ -35,9 +33,6 @@ FALSE_ALARMS = 0.01
 
 # Trainings from several seeds are repetitions of one measurement.
 _OVER_SEEDS = ("recall", "train")
-
-# Fewest ratios from which a drift of the machine is estimated.
-_FEWEST_FOR_DRIFT = 5
 
 # Widest interval of a log ratio; beyond, the ratio leaves the range of floats.
 _WIDEST = 100.0
@@ -91,7 +86,6 @@ class Comparison:
         changes: In the order of the old run.
         missing: Names of cases that only the old side has.
         added: Names of cases that only the new side has.
-        drift: Median ratio of all times; None for fewer than five.
         correlation: Correlation of successive rounds that the intervals allow for.
         runs: Number of old and of new runs.
     """
@@ -99,7 +93,6 @@ class Comparison:
     changes: tuple[Change, ...]
     missing: tuple[str, ...]
     added: tuple[str, ...]
-    drift: float | None
     correlation: float = 0.0
     runs: tuple[int, int] = (1, 1)
 
@@ -113,36 +106,27 @@ def names() -> tuple[str, ...]:
     return (*KINDS, *QUANTITIES)
 
 
-def compare(
-    old: Iterable[Record], new: Iterable[Record], *, thresholds: Mapping[str, float] | None = None
-) -> Comparison:
-    """Every case that two runs have, and the names of the others.
-
-    Args:
-        thresholds: By quantity or by kind of record, the relative change that matters.
-    """
-    return compare_runs([tuple(old)], [tuple(new)], thresholds=thresholds)
-
-
 def compare_runs(
     old: Sequence[Sequence[Record]],
     new: Sequence[Sequence[Record]],
     *,
     thresholds: Mapping[str, float] | None = None,
 ) -> Comparison:
-    """The same for several runs on a side, where a run is one sample."""
+    """Every case that both sides have, and the names of the others; of several runs each is one sample.
+
+    Args:
+        thresholds: By quantity or by kind of record, the relative change that matters.
+    """
     before, after = _by_case(old), _by_case(new)
     name = namer([_case(side) for side in (*before.values(), *after.values())])
     pairs = [(before[key], after[key]) for key in before if key in after]
     noise = _noise(pairs)
     found = [one for pair in pairs for one in _compared(*pair, name, noise)]
     changes = tuple(_decided(found, thresholds or {}))
-    ratios = [change.ratio for change in changes if change.quantity == "time_s" and change.ratio is not None]
     return Comparison(
         changes=changes,
         missing=_only_in(before, after, name),
         added=_only_in(after, before, name),
-        drift=float(np.median(ratios)) if len(ratios) >= _FEWEST_FOR_DRIFT else None,
         correlation=noise.correlation,
         runs=(len(old), len(new)),
     )
@@ -247,10 +231,6 @@ def _with_test(change: Change, quantity: Quantity, old: Side, new: Side, noise: 
         return replace(change, verdict=UNCOMPARABLE, remark="no value is a usable number"), None
     change = _with_ratio(change, found)
     records = records_of((*old, *new))
-    methods = {record.memory_method for record in records}
-    if quantity.name.endswith("peak_bytes") and len(methods) > 1:
-        remark = f"counted by {' and by '.join(sorted(map(str, methods)))}"
-        return replace(change, verdict=UNCOMPARABLE, remark=remark), None
     steps = {curve[-1] for record in records if (curve := record.measured.get("train_steps"))}
     if quantity.entry == "last" and quantity.better is not None and len(steps) > 1:
         remark = f"trained for {' and for '.join(map(str, sorted(steps)))} steps"
@@ -312,9 +292,7 @@ def _judged(
         return replace(change, p=p, remark=None)
     if quantity.better is None:
         return replace(change, verdict=CHANGED)
-    # A number whose repetitions nobody kept decides where it was asked for.
     untested = p is None and change.over is not None
-    asked = quantity.scatter == "draws" and quantity.name in thresholds
-    if (untested and not asked) or (p is not None and p > FALSE_ALARMS):
+    if untested or (p is not None and p > FALSE_ALARMS):
         return replace(change, p=p, verdict=UNCLEAR)
     return replace(change, p=p, verdict=REGRESSION if grew == (quantity.better == "less") else IMPROVEMENT)

@@ -40,11 +40,7 @@ _EXACT = 1e-12
 
 
 class Growth(NamedTuple):
-    """y = fixed + factor·tokens^power, with an interval for the power if there are enough lengths.
-
-    Attributes:
-        worst: Largest relative distance of a cost from the curve.
-    """
+    """y = fixed + factor·tokens^power, an interval, and the largest relative distance."""
 
     power: float
     low: float | None

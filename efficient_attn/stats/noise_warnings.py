@@ -28,15 +28,17 @@ def doubts(records: Iterable[Record], environment: Mapping[str, Any] | None = No
     timed = [record for record in records if _timed(record)]
     if not timed:
         return []
-    runs, loads = _runs(environment), _loads(environment)
     return [
         *(
             text.format(_names(above), largest)
             for share, limit, text in _OF_RECORDS
             for above, largest in _exceeding(timed, share, limit)
         ),
-        *(f"Background load: {load}: times are longer and less certain; {_THREADS}" for load in loads),
-        *(text.format(most) for share, limit, text in _OF_RUNS for _, most in _exceeding(runs, share, limit)),
+        *(
+            f"Background load: {load}: times are longer and less certain; {_THREADS}"
+            for load in _loads(environment)
+        ),
+        *(_DRIFTED.format(most) for _, most in _exceeding(_runs(environment), _drift, 0.15)),
     ]
 
 
@@ -85,11 +87,6 @@ def _half_width(record: Record) -> float | None:
     return None if high is None else high / median - 1
 
 
-def _overhead(record: Record) -> float | None:
-    median = call_time(record).median
-    return record.empty_call_s / median if record.empty_call_s is not None and median else None
-
-
 def _waiting(record: Record) -> float | None:
     if record.waited_s is None or record.case.device != "cpu":
         return None
@@ -122,19 +119,9 @@ def _entry(name: str) -> Share:
     return share
 
 
-def _throttled(run: Mapping[str, Any]) -> float | None:
-    throttled_s, wall_s = _entry("throttled_s")(run), _entry("wall_s")(run)
-    return throttled_s / wall_s if throttled_s is not None and wall_s else None
-
-
 def _drift(run: Mapping[str, Any]) -> float | None:
     before_s, after_s = _entry("loop_before_s")(run), _entry("loop_after_s")(run)
     return after_s / before_s - 1 if before_s and after_s else None
-
-
-def _slowed_gpu(run: Mapping[str, Any]) -> float | None:
-    reasons = run.get("gpu_slowed_by")
-    return float(len(reasons)) if isinstance(reasons, list) else None
 
 
 _ROUNDS = "more --rounds would settle it."
@@ -144,12 +131,6 @@ _WAITING = "threads waited for a processor up to {:.0%} of the time"
 # Shares of records and of runs, their limits, and sentences; typical comparisons look for a few percent.
 _OF_RECORDS: tuple[tuple[Share, float, str], ...] = (
     (_half_width, 0.1, f"Noisy: the interval of {{}} reaches {{:.0%}} from the median; {_ROUNDS}"),
-    (
-        _overhead,
-        0.02,
-        "Too short to be timed well: {}; the clock alone takes up to {:.0%}; use a longer --seq-len or a "
-        "larger --batch.",
-    ),
     (
         _waiting,
         _WAITED,
@@ -166,12 +147,4 @@ _LOADS: tuple[tuple[Share, float, str], ...] = (
     (_entry("others_share"), 0.1, "other processes took {:.0%} of all cores during the run"),
     (_entry("stolen_share"), 0.02, "the host gave {:.0%} of all cores to other virtual machines"),
 )
-_OF_RUNS: tuple[tuple[Share, float, str], ...] = (
-    (_throttled, 0.01, "Throttled: a quota withheld the cores for {:.0%} of the run; use fewer --threads."),
-    (
-        _drift,
-        0.15,
-        f"Clock drift: a fixed loop took {{:.0%}} longer after the run than before it; {_ROUNDS}",
-    ),
-    (_slowed_gpu, 0.0, "Throttled: the GPU lowered its clock; let it cool and measure again."),
-)
+_DRIFTED = f"Clock drift: a fixed loop took {{:.0%}} longer after the run than before it; {_ROUNDS}"

@@ -16,9 +16,6 @@ from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
 
-# Number of parts of a record without known rounds.
-QUARTERS = 4
-
 # Significance level of the test for unequal noise.
 _UNEQUAL = 0.05
 
@@ -31,12 +28,10 @@ _NORMAL = 1e3
 
 
 def turns(samples: Sequence[float | None], sizes: Sequence[int] | None) -> list[Sequence[float | None]]:
-    """The samples of each round; four equal parts if the rounds are unknown, or if there is only one."""
-    known = sizes is not None and len(sizes) > 1 and all(type(size) is int and size >= 0 for size in sizes)
-    if not known or sizes is None or sum(sizes) != len(samples):
-        parts = min(QUARTERS, len(samples))
-        sizes = [len(samples) // parts + (part < len(samples) % parts) for part in range(parts)]
-    ends = np.cumsum([0, *sizes]).tolist()
+    """The samples of each round; all together if the rounds are unknown."""
+    if not all(type(size) is int and size >= 0 for size in sizes or ()) or sum(sizes or ()) != len(samples):
+        sizes = None
+    ends = np.cumsum([0, *(sizes or [len(samples)])]).tolist()
     return [samples[start:end] for start, end in pairwise(ends) if end > start]
 
 

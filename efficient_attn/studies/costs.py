@@ -2,7 +2,6 @@
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -10,10 +9,10 @@ from efficient_attn.measure.environment import available_bytes
 from efficient_attn.problem import positive_count
 from efficient_attn.runner.isolation import NONE, Measurer
 from efficient_attn.runner.predicted_bytes import predict_bytes
-from efficient_attn.runner.record import Case, Record
+from efficient_attn.runner.record import Record
 from efficient_attn.runner.units import parse_bytes, show_bytes
 from efficient_attn.runner.variants import Variant, has_address
-from efficient_attn.studies.plan import Plan, Point
+from efficient_attn.studies.plan import Point
 from efficient_attn.studies.workload import Workload
 
 # Calls of one measurement of memory: a warm-up, the checked call and the traced one.
@@ -40,7 +39,7 @@ def cost_points(
     positive_count("rounds", rounds)
     points = []
     for tokens, kind, variant in itertools.product(lengths, kinds, variants):
-        case = case_of(variant, kind=kind, tokens=tokens, **shared)
+        case = variant.case({"kind": kind, "tokens": tokens, **shared})
         needed = predict_bytes(case, variant.memory_growth)
         timed = kind == "time"
         points.append(
@@ -52,39 +51,10 @@ def cost_points(
                 group=tokens,
                 series=(case.label, case.of),
                 cost=case.batch * float(tokens) ** variant.time_growth,
-                predicted_bytes=needed,
                 skip=_too_large(needed, limit_bytes),
             )
         )
     return points
-
-
-def plan_of(
-    points: Sequence[Point],
-    workload: Workload,
-    *,
-    isolate: str,
-    timeout_s: float,
-    notes: Sequence[str],
-    about: Mapping[str, Any],
-    resources: AbstractContextManager[Any],
-) -> Plan:
-    """The plan of a run that measures costs; device, dtype, threads and isolation are settled."""
-    names = ("device", "dtype", "threads")
-    return Plan(
-        points=points,
-        device=workload.device,
-        notes=notes,
-        about=about,
-        settled={**{name: getattr(workload, name) for name in names}, "isolate": isolate},
-        timeout_s=timeout_s,
-        resources=resources,
-    )
-
-
-def case_of(variant: Variant, **fields: Any) -> Case:
-    """The case of a variant."""
-    return Case(backend=variant.backend, label=variant.label, options=variant.options, **fields)
 
 
 def measurer_for(

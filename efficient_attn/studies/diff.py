@@ -27,28 +27,9 @@ from efficient_attn.studies import studies
 from efficient_attn.studies.results import Results, read
 from efficient_attn.studies.run_folder import differences
 
-# Entries of the environment that identify the machine, and others that affect results, by name.
-_MACHINE = {
-    "processor": ("processor",),
-    "cores": ("cores",),
-    "GPU": ("gpu", "name"),
-}
-_SOFTWARE = {
-    "torch": ("torch", "version"),
-    "threads": ("torch", "threads"),
-    "CPU capability": ("torch", "cpu_capability"),
-    "BLAS": ("torch", "blas"),
-    "GPU driver": ("gpu", "driver"),
-    "efficient-attn": ("packages", "efficient-attn"),
-    "numpy": ("packages", "numpy"),
-    "Python": ("python",),
-    "system": ("system",),
-    "variables": ("variables",),
-    "commit": ("git",),
-}
-
-# Drift of all times together that is reported.
-_DRIFT = 0.03
+# Entries of the environment that identify the machine, and others that affect results.
+_MACHINE = ("processor", "cores", "gpu")
+_SOFTWARE = ("torch", "packages", "python", "system", "variables", "git")
 
 # The order of the rows: the worst first.
 _ORDER = (REGRESSION, IMPROVEMENT, UNCLEAR, UNCOMPARABLE, CHANGED)
@@ -126,19 +107,13 @@ class Diff:
 
     @property
     def warnings(self) -> list[str]:
-        """Warnings to read before the numbers: another machine, other software, a drift of all times."""
+        """Warnings to read before the numbers: another machine, other software, notes of the runs."""
         found = []
         old, new = self._environments
         if machine := differences(old, new, _MACHINE):
             found.append(f"ANOTHER MACHINE: {machine}. Times and errors may differ for that alone.")
         if software := differences(old, new, _SOFTWARE):
             found.append(f"Other surroundings: {software}.")
-        drift = self.comparison.drift
-        if drift is not None and max(drift, 1 / drift) > 1 + _DRIFT:
-            found.append(
-                f"All times together moved to {drift:.3g} times the old ones: "
-                "perhaps the machine changed and not the code."
-            )
         return [*found, *self._notes]
 
     def tables(self) -> list[Table]:

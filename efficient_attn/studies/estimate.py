@@ -13,11 +13,7 @@ _OVERHEAD_S = 0.02
 
 
 class Estimate:
-    """Predicted durations, learnt from the points that were measured and their costs.
-
-    Args:
-        round_s: Seconds of calls in one round.
-    """
+    """Predicted durations, learnt from the points that were measured and their costs."""
 
     def __init__(self, *, round_s: float) -> None:
         self._round_s = round_s

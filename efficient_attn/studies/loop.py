@@ -23,18 +23,13 @@ _NAMED = 6
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """State of a run for a progress display.
-
-    Attributes:
-        doing: Next backend and length; None at the end.
-        record: Record just completed, if any.
-    """
+    """State of a run for a progress display, after a record."""
 
     done: int
     total: int
     remaining_s: float
-    doing: str | None
-    record: Record | None = None
+    outcome: str
+    record: Record
 
 
 class Loop:
@@ -59,7 +54,7 @@ class Loop:
         self._points = [point for point in plan.points if self._statuses.get(point.case.key) != "ok"]
         self._emit, self._progress = emit, progress
         self._budget_s = math.inf if budget_s is None else budget_s
-        self._timeout_s = plan.timeout_s
+        self._timeout_s, self._outcome = plan.timeout_s, plan.outcome
         self._start = time.monotonic()
         self._left = {point.case.key: point for point in self._points}
         self._total = len(self._left)
@@ -101,7 +96,6 @@ class Loop:
                 self._measure_round(point)
         for point in points:
             if point.rounds is None and not self._skipped(point):
-                self._tell(point.shown, None)
                 start = time.monotonic()
                 record = point.measure()
                 self._estimate.learn(point, record, time.monotonic() - start)
@@ -109,7 +103,6 @@ class Loop:
 
     def _measure_round(self, point: Point) -> None:
         key, start = point.case.key, time.monotonic()
-        self._tell(point.shown, None)
         part = point.measure(seconds=self._round_s)
         spent_s = time.monotonic() - start
         self._spent_s[key] = self._spent_s.get(key, 0.0) + spent_s
@@ -167,24 +160,29 @@ class Loop:
         key = record.case.key
         with held():
             self._begun.pop(key, None)
-            point = self._left.pop(key, None)
+            point = self._left.pop(key)
             self._statuses[key] = record.status
-            if record.status == "timeout" and point is not None:
+            if record.status == "timeout":
                 self._timed_out.setdefault(point.series, record.case.tokens)
             self._emit(record)
-        self._tell(None, record)
+        self._report(point, record)
 
-    def _tell(self, doing: str | None, record: Record | None) -> None:
+    def _report(self, point: Point, record: Record) -> None:
+        """Show the progress that a record makes."""
         if self._progress is None:
             return
-        predicted_s = sum(
+        left_s = min(self._predicted_s(), max(self._left_s(), 0.0))
+        done = self._total - len(self._left)
+        outcome = f"{point.shown}: {record.status}" if self._outcome is None else self._outcome(record)
+        self._progress(Step(done=done, total=self._total, remaining_s=left_s, outcome=outcome, record=record))
+
+    def _predicted_s(self) -> float:
+        """Predicted duration of all points left, the budget aside."""
+        return sum(
             self._estimate.seconds(point, done=len(self._begun.get(key, ())), typical=True)
             for key, point in self._left.items()
             if point.skip is None
         )
-        left_s = min(predicted_s, max(self._left_s(), 0.0))
-        done = self._total - len(self._left)
-        self._progress(Step(done=done, total=self._total, remaining_s=left_s, doing=doing, record=record))
 
 
 def _round_seconds(points: Sequence[Point], budget_s: float | None) -> float:

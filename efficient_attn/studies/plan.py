@@ -32,7 +32,6 @@ class Point:
         cost: Predicted cost of the point, relative to others of its series.
         calls: Duration in calls of the timed points of the series; None: a duration of its own.
         needs: Case that must have been measured successfully; otherwise the point is dropped.
-        predicted_bytes: Predicted peak memory.
         skip: Reason not to measure it.
     """
 
@@ -46,7 +45,6 @@ class Point:
     cost: float = 1.0
     calls: int | None = None
     needs: Case | None = None
-    predicted_bytes: int | None = None
     skip: str | None = None
 
     @property
@@ -64,7 +62,6 @@ class Plan:
     Attributes:
         notes: Remarks on the plan, such as omitted sizes.
         about: Entries of the run's environment; an entry `STUDY` replaces the name of the study.
-        settled: Options that the machine decided, by parameter: the plan file repeats them.
         timeout_s: Seconds of one point, all its rounds together.
         resources: Context that is held open while points are measured.
         lockstep: Points advance together: a round is begun for all of them or for none.
@@ -78,7 +75,6 @@ class Plan:
     device: str = "cpu"
     notes: Sequence[str] = ()
     about: Mapping[str, Any] = field(default_factory=dict)
-    settled: Mapping[str, Any] = field(default_factory=dict)
     timeout_s: float = math.inf
     resources: AbstractContextManager[Any] = field(default_factory=nullcontext)
     lockstep: bool = False

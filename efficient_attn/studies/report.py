@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from efficient_attn.errors import OptionError
-from efficient_attn.report.outputs import Look, write_all, write_page
+from efficient_attn.report.outputs import write_all, write_page
 from efficient_attn.studies.results import read
 from efficient_attn.studies.run_folder import RECORDS, open_folder, run_folder
 
@@ -33,7 +33,7 @@ def report(
     """
     if html is not None and out is not None:
         raise OptionError("html and out exclude each other: out also receives the page.")
-    look = Look(labels or {}, width, style)
+    look = {"labels": labels, "width": width, "style": style}
     homes = [_home(Path(folder)) for folder in folders]
     runs = [
         read(folder).as_run(label, home)

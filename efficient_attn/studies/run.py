@@ -71,7 +71,7 @@ def run_plan(
         with plan.resources:
             complete = loop.run()
         machine = dict(earlier.environment or machine)
-        machine[DURING] = [*machine.get(DURING, []), between(start, moment(), device=plan.device)]
+        machine[DURING] = [*machine.get(DURING, []), between(start, moment())]
         notes = [*plan.notes, *earlier.notes, *doubts(book.records, machine)]
         results = Results(
             book.records,

@@ -3,7 +3,7 @@
 import json
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain, count
@@ -12,8 +12,9 @@ from typing import Any
 
 from efficient_attn.errors import DataError
 from efficient_attn.limits import ENVIRONMENT_BYTES, read_bytes
-from efficient_attn.report.escape import plain, short
+from efficient_attn.report.escape import short
 from efficient_attn.report.files import write
+from efficient_attn.report.methods_paragraph import flat
 from efficient_attn.runner.records import NO_LINK, Case, Record, append, line
 from efficient_attn.runner.records import read as read_records
 from efficient_attn.strict import read_object
@@ -23,12 +24,7 @@ RECORDS, ENVIRONMENT, COMMAND, PLAN = "records.jsonl", "environment.json", "comm
 LOCK = ".lock"
 
 # Entries of the environment that change results; a run with another value is another experiment.
-_DECISIVE = {
-    "torch": ("torch", "version"),
-    "processor": ("processor",),
-    "GPU": ("gpu", "name"),
-    "the model's weights": ("model", "weights_sha256"),
-}
+_DECISIVE = ("torch.version", "processor", "gpu.name", "model.weights_sha256")
 
 
 def open_folder(folder: str | Path, *, name: str = "folder", fresh: bool = False) -> Path:
@@ -47,15 +43,11 @@ def open_folder(folder: str | Path, *, name: str = "folder", fresh: bool = False
         os.close(os.open(trial, os.O_WRONLY | os.O_CREAT | NO_LINK, 0o644))
         trial.unlink()
     except (OSError, ValueError) as error:
-        raise DataError(f"{name}: cannot write to {folder}: {_told(error)}.") from None
+        reason = getattr(error, "strerror", None) or error
+        raise DataError(f"{name}: cannot write to {folder}: {reason}.") from None
     if fresh and (folder / RECORDS).exists():
         raise DataError(f"{name}: {folder} holds records of another run already; name a new folder.")
     return folder
-
-
-def _told(error: Exception) -> str:
-    """The system's error message; Python itself refuses an impossible name."""
-    return (error.strerror if isinstance(error, OSError) else None) or str(error)
 
 
 def run_folder(command: str) -> Path:
@@ -74,23 +66,23 @@ def write_json(path: Path, value: Mapping[str, Any]) -> Path:
 
 
 def differences(
-    old: Sequence[Mapping[str, Any]], new: Sequence[Mapping[str, Any]], paths: Mapping[str, Sequence[str]]
+    old: Sequence[Mapping[str, Any]], new: Sequence[Mapping[str, Any]], groups: Collection[str]
 ) -> str:
-    """`torch was 2.5, is 2.6; …` for entries in which environments differ; empty if a side has none."""
+    """`torch.version was 2.5, is 2.6; …` for entries of these groups that differ; empty if a side has none.
+
+    Args:
+        groups: Names of entries, and of groups of entries such as `packages`.
+    """
     if not (old and new):
         return ""
-    pairs = {
-        name: [" or ".join(dict.fromkeys(_entry(run, path) for run in side)) for side in (old, new)]
-        for name, path in paths.items()
-    }
-    return "; ".join(f"{name} was {then}, is {now}" for name, (then, now) in pairs.items() if then != now)
-
-
-def _entry(environment: Any, path: Sequence[str]) -> str:
-    """One entry as a line of text; `unknown` if there is none."""
-    for name in path:
-        environment = environment.get(name) if isinstance(environment, Mapping) else None
-    return "unknown" if environment is None else short(plain(str(environment)))
+    sides = [[dict(flat(run)) for run in side] for side in (old, new)]
+    known = dict.fromkeys(name for side in sides for run in side for name in run)
+    found = []
+    for name in (one for one in known if {one, one.partition(".")[0]} & {*groups}):
+        then, now = (" or ".join(dict.fromkeys(run.get(name, "unknown") for run in side)) for side in sides)
+        if then != now:
+            found.append(f"{name} was {short(then)}, is {short(now)}")
+    return "; ".join(found)
 
 
 def read_text(path: Path) -> str:
@@ -113,13 +105,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class Earlier:
-    """State of an earlier run in a folder.
-
-    Attributes:
-        records: The last record of each case, by the key of the case.
-        environment: Environment of the records; None if there is none yet.
-        notes: Remarks on the records, such as a dropped line.
-    """
+    """State of an earlier run in a folder: the last record of each case, by its key."""
 
     records: Mapping[str, Record] = field(default_factory=dict)
     environment: Mapping[str, Any] | None = None

@@ -31,29 +31,16 @@ _SCALE = "a row: weights of one query, from white (0) to dark blue (1); weights 
 
 
 class WeightsMap(NamedTuple):
-    """The weights of one backend in one head.
-
-    Attributes:
-        weights: Weights of the queries and keys on the axes, [queries keys].
-        error: Relative error of the output of this head.
-        entropy: Mean attention entropy of the rows, nats; None if a weight is below zero.
-    """
+    """The weights of one backend in one head, [queries keys], and the error of its output."""
 
     label: str
     weights: NDArray[np.floating]
     error: float
-    entropy: float | None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shown:
-    """Heat maps that were computed.
-
-    Attributes:
-        maps: Exact attention first.
-        words: Tokens on both axes.
-        notes: Backends that could not be shown, with reasons.
-    """
+    """Heat maps, exact attention first, and notes on backends that could not be shown."""
 
     maps: tuple[WeightsMap, ...]
     words: tuple[str, ...]
@@ -67,10 +54,8 @@ class Shown:
 
     def table(self) -> Table:
         """The numbers below the titles of the charts."""
-        rows = tuple((one.label, show_error(one.error), _entropy(one)) for one in self.maps)
-        return Table(
-            self.title, ("backend", "error of the output", "entropy of a row, nats"), rows, self.notes
-        )
+        rows = tuple((one.label, show_error(one.error)) for one in self.maps)
+        return Table(self.title, ("backend", "error of the output"), rows, self.notes)
 
 
 def show(
@@ -158,23 +143,23 @@ def _map(variant: Variant, subject: Any, head: int, span: slice) -> WeightsMap:
     import torch
 
     from efficient_attn.measure.checked import outputs_checked
-    from efficient_attn.measure.error import entropy, output_error
+    from efficient_attn.measure.error import output_error
     from efficient_attn.runner.accuracy import one_backend
 
     q, k, v = subject.activations
     with torch.no_grad():
         backend = one_backend(variant, subject)
         with outputs_checked(backend):
-            error = output_error(backend(q, k, v), subject.exact).relative_by_head[0, head]
+            error = output_error(backend(q, k, v)[:, head], subject.exact[:, head]).relative
         weights = backend.attention_weights(q, k)[0, head]
     if weights.shape != (subject.tokens, subject.tokens):
         raise ShapeError(f"output {list(weights.shape)} is not as wide as the values, {subject.tokens}.")
-    return WeightsMap(variant.label, weights[span, span].numpy(), float(error), entropy(weights))
+    return WeightsMap(variant.label, weights[span, span].numpy(), error)
 
 
 def _chart(one: WeightsMap, words: Sequence[str]) -> Chart:
     ticks = {float(number): short(word, _LONGEST_WORD) for number, word in enumerate(words)}
-    notes = (f"error {show_error(one.error)}", f"attention entropy {_entropy(one)} nats")
+    notes = (f"error {show_error(one.error)}",)
     x, y = Axis("key", ticks=ticks), Axis("query", ticks=ticks)
     return Chart(x, y, title=one.label, notes=notes, height=_HEIGHT_INCHES, draw=partial(_draw, one))
 
@@ -188,7 +173,3 @@ def _draw(one: WeightsMap, ax: Any) -> None:
     ax.imshow(roots, cmap=colours, norm=Normalize(-1, 1), interpolation="nearest", aspect="auto")
     ax.tick_params(length=0, pad=2)
     ax.grid(visible=False)
-
-
-def _entropy(one: WeightsMap) -> str:
-    return "–" if one.entropy is None else f"{one.entropy:.2f}"

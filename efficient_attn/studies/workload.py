@@ -16,12 +16,7 @@ _DEFAULT_LAYERS = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """Workload of every backend; `settle` decides `auto` and None.
-
-    Attributes:
-        of: One of SUBJECTS.
-        layers: Blocks of an encoder.
-    """
+    """Workload of every backend; `settle` decides `auto` and None."""
 
     of: str = "attention"
     layers: int | None = None
@@ -78,8 +73,6 @@ def settle(workload: Workload) -> Workload:
     if workload.of == "encoder":
         layers = _DEFAULT_LAYERS if layers is None else layers
         positive_count("layers", layers)
-    elif layers is not None:
-        raise OptionError(f"layers belong to an encoder; of is {workload.of!r}.")
     return replace(workload, device=device, dtype=dtype, threads=_threads(workload.threads), layers=layers)
 
 

@@ -10,7 +10,7 @@ from efficient_attn.runner.isolation import DEFAULT_ISOLATION, DEFAULT_TIMEOUT_S
 from efficient_attn.runner.units import parse_sizes
 from efficient_attn.runner.variants import YARDSTICK, Variant, ceiling, is_ours, select
 from efficient_attn.studies import options as shared
-from efficient_attn.studies.costs import cost_points, measurer_for, plan_of
+from efficient_attn.studies.costs import cost_points, measurer_for
 from efficient_attn.studies.plan import Plan, Point
 from efficient_attn.studies.study import Option
 from efficient_attn.studies.workload import SUBJECTS, Workload, workloads
@@ -102,11 +102,10 @@ def plan(
             rounds=rounds if rounds is not None else _ROUNDS if other is None else _ROUNDS_OF_VERSIONS,
             limit_bytes=limit,
         )
-    return plan_of(
+    return Plan(
         # Points that are compared are measured at one time.
-        sorted(points, key=lambda point: point.case.tokens),
-        first,
-        isolate=isolate,
+        points=sorted(points, key=lambda point: point.case.tokens),
+        device=first.device,
         timeout_s=timeout_s,
         notes=notes,
         about={} if other is None else {AGAINST: other.label},

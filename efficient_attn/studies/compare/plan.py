@@ -12,7 +12,7 @@ from efficient_attn.runner.variants import YARDSTICK, Variant, select
 from efficient_attn.stats.candidates import CANDIDATES
 from efficient_attn.studies import options as shared
 from efficient_attn.studies.compare.points import handing_over, points_of
-from efficient_attn.studies.costs import measurer_for, plan_of
+from efficient_attn.studies.costs import measurer_for
 from efficient_attn.studies.plan import Plan
 from efficient_attn.studies.study import Option
 from efficient_attn.studies.workload import Workload, settle
@@ -93,12 +93,11 @@ def plan(
     measurer, limit, notes = measurer_for(
         chosen, workload, isolate=isolate, timeout_s=timeout_s, memory_limit=memory_limit
     )
-    return plan_of(
-        points_of(
+    return Plan(
+        points=points_of(
             chosen, subjects, workload, draws=draws, rounds=rounds, measurer=measurer, limit_bytes=limit
         ),
-        workload,
-        isolate=isolate,
+        device=workload.device,
         timeout_s=timeout_s,
         notes=notes,
         about={MAX_ERROR: max_error, CANDIDATES: [variant.label for variant in chosen]},

@@ -46,7 +46,7 @@ def plan(
         for subject in _subjects(norms, angles, head_dim=head_dim, seed=seed)
         for point in interleaved(_line(subject, one, wanted, draws, threads) for one in variants)
     ]
-    return Plan(points=points, settled={"threads": threads})
+    return Plan(points=points)
 
 
 def _subjects(norms: Sequence[float], angles: Sequence[float], *, head_dim: int, seed: int) -> list[Any]:

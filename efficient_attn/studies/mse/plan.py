@@ -111,7 +111,6 @@ def plan(
         points=[point for subject in chosen for point in _points(subject, variants, wanted, count, question)],
         device=workload.device,
         about={PAIR_NORMS: {subject.name: subject.pair_norm for subject in chosen}},
-        settled={name: getattr(workload, name) for name in ("device", "dtype", "threads")},
     )
 
 

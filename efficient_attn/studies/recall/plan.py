@@ -5,7 +5,6 @@ from functools import partial
 from typing import Annotated, Any
 
 from efficient_attn.problem import positive_count
-from efficient_attn.runner.predicted_bytes import predict_bytes
 from efficient_attn.runner.units import parse_sizes
 from efficient_attn.runner.variants import DENSE, YARDSTICK, Variant, select
 from efficient_attn.studies import options as shared
@@ -75,19 +74,18 @@ def plan(
         for number in range(seeds)
         for variant in variants
     ]
-    return Plan(points=points, settled={"threads": workload.threads})
+    return Plan(points=points)
 
 
 def _point(variant: Variant, same: Mapping[str, Any], course: Course) -> Point:
     from efficient_attn.studies.recall import measure
 
-    case = case_of(variant, kind="recall", **same)
+    case = variant.case({"kind": "recall", **same})
     return Point(
         case=case,
         measure=partial(measure.measure, case, variant.target, course),
         label=f"{case.label}, seed {case.seed}",
         series=case.label,
-        predicted_bytes=predict_bytes(case, variant.memory_growth),
     )
 
 

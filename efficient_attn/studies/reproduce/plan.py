@@ -45,4 +45,4 @@ def plan(
     positive_count("rounds", rounds)
     threads = settle(Workload(device="cpu", threads=threads)).threads
     made = chosen.plan(Setting(threads=threads or 1, rounds=rounds, quick=quick))
-    return replace(made, about={FIGURE: figure}, settled={"threads": threads}, budget_s=BUDGET_S)
+    return replace(made, about={FIGURE: figure}, budget_s=BUDGET_S)

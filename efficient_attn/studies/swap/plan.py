@@ -100,7 +100,6 @@ def plan(
             MODEL: subject.about,
             CANDIDATES: [one.label for one in variants if one.backend != MEAN_OF_VALUES],
         },
-        settled={"device": workload.device, "threads": workload.threads},
     )
 
 

@@ -83,7 +83,6 @@ def plan(
     return Plan(
         points=models.points(_UNLIMITED if steps is None else steps // every),
         device=config.device,
-        settled={"device": config.device, "threads": config.threads},
         resources=models.training(),
         lockstep=True,
         outcome=outcome,
