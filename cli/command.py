@@ -125,14 +125,15 @@ def _declared(one: Parameter) -> tuple[str, Any, Any]:
     about: dict[str, Any] = {"help": option.help, "metavar": option.metavar or form}
     if option.argument:
         return one.name, Annotated[kind, typer.Argument(**about)], default
-    about["hidden"] = option.hidden
+    about |= {"hidden": option.hidden, "min": option.least, "max": option.most}
     return one.name, Annotated[kind, typer.Option(flag, **about)], default
 
 
 def _renamed(one: Parameter, flag: str) -> tuple[str, Any, Any]:
     """A former flag: hidden; its default None marks an absent flag."""
     name, kind, _ = _declared(one)
-    return _former_name(name, flag), Annotated[kind.__origin__ | None, typer.Option(flag, hidden=True)], None
+    option = typer.Option(flag, hidden=True, min=one.option.least, max=one.option.most)
+    return _former_name(name, flag), Annotated[kind.__origin__ | None, option], None
 
 
 def _former_name(name: str, flag: str) -> str:

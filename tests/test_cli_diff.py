@@ -29,7 +29,7 @@ def case(number=0, kind="time", label="exact"):
 
 def timed(number=0, factor=1.0, label="exact"):
     times_s = tuple(1e-3 * factor * (1 + 0.01 * (call % 7)) for call in range(20))
-    return Record(case=case(number, label=label), times_s=times_s)
+    return Record(case=case(number, label=label), times_s=times_s, round_sizes=(5,) * 4)
 
 
 def memory(peak_bytes):

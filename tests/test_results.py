@@ -112,7 +112,7 @@ def test_what_is_saved_is_read_again_and_drawn(tmp_path):
     assert all(path.stat().st_size > 0 for path in paths)
     again = read(tmp_path / "run")
     assert list(again.records) == records() and again.environment == {"python": "3"}
-    assert list(read(tmp_path / "run" / "records.jsonl", tmp_path / "run").records) == records() * 2
+    assert list(read(tmp_path / "run" / "records.jsonl").records) == records()
 
 
 def test_the_same_records_give_the_same_plots(tmp_path):
@@ -129,8 +129,6 @@ def test_a_torn_record_is_told(tmp_path):
 
 
 def test_what_cannot_be_read_or_written_is_named(tmp_path):
-    with pytest.raises(DataError, match="name at least one folder"):
-        read()
     with pytest.raises(DataError, match="Cannot read records from"):
         read(tmp_path)
     (tmp_path / "file").touch()

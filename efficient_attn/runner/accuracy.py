@@ -194,18 +194,17 @@ def directions_of(backend: Any) -> int | None:
 def error_case(variant: Variant, subject: Subject, of: str, *, threads: int | None = None) -> Case:
     """The case of a variant on a subject."""
     q = subject.activations.q
-    about = {
-        "kind": "error",
-        "of": of,
-        "batch": q.shape[0],
-        "num_heads": q.shape[1],
-        "head_dim": q.shape[-1],
-        "tokens": subject.tokens,
-        "causal": subject.causal,
-        "dtype": str(q.dtype).removeprefix("torch."),
-        "device": q.device.type,
-        "threads": threads or torch.get_num_threads(),
-        "inputs": subject.name,
-        "seed": subject.seed,
-    }
-    return variant.case(about)
+    return variant.case(
+        kind="error",
+        of=of,
+        batch=q.shape[0],
+        num_heads=q.shape[1],
+        head_dim=q.shape[-1],
+        tokens=subject.tokens,
+        causal=subject.causal,
+        dtype=str(q.dtype).removeprefix("torch."),
+        device=q.device.type,
+        threads=threads or torch.get_num_threads(),
+        inputs=subject.name,
+        seed=subject.seed,
+    )

@@ -45,9 +45,9 @@ class Variant:
     time_growth: int = 1
     memory_growth: int = 1
 
-    def case(self, about: Mapping[str, Any]) -> Case:
+    def case(self, **fields: Any) -> Case:
         """A case of this variant, with these further fields."""
-        return Case(backend=self.backend, label=self.label, options=self.options, **about)
+        return Case(backend=self.backend, label=self.label, options=self.options, **fields)
 
 
 def parse_settings(texts: Sequence[str]) -> dict[str, dict[str, list[str]]]:

@@ -16,23 +16,12 @@ CANDIDATES = "candidates"
 _SAVES_LITTLE = 0.75
 
 
-def candidates(environment: Mapping[str, Any] | None) -> tuple[str, ...]:
-    """Candidate labels of a run; empty if the environment lists none."""
-    listed = (environment or {}).get(CANDIDATES)
-    labels = listed if isinstance(listed, list) else []
-    return tuple(dict.fromkeys(label for label in labels if isinstance(label, str)))
-
-
-def not_measured(environment: Mapping[str, Any] | None, measured: Collection[str]) -> tuple[str, ...]:
-    """Candidate labels without a measurement, for example after an interrupt."""
-    return tuple(label for label in candidates(environment) if label not in measured)
-
-
-def missing(labels: Sequence[str], environment: Mapping[str, Any] | None) -> str:
+def missing(environment: Mapping[str, Any] | None, measured: Collection[str]) -> str:
     """` Not measured (2 of 5 candidates): window, linformer.`; empty if nothing is missing."""
-    if not labels:
-        return ""
-    return f" Not measured ({len(labels)} of {len(candidates(environment))} candidates): {', '.join(labels)}."
+    listed = (environment or {}).get(CANDIDATES)
+    labels = dict.fromkeys(one for one in listed if isinstance(one, str)) if isinstance(listed, list) else {}
+    left = [label for label in labels if label not in measured]
+    return f" Not measured ({len(left)} of {len(labels)} candidates): {', '.join(left)}." if left else ""
 
 
 def operations_share(record: Record) -> float | None:

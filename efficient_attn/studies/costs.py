@@ -39,7 +39,7 @@ def cost_points(
     positive_count("rounds", rounds)
     points = []
     for tokens, kind, variant in itertools.product(lengths, kinds, variants):
-        case = variant.case({"kind": kind, "tokens": tokens, **shared})
+        case = variant.case(kind=kind, tokens=tokens, **shared)
         needed = predict_bytes(case, variant.memory_growth)
         timed = kind == "time"
         points.append(

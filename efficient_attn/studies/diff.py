@@ -62,7 +62,6 @@ class Diff:
 
     Attributes:
         comparison: Every change with its verdict; cases that only one side has.
-        thresholds: By quantity and by kind of record, the relative change that matters.
         failing: Quantities and kinds whose regressions count as failures.
     """
 
@@ -73,7 +72,6 @@ class Diff:
         fail_on: Mapping[str, float] | None,
         fail_on_unclear: bool = False,
     ) -> None:
-        self.thresholds = {**{one.name: one.threshold for one in QUANTITIES.values()}, **(fail_on or {})}
         self.failing = tuple(names() if fail_on is None else fail_on)
         self._asked = fail_on or {}
         self._unclear_fails = fail_on_unclear
@@ -167,12 +165,10 @@ class Diff:
         """Everything, for JSON."""
         return {
             **asdict(self.comparison),
-            "thresholds": self.thresholds,
             "fail_on": list(self.failing),
             "warnings": self.warnings,
             "regressions": [asdict(change) for change in self.regressions],
             "failures": [asdict(change) for change in self.failures],
-            "runs": list(self.comparison.runs),
             "sentences": self.sentences(),
         }
 

@@ -54,7 +54,8 @@ class Loop:
         self._points = [point for point in plan.points if self._statuses.get(point.case.key) != "ok"]
         self._emit, self._progress = emit, progress
         self._budget_s = math.inf if budget_s is None else budget_s
-        self._timeout_s, self._outcome = plan.timeout_s, plan.outcome
+        self._timeout_s = plan.timeout_s
+        self._outcome = plan.outcome
         self._start = time.monotonic()
         self._left = {point.case.key: point for point in self._points}
         self._total = len(self._left)

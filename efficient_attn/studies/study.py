@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from efficient_attn.errors import OptionError
 from efficient_attn.runner.quantity import Quantity, register
 from efficient_attn.studies.plan import Plan
 
@@ -123,11 +122,6 @@ def by_option(study: Study, given: Mapping[str, Any]) -> dict[str, Any]:
         value = given[one.name]
         parse = one.option.parse
         made[one.name] = value if parse is None or value is None else parse(value, name=one.flag)
-        least, most = one.option.least, one.option.most
-        if value is not None and least is not None and value < least:
-            raise OptionError(f"{one.flag} is at least {least:g}, not {value}.")
-        if value is not None and most is not None and value > most:
-            raise OptionError(f"{one.flag} is at most {most}, not {value}.")
     return made
 
 

@@ -14,7 +14,7 @@ from efficient_attn.report.table import Table
 from efficient_attn.runner.layers import single_names, timed_layer
 from efficient_attn.runner.records import Record
 from efficient_attn.runner.sizes import MEAN_OF_VALUES
-from efficient_attn.stats.candidates import missing, not_measured, operations_sentence
+from efficient_attn.stats.candidates import missing, operations_sentence
 from efficient_attn.stats.noise_warnings import COULD_NOT_TELL, IDLE, disturbance
 from efficient_attn.studies.compare.analysis import (
     ROUNDING,
@@ -97,7 +97,7 @@ def _verdict(one: Comparison, environment: Environment) -> str:
     near = one.near(max_error)
     load = disturbance([row.timed for row in (exact, *near) if row.timed], environment)
     finished = {row.label for row in one.contenders if row.failed or (row.error and row.timed)}
-    left = not_measured(environment, finished)
+    left = missing(environment, finished)
     nothing = "nothing measured so far" if left else "nothing"
     both = f"both within {share} of exact{everywhere} and faster"
     if not near:
@@ -117,7 +117,7 @@ def _verdict(one: Comparison, environment: Environment) -> str:
         fast = _names([nearest(one.faster(one.candidates))], exact)
         text = f"{nothing} is {both}{answer}; nearest of the faster backends: {fast}; "
         text += f"of the backends within {share}: {_names(near[:1], exact)}"
-    return f"{place} {text}.{missing(left, environment)}"
+    return f"{place} {text}.{left}"
 
 
 def _names(rows: Iterable[Contender | None], exact: Contender | None = None) -> str:

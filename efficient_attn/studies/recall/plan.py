@@ -8,7 +8,6 @@ from efficient_attn.problem import positive_count
 from efficient_attn.runner.units import parse_sizes
 from efficient_attn.runner.variants import DENSE, YARDSTICK, Variant, select
 from efficient_attn.studies import options as shared
-from efficient_attn.studies.costs import case_of
 from efficient_attn.studies.plan import Plan, Point
 from efficient_attn.studies.recall.task import Course, Task
 from efficient_attn.studies.study import Option
@@ -80,7 +79,7 @@ def plan(
 def _point(variant: Variant, same: Mapping[str, Any], course: Course) -> Point:
     from efficient_attn.studies.recall import measure
 
-    case = variant.case({"kind": "recall", **same})
+    case = variant.case(kind="recall", **same)
     return Point(
         case=case,
         measure=partial(measure.measure, case, variant.target, course),

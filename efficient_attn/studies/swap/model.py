@@ -31,7 +31,6 @@ from efficient_attn.measure.texts import digest
 from efficient_attn.runner.records import Case
 from efficient_attn.runner.sizes import MEAN_OF_VALUES, MODEL
 from efficient_attn.runner.variants import YARDSTICK, Variant, select
-from efficient_attn.studies.costs import case_of
 from efficient_attn.studies.workload import Workload
 
 # Length of the shipped texts, at which approximations begin to differ.
@@ -99,7 +98,7 @@ class Subject:
         ]
 
     def case(self, kind: str, variant: Variant, layer: int | None = None) -> Case:
-        return case_of(variant, kind=kind, of=MODEL, layer=layer, **self.shared)
+        return variant.case(kind=kind, of=MODEL, layer=layer, **self.shared)
 
 
 def load(model: Any, tokenizer: Any, name: str | None, workload: Workload) -> Opened:

@@ -7,7 +7,7 @@ from efficient_attn.report.notes import calibration_note, failure_notes, heading
 from efficient_attn.report.table import Table, show_ratio, three_digits
 from efficient_attn.runner.records import Record
 from efficient_attn.runner.sizes import MEAN_OF_VALUES, MODEL, OWN
-from efficient_attn.stats.candidates import missing, not_measured, operations_sentence
+from efficient_attn.stats.candidates import missing, operations_sentence
 from efficient_attn.stats.noise_warnings import IDLE, disturbance
 from efficient_attn.stats.rounds import time_ratio
 from efficient_attn.studies.swap.analysis import (
@@ -107,9 +107,9 @@ def _alone(one: Swap) -> list[Table]:
 
 def _nearest(one: Swap, environment: Environment) -> str:
     near = [(mean, row) for mean, row in one.changed if row.backend not in (OWN, MEAN_OF_VALUES)]
-    left = not_measured(environment, {row.label for row in one.rows if row.whole is not None or row.failed})
+    left = missing(environment, {row.label for row in one.rows if row.whole is not None or row.failed})
     if not near:
-        return missing(left, environment).strip()
+        return left.strip()
     value, row = near[0]
     plainest = next((mean for mean, other in one.changed if other.backend == MEAN_OF_VALUES), float("inf"))
     worse = [other.label for mean, other in near if mean >= plainest]
@@ -117,8 +117,7 @@ def _nearest(one: Swap, environment: Environment) -> str:
     return (
         f"With all its attention swapped, {one.case.inputs} stays nearest to itself with {row.label}"
         f"{' among the candidates measured so far' if left else ''}: {NAMES[one.quantity]} "
-        f"{show_quantity(one.quantity, value)}{_speed(one, row, environment)}.{no_nearer}"
-        f"{missing(left, environment)}"
+        f"{show_quantity(one.quantity, value)}{_speed(one, row, environment)}.{no_nearer}{left}"
     )
 
 

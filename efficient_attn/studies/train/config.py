@@ -14,7 +14,6 @@ from efficient_attn.problem import positive_count
 from efficient_attn.runner.records import Case
 from efficient_attn.runner.sizes import SEED
 from efficient_attn.runner.variants import Variant
-from efficient_attn.studies.costs import case_of
 from efficient_attn.transformer.language_model import LanguageModel
 
 # AdamW (Loshchilov and Hutter 2019) with the second beta that language models are commonly trained with.
@@ -77,8 +76,7 @@ def build_model(variant: Variant, config: TrainConfig) -> LanguageModel:
 
 def curve_case(variant: Variant, text: str, config: TrainConfig) -> Case:
     """The case of a variant's learning curve."""
-    return case_of(
-        variant,
+    return variant.case(
         kind="train",
         of="encoder",
         layers=config.num_layers,
