@@ -133,7 +133,7 @@ def test_a_state_is_refused_where_nothing_keeps_one():
     encoder = attach(bert(), "exact")
     with pytest.raises(UnsupportedError, match="for decoders"):
         StateCache(encoder)
-    with pytest.raises(DtypeError, match="transformers model, not int"):
+    with pytest.raises(DtypeError, match="transformers model, or holds one, not int"):
         StateCache(3)
 
 

@@ -196,6 +196,13 @@ def test_a_prepared_mask_of_real_keys_is_read_as_one(backend, counted):
     assert len(counted) == 3
 
 
+@pytest.mark.parametrize("shape", [(1, 1, 4, 9), (4, 4)])
+def test_a_mask_of_another_shape_is_no_mask_of_real_keys(shape):
+    q, layer = torch.randn(1, 2, 4, 8), torch.nn.Identity()
+    with pytest.raises(UnsupportedError, match=r"reads a mask \[.*\] of queries and keys"):
+        attention_function("window")(layer, q, q, q, torch.ones(shape, dtype=torch.bool))
+
+
 def mla():
     from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 

@@ -17,6 +17,6 @@ if int(_transformers.__version__.partition(".")[0]) < 5:
 from efficient_attn.integrations.transformers.attachment import attach, register, swapped
 from efficient_attn.integrations.transformers.attention_sites import ignored
 from efficient_attn.integrations.transformers.caches import StateCache
-from efficient_attn.integrations.transformers.saving import load
+from efficient_attn.integrations.transformers.saving import load, save
 
-__all__ = ["StateCache", "attach", "ignored", "load", "register", "swapped"]
+__all__ = ["StateCache", "attach", "ignored", "load", "register", "save", "swapped"]

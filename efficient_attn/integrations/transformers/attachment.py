@@ -4,14 +4,14 @@ import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 
 from efficient_attn.backend import Backend
 from efficient_attn.backends import list_backends
-from efficient_attn.errors import DtypeError, UnsupportedError
+from efficient_attn.errors import UnsupportedError
 from efficient_attn.integrations.transformers.assignment import build_all, choose
 from efficient_attn.integrations.transformers.attend import (
     NAME,
@@ -23,7 +23,10 @@ from efficient_attn.integrations.transformers.attend import (
 )
 from efficient_attn.integrations.transformers.attention_sites import AttentionSite, find_sites, ignored
 from efficient_attn.integrations.transformers.masks import make_mask
+from efficient_attn.integrations.transformers.wrapped import unwrap
 from efficient_attn.registry import SPECS
+
+M = TypeVar("M", bound=nn.Module)
 
 PLAN_FORMAT = 1
 
@@ -50,7 +53,7 @@ def register() -> tuple[str, ...]:
 
 
 def attach(
-    model: PreTrainedModel,
+    model: M,
     backend: Any = None,
     *,
     full: Any = None,
@@ -59,8 +62,10 @@ def attach(
     max_tokens: int | None = None,
     seed: int = 0,
     **options: Any,
-) -> PreTrainedModel:
+) -> M:
     """Replace the attention of a model by backends, in place; returns the same model.
+
+    The model may be inside a module of another library, such as a PeftModel or a SentenceTransformer.
 
     Layers without a choice stay exact. For sliding-window layers, `exact` and `window` compute softmax over
     the model's own window, and other backends are refused.
@@ -78,13 +83,14 @@ def attach(
             UnknownNameError, OptionError, DtypeError: If the request is invalid.
     """
     kinds = {"full": full, "sliding": sliding, "cross": cross}
-    sites, backends = _build(model, backend, kinds, options, max_tokens, seed)
-    install(model, sites, backends)
+    inner = unwrap(model)
+    sites, backends = _build(inner, backend, kinds, options, max_tokens, seed)
+    install(inner, sites, backends)
     _log.warning(
         "%s attends through efficient_attn. save_pretrained saves its backends and "
         "efficient_attn.integrations.transformers.load restores them; plain from_pretrained refuses, "
         "unless attn_implementation='sdpa' requests the model without them.",
-        type(model).__name__,
+        type(inner).__name__,
     )
     if any(backend.needs_calibration for backend in backends.values()):
         _log.warning(
@@ -95,7 +101,7 @@ def attach(
 
 @contextmanager
 def swapped(
-    model: PreTrainedModel,
+    model: M,
     backend: Any = None,
     *,
     full: Any = None,
@@ -104,13 +110,14 @@ def swapped(
     max_tokens: int | None = None,
     seed: int = 0,
     **options: Any,
-) -> Iterator[PreTrainedModel]:
+) -> Iterator[M]:
     """Context manager that attaches backends on entry and restores the model on exit.
 
     The arguments are the arguments of `attach`.
     """
     kinds = {"full": full, "sliding": sliding, "cross": cross}
-    with installed(model, *_build(model, backend, kinds, options, max_tokens, seed)):
+    inner = unwrap(model)
+    with installed(inner, *_build(inner, backend, kinds, options, max_tokens, seed)):
         yield model
 
 
@@ -225,8 +232,6 @@ def _build(
     max_tokens: int | None,
     seed: int,
 ) -> tuple[list[AttentionSite], dict[str, Backend]]:
-    if not isinstance(model, PreTrainedModel):
-        raise DtypeError(f"model is a transformers model, not {type(model).__name__}.")
     sites = find_sites(model)
     if rest := ignored(model):
         path, kind = next(iter(rest.items()))

@@ -7,15 +7,15 @@ the text. The state of exact attention is the usual KV cache.
 from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor
-from transformers import PreTrainedModel
+from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from efficient_attn.backend import Backend
 from efficient_attn.backends import spec
-from efficient_attn.errors import DtypeError, UnsupportedError
+from efficient_attn.errors import UnsupportedError
 from efficient_attn.integrations.transformers.attend import NAME, STATE, SUBMODULE, serving
 from efficient_attn.integrations.transformers.attention_sites import AttentionSite, find_sites
+from efficient_attn.integrations.transformers.wrapped import unwrap
 
 
 class StateCache(Cache):
@@ -28,10 +28,8 @@ class StateCache(Cache):
         UnsupportedError: If the model does not attend through efficient_attn, or a backend has no state.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        if not isinstance(model, PreTrainedModel):
-            raise DtypeError(f"model is a transformers model, not {type(model).__name__}.")
-        sites = find_sites(model)
+    def __init__(self, model: nn.Module) -> None:
+        sites = find_sites(unwrap(model))
         for site in sites:
             _check_streams(site)
         super().__init__(layers=[StateLayer() for _ in range(1 + max(site.layer for site in sites))])

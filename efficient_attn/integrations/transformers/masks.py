@@ -228,8 +228,9 @@ def visible_in(mask: Any, queries: int, keys: int) -> Visible | None:
         raise UnsupportedError(
             f"attention_mask is a {type(mask).__name__}; pass a mask of real tokens [batch, tokens]."
         )
-    shown = _READER.visible(mask, batch=mask.shape[0], q_tokens=queries, k_tokens=keys)
-    if shown is None or mask.shape[-1] != keys:
+    fits = mask.ndim == 4 and mask.shape[-1] in (1, keys)
+    shown = _READER.visible(mask, batch=mask.shape[0], q_tokens=queries, k_tokens=keys) if fits else None
+    if shown is None:
         return Visible(Pattern(None, None, f"a mask {list(mask.shape)} of queries and keys"), 0, keys, None)
     return Visible(CAUSAL if shown.causal else FULL, 0, keys, shown.keys)
 

@@ -4,18 +4,20 @@ A plan in the configuration assigns backends to attention modules; the tensors o
 the model's own. No saved code is run: backends are looked up by name, tensors read from safetensors.
 """
 
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from safetensors import safe_open
-from torch import Tensor
+from safetensors.torch import save_file
+from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedModel
 
 from efficient_attn.backend import Backend
 from efficient_attn.backends import list_backends, spec
-from efficient_attn.errors import AttentionError, DataError, DtypeError
+from efficient_attn.errors import AttentionError, DataError, DtypeError, OptionError, UnsupportedError
 from efficient_attn.integrations.transformers.assignment import Choice, build_all
 from efficient_attn.integrations.transformers.attachment import (
     PLAN_FORMAT,
@@ -34,20 +36,62 @@ from efficient_attn.integrations.transformers.loading import (
     model_class,
     quiet,
 )
+from efficient_attn.integrations.transformers.wrapped import unwrap
+from efficient_attn.limits import CONFIG_BYTES, read_bytes
 from efficient_attn.problem import AttentionProblem
 from efficient_attn.tensor_headers import check_header
+
+M = TypeVar("M", bound=nn.Module)
 
 # Saved tensors of the backend of each attention module, by their names in the backend.
 _Kept = dict[str, dict[str, Tensor]]
 
+# Files of `save` for libraries that save a part of the model.
+_PLAN, _TENSORS = "efficient_attn.json", "efficient_attn.safetensors"
+
 _FIELDS: dict[str, Any] = {"backend": str, "options": dict, "max_tokens": (int, type(None))}
 
 
-def load(folder: str | Path, **arguments: Any) -> PreTrainedModel:
-    """Load a model that `save_pretrained` wrote, with its backends, their options and their state.
+def save(model: nn.Module, folder: str | Path) -> None:
+    """Save a model with its backends in the format of its own library, by its `save_pretrained`.
+
+    Libraries that save a part of the model, such as the adapter of a PeftModel, get two files of their own
+    for plan and tensors of the backends.
+
+    Raises:
+        UnsupportedError: If a backend has no registered name.
+    """
+    inner, path = unwrap(model), Path(folder)
+    plan = getattr(inner.config, SUBMODULE, None)
+    if plan is None:
+        raise UnsupportedError(
+            "No backend with a registered name is attached; save_pretrained saves the model without backends."
+        )
+    own: Any = model
+    own.save_pretrained(path)
+    if not (path / "config.json").is_file():
+        save_file(_tensors_of(inner), path / _TENSORS)
+        (path / _PLAN).write_text(json.dumps(plan), encoding="utf-8")
+
+
+def _tensors_of(model: PreTrainedModel) -> dict[str, Tensor]:
+    """The tensors of all backends by their names in the model, tied ones once."""
+    found: dict[str, Tensor] = {}
+    for path, module in model.named_modules():
+        if isinstance(module, Backend) and path.endswith(f".{SUBMODULE}"):
+            tied = second_names(module)
+            state = {name: x.contiguous() for name, x in module.state_dict().items() if name not in tied}
+            found |= {f"{path}.{name}": x for name, x in state.items()}
+    return found
+
+
+def load(folder: str | Path, *, into: M | None = None, **arguments: Any) -> M | PreTrainedModel:
+    """Load a model that `save_pretrained` or `save` wrote, with its backends, their options and their state.
 
     Args:
         folder: A local folder.
+        into: A model without backends that its own library has loaded from the folder, such as a PeftModel or
+            a SentenceTransformer; it gets the backends, in place.
         arguments: For `from_pretrained`: dtype, device_map, …
 
     Raises:
@@ -57,6 +101,11 @@ def load(folder: str | Path, **arguments: Any) -> PreTrainedModel:
     if not isinstance(folder, (str, Path)):
         raise DtypeError(f"folder is a path, not {folder!r}.")
     path = Path(folder)
+    if into is not None:
+        if arguments:
+            raise OptionError(f"{next(iter(arguments))}=…: the model given by into=… is loaded already.")
+        _restore(unwrap(into), path)
+        return into
     if not (path / "config.json").is_file():
         raise DataError(f"{folder} holds no config.json; load reads a folder that save_pretrained wrote.")
     check_config(path)
@@ -64,7 +113,7 @@ def load(folder: str | Path, **arguments: Any) -> PreTrainedModel:
         check_header(file)
     with data_errors(f"Cannot load a model from {folder}"):
         config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    layers = _plan(config, path)
+    layers = _layers(getattr(config, SUBMODULE, None), path / "config.json")
     kind = model_class(config, path)
     # The configuration names the attention function of attached models.
     register()
@@ -79,35 +128,50 @@ def load(folder: str | Path, **arguments: Any) -> PreTrainedModel:
         )
     check_complete(path, found)
     check_nothing_else(path, found, ours=f".{SUBMODULE}.")
+    _install(model, layers, path)
+    return model
+
+
+def _restore(model: PreTrainedModel, path: Path) -> None:
+    """Attach the saved backends to a model without its backends."""
+    file = path / _PLAN if (path / _PLAN).is_file() else path / "config.json"
+    if not file.is_file():
+        raise DataError(f"{path} holds neither {_PLAN} nor config.json; load reads folders that save wrote.")
+    with data_errors(f"Cannot read {file}"):
+        given = json.loads(read_bytes(file, CONFIG_BYTES))
+    if file.name != _PLAN and isinstance(given, dict):
+        given = given.get(SUBMODULE)
+    for weights in path.glob("*.safetensors"):
+        check_header(weights)
+    _install(model, _layers(given, file), path)
+
+
+def _install(model: PreTrainedModel, layers: dict[str, dict[str, Any]], path: Path) -> None:
     sites = find_sites(model)
-    with data_errors(f"Cannot read the safetensors of {folder}"):
+    with data_errors(f"Cannot read the safetensors of {path}"):
         kept = _kept(sites, path)
     backends = _backends({name_in_plan(model, site.path): site for site in sites}, layers, kept, path)
     _fill(backends, kept, path)
     install(model, sites, backends)
-    return model
 
 
-def _plan(config: Any, path: Path) -> dict[str, dict[str, Any]]:
-    """The layers of the plan, in the form that `attach` writes."""
-    plan = getattr(config, SUBMODULE, None)
+def _layers(plan: Any, file: Path) -> dict[str, dict[str, Any]]:
+    """The layers of a plan, in the form that `attach` writes."""
     if plan is None:
         raise DataError(
-            f"{path}/config.json names no backends (efficient_attn): they had no registered name, or none "
+            f"{file} names no backends (efficient_attn): they had no registered name, or none "
             "was attached when the model was saved. Use from_pretrained and attach."
         )
     if not isinstance(plan, Mapping) or plan.get("format") != PLAN_FORMAT:
-        raise DataError(f"{path}/config.json: efficient_attn is not a plan of format {PLAN_FORMAT}.")
+        raise DataError(f"{file}: efficient_attn is not a plan of format {PLAN_FORMAT}.")
     layers = plan.get("layers")
     if not isinstance(layers, Mapping) or not all(_is_layer(layer) for layer in layers.values()):
-        raise DataError(
-            f"{path}/config.json: a layer in efficient_attn lacks one of the fields {', '.join(_FIELDS)}."
-        )
+        raise DataError(f"{file}: a layer in efficient_attn lacks one of the fields {', '.join(_FIELDS)}.")
     # Only registered names, never an address such as file.py:object: loading a model runs none of its code.
     unknown = {layer["backend"] for layer in layers.values()} - set(list_backends())
     if unknown:
         raise DataError(
-            f"{path}/config.json names the backend {min(unknown)!r}, which is not registered here; "
+            f"{file} names the backend {min(unknown)!r}, which is not registered here; "
             f"known: {', '.join(list_backends())}."
         )
     return dict(layers)
@@ -180,7 +244,7 @@ def _kept(sites: list[AttentionSite], path: Path) -> _Kept:
 
 
 def _tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
-    for file in sorted(path.glob("model*.safetensors")):
+    for file in [path / _TENSORS] if (path / _PLAN).is_file() else sorted(path.glob("model*.safetensors")):
         with safe_open(file, framework="pt") as opened:
             for name in opened.keys():  # noqa: SIM118 (no mapping)
                 if f".{SUBMODULE}." in name:
