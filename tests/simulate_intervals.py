@@ -147,7 +147,7 @@ def _speeds(both: Sequence[Curve]) -> list[bool]:
 
 def _crossovers(both: Sequence[Curve]) -> list[bool]:
     (found,) = crossovers(both)
-    printed = found.bounded and found.timed
+    printed = found.low is not None or found.high is not None
     return [(found.low or 0) <= CROSSOVER <= (found.high or math.inf)] if printed else []
 
 

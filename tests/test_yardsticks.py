@@ -31,10 +31,10 @@ def test_the_interval_over_several_seeds_of_the_inputs_is_that_of_their_medians(
     (panel,) = panels(results.records, RELATIVE)
     (point,) = panel.curves[0].points
     medians = sorted(float(torch.tensor(r.output_relative_error_draws).quantile(0.5)) for r in records)
-    assert (point.draws, point.data_seeds) == (8, 3)
+    assert point.samples == 3
     assert (point.low, point.value, point.high) == pytest.approx(medians)
-    assert "±: median of 3 seeds of the inputs and its range." in results.tables()[0].notes
-    assert "bands: median of 3 seeds of the inputs and its range" in texts(results.plot().figure)
+    assert "±: median of 3 draws and its range." in results.tables()[0].notes
+    assert "bands: median of 3 draws and its range" in texts(results.plot().figure)
 
 
 def test_a_single_draw_has_no_interval():

@@ -44,10 +44,9 @@ class Crossover(NamedTuple):
 
     Attributes:
         lengths: Lengths at which both were measured; crossovers are sought up to eight times the last one.
-        tokens: The crossover; None if there is none, or no clear one.
+        tokens: The crossover; None if there is none, or no interval for it.
         low: Lower end of the interval; None if it may be below the shortest length.
         high: Upper end of the interval; None if unbounded.
-        timed: Whether both have enough rounds for an interval at every length.
         extrapolated: Whether the crossover is beyond the longest length.
         always: Whether the backend is clearly faster at every length.
         never: Whether the backend is clearly slower at every length, without a crossover beyond.
@@ -58,15 +57,9 @@ class Crossover(NamedTuple):
     tokens: float | None = None
     low: float | None = None
     high: float | None = None
-    timed: bool = True
     extrapolated: bool = False
     always: bool = False
     never: bool = False
-
-    @property
-    def bounded(self) -> bool:
-        """Whether the interval is bounded on at least one side."""
-        return self.tokens is not None and (self.low is not None or self.high is not None)
 
 
 class _Lag(NamedTuple):
@@ -111,20 +104,21 @@ def _crossover(curve: Curve, other: Curve) -> Crossover | None:
     if len(pairs) < 2:
         return None
     lags = [_lag(own, its) for own, its in pairs]
-    timed = all(lag.half is not None for lag in lags)
-    looked = Crossover(curve.label, tuple(own.tokens for own, _ in pairs), timed=timed)
+    looked = Crossover(curve.label, tuple(own.tokens for own, _ in pairs))
     tokens = np.asarray(looked.lengths, dtype=float)
     best, furthest = _crossing(tokens, [lag.value for lag in lags]), FURTHEST * tokens[-1]
     sides = [time_ratio(own.record, its.record).side_of_one for own, its in pairs]
-    if not tokens[0] <= best <= furthest:
+    if not tokens[0] <= best <= furthest or any(lag.half is None for lag in lags):
         return looked._replace(
             always=all(side == 1 for side in sides), never=all(side == -1 for side in sides)
         )
-    found = looked._replace(tokens=best, extrapolated=bool(best > tokens[-1]))
-    if not timed:
-        return found
     low, high = _undecided(tokens, lags, best)
-    return found._replace(low=low if low > tokens[0] else None, high=high if high < furthest else None)
+    return looked._replace(
+        tokens=best,
+        low=low if low > tokens[0] else None,
+        high=high if high < furthest else None,
+        extrapolated=bool(best > tokens[-1]),
+    )
 
 
 def _lag(own: Point, its: Point) -> _Lag:

@@ -18,9 +18,8 @@ _TITLES = {
 # Plots worth a file, by name.
 _FILES = {"time": "time_s", "memory": "peak_bytes"}
 
-# An interval leaves the picture beyond this multiple of all medians, which would be flat lines otherwise.
-_FARTHEST = 3.0
-_MARGIN = 1.15
+# Space around the medians; wider intervals leave the picture, which would be flat lines otherwise.
+_MARGIN = 1.5
 
 
 def plots(records: Sequence[Record], environment: Environment) -> Plots:
@@ -52,15 +51,10 @@ def cost_plot(records: Sequence[Record], y: str = "time_s") -> Plot:
 
 
 def _limits(group: Sequence[Curve]) -> tuple[float, float] | None:
-    """Ends of the axis of costs: of the intervals, as far as they are near the medians."""
-    points = [point for curve in group for point in curve.measured]
-    values = [point.value for point in points if point.value and 1 / LARGEST < point.value < LARGEST]
-    if not values:
-        return None
-    low = min([*values, *(point.low for point in points if point.low is not None)])
-    high = max([*values, *(point.high for point in points if point.high is not None)])
-    low, high = max(low, min(values) / _FARTHEST), min(high, max(values) * _FARTHEST)
-    return low / _MARGIN, high * _MARGIN
+    """Ends of the axis of costs: around the medians, whatever their intervals are."""
+    values = [point.value for curve in group for point in curve.measured if point.value]
+    values = [value for value in values if 1 / LARGEST < value < LARGEST]
+    return (min(values) / _MARGIN, max(values) * _MARGIN) if values else None
 
 
 def _series(curve: Curve, style: dict[str, object]) -> Series:

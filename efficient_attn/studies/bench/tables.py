@@ -52,9 +52,7 @@ def _show_crossover(found: Crossover) -> str:
     first, last = found.lengths[0], found.lengths[-1]
     if found.tokens is None:
         return f"all from {first}" if found.always else f"none up to {last}" if found.never else "unclear"
-    if not found.timed:
-        return f"{_round(found.tokens)} (no interval)"
-    if not found.bounded:
+    if found.low is None and found.high is None:
         return "unclear"
     low = f"below {first}" if found.low is None else str(_round(found.low))
     interval = f"{low} or more" if found.high is None else f"{low} to {_round(found.high)}"

@@ -6,7 +6,7 @@ round is one sample. The interval holds within the run.
 
 from collections.abc import Sequence
 
-from efficient_attn.report.table import show_range, three_digits
+from efficient_attn.report.table import show_ratio
 from efficient_attn.runner.records import Record
 from efficient_attn.stats.curves import curves
 from efficient_attn.stats.noise_warnings import COULD_NOT_TELL, IDLE, explanation
@@ -33,7 +33,7 @@ def version_sentences(records: Sequence[Record], environment: Environment) -> li
             ratio = time_ratio(own.record, its.record)
             load = explanation(own.record, its.record, ratio.median, environment)
             verdict = _verdict(ratio) if load is None else f"{COULD_NOT_TELL} ({load}; {IDLE})"
-            groups.setdefault(verdict, []).append(f"{_show(ratio)} at {own.tokens}")
+            groups.setdefault(verdict, []).append(f"{show_ratio(ratio)} at {own.tokens}")
         verdicts = "; ".join(f"{verdict}: {', '.join(shown)} tokens" for verdict, shown in groups.items())
         if verdicts:
             sentences.append(f"{curve.label} against {other.label}, speed of {other.label} = 1: {verdicts}.")
@@ -48,10 +48,3 @@ def _verdict(ratio: Typical) -> str:
     if max(ratio.high / ratio.median, ratio.median / ratio.low) > 1 + _WIDE:
         return f"{COULD_NOT_TELL} (intervals reach more than {_WIDE:.0%}; {_ROUNDS})"
     return NO_DIFFERENCE
-
-
-def _show(ratio: Typical) -> str:
-    """`1.11x (1.08 to 1.14)`, the interval wherever there is one."""
-    if ratio.low is None or ratio.high is None:
-        return f"{three_digits(ratio.median)}x"
-    return f"{three_digits(ratio.median)}x ({show_range(ratio.low, ratio.high)})"

@@ -6,17 +6,12 @@ from typing import Any, NamedTuple
 from efficient_attn.report.error_table import describe
 from efficient_attn.runner.records import Record
 from efficient_attn.runner.sizes import FORMER_BASELINES, MEAN_OF_VALUES, SEED, sized
+from efficient_attn.stats.candidates import operations_share
 from efficient_attn.stats.curves import grouped
 from efficient_attn.stats.median import FEWEST_FOR_95, middle
 
 RELATIVE = "output_relative_error"
-QUANTITIES = (
-    RELATIVE,
-    "output_mse",
-    "weights_relative_error",
-    "weights_row_kl",
-    "unsafe_rows",
-)
+NAMES = {RELATIVE: "Relative output error", "output_mse": "Mean squared output error"}
 
 
 class ErrorPoint(NamedTuple):
@@ -27,7 +22,7 @@ class ErrorPoint(NamedTuple):
         value: Median over seeds of the inputs of the medians over draws.
         low, high: 95 % interval of the median over input seeds; over draws for a single seed.
         record: The first of its records.
-        draws, data_seeds: Numbers of draws and of input seeds.
+        samples: Number of samples behind the interval.
     """
 
     size: int | None
@@ -35,13 +30,7 @@ class ErrorPoint(NamedTuple):
     low: float
     high: float
     record: Record
-    draws: int
-    data_seeds: int
-
-    @property
-    def samples(self) -> int:
-        """Number of samples behind the interval."""
-        return self.data_seeds if self.data_seeds > 1 else self.draws
+    samples: int
 
 
 class ErrorCurve(NamedTuple):
@@ -91,9 +80,8 @@ class Panel(NamedTuple):
 
 
 def quantity_in(records: Sequence[Record], wanted: str = RELATIVE) -> str:
-    """The wanted error, or the recorded one if a run measured weights only."""
-    measured = [name for name in QUANTITIES if any(getattr(record, name) is not None for record in records)]
-    return wanted if wanted in measured or not measured else measured[0]
+    """The wanted error, or the mean squared one if a run measured that alone."""
+    return wanted if any(getattr(record, wanted) is not None for record in records) else "output_mse"
 
 
 def panels(records: Iterable[Record], quantity: str) -> tuple[Panel, ...]:
@@ -109,19 +97,16 @@ def panels(records: Iterable[Record], quantity: str) -> tuple[Panel, ...]:
 
 def interval(points: Sequence[ErrorPoint]) -> str:
     """`median of 6 draws and its 95 % interval`; empty if every error was measured once."""
-    most = max(points, key=lambda point: point.samples, default=None)
-    if most is None or most.samples == 1:
+    most = max((point.samples for point in points), default=1)
+    if most == 1:
         return ""
-    edges = "95 % interval" if most.samples >= FEWEST_FOR_95 else "range"
-    if most.data_seeds == 1:
-        return f"median of {most.draws} draws and its {edges}, on the same inputs"
-    return f"median of {most.data_seeds} seeds of the inputs and its {edges}"
+    return f"median of {most} draws and its {'95 % interval' if most >= FEWEST_FOR_95 else 'range'}"
 
 
 def below_from(curve: ErrorCurve, yardstick: float) -> int | None:
-    """The smallest size from which on all measured sizes have errors below the baseline."""
+    """The smallest size from which on errors are below the baseline, among sizes that save operations."""
     found = None
-    for point in reversed(curve.points):
+    for point in reversed([point for point in curve.points if (operations_share(point.record) or 0) < 1]):
         if point.size is None or point.value >= yardstick:
             break
         found = point.size
@@ -169,8 +154,7 @@ def _point(records: Sequence[Record], quantity: str) -> ErrorPoint:
         low=found.low,
         high=found.high,
         record=records[0],
-        draws=min(one.samples for one in over_draws),
-        data_seeds=len(records),
+        samples=found.samples,
     )
 
 

@@ -9,17 +9,15 @@ from efficient_attn.report.table import Table
 from efficient_attn.runner.layers import is_layer, joint_name
 from efficient_attn.runner.records import Record
 from efficient_attn.runner.sizes import MEAN_OF_VALUES
-from efficient_attn.studies.mse.analysis import Panel, panels
+from efficient_attn.studies.mse.analysis import NAMES, Panel, panels
 
 # Errors of one input by label and size.
-_Errors = dict[str, dict[int | None, float]]
-
-_QUANTITIES = ("output_relative_error", "output_mse")
+_Errors = dict[tuple[str, int | None], float]
 
 
 def overview_tables(records: Sequence[Record]) -> list[Table]:
     """One row for each backend, a pair of columns for each input; layers of one model are one input."""
-    relative, squared = (_by_input(panels(records, quantity)) for quantity in _QUANTITIES)
+    relative, squared = (_by_input(panels(records, quantity)) for quantity in NAMES)
     if not any(map(any, relative.values())) or not any(map(any, squared.values())):
         return []
     lines = dict.fromkeys(line for layers in relative.values() for line in _largest(layers))
@@ -27,7 +25,7 @@ def overview_tables(records: Sequence[Record]) -> list[Table]:
         (
             label,
             "" if size is None else str(size),
-            *(_cell(group[key], label, size) for key in relative for group in (relative, squared)),
+            *(_cell(group[key], (label, size)) for key in relative for group in (relative, squared)),
         )
         for label, size in lines
     )
@@ -55,24 +53,21 @@ def _by_input(shown: Sequence[Panel]) -> dict[tuple[Any, ...], list[_Errors]]:
 
 
 def _errors(panel: Panel) -> _Errors:
-    found: _Errors = {} if panel.yardstick is None else {MEAN_OF_VALUES: {None: panel.yardstick}}
-    return found | {curve.label: {one.size: one.value for one in curve.points} for curve in panel.curves}
+    found: _Errors = {} if panel.yardstick is None else {(MEAN_OF_VALUES, None): panel.yardstick}
+    return found | {(curve.label, one.size): one.value for curve in panel.curves for one in curve.points}
 
 
 def _largest(layers: Sequence[_Errors]) -> list[tuple[str, int | None]]:
-    """Each label with the largest size that every layer has."""
-    found = []
-    for label in dict.fromkeys(label for errors in layers for label in errors):
-        common = set.intersection(*(set(errors.get(label, ())) for errors in layers))
-        if common:
-            found.append((label, max(common, key=lambda size: size or 0)))
-    return found
+    """Each label with the largest size that every layer has; curves are in rising order of size."""
+    return list(
+        {label: size for label, size in layers[0] if all((label, size) in one for one in layers)}.items()
+    )
 
 
-def _cell(layers: Sequence[_Errors], label: str, size: int | None) -> str:
+def _cell(layers: Sequence[_Errors], line: tuple[str, int | None]) -> str:
     """`0.33 (0.32 to 0.52)`: the median and the range over layers; empty where one lacks the size."""
-    known = [value for one in layers if (value := one.get(label, {}).get(size)) is not None]
-    if len(known) < len(layers):
+    if not all(line in one for one in layers):
         return ""
+    known = [one[line] for one in layers]
     middle, low, high = (show_error(value) for value in (median(known), min(known), max(known)))
     return middle if low == high else f"{middle} ({low} to {high})"

@@ -4,11 +4,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from efficient_attn.report.error_table import show_error
-from efficient_attn.report.figures import LARGEST, Axis, Chart, Plot, Series, in_rows
+from efficient_attn.report.figures import Axis, Chart, Plot, Series, in_rows
 from efficient_attn.report.palette import UNIFORM_STYLE, line_styles
 from efficient_attn.runner.records import Record
 from efficient_attn.runner.sizes import MEAN_OF_VALUES
 from efficient_attn.studies.mse.analysis import (
+    NAMES,
     RELATIVE,
     ErrorCurve,
     Panel,
@@ -16,11 +17,10 @@ from efficient_attn.studies.mse.analysis import (
     panels,
     quantity_in,
 )
-from efficient_attn.studies.mse.tables import NAMES
 
 # An error of this many times the baseline is off the scale: a hundred or a million, both are no attention.
 _WORST = 12.0
-# Errors below this share of the baseline are rounding, and leave the axes through their floor.
+# Errors below this share of the baseline are rounding.
 _ROUNDING = 1e-4
 
 Styles = Mapping[str, Mapping[str, Any]]
@@ -47,12 +47,13 @@ def error_plot(records: Sequence[Record], y: str = RELATIVE) -> Plot:
 
 
 def _chart(panel: Panel, styles: Styles, scale: tuple[float, float], quantity: str) -> Chart:
-    above = [curve for curve in panel.curves if min(point.value for point in curve.points) > scale[1]]
+    low, high = scale
+    above = [curve for curve in panel.curves if min(point.value for point in curve.points) > high]
     series = []
     if panel.yardstick is not None:
         series.append(Series(MEAN_OF_VALUES, (), (panel.yardstick,), UNIFORM_STYLE))
     for curve in panel.curves:
-        if curve not in above and (_has_sizes(curve) or not _is_rounding(curve.points[0].value, [panel])):
+        if curve not in above and max(point.value for point in curve.points) >= low:
             series.append(_series(curve, styles[curve.label]))
     sizes = {point.size for curve in panel.curves for point in curve.points if point.size is not None}
     return Chart(
@@ -87,19 +88,8 @@ def _range(curve: ErrorCurve) -> str:
 def _limits(shown: Sequence[Panel]) -> tuple[float, float]:
     """From below the smallest error that is no rounding to above the largest that is no nonsense."""
     yardsticks = [panel.yardstick for panel in shown if panel.yardstick]
-    worst = _WORST * max(yardsticks, default=1.0)
-    curves = [c for panel in shown for c in panel.curves if min(point.value for point in c.points) <= worst]
-    edges = [edge for c in curves for point in c.points for edge in (point.value, point.low)]
-    real = [edge for edge in (*edges, *yardsticks) if 0 < edge < LARGEST and not _is_rounding(edge, shown)]
-    real = real or [1.0]
-    return min(real) / 1.4, min(max(real), worst) * 1.8
-
-
-def _is_rounding(value: float, shown: Sequence[Panel]) -> bool:
-    """Whether an error is far below every baseline, where lines say nothing."""
-    return value < _ROUNDING * min((panel.yardstick or 1.0 for panel in shown), default=1.0)
-
-
-def _has_sizes(curve: ErrorCurve) -> bool:
-    """Whether a curve is a line over sizes, rather than one number."""
-    return any(point.size is not None for point in curve.points)
+    floor, worst = _ROUNDING * min(yardsticks, default=1.0), _WORST * max(yardsticks, default=1.0)
+    lines = [curve.points for panel in shown for curve in panel.curves]
+    points = [point for line in lines if min(one.value for one in line) <= worst for point in line]
+    real = [edge for point in points for edge in (point.value, point.low) if edge > floor] + yardsticks
+    return min(real, default=1.0) / 1.4, min(max(real, default=1.0), worst) * 1.8

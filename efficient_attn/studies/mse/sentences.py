@@ -6,12 +6,11 @@ from typing import Any
 
 from efficient_attn.report.error_table import describe, show_error
 from efficient_attn.runner.records import Record
-from efficient_attn.stats.candidates import operations_share
 from efficient_attn.studies.mse.analysis import Panel, below_from, panels, quantity_in
 from efficient_attn.studies.mse.plan import PAIR_NORMS
 
-# A relative standard error of more digits may be more than a float holds.
-_MOST_DIGITS = 9
+# The exponential of a larger number is more than a float holds.
+_LARGEST_NORM = 700.0
 
 _POSITIVE = "performer-positive"
 
@@ -25,12 +24,12 @@ def sentences(records: Sequence[Record], environment: Mapping[str, Any] | None =
     shown = panels(records, quantity_in(records))
     real = [panel for panel in shown if panel.source != "gaussian"]
     drawn = [panel for panel in shown if panel.source == "gaussian"]
-    told = [
+    texts = [
         _random_features(real or drawn),
         _reason([*drawn, *real], environment or {}),
         _useful(real or drawn),
     ]
-    return [sentence for sentence in told if sentence is not None]
+    return [sentence for sentence in texts if sentence is not None]
 
 
 def _random_features(shown: Sequence[Panel]) -> str | None:
@@ -60,25 +59,22 @@ def _reason(shown: Sequence[Panel], environment: Mapping[str, Any]) -> str | Non
     """How far one weight scatters at the measured norms: √((exp(|x + y|²) − 1) / m) of its value."""
     norms = environment.get(PAIR_NORMS)
     norms = norms if isinstance(norms, dict) else {}
-    told = []
+    texts = []
     for panel in shown:
         curve = next((curve for curve in panel.curves if curve.backend == _POSITIVE), None)
         norm = norms.get(panel.inputs)
-        known = isinstance(norm, (int, float)) and not isinstance(norm, bool)
         size = curve.points[-1].size if curve is not None and curve.random else None
-        if norm is not None and known and 0 <= norm < math.inf and size:
-            # The logarithm keeps what no float can hold.
-            log10 = (norm + math.log(-math.expm1(-norm) or 1.0) - math.log(size)) / 2 / math.log(10)
-            scatter = show_error(10**log10) if log10 < _MOST_DIGITS else f"10^{log10:.0f}"
-            place = f"{describe(panel.inputs)}: |x+y|² {show_error(float(norm))}"
-            told.append(f"{place}, {size} features, {scatter}")
-    if not told:
+        if isinstance(norm, float) and 0 <= norm < _LARGEST_NORM and size:
+            scatter = show_error(math.sqrt(math.expm1(norm) / size))
+            place = f"{describe(panel.inputs)}: |x+y|² {show_error(norm)}"
+            texts.append(f"{place}, {size} features, {scatter}")
+    if not texts:
         return None
     return (
         "The reason: one weight estimated by m positive features has a relative standard error of "
         "√((exp(|x+y|²) − 1) / m), with x, y = q, k / d^¼; above 1 its scatter hides the differences between "
         "keys, and the output is no nearer than uniform attention. At the median |x+y|² over queries and "
-        f"keys: {'; '.join(told)}."
+        f"keys: {'; '.join(texts)}."
     )
 
 
@@ -92,18 +88,5 @@ def _useful(shown: Sequence[Panel]) -> str | None:
         sizes = [below_from(curve, yardstick) if curve else None for curve, yardstick in pairs]
         if None not in sizes:
             found.append(f"{label} from size {max(size for size in sizes if size is not None)}")
-    verdict = ", ".join(found) or "nothing measured here"
-    return f"Below the mean of V on every input: {verdict}.{_no_fewer_operations(shown)}"
-
-
-def _no_fewer_operations(shown: Sequence[Panel]) -> str:
-    """From which size on an approximation takes as many operations as exact attention, or more."""
-    least: dict[str, int] = {}
-    points = [(curve, point) for panel in shown for curve in panel.curves for point in curve.points]
-    for curve, point in points:
-        share = operations_share(point.record)
-        if point.size is not None and share is not None and share >= 1:
-            least[curve.label] = min(point.size, least.get(curve.label, point.size))
-    tokens = min(panel.tokens for panel in shown)
-    names = ", ".join(f"{label} from size {size}" for label, size in least.items())
-    return f" No fewer operations than exact attention at {tokens} tokens: {names}." if names else ""
+    names = ", ".join(found) or "nothing measured here"
+    return f"Below the mean of V on every input, with fewer operations than exact attention: {names}."

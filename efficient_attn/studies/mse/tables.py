@@ -7,15 +7,7 @@ from efficient_attn.report.notes import failure_notes
 from efficient_attn.report.table import Table
 from efficient_attn.runner.records import Record
 from efficient_attn.runner.sizes import MEAN_OF_VALUES
-from efficient_attn.studies.mse.analysis import ErrorPoint, Panel, interval, panels, quantity_in
-
-NAMES = {
-    "output_relative_error": "Relative output error",
-    "output_mse": "Mean squared output error",
-    "weights_relative_error": "Relative error of the attention weights",
-    "weights_row_kl": "Divergence of the attention weights, nats per row",
-    "unsafe_rows": "Share of rows whose weights' sum is zero or negative",
-}
+from efficient_attn.studies.mse.analysis import NAMES, ErrorPoint, Panel, interval, panels, quantity_in
 
 
 def error_tables(records: Sequence[Record]) -> list[Table]:

@@ -100,8 +100,9 @@ def spectra(records: Sequence[Record]) -> Spectra:
     found: Spectra = {layer: {} for layer in _LAYERS}
     for record in records:
         options = record.case.options
-        if record.case.label == _LABEL and record.singular_values and not options.get("text"):
-            found[options["layer"]][options["head"]] = np.asarray(record.singular_values)
+        ours = record.case.label == _LABEL and options.get("layer") in found and not options.get("text")
+        if ours and record.singular_values:
+            found[options["layer"]][int(options["head"])] = np.asarray(record.singular_values)
     return {layer: heads for layer, heads in found.items() if heads}
 
 

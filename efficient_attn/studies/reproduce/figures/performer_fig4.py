@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from efficient_attn.report.figures import Plot
-from efficient_attn.report.table import Table
 from efficient_attn.runner.record import Record
 from efficient_attn.runner.sizes import MEAN_OF_VALUES, sized
 from efficient_attn.stats.median import middle
@@ -64,9 +63,7 @@ def plan(setting: Setting) -> Plan:
     )
 
 
-def tables(records: Sequence[Record]) -> list[Table]:
-    """The tables of `mse`, one for each norm."""
-    return error_tables(records)
+tables = error_tables
 
 
 def draw(records: Sequence[Record]) -> Plot:
