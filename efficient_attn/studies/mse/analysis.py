@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from efficient_attn.report.error_table import describe
 from efficient_attn.runner.records import Record
-from efficient_attn.runner.sizes import FORMER_BASELINES, MEAN_OF_VALUES, SEED, sized
+from efficient_attn.runner.sizes import FORMER_BASELINES, MEAN_OF_VALUES, sized
 from efficient_attn.stats.candidates import operations_share
 from efficient_attn.stats.curves import grouped
 from efficient_attn.stats.median import FEWEST_FOR_95, middle
@@ -34,11 +34,10 @@ class ErrorPoint(NamedTuple):
 
 
 class ErrorCurve(NamedTuple):
-    """One backend with its options, in rising order of size; `random` if its features are drawn."""
+    """One backend with its options, in rising order of size."""
 
     label: str
     backend: str
-    random: bool
     points: tuple[ErrorPoint, ...]
 
     def at(self, size: int) -> ErrorPoint | None:
@@ -140,7 +139,7 @@ def _curve(label: str, records: Sequence[Record], quantity: str) -> ErrorCurve:
         groups.setdefault((sized(record.case), options), []).append(record)
     points = sorted((_point(group, quantity) for group in groups.values()), key=lambda point: point.size or 0)
     case = records[0].case
-    return ErrorCurve(label, case.backend, SEED in case.options, tuple(points))
+    return ErrorCurve(label, case.backend, tuple(points))
 
 
 def _point(records: Sequence[Record], quantity: str) -> ErrorPoint:

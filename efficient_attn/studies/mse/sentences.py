@@ -16,7 +16,7 @@ _POSITIVE = "performer-positive"
 
 
 def sentences(records: Sequence[Record], environment: Mapping[str, Any] | None = None) -> list[str]:
-    """Random features compared with the mean of V and with each other, and backends that are useful.
+    """The scatter of random features at the norms of the inputs, and backends that are useful.
 
     Args:
         environment: Environment of the run, with the norms of its inputs.
@@ -24,35 +24,8 @@ def sentences(records: Sequence[Record], environment: Mapping[str, Any] | None =
     shown = panels(records, quantity_in(records))
     real = [panel for panel in shown if panel.source != "gaussian"]
     drawn = [panel for panel in shown if panel.source == "gaussian"]
-    texts = [
-        _random_features(real or drawn),
-        _reason([*drawn, *real], environment or {}),
-        _useful(real or drawn),
-    ]
-    return [sentence for sentence in texts if sentence is not None]
-
-
-def _random_features(shown: Sequence[Panel]) -> str | None:
-    """On how many inputs random features are no better than the mean of V, at their largest size."""
-    pairs = [
-        (panel, panel.yardstick, curve)
-        for panel in shown
-        for curve in panel.curves
-        if curve.random and panel.yardstick is not None
-    ]
-    if not pairs:
-        return None
-    label = min((curve for *_, curve in pairs), key=lambda curve: curve.points[-1].value).label
-    best = [(panel, yardstick, curve.points[-1]) for panel, yardstick, curve in pairs if curve.label == label]
-    worse = sum(point.value >= yardstick for _, yardstick, point in best)
-    places = "; ".join(
-        f"{describe(panel.inputs)}: {show_error(point.value)} against {show_error(yardstick)}"
-        for panel, yardstick, point in best
-    )
-    return (
-        f"The best untrained random features ({label}, size {best[0][2].size}) are no better than the "
-        f"mean of V on {worse} of {len(best)} inputs ({places})."
-    )
+    found = [_reason([*drawn, *real], environment or {}), _useful(real or drawn)]
+    return [sentence for sentence in found if sentence is not None]
 
 
 def _reason(shown: Sequence[Panel], environment: Mapping[str, Any]) -> str | None:
@@ -63,7 +36,7 @@ def _reason(shown: Sequence[Panel], environment: Mapping[str, Any]) -> str | Non
     for panel in shown:
         curve = next((curve for curve in panel.curves if curve.backend == _POSITIVE), None)
         norm = norms.get(panel.inputs)
-        size = curve.points[-1].size if curve is not None and curve.random else None
+        size = None if curve is None else curve.points[-1].size
         if isinstance(norm, float) and 0 <= norm < _LARGEST_NORM and size:
             scatter = show_error(math.sqrt(math.expm1(norm) / size))
             place = f"{describe(panel.inputs)}: |x+y|² {show_error(norm)}"
@@ -71,7 +44,7 @@ def _reason(shown: Sequence[Panel], environment: Mapping[str, Any]) -> str | Non
     if not texts:
         return None
     return (
-        "The reason: one weight estimated by m positive features has a relative standard error of "
+        "Random features: one weight estimated by m positive features has a relative standard error of "
         "√((exp(|x+y|²) − 1) / m), with x, y = q, k / d^¼; above 1 its scatter hides the differences between "
         "keys, and the output is no nearer than uniform attention. At the median |x+y|² over queries and "
         f"keys: {'; '.join(texts)}."
