@@ -6,9 +6,10 @@ import re
 from dataclasses import replace
 
 import pytest
+from matplotlib.figure import Figure
 from rich.console import Console
 
-from efficient_attn.errors import DataError, UnknownNameError
+from efficient_attn.errors import DataError, OptionError, UnknownNameError
 from efficient_attn.report import table as tables
 from efficient_attn.runner.records import Case, Record, append
 from efficient_attn.studies.results import Results, read
@@ -55,6 +56,21 @@ def test_a_frame_has_one_row_per_case_with_flat_columns_and_units():
     )
     # Rounds of 3, 2, 2 and 2 rising samples have medians of 1, 3.5, 5.5 and 7.5 thousandths more.
     assert frame["time_s"][0] == pytest.approx(1e-6 * 256 * 256 * 1.0045)
+
+
+def test_a_raw_frame_has_one_row_per_sample():
+    frame = Results(records()).to_pandas(raw=True)
+    assert len(frame) == 8 * 9 + 8
+    assert frame["sample"].max() == 8 and frame["times_s"].notna().sum() == 8 * 9
+
+
+def test_a_plot_is_drawn_on_given_axes_if_it_has_one_chart():
+    ax = Figure().subplots()
+    assert Results(records()).plot(ax=ax) is ax
+    assert len(ax.lines) == 2 and ax.get_xlabel() == "sequence length, tokens"
+    blocks = [replace(one, case=replace(one.case, of="block")) for one in records()]
+    with pytest.raises(OptionError, match="this plot has 2"):
+        Results([*records(), *blocks]).plot(ax=ax)
 
 
 def test_one_wide_interval_does_not_flatten_the_lines():
@@ -112,7 +128,7 @@ def test_what_is_saved_is_read_again_and_drawn(tmp_path):
     assert all(path.stat().st_size > 0 for path in paths)
     again = read(tmp_path / "run")
     assert list(again.records) == records() and again.environment == {"python": "3"}
-    assert list(read(tmp_path / "run" / "records.jsonl").records) == records()
+    assert list(read(tmp_path / "run" / "records.jsonl", tmp_path / "run").records) == records() * 2
 
 
 def test_the_same_records_give_the_same_plots(tmp_path):
@@ -129,6 +145,8 @@ def test_a_torn_record_is_told(tmp_path):
 
 
 def test_what_cannot_be_read_or_written_is_named(tmp_path):
+    with pytest.raises(DataError, match="name at least one folder"):
+        read()
     with pytest.raises(DataError, match="Cannot read records from"):
         read(tmp_path)
     (tmp_path / "file").touch()

@@ -48,11 +48,16 @@ def draw(
     width: float | None = None,
     style: str = "screen",
     labels: Mapping[str, str] | None = None,
+    ax: Any = None,
 ) -> list[Any]:
     """Draw the charts; their matplotlib axes, on a figure without the window that pyplot would open.
 
+    Args:
+        ax: Axes for the only chart, instead of a new figure.
+
     Raises:
-        OptionError: If there is no such style, or the width is no width for letters or a screen.
+        OptionError: If the axes are for several charts, there is no such style, or the width is no width for
+            letters or a screen.
     """
     from matplotlib import rc_context
 
@@ -60,6 +65,13 @@ def draw(
         raise UnknownNameError("style", style, STYLES)
     sizes = STYLES[style]
     plot = plot.renamed(labels or {}).map_charts(Chart.drawable)
+    if ax is not None:
+        if len(plot.charts) != 1:
+            raise OptionError(f"ax is for one chart, and this plot has {len(plot.charts)}: leave it out.")
+        _draw_chart(ax, plot.charts[0], sizes)
+        _write_texts(ax, plot.charts[0], sizes)
+        move_apart(ax, plot.charts[0])
+        return [ax]
     width = WIDTH_INCHES if width is None else width
     if not _LEAST_WIDTH <= width <= _LARGEST_WIDTH:
         raise OptionError(

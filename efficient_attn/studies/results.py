@@ -27,7 +27,7 @@ from efficient_attn.studies.run_folder import (
     read_text,
     write_json,
 )
-from efficient_attn.studies.view import flat_row, view_of
+from efficient_attn.studies.view import flat_row, sample_rows, view_of
 
 
 class Results:
@@ -62,10 +62,12 @@ class Results:
     def _repr_html_(self) -> str:
         return "".join(map(to_html, self.tables()))
 
-    def to_pandas(self) -> Any:
-        """One row per case, flat, times as a median with its interval."""
+    def to_pandas(self, raw: bool = False) -> Any:
+        """One row per case, flat, times as a median with its interval; raw: one row per sample."""
         import pandas
 
+        if raw:
+            return pandas.DataFrame([row for record in self.records for row in sample_rows(record)])
         return pandas.DataFrame(self.summary())
 
     def tables(self) -> list[Table]:
@@ -76,6 +78,7 @@ class Results:
         self,
         name: str | None = None,
         *,
+        ax: Any = None,
         labels: Mapping[str, str] | None = None,
         width: float | None = None,
         style: str = "screen",
@@ -83,6 +86,7 @@ class Results:
         """Draw one of `plots()`, the first if no name is given; the first axes.
 
         Args:
+            ax: Axes for a plot of one chart; a new figure is made if left out.
             labels: {name: text}: texts for the legend in place of the names of lines.
             width: Of the figure, in inches, at which letters have their stated sizes.
             style: `screen`, or `paper`: small letters and no title.
@@ -93,7 +97,7 @@ class Results:
         if name is not None and name not in known:
             raise UnknownNameError("plot", name, known)
         plot = known[name or next(iter(known))]
-        return draw(plot, labels=labels, width=width, style=style)[0]
+        return draw(plot, ax=ax, labels=labels, width=width, style=style)[0]
 
     def sentences(self) -> list[str]:
         """A few sentences computed from the records."""
@@ -180,19 +184,28 @@ class Results:
         return parts + ([(view_of(None), left)] if left or not parts else [])
 
 
-def read(path: str | Path) -> Results:
-    """The results in the folder of a run, or in a file of records.
+def read(*paths: str | Path) -> Results:
+    """The results in folders of runs, or in files of records, taken together.
 
     Raises:
-        DataError: If there are none, or the file holds something else.
+        DataError: If there are none, or a file holds something else.
     """
+    if not paths:
+        raise DataError("Nothing to read: name at least one folder of a run, or a file of records.")
     studies()
-    path = Path(path)
-    file = path / RECORDS if path.is_dir() else path
-    reading = read_records(file)
-    # What was measured again after a failure stands in the file twice.
-    latest = {record.case.key: record for record in reading.records}.values()
-    notes = [f"The last line of {file.name} was cut off and is left out."] if reading.torn else []
-    described = file.parent / ENVIRONMENT
-    environment = read_json(described) if described.exists() else {}
-    return Results(latest, environment=environment, notes=[*notes, *doubts(latest, environment)])
+    records: list[Record] = []
+    notes: list[str] = []
+    environment: Mapping[str, Any] = {}
+    for path in map(Path, paths):
+        file = path / RECORDS if path.is_dir() else path
+        reading = read_records(file)
+        # What was measured again after a failure stands in the file twice.
+        latest = {record.case.key: record for record in reading.records}.values()
+        records += latest
+        if reading.torn:
+            notes.append(f"The last line of {file.name} was cut off and is left out.")
+        known = read_json(file.parent / ENVIRONMENT) if (file.parent / ENVIRONMENT).exists() else {}
+        environment = known or environment
+        notes += doubts(latest, known)
+    # Two machines have no common environment.
+    return Results(records, environment=environment if len(paths) == 1 else None, notes=notes)

@@ -45,15 +45,33 @@ def cost_cells(
 
 def flat_row(record: Record) -> dict[str, Any]:
     """One flat row: options in columns, times by their median, curves by their last entry, no raw lists."""
-    raw = {"options"} | {name for name, field in FIELDS.items() if field.type in ("numbers", "whole numbers")}
-    row = {name: value for name, value in record.row().items() if name not in raw}
-    row |= {f"option_{name}": value for name, value in record.case.options.items()}
+    row = _without_lists(record)
     last = (one for one in QUANTITIES.values() if one.entry == "last" and getattr(record, one.field))
     row |= {one.field: getattr(record, one.field)[-1] for one in last}
     if record.times_s:
         median, low, high, samples = call_time(record)
         row |= {"time_s": median, "time_low_s": low, "time_high_s": high, "samples": samples}
     return row
+
+
+def sample_rows(record: Record) -> list[dict[str, Any]]:
+    """One row per raw sample of a record; one row without samples."""
+    lists = {
+        name: values for name, values in record.row().items() if isinstance(values, (list, tuple)) and values
+    }
+    count = max(map(len, lists.values()), default=0)
+    rows = [{name: values[n] for name, values in lists.items() if n < len(values)} for n in range(count)]
+    return [{**_without_lists(record), "sample": n, **row} for n, row in enumerate(rows)] or [
+        flat_row(record)
+    ]
+
+
+def _without_lists(record: Record) -> dict[str, Any]:
+    lists = {"options"} | {
+        name for name, field in FIELDS.items() if field.type in ("numbers", "whole numbers")
+    }
+    row = {name: value for name, value in record.row().items() if name not in lists}
+    return row | {f"option_{name}": value for name, value in record.case.options.items()}
 
 
 def record_tables(records: Sequence[Record], environment: Environment) -> list[Table]:
