@@ -4,6 +4,7 @@ import getpass
 import json
 import platform
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 
@@ -17,6 +18,18 @@ def test_machine_and_software_are_told_in_strict_json():
     assert found["torch"]["version"] == torch.__version__ and found["torch"]["threads"] >= 1
     assert found["processor"] and found["cores_usable"] == usable_cores() >= 1
     assert found["packages"]["numpy"] and found["gpu"] is None
+
+
+def test_a_gpu_has_its_driver_and_clocks_where_the_driver_answers(monkeypatch):
+    kind = SimpleNamespace(name="GPU", total_memory=2**30, uuid="12ab")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: kind)
+    asked = []
+    monkeypatch.setattr(module, "_ask", lambda command: asked.append(command) or "580.1, 1980 MHz, 2619 MHz")
+    known = module._gpu("cuda:1")
+    assert "--id=GPU-12ab" in asked[0]
+    assert known["driver_version"] == "580.1" and known["clocks.max.sm"] == "1980 MHz"
+    monkeypatch.setattr(module, "_ask", lambda command: None)
+    assert module._gpu("cuda:1") == {**known, **dict.fromkeys(module._DRIVER)}
 
 
 def test_only_variables_of_the_list_are_told(monkeypatch):

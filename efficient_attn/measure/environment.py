@@ -15,7 +15,10 @@ from typing import Any
 VARIABLES = ("CUDA_VISIBLE_DEVICES", "KMP_AFFINITY", "MKL_NUM_THREADS", "OMP_NUM_THREADS", "OMP_PROC_BIND")
 PACKAGES = ("efficient-attn", "numpy", "torch", "transformers", "triton")
 
-# Time limit of a query to git.
+# What a GPU's driver knows of it: the version of the driver, and the highest clocks.
+_DRIVER = ("driver_version", "clocks.max.sm", "clocks.max.mem")
+
+# Time limit of a query to git or the driver.
 _PATIENCE_S = 5
 
 
@@ -128,7 +131,16 @@ def _gpu(device: str) -> dict[str, Any] | None:
     import torch
 
     properties = torch.cuda.get_device_properties(device)
-    return {"name": properties.name, "memory_bytes": properties.total_memory, "cuda": torch.version.cuda}
+    # CUDA_VISIBLE_DEVICES renumbers the devices; the driver knows each by its name.
+    device_id, fields = f"--id=GPU-{properties.uuid}", f"--query-gpu={','.join(_DRIVER)}"
+    asked = _ask(["nvidia-smi", device_id, fields, "--format=csv,noheader"])
+    values = asked.split(", ") if asked else [None] * len(_DRIVER)
+    return {
+        "name": properties.name,
+        "memory_bytes": properties.total_memory,
+        "cuda": torch.version.cuda,
+        **dict(zip(_DRIVER, values, strict=True)),
+    }
 
 
 def _ask(command: list[str]) -> str | None:
