@@ -53,12 +53,12 @@ def test_a_plug_in_is_listed_and_suggested_without_being_imported(tmp_path):
 
 
 GOOD = """
-from efficient_attn.backends.exact import DropoutOptions, FusedAttention
+from efficient_attn.backends.exact import ExactOptions, FusedAttention
 from efficient_attn.registry import Capabilities, register
 
 open("imported", "w").close()
 promises = Capabilities(causal=True, exact=True, time_growth=2)
-register("stranger", summary="As exact.", capabilities=promises, options=DropoutOptions)(FusedAttention)
+register("stranger", summary="As exact.", capabilities=promises, options=ExactOptions)(FusedAttention)
 """
 TAKEN = """
 from efficient_attn.registry import Capabilities, register

@@ -95,5 +95,5 @@ def test_positions_that_cannot_be_built_are_refused_in_one_line() -> None:
         ea.Encoder(9, 3)
     with pytest.raises(ea.OptionError, match="head_dim=3 is odd, and rotary"):
         ea.Encoder(6, 2, positions="rotary")
-    with pytest.raises(ea.UnknownNameError, match=r"positions in a block.*Known: rotary"):
+    with pytest.raises(ea.UnknownNameError, match=r"positions in a block.*Known: relative, rotary"):
         ea.TransformerBlock(8, 2, feed_forward_dim=8, positions="sinusoidal")

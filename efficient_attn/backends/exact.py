@@ -5,9 +5,11 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from efficient_attn.modules.options import option, probability
+from efficient_attn.modules.relative import MAX_DISTANCE, check_one_sequence, distance_bias
 from efficient_attn.operation_counts import OperationCounts, softmax_matmuls, visible_pairs
 from efficient_attn.ops.softmax.fused import fused_attention
 from efficient_attn.ops.softmax.kv_cache import KVCache, merge_tokens, summarise_tokens
+from efficient_attn.ops.softmax.relative import relative_attention
 from efficient_attn.problem import AttentionProblem
 from efficient_attn.registry import Capabilities, register
 
@@ -22,14 +24,41 @@ class DropoutOptions:
         probability("dropout", self.dropout)
 
 
-class FusedAttention(nn.Module):
-    """softmax(scale · q kᵀ) v without materialised scores."""
+@dataclass(frozen=True, kw_only=True)
+class ExactOptions(DropoutOptions):
+    """Options of `exact`."""
 
-    def __init__(self, problem: AttentionProblem, options: DropoutOptions) -> None:
+    max_distance: int = option(0, MAX_DISTANCE)
+
+
+class FusedAttention(nn.Module):
+    """softmax(scale · q kᵀ) v without materialised scores.
+
+    Attributes:
+        distance_bias: Score bias of each head and distance, or None.
+    """
+
+    distance_bias: nn.Parameter | None
+
+    def __init__(self, problem: AttentionProblem, options: ExactOptions) -> None:
         super().__init__()
         self._scale, self._causal, self._dropout = problem.factor, problem.causal, options.dropout
+        self.register_parameter("distance_bias", distance_bias(problem, options.max_distance))
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
+        if self.distance_bias is not None:
+            check_one_sequence(q, k, causal=self._causal)
+            return relative_attention(
+                q,
+                k,
+                v,
+                self.distance_bias,
+                scale=self._scale,
+                back=k.shape[-2],
+                ahead=0 if self._causal else k.shape[-2],
+                key_mask=key_mask,
+                dropout=self._dropout if self.training else 0.0,
+            )
         return fused_attention(
             q,
             k,
@@ -62,9 +91,9 @@ def operations(
     "exact",
     summary="Exact softmax attention by PyTorch's fused kernel.",
     paper="https://arxiv.org/abs/1706.03762",
-    options=DropoutOptions,
+    options=ExactOptions,
     capabilities=Capabilities(causal=True, exact=True, time_growth=2),
     operations=operations,
 )
-def build(problem: AttentionProblem, options: DropoutOptions) -> FusedAttention:
+def build(problem: AttentionProblem, options: ExactOptions) -> FusedAttention:
     return FusedAttention(problem, options)

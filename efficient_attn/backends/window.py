@@ -6,8 +6,10 @@ from torch import Tensor, nn
 
 from efficient_attn.errors import OptionError
 from efficient_attn.modules.options import option
+from efficient_attn.modules.relative import MAX_DISTANCE, distance_bias
 from efficient_attn.operation_counts import OperationCounts, softmax_matmuls, visible_pairs
 from efficient_attn.ops.softmax.kv_cache import KVCache, last_tokens, merge_tokens, summarise_tokens
+from efficient_attn.ops.softmax.relative import relative_attention
 from efficient_attn.ops.window.attention import window_attention
 from efficient_attn.problem import AttentionProblem, positive_count
 from efficient_attn.registry import Capabilities, register
@@ -20,23 +22,33 @@ class WindowOptions:
     window: int = option(
         257, "Number of keys per query, itself included: odd and centred; if causal, the last keys."
     )
+    max_distance: int = option(0, MAX_DISTANCE)
 
     def __post_init__(self) -> None:
         positive_count("window", self.window)
 
 
 class WindowAttention(nn.Module):
-    """Attention to the window of each query."""
+    """Attention to the window of each query.
+
+    Attributes:
+        distance_bias: Score bias of each head and distance, or None.
+    """
+
+    distance_bias: nn.Parameter | None
 
     def __init__(self, problem: AttentionProblem, options: WindowOptions) -> None:
         super().__init__()
         self._scale = problem.factor
         self._back, self._ahead = _sides(problem, options)
+        self.register_parameter("distance_bias", distance_bias(problem, options.max_distance))
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
-        return window_attention(
-            q, k, v, scale=self._scale, back=self._back, ahead=self._ahead, key_mask=key_mask
-        )
+        scale, back, ahead = self._scale, self._back, self._ahead
+        if self.distance_bias is None:
+            return window_attention(q, k, v, scale=scale, back=back, ahead=ahead, key_mask=key_mask)
+        table = self.distance_bias
+        return relative_attention(q, k, v, table, scale=scale, back=back, ahead=ahead, key_mask=key_mask)
 
     def extend(
         self, q: Tensor, k: Tensor, v: Tensor, state: KVCache | None, key_mask: Tensor | None

@@ -116,7 +116,7 @@ class TransformerBlock(nn.Module):
         norm: "post", after each residual branch, or "pre", before each.
         norm_type: "layer" or "rms".
         dropout: Dropout probability on residual branches, never on attention weights.
-        positions: "rotary", or None; a stack adds the other kinds to embeddings.
+        positions: "rotary", "relative" or None; a stack adds the other kinds to embeddings.
         options: Further arguments of AttentionLayer: num_kv_heads, bias, qk_norm, rotary_base,
             rotary_scaling, options of the backend.
     """
@@ -175,8 +175,8 @@ class DecoderBlock(nn.Module):
         cross_backend: Backend of the cross-attention, with capability `cross`. None: no cross-attention.
         cross_options: Further arguments of the cross-attention layer, including options of its backend.
 
-    The other arguments are the same as of TransformerBlock. Rotary positions apply to self-attention only,
-    since relative positions between two sequences are undefined.
+    The other arguments are the same as of TransformerBlock. Rotary and relative positions apply to
+    self-attention only, since distances between two sequences are undefined.
     """
 
     def __init__(

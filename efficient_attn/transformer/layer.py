@@ -5,6 +5,7 @@ queries, then of the keys, then of the values, each head by head. A state dict o
 the other if the backend has no parameters or buffers.
 """
 
+from dataclasses import fields
 from typing import Any, NamedTuple
 
 import torch
@@ -12,11 +13,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from efficient_attn.backend import Backend
-from efficient_attn.backends import build
+from efficient_attn.backends import build, resolve
 from efficient_attn.errors import DtypeError, OptionError, ShapeError, UnsupportedError
 from efficient_attn.modules.options import one_of, positive_number
 from efficient_attn.problem import positive_count
-from efficient_attn.transformer.positions import BASE, check_even, rotate
+from efficient_attn.transformer.positions import BASE, INSIDE, check_even, rotate
+
+# Longest distance with a bias of its own (Raffel et al. 2020, section 2.1).
+_MAX_DISTANCE = 128
 
 
 class ContextKeys(NamedTuple):
@@ -51,7 +55,8 @@ class AttentionLayer(nn.Module):
     Args:
         backend: Name, file.py:object, module or function, as for `build`.
         num_kv_heads: Number of key and value heads, a divisor of num_heads; None: num_heads.
-        positions: "rotary" applies rotary positions to q and k; None: no positions.
+        positions: "rotary" rotates q and k, "relative" adds a learned bias of each head and distance to the
+            scores of a backend with the option `max_distance` (128 by default); None: no positions.
         rotary_base: Longest wavelength of rotary positions over 2π.
         rotary_scaling: Factor by which rotary positions are divided: the model's length over the trained one.
         qk_norm: Whether each query and key head is divided by its root mean square, times a learned vector
@@ -88,7 +93,9 @@ class AttentionLayer(nn.Module):
         _check_sizes(model_dim, num_heads, kv_heads)
         self.model_dim, self.head_dim = model_dim, model_dim // num_heads
         self._heads = (num_heads, kv_heads, kv_heads)
-        self._rotary = positions is not None
+        if positions is not None:
+            one_of("positions in a block", positions, INSIDE)
+        self._rotary = positions == "rotary"
         self._rotary_options = {
             "base": positive_number("rotary_base", rotary_base),
             "scaling": positive_number("rotary_scaling", rotary_scaling),
@@ -96,9 +103,11 @@ class AttentionLayer(nn.Module):
         # Identities have no entries in state dicts.
         self.q_norm = nn.RMSNorm(self.head_dim) if qk_norm else nn.Identity()
         self.k_norm = nn.RMSNorm(self.head_dim) if qk_norm else nn.Identity()
-        if positions is not None:
-            one_of("positions in a block", positions, ["rotary"])
+        if self._rotary:
             check_even("head_dim", self.head_dim, "rotary")
+        if positions == "relative":
+            options = {"max_distance": _MAX_DISTANCE, **options}
+            _check_scores(backend)
         rows = sum(self._heads) * self.head_dim
         self.in_proj_weight = nn.Parameter(torch.empty(rows, model_dim))
         self.register_parameter("in_proj_bias", nn.Parameter(torch.zeros(rows)) if bias else None)
@@ -196,9 +205,10 @@ class AttentionLayer(nn.Module):
             )
         if not self.backend.spec.capabilities.cross:
             raise UnsupportedError(f"Backend {name!r} cannot read another sequence: it takes no context.")
-        if self._rotary:
+        if self._rotary or getattr(self.backend.options, "max_distance", False):
+            kind = "Rotary" if self._rotary else "Relative"
             raise UnsupportedError(
-                "Rotary positions compare tokens of one sequence: a layer that reads a context has none."
+                f"{kind} positions compare tokens of one sequence: a layer that reads a context has none."
             )
 
     def extra_repr(self) -> str:
@@ -222,6 +232,16 @@ def check_mask(name: str, mask: Tensor | None, of: str, x: Tensor) -> None:
         raise ShapeError(
             f"{name} has shape {list(mask.shape)} and belongs to the tokens of {of}: it is bool "
             f"[batch, tokens of {of}] = {list(x.shape[:2])}, True for a real token."
+        )
+
+
+def _check_scores(backend: Any) -> None:
+    """Refuse relative positions of a backend that adds no bias to scores."""
+    spec = resolve(backend)
+    if all(field.name != "max_distance" for field in fields(spec.options_type)):
+        raise UnsupportedError(
+            f"Backend {spec.name!r} adds no bias to scores, as positions='relative' needs: 'exact' and "
+            "'window' do. Rotary positions work with every backend."
         )
 
 

@@ -15,7 +15,7 @@ from efficient_attn.modules.options import probability, whole_number
 from efficient_attn.registry import BackendSpec
 from efficient_attn.transformer.block import build_norm
 from efficient_attn.transformer.layer import AttentionLayer, check_sequence
-from efficient_attn.transformer.positions import build_positions
+from efficient_attn.transformer.positions import INSIDE, build_positions
 
 
 class EmbeddingInput(nn.Module):
@@ -35,7 +35,7 @@ class EmbeddingInput(nn.Module):
 
 def inside_blocks(positions: str | None) -> str | None:
     """Positions that the blocks apply themselves; EmbeddingInput adds the others."""
-    return positions if positions == "rotary" else None
+    return positions if positions in INSIDE else None
 
 
 def final_norm(norm: str, norm_type: str, model_dim: int) -> nn.Module:

@@ -50,7 +50,7 @@ class Encoder(nn.Module):
         norm: "post", or "pre", with a final norm after the last block.
         norm_type: "layer" or "rms".
         dropout: Dropout probability on residual branches and embeddings (0.1 in the paper).
-        positions: "sinusoidal", "learned" (needs max_tokens), "rotary" or None.
+        positions: "sinusoidal", "learned" (needs max_tokens), "rotary", "relative" or None.
         seed: Random seed of the random features, spawned per layer; weights use PyTorch's global generator.
         checkpoint: Whether the activations of each block are computed again in the backward pass instead of
             being kept (Chen et al. 2016).

@@ -115,7 +115,7 @@ class Finding(AttentionMode):
 
     @property
     def _outer(self) -> set[str]:
-        """Modules around others that call attention too, whose mode would see the calls of those."""
+        """Modules around others that call attention too, whose mode would see the calls of both."""
         modules = {site.module for site in self._sites}
         return {one for one in modules for other in modules if other != one and _inside(other, one)}
 
