@@ -96,7 +96,7 @@ class NoPositions(nn.Module):
 
 
 def build_positions(kind: str | None, model_dim: int, max_tokens: int | None) -> nn.Module:
-    """Module that adds positions of this kind to embeddings; NoPositions for None and for kinds inside blocks.
+    """Module that adds positions of this kind to embeddings; NoPositions for None and kinds inside blocks.
 
     Raises:
         UnknownNameError: If there are no such positions.
