@@ -212,6 +212,18 @@ def test_rounding_of_exact_attention_is_no_regression():
     assert not diff(results(small), results(large), fail_on={"output_relative_error": 0.0}).regressions
 
 
+def test_a_mean_over_draws_without_their_values_is_unclear_until_it_is_asked_for():
+    def run(bias):
+        return results(
+            record(
+                "error", output_relative_error=0.5, output_relative_error_draws=(0.4, 0.6), output_bias=bias
+            )
+        )
+
+    assert verdict(diff(run(0.1), run(0.3)), "output_bias") == "unclear"
+    assert diff(run(0.1), run(0.3), fail_on={"output_bias": 0.1}).regressions
+
+
 def test_of_several_entries_the_worst_is_compared():
     old, new = (
         record("error", output_relative_error_heads=heads) for heads in ((0.1, 0.2, 0.3), (0.1, 0.4, 0.1))

@@ -5,7 +5,7 @@ reference table, `diff` and the names of `--fail-on` follow from the declaration
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Literal, NamedTuple
 
 Better = Literal["less", "more"]
@@ -106,7 +106,7 @@ def cost(name: str, unit: str, meaning: str) -> Quantity:
 def mean_error(name: str, unit: str, meaning: str, *, type: Type = "number") -> Quantity:
     """Error of which records keep the mean over draws alone; of several entries the worst is compared."""
     entry: Entry | None = "worst" if type == "numbers" else None
-    return Quantity(name, unit, meaning, type=type, threshold=MATTERS, entry=entry, rounding=1)
+    return replace(error(name, unit, meaning), type=type, samples=None, entry=entry)
 
 
 def error(name: str, unit: str, meaning: str, *, rounding: int = 1) -> Quantity:

@@ -231,6 +231,10 @@ def _with_test(change: Change, quantity: Quantity, old: Side, new: Side, noise: 
         return replace(change, verdict=UNCOMPARABLE, remark="no value is a usable number"), None
     change = _with_ratio(change, found)
     records = records_of((*old, *new))
+    methods = {record.memory_method for record in records}
+    if quantity.name.endswith("peak_bytes") and len(methods) > 1:
+        remark = f"counted by {' and by '.join(sorted(map(str, methods)))}"
+        return replace(change, verdict=UNCOMPARABLE, remark=remark), None
     steps = {curve[-1] for record in records if (curve := record.measured.get("train_steps"))}
     if quantity.entry == "last" and quantity.better is not None and len(steps) > 1:
         remark = f"trained for {' and for '.join(map(str, sorted(steps)))} steps"
@@ -292,7 +296,9 @@ def _judged(
         return replace(change, p=p, remark=None)
     if quantity.better is None:
         return replace(change, verdict=CHANGED)
+    # A mean over draws whose values no record keeps decides where it was asked for.
     untested = p is None and change.over is not None
-    if untested or (p is not None and p > FALSE_ALARMS):
+    asked = quantity.scatter == "draws" and quantity.name in thresholds
+    if (untested and not asked) or (p is not None and p > FALSE_ALARMS):
         return replace(change, p=p, verdict=UNCLEAR)
     return replace(change, p=p, verdict=REGRESSION if grew == (quantity.better == "less") else IMPROVEMENT)

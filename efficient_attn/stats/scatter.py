@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from efficient_attn.runner.quantity import Quantity
+from efficient_attn.runner.quantity import QUANTITIES, Quantity
 from efficient_attn.runner.record import Record
 from efficient_attn.stats import significance
 
@@ -154,6 +154,9 @@ def _values_tested(quantity: Quantity, old: Side, new: Side, noise: Noise) -> Te
     if found:
         # Both tests must be significant: over draws, and over runs.
         return max(found, key=lambda one: min(one.more or 0.0, one.less or 0.0))
+    # The mean of draws of which no record keeps the values may differ by chance.
+    if quantity.scatter == "draws" and quantity.samples is None and _several_draws(old, new):
+        return Tested(*values, over="draws")
     return Tested(*values)
 
 
@@ -193,6 +196,16 @@ def _by_seed(record: Record, draws: list[float]) -> list[float]:
     if len(draws) % texts:
         return draws
     return [float(mean) for mean in np.reshape(draws, (texts, -1)).mean(axis=0)]
+
+
+def _several_draws(old: Side, new: Side) -> bool:
+    names = [one.samples for one in QUANTITIES.values() if one.scatter == "draws" and one.samples]
+    records = records_of((*old, *new))
+    return any(
+        len(_by_seed(record, numbers(getattr(record, name) or ()))) > 1
+        for record in records
+        for name in names
+    )
 
 
 def _over_runs(side: Sequence[list[float]]) -> significance.Floats:
