@@ -55,6 +55,13 @@ def test_the_growth_of_time_is_given_and_decides_no_verdict_on_operations() -> N
     assert claims.cost(unseen, SELF_ATTENTION).verdict == NOT_MEASURABLE
 
 
+def test_growth_is_not_measurable_at_one_length() -> None:
+    records = [record for record in table_1() if record.case.tokens == 16]
+    assert {record.case.label for record in records} == {*ROWS}
+    for finding in claims.findings(records)[:-1]:
+        assert finding.verdict == NOT_MEASURABLE, finding.claim
+
+
 def counts_verdict(records: Sequence[Record], words: str) -> str:
     (found,) = [finding for finding in claims.findings(records) if words in finding.claim]
     return found.verdict
@@ -78,6 +85,11 @@ def test_a_path_of_another_growth_is_found() -> None:
     assert counts_verdict(records, words) == HOLDS
     wrong = changed(records, "dilated convolutional", PATH, path_length=7)
     assert counts_verdict(wrong, words) == f"{FAILS}: dilated convolutional"
+    longer = [
+        replace(record, path_length=2 * record.path_length) if record.path_length else record
+        for record in records
+    ]
+    assert counts_verdict(longer, words).startswith(f"{FAILS}: self-attention")
     # A path that gradients do not find is no path of the expected length.
     lost = changed(records, SELF_ATTENTION, PATH, path_length=None)
     assert counts_verdict(lost, words) == f"{FAILS}: self-attention"

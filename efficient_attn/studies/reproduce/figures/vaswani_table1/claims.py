@@ -25,6 +25,10 @@ TIME, OPERATIONS, PATH = "mixer", "operations", "path"
 
 SELF_ATTENTION, RECURRENT = "self-attention", "recurrent"
 
+# Numbers of one length are proportional to any order.
+_FEWEST_LENGTHS = 2
+_ONE_LENGTH = "measured at one length"
+
 _K, _R = 5, 65
 _KERNEL, _WINDOW = {"kernel_size": _K}, {"window": _R}
 
@@ -104,13 +108,15 @@ def cost(records: Sequence[Record], label: str) -> Finding:
     flops = {place: record.flops or 0 for place, record in cells(records, label, OPERATIONS).items()}
     if not flops or not all(flops.values()):
         return Finding(claim, "no operations were counted", NOT_MEASURABLE)
+    if len({n for n, _ in flops}) < _FEWEST_LENGTHS:
+        return Finding(claim, _ONE_LENGTH, NOT_MEASURABLE)
     measured = f"{multiples(records, label)} operations for each {order}; time: {time_growth(records, label)}"
     held = proportional(list(flops.values()), [ROWS[label].order(n, d) for n, d in flops])
     return Finding(claim, measured, HOLDS if held else FAILS)
 
 
 def grows_as_printed(records: Sequence[Record], claim: str, of: str, quantity: str, measure: str) -> Finding:
-    """In every row a count is a constant multiple of the exact number behind the printed order."""
+    """In every row paths have the exact length behind the printed order; chains are a multiple of it."""
     counts = {
         label: {n: getattr(record, quantity) or 0 for n, record in line.items()}
         for label in ROWS
@@ -118,11 +124,14 @@ def grows_as_printed(records: Sequence[Record], claim: str, of: str, quantity: s
     }
     if counts.keys() != ROWS.keys():
         return Finding(claim, "not all rows were measured", NOT_MEASURABLE)
+    if min(map(len, counts.values())) < _FEWEST_LENGTHS:
+        return Finding(claim, _ONE_LENGTH, NOT_MEASURABLE)
     wrong = []
     for label, lengths in counts.items():
         row = ROWS[label]
         orders = [getattr(row.theory(n, 1, **row.options), quantity) for n in lengths]
-        if not all(lengths.values()) or not proportional([*lengths.values()], orders):
+        found = [*lengths.values()]
+        if not all(found) or not (found == orders if of == PATH else proportional(found, orders)):
             wrong.append(label)
     shown = ", ".join(f"{lengths[max(lengths)]} {label}" for label, lengths in counts.items())
     measured = f"{measure}, at the most tokens: {shown}"
