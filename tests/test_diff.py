@@ -160,6 +160,8 @@ def test_bytes_are_compared_to_the_byte():
     assert only(memory(), memory()).verdict == "unchanged"
     assert only(memory(), memory(peak_bytes=1010), thresholds={"memory": 0.01}).verdict == "unchanged"
     assert only(memory(peak_bytes=0), memory(peak_bytes=1)).verdict == "regression"
+    elsewise = replace(memory(peak_bytes=2000), memory_method="operators")
+    assert only(memory(), elsewise).verdict == "not comparable"
 
 
 def test_errors_are_compared_by_their_spread_over_draws():
@@ -218,6 +220,28 @@ def test_another_machine_and_other_software_are_said():
     assert machine.startswith("ANOTHER MACHINE: processor was A, is B.")
     assert "python was 3.11, is 3.12" in software
     assert ea.diff(results(old, processor="A"), results(old, processor="A")).warnings == []
+
+
+def test_another_driver_of_the_same_gpu_is_other_software_whatever_its_entry_is_called():
+    def warnings(then, now, **old):
+        gpus = [{"name": "G", "memory_bytes": 2**30, **gpu} for gpu in (then, now)]
+        sides = results([], gpu=gpus[0], **old), results([], gpu=gpus[1], torch={"version": "2.9"})
+        return ea.diff(*sides).warnings
+
+    clocks = {"clocks.max.sm": "1980 MHz", "cuda": "12.4"}
+    before = {"torch": {"version": "2.9", "cuda": "12.4"}}
+    assert warnings({"driver": "570"}, {"driver_version": "570", **clocks}, **before) == []
+    (software,) = warnings({"driver": "570"}, {"driver_version": "580", **clocks}, **before)
+    assert software == "Other surroundings: gpu.driver_version was 570, is 580."
+    (machine,) = warnings({}, {"name": "H"}, torch={"version": "2.9"})
+    assert machine.startswith("ANOTHER MACHINE: gpu.name was G, is H.")
+    without_gpu = results([], gpu=None, **before), results([], gpu=None, torch={"version": "2.9"})
+    assert ea.diff(*without_gpu).warnings == []
+
+
+def test_json_gives_the_limit_of_each_quantity():
+    found = ea.diff(results([memory()]), results([memory()]), fail_on={"accuracy": 0.2}).as_dict()
+    assert found["thresholds"]["accuracy"] == 0.2 and found["thresholds"]["time_s"] == 0.05
 
 
 def test_only_the_kinds_that_were_named_fail():

@@ -69,7 +69,7 @@ def test_the_model_of_the_test_is_said_with_its_figures():
     assert "hold for independent rounds" in told and "diff OLD OLD -- NEW NEW" in told
     told = " ".join(ea.diff([old, new], [new, old, old]).sentences())
     assert "is the run: 2 old, 3 new" in told and "independent rounds" not in told
-    assert ea.diff([old, new], [new]).as_dict()["runs"] == (2, 1)
+    assert ea.diff([old, new], [new]).as_dict()["runs"] == [2, 1]
     with pytest.raises(OptionError, match="new has no run; name at least one"):
         ea.diff(old, [])
 

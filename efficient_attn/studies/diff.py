@@ -25,11 +25,11 @@ from efficient_attn.stats.diff import (
 )
 from efficient_attn.studies import studies
 from efficient_attn.studies.results import Results, read
-from efficient_attn.studies.run_folder import differences
+from efficient_attn.studies.run_folder import GPU_SOFTWARE, differences
 
 # Entries of the environment that identify the machine, and others that affect results.
-_MACHINE = ("processor", "cores", "gpu")
-_SOFTWARE = ("torch", "packages", "python", "system", "variables", "git")
+_MACHINE = ("processor", "cores", "gpu.name", "gpu.memory_bytes")
+_SOFTWARE = ("torch", *GPU_SOFTWARE, "packages", "python", "system", "variables", "git")
 
 # The order of the rows: the worst first.
 _ORDER = (REGRESSION, IMPROVEMENT, UNCLEAR, UNCOMPARABLE, CHANGED)
@@ -62,6 +62,7 @@ class Diff:
 
     Attributes:
         comparison: Every change with its verdict; cases that only one side has.
+        thresholds: By quantity and by kind of record, the relative change that matters.
         failing: Quantities and kinds whose regressions count as failures.
     """
 
@@ -72,6 +73,7 @@ class Diff:
         fail_on: Mapping[str, float] | None,
         fail_on_unclear: bool = False,
     ) -> None:
+        self.thresholds = {**{one.name: one.threshold for one in QUANTITIES.values()}, **(fail_on or {})}
         self.failing = tuple(names() if fail_on is None else fail_on)
         self._asked = fail_on or {}
         self._unclear_fails = fail_on_unclear
@@ -165,6 +167,8 @@ class Diff:
         """Everything, for JSON."""
         return {
             **asdict(self.comparison),
+            "runs": list(self.comparison.runs),
+            "thresholds": self.thresholds,
             "fail_on": list(self.failing),
             "warnings": self.warnings,
             "regressions": [asdict(change) for change in self.regressions],

@@ -26,6 +26,10 @@ LOCK = ".lock"
 # Entries of the environment that change results; a run with another value is another experiment.
 _DECISIVE = ("torch.version", "processor", "gpu.name", "model.weights_sha256")
 
+# Entries of the software of a GPU, which not every release recorded, and their former names.
+GPU_SOFTWARE = ("gpu.cuda", "gpu.driver_version", "gpu.clocks.max.sm", "gpu.clocks.max.mem")
+_FORMER = {"torch.cuda": "gpu.cuda", "gpu.driver": "gpu.driver_version"}
+
 
 def open_folder(folder: str | Path, *, name: str = "folder", fresh: bool = False) -> Path:
     """The folder, made if need be and tried by writing to it.
@@ -75,12 +79,14 @@ def differences(
     """
     if not (old and new):
         return ""
-    sides = [[dict(flat(run)) for run in side] for side in (old, new)]
+    sides = [
+        [{_FORMER.get(name, name): text for name, text in flat(run)} for run in side] for side in (old, new)
+    ]
     known = dict.fromkeys(name for side in sides for run in side for name in run)
     found = []
     for name in (one for one in known if {one, one.partition(".")[0]} & {*groups}):
         then, now = (" or ".join(dict.fromkeys(run.get(name, "unknown") for run in side)) for side in sides)
-        if then != now:
+        if then != now and not (name in GPU_SOFTWARE and "unknown" in (then, now)):
             found.append(f"{name} was {short(then)}, is {short(now)}")
     return "; ".join(found)
 
