@@ -1,5 +1,6 @@
 """Memory: known patterns are measured to the byte, the same each time."""
 
+import os
 import threading
 
 import pytest
@@ -94,6 +95,13 @@ def test_a_known_pattern_is_measured_to_the_byte_three_times_over(pattern):
     assert memory.allocations_are_seen()
     for _ in range(3):
         assert memory.peak(pattern, device="cpu") == (*PATTERNS[pattern], memory.ALLOCATIONS)
+
+
+def test_measuring_leaves_the_environment_of_the_process_as_it_was(monkeypatch):
+    monkeypatch.delenv("KINETO_LOG_LEVEL", raising=False)
+    before = dict(os.environ)
+    memory.peak(lambda: torch.zeros(10), device="cpu")
+    assert dict(os.environ) == before
 
 
 def test_what_was_allocated_before_and_is_freed_inside_does_not_count():

@@ -1,5 +1,7 @@
 """Plans: what people type, which variants it makes, what is not tried."""
 
+from pathlib import Path
+
 import pytest
 
 from efficient_attn.backends import list_backends, spec
@@ -8,6 +10,7 @@ from efficient_attn.runner import worker
 from efficient_attn.runner.units import parse_bytes, parse_seconds, parse_sizes, show_bytes, show_seconds
 from efficient_attn.runner.variants import parse_settings, select
 from efficient_attn.studies.costs import cost_points
+from efficient_attn.studies.results import read
 
 SHARED = {
     "batch": 2,
@@ -88,6 +91,14 @@ def test_several_values_of_an_option_make_several_labelled_variants():
         "linformer(rank=128, sharing=none)",
     ]
     assert variants[1].options["rank"] == 64 and variants[1].options["init"] == "mean-pool"
+
+
+def test_options_that_were_added_leave_the_cases_of_former_records_as_they_are():
+    kept = read(Path(__file__).parent.parent / "results/epyc-2-cores/bench-256-4096").records
+    former = {record.case.backend: record.case.options for record in kept}
+    assert {one.backend: one.options for one in select(list(former))} == former
+    (relative,) = select(["window"], parse_settings(["window.max_distance=4"]))
+    assert relative.options == {"window": 257, "max_distance": 4}
 
 
 def test_by_default_all_that_approximate_softmax_are_selected_and_other_kernels_when_they_are_named():

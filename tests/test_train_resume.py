@@ -16,8 +16,9 @@ from safetensors.torch import load_file
 from tiny_training import LINES, TINY, curves, run
 
 import efficient_attn as ea
-from efficient_attn.errors import DataError
+from efficient_attn.errors import DataError, OptionError
 from efficient_attn.studies import run as studies_run
+from efficient_attn.studies.train.checkpoints import write_tensors
 from efficient_attn.studies.train.trainer import Trainer
 
 
@@ -83,9 +84,8 @@ ea.train(["window", "performer-positive"], out="killed", **json.loads(sys.argv[1
 """
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(os.name != "posix", reason="signals")
-@pytest.mark.parametrize("seed", [0, 1, 2, 3])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2, 3))])
 def test_a_run_that_was_killed_at_a_random_moment_goes_on_to_the_same_bits(seed, tmp_path):
     settings = {**TINY, "text": "text.txt", "size": 4, "steps": 600}
     child = subprocess.Popen([sys.executable, "-c", CODE, json.dumps(settings)])
@@ -130,6 +130,26 @@ def test_a_run_that_goes_on_with_other_options_is_refused_and_nothing_is_lost(ch
             run(steps=4, out="out", resume=True, **changed)
     assert all(path.read_bytes() == data for path, data in before.items())
     assert curves(run(steps=2, out="out", resume=True)).items() >= curves(run(steps=2)).items()
+
+
+@pytest.mark.parametrize(("name", "value"), [("positions", "sinusoidal"), ("warmup", 9)])
+def test_a_run_begun_with_former_options_goes_on_only_where_they_are_those_of_today(name, value):
+    run(steps=2, out="out")
+    paths = list(Path("out/checkpoints").iterdir())
+
+    def described(**changed):
+        for path in paths:
+            with safe_open(path, framework="pt") as file:
+                about = json.loads(file.metadata()["about"])
+            write_tensors(path, load_file(path), {**about, **changed})
+
+    described(**{"positions": "rotary", "warmup": 20, name: value})
+    with pytest.raises(DataError, match=f"begun with {name}={value}, not"):
+        run(steps=4, out="out", resume=True)
+    described(positions="rotary", warmup=20)
+    assert curves(run(steps=4, out="out", resume=True)) == curves(run(steps=4, out="whole"))
+    with pytest.raises(OptionError, match="neither positions nor warmup"):
+        run(steps=2, **{name: value})
 
 
 def test_another_environment_is_refused_unless_it_is_forced(monkeypatch):

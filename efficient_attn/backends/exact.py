@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from efficient_attn.modules.options import option, probability
-from efficient_attn.modules.relative import MAX_DISTANCE, check_one_sequence, distance_bias
+from efficient_attn.modules.relative import MAX_DISTANCE, check_one_sequence, count, distance_bias
 from efficient_attn.operation_counts import OperationCounts, softmax_matmuls, visible_pairs
 from efficient_attn.ops.softmax.fused import fused_attention
 from efficient_attn.ops.softmax.kv_cache import KVCache, merge_tokens, summarise_tokens
@@ -28,7 +28,7 @@ class DropoutOptions:
 class ExactOptions(DropoutOptions):
     """Options of `exact`."""
 
-    max_distance: int = option(0, MAX_DISTANCE)
+    max_distance: int = option(0, MAX_DISTANCE, added=True)
 
 
 class FusedAttention(nn.Module):
@@ -80,11 +80,12 @@ class FusedAttention(nn.Module):
 
 
 def operations(
-    problem: AttentionProblem, options: DropoutOptions, tokens: int, value_dim: int
+    problem: AttentionProblem, options: ExactOptions | DropoutOptions, tokens: int, value_dim: int
 ) -> OperationCounts:
     """Products of every query with every key; if causal, with the keys up to its own position."""
     pairs = visible_pairs(tokens, back=tokens - 1, ahead=0 if problem.causal else tokens - 1)
-    return OperationCounts(softmax_matmuls(pairs, problem.head_dim, value_dim))
+    matmuls = softmax_matmuls(pairs, problem.head_dim, value_dim)
+    return OperationCounts(matmuls, learned=count(problem, getattr(options, "max_distance", 0)))
 
 
 @register(

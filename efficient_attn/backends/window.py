@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from efficient_attn.errors import OptionError
 from efficient_attn.modules.options import option
-from efficient_attn.modules.relative import MAX_DISTANCE, distance_bias
+from efficient_attn.modules.relative import MAX_DISTANCE, count, distance_bias
 from efficient_attn.operation_counts import OperationCounts, softmax_matmuls, visible_pairs
 from efficient_attn.ops.softmax.kv_cache import KVCache, last_tokens, merge_tokens, summarise_tokens
 from efficient_attn.ops.softmax.relative import relative_attention
@@ -22,7 +22,7 @@ class WindowOptions:
     window: int = option(
         257, "Number of keys per query, itself included: odd and centred; if causal, the last keys."
     )
-    max_distance: int = option(0, MAX_DISTANCE)
+    max_distance: int = option(0, MAX_DISTANCE, added=True)
 
     def __post_init__(self) -> None:
         positive_count("window", self.window)
@@ -73,9 +73,8 @@ def operations(
 ) -> OperationCounts:
     """Products of every query with the existing keys of its window."""
     back, ahead = _sides(problem, options)
-    return OperationCounts(
-        softmax_matmuls(visible_pairs(tokens, back=back, ahead=ahead), problem.head_dim, value_dim)
-    )
+    matmuls = softmax_matmuls(visible_pairs(tokens, back=back, ahead=ahead), problem.head_dim, value_dim)
+    return OperationCounts(matmuls, learned=count(problem, options.max_distance))
 
 
 @register(

@@ -8,6 +8,7 @@ import functools
 import gc
 import os
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from efficient_attn.errors import UnsupportedError
@@ -67,11 +68,9 @@ def _allocation_peak(call: Call) -> Peak:
     from torch.profiler import ProfilerActivity, profile
 
     gc.collect()
-    # The profiler's start-up messages are no output of ours.
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     # Accumulating events would convert them to Python objects, which takes six times as long as reading them.
     settings: dict[str, Any] = {"profile_memory": True, "acc_events": False}
-    with profile(activities=[ProfilerActivity.CPU], **settings) as run:
+    with _quiet_profiler(), profile(activities=[ProfilerActivity.CPU], **settings) as run:
         result = call()
     sizes = [size for _, size in sorted(_allocations(run), key=lambda event: event[0])]
     del result
@@ -92,6 +91,20 @@ def _allocations(run: Any) -> Iterator[tuple[int, int]]:
         nodes.extend(node.children)
         if node.tag == _EventType.Allocation and node.extra_fields.device.type == "cpu":
             yield node.start_time_ns, node.extra_fields.alloc_size
+
+
+@contextmanager
+def _quiet_profiler() -> Iterator[None]:
+    """Suppress the profiler's start-up messages on stderr."""
+    name = "KINETO_LOG_LEVEL"
+    if name in os.environ:
+        yield
+        return
+    os.environ[name] = "99"
+    try:
+        yield
+    finally:
+        del os.environ[name]
 
 
 def _cuda_peak(call: Call, device: str) -> Peak:

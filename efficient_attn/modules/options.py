@@ -1,16 +1,30 @@
 """Checks of options, shared by several backends."""
 
 from collections.abc import Iterable
-from dataclasses import field
+from dataclasses import field, fields
 from typing import Any
 
 from efficient_attn.errors import DtypeError, OptionError, UnknownNameError
 from efficient_attn.problem import LARGEST
 
 
-def option(default: Any, help: str) -> Any:
-    """Field of an options class, with its default and one line of help for listings and command lines."""
-    return field(default=default, metadata={"help": help})
+def option(default: Any, help: str, *, added: bool = False) -> Any:
+    """Field of an options class, with its default and one line of help for listings and command lines.
+
+    Args:
+        added: Whether records exist that were written before the option: at its default a case leaves it
+            out, so that it equals the cases of these.
+    """
+    return field(default=default, metadata={"help": help, "added": added})
+
+
+def recorded(options: Any) -> dict[str, Any]:
+    """Options by name, as cases and checkpoints hold them."""
+    return {
+        item.name: value
+        for item in fields(options)
+        if (value := getattr(options, item.name)) != item.default or not item.metadata.get("added")
+    }
 
 
 def one_of(name: str, value: object, choices: Iterable[str]) -> None:

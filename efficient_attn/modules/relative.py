@@ -16,13 +16,18 @@ def distance_bias(problem: AttentionProblem, max_distance: int) -> nn.Parameter 
     Raises:
         OptionError: If the problem leaves the number of heads open.
     """
-    whole_number("max_distance", max_distance)
-    if not max_distance:
+    if not (learned := count(problem, max_distance)):
         return None
     if problem.num_heads is None:
         raise OptionError(f"max_distance={max_distance} is a learned bias for each head: give num_heads.")
+    return nn.Parameter(torch.zeros(problem.num_heads, learned // problem.num_heads))
+
+
+def count(problem: AttentionProblem, max_distance: int) -> int:
+    """Number of biases, of one head if the problem leaves the number of heads open."""
+    whole_number("max_distance", max_distance)
     distances = max_distance + 1 if problem.causal else 2 * max_distance + 1
-    return nn.Parameter(torch.zeros(problem.num_heads, distances))
+    return (problem.num_heads or 1) * distances if max_distance else 0
 
 
 def check_one_sequence(q: Tensor, k: Tensor, *, causal: bool) -> None:

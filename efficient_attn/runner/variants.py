@@ -5,13 +5,14 @@ import math
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import Any
 
 import msgspec
 
 from efficient_attn.errors import DtypeError, OptionError, UnknownNameError
+from efficient_attn.modules.options import recorded
 from efficient_attn.runner.proof import prove
 from efficient_attn.runner.record import Case
 
@@ -151,7 +152,7 @@ def _variants(name: str, target: Any, settings: Mapping[str, Sequence[Any]]) -> 
     for values in itertools.product(*choices):
         given = dict(zip(settings, values, strict=True))
         setting = ", ".join(f"{option}={value}" for option, value in given.items())
-        complete = asdict(spec.options_type(**given))
+        complete = recorded(spec.options_type(**given))
         yield Variant(
             backend=shown,
             label=f"{shown}({setting})" if setting else shown,

@@ -51,13 +51,16 @@ class Loop:
         budget_s: float | None = None,
     ) -> None:
         self._statuses = {key: record.status for key, record in earlier.items()}
-        self._points = [point for point in plan.points if self._statuses.get(point.case.key) != "ok"]
+        # A case that a plan names twice is measured once.
+        self._left = {
+            point.case.key: point for point in plan.points if self._statuses.get(point.case.key) != "ok"
+        }
+        self._points = list(self._left.values())
         self._emit, self._progress = emit, progress
         self._budget_s = math.inf if budget_s is None else budget_s
         self._timeout_s = plan.timeout_s
         self._outcome = plan.outcome
         self._start = time.monotonic()
-        self._left = {point.case.key: point for point in self._points}
         self._total = len(self._left)
         self._begun: dict[str, list[Record]] = {}
         self._spent_s: dict[str, float] = {}

@@ -15,11 +15,15 @@ from torch import Tensor
 from efficient_attn.errors import DataError
 from efficient_attn.report.files import slug, write
 from efficient_attn.strict import read_object
+from efficient_attn.studies.train.config import POSITIONS, WARMUP
 from efficient_attn.studies.train.trainer import Progress, Trainer
 from efficient_attn.tensor_headers import load_tensors, read_header
 
 CHECKPOINTS = "checkpoints"
 _FORMAT = "efficient-attn training 3"
+
+# Former options of training, which have one value now.
+_FIXED = {"positions": POSITIONS, "warmup": WARMUP}
 
 # Entries of the configuration that may differ with --force-resume; the folder of the run checks them.
 _ENVIRONMENT = ("threads", "device")
@@ -53,9 +57,11 @@ def load_checkpoint(folder: Path, trainer: Trainer) -> None:
     described, metadata = read_header(path)
     if metadata.get("format") != _FORMAT:
         raise DataError(f"{path} has format {str(metadata.get('format'))[:40]!r}; wanted is {_FORMAT!r}.")
-    known, now = read_object(metadata.get("about", ""), f"The description in {path}"), _about(trainer)
-    for name in sorted(name for name in now if known.get(name) != now[name]):
-        other = "another text" if name == "text" else f"{name}={known.get(name)}, not {now[name]}"
+    known = {**_FIXED, **read_object(metadata.get("about", ""), f"The description in {path}")}
+    now = {**_FIXED, **_about(trainer)}
+    names = sorted((known.keys() | now.keys()) - {"progress"})
+    for name in (name for name in names if known.get(name) != now.get(name)):
+        other = "another text" if name == "text" else f"{name}={known.get(name)}, not {now.get(name)}"
         raise DataError(
             f"out: {folder} was begun with {other[:100]} ({trainer.variant.label}). Give the options of that "
             "run, or name a new folder; nothing there was changed."

@@ -20,8 +20,8 @@ from efficient_attn.transformer.language_model import LanguageModel
 _BETAS = (0.9, 0.95)
 # The longest gradient: a batch that a model gets very wrong moves it no farther than others do.
 _LONGEST_GRADIENT = 1.0
-# Steps up to the peak learning rate.
-WARMUP = 20
+# Steps up to the peak learning rate, and positions of the models.
+WARMUP, POSITIONS = 20, "rotary"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +67,7 @@ def build_model(variant: Variant, config: TrainConfig) -> LanguageModel:
             config.num_heads,
             variant.target,
             num_layers=config.num_layers,
-            positions="rotary",
+            positions=POSITIONS,
             max_tokens=config.tokens,
             seed=seed,
             **options,

@@ -47,6 +47,8 @@ def plan(
     device: shared.Device = "cpu",
     threads: shared.Threads = None,
     seed: shared.Seed = 0,
+    positions: Annotated[str | None, Option(help="Former option.", hidden=True)] = None,
+    warmup: Annotated[int | None, Option(help="Former option.", hidden=True)] = None,
 ) -> Plan:
     """Train a small byte-level language model around each backend.
 
@@ -56,10 +58,15 @@ def plan(
 
     Example: efficient-attn train --backend window,my_file.py:my_spec --budget 10m
     """
-    from efficient_attn.studies.train.config import TrainConfig
+    from efficient_attn.studies.train.config import POSITIONS, WARMUP, TrainConfig
     from efficient_attn.studies.train.rounds import Rounds, outcome
     from efficient_attn.studies.train.text import read_text
 
+    if positions not in (None, POSITIONS) or warmup not in (None, WARMUP):
+        raise OptionError(
+            f"train takes neither positions nor warmup: positions are {POSITIONS} and the rate rises for "
+            f"{WARMUP} steps. Leave them out; a run that was begun with others cannot be continued."
+        )
     machine = settle(Workload(device=device, threads=threads, dtype="float32"))
     config = TrainConfig(
         tokens=seq_len,
