@@ -9,8 +9,28 @@ import torch.nn.functional as F
 
 transformers = pytest.importorskip("transformers", minversion="5", reason="the extra [hf] is not installed")
 
-from hf_models import ROUNDING, bert, gpt2, inputs, llama, logits, mistral, moshi, ready
-from transformers.masking_utils import eager_mask, sdpa_mask
+from hf_models import (
+    ROUNDING,
+    bert,
+    gemma3,
+    gpt2,
+    inputs,
+    llama,
+    logits,
+    mistral,
+    modernbert,
+    moshi,
+    ready,
+)
+from transformers.masking_utils import (
+    create_bidirectional_mask,
+    create_bidirectional_sliding_window_mask,
+    create_causal_mask,
+    create_chunked_causal_mask,
+    create_sliding_window_causal_mask,
+    eager_mask,
+    sdpa_mask,
+)
 
 from efficient_attn.errors import UnsupportedError
 from efficient_attn.integrations.transformers import attach, register, swapped
@@ -169,13 +189,74 @@ def test_models_that_compute_their_activations_again_keep_our_mask(make):
         torch.testing.assert_close(gradient, expected)
 
 
+def breaks(model, batch):
+    torch._dynamo.reset()
+    with torch.no_grad():
+        return torch._dynamo.explain(model)(**batch).graph_break_count
+
+
+def decoded(model, batch):
+    """The inputs of a decoder without its cache."""
+    return {**batch, "use_cache": False} if model.config.model_type in DECODERS else batch
+
+
+DECODERS = ("gpt2", "llama", "mistral", "gemma3_text")
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("make", [bert, modernbert, gpt2, llama, mistral, gemma3])
+def test_a_compiled_model_has_no_graph_breaks_that_sdpa_has_not(make):
+    model = make()
+    batch = decoded(model, inputs())
+    allowed = breaks(model, batch)
+    attach(model, "exact" if make in (modernbert, mistral, gemma3) else "performer-positive")
+    assert breaks(model, batch) <= allowed
+
+
 @pytest.mark.compile
 @pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
-@pytest.mark.parametrize("make", [bert, llama])
-def test_a_compiled_model_reads_our_mask(make):
+@pytest.mark.parametrize("make", [bert, modernbert, llama, mistral, gemma3])
+@pytest.mark.parametrize("attached", [False, True])
+def test_a_compiled_model_reads_our_mask(make, attached):
     torch._dynamo.reset()
-    model, batch = make(), inputs()
+    model = make()
+    batch = decoded(model, inputs())
     expected = logits(model, batch)
-    model.set_attn_implementation("efficient_attn.exact")
+    if attached:
+        attach(model, "exact")
+    else:
+        model.set_attn_implementation("efficient_attn.exact")
     compiled = torch.compile(model, backend="eager")
     torch.testing.assert_close(logits(compiled, batch), expected, **ROUNDING)
+
+
+PATTERNS = {
+    "causal": (create_causal_mask, {}),
+    "bidirectional": (create_bidirectional_mask, {}),
+    "causal in a window": (create_sliding_window_causal_mask, {"sliding_window": 3}),
+    "bidirectional in a window": (create_bidirectional_sliding_window_mask, {"sliding_window": 3}),
+    "chunks": (create_chunked_causal_mask, {"attention_chunk_size": 3}),
+    "chunks next to a window": (create_chunked_causal_mask, {"attention_chunk_size": 3, "sliding_window": 3}),
+}
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_compiled_code_reads_the_pattern_or_none(pattern):
+    create, own = PATTERNS[pattern]
+    config = transformers.LlamaConfig(attn_implementation="efficient_attn.exact")
+    for name, value in own.items():
+        setattr(config, name, value)
+    embeds = torch.zeros(1, 8, 4)
+    arguments = {"config": config, "attention_mask": torch.ones(1, 8)}
+    if "bidirectional" not in pattern:
+        arguments["past_key_values"] = None
+
+    def read(embeds):
+        return create(inputs_embeds=embeds, **arguments).visible.pattern, embeds + 1
+
+    known = read(embeds)[0]
+    torch._dynamo.reset()
+    found = torch.compile(read, backend="eager")(embeds)[0]
+    assert (found.other is None) == (known.other is None)
+    assert known.other is not None or found == known

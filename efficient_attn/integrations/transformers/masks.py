@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.compiler import assume_constant_result
 from torch.utils._pytree import tree_map_only
 from transformers import MODEL_MAPPING
 from transformers.masking_utils import (
@@ -150,6 +151,9 @@ def make_mask(
     dtype: torch.dtype = torch.float32,
     config: Any = None,
     use_vmap: bool = False,
+    local_size: int | None = None,
+    allow_is_causal_skip: bool = True,
+    allow_is_bidirectional_skip: bool | None = None,
     **_: Any,
 ) -> Tensor:
     """The mask function of all our attention functions; transformers calls it once per pattern.
@@ -158,7 +162,13 @@ def make_mask(
         UnsupportedError: If the model of the configuration ignores its attention function.
     """
     _check_heard(config)
-    pattern = read_pattern(mask_function)
+    if torch.compiler.is_compiling():
+        bidirectional = allow_is_bidirectional_skip is not None
+        plain = not use_vmap and (bidirectional or allow_is_causal_skip)
+        width = local_size if plain and getattr(config, "attention_chunk_size", None) is None else None
+        pattern = _pattern_compiled(mask_function, width, bidirectional)
+    else:
+        pattern = read_pattern(mask_function)
     keys = min(kv_length, int(q_offset) + q_length - kv_offset) if pattern.causal else kv_length
     key_mask = _real_keys(attention_mask, kv_offset, keys)
     shown = torch.ones(1, 1, dtype=torch.bool, device=device) if key_mask is None else key_mask
@@ -168,7 +178,6 @@ def make_mask(
         hidden = torch.finfo(dtype).min
         entries = torch.zeros_like(entries, dtype=dtype).masked_fill(~entries, hidden)
 
-    @cache
     def written() -> Tensor:
         build = partial(eager_mask, dtype=dtype) if added else partial(sdpa_mask, allow_is_causal_skip=False)
         made: Tensor = build(
@@ -184,6 +193,8 @@ def make_mask(
         )
         return made
 
+    if not torch.compiler.is_compiling():
+        written = cache(written)
     return Mask.made(entries, Visible(pattern, kv_offset, keys, key_mask), written)
 
 
@@ -197,21 +208,27 @@ def _check_heard(config: Any) -> None:
         )
 
 
+@cache
+def _model_of(config: Any) -> Any:
+    """The class of the models of a configuration; None if transformers has none."""
+    return MODEL_MAPPING.get(config, None)
+
+
 def _kind(config: Any) -> Any:
     return type(config)
 
 
-@cache
+@assume_constant_result
 def _hears(config: Any) -> bool:
     """Whether the model of a configuration calls the attention interface, as far as transformers knows."""
-    known = MODEL_MAPPING.get(config, None)
+    known = _model_of(config)
     return known is None or known._can_set_attn_implementation()
 
 
-@cache
+@assume_constant_result
 def _reads_bool(config: Any) -> bool:
     """Whether models of a configuration accept the mask of sdpa, which is bool."""
-    return getattr(MODEL_MAPPING.get(config, None), "_supports_sdpa", True)
+    return getattr(_model_of(config), "_supports_sdpa", True)
 
 
 def visible_in(mask: Any, queries: int, keys: int) -> Visible | None:
@@ -251,6 +268,23 @@ def read_pattern(mask_function: Callable) -> Pattern:
     return Pattern(back, ahead)
 
 
+def _pattern_compiled(mask_function: Callable, width: int | None, bidirectional: bool) -> Pattern:
+    """As `read_pattern`, in code that is compiled, where closures are not read.
+
+    Args:
+        width: Width of a window, from the other arguments of a mask function; None: no window is certain.
+    """
+    if mask_function is causal_mask_function:
+        return CAUSAL
+    if mask_function is bidirectional_mask_function:
+        return FULL
+    if width is not None and mask_function.__qualname__.startswith("and_masks"):
+        return Pattern(width, width) if bidirectional else Pattern(width - 1, 0)
+    return Pattern(
+        None, None, "a mask that compiled code does not name (without packed sequences, pass attention_mask)"
+    )
+
+
 def _parts(mask_function: Callable) -> Iterator[Callable]:
     """The mask functions whose intersection this mask function is."""
     if _name(mask_function) != "and_masks":
@@ -283,4 +317,5 @@ def _real_keys(attention_mask: Tensor | None, first: int, keys: int) -> Tensor |
     real = attention_mask[:, first : first + keys].bool()
     # As in transformers, keys beyond the end of the mask are padding.
     real = F.pad(real, (0, keys - real.shape[1]))
-    return None if bool(real.all()) else real
+    # A compiled graph has one form for every mask.
+    return None if not torch.compiler.is_compiling() and bool(real.all()) else real
