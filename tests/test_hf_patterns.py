@@ -209,12 +209,13 @@ def test_a_compiled_model_has_no_graph_breaks_that_sdpa_has_not(make):
     model = make()
     batch = decoded(model, inputs())
     allowed = breaks(model, batch)
+    model.set_attn_implementation("efficient_attn.exact")
+    assert breaks(model, batch) <= allowed
     attach(model, "exact" if make in (modernbert, mistral, gemma3) else "performer-positive")
     assert breaks(model, batch) <= allowed
 
 
 @pytest.mark.compile
-@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
 @pytest.mark.parametrize("make", [bert, modernbert, llama, mistral, gemma3])
 @pytest.mark.parametrize("attached", [False, True])
 def test_a_compiled_model_reads_our_mask(make, attached):

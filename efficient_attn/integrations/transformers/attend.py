@@ -6,6 +6,7 @@ from functools import lru_cache
 from typing import Any
 
 from torch import Tensor
+from torch.compiler import assume_constant_result
 
 from efficient_attn.backend import Backend
 from efficient_attn.backends import build, spec
@@ -97,7 +98,9 @@ def attention_function(name: str) -> Callable[..., tuple[Tensor, None]]:
                 module, query, key, value, attention_mask, scaling, dropout, is_causal, others
             )
             return out, None
-        backend = _stateless(name, query.shape[-1], visible.pattern, scaling)
+        pattern = visible.pattern
+        place: str = _stateless(name, query.shape[-1], pattern.back, pattern.ahead, scaling)
+        backend = getattr(_BUILT, place)
         if dropout:
             backend = _with_dropout(backend, dropout, module)
         return _run(backend, query, key, value, visible), None
@@ -183,8 +186,21 @@ def _run(backend: Backend, query: Tensor, key: Tensor, value: Tensor, visible: V
     return backend(query, k, v, key_mask=visible.key_mask).transpose(1, 2).contiguous()
 
 
-@lru_cache(maxsize=256)
-def _stateless(name: str, head_dim: int, pattern: Pattern, scale: float | None) -> Backend:
+class _Built:
+    """Backends of names as attributes, which compiled code reads as they are."""
+
+
+_BUILT = _Built()
+_PLACES: dict[tuple[str, int, Pattern, float | None], str] = {}
+
+
+@assume_constant_result
+def _stateless(name: str, head_dim: int, back: int | None, ahead: int | None, scale: float | None) -> str:
+    """Build a backend once; returns its attribute."""
+    pattern = Pattern(back, ahead)
+    known = (name, head_dim, pattern, scale)
+    if known in _PLACES:
+        return _PLACES[known]
     served, options = serving(name, pattern)
     keeps = spec(served).capabilities.needs_max_tokens
     if not keeps:
@@ -195,7 +211,10 @@ def _stateless(name: str, head_dim: int, pattern: Pattern, scale: float | None) 
             f"Backend {name!r} has parameters or random features, which must be part of the model: "
             f"attach(model, {name!r}) of efficient_attn.integrations.transformers adds them."
         )
-    return backend
+    place = f"backend_{len(_PLACES)}"
+    setattr(_BUILT, place, backend)
+    _PLACES[known] = place
+    return place
 
 
 def _with_dropout(backend: Backend, dropout: float, module: Any) -> Backend:
