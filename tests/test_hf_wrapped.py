@@ -17,6 +17,8 @@ from efficient_attn.integrations.transformers import StateCache, attach, load, s
 
 SIZE = {"num_features": 16}
 
+WITHOUT_ENCODERS = "sentence_transformers is not installed; no extra installs it"
+
 
 @pytest.fixture(autouse=True)
 def quiet(caplog):
@@ -35,7 +37,7 @@ class Adapter(nn.Module):
         return self.base_model["model"](**batch)
 
     def save_pretrained(self, folder):
-        folder.mkdir()
+        folder.mkdir(exist_ok=True)
         save_file({"scale": self.scale.data}, folder / "adapter_model.safetensors")
 
 
@@ -78,6 +80,25 @@ def test_a_whole_model_is_saved_in_its_own_form(tmp_path):
     assert torch.equal(logits(load(tmp_path, into=bert()), batch), logits(model, batch))
 
 
+def test_an_adapter_keeps_its_backends_in_the_folder_of_its_base_model(tmp_path):
+    bert().save_pretrained(tmp_path)
+    batch = inputs()
+    first = attach(Adapter(bert()), "performer-positive", **SIZE, seed=3)
+    save(first, tmp_path)
+    assert torch.equal(logits(load(tmp_path, into=Adapter(bert())), batch), logits(first, batch))
+
+
+@pytest.mark.parametrize("earlier", ["linformer", "performer-positive"])
+def test_a_whole_model_replaces_the_backends_of_an_adapter_in_the_same_folder(earlier, tmp_path):
+    options = {"linformer": {"rank": 4}, "performer-positive": SIZE}
+    save(attach(Adapter(bert()), earlier, seed=1, **options[earlier]), tmp_path)
+    model, batch = attach(bert(), "performer-positive", **SIZE, seed=2), inputs()
+    model.save_pretrained(tmp_path)
+    assert torch.equal(logits(load(tmp_path), batch), logits(model, batch))
+    save(model, tmp_path)
+    assert torch.equal(logits(load(tmp_path, into=bert()), batch), logits(model, batch))
+
+
 def test_what_cannot_be_saved_or_loaded_is_refused(tmp_path):
     with pytest.raises(UnsupportedError, match="No backend with a registered name is attached"):
         save(bert(), tmp_path)
@@ -95,7 +116,7 @@ def test_what_cannot_be_saved_or_loaded_is_refused(tmp_path):
 
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
 def test_a_peft_model_keeps_its_backends(tmp_path):
-    peft = pytest.importorskip("peft", reason="peft is not installed")
+    peft = pytest.importorskip("peft", reason="peft is not installed; no extra installs it")
     batch = inputs()
     config = peft.LoraConfig(target_modules=["q_proj", "v_proj"], r=2, init_lora_weights=False)
     model = attach(peft.get_peft_model(llama(), config), "performer-positive", **SIZE)
@@ -108,7 +129,7 @@ def test_a_peft_model_keeps_its_backends(tmp_path):
 
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
 def test_a_sentence_transformer_keeps_its_backends(tmp_path):
-    library = pytest.importorskip("sentence_transformers", reason="sentence_transformers is not installed")
+    library = pytest.importorskip("sentence_transformers", reason=WITHOUT_ENCODERS)
     folder = saved(bert(), tmp_path / "model")
     model = library.SentenceTransformer(str(folder), local_files_only=True)
     texts = ["w1 w2 w3 w4", "w5 w6 w1"]

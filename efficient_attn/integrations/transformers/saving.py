@@ -46,7 +46,7 @@ M = TypeVar("M", bound=nn.Module)
 # Saved tensors of the backend of each attention module, by their names in the backend.
 _Kept = dict[str, dict[str, Tensor]]
 
-# Files of `save` for libraries that save a part of the model.
+# Files of `save` for objects of other libraries, which may save a part of the model.
 _PLAN, _TENSORS = "efficient_attn.json", "efficient_attn.safetensors"
 
 _FIELDS: dict[str, Any] = {"backend": str, "options": dict, "max_tokens": (int, type(None))}
@@ -55,7 +55,7 @@ _FIELDS: dict[str, Any] = {"backend": str, "options": dict, "max_tokens": (int, 
 def save(model: nn.Module, folder: str | Path) -> None:
     """Save a model with its backends in the format of its own library, by its `save_pretrained`.
 
-    Libraries that save a part of the model, such as the adapter of a PeftModel, get two files of their own
+    Objects of other libraries, such as a PeftModel that saves its adapter alone, get two files of their own
     for plan and tensors of the backends.
 
     Raises:
@@ -69,7 +69,11 @@ def save(model: nn.Module, folder: str | Path) -> None:
         )
     own: Any = model
     own.save_pretrained(path)
-    if not (path / "config.json").is_file():
+    if isinstance(model, PreTrainedModel):
+        # Files of an earlier adapter in the same folder would be read in place of the model's own.
+        for name in (_PLAN, _TENSORS):
+            (path / name).unlink(missing_ok=True)
+    else:
         save_file(_tensors_of(inner), path / _TENSORS)
         (path / _PLAN).write_text(json.dumps(plan), encoding="utf-8")
 
@@ -128,7 +132,7 @@ def load(folder: str | Path, *, into: M | None = None, **arguments: Any) -> M | 
         )
     check_complete(path, found)
     check_nothing_else(path, found, ours=f".{SUBMODULE}.")
-    _install(model, layers, path)
+    _install(model, layers, path / "config.json")
     return model
 
 
@@ -143,15 +147,16 @@ def _restore(model: PreTrainedModel, path: Path) -> None:
         given = given.get(SUBMODULE)
     for weights in path.glob("*.safetensors"):
         check_header(weights)
-    _install(model, _layers(given, file), path)
+    _install(model, _layers(given, file), file)
 
 
-def _install(model: PreTrainedModel, layers: dict[str, dict[str, Any]], path: Path) -> None:
+def _install(model: PreTrainedModel, layers: dict[str, dict[str, Any]], plan: Path) -> None:
+    """Install the layers of a plan, with the tensors that were saved with the file of the plan."""
     sites = find_sites(model)
-    with data_errors(f"Cannot read the safetensors of {path}"):
-        kept = _kept(sites, path)
-    backends = _backends({name_in_plan(model, site.path): site for site in sites}, layers, kept, path)
-    _fill(backends, kept, path)
+    with data_errors(f"Cannot read the safetensors of {plan.parent}"):
+        kept = _kept(sites, plan)
+    backends = _backends({name_in_plan(model, site.path): site for site in sites}, layers, kept, plan)
+    _fill(backends, kept, plan.parent)
     install(model, sites, backends)
 
 
@@ -186,11 +191,11 @@ def _is_layer(layer: Any) -> bool:
 
 
 def _backends(
-    sites: Mapping[str, AttentionSite], layers: Mapping[str, Mapping[str, Any]], kept: _Kept, path: Path
+    sites: Mapping[str, AttentionSite], layers: Mapping[str, Mapping[str, Any]], kept: _Kept, plan: Path
 ) -> dict[str, Backend]:
     """The planned backend of every attention module; both mappings use the names in the plan."""
     if sites.keys() != layers.keys():
-        raise DataError(f"{path}/config.json: the layers in efficient_attn belong to another model.")
+        raise DataError(f"{plan}: the layers in efficient_attn belong to another model.")
     backends: dict[str, Backend] = {}
     for name, site in sites.items():
         layer = layers[name]
@@ -199,7 +204,7 @@ def _backends(
             _check_size(site, layer, sum(tensor.numel() for tensor in kept[site.path].values()))
             backends |= build_all([site], choice, layer["max_tokens"], None)
         except AttentionError as error:
-            raise DataError(f"{path}/config.json, {site.path}: {error}") from None
+            raise DataError(f"{plan}, {site.path}: {error}") from None
     return backends
 
 
@@ -234,8 +239,8 @@ def _fill(backends: Mapping[str, Backend], kept: _Kept, path: Path) -> None:
             backend.load_state_dict(own)
 
 
-def _kept(sites: list[AttentionSite], path: Path) -> _Kept:
-    tensors = dict(_tensors(path))
+def _kept(sites: list[AttentionSite], plan: Path) -> _Kept:
+    tensors = dict(_tensors(plan))
     prefixes = {site.path: f"{site.path}.{SUBMODULE}." for site in sites}
     return {
         site: {name.removeprefix(prefix): x for name, x in tensors.items() if name.startswith(prefix)}
@@ -243,8 +248,9 @@ def _kept(sites: list[AttentionSite], path: Path) -> _Kept:
     }
 
 
-def _tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
-    for file in [path / _TENSORS] if (path / _PLAN).is_file() else sorted(path.glob("model*.safetensors")):
+def _tensors(plan: Path) -> Iterator[tuple[str, Tensor]]:
+    folder = plan.parent
+    for file in [folder / _TENSORS] if plan.name == _PLAN else sorted(folder.glob("model*.safetensors")):
         with safe_open(file, framework="pt") as opened:
             for name in opened.keys():  # noqa: SIM118 (no mapping)
                 if f".{SUBMODULE}." in name:
