@@ -17,7 +17,8 @@ from efficient_attn.integrations.transformers import swapped
 from efficient_attn.runner.record import Record, replace
 from efficient_attn.runner.sizes import MEAN_OF_VALUES, OWN
 from efficient_attn.studies import find, loop
-from efficient_attn.studies.swap.analysis import spread, swaps
+from efficient_attn.studies.swap.analysis import MEAN_POOL, spread, swaps
+from efficient_attn.studies.swap.view import show_quantity
 
 TOKENS = 24
 # Of float32 hidden states of order one after three layers, in sums of a few dozen terms taken in another
@@ -187,6 +188,17 @@ def test_a_model_whose_layers_all_slide_takes_a_window_of_its_own_width(tmp_path
     assert found["performer-positive", None].status == "unsupported"
 
 
+def test_the_default_window_of_a_model_whose_layers_all_slide_is_its_own(tmp_path):
+    found = quality(swap(saved(mistral(), tmp_path), ["window"]))["window", None]
+    assert found.case.options["window"] == WINDOW
+    assert found.hidden_relative_error < ROUNDING
+
+
+@pytest.mark.parametrize(("distance", "shown"), [(0.0123, "0.9877"), (1e-6, "0.9999990"), (0.0, "1.0000000")])
+def test_a_cosine_near_one_is_shown_with_more_decimals(distance, shown):
+    assert show_quantity(MEAN_POOL, distance) == shown
+
+
 def test_what_a_backend_cannot_serve_is_a_record_with_its_reason(decoder):
     results = swap(decoder, ["linformer"])
     record = quality(results)["linformer", None]
@@ -277,7 +289,7 @@ def test_a_run_is_written_read_drawn_tabled_told_and_compared(encoder, tmp_path)
         "performer-positive",
     }
     found = quality(again)["window(window=3)", None]
-    assert rows["window(window=3)"][1] == f"{1 - found.mean_pool_distance:.4f}"
+    assert rows["window(window=3)"][1] == show_quantity(MEAN_POOL, found.mean_pool_distance)
     assert any("stays nearest to itself with" in sentence for sentence in again.sentences())
     for name in ("records.jsonl", "environment.json", "summary.csv", "report.html", "swap.png"):
         assert (tmp_path / "a" / name).is_file()

@@ -1,7 +1,7 @@
 """A model with the texts that it reads, and the backends that its attention is replaced by."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
@@ -128,6 +128,15 @@ def candidates(chosen: Sequence[Variant], subject: Subject) -> tuple[Variant, ..
     """
     exact = [variant for variant in chosen if variant.backend == YARDSTICK] or select([YARDSTICK])
     others = [variant for variant in chosen if variant.backend != YARDSTICK]
+    if any(site.kind == "sliding" for site in subject.sites.swapped):
+        # A sliding layer can have no window but its own, unless one was set.
+        window = {"window": subject.sites.swapped[0].pattern.window}
+        others = [
+            replace(one, options={**one.options, **window})
+            if one.label == one.backend and "window" in one.options
+            else one
+            for one in others
+        ]
     tokens, seed = subject.shared["tokens"], subject.shared["seed"]
     for one in others:
         if one.label != one.backend:

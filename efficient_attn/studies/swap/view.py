@@ -53,7 +53,9 @@ def show_quantity(quantity: str, value: float) -> str:
         return three_digits(value)
     if quantity == DISAGREEMENT:
         return f"{100 * (1 - value):.1f} %"
-    return f"{1 - value:.4f}" if quantity in (MEAN_POOL, FIRST_TOKEN) else show_error(value)
+    if quantity in (MEAN_POOL, FIRST_TOKEN):
+        return f"{1 - value:.{4 if value > 1e-4 else 7}f}"
+    return show_error(value)
 
 
 def _whole(one: Swap) -> Table:
