@@ -269,7 +269,9 @@ def test_a_run_is_written_read_drawn_tabled_told_and_compared(encoder, tmp_path)
     assert (kinds.count("time"), kinds.count("memory")) == (6, 6)
     timed = [record for record in results.records if record.case.kind == "time"]
     assert all(len(r.round_sizes) == 2 and len(r.times_s) == sum(r.round_sizes) >= 4 for r in timed)
-    assert all(r.peak_bytes > 0 for r in results.records if r.case.kind == "memory")
+    memories = [record for record in results.records if record.case.kind == "memory"]
+    assert all(r.peak_bytes > 0 for r in memories)
+    assert {bool(r.parameter_bytes) for r in memories if r.case.backend == "performer-positive"} == {True}
     again = ea.read(tmp_path / "a")
     assert again.records == results.records
     about = again.environment["model"]

@@ -16,9 +16,11 @@ from torch import Tensor, nn
 
 from efficient_attn.backend import Backend
 from efficient_attn.calibration import calibrate
+from efficient_attn.measure import memory
 from efficient_attn.measure.checked import outputs_checked
 from efficient_attn.measure.error import exact_output, output_error
 from efficient_attn.runner import calls
+from efficient_attn.runner.accuracy import directions_of
 from efficient_attn.runner.record import Case, Record, replace
 from efficient_attn.runner.sizes import MEAN_OF_VALUES, SEED
 from efficient_attn.runner.variants import Variant
@@ -101,10 +103,10 @@ def _measured(case: Case, target: Any, course: Course) -> Record:
         case=case,
         chance=task.chance,
         floats_read=floats_read(model.backend, case),
+        num_directions=directions_of(model.backend),
+        parameter_bytes=memory.parameter_bytes(model.backend),
         calibrated_on=CALIBRATED_ON if calibrated else None,
-        output_relative_error=_untrained(
-            model, task.draw(course.batch, seed=case.seed, stream=TESTED, number=0)
-        ),
+        **_untrained(model, task.draw(course.batch, seed=case.seed, stream=TESTED, number=0)),
     )
     times_s, loss = _train(model, course, case.seed)
     # A microsecond is below the resolution of a timed step.
@@ -115,8 +117,8 @@ def _measured(case: Case, target: Any, course: Course) -> Record:
     return replace(record, accuracy=fmean(right), answers=len(right))
 
 
-def _untrained(model: Learner, sequences: Sequences) -> float:
-    """The error against exact attention on the q, k, v of the block."""
+def _untrained(model: Learner, sequences: Sequences) -> dict[str, Any]:
+    """The error against exact attention on the q, k, v of the block, and the state after one sequence."""
     seen: list[Tensor] = []
     hook = model.backend.register_forward_pre_hook(lambda module, inputs: seen.extend(inputs))
     with torch.no_grad():
@@ -126,7 +128,11 @@ def _untrained(model: Learner, sequences: Sequences) -> float:
         q, k, v = seen
         problem = model.backend.problem
         exact = exact_output(q, k, v, scale=problem.factor, causal=problem.causal)
-        return output_error(model.backend(q, k, v), exact).relative
+        error, state = output_error(model.backend(q, k, v), exact).relative, None
+        if problem.causal and model.backend.spec.capabilities.streaming:
+            _, state = model.backend.extend(q[:1], k[:1], v[:1])
+    kept = None if state is None else memory.state_bytes(state)
+    return {"output_relative_error": error, "state_bytes": kept}
 
 
 def _train(model: Learner, course: Course, seed: int) -> tuple[list[float], float | None]:

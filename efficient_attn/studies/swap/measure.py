@@ -11,7 +11,8 @@ from torch import Tensor
 from efficient_attn.integrations.transformers.attachment import installed
 from efficient_attn.integrations.transformers.swapping import Outputs, build_for, calibrate_on, forward, run
 from efficient_attn.measure import outputs
-from efficient_attn.measure.checked import outputs_checked
+from efficient_attn.measure.checked import backends_in, outputs_checked
+from efficient_attn.measure.memory import parameter_bytes
 from efficient_attn.runner.counting import attention_flops
 from efficient_attn.runner.record import Case, Record, replace
 from efficient_attn.runner.sizes import OWN, SEED
@@ -39,7 +40,8 @@ def cost(case: Case, variant: Variant, subject: Subject, *, seconds: float = 0.0
             call = partial(forward, subject.model, subject.texts[0])
             checked = outputs_checked(subject.model)(call)
             if case.kind == "memory":
-                return memory_of(case, call, first=checked)
+                kept = sum(map(parameter_bytes, backends_in(subject.model)))
+                return replace(memory_of(case, call, first=checked), parameter_bytes=kept)
             return time_of(case, call, seconds=seconds, first=checked, least=_FEWEST_CALLS)
 
     return answer(case, measured)
