@@ -84,6 +84,17 @@ def test_figure_2_follows_what_is_measured() -> None:
     assert {finding.verdict for finding in performer_fig2.findings([])} == {NOT_MEASURABLE}
 
 
+def test_former_errors_of_single_directions_count_where_they_could_be_sampled() -> None:
+    former = [
+        replace(record, case=replace(record.case, options={"projection": "iid", "directions": 10**6}))
+        for record in plane()
+    ]
+    found = performer_fig2.utilities(former)
+    assert (0.5, 90) in found and (2.0, 175) in found and (2.0, 30) not in found
+    assert len(found) < len(performer_fig2.utilities(plane()))
+    assert "– (" in performer_fig2.tables(former)[0].rows[-1][1]
+
+
 def output_errors(
     error: Callable[[str, str, int, float], float], *, mean: Callable[[float], float] = lambda norm: 1.0
 ) -> list[Record]:
@@ -132,6 +143,8 @@ def test_figure_4_holds_where_the_errors_are_as_claimed_and_fails_where_they_are
 
     found = performer_fig4.findings(output_errors(claimed))
     assert [finding.verdict for finding in found] == [HOLDS] * 8
+    # Every sample has inputs of its own.
+    assert "±: median of 15 seeds of the inputs" in performer_fig4.tables(output_errors(claimed))[0].notes[0]
     opposite = output_errors(lambda *place: 1 / claimed(*place), mean=lambda norm: 1e-3)
     assert [finding.verdict for finding in performer_fig4.findings(opposite)] == [FAILS] * 8
     assert {finding.verdict for finding in performer_fig4.findings([])} == {NOT_MEASURABLE}

@@ -13,6 +13,9 @@ from efficient_attn.stats.median import FEWEST_FOR_95, middle
 RELATIVE = "output_relative_error"
 NAMES = {RELATIVE: "Relative output error", "output_mse": "Mean squared output error"}
 
+# Inputs of former records, in which every draw has inputs of its own.
+_FORMER_SAMPLES = "gaussians("
+
 
 class ErrorPoint(NamedTuple):
     """Median error at one size.
@@ -22,7 +25,8 @@ class ErrorPoint(NamedTuple):
         value: Median over seeds of the inputs of the medians over draws.
         low, high: 95 % interval of the median over input seeds; over draws for a single seed.
         record: The first of its records.
-        samples: Number of samples behind the interval.
+        samples: Number of samples behind the interval: seeds of the inputs if there are several, else draws.
+        over_inputs: Whether the samples are seeds of the inputs.
     """
 
     size: int | None
@@ -31,6 +35,7 @@ class ErrorPoint(NamedTuple):
     high: float
     record: Record
     samples: int
+    over_inputs: bool
 
 
 class ErrorCurve(NamedTuple):
@@ -96,10 +101,11 @@ def panels(records: Iterable[Record], quantity: str) -> tuple[Panel, ...]:
 
 def interval(points: Sequence[ErrorPoint]) -> str:
     """`median of 6 draws and its 95 % interval`; empty if every error was measured once."""
-    most = max((point.samples for point in points), default=1)
-    if most == 1:
+    samples, over_inputs = max(((point.samples, point.over_inputs) for point in points), default=(1, False))
+    if samples == 1:
         return ""
-    return f"median of {most} draws and its {'95 % interval' if most >= FEWEST_FOR_95 else 'range'}"
+    edges = "95 % interval" if samples >= FEWEST_FOR_95 else "range"
+    return f"median of {samples} {'seeds of the inputs' if over_inputs else 'draws'} and its {edges}"
 
 
 def below_from(curve: ErrorCurve, yardstick: float) -> int | None:
@@ -154,6 +160,7 @@ def _point(records: Sequence[Record], quantity: str) -> ErrorPoint:
         high=found.high,
         record=records[0],
         samples=found.samples,
+        over_inputs=several or records[0].case.inputs.startswith(_FORMER_SAMPLES),
     )
 
 
