@@ -1,6 +1,7 @@
 """What tables, plots and sentences make of errors size by size."""
 
 import math
+from dataclasses import replace
 
 import pytest
 from drawn import texts
@@ -101,10 +102,13 @@ def test_the_sentences_are_computed_from_the_rows():
         *made_up((0.9, 0.4), (9.0, 8.0), (0.2, 0.1), 0.5, inputs="encoder(layer=1)"),
     ]
     drawn = made_up((0.9, 0.8), (0.7, 0.9), (0.9, 0.9), 0.5, inputs="gaussian(norm=0.5)")
-    (useful,) = ea.Results([*drawn, *real]).sentences()
-    assert useful == (
-        "Below the mean of V on every input, with fewer operations than exact attention: window from size 33."
+    words = (
+        "Below the mean of V on every input, with fewer operations than exact attention: window from size 33"
     )
+    counted = [replace(one, flops=1) for one in (*drawn, *real)]
+    assert ea.Results(counted).sentences() == [f"{words}."]
+    # Backends of users need not declare their operations.
+    assert ea.Results([*drawn, *real]).sentences() == [f"{words} (operations not counted)."]
 
 
 def test_the_plot_has_a_panel_per_input_each_with_the_yardstick():

@@ -6,6 +6,7 @@ from typing import Any
 
 from efficient_attn.report.error_table import describe, show_error
 from efficient_attn.runner.records import Record
+from efficient_attn.stats.candidates import operations_share
 from efficient_attn.studies.mse.analysis import Panel, below_from, panels, quantity_in
 from efficient_attn.studies.mse.plan import PAIR_NORMS
 
@@ -60,6 +61,9 @@ def _useful(shown: Sequence[Panel]) -> str | None:
         pairs = [(panel.curve(label), panel.yardstick or 0.0) for panel in shown]
         sizes = [below_from(curve, yardstick) if curve else None for curve, yardstick in pairs]
         if None not in sizes:
-            found.append(f"{label} from size {max(size for size in sizes if size is not None)}")
+            points = [point for curve, _ in pairs if curve for point in curve.points]
+            counted = all(operations_share(point.record) is not None for point in points)
+            remark = "" if counted else " (operations not counted)"
+            found.append(f"{label} from size {max(size for size in sizes if size is not None)}{remark}")
     names = ", ".join(found) or "nothing measured here"
     return f"Below the mean of V on every input, with fewer operations than exact attention: {names}."
