@@ -18,6 +18,7 @@ from efficient_attn.report.palette import MUTED
 from efficient_attn.report.table import Table
 from efficient_attn.runner.record import Case, Record
 from efficient_attn.runner.worker import answer
+from efficient_attn.stats.median import middle
 from efficient_attn.stats.verdicts import Finding, of_all
 from efficient_attn.studies.plan import Plan, Point
 from efficient_attn.studies.reproduce.figures import Setting
@@ -177,7 +178,7 @@ def findings(records: Sequence[Record]) -> list[Finding]:
         for head, values in heads.items()
     }
     skewed = {
-        f"layer {higher} is compared with {lower}": median(shares[higher]) > median(shares[lower])
+        f"layer {higher} is compared with {lower}": _is_above(shares[higher], shares[lower])
         for lower, higher in combinations(found, 2)
     }
     small = {f"layer {layer}": median(heads) < _SMALL for layer, heads in errors.items()}
@@ -200,6 +201,12 @@ def findings(records: Sequence[Record]) -> list[Finding]:
             of_all(small),
         ),
     ]
+
+
+def _is_above(these: Sequence[float], others: Sequence[float]) -> bool | None:
+    """Whether the median of these heads is above that of others; None if their intervals overlap."""
+    one, other = middle(these), middle(others)
+    return None if one.low <= other.high and other.low <= one.high else one.low > other.high
 
 
 def _show(values: Sequence[float]) -> str:
