@@ -1,20 +1,24 @@
 """Masks of transformers: the part of them that belongs to the keys."""
 
+import copy
+
 import pytest
 import torch
 
 transformers = pytest.importorskip("transformers")
 
+from hf_models import ROUNDING, TOKENS, inputs, llama
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
 import efficient_attn as ea
+from efficient_attn.integrations.transformers import attach, register
 from efficient_attn.integrations.transformers.attend import _refuse, _scaled
 from efficient_attn.integrations.transformers.masks import make_mask, visible_in
 
 
 def visible(mask, function=bidirectional_mask_function, **sizes):
     made = make_mask(1, mask_function=function, attention_mask=mask, **sizes)
-    return visible_in(made, sizes["q_length"], sizes["kv_length"])
+    return visible_in(made, 1, sizes["q_length"], sizes["kv_length"], causal=False)
 
 
 def test_keys_that_a_mask_does_not_reach_are_padding():
@@ -43,3 +47,27 @@ def test_scores_have_the_factor_that_the_model_asks_for_whatever_the_backend_was
 def test_attention_outputs_are_refused_by_the_call_itself():
     with pytest.raises(ea.UnsupportedError, match="output_attentions"):
         _refuse(None, {"output_attentions": True})
+
+
+def test_one_padded_mask_belongs_to_every_text_of_a_batch():
+    shown = torch.tensor([[[[False, True, True]]]])
+    found = visible_in(shown, 4, 3, 3, causal=False)
+    assert found.key_mask.tolist() == [[False, True, True]] * 4
+
+
+@pytest.mark.parametrize("name", ["exact", "window"])
+def test_a_prepared_mask_of_one_query_fits_a_causal_layer(name):
+    model, ids = llama(), inputs()["input_ids"]
+    shown = torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril().expand(len(ids), 1, -1, -1).clone()
+    shown[0, :, :, :3] = False
+    # Rows of padding show every key.
+    shown[0, :, :3] = True
+    register()
+    attached = attach(copy.deepcopy(model), name)
+    model.set_attn_implementation(f"efficient_attn.{name}")
+    for decoder in (attached, model):
+        with torch.no_grad():
+            expected = decoder(ids, attention_mask=shown).logits[:, -1:]
+            cache = decoder(ids[:, :-1], attention_mask=shown[..., :-1, :-1]).past_key_values
+            last = decoder(ids[:, -1:], attention_mask=shown[..., -1:, :], past_key_values=cache)
+        torch.testing.assert_close(last.logits, expected, **ROUNDING)

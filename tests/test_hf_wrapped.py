@@ -88,6 +88,20 @@ def test_an_adapter_keeps_its_backends_in_the_folder_of_its_base_model(tmp_path)
     assert torch.equal(logits(load(tmp_path, into=Adapter(bert())), batch), logits(first, batch))
 
 
+class Encoder(Adapter):
+    """A module around a model that saves all of it, as Sentence Transformers does."""
+
+    def save_pretrained(self, folder):
+        self.base_model["model"].save_pretrained(folder)
+
+
+def test_a_module_that_saves_its_whole_model_is_loaded_as_a_module_and_as_a_model(tmp_path):
+    first, batch = attach(Encoder(bert()), "performer-positive", **SIZE, seed=3), inputs()
+    save(first, tmp_path)
+    for again in (load(tmp_path, into=Encoder(bert())), load(tmp_path)):
+        assert torch.equal(logits(again, batch), logits(first, batch))
+
+
 @pytest.mark.parametrize("earlier", ["linformer", "performer-positive"])
 def test_a_whole_model_replaces_the_backends_of_an_adapter_in_the_same_folder(earlier, tmp_path):
     options = {"linformer": {"rank": 4}, "performer-positive": SIZE}

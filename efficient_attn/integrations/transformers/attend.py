@@ -59,8 +59,8 @@ def attend_attached(
             "for a saved model, both of efficient_attn.integrations.transformers."
         )
     _refuse(module, others)
-    visible = _visible(module, query, key, attention_mask, is_causal)
     expected = getattr(backend, PATTERN)
+    visible = _visible(module, query, key, attention_mask, is_causal, expected)
     beyond = beyond_backends(visible.pattern, others)
     if beyond is None and expected is not None:
         _check_built_for(backend, visible.pattern)
@@ -89,7 +89,7 @@ def attention_function(name: str) -> Callable[..., tuple[Tensor, None]]:
         **others: Any,
     ) -> tuple[Tensor, None]:
         _refuse(module, others)
-        visible = _visible(module, query, key, attention_mask, is_causal)
+        visible = _visible(module, query, key, attention_mask, is_causal, None)
         beyond = beyond_backends(visible.pattern, others)
         if beyond is not None:
             if name not in EXACT:
@@ -123,16 +123,19 @@ def serving(name: str, pattern: Pattern) -> tuple[str, dict[str, int]]:
     )
 
 
-def _visible(module: Any, query: Tensor, key: Tensor, mask: Any, is_causal: bool | None) -> Visible:
+def _visible(
+    module: Any, query: Tensor, key: Tensor, mask: Any, is_causal: bool | None, expected: Pattern | None
+) -> Visible:
     """The visible keys according to the mask, or without a mask according to the module."""
-    visible = visible_in(mask, query.shape[2], key.shape[2])
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    fits_causal = causal if expected is None else expected == CAUSAL
+    visible = visible_in(mask, query.shape[0], query.shape[2], key.shape[2], causal=fits_causal)
     if visible is not None:
         return visible
     if getattr(module, "sliding_window", None) is not None:
         raise UnsupportedError(
             f"{type(module).__name__} has a sliding window but got no mask; use attn_implementation='sdpa'."
         )
-    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     return Visible(CAUSAL if causal else FULL, 0, key.shape[2], None)
 
 

@@ -231,8 +231,11 @@ def _reads_bool(config: Any) -> bool:
     return getattr(_model_of(config), "_supports_sdpa", True)
 
 
-def visible_in(mask: Any, queries: int, keys: int) -> Visible | None:
+def visible_in(mask: Any, batch: int, queries: int, keys: int, *, causal: bool) -> Visible | None:
     """The visible keys that `make_mask` stored, or that a prepared mask shows; None without a mask.
+
+    Args:
+        causal: Whether the layer is causal, which a prepared mask of one query does not show.
 
     Raises:
         UnsupportedError: If the mask is no tensor.
@@ -245,11 +248,12 @@ def visible_in(mask: Any, queries: int, keys: int) -> Visible | None:
         raise UnsupportedError(
             f"attention_mask is a {type(mask).__name__}; pass a mask of real tokens [batch, tokens]."
         )
-    fits = mask.ndim == 4 and mask.shape[-1] in (1, keys)
-    shown = _READER.visible(mask, batch=mask.shape[0], q_tokens=queries, k_tokens=keys) if fits else None
+    fits = mask.ndim == 4 and mask.shape[-1] in (1, keys) and mask.shape[0] in (1, batch)
+    shown = _READER.visible(mask, batch=batch, q_tokens=queries, k_tokens=keys) if fits else None
     if shown is None:
         return Visible(Pattern(None, None, f"a mask {list(mask.shape)} of queries and keys"), 0, keys, None)
-    return Visible(CAUSAL if shown.causal else FULL, 0, keys, shown.keys)
+    triangle = shown.causal or (causal and queries == 1)
+    return Visible(CAUSAL if triangle else FULL, 0, keys, shown.keys)
 
 
 def read_pattern(mask_function: Callable) -> Pattern:
