@@ -1,5 +1,6 @@
 """`efficient-attn check`: kept and broken promises of a backend."""
 
+import json
 from collections import Counter
 from typing import Annotated, Any
 
@@ -36,6 +37,8 @@ KeyMaskOption = Annotated[bool, typer.Option("--key-mask", help="The function pr
 CrossOption = Annotated[bool, typer.Option("--cross", help="The function promises cross-attention.")]
 GroupedOption = Annotated[bool, typer.Option("--gqa", help="The function takes fewer key heads itself.")]
 ExactOption = Annotated[bool, typer.Option("--exact", help="The function promises softmax attention.")]
+_CERTIFICATE = "File for the records, the declared promises and the environment as JSON."
+CertificateOption = Annotated[str | None, typer.Option("--certificate", metavar="FILE", help=_CERTIFICATE)]
 BackwardOption = Annotated[bool, typer.Option(help="The function promises gradients.")]
 
 
@@ -54,11 +57,13 @@ def check(
     grouped: GroupedOption = False,
     exact: ExactOption = False,
     backward: BackwardOption = True,
+    certificate: CertificateOption = None,
 ) -> int:
     """Check every promise of a backend: kept, broken or not promised.
 
     The backend runs in a child process: a check that hangs or crashes is one broken promise in the table.
-    A function in a file declares its promises by flags.
+    A function in a file declares its promises by flags. Of a broken promise the smallest input found is shown
+    as lines of Python.
 
     Example: efficient-attn check my_file.py:my_attention --signature sdpa --causal --exact
     """
@@ -81,14 +86,47 @@ def check(
     records = check_isolated(
         backend, seed=seed, only=chosen, timeout_s=timeout_s, long=long, declared=declared or None
     )
+    if certificate is not None:
+        _certify(certificate, backend, seed, declared, records)
     if as_json:
         console.put_json([record.as_dict() for record in records])
     else:
         console.print_tables([_table(backend, records)])
         counts = Counter(record.outcome for record in records)
         counted = ", ".join(f"{number} {outcome}" for outcome, number in counts.items())
+        _put_counterexample(backend, seed, declared, records)
         console.put(f"{backend}: {counted}.")
     return exits.REGRESSION if any(record.failed for record in records) else exits.DONE
+
+
+def _put_counterexample(backend: str, seed: int, declared: dict[str, Any], records: list[Any]) -> None:
+    """Print the smallest input that breaks a promise as lines of Python."""
+    from efficient_attn.conformance.counterexample import size, snippet
+
+    broken = [record for record in records if record.failed and record.case is not None]
+    if broken:
+        console.put("The smallest input found that breaks a promise:\n")
+        for line in snippet(min(broken, key=size), backend, declared or None, seed).splitlines():
+            console.put(line)
+        console.put("")
+
+
+def _certify(path: str, backend: str, seed: int, declared: dict[str, Any], records: list[Any]) -> None:
+    from pathlib import Path
+
+    from efficient_attn.measure.environment import command_line, environment, hide_paths
+    from efficient_attn.report.files import write
+
+    document = {
+        "backend": hide_paths([backend])[0],
+        "seed": seed,
+        "declared": declared,
+        "outcomes": Counter(record.outcome for record in records),
+        "failed": any(record.failed for record in records),
+        "environment": environment(command=command_line()),
+        "records": [record.as_dict() for record in records],
+    }
+    write(Path(path), json.dumps(document, indent=2, allow_nan=False) + "\n")
 
 
 def _table(backend: str, records: list[Any]) -> Any:

@@ -26,12 +26,14 @@ from efficient_attn.conformance import (  # noqa: F401  (imported to register th
     streams,
     weights,
 )
+from efficient_attn.conformance.cases import Case, Inputs
 from efficient_attn.conformance.records import (
     BROKEN,
     KEPT,
     UNPROMISED,
     BrokenPromiseError,
     CheckRecord,
+    Finding,
 )
 from efficient_attn.conformance.subject import Subject, subject
 from efficient_attn.conformance.table import CHECKS, record_of
@@ -40,7 +42,7 @@ from efficient_attn.errors import OptionError, UnknownNameError
 from efficient_attn.registry import Capabilities
 from efficient_attn.signatures import adapt
 
-__all__ = ["BrokenPromiseError", "CheckRecord", "adapt", "check_backend", "check_names"]
+__all__ = ["BrokenPromiseError", "CheckRecord", "adapt", "check_backend", "check_names", "replay"]
 
 
 def check_names(*, long: bool = False) -> tuple[str, ...]:
@@ -92,6 +94,27 @@ def check_backend(
         records = [_record(name, tested, expected.get(name)) for name in chosen]
     _report(records, on_fail)
     return records
+
+
+def replay(
+    backend: Any, check: str, case: Mapping[str, Any], *, seed: int = 0
+) -> tuple[Inputs, list[Finding]]:
+    """The inputs q, k, v and key mask of a counterexample, and the comparisons that the check makes there.
+
+    Args:
+        backend: As for `check_backend`.
+        case: `case` of the record of a broken promise.
+        seed: Seed of the run that found it.
+
+    Raises:
+        UnknownNameError: If the backend or the check does not exist.
+        Exception: Any error that the backend raises on these inputs.
+    """
+    if check not in CHECKS:
+        raise UnknownNameError("check", check, CHECKS)
+    tested, one = subject(backend, None, seed), Case(**case)
+    with _one_thread():
+        return tested.inputs(one), list(CHECKS[check].body(tested, one))
 
 
 @contextmanager

@@ -45,6 +45,7 @@ class CheckRecord:
         detail: Smallest input that shows the outcome, or the reason why nothing was checked.
         error: Error of the comparison with the largest share of its bound; of the first broken case.
         bound: Largest error that would keep the promise there.
+        case: Settings of the smallest input found that breaks the promise, for `replay`; None if it holds.
         expected: Reason why the author of the backend expects the promise to be broken.
         failed: Whether this outcome fails the backend.
         time_s: Duration of the check.
@@ -57,6 +58,7 @@ class CheckRecord:
     detail: str = ""
     error: float | None = None
     bound: float | None = None
+    case: dict[str, Any] | None = None
     expected: str | None = None
     failed: bool = False
     time_s: float = 0.0

@@ -3,8 +3,10 @@
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from efficient_attn.conformance.cases import Case
+from efficient_attn.conformance.counterexample import Body, settings, smallest
 from efficient_attn.conformance.records import (
     BROKEN,
     KEPT,
@@ -16,7 +18,6 @@ from efficient_attn.conformance.records import (
 )
 from efficient_attn.conformance.subject import Subject
 
-Body = Callable[[Subject, Case], Iterable[Finding]]
 Draw = Callable[[int], tuple[Case, ...]]
 
 
@@ -123,10 +124,19 @@ def check(
     return enter
 
 
+class _Outcome(NamedTuple):
+    """Outcome of a check, with the comparison and the input that show it."""
+
+    outcome: str
+    detail: str = ""
+    finding: Finding | None = None
+    case: Case | None = None
+
+
 def record_of(one: Check, subject: Subject) -> CheckRecord:
     """Run one check of a backend."""
     start = time.perf_counter()
-    outcome, detail, finding = _examine(one, subject)
+    outcome, detail, finding, case = _examine(one, subject)
     return CheckRecord(
         backend=subject.spec.name,
         check=one.name,
@@ -135,47 +145,54 @@ def record_of(one: Check, subject: Subject) -> CheckRecord:
         detail=detail,
         error=None if finding is None else finding.error,
         bound=None if finding is None else finding.bound,
+        case=None if case is None else settings(case),
         # A backend without declared capabilities fails only by promises that every backend makes.
         failed=outcome == BROKEN or (outcome == UNPROMISED and not subject.bare),
         time_s=time.perf_counter() - start,
     )
 
 
-def _examine(one: Check, subject: Subject) -> tuple[str, str, Finding | None]:
+def _examine(one: Check, subject: Subject) -> _Outcome:
     promises = subject.promises
     missing = [_WORDS[name] for name in one.needs if not getattr(promises, name)]
     if missing and subject.bare:
-        return UNKNOWN, f"It declares no {' and no '.join(missing)}.", None
+        return _Outcome(UNKNOWN, f"It declares no {' and no '.join(missing)}.")
     if missing:
-        return NOT_PROMISED, f"It promises no {' and no '.join(missing)}.", None
+        return _Outcome(NOT_PROMISED, f"It promises no {' and no '.join(missing)}.")
     if any(getattr(promises, name) for name in one.unless):
-        return NOT_PROMISED, f"It is one with {_WORDS[one.unless[0]]}.", None
+        return _Outcome(NOT_PROMISED, f"It is one with {_WORDS[one.unless[0]]}.")
     promised = one.capability is None or bool(getattr(promises, one.capability))
+    wrong = BROKEN if promised else NOT_PROMISED
     try:
         worst = None
         for case, finding in _findings(one, subject):
             if not finding.holds:
-                detail = f"{finding.where}: {case}."
-                return (BROKEN if promised else NOT_PROMISED), detail, finding
+                if promised:
+                    case, finding = smallest(one.body, subject, case, finding)
+                return _Outcome(wrong, f"{finding.where}: {case}.", finding, case if promised else None)
             if worst is None or finding.share > worst.share:
                 worst = finding
     except CannotCheck as reason:
-        return UNKNOWN, str(reason), None
+        return _Outcome(UNKNOWN, str(reason))
     except SilentlyWrong as reason:
-        return BROKEN, str(reason), None
+        return _Outcome(BROKEN, str(reason))
     except Refused as reason:
-        return NOT_PROMISED, str(reason), None
+        return _Outcome(NOT_PROMISED, str(reason))
     except _Raised as raised:
         if subject.bare and one.beyond is not None:
-            return UNKNOWN, f"It declares no {one.beyond}. {raised}", None
-        return (BROKEN if promised else NOT_PROMISED), str(raised), None
+            return _Outcome(UNKNOWN, f"It declares no {one.beyond}. {raised}")
+        return _Outcome(wrong, str(raised), case=raised.case if promised else None)
     if worst is None:
-        return UNKNOWN, "The backend supports none of the inputs of this check.", None
-    return (KEPT if promised else UNPROMISED), "", worst
+        return _Outcome(UNKNOWN, "The backend supports none of the inputs of this check.")
+    return _Outcome(KEPT if promised else UNPROMISED, finding=worst)
 
 
 class _Raised(Exception):
     """An error of the backend on an input that it promises to support."""
+
+    def __init__(self, text: str, case: Case) -> None:
+        super().__init__(text)
+        self.case = case
 
 
 def _findings(one: Check, subject: Subject) -> Iterator[tuple[Case, Finding]]:
@@ -189,4 +206,4 @@ def _findings(one: Check, subject: Subject) -> Iterator[tuple[Case, Finding]]:
             raise SilentlyWrong(f"{error} On {case}.") from error
         except Exception as error:  # any error on a supported input breaks the promise
             first = (str(error).strip().splitlines() or [""])[0]
-            raise _Raised(f"It raised {type(error).__name__}: {first} On {case}.") from error
+            raise _Raised(f"It raised {type(error).__name__}: {first} On {case}.", case) from error

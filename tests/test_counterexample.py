@@ -1,0 +1,109 @@
+"""The smallest input that breaks a promise: found, kept in the record, and repeated by the lines printed."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("efficient_attn_cli", reason="needs an installation, if only an editable one")
+
+from efficient_attn.conformance.cases import Case
+from efficient_attn.conformance.counterexample import size, snippet
+from efficient_attn.errors import UnknownNameError
+from efficient_attn.testing import adapt, check_backend, replay
+from efficient_attn_cli.main import main
+
+# Right up to four tokens and one head; of more, outputs are a thousandth too large.
+LATE = """
+def late(q, k, v):
+    out = ((q @ k.mT) * q.shape[-1] ** -0.5).softmax(dim=-1) @ v
+    return out * (1.001 if q.shape[-2] > 4 and q.shape[1] > 1 else 1.0)
+
+
+def refusing(q, k, v):
+    if q.shape[-2] > 2:
+        raise ValueError("no more than two")
+    return late(q, k, v)
+"""
+EXACT = {"exact": True}
+CHECK = "equals_softmax_attention"
+
+
+def run(capfd, *words):
+    """Exit code and standard output of the command."""
+    with pytest.raises(SystemExit) as ended:
+        main(list(words))
+    return ended.value.code, capfd.readouterr().out
+
+
+@pytest.fixture
+def late(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("late.py").write_text(LATE, encoding="utf-8")
+    return "late.py:late"
+
+
+def test_the_case_of_a_broken_promise_is_the_smallest_that_breaks_it(late):
+    (record,) = check_backend(adapt(late, **EXACT), only=[CHECK], on_fail="collect")
+    case = Case(**record.case)
+    assert (case.tokens, case.heads, case.batch, case.head_dim, case.value_dim) == (5, 2, 1, 1, 1)
+    assert record.outcome == "broken" and record.error > record.bound
+    assert "q [1, 2, 5, 1]" in record.detail
+
+
+def test_a_replayed_counterexample_is_broken_again(late):
+    (record,) = check_backend(adapt(late, **EXACT), only=[CHECK], on_fail="collect", seed=3)
+    inputs, findings = replay(adapt(late, **EXACT), record.check, record.case, seed=3)
+    assert inputs.q.shape == (1, 2, 5, 1)
+    assert next(finding.error for finding in findings if not finding.holds) == record.error
+    inputs, findings = replay("exact", record.check, record.case)
+    assert findings and all(finding.holds for finding in findings)
+    with pytest.raises(UnknownNameError, match="check"):
+        replay("exact", "equals_softmax", record.case)
+
+
+def test_a_kept_promise_has_no_counterexample_and_an_error_has_its_input(late):
+    (kept,) = check_backend("exact", only=[CHECK])
+    assert kept.case is None
+    (raised,) = check_backend(adapt("late.py:refusing", **EXACT), only=[CHECK], on_fail="collect")
+    assert raised.case["tokens"] > 2 and "no more than two" in raised.detail
+    with pytest.raises(ValueError, match="no more than two"):
+        replay(adapt("late.py:refusing", **EXACT), CHECK, raised.case)
+
+
+def test_the_lines_of_python_run_as_they_are(late, capsys):
+    (record,) = check_backend(adapt(late, **EXACT), only=[CHECK], on_fail="collect")
+    exec(snippet(record, late, EXACT, 0))
+    printed = capsys.readouterr().out
+    assert printed.count("tensor(") == 3 and f"error={record.error}" in printed
+    assert "seed=4" in snippet(record, late, None, 4) and "adapt" not in snippet(record, late, None, 4)
+
+
+def test_the_command_prints_the_smallest_counterexample_and_writes_a_certificate(late, capfd):
+    words = (
+        "check",
+        late,
+        "--signature",
+        "plain",
+        "--exact",
+        "--only",
+        f"{CHECK},every_head_is_its_single_call",
+    )
+    code, out = run(capfd, *words, "--certificate", "promises.json")
+    assert code == 1
+    begin = out.index("from efficient_attn.testing")
+    lines = out[begin : out.index("sep=", begin) + len('sep="\\n")')]
+    exec(lines)
+    assert "tensor(" in capfd.readouterr().out
+    found = json.loads(Path("promises.json").read_text(encoding="utf-8"))
+    assert found["backend"] == late and found["declared"] == {"signature": "plain", "exact": True}
+    assert found["failed"] and sum(found["outcomes"].values()) == len(found["records"]) == 2
+    assert found["environment"]["torch"]["version"] == torch.__version__
+    code, out = run(capfd, "check", "exact", "--only", CHECK)
+    assert code == 0 and "efficient_attn.testing" not in out
+
+
+def test_the_size_of_a_counterexample_counts_its_entries(late):
+    (record,) = check_backend(adapt(late, **EXACT), only=[CHECK], on_fail="collect")
+    assert size(record) == 2 * 5 + 2 * 5 * 2
