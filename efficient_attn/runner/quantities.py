@@ -78,26 +78,6 @@ register(
     },
 )
 
-# Accuracy of trained models: `recall`, `reproduce`.
-register(
-    Quantity(
-        name="accuracy",
-        unit="share",
-        meaning="Share of right answers after training.",
-        better="more",
-        scatter="seeds",
-        threshold=MATTERS,
-    ),
-    setting("chance", "share", "Expected accuracy of a guess.", type="number"),
-    setting("answers", "", "Number of answers behind the accuracy."),
-)
-
-# Scores of attention: `reproduce`.
-register(
-    setting("score_variance", "", "Variance of the scores.", type="number", threshold=MATTERS),
-    setting("softmax_gradient", "", "Trace of the Jacobian of softmax.", type="number", threshold=MATTERS),
-)
-
 # Approximation errors: `mse`, `compare`, `reproduce`.
 register(
     error("output_mse", "squared", "Mean squared error of the output, mean over draws.", rounding=2),

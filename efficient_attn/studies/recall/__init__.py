@@ -1,6 +1,6 @@
 """Associative recall: the accuracy of one trained block per backend."""
 
-from efficient_attn.runner.quantity import QUANTITIES
+from efficient_attn.runner.quantity import MATTERS, QUANTITIES, Quantity, setting
 from efficient_attn.studies.recall.plan import plan
 from efficient_attn.studies.study import Study
 
@@ -9,5 +9,17 @@ STUDY = Study(
     plan=plan,
     folder=__name__,
     kinds=("recall",),
-    quantities=(*(QUANTITIES[name] for name in ("accuracy", "chance", "answers", "floats_read")),),
+    quantities=(
+        Quantity(
+            name="accuracy",
+            unit="share",
+            meaning="Share of right answers after training.",
+            better="more",
+            scatter="seeds",
+            threshold=MATTERS,
+        ),
+        setting("chance", "share", "Expected accuracy of a guess.", type="number"),
+        setting("answers", "", "Number of answers behind the accuracy."),
+        QUANTITIES["floats_read"],
+    ),
 )
