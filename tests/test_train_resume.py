@@ -56,6 +56,16 @@ def same_checkpoints(one, other):
     return True
 
 
+@pytest.mark.parametrize("lost", [1, 3])
+def test_a_checkpoint_whose_record_was_lost_is_recorded_when_the_run_goes_on(lost):
+    whole = curves(run(steps=4, out="out"))
+    path = Path("out/records.jsonl")
+    rows = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(rows[:-lost]))
+    assert curves(ea.read("out")) != whole
+    assert curves(run(steps=4, out="out", resume=True)) == curves(ea.read("out")) == whole
+
+
 @pytest.mark.parametrize("number", [1, 3, 4])
 def test_an_interruption_keeps_every_step_that_was_done(number, monkeypatch):
     whole = curves(run(steps=4))

@@ -66,12 +66,15 @@ class Rounds:
             load_checkpoint(folder, one)
         done = {one.variant.label: len(one.progress.curve) for one in self._trainers}
         self._before = min(done.values())
-        points = [
-            replace(point, rounds=(point.rounds or 0) - self._before)
-            for point in plan.points
-            if done[point.case.label] < (point.rounds or 0)
-        ]
-        notes = [] if points else ["Nothing was left to do: every model has had its steps; raise --steps."]
+        points = []
+        for one, point in zip(self._trainers, plan.points, strict=True):
+            left = (point.rounds or 0) - self._before
+            if done[point.case.label] >= (point.rounds or 0):
+                # A process that was killed may have left a checkpoint without its record.
+                point, left = replace(point, measure=partial(_recorded, one)), 1
+            points.append(replace(point, rounds=left))
+        whole = all(done[point.case.label] >= (point.rounds or 0) for point in plan.points)
+        notes = ["Nothing was left to do: every model has had its steps; raise --steps."] * whole
         return replace(plan, points=points, notes=[*plan.notes, *notes])
 
     @contextmanager
@@ -108,6 +111,11 @@ class Rounds:
         if self._folder is not None:
             with held():
                 save_checkpoint(self._folder, one)
+
+
+def _recorded(one: Trainer, *, seconds: float = 0.0) -> Record:
+    """The record of the steps that a model has had."""
+    return one.record()
 
 
 def outcome(record: Record) -> str:
