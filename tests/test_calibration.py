@@ -134,6 +134,7 @@ def test_a_parameter_that_is_given_needs_no_calibration_and_zero_is_the_positive
     positive = ea.build("performer-positive", head_dim=8, num_features=16).double()
     torch.testing.assert_close(backend(q, k, v), positive(q, k, v), rtol=1e-12, atol=1e-13)
     bounded = ea.build("performer-oprf", head_dim=8, num_features=16, a=-0.1).double()
+    # Another parameter is another feature map, whose estimates differ by the scatter of 16 features.
     assert not torch.allclose(bounded(q, k, v), positive(q, k, v))
     bounded.calibrate(q, k)
     torch.testing.assert_close(

@@ -159,14 +159,14 @@ def featured(norm, size=64):
 
 
 def test_the_reason_for_the_errors_of_random_features_follows_from_the_measured_norms():
-    (reason,) = (told for told in featured(8.0) if told.startswith("Random features"))
+    (reason,) = (one for one in featured(8.0) if one.startswith("Random features"))
     scatter = ((math.exp(8.0) - 1) / 64) ** 0.5
     assert reason.endswith(f"encoder, layer 0: |x+y|² 8, 64 features, {scatter:.2g}.")
 
 
 @pytest.mark.parametrize("norm", ["large", None, True, -1.0, 2000.0, 1e999, [1]])
 def test_a_strangers_norm_gives_no_reason(norm):
-    assert not any(told.startswith("Random features") for told in featured(norm))
+    assert not any(one.startswith("Random features") for one in featured(norm))
 
 
 def test_sizes_that_save_no_operations_are_not_counted_as_useful():

@@ -35,7 +35,8 @@ from transformers.masking_utils import (
 from efficient_attn.errors import UnsupportedError
 from efficient_attn.integrations.transformers import attach, register, swapped
 from efficient_attn.integrations.transformers.attention_sites import find_sites
-from efficient_attn.integrations.transformers.masks import CAUSAL, Mask, Visible, make_mask
+from efficient_attn.integrations.transformers.masks import Mask, Visible, make_mask
+from efficient_attn.integrations.transformers.patterns import CAUSAL
 
 register()
 

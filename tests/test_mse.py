@@ -199,5 +199,5 @@ def test_the_median_norm_of_pairs_is_kept_with_the_run_and_their_operations_with
     pairs = (q[..., :, None, :] + k[..., None, :, :]).square().sum(-1) / 4**0.5
     kept = results.environment["pair_norms"]
     assert kept == {"gaussian(norm=0.5)": pytest.approx(float(pairs.median()), rel=1e-6)}
-    assert any(told.startswith("Random features") for told in results.sentences())
+    assert any(sentence.startswith("Random features") for sentence in results.sentences())
     assert all(record.flops for record in measured_in(results))

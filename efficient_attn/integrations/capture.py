@@ -53,7 +53,7 @@ def capture(
     """
     from efficient_attn.integrations.transformers.attachment import installed
     from efficient_attn.integrations.transformers.loading import open_model, positions, token_ids
-    from efficient_attn.integrations.transformers.masks import FULL
+    from efficient_attn.integrations.transformers.patterns import FULL
     from efficient_attn.integrations.transformers.swapping import build_for, sites_of
 
     positive_count("max_tokens", max_tokens)

@@ -15,7 +15,7 @@ from typing import Any
 VARIABLES = ("CUDA_VISIBLE_DEVICES", "KMP_AFFINITY", "MKL_NUM_THREADS", "OMP_NUM_THREADS", "OMP_PROC_BIND")
 PACKAGES = ("efficient-attn", "numpy", "torch", "transformers", "triton")
 
-# What a GPU's driver knows of it: the version of the driver, and the highest clocks.
+# Entries from a GPU's driver: its version, and the highest clocks.
 _DRIVER = ("driver_version", "clocks.max.sm", "clocks.max.mem")
 
 # Time limit of a query to git or the driver.

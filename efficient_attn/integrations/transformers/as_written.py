@@ -14,7 +14,8 @@ from torch import Tensor
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from efficient_attn.errors import UnsupportedError
-from efficient_attn.integrations.transformers.masks import Mask, Pattern
+from efficient_attn.integrations.transformers.masks import Mask
+from efficient_attn.integrations.transformers.patterns import Pattern
 
 # Attribute that attaches the layer of a StateCache to its keys.
 STATE = "_efficient_attn_state"

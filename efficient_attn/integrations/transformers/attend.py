@@ -12,7 +12,8 @@ from efficient_attn.backend import Backend
 from efficient_attn.backends import build, spec
 from efficient_attn.errors import UnsupportedError
 from efficient_attn.integrations.transformers.as_written import STATE, attend_as_written, beyond_backends
-from efficient_attn.integrations.transformers.masks import CAUSAL, FULL, Pattern, Visible, visible_in
+from efficient_attn.integrations.transformers.masks import Visible, visible_in
+from efficient_attn.integrations.transformers.patterns import CAUSAL, FULL, Pattern
 
 # attn_implementation of attached models, and the prefix of ".<backend>".
 NAME = "efficient_attn"

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from efficient_attn.errors import UnsupportedError
-from efficient_attn.integrations.transformers.masks import CAUSAL, FULL, Pattern
+from efficient_attn.integrations.transformers.patterns import CAUSAL, FULL, Pattern
 
 KINDS = ("full", "sliding", "cross")
 
@@ -103,9 +103,9 @@ def _calling(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 def _site(path: str, module: Any) -> AttentionSite:
     config = module.config
-    for attribute, what in _REFUSED.items():
+    for attribute, feature in _REFUSED.items():
         if getattr(module, attribute, None) is not None:
-            raise UnsupportedError(f"{path} {what}, which no backend supports; nothing was attached.")
+            raise UnsupportedError(f"{path} {feature}, which no backend supports; nothing was attached.")
     number = re.search(r"(?:^|\.)(\d+)(?:\.|$)", path)
     layer = int(number[1]) if number else 0
     kind = _kind(path, module, config, layer)
@@ -127,9 +127,9 @@ def _site(path: str, module: Any) -> AttentionSite:
 
 
 def _only_exact(module: Any, config: Any, layer: int) -> str | None:
-    for attribute, what in _EXACT.items():
+    for attribute, feature in _EXACT.items():
         if getattr(module, attribute, None) is not None:
-            return what
+            return feature
     types = getattr(config, "layer_types", None) or ()
     return "reads keys in chunks" if layer < len(types) and types[layer] == "chunked_attention" else None
 

@@ -14,10 +14,11 @@ from pathlib import Path
 from efficient_attn.contained import contained, described
 from efficient_attn.errors import AttentionError, DataError, OptionError
 from efficient_attn.runner.interrupt import held
-from efficient_attn.runner.records import Record
+from efficient_attn.runner.records import Record, read
 from efficient_attn.runner.variants import Variant
 from efficient_attn.runner.worker import threads
 from efficient_attn.studies.plan import Plan, Point
+from efficient_attn.studies.run_folder import RECORDS
 from efficient_attn.studies.train.checkpoints import CHECKPOINTS, load_checkpoint, save_checkpoint
 from efficient_attn.studies.train.config import TrainConfig
 from efficient_attn.studies.train.text import Text
@@ -66,15 +67,17 @@ class Rounds:
             load_checkpoint(folder, one)
         done = {one.variant.label: len(one.progress.curve) for one in self._trainers}
         self._before = min(done.values())
+        recorded = _recorded_evaluations(folder)
         points = []
         for one, point in zip(self._trainers, plan.points, strict=True):
             left = (point.rounds or 0) - self._before
             if done[point.case.label] >= (point.rounds or 0):
+                if recorded.get(point.case.key, 0) >= done[point.case.label]:
+                    continue
                 # A process that was killed may have left a checkpoint without its record.
                 point, left = replace(point, measure=partial(_recorded, one)), 1
             points.append(replace(point, rounds=left))
-        whole = all(done[point.case.label] >= (point.rounds or 0) for point in plan.points)
-        notes = ["Nothing was left to do: every model has had its steps; raise --steps."] * whole
+        notes = [] if points else ["Nothing was left to do: every model has had its steps; raise --steps."]
         return replace(plan, points=points, notes=[*plan.notes, *notes])
 
     @contextmanager
@@ -111,6 +114,13 @@ class Rounds:
         if self._folder is not None:
             with held():
                 save_checkpoint(self._folder, one)
+
+
+def _recorded_evaluations(folder: Path) -> dict[str, int]:
+    """Number of evaluations in the last record of each case."""
+    path = folder / RECORDS
+    records = read(path).records if path.exists() else []
+    return {record.case.key: len(record.train_steps or ()) for record in records}
 
 
 def _recorded(one: Trainer, *, seconds: float = 0.0) -> Record:

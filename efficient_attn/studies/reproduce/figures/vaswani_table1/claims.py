@@ -102,7 +102,7 @@ def findings(records: Sequence[Record]) -> list[Finding]:
 
 
 def cost(records: Sequence[Record], label: str) -> Finding:
-    """Operations are a constant multiple of the printed order; the growth of the time is given beside it."""
+    """Operations are a constant multiple of the printed order; the growth of the time has no verdict."""
     order = TABLE_1[label].per_layer
     claim = f"A {label} layer costs O({order}) (Table 1)"
     flops = {place: record.flops or 0 for place, record in cells(records, label, OPERATIONS).items()}
