@@ -15,6 +15,8 @@ COMPILED = "compiled_it_is_the_same"
 WITHOUT_SHAPE_CHECKS = (COMPILED, "nothing_global_is_touched")
 # Each takes seconds for one backend; tests/test_broken.py shows the faults that they are for.
 SLOW = ("a_hundred_calls_leave_no_trace", "what_is_frozen_changes_no_gradient")
+# No output depends on a later token, by the quick check of causality.
+SLOW_ALONE = (("performer-trig", "later_values_move_no_output"),)
 # performer-full is performer-positive behind linear maps of queries and keys, by the same causal code.
 SAME_CAUSALITY = ("performer-full",)
 CAUSALITY = (
@@ -32,7 +34,9 @@ WITH_SHAPE_CHECKS = (
 
 
 def marks(backend: str, check: str) -> list[pytest.MarkDecorator]:
-    slow = check in SLOW or (backend in SAME_CAUSALITY and check in CAUSALITY)
+    slow = (
+        check in SLOW or (backend, check) in SLOW_ALONE or (backend in SAME_CAUSALITY and check in CAUSALITY)
+    )
     return [pytest.mark.compile] * (check in WITHOUT_SHAPE_CHECKS) + [pytest.mark.slow] * slow
 
 

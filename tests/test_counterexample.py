@@ -80,6 +80,7 @@ def test_the_lines_of_python_run_as_they_are(late, capsys):
     assert "seed=4" in snippet(record, late, None, 4) and "adapt" not in snippet(record, late, None, 4)
 
 
+@pytest.mark.slow
 def test_the_command_prints_the_smallest_counterexample_and_writes_a_certificate(late, capfd):
     words = (
         "check",

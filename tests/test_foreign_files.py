@@ -81,6 +81,7 @@ def test_what_a_first_call_raises_is_left_to_the_study(files):
     assert variant.label == "own.py:wordy"
 
 
+@pytest.mark.slow
 def test_what_was_proved_is_not_proved_again_until_its_file_changes(files, monkeypatch, tmp_path):
     asked = []
     ask = Process.ask

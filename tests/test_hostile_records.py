@@ -110,6 +110,7 @@ def outputs(tmp_path_factory):
     return made
 
 
+@pytest.mark.slow
 def test_the_page_has_the_elements_and_attributes_of_its_harmless_twin(outputs):
     one, other = (
         Page((outputs[kind] / "report.html").read_text(encoding="utf-8")) for kind in ("hostile", "harmless")

@@ -114,6 +114,7 @@ def test_a_leaking_point_is_out_of_memory_at_the_limit_and_the_next_one_does_not
     assert statuses["values", "time"] == statuses["values", "memory"] == "ok"
 
 
+@pytest.mark.slow
 def test_what_an_earlier_point_leaked_is_not_held_against_a_later_one():
     with Measurer(timeout_s=ENOUGH_S) as isolated:
         assert ask(isolated, "crowded", tokens=16).status == "ok"

@@ -126,6 +126,7 @@ def test_json_on_stdout_is_one_document_whatever_backends_print_and_break(hasty,
     assert statuses == {(label, kind): wanted[label] for label in wanted for kind in ("time", "memory")}
 
 
+@pytest.mark.slow
 def test_processor_time_of_measuring_processes_is_no_load_of_others(monkeypatch):
     from efficient_attn.studies import run as runs
 

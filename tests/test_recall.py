@@ -289,7 +289,7 @@ def test_an_output_or_a_loss_that_is_not_finite_is_an_error_and_no_accuracy(fact
     assert last.status == "error" and last.accuracy is None and reason in last.reason
 
 
-@pytest.mark.parametrize("answers", [8, 100, 9600])
+@pytest.mark.parametrize("answers", [8, 100, pytest.param(9600, marks=pytest.mark.slow)])
 def test_a_control_is_at_chance_where_wilsons_interval_holds_it(answers):
     for right in range(answers + 1):
         row = contests([replace(EXACT[0], accuracy=right / answers, answers=answers)])[0].rows[0]

@@ -106,6 +106,7 @@ def test_long_names_are_shortened(tmp_path):
     assert max(map(len, re.findall(r"a{20,}", text))) < 300
 
 
+@pytest.mark.slow
 def test_several_runs_stand_side_by_side_with_their_own_names(tmp_path):
     runs = [folder(tmp_path / name / "bench", costs(), {"processor": name}) for name in ("laptop", "server")]
     paths = redraw.report(*runs, out=tmp_path / "both")

@@ -131,6 +131,7 @@ def test_what_is_saved_is_read_again_and_drawn(tmp_path):
     assert list(read(tmp_path / "run" / "records.jsonl", tmp_path / "run").records) == records() * 2
 
 
+@pytest.mark.slow
 def test_the_same_records_give_the_same_plots(tmp_path):
     first, second = (Results(records()).save(tmp_path / name / "run") for name in ("a", "b"))
     for one, other in zip(first, second, strict=True):

@@ -164,6 +164,7 @@ def test_only_functions_are_adapted():
         adapt(3)
 
 
+@pytest.mark.slow
 def test_the_command_checks_declared_promises_of_a_function_in_a_file(tmp_path, capfd):
     main = pytest.importorskip("efficient_attn_cli.main", reason="needs an installation").main
     file = tmp_path / "mine.py"

@@ -204,6 +204,7 @@ def test_json_is_one_document_on_stdout_and_the_folder_and_progress_go_to_stderr
     assert err.splitlines()[-1] == "out"
 
 
+@ONE_OF_ALL
 def test_a_run_prints_tables_then_its_folder_and_its_plan_repeats_it(name):
     code, out, err = run(name, "--out", "first")
     assert code == 0 and len(out.splitlines()) > 3 and out.splitlines()[-1] == "first" and "left" in err
@@ -233,6 +234,7 @@ def test_a_folder_that_holds_a_run_is_refused_and_left_as_it_was(name):
     assert [path.name for path in Path("out").iterdir()] == ["records.jsonl"]
 
 
+@ONE_OF_ALL
 def test_an_interrupted_run_names_what_was_not_tried_and_resumes(name, monkeypatch):
     append = run_folders.append
 
