@@ -87,7 +87,6 @@ def test_an_empty_or_a_new_folder_is_begun(folder):
     assert json.loads((folder / "out" / "environment.json").read_text())["torch"]
 
 
-@pytest.mark.slow
 def test_what_failed_is_tried_again_and_stands_once_in_what_is_read(folder):
     run(backends=["own.py:mended"])
     failed = lines()
