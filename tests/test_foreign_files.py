@@ -53,7 +53,7 @@ def refusal(capfd, *words):
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if name == "hangs" else ()) for name in FILES]
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name != "crashes")) for name in FILES]
 )
 def test_an_import_that_does_not_end_well_is_a_line_that_names_the_file(name, files, capfd):
     line = refusal(capfd, "check", f"{name}.py:attend", "--timeout", "5s")

@@ -141,7 +141,7 @@ def test_check_runs_the_whole_suite_on_a_plug_in(install):
     [
         ("import nothing_of_this_name", "ModuleNotFoundError: No module named 'nothing_of_this_name'"),
         (TAKEN, "RuntimeError: Two backends are called 'window'"),
-        ("", "did not register a backend of that name"),
+        pytest.param("", "did not register a backend of that name", marks=pytest.mark.slow),
     ],
 )
 def test_a_broken_plug_in_is_one_line_where_it_is_asked_for_and_nothing_elsewhere(

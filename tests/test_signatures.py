@@ -71,7 +71,11 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("signature", CASES)
+# The quick ones differ most: all promises by keyword, and another layout with fewer of them.
+@pytest.mark.parametrize(
+    "signature",
+    [pytest.param(name, marks=[pytest.mark.slow] * (name in ("plain", "xformers"))) for name in CASES],
+)
 def test_a_right_function_keeps_what_it_declares(signature):
     function, declared = CASES[signature]
     records = check_backend(adapt(function, signature=signature, **declared), only=FEW)
