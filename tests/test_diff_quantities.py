@@ -23,6 +23,9 @@ KIND_OF = {
     "accuracy": "recall",
     "train_bits_per_byte": "train",
     "held_out_bits_per_byte": "train",
+    "train_bits_per_token": "train",
+    "held_out_bits_per_token": "train",
+    "sequence_accuracy": "train",
 }
 NOISE = np.exp(0.01 * np.random.default_rng(0).standard_normal((2, 16)))
 

@@ -19,7 +19,7 @@ from efficient_attn.runner.records import read
 from efficient_attn.studies import find, loop, studies
 from efficient_attn.studies import results as drawn
 from efficient_attn.studies import run_folder as run_folders
-from efficient_attn.studies.study import joined
+from efficient_attn.studies.study import Study, joined
 from efficient_attn_cli.main import main
 
 
@@ -55,7 +55,7 @@ def tiny_model(folder: Path) -> None:
     (folder / "text.txt").write_text(next(iter(texts().values())))
 
 
-# A study that is added gets a row here; all promises below hold for it.
+# A study that is added gets a row here; all promises below hold for it, and for its tasks.
 QUICK = {
     "compare": Quick("--seq-len 16 --draws 1 --rounds 1 --isolate none", former={"--tokens": "16"}),
     "bench": Quick("--seq-len 16 --num-heads 2 --head-dim 8 --isolate none --rounds 1"),
@@ -78,6 +78,12 @@ QUICK = {
         codes={"own.py:broken": 2},
         former={"--tokens": "8"},
         prepare=text_of_lines,
+    ),
+    "train --task copy": Quick(
+        "--seq-len 4 --batch 2 --model-dim 8 --num-heads 2 --layers 1 --every 1 --steps 1 --windows 2 "
+        "--size 3",
+        codes={},
+        former={"--tokens": "4"},
     ),
     "swap": Quick(
         "tiny --text text.txt --draws 1 --rounds 1",
@@ -123,7 +129,7 @@ main(sys.argv[1:])
 """
 
 
-@pytest.fixture(params=sorted(studies()))
+@pytest.fixture(params=sorted({*studies(), *QUICK}))
 def name(request: pytest.FixtureRequest) -> str:
     assert request.param in QUICK, "the study has no row in QUICK"
     pytest.importorskip(QUICK[request.param].needs, reason="an extra is not installed")
@@ -169,11 +175,15 @@ def command(*words: str) -> tuple[int, str, str]:
 def words_of(name: str) -> list[str]:
     """The command line of the quickest run, without its selection, in as many threads as the tests."""
     threads = ["--threads", "1"] if "--threads" in flags(name) else []
-    return [name, *QUICK[name].words.split(), *threads]
+    return [*name.split(), *QUICK[name].words.split(), *threads]
+
+
+def study_of(name: str) -> Study:
+    return find(name.split()[0])
 
 
 def flags(name: str) -> list[str]:
-    return [one.flag for one in find(name).parameters()]
+    return [one.flag for one in study_of(name).parameters()]
 
 
 def run(name: str, *more: str) -> tuple[int, str, str]:
@@ -187,8 +197,8 @@ def cases(folder: str) -> set[str]:
 
 
 def test_the_help_begins_with_the_summary_and_lists_every_flag_but_former_ones(name):
-    code, text, _ = command(name, "--help")
-    study, out = find(name), " ".join(text.split())
+    code, text, _ = command(*name.split(), "--help")
+    study, out = study_of(name), " ".join(text.split())
     shown = [one for one in study.parameters() if not one.option.hidden]
     assert code == 0 and study.summary in out and max(map(len, text.splitlines())) <= 80
     assert all(one.option.argument or f"{one.flag} " in out for one in shown)
@@ -200,7 +210,7 @@ def test_json_is_one_document_on_stdout_and_the_folder_and_progress_go_to_stderr
     code, out, err = run(name, "--json", "-", "--out", "out")
     document = json.loads(out)
     assert code == 0 and set(document) == {"environment", "records", "sentences", "notes", "interrupted"}
-    assert document["environment"]["study"] == name and len(document["records"]) > 1
+    assert document["environment"]["study"] == study_of(name).name and len(document["records"]) > 1
     assert err.splitlines()[-1] == "out"
 
 
@@ -211,7 +221,7 @@ def test_a_run_prints_tables_then_its_folder_and_its_plan_repeats_it(name):
     assert {"records.jsonl", "environment.json", "command.txt", "plan.toml"} <= {
         path.name for path in Path("first").iterdir()
     }
-    assert command(name, "--plan", "first/plan.toml", "--out", "second")[0] == 0
+    assert command(*name.split(), "--plan", "first/plan.toml", "--out", "second")[0] == 0
     assert cases("first") == cases("second")
 
 
@@ -312,7 +322,7 @@ def test_a_wrong_request_is_one_line_with_code_2_and_writes_nothing(name, words,
 
 
 def test_every_former_flag_works_and_is_announced_on_stderr(name):
-    for one in find(name).parameters():
+    for one in study_of(name).parameters():
         for flag in one.option.old:
             value = QUICK[name].former.get(flag, joined(one.default))
             code, _, err = run(name, "--dry-run", flag, str(value))

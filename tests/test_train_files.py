@@ -105,6 +105,7 @@ DAMAGES = [
     (with_progress({"curve": [[1, 1.0, 1.0, 1.0]]}), "damaged: its curve cannot be that of this run"),
     (with_progress({"recent": [1.0] * 5}), "damaged: its curve cannot be that of this run"),
     (with_progress({"recent": [True]}), "damaged: its progress is not readable"),
+    (with_progress({"mistakes": [-1]}), "damaged: its progress is not readable"),
     (with_progress({"trained_s": [2.0]}), "damaged: its progress is not readable"),
     (with_progress({"trained_s": -1.0}), "damaged: its progress is not readable"),
 ]  # fmt: skip

@@ -30,10 +30,12 @@ def text(tmp_path, monkeypatch, undrawn):
     return path
 
 
-def test_a_run_that_goes_on_has_the_curve_of_one_that_never_stopped():
-    whole = run(steps=6, out="whole")
-    run(steps=2, out="parts")
-    parts = run(steps=6, out="parts", resume=True)
+@pytest.mark.parametrize("task", ["text", "copy"])
+def test_a_run_that_goes_on_has_the_curve_of_one_that_never_stopped(task):
+    whole = run(steps=6, out="whole", task=task)
+    run(steps=2, out="parts", task=task)
+    parts = run(steps=6, out="parts", resume=True, task=task)
+    assert all((record.accuracy is not None) == (task == "copy") for record in parts.records)
     assert curves(parts) == curves(whole) == curves(ea.read("parts"))
     assert same_checkpoints("whole", "parts")
     assert len(Path("parts/records.jsonl").read_text().splitlines()) == len(parts)
@@ -121,6 +123,7 @@ def test_a_run_that_was_killed_at_a_random_moment_goes_on_to_the_same_bits(seed,
         ({"seed": 3}, r"begun with seed=0, not 3"),
         ({"every": 1}, r"begun with every=2, not 1"),
         ({"text": "other.txt"}, r"begun with another text"),
+        ({"task": "copy"}, r"begun with task=text, not copy"),
         ({"options": {"performer-positive": {"projection": ["iid"]}}}, None),
     ],
 )
@@ -151,6 +154,8 @@ def test_a_run_begun_with_former_options_goes_on_only_where_they_are_those_of_to
         for path in paths:
             with safe_open(path, framework="pt") as file:
                 about = json.loads(file.metadata()["about"])
+            # A release with these options had one task.
+            about.pop("task", None)
             write_tensors(path, load_file(path), {**about, **changed})
 
     described(**{"positions": "rotary", "warmup": 20, name: value})

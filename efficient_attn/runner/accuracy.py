@@ -97,7 +97,7 @@ def try_options(variant: Variant, subject: Subject) -> None:
             _build_one(variant, subject, 0)
 
 
-def _at_size(variant: Variant, subject: Subject, option: str, size: int) -> Variant:
+def at_size(variant: Variant, subject: Subject, option: str, size: int) -> Variant:
     """The variant at a size, or at the next one if the backend refuses it, since windows are odd."""
     chosen = with_size(variant, option, size)
     try:
@@ -119,7 +119,7 @@ def at_sizes(variant: Variant, subject: Subject, sizes: Sequence[int]) -> list[V
         if not possible(size, tokens=subject.tokens, options=variant.options):
             continue
         try:
-            found.append(_at_size(variant, subject, option, size))
+            found.append(at_size(variant, subject, option, size))
         except OptionError:
             if not found:
                 raise

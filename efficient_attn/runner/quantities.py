@@ -90,6 +90,19 @@ register(
     kinds={"error": "approximation error"},
 )
 
+# Decoded answers: `recall`, `train`.
+register(
+    Quantity(
+        name="accuracy",
+        unit="share",
+        meaning="Share of right answers after training.",
+        better="more",
+        scatter="seeds",
+        threshold=MATTERS,
+    ),
+    setting("answers", "", "Number of answers behind the accuracy."),
+)
+
 # Quantities of former records.
 register(
     cost("requested_peak_bytes", "bytes", "Peak of requested memory, where the allocator rounded up."),

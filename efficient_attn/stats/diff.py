@@ -236,7 +236,7 @@ def _with_test(change: Change, quantity: Quantity, old: Side, new: Side, noise: 
         remark = f"counted by {' and by '.join(sorted(map(str, methods)))}"
         return replace(change, verdict=UNCOMPARABLE, remark=remark), None
     steps = {curve[-1] for record in records if (curve := record.measured.get("train_steps"))}
-    if quantity.entry == "last" and quantity.better is not None and len(steps) > 1:
+    if quantity.scatter in ("seeds", "windows") and len(steps) > 1:
         remark = f"trained for {' and for '.join(map(str, sorted(steps)))} steps"
         return replace(change, verdict=UNCOMPARABLE, remark=remark), None
     precision = _PRECISION.get(records[0].case.dtype, 0.0)

@@ -1,6 +1,6 @@
 """Associative recall: the accuracy of one trained block per backend."""
 
-from efficient_attn.runner.quantity import MATTERS, QUANTITIES, Quantity, setting
+from efficient_attn.runner.quantity import QUANTITIES, setting
 from efficient_attn.studies.recall.plan import plan
 from efficient_attn.studies.study import Study
 
@@ -10,16 +10,9 @@ STUDY = Study(
     folder=__name__,
     kinds=("recall",),
     quantities=(
-        Quantity(
-            name="accuracy",
-            unit="share",
-            meaning="Share of right answers after training.",
-            better="more",
-            scatter="seeds",
-            threshold=MATTERS,
-        ),
+        QUANTITIES["accuracy"],
         setting("chance", "share", "Expected accuracy of a guess.", type="number"),
-        setting("answers", "", "Number of answers behind the accuracy."),
+        QUANTITIES["answers"],
         QUANTITIES["floats_read"],
     ),
 )

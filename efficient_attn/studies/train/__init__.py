@@ -1,8 +1,35 @@
-"""Training of small language models that differ by their attention alone."""
+"""Training of small models that differ by their attention alone."""
 
-from efficient_attn.runner.quantity import MATTERS, MATTERS_OF_BITS, Quantity, setting
+from collections.abc import Iterator
+
+from efficient_attn.runner.quantity import MATTERS, MATTERS_OF_BITS, QUANTITIES, Quantity, setting
 from efficient_attn.studies.study import Study
 from efficient_attn.studies.train.plan import plan
+
+
+def _curves(unit: str, held_out: str) -> Iterator[Quantity]:
+    """Training loss and held-out loss, with one entry for each evaluation."""
+    bits = f"bits per {unit}"
+    yield Quantity(
+        name=f"train_bits_per_{unit}",
+        unit=bits,
+        meaning=f"Training loss in {bits} since the previous evaluation, of each batch before its update.",
+        type="numbers",
+        scatter="seeds",
+        threshold=MATTERS_OF_BITS,
+        entry="last",
+    )
+    yield Quantity(
+        name=f"held_out_bits_per_{unit}",
+        unit=bits,
+        meaning=f"{bits.capitalize()} of {held_out}.",
+        type="numbers",
+        scatter="windows",
+        threshold=MATTERS_OF_BITS,
+        samples=f"held_out_bits_per_{unit}_windows",
+        entry="last",
+    )
+
 
 STUDY = Study(
     name="train",
@@ -26,24 +53,17 @@ STUDY = Study(
             type="whole numbers",
             entry="last",
         ),
+        *_curves("byte", "the held-out text, mean over all windows"),
+        *_curves("token", "sequences outside the training set, mean over sequences"),
+        QUANTITIES["accuracy"],
+        QUANTITIES["answers"],
         Quantity(
-            name="train_bits_per_byte",
-            unit="bits per byte",
-            meaning="Bits per byte of the batches since the previous evaluation, each before its update.",
-            type="numbers",
+            name="sequence_accuracy",
+            unit="share",
+            meaning="Share of sequences that beam search decodes without a mistake, after training.",
+            better="more",
             scatter="seeds",
-            threshold=MATTERS_OF_BITS,
-            entry="last",
-        ),
-        Quantity(
-            name="held_out_bits_per_byte",
-            unit="bits per byte",
-            meaning="Bits per byte of the held-out text, mean over all windows.",
-            type="numbers",
-            scatter="windows",
-            threshold=MATTERS_OF_BITS,
-            samples="held_out_bits_per_byte_windows",
-            entry="last",
+            threshold=MATTERS,
         ),
     ),
     budget="280s",

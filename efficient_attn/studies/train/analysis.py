@@ -1,4 +1,4 @@
-"""Learning curves of language models trained on the same bytes, compared at equal steps and equal time."""
+"""Learning curves of models trained on the same sequences, compared at equal steps and equal time."""
 
 import math
 from collections.abc import Iterable
@@ -20,7 +20,7 @@ _SHARED = ("inputs", "tokens", "batch", "layers", "num_heads", "head_dim", "devi
 
 
 class Mean(NamedTuple):
-    """Mean over held-out windows, with the half-width of its 95 % interval."""
+    """Mean over held-out sequences, with the half-width of its 95 % interval."""
 
     value: float
     half: float
@@ -32,7 +32,7 @@ class Mean(NamedTuple):
 
 
 class TrainingCurve(NamedTuple):
-    """Bits per byte of one model in training; None: unknown.
+    """Bits per byte or token of one model in training; None: unknown.
 
     Attributes:
         steps: Steps of the evaluations.
@@ -68,9 +68,30 @@ class TrainingRun(NamedTuple):
     curves: tuple[TrainingCurve, ...]
     common_s: float | None
 
+    @property
+    def exact(self) -> TrainingCurve | None:
+        """Exact attention."""
+        return next((one for one in self.curves if one.backend == YARDSTICK), None)
+
+    @property
+    def unit(self) -> str:
+        """`byte` or `token`."""
+        return unit_of(self.curves[0].record)
+
+
+def unit_of(record: Record) -> str:
+    """Name of a token in the quantities of a record: sequences of an encoder-decoder are not bytes."""
+    return "token" if record.case.of == "encoder-decoder" else "byte"
+
+
+def held_out_of(record: Record, samples: str = "") -> tuple[float, ...] | None:
+    """Bits per byte or token of each evaluation; with samples="_windows" of each sequence of the last."""
+    found: tuple[float, ...] | None = getattr(record, f"held_out_bits_per_{unit_of(record)}{samples}")
+    return found
+
 
 def training_runs(records: Iterable[Record]) -> tuple[TrainingRun, ...]:
-    """One per text, model size and seed."""
+    """One per task, text, model size and seed."""
     return tuple(map(_run, grouped((one for one in records if one.case.kind == "train"), *_SHARED)))
 
 
@@ -86,7 +107,7 @@ def _run(records: list[Record]) -> TrainingRun:
 
 def _curve(record: Record, exact: Record | None, common_s: float | None) -> TrainingCurve:
     steps = tuple(int(step) for step in _whole(record.train_steps))
-    seconds, held_out = _whole(record.train_seconds_s), _whole(record.held_out_bits_per_byte)
+    seconds, held_out = _whole(record.train_seconds_s), _whole(held_out_of(record))
     known = len(steps) == len(seconds) == len(held_out) > 0
     steps, seconds, held_out = (steps, seconds, held_out) if known else ((), (), ())
     reached = None
@@ -120,7 +141,7 @@ def _mean(values: np.ndarray) -> Mean | None:
 
 
 def _windows(record: Record) -> np.ndarray:
-    return np.asarray(_whole(record.held_out_bits_per_byte_windows), dtype=float)
+    return np.asarray(_whole(held_out_of(record, "_windows")), dtype=float)
 
 
 def _whole(values: tuple[float, ...] | None) -> tuple[float, ...]:

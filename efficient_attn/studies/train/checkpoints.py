@@ -15,15 +15,15 @@ from torch import Tensor
 from efficient_attn.errors import DataError
 from efficient_attn.report.files import slug, write
 from efficient_attn.strict import read_object
-from efficient_attn.studies.train.config import POSITIONS, WARMUP
+from efficient_attn.studies.train.language import POSITIONS, WARMUP
 from efficient_attn.studies.train.trainer import Progress, Trainer
 from efficient_attn.tensor_headers import load_tensors, read_header
 
 CHECKPOINTS = "checkpoints"
 _FORMAT = "efficient-attn training 3"
 
-# Former options of training, which have one value now.
-_FIXED = {"positions": POSITIONS, "warmup": WARMUP}
+# Former options of training, which have one value now, and a later option's value before it.
+_FIXED = {"positions": POSITIONS, "warmup": WARMUP, "task": "text"}
 
 # Entries of the configuration that may differ with --force-resume; the folder of the run checks them.
 _ENVIRONMENT = ("threads", "device")
@@ -84,7 +84,7 @@ def _about(trainer: Trainer) -> dict[str, Any]:
     """All that the curve of a trainer follows from."""
     config = {name: value for name, value in asdict(trainer.config).items() if name not in _ENVIRONMENT}
     options = {f"{trainer.variant.backend}.{name}": one for name, one in trainer.variant.options.items()}
-    return {"backend": trainer.variant.label, **options, **config, "text": trainer.text.sha256}
+    return {"backend": trainer.variant.label, **options, **config, "text": trainer.task.digest}
 
 
 def _file(folder: Path, trainer: Trainer) -> Path:

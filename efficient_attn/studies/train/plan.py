@@ -6,7 +6,6 @@ from typing import Annotated, Any, get_args
 
 from efficient_attn.errors import OptionError
 from efficient_attn.problem import positive_count
-from efficient_attn.runner.sizes import with_size
 from efficient_attn.runner.variants import YARDSTICK, Variant, select
 from efficient_attn.studies import options as shared
 from efficient_attn.studies.plan import Plan
@@ -15,8 +14,29 @@ from efficient_attn.studies.workload import Workload, settle
 
 _BACKENDS = replace(
     get_args(shared.Backends)[1],
-    help=f"Backends, by name or as path/file.py:function; all causal ones if omitted. {shared.RUNS_CODE}",
+    help="Backends, by name or as path/file.py:function; all if omitted, for text all causal ones. "
+    f"{shared.RUNS_CODE}",
 )
+
+# Defaults that depend on the task; without steps the budget alone ends a run.
+_DEFAULTS: dict[str, dict[str, int]] = {
+    "text": {"size": 64, "seq_len": 256, "batch": 8, "every": 20, "windows": 64},
+    "copy": {"steps": 400, "size": 8, "seq_len": 16, "batch": 64, "every": 50, "windows": 512},
+}
+
+
+def _by_task(name: str, meaning: str, **declared: Any) -> Option:
+    """An option of which every task has its own default."""
+    values = ", ".join(f"{one[name]} ({task})" for task, one in _DEFAULTS.items() if name in one)
+    return Option(help=f"{meaning}; by default {values}.", **declared)
+
+
+_SIZE = _by_task("size", "Size of every backend (features, window or clusters)", least=1)
+_SEQ_LEN = _by_task(
+    "seq_len", "Bytes of a window, or tokens of a sequence at most", old=("--tokens",), least=1
+)
+_EVERY = _by_task("every", "Steps from one evaluation and checkpoint to the next", least=1)
+_WINDOWS = _by_task("windows", "Held-out windows or sequences of an evaluation", least=2)
 
 # Five minutes, less starting and drawing.
 _BUDGET_S = 280.0
@@ -28,29 +48,36 @@ _UNLIMITED = 10**9
 def plan(
     backends: Annotated[Sequence[Any] | None, _BACKENDS] = None,
     *,
+    task: Annotated[
+        str,
+        Option(
+            help="A language model of text, or an encoder-decoder that learns to copy sequences.",
+            metavar="text|copy",
+        ),
+    ] = "text",
     text: Annotated[
         str | None,
         Option(help="UTF-8 text; the sources of Python's standard library if omitted.", metavar="FILE"),
     ] = None,
-    steps: Annotated[int | None, Option(help="Training steps; a multiple of --every.", least=1)] = None,
-    size: Annotated[int, Option(help="Size of every backend (features, window or clusters).", least=1)] = 64,
+    steps: Annotated[int | None, _by_task("steps", "Training steps; a multiple of --every", least=1)] = None,
+    size: Annotated[int | None, _SIZE] = None,
     options: shared.Settings = None,
     exclude: shared.Exclude = None,
-    seq_len: Annotated[int, Option(help="Bytes of a window.", old=("--tokens",), least=1)] = 256,
-    batch: shared.Batch = 8,
+    seq_len: Annotated[int | None, _SEQ_LEN] = None,
+    batch: Annotated[int | None, _by_task("batch", "Batch size", least=1)] = None,
     model_dim: Annotated[int, Option(help="Dimension of all heads together.", least=1)] = 64,
     num_heads: shared.NumHeads = 4,
     num_layers: Annotated[int, Option(help="Blocks of a model.", flag="--layers", least=1)] = 2,
     learning_rate: shared.LearningRate = 0.01,
-    every: Annotated[int, Option(help="Steps from one evaluation and checkpoint to the next.", least=1)] = 20,
-    windows: Annotated[int, Option(help="Held-out windows of an evaluation.", least=2)] = 64,
+    every: Annotated[int | None, _EVERY] = None,
+    windows: Annotated[int | None, _WINDOWS] = None,
     device: shared.Device = "cpu",
     threads: shared.Threads = None,
     seed: shared.Seed = 0,
     positions: Annotated[str | None, Option(help="Former option.", hidden=True)] = None,
     warmup: Annotated[int | None, Option(help="Former option.", hidden=True)] = None,
 ) -> Plan:
-    """Train a small byte-level language model around each backend.
+    """Train a small model around each backend: a byte-level language model, or one that copies sequences.
 
     The budget holds whole rounds of all models, so that all do the same number of steps. Exact attention is
     always among them. A continued run has the learning curves of an uninterrupted one, to the last bit with
@@ -58,37 +85,52 @@ def plan(
 
     Example: efficient-attn train --backend window,my_file.py:my_spec --budget 10m
     """
-    from efficient_attn.studies.train.config import POSITIONS, WARMUP, TrainConfig
+    from efficient_attn.modules.options import one_of
+    from efficient_attn.studies.train.config import TrainConfig
+    from efficient_attn.studies.train.copying import CopyTask, stays_exact
+    from efficient_attn.studies.train.language import POSITIONS, WARMUP, LanguageTask
     from efficient_attn.studies.train.rounds import Rounds, outcome
     from efficient_attn.studies.train.text import read_text
 
+    one_of("task", task, _DEFAULTS)
+    if task == "copy" and text is not None:
+        raise OptionError(f"text={text}: the task copy draws its sequences; leave text out, or task.")
     if positions not in (None, POSITIONS) or warmup not in (None, WARMUP):
         raise OptionError(
             f"train takes neither positions nor warmup: positions are {POSITIONS} and the rate rises for "
             f"{WARMUP} steps. Leave them out; a run that was begun with others cannot be continued."
         )
     machine = settle(Workload(device=device, threads=threads, dtype="float32"))
+    named = {"steps": steps, "size": size, "seq_len": seq_len, "batch": batch, "every": every}
+    named["windows"] = windows
+    own = {**_DEFAULTS[task], **{name: value for name, value in named.items() if value is not None}}
     config = TrainConfig(
-        tokens=seq_len,
-        batch=batch,
+        task=task,
+        tokens=own["seq_len"],
+        batch=own["batch"],
         model_dim=model_dim,
         num_heads=num_heads,
         num_layers=num_layers,
         learning_rate=learning_rate,
-        every=every,
-        windows=windows,
+        every=own["every"],
+        windows=own["windows"],
         seed=seed,
         device=machine.device,
         threads=machine.threads or 1,
     )
-    if steps is not None:
-        positive_count("steps", steps)
-    if steps is not None and steps % every:
-        raise OptionError(f"steps={steps} does not end with an evaluation; name a multiple of every={every}.")
-    chosen = variants(backends, size=size, options=options, exclude=exclude)
-    models = Rounds(chosen, read_text(text, tokens=seq_len), config)
+    last = own.get("steps")
+    if last is not None:
+        positive_count("steps", last)
+    if last is not None and last % config.every:
+        raise OptionError(
+            f"steps={last} does not end with an evaluation; name a multiple of every={config.every}."
+        )
+    chosen = variants(backends, config, size=own["size"], options=options, exclude=exclude)
+    data = None if task == "copy" else read_text(text, tokens=config.tokens)
+    models = Rounds(chosen, CopyTask(config) if data is None else LanguageTask(data, config), config)
     return Plan(
-        points=models.points(_UNLIMITED if steps is None else steps // every),
+        points=models.points(_UNLIMITED if last is None else last // config.every),
+        notes=stays_exact(chosen) if data is None else (),
         device=config.device,
         resources=models.training(),
         lockstep=True,
@@ -100,6 +142,7 @@ def plan(
 
 def variants(
     backends: Sequence[Any] | None,
+    config: Any,
     *,
     size: int,
     options: Mapping[str, Mapping[str, Sequence[Any]]] | None = None,
@@ -107,16 +150,23 @@ def variants(
 ) -> tuple[Variant, ...]:
     """Exact attention, then the other backends, each of the same size unless another is set."""
     from efficient_attn.backends import list_backends, resolve
+    from efficient_attn.measure.inputs import gaussian
+    from efficient_attn.runner.accuracy import at_size
+    from efficient_attn.runner.inputs import Subject
 
     positive_count("size", size)
-    named = list(list_backends(causal=True) if backends is None else backends)
+    text, head_dim = config.task == "text", config.model_dim // config.num_heads
+    named = list(list_backends(causal=True if text else None) if backends is None else backends)
     chosen = select(named if YARDSTICK in named else [YARDSTICK, *named], options, exclude=exclude)
+
+    inputs = gaussian(norm=1.0, tokens=config.tokens, head_dim=head_dim, num_heads=config.num_heads)
+    tried = Subject(name="", activations=inputs, scale=head_dim**-0.5, causal=text)
 
     def sized(variant: Variant) -> Variant:
         name = variant.target if isinstance(variant.target, str) else variant.backend
         option = resolve(variant.target).size_option
         if option is None or option in (options or {}).get(name, {}):
             return variant
-        return with_size(variant, option, size)
+        return at_size(variant, tried, option, size)
 
     return tuple(sorted(map(sized, chosen), key=lambda variant: variant.backend != YARDSTICK))

@@ -19,19 +19,20 @@ from efficient_attn.runner.variants import Variant
 from efficient_attn.runner.worker import threads
 from efficient_attn.studies.plan import Plan, Point
 from efficient_attn.studies.run_folder import RECORDS
+from efficient_attn.studies.train.analysis import held_out_of, unit_of
 from efficient_attn.studies.train.checkpoints import CHECKPOINTS, load_checkpoint, save_checkpoint
 from efficient_attn.studies.train.config import TrainConfig
-from efficient_attn.studies.train.text import Text
+from efficient_attn.studies.train.tasks import Task
 from efficient_attn.studies.train.trainer import Trainer
 
 
 class Rounds:
     """The models of a run, and the folder of their checkpoints, if there is one."""
 
-    def __init__(self, variants: Sequence[Variant], text: Text, config: TrainConfig) -> None:
-        self._asked = variants, text, config
+    def __init__(self, variants: Sequence[Variant], task: Task, config: TrainConfig) -> None:
+        self._asked = variants, task, config
         with threads(config.threads):
-            self._trainers = [_trainer(variant, text, config) for variant in variants]
+            self._trainers = [_trainer(variant, task, config) for variant in variants]
         self._folder: Path | None = None
         # Evaluations that all models had before this run, and rounds of each model in it.
         self._before, self._rounds = 0, Counter[str]()
@@ -84,9 +85,9 @@ class Rounds:
     def training(self) -> Iterator[None]:
         """The threads of the run; every kind of step is tried once before the first that counts."""
         with threads(self._asked[-1].threads):
-            variants, text, config = self._asked
+            variants, task, config = self._asked
             for variant in variants:
-                Trainer(variant, text, config).try_step()
+                Trainer(variant, task, config).try_step()
             yield
 
     def _round(self, one: Trainer, *, seconds: float = 0.0) -> Record:
@@ -133,15 +134,17 @@ def outcome(record: Record) -> str:
     label = record.case.label
     if record.status != "ok":
         return f"{label} ended: {record.reason}"
-    if not record.held_out_bits_per_byte or not record.train_steps:
+    unit, curve = unit_of(record), held_out_of(record)
+    if not curve or not record.train_steps:
         return label
-    return f"{label}, step {record.train_steps[-1]}: {record.held_out_bits_per_byte[-1]:.3f} bits per byte"
+    decoded = "" if record.accuracy is None else f", {record.accuracy:.2%} of tokens decoded right"
+    return f"{label}, step {record.train_steps[-1]}: {curve[-1]:.3f} bits per {unit}{decoded}"
 
 
-def _trainer(variant: Variant, text: Text, config: TrainConfig) -> Trainer:
+def _trainer(variant: Variant, task: Task, config: TrainConfig) -> Trainer:
     try:
         with contained():
-            return Trainer(variant, text, config)
+            return Trainer(variant, task, config)
     except AttentionError:
         raise
     except Exception as error:  # External code may raise anything.

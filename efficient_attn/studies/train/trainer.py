@@ -12,35 +12,22 @@ from typing import Annotated, NamedTuple
 import msgspec
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from efficient_attn.calibration import calibrate
 from efficient_attn.contained import contained
 from efficient_attn.measure.checked import backends_in, outputs_checked
 from efficient_attn.measure.memory import parameter_bytes
-from efficient_attn.runner.records import Record
+from efficient_attn.runner.records import Case, Record
 from efficient_attn.runner.variants import Variant
-from efficient_attn.studies.train.config import (
-    WARMUP,
-    TrainConfig,
-    build_model,
-    curve_case,
-    optimiser,
-    rate_at,
-    seeded,
-    update,
-)
-from efficient_attn.studies.train.text import Text, batch_at, windows
-from efficient_attn.transformer.language_model import LanguageModel
-
-_CALIBRATED_ON = "a batch of the training text"
+from efficient_attn.studies.train.config import TrainConfig, rate_at, seeded, update
+from efficient_attn.studies.train.tasks import IGNORED, Batch, Task, bits, loss
 
 _NotNegative = Annotated[float, msgspec.Meta(ge=0)]
 
 
 class Point(NamedTuple):
-    """One evaluation, in bits per byte; the training loss is the mean over the batches since the last one."""
+    """One evaluation in bits per byte or token, with the mean training loss since the last one."""
 
     step: int
     trained_s: _NotNegative
@@ -53,35 +40,36 @@ class Progress(msgspec.Struct):
 
     Attributes:
         curve: The evaluations.
-        held_out: Bits per byte of each held-out window at the last evaluation.
-        recent: Bits per byte of each batch since then.
+        held_out: Bits per byte or token of each held-out sequence at the last evaluation.
+        mistakes: Number of wrong tokens of each of them as it was decoded; empty if nothing is decoded.
+        recent: Training loss of each batch since then, in the same unit.
         trained_s: Seconds of all steps.
     """
 
     curve: list[Point] = []
     held_out: list[_NotNegative] = []
+    mistakes: list[Annotated[int, msgspec.Meta(ge=0)]] = []
     recent: list[_NotNegative] = []
     trained_s: _NotNegative = 0.0
 
 
 class Trainer:
-    """A language model around one backend, with its optimiser and its progress.
+    """A model around one backend, with its optimiser and its progress.
 
     Attributes:
         failed: Reason why it does not go on; None: it does.
     """
 
-    def __init__(self, variant: Variant, text: Text, config: TrainConfig) -> None:
-        self.variant, self.text, self.config = variant, text, config
-        self.case = curve_case(variant, text.name, config)
-        self.model = build_model(variant, config).to(config.device)
+    def __init__(self, variant: Variant, task: Task, config: TrainConfig) -> None:
+        self.variant, self.task, self.config = variant, task, config
+        self.case = _case(variant, task, config)
+        self.model = task.model(variant).to(config.device)
         self.progress = Progress()
         self.failed: str | None = None
-        self._optimiser = optimiser(self.model)
-        self._windows = self._ids(windows(text.held_out, config.windows, tokens=config.tokens))
+        self._optimiser = task.optimiser(self.model)
         calibrated = any(one.needs_calibration for one in backends_in(self.model))
-        self._calibrated_on = _CALIBRATED_ON if calibrated else None
-        calibrate(self.model, self._batch()[:, :-1])
+        self._calibrated_on = task.calibrated_on if calibrated else None
+        calibrate(self.model, *self._batch().inputs)
 
     @property
     def step(self) -> int:
@@ -101,27 +89,28 @@ class Trainer:
     def advance(self) -> None:
         """One step: a batch, its loss, one update; a loss that is not finite ends the training."""
         start, config = time.perf_counter(), self.config
-        ids = self._batch()
+        batch = self._batch()
         self.model.train()
         with seeded((config.seed, self.step)), nullcontext() if self.step else outputs_checked(self.model):
-            loss = F.cross_entropy(self.model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
-            rate = rate_at(self.step + 1, peak=config.learning_rate, warmup=WARMUP)
-            if not loss.isfinite() or not update(self.model, self._optimiser, loss, rate=rate):
+            nats = loss(self.task, self.model, batch)
+            rate = rate_at(self.step + 1, peak=config.learning_rate, warmup=self.task.warmup)
+            if not nats.isfinite() or not update(self.model, self._optimiser, nats, rate=rate):
                 self.failed = f"loss or gradient of step {self.step + 1} are not finite"
                 return
-        self.progress.recent.append(float(loss.detach()) / math.log(2))
+        self.progress.recent.append(float(nats.detach()) / math.log(2))
         self.progress.trained_s += time.perf_counter() - start
 
     @torch.no_grad()
     def evaluate(self) -> None:
-        """Note the bits per byte of the held-out windows in the curve."""
+        """Note the bits per byte or token of the held-out sequences in the curve."""
         progress = self.progress
         self.model.eval()
-        parts = self._windows.split(self.config.batch)
-        bits = torch.cat([_bits_per_byte(self.model, part) for part in parts])
-        point = Point(self.step, progress.trained_s, float(bits.mean()), float(np.mean(progress.recent)))
+        parts = [*self.task.held_out.to(self.config.device).split(self.config.batch)]
+        held_out = torch.cat([bits(self.model, part) for part in parts])
+        point = Point(self.step, progress.trained_s, float(held_out.mean()), float(np.mean(progress.recent)))
         if math.isfinite(point.held_out):
-            progress.held_out, progress.recent = bits.tolist(), []
+            mistakes = [one for part in parts for one in self.task.mistakes(self.model, part)]
+            progress.held_out, progress.mistakes, progress.recent = held_out.tolist(), mistakes, []
             progress.curve.append(point)
         else:
             self.failed = f"the loss of the held-out windows after step {self.step} is not finite"
@@ -144,30 +133,49 @@ class Trainer:
 
     def record(self) -> Record:
         """The curve as a record; of a model that failed as far as it got."""
-        curve = self.progress.curve
+        curve, unit = self.progress.curve, self.task.unit
+        measured = {
+            f"train_bits_per_{unit}": tuple(point.train for point in curve),
+            f"held_out_bits_per_{unit}": tuple(point.held_out for point in curve),
+            f"held_out_bits_per_{unit}_windows": tuple(self.progress.held_out),
+        }
         return Record(
             case=self.case,
             status="ok" if self.failed is None else "error",
             reason=self.failed,
             train_steps=tuple(point.step for point in curve),
             train_seconds_s=tuple(point.trained_s for point in curve),
-            train_bits_per_byte=tuple(point.train for point in curve),
-            held_out_bits_per_byte=tuple(point.held_out for point in curve),
-            held_out_bits_per_byte_windows=tuple(self.progress.held_out),
             parameter_bytes=parameter_bytes(self.model),
             calibrated_on=self._calibrated_on,
+            **measured,
+            **self._decoded(),
         )
 
-    def _batch(self) -> Tensor:
-        config = self.config
-        drawn = batch_at(self.step, self.text, seed=config.seed, batch=config.batch, tokens=config.tokens)
-        return self._ids(drawn)
+    def _decoded(self) -> dict[str, float]:
+        """Shares of right tokens and of sequences without a mistake at the last evaluation."""
+        mistakes, answers = self.progress.mistakes, int((self.task.held_out.wanted != IGNORED).sum())
+        if not mistakes:
+            return {}
+        right, accuracy = mistakes.count(0) / len(mistakes), 1 - sum(mistakes) / answers
+        return {"accuracy": accuracy, "answers": answers, "sequence_accuracy": right}
 
-    def _ids(self, bytes_: np.ndarray) -> Tensor:
-        return torch.from_numpy(bytes_.astype(np.int64)).to(self.config.device)
+    def _batch(self) -> Batch:
+        return self.task.batch(self.step).to(self.config.device)
 
 
-def _bits_per_byte(model: LanguageModel, ids: Tensor) -> Tensor:
-    """The mean over each window [windows tokens+1], in float64."""
-    nats = F.cross_entropy(model(ids[:, :-1]).mT, ids[:, 1:], reduction="none")
-    return nats.double().mean(dim=-1).cpu() / math.log(2)
+def _case(variant: Variant, task: Task, config: TrainConfig) -> Case:
+    """The case of a variant's learning curve."""
+    return variant.case(
+        kind="train",
+        layers=config.num_layers,
+        batch=config.batch,
+        num_heads=config.num_heads,
+        head_dim=config.model_dim // config.num_heads,
+        tokens=config.tokens,
+        backward=True,
+        dtype="float32",
+        device=config.device,
+        threads=config.threads,
+        seed=config.seed,
+        **task.case,
+    )

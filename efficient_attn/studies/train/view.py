@@ -1,6 +1,6 @@
-"""Language models in training as a table, a few sentences and a plot."""
+"""Models in training as a table, a few sentences and a plot."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from efficient_attn.report.error_table import describe
 from efficient_attn.report.figures import Axis, Chart, Plot, Series
@@ -11,44 +11,65 @@ from efficient_attn.runner.records import Record
 from efficient_attn.runner.units import show_seconds
 from efficient_attn.stats.curves import YARDSTICK
 from efficient_attn.stats.noise_warnings import IDLE, disturbance
-from efficient_attn.studies.train.analysis import Mean, TrainingCurve, TrainingRun, training_runs
+from efficient_attn.studies.train.analysis import (
+    Mean,
+    TrainingCurve,
+    TrainingRun,
+    held_out_of,
+    training_runs,
+    unit_of,
+)
 from efficient_attn.studies.view import NOT_MEASURED, Environment, Plots
 
 # The first evaluations are far above all others; from this share of a curve on it has to fit on the axis.
 _SHOWN_FROM = 0.2
 
+# Share of tokens from which a model copies.
+_COPIED = 0.999
+
 
 def tables(records: Sequence[Record], environment: Environment | None = None) -> list[Table]:
-    """One table per run: final bits per byte and speed."""
+    """One table per run: final bits per byte or token, accuracy and speed."""
     return [_table(run) for run in training_runs(records)]
 
 
 def sentences(records: Sequence[Record], environment: Environment | None = None) -> list[str]:
-    """Who is lower than exact attention after as many steps, and who is lowest after as many seconds."""
+    """Models below exact attention after equal steps and equal time; of the task copy, accuracies."""
     return [
         sentence
         for run in training_runs(records)
-        for sentence in (_by_steps(run), _by_time(run, environment))
+        for sentence in ([_copied(run)] if _copies(run) else [_by_steps(run), _by_time(run, environment)])
         if sentence
     ]
 
 
 def heading(run: TrainingRun) -> str:
-    """Text and model: `book.txt, windows of 256 bytes; 2 blocks of 4 heads of 16, …`."""
+    """Task and model: `book.txt, windows of 256 bytes; 2 blocks of 4 heads of 16, …`."""
     case = run.curves[0].record.case
-    return f"{describe(case.inputs)}, windows of {case.tokens} bytes; {case.layers} blocks of {setting(case)}"
+    tokens = f"up to {case.tokens} tokens" if _copies(run) else f"windows of {case.tokens} bytes"
+    blocks = f"{case.layers} + {case.layers} blocks" if _copies(run) else f"{case.layers} blocks"
+    return f"{describe(case.inputs)}, {tokens}; {blocks} of {setting(case)}"
+
+
+def _copies(run: TrainingRun) -> bool:
+    return run.unit == "token"
 
 
 def _table(run: TrainingRun) -> Table:
     common = "…" if run.common_s is None else show_seconds(run.common_s)
-    columns = ("backend", "steps", "bits per byte", "beyond exact", f"in {common} each", "steps per s")
-    windows = max(len(one.record.held_out_bits_per_byte_windows or ()) for one in run.curves)
+    decoded = ("tokens right", "copied exactly") if _copies(run) else ()
+    columns = ("backend", "steps", *decoded, _axis(run), "beyond exact", f"in {common} each", "steps per s")
+    count = max(len(held_out_of(one.record, "_windows") or ()) for one in run.curves)
+    title, held_out, some = "Language models", "text that was", "windows of it"
+    if decoded:
+        title, held_out, some = "Sequences copied", "sequences that were", "sequences"
     notes = (
-        f"On text that was held out; ± is the 95 % interval of the mean over {windows} windows of it, of "
-        "differences on the same windows. Other seeds would move all of them.",
+        *(["tokens right, copied exactly: as beam search decodes."] * bool(decoded)),
+        f"On {held_out} held out; ± is the 95 % interval of the mean over {count} {some}, of differences on "
+        f"the same {some.split()[0]}. Other seeds would move all of them.",
         *failure_notes(one.record for one in run.curves),
     )
-    return Table(f"Language models: {heading(run)}", columns, tuple(map(_cells, run.curves)), notes)
+    return Table(f"{title}: {heading(run)}", columns, tuple(map(_cells, run.curves)), notes)
 
 
 def _cells(one: TrainingCurve) -> tuple[str, ...]:
@@ -56,6 +77,7 @@ def _cells(one: TrainingCurve) -> tuple[str, ...]:
     return (
         one.label,
         str(one.steps[-1]) if one.steps else NOT_MEASURED,
+        *_decoded(one.record),
         NOT_MEASURED if one.final is None else f"{one.final.value:.3f} ±{one.final.half:.3f}",
         _difference(one.beyond_exact),
         NOT_MEASURED if one.at_common_time is None else f"{one.at_common_time:.3f}",
@@ -63,12 +85,18 @@ def _cells(one: TrainingCurve) -> tuple[str, ...]:
     )
 
 
+def _decoded(record: Record) -> tuple[str, ...]:
+    """Cells of shares of tokens and sequences, for models that decode."""
+    shares = (record.accuracy, record.sequence_accuracy) if unit_of(record) == "token" else ()
+    return tuple(NOT_MEASURED if one is None else f"{one:.2%}" for one in shares)
+
+
 def _difference(beyond: Mean | None) -> str:
     return "" if beyond is None else f"{beyond.value:+.3f} ±{beyond.half:.3f}".replace("-", "−", 1)
 
 
 def _by_steps(run: TrainingRun) -> str | None:
-    exact = next((one for one in run.curves if one.backend == YARDSTICK), None)
+    exact = run.exact
     if exact is None or exact.final is None:
         return None
     bits = f"{exact.final.value:.2f} bits per byte of held-out text"
@@ -79,9 +107,32 @@ def _by_steps(run: TrainingRun) -> str | None:
             side = "lower" if beyond.value < 0 else "higher"
             names = groups[side if beyond.is_clear else "not significantly different"]
             names.append(f"{one.label} ({_difference(beyond)})")
+    return _joined(begin, groups)
+
+
+def _joined(begin: str, groups: Mapping[str, Sequence[str]]) -> str:
+    """`begin; side: one, other; …` as a sentence, without sides that have no names."""
     return (
         "; ".join([begin, *(f"{side}: {', '.join(names)}" for side, names in groups.items() if names)]) + "."
     )
+
+
+def _copied(run: TrainingRun) -> str | None:
+    """Shares of tokens that the models copy, exact attention first."""
+    exact = run.exact
+    if exact is None or exact.record.accuracy is None or not exact.steps:
+        return None
+    tokens, sequences = _decoded(exact.record)
+    begin = (
+        f"After {exact.steps[-1]} steps exact attention copies {tokens} of the tokens of unseen sequences, "
+        f"{sequences} of sequences without a mistake"
+    )
+    groups: dict[str, list[str]] = {f"at least {_COPIED:.1%} of tokens": [], "fewer": []}
+    enough, fewer = groups.values()
+    for one in run.curves:
+        if (accuracy := one.record.accuracy) is not None and one is not exact:
+            (enough if accuracy >= _COPIED else fewer).append(f"{one.label} ({accuracy:.2%})")
+    return _joined(begin, groups)
 
 
 def _by_time(run: TrainingRun, environment: Environment | None) -> str | None:
@@ -103,15 +154,19 @@ def training_plot(records: Sequence[Record]) -> Plot:
     runs = [run for run in training_runs(records) if any(one.steps for one in run.curves)]
     styles = line_styles([(one.label, one.backend) for run in runs for one in run.curves if one.steps])
     return Plot(
-        "Held-out bits per byte during training",
+        f"Held-out {' and '.join(dict.fromkeys(_axis(run) for run in runs))} during training",
         f"{heading(runs[0]) if len(runs) == 1 else ''}\nthe same batches and initial weights for all",
         tuple(_charts(run, styles, heading(run) if len(runs) > 1 else "") for run in runs),
     )
 
 
+def _axis(run: TrainingRun) -> str:
+    return f"bits per {run.unit}"
+
+
 def _charts(run: TrainingRun, styles: dict[str, dict[str, object]], head: str) -> tuple[Chart, ...]:
     drawn = [one for one in run.curves if one.steps]
-    y = Axis("bits per byte", limits=_limits(drawn))
+    y = Axis(_axis(run), limits=_limits(drawn))
     common = [] if run.common_s is None else [Series("", (run.common_s,), (), baseline_style(2))]
     shown = [(styles[one.label], one) for one in drawn]
     steps = [_series(one, one.steps, style) for style, one in shown]
