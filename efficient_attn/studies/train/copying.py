@@ -1,6 +1,6 @@
 """The task `copy`: an encoder-decoder returns its source, by the recipe of Vaswani et al. 2017."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -74,7 +74,7 @@ class CopyTask:
     def __init__(self, config: TrainConfig) -> None:
         self._config = config
         self.digest = f"copy(symbols={_SYMBOLS})"
-        self.case: dict[str, Any] = {"of": "encoder-decoder", "inputs": self.digest}
+        self.case: Mapping[str, Any] = {"of": "encoder-decoder", "inputs": self.digest}
         self.warmup = 1 / (config.model_dim * config.learning_rate**2)
         self.held_out = self._drawn(_HELD_OUT, 0, config.windows)
 

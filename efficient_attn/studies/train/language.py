@@ -1,5 +1,6 @@
 """The task `text`: a causal language model of bytes."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,7 @@ class LanguageTask:
 
     def __init__(self, text: Text, config: TrainConfig) -> None:
         self._text, self._config = text, config
-        self.case: dict[str, Any] = {"of": "encoder", "causal": True, "inputs": text.name}
+        self.case: Mapping[str, Any] = {"of": "encoder", "causal": True, "inputs": text.name}
         self.digest = text.sha256
         self.held_out = _next_bytes(windows(text.held_out, config.windows, tokens=config.tokens))
 

@@ -20,8 +20,16 @@ _BACKENDS = replace(
 
 # Defaults that depend on the task; without steps the budget alone ends a run.
 _DEFAULTS: dict[str, dict[str, int]] = {
-    "text": {"size": 64, "seq_len": 256, "batch": 8, "every": 20, "windows": 64},
-    "copy": {"steps": 400, "size": 8, "seq_len": 16, "batch": 64, "every": 50, "windows": 512},
+    "text": {"size": 64, "seq_len": 256, "batch": 8, "num_layers": 2, "every": 20, "windows": 64},
+    "copy": {
+        "size": 8,
+        "seq_len": 16,
+        "batch": 64,
+        "num_layers": 1,
+        "every": 100,
+        "windows": 256,
+        "steps": 1000,
+    },
 }
 
 
@@ -35,6 +43,7 @@ _SIZE = _by_task("size", "Size of every backend (features, window or clusters)",
 _SEQ_LEN = _by_task(
     "seq_len", "Bytes of a window, or tokens of a sequence at most", old=("--tokens",), least=1
 )
+_LAYERS = _by_task("num_layers", "Blocks of a model, or of each of its halves", flag="--layers", least=1)
 _EVERY = _by_task("every", "Steps from one evaluation and checkpoint to the next", least=1)
 _WINDOWS = _by_task("windows", "Held-out windows or sequences of an evaluation", least=2)
 
@@ -67,7 +76,7 @@ def plan(
     batch: Annotated[int | None, _by_task("batch", "Batch size", least=1)] = None,
     model_dim: Annotated[int, Option(help="Dimension of all heads together.", least=1)] = 64,
     num_heads: shared.NumHeads = 4,
-    num_layers: Annotated[int, Option(help="Blocks of a model.", flag="--layers", least=1)] = 2,
+    num_layers: Annotated[int | None, _LAYERS] = None,
     learning_rate: shared.LearningRate = 0.01,
     every: Annotated[int | None, _EVERY] = None,
     windows: Annotated[int | None, _WINDOWS] = None,
@@ -102,7 +111,7 @@ def plan(
         )
     machine = settle(Workload(device=device, threads=threads, dtype="float32"))
     named = {"steps": steps, "size": size, "seq_len": seq_len, "batch": batch, "every": every}
-    named["windows"] = windows
+    named |= {"windows": windows, "num_layers": num_layers}
     own = {**_DEFAULTS[task], **{name: value for name, value in named.items() if value is not None}}
     config = TrainConfig(
         task=task,
@@ -110,7 +119,7 @@ def plan(
         batch=own["batch"],
         model_dim=model_dim,
         num_heads=num_heads,
-        num_layers=num_layers,
+        num_layers=own["num_layers"],
         learning_rate=learning_rate,
         every=own["every"],
         windows=own["windows"],

@@ -7,7 +7,7 @@ interrupted anywhere goes on as if it had not been.
 import math
 import time
 from contextlib import nullcontext, suppress
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -134,7 +134,7 @@ class Trainer:
     def record(self) -> Record:
         """The curve as a record; of a model that failed as far as it got."""
         curve, unit = self.progress.curve, self.task.unit
-        measured = {
+        measured: dict[str, Any] = {
             f"train_bits_per_{unit}": tuple(point.train for point in curve),
             f"held_out_bits_per_{unit}": tuple(point.held_out for point in curve),
             f"held_out_bits_per_{unit}_windows": tuple(self.progress.held_out),
@@ -151,7 +151,7 @@ class Trainer:
             **self._decoded(),
         )
 
-    def _decoded(self) -> dict[str, float]:
+    def _decoded(self) -> dict[str, Any]:
         """Shares of right tokens and of sequences without a mistake at the last evaluation."""
         mistakes, answers = self.progress.mistakes, int((self.task.held_out.wanted != IGNORED).sum())
         if not mistakes:
