@@ -215,8 +215,8 @@ def test_exact_attention_copies_unseen_sequences_with_beam_search(seed, undrawn,
     monkeypatch.chdir(tmp_path)
     record = learned(seed)
     assert record.accuracy >= 0.999 and record.sequence_accuracy >= 0.99
-    # A wrong tenth of the mass costs a model that is right log(1 / 0.905) bits at the optimum.
-    assert record.held_out_bits_per_token[-1] < 0.3
+    # The optimum under label smoothing gives the right token 0.9 + 0.1 / 19.
+    assert -math.log2(0.9 + 0.1 / 19) < record.held_out_bits_per_token[-1] + 0.05 < 0.3
 
 
 def without_context(self, x, keys):
@@ -236,6 +236,7 @@ def unshifted(source):
 def test_a_broken_model_does_not_copy(owner, name, broken, undrawn, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(owner, name, broken)
-    record = learned(0, steps=100)
+    # After as many steps the sound model is right in more than 0.95 of its tokens.
+    record = learned(0, steps=300)
     assert record.accuracy < 0.5 and record.sequence_accuracy == 0
     assert find("train").own([record]) == [record]

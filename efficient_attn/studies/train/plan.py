@@ -60,7 +60,7 @@ def plan(
     task: Annotated[
         str,
         Option(
-            help="A language model of text, or an encoder-decoder that learns to copy sequences.",
+            help="Language modelling of text, or copying of random sequences.",
             metavar="text|copy",
         ),
     ] = "text",
