@@ -23,6 +23,7 @@ class LanguageTask:
     unit = "byte"
     warmup: float = WARMUP
     label_smoothing = 0.0
+    decay = 0.0
     calibrated_on = "a batch of the training text"
 
     def __init__(self, text: Text, config: TrainConfig) -> None:

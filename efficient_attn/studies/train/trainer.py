@@ -6,7 +6,8 @@ interrupted anywhere goes on as if it had not been.
 
 import math
 import time
-from contextlib import nullcontext, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Annotated, Any, NamedTuple
 
 import msgspec
@@ -67,6 +68,8 @@ class Trainer:
         self.progress = Progress()
         self.failed: str | None = None
         self._optimiser = task.optimiser(self.model)
+        named = self.model.named_parameters() if task.decay else ()
+        self._average = {name: one.detach().clone() for name, one in named}
         calibrated = any(one.needs_calibration for one in backends_in(self.model))
         self._calibrated_on = task.calibrated_on if calibrated else None
         calibrate(self.model, *self._batch().inputs)
@@ -97,12 +100,18 @@ class Trainer:
             if not nats.isfinite() or not update(self.model, self._optimiser, nats, rate=rate):
                 self.failed = f"loss or gradient of step {self.step + 1} are not finite"
                 return
+        for name, average in self._average.items():
+            average.lerp_(self.model.get_parameter(name).detach(), 1 - self.task.decay)
         self.progress.recent.append(float(nats.detach()) / math.log(2))
         self.progress.trained_s += time.perf_counter() - start
 
     @torch.no_grad()
     def evaluate(self) -> None:
         """Note the bits per byte or token of the held-out sequences in the curve."""
+        with self._averaged():
+            self._evaluate()
+
+    def _evaluate(self) -> None:
         progress = self.progress
         self.model.eval()
         parts = [*self.task.held_out.to(self.config.device).split(self.config.batch)]
@@ -116,12 +125,12 @@ class Trainer:
             self.failed = f"the loss of the held-out windows after step {self.step} is not finite"
 
     def tensors(self) -> dict[str, Tensor]:
-        """All weights and the state of the optimiser, by name."""
+        """All weights, the state of the optimiser and averages, by name."""
         kept = {f"model.{name}": tensor for name, tensor in self.model.state_dict().items()}
         for name, parameter in self.model.named_parameters():
             state = self._optimiser.state[parameter]
             kept |= {f"optimiser.{name}.{entry}": tensor for entry, tensor in state.items()}
-        return kept
+        return kept | {f"average.{name}": tensor for name, tensor in self._average.items()}
 
     def restore(self, tensors: dict[str, Tensor], progress: Progress) -> None:
         """Restore the state returned by `tensors`; names and shapes were checked."""
@@ -129,6 +138,8 @@ class Trainer:
         for name, parameter in self.model.named_parameters():
             for entry, tensor in self._optimiser.state[parameter].items():
                 tensor.copy_(tensors[f"optimiser.{name}.{entry}"])
+        for name, average in self._average.items():
+            average.copy_(tensors[f"average.{name}"])
         self.progress = progress
 
     def record(self) -> Record:
@@ -158,6 +169,16 @@ class Trainer:
             return {}
         right, accuracy = mistakes.count(0) / len(mistakes), 1 - sum(mistakes) / answers
         return {"accuracy": accuracy, "answers": answers, "sequence_accuracy": right}
+
+    @contextmanager
+    def _averaged(self) -> Iterator[None]:
+        """The average in the place of the weights, if the task keeps one."""
+        last = {name: self.model.get_parameter(name).detach().clone() for name in self._average}
+        self.model.load_state_dict(self._average, strict=False)
+        try:
+            yield
+        finally:
+            self.model.load_state_dict(last, strict=False)
 
     def _batch(self) -> Batch:
         return self.task.batch(self.step).to(self.config.device)
