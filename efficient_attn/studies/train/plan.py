@@ -28,7 +28,7 @@ _DEFAULTS: dict[str, dict[str, int]] = {
         "num_layers": 1,
         "every": 100,
         "windows": 256,
-        "steps": 600,
+        "steps": 400,
     },
 }
 
