@@ -108,7 +108,8 @@ def test_the_optimiser_is_adam_with_the_settings_of_section_5_3():
         x = torch.randn(4, 3, generator=torch.Generator().manual_seed(step))
         for model, learner in ((own, mine), (theirs, adam)):
             learner.zero_grad()
-            model(x).square().sum().backward()
+            # Gradients as small as ε, so that it counts.
+            (1e-9 * model(x).square().sum()).backward()
             for group in learner.param_groups:
                 group["lr"] = 0.01
             learner.step()
