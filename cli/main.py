@@ -51,6 +51,7 @@ def _options_of_all(
 # that name in this folder; studies that are not listed follow.
 COMMANDS = (
     "list",
+    "advise",
     "compare",
     "show",
     "bench",

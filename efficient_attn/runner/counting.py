@@ -7,8 +7,9 @@ from efficient_attn.backends import resolve
 from efficient_attn.contained import contained
 from efficient_attn.problem import AttentionProblem
 from efficient_attn.registry import BackendSpec
+from efficient_attn.runner.predicted_bytes import ITEM_BYTES
 from efficient_attn.runner.records import Case
-from efficient_attn.theory.complexity import block_flops, call_cost
+from efficient_attn.theory.complexity import Cost, block_flops, call_cost
 
 # Ratio of the feed-forward dimension to model_dim.
 WIDENING = 4
@@ -16,11 +17,7 @@ WIDENING = 4
 
 def flops(case: Case, spec: BackendSpec) -> int | None:
     """Operations of the matrix products of one call; None if the backend does not count them."""
-    problem = AttentionProblem(
-        head_dim=case.head_dim, num_heads=case.num_heads, max_tokens=case.tokens, causal=case.causal
-    )
-    options = spec.options_type(**case.options)
-    cost = call_cost(spec, problem, options, case.tokens, batch=case.batch, backward=case.backward)
+    cost = _cost(case, spec)
     if cost is None or case.of == "attention":
         return None if cost is None else cost.flops
     around = block_flops(
@@ -32,6 +29,34 @@ def flops(case: Case, spec: BackendSpec) -> int | None:
         backward=case.backward,
     )
     return (case.layers or 1) * (cost.flops + around)
+
+
+def _cost(case: Case, spec: BackendSpec) -> Cost | None:
+    """Counted cost of the attention of the case."""
+    problem = AttentionProblem(
+        head_dim=case.head_dim, num_heads=case.num_heads, max_tokens=case.tokens, causal=case.causal
+    )
+    options = spec.options_type(**case.options)
+    return call_cost(
+        spec,
+        problem,
+        options,
+        case.tokens,
+        batch=case.batch,
+        backward=case.backward,
+        item_bytes=ITEM_BYTES[case.dtype],
+    )
+
+
+def attention_cost(case: Case, target: Any) -> Cost:
+    """Counted cost of attention; of a backend that counts nothing, its growth times the size of q."""
+    spec = resolve(target)
+    counted = _cost(case, spec)
+    if counted is not None:
+        return counted
+    numbers = case.batch * case.tokens * case.model_dim
+    pairs = numbers * case.tokens ** (spec.capabilities.time_growth - 1)
+    return Cost(4 * pairs, 0, 4 * ITEM_BYTES[case.dtype] * numbers, 0)
 
 
 def attention_flops(case: Case, target: Any) -> int | None:

@@ -134,7 +134,8 @@ class Loop:
 
     def _skipped(self, point: Point, *, promised_s: float = 0.0) -> bool:
         """Whether the point is not measured; `promised_s` of the budget go to others first."""
-        if point.needs is not None and self._statuses.get(point.needs.key) != "ok":
+        failed = point.needs is not None and self._statuses.get(point.needs.key) != "ok"
+        if failed or not point.needed():
             # A backend that fails once fails here too: one record of it is enough.
             self._left.pop(point.case.key, None)
             return True
@@ -151,12 +152,13 @@ class Loop:
         return self._budget_s - (time.monotonic() - self._start)
 
     def _over_budget(self, point: Point, promised_s: float) -> str | None:
-        left_s = self._left_s() - promised_s
+        # A point without a cost, such as a prediction, fits in any budget.
+        left_s = max(self._left_s() - promised_s, 0.0)
         needed_s = self._estimate.seconds(point)
         if needed_s <= left_s:
             return None
         return (
-            f"would take about {show_seconds(needed_s)}, {show_seconds(max(left_s, 0))} of the budget "
+            f"would take about {show_seconds(needed_s)}, {show_seconds(left_s)} of the budget "
             f"of {show_seconds(self._budget_s)} are left (raise it with --budget)"
         )
 

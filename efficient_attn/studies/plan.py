@@ -33,6 +33,7 @@ class Point:
         calls: Duration in calls of the timed points of the series; None: a duration of its own.
         needs: Case that must have been measured successfully; otherwise the point is dropped.
         skip: Reason not to measure it.
+        needed: Whether the point is measured, decided when it is due; otherwise it is dropped.
     """
 
     case: Case
@@ -46,6 +47,7 @@ class Point:
     calls: int | None = None
     needs: Case | None = None
     skip: str | None = None
+    needed: Callable[[], bool] = lambda: True
 
     @property
     def shown(self) -> str:
@@ -69,6 +71,7 @@ class Plan:
         attach: The plan as it is continued in a folder, `attach(plan, folder, resume=…)`.
         budget_s: Seconds of measuring unless the run names others.
         overview: Tables of a request that measures nothing.
+        observe: Receives every record, earlier runs included, before the next point is due.
     """
 
     points: Sequence[Point]
@@ -82,6 +85,7 @@ class Plan:
     attach: "Callable[..., Plan] | None" = None
     budget_s: float | None = None
     overview: "Sequence[Table]" = ()
+    observe: Callable[[Record], object] = lambda record: None
 
 
 def interleaved(lines: Iterable[Iterable[Point]]) -> list[Point]:

@@ -12,6 +12,7 @@ from typing import Any
 from efficient_attn.errors import OptionError
 from efficient_attn.measure.conditions import between, moment
 from efficient_attn.measure.environment import environment
+from efficient_attn.runner.record import Record
 from efficient_attn.stats.noise_warnings import DURING, doubts
 from efficient_attn.studies.lockstep import Lockstep
 from efficient_attn.studies.loop import Loop, Step
@@ -59,11 +60,18 @@ def run_plan(
             if plan.attach is not None:
                 plan = plan.attach(plan, folder, resume=resume)
             earlier = begin(folder, cases, machine, resume=resume, force=force_resume, plan=text)
-        book, start = Book(folder, earlier.records), moment()
+        book, start, observe = Book(folder, earlier.records), moment(), plan.observe
+        for record in book.records:
+            observe(record)
+
+        def emit(record: Record) -> None:
+            book.add(record)
+            observe(record)
+
         loop = (Lockstep if plan.lockstep else Loop)(
             plan,
             earlier=earlier.records,
-            emit=book.add,
+            emit=emit,
             progress=progress,
             budget_s=plan.budget_s if budget_s is None else budget_s,
         )

@@ -3,7 +3,6 @@
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict
 from typing import Any, NamedTuple, TypeVar
 
 from torch import nn
@@ -23,12 +22,10 @@ from efficient_attn.integrations.transformers.attend import (
 )
 from efficient_attn.integrations.transformers.attention_sites import AttentionSite, find_sites, ignored
 from efficient_attn.integrations.transformers.masks import make_mask
+from efficient_attn.integrations.transformers.plans import build_plan, is_plan_file, plan_of, read_plan
 from efficient_attn.integrations.transformers.wrapped import unwrap
-from efficient_attn.registry import SPECS
 
 M = TypeVar("M", bound=nn.Module)
-
-PLAN_FORMAT = 1
 
 # The configuration entry from which `from_pretrained` takes its attention function.
 _FUNCTION = "attn_implementation"
@@ -72,7 +69,8 @@ def attach(
 
     Args:
         backend: Any argument of `build`, for all layers, with `options`; or a mapping from layers to
-            backends, {"0-5": "window", "6-11": ("performer-positive", {"num_features": 512})}.
+            backends, {"0-5": "window", "6-11": ("performer-positive", {"num_features": 512})}; or the path
+            of a plan, `layers.json` of `efficient-attn advise`.
         full, sliding, cross: Backend for the layers of this kind; takes precedence over `backend`.
         max_tokens: Maximum sequence length, for backends that require it; None: the number of positions of
             the model.
@@ -204,26 +202,6 @@ def _check_heard(sites: list[AttentionSite]) -> None:
         raise UnsupportedError(f"The attention of {deaf[0]} cannot be replaced; nothing was attached.")
 
 
-def plan_of(model: PreTrainedModel, backends: Mapping[str, Backend]) -> dict[str, Any] | None:
-    """Plan of the attached backends for the configuration; None if a backend has no registered name."""
-    if any(SPECS.get(own.spec.name) is not own.spec for own in backends.values()):
-        return None
-    layers = {
-        name_in_plan(model, path): {
-            "backend": own.spec.name,
-            "options": asdict(own.options),
-            "max_tokens": own.problem.max_tokens,
-        }
-        for path, own in backends.items()
-    }
-    return {"format": PLAN_FORMAT, "layers": layers}
-
-
-def name_in_plan(model: PreTrainedModel, path: str) -> str:
-    """The path relative to the base model, so that a plan fits a model with and without its head."""
-    return path.removeprefix(f"{model.base_model_prefix}.")
-
-
 def _build(
     model: PreTrainedModel,
     backend: Any,
@@ -243,6 +221,8 @@ def _build(
             path,
             kind,
         )
+    if is_plan_file(backend):
+        return sites, build_plan(model, sites, read_plan(backend), str(backend))
     return sites, build_all(sites, choose(sites, backend, kinds, options), max_tokens, seed)
 
 

@@ -6,7 +6,6 @@ the model's own. No saved code is run: backends are looked up by name, tensors r
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,16 +15,8 @@ from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedModel
 
 from efficient_attn.backend import Backend
-from efficient_attn.backends import list_backends, spec
-from efficient_attn.errors import AttentionError, DataError, DtypeError, OptionError, UnsupportedError
-from efficient_attn.integrations.transformers.assignment import Choice, build_all
-from efficient_attn.integrations.transformers.attachment import (
-    PLAN_FORMAT,
-    install,
-    name_in_plan,
-    register,
-    second_names,
-)
+from efficient_attn.errors import DataError, DtypeError, OptionError, UnsupportedError
+from efficient_attn.integrations.transformers.attachment import attach, install, register, second_names
 from efficient_attn.integrations.transformers.attend import SUBMODULE
 from efficient_attn.integrations.transformers.attention_sites import AttentionSite, find_sites
 from efficient_attn.integrations.transformers.loading import (
@@ -36,20 +27,15 @@ from efficient_attn.integrations.transformers.loading import (
     model_class,
     quiet,
 )
+from efficient_attn.integrations.transformers.plans import Kept, build_plan, check_plan
 from efficient_attn.integrations.transformers.wrapped import unwrap
 from efficient_attn.limits import CONFIG_BYTES, read_bytes
-from efficient_attn.problem import AttentionProblem
 from efficient_attn.tensor_headers import check_header
 
 M = TypeVar("M", bound=nn.Module)
 
-# Saved tensors of the backend of each attention module, by their names in the backend.
-_Kept = dict[str, dict[str, Tensor]]
-
 # Files of `save` for objects of other libraries, which may save a part of the model.
 _PLAN, _TENSORS = "efficient_attn.json", "efficient_attn.safetensors"
-
-_FIELDS: dict[str, Any] = {"backend": str, "options": dict, "max_tokens": (int, type(None))}
 
 
 def save(model: nn.Module, folder: str | Path) -> None:
@@ -89,13 +75,16 @@ def _tensors_of(model: PreTrainedModel) -> dict[str, Tensor]:
     return found
 
 
-def load(folder: str | Path, *, into: M | None = None, **arguments: Any) -> M | PreTrainedModel:
+def load(
+    folder: str | Path, *, into: M | None = None, plan: str | Path | None = None, **arguments: Any
+) -> M | PreTrainedModel:
     """Load a model that `save_pretrained` or `save` wrote, with its backends, their options and their state.
 
     Args:
         folder: A local folder.
         into: A model without backends that its own library has loaded from the folder, such as a PeftModel or
             a SentenceTransformer; it gets the backends, in place.
+        plan: A file of backends by layer, for a folder without backends: `layers.json` of `advise`.
         arguments: For `from_pretrained`: dtype, device_map, …
 
     Raises:
@@ -117,7 +106,7 @@ def load(folder: str | Path, *, into: M | None = None, **arguments: Any) -> M | 
         check_header(file)
     with data_errors(f"Cannot load a model from {folder}"):
         config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    layers = _layers(getattr(config, SUBMODULE, None), path / "config.json")
+    layers = None if plan is not None else _layers(getattr(config, SUBMODULE, None), path / "config.json")
     kind = model_class(config, path)
     # The configuration names the attention function of attached models.
     register()
@@ -132,6 +121,8 @@ def load(folder: str | Path, *, into: M | None = None, **arguments: Any) -> M | 
         )
     check_complete(path, found)
     check_nothing_else(path, found, ours=f".{SUBMODULE}.")
+    if layers is None:
+        return attach(model, plan)
     _install(model, layers, path / "config.json")
     return model
 
@@ -155,7 +146,7 @@ def _install(model: PreTrainedModel, layers: dict[str, dict[str, Any]], plan: Pa
     sites = find_sites(model)
     with data_errors(f"Cannot read the safetensors of {plan.parent}"):
         kept = _kept(sites, plan)
-    backends = _backends({name_in_plan(model, site.path): site for site in sites}, layers, kept, plan)
+    backends = build_plan(model, sites, layers, str(plan), kept)
     _fill(backends, kept, plan.parent)
     install(model, sites, backends)
 
@@ -167,68 +158,10 @@ def _layers(plan: Any, file: Path) -> dict[str, dict[str, Any]]:
             f"{file} names no backends (efficient_attn): they had no registered name, or none "
             "was attached when the model was saved. Use from_pretrained and attach."
         )
-    if not isinstance(plan, Mapping) or plan.get("format") != PLAN_FORMAT:
-        raise DataError(f"{file}: efficient_attn is not a plan of format {PLAN_FORMAT}.")
-    layers = plan.get("layers")
-    if not isinstance(layers, Mapping) or not all(_is_layer(layer) for layer in layers.values()):
-        raise DataError(f"{file}: a layer in efficient_attn lacks one of the fields {', '.join(_FIELDS)}.")
-    # Only registered names, never an address such as file.py:object: loading a model runs none of its code.
-    unknown = {layer["backend"] for layer in layers.values()} - set(list_backends())
-    if unknown:
-        raise DataError(
-            f"{file} names the backend {min(unknown)!r}, which is not registered here; "
-            f"known: {', '.join(list_backends())}."
-        )
-    return dict(layers)
+    return check_plan(plan, str(file))
 
 
-def _is_layer(layer: Any) -> bool:
-    return (
-        isinstance(layer, Mapping)
-        and layer.keys() == _FIELDS.keys()
-        and all(isinstance(layer[name], kind) for name, kind in _FIELDS.items())
-    )
-
-
-def _backends(
-    sites: Mapping[str, AttentionSite], layers: Mapping[str, Mapping[str, Any]], kept: _Kept, plan: Path
-) -> dict[str, Backend]:
-    """The planned backend of every attention module; both mappings use the names in the plan."""
-    if sites.keys() != layers.keys():
-        raise DataError(f"{plan}: the layers in efficient_attn belong to another model.")
-    backends: dict[str, Backend] = {}
-    for name, site in sites.items():
-        layer = layers[name]
-        choice = {site.path: Choice(layer["backend"], layer["options"])}
-        try:
-            _check_size(site, layer, sum(tensor.numel() for tensor in kept[site.path].values()))
-            backends |= build_all([site], choice, layer["max_tokens"], None)
-        except AttentionError as error:
-            raise DataError(f"{plan}, {site.path}: {error}") from None
-    return backends
-
-
-def _check_size(site: AttentionSite, layer: Mapping[str, Any], numbers: int) -> None:
-    """Refuse a plan for more numbers than the file holds, before memory is allocated for it."""
-    chosen = spec(layer["backend"])
-    if chosen.operations is None or not layer["options"].keys() <= {
-        f.name for f in fields(chosen.options_type)
-    }:
-        return
-    problem = AttentionProblem(
-        head_dim=site.head_dim,
-        num_heads=site.num_heads,
-        max_tokens=layer["max_tokens"] or site.max_tokens,
-        causal=site.pattern.causal,
-    )
-    counts = chosen.operations(problem, chosen.options_type(**layer["options"]), 1, site.head_dim)
-    if counts.learned + counts.drawn > numbers:
-        raise DataError(
-            f"backend {chosen.name!r} needs {counts.learned + counts.drawn} numbers, {numbers} are saved."
-        )
-
-
-def _fill(backends: Mapping[str, Backend], kept: _Kept, path: Path) -> None:
+def _fill(backends: Mapping[str, Backend], kept: Kept, path: Path) -> None:
     """Load the saved tensors into the backends, strictly."""
     for site, backend in backends.items():
         own = kept[site]
@@ -239,7 +172,7 @@ def _fill(backends: Mapping[str, Backend], kept: _Kept, path: Path) -> None:
             backend.load_state_dict(own)
 
 
-def _kept(sites: list[AttentionSite], plan: Path) -> _Kept:
+def _kept(sites: list[AttentionSite], plan: Path) -> Kept:
     tensors = dict(_tensors(plan))
     prefixes = {site.path: f"{site.path}.{SUBMODULE}." for site in sites}
     return {

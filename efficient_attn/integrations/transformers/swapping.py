@@ -90,9 +90,18 @@ def build_for(
         layer: The only layer to swap; None: all.
         seed: Random seed, from which each layer gets a seed that does not depend on the other layers.
     """
-    chosen = Choice(backend, options)
+    layers = sites.layers if layer is None else (layer,)
+    return build_layers(
+        sites, dict.fromkeys(layers, Choice(backend, options)), max_tokens=max_tokens, seed=seed
+    )
+
+
+def build_layers(
+    sites: AttentionSites, chosen: Mapping[int, Choice], *, max_tokens: int, seed: int
+) -> dict[str, Backend]:
+    """Build the chosen backend of each layer, and exact attention elsewhere."""
     choices = {site.path: EXACT for site in sites.every} | {
-        site.path: chosen for site in sites.swapped if layer in (None, site.layer)
+        site.path: chosen[site.layer] for site in sites.swapped if site.layer in chosen
     }
     return build_all(sites.every, choices, max_tokens, seed)
 

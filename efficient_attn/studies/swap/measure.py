@@ -9,7 +9,14 @@ from typing import Any
 from torch import Tensor
 
 from efficient_attn.integrations.transformers.attachment import installed
-from efficient_attn.integrations.transformers.swapping import Outputs, build_for, calibrate_on, forward, run
+from efficient_attn.integrations.transformers.swapping import (
+    Outputs,
+    build_for,
+    build_layers,
+    calibrate_on,
+    forward,
+    run,
+)
 from efficient_attn.measure import outputs
 from efficient_attn.measure.checked import backends_in, outputs_checked
 from efficient_attn.measure.memory import parameter_bytes
@@ -36,7 +43,7 @@ def cost(case: Case, variant: Variant, subject: Subject, *, seconds: float = 0.0
     """One round of timed forward passes on the first text, or the peak memory of one."""
 
     def measured() -> Record:
-        with _replaced(variant, subject):
+        with replaced(variant, subject):
             call = partial(forward, subject.model, subject.texts[0])
             checked = outputs_checked(subject.model)(call)
             if case.kind == "memory":
@@ -53,7 +60,7 @@ def _distance(case: Case, variant: Variant, subject: Subject, draws: int) -> Rec
     found: list[list[dict[str, float]]] = [[] for _ in subject.texts]
     calibrated = False
     for draw in range(draws if SEED in variant.options else 1):
-        with _replaced(variant, subject, draw, case.layer) as was_calibrated:
+        with replaced(variant, subject, draw, case.layer) as was_calibrated:
             calibrated = calibrated or was_calibrated
             for number, ids in enumerate(subject.texts):
                 with outputs_checked(subject.model):
@@ -63,9 +70,14 @@ def _distance(case: Case, variant: Variant, subject: Subject, draws: int) -> Rec
         case=case,
         texts=len(subject.texts),
         calibrated_on=FIRST_TEXT if calibrated else None,
-        flops=None if variant.backend == OWN else attention_flops(case, variant.target),
+        flops=None if _uncounted(variant) else attention_flops(case, variant.target),
     )
     return replace(record, **_means([one for text in found for one in text]))
+
+
+def _uncounted(variant: Variant) -> bool:
+    """Whether a variant is the model's own attention, or backends by layer."""
+    return variant.backend == OWN or isinstance(variant.target, Mapping)
 
 
 def _means(found: Sequence[Mapping[str, float]]) -> dict[str, Any]:
@@ -89,17 +101,21 @@ def _compared(given: Outputs, exact: Outputs, ids: Tensor, subject: Subject) -> 
 
 
 @contextmanager
-def _replaced(variant: Variant, subject: Subject, draw: int = 0, layer: int | None = None) -> Iterator[bool]:
-    """The model with the variant in its layers, and whether calibration was required."""
+def replaced(variant: Variant, subject: Subject, draw: int = 0, layer: int | None = None) -> Iterator[bool]:
+    """The model with the variant in its layers, and whether calibration was required.
+
+    The target of a variant may be a mapping from layers to choices.
+    """
     if variant.backend == OWN:
         yield False
         return
-    options = dict(variant.options)
+    options, sites, tokens = dict(variant.options), subject.sites, subject.shared["tokens"]
     # All layers derive their own seeds from this seed.
     seed = subject.shared["seed"] + options.pop(SEED, 0) + draw
-    sites = subject.sites
-    backends = build_for(
-        sites, variant.target, options, layer=layer, max_tokens=subject.shared["tokens"], seed=seed
-    )
+    if isinstance(variant.target, Mapping):
+        backends = build_layers(sites, variant.target, max_tokens=tokens, seed=seed)
+    else:
+        backends = build_for(sites, variant.target, options, layer=layer, max_tokens=tokens, seed=seed)
     with installed(subject.model, sites.every, backends):
-        yield calibrate_on(subject.model, list(backends.values()), subject.texts[0])
+        text = subject.texts[0] if subject.calibration is None else subject.calibration
+        yield calibrate_on(subject.model, list(backends.values()), text)

@@ -45,6 +45,7 @@ class Subject:
 
     Attributes:
         texts: Token ids, [1 tokens] each, of one length.
+        calibration: Token ids for calibration; None: the first text.
         shared: Fields common to all cases.
         about: Origin of model and texts.
     """
@@ -54,6 +55,7 @@ class Subject:
     texts: tuple[Tensor, ...]
     shared: Mapping[str, Any]
     about: Mapping[str, Any]
+    calibration: Tensor | None = None
 
     @classmethod
     def of(

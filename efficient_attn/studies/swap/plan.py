@@ -28,6 +28,18 @@ def _is_layer(text: str, *, name: str) -> bool:
     return True
 
 
+TextFiles = Annotated[
+    Texts | None,
+    Option(
+        help="UTF-8 text, several by repeating it; six shipped ones if omitted.",
+        flag="--text",
+        metavar="FILE",
+        parse=read_texts,
+        several=True,
+    ),
+]
+
+
 def plan(
     model: Annotated[
         Any,
@@ -40,16 +52,7 @@ def plan(
     ],
     backends: shared.Backends = None,
     *,
-    texts: Annotated[
-        Texts | None,
-        Option(
-            help="UTF-8 text, several by repeating it; six shipped ones if omitted.",
-            flag="--text",
-            metavar="FILE",
-            parse=read_texts,
-            several=True,
-        ),
-    ] = None,
+    texts: TextFiles = None,
     tokenizer: Any = None,
     seq_len: Annotated[
         int | None,
@@ -84,7 +87,7 @@ def plan(
     named = named_texts(texts)
     workload = settle(Workload(dtype=dtype, device=device, threads=threads, seed=seed))
     chosen = select(backends, options, exclude=exclude)
-    chosen = tuple(sorted(chosen, key=_promising)) if backends is None else chosen
+    chosen = tuple(sorted(chosen, key=promising)) if backends is None else chosen
 
     from efficient_attn.studies.swap.model import Subject, candidates, load
 
@@ -103,7 +106,7 @@ def plan(
     )
 
 
-def _promising(variant: Variant) -> int:
+def promising(variant: Variant) -> int:
     """Place in the order of measurement, for the default selection."""
     first = (YARDSTICK, *_MOST_SIMILAR)
     return first.index(variant.backend) if variant.backend in first else len(first)

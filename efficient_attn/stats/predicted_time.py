@@ -1,0 +1,175 @@
+"""Predicted time of a call at any length, number of heads and head dimension, from a few short calls.
+
+A call has a fixed part, a part per token that all heads share (steps of a loop over chunks), and one part per
+kind of counted operation, each at a constant rate of this machine:
+
+    t = a + b · tokens + c · products + d · exponentials + e · bytes,   a, b, c, d, e ≥ 0
+
+The numbers are fitted per backend to measured calls, by least squares of relative residuals. Counts hold the
+dependence on length, heads, head dimension and batch; dtype, device, threads and causality of a prediction
+are the measured ones, since each selects other kernels. Calls of several shapes tell the parts apart; calls
+of one shape suffice to predict this shape at other lengths.
+
+The interval is multiplicative. Each measured call is predicted from the others; the scatter of these
+predictions, times Student's quantile, is the half-width of the logarithm. Prediction beyond the longest
+measured call is an extrapolation: its interval is as wide as the one for the calls left out.
+"""
+
+import itertools
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from efficient_attn.runner.record import Case, Record, replace
+from efficient_attn.stats.rounds import call_time
+from efficient_attn.stats.significance import quantile
+
+Floats = NDArray[np.float64]
+
+# Probability on each side of an interval.
+_OUTSIDE = 0.025
+
+# Calls from which rates and their scatter are fitted.
+FEWEST_CALLS = 3
+
+# Lengths between which crossovers are sought, and their number per doubling.
+_SHORTEST, _LONGEST, _STEPS = 32, 1 << 17, 4
+
+# Exponents beyond this leave the range of floats.
+_WIDEST = 100.0
+
+
+class Predicted(NamedTuple):
+    """A prediction with a 95 % interval; an end of a crossover beyond the searched lengths is None."""
+
+    value: float | None
+    low: float | None
+    high: float | None
+
+
+@dataclass(frozen=True)
+class TimeModel:
+    """Time of a backend at any size.
+
+    Attributes:
+        case: One of the measured cases; predictions share its options, dtype, device, threads and causality.
+        target: Backend, as any argument of `build`.
+        rates: Seconds per call, token, operation of a matrix product, exponential and byte.
+        scatter: Root mean square of ln(predicted / measured) of calls that the fit did not use.
+        calls: Number of measured calls.
+    """
+
+    case: Case
+    target: Any
+    rates: tuple[float, ...]
+    scatter: float
+    calls: int
+
+    def time_s(self, **sizes: int) -> Predicted:
+        """Predicted time of a call; `sizes` are fields of a case, such as tokens=4096, num_heads=16."""
+        value, factor = self._value(sizes), _factor(self.scatter, self.calls)
+        return Predicted(value, value / factor, value * factor)
+
+    def speed(self, exact: "TimeModel", **sizes: int) -> Predicted:
+        """Predicted speed-up over exact attention; above 1 this backend is faster."""
+        ratio, factor = exact._value(sizes) / self._value(sizes), self._factor(exact)
+        return Predicted(ratio, ratio / factor, ratio * factor)
+
+    def crossover(self, exact: "TimeModel", **sizes: int) -> Predicted:
+        """Predicted length from which this backend is faster than exact attention."""
+        count = int(math.log2(_LONGEST / _SHORTEST)) * _STEPS + 1
+        lengths = np.geomspace(_SHORTEST, _LONGEST, count)
+        logs = np.array(
+            [
+                math.log(exact._value(at) / self._value(at))
+                for at in ({**sizes, "tokens": round(n)} for n in lengths)
+            ]
+        )
+        half = math.log(self._factor(exact))
+        return Predicted(*(_last_rise(lengths, logs - level) for level in (0.0, -half, half)))
+
+    def _factor(self, exact: "TimeModel") -> float:
+        return _factor(math.hypot(self.scatter, exact.scatter), min(self.calls, exact.calls))
+
+    def _value(self, sizes: Mapping[str, int]) -> float:
+        return float(np.dot(self.rates, _counts(replace(self.case, **sizes), self.target)))
+
+
+def time_models(records: Iterable[Record], targets: Mapping[str, Any] | None = None) -> dict[str, TimeModel]:
+    """Models of all backends with enough measured calls, by label.
+
+    Args:
+        records: Times of attention alone, of one dtype, device, number of threads and causality.
+        targets: Backends by label, where the name in the records is not sufficient.
+    """
+    groups: dict[str, list[Record]] = {}
+    for record in records:
+        if record.case.kind == "time" and record.status == "ok" and record.times_s:
+            groups.setdefault(record.case.label, []).append(record)
+    return {
+        label: _fit(group, (targets or {}).get(label, group[0].case.backend))
+        for label, group in groups.items()
+        if len(group) >= FEWEST_CALLS
+    }
+
+
+def _fit(records: Sequence[Record], target: Any) -> TimeModel:
+    times_s = np.array([call_time(record).median for record in records])
+    # Shares of a call: every row sums to one where the prediction equals the measurement.
+    shares = np.array([_counts(record.case, target) for record in records]) / times_s[:, None]
+    others = ~np.eye(len(times_s), dtype=bool)
+    missed = [math.log(shares[n] @ _rates(shares[others[n]])) for n in range(len(times_s))]
+    scatter = math.sqrt(float(np.mean(np.square(missed))))
+    return TimeModel(records[0].case, target, tuple(_rates(shares)), scatter, len(records))
+
+
+def _rates(shares: Floats) -> Floats:
+    """Non-negative rates whose shares sum to one, by least squares over all subsets of the parts."""
+    units = np.abs(shares).max(axis=0)
+    scaled = shares / np.where(units > 0, units, 1.0)
+    best, least = np.zeros(scaled.shape[1]), math.inf
+    parts = range(scaled.shape[1])
+    for chosen in itertools.chain.from_iterable(itertools.combinations(parts, n + 1) for n in parts):
+        found = np.linalg.lstsq(scaled[:, chosen], np.ones(len(scaled)), rcond=None)[0]
+        missed = float(np.square(scaled[:, chosen] @ found - 1).sum())
+        # A part more is no better where it explains nothing.
+        if (found >= 0).all() and missed < least - 1e-12:
+            best, least = np.zeros(scaled.shape[1]), missed
+            best[list(chosen)] = found
+    return best / np.where(units > 0, units, 1.0)
+
+
+def _counts(case: Case, target: Any) -> tuple[float, ...]:
+    return _cached_counts(replace(case, label=""), target)
+
+
+@cache
+def _cached_counts(case: Case, target: Any) -> tuple[float, ...]:
+    """A call, its tokens, operations of matrix products, exponentials and bytes."""
+    # Reports are drawn without torch.
+    from efficient_attn.runner.counting import attention_cost
+
+    cost = attention_cost(case, target)
+    moved = cost.moved_bytes + cost.kept_bytes
+    return 1.0, float(case.tokens), float(cost.flops), float(cost.exponentials), float(moved)
+
+
+def _factor(scatter: float, calls: int) -> float:
+    return math.exp(min(quantile(_OUTSIDE, max(calls - 1, 1)) * scatter, _WIDEST))
+
+
+def _last_rise(lengths: Floats, logs: Floats) -> float | None:
+    """The length above which all values are positive, interpolated; None if there is none."""
+    behind = np.flatnonzero(logs <= 0)
+    if not len(behind):
+        return float(lengths[0])
+    start = int(behind[-1])
+    if start == len(logs) - 1:
+        return None
+    here, there = logs[start], logs[start + 1]
+    return float(lengths[start] * (lengths[start + 1] / lengths[start]) ** (-here / (there - here)))

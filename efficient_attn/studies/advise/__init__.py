@@ -1,0 +1,26 @@
+"""Length from which an efficient attention pays, at what loss: on shipped activations, or in a model."""
+
+from functools import partial
+
+from efficient_attn.runner.quantity import MATTERS, QUANTITIES, register, setting
+from efficient_attn.studies.advise.plan import plan
+from efficient_attn.studies.study import Study
+
+register(kinds={"prediction": "speed-up over exact attention, predicted from short calls"})
+
+_number, _text = partial(setting, type="number", threshold=MATTERS), partial(setting, type="text")
+
+STUDY = Study(
+    name="advise",
+    plan=plan,
+    folder=__name__,
+    kinds=("prediction",),
+    quantities=(
+        *(QUANTITIES[name] for name in ("output_relative_error", "time_s")),
+        _number("predicted_speed", "", "Speed-up, predicted from earlier records."),
+        _number("predicted_speed_low", "", "Lower end of the interval of predicted_speed."),
+        _number("predicted_speed_high", "", "Upper end of the interval of predicted_speed."),
+        _text("chosen_layers", "", "Backend of each replaced layer, JSON."),
+        _text("attached_layers", "", "Backends of all attention modules, JSON."),
+    ),
+)

@@ -1,0 +1,157 @@
+"""The advice without a model: one row per backend with errors, speed and crossover, and the conclusion."""
+
+import math
+from collections.abc import Iterable, Sequence
+from statistics import median
+from typing import NamedTuple
+
+from efficient_attn.report.error_table import CONCATENATED, CONCATENATED_NOTE, describe, show_error
+from efficient_attn.report.notes import calibration_note, failure_notes, setting
+from efficient_attn.report.table import Table, show_range, show_ratio, three_digits
+from efficient_attn.runner.records import Record
+from efficient_attn.runner.sizes import MEAN_OF_VALUES
+from efficient_attn.stats.candidates import missing
+from efficient_attn.stats.curves import DENSE, YARDSTICK, curves
+from efficient_attn.stats.noise_warnings import COULD_NOT_TELL, IDLE, disturbance
+from efficient_attn.studies.bench.crossover import Gain, gains
+from efficient_attn.studies.bench.tables import crossover_cells
+from efficient_attn.studies.compare.analysis import asked_error
+from efficient_attn.studies.view import Environment
+
+_NONE = "–"
+_NOTES = (
+    "error: ‖out − exact‖ / ‖exact‖ against exact attention in float64, median over layers and in brackets "
+    f"the worst layer; {MEAN_OF_VALUES}: an error above it is worse than no attention.",
+    "predicted: from calls of at most 1024 tokens and the counted operations, with a 95 % interval; backends "
+    "that are clearly slower by it, or no nearer than the mean of V, are not timed beyond 1024 tokens.",
+    "faster from: tokens above which a call is faster than one of exact.",
+)
+
+# Length and source of inputs.
+Place = tuple[int, str]
+
+
+class Row(NamedTuple):
+    """One backend.
+
+    Attributes:
+        errors: Relative errors of the layers by length and source, the real length first.
+        gain: Measured speed-up at the longest timed length; None: not timed.
+        predicted: Record of the predicted speed-up at the longest length.
+        crossover: Length from which it is faster, in words; empty if too few lengths were timed.
+    """
+
+    label: str
+    backend: str
+    errors: dict[Place, list[float]]
+    gain: Gain | None
+    predicted: Record | None
+    crossover: str
+
+
+def attention_tables(records: Sequence[Record], environment: Environment) -> list[Table]:
+    """Errors at every length, speed at the longest, and the crossover."""
+    rows = _rows(records)
+    places = sorted({place for row in rows for place in row.errors})
+    heads = (f"error, {describe(source)}, {tokens} tokens" for tokens, source in places)
+    body = tuple(
+        (row.label, *(_error(row, place) for place in places), _speed(row), row.crossover) for row in rows
+    )
+    concatenated = any(source == CONCATENATED for _, source in places)
+    failed = failure_notes(one for one in records if one.status not in ("ok", "skipped"))
+    notes = (*_NOTES, *calibration_note(records), *([CONCATENATED_NOTE] if concatenated else ()), *failed)
+    columns = ("backend", *heads, "speed, exact = 1", "faster from")
+    return [Table(f"Attention alone: {setting(records[0].case)}", columns, body, notes)] if rows else []
+
+
+def attention_sentences(records: Sequence[Record], environment: Environment) -> list[str]:
+    """The backends within the error limit, and the length from which each is faster."""
+    rows, times = _rows(records), [one for one in records if one.case.kind == "time"]
+    if not times:
+        return []
+    limit = asked_error(environment)
+    known = [row for row in rows if row.errors and row.backend not in (YARDSTICK, DENSE, MEAN_OF_VALUES)]
+    near = [row for row in known if max(map(max, row.errors.values())) <= limit]
+    places = sorted({place for row in rows for place in row.errors})
+    at = " and ".join(f"{tokens} tokens ({describe(source)})" for tokens, source in places)
+    left = missing(environment, {row.label for row in rows})
+    load = disturbance(times, environment)
+    text = f"Attention alone on this machine ({setting(times[0].case)}), at {at}: "
+    if near:
+        text += f"within {100 * limit:g} % of exact on every layer: {_names(near, timed=load is None)}."
+    else:
+        text += f"nothing but exact is within {100 * limit:g} % of it on every layer"
+        text += " so far" if left else ", so stay with exact"
+        text += f"; nearest: {_names(known[:1], timed=load is None)}." if known else "."
+    if load is not None:
+        text += f" From which length anything is faster: {COULD_NOT_TELL}: {load}; {IDLE}."
+    return [text + left + left_out(records)]
+
+
+def left_out(records: Sequence[Record]) -> str:
+    """A remark on points that did not fit; empty if all did."""
+    count = sum(record.status == "skipped" for record in records)
+    return f" {count} points did not fit: --resume with a larger --budget measures them." if count else ""
+
+
+def _rows(records: Sequence[Record]) -> list[Row]:
+    """All backends with an error or a time, the smallest error first."""
+    errors: dict[str, dict[Place, list[float]]] = {}
+    for record in records:
+        if record.case.kind == "error" and record.output_relative_error is not None:
+            place = record.case.tokens, record.case.inputs.partition("(")[0]
+            own = errors.setdefault(record.case.label, {})
+            own.setdefault(place, []).append(record.output_relative_error)
+    by_length = sorted(records, key=lambda record: record.case.tokens)
+    times = curves(records, "time_s")
+    starts, found = crossover_cells(times), {gain.label: gain for gain in gains(times)}
+    predicted = {one.case.label: one for one in by_length if one.predicted_speed}
+    made = [
+        Row(
+            label,
+            backend,
+            dict(sorted(errors.get(label, {}).items())),
+            found.get(label),
+            predicted.get(label),
+            starts.get(label, ""),
+        )
+        for label, backend in {one.case.label: one.case.backend for one in records}.items()
+        if label in errors or label in found
+    ]
+    return sorted(made, key=_order)
+
+
+def _order(row: Row) -> tuple[bool, float]:
+    """Exact attention, then the smallest error at the real length."""
+    return row.backend != YARDSTICK, next((median(all_) for all_ in row.errors.values()), math.inf)
+
+
+def _error(row: Row, place: Place) -> str:
+    """`0.19 (0.22)`: the median over layers, and the worst layer."""
+    errors = row.errors.get(place)
+    if errors is None:
+        return _NONE
+    middle, worst = show_error(median(errors)), show_error(max(errors))
+    return worst if worst == middle else f"{middle} ({worst})"
+
+
+def _speed(row: Row) -> str:
+    """`5.3x at 8192`, or `predicted 3.1x (2.2 to 4.4) at 8192` where it was not timed that far."""
+    if row.backend == YARDSTICK:
+        return "1"
+    one = row.predicted
+    if one is not None and (row.gain is None or row.gain.tokens < one.case.tokens):
+        interval = show_range(one.predicted_speed_low or 0.0, one.predicted_speed_high or 0.0)
+        return f"predicted {three_digits(one.predicted_speed)}x ({interval}) at {one.case.tokens}"
+    return _NONE if row.gain is None else f"{show_ratio(row.gain.ratio)} at {row.gain.tokens}"
+
+
+def _names(found: Iterable[Row], *, timed: bool) -> str:
+    """`window (error 0.52 and 0.97; faster from: 360 (290 to 440); speed 8.5x at 4096, exact = 1)`."""
+    texts = []
+    for row in found:
+        errors = " and ".join(show_error(max(all_)) for all_ in row.errors.values())
+        start = f"; faster from: {row.crossover}" if row.crossover else ""
+        speed = f"; speed {_speed(row)}, {YARDSTICK} = 1" if row.gain or row.predicted else ""
+        texts.append(f"{row.label} (error {errors}{f'{start}{speed}' if timed else ''})")
+    return ", ".join(texts)

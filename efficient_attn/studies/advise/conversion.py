@@ -1,0 +1,239 @@
+"""Points of an advice for a model: at every length quality, gain, a plan of layers, and its verification."""
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from efficient_attn.errors import DataError, UnsupportedError
+from efficient_attn.integrations.transformers.assignment import Choice
+from efficient_attn.integrations.transformers.loading import Opened, positions, token_ids
+from efficient_attn.runner import worker
+from efficient_attn.runner.record import Case, Record, replace
+from efficient_attn.runner.sizes import MEAN_OF_VALUES, OWN, SEED
+from efficient_attn.runner.variants import DENSE, YARDSTICK, Variant
+from efficient_attn.stats.rounds import call_time, time_ratio
+from efficient_attn.studies.advise.choice import best_layers
+from efficient_attn.studies.advise.findings import HELD_OUT, PLAN, PROBE, Findings
+from efficient_attn.studies.costs import cost_points
+from efficient_attn.studies.plan import Point
+from efficient_attn.studies.swap import measure
+from efficient_attn.studies.swap.analysis import KL, MEAN_POOL
+from efficient_attn.studies.swap.model import Subject
+from efficient_attn.studies.workload import Workload
+
+# Shares of the limit that the summed losses of a plan may reach: a later one where an earlier plan misses it.
+ATTEMPTS = (1.0, 0.5, 0.25)
+
+_OWN = Variant(backend=OWN, label=OWN, target=OWN)
+
+
+def texts_of_lengths(
+    opened: Opened, texts: Mapping[str, str], workload: Workload, lengths: Sequence[int]
+) -> tuple[list[tuple[Subject, Subject]], list[str]]:
+    """Texts that choose and texts that verify, for each length that model and texts have; other lengths.
+
+    Raises:
+        DataError: If no length can be measured.
+    """
+    found, notes, most = [], [], positions(opened)
+    for tokens in lengths:
+        long = [
+            name for name, text in texts.items() if token_ids(opened, text, most=tokens).shape[1] == tokens
+        ]
+        if most is not None and tokens > most:
+            notes.append(f"Not measured at {tokens} tokens: the model has {most} positions.")
+        elif len(long) < 2:
+            notes.append(
+                f"Not measured at {tokens} tokens: {len(long)} of {len(texts)} texts are that long; two are "
+                "needed, one to choose by and one to verify on."
+            )
+        else:
+            parts = ({name: texts[name] for name in group} for group in (long[::2], long[1::2]))
+            choosing, held_out = (Subject.of(opened, one, workload, seq_len=tokens) for one in parts)
+            # Equal texts are measured twice too.
+            shared = {**held_out.shared, "inputs": f"{held_out.shared['inputs']}{HELD_OUT}"}
+            found.append((choosing, replace(held_out, shared=shared, calibration=choosing.texts[0])))
+    if not found:
+        raise DataError(f"No length can be measured. {' '.join(notes)}")
+    return found, notes
+
+
+def loss_of(subject: Subject) -> str:
+    """Quantity of the loss: divergence of the next token, or 1 − cosine of an encoder's embeddings."""
+    if subject.sites.causal and not subject.predicts:
+        raise UnsupportedError("advise needs an encoder, or a decoder with a language-model head.")
+    return KL if subject.predicts else MEAN_POOL
+
+
+def short_calls(variants: Sequence[Variant], subject: Subject, *, rounds: int) -> list[Point]:
+    """Times of attention alone in the shape of the model, for predictions."""
+    shared = {key: value for key, value in subject.shared.items() if key not in ("tokens", "inputs")}
+    chosen = [one for one in variants if one.backend != MEAN_OF_VALUES]
+    return cost_points(chosen, PROBE, shared, measure=worker.measure, rounds=rounds, kinds=("time",))
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ModelAtLength:
+    """A model at one length; later points depend on the records of earlier ones.
+
+    Attributes:
+        choosing: Texts by which layers are chosen.
+        held_out: Texts on which the plan is verified.
+        quantity, limit: Loss of the outputs and its target.
+    """
+
+    choosing: Subject
+    held_out: Subject
+    variants: Sequence[Variant]
+    findings: Findings
+    quantity: str
+    limit: float
+    rounds: int
+
+    def points(self) -> Iterator[Point]:
+        """All layers replaced, their times, single layers, then plans and the verification."""
+        for variant in self.variants:
+            yield self._distance(variant, None, partial(self._may_be_faster, variant))
+        for variant in (_OWN, *self.variants):
+            yield self._time(self.choosing, variant, partial(self._may_be_faster, variant))
+        for variant in self._replacing:
+            for layer in self.choosing.sites.layers:
+                yield self._distance(variant, layer, partial(self._is_no_slower, variant))
+        for number, _ in enumerate(ATTEMPTS):
+            yield self._plan(self.choosing, f"{PLAN} {number + 1}", partial(self._chosen, number))
+        yield self._plan(self.held_out, PLAN, self._accepted)
+        for variant in (_OWN, _plan_variant(PLAN)):
+            yield self._time(self.held_out, variant, lambda: bool(self._accepted()))
+
+    @property
+    def _replacing(self) -> list[Variant]:
+        """Variants that may stand in a plan."""
+        return [one for one in self.variants if one.backend not in (YARDSTICK, DENSE, MEAN_OF_VALUES)]
+
+    def _may_be_faster(self, variant: Variant) -> bool:
+        """Whether a variant is a baseline, or not clearly slower by prediction."""
+        tokens = self.choosing.shared["tokens"]
+        return variant.backend in (OWN, MEAN_OF_VALUES) or not self.findings.too_slow(variant.label, tokens)
+
+    def _is_no_slower(self, variant: Variant) -> bool:
+        """Whether the model with the variant in all layers is not clearly slower."""
+        own, its = (self._record("time", one) for one in (_OWN, variant))
+        return own is not None and its is not None and time_ratio(its, own).side_of_one >= 0
+
+    def _distance(self, variant: Variant, layer: int | None, needed: Callable[[], bool]) -> Point:
+        case = self.choosing.case("swap", variant, layer)
+        return Point(
+            case=case,
+            measure=partial(self._compare, case, variant, self.choosing),
+            label=f"{variant.label}, {case.tokens} tokens, "
+            f"{'all layers' if layer is None else f'layer {layer}'}",
+            series=(variant.label, case.tokens),
+            calls=len(self.choosing.texts),
+            needs=None if layer is None else self.choosing.case("swap", variant),
+            needed=needed,
+        )
+
+    def _time(self, subject: Subject, variant: Variant, needed: Callable[[], bool]) -> Point:
+        """Times in turns with the other times on these texts."""
+        case = subject.case("time", variant)
+
+        def timed(*, seconds: float) -> Record:
+            chosen = self._variant(self._accepted()) if variant.backend == PLAN else variant
+            return measure.cost(case, chosen, subject, seconds=seconds)
+
+        return Point(
+            case=case,
+            measure=timed,
+            rounds=self.rounds,
+            label=f"{variant.label}, {case.tokens} tokens, time",
+            group=case.inputs,
+            series=(variant.label, case.tokens),
+            needed=needed,
+        )
+
+    def _plan(self, subject: Subject, label: str, chosen: Callable[[], Mapping[int, str]]) -> Point:
+        """Loss of the layers that are chosen when the point is due; dropped where none is."""
+        case = subject.case("swap", _plan_variant(label))
+
+        def measured() -> Record:
+            layers = chosen()
+            with measure.replaced(self._variant(layers), subject):
+                attached = subject.model.config.efficient_attn
+            return replace(
+                self._compare(case, self._variant(layers), subject),
+                chosen_layers=json.dumps(layers),
+                attached_layers=json.dumps(attached),
+                predicted_speed=self._predicted_speed(layers),
+            )
+
+        return Point(
+            case=case,
+            measure=measured,
+            label=f"{label}, {case.tokens} tokens",
+            needed=lambda: bool(chosen()),
+        )
+
+    def _compare(self, case: Case, variant: Variant, subject: Subject) -> Record:
+        self.findings.keep_outputs_of(subject)
+        return measure.distance(case, variant, subject, draws=1)
+
+    def _record(self, kind: str, variant: Variant, layer: int | None = None) -> Record | None:
+        """A successful measurement on the texts that choose."""
+        found = self.findings.records.get(self.choosing.case(kind, variant, layer).key)
+        return found if found is not None and found.status == "ok" else None
+
+    def _gains_s(self) -> dict[str, float]:
+        """Seconds that one replaced layer gains, by label; losses are left out."""
+        own, found = self._record("time", _OWN), {}
+        for variant in self._replacing:
+            its = self._record("time", variant)
+            if own is not None and its is not None:
+                gain_s = call_time(own).median - call_time(its).median
+                found[variant.label] = gain_s / len(self.choosing.sites.layers)
+        return {label: gain_s for label, gain_s in found.items() if gain_s > 0}
+
+    def _losses(self, layer: int | None) -> dict[str, float]:
+        """Loss with one layer replaced, or all of them, by label."""
+        records = {one.label: self._record("swap", one, layer) for one in self._replacing}
+        return {label: getattr(one, self.quantity) for label, one in records.items() if one is not None}
+
+    def _chosen(self, number: int) -> Mapping[int, str]:
+        """Label of the backend of each layer in an attempt; empty after a plan within the target."""
+        layers, gains_s, limit = self.choosing.sites.layers, self._gains_s(), ATTEMPTS[number] * self.limit
+        if limit <= 0 or self._accepted():
+            return {}
+        mixed = best_layers({layer: self._losses(layer) for layer in layers}, gains_s, limit)
+        whole = [label for label, loss in self._losses(None).items() if loss <= limit and label in gains_s]
+        plans = [mixed, *(dict.fromkeys(layers, label) for label in whole)]
+        return max(plans, key=lambda plan: sum(gains_s[label] for label in plan.values()))
+
+    def _accepted(self) -> Mapping[int, str]:
+        """Layers of the first attempt within the target."""
+        for number, _ in enumerate(ATTEMPTS):
+            record = self._record("swap", _plan_variant(f"{PLAN} {number + 1}"))
+            if record is not None and getattr(record, self.quantity) <= self.limit:
+                return {int(layer): label for layer, label in json.loads(record.chosen_layers).items()}
+        return {}
+
+    def _predicted_speed(self, layers: Mapping[int, str]) -> float | None:
+        """Speed-up of the model from the gains of its layers."""
+        own, gains_s = self._record("time", _OWN), self._gains_s()
+        if own is None:
+            return None
+        own_s = call_time(own).median
+        return own_s / (own_s - sum(gains_s[label] for label in layers.values()))
+
+    def _variant(self, layers: Mapping[int, str]) -> Variant:
+        """The backends of the layers as one variant."""
+        known = {one.label: one for one in self.variants}
+        chosen: dict[int, Any] = {}
+        for layer, label in layers.items():
+            options = {key: value for key, value in known[label].options.items() if key != SEED}
+            chosen[layer] = Choice(known[label].target, options)
+        return replace(_plan_variant(PLAN), target=chosen)
+
+
+def _plan_variant(label: str) -> Variant:
+    return Variant(backend=PLAN, label=label, target={})

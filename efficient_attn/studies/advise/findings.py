@@ -1,0 +1,72 @@
+"""Records of a run so far, by which later points are dropped."""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from statistics import median
+from typing import Any
+
+from efficient_attn.runner.record import Record
+from efficient_attn.runner.sizes import MEAN_OF_VALUES
+from efficient_attn.runner.variants import YARDSTICK, Variant
+from efficient_attn.stats.predicted_time import Predicted, time_models
+
+# Lengths of the short calls from which longer ones are predicted: a few seconds for all backends.
+PROBE = (256, 512, 768, 1024)
+
+# Backend and label of a plan: a backend for each layer of a model.
+PLAN = "plan"
+
+# Kind and subject of times of attention alone.
+_TIMES = ("time", "attention")
+
+# End of the inputs of texts that verify a plan.
+HELD_OUT = ", held out"
+
+
+class Findings:
+    """The last record of every case, and predictions from them."""
+
+    def __init__(self, variants: Sequence[Variant]) -> None:
+        self._targets: dict[str, Any] = {one.label: one.target for one in variants}
+        self._models = lru_cache(maxsize=1)(lambda short: time_models(short, self._targets))
+        self._subject: Any = None
+        self.records: dict[str, Record] = {}
+
+    def add(self, record: Record) -> None:
+        """Take in a record of the run, or of an earlier one."""
+        self.records[record.case.key] = record
+
+    def speed(self, label: str, tokens: int) -> Predicted | None:
+        """Predicted speed-up of attention alone over exact attention; None with too few short calls."""
+        attention = [one for one in self.records.values() if (one.case.kind, one.case.of) == _TIMES]
+        models = self._models(tuple(one for one in attention if one.case.tokens <= PROBE[-1]))
+        if label not in models or YARDSTICK not in models:
+            return None
+        return models[label].speed(models[YARDSTICK], tokens=tokens)
+
+    def too_slow(self, label: str, tokens: int) -> bool:
+        """Whether attention alone is clearly slower than exact attention, by prediction."""
+        speed = self.speed(label, tokens) if tokens >= PROBE[0] else None
+        return speed is not None and speed.high is not None and speed.high < 1
+
+    def no_nearer(self, label: str) -> bool:
+        """Whether the error is no less than the error of the mean of the values."""
+        own, mean = self._error(label), self._error(MEAN_OF_VALUES)
+        return own is not None and mean is not None and own >= mean
+
+    def keep_outputs_of(self, subject: Any) -> None:
+        """Free the exact outputs of other texts."""
+        if self._subject is not subject:
+            vars(self._subject or subject).pop("exact", None)
+            self._subject = subject
+
+    def _error(self, label: str) -> float | None:
+        """Relative error of attention at the real length, median over layers; None if not measured."""
+        known = [
+            (one.case.tokens, one.output_relative_error)
+            for one in self.records.values()
+            if one.case.kind == "error" and one.case.label == label and one.output_relative_error is not None
+        ]
+        shortest = min((tokens for tokens, _ in known), default=0)
+        errors = [error for tokens, error in known if tokens == shortest]
+        return median(errors) if errors else None

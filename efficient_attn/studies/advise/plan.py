@@ -1,0 +1,157 @@
+"""Plan of an advice: the cheapest and most promising points first, others left out by prediction."""
+
+from collections.abc import Sequence
+from hashlib import sha256
+from typing import Annotated, Any
+
+from efficient_attn.errors import OptionError
+from efficient_attn.measure.texts import named_texts
+from efficient_attn.problem import positive_count
+from efficient_attn.runner.isolation import DEFAULT_ISOLATION, DEFAULT_TIMEOUT_S
+from efficient_attn.runner.sizes import MODEL
+from efficient_attn.runner.units import parse_sizes
+from efficient_attn.runner.variants import YARDSTICK, Variant, select
+from efficient_attn.stats.candidates import CANDIDATES
+from efficient_attn.studies import options as shared
+from efficient_attn.studies.compare.plan import DEFAULT_MAX_ERROR, MAX_ERROR
+from efficient_attn.studies.costs import measurer_for
+from efficient_attn.studies.plan import Plan, Point
+from efficient_attn.studies.study import Option
+from efficient_attn.studies.swap.plan import TextFiles, promising
+from efficient_attn.studies.workload import Workload, settle
+
+# Seconds for the shipped activations.
+_BUDGET_S = 120.0
+# Seconds for a model.
+_MODEL_BUDGET_S = 300.0
+
+# Key of a run's environment that holds the target of a model.
+LIMIT = "target"
+
+
+def plan(
+    model: Annotated[
+        Any,
+        Option(
+            help="Folder of a Hugging Face transformers model; shipped activations if omitted.",
+            metavar="MODEL_FOLDER",
+            parse=shared.parse_text,
+            argument=True,
+        ),
+    ] = None,
+    backends: shared.Backends = None,
+    *,
+    texts: TextFiles = None,
+    tokenizer: Any = None,
+    seq_lens: shared.SeqLens = (512, 1024, 2048, 4096, 8192),
+    min_cosine: Annotated[
+        float, Option(help="Least cosine of an encoder's embeddings with the exact ones.", least=0, most=1)
+    ] = 0.99,
+    max_kl: Annotated[
+        float, Option(help="Largest divergence of a causal model's next token, nats.", least=0)
+    ] = 0.05,
+    max_error: Annotated[
+        float, Option(help="Relative output error without a model; 0.1 is 10 %.")
+    ] = DEFAULT_MAX_ERROR,
+    options: shared.Settings = None,
+    exclude: shared.Exclude = None,
+    draws: shared.Draws = 2,
+    causal: shared.Causal = False,
+    dtype: shared.Dtype = "float32",
+    device: shared.Device = "auto",
+    threads: shared.Threads = None,
+    rounds: shared.Rounds = 4,
+    memory_limit: shared.MemoryLimit = "70%",
+    isolate: shared.Isolate = DEFAULT_ISOLATION,
+    timeout_s: shared.Timeout = DEFAULT_TIMEOUT_S,
+    name: Annotated[str | None, Option(help="Name of the model in records; the folder's if omitted.")] = None,
+    seed: shared.Seed = 0,
+) -> Plan:
+    """Find the length from which an efficient attention pays, and at what loss.
+
+    Without a model the shipped activations of a real encoder decide, attention alone: errors at their length
+    and on four concatenated documents, times at all lengths. With a model each layer gets the backend that
+    gains most within the target; the plan is verified end to end on texts that did not choose it, and
+    written to layers.json for `attach` and `load`. Predicted times leave out backends that would be slower.
+
+    Example: efficient-attn advise --seq-len 512:8192:x2
+
+    Example: efficient-attn advise MODEL --text a.txt --text b.txt --budget 5m
+    """
+    if not 0 < max_error < float("inf"):
+        raise OptionError(f"max_error is a finite number above 0, such as 0.1, not {max_error!r}.")
+    positive_count("draws", draws)
+    lengths = parse_sizes(seq_lens, name="seq_lens")
+    workload = settle(Workload(causal=causal, dtype=dtype, device=device, threads=threads, seed=seed))
+    variants = _variants(select(backends, options, exclude=exclude), ordered=backends is None)
+    # Help texts are shown without numpy.
+    from efficient_attn.studies.advise.findings import Findings
+
+    findings = Findings(variants)
+    measurer, limit, notes = measurer_for(
+        variants, workload, isolate=isolate, timeout_s=timeout_s, memory_limit=memory_limit
+    )
+    points: list[Point] = []
+    if model is None:
+        from efficient_attn.studies.advise.activations import activation_points
+
+        about: dict[str, Any] = {MAX_ERROR: max_error}
+        points = activation_points(
+            variants,
+            lengths,
+            workload,
+            findings,
+            draws=draws,
+            rounds=rounds,
+            measurer=measurer,
+            limit_bytes=limit,
+        )
+    else:
+        from efficient_attn.studies.advise.conversion import (
+            ModelAtLength,
+            loss_of,
+            short_calls,
+            texts_of_lengths,
+        )
+        from efficient_attn.studies.swap.analysis import KL
+        from efficient_attn.studies.swap.model import candidates, load
+
+        named, opened = named_texts(texts), load(model, tokenizer, name, workload)
+        pairs, notes = texts_of_lengths(opened, named, workload, lengths)
+        first = pairs[0][0]
+        quantity, chosen = loss_of(first), candidates(variants, first)
+        target = max_kl if quantity == KL else 1 - min_cosine
+        hashes = {key: sha256(text.encode()).hexdigest() for key, text in named.items()}
+        about = {
+            MODEL: {**opened.about, "texts": hashes},
+            LIMIT: {"quantity": quantity, "limit": target},
+        }
+        notes = [*first.notes, *notes]
+        points = short_calls(chosen, first, rounds=rounds)
+        for choosing, held_out in pairs:
+            points += ModelAtLength(
+                choosing=choosing,
+                held_out=held_out,
+                variants=chosen,
+                findings=findings,
+                quantity=quantity,
+                limit=target,
+                rounds=rounds,
+            ).points()
+    return Plan(
+        points=points,
+        device=workload.device,
+        notes=notes,
+        about={**about, CANDIDATES: [one.label for one in variants]},
+        timeout_s=timeout_s,
+        resources=measurer,
+        budget_s=_BUDGET_S if model is None else _MODEL_BUDGET_S,
+        observe=findings.add,
+    )
+
+
+def _variants(chosen: Sequence[Variant], *, ordered: bool) -> tuple[Variant, ...]:
+    """Exact attention, then the others, the most promising first."""
+    exact = [one for one in chosen if one.backend == YARDSTICK] or select([YARDSTICK])
+    others = [one for one in chosen if one.backend != YARDSTICK]
+    return (*exact, *(sorted(others, key=promising) if ordered else others))

@@ -1,0 +1,41 @@
+"""Views of the records of an advice: for a model, or for attention alone."""
+
+from collections.abc import Sequence
+
+from efficient_attn.report.table import Table
+from efficient_attn.runner.records import Record
+from efficient_attn.runner.sizes import MODEL
+from efficient_attn.studies.advise.attention_view import attention_sentences, attention_tables
+from efficient_attn.studies.advise.model_view import model_files, model_sentences, model_tables
+from efficient_attn.studies.bench.plot import cost_plot
+from efficient_attn.studies.view import Environment, Plots
+
+
+def claim(records: Sequence[Record]) -> list[Record]:
+    """No records: without an environment that names the study, its records belong to other studies."""
+    return []
+
+
+def tables(records: Sequence[Record], environment: Environment) -> list[Table]:
+    """The tables of a model, or of attention alone."""
+    return (model_tables if _of_model(records) else attention_tables)(records, environment)
+
+
+def sentences(records: Sequence[Record], environment: Environment) -> list[str]:
+    """The conclusion."""
+    return (model_sentences if _of_model(records) else attention_sentences)(records, environment)
+
+
+def plots(records: Sequence[Record], environment: Environment) -> Plots:
+    """Times against tokens: of attention alone, and of the model."""
+    times = [one for one in records if one.case.kind == "time" and one.status == "ok"]
+    return {"advise": cost_plot(times)} if times else {}
+
+
+def files(records: Sequence[Record], environment: Environment) -> dict[str, str]:
+    """The plan of a model."""
+    return model_files(records, environment) if _of_model(records) else {}
+
+
+def _of_model(records: Sequence[Record]) -> bool:
+    return any(record.case.of == MODEL for record in records)
