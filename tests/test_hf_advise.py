@@ -11,7 +11,7 @@ transformers = pytest.importorskip("transformers", minversion="5", reason="the e
 from hf_models import bert, gpt2, saved, texts
 
 import efficient_attn as ea
-from efficient_attn.errors import DataError, UnsupportedError
+from efficient_attn.errors import DataError, OptionError, UnsupportedError
 from efficient_attn.integrations.transformers import attach, load
 from efficient_attn.measure.outputs import cosine_distance
 from efficient_attn.runner.record import Record
@@ -190,6 +190,8 @@ def test_a_plan_of_another_model_or_none_is_refused(encoder, tmp_path):
             attach(model, file)
     with pytest.raises(DataError, match="Cannot read the plan"):
         attach(model, tmp_path / "missing.json")
+    with pytest.raises(OptionError, match="window=…: the file .* names the backend of every layer itself"):
+        attach(model, tmp_path / "layers.json", window=5)
 
 
 def test_a_causal_model_without_a_head_is_refused(tmp_path):

@@ -1,5 +1,6 @@
 """Operation counts of the measured call."""
 
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -50,8 +51,10 @@ def _cost(case: Case, spec: BackendSpec) -> Cost | None:
 
 def attention_cost(case: Case, target: Any) -> Cost:
     """Counted cost of attention; of a backend that counts nothing, its growth times the size of q."""
-    spec = resolve(target)
-    counted = _cost(case, spec)
+    spec, counted = resolve(target), None
+    # Counting by code of others may fail; the measurement of the case records the failure.
+    with suppress(Exception), contained():
+        counted = _cost(case, spec)
     if counted is not None:
         return counted
     numbers = case.batch * case.tokens * case.model_dim

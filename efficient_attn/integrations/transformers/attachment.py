@@ -10,7 +10,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedC
 
 from efficient_attn.backend import Backend
 from efficient_attn.backends import list_backends
-from efficient_attn.errors import UnsupportedError
+from efficient_attn.errors import OptionError, UnsupportedError
 from efficient_attn.integrations.transformers.assignment import build_all, choose
 from efficient_attn.integrations.transformers.attend import (
     NAME,
@@ -222,6 +222,9 @@ def _build(
             kind,
         )
     if is_plan_file(backend):
+        given = [name for name, value in {**kinds, **options}.items() if value is not None]
+        if given:
+            raise OptionError(f"{given[0]}=…: the file {backend} names the backend of every layer itself.")
         return sites, build_plan(model, sites, read_plan(backend), str(backend))
     return sites, build_all(sites, choose(sites, backend, kinds, options), max_tokens, seed)
 

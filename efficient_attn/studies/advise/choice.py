@@ -25,9 +25,9 @@ def best_layers(
     for layer, by_label in losses.items():
         extended = dict(best)
         for used, (gain_s, chosen) in best.items():
-            for label, loss in by_label.items():
-                total = used + max(math.ceil(loss / limit * _PARTS), 0)
-                more_s = gain_s + gains_s.get(label, 0.0)
+            for label in by_label.keys() & gains_s.keys():
+                total = used + max(math.ceil(by_label[label] / limit * _PARTS), 0)
+                more_s = gain_s + gains_s[label]
                 if total <= _PARTS and more_s > extended.get(total, (gain_s, {}))[0]:
                     extended[total] = more_s, {**chosen, layer: label}
         best = extended

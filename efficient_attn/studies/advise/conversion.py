@@ -1,6 +1,7 @@
 """Points of an advice for a model: at every length quality, gain, a plan of layers, and its verification."""
 
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -195,9 +196,14 @@ class ModelAtLength:
         return {label: gain_s for label, gain_s in found.items() if gain_s > 0}
 
     def _losses(self, layer: int | None) -> dict[str, float]:
-        """Loss with one layer replaced, or all of them, by label."""
-        records = {one.label: self._record("swap", one, layer) for one in self._replacing}
-        return {label: getattr(one, self.quantity) for label, one in records.items() if one is not None}
+        """Finite loss with one layer replaced, or all of them, by label."""
+        losses = {one.label: self._loss(self._record("swap", one, layer)) for one in self._replacing}
+        return {label: loss for label, loss in losses.items() if loss < math.inf}
+
+    def _loss(self, record: Record | None) -> float:
+        """Loss of a record; infinite where it has none."""
+        loss = None if record is None else getattr(record, self.quantity)
+        return math.inf if loss is None or math.isnan(loss) else float(loss)
 
     def _chosen(self, number: int) -> Mapping[int, str]:
         """Label of the backend of each layer in an attempt; empty after a plan within the target."""
@@ -213,7 +219,7 @@ class ModelAtLength:
         """Layers of the first attempt within the target."""
         for number, _ in enumerate(ATTEMPTS):
             record = self._record("swap", _plan_variant(f"{PLAN} {number + 1}"))
-            if record is not None and getattr(record, self.quantity) <= self.limit:
+            if record is not None and self._loss(record) <= self.limit:
                 return {int(layer): label for layer, label in json.loads(record.chosen_layers).items()}
         return {}
 
