@@ -51,7 +51,8 @@ def _cost(case: Case, spec: BackendSpec) -> Cost | None:
 
 def attention_cost(case: Case, target: Any) -> Cost:
     """Counted cost of attention; of a backend that counts nothing, its growth times the size of q."""
-    spec, counted = resolve(target), None
+    spec = resolve(target)
+    counted: Cost | None = None
     # Counting by code of others may fail; the measurement of the case records the failure.
     with suppress(Exception), contained():
         counted = _cost(case, spec)

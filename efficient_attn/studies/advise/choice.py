@@ -25,7 +25,7 @@ def best_layers(
     for layer, by_label in losses.items():
         extended = dict(best)
         for used, (gain_s, chosen) in best.items():
-            for label in by_label.keys() & gains_s.keys():
+            for label in [one for one in by_label if one in gains_s]:
                 total = used + max(math.ceil(by_label[label] / limit * _PARTS), 0)
                 more_s = gain_s + gains_s[label]
                 if total <= _PARTS and more_s > extended.get(total, (gain_s, {}))[0]:
