@@ -190,7 +190,7 @@ def test_a_plan_of_another_model_or_none_is_refused(encoder, tmp_path):
             attach(model, file)
     with pytest.raises(DataError, match="Cannot read the plan"):
         attach(model, tmp_path / "missing.json")
-    with pytest.raises(OptionError, match="window=…: the file .* names the backend of every layer itself"):
+    with pytest.raises(OptionError, match=r"window=…: the file .* names the backend of every layer itself"):
         attach(model, tmp_path / "layers.json", window=5)
 
 
