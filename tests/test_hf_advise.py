@@ -16,6 +16,8 @@ from efficient_attn.integrations.transformers import attach, load
 from efficient_attn.measure.outputs import cosine_distance
 from efficient_attn.runner.record import Record
 from efficient_attn.runner.sizes import MEAN_OF_VALUES, OWN
+from efficient_attn.stats.predicted_time import Predicted
+from efficient_attn.studies.advise.findings import Findings
 from efficient_attn.studies.advise.model_view import LAYERS
 from efficient_attn.studies.swap import measure
 
@@ -68,6 +70,15 @@ def test_the_plan_is_within_the_target_faster_and_told_with_its_layers(encoder):
     assert sentence.startswith(f"From {TOKENS} tokens: 2.00x as fast at {TOKENS} tokens, cosine, mean pool")
     assert "window(window=" in sentence and "in layers 0–2" in sentence
     assert f'attach(model, "{LAYERS}")' in code
+
+
+def test_the_fastest_by_prediction_is_tried_first(encoder, monkeypatch):
+    speeds = {"linformer(rank=12)": 3.0, "window(window=15)": 2.0, "window(window=5)": 1.5}
+    predicted = {label: Predicted(value, value, value) for label, value in speeds.items()}
+    monkeypatch.setattr(Findings, "speed", lambda self, label, tokens: predicted.get(label))
+    results = advise(encoder, min_cosine=0.9)
+    cases = [one.case for one in results.records if one.case.kind == "swap" and one.case.layer is None]
+    assert [case.label for case in cases if case.label in speeds] == list(speeds)
 
 
 def test_slower_backends_are_not_tried_layer_by_layer(encoder):

@@ -72,7 +72,7 @@ class Loop:
         """Measure all points; False if interrupted from the keyboard, after begun points were emitted."""
         try:
             for _, group in itertools.groupby(self._points, key=lambda point: point.group):
-                self._measure_group(list(group))
+                self._measure_group(sorted(group, key=lambda point: point.rank()))
         except KeyboardInterrupt:
             for key, parts in list(self._begun.items()):
                 self._finish(self._left[key].merge(parts))

@@ -34,6 +34,7 @@ class Point:
         needs: Case that must have been measured successfully; otherwise the point is dropped.
         skip: Reason not to measure it.
         needed: Whether the point is measured, decided when it is due; otherwise it is dropped.
+        rank: Place in its group, decided when the group begins: the least first.
     """
 
     case: Case
@@ -48,6 +49,7 @@ class Point:
     needs: Case | None = None
     skip: str | None = None
     needed: Callable[[], bool] = lambda: True
+    rank: Callable[[], float] = lambda: 0.0
 
     @property
     def shown(self) -> str:

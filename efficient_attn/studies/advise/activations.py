@@ -63,7 +63,15 @@ def activation_points(
         *short,
         *(_prediction(one.case, findings) for one in long if one.case.backend != YARDSTICK),
         *longest,
-        *(replace(one, needed=partial(_needed, one.case, findings)) for one in long),
+        *(
+            replace(
+                one,
+                needed=partial(_needed, one.case, findings),
+                # The nearest first, in case the budget ends.
+                rank=partial(findings.error, one.case.label),
+            )
+            for one in long
+        ),
     ]
 
 

@@ -51,7 +51,7 @@ class Row(NamedTuple):
 
 def attention_tables(records: Sequence[Record], environment: Environment) -> list[Table]:
     """Errors at every length, speed at the longest, and the crossover."""
-    rows = _rows(records)
+    rows = rows_of(records)
     places = sorted({place for row in rows for place in row.errors})
     heads = (f"error, {describe(source)}, {tokens} tokens" for tokens, source in places)
     body = tuple(
@@ -66,7 +66,7 @@ def attention_tables(records: Sequence[Record], environment: Environment) -> lis
 
 def attention_sentences(records: Sequence[Record], environment: Environment) -> list[str]:
     """The backends within the error limit, and the length from which each is faster."""
-    rows, times = _rows(records), [one for one in records if one.case.kind == "time"]
+    rows, times = rows_of(records), [one for one in records if one.case.kind == "time"]
     if not times:
         return []
     limit = asked_error(environment)
@@ -94,7 +94,7 @@ def left_out(records: Sequence[Record]) -> str:
     return f" {count} points did not fit: --resume with a larger --budget measures them." if count else ""
 
 
-def _rows(records: Sequence[Record]) -> list[Row]:
+def rows_of(records: Sequence[Record]) -> list[Row]:
     """All backends with an error or a time, the smallest error first."""
     errors: dict[str, dict[Place, list[float]]] = {}
     for record in records:

@@ -7,22 +7,20 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from efficient_attn.errors import DataError, UnsupportedError
+from efficient_attn.errors import UnsupportedError
 from efficient_attn.integrations.transformers.assignment import Choice
-from efficient_attn.integrations.transformers.loading import Opened, positions, token_ids
 from efficient_attn.runner import worker
 from efficient_attn.runner.record import Case, Record, replace
 from efficient_attn.runner.sizes import MEAN_OF_VALUES, OWN, SEED
 from efficient_attn.runner.variants import DENSE, YARDSTICK, Variant
 from efficient_attn.stats.rounds import call_time, time_ratio
 from efficient_attn.studies.advise.choice import best_layers
-from efficient_attn.studies.advise.findings import HELD_OUT, PLAN, PROBE, Findings
+from efficient_attn.studies.advise.findings import PLAN, PROBE, Findings
 from efficient_attn.studies.costs import cost_points
 from efficient_attn.studies.plan import Point
 from efficient_attn.studies.swap import measure
 from efficient_attn.studies.swap.analysis import KL, MEAN_POOL
 from efficient_attn.studies.swap.model import Subject
-from efficient_attn.studies.workload import Workload
 
 # Shares of the limit that the summed losses of a plan may reach: a later one where an earlier plan misses it.
 ATTEMPTS = (1.0, 0.5, 0.25)
@@ -30,35 +28,30 @@ ATTEMPTS = (1.0, 0.5, 0.25)
 _OWN = Variant(backend=OWN, label=OWN, target=OWN)
 
 
-def texts_of_lengths(
-    opened: Opened, texts: Mapping[str, str], workload: Workload, lengths: Sequence[int]
-) -> tuple[list[tuple[Subject, Subject]], list[str]]:
-    """Texts that choose and texts that verify, for each length that model and texts have; other lengths.
-
-    Raises:
-        DataError: If no length can be measured.
-    """
-    found, notes, most = [], [], positions(opened)
-    for tokens in lengths:
-        long = [
-            name for name, text in texts.items() if token_ids(opened, text, most=tokens).shape[1] == tokens
-        ]
-        if most is not None and tokens > most:
-            notes.append(f"Not measured at {tokens} tokens: the model has {most} positions.")
-        elif len(long) < 2:
-            notes.append(
-                f"Not measured at {tokens} tokens: {len(long)} of {len(texts)} texts are that long; two are "
-                "needed, one to choose by and one to verify on."
-            )
-        else:
-            parts = ({name: texts[name] for name in group} for group in (long[::2], long[1::2]))
-            choosing, held_out = (Subject.of(opened, one, workload, seq_len=tokens) for one in parts)
-            # Equal texts are measured twice too.
-            shared = {**held_out.shared, "inputs": f"{held_out.shared['inputs']}{HELD_OUT}"}
-            found.append((choosing, replace(held_out, shared=shared, calibration=choosing.texts[0])))
-    if not found:
-        raise DataError(f"No length can be measured. {' '.join(notes)}")
-    return found, notes
+def model_points(
+    pairs: Sequence[tuple[Subject, Subject]],
+    variants: Sequence[Variant],
+    findings: Findings,
+    *,
+    quantity: str,
+    limit: float,
+    rounds: int,
+) -> list[Point]:
+    """Short calls of attention alone in the shape of the model, then all points of each length."""
+    shared = {key: value for key, value in pairs[0][0].shared.items() if key not in ("tokens", "inputs")}
+    called = [one for one in variants if one.backend != MEAN_OF_VALUES]
+    points = cost_points(called, PROBE, shared, measure=worker.measure, rounds=rounds, kinds=("time",))
+    for choosing, held_out in pairs:
+        points += ModelAtLength(
+            choosing=choosing,
+            held_out=held_out,
+            variants=variants,
+            findings=findings,
+            quantity=quantity,
+            limit=limit,
+            rounds=rounds,
+        ).points()
+    return points
 
 
 def loss_of(subject: Subject) -> str:
@@ -66,13 +59,6 @@ def loss_of(subject: Subject) -> str:
     if subject.sites.causal and not subject.predicts:
         raise UnsupportedError("advise needs an encoder, or a decoder with a language-model head.")
     return KL if subject.predicts else MEAN_POOL
-
-
-def short_calls(variants: Sequence[Variant], subject: Subject, *, rounds: int) -> list[Point]:
-    """Times of attention alone in the shape of the model, for predictions."""
-    shared = {key: value for key, value in subject.shared.items() if key not in ("tokens", "inputs")}
-    chosen = [one for one in variants if one.backend != MEAN_OF_VALUES]
-    return cost_points(chosen, PROBE, shared, measure=worker.measure, rounds=rounds, kinds=("time",))
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -113,6 +99,11 @@ class ModelAtLength:
         """Variants that may stand in a plan."""
         return [one for one in self.variants if one.backend not in (YARDSTICK, DENSE, MEAN_OF_VALUES)]
 
+    def _rank(self, variant: Variant) -> float:
+        """Baselines, then the fastest by prediction."""
+        speed = self.findings.speed(variant.label, self.choosing.shared["tokens"])
+        return -math.inf if speed is None or speed.value is None else -speed.value
+
     def _may_be_faster(self, variant: Variant) -> bool:
         """Whether a variant is a baseline, or not clearly slower by prediction."""
         tokens = self.choosing.shared["tokens"]
@@ -130,10 +121,12 @@ class ModelAtLength:
             measure=partial(self._compare, case, variant, self.choosing),
             label=f"{variant.label}, {case.tokens} tokens, "
             f"{'all layers' if layer is None else f'layer {layer}'}",
+            group=("layers", case.tokens, layer is None),
             series=(variant.label, case.tokens),
             calls=len(self.choosing.texts),
             needs=None if layer is None else self.choosing.case("swap", variant),
             needed=needed,
+            rank=partial(self._rank, variant),
         )
 
     def _time(self, subject: Subject, variant: Variant, needed: Callable[[], bool]) -> Point:

@@ -1,5 +1,6 @@
 """Records of a run so far, by which later points are dropped."""
 
+import math
 from collections.abc import Sequence
 from functools import lru_cache
 from statistics import median
@@ -49,19 +50,8 @@ class Findings:
         speed = self.speed(label, tokens) if tokens >= PROBE[0] else None
         return speed is not None and speed.high is not None and speed.high < 1
 
-    def no_nearer(self, label: str) -> bool:
-        """Whether the error is no less than the error of the mean of the values."""
-        own, mean = self._error(label), self._error(MEAN_OF_VALUES)
-        return own is not None and mean is not None and own >= mean
-
-    def keep_outputs_of(self, subject: Any) -> None:
-        """Free the exact outputs of other texts."""
-        if self._subject is not subject:
-            vars(self._subject or subject).pop("exact", None)
-            self._subject = subject
-
-    def _error(self, label: str) -> float | None:
-        """Relative error of attention at the real length, median over layers; None if not measured."""
+    def error(self, label: str) -> float:
+        """Relative error of attention at the real length, median over layers; infinite if not measured."""
         known = [
             (one.case.tokens, one.output_relative_error)
             for one in self.records.values()
@@ -69,4 +59,14 @@ class Findings:
         ]
         shortest = min((tokens for tokens, _ in known), default=0)
         errors = [error for tokens, error in known if tokens == shortest]
-        return median(errors) if errors else None
+        return median(errors) if errors else math.inf
+
+    def no_nearer(self, label: str) -> bool:
+        """Whether the error is known and no less than the error of the mean of the values."""
+        return self.error(MEAN_OF_VALUES) <= self.error(label) < math.inf
+
+    def keep_outputs_of(self, subject: Any) -> None:
+        """Free the exact outputs of other texts."""
+        if self._subject is not subject:
+            vars(self._subject or subject).pop("exact", None)
+            self._subject = subject

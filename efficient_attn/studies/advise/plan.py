@@ -15,7 +15,7 @@ from efficient_attn.stats.candidates import CANDIDATES
 from efficient_attn.studies import options as shared
 from efficient_attn.studies.compare.plan import DEFAULT_MAX_ERROR, MAX_ERROR
 from efficient_attn.studies.costs import measurer_for
-from efficient_attn.studies.plan import Plan, Point
+from efficient_attn.studies.plan import Plan
 from efficient_attn.studies.study import Option
 from efficient_attn.studies.swap.plan import TextFiles, promising
 from efficient_attn.studies.workload import Workload, settle
@@ -91,7 +91,6 @@ def plan(
     measurer, limit, notes = measurer_for(
         variants, workload, isolate=isolate, timeout_s=timeout_s, memory_limit=memory_limit
     )
-    points: list[Point] = []
     if model is None:
         from efficient_attn.studies.advise.activations import activation_points
 
@@ -107,17 +106,13 @@ def plan(
             limit_bytes=limit,
         )
     else:
-        from efficient_attn.studies.advise.conversion import (
-            ModelAtLength,
-            loss_of,
-            short_calls,
-            texts_of_lengths,
-        )
+        from efficient_attn.studies.advise.conversion import loss_of, model_points
+        from efficient_attn.studies.advise.held_out import texts_of_lengths
         from efficient_attn.studies.swap.analysis import KL
         from efficient_attn.studies.swap.model import candidates, load
 
         named, opened = named_texts(texts), load(model, tokenizer, name, workload)
-        pairs, notes = texts_of_lengths(opened, named, workload, lengths)
+        pairs, left_out = texts_of_lengths(opened, named, workload, lengths)
         first = pairs[0][0]
         quantity, chosen = loss_of(first), candidates(variants, first)
         target = max_kl if quantity == KL else 1 - min_cosine
@@ -126,18 +121,8 @@ def plan(
             MODEL: {**opened.about, "texts": hashes},
             LIMIT: {"quantity": quantity, "limit": target},
         }
-        notes = [*first.notes, *notes]
-        points = short_calls(chosen, first, rounds=rounds)
-        for choosing, held_out in pairs:
-            points += ModelAtLength(
-                choosing=choosing,
-                held_out=held_out,
-                variants=chosen,
-                findings=findings,
-                quantity=quantity,
-                limit=target,
-                rounds=rounds,
-            ).points()
+        notes = [*first.notes, *left_out]
+        points = model_points(pairs, chosen, findings, quantity=quantity, limit=target, rounds=rounds)
     return Plan(
         points=points,
         device=workload.device,

@@ -5,9 +5,11 @@ from collections.abc import Sequence
 from efficient_attn.report.table import Table
 from efficient_attn.runner.records import Record
 from efficient_attn.runner.sizes import MODEL
-from efficient_attn.studies.advise.attention_view import attention_sentences, attention_tables
+from efficient_attn.studies.advise.attention_view import attention_sentences, attention_tables, rows_of
 from efficient_attn.studies.advise.model_view import model_files, model_sentences, model_tables
+from efficient_attn.studies.advise.plot import advice_plot
 from efficient_attn.studies.bench.plot import cost_plot
+from efficient_attn.studies.compare.analysis import asked_error
 from efficient_attn.studies.view import Environment, Plots
 
 
@@ -27,9 +29,13 @@ def sentences(records: Sequence[Record], environment: Environment) -> list[str]:
 
 
 def plots(records: Sequence[Record], environment: Environment) -> Plots:
-    """Times against tokens: of attention alone, and of the model."""
+    """Times against tokens: of attention alone, and of the model; errors if there is no model."""
     times = [one for one in records if one.case.kind == "time" and one.status == "ok"]
-    return {"advise": cost_plot(times)} if times else {}
+    if not times:
+        return {}
+    if _of_model(records):
+        return {"advise": cost_plot(times)}
+    return {"advise": advice_plot(times, rows_of(records), asked_error(environment))}
 
 
 def files(records: Sequence[Record], environment: Environment) -> dict[str, str]:

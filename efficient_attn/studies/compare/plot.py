@@ -16,8 +16,8 @@ from efficient_attn.studies.compare.analysis import Comparison, comparisons
 # Rounding is drawn this many times below the smallest error of a method: its own distance means nothing.
 _BELOW = 2.5
 # Larger errors are drawn no higher.
-_HIGHEST = 3.0
-_MARKS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2)
+HIGHEST = 3.0
+MARKS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2)
 _POINT = {"linestyle": "none", "markersize": 8, "markeredgewidth": 1.5, "clip_on": False}
 
 _COSTS = {
@@ -57,7 +57,7 @@ def _chart(one: Comparison, cost: str, styles: dict[str, dict[str, Any]], max_er
     floor = min([*real, max_error]) / _BELOW
 
     def height(error: float) -> float:
-        return floor if error <= one.rounding else min(error, _HIGHEST)
+        return floor if error <= one.rounding else min(error, HIGHEST)
 
     series, front = [], one.front(cost)
     for x, row, error in drawn:
@@ -65,8 +65,8 @@ def _chart(one: Comparison, cost: str, styles: dict[str, dict[str, Any]], max_er
         style = {**style, "markerfacecolor": style["color"] if row in front else "white"}
         low, high = ((height(edge),) if row.layers > 1 else () for edge in (error.low, error.high))
         series.append(Series(row.label, (x,), (height(error.median),), style, low, high, bars=bool(low)))
-    marks = {mark: f"{mark:g}" for mark in _MARKS if floor * 1.3 < mark}
-    marks |= {_HIGHEST: "higher"} if any(error > _HIGHEST for error in real) else {}
+    marks = {mark: f"{mark:g}" for mark in MARKS if floor * 1.3 < mark}
+    marks |= {HIGHEST: "higher"} if any(error > HIGHEST for error in real) else {}
     return Chart(
         Axis(label, scale, show),
         Axis(
@@ -74,7 +74,7 @@ def _chart(one: Comparison, cost: str, styles: dict[str, dict[str, Any]], max_er
             "log",
             show_error,
             {floor: "rounding", **marks},
-            (floor / 1.3, _HIGHEST * 1.05),
+            (floor / 1.3, HIGHEST * 1.05),
         ),
         tuple(series),
         apart=True,

@@ -1,0 +1,41 @@
+"""Texts by which the layers of a model are chosen, and held-out texts on which the choice is verified."""
+
+from collections.abc import Mapping, Sequence
+
+from efficient_attn.errors import DataError
+from efficient_attn.integrations.transformers.loading import Opened, positions, token_ids
+from efficient_attn.runner.record import replace
+from efficient_attn.studies.advise.findings import HELD_OUT
+from efficient_attn.studies.swap.model import Subject
+from efficient_attn.studies.workload import Workload
+
+
+def texts_of_lengths(
+    opened: Opened, texts: Mapping[str, str], workload: Workload, lengths: Sequence[int]
+) -> tuple[list[tuple[Subject, Subject]], list[str]]:
+    """Texts that choose and texts that verify, for each length that model and texts have; other lengths.
+
+    Raises:
+        DataError: If no length can be measured.
+    """
+    found, notes, most = [], [], positions(opened)
+    for tokens in lengths:
+        long = [
+            name for name, text in texts.items() if token_ids(opened, text, most=tokens).shape[1] == tokens
+        ]
+        if most is not None and tokens > most:
+            notes.append(f"Not measured at {tokens} tokens: the model has {most} positions.")
+        elif len(long) < 2:
+            notes.append(
+                f"Not measured at {tokens} tokens: {len(long)} of {len(texts)} texts are that long; two are "
+                "needed, one to choose by and one to verify on."
+            )
+        else:
+            parts = ({name: texts[name] for name in group} for group in (long[::2], long[1::2]))
+            choosing, held_out = (Subject.of(opened, one, workload, seq_len=tokens) for one in parts)
+            # Equal texts are measured twice too.
+            shared = {**held_out.shared, "inputs": f"{held_out.shared['inputs']}{HELD_OUT}"}
+            found.append((choosing, replace(held_out, shared=shared, calibration=choosing.texts[0])))
+    if not found:
+        raise DataError(f"No length can be measured. {' '.join(notes)}")
+    return found, notes

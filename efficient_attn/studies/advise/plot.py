@@ -1,0 +1,42 @@
+"""Figure of an advice without a model: time and error against the sequence length."""
+
+from collections.abc import Sequence
+
+from efficient_attn.report.error_table import show_error
+from efficient_attn.report.figures import Axis, Chart, Plot, Series
+from efficient_attn.report.palette import UNIFORM_STYLE, baseline_style
+from efficient_attn.runner.records import Record
+from efficient_attn.runner.sizes import MEAN_OF_VALUES
+from efficient_attn.stats.curves import DENSE, YARDSTICK
+from efficient_attn.studies.advise.attention_view import Row
+from efficient_attn.studies.bench.plot import cost_plot
+from efficient_attn.studies.compare.plot import HIGHEST, MARKS
+
+
+def advice_plot(times: Sequence[Record], rows: Sequence[Row], max_error: float) -> Plot:
+    """Times of calls, and errors of the worst layer, in two charts with one legend."""
+    plot = cost_plot(times)
+    errors = [row for row in rows if row.errors and row.backend not in (YARDSTICK, DENSE)]
+    if len(plot.charts) != 1 or not errors:
+        return plot
+    styles = {one.label: one.style for one in plot.charts[0].series} | {MEAN_OF_VALUES: UNIFORM_STYLE}
+    series = [
+        Series(
+            row.label,
+            tuple(tokens for tokens, _ in row.errors),
+            tuple(min(max(found), HIGHEST) for found in row.errors.values()),
+            styles.get(row.label, {}),
+        )
+        for row in errors
+    ]
+    series.append(Series(f"{100 * max_error:g} % of exact", (), (max_error,), baseline_style()))
+    marks = {mark: f"{mark:g}" for mark in MARKS if mark >= min(y or 0.0 for one in series for y in one.y)}
+    beyond = {HIGHEST: "higher"} if any(HIGHEST in one.y for one in series) else {}
+    chart = Chart(
+        Axis(
+            "sequence length, tokens", "log2", "{:.0f}".format, sorted({n for one in series for n in one.x})
+        ),
+        Axis("relative output error, worst layer", "log", show_error, {**marks, **beyond}),
+        tuple(series),
+    )
+    return plot._replace(title="Time and error of attention alone", rows=((plot.charts[0], chart),))
