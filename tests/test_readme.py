@@ -1,4 +1,4 @@
-"""The README keeps its word: both commands, both plots, and what CI runs is what it says."""
+"""The README keeps its word: both commands, the plots, and what CI runs is what it says."""
 
 import re
 import runpy
@@ -14,8 +14,10 @@ from efficient_attn.studies.results import read
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 RUNS = ROOT / "results/epyc-2-cores"
+# Picture: run whose records it shows.
+RECORDS = runpy.run_path(str(ROOT / "docs/images.py"))["RECORDS"]
 # Lines that a screen shows before anybody scrolls.
-SCREEN = 30
+SCREEN = 36
 
 
 def commands() -> list[str]:
@@ -23,45 +25,46 @@ def commands() -> list[str]:
     return re.findall(r"```bash\n(python3 -m venv .*)\n```", README)
 
 
-def test_the_first_screen_has_the_two_commands_and_the_two_plots() -> None:
+def test_the_first_screen_has_both_commands_the_figure_and_the_way_into_a_model() -> None:
     screen = "\n".join(README.splitlines()[:SCREEN])
     assert len(commands()) == 2
     assert all(command in screen for command in commands())
-    assert screen.count("](docs/images/") == 2
+    assert "](docs/images/advise.png)" in screen
+    assert all(word in screen for word in ("'.[hf]'", "`swap`", "attach(model", "ea.intercept"))
 
 
 def test_the_first_command_runs_the_main_job() -> None:
-    steps = commands()[0].split(" && ")
-    assert steps[-2:] == [".venv/bin/efficient-attn compare", ".venv/bin/efficient-attn show"]
+    assert commands()[0].split(" && ")[-1] == ".venv/bin/efficient-attn advise"
 
 
-def first_figure() -> tuple[str, Path]:
-    """The caption of the first figure, and the reference run whose records it shows."""
-    caption, image = re.findall(r"^!\[(.*?)\]\((.*?)\)$", README, re.MULTILINE)[0]
-    return caption, RUNS / runpy.run_path(str(ROOT / "docs/images.py"))["RECORDS"][Path(image).stem]
+def figures() -> list[tuple[str, str]]:
+    """The captions of the figures that show records, and their pictures."""
+    found = re.findall(r"^!\[(.*?)\]\(docs/images/(.*?)\.png\)$", README, re.MULTILINE)
+    return [(caption, picture) for caption, picture in found if picture in RECORDS]
 
 
-def test_the_first_figure_is_made_by_the_command_above_it() -> None:
-    above = README.partition("![")[0]
-    assert commands()[0] in above
-    _, run = first_figure()
-    ran = (run / "command.txt").read_text(encoding="utf-8").strip()
-    assert re.sub(r" --out \S+$", "", ran) == "efficient-attn compare"
+def test_each_figure_is_made_by_the_command_above_it() -> None:
+    for caption, picture in figures():
+        above = README.partition(f"![{caption}]")[0]
+        ran = (RUNS / RECORDS[picture] / "command.txt").read_text(encoding="utf-8").strip()
+        command = re.sub(r" --out \S+$", "", ran)
+        assert command == f"efficient-attn {picture}" and command in above
 
 
-def test_the_caption_of_the_first_figure_has_the_inputs_of_its_records() -> None:
-    caption, run = first_figure()
-    (one,) = comparisons(read(run).records)
+def test_the_caption_of_the_comparison_has_the_inputs_of_its_records() -> None:
+    (caption,) = (caption for caption, picture in figures() if picture == "compare")
+    (one,) = comparisons(read(RUNS / RECORDS["compare"]).records)
     assert f"{one.case.tokens} tokens" in caption
     assert f"over {layer_words(one.case.inputs)} of a real encoder" in caption
     assert one.case.inputs.startswith("encoder(layers=") and "one text" in caption
 
 
-def test_the_first_figure_shows_what_its_records_hold(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("picture", "file"), [("advise", "advise.svg"), ("compare", "comparison.svg")])
+def test_the_figures_show_what_their_records_hold(picture: str, file: str, tmp_path: Path) -> None:
     """A drawing from the records has the labels and points of the committed one, or that one is stale."""
-    _, run = first_figure()
-    save(read(run).plot().figure, tmp_path, "comparison")
-    kept, fresh = (shown(folder / "comparison.svg") for folder in (run, tmp_path))
+    run = RUNS / RECORDS[picture]
+    save(read(run).plot().figure, tmp_path, Path(file).stem)
+    kept, fresh = (shown(folder / file) for folder in (run, tmp_path))
     assert kept == fresh, f"run: efficient-attn report {run.relative_to(ROOT)}"
 
 
