@@ -97,3 +97,15 @@ def test_positions_that_cannot_be_built_are_refused_in_one_line() -> None:
         ea.Encoder(6, 2, positions="rotary")
     with pytest.raises(ea.UnknownNameError, match=r"positions in a block.*Known: relative, rotary"):
         ea.TransformerBlock(8, 2, feed_forward_dim=8, positions="sinusoidal")
+
+
+@pytest.mark.parametrize("kind", [None, "sinusoidal", "learned", "rotary", "relative"])
+def test_an_encoder_is_permutation_equivariant_only_without_positions(kind: str | None) -> None:
+    torch.manual_seed(0)
+    encoder = ea.Encoder(DIM, 2, "exact", num_layers=2, positions=kind, max_tokens=TOKENS).double().eval()
+    for parameter in encoder.parameters():
+        # Learned distances begin at zero, where they would be no positions.
+        torch.nn.init.normal_(parameter, std=0.5)
+    x, order = torch.randn(1, TOKENS, DIM, dtype=torch.float64), torch.randperm(TOKENS)
+    equal = torch.allclose(encoder(x[:, order]), encoder(x)[:, order], rtol=0.0, atol=1e-10)
+    assert equal is (kind is None)
