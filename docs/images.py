@@ -36,6 +36,7 @@ RECORDS = {
             "linformer-table3",
             "performer-fig2",
             "performer-fig4",
+            "vaswani-scaling",
             "vaswani-table1",
         )
     },

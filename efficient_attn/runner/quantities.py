@@ -78,6 +78,26 @@ register(
     },
 )
 
+# Accuracy of trained models: `recall`, `train`, `reproduce`.
+register(
+    Quantity(
+        name="accuracy",
+        unit="share",
+        meaning="Share of right answers after training.",
+        better="more",
+        scatter="seeds",
+        threshold=MATTERS,
+    ),
+    setting("chance", "share", "Expected accuracy of a guess.", type="number"),
+    setting("answers", "", "Number of answers behind the accuracy."),
+)
+
+# Scores of attention: `reproduce`.
+register(
+    setting("score_variance", "", "Variance of the scores.", type="number", threshold=MATTERS),
+    setting("softmax_gradient", "", "Trace of the Jacobian of softmax.", type="number", threshold=MATTERS),
+)
+
 # Approximation errors: `mse`, `compare`, `reproduce`.
 register(
     error("output_mse", "squared", "Mean squared error of the output, mean over draws.", rounding=2),
@@ -88,19 +108,6 @@ register(
     setting("expected_output_mse", "squared", "Theoretical expectation of output_mse.", type="number"),
     setting("expected_kernel_mse", "squared", "Theoretical expectation of kernel_mse.", type="number"),
     kinds={"error": "approximation error"},
-)
-
-# Decoded answers: `recall`, `train`.
-register(
-    Quantity(
-        name="accuracy",
-        unit="share",
-        meaning="Share of right answers after training.",
-        better="more",
-        scatter="seeds",
-        threshold=MATTERS,
-    ),
-    setting("answers", "", "Number of answers behind the accuracy."),
 )
 
 # Quantities of former records.

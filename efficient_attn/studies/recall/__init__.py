@@ -1,6 +1,6 @@
 """Associative recall: the accuracy of one trained block per backend."""
 
-from efficient_attn.runner.quantity import QUANTITIES, setting
+from efficient_attn.runner.quantity import QUANTITIES
 from efficient_attn.studies.recall.plan import plan
 from efficient_attn.studies.study import Study
 
@@ -9,10 +9,5 @@ STUDY = Study(
     plan=plan,
     folder=__name__,
     kinds=("recall",),
-    quantities=(
-        QUANTITIES["accuracy"],
-        setting("chance", "share", "Expected accuracy of a guess.", type="number"),
-        QUANTITIES["answers"],
-        QUANTITIES["floats_read"],
-    ),
+    quantities=(*(QUANTITIES[name] for name in ("accuracy", "chance", "answers", "floats_read")),),
 )

@@ -11,7 +11,16 @@ STUDY = Study(
     kinds=("count",),
     quantities=tuple(
         QUANTITIES[name]
-        for name in ("sequential_operations", "path_length", "singular_values", "kernel_mse", "output_mse")
+        for name in (
+            "sequential_operations",
+            "path_length",
+            "singular_values",
+            "score_variance",
+            "softmax_gradient",
+            "accuracy",
+            "kernel_mse",
+            "output_mse",
+        )
     ),
     budget="100s",
 )
