@@ -10,6 +10,8 @@ import efficient_attn as ea
 from efficient_attn.errors import OptionError
 from efficient_attn.runner.record import Case, Record
 from efficient_attn.studies.advise.choice import best_layers, in_ranges
+from efficient_attn.studies.compare.plan import MAX_ERROR
+from efficient_attn.studies.results import Results
 
 SHORT = (64, 96, 128, 160)
 
@@ -32,27 +34,32 @@ def kinds(results):
     return {(one.case.kind, one.case.label, one.case.tokens) for one in results.records if one.status == "ok"}
 
 
-def test_it_measures_errors_at_both_lengths_and_predicts_every_long_time():
-    results = advise("exact", "window")
-    found = kinds(results)
-    assert {("error", "window", 512), ("error", "window", 2048), ("time", "exact", 1024)} <= found
+def test_it_measures_predicts_and_concludes_over_lengths():
+    given = {"window": {"window": [3, 257, 129]}}
+    results = advise("exact", "window", options=given, seq_lens=(512, 1024), max_error=0.5)
+    found, labels = kinds(results), [f"window(window={size})" for size in given["window"]["window"]]
+    assert {("error", labels[1], 512), ("error", labels[1], 2048), ("time", "exact", 1024)} <= found
     predicted = [one for one in results.records if one.case.kind == "prediction"]
-    assert {(one.case.label, one.case.tokens) for one in predicted} == {
-        ("window", tokens) for tokens in (512, 1024)
-    }
+    assert {(one.case.label, one.case.tokens) for one in predicted} == set(
+        itertools.product(labels, (512, 1024))
+    )
     for one in predicted:
         assert 0 < one.predicted_speed_low <= one.predicted_speed <= one.predicted_speed_high
-
-
-def test_the_conclusion_names_both_lengths_the_limit_and_the_nearest_backend():
-    (sentence,) = advise("exact", "window").sentences()
-    for part in ("512 tokens (encoder)", "2048 tokens (concatenated documents)", "10 %", "window (error 0.5"):
+    # The nearest backends are timed first; one that is no nearer than the mean of the values is not timed.
+    long = [one.case.label for one in results.records if (one.case.kind, one.case.tokens) == ("time", 1024)]
+    assert long == ["exact", labels[1], labels[2]]
+    assert ("time", labels[0], SHORT[-1]) in found
+    (sentence,) = results.sentences()
+    for part in (
+        "512 tokens (encoder)",
+        "2048 tokens (concatenated documents)",
+        "50 %",
+        f"{labels[1]} (error 0.",
+    ):
         assert part in sentence
-
-
-def test_a_backend_within_the_limit_is_recommended_instead():
-    (sentence,) = advise("exact", "window", max_error=2.0).sentences()
-    assert "within 200 % of exact on every layer: window (error" in sentence
+    assert "nothing but exact is within" in sentence
+    wide = Results(results.records, environment={**results.environment, MAX_ERROR: 2.0})
+    assert f"within 200 % of exact on every layer: {labels[1]} (error" in wide.sentences()[0]
 
 
 def test_backends_that_are_slower_by_prediction_are_not_timed_at_long_lengths(monkeypatch):
@@ -75,12 +82,7 @@ def test_backends_that_are_slower_by_prediction_are_not_timed_at_long_lengths(mo
     assert ("time", "exact", 1024) in found
 
 
-def test_backends_no_nearer_than_the_mean_of_the_values_are_not_timed_at_long_lengths():
-    found = kinds(advise("exact", "performer-trig"))
-    assert ("time", "performer-trig", SHORT[-1]) in found
-    assert ("time", "performer-trig", 1024) not in found
-
-
+@pytest.mark.slow
 def test_an_interrupted_advice_names_the_rest_and_resumes(tmp_path, monkeypatch):
     from efficient_attn.runner import accuracy
 
@@ -98,12 +100,6 @@ def test_an_interrupted_advice_names_the_rest_and_resumes(tmp_path, monkeypatch)
     assert stopped.notes[0].startswith("Not tried: ") and "window" in stopped.notes[0]
     ended = advise("exact", "window", out=tmp_path, resume=True)
     assert kinds(ended) == kinds(advise("exact", "window"))
-
-
-def test_long_calls_of_the_nearest_backend_come_first():
-    results = advise("exact", "window", options={"window": {"window": [33, 257, 129]}})
-    long = [one.case.label for one in results.records if (one.case.kind, one.case.tokens) == ("time", 1024)]
-    assert long == ["exact", "window(window=257)", "window(window=129)", "window(window=33)"]
 
 
 def test_a_limit_that_is_no_number_is_refused():

@@ -5,7 +5,7 @@ from functools import partial
 
 from efficient_attn.runner.isolation import Measurer
 from efficient_attn.runner.record import Case, Record, replace
-from efficient_attn.runner.variants import YARDSTICK, Variant
+from efficient_attn.runner.variants import DENSE, YARDSTICK, Variant
 from efficient_attn.studies.advise.findings import PROBE, Findings
 from efficient_attn.studies.compare.points import points_of
 from efficient_attn.studies.costs import cost_points
@@ -96,5 +96,5 @@ def _needed(case: Case, findings: Findings) -> bool:
     """Whether a long call is timed: exact attention, and backends that may be faster and attend at all."""
     label = case.label
     return case.backend == YARDSTICK or not (
-        findings.too_slow(label, case.tokens) or findings.no_nearer(label)
+        case.backend == DENSE or findings.too_slow(label, case.tokens) or findings.no_nearer(label)
     )

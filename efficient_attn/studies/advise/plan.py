@@ -43,7 +43,7 @@ def plan(
     *,
     texts: TextFiles = None,
     tokenizer: Any = None,
-    seq_lens: shared.SeqLens = (512, 1024, 2048, 4096, 8192),
+    seq_lens: shared.SeqLens = (512, 2048, 8192),
     min_cosine: Annotated[
         float, Option(help="Least cosine of an encoder's embeddings with the exact ones.", least=0, most=1)
     ] = 0.99,
@@ -74,7 +74,7 @@ def plan(
     gains most within the target; the plan is verified end to end on texts that did not choose it, and
     written to layers.json for `attach` and `load`. Predicted times leave out backends that would be slower.
 
-    Example: efficient-attn advise --seq-len 512:8192:x2
+    Example: efficient-attn advise --seq-len 512:32k:x2 --budget 5m
 
     Example: efficient-attn advise MODEL --text a.txt --text b.txt --budget 5m
     """

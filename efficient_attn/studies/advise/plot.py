@@ -1,5 +1,6 @@
 """Figure of an advice without a model: time and error against the sequence length."""
 
+import math
 from collections.abc import Sequence
 
 from efficient_attn.report.error_table import show_error
@@ -39,4 +40,8 @@ def advice_plot(times: Sequence[Record], rows: Sequence[Row], max_error: float) 
         Axis("relative output error, worst layer", "log", show_error, {**marks, **beyond}),
         tuple(series),
     )
-    return plot._replace(title="Time and error of attention alone", rows=((plot.charts[0], chart),))
+    time = plot.charts[0]
+    # Ticks at doublings, without the short calls between them.
+    doublings = [tokens for tokens in time.x.ticks if math.log2(tokens).is_integer()]
+    time = time._replace(x=time.x._replace(ticks=doublings or time.x.ticks))
+    return plot._replace(title="Time and error of attention alone", rows=((time, chart),))
