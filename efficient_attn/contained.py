@@ -83,11 +83,30 @@ def importing(place: str) -> Iterator[None]:
     Raises:
         DataError: If the import raises any exception; the message names the file or package.
     """
+    with _one_data_error(f"{place} cannot be imported"):
+        yield
+
+
+@contextmanager
+def running(name: str) -> Iterator[None]:
+    """Run external code with its stdout redirected to stderr; errors of this package pass through.
+
+    Raises:
+        DataError: If the code raises any other exception; the message begins with the name.
+    """
+    with _one_data_error(f"{name} fails", passing=(AttentionError,)):
+        yield
+
+
+@contextmanager
+def _one_data_error(problem: str, passing: tuple[type[Exception], ...] = ()) -> Iterator[None]:
     try:
         with contained(), redirect_stdout(sys.stderr):
             yield
+    except passing:
+        raise
     except Exception as error:  # any exception of external code becomes one line
-        raise DataError(f"{place} cannot be imported: {described(error)}.") from error
+        raise DataError(f"{problem}: {described(error).rstrip('.')}.") from error
 
 
 @contextmanager

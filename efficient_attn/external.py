@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.util
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -93,7 +94,7 @@ def function_at(function: Any) -> tuple[Callable[..., Any], str]:
     """
     label = None
     if isinstance(function, str):
-        place, thing = _object_at(function)
+        place, thing = object_at(function)
         label, function = f"{Path(place).name}:{function.rpartition(':')[2]}", thing
     if isinstance(function, type) or not callable(function):
         raise DtypeError(
@@ -114,16 +115,24 @@ def load(address: str) -> BackendSpec:
         DataError: If there is no such file or module, or it cannot be imported.
         UnknownNameError: If the file or module has no such object.
     """
-    place, thing = _object_at(address)
+    place, thing = object_at(address)
     return spec_of(thing, name=f"{Path(place).name}:{address.rpartition(':')[2]}")
 
 
-def _object_at(address: str) -> tuple[str, Any]:
-    """The file or module of an address, and the object."""
+def object_at(address: str, *, wanted: str = "a backend") -> tuple[str, Any]:
+    """The file or module of an address, and the object; runs that file.
+
+    Args:
+        wanted: The object's part, named if there is no such file.
+
+    Raises:
+        DataError: If there is no such file or module, or it cannot be imported.
+        UnknownNameError: If the file or module has no such object.
+    """
     place, _, attribute = address.rpartition(":")
     path = Path(place) if place.endswith(".py") else None
     if path is not None and not path.is_file():
-        raise DataError(f"There is no file {place!r} to take a backend from.")
+        raise DataError(f"There is no file {place!r} to take {wanted} from.")
     with importing(place):
         module = importlib.import_module(place) if path is None else _file(path)
         thing = getattr(module, attribute, _NOTHING)
@@ -138,5 +147,7 @@ def _file(path: Path) -> ModuleType:
     assert found is not None, "a path that ends in .py has a loader"
     loader, module = found.loader, importlib.util.module_from_spec(found)
     assert loader is not None, "a path that ends in .py has a loader"
+    # Dataclasses look their module up by its name.
+    sys.modules[module.__name__] = module
     loader.exec_module(module)
     return module

@@ -32,6 +32,9 @@ _METADATA: dict[str, Any] = {
     "patterns": dict[Annotated[int, Meta(ge=0)], str],
 }
 
+# Pattern of a causal layer without a window.
+CAUSAL = "causal over all keys"
+
 # Stream of the seed for inputs; backends use the plain seed, and equal streams would give equal vectors.
 _INPUT_STREAM = 1
 

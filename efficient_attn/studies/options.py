@@ -13,6 +13,10 @@ from efficient_attn.studies.study import Option
 
 # Everybody should know this before naming a file of somebody else.
 RUNS_CODE = "Such a file is run with your rights."
+MODEL_HELP = (
+    "Folder of a Hugging Face transformers model (config.json and safetensors), or path/file.py:function, "
+    f"which makes a model with its inputs. {RUNS_CODE}"
+)
 
 
 def parse_names(texts: Sequence[str] | None, *, name: str) -> list[str] | None:

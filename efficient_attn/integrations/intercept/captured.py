@@ -1,6 +1,7 @@
 """Capture of q, k and v of the call sites of a model, as input of `mse` and `compare`."""
 
 import json
+from collections.abc import Sequence
 from contextlib import ExitStack
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -15,7 +16,7 @@ from efficient_attn.integrations.intercept.backends import PATTERN, visible_keys
 from efficient_attn.integrations.intercept.calls import AttentionMode, Call
 from efficient_attn.integrations.intercept.masks import MaskReader, Visible
 from efficient_attn.integrations.intercept.sites import Position, Site
-from efficient_attn.measure.inputs import Activations, Captured
+from efficient_attn.measure.inputs import CAUSAL, Activations, Captured
 from efficient_attn.runner.units import show_bytes
 
 
@@ -81,28 +82,45 @@ class Capturing(AttentionMode):
         self.sites[site] = Activations(q.clone(), k.clone(), v.clone())
         self._causal[site], self._scales[site] = visible.causal, call.factor
 
-    def captured(self) -> Captured:
+    def captured(self, layers: Sequence[int] | None = None) -> Captured:
         """The activations with a number for each site, which `mse` and `compare` name a layer.
+
+        Args:
+            layers: Numbers of the sites to keep; None keeps all.
 
         Raises:
             DataError: If no call was captured, or the sites have different scales.
+            OptionError: If a number belongs to no site.
         """
         if not self.sites:
-            raise DataError("No call of F.scaled_dot_product_attention was captured.")
-        if len(set(self._scales.values())) > 1:
-            raise DataError("The sites have different scales; capture sites of one scale with only=….")
+            left = next((f" {site} cannot be stored: {why}." for site, why in self.left_out.items()), "")
+            raise DataError(f"No call of F.scaled_dot_product_attention was captured.{left}")
+        named = dict(enumerate(self.sites))
+        unknown = [layer for layer in layers or () if layer not in named]
+        if unknown or (layers is not None and not layers):
+            asked = ", ".join(map(str, unknown)) or "none"
+            raise OptionError(f"layers are from 0 to {max(named)} in this model, not {asked}.")
+        chosen = {number: site for number, site in named.items() if layers is None or number in layers}
+        scales = {self._scales[site] for site in chosen.values()}
+        usual = all(self._scales[site] == self.sites[site].q.shape[-1] ** -0.5 for site in chosen.values())
+        if len(scales) > 1 and not usual:
+            raise DataError(
+                "The sites have different scales; capture sites of one scale with only or layers."
+            )
         about = {
             "format": FORMAT,
             "model": type(self._model).__name__ if self._model is not None else "unnamed",
             "sites": json.dumps([str(site) for site in self.sites]),
             "torch": torch.__version__,
         }
-        causal = {index for index, site in enumerate(self.sites) if self._causal[site]}
+        if self.left_out:
+            about["left_out"] = json.dumps({str(site): why for site, why in self.left_out.items()})
         return Captured(
-            layers=dict(enumerate(self.sites.values())),
+            layers={number: self.sites[site] for number, site in chosen.items()},
             tokens=(),
-            scale=next(iter(self._scales.values())),
-            patterns=dict.fromkeys(sorted(causal), "causal over all keys"),
+            # A reader takes 1/√head_dim of each layer where the file names no scale.
+            scale=scales.pop() if len(scales) == 1 else None,
+            patterns={number: CAUSAL for number, site in chosen.items() if self._causal[site]},
             about=about,
         )
 

@@ -1,0 +1,225 @@
+"""A model of the user's own with its inputs: a function in a Python file makes both.
+
+The function returns a call without arguments that runs the model once, or a pair (module, inputs) whose
+inputs are a tuple of positional or a dict of keyword arguments. The model is set to evaluation mode.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+from efficient_attn.contained import running
+from efficient_attn.errors import DataError, DtypeError, OptionError
+from efficient_attn.external import is_address, object_at
+from efficient_attn.integrations.capture import DEFAULT_MAX_TOKENS
+from efficient_attn.integrations.capture import capture as capture_folder
+from efficient_attn.integrations.intercept import capture
+from efficient_attn.measure.inputs import Captured
+
+_FORM = "a call without arguments, or a pair (module, inputs) with a tuple or a dict of inputs"
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class CalledModel:
+    """A model with its inputs.
+
+    Attributes:
+        name: Name in records, `file.py:function`.
+        module: Module whose names name the call sites.
+        call: One run of the module.
+    """
+
+    name: str
+    module: nn.Module
+    call: Callable[[], Any]
+
+    def run(self) -> Any:
+        """Output of one run without gradients."""
+        with torch.no_grad():
+            return self.call()
+
+    def seeded(self) -> Any:
+        """Output of a run whose random numbers are the same every time."""
+        with _seeded():
+            return self.run()
+
+
+class _Caller(nn.Module):
+    """A call as a module, with the modules that it runs as parts."""
+
+    def __init__(self, call: Callable[[], Any]) -> None:
+        super().__init__()
+        self._call = call
+        for module in _outermost(call):
+            name = type(module).__name__
+            while hasattr(self, name):
+                name += "_"
+            self.add_module(name, module)
+
+    def forward(self) -> Any:
+        return self._call()
+
+
+def is_called(model: Any) -> bool:
+    """Whether a model is an address, a pair or a call, as opposed to a folder or a model of transformers."""
+    if isinstance(model, (str, Path)):
+        name = str(model)
+        return (is_address(name) or name.endswith(".py")) and not Path(name).is_dir()
+    return isinstance(model, tuple) or (callable(model) and not isinstance(model, (nn.Module, type)))
+
+
+def called_model(model: Any, *, name: str | None = None) -> CalledModel:
+    """The model at an address `file.py:function`, of a pair (module, inputs) or of a call.
+
+    Args:
+        name: Name in records; None: the file and the function.
+
+    Raises:
+        DataError: If the file cannot be imported, or its code fails.
+        UnknownNameError: If the file has no such object.
+        OptionError: If an address names no function.
+        DtypeError: If the model has another form.
+    """
+    label, made = name or str(getattr(model, "__name__", "model")), model
+    if isinstance(model, (str, Path)):
+        address = str(model)
+        if not is_address(address):
+            raise OptionError(f"model {address!r} names no function: write {address}:make_model.")
+        place, make = object_at(address, wanted="a model")
+        label = name or f"{Path(place).name}:{address.rpartition(':')[2]}"
+        if not callable(make):
+            raise DtypeError(f"{label} is a function that returns {_FORM}, not {type(make).__name__}.")
+        with running(label), _seeded():
+            made = make()
+    with running(label):
+        if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module):
+            call = _bound(*made)
+            if call is not None:
+                return CalledModel(name=label, module=made[0].eval(), call=call)
+        elif callable(made) and not isinstance(made, nn.Module):
+            with _seeded():
+                caller = _Caller(made)
+            return CalledModel(name=label, module=caller, call=caller)
+    raise DtypeError(f"{label} returns {_FORM}, not {type(made).__name__}.")
+
+
+def captured_model(
+    model: Any,
+    *,
+    text: str | None = None,
+    layers: Sequence[int] | None = None,
+    max_tokens: int | None = None,
+    name: str | None = None,
+) -> Captured:
+    """q, k and v of a model of the user's own, or of a Hugging Face folder on a text.
+
+    Raises:
+        OptionError: If a folder has no text, or a text or length accompanies a model with its own inputs.
+        DataError: If no attention can be captured.
+    """
+    if is_called(model):
+        refuse_beside(model, text=text, max_tokens=max_tokens)
+        called = called_model(model, name=name)
+        with running(called.name), capture(called.module) as found:
+            called.seeded()
+        captured = found.captured(layers)
+        return replace(captured, about={**captured.about, "model": called.name})
+    if text is None:
+        raise OptionError(f"text (--text FILE) is needed with the folder {str(model)!r}.")
+    most = DEFAULT_MAX_TOKENS if max_tokens is None else max_tokens
+    return capture_folder(model, text, layers=layers, max_tokens=most, name=name)
+
+
+def site_notes(sites: Mapping[int, str], left: Mapping[str, str]) -> list[str]:
+    """The call site of each layer number, and the sites without a number with their reasons."""
+    named = ", ".join(f"{number} is {site}" for number, site in sites.items())
+    others = [f"Left out: {site}: {why.rstrip('.')}." for site, why in left.items()]
+    return [f"Layers are call sites: {named}.", *others]
+
+
+def notes_of(captured: Captured) -> list[str]:
+    """`site_notes` of activations, if they are of call sites."""
+    sites = json.loads(captured.about.get("sites", "[]"))
+    left = json.loads(captured.about.get("left_out", "{}"))
+    return site_notes({layer: sites[layer] for layer in captured.layers}, left) if sites else []
+
+
+def refuse_beside(model: Any, **given: Any) -> None:
+    """Refuse options that decide the inputs, dtype or device of a model which has its own."""
+    for name, value in given.items():
+        if value is not None:
+            raise OptionError(
+                f"{name} belongs to a Hugging Face folder; {str(model)!r} decides its own inputs, dtype and "
+                "device."
+            )
+
+
+def output_vector(output: Any) -> Tensor:
+    """All floating-point tensors of nested tuples, lists and dicts as one vector.
+
+    An object of another class counts by its first tensor.
+
+    Raises:
+        DataError: If there is none.
+    """
+    found = [tensor.detach().flatten() for tensor in _tensors(output)]
+    if not found:
+        raise DataError(f"The model returns {type(output).__name__} without a floating-point tensor.")
+    return torch.cat([tensor.to(found[0].device) for tensor in found])
+
+
+def _tensors(output: Any) -> Iterator[Tensor]:
+    if isinstance(output, Tensor):
+        yield from [output] if output.is_floating_point() else []
+    elif isinstance(output, (tuple, list)) or type(output) is dict:
+        for part in output.values() if isinstance(output, dict) else output:
+            yield from _tensors(part)
+    else:
+        parts = output if isinstance(output, Mapping) else getattr(output, "__dict__", {})
+        direct = (part for part in parts.values() if isinstance(part, Tensor))
+        yield from islice((tensor for part in direct for tensor in _tensors(part)), 1)
+
+
+def _bound(module: nn.Module, inputs: Any) -> Callable[[], Any] | None:
+    if isinstance(inputs, tuple):
+        return partial(module, *inputs)
+    return partial(module, **inputs) if isinstance(inputs, Mapping) else None
+
+
+def _outermost(call: Callable[[], Any]) -> list[nn.Module]:
+    """Modules that a call runs outside of other modules, in evaluation mode from their first run."""
+    found: dict[nn.Module, None] = {}
+    inside: list[nn.Module] = []
+
+    def enter(module: nn.Module, args: Any) -> None:
+        if not inside and module not in found:
+            found[module.eval()] = None
+        inside.append(module)
+
+    def leave(module: nn.Module, args: Any, output: Any) -> None:
+        inside.pop()
+
+    hooks = register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True)
+    try:
+        with torch.no_grad():
+            call()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return list(found)
+
+
+@contextmanager
+def _seeded() -> Iterator[None]:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        yield
