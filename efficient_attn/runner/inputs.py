@@ -11,7 +11,15 @@ from torch import Tensor
 
 from efficient_attn.errors import DataError, OptionError
 from efficient_attn.measure import error as measure
-from efficient_attn.measure.inputs import Activations, gaussian, read_activations, shipped, stitched
+from efficient_attn.measure.inputs import (
+    CAUSAL,
+    Activations,
+    Captured,
+    gaussian,
+    read_activations,
+    shipped,
+    stitched,
+)
 from efficient_attn.problem import positive_count
 
 WORDS = ("gaussian", "encoder", "stitched")
@@ -79,7 +87,7 @@ class Subject:
 
 
 def subjects(
-    inputs: Sequence[str | Path],
+    inputs: Sequence[str | Path | Captured],
     *,
     norms: Sequence[float] = (1.0,),
     tokens: int = 1,
@@ -88,11 +96,13 @@ def subjects(
     layers: Sequence[int] | None = None,
     seed: int = 0,
     data_seeds: int = 1,
+    causal: bool = False,
 ) -> tuple[Subject, ...]:
     """One subject per norm and seed of Gaussian inputs, and per layer of model inputs; in float32.
 
     Args:
         norms, tokens, num_heads, head_dim, data_seeds: Of Gaussian inputs alone.
+        causal: Whether layers that are causal in their model are measured too.
     """
     positive_count("data_seeds", data_seeds)
     if not inputs or not norms:
@@ -109,14 +119,18 @@ def subjects(
                 for one in range(seed, seed + data_seeds)
             ]
         else:
-            found += _of_model(source, layers, seed)
+            found += _of_model(source, layers, seed, causal)
     return tuple(found)
 
 
-def _of_model(source: str | Path, layers: Sequence[int] | None, seed: int) -> Iterator[Subject]:
+def _of_model(
+    source: str | Path | Captured, layers: Sequence[int] | None, seed: int, causal: bool
+) -> Iterator[Subject]:
     """Layers with full bidirectional attention in the model, as in the measurement."""
-    name = PurePath(source).name
-    if source == "encoder":
+    name = _name_of(source) if isinstance(source, Captured) else PurePath(source).name
+    if isinstance(source, Captured):
+        captured = source
+    elif source == "encoder":
         captured = shipped()
     elif source == "stitched":
         captured = replace(shipped(), layers={_STITCHED_LAYER: stitched(_STITCHED_LAYER)})
@@ -126,20 +140,28 @@ def _of_model(source: str | Path, layers: Sequence[int] | None, seed: int) -> It
         raise DataError(
             f"inputs cannot be {str(source)!r}: there is no such file. Known: {', '.join(WORDS)}."
         )
-    full = [layer for layer in captured.layers if layer not in captured.patterns]
+    others = {layer: text for layer, text in captured.patterns.items() if not (causal and text == CAUSAL)}
+    full = [layer for layer in captured.layers if layer not in others]
     chosen = dict.fromkeys(full or captured.layers if layers is None else layers)
     for layer in chosen:
         if layer not in captured.layers:
             has = ", ".join(map(str, captured.layers))
             raise OptionError(f"layer {layer} is not in {name}; it has {has}.")
-        if layer in captured.patterns:
+        if layer in others:
             raise DataError(
-                f"Layer {layer} of {name} is {captured.patterns[layer]} in its model; this measurement uses "
-                "full bidirectional attention."
+                f"Layer {layer} of {name} is {others[layer]} in its model; this measurement uses full "
+                f"{'causal' if causal else 'bidirectional'} attention"
+                f"{', compare --causal the other' if others[layer] == CAUSAL else ''}."
             )
         activations = Activations(*(tensor.float() for tensor in captured.layers[layer]))
         scale = activations.q.shape[-1] ** -0.5 if captured.scale is None else captured.scale
         yield Subject(f"{name}(layer={layer})", activations, scale, seed)
+
+
+def _name_of(captured: Captured) -> str:
+    """Name of a model, with the hash of its text if it read one."""
+    name, text = captured.about["model"], captured.about.get("text_sha256")
+    return name if text is None else f"{name} on 1 text #{text[:8]}"
 
 
 def write_given(path: str | Path, subject: Subject) -> None:

@@ -13,6 +13,7 @@ from efficient_attn.stats.candidates import CANDIDATES
 from efficient_attn.studies import options as shared
 from efficient_attn.studies.compare.points import handing_over, points_of
 from efficient_attn.studies.costs import measurer_for
+from efficient_attn.studies.model_inputs import Model, Text, sources
 from efficient_attn.studies.plan import Plan
 from efficient_attn.studies.study import Option
 from efficient_attn.studies.workload import Workload, settle
@@ -23,6 +24,7 @@ DEFAULT_MAX_ERROR = 0.1
 
 # Length of Gaussian inputs, which have none of their own.
 _TOKENS = 2048
+_INPUTS = "encoder"
 
 
 def plan(
@@ -35,7 +37,9 @@ def plan(
             metavar="NAME",
             parse=shared.parse_text,
         ),
-    ] = "encoder",
+    ] = _INPUTS,
+    model: Model = None,
+    text: Text = None,
     layer: Annotated[
         int | None,
         Option(help="Index of the only layer; if omitted, errors on all layers, times on one.", least=0),
@@ -89,7 +93,8 @@ def plan(
     chosen = select(backends, options, exclude=exclude)
     if all(variant.backend != YARDSTICK for variant in chosen):
         chosen = (*select([YARDSTICK]), *chosen)
-    subjects = _subjects(inputs, workload, layer=layer, seq_len=seq_len, norm=norm, variants=chosen)
+    (source,), remarks = sources(inputs, model, text, default=_INPUTS, max_tokens=seq_len)
+    subjects = _subjects(source, workload, layer=layer, seq_len=seq_len, norm=norm, variants=chosen)
     measurer, limit, notes = measurer_for(
         chosen, workload, isolate=isolate, timeout_s=timeout_s, memory_limit=memory_limit
     )
@@ -99,14 +104,14 @@ def plan(
         ),
         device=workload.device,
         timeout_s=timeout_s,
-        notes=notes,
+        notes=[*remarks, *notes],
         about={MAX_ERROR: max_error, CANDIDATES: [variant.label for variant in chosen]},
         resources=handing_over(measurer, subjects[len(subjects) // 2]),
     )
 
 
 def _subjects(
-    inputs: str | Path,
+    source: Any,
     workload: Workload,
     *,
     layer: int | None,
@@ -119,17 +124,19 @@ def _subjects(
     from efficient_attn.runner.inputs import subjects
 
     chosen = subjects(
-        [inputs],
+        [source],
         norms=[norm],
         tokens=_TOKENS if seq_len is None else seq_len,
         num_heads=workload.num_heads,
         head_dim=workload.head_dim,
         layers=None if layer is None else [layer],
         seed=workload.seed,
+        causal=workload.causal,
     )
     shapes = {tuple(tensor.shape for tensor in one.activations) for one in chosen}
     if len(shapes) > 1:
-        raise OptionError(f"layers of {inputs} differ in shape; name one of them: --layer N, layer=N.")
+        name = chosen[0].name.partition("(")[0]
+        raise OptionError(f"layers of {name} differ in shape; name one of them: --layer N, layer=N.")
     q, k, _ = chosen[0].activations
     if q.shape[-2] != k.shape[-2]:
         raise OptionError(

@@ -13,6 +13,7 @@ from efficient_attn.runner.sizes import SEED, sized
 from efficient_attn.runner.units import parse_sizes
 from efficient_attn.runner.variants import Variant, select
 from efficient_attn.studies import options as shared
+from efficient_attn.studies.model_inputs import Model, Text, sources
 from efficient_attn.studies.plan import STUDY, Plan, Point, interleaved
 from efficient_attn.studies.study import Option
 from efficient_attn.studies.workload import Workload, settle
@@ -21,6 +22,7 @@ KERNEL_MOVED = "`mse --of kernel` is now the command `kernel`; the former form g
 
 # Performer's figure 4 (Choromanski et al. 2021): sequences of 4096 tokens, vectors of 16.
 _TOKENS, _HEAD_DIM = 4096, 16
+_INPUTS = ("gaussian", "encoder")
 
 # Operations of the metric per token and entry of a head, in the unit of a backend's own count.
 _METRIC = 100
@@ -43,7 +45,9 @@ def plan(
             metavar="NAME[,NAME…]",
             parse=_parse_inputs,
         ),
-    ] = ("gaussian", "encoder"),
+    ] = _INPUTS,
+    model: Model = None,
+    text: Text = None,
     sizes: shared.Sizes = (16, 32, 64, 128, 256, 512, 1024),
     of: Annotated[str | None, Option(help="output; kernel is a command.", hidden=True)] = None,
     metric: Annotated[str, Option(help="Metric: relative or mse.", metavar="NAME")] = "relative",
@@ -96,8 +100,9 @@ def plan(
     wanted = parse_sizes(sizes, name="sizes")
     variants = select(backends, options, exclude=exclude)
     workload = settle(Workload(device=device, dtype=dtype, threads=threads))
+    given, notes = sources(inputs, model, text, default=_INPUTS)
     chosen = subjects(
-        [inputs] if isinstance(inputs, (str, Path)) else list(inputs),
+        given,
         norms=norms,
         tokens=_TOKENS if seq_len is None else seq_len,
         head_dim=head_dim,
@@ -110,6 +115,7 @@ def plan(
     return Plan(
         points=[point for subject in chosen for point in _points(subject, variants, wanted, count, question)],
         device=workload.device,
+        notes=notes,
         about={PAIR_NORMS: {subject.name: subject.pair_norm for subject in chosen}},
     )
 
