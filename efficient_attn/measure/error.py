@@ -36,13 +36,20 @@ def exact_output(q: Queries, k: Keys, v: Values, *, scale: float, causal: bool =
     return torch.cat(parts, dim=-2)
 
 
-def mean_of_values(q: Queries, v: Values, *, causal: bool = False) -> Output:
+def mean_of_values(q: Queries, v: Values, *, causal: bool = False, key_mask: Tensor | None = None) -> Output:
     """Uniform-attention baseline: the mean of the visible values for every query."""
-    v = v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)
+    # Sums of many values exceed the range of half precision.
+    wide = v.to(torch.promote_types(v.dtype, torch.float32))
+    wide = wide.repeat_interleave(q.shape[1] // v.shape[1], dim=1)
+    seen = torch.ones_like(wide[:, :1, :, :1])
+    if key_mask is not None:
+        seen = key_mask[:, None, :, None].to(wide.dtype)
+        wide = wide * seen
     if not causal:
-        return v.mean(dim=-2, keepdim=True).expand(*v.shape[:2], q.shape[-2], v.shape[-1])
-    seen = torch.arange(1, v.shape[-2] + 1, dtype=v.dtype, device=v.device)[:, None]
-    return (v.cumsum(dim=-2) / seen)[..., v.shape[-2] - q.shape[-2] :, :]
+        mean = wide.sum(dim=-2, keepdim=True) / seen.sum(dim=-2, keepdim=True).clamp_min(1)
+        return mean.to(v.dtype).expand(*wide.shape[:2], q.shape[-2], v.shape[-1])
+    mean = wide.cumsum(dim=-2) / seen.cumsum(dim=-2).clamp_min(1)
+    return mean[..., v.shape[-2] - q.shape[-2] :, :].to(v.dtype)
 
 
 def output_error(output: Output, exact: Output) -> OutputError:

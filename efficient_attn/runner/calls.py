@@ -131,14 +131,14 @@ class _Mean(nn.Module):
         self._causal = causal
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
-        return mean_of_values(q, v, causal=self._causal).contiguous()
+        return mean_of_values(q, v, causal=self._causal, key_mask=key_mask).contiguous()
 
 
 MEAN = BackendSpec(
     name=MEAN_OF_VALUES,
     summary="Uniform attention: the mean of the visible values for every query.",
     options_type=NoOptions,
-    capabilities=Capabilities(causal=True, streaming=False, key_mask=False),
+    capabilities=Capabilities(causal=True, streaming=False),
     builder=lambda problem, options: _Mean(causal=problem.causal),
     operations=lambda problem, options, tokens, value_dim: OperationCounts((MatMul(tokens * value_dim),)),
 )

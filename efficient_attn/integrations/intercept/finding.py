@@ -15,7 +15,7 @@ from efficient_attn.integrations.intercept.calls import AttentionMode, Call
 from efficient_attn.integrations.intercept.masks import MaskReader
 from efficient_attn.integrations.intercept.sites import Position, Site
 
-_OUTER = "a module inside this one calls attention too"
+OUTER = "a module inside this one calls attention too"
 _UNNAMED = "no pattern names it"
 
 
@@ -101,7 +101,7 @@ class Finding(AttentionMode):
     @property
     def left(self) -> dict[str, str]:
         """{site: reason why it stays exact}."""
-        outer = {str(site): _OUTER for site in self._built if site.module in self._outer}
+        outer = {str(site): OUTER for site in self._built if site.module in self._outer}
         return {str(site): why for site, why in self._sites.items() if why is not None} | outer
 
     @property
@@ -117,10 +117,11 @@ class Finding(AttentionMode):
     def _outer(self) -> set[str]:
         """Modules around others that call attention too, whose mode would see the calls of both."""
         modules = {site.module for site in self._sites}
-        return {one for one in modules for other in modules if other != one and _inside(other, one)}
+        return {one for one in modules for other in modules if other != one and inside(other, one)}
 
 
-def _inside(module: str, outer: str) -> bool:
+def inside(module: str, outer: str) -> bool:
+    """Whether the module of a name lies within another."""
     return not outer or module.startswith(f"{outer}.")
 
 

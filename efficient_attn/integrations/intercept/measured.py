@@ -30,12 +30,15 @@ class MeasuredSite:
 
     Attributes:
         shape: Of the first call: batch, heads, key heads, queries, keys, head_dim.
+        dtype, device: Of the queries in the first call.
         mask: "none", "keys", "causal", "causal keys" or "other".
         exact_because: {backend or "all": reason why calls cannot be served}.
     """
 
     site: Site
     shape: tuple[int, int, int, int, int, int]
+    dtype: torch.dtype
+    device: torch.device
     mask: str
     calls: int = 0
     seconds: float = 0.0
@@ -111,7 +114,10 @@ class Measured(AttentionMode):
         refusal = call.refusal
         visible = None if refusal else visible_keys(call, self._masks)
         if site not in self.sites:
-            self.sites[site] = MeasuredSite(site=site, shape=_shape(call), mask=_mask(call, visible))
+            q = call.tensors[0]
+            self.sites[site] = MeasuredSite(
+                site=site, shape=_shape(call), dtype=q.dtype, device=q.device, mask=_mask(call, visible)
+            )
         one = self.sites[site]
         one.calls += 1
         one.seconds += seconds

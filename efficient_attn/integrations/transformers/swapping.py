@@ -8,14 +8,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from efficient_attn.backend import Backend
 from efficient_attn.errors import UnsupportedError
 from efficient_attn.integrations.transformers.assignment import EXACT, Choice, build_all
 from efficient_attn.integrations.transformers.attention_sites import AttentionSite, find_sites
-from efficient_attn.registry import BackendSpec, Capabilities, NoOptions
-from efficient_attn.runner.sizes import MEAN_OF_VALUES
 
 
 class Outputs(NamedTuple):
@@ -127,32 +125,6 @@ def forward(model: Any, ids: Tensor) -> Any:
 def _no_cache(model: Any) -> dict[str, bool]:
     """Arguments that turn the KV cache off."""
     return {"use_cache": False} if getattr(model.config, "use_cache", None) is not None else {}
-
-
-class _Mean(nn.Module):
-    """Uniform attention: every query gets the mean of its visible values."""
-
-    def __init__(self, causal: bool) -> None:
-        super().__init__()
-        self.causal = causal
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
-        if key_mask is not None:
-            raise UnsupportedError(f"{MEAN_OF_VALUES} does not support padding.")
-        v = v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)
-        if not self.causal:
-            return v.mean(dim=-2, keepdim=True).expand_as(v).contiguous()
-        counts = torch.arange(1, v.shape[-2] + 1, device=v.device)[:, None]
-        return (v.cumsum(dim=-2, dtype=torch.promote_types(v.dtype, torch.float32)) / counts).to(v.dtype)
-
-
-MEAN = BackendSpec(
-    name=MEAN_OF_VALUES,
-    summary="Uniform attention: the mean of the visible values.",
-    options_type=NoOptions,
-    capabilities=Capabilities(causal=True, cross=False, key_mask=False, streaming=False),
-    builder=lambda problem, options: _Mean(problem.causal),
-)
 
 
 def calibrate_on(model: Any, backends: Sequence[Backend], ids: Tensor) -> bool:

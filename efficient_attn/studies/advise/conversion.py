@@ -20,7 +20,7 @@ from efficient_attn.studies.costs import cost_points
 from efficient_attn.studies.plan import Point
 from efficient_attn.studies.swap import measure
 from efficient_attn.studies.swap.analysis import KL, MEAN_POOL
-from efficient_attn.studies.swap.model import Subject
+from efficient_attn.studies.swap.model import TextSubject
 
 # Shares of the limit that the summed losses of a plan may reach: a later one where an earlier plan misses it.
 ATTEMPTS = (1.0, 0.5, 0.25)
@@ -29,7 +29,7 @@ _OWN = Variant(backend=OWN, label=OWN, target=OWN)
 
 
 def model_points(
-    pairs: Sequence[tuple[Subject, Subject]],
+    pairs: Sequence[tuple[TextSubject, TextSubject]],
     variants: Sequence[Variant],
     findings: Findings,
     *,
@@ -54,7 +54,7 @@ def model_points(
     return points
 
 
-def loss_of(subject: Subject) -> str:
+def loss_of(subject: TextSubject) -> str:
     """Quantity of the loss: divergence of the next token, or 1 − cosine of an encoder's embeddings."""
     if subject.sites.causal and not subject.predicts:
         raise UnsupportedError("advise needs an encoder, or a decoder with a language-model head.")
@@ -71,8 +71,8 @@ class ModelAtLength:
         quantity, limit: Loss of the outputs and its target.
     """
 
-    choosing: Subject
-    held_out: Subject
+    choosing: TextSubject
+    held_out: TextSubject
     variants: Sequence[Variant]
     findings: Findings
     quantity: str
@@ -129,7 +129,7 @@ class ModelAtLength:
             rank=partial(self._rank, variant),
         )
 
-    def _time(self, subject: Subject, variant: Variant, needed: Callable[[], bool]) -> Point:
+    def _time(self, subject: TextSubject, variant: Variant, needed: Callable[[], bool]) -> Point:
         """Times in turns with the other times on these texts."""
         case = subject.case("time", variant)
 
@@ -147,13 +147,13 @@ class ModelAtLength:
             needed=needed,
         )
 
-    def _plan(self, subject: Subject, label: str, chosen: Callable[[], Mapping[int, str]]) -> Point:
+    def _plan(self, subject: TextSubject, label: str, chosen: Callable[[], Mapping[int, str]]) -> Point:
         """Loss of the layers that are chosen when the point is due; dropped where none is."""
         case = subject.case("swap", _plan_variant(label))
 
         def measured() -> Record:
             layers = chosen()
-            with measure.replaced(self._variant(layers), subject):
+            with subject.replaced(self._variant(layers)):
                 attached = subject.model.config.efficient_attn
             return replace(
                 self._compare(case, self._variant(layers), subject),
@@ -169,7 +169,7 @@ class ModelAtLength:
             needed=lambda: bool(chosen()),
         )
 
-    def _compare(self, case: Case, variant: Variant, subject: Subject) -> Record:
+    def _compare(self, case: Case, variant: Variant, subject: TextSubject) -> Record:
         self.findings.keep_outputs_of(subject)
         return measure.distance(case, variant, subject, draws=1)
 

@@ -6,13 +6,13 @@ from efficient_attn.errors import DataError
 from efficient_attn.integrations.transformers.loading import Opened, positions, token_ids
 from efficient_attn.runner.record import replace
 from efficient_attn.studies.advise.findings import HELD_OUT
-from efficient_attn.studies.swap.model import Subject
+from efficient_attn.studies.swap.model import TextSubject
 from efficient_attn.studies.workload import Workload
 
 
 def texts_of_lengths(
     opened: Opened, texts: Mapping[str, str], workload: Workload, lengths: Sequence[int]
-) -> tuple[list[tuple[Subject, Subject]], list[str]]:
+) -> tuple[list[tuple[TextSubject, TextSubject]], list[str]]:
     """Texts that choose and texts that verify, for each length that model and texts have; other lengths.
 
     Raises:
@@ -32,7 +32,7 @@ def texts_of_lengths(
             )
         else:
             parts = ({name: texts[name] for name in group} for group in (long[::2], long[1::2]))
-            choosing, held_out = (Subject.of(opened, one, workload, seq_len=tokens) for one in parts)
+            choosing, held_out = (TextSubject.of(opened, one, workload, seq_len=tokens) for one in parts)
             # Equal texts are measured twice too.
             shared = {**held_out.shared, "inputs": f"{held_out.shared['inputs']}{HELD_OUT}"}
             found.append((choosing, replace(held_out, shared=shared, calibration=choosing.texts[0])))

@@ -109,7 +109,8 @@ def plan(
         from efficient_attn.studies.advise.conversion import loss_of, model_points
         from efficient_attn.studies.advise.held_out import texts_of_lengths
         from efficient_attn.studies.swap.analysis import KL
-        from efficient_attn.studies.swap.model import candidates, load
+        from efficient_attn.studies.swap.model import load
+        from efficient_attn.studies.swap.subject import candidates
 
         named, opened = named_texts(texts), load(model, tokenizer, name, workload)
         pairs, left_out = texts_of_lengths(opened, named, workload, lengths)

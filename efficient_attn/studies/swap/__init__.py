@@ -21,6 +21,8 @@ STUDY = Study(
         error("next_token_kl", "nats", "Divergence of exact from computed next-token distributions."),
         error("next_token_disagreement", "share", "Share of positions with another most likely next token."),
         error("perplexity", "", "Perplexity of the texts.", rounding=0),
+        QUANTITIES["output_relative_error"],
+        error("output_distance", "1 − cosine", "1 − cosine of the output of a model with its own inputs."),
         setting("texts", "", "Number of texts; values of draws are listed text by text."),
         QUANTITIES["time_s"],
         QUANTITIES["peak_bytes"],

@@ -14,6 +14,7 @@ from efficient_attn.stats.curves import YARDSTICK, grouped
 
 KL, DISAGREEMENT, PERPLEXITY = "next_token_kl", "next_token_disagreement", "perplexity"
 MEAN_POOL, FIRST_TOKEN, HIDDEN = "mean_pool_distance", "first_token_distance", "hidden_relative_error"
+OUTPUT, OUTPUT_COSINE = "output_relative_error", "output_distance"
 NAMES = {
     KL: "divergence of the next token, nats",
     DISAGREEMENT: "same likeliest token",
@@ -21,11 +22,14 @@ NAMES = {
     MEAN_POOL: "cosine, mean pool",
     FIRST_TOKEN: "cosine, first token",
     HIDDEN: "error of hidden states",
+    OUTPUT_COSINE: "cosine of the output",
+    OUTPUT: "error of the output",
 }
 # Quantities that decide, in order of preference.
-_DECISIVE = (KL, MEAN_POOL, HIDDEN)
+_DECISIVE = (KL, MEAN_POOL, HIDDEN, OUTPUT)
 
-# Rounding of float32 hidden states; errors of cosines and divergences are of the order of its square.
+# Rounding of float32 hidden states and outputs; errors of cosines and divergences are of the order of its
+# square.
 _ROUNDING = 1e-4
 
 # Upper bound on plausible measurements.
@@ -91,7 +95,7 @@ class Swap:
     @cached_property
     def rounding(self) -> float:
         """Largest difference that is rounding: twice the difference of exact attention in another kernel."""
-        least = _ROUNDING if self.quantity == HIDDEN else _ROUNDING**2
+        least = _ROUNDING if self.quantity in (HIDDEN, OUTPUT) else _ROUNDING**2
         found = [row.spread(self.quantity) for row in self.rows if row.backend == YARDSTICK]
         return max([least, *(2 * one.mean for one in found if one is not None)])
 

@@ -1,6 +1,7 @@
-"""A model with the texts that it reads, and the backends that its attention is replaced by."""
+"""A Hugging Face model with the texts that it reads, and the backends that its attention is replaced by."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from hashlib import sha256
@@ -9,8 +10,8 @@ from typing import Any
 
 from torch import Tensor
 
-from efficient_attn.contained import trial
 from efficient_attn.errors import DataError, DtypeError, OptionError
+from efficient_attn.integrations.transformers.attachment import installed
 from efficient_attn.integrations.transformers.loading import (
     Opened,
     check_length,
@@ -19,18 +20,21 @@ from efficient_attn.integrations.transformers.loading import (
     token_ids,
 )
 from efficient_attn.integrations.transformers.swapping import (
-    MEAN,
     AttentionSites,
     Outputs,
     build_for,
+    build_layers,
+    calibrate_on,
+    forward,
     predicts_next,
     run,
     sites_of,
 )
+from efficient_attn.measure import outputs
 from efficient_attn.measure.texts import digest
-from efficient_attn.runner.records import Case
-from efficient_attn.runner.sizes import MEAN_OF_VALUES, MODEL
-from efficient_attn.runner.variants import YARDSTICK, Variant, select
+from efficient_attn.runner.record import Case
+from efficient_attn.runner.sizes import MODEL, OWN, SEED
+from efficient_attn.runner.variants import Variant
 from efficient_attn.studies.workload import Workload
 
 # Length of the shipped texts, at which approximations begin to differ.
@@ -38,9 +42,12 @@ _DEFAULT_TOKENS = 512
 # With fewer there is no next token to predict, and nothing to average.
 _FEWEST_TOKENS = 2
 
+# Text for calibration; the other texts are held out.
+FIRST_TEXT = "the first text"
+
 
 @dataclass(frozen=True, eq=False)
-class Subject:
+class TextSubject:
     """A model and the texts that it runs on.
 
     Attributes:
@@ -56,11 +63,12 @@ class Subject:
     shared: Mapping[str, Any]
     about: Mapping[str, Any]
     calibration: Tensor | None = None
+    calibrated_on: str = FIRST_TEXT
 
     @classmethod
     def of(
         cls, opened: Opened, texts: Mapping[str, str], workload: Workload, *, seq_len: int | None
-    ) -> "Subject":
+    ) -> "TextSubject":
         """The model on the beginnings of the texts."""
         sites, ids = sites_of(opened.model), _token_ids(opened, texts, seq_len)
         first = sites.swapped[0]
@@ -89,6 +97,15 @@ class Subject:
         return tuple(run(self.model, ids, predicts=self.predicts) for ids in self.texts)
 
     @property
+    def num_texts(self) -> int:
+        return len(self.texts)
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """Numbers of the layers that get a backend."""
+        return self.sites.layers
+
+    @property
     def notes(self) -> list[str]:
         """A remark on attention that stays exact."""
         if not self.sites.others:
@@ -101,6 +118,56 @@ class Subject:
 
     def case(self, kind: str, variant: Variant, layer: int | None = None) -> Case:
         return variant.case(kind=kind, of=MODEL, layer=layer, **self.shared)
+
+    def forward(self) -> Any:
+        """The timed call: one forward pass on the first text."""
+        return forward(self.model, self.texts[0])
+
+    def distances(self, number: int) -> dict[str, float]:
+        """Distances of the present outputs from the exact ones on one text."""
+        ids, exact = self.texts[number], self.exact[number]
+        given = run(self.model, ids, predicts=self.predicts)
+        found = {"hidden_relative_error": outputs.relative_error(given.hidden, exact.hidden)}
+        if given.logits is not None and exact.logits is not None:
+            found["next_token_kl"] = outputs.next_token_kl(given.logits, exact.logits)
+            found["next_token_disagreement"] = outputs.next_token_disagreement(given.logits, exact.logits)
+            found["perplexity"] = outputs.perplexity(given.logits, ids[0])
+        elif not self.sites.causal:
+            pooled = (states.hidden.double().mean(dim=0) for states in (given, exact))
+            found["mean_pool_distance"] = outputs.cosine_distance(*pooled)
+            found["first_token_distance"] = outputs.cosine_distance(given.hidden[0], exact.hidden[0])
+        return found
+
+    @contextmanager
+    def replaced(self, variant: Variant, draw: int = 0, layer: int | None = None) -> Iterator[bool]:
+        """The model with the variant in its layers, and whether calibration was required.
+
+        The target of a variant may be a mapping from layers to choices.
+        """
+        if variant.backend == OWN:
+            yield False
+            return
+        backends = self.build(variant, draw, layer)
+        with installed(self.model, self.sites.every, backends):
+            text = self.texts[0] if self.calibration is None else self.calibration
+            yield calibrate_on(self.model, list(backends.values()), text)
+
+    def build(self, variant: Variant, draw: int = 0, layer: int | None = None) -> dict[str, Any]:
+        """The backends of all attention modules."""
+        options, tokens = dict(variant.options), self.shared["tokens"]
+        # All layers derive their own seeds from this seed.
+        seed = self.shared["seed"] + options.pop(SEED, 0) + draw
+        if isinstance(variant.target, Mapping):
+            return build_layers(self.sites, variant.target, max_tokens=tokens, seed=seed)
+        return build_for(self.sites, variant.target, options, layer=layer, max_tokens=tokens, seed=seed)
+
+    def fitted(self, variant: Variant) -> Variant:
+        """The variant with the window of sliding layers, unless one was set: they can have no other."""
+        sliding = any(site.kind == "sliding" for site in self.sites.swapped)
+        if not sliding or variant.label != variant.backend or "window" not in variant.options:
+            return variant
+        window = {"window": self.sites.swapped[0].pattern.window}
+        return replace(variant, options={**variant.options, **window})
 
 
 def load(model: Any, tokenizer: Any, name: str | None, workload: Workload) -> Opened:
@@ -120,32 +187,6 @@ def load(model: Any, tokenizer: Any, name: str | None, workload: Workload) -> Op
             "model is in training mode, where dropout would be taken for an error; model.eval() first."
         )
     return Opened(model, tokenizer, {"model": name or type(model).__name__, "class": type(model).__name__})
-
-
-def candidates(chosen: Sequence[Variant], subject: Subject) -> tuple[Variant, ...]:
-    """Exact attention, the uniform-attention baseline, then the other variants, each built once.
-
-    Raises:
-        OptionError: If a set value never works.
-    """
-    exact = [variant for variant in chosen if variant.backend == YARDSTICK] or select([YARDSTICK])
-    others = [variant for variant in chosen if variant.backend != YARDSTICK]
-    if any(site.kind == "sliding" for site in subject.sites.swapped):
-        # A sliding layer can have no window but its own, unless one was set.
-        window = {"window": subject.sites.swapped[0].pattern.window}
-        others = [
-            replace(one, options={**one.options, **window})
-            if one.label == one.backend and "window" in one.options
-            else one
-            for one in others
-        ]
-    tokens, seed = subject.shared["tokens"], subject.shared["seed"]
-    for one in others:
-        if one.label != one.backend:
-            with trial():
-                build_for(subject.sites, one.target, one.options, layer=None, max_tokens=tokens, seed=seed)
-    mean = Variant(backend=MEAN_OF_VALUES, label=MEAN_OF_VALUES, target=MEAN)
-    return (*exact, mean, *others)
 
 
 def _token_ids(opened: Opened, texts: Mapping[str, str], seq_len: int | None) -> tuple[Tensor, ...]:

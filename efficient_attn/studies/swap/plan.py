@@ -44,8 +44,8 @@ def plan(
     model: Annotated[
         Any,
         Option(
-            help="Folder of a Hugging Face transformers model: config.json and safetensors.",
-            metavar="MODEL_FOLDER",
+            help=shared.MODEL_HELP,
+            metavar="MODEL",
             parse=shared.parse_text,
             argument=True,
         ),
@@ -67,7 +67,9 @@ def plan(
         bool | None,
         Option(help="layer: each layer replaced alone too.", flag="--by", metavar="layer", parse=_is_layer),
     ] = None,
-    name: Annotated[str | None, Option(help="Name of the model in records; the folder's if omitted.")] = None,
+    name: Annotated[
+        str | None, Option(help="Name of the model in records; the folder's or file's if omitted.")
+    ] = None,
     dtype: Annotated[str, Option(help="Dtype of the model.")] = "float32",
     device: shared.Device = "cpu",
     threads: shared.Threads = None,
@@ -77,22 +79,36 @@ def plan(
     """Replace the attention of a model: outputs, time and memory.
 
     Encoders are compared by their hidden states and embeddings, causal models by their next-token
-    distributions. In Python the model may also be a loaded one in eval mode, with its `tokenizer`; its own
-    attention is restored afterwards, whatever happens.
+    distributions, a model from a file by the output of its run. In Python the model may also be a loaded one
+    in eval mode, with its `tokenizer`, or a pair (module, inputs); its own attention is restored afterwards,
+    whatever happens.
 
     Example: efficient-attn swap MODEL --set window.window=65,129 --by layer
+
+    Example: efficient-attn swap models.py:make_model --by layer
     """
     positive_count("draws", draws)
     positive_count("rounds", rounds)
-    named = named_texts(texts)
     workload = settle(Workload(dtype=dtype, device=device, threads=threads, seed=seed))
     chosen = select(backends, options, exclude=exclude)
     chosen = tuple(sorted(chosen, key=promising)) if backends is None else chosen
 
-    from efficient_attn.studies.swap.model import Subject, candidates, load
+    from efficient_attn.integrations.called import called_model, is_called, refuse_beside
+    from efficient_attn.studies.swap.subject import Subject, candidates
 
-    opened = load(model, tokenizer, name, workload)
-    subject = Subject.of(opened, named, workload, seq_len=seq_len)
+    subject: Subject
+    if is_called(model):
+        from efficient_attn.studies.swap.called import CallSubject
+
+        moved = {"dtype": (dtype, "float32"), "device": (device, "cpu")}
+        others = {key: value for key, (value, usual) in moved.items() if value != usual}
+        refuse_beside(model, text=texts, tokenizer=tokenizer, seq_len=seq_len, **others)
+        subject = CallSubject.of(called_model(model, name=name), workload)
+    else:
+        from efficient_attn.studies.swap.model import TextSubject, load
+
+        named = named_texts(texts)
+        subject = TextSubject.of(load(model, tokenizer, name, workload), named, workload, seq_len=seq_len)
     variants = candidates(chosen, subject)
     return Plan(
         points=_points(subject, variants, draws=draws, rounds=rounds, by_layer=bool(by_layer)),
@@ -119,7 +135,7 @@ def _points(
     from efficient_attn.studies.swap import measure
 
     own = Variant(backend=OWN, label=OWN, target=OWN)
-    texts = len(subject.texts)
+    texts = subject.num_texts or 1
 
     def distance(variant: Variant, layer: int | None = None) -> Point:
         case = subject.case("swap", variant, layer)
@@ -149,9 +165,5 @@ def _points(
     return [
         *map(distance, every),
         *(cost(kind, variant) for kind in ("time", "memory") for variant in every),
-        *(
-            distance(variant, layer)
-            for variant in variants
-            for layer in (subject.sites.layers if by_layer else ())
-        ),
+        *(distance(variant, layer) for variant in variants for layer in (subject.layers if by_layer else ())),
     ]

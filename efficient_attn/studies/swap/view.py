@@ -15,6 +15,7 @@ from efficient_attn.studies.swap.analysis import (
     FIRST_TOKEN,
     MEAN_POOL,
     NAMES,
+    OUTPUT_COSINE,
     PERPLEXITY,
     Swap,
     SwapRow,
@@ -53,7 +54,7 @@ def show_quantity(quantity: str, value: float) -> str:
         return three_digits(value)
     if quantity == DISAGREEMENT:
         return f"{100 * (1 - value):.1f} %"
-    if quantity in (MEAN_POOL, FIRST_TOKEN):
+    if quantity in (MEAN_POOL, FIRST_TOKEN, OUTPUT_COSINE):
         return f"{1 - value:.{4 if value > 1e-4 else 7}f}"
     return show_error(value)
 
@@ -69,10 +70,11 @@ def _whole(one: Swap) -> Table:
         )
         for row in one.rows
     )
+    texts = max((whole.texts or 0 for whole in wholes), default=0)
     notes = (
         "Against the same model with its own attention, all layers swapped, nothing trained afterwards. "
-        f"Means over {max((whole.texts or 1 for whole in wholes), default=1)} texts; ±: standard deviation "
-        "over draws of random features. Time and memory: one forward pass of the first text.",
+        f"Means over {f'{texts} texts' if texts else 'draws'}; ±: standard deviation over draws of random "
+        f"features. Time and memory: one {'forward pass of the first text' if texts else 'run'}.",
         f"{MEAN_OF_VALUES}: every query gets the same output, without any attention.",
         *calibration_note(wholes),
         *failure_notes(one.records),

@@ -1,0 +1,162 @@
+"""A model of the user's own with its inputs, whose call sites of attention get the backends."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from glob import escape
+from typing import Any
+
+from torch import Tensor, nn
+
+from efficient_attn.contained import running
+from efficient_attn.errors import UnsupportedError
+from efficient_attn.integrations.called import CalledModel, output_vector, site_notes
+from efficient_attn.integrations.intercept.calls import AttentionMode, Call
+from efficient_attn.integrations.intercept.finding import OUTER, inside
+from efficient_attn.integrations.intercept.measured import MeasuredSite, measure
+from efficient_attn.integrations.intercept.replaced import replace
+from efficient_attn.measure.checked import backends_in
+from efficient_attn.measure.outputs import cosine_distance, relative_error
+from efficient_attn.runner.record import SAME_INPUTS, Case
+from efficient_attn.runner.sizes import MODEL, OWN, SEED
+from efficient_attn.runner.variants import Variant
+from efficient_attn.studies.workload import Workload
+
+_CROSS = "its keys are not those of the queries (cross-attention)"
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class CallSubject:
+    """A model that makes its own inputs.
+
+    Attributes:
+        sites: Call sites that get a backend, by their number among the sites that `capture` stores.
+        left: {site: reason why it stays exact}.
+    """
+
+    called: CalledModel
+    sites: Mapping[int, str]
+    left: Mapping[str, str]
+    shared: Mapping[str, Any]
+    calibrated_on: str = SAME_INPUTS
+    num_texts: int | None = None
+
+    @classmethod
+    def of(cls, called: CalledModel, workload: Workload) -> "CallSubject":
+        """The model with the call sites that one run shows.
+
+        Raises:
+            UnsupportedError: If the run makes no call that a backend can serve.
+        """
+        with running(called.name), measure(called.module) as measured:
+            output_vector(called.seeded())
+        modules = {site.module for site in measured.sites}
+        numbered = [one for one in measured.sites.values() if "all" not in one.exact_because]
+        chosen: dict[int, MeasuredSite] = {}
+        left = {str(one.site): one.exact_because.get("all", "") for one in measured.sites.values()}
+        for number, one in enumerate(numbered):
+            if one.shape[3] != one.shape[4]:
+                left[str(one.site)] = _CROSS
+            elif any(other != one.site.module and inside(other, one.site.module) for other in modules):
+                left[str(one.site)] = OUTER
+            else:
+                chosen[number] = one
+                del left[str(one.site)]
+        left |= dict(measured.not_reached)
+        if not chosen:
+            why = next((f" {site}: {why}." for site, why in left.items()), "")
+            raise UnsupportedError(
+                f"{called.name} never calls F.scaled_dot_product_attention with self-attention that a "
+                f"backend can serve.{why}"
+            )
+        first = next(iter(chosen.values()))
+        batch, num_heads, _, tokens, _, head_dim = first.shape
+        shared = {
+            "batch": batch,
+            "num_heads": num_heads,
+            "head_dim": head_dim,
+            "tokens": tokens,
+            "causal": "causal" in first.mask,
+            "dtype": str(first.dtype).removeprefix("torch."),
+            "device": str(first.device),
+            "threads": workload.threads,
+            "inputs": called.name,
+            "seed": workload.seed,
+        }
+        sites = {number: str(one.site) for number, one in chosen.items()}
+        return cls(called=called, sites=sites, left=left, shared=shared)
+
+    @property
+    def model(self) -> nn.Module:
+        return self.called.module
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """Names of the call sites."""
+        sites = {str(number): site for number, site in self.sites.items()}
+        return {"model": self.called.name, "sites": sites, "left_out": self.left}
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """Numbers of the call sites that get a backend."""
+        return tuple(self.sites)
+
+    @property
+    def notes(self) -> list[str]:
+        """The call sites of the layers, and those that stay exact."""
+        return site_notes(self.sites, self.left)
+
+    @cached_property
+    def exact(self) -> tuple[Tensor]:
+        """Output with the model's own attention."""
+        return (self._output(),)
+
+    def forward(self) -> Any:
+        """The timed call: one run."""
+        return self.called.run()
+
+    def distances(self, number: int) -> dict[str, float]:
+        """Distances of the present output from the exact one."""
+        given, exact = self._output(), self.exact[number]
+        return {
+            "output_relative_error": relative_error(given, exact),
+            "output_distance": cosine_distance(given, exact),
+        }
+
+    @contextmanager
+    def replaced(self, variant: Variant, draw: int = 0, layer: int | None = None) -> Iterator[bool]:
+        """The model with the variant at its call sites, and whether calibration was required."""
+        if variant.backend == OWN:
+            yield False
+            return
+        options = dict(variant.options)
+        seed = self.shared["seed"] + options.pop(SEED, 0) + draw
+        sites = self.sites.values() if layer is None else [self.sites[layer]]
+        chosen = {escape(site): (variant.target, options) for site in sites}
+        with replace(self.model, chosen, example=self.called.seeded, strict=True, seed=seed):
+            yield any(hasattr(one.core, "calibrate") for one in backends_in(self.model))
+
+    def build(self, variant: Variant) -> None:
+        """Replace and restore, to check the options of a variant."""
+        with self.replaced(variant):
+            pass
+
+    def fitted(self, variant: Variant) -> Variant:
+        """The variant itself."""
+        return variant
+
+    def case(self, kind: str, variant: Variant, layer: int | None = None) -> Case:
+        """The case of a measurement, with the shape of the first call site."""
+        return variant.case(kind=kind, of=MODEL, layer=layer, **self.shared)
+
+    def _output(self) -> Tensor:
+        with _Unfused():
+            return output_vector(self.called.seeded())
+
+
+class _Unfused(AttentionMode):
+    """Passes every call to torch; the fused path of torch's layers, which changes padding, is off."""
+
+    def attend(self, call: Call) -> Tensor:
+        return call.exact()
