@@ -320,7 +320,7 @@ def test_options_of_a_folder_are_refused(words, capsys):
 
 
 def test_cross_attention_and_outputs_without_numbers_are_refused():
-    with pytest.raises(UnsupportedError, match=r"model: its keys are not those of the queries"):
+    with pytest.raises(UnsupportedError, match=r"model: its queries and keys differ in number"):
         ea.swap("models.py:make_cross", ["window"])
     with pytest.raises(DataError, match="The model returns str without a floating-point tensor"):
         ea.swap("models.py:wordless", ["window"])
@@ -344,4 +344,6 @@ def test_all_tensors_of_a_nested_output_are_compared_and_the_first_of_another_ob
 def test_a_made_model_is_in_evaluation_mode_and_the_same_every_time():
     one, other = (called_model("models.py:make_pair") for _ in range(2))
     assert not one.module.training and torch.equal(one.run(), other.run())
+    parts = list(called_model("models.py:make_call").module.children())
+    assert parts and not any(part.training for part in parts)
     assert one.run().grad_fn is None

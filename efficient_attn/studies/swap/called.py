@@ -23,7 +23,7 @@ from efficient_attn.runner.sizes import MODEL, OWN, SEED
 from efficient_attn.runner.variants import Variant
 from efficient_attn.studies.workload import Workload
 
-_CROSS = "its keys are not those of the queries (cross-attention)"
+_CROSS = "its queries and keys differ in number (cross-attention)"
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
