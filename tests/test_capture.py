@@ -1,5 +1,6 @@
 """Capturing q, k, v from a local model; models here are tiny, random and made on the spot."""
 
+import hashlib
 import sys
 
 import pytest
@@ -10,6 +11,7 @@ import efficient_attn as ea
 from efficient_attn.errors import DataError, MissingPackageError, OptionError
 from efficient_attn.integrations.capture import capture, save
 from efficient_attn.measure.inputs import Captured, read_activations
+from efficient_attn.studies import find
 
 WORDS = ("alice", "was", "beginning", "to", "get", "very", "tired")
 TEXT = "alice was beginning to get very very tired"
@@ -73,6 +75,21 @@ def test_captured_layers_are_written_and_read_back_in_half_precision(folder, tmp
     assert kept.about == captured.about
     assert kept.about["model"] == "tiny"
     assert torch.equal(kept.layers[2].v, captured.layers[2].v.half())
+
+
+def test_mse_and_compare_capture_a_folder_in_memory(folder, tmp_path):
+    found = ea.mse(["window"], model=folder, text=TEXT, layers=[1], sizes=[3], draws=1)
+    save(capture(folder, TEXT), tmp_path / "tiny.safetensors")
+    filed = ea.mse(["window"], inputs=tmp_path / "tiny.safetensors", layers=[1], sizes=[3], draws=1)
+    one, other = (
+        next(r for r in runs.records if r.case.backend == "window").output_relative_error
+        for runs in (found, filed)
+    )
+    assert one == pytest.approx(other, rel=2**-9)  # the file holds eleven bits of each entry
+    digest = hashlib.sha256(TEXT.encode()).hexdigest()[:8]
+    assert {r.case.inputs for r in found.records} == {f"{folder.name} on 1 text #{digest}(layer=1)"}
+    plan = find("compare").plan(["window"], model=str(folder), text=TEXT, seq_len=4, isolate="none")
+    assert {point.case.tokens for point in plan.points} == {4}
 
 
 def test_a_long_text_is_cut_to_the_tokens_asked_for_and_to_what_the_model_can_take(folder):
