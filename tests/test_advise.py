@@ -8,8 +8,10 @@ import pytest
 
 import efficient_attn as ea
 from efficient_attn.errors import OptionError
-from efficient_attn.runner.record import Case, Record
+from efficient_attn.runner.record import Case, Record, replace
+from efficient_attn.runner.sizes import MEAN_OF_VALUES, OWN
 from efficient_attn.studies.advise.choice import best_layers, in_ranges
+from efficient_attn.studies.advise.findings import Findings
 from efficient_attn.studies.compare.plan import MAX_ERROR
 from efficient_attn.studies.results import Results
 
@@ -68,9 +70,9 @@ def test_backends_that_are_slower_by_prediction_are_not_timed_at_long_lengths(mo
     own = worker.measure
 
     def fixed(case, **arguments):
-        record = own(case, **arguments)
+        made = own(case, **arguments)
         if case.kind != "time":
-            return record
+            return made
         factor = 100.0 if case.label == "window" else 1.0
         return Record(case=case, times_s=(factor * 1e-6 * case.tokens,), round_sizes=(1,))
 
@@ -102,9 +104,178 @@ def test_an_interrupted_advice_names_the_rest_and_resumes(tmp_path, monkeypatch)
     assert kinds(ended) == kinds(advise("exact", "window"))
 
 
-def test_a_limit_that_is_no_number_is_refused():
+def test_a_limit_that_is_no_number_is_refused_and_options_of_models_without_one():
     with pytest.raises(OptionError, match="max_error is a finite number"):
         ea.advise(max_error=0.0)
+    for given in ({"texts": ["a"]}, {"min_cosine": 0.5}, {"max_kl": 0.5}, {"name": "m"}):
+        with pytest.raises(OptionError, match=f"{next(iter(given))} has no effect without a model"):
+            ea.advise(**given)
+
+
+SIZES = {"num_heads": 4, "head_dim": 8, "dtype": "float32", "device": "cpu", "threads": 1}
+
+
+def record(kind, backend, tokens, status="ok", *, values=None, **changes):
+    made = Case(kind=kind, backend=backend, label=backend, tokens=tokens, **{**SIZES, **changes})
+    return Record(case=made, status=status, **(values or {}) if status == "ok" else {"reason": "why not"})
+
+
+def of_attention(backend, tokens, source, errors, status="ok"):
+    return [
+        record(
+            "error",
+            backend,
+            tokens,
+            status,
+            values={"output_relative_error": error},
+            inputs=f"{source}(layer={layer})",
+            layer=layer,
+            of="output",
+        )
+        for layer, error in enumerate(errors)
+    ]
+
+
+def timed(backend, tokens, times_s, **changes):
+    values = {"times_s": tuple(times_s), "round_sizes": (1,) * len(times_s)}
+    return record("time", backend, tokens, values=values, **changes)
+
+
+@pytest.mark.parametrize("failed", [("encoder", 512), ("stitched", 2048)])
+def test_a_backend_that_failed_somewhere_is_not_within_the_limit_everywhere(failed):
+    times = [timed(name, 1024, (time_s,) * 4) for name, time_s in (("exact", 1.0), ("window", 0.5))]
+    errors = [
+        one
+        for backend, error in (("window", 0.05), ("linformer", 0.06))
+        for source, tokens in (("encoder", 512), ("stitched", 2048))
+        for one in of_attention(backend, tokens, source, (error, error))
+    ]
+    broken = ("window", *failed, 1)
+    kept = [
+        record("error", "window", failed[1], "oom", of="output", layer=1, inputs=one.case.inputs)
+        if (one.case.backend, one.case.inputs.partition("(")[0], one.case.tokens, one.case.layer) == broken
+        else one
+        for one in errors
+    ]
+    environment = {"study": "advise", "candidates": ["exact", "window", "linformer"]}
+    (sentence,) = Results([*errors, *times], environment=environment).sentences()
+    assert "on every layer: window (error" in sentence
+    (sentence,) = Results([*kept, *times], environment=environment).sentences()
+    assert "on every layer: linformer (error" in sentence
+    (sentence,) = Results(times, environment=environment).sentences()
+    assert "at no length: no error was measured." in sentence and "nothing but exact" not in sentence
+
+
+TARGET = {"study": "advise", "target": {"quantity": "mean_pool_distance", "limit": 0.1}}
+ATTACHED = '{"format": 1, "layers": {}}'
+
+
+def of_model(tokens, own, plan=(), *, layers='{"0": "window"}', attached=ATTACHED, loss=0.05):
+    """All records at one length; `plan` is empty if there is none."""
+    shared, held_out = {"of": "model", "inputs": "m on t"}, {"of": "model", "inputs": "m on t, held out"}
+    decision = {
+        "mean_pool_distance": loss if plan else None,
+        "chosen_layers": layers if plan else "{}",
+        "attached_layers": attached,
+        "predicted_speed": 2.0,
+        "calibrated_on": "the first text",
+    }
+    made = [
+        timed(OWN, tokens, own, **shared),
+        timed(MEAN_OF_VALUES, tokens, [time_s / 3 for time_s in own], **shared),
+        record("swap", "window", tokens, values={"mean_pool_distance": 0.05}, **shared),
+        record("swap", "plan", tokens, values=decision, **held_out),
+    ]
+    return made + [
+        timed(name, tokens, times, **held_out) for name, times in ((OWN, own), ("plan", plan)) if plan
+    ]
+
+
+FASTER, SLOWER, OPEN = (0.5,) * 4, (2.0,) * 4, (0.5, 0.9, 0.4, 3.0)
+EXACT = (1.0, 1.1, 0.9, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("times", "begins"),
+    [
+        ((FASTER, FASTER, FASTER), "From 512 tokens: 2.00x"),
+        ((SLOWER, FASTER, FASTER), "From 2048 tokens: 2.00x"),
+        ((FASTER, SLOWER, FASTER), "From 8192 tokens: 2.00x"),
+        ((FASTER, SLOWER, ()), "At 512 tokens only: 2.00x"),
+        ((FASTER, SLOWER, OPEN), "At 512 tokens only: 2.00x"),
+        (((), SLOWER, ()), "Nothing is faster on this machine up to 8192 tokens"),
+        (((), OPEN, ()), "Nothing is known to be faster up to 8192 tokens"),
+        ((FASTER[:2], (), ()), "Nothing is known to be faster up to 8192 tokens"),
+    ],
+)
+def test_faster_not_faster_and_undecided_are_three_outcomes_of_a_length(times, begins):
+    parts = zip((512, 2048, 8192), times, strict=True)
+    results = Results(
+        [one for tokens, plan in parts for one in of_model(tokens, EXACT, plan)], environment=TARGET
+    )
+    sentence = results.sentences()[0]
+    assert sentence.startswith(begins)
+    named = not begins.startswith("Nothing is faster") and "From 2048" not in begins
+    assert ("not faster at 2048" in sentence) == (times[1] in (SLOWER, ()) and named)
+    assert ("undecided at 8192" in sentence) == (times[2] is OPEN)
+    assert ("stay with exact" in sentence) == begins.startswith("Nothing is faster")
+    assert ("layers.json" in results.files()) == begins.startswith(("From", "At"))
+    assert all("; efficient_attn.calibrate(model, **batch)" in code for code in results.sentences()[1:])
+
+
+def test_a_length_without_a_decision_is_undecided():
+    whole = of_model(512, EXACT)
+    for records in (whole[:3], [record("swap", "exact", 512, "skipped", of="model", inputs="m on t")]):
+        (sentence,) = Results(records, environment=TARGET).sentences()
+        assert sentence.startswith("Nothing is known to be faster up to")
+        assert "not measured to the end at 512 tokens" in sentence
+    short = Results([timed("exact", 256, (1.0,) * 4)], environment={**TARGET, "candidates": ["exact"]})
+    assert "Nothing is known to be faster" in short.sentences()[0] and short.tables() == []
+
+
+@pytest.mark.parametrize("layers", ["{", "[1]", "null", '{"a": "window"}', '{"0": ["x"]}', "[" * 100_000])
+def test_damaged_plans_are_shown_as_none(layers):
+    for given in ({"layers": layers}, {"attached": layers}):
+        results = Results(of_model(512, EXACT, FASTER, **given), environment=TARGET)
+        assert results.tables() and results.plots() and results.sentences()
+        assert set(results.files()) <= {"layers.json"}
+
+
+def test_times_of_zero_and_limits_beyond_floats_decide_nothing():
+    zero = Results(of_model(512, (0.0,) * 4, FASTER), environment=TARGET)
+    assert zero.tables() and zero.sentences()[0].startswith("Nothing is known to be faster")
+    beyond = Results(of_model(512, EXACT, FASTER), environment={**TARGET, "target": {"limit": 10**400}})
+    assert beyond.sentences()
+
+
+def test_a_bound_that_may_be_one_is_not_stated():
+    records = of_model(512, EXACT)
+    unclear = [timed(MEAN_OF_VALUES, 512, (0.5, 1.1, 0.7, 1.2), of="model", inputs="m on t")]
+    assert "at most about 3.00x as fast" in Results(records, environment=TARGET).sentences()[0]
+    other = [one for one in records if one.case.backend != MEAN_OF_VALUES]
+    assert "at most" not in Results([*other, *unclear], environment=TARGET).sentences()[0]
+
+
+def test_times_of_another_plan_decide_nothing():
+    *records, last = of_model(512, EXACT, FASTER)
+    other = replace(last, chosen_layers='{"0": "linformer"}')
+    (sentence,) = Results([*records, other], environment=TARGET).sentences()
+    assert "not measured to the end at 512 tokens" in sentence
+
+
+def test_a_resumed_run_keeps_whole_turns_and_plans_that_would_be_chosen_again_and_no_prediction():
+    shared = {"of": "model", "inputs": "t"}
+    own, short = timed(OWN, 512, FASTER, **shared), timed("window", 512, FASTER[:3], **shared)
+    elsewhere = timed("window", 2048, FASTER, **shared)
+    plan = record("swap", "plan", 2048, values={"chosen_layers": '{"0": "window"}'}, of="model")
+    predicted, alone = record("prediction", "window", 2048), record("swap", "window", 512, of="model")
+    known = {one.case.key: one for one in (own, short, elsewhere, plan, predicted, alone)}
+    for chosen, kept in (({0: "window"}, [elsewhere, plan, alone]), (None, [elsewhere, alone])):
+        findings = Findings((), rounds=4)
+        findings.choices[plan.case.key] = lambda chosen=chosen: chosen
+        assert list(findings.standing(known).values()) == kept
+    findings = Findings((), rounds=3)
+    assert own.case.key in findings.standing(known)
 
 
 def test_the_choice_of_layers_gains_most_within_the_limit():

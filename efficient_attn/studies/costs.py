@@ -51,7 +51,7 @@ def cost_points(
                 group=tokens,
                 series=(case.label, case.of),
                 cost=case.batch * float(tokens) ** variant.time_growth,
-                skip=_too_large(needed, limit_bytes),
+                skip=too_large(needed, limit_bytes),
             )
         )
     return points
@@ -80,7 +80,8 @@ def measurer_for(
     return measurer, limit, [remark]
 
 
-def _too_large(needed: int, limit: int | None) -> str | None:
+def too_large(needed: int, limit: int | None) -> str | None:
+    """Reason not to measure a point that needs more bytes than the limit."""
     if limit is None or needed <= limit:
         return None
     return (

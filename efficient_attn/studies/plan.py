@@ -74,6 +74,7 @@ class Plan:
         budget_s: Seconds of measuring unless the run names others.
         overview: Tables of a request that measures nothing.
         observe: Receives every record, earlier runs included, before the next point is due.
+        standing: Records of an earlier run that are kept when it is resumed; the others are measured again.
     """
 
     points: Sequence[Point]
@@ -88,6 +89,7 @@ class Plan:
     budget_s: float | None = None
     overview: "Sequence[Table]" = ()
     observe: Callable[[Record], object] = lambda record: None
+    standing: Callable[[Mapping[str, Record]], Mapping[str, Record]] = dict
 
 
 def interleaved(lines: Iterable[Iterable[Point]]) -> list[Point]:

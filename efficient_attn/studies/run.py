@@ -60,7 +60,8 @@ def run_plan(
             if plan.attach is not None:
                 plan = plan.attach(plan, folder, resume=resume)
             earlier = begin(folder, cases, machine, resume=resume, force=force_resume, plan=text)
-        book, start, observe = Book(folder, earlier.records), moment(), plan.observe
+        known, start, observe = plan.standing(earlier.records), moment(), plan.observe
+        book = Book(folder, known)
         for record in book.records:
             observe(record)
 
@@ -70,7 +71,7 @@ def run_plan(
 
         loop = (Lockstep if plan.lockstep else Loop)(
             plan,
-            earlier=earlier.records,
+            earlier=known,
             emit=emit,
             progress=progress,
             budget_s=plan.budget_s if budget_s is None else budget_s,

@@ -222,9 +222,10 @@ def _build(
             kind,
         )
     if is_plan_file(backend):
-        given = [name for name, value in {**kinds, **options}.items() if value is not None]
+        of_plan = {**kinds, **options, "max_tokens": max_tokens, "seed": seed or None}
+        given = [name for name, value in of_plan.items() if value is not None]
         if given:
-            raise OptionError(f"{given[0]}=…: the file {backend} names the backend of every layer itself.")
+            raise OptionError(f"{given[0]}=…: the file {backend} sets the backend of every layer itself.")
         return sites, build_plan(model, sites, read_plan(backend), str(backend))
     return sites, build_all(sites, choose(sites, backend, kinds, options), max_tokens, seed)
 

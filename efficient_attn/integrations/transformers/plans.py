@@ -11,9 +11,10 @@ from transformers import PreTrainedModel
 
 from efficient_attn.backend import Backend
 from efficient_attn.backends import list_backends, spec
-from efficient_attn.errors import AttentionError, DataError
+from efficient_attn.errors import AttentionError, DataError, UnknownNameError
 from efficient_attn.integrations.transformers.assignment import Choice, build_all
 from efficient_attn.integrations.transformers.attention_sites import AttentionSite
+from efficient_attn.integrations.transformers.loading import data_errors
 from efficient_attn.limits import CONFIG_BYTES, read_bytes
 from efficient_attn.problem import AttentionProblem
 from efficient_attn.registry import SPECS
@@ -22,6 +23,9 @@ PLAN_FORMAT = 1
 
 # Saved tensors of the backend of each attention module, by their names in the backend.
 Kept = dict[str, dict[str, Tensor]]
+
+# Numbers of a backend that no plan is refused for.
+_ALWAYS = 1 << 24
 
 _FIELDS: dict[str, Any] = {"backend": str, "options": dict, "max_tokens": (int, type(None))}
 
@@ -83,7 +87,7 @@ def build_plan(
 
     Args:
         place: Origin of the plan, for messages.
-        kept: Saved tensors, whose numbers the backends must not exceed; None: no limit.
+        kept: Saved tensors, whose numbers the backends must not exceed; None: as many as the model has.
     """
     named = {name_in_plan(model, site.path): site for site in sites}
     if named.keys() != layers.keys():
@@ -92,21 +96,25 @@ def build_plan(
     for name, site in named.items():
         layer = layers[name]
         choice = {site.path: Choice(layer["backend"], layer["options"])}
+        numbers = max(model.num_parameters(), _ALWAYS)
+        if kept is not None:
+            numbers = sum(tensor.numel() for tensor in kept[site.path].values())
         try:
-            if kept is not None:
-                _check_size(site, layer, sum(tensor.numel() for tensor in kept[site.path].values()))
-            backends |= build_all([site], choice, layer["max_tokens"], None)
+            with data_errors(f"backend {layer['backend']!r} cannot be built"):
+                _check_size(site, layer, numbers, "are saved" if kept is not None else "are the most here")
+                backends |= build_all([site], choice, layer["max_tokens"], None)
         except AttentionError as error:
             raise DataError(f"{place}, {site.path}: {error}") from None
     return backends
 
 
-def _check_size(site: AttentionSite, layer: Mapping[str, Any], numbers: int) -> None:
-    """Refuse a plan for more numbers than the file holds, before memory is allocated for it."""
+def _check_size(site: AttentionSite, layer: Mapping[str, Any], numbers: int, source: str) -> None:
+    """Refuse unknown options, and more numbers than these, before memory is allocated for them."""
     chosen = spec(layer["backend"])
-    if chosen.operations is None or not layer["options"].keys() <= {
-        f.name for f in fields(chosen.options_type)
-    }:
+    known = [one.name for one in fields(chosen.options_type)]
+    for option in layer["options"].keys() - {*known}:
+        raise UnknownNameError(f"option of backend {chosen.name!r}", option, known)
+    if chosen.operations is None:
         return
     problem = AttentionProblem(
         head_dim=site.head_dim,
@@ -117,7 +125,7 @@ def _check_size(site: AttentionSite, layer: Mapping[str, Any], numbers: int) -> 
     counts = chosen.operations(problem, chosen.options_type(**layer["options"]), 1, site.head_dim)
     if counts.learned + counts.drawn > numbers:
         raise DataError(
-            f"backend {chosen.name!r} needs {counts.learned + counts.drawn} numbers, {numbers} are saved."
+            f"backend {chosen.name!r} needs {counts.learned + counts.drawn} numbers, {numbers} {source}."
         )
 
 

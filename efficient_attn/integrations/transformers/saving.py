@@ -95,8 +95,10 @@ def load(
         raise DtypeError(f"folder is a path, not {folder!r}.")
     path = Path(folder)
     if into is not None:
-        if arguments:
-            raise OptionError(f"{next(iter(arguments))}=…: the model given by into=… is loaded already.")
+        if arguments or plan is not None:
+            raise OptionError(
+                f"{next(iter(arguments), 'plan')}=…: the model given by into=… is loaded already."
+            )
         _restore(unwrap(into), path)
         return into
     if not (path / "config.json").is_file():
@@ -106,7 +108,12 @@ def load(
         check_header(file)
     with data_errors(f"Cannot load a model from {folder}"):
         config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    layers = None if plan is not None else _layers(getattr(config, SUBMODULE, None), path / "config.json")
+    saved = getattr(config, SUBMODULE, None)
+    if plan is not None and saved is not None:
+        raise OptionError(
+            f"plan={plan}: {folder} holds a model with backends of its own; load it without plan."
+        )
+    layers = None if plan is not None else _layers(saved, path / "config.json")
     kind = model_class(config, path)
     # The configuration names the attention function of attached models.
     register()

@@ -14,6 +14,8 @@ from efficient_attn.backend import Backend
 from efficient_attn.errors import UnsupportedError
 from efficient_attn.integrations.transformers.assignment import EXACT, Choice, build_all
 from efficient_attn.integrations.transformers.attention_sites import AttentionSite, find_sites
+from efficient_attn.runner.sizes import SEED
+from efficient_attn.transformer.parts import spawn_seeds
 
 
 class Outputs(NamedTuple):
@@ -97,10 +99,19 @@ def build_for(
 def build_layers(
     sites: AttentionSites, chosen: Mapping[int, Choice], *, max_tokens: int, seed: int
 ) -> dict[str, Backend]:
-    """Build the chosen backend of each layer, and exact attention elsewhere."""
-    choices = {site.path: EXACT for site in sites.every} | {
-        site.path: chosen[site.layer] for site in sites.swapped if site.layer in chosen
-    }
+    """Build the chosen backend of each layer, and exact attention elsewhere.
+
+    A seed among the options of a choice is added to `seed`, so that a layer has the random features that it
+    has where all layers are built with this sum.
+    """
+    choices = {site.path: EXACT for site in sites.every}
+    for place, site in enumerate(sites.every[: len(sites.swapped)]):
+        if site.layer in chosen:
+            backend, options = chosen[site.layer]
+            if SEED in options:
+                own = spawn_seeds(seed + options[SEED], len(sites.every))[place]
+                options = {**options, SEED: own}
+            choices[site.path] = Choice(backend, options)
     return build_all(sites.every, choices, max_tokens, seed)
 
 

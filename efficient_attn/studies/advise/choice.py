@@ -4,6 +4,7 @@ Losses of single layers are added, as if the errors that two layers make were in
 guess, which the run checks with all chosen layers replaced together.
 """
 
+import json
 import math
 from collections.abc import Mapping
 
@@ -17,7 +18,7 @@ def best_layers(
     """{layer: label} of the largest sum of gains; layers without a gain within the limit are left out.
 
     Args:
-        losses: Loss of each layer replaced alone, by layer and label.
+        losses: Loss of each layer replaced alone, by layer and label; some may exceed the limit.
         gains_s: Seconds that one layer gains, by label; labels without a gain are left out.
     """
     # The best choice of every used part of the limit, layer by layer (the knapsack problem).
@@ -25,13 +26,22 @@ def best_layers(
     for layer, by_label in losses.items():
         extended = dict(best)
         for used, (gain_s, chosen) in best.items():
-            for label in [one for one in by_label if one in gains_s]:
+            for label in [one for one, loss in by_label.items() if one in gains_s and loss <= limit]:
                 total = used + max(math.ceil(by_label[label] / limit * _PARTS), 0)
                 more_s = gain_s + gains_s[label]
                 if total <= _PARTS and more_s > extended.get(total, (gain_s, {}))[0]:
                     extended[total] = more_s, {**chosen, layer: label}
         best = extended
     return max(best.values(), key=lambda one: one[0])[1]
+
+
+def parsed_layers(text: str | None) -> dict[int, str] | None:
+    """{layer: label} of the field `chosen_layers`; None if it is missing or damaged."""
+    try:
+        found = {int(layer): label for layer, label in json.loads(text or "null").items()}
+    except (ValueError, AttributeError, RecursionError):
+        return None
+    return found if all(isinstance(label, str) for label in found.values()) else None
 
 
 def in_ranges(chosen: Mapping[int, str]) -> str:

@@ -9,12 +9,13 @@ from typing import Any
 
 from efficient_attn.errors import UnsupportedError
 from efficient_attn.integrations.transformers.assignment import Choice
+from efficient_attn.integrations.transformers.plans import plan_of
 from efficient_attn.runner import worker
 from efficient_attn.runner.record import Case, Record, replace
-from efficient_attn.runner.sizes import MEAN_OF_VALUES, OWN, SEED
+from efficient_attn.runner.sizes import MEAN_OF_VALUES, OWN
 from efficient_attn.runner.variants import DENSE, YARDSTICK, Variant
 from efficient_attn.stats.rounds import call_time, time_ratio
-from efficient_attn.studies.advise.choice import best_layers
+from efficient_attn.studies.advise.choice import best_layers, parsed_layers
 from efficient_attn.studies.advise.findings import PLAN, PROBE, Findings
 from efficient_attn.studies.costs import cost_points
 from efficient_attn.studies.plan import Point
@@ -26,6 +27,9 @@ from efficient_attn.studies.swap.model import TextSubject
 ATTEMPTS = (1.0, 0.5, 0.25)
 
 _OWN = Variant(backend=OWN, label=OWN, target=OWN)
+
+# Backends that stand in no plan.
+_BASELINES = (YARDSTICK, DENSE, MEAN_OF_VALUES)
 
 
 def model_points(
@@ -97,7 +101,7 @@ class ModelAtLength:
     @property
     def _replacing(self) -> list[Variant]:
         """Variants that may stand in a plan."""
-        return [one for one in self.variants if one.backend not in (YARDSTICK, DENSE, MEAN_OF_VALUES)]
+        return [one for one in self.variants if one.backend not in _BASELINES]
 
     def _rank(self, variant: Variant) -> float:
         """Baselines, then the fastest by prediction."""
@@ -114,6 +118,19 @@ class ModelAtLength:
         own, its = (self._record("time", one) for one in (_OWN, variant))
         return own is not None and its is not None and time_ratio(its, own).side_of_one >= 0
 
+    def _is_settled(self) -> bool:
+        """Whether no point on which a plan depends is open, and no earlier plan failed."""
+        shared = self.choosing.shared
+        return not any(
+            self.findings.is_open(one) or (one.case.backend == PLAN and one.status != "ok")
+            for one in self.findings.records.values()
+            if (one.case.inputs, one.case.tokens) == (shared["inputs"], shared["tokens"])
+            and one.case.backend not in _BASELINES
+        )
+
+    def _settled(self, chosen: Callable[[], Mapping[int, str]]) -> Mapping[int, str] | None:
+        return chosen() if self._is_settled() else None
+
     def _distance(self, variant: Variant, layer: int | None, needed: Callable[[], bool]) -> Point:
         case = self.choosing.case("swap", variant, layer)
         return Point(
@@ -122,7 +139,8 @@ class ModelAtLength:
             label=f"{variant.label}, {case.tokens} tokens, "
             f"{'all layers' if layer is None else f'layer {layer}'}",
             group=("layers", case.tokens, layer is None),
-            series=(variant.label, case.tokens),
+            series=variant.label,
+            cost=float(case.tokens) ** variant.time_growth,
             calls=len(self.choosing.texts),
             needs=None if layer is None else self.choosing.case("swap", variant),
             needed=needed,
@@ -132,10 +150,15 @@ class ModelAtLength:
     def _time(self, subject: TextSubject, variant: Variant, needed: Callable[[], bool]) -> Point:
         """Times in turns with the other times on these texts."""
         case = subject.case("time", variant)
+        if variant.backend == PLAN:
+            self.findings.choices[case.key] = partial(self._settled, self._accepted)
 
         def timed(*, seconds: float) -> Record:
-            chosen = self._variant(self._accepted()) if variant.backend == PLAN else variant
-            return measure.cost(case, chosen, subject, seconds=seconds)
+            if variant.backend != PLAN:
+                return measure.cost(case, variant, subject, seconds=seconds)
+            layers = self._accepted()
+            record = measure.cost(case, self._variant(layers), subject, seconds=seconds)
+            return record if record.status != "ok" else replace(record, chosen_layers=json.dumps(layers))
 
         return Point(
             case=case,
@@ -143,30 +166,39 @@ class ModelAtLength:
             rounds=self.rounds,
             label=f"{variant.label}, {case.tokens} tokens, time",
             group=case.inputs,
-            series=(variant.label, case.tokens),
+            series=variant.label,
+            cost=float(case.tokens) ** variant.time_growth,
+            needs=None if variant.backend == OWN else subject.case("swap", variant),
             needed=needed,
         )
 
     def _plan(self, subject: TextSubject, label: str, chosen: Callable[[], Mapping[int, str]]) -> Point:
         """Loss of the layers that are chosen when the point is due; dropped where none is."""
         case = subject.case("swap", _plan_variant(label))
+        self.findings.choices[case.key] = partial(self._settled, chosen)
 
         def measured() -> Record:
             layers = chosen()
-            with subject.replaced(self._variant(layers)):
-                attached = subject.model.config.efficient_attn
+            variant = self._variant(layers)
+            record = self._compare(case, variant, subject) if layers else Record(case=case)
+            if record.status != "ok":
+                return record
             return replace(
-                self._compare(case, self._variant(layers), subject),
+                record,
                 chosen_layers=json.dumps(layers),
-                attached_layers=json.dumps(attached),
+                attached_layers=json.dumps(plan_of(subject.model, subject.build(variant))),
                 predicted_speed=self._predicted_speed(layers),
             )
 
         return Point(
             case=case,
-            measure=measured,
+            measure=partial(worker.answer, case, measured),
             label=f"{label}, {case.tokens} tokens",
-            needed=lambda: bool(chosen()),
+            series=OWN,
+            cost=float(case.tokens),
+            calls=len(subject.texts),
+            # Without layers the last plan is the decision for none.
+            needed=lambda: bool(chosen()) or (label == PLAN and self._is_settled()),
         )
 
     def _compare(self, case: Case, variant: Variant, subject: TextSubject) -> Record:
@@ -201,19 +233,26 @@ class ModelAtLength:
     def _chosen(self, number: int) -> Mapping[int, str]:
         """Label of the backend of each layer in an attempt; empty after a plan within the target."""
         layers, gains_s, limit = self.choosing.sites.layers, self._gains_s(), ATTEMPTS[number] * self.limit
-        if limit <= 0 or self._accepted():
+        if limit <= 0 or self._accepted(number) or not self._measured(number):
             return {}
         mixed = best_layers({layer: self._losses(layer) for layer in layers}, gains_s, limit)
         whole = [label for label, loss in self._losses(None).items() if loss <= limit and label in gains_s]
         plans = [mixed, *(dict.fromkeys(layers, label) for label in whole)]
         return max(plans, key=lambda plan: sum(gains_s[label] for label in plan.values()))
 
-    def _accepted(self) -> Mapping[int, str]:
-        """Layers of the first attempt within the target."""
-        for number, _ in enumerate(ATTEMPTS):
+    def _measured(self, number: int) -> bool:
+        """Whether no attempt before this one was skipped or failed."""
+        labels = [f"{PLAN} {earlier + 1}" for earlier in range(number)]
+        cases = (self.choosing.case("swap", _plan_variant(label)) for label in labels)
+        known = (self.findings.records.get(case.key) for case in cases)
+        return all(record is None or record.status == "ok" for record in known)
+
+    def _accepted(self, most: int = len(ATTEMPTS)) -> Mapping[int, str]:
+        """Layers of the first attempt within the target, of so many."""
+        for number in range(most):
             record = self._record("swap", _plan_variant(f"{PLAN} {number + 1}"))
             if record is not None and self._loss(record) <= self.limit:
-                return {int(layer): label for layer, label in json.loads(record.chosen_layers).items()}
+                return parsed_layers(record.chosen_layers) or {}
         return {}
 
     def _predicted_speed(self, layers: Mapping[int, str]) -> float | None:
@@ -229,8 +268,7 @@ class ModelAtLength:
         known = {one.label: one for one in self.variants}
         chosen: dict[int, Any] = {}
         for layer, label in layers.items():
-            options = {key: value for key, value in known[label].options.items() if key != SEED}
-            chosen[layer] = Choice(known[label].target, options)
+            chosen[layer] = Choice(known[label].target, known[label].options)
         return replace(_plan_variant(PLAN), target=chosen)
 
 

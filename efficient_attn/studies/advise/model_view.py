@@ -2,15 +2,19 @@
 
 import json
 from collections.abc import Sequence
+from itertools import takewhile
+from typing import Any
 
+from efficient_attn.errors import DataError
 from efficient_attn.report.notes import setting
 from efficient_attn.report.table import Table, show_ratio, three_digits
 from efficient_attn.runner.records import Record
 from efficient_attn.runner.sizes import MODEL
 from efficient_attn.stats.noise_warnings import COULD_NOT_TELL, IDLE, disturbance
+from efficient_attn.strict import read_object
 from efficient_attn.studies.advise.attention_view import left_out
 from efficient_attn.studies.advise.choice import in_ranges
-from efficient_attn.studies.advise.findings import HELD_OUT, PLAN
+from efficient_attn.studies.advise.findings import HELD_OUT
 from efficient_attn.studies.advise.verified import Verified, target, verified
 from efficient_attn.studies.swap.analysis import NAMES
 from efficient_attn.studies.swap.view import show_quantity
@@ -19,6 +23,9 @@ from efficient_attn.studies.view import Environment
 
 _NONE = "–"
 
+# Outcomes of a length, by the side of its speed.
+_OUTCOMES = {1: "faster", -1: "not faster", 0: "undecided", None: "not measured to the end"}
+
 # Name of the file that `attach` and `load` take.
 LAYERS = "layers.json"
 
@@ -26,14 +33,18 @@ LAYERS = "layers.json"
 def model_tables(records: Sequence[Record], environment: Environment) -> list[Table]:
     """The plans of all lengths, then every candidate at every length."""
     of_model = [one for one in records if one.case.of == MODEL]
+    if not of_model:
+        return []
     quantity, limit = target(environment)
     rows = tuple(
         (
             str(one.tokens),
             _NONE if one.share is None else f"{one.share:.0%}",
             _NONE if one.bound is None else show_ratio(one.bound),
-            in_ranges(one.layers) or "none",
-            _NONE if one.predicted is None else f"{three_digits(one.predicted)}x",
+            _NONE if one.layers is None else in_ranges(one.layers) or "none",
+            _NONE
+            if one.plan is None or not one.plan.predicted_speed
+            else f"{three_digits(one.plan.predicted_speed)}x",
             _NONE if one.gain is None else show_ratio(one.gain),
             _NONE if one.loss is None else show_quantity(quantity, one.loss),
         )
@@ -42,8 +53,8 @@ def model_tables(records: Sequence[Record], environment: Environment) -> list[Ta
     columns = ("tokens", "attention", "bound", "plan", "predicted speed", "verified speed", NAMES[quantity])
     note = (
         f"Target: {NAMES[quantity]} {show_quantity(quantity, limit)}. Speed: the model's own = 1. attention: "
-        "its share of the time of the model; bound: speed with the mean of the values for attention, which "
-        "no backend can exceed. verified: on held-out texts, timed in turns with the model."
+        "its share of the time of the model; bound: speed with the mean of the values for attention, about "
+        "the most that a backend can gain. verified: on held-out texts, timed in turns with the model."
     )
     case = of_model[0].case
     title = f"Plans for {case.inputs.partition(' on ')[0]}: {setting(case)}"
@@ -53,59 +64,99 @@ def model_tables(records: Sequence[Record], environment: Environment) -> list[Ta
 
 def model_sentences(records: Sequence[Record], environment: Environment) -> list[str]:
     """The shortest length from which a plan is faster within the target, and the code that uses it."""
-    found = verified(records, environment)
-    if not found:
-        return []
-    quantity, limit = target(environment)
-    load, plans = _load(found, environment), _advised(found, environment)
-    lengths = ", ".join(str(one.tokens) for one in found)
-    measured = f"Lengths measured: {lengths}.{left_out(records)}"
-    if plans:
-        shown = "; ".join(_plan(one, quantity, timed=load is None) for one in (plans[0], *plans[1:][-1:]))
-        text = f"From {plans[0].tokens} tokens: {shown}. {measured}"
+    found, plans = verified(records, environment), _advised(records, environment)
+    (quantity, limit), load = target(environment), _load(found, environment)
+    tokens = found[-1].tokens if found else 0
+    at = f"up to {tokens} tokens at {NAMES[quantity]} {show_quantity(quantity, limit)}"
+    # A plan pays from the first of the last lengths that all have one.
+    lasting = list(takewhile(lambda one: one in plans, reversed(found)))[::-1] or plans
+    shown = "; ".join(_plan(one, quantity, timed=load is None) for one in (*lasting[:1], *lasting[1:][-1:]))
+    if plans and load is not None:
+        text = f"Within the target: {shown}. Whether that is faster: {_unclear(load)}"
+    elif plans:
+        start = f"From {lasting[0].tokens} tokens" if found[-1] in plans else f"At {_tokens(plans)} only"
+        text = f"{start}: {shown}{_outcomes([one for one in found if one not in lasting])}"
+    else:
+        text = f"Nothing is known to be faster {at}{_outcomes(found)}"
         if load is not None:
-            text = f"Within the target: {shown}. Whether that is faster: {_unclear(load)}. {measured}"
-        code = f'from efficient_attn.integrations.transformers import attach; attach(model, "{LAYERS}")'
-        return [text, f"The plan for {plans[-1].tokens} tokens is in {LAYERS} of this run. In Python: {code}"]
-    longest = found[-1]
-    at = f"up to {longest.tokens} tokens at {NAMES[quantity]} {show_quantity(quantity, limit)}"
-    text = f"Nothing is faster on this machine {at}: stay with exact"
-    if load is not None:
-        text = f"No plan {at}, by times that decide nothing: {_unclear(load)}"
+            text = f"No plan {at}, by times that decide nothing: {_unclear(load)}"
+        elif found and all(one.side == -1 for one in found):
+            text = f"Nothing is faster on this machine {at}: stay with exact"
+        text += _reasons(found, quantity, limit, timed=load is None) if found else ""
+    lengths = ", ".join(str(one.tokens) for one in found if one.times or one.nearest)
+    text += f". Lengths measured: {lengths or 'none'}.{left_out(records)}"
+    return [text, _in_python(plans[-1], records)] if plans else [text]
+
+
+def _outcomes(found: Sequence[Verified]) -> str:
+    """`; not faster at 512 tokens; undecided at 2048, 8192 tokens`."""
+    text = ""
+    for side, outcome in _OUTCOMES.items():
+        if those := [one for one in found if one.side == side]:
+            text += f"; {outcome} at {_tokens(those)}"
+    return text
+
+
+def _reasons(found: Sequence[Verified], quantity: str, limit: float, *, timed: bool) -> str:
+    """The plan that missed the target, the bound, and the nearest replacement."""
+    longest, text = found[-1], ""
     missed = next((one for one in found if one.layers and (one.loss or 0.0) > limit), None)
     if missed is not None:
         text += f"; the plan misses that on held-out texts: {_plan(missed, quantity, timed=False)}"
-    if load is None and longest.bound is not None:
+    if timed and longest.bound is not None and longest.bound.side_of_one == 1:
         text += (
-            f"; attention takes {longest.share:.0%} of the time at {longest.tokens} tokens, so no backend "
-            f"can make the model more than {three_digits(longest.bound.median)}x as fast"
+            f"; attention takes about {longest.share:.0%} of the time at {longest.tokens} tokens, so a "
+            f"backend can make the model at most about {three_digits(longest.bound.median)}x as fast"
         )
     if longest.nearest is not None:
         label, loss = longest.nearest
         text += f"; nearest: {label} in all layers, {NAMES[quantity]} {show_quantity(quantity, loss)}"
-    return [f"{text}. {measured}"]
+    return text
+
+
+def _in_python(one: Verified, records: Sequence[Record]) -> str:
+    """The lines of Python that use a plan: its file, or a mapping where a backend has no registered name."""
+    place, given = f"is in {LAYERS} of this run", f'"{LAYERS}"'
+    if _attached(one) is None:
+        cases = {record.case.label: record.case for record in records}
+        chosen = {layer: cases[label] for layer, label in (one.layers or {}).items() if label in cases}
+        given = str({layer: (case.backend, dict(case.options)) for layer, case in chosen.items()})
+        place = "has a backend without a registered name"
+    code = f"from efficient_attn.integrations.transformers import attach; attach(model, {given})"
+    if one.plan is not None and one.plan.calibrated_on is not None:
+        code += "; efficient_attn.calibrate(model, **batch)"
+    return f"The plan for {one.tokens} tokens {place}. In Python: {code}"
 
 
 def model_files(records: Sequence[Record], environment: Environment) -> dict[str, str]:
     """The advised plan of the longest length, as `attach` and `load` take it."""
-    plans = _advised(verified(records, environment), environment)
-    if not plans:
-        return {}
-    verifying = [one for one in records if one.case.label == PLAN and one.case.kind == "swap"]
-    attached = {one.case.tokens: one.attached_layers or "{}" for one in verifying}
-    return {LAYERS: json.dumps(json.loads(attached[plans[-1].tokens]), indent=2) + "\n"}
+    plans = _advised(records, environment)
+    attached = _attached(plans[-1]) if plans else None
+    return {} if attached is None else {LAYERS: json.dumps(attached, indent=2) + "\n"}
+
+
+def _attached(one: Verified) -> dict[str, Any] | None:
+    """The plan as `attach` takes it; None with a backend without a registered name, or damaged."""
+    try:
+        return read_object("" if one.plan is None else one.plan.attached_layers or "", "attached_layers")
+    except DataError:
+        return None
 
 
 def _load(found: Sequence[Verified], environment: Environment) -> str | None:
     return disturbance([time for one in found for time in one.times], environment)
 
 
-def _advised(found: Sequence[Verified], environment: Environment) -> list[Verified]:
+def _advised(records: Sequence[Record], environment: Environment) -> list[Verified]:
     """Plans that are within the target on held-out texts and faster; under load speeds decide nothing."""
-    _, limit = target(environment)
-    kept = [one for one in found if one.layers and one.loss is not None and one.loss <= limit]
-    loaded = _load(found, environment) is not None
-    return [one for one in kept if loaded or (one.gain is not None and one.gain.side_of_one == 1)]
+    found, (_, limit) = verified(records, environment), target(environment)
+    if _load(found, environment) is None:
+        return [one for one in found if one.side == 1]
+    return [one for one in found if one.layers and one.loss is not None and one.loss <= limit]
+
+
+def _tokens(found: Sequence[Verified]) -> str:
+    return f"{', '.join(str(one.tokens) for one in found)} tokens"
 
 
 def _unclear(load: str) -> str:
@@ -116,4 +167,4 @@ def _plan(one: Verified, quantity: str, *, timed: bool) -> str:
     """`1.8x as fast at 4096 tokens, cosine 0.993, with window in layers 2–5`."""
     speed = f"{show_ratio(one.gain)} as fast " if timed and one.gain is not None else ""
     loss = show_quantity(quantity, one.loss or 0.0)
-    return f"{speed}at {one.tokens} tokens, {NAMES[quantity]} {loss}, with {in_ranges(one.layers)}"
+    return f"{speed}at {one.tokens} tokens, {NAMES[quantity]} {loss}, with {in_ranges(one.layers or {})}"

@@ -1,16 +1,21 @@
 """Plan of an advice: the cheapest and most promising points first, others left out by prediction."""
 
-from collections.abc import Sequence
+import inspect
+import math
+from collections.abc import Mapping, Sequence
 from hashlib import sha256
+from pathlib import Path
 from typing import Annotated, Any
 
-from efficient_attn.errors import OptionError
+from efficient_attn.errors import DataError, OptionError
 from efficient_attn.measure.texts import named_texts
+from efficient_attn.modules.options import positive_number
 from efficient_attn.problem import positive_count
+from efficient_attn.report.escape import short
 from efficient_attn.runner.isolation import DEFAULT_ISOLATION, DEFAULT_TIMEOUT_S
 from efficient_attn.runner.sizes import MODEL
 from efficient_attn.runner.units import parse_sizes
-from efficient_attn.runner.variants import YARDSTICK, Variant, select
+from efficient_attn.runner.variants import DENSE, YARDSTICK, Variant, select
 from efficient_attn.stats.candidates import CANDIDATES
 from efficient_attn.studies import options as shared
 from efficient_attn.studies.compare.plan import DEFAULT_MAX_ERROR, MAX_ERROR
@@ -24,6 +29,13 @@ from efficient_attn.studies.workload import Workload, settle
 _BUDGET_S = 60.0
 # Seconds for a model.
 _MODEL_BUDGET_S = 300.0
+
+# Options that only a model uses, or only attention alone.
+_OF_A_MODEL = ("texts", "tokenizer", "min_cosine", "max_kl", "name")
+_OF_ATTENTION = ("max_error", "draws", "causal", "isolate", "timeout_s")
+
+# A divergence beyond this many nats is no target; float64 has none above 745.
+_MOST_KL = 1e3
 
 # Key of a run's environment that holds the target of a model.
 LIMIT = "target"
@@ -78,16 +90,20 @@ def plan(
 
     Example: efficient-attn advise MODEL --text a.txt --text b.txt --budget 5m
     """
-    if not 0 < max_error < float("inf"):
-        raise OptionError(f"max_error is a finite number above 0, such as 0.1, not {max_error!r}.")
+    given = locals()
+    _check_effect(given, _OF_A_MODEL if model is None else _OF_ATTENTION, model)
+    positive_number("max_error", max_error)
     positive_count("draws", draws)
+    for option, value, most in (("min_cosine", min_cosine, 1), ("max_kl", max_kl, _MOST_KL)):
+        if not isinstance(value, (int, float)) or not 0 <= value <= most:
+            raise OptionError(f"{option} is a number from 0 to {most:g}, not {value!r}.")
     lengths = parse_sizes(seq_lens, name="seq_lens")
     workload = settle(Workload(causal=causal, dtype=dtype, device=device, threads=threads, seed=seed))
-    variants = _variants(select(backends, options, exclude=exclude), ordered=backends is None)
+    variants = _variants(select(backends, options, exclude=exclude), model, ordered=backends is None)
     # Help texts are shown without numpy.
     from efficient_attn.studies.advise.findings import Findings
 
-    findings = Findings(variants)
+    findings = Findings(variants, rounds=rounds)
     measurer, limit, notes = measurer_for(
         variants, workload, isolate=isolate, timeout_s=timeout_s, memory_limit=memory_limit
     )
@@ -113,9 +129,10 @@ def plan(
         from efficient_attn.studies.swap.subject import candidates
 
         named, opened = named_texts(texts), load(model, tokenizer, name, workload)
-        pairs, left_out = texts_of_lengths(opened, named, workload, lengths)
+        pairs, left_out = texts_of_lengths(opened, named, workload, lengths, limit)
         first = pairs[0][0]
         quantity, chosen = loss_of(first), candidates(variants, first)
+        _check_effect(given, ["min_cosine" if quantity == KL else "max_kl"], model)
         target = max_kl if quantity == KL else 1 - min_cosine
         hashes = {key: sha256(text.encode()).hexdigest() for key, text in named.items()}
         about = {
@@ -129,15 +146,38 @@ def plan(
         device=workload.device,
         notes=notes,
         about={**about, CANDIDATES: [one.label for one in variants]},
-        timeout_s=timeout_s,
+        timeout_s=timeout_s if model is None else math.inf,
         resources=measurer,
+        attach=_same_question,
         budget_s=_BUDGET_S if model is None else _MODEL_BUDGET_S,
         observe=findings.add,
+        standing=findings.standing,
     )
 
 
-def _variants(chosen: Sequence[Variant], *, ordered: bool) -> tuple[Variant, ...]:
-    """Exact attention, then the others, the most promising first."""
+def _same_question(plan: Plan, folder: Path, *, resume: bool) -> Plan:
+    """The plan, if the folder was measured for the same target and backends, on which its choices depend."""
+    from efficient_attn.studies.run_folder import ENVIRONMENT, read_json
+
+    file = folder / ENVIRONMENT
+    known = read_json(file) if resume and file.exists() else plan.about
+    for name in (LIMIT, MAX_ERROR, CANDIDATES):
+        if known.get(name) != plan.about.get(name):
+            was, now = (short(str(about.get(name))) for about in (known, plan.about))
+            raise DataError(f"out: {folder} has the {name} {was}, not {now}; name a new folder.")
+    return plan
+
+
+def _check_effect(given: Mapping[str, Any], names: Sequence[str], model: Any) -> None:
+    """Refuse options that would be ignored."""
+    for name in names:
+        if given[name] != inspect.signature(plan).parameters[name].default:
+            raise OptionError(f"{name} has no effect {'without a' if model is None else 'with this'} model.")
+
+
+def _variants(chosen: Sequence[Variant], model: Any, *, ordered: bool) -> tuple[Variant, ...]:
+    """Exact attention, then the others, the most promising first; no score matrices in a model unasked."""
     exact = [one for one in chosen if one.backend == YARDSTICK] or select([YARDSTICK])
-    others = [one for one in chosen if one.backend != YARDSTICK]
+    left_out = (YARDSTICK, DENSE) if ordered and model is not None else (YARDSTICK,)
+    others = [one for one in chosen if one.backend not in left_out]
     return (*exact, *(sorted(others, key=promising) if ordered else others))

@@ -7,6 +7,7 @@ from efficient_attn.runner.records import Record
 from efficient_attn.runner.sizes import MODEL
 from efficient_attn.studies.advise.attention_view import attention_sentences, attention_tables, rows_of
 from efficient_attn.studies.advise.model_view import model_files, model_sentences, model_tables
+from efficient_attn.studies.advise.plan import LIMIT
 from efficient_attn.studies.advise.plot import advice_plot
 from efficient_attn.studies.bench.plot import cost_plot
 from efficient_attn.studies.compare.analysis import asked_error
@@ -20,12 +21,12 @@ def claim(records: Sequence[Record]) -> list[Record]:
 
 def tables(records: Sequence[Record], environment: Environment) -> list[Table]:
     """The tables of a model, or of attention alone."""
-    return (model_tables if _of_model(records) else attention_tables)(records, environment)
+    return (model_tables if _of_model(records, environment) else attention_tables)(records, environment)
 
 
 def sentences(records: Sequence[Record], environment: Environment) -> list[str]:
     """The conclusion."""
-    return (model_sentences if _of_model(records) else attention_sentences)(records, environment)
+    return (model_sentences if _of_model(records, environment) else attention_sentences)(records, environment)
 
 
 def plots(records: Sequence[Record], environment: Environment) -> Plots:
@@ -33,15 +34,15 @@ def plots(records: Sequence[Record], environment: Environment) -> Plots:
     times = [one for one in records if one.case.kind == "time" and one.status == "ok"]
     if not times:
         return {}
-    if _of_model(records):
+    if _of_model(records, environment):
         return {"advise": cost_plot(times)}
     return {"advise": advice_plot(times, rows_of(records), asked_error(environment))}
 
 
 def files(records: Sequence[Record], environment: Environment) -> dict[str, str]:
     """The plan of a model."""
-    return model_files(records, environment) if _of_model(records) else {}
+    return model_files(records, environment) if _of_model(records, environment) else {}
 
 
-def _of_model(records: Sequence[Record]) -> bool:
-    return any(record.case.of == MODEL for record in records)
+def _of_model(records: Sequence[Record], environment: Environment) -> bool:
+    return LIMIT in environment or any(record.case.of == MODEL for record in records)

@@ -7,6 +7,7 @@ that are missing and prints the table; the shapes of PROBE up to 1024 tokens are
 
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 from efficient_attn.measure import clock
@@ -15,10 +16,8 @@ from efficient_attn.runner.record import Case, Record, joined
 from efficient_attn.runner.records import append, read
 from efficient_attn.runner.variants import YARDSTICK, select
 from efficient_attn.runner.worker import measure
-from efficient_attn.stats.curves import curves
-from efficient_attn.stats.predicted_time import time_models
+from efficient_attn.stats.predicted_time import TimeModel, time_models
 from efficient_attn.stats.rounds import call_time
-from efficient_attn.studies.bench.crossover import crossovers
 
 HERE = Path(__file__).parent
 
@@ -63,27 +62,59 @@ def shape_of(case: Case) -> tuple[int, int, int]:
     return case.batch, case.num_heads, case.head_dim
 
 
+def crossover(own: dict[int, float], exact: dict[int, float]) -> float | None:
+    """The last length at which the line through the differences of the medians per token falls below zero.
+
+    Three rounds have no interval, so that the crossovers of `bench` do not exist here.
+    """
+    lags = [(tokens, (own[tokens] - exact[tokens]) / tokens) for tokens in sorted(own.keys() & exact.keys())]
+    falls = [(one, two) for one, two in pairwise(lags) if one[1] > 0 >= two[1]]
+    if not falls or lags[-1][1] > 0:
+        return None
+    (start, here), (end, there) = falls[-1]
+    return start + (end - start) * here / (here - there)
+
+
 def report(name: str, records: list[Record]) -> None:
-    short = [one for one in records if shape_of(one.case) in PROBE and one.case.tokens <= LONGEST_PROBE]
+    groups: dict[tuple[int, int, int], list[Record]] = {}
+    for record in records:
+        groups.setdefault(shape_of(record.case), []).append(record)
+    short = [one for shape in PROBE for one in groups[shape] if one.case.tokens <= LONGEST_PROBE]
     models = time_models(short)
-    inside = crossed = held = 0
     others = [one for one in records if one not in short]
-    for record in others:
-        batch, heads, dim = shape_of(record.case)
-        sizes = {"batch": batch, "num_heads": heads, "head_dim": dim, "tokens": record.case.tokens}
-        _, low, high = models[record.case.label].time_s(**sizes)
-        inside += low <= call_time(record).median <= high
-    for shape in UNSEEN:
-        times = curves([one for one in records if shape_of(one.case) == shape], "time_s")
-        for found in crossovers(times):
-            if found.tokens is not None and not found.extrapolated:
-                batch, heads, dim = shape
-                _, low, high = models[found.label].crossover(
-                    models[YARDSTICK], batch=batch, num_heads=heads, head_dim=dim
-                )
+    inside = sum(is_inside(models, one) for one in others)
+    held = crossed = own_inside = own_times = faster = speeds = 0
+    for (batch, heads, dim), group in groups.items():
+        sizes = {"batch": batch, "num_heads": heads, "head_dim": dim}
+        times: dict[str, dict[int, float]] = {}
+        for one in group:
+            times.setdefault(one.case.label, {})[one.case.tokens] = call_time(one).median
+        for label in times.keys() - {YARDSTICK} if (batch, heads, dim) in UNSEEN else ():
+            if (tokens := crossover(times[label], times[YARDSTICK])) is not None:
+                _, low, high = models[label].crossover(models[YARDSTICK], **sizes)
                 crossed += 1
-                held += low is not None and low <= found.tokens <= (high or float("inf"))
-    print(f"{name}: {inside} of {len(others)} times, {held} of {crossed} crossovers of unseen shapes inside")
+                held += low is not None and low <= tokens <= (high or float("inf"))
+        # The use of `advise`: calls of one shape predict longer ones of this shape.
+        own = time_models([one for one in group if one.case.tokens <= LONGEST_PROBE])
+        for one in (one for one in group if one.case.tokens > LONGEST_PROBE and one.case.label in own):
+            label, tokens = one.case.label, one.case.tokens
+            own_times += 1
+            own_inside += is_inside(own, one)
+            if label != YARDSTICK:
+                _, low, high = own[label].speed(own[YARDSTICK], tokens=tokens)
+                speeds += 1
+                faster += low <= times[YARDSTICK][tokens] / times[label][tokens] <= high
+    print(
+        f"{name}: three shapes: {inside} of {len(others)} times, {held} of {crossed} crossovers of unseen "
+        f"shapes inside; one shape: {own_inside} of {own_times} times, {faster} of {speeds} speed-ups inside"
+    )
+
+
+def is_inside(models: dict[str, TimeModel], record: Record) -> bool:
+    batch, heads, dim = shape_of(record.case)
+    sizes = {"batch": batch, "num_heads": heads, "head_dim": dim, "tokens": record.case.tokens}
+    _, low, high = models[record.case.label].time_s(**sizes)
+    return low <= call_time(record).median <= high
 
 
 if __name__ == "__main__":
