@@ -215,7 +215,7 @@ def test_wrong_requests_name_the_argument_and_change_nothing():
         ea.intercept.replace(model, "window", example=lambda: None)
     with pytest.raises(UnsupportedError, match=r"layers\.0 cannot be served: .*causal"):
         ea.intercept.replace(model, "linformer", example=run)
-    with pytest.raises(OptionError, match="belong into the mapping"):
+    with pytest.raises(OptionError, match="With a mapping of backends, options and patterns belong into it"):
         ea.intercept.replace(model, {"*": "window"}, example=run, window=3)
     with pytest.raises(UnknownNameError, match="windoww"):
         ea.intercept.replace(model, "windoww", example=run)

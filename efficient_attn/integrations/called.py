@@ -1,12 +1,14 @@
 """A model of the user's own with its inputs: a function in a Python file makes both.
 
 The function returns a call without arguments that runs the model once, or a pair (module, inputs) whose
-inputs are a tuple of positional or a dict of keyword arguments. The model is set to evaluation mode.
+inputs are a tuple of positional or a dict of keyword arguments. The model is set to evaluation mode. A
+function with the parameter `seq_len` makes inputs of that length.
 """
 
+import inspect
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
@@ -36,11 +38,13 @@ class CalledModel:
         name: Name in records, `file.py:function`.
         module: Module whose names name the call sites.
         call: One run of the module.
+        seed: Seed of torch's random numbers in every compared run.
     """
 
     name: str
     module: nn.Module
     call: Callable[[], Any]
+    seed: int = 0
 
     def run(self) -> Any:
         """Output of one run without gradients."""
@@ -49,7 +53,7 @@ class CalledModel:
 
     def seeded(self) -> Any:
         """Output of a run whose random numbers are the same every time."""
-        with _seeded():
+        with _seeded(self.seed):
             return self.run()
 
 
@@ -77,39 +81,74 @@ def is_called(model: Any) -> bool:
     return isinstance(model, tuple) or (callable(model) and not isinstance(model, (nn.Module, type)))
 
 
-def called_model(model: Any, *, name: str | None = None) -> CalledModel:
-    """The model at an address `file.py:function`, of a pair (module, inputs) or of a call.
+@dataclass(frozen=True, eq=False)
+class Maker:
+    """A function that makes a model with its inputs.
+
+    Attributes:
+        label: Name in records.
+    """
+
+    label: str
+    make: Callable[..., Any]
+
+    @property
+    def takes_length(self) -> bool:
+        """Whether the function has the parameter `seq_len`."""
+        with suppress(TypeError, ValueError):
+            return "seq_len" in inspect.signature(self.make).parameters
+        return False
+
+    def model(self, *, seq_len: int | None = None, seed: int = 0) -> CalledModel:
+        """The model with its inputs.
+
+        Args:
+            seq_len: Length of the inputs; None: the function's own.
+            seed: Seed of torch's random numbers in the function and in every compared run.
+
+        Raises:
+            DataError: If the function fails.
+            DtypeError: If it returns another form.
+        """
+        with running(self.label), _seeded(seed):
+            made = self.make() if seq_len is None else self.make(seq_len=seq_len)
+            if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module):
+                call = _bound(*made)
+                if call is not None:
+                    return CalledModel(name=self.label, module=made[0].eval(), call=call, seed=seed)
+            elif callable(made) and not isinstance(made, nn.Module):
+                caller = _Caller(made)
+                return CalledModel(name=self.label, module=caller, call=caller, seed=seed)
+        raise DtypeError(f"{self.label} returns {_FORM}, not {type(made).__name__}.")
+
+
+def maker_of(model: Any, *, name: str | None = None) -> Maker:
+    """The function at an address `file.py:function`, or one that returns a given pair or call.
 
     Args:
         name: Name in records; None: the file and the function.
 
     Raises:
-        DataError: If the file cannot be imported, or its code fails.
+        DataError: If the file cannot be imported.
         UnknownNameError: If the file has no such object.
         OptionError: If an address names no function.
-        DtypeError: If the model has another form.
+        DtypeError: If the object is no function.
     """
-    label, made = name or str(getattr(model, "__name__", "model")), model
-    if isinstance(model, (str, Path)):
-        address = str(model)
-        if not is_address(address):
-            raise OptionError(f"model {address!r} names no function: write {address}:make_model.")
-        place, make = object_at(address, wanted="a model")
-        label = name or f"{Path(place).name}:{address.rpartition(':')[2]}"
-        if not callable(make):
-            raise DtypeError(f"{label} is a function that returns {_FORM}, not {type(make).__name__}.")
-        with running(label), _seeded():
-            made = make()
-    with running(label):
-        if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module):
-            call = _bound(*made)
-            if call is not None:
-                return CalledModel(name=label, module=made[0].eval(), call=call)
-        elif callable(made) and not isinstance(made, nn.Module):
-            with _seeded():
-                caller = _Caller(made)
-            return CalledModel(name=label, module=caller, call=caller)
-    raise DtypeError(f"{label} returns {_FORM}, not {type(made).__name__}.")
+    if not isinstance(model, (str, Path)):
+        return Maker(name or str(getattr(model, "__name__", "model")), lambda: model)
+    address = str(model)
+    if not is_address(address):
+        raise OptionError(f"model {address!r} names no function: write {address}:make_model.")
+    place, make = object_at(address, wanted="a model")
+    label = name or f"{Path(place).name}:{address.rpartition(':')[2]}"
+    if not callable(make):
+        raise DtypeError(f"{label} is a function that returns {_FORM}, not {type(make).__name__}.")
+    return Maker(label, make)
+
+
+def called_model(model: Any, *, name: str | None = None) -> CalledModel:
+    """The model at an address, of a pair (module, inputs) or of a call; errors as in `maker_of`."""
+    return maker_of(model, name=name).model()
 
 
 def captured_model(
@@ -219,7 +258,7 @@ def _outermost(call: Callable[[], Any]) -> list[nn.Module]:
 
 
 @contextmanager
-def _seeded() -> Iterator[None]:
+def _seeded(seed: int) -> Iterator[None]:
     with torch.random.fork_rng():
-        torch.manual_seed(0)
+        torch.manual_seed(seed)
         yield

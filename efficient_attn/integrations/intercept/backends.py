@@ -1,12 +1,14 @@
 """Backends of call sites, built when a site's first call shows its shapes."""
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 from efficient_attn.backend import Backend
 from efficient_attn.backends import build, resolve
 from efficient_attn.integrations.intercept.calls import Call
 from efficient_attn.integrations.intercept.masks import MaskReader, Visible
+from efficient_attn.problem import AttentionProblem
 from efficient_attn.registry import BackendSpec
 from efficient_attn.transformer.parts import seeded, spawn_seeds
 
@@ -18,9 +20,9 @@ def built_for(
     visible: Visible,
     spec: BackendSpec,
     options: Mapping[str, Any],
+    problem: AttentionProblem,
     *,
     seed: int,
-    max_tokens: int | None = None,
 ) -> Backend:
     """A backend for calls like this one, on its device, calibrated on this one if it needs that.
 
@@ -28,18 +30,22 @@ def built_for(
         AttentionError: If the backend does not serve such calls.
     """
     q, k, _ = call.tensors
-    backend = build(
-        spec,
+    backend = build(spec, **asdict(problem), **seeded(spec, options, seed)).to(q.device)
+    if backend.needs_calibration:
+        backend.calibrate(q, k, key_mask=visible.keys)
+    return backend
+
+
+def problem_of(call: Call, visible: Visible, max_tokens: int | None) -> AttentionProblem:
+    """The problem of a call; at least `max_tokens` tokens."""
+    q, k, _ = call.tensors
+    return AttentionProblem(
         head_dim=q.shape[-1],
         num_heads=q.shape[1],
         max_tokens=max(k.shape[-2], max_tokens or 0),
         causal=visible.causal,
         scale=call.scale,
-        **seeded(spec, options, seed),
-    ).to(q.device)
-    if backend.needs_calibration:
-        backend.calibrate(q, k, key_mask=visible.keys)
-    return backend
+    )
 
 
 def visible_keys(call: Call, masks: MaskReader) -> Visible | None:

@@ -3,34 +3,49 @@
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from efficient_attn.backend import Backend
 from efficient_attn.backends import resolve
-from efficient_attn.errors import AttentionError, OptionError, UnknownNameError, UnsupportedError
-from efficient_attn.integrations.intercept.backends import PATTERN, built_for, seed_of, visible_keys
+from efficient_attn.errors import AttentionError, DataError, OptionError, UnknownNameError, UnsupportedError
+from efficient_attn.integrations.intercept.backends import (
+    PATTERN,
+    built_for,
+    problem_of,
+    seed_of,
+    visible_keys,
+)
 from efficient_attn.integrations.intercept.calls import AttentionMode, Call
 from efficient_attn.integrations.intercept.masks import MaskReader
 from efficient_attn.integrations.intercept.sites import Position, Site
+from efficient_attn.integrations.plan_files import check_size
+from efficient_attn.problem import AttentionProblem
 
 OUTER = "a module inside this one calls attention too"
 _UNNAMED = "no pattern names it"
 
 
+class Wanted(NamedTuple):
+    """A backend that is asked for.
+
+    Attributes:
+        planned: File of the plan that names it, whose sizes are not trusted; None: the caller names it.
+    """
+
+    backend: Any
+    options: Mapping[str, Any]
+    max_tokens: int | None
+    planned: str | None = None
+
+
 class Finding(AttentionMode):
     """Builds a backend for each site that a pattern names, from the first call of the site."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        wanted: Mapping[str, tuple[Any, Mapping[str, Any]]],
-        seed: int,
-        max_tokens: int | None,
-    ) -> None:
+    def __init__(self, model: nn.Module, wanted: Mapping[str, Wanted], seed: int) -> None:
         super().__init__()
-        self._wanted, self._seed, self._max_tokens = wanted, seed, max_tokens
+        self._wanted, self._seed = wanted, seed
         self._model, self._position, self._masks = model, Position(), MaskReader()
         self._sites: dict[Site, str | None] = {}
         self._built: dict[Site, Backend] = {}
@@ -64,17 +79,27 @@ class Finding(AttentionMode):
         visible = visible_keys(call, self._masks)
         if visible is None:
             return PATTERN
-        spec, options = resolve(chosen[0][0]), chosen[0][1]
-        seed = seed_of(self._seed, len(self._sites))
+        wanted, seed = chosen[0], seed_of(self._seed, len(self._sites))
+        spec = resolve(wanted.backend)
         try:
-            backend = built_for(call, visible, spec, options, seed=seed, max_tokens=self._max_tokens)
+            problem = problem_of(call, visible, wanted.max_tokens)
+            if wanted.planned is not None:
+                self._check(site, wanted, problem)
+            backend = built_for(call, visible, spec, wanted.options, problem, seed=seed)
             call.served(backend, visible)
-        except (OptionError, UnknownNameError):
+        except (OptionError, UnknownNameError, DataError):
             raise
         except AttentionError as error:
             return str(error)
         self._built[site] = backend
         return None
+
+    def _check(self, site: Site, wanted: Wanted, problem: AttentionProblem) -> None:
+        layer = {"backend": wanted.backend, "options": wanted.options}
+        try:
+            check_size(layer, problem, sum(one.numel() for one in self._model.parameters()))
+        except (AttentionError, TypeError) as error:
+            raise DataError(f"{wanted.planned}, {site}: {error}") from None
 
     def check(self, *, strict: bool) -> None:
         """Refuse patterns without a site, models without a served site and, if strict, any exact one."""

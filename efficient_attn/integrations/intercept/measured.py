@@ -12,7 +12,14 @@ from torch import Tensor, nn
 
 from efficient_attn.backend import Backend
 from efficient_attn.errors import AttentionError
-from efficient_attn.integrations.intercept.backends import PATTERN, built_for, seed_of, specs_of, visible_keys
+from efficient_attn.integrations.intercept.backends import (
+    PATTERN,
+    built_for,
+    problem_of,
+    seed_of,
+    specs_of,
+    visible_keys,
+)
 from efficient_attn.integrations.intercept.calls import AttentionMode, Call
 from efficient_attn.integrations.intercept.masks import MaskReader, Visible
 from efficient_attn.integrations.intercept.sites import Position, Site
@@ -133,10 +140,9 @@ class Measured(AttentionMode):
             try:
                 if label not in one.backends:
                     index = list(self.sites).index(one.site)
-                    one.backends[label] = built_for(
-                        call, visible, spec, options,
-                        seed=seed_of(self._seed, index), max_tokens=self._max_tokens,
-                    )  # fmt: skip
+                    problem = problem_of(call, visible, self._max_tokens)
+                    seed = seed_of(self._seed, index)
+                    one.backends[label] = built_for(call, visible, spec, options, problem, seed=seed)
                 approximate = call.served(one.backends[label], visible)
             except AttentionError as error:
                 one.exact_because.setdefault(label, str(error))

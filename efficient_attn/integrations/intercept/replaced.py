@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from glob import escape
 from typing import Any
 
 import torch
@@ -18,9 +19,10 @@ from efficient_attn.backend import Backend
 from efficient_attn.errors import AttentionError, OptionError, UnsupportedError
 from efficient_attn.integrations.intercept.backends import PATTERN, visible_keys
 from efficient_attn.integrations.intercept.calls import AttentionMode, Call
-from efficient_attn.integrations.intercept.finding import Finding, evaluating
+from efficient_attn.integrations.intercept.finding import Finding, Wanted, evaluating
 from efficient_attn.integrations.intercept.masks import MaskReader, Visible, read_compiled
 from efficient_attn.integrations.intercept.sites import Site
+from efficient_attn.integrations.plan_files import is_plan_file, read_plan
 from efficient_attn.integrations.pytorch_replace import nesting
 
 # The submodule that holds the backends of a module.
@@ -167,7 +169,7 @@ def replace(
     Args:
         model: The model, changed in place; `undo()` of the result reverts it.
         backend: Any argument of `build`, or {pattern of sites: backend or (backend, options)}, of which the
-            first that matches counts.
+            first that matches counts, or the file of a plan, `layers.json` of `advise`.
         example: Runs the model on inputs as they will come: `lambda: model(x)`.
         only: Shell-style pattern of the sites, such as "encoder.layers.*".
         strict: Whether a call that a backend cannot serve raises an error instead of staying exact.
@@ -178,13 +180,14 @@ def replace(
     Raises:
         UnknownNameError: If no site matches a pattern.
         UnsupportedError: If no call of the model can be served, or with `strict`, any one cannot.
-        OptionError: If options accompany a mapping of backends, or the model has backends already.
+        OptionError: If options accompany a mapping or a plan, or the model has backends already.
+        DataError: If the file of a plan cannot be read, or a backend of it is larger than the model.
     """
-    wanted = _by_pattern(backend, only, options)
+    wanted = _by_pattern(backend, only, options, max_tokens)
     occupied = [name for name, module in model.named_modules() if isinstance(module, SiteBackends)]
     if occupied:
         raise OptionError(f"{occupied[0]} serves this model already: undo() it first.")
-    finding = Finding(model, wanted, seed, max_tokens)
+    finding = Finding(model, wanted, seed)
     with evaluating(model), torch.no_grad(), torch.random.fork_rng(), finding:
         example()
     finding.check(strict=strict)
@@ -217,11 +220,21 @@ def _install(replaced: Replaced, owner: nn.Module, name: str, backends: SiteBack
     replaced._restore.append(restore)
 
 
-def _by_pattern(backend: Any, only: str, options: Mapping[str, Any]) -> dict[str, tuple[Any, dict[str, Any]]]:
-    """{pattern of sites: (backend, options)}."""
-    if not isinstance(backend, Mapping):
-        return {only: (backend, dict(options))}
+def _by_pattern(
+    backend: Any, only: str, options: Mapping[str, Any], max_tokens: int | None
+) -> dict[str, Wanted]:
+    """{pattern of sites: backend}."""
+    planned = is_plan_file(backend)
+    if not planned and not isinstance(backend, Mapping):
+        return {only: Wanted(backend, dict(options), max_tokens)}
     if options or only != "*":
-        raise OptionError("With a mapping of backends, options and patterns belong into the mapping.")
+        given = "the file of a plan" if planned else "a mapping of backends"
+        raise OptionError(f"With {given}, options and patterns belong into it.")
+    if planned:
+        layers = read_plan(backend).items()
+        return {
+            escape(site): Wanted(one["backend"], one["options"], one["max_tokens"], planned=str(backend))
+            for site, one in layers
+        }
     pairs = {key: one if isinstance(one, tuple) else (one, {}) for key, one in backend.items()}
-    return {key: (one, dict(of)) for key, (one, of) in pairs.items()}
+    return {key: Wanted(one, dict(of), max_tokens) for key, (one, of) in pairs.items()}

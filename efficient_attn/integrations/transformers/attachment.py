@@ -11,6 +11,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedC
 from efficient_attn.backend import Backend
 from efficient_attn.backends import list_backends
 from efficient_attn.errors import OptionError, UnsupportedError
+from efficient_attn.integrations.plan_files import is_plan_file, read_plan
 from efficient_attn.integrations.transformers.assignment import build_all, choose
 from efficient_attn.integrations.transformers.attend import (
     NAME,
@@ -22,7 +23,7 @@ from efficient_attn.integrations.transformers.attend import (
 )
 from efficient_attn.integrations.transformers.attention_sites import AttentionSite, find_sites, ignored
 from efficient_attn.integrations.transformers.masks import make_mask
-from efficient_attn.integrations.transformers.plans import build_plan, is_plan_file, plan_of, read_plan
+from efficient_attn.integrations.transformers.plans import build_plan, plan_of
 from efficient_attn.integrations.transformers.wrapped import unwrap
 
 M = TypeVar("M", bound=nn.Module)

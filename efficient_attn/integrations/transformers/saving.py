@@ -16,6 +16,7 @@ from transformers import AutoConfig, PreTrainedModel
 
 from efficient_attn.backend import Backend
 from efficient_attn.errors import DataError, DtypeError, OptionError, UnsupportedError
+from efficient_attn.integrations.plan_files import check_plan
 from efficient_attn.integrations.transformers.attachment import attach, install, register, second_names
 from efficient_attn.integrations.transformers.attend import SUBMODULE
 from efficient_attn.integrations.transformers.attention_sites import AttentionSite, find_sites
@@ -27,7 +28,7 @@ from efficient_attn.integrations.transformers.loading import (
     model_class,
     quiet,
 )
-from efficient_attn.integrations.transformers.plans import Kept, build_plan, check_plan
+from efficient_attn.integrations.transformers.plans import Kept, build_plan
 from efficient_attn.integrations.transformers.wrapped import unwrap
 from efficient_attn.limits import CONFIG_BYTES, read_bytes
 from efficient_attn.tensor_headers import check_header

@@ -7,9 +7,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from efficient_attn.errors import UnsupportedError
-from efficient_attn.integrations.transformers.assignment import Choice
-from efficient_attn.integrations.transformers.plans import plan_of
 from efficient_attn.runner import worker
 from efficient_attn.runner.record import Case, Record, replace
 from efficient_attn.runner.sizes import MEAN_OF_VALUES, OWN
@@ -20,8 +17,7 @@ from efficient_attn.studies.advise.findings import PLAN, PROBE, Findings
 from efficient_attn.studies.costs import cost_points
 from efficient_attn.studies.plan import Point
 from efficient_attn.studies.swap import measure
-from efficient_attn.studies.swap.analysis import KL, MEAN_POOL
-from efficient_attn.studies.swap.model import TextSubject
+from efficient_attn.studies.swap.subject import Subject
 
 # Shares of the limit that the summed losses of a plan may reach: a later one where an earlier plan misses it.
 ATTEMPTS = (1.0, 0.5, 0.25)
@@ -33,7 +29,7 @@ _BASELINES = (YARDSTICK, DENSE, MEAN_OF_VALUES)
 
 
 def model_points(
-    pairs: Sequence[tuple[TextSubject, TextSubject]],
+    pairs: Sequence[tuple[Subject, Subject]],
     variants: Sequence[Variant],
     findings: Findings,
     *,
@@ -58,25 +54,18 @@ def model_points(
     return points
 
 
-def loss_of(subject: TextSubject) -> str:
-    """Quantity of the loss: divergence of the next token, or 1 − cosine of an encoder's embeddings."""
-    if subject.sites.causal and not subject.predicts:
-        raise UnsupportedError("advise needs an encoder, or a decoder with a language-model head.")
-    return KL if subject.predicts else MEAN_POOL
-
-
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ModelAtLength:
     """A model at one length; later points depend on the records of earlier ones.
 
     Attributes:
-        choosing: Texts by which layers are chosen.
-        held_out: Texts on which the plan is verified.
+        choosing: Model and inputs by which layers are chosen.
+        held_out: Inputs on which the plan is verified.
         quantity, limit: Loss of the outputs and its target.
     """
 
-    choosing: TextSubject
-    held_out: TextSubject
+    choosing: Subject
+    held_out: Subject
     variants: Sequence[Variant]
     findings: Findings
     quantity: str
@@ -90,7 +79,7 @@ class ModelAtLength:
         for variant in (_OWN, *self.variants):
             yield self._time(self.choosing, variant, partial(self._may_be_faster, variant))
         for variant in self._replacing:
-            for layer in self.choosing.sites.layers:
+            for layer in self.choosing.layers:
                 yield self._distance(variant, layer, partial(self._is_no_slower, variant))
         for number, _ in enumerate(ATTEMPTS):
             yield self._plan(self.choosing, f"{PLAN} {number + 1}", partial(self._chosen, number))
@@ -141,13 +130,13 @@ class ModelAtLength:
             group=("layers", case.tokens, layer is None),
             series=variant.label,
             cost=float(case.tokens) ** variant.time_growth,
-            calls=len(self.choosing.texts),
+            calls=self.choosing.num_texts or 1,
             needs=None if layer is None else self.choosing.case("swap", variant),
             needed=needed,
             rank=partial(self._rank, variant),
         )
 
-    def _time(self, subject: TextSubject, variant: Variant, needed: Callable[[], bool]) -> Point:
+    def _time(self, subject: Subject, variant: Variant, needed: Callable[[], bool]) -> Point:
         """Times in turns with the other times on these texts."""
         case = subject.case("time", variant)
         if variant.backend == PLAN:
@@ -172,7 +161,7 @@ class ModelAtLength:
             needed=needed,
         )
 
-    def _plan(self, subject: TextSubject, label: str, chosen: Callable[[], Mapping[int, str]]) -> Point:
+    def _plan(self, subject: Subject, label: str, chosen: Callable[[], Mapping[int, str]]) -> Point:
         """Loss of the layers that are chosen when the point is due; dropped where none is."""
         case = subject.case("swap", _plan_variant(label))
         self.findings.choices[case.key] = partial(self._settled, chosen)
@@ -186,7 +175,7 @@ class ModelAtLength:
             return replace(
                 record,
                 chosen_layers=json.dumps(layers),
-                attached_layers=json.dumps(plan_of(subject.model, subject.build(variant))),
+                attached_layers=json.dumps(subject.plan(variant)),
                 predicted_speed=self._predicted_speed(layers),
             )
 
@@ -196,12 +185,12 @@ class ModelAtLength:
             label=f"{label}, {case.tokens} tokens",
             series=OWN,
             cost=float(case.tokens),
-            calls=len(subject.texts),
+            calls=subject.num_texts or 1,
             # Without layers the last plan is the decision for none.
             needed=lambda: bool(chosen()) or (label == PLAN and self._is_settled()),
         )
 
-    def _compare(self, case: Case, variant: Variant, subject: TextSubject) -> Record:
+    def _compare(self, case: Case, variant: Variant, subject: Subject) -> Record:
         self.findings.keep_outputs_of(subject)
         return measure.distance(case, variant, subject, draws=1)
 
@@ -217,7 +206,7 @@ class ModelAtLength:
             its = self._record("time", variant)
             if own is not None and its is not None:
                 gain_s = call_time(own).median - call_time(its).median
-                found[variant.label] = gain_s / len(self.choosing.sites.layers)
+                found[variant.label] = gain_s / len(self.choosing.layers)
         return {label: gain_s for label, gain_s in found.items() if gain_s > 0}
 
     def _losses(self, layer: int | None) -> dict[str, float]:
@@ -232,7 +221,7 @@ class ModelAtLength:
 
     def _chosen(self, number: int) -> Mapping[int, str]:
         """Label of the backend of each layer in an attempt; empty after a plan within the target."""
-        layers, gains_s, limit = self.choosing.sites.layers, self._gains_s(), ATTEMPTS[number] * self.limit
+        layers, gains_s, limit = self.choosing.layers, self._gains_s(), ATTEMPTS[number] * self.limit
         if limit <= 0 or self._accepted(number) or not self._measured(number):
             return {}
         mixed = best_layers({layer: self._losses(layer) for layer in layers}, gains_s, limit)
@@ -268,7 +257,7 @@ class ModelAtLength:
         known = {one.label: one for one in self.variants}
         chosen: dict[int, Any] = {}
         for layer, label in layers.items():
-            chosen[layer] = Choice(known[label].target, known[label].options)
+            chosen[layer] = (known[label].target, known[label].options)
         return replace(_plan_variant(PLAN), target=chosen)
 
 

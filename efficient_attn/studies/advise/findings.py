@@ -25,8 +25,8 @@ PLAN = "plan"
 # Kind and subject of times of attention alone.
 _TIMES = ("time", "attention")
 
-# End of the inputs of texts that verify a plan.
-HELD_OUT = ", held out"
+# End of the inputs that verify a plan: others than those that chose it, or the same.
+HELD_OUT, SAME_AGAIN = ", held out", ", again"
 
 
 class Findings:

@@ -1,7 +1,7 @@
 """The advice for a model: a table over lengths, the conclusion, and the file of the plan."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import takewhile
 from typing import Any
 
@@ -14,7 +14,7 @@ from efficient_attn.stats.noise_warnings import COULD_NOT_TELL, IDLE, disturbanc
 from efficient_attn.strict import read_object
 from efficient_attn.studies.advise.attention_view import left_out
 from efficient_attn.studies.advise.choice import in_ranges
-from efficient_attn.studies.advise.findings import HELD_OUT
+from efficient_attn.studies.advise.findings import HELD_OUT, SAME_AGAIN
 from efficient_attn.studies.advise.verified import Verified, target, verified
 from efficient_attn.studies.swap.analysis import NAMES
 from efficient_attn.studies.swap.view import show_quantity
@@ -26,7 +26,7 @@ _NONE = "–"
 # Outcomes of a length, by the side of its speed.
 _OUTCOMES = {1: "faster", -1: "not faster", 0: "undecided", None: "not measured to the end"}
 
-# Name of the file that `attach` and `load` take.
+# Name of the file that `attach`, `load` and `intercept.replace` take.
 LAYERS = "layers.json"
 
 
@@ -58,7 +58,11 @@ def model_tables(records: Sequence[Record], environment: Environment) -> list[Ta
     )
     case = of_model[0].case
     title = f"Plans for {case.inputs.partition(' on ')[0]}: {setting(case)}"
-    done = [one for one in of_model if one.status != "skipped" and not one.case.inputs.endswith(HELD_OUT)]
+    done = [
+        one
+        for one in of_model
+        if one.status != "skipped" and not one.case.inputs.endswith((HELD_OUT, SAME_AGAIN))
+    ]
     return [Table(title, columns, rows, (note,)), *tables_of_swap(done, environment)]
 
 
@@ -85,7 +89,7 @@ def model_sentences(records: Sequence[Record], environment: Environment) -> list
         text += _reasons(found, quantity, limit, timed=load is None) if found else ""
     lengths = ", ".join(str(one.tokens) for one in found if one.times or one.nearest)
     text += f". Lengths measured: {lengths or 'none'}.{left_out(records)}"
-    return [text, _in_python(plans[-1], records)] if plans else [text]
+    return [text, _in_python(plans[-1], records, environment)] if plans else [text]
 
 
 def _outcomes(found: Sequence[Verified]) -> str:
@@ -114,17 +118,29 @@ def _reasons(found: Sequence[Verified], quantity: str, limit: float, *, timed: b
     return text
 
 
-def _in_python(one: Verified, records: Sequence[Record]) -> str:
+def _in_python(one: Verified, records: Sequence[Record], environment: Environment) -> str:
     """The lines of Python that use a plan: its file, or a mapping where a backend has no registered name."""
+    origin = environment.get(MODEL)
+    sites = origin.get("sites") if isinstance(origin, Mapping) else None
     place, given = f"is in {LAYERS} of this run", f'"{LAYERS}"'
     if _attached(one) is None:
         cases = {record.case.label: record.case for record in records}
-        chosen = {layer: cases[label] for layer, label in (one.layers or {}).items() if label in cases}
-        given = str({layer: (case.backend, dict(case.options)) for layer, case in chosen.items()})
-        place = "has a backend without a registered name"
-    code = f"from efficient_attn.integrations.transformers import attach; attach(model, {given})"
-    if one.plan is not None and one.plan.calibrated_on is not None:
-        code += "; efficient_attn.calibrate(model, **batch)"
+        named = sites if isinstance(sites, Mapping) else {}
+        chosen = {
+            named.get(str(layer), layer): (cases[label].backend, dict(cases[label].options))
+            for layer, label in (one.layers or {}).items()
+            if label in cases
+        }
+        place, given = "has a backend without a registered name", str(chosen)
+    if sites is not None:
+        code = (
+            f"import efficient_attn; efficient_attn.intercept.replace(model, {given}, "
+            "example=lambda: model(*inputs))"
+        )
+    else:
+        code = f"from efficient_attn.integrations.transformers import attach; attach(model, {given})"
+        if one.plan is not None and one.plan.calibrated_on is not None:
+            code += "; import efficient_attn; efficient_attn.calibrate(model, **batch)"
     return f"The plan for {one.tokens} tokens {place}. In Python: {code}"
 
 

@@ -30,8 +30,9 @@ _BUDGET_S = 60.0
 # Seconds for a model.
 _MODEL_BUDGET_S = 300.0
 
-# Options that only a model uses, or only attention alone.
+# Options that only a model uses, only a folder, or only attention alone.
 _OF_A_MODEL = ("texts", "tokenizer", "min_cosine", "max_kl", "name")
+_OF_A_FOLDER = ("texts", "tokenizer", "dtype", "device")
 _OF_ATTENTION = ("max_error", "draws", "causal", "isolate", "timeout_s")
 
 # A divergence beyond this many nats is no target; float64 has none above 745.
@@ -45,8 +46,8 @@ def plan(
     model: Annotated[
         Any,
         Option(
-            help="Folder of a Hugging Face transformers model; shipped activations if omitted.",
-            metavar="MODEL_FOLDER",
+            help=f"{shared.MODEL_HELP} Shipped activations if omitted.",
+            metavar="MODEL",
             parse=shared.parse_text,
             argument=True,
         ),
@@ -57,7 +58,10 @@ def plan(
     tokenizer: Any = None,
     seq_lens: shared.SeqLens = (512, 2048, 8192),
     min_cosine: Annotated[
-        float, Option(help="Least cosine of an encoder's embeddings with the exact ones.", least=0, most=1)
+        float,
+        Option(
+            help="Least cosine with the exact output, or with an encoder's exact embeddings.", least=0, most=1
+        ),
     ] = 0.99,
     max_kl: Annotated[
         float, Option(help="Largest divergence of a causal model's next token, nats.", least=0)
@@ -89,6 +93,8 @@ def plan(
     Example: efficient-attn advise --seq-len 512:32k:x2 --budget 5m
 
     Example: efficient-attn advise MODEL --text a.txt --text b.txt --budget 5m
+
+    Example: efficient-attn advise models.py:make_model --min-cosine 0.99
     """
     given = locals()
     _check_effect(given, _OF_A_MODEL if model is None else _OF_ATTENTION, model)
@@ -107,6 +113,7 @@ def plan(
     measurer, limit, notes = measurer_for(
         variants, workload, isolate=isolate, timeout_s=timeout_s, memory_limit=memory_limit
     )
+    device = workload.device
     if model is None:
         from efficient_attn.studies.advise.activations import activation_points
 
@@ -122,28 +129,41 @@ def plan(
             limit_bytes=limit,
         )
     else:
-        from efficient_attn.studies.advise.conversion import loss_of, model_points
-        from efficient_attn.studies.advise.held_out import texts_of_lengths
+        from efficient_attn.integrations.called import is_called, maker_of
+        from efficient_attn.studies.advise.conversion import model_points
         from efficient_attn.studies.swap.analysis import KL
-        from efficient_attn.studies.swap.model import load
-        from efficient_attn.studies.swap.subject import candidates
+        from efficient_attn.studies.swap.subject import Subject, candidates
 
-        named, opened = named_texts(texts), load(model, tokenizer, name, workload)
-        pairs, left_out = texts_of_lengths(opened, named, workload, lengths, limit)
+        pairs: Sequence[tuple[Subject, Subject]]
+        if is_called(model):
+            from efficient_attn.studies.advise.own_inputs import inputs_of_lengths
+
+            _check_effect(given, _OF_A_FOLDER, model)
+            maker = maker_of(model, name=name)
+            if not maker.takes_length:
+                _check_effect(given, ["seq_lens"], model)
+            wanted = lengths if maker.takes_length else [None]
+            pairs, left_out = inputs_of_lengths(maker, workload, wanted)
+            origin = pairs[0][0].about
+        else:
+            from efficient_attn.studies.advise.held_out import texts_of_lengths
+            from efficient_attn.studies.swap.model import load
+
+            named, opened = named_texts(texts), load(model, tokenizer, name, workload)
+            pairs, left_out = texts_of_lengths(opened, named, workload, lengths, limit)
+            hashes = {key: sha256(text.encode()).hexdigest() for key, text in named.items()}
+            origin = {**opened.about, "texts": hashes}
         first = pairs[0][0]
-        quantity, chosen = loss_of(first), candidates(variants, first)
+        device = first.shared["device"]
+        quantity, chosen = first.loss, candidates(variants, first)
         _check_effect(given, ["min_cosine" if quantity == KL else "max_kl"], model)
         target = max_kl if quantity == KL else 1 - min_cosine
-        hashes = {key: sha256(text.encode()).hexdigest() for key, text in named.items()}
-        about = {
-            MODEL: {**opened.about, "texts": hashes},
-            LIMIT: {"quantity": quantity, "limit": target},
-        }
+        about = {MODEL: origin, LIMIT: {"quantity": quantity, "limit": target}}
         notes = [*first.notes, *left_out]
         points = model_points(pairs, chosen, findings, quantity=quantity, limit=target, rounds=rounds)
     return Plan(
         points=points,
-        device=workload.device,
+        device=device,
         notes=notes,
         about={**about, CANDIDATES: [one.label for one in variants]},
         timeout_s=timeout_s if model is None else math.inf,

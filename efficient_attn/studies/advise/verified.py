@@ -10,7 +10,7 @@ from efficient_attn.stats.rounds import Typical, time_ratio
 from efficient_attn.studies.advise.choice import parsed_layers
 from efficient_attn.studies.advise.findings import PLAN
 from efficient_attn.studies.advise.plan import LIMIT
-from efficient_attn.studies.swap.analysis import KL, MEAN_POOL
+from efficient_attn.studies.swap.analysis import KL, MEAN_POOL, OUTPUT_COSINE
 
 # Losses below this are rounding of float32.
 _ROUNDING = 1e-8
@@ -55,7 +55,8 @@ def target(environment: Mapping[str, Any]) -> tuple[str, float]:
     known = known if isinstance(known, Mapping) else {}
     limit = known.get("limit")
     sound = isinstance(limit, (int, float)) and 0 <= limit <= sys.float_info.max
-    return KL if known.get("quantity") == KL else MEAN_POOL, float(limit or 0.0) if sound else 0.0
+    quantity = known.get("quantity")
+    return quantity if quantity in (KL, OUTPUT_COSINE) else MEAN_POOL, float(limit or 0.0) if sound else 0.0
 
 
 def verified(records: Sequence[Record], environment: Mapping[str, Any]) -> list[Verified]:

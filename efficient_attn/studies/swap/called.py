@@ -9,18 +9,23 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from efficient_attn.backend import Backend
 from efficient_attn.contained import running
 from efficient_attn.errors import UnsupportedError
 from efficient_attn.integrations.called import CalledModel, output_vector, site_notes
+from efficient_attn.integrations.intercept.backends import seed_of
 from efficient_attn.integrations.intercept.calls import AttentionMode, Call
 from efficient_attn.integrations.intercept.finding import OUTER, inside
 from efficient_attn.integrations.intercept.measured import MeasuredSite, measure
-from efficient_attn.integrations.intercept.replaced import replace
+from efficient_attn.integrations.intercept.replaced import SiteBackends, replace
+from efficient_attn.integrations.intercept.sites import Site
+from efficient_attn.integrations.plan_files import plan_of_backends
 from efficient_attn.measure.checked import backends_in
 from efficient_attn.measure.outputs import cosine_distance, relative_error
 from efficient_attn.runner.record import SAME_INPUTS, Case
 from efficient_attn.runner.sizes import MODEL, OWN, SEED
 from efficient_attn.runner.variants import Variant
+from efficient_attn.studies.swap.analysis import OUTPUT_COSINE
 from efficient_attn.studies.workload import Workload
 
 _CROSS = "its queries and keys differ in number (cross-attention)"
@@ -98,6 +103,11 @@ class CallSubject:
         return {"model": self.called.name, "sites": sites, "left_out": self.left}
 
     @property
+    def loss(self) -> str:
+        """Quantity by which plans are chosen."""
+        return OUTPUT_COSINE
+
+    @property
     def layers(self) -> tuple[int, ...]:
         """Numbers of the call sites that get a backend."""
         return tuple(self.sites)
@@ -130,17 +140,36 @@ class CallSubject:
         if variant.backend == OWN:
             yield False
             return
-        options = dict(variant.options)
-        seed = self.shared["seed"] + options.pop(SEED, 0) + draw
-        sites = self.sites.values() if layer is None else [self.sites[layer]]
-        chosen = {escape(site): (variant.target, options) for site in sites}
-        with replace(self.model, chosen, example=self.called.seeded, strict=True, seed=seed):
+        chosen = {}
+        for number, (backend, options) in self._choices(variant, layer).items():
+            if SEED in options:
+                # The seed of a site does not depend on the other sites.
+                own = seed_of(self.shared["seed"] + options[SEED] + draw, number)
+                options = {**options, SEED: own}
+            chosen[escape(self.sites[number])] = (backend, dict(options))
+        with replace(self.model, chosen, example=self.called.seeded, strict=True):
             yield any(hasattr(one.core, "calibrate") for one in backends_in(self.model))
 
-    def build(self, variant: Variant) -> None:
-        """Replace and restore, to check the options of a variant."""
+    def _choices(self, variant: Variant, layer: int | None) -> Mapping[int, tuple[Any, Mapping[str, Any]]]:
+        """The backend and the options of each layer; the target of a variant may be such a mapping."""
+        if isinstance(variant.target, Mapping):
+            return variant.target
+        layers = self.layers if layer is None else (layer,)
+        return dict.fromkeys(layers, (variant.target, variant.options))
+
+    def build(self, variant: Variant) -> dict[str, Backend]:
+        """The backends of all replaced call sites, by name."""
         with self.replaced(variant):
-            pass
+            return {
+                str(Site(part.owner, int(number))): backend
+                for part in self.model.modules()
+                if isinstance(part, SiteBackends)
+                for number, backend in part.items()
+            }
+
+    def plan(self, variant: Variant) -> dict[str, Any] | None:
+        """The plan that `ea.intercept.replace` takes; None with a backend without a registered name."""
+        return plan_of_backends(self.build(variant))
 
     def fitted(self, variant: Variant) -> Variant:
         """The variant itself."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from efficient_attn.errors import DataError, DtypeError, OptionError
+from efficient_attn.errors import DataError, DtypeError, OptionError, UnsupportedError
 from efficient_attn.integrations.transformers.attachment import installed
 from efficient_attn.integrations.transformers.loading import (
     Opened,
@@ -19,6 +19,7 @@ from efficient_attn.integrations.transformers.loading import (
     positions,
     token_ids,
 )
+from efficient_attn.integrations.transformers.plans import plan_of
 from efficient_attn.integrations.transformers.swapping import (
     AttentionSites,
     Outputs,
@@ -35,6 +36,7 @@ from efficient_attn.measure.texts import digest
 from efficient_attn.runner.record import Case
 from efficient_attn.runner.sizes import MODEL, OWN, SEED
 from efficient_attn.runner.variants import Variant
+from efficient_attn.studies.swap.analysis import KL, MEAN_POOL
 from efficient_attn.studies.workload import Workload
 
 # Length of the shipped texts, at which approximations begin to differ.
@@ -95,6 +97,17 @@ class TextSubject:
     def exact(self) -> tuple[Outputs, ...]:
         """Outputs of the model with its own attention."""
         return tuple(run(self.model, ids, predicts=self.predicts) for ids in self.texts)
+
+    @property
+    def loss(self) -> str:
+        """Quantity by which plans are chosen.
+
+        Raises:
+            UnsupportedError: If the model is causal without a language-model head.
+        """
+        if self.sites.causal and not self.predicts:
+            raise UnsupportedError("advise needs an encoder, or a decoder with a language-model head.")
+        return KL if self.predicts else MEAN_POOL
 
     @property
     def num_texts(self) -> int:
@@ -160,6 +173,10 @@ class TextSubject:
         if isinstance(variant.target, Mapping):
             return build_layers(self.sites, variant.target, max_tokens=tokens, seed=seed)
         return build_for(self.sites, variant.target, options, layer=layer, max_tokens=tokens, seed=seed)
+
+    def plan(self, variant: Variant) -> dict[str, Any] | None:
+        """The plan that `attach` takes; None with a backend without a registered name."""
+        return plan_of(self.model, self.build(variant))
 
     def fitted(self, variant: Variant) -> Variant:
         """The variant with the window of sliding layers, unless one was set: they can have no other."""

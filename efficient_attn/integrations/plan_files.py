@@ -1,0 +1,108 @@
+"""Files of plans: the backend of every attention of a model, with its options, and no tensors."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+from efficient_attn.backend import Backend
+from efficient_attn.backends import list_backends, spec
+from efficient_attn.errors import DataError, UnknownNameError
+from efficient_attn.limits import CONFIG_BYTES, read_bytes
+from efficient_attn.problem import AttentionProblem
+from efficient_attn.registry import SPECS
+
+PLAN_FORMAT = 1
+
+# Numbers of a backend that no plan is refused for.
+_ALWAYS = 1 << 24
+
+_FIELDS: dict[str, Any] = {"backend": str, "options": dict, "max_tokens": (int, type(None))}
+
+
+def plan_of_backends(backends: Mapping[str, Backend]) -> dict[str, Any] | None:
+    """Plan of the backends of a model's attentions, by name; None if one has no registered name."""
+    if any(SPECS.get(own.spec.name) is not own.spec for own in backends.values()):
+        return None
+    layers = {
+        name: {
+            "backend": own.spec.name,
+            "options": asdict(own.options),
+            "max_tokens": own.problem.max_tokens,
+        }
+        for name, own in backends.items()
+    }
+    return {"format": PLAN_FORMAT, "layers": layers}
+
+
+def is_plan_file(backend: Any) -> bool:
+    """Whether an argument names a file of a plan rather than a backend."""
+    return isinstance(backend, (str, Path)) and str(backend).endswith(".json")
+
+
+def read_plan(path: str | Path) -> dict[str, dict[str, Any]]:
+    """The layers of a plan in a file.
+
+    Raises:
+        DataError: If the file cannot be read or holds no plan.
+    """
+    try:
+        return check_plan(json.loads(read_bytes(Path(path), CONFIG_BYTES)), str(path))
+    except (OSError, ValueError, RecursionError) as error:
+        raise DataError(f"Cannot read the plan {path}: {error}") from None
+
+
+def check_plan(plan: Any, place: str) -> dict[str, dict[str, Any]]:
+    """The layers of a plan, checked.
+
+    Raises:
+        DataError: If it is no plan; `place` is its origin in the message.
+    """
+    if not isinstance(plan, Mapping) or plan.get("format") != PLAN_FORMAT:
+        raise DataError(f"{place}: efficient_attn is not a plan of format {PLAN_FORMAT}.")
+    layers = plan.get("layers")
+    if not isinstance(layers, Mapping) or not all(_is_layer(layer) for layer in layers.values()):
+        raise DataError(f"{place}: a layer in efficient_attn lacks one of the fields {', '.join(_FIELDS)}.")
+    # Only registered names, never an address such as file.py:object: loading a model runs none of its code.
+    unknown = {layer["backend"] for layer in layers.values()} - set(list_backends())
+    if unknown:
+        raise DataError(
+            f"{place} names the backend {min(unknown)!r}, which is not registered here; "
+            f"known: {', '.join(list_backends())}."
+        )
+    return dict(layers)
+
+
+def check_size(
+    layer: Mapping[str, Any], problem: AttentionProblem, parameters: int, *, saved: int | None = None
+) -> None:
+    """Refuse unknown options, and more numbers than the model has, before memory is allocated for them.
+
+    Args:
+        parameters: Numbers of the model.
+        saved: Numbers that were saved with the plan, which the backend must not exceed.
+
+    Raises:
+        UnknownNameError: If the backend has no such option.
+        DataError: If the backend needs more numbers.
+    """
+    chosen = spec(layer["backend"])
+    known = [one.name for one in fields(chosen.options_type)]
+    for option in layer["options"].keys() - {*known}:
+        raise UnknownNameError(f"option of backend {chosen.name!r}", option, known)
+    if chosen.operations is None:
+        return
+    counts = chosen.operations(problem, chosen.options_type(**layer["options"]), 1, problem.head_dim)
+    needed, numbers = counts.learned + counts.drawn, max(parameters, _ALWAYS) if saved is None else saved
+    if needed > numbers:
+        limit = "are the most here" if saved is None else "are saved"
+        raise DataError(f"backend {chosen.name!r} needs {needed} numbers, {numbers} {limit}.")
+
+
+def _is_layer(layer: Any) -> bool:
+    return (
+        isinstance(layer, Mapping)
+        and layer.keys() == _FIELDS.keys()
+        and all(isinstance(layer[name], kind) for name, kind in _FIELDS.items())
+    )
