@@ -186,9 +186,10 @@ def of_model(tokens, own, plan=(), *, layers='{"0": "window"}', attached=ATTACHE
         record("swap", "window", tokens, values={"mean_pool_distance": 0.05}, **shared),
         record("swap", "plan", tokens, values=decision, **held_out),
     ]
-    return made + [
-        timed(name, tokens, times, **held_out) for name, times in ((OWN, own), ("plan", plan)) if plan
-    ]
+    if not plan:
+        return made
+    of_plan = replace(timed("plan", tokens, plan, **held_out), chosen_layers=layers)
+    return [*made, timed(OWN, tokens, own, **held_out), of_plan]
 
 
 FASTER, SLOWER, OPEN = (0.5,) * 4, (2.0,) * 4, (0.5, 0.9, 0.4, 3.0)

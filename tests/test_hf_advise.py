@@ -227,7 +227,7 @@ def test_a_budget_that_ends_among_the_layers_leaves_the_plan_to_the_resumed_run(
         clock = SimpleNamespace(monotonic=lambda: time.monotonic() + late_s[0])
         patched.setattr("efficient_attn.studies.loop.time", clock)
         stopped = advise(encoder, out=tmp_path, budget_s=60.0, **given)
-    assert [one.status for one in stopped.records].count("skipped") == 3 and not plans(stopped)
+    assert [one.status for one in stopped.records].count("skipped") == 4 and not plans(stopped)
     (sentence,) = stopped.sentences()
     assert "not measured to the end at 24 tokens" in sentence and "stay with exact" not in sentence
     ended = advise(encoder, out=tmp_path, resume=True, **given)
@@ -339,7 +339,7 @@ def test_a_backend_without_a_name_is_planned_as_a_mapping_and_a_failure_of_a_pla
     def broken(*arguments, **named):
         raise RuntimeError("no memory for this plan")
 
-    monkeypatch.setattr("efficient_attn.studies.advise.conversion.build_layers", broken)
+    monkeypatch.setattr("efficient_attn.studies.swap.model.TextSubject.plan", broken)
     results = advise(encoder, min_cosine=0.9)
     failed = [one.case.label for one in results.records if "no memory for this plan" in (one.reason or "")]
     assert failed == ["plan 1"] and not results.files()

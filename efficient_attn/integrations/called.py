@@ -46,6 +46,12 @@ class CalledModel:
     call: Callable[[], Any]
     seed: int = 0
 
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """Names of the modules that a call runs, with which the names of its sites begin."""
+        is_call = isinstance(self.module, _Caller)
+        return tuple(name for name, _ in self.module.named_children()) if is_call else ()
+
     def run(self) -> Any:
         """Output of one run without gradients."""
         with torch.no_grad():

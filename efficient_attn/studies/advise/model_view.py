@@ -121,7 +121,8 @@ def _reasons(found: Sequence[Verified], quantity: str, limit: float, *, timed: b
 def _in_python(one: Verified, records: Sequence[Record], environment: Environment) -> str:
     """The lines of Python that use a plan: its file, or a mapping where a backend has no registered name."""
     origin = environment.get(MODEL)
-    sites = origin.get("sites") if isinstance(origin, Mapping) else None
+    known = origin if isinstance(origin, Mapping) else {}
+    sites, parts = known.get("sites"), known.get("parts")
     place, given = f"is in {LAYERS} of this run", f'"{LAYERS}"'
     if _attached(one) is None:
         cases = {record.case.label: record.case for record in records}
@@ -137,6 +138,9 @@ def _in_python(one: Verified, records: Sequence[Record], environment: Environmen
             f"import efficient_attn; efficient_attn.intercept.replace(model, {given}, "
             "example=lambda: model(*inputs))"
         )
+        if isinstance(parts, list) and parts:
+            names = ", ".join(f"{name!r}: …" for name in map(str, parts))
+            code += f", where model is torch.nn.ModuleDict({{{names}}}) of the modules that the call runs"
     else:
         code = f"from efficient_attn.integrations.transformers import attach; attach(model, {given})"
         if one.plan is not None and one.plan.calibrated_on is not None:

@@ -98,9 +98,14 @@ class CallSubject:
 
     @property
     def about(self) -> dict[str, Any]:
-        """Names of the call sites."""
+        """Names of the call sites, and of the modules that a call runs."""
         sites = {str(number): site for number, site in self.sites.items()}
-        return {"model": self.called.name, "sites": sites, "left_out": self.left}
+        return {
+            "model": self.called.name,
+            "parts": list(self.called.parts),
+            "sites": sites,
+            "left_out": self.left,
+        }
 
     @property
     def loss(self) -> str:
@@ -165,6 +170,7 @@ class CallSubject:
                 for part in self.model.modules()
                 if isinstance(part, SiteBackends)
                 for number, backend in part.items()
+                if isinstance(backend, Backend)
             }
 
     def plan(self, variant: Variant) -> dict[str, Any] | None:
