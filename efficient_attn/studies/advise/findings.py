@@ -25,7 +25,7 @@ PLAN = "plan"
 # Kind and subject of times of attention alone.
 _TIMES = ("time", "attention")
 
-# End of the inputs that verify a plan: others than those that chose it, or the same.
+# End of the inputs that verify a plan: other inputs than the choosing ones, or the same.
 HELD_OUT, SAME_AGAIN = ", held out", ", again"
 
 
@@ -51,7 +51,7 @@ class Findings:
         return record.status == "skipped" or (timed and len(record.round_sizes or ()) < self._rounds)
 
     def standing(self, earlier: Mapping[str, Record]) -> dict[str, Record]:
-        """The records that a resumed run keeps, in their order; plans without those that do not stand."""
+        """The records that a resumed run keeps, in their order, without plans that do not stand."""
         self.records = dict(earlier)
         for key, record in earlier.items():
             if not self._stands(record):

@@ -21,7 +21,7 @@ def inputs_of_lengths(
 ) -> tuple[list[tuple[CallSubject, CallSubject]], list[str]]:
     """Inputs that choose and inputs that verify, for each length; and a note where they are the same.
 
-    Held-out inputs are those of another seed of torch's random numbers, with the parameters of the first.
+    Held-out inputs come from another seed of torch's random numbers, with the parameters of the first.
 
     Args:
         lengths: Lengths of inputs; None: the length that the function makes.

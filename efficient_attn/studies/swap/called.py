@@ -119,7 +119,7 @@ class CallSubject:
 
     @property
     def notes(self) -> list[str]:
-        """The call sites of the layers, and those that stay exact."""
+        """The call sites of the layers, and the sites that stay exact."""
         return site_notes(self.sites, self.left)
 
     @cached_property
