@@ -84,6 +84,38 @@ def make_cross():
     return lambda: F.scaled_dot_product_attention(q, k, k)
 
 
+def make_number():
+    q = torch.randn(1, 2, 12, 8)
+    return lambda: F.scaled_dot_product_attention(q, q, q).mean()
+
+
+def make_nan():
+    q = torch.randn(1, 2, 12, 8)
+    return lambda: F.scaled_dot_product_attention(q, q, q / 0)
+
+
+def make_other():
+    inputs = iter(range(1, 99))
+
+    def run():
+        q = torch.randn(1, 2, 12, 8, generator=torch.Generator().manual_seed(next(inputs)))
+        return F.scaled_dot_product_attention(q, q, q)
+
+    return run
+
+
+def make_numpy():
+    import random
+
+    import numpy
+
+    def run():
+        noise = torch.from_numpy(numpy.random.randn(1, 2, 12, 8)).float() + random.random()
+        return F.scaled_dot_product_attention(noise, noise, noise)
+
+    return run
+
+
 def raising():
     raise ValueError("no weights\\nhere")
 
@@ -319,6 +351,35 @@ def test_options_of_a_folder_are_refused(words, capsys):
     assert f"error: {name} belongs to a Hugging Face folder" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("make_number", "models.py:make_number returns a single number, which has no cosine"),
+        ("make_nan", "models.py:make_nan returns numbers that are not finite; return real rows alone"),
+        ("make_other", "models.py:make_other returns another output in its next run"),
+    ],
+)
+def test_outputs_that_cannot_be_compared_are_refused(name, message):
+    with pytest.raises(DataError, match=message):
+        ea.swap(f"models.py:{name}", ["window"])
+
+
+def test_random_numbers_of_numpy_and_python_are_the_same_in_every_run():
+    results = ea.swap("models.py:make_numpy", ["exact"], rounds=1)
+    assert quality(results)["exact", None].output_relative_error < 1e-6
+
+
+def test_a_resumed_swap_of_another_model_is_refused(tmp_path):
+    given = {"backends": ["exact"], "rounds": 1, "out": tmp_path / "run"}
+    ea.swap("models.py:make_pair", **given)
+    assert ea.swap("models.py:make_pair", **given, resume=True).records
+    (tmp_path / "models.py").write_text(
+        MODELS.replace("2 * torch.randn(1, 12, 16), ", "torch.randn(1, 12, 16), ")
+    )
+    with pytest.raises(DataError, match=r"another model or other inputs \(digest\)"):
+        ea.swap("models.py:make_pair", **given, resume=True)
+
+
 def test_cross_attention_and_outputs_without_numbers_are_refused():
     with pytest.raises(UnsupportedError, match=r"model: its queries and keys differ in number"):
         ea.swap("models.py:make_cross", ["window"])
@@ -337,7 +398,9 @@ def test_all_tensors_of_a_nested_output_are_compared_and_the_first_of_another_ob
 
     nested = {"a": (torch.ones(2), [torch.zeros(1, dtype=torch.float64)]), "ids": torch.arange(4)}
     assert output_vector(nested).tolist() == [1, 1, 0]
-    assert output_vector(Output(ids=torch.arange(2), x=torch.ones(1), y=torch.zeros(3))).tolist() == [1]
+    # A loss comes before the hidden states in outputs of transformers.
+    parts = {"ids": torch.arange(2), "loss": torch.ones(()), "x": torch.zeros(3), "y": torch.ones(2)}
+    assert output_vector(Output(**parts)).tolist() == [0, 0, 0]
     assert output_vector(Slotted()).tolist() == [5, 5]
 
 

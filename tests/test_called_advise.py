@@ -8,12 +8,16 @@ import torch
 pytest.importorskip("efficient_attn_cli", reason="needs an installation, if only an editable one")
 
 import efficient_attn as ea
-from efficient_attn.errors import DataError, OptionError
+from efficient_attn.errors import DataError, OptionError, UnsupportedError
 from efficient_attn.external import object_at
+from efficient_attn.integrations.called import maker_of
+from efficient_attn.integrations.intercept.finding import OUTSIDE
 from efficient_attn.measure.outputs import cosine_distance
 from efficient_attn.runner.record import Record
 from efficient_attn.runner.sizes import MEAN_OF_VALUES, OWN
+from efficient_attn.studies.advise.own_inputs import inputs_of_lengths
 from efficient_attn.studies.swap import measure
+from efficient_attn.studies.workload import Workload, settle
 
 MODELS = """
 import torch
@@ -45,6 +49,42 @@ def make_call(seq_len=12):
     return lambda: model(2 * torch.randn(1, seq_len, 16))
 
 
+class Scaled(Attention):
+    def __init__(self, seq_len):
+        super().__init__()
+        self.register_buffer("scale", torch.tensor(float(seq_len)))
+
+    def forward(self, x):
+        return super().forward(x) / self.scale
+
+
+def make_scaled(seq_len=12):
+    return Scaled(seq_len), (2 * torch.randn(1, seq_len, 16),)
+
+
+class Method(Attention):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Parameter(torch.randn(16))
+
+    def encode(self, x):
+        q = (x + self.first)[:, None]
+        return super().forward(F.scaled_dot_product_attention(q, q, q)[:, 0])
+
+
+def make_method():
+    model, other = Method(), Attention()
+    return lambda: other(model.encode(2 * torch.randn(1, 12, 16)))
+
+
+def make_root():
+    return lambda: F.scaled_dot_product_attention(*torch.randn(3, 1, 2, 12, 8))
+
+
+def make_clipped(seq_len=12):
+    return Attention(), (torch.randn(1, min(seq_len, 16), 16),)
+
+
 def make_sized(seq_len=12):
     model = nn.Sequential(Attention(), nn.Linear(16, seq_len))
     return model, (torch.randn(1, seq_len, 16),)
@@ -55,9 +95,11 @@ TIMES_S = {
     MEAN_OF_VALUES: 0.25,
     "window": 0.4,
     "performer-positive": 0.4,
+    "performer-full": 0.4,
     "plan": 0.5,
 }
 PLAN = "layers.json"
+WORKLOAD = settle(Workload(threads=1))
 
 
 @pytest.fixture(autouse=True)
@@ -138,7 +180,9 @@ def test_random_features_of_a_plan_are_those_of_its_verification(folder):
 
 def test_a_model_without_lengths_is_verified_on_the_inputs_that_choose_and_says_so(folder):
     plan = ea.studies.find("advise").plan("models.py:make_same", ["window"])
-    assert any("makes the same inputs of 10 tokens again" in note for note in plan.notes)
+    assert any(
+        "has the same output at 10 tokens whatever the random numbers are" in note for note in plan.notes
+    )
     results = advise("make_same")
     assert "10 tokens" in results.sentences()[0]
     assert {one.case.inputs for one in results.records if one.case.label == "plan"} == {
@@ -162,7 +206,12 @@ def test_parameters_that_depend_on_the_length_are_refused():
     [
         ({"backend": "windoww", "options": {}}, "names the backend 'windoww', which is not registered"),
         ({"backend": "window", "options": {"head_dim": 8}}, "layers.json, 0: .*head_dim"),
-        ({"backend": "performer-positive", "options": {"num_features": 10**9}}, "are the most here"),
+        ({"backend": "performer-positive", "options": {"num_features": 10**9}}, "is above 65536"),
+        ({"backend": "window-clusters", "options": {"steps": 10**9}}, "is above 65536"),
+        (
+            {"backend": "linformer", "options": {"rank": 10**6}, "max_tokens": 10**6},
+            "needs [0-9]+ numbers, [0-9]+ are the most here",
+        ),
         ({"backend": "window", "options": {"window": "wide"}}, "window"),
     ],
 )
@@ -180,3 +229,75 @@ def test_a_plan_sets_the_options_itself(folder):
     (model, inputs) = made("make_lengths", 0)
     with pytest.raises(OptionError, match="With the file of a plan, options and patterns belong into it"):
         ea.intercept.replace(model, PLAN, example=lambda: model(*inputs), window=3)
+
+
+@torch.no_grad()
+def test_a_calibrated_backend_is_verified_with_the_calibration_of_the_choosing_inputs(folder):
+    settings = {"performer-full": {"num_features": [16]}}
+    results = advise(
+        "make_lengths", backends=["performer-full"], options=settings, min_cosine=0.0, seq_lens=(12,)
+    )
+    (plan,) = (one for one in results.records if (one.case.kind, one.case.label) == ("swap", "plan"))
+    (folder / PLAN).write_text(results.files()[PLAN])
+    (model, choosing), (_, held_out) = made("make_lengths", 0), made("make_lengths", 1)
+    exact, distances = model(*held_out), []
+    for inputs in (choosing, held_out):
+        with ea.intercept.replace(model, PLAN, example=lambda inputs=inputs: model(*inputs)):
+            distances.append(cosine_distance(model(*held_out).flatten(), exact.flatten()))
+    assert plan.output_distance == pytest.approx(distances[0], abs=1e-6)
+    assert abs(distances[1] - distances[0]) > 1e-4
+
+
+def test_buffers_of_a_length_are_its_own_and_parameters_are_the_first_ones(monkeypatch):
+    pairs, _ = inputs_of_lengths(maker_of("models.py:make_scaled"), WORKLOAD, (12, 16))
+    modules = [choosing.model for choosing, _ in pairs]
+    assert [float(module.scale) for module in modules] == [12.0, 16.0]
+    assert torch.equal(modules[0].projection.weight, modules[1].projection.weight)
+    assert all(held_out.model is choosing.model for choosing, held_out in pairs)
+
+
+def test_attention_outside_of_modules_stays_exact_and_parameters_of_a_call_are_the_same(folder):
+    ((choosing, held_out),), _ = inputs_of_lengths(maker_of("models.py:make_method"), WORKLOAD, (None,))
+    assert {*choosing.left} == {"model", "model#1"} and [*choosing.sites.values()] == ["Attention"]
+    with pytest.raises(
+        UnsupportedError, match=f"No plan reaches the attention of models.py:make_root: {OUTSIDE}"
+    ):
+        advise("make_root")
+    assert not torch.equal(choosing.exact[0], held_out.exact[0])
+    inner = choosing.called.call._call.__closure__
+    assert held_out.called.call._call.__closure__ is inner
+    call = made("make_method", 0)
+    (method,) = (cell.cell_contents for cell in call.__closure__ if hasattr(cell.cell_contents, "encode"))
+    x = torch.randn(1, 12, 16)
+    with pytest.raises(UnsupportedError, match="outside the forward of a module of the model"):
+        ea.intercept.replace(method, "window", window=3, example=lambda: method.encode(x), strict=True)
+
+
+def test_lengths_that_the_attention_does_not_have_are_noted():
+    _, notes = inputs_of_lengths(maker_of("models.py:make_clipped"), WORKLOAD, (12, 16, 24))
+    assert notes == ["Not measured at 24 tokens: the first attention has 16, as before."]
+
+
+def test_a_function_with_lengths_is_taken_in_python_too():
+    _, make = object_at("models.py:make_lengths")
+    results = ea.advise(make, ["window"], seq_lens=(12, 16), min_cosine=0.5, name="mine")
+    assert {one.case.tokens for one in results.records} == {12, 16}
+    with pytest.raises(OptionError, match="memory_limit has no effect with this model"):
+        ea.advise(make, ["window"], memory_limit="1M")
+
+
+def test_a_resumed_advice_has_the_same_model(folder):
+    given = {"seq_lens": (12,), "out": folder / "run"}
+    first = advise("make_lengths", **given)
+    assert advise("make_lengths", **given, resume=True).sentences() == first.sentences()
+    (folder / "models.py").write_text(MODELS.replace("2 * torch.randn", "9 * torch.randn"))
+    with pytest.raises(DataError, match="another model or other inputs"):
+        advise("make_lengths", **given, resume=True)
+
+
+@pytest.mark.parametrize("mapping", [{}, {"format": 1, "layers": {}}])
+def test_nothing_to_replace_is_refused(mapping, folder):
+    model, inputs = made("make_lengths", 0)
+    (folder / PLAN).write_text(json.dumps(mapping))
+    with pytest.raises(ea.errors.AttentionError, match=r"names no site|not a plan|has no layer"):
+        ea.intercept.replace(model, PLAN if mapping else {}, example=lambda: model(*inputs))

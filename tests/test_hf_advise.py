@@ -397,13 +397,20 @@ def test_outputs_beyond_the_memory_limit_are_not_kept_and_no_score_matrices_unas
     assert "window" in plan.about["candidates"] and "exact-dense" not in plan.about["candidates"]
 
 
+ONE_LAYER = json.dumps(
+    {"format": 1, "layers": {"h.0": {"backend": "exact", "options": {}, "max_tokens": None}}}
+)
+
+
 def test_a_plan_of_another_model_or_none_is_refused(encoder, tmp_path):
     file = tmp_path / "layers.json"
     model = transformers.AutoModel.from_pretrained(encoder).eval()
     for text, message in (
         ("{", "Cannot read the plan"),
         ('{"format": 7}', "not a plan of format 1"),
-        ('{"format": 1, "layers": {}}', "belong to another model"),
+        ('{"format": true, "layers": {}}', "not a plan of format 1"),
+        ('{"format": 1, "layers": {}}', "has no layer, or one without the fields backend"),
+        (ONE_LAYER, "belong to another model"),
     ):
         file.write_text(text)
         with pytest.raises(DataError, match=message):
@@ -424,11 +431,11 @@ def test_a_plan_of_another_model_or_none_is_refused(encoder, tmp_path):
         ({"options": {"causal": True}}, "No option of backend 'window' is called 'causal'"),
         ({"options": {"window": "x"}}, "window"),
         ({"max_tokens": -5}, "max_tokens is at least 1"),
+        ({"backend": "performer-positive", "options": {"num_features": 10**12}}, "is above 65536"),
         (
-            {"backend": "performer-positive", "options": {"num_features": 10**12}},
+            {"backend": "linformer", "options": {"rank": 10**9}, "max_tokens": 10**9},
             r"needs \d+ numbers, \d+ are the",
         ),
-        ({"backend": "linformer", "options": {"rank": 10**9}, "max_tokens": 10**9}, r"needs \d+ numbers"),
     ],
 )
 def test_a_plan_from_elsewhere_is_refused_before_it_takes_memory(encoder, tmp_path, layer, message):

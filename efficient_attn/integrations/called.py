@@ -7,14 +7,17 @@ function with the parameter `seq_len` makes inputs of that length.
 
 import inspect
 import json
+import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from hashlib import sha256
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
@@ -27,6 +30,9 @@ from efficient_attn.integrations.capture import capture as capture_folder
 from efficient_attn.integrations.intercept import capture
 from efficient_attn.measure.inputs import Captured
 
+# Seeds of the inputs: the first ones, and held-out ones.
+_FIRST, _SECOND = 0, 1
+
 _FORM = "a call without arguments, or a pair (module, inputs) with a tuple or a dict of inputs"
 
 
@@ -38,19 +44,34 @@ class CalledModel:
         name: Name in records, `file.py:function`.
         module: Module whose names name the call sites.
         call: One run of the module.
-        seed: Seed of torch's random numbers in every compared run.
+        seed: Seed of random numbers in every compared run.
+        source: Digest of the file that makes it; None: made in Python.
     """
 
     name: str
     module: nn.Module
     call: Callable[[], Any]
     seed: int = 0
+    source: str | None = None
+
+    @property
+    def digest(self) -> str:
+        """Digest of the file and of the parameters."""
+        found = sha256((self.source or "").encode())
+        for name, tensor in self.module.named_parameters():
+            found.update(name.encode())
+            found.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().data)
+        return found.hexdigest()
+
+    @property
+    def is_call(self) -> bool:
+        """Whether a call is run, rather than the forward of a module."""
+        return isinstance(self.module, _Caller)
 
     @property
     def parts(self) -> tuple[str, ...]:
         """Names of the modules that a call runs, with which the names of its sites begin."""
-        is_call = isinstance(self.module, _Caller)
-        return tuple(name for name, _ in self.module.named_children()) if is_call else ()
+        return tuple(name for name, _ in self.module.named_children()) if self.is_call else ()
 
     def run(self) -> Any:
         """Output of one run without gradients."""
@@ -93,10 +114,12 @@ class Maker:
 
     Attributes:
         label: Name in records.
+        source: Digest of the file.
     """
 
     label: str
     make: Callable[..., Any]
+    source: str | None = None
 
     @property
     def takes_length(self) -> bool:
@@ -105,31 +128,46 @@ class Maker:
             return "seq_len" in inspect.signature(self.make).parameters
         return False
 
-    def model(self, *, seq_len: int | None = None, seed: int = 0) -> CalledModel:
+    def model(self, *, seq_len: int | None = None) -> CalledModel:
         """The model with its inputs.
 
         Args:
             seq_len: Length of the inputs; None: the function's own.
-            seed: Seed of torch's random numbers in the function and in every compared run.
 
         Raises:
             DataError: If the function fails.
             DtypeError: If it returns another form.
         """
-        with running(self.label), _seeded(seed):
-            made = self.make() if seq_len is None else self.make(seq_len=seq_len)
-            if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module):
-                call = _bound(*made)
-                if call is not None:
-                    return CalledModel(name=self.label, module=made[0].eval(), call=call, seed=seed)
-            elif callable(made) and not isinstance(made, nn.Module):
+        with running(self.label), _seeded(_FIRST):
+            made = self._made(seq_len)
+            if _is_pair(made):
+                module, call = made[0].eval(), _bound(*made)
+                return CalledModel(name=self.label, module=module, call=call, source=self.source)
+            if callable(made) and not isinstance(made, nn.Module):
                 caller = _Caller(made)
-                return CalledModel(name=self.label, module=caller, call=caller, seed=seed)
+                return CalledModel(name=self.label, module=caller, call=caller, source=self.source)
         raise DtypeError(f"{self.label} returns {_FORM}, not {type(made).__name__}.")
+
+    def again(self, model: CalledModel, *, seq_len: int | None = None) -> CalledModel:
+        """The same module on inputs from other random numbers.
+
+        Raises:
+            DataError: If the function fails, or returns another form than before.
+        """
+        if model.is_call:
+            return replace(model, seed=_SECOND)
+        with running(self.label), _seeded(_SECOND):
+            made = self._made(seq_len)
+        if not _is_pair(made):
+            raise DataError(f"{self.label} returns a pair (module, inputs) once and another form again.")
+        return replace(model, call=_bound(model.module, made[1]), seed=_SECOND)
+
+    def _made(self, seq_len: int | None) -> Any:
+        return self.make() if seq_len is None else self.make(seq_len=seq_len)
 
 
 def maker_of(model: Any, *, name: str | None = None) -> Maker:
-    """The function at an address `file.py:function`, or one that returns a given pair or call.
+    """The function at an address `file.py:function`, one with `seq_len`, or one that returns a pair or call.
 
     Args:
         name: Name in records; None: the file and the function.
@@ -141,15 +179,18 @@ def maker_of(model: Any, *, name: str | None = None) -> Maker:
         DtypeError: If the object is no function.
     """
     if not isinstance(model, (str, Path)):
-        return Maker(name or str(getattr(model, "__name__", "model")), lambda: model)
+        given = Maker(name or str(getattr(model, "__name__", "model")), model)
+        return given if given.takes_length else replace(given, make=lambda: model)
     address = str(model)
     if not is_address(address):
         raise OptionError(f"model {address!r} names no function: write {address}:make_model.")
-    place, make = object_at(address, wanted="a model")
+    with _seeded(_FIRST):
+        place, make = object_at(address, wanted="a model")
     label = name or f"{Path(place).name}:{address.rpartition(':')[2]}"
     if not callable(make):
         raise DtypeError(f"{label} is a function that returns {_FORM}, not {type(make).__name__}.")
-    return Maker(label, make)
+    source = sha256(Path(place).read_bytes()).hexdigest() if Path(place).is_file() else None
+    return Maker(label, make, source)
 
 
 def called_model(model: Any, *, name: str | None = None) -> CalledModel:
@@ -211,7 +252,7 @@ def refuse_beside(model: Any, **given: Any) -> None:
 def output_vector(output: Any) -> Tensor:
     """All floating-point tensors of nested tuples, lists and dicts as one vector.
 
-    An object of another class counts by its first tensor.
+    An object of another class counts by its first tensor of more than one number.
 
     Raises:
         DataError: If there is none.
@@ -230,14 +271,18 @@ def _tensors(output: Any) -> Iterator[Tensor]:
             yield from _tensors(part)
     else:
         parts = output if isinstance(output, Mapping) else getattr(output, "__dict__", {})
-        direct = (part for part in parts.values() if isinstance(part, Tensor))
+        # A loss, a single number, stands first in many outputs.
+        direct = (part for part in parts.values() if isinstance(part, Tensor) and part.numel() > 1)
         yield from islice((tensor for part in direct for tensor in _tensors(part)), 1)
 
 
-def _bound(module: nn.Module, inputs: Any) -> Callable[[], Any] | None:
-    if isinstance(inputs, tuple):
-        return partial(module, *inputs)
-    return partial(module, **inputs) if isinstance(inputs, Mapping) else None
+def _is_pair(made: Any) -> bool:
+    is_pair = isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module)
+    return is_pair and isinstance(made[1], (tuple, Mapping))
+
+
+def _bound(module: nn.Module, inputs: Any) -> Callable[[], Any]:
+    return partial(module, *inputs) if isinstance(inputs, tuple) else partial(module, **inputs)
 
 
 def _outermost(call: Callable[[], Any]) -> list[nn.Module]:
@@ -265,6 +310,14 @@ def _outermost(call: Callable[[], Any]) -> list[nn.Module]:
 
 @contextmanager
 def _seeded(seed: int) -> Iterator[None]:
+    """Random numbers of Python, numpy and torch from a seed; as before afterwards."""
+    python, array = random.getstate(), np.random.get_state()
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        yield
+        random.seed(seed)
+        np.random.seed(seed)
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(array)

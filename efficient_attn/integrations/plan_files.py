@@ -12,11 +12,15 @@ from efficient_attn.errors import DataError, UnknownNameError
 from efficient_attn.limits import CONFIG_BYTES, read_bytes
 from efficient_attn.problem import AttentionProblem
 from efficient_attn.registry import SPECS
+from efficient_attn.runner.sizes import SEED
 
 PLAN_FORMAT = 1
 
 # Numbers of a backend that no plan is refused for.
 _ALWAYS = 1 << 24
+
+# Options that count something are no larger in a plan, unless the sequence is longer.
+_LARGEST = 1 << 16
 
 _FIELDS: dict[str, Any] = {"backend": str, "options": dict, "max_tokens": (int, type(None))}
 
@@ -48,9 +52,10 @@ def read_plan(path: str | Path) -> dict[str, dict[str, Any]]:
         DataError: If the file cannot be read or holds no plan.
     """
     try:
-        return check_plan(json.loads(read_bytes(Path(path), CONFIG_BYTES)), str(path))
+        plan = json.loads(read_bytes(Path(path), CONFIG_BYTES))
     except (OSError, ValueError, RecursionError) as error:
         raise DataError(f"Cannot read the plan {path}: {error}") from None
+    return check_plan(plan, str(path))
 
 
 def check_plan(plan: Any, place: str) -> dict[str, dict[str, Any]]:
@@ -59,11 +64,18 @@ def check_plan(plan: Any, place: str) -> dict[str, dict[str, Any]]:
     Raises:
         DataError: If it is no plan; `place` is its origin in the message.
     """
-    if not isinstance(plan, Mapping) or plan.get("format") != PLAN_FORMAT:
+    known = plan.get("format") if isinstance(plan, Mapping) else None
+    if known != PLAN_FORMAT or isinstance(known, bool):
         raise DataError(f"{place}: efficient_attn is not a plan of format {PLAN_FORMAT}.")
     layers = plan.get("layers")
-    if not isinstance(layers, Mapping) or not all(_is_layer(layer) for layer in layers.values()):
-        raise DataError(f"{place}: a layer in efficient_attn lacks one of the fields {', '.join(_FIELDS)}.")
+    if (
+        not layers
+        or not isinstance(layers, Mapping)
+        or not all(_is_layer(layer) for layer in layers.values())
+    ):
+        raise DataError(
+            f"{place}: efficient_attn has no layer, or one without the fields {', '.join(_FIELDS)}."
+        )
     # Only registered names, never an address such as file.py:object: loading a model runs none of its code.
     unknown = {layer["backend"] for layer in layers.values()} - set(list_backends())
     if unknown:
@@ -77,7 +89,7 @@ def check_plan(plan: Any, place: str) -> dict[str, dict[str, Any]]:
 def check_size(
     layer: Mapping[str, Any], problem: AttentionProblem, parameters: int, *, saved: int | None = None
 ) -> None:
-    """Refuse unknown options, and more numbers than the model has, before memory is allocated for them.
+    """Refuse unknown and huge options, and more numbers than the model has, before memory is allocated.
 
     Args:
         parameters: Numbers of the model.
@@ -91,6 +103,11 @@ def check_size(
     known = [one.name for one in fields(chosen.options_type)]
     for option in layer["options"].keys() - {*known}:
         raise UnknownNameError(f"option of backend {chosen.name!r}", option, known)
+    # Beyond the length, more steps, clusters or keys of a window take time and memory without effect.
+    most = max(_LARGEST, problem.max_tokens or 0)
+    large = [name for name, value in layer["options"].items() if name != SEED and _above(value, most)]
+    if large:
+        raise DataError(f"{large[0]} of backend {chosen.name!r} is above {most}.")
     if chosen.operations is None:
         return
     counts = chosen.operations(problem, chosen.options_type(**layer["options"]), 1, problem.head_dim)
@@ -98,6 +115,10 @@ def check_size(
     if needed > numbers:
         limit = "are the most here" if saved is None else "are saved"
         raise DataError(f"backend {chosen.name!r} needs {needed} numbers, {numbers} {limit}.")
+
+
+def _above(value: Any, most: int) -> bool:
+    return isinstance(value, (int, float)) and value > most
 
 
 def _is_layer(layer: Any) -> bool:

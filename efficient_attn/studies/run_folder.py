@@ -17,6 +17,7 @@ from efficient_attn.report.files import write
 from efficient_attn.report.methods_paragraph import flat
 from efficient_attn.runner.records import NO_LINK, Case, Record, append, line
 from efficient_attn.runner.records import read as read_records
+from efficient_attn.runner.sizes import MODEL
 from efficient_attn.strict import read_object
 from efficient_attn.studies import studies
 
@@ -202,7 +203,11 @@ def _take_up(folder: Path, cases: Sequence[Case], machine: Mapping[str, Any], *,
     studies()
     records = {record.case.key: record for record in read_records(path).records}
     known = read_json(folder / ENVIRONMENT) if (folder / ENVIRONMENT).exists() else {}
-    found = [differences([known], [machine], _DECISIVE), _other_threads(records.values(), cases)]
+    found = [
+        differences([known], [machine], _DECISIVE),
+        _other_model(known, machine),
+        _other_threads(records.values(), cases),
+    ]
     unlike = "; ".join(filter(None, found)) if records else ""
     if unlike and not force:
         raise DataError(
@@ -213,6 +218,15 @@ def _take_up(folder: Path, cases: Sequence[Case], machine: Mapping[str, Any], *,
     if _cut_torn_line(path):
         notes.append(f"The last line of {RECORDS} was cut off; it was dropped.")
     return Earlier(records=records, environment=(records and known) or None, notes=notes)
+
+
+def _other_model(known: Mapping[str, Any], machine: Mapping[str, Any]) -> str:
+    """The parts of the origin of model and inputs that are other ones."""
+    then, now = (json.loads(json.dumps(one.get(MODEL))) for one in (known, machine))
+    if not isinstance(then, dict) or not isinstance(now, dict):
+        return ""
+    unlike = [name for name in then if name in now and then[name] != now[name]]
+    return f"another model or other inputs ({', '.join(unlike)})" if unlike else ""
 
 
 def _other_threads(records: Iterable[Record], cases: Sequence[Case]) -> str:

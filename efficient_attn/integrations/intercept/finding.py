@@ -24,6 +24,7 @@ from efficient_attn.integrations.plan_files import check_size
 from efficient_attn.problem import AttentionProblem
 
 OUTER = "a module inside this one calls attention too"
+OUTSIDE = "it is called outside the forward of a module of the model"
 _UNNAMED = "no pattern names it"
 
 
@@ -61,9 +62,9 @@ class Finding(AttentionMode):
         self._following.__exit__(*error)
 
     def attend(self, call: Call) -> Tensor:
-        site = self._position.next_site()
+        outside, site = self._position.outside, self._position.next_site()
         if site not in self._sites:
-            self._sites[site] = self._build(site, call)
+            self._sites[site] = OUTSIDE if outside else self._build(site, call)
         return call.exact()
 
     def unreached(self, reason: str) -> None:

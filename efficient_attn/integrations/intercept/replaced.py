@@ -236,5 +236,7 @@ def _by_pattern(
             escape(site): Wanted(one["backend"], one["options"], one["max_tokens"], planned=str(backend))
             for site, one in layers
         }
+    if not backend:
+        raise OptionError("The mapping of backends names no site.")
     pairs = {key: one if isinstance(one, tuple) else (one, {}) for key, one in backend.items()}
     return {key: Wanted(one, dict(of), max_tokens) for key, (one, of) in pairs.items()}

@@ -33,6 +33,11 @@ class Position:
     def __init__(self) -> None:
         self._running: list[list[Any]] = [["", 0]]
 
+    @property
+    def outside(self) -> bool:
+        """Whether no forward of a followed module runs."""
+        return len(self._running) == 1
+
     def next_site(self) -> Site:
         """The site of a call that is made now."""
         name, number = self._running[-1]

@@ -32,7 +32,7 @@ _MODEL_BUDGET_S = 300.0
 
 # Options that only a model uses, only a folder, or only attention alone.
 _OF_A_MODEL = ("texts", "tokenizer", "min_cosine", "max_kl", "name")
-_OF_A_FOLDER = ("texts", "tokenizer", "dtype", "device")
+_OF_A_FOLDER = ("texts", "tokenizer", "dtype", "device", "memory_limit")
 _OF_ATTENTION = ("max_error", "draws", "causal", "isolate", "timeout_s")
 
 # A divergence beyond this many nats is no target; float64 has none above 745.

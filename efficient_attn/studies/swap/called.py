@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from efficient_attn.backend import Backend
 from efficient_attn.contained import running
-from efficient_attn.errors import UnsupportedError
+from efficient_attn.errors import DataError, UnsupportedError
 from efficient_attn.integrations.called import CalledModel, output_vector, site_notes
 from efficient_attn.integrations.intercept.backends import seed_of
 from efficient_attn.integrations.intercept.calls import AttentionMode, Call
@@ -28,6 +28,9 @@ from efficient_attn.runner.variants import Variant
 from efficient_attn.studies.swap.analysis import OUTPUT_COSINE
 from efficient_attn.studies.workload import Workload
 
+# Rounding of sums in another order, relative.
+_SAME = 1e-3
+
 _CROSS = "its queries and keys differ in number (cross-attention)"
 
 
@@ -38,6 +41,7 @@ class CallSubject:
     Attributes:
         sites: Call sites that get a backend, by their number among the sites that `capture` stores.
         left: {site: reason why it stays exact}.
+        example: The model on the inputs that build and calibrate backends; None: on its own.
     """
 
     called: CalledModel
@@ -46,6 +50,7 @@ class CallSubject:
     shared: Mapping[str, Any]
     calibrated_on: str = SAME_INPUTS
     num_texts: int | None = None
+    example: CalledModel | None = None
 
     @classmethod
     def of(cls, called: CalledModel, workload: Workload) -> "CallSubject":
@@ -55,7 +60,8 @@ class CallSubject:
             UnsupportedError: If the run makes no call that a backend can serve.
         """
         with running(called.name), measure(called.module) as measured:
-            output_vector(called.seeded())
+            output = output_vector(called.seeded())
+        _check(called, output)
         modules = {site.module for site in measured.sites}
         numbered = [one for one in measured.sites.values() if "all" not in one.exact_because]
         chosen: dict[int, MeasuredSite] = {}
@@ -102,6 +108,7 @@ class CallSubject:
         sites = {str(number): site for number, site in self.sites.items()}
         return {
             "model": self.called.name,
+            "digest": self.called.digest,
             "parts": list(self.called.parts),
             "sites": sites,
             "left_out": self.left,
@@ -152,7 +159,7 @@ class CallSubject:
                 own = seed_of(self.shared["seed"] + options[SEED] + draw, number)
                 options = {**options, SEED: own}
             chosen[escape(self.sites[number])] = (backend, dict(options))
-        with replace(self.model, chosen, example=self.called.seeded, strict=True):
+        with replace(self.model, chosen, example=(self.example or self.called).seeded, strict=True):
             yield any(hasattr(one.core, "calibrate") for one in backends_in(self.model))
 
     def _choices(self, variant: Variant, layer: int | None) -> Mapping[int, tuple[Any, Mapping[str, Any]]]:
@@ -188,6 +195,27 @@ class CallSubject:
     def _output(self) -> Tensor:
         with _Unfused():
             return output_vector(self.called.seeded())
+
+
+def _check(called: CalledModel, output: Tensor) -> None:
+    """Refuse outputs that cannot be compared.
+
+    Raises:
+        DataError: If an output is a single number, is not finite, or is another one in the next run.
+    """
+    if output.numel() < 2:
+        raise DataError(
+            f"{called.name} returns a single number, which has no cosine; return its hidden states."
+        )
+    if not output.isfinite().all():
+        raise DataError(f"{called.name} returns numbers that are not finite; return real rows alone.")
+    with running(called.name), _Unfused():
+        again = output_vector(called.seeded())
+    if again.shape != output.shape or relative_error(again, output) > _SAME:
+        raise DataError(
+            f"{called.name} returns another output in its next run: take its inputs and random numbers from "
+            "torch, numpy or random, whose seeds are set, or fix them."
+        )
 
 
 class _Unfused(AttentionMode):
