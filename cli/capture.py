@@ -56,7 +56,7 @@ def capture_command(
     chosen = None if layers is None else parse_layers(layers, name="--layers")
     words = None if text is None else read_text(text)
 
-    from efficient_attn.integrations.called import captured_model, notes_of
+    from efficient_attn.integrations.called_capture import captured_model, notes_of
     from efficient_attn.integrations.capture import save
 
     captured = captured_model(model, text=words, layers=chosen, max_tokens=max_tokens, name=name)

@@ -11,7 +11,9 @@ pytest.importorskip("efficient_attn_cli", reason="needs an installation, if only
 import efficient_attn as ea
 from efficient_attn.errors import DataError, OptionError, UnsupportedError
 from efficient_attn.external import object_at
-from efficient_attn.integrations.called import called_model, captured_model, output_vector
+from efficient_attn.integrations.called import called_model
+from efficient_attn.integrations.called_capture import captured_model
+from efficient_attn.integrations.called_outputs import output_vector
 from efficient_attn.integrations.intercept.replaced import SiteBackends
 from efficient_attn.measure.inputs import read_activations
 from efficient_attn.runner.sizes import MEAN_OF_VALUES, OWN

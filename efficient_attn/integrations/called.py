@@ -6,29 +6,23 @@ function with the parameter `seq_len` makes inputs of that length.
 """
 
 import inspect
-import json
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import sha256
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from efficient_attn.contained import running
 from efficient_attn.errors import DataError, DtypeError, OptionError
 from efficient_attn.external import is_address, object_at
-from efficient_attn.integrations.capture import DEFAULT_MAX_TOKENS
-from efficient_attn.integrations.capture import capture as capture_folder
-from efficient_attn.integrations.intercept import capture
-from efficient_attn.measure.inputs import Captured
 
 # Seeds of the inputs: the first ones, and held-out ones.
 _FIRST, _SECOND = 0, 1
@@ -198,47 +192,6 @@ def called_model(model: Any, *, name: str | None = None) -> CalledModel:
     return maker_of(model, name=name).model()
 
 
-def captured_model(
-    model: Any,
-    *,
-    text: str | None = None,
-    layers: Sequence[int] | None = None,
-    max_tokens: int | None = None,
-    name: str | None = None,
-) -> Captured:
-    """q, k and v of a model of the user's own, or of a Hugging Face folder on a text.
-
-    Raises:
-        OptionError: If a folder has no text, or a text or length accompanies a model with its own inputs.
-        DataError: If no attention can be captured.
-    """
-    if is_called(model):
-        refuse_beside(model, text=text, max_tokens=max_tokens)
-        called = called_model(model, name=name)
-        with running(called.name), capture(called.module) as found:
-            called.seeded()
-        captured = found.captured(layers)
-        return replace(captured, about={**captured.about, "model": called.name})
-    if text is None:
-        raise OptionError(f"text (--text FILE) is needed with the folder {str(model)!r}.")
-    most = DEFAULT_MAX_TOKENS if max_tokens is None else max_tokens
-    return capture_folder(model, text, layers=layers, max_tokens=most, name=name)
-
-
-def site_notes(sites: Mapping[int, str], left: Mapping[str, str]) -> list[str]:
-    """The call site of each layer number, and the sites without a number with their reasons."""
-    named = ", ".join(f"{number} is {site}" for number, site in sites.items())
-    others = [f"Left out: {site}: {why.rstrip('.')}." for site, why in left.items()]
-    return [f"Layers are call sites: {named}.", *others]
-
-
-def notes_of(captured: Captured) -> list[str]:
-    """`site_notes` of activations, if they are of call sites."""
-    sites = json.loads(captured.about.get("sites", "[]"))
-    left = json.loads(captured.about.get("left_out", "{}"))
-    return site_notes({layer: sites[layer] for layer in captured.layers}, left) if sites else []
-
-
 def refuse_beside(model: Any, **given: Any) -> None:
     """Refuse options that decide the inputs, dtype or device of a model which has its own."""
     for name, value in given.items():
@@ -247,33 +200,6 @@ def refuse_beside(model: Any, **given: Any) -> None:
                 f"{name} belongs to a Hugging Face folder; {str(model)!r} decides its own inputs, dtype and "
                 "device."
             )
-
-
-def output_vector(output: Any) -> Tensor:
-    """All floating-point tensors of nested tuples, lists and dicts as one vector.
-
-    An object of another class counts by its first tensor of more than one number.
-
-    Raises:
-        DataError: If there is none.
-    """
-    found = [tensor.detach().flatten() for tensor in _tensors(output)]
-    if not found:
-        raise DataError(f"The model returns {type(output).__name__} without a floating-point tensor.")
-    return torch.cat([tensor.to(found[0].device) for tensor in found])
-
-
-def _tensors(output: Any) -> Iterator[Tensor]:
-    if isinstance(output, Tensor):
-        yield from [output] if output.is_floating_point() else []
-    elif isinstance(output, (tuple, list)) or type(output) is dict:
-        for part in output.values() if isinstance(output, dict) else output:
-            yield from _tensors(part)
-    else:
-        parts = output if isinstance(output, Mapping) else getattr(output, "__dict__", {})
-        # A loss, a single number, stands first in many outputs.
-        direct = (part for part in parts.values() if isinstance(part, Tensor) and part.numel() > 1)
-        yield from islice((tensor for part in direct for tensor in _tensors(part)), 1)
 
 
 def _is_pair(made: Any) -> bool:

@@ -44,7 +44,8 @@ def sources(
     if named != usual:
         raise OptionError(f"inputs ({named[0]}) and model ({model}) exclude each other; name one of them.")
 
-    from efficient_attn.integrations.called import captured_model, is_called, notes_of
+    from efficient_attn.integrations.called import is_called
+    from efficient_attn.integrations.called_capture import captured_model, notes_of
 
     captured = captured_model(model, text=text, max_tokens=None if is_called(model) else max_tokens)
     return [captured], notes_of(captured)

@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from efficient_attn.backend import Backend
 from efficient_attn.contained import running
 from efficient_attn.errors import DataError, UnsupportedError
-from efficient_attn.integrations.called import CalledModel, output_vector, site_notes
+from efficient_attn.integrations.called import CalledModel
+from efficient_attn.integrations.called_capture import site_notes
+from efficient_attn.integrations.called_outputs import output_vector
 from efficient_attn.integrations.intercept.backends import seed_of
 from efficient_attn.integrations.intercept.calls import AttentionMode, Call
 from efficient_attn.integrations.intercept.finding import OUTER, inside
