@@ -87,10 +87,10 @@ QUICK = {
         prepare=text_of_lines,
     ),
     "train --task copy": Quick(
-        "--seq-len 4 --batch 2 --model-dim 8 --num-heads 2 --layers 1 --every 1 --steps 1 --windows 2 "
+        "--seq-len 12 --batch 2 --model-dim 8 --num-heads 2 --layers 1 --every 1 --steps 1 --windows 2 "
         "--size 3",
         codes={},
-        former={"--tokens": "4"},
+        former={"--tokens": "12"},
     ),
     "swap": Quick(
         "tiny --text text.txt --draws 1 --rounds 1",

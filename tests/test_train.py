@@ -79,6 +79,17 @@ def test_a_run_ends_with_the_round_that_still_fits_its_budget(monkeypatch):
     # Two steps and an evaluation of three models: nine seconds of a round.
     records = run(steps=None, budget_s=30).records
     assert {record.train_steps[-1] for record in records} == {6}
+    ended = run(steps=20, budget_s=30)
+    assert {record.train_steps[-1] for record in ended.records} == {6}
+    assert "The budget ended training at step 6 of 20: --budget raises it, --resume goes on." in ended.notes
+    assert not any("budget" in note for note in run(steps=6, budget_s=30).notes)
+
+
+def test_the_first_step_has_the_first_rate_of_the_schedule():
+    one = learner()
+    one.advance()
+    # The warm-up takes 20 steps to a peak of 0.01.
+    assert one._optimiser.param_groups[0]["lr"] == pytest.approx(0.01 / 20, rel=1e-12)
 
 
 def test_a_model_whose_loss_is_no_number_ends_alone(monkeypatch):

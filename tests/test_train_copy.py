@@ -17,11 +17,14 @@ from efficient_attn.studies.train import copying
 from efficient_attn.studies.train.config import TrainConfig, rate_at
 from efficient_attn.studies.train.copying import BEGIN, END, PADDING, Copier, CopyTask, teacher_forced
 from efficient_attn.studies.train.tasks import IGNORED, Batch, bits, loss
+from efficient_attn.studies.train.trainer import Trainer
 from efficient_attn.transformer.block import DecoderBlock
+
+COPY = {"task": "copy", "seq_len": 12}
 
 
 def task(**changed):
-    about = {"tokens": 8, "batch": 50, "model_dim": 8, "num_heads": 2, "num_layers": 1, "every": 2,
+    about = {"tokens": 12, "batch": 50, "model_dim": 8, "num_heads": 2, "num_layers": 1, "every": 2,
              "windows": 20, "learning_rate": 0.01, "seed": 0, "device": "cpu", "threads": 1}  # fmt: skip
     return CopyTask(TrainConfig(**{**about, "task": "copy", **changed}))
 
@@ -40,17 +43,19 @@ def test_a_sequence_is_symbols_an_end_and_padding_and_the_decoder_reads_it_one_t
         assert all(one > END for one in ids[:end]) and set(ids[end + 1 :]) <= {PADDING}
         assert read == [BEGIN, *ids[:-1]]
         assert answer == [*ids[: end + 1], *[IGNORED] * (len(ids) - end - 1)]
-    assert lengths == {4, 5, 6, 7}
+    assert lengths == set(range(6, 12))
     assert set(source.flatten().tolist()) == {PADDING, *range(END, 19)}
 
 
 def test_batches_follow_from_seed_and_step_and_held_out_sequences_are_in_none():
-    one = task(tokens=16)
+    one = task(tokens=16, windows=50)
     assert torch.equal(one.batch(3).wanted, task(tokens=16).batch(3).wanted)
     assert not torch.equal(one.batch(3).wanted, one.batch(4).wanted)
     assert not torch.equal(one.batch(3).wanted, task(tokens=16, seed=1).batch(3).wanted)
     learned = {tuple(row) for step in range(100) for row in one.batch(step).wanted.tolist()}
     assert len(learned) == 5000 and not learned & {tuple(row) for row in one.held_out.wanted.tolist()}
+    # As many are drawn of either: a stream of numbers of its own has to make the difference.
+    assert len(one.held_out.wanted) == len(one.batch(0).wanted) == 50
 
 
 class Fixed(nn.Module):
@@ -79,7 +84,7 @@ def by_formula(logits, wanted, smoothing):
 def test_the_loss_is_that_of_smoothed_labels_in_float64_and_padding_never_enters_it():
     one = task(batch=6)
     batch = one.batch(0)
-    logits = torch.randn(6, 8, 19, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    logits = torch.randn(6, 12, 19, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     costs = by_formula(logits, batch.wanted, one.label_smoothing)
     assert one.label_smoothing == 0.1
     assert loss(one, Fixed(logits), batch).item() == pytest.approx(np.mean(costs), rel=1e-12)
@@ -97,6 +102,53 @@ def test_the_schedule_is_equation_3_with_the_warm_up_of_its_peak(model_dim, warm
     for step in (1, 2, 100, 156, 157, 3999, 4000, 4001, 10**6):
         wanted = model_dim**-0.5 * min(step**-0.5, step * warmup**-1.5)
         assert rate_at(step, peak=peak, warmup=one.warmup) == pytest.approx(wanted, rel=1e-12)
+
+
+@pytest.mark.parametrize("model_dim", [16, 64, 512])
+def test_the_default_rate_has_the_same_warm_up_in_models_of_all_sizes(model_dim):
+    (note,) = find("train").plan(["exact"], **{**TINY, **COPY, "model_dim": model_dim, "steps": 2}).notes
+    assert "of 2 steps, so that hardly anything may be learned" in note and "with 156 steps" in note
+    one = task(model_dim=model_dim, learning_rate=copying.default_rate(model_dim))
+    assert one.warmup == pytest.approx(156.25, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("rate", "warmup"), [(0.001, "15625 of 400"), (0.01, None), (0.12, None), (0.2, "0.390625 of 400")]
+)
+def test_a_warm_up_that_does_not_end_or_is_none_is_noted(rate, warmup):
+    one = task(model_dim=64, learning_rate=rate)
+    notes = copying.doubtful_warmup(one, one._config, steps=400)
+    assert len(notes) == (warmup is not None)
+    assert not notes or f"(model_dim · learning_rate²) = {warmup} steps" in notes[0]
+
+
+def trainer(**changed):
+    config = task(**changed)._config
+    return Trainer(variant("exact"), CopyTask(config), config)
+
+
+def test_evaluated_is_an_average_of_the_weights_and_training_goes_on_from_the_last_ones():
+    one = trainer(every=30)
+    name, weight = next(iter(one.model.named_parameters()))
+    seen, share, initial = [], 1.0, weight.detach().clone()
+    for _ in range(30):
+        one.advance()
+        seen.append(weight.detach().clone())
+    average = initial
+    for step, now in enumerate(seen, start=1):
+        decay = min(0.98, step / (step + 9))
+        average, share = decay * average + (1 - decay) * now, share * decay
+    torch.testing.assert_close(one._average[name], average)
+    assert share < 1e-6, "the initial weights are still in the average"
+
+    last = {key: tensor.clone() for key, tensor in one.model.state_dict().items()}
+    one.evaluate()
+    assert all(torch.equal(tensor, last[key]) for key, tensor in one.model.state_dict().items())
+    by_last = bits(one.model.eval(), one.task.held_out)
+    one.model.load_state_dict(one._average)
+    of_average = bits(one.model, one.task.held_out)
+    torch.testing.assert_close(torch.tensor(one.progress.held_out).double(), of_average.detach())
+    assert not torch.allclose(by_last, of_average)
 
 
 def test_the_optimiser_is_adam_with_the_settings_of_section_5_3():
@@ -123,7 +175,7 @@ def test_padding_changes_no_logit_of_a_real_token():
     longer = F.pad(source, (0, 5), value=PADDING)
     short, long = (teacher_forced(ids) for ids in (source, longer))
     real = short.wanted != IGNORED
-    torch.testing.assert_close(model(*long.inputs)[:, :8][real], model(*short.inputs)[real])
+    torch.testing.assert_close(model(*long.inputs)[:, :12][real], model(*short.inputs)[real])
 
 
 @pytest.mark.parametrize("name", ea.list_backends())
@@ -149,7 +201,7 @@ def test_a_note_names_the_parts_that_stay_exact():
 
 
 def run(backends=("exact",), **changed):
-    about = {**TINY, "task": "copy", "size": 4, "steps": 2, **changed}
+    about = {**TINY, **COPY, "size": 4, "steps": 2, **changed}
     return ea.train(list(backends), **about)
 
 
@@ -176,6 +228,12 @@ def test_accuracies_count_the_mistakes_of_beam_search(monkeypatch, tmp_path):
         ({"task": "copi"}, UnknownNameError, "No choice of task is called 'copi'. Did you mean 'copy'"),
         ({"text": "text.txt"}, OptionError, r"text=text\.txt: the task copy draws its sequences"),
         ({"steps": 3}, OptionError, "steps=3 does not end with an evaluation"),
+        ({"warmup": 20}, OptionError, "The task copy takes neither positions nor warmup"),
+        ({"positions": "rotary"}, OptionError, "The task copy takes neither positions nor warmup"),
+        ({"seq_len": 11}, OptionError, "seq_len=11: the task copy takes 12 or more"),
+        ({"learning_rate": 1e200}, OptionError, r"learning_rate=1e\+200: the task copy takes 1e-06 to 1, by"),
+        ({"learning_rate": 1e-170}, OptionError, "learning_rate=1e-170: the task copy takes"),
+        ({"model_dim": 0}, OptionError, "model_dim is at least 1, not 0"),
         ({"model_dim": 9, "num_heads": 3}, OptionError, "model_dim=9 is odd, and sinusoidal positions"),
         (
             {"backends": [lambda q, k, v: v]},
@@ -193,15 +251,24 @@ def test_a_wrong_request_is_refused_in_one_line(changed, error, message):
 def test_tables_sentence_and_plot_show_accuracies_and_bits_per_token():
     results = run(["exact", "window"], steps=4)
     (table,), (sentence,) = results.tables(), results.sentences()
-    assert table.title.startswith("Sequences copied: copy, symbols 16, up to 8 tokens; 1 + 1 blocks of 2")
+    assert table.title.startswith("Sequences copied: copy, symbols 16, up to 12 tokens; 1 + 1 blocks of 2")
     assert table.columns[:5] == ("backend", "steps", "tokens right", "copied exactly", "bits per token")
     assert {row[0] for row in table.rows} == {"exact", "window(window=5)"}
     assert (
         sentence.startswith("After 4 steps exact attention copies ")
-        and "fewer: window(window=5) (" in sentence
+        and "less than 99.9% of tokens: window(window=5) (" in sentence
     )
     assert results.plot().get_ylabel() == "bits per token"
     assert any("in cross-attention: window(window=5)" in note for note in results.notes)
+
+
+def test_the_default_backends_are_few_and_the_default_steps_end_with_an_evaluation():
+    points = find("train").plan(task="copy").points
+    assert [point.case.backend for point in points] == ["exact", "window", "linformer", "performer-positive"]
+    assert [point.rounds for point in points] == [8] * 4 and {point.case.threads for point in points} == {1}
+    for every, rounds in ((30, 14), (1000, 1)):
+        (point,) = find("train").plan(["exact"], task="copy", every=every).points
+        assert point.rounds == rounds
 
 
 def learned(seed, **changed):

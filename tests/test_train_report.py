@@ -104,6 +104,49 @@ def test_sentences_say_who_is_lower_than_exact_attention_and_who_cannot_be_told_
     assert "; higher: linear-elu" in best and "lower:" not in best
 
 
+def copier(backend, accuracy, *, ended=20, **changed):
+    """A model of the task copy, right in this share of tokens."""
+    steps = tuple(range(10, ended + 1, 10))
+    made = record(backend, steps=steps)
+    return Record(
+        case=replace(made.case, of="encoder-decoder"),
+        train_steps=steps,
+        train_seconds_s=made.train_seconds_s,
+        held_out_bits_per_token=made.held_out_bits_per_byte,
+        held_out_bits_per_token_windows=made.held_out_bits_per_byte_windows,
+        accuracy=accuracy,
+        sequence_accuracy=accuracy,
+        **changed,
+    )
+
+
+@pytest.mark.parametrize(
+    ("others", "groups"),
+    [
+        ([copier("linformer", 0.2851)], "less than 99.9% of tokens: linformer (28.51%)"),
+        # Nothing but all is 100 %, and no share is shown on the other side of the limit.
+        ([copier("window", 0.99999)], "at least 99.9% of tokens: window (99.99%)"),
+        ([copier("window", 0.99899)], "less than 99.9% of tokens: window (99.89%)"),
+        ([copier("window", 1.0)], "at least 99.9% of tokens: window (100.00%)"),
+        (
+            [
+                copier("window", 0.9, ended=10),
+                copier("linformer", 1.0, status="error", reason="it broke"),
+                copier("linear-elu", None, ended=0, status="error", reason="it broke"),
+            ],
+            "not compared: window (at step 10), linformer (ended at step 20), linear-elu (ended before an "
+            "evaluation)",
+        ),
+    ],
+)
+def test_a_sentence_compares_copies_after_the_steps_of_exact_attention(others, groups):
+    (sentence,) = training_sentences([copier("exact", 0.2150), *others])
+    assert sentence == (
+        "After 20 steps exact attention copies 21.50% of the tokens of unseen sequences, 21.50% of sequences "
+        f"without a mistake; {groups}."
+    )
+
+
 def test_a_loaded_machine_leaves_the_order_at_equal_time_open():
     steps, seconds = training_sentences(RECORDS, {DURING: [{"others_share": 0.83}]})
     assert "lower: window" in steps and "could not tell on this machine now" in seconds

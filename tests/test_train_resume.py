@@ -123,7 +123,7 @@ def test_a_run_that_was_killed_at_a_random_moment_goes_on_to_the_same_bits(seed,
         ({"seed": 3}, r"begun with seed=0, not 3"),
         ({"every": 1}, r"begun with every=2, not 1"),
         ({"text": "other.txt"}, r"begun with another text"),
-        ({"task": "copy"}, r"begun with task=text, not copy"),
+        ({"task": "copy", "learning_rate": 0.01}, r"begun with task=text, not copy"),
         ({"options": {"performer-positive": {"projection": ["iid"]}}}, None),
     ],
 )

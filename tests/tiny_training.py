@@ -11,7 +11,7 @@ LINES = "".join(f"line {number} of the text\n" for number in range(120)).encode(
 
 def run(steps=6, backends=BACKENDS, task="text", **changed):
     """Train on `text.txt` in the current folder, or to copy."""
-    text = {"text": "text.txt"} if task == "text" else {"task": task}
+    text = {"text": "text.txt"} if task == "text" else {"task": task, "seq_len": 12}
     return ea.train(backends, **{**TINY, **text, "size": 4, "steps": steps, **changed})
 
 

@@ -79,6 +79,12 @@ class TrainingRun(NamedTuple):
         return unit_of(self.curves[0].record)
 
 
+def percent(share: float) -> str:
+    """A share as `99.99%`, rounded down: nothing but all is 100 %."""
+    # Errors of floating-point numbers are far below the sixth decimal, and no share of counted tokens is.
+    return f"{math.floor(round(share * 1e4, 6)) / 100:.2f}%"
+
+
 def unit_of(record: Record) -> str:
     """Name of a token in the quantities of a record: sequences of an encoder-decoder are not bytes."""
     return "token" if record.case.of == "encoder-decoder" else "byte"

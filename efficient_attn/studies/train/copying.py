@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from efficient_attn.backends import resolve
-from efficient_attn.errors import UnsupportedError
+from efficient_attn.errors import OptionError, UnsupportedError
 from efficient_attn.registry import Capabilities
 from efficient_attn.runner.variants import YARDSTICK, Variant
 from efficient_attn.studies.train.config import TrainConfig, optimiser, seeded
@@ -23,6 +23,11 @@ _SYMBOLS = 16
 _WIDENING = 4
 # Streams of random numbers: training and held-out sequences.
 _LEARNED, _HELD_OUT = range(2)
+# Half of it is the shortest sequence; shorter ones are so few that training would show the held-out ones.
+_SHORTEST = 12
+# Steps of the warm-up by default; rates that are taken, far beyond useful ones, with finite warm-ups.
+_WARMUP = 156.25
+_LEAST_RATE, _MOST_RATE = 1e-6, 1.0
 
 
 class Copier(nn.Module):
@@ -74,6 +79,16 @@ class CopyTask:
     calibrated_on = "a batch of the training sequences"
 
     def __init__(self, config: TrainConfig) -> None:
+        if config.tokens < _SHORTEST:
+            raise OptionError(
+                f"seq_len={config.tokens}: the task copy takes {_SHORTEST} or more, since shorter held-out "
+                "sequences occur among those of the training."
+            )
+        if not _LEAST_RATE <= config.learning_rate <= _MOST_RATE:
+            raise OptionError(
+                f"learning_rate={config.learning_rate}: the task copy takes {_LEAST_RATE:g} to "
+                f"{_MOST_RATE:g}, by default {default_rate(config.model_dim):.3g}."
+            )
         self._config = config
         self.digest = f"copy(symbols={_SYMBOLS})"
         self.case: Mapping[str, Any] = {"of": "encoder-decoder", "inputs": self.digest}
@@ -136,6 +151,23 @@ def teacher_forced(source: Tensor) -> Batch:
     """Sources [sequences tokens] that end in END and padding; the decoder reads the target one token late."""
     target = torch.cat((torch.full_like(source[:, :1], BEGIN), source[:, :-1]), dim=1)
     return Batch((source, target), source.masked_fill(source == PADDING, IGNORED))
+
+
+def default_rate(model_dim: int) -> float:
+    """Peak of the rate after a warm-up of about 156 steps at any model_dim."""
+    return float((model_dim * _WARMUP) ** -0.5)
+
+
+def doubtful_warmup(task: CopyTask, config: TrainConfig, *, steps: int) -> list[str]:
+    """A note on a warm-up that never ends or is none, if the learning rate sets such a one."""
+    if 1 <= task.warmup <= steps:
+        return []
+    usual = default_rate(config.model_dim)
+    return [
+        f"Warm-up: learning_rate={config.learning_rate:g} makes it 1 / (model_dim · learning_rate²) = "
+        f"{task.warmup:.6g} of {steps} steps, so that hardly anything may be learned. The default is "
+        f"{usual:.3g}, with {_WARMUP:.0f} steps."
+    ]
 
 
 def stays_exact(variants: Sequence[Variant]) -> list[str]:

@@ -13,8 +13,8 @@ from efficient_attn.studies.train.tasks import Batch, stack_options
 from efficient_attn.studies.train.text import Text, batch_at, windows
 from efficient_attn.transformer.language_model import LanguageModel
 
-# Steps up to the peak learning rate, and positions of the models.
-WARMUP, POSITIONS = 20, "rotary"
+# Steps up to the peak learning rate, the default of the peak, and positions of the models.
+WARMUP, RATE, POSITIONS = 20, 0.01, "rotary"
 
 
 class LanguageTask:

@@ -12,10 +12,13 @@ from efficient_attn.studies.plan import Plan
 from efficient_attn.studies.study import Option
 from efficient_attn.studies.workload import Workload, settle
 
+# Backends of the task copy: all would take longer than the budget.
+_COPIERS = ("exact", "window", "linformer", "performer-positive")
+
 _BACKENDS = replace(
     get_args(shared.Backends)[1],
-    help="Backends, by name or as path/file.py:function; all if omitted, for text all causal ones. "
-    f"{shared.RUNS_CODE}",
+    help="Backends, by name or as path/file.py:function; if omitted, for text all causal ones, for copy "
+    f"{', '.join(_COPIERS)}. {shared.RUNS_CODE}",
 )
 
 # Defaults that depend on the task; without steps the budget alone ends a run.
@@ -26,7 +29,7 @@ _DEFAULTS: dict[str, dict[str, int]] = {
         "seq_len": 16,
         "batch": 64,
         "num_layers": 1,
-        "every": 100,
+        "every": 50,
         "windows": 256,
         "steps": 400,
     },
@@ -46,12 +49,17 @@ _SEQ_LEN = _by_task(
 _LAYERS = _by_task("num_layers", "Blocks of a model, or of each of its halves", flag="--layers", least=1)
 _EVERY = _by_task("every", "Steps from one evaluation and checkpoint to the next", least=1)
 _WINDOWS = _by_task("windows", "Held-out windows or sequences of an evaluation", least=2)
+_RATE = replace(
+    get_args(shared.LearningRate)[1],
+    help="Peak learning rate; by default 0.01 (text) or the one with a warm-up of 156 steps (copy).",
+)
+# Tensors of the task copy are small: two threads wait for each other, on a busy machine for most of the time.
+_THREADS = replace(
+    get_args(shared.Threads)[1], help="CPU threads; if omitted torch's default (text) or 1 (copy)."
+)
 
 # Five minutes, less starting and drawing.
 _BUDGET_S = 280.0
-
-# Without --steps the budget alone ends a run.
-_UNLIMITED = 10**9
 
 
 def plan(
@@ -77,11 +85,11 @@ def plan(
     model_dim: Annotated[int, Option(help="Dimension of all heads together.", least=1)] = 64,
     num_heads: shared.NumHeads = 4,
     num_layers: Annotated[int | None, _LAYERS] = None,
-    learning_rate: shared.LearningRate = 0.01,
+    learning_rate: Annotated[float | None, _RATE] = None,
     every: Annotated[int | None, _EVERY] = None,
     windows: Annotated[int | None, _WINDOWS] = None,
     device: shared.Device = "cpu",
-    threads: shared.Threads = None,
+    threads: Annotated[int | None, _THREADS] = None,
     seed: shared.Seed = 0,
     positions: Annotated[str | None, Option(help="Former option.", hidden=True)] = None,
     warmup: Annotated[int | None, Option(help="Former option.", hidden=True)] = None,
@@ -96,23 +104,33 @@ def plan(
     """
     from efficient_attn.modules.options import one_of
     from efficient_attn.studies.train.config import TrainConfig
-    from efficient_attn.studies.train.copying import CopyTask, stays_exact
-    from efficient_attn.studies.train.language import POSITIONS, WARMUP, LanguageTask
+    from efficient_attn.studies.train.copying import CopyTask, default_rate, doubtful_warmup, stays_exact
+    from efficient_attn.studies.train.language import POSITIONS, RATE, WARMUP, LanguageTask
     from efficient_attn.studies.train.rounds import Rounds, outcome
     from efficient_attn.studies.train.text import read_text
 
     one_of("task", task, _DEFAULTS)
     if task == "copy" and text is not None:
         raise OptionError(f"text={text}: the task copy draws its sequences; leave text out, or task.")
+    if task == "copy" and (positions, warmup) != (None, None):
+        raise OptionError(
+            "The task copy takes neither positions nor warmup: positions are sinusoidal, and the warm-up "
+            "follows from learning_rate. Leave them out."
+        )
     if positions not in (None, POSITIONS) or warmup not in (None, WARMUP):
         raise OptionError(
             f"train takes neither positions nor warmup: positions are {POSITIONS} and the rate rises for "
             f"{WARMUP} steps. Leave them out; a run that was begun with others cannot be continued."
         )
+    positive_count("model_dim", model_dim)
+    if task == "copy" and threads is None:
+        threads = 1
     machine = settle(Workload(device=device, threads=threads, dtype="float32"))
     named = {"steps": steps, "size": size, "seq_len": seq_len, "batch": batch, "every": every}
     named |= {"windows": windows, "num_layers": num_layers}
     own = {**_DEFAULTS[task], **{name: value for name, value in named.items() if value is not None}}
+    if learning_rate is None:
+        learning_rate = default_rate(model_dim) if task == "copy" else RATE
     config = TrainConfig(
         task=task,
         tokens=own["seq_len"],
@@ -130,16 +148,25 @@ def plan(
     last = own.get("steps")
     if last is not None:
         positive_count("steps", last)
-    if last is not None and last % config.every:
-        raise OptionError(
-            f"steps={last} does not end with an evaluation; name a multiple of every={config.every}."
-        )
+        if steps is None:
+            last = -(-last // config.every) * config.every
+        elif last % config.every:
+            raise OptionError(
+                f"steps={last} does not end with an evaluation; name a multiple of every={config.every}."
+            )
+    backends = _COPIERS if backends is None and task == "copy" else backends
     chosen = variants(backends, config, size=own["size"], options=options, exclude=exclude)
-    data = None if task == "copy" else read_text(text, tokens=config.tokens)
-    models = Rounds(chosen, CopyTask(config) if data is None else LanguageTask(data, config), config)
+    notes: list[str] = []
+    data: CopyTask | LanguageTask
+    if task == "copy":
+        data = CopyTask(config)
+        notes = [*stays_exact(chosen), *doubtful_warmup(data, config, steps=last or 0)]
+    else:
+        data = LanguageTask(read_text(text, tokens=config.tokens), config)
+    models = Rounds(chosen, data, config, notes)
     return Plan(
-        points=models.points(_UNLIMITED if last is None else last // config.every),
-        notes=stays_exact(chosen) if data is None else (),
+        points=models.points(None if last is None else last // config.every),
+        notes=models.notes,
         device=config.device,
         resources=models.training(),
         lockstep=True,

@@ -19,32 +19,43 @@ from efficient_attn.runner.variants import Variant
 from efficient_attn.runner.worker import threads
 from efficient_attn.studies.plan import Plan, Point
 from efficient_attn.studies.run_folder import RECORDS
-from efficient_attn.studies.train.analysis import held_out_of, unit_of
+from efficient_attn.studies.train.analysis import held_out_of, percent, unit_of
 from efficient_attn.studies.train.checkpoints import CHECKPOINTS, load_checkpoint, save_checkpoint
 from efficient_attn.studies.train.config import TrainConfig
 from efficient_attn.studies.train.tasks import Task
 from efficient_attn.studies.train.trainer import Trainer
 
+# Without a number of steps the budget alone ends a run.
+_UNLIMITED = 10**9
+
 
 class Rounds:
-    """The models of a run, and the folder of their checkpoints, if there is one."""
+    """The models of a run, and the folder of their checkpoints, if there is one.
 
-    def __init__(self, variants: Sequence[Variant], task: Task, config: TrainConfig) -> None:
+    Attributes:
+        notes: Remarks on the run; complete when it ends.
+    """
+
+    def __init__(
+        self, variants: Sequence[Variant], task: Task, config: TrainConfig, notes: Sequence[str] = ()
+    ) -> None:
         self._asked = variants, task, config
         with threads(config.threads):
             self._trainers = [_trainer(variant, task, config) for variant in variants]
         self._folder: Path | None = None
         # Evaluations that all models had before this run, and rounds of each model in it.
         self._before, self._rounds = 0, Counter[str]()
+        self.notes, self._most, self._interrupted = [*notes], _UNLIMITED, False
 
-    def points(self, rounds: int) -> list[Point]:
-        """One point per model."""
+    def points(self, rounds: int | None) -> list[Point]:
+        """One point per model; without a number of rounds the budget ends them."""
+        self._most = _UNLIMITED if rounds is None else rounds
         return [
             Point(
                 case=one.case,
                 measure=partial(self._round, one),
                 merge=itemgetter(-1),
-                rounds=rounds,
+                rounds=self._most,
                 label=one.variant.label,
             )
             for one in self._trainers
@@ -78,8 +89,9 @@ class Rounds:
                 # A process that was killed may have left a checkpoint without its record.
                 point, left = replace(point, measure=partial(_recorded, one)), 1
             points.append(replace(point, rounds=left))
-        notes = [] if points else ["Nothing was left to do: every model has had its steps; raise --steps."]
-        return replace(plan, points=points, notes=[*plan.notes, *notes])
+        if not points:
+            self.notes.append("Nothing was left to do: every model has had its steps; raise --steps.")
+        return replace(plan, points=points)
 
     @contextmanager
     def training(self) -> Iterator[None]:
@@ -89,6 +101,12 @@ class Rounds:
             for variant in variants:
                 Trainer(variant, task, config).try_step()
             yield
+        done = min((len(one.progress.curve) for one in self._trainers if one.failed is None), default=None)
+        if done is not None and done < self._most < _UNLIMITED and not self._interrupted:
+            self.notes.append(
+                f"The budget ended training at step {done * config.every} of {self._most * config.every}: "
+                "--budget raises it, --resume goes on."
+            )
 
     def _round(self, one: Trainer, *, seconds: float = 0.0) -> Record:
         """Steps up to the next evaluation, and a checkpoint; an interruption waits for the end of a step."""
@@ -103,6 +121,7 @@ class Rounds:
                 with held(), contained():
                     one.evaluate()
         except KeyboardInterrupt:
+            self._interrupted = True
             self._save(one)
             raise
         except Exception as failure:  # External code may raise anything; the others are trained without it.
@@ -137,7 +156,7 @@ def outcome(record: Record) -> str:
     unit, curve = unit_of(record), held_out_of(record)
     if not curve or not record.train_steps:
         return label
-    decoded = "" if record.accuracy is None else f", {record.accuracy:.2%} of tokens decoded right"
+    decoded = "" if record.accuracy is None else f", {percent(record.accuracy)} of tokens decoded right"
     return f"{label}, step {record.train_steps[-1]}: {curve[-1]:.3f} bits per {unit}{decoded}"
 
 

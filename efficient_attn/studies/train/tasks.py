@@ -43,7 +43,7 @@ class Task(Protocol):
         held_out: Sequences of an evaluation, of which no batch is made.
         warmup: Steps up to the peak learning rate.
         label_smoothing: Share ε of the wanted distribution that is uniform (Szegedy et al. 2016).
-        decay: Factor of each step in the moving average of the weights that are evaluated; 0: no average.
+        decay: Factor of late steps in the moving average of the weights that are evaluated; 0: no average.
         calibrated_on: Inputs of a calibration.
     """
 

@@ -24,6 +24,9 @@ from efficient_attn.runner.variants import Variant
 from efficient_attn.studies.train.config import TrainConfig, rate_at, seeded, update
 from efficient_attn.studies.train.tasks import IGNORED, Batch, Task, bits, loss
 
+# Step n keeps n / (n + 9) of the average at most.
+_SHORT_AVERAGE = 9
+
 _NotNegative = Annotated[float, msgspec.Meta(ge=0)]
 
 
@@ -100,8 +103,10 @@ class Trainer:
             if not nats.isfinite() or not update(self.model, self._optimiser, nats, rate=rate):
                 self.failed = f"loss or gradient of step {self.step + 1} are not finite"
                 return
+        # Early on the average is short: the initial weights leave it within a few steps.
+        decay = min(self.task.decay, (self.step + 1) / (self.step + 1 + _SHORT_AVERAGE))
         for name, average in self._average.items():
-            average.lerp_(self.model.get_parameter(name).detach(), 1 - self.task.decay)
+            average.lerp_(self.model.get_parameter(name).detach(), 1 - decay)
         self.progress.recent.append(float(nats.detach()) / math.log(2))
         self.progress.trained_s += time.perf_counter() - start
 

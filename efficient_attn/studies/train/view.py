@@ -16,6 +16,7 @@ from efficient_attn.studies.train.analysis import (
     TrainingCurve,
     TrainingRun,
     held_out_of,
+    percent,
     training_runs,
     unit_of,
 )
@@ -88,7 +89,7 @@ def _cells(one: TrainingCurve) -> tuple[str, ...]:
 def _decoded(record: Record) -> tuple[str, ...]:
     """Cells of shares of tokens and sequences, for models that decode."""
     shares = (record.accuracy, record.sequence_accuracy) if unit_of(record) == "token" else ()
-    return tuple(NOT_MEASURED if one is None else f"{one:.2%}" for one in shares)
+    return tuple(NOT_MEASURED if one is None else percent(one) for one in shares)
 
 
 def _difference(beyond: Mean | None) -> str:
@@ -127,11 +128,19 @@ def _copied(run: TrainingRun) -> str | None:
         f"After {exact.steps[-1]} steps exact attention copies {tokens} of the tokens of unseen sequences, "
         f"{sequences} of sequences without a mistake"
     )
-    groups: dict[str, list[str]] = {f"at least {_COPIED:.1%} of tokens": [], "fewer": []}
-    enough, fewer = groups.values()
+    share = f"{_COPIED:.1%} of tokens"
+    groups: dict[str, list[str]] = {f"at least {share}": [], f"less than {share}": [], "not compared": []}
+    enough, fewer, others = groups.values()
     for one in run.curves:
-        if (accuracy := one.record.accuracy) is not None and one is not exact:
-            (enough if accuracy >= _COPIED else fewer).append(f"{one.label} ({accuracy:.2%})")
+        accuracy, ended = one.record.accuracy, "" if one.record.status == "ok" else "ended "
+        if one is exact:
+            continue
+        if accuracy is None or not one.steps:
+            others.append(f"{one.label} ({ended}before an evaluation)")
+        elif ended or one.steps[-1] != exact.steps[-1]:
+            others.append(f"{one.label} ({ended}at step {one.steps[-1]})")
+        else:
+            (enough if accuracy >= _COPIED else fewer).append(f"{one.label} ({percent(accuracy)})")
     return _joined(begin, groups)
 
 
