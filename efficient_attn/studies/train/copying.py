@@ -81,8 +81,8 @@ class CopyTask:
     def __init__(self, config: TrainConfig) -> None:
         if config.tokens < _SHORTEST:
             raise OptionError(
-                f"seq_len={config.tokens}: the task copy takes {_SHORTEST} or more, since shorter held-out "
-                "sequences occur among those of the training."
+                f"seq_len={config.tokens}: the task copy takes {_SHORTEST} or more; shorter held-out "
+                "sequences recur in training."
             )
         if not _LEAST_RATE <= config.learning_rate <= _MOST_RATE:
             raise OptionError(
