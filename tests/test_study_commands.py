@@ -83,14 +83,14 @@ QUICK = {
         "--text text.txt --seq-len 8 --batch 2 --model-dim 8 --num-heads 2 --layers 1 --every 1 --steps 1 "
         "--windows 8 --size 4",
         codes={"own.py:broken": 2},
-        former={"--tokens": "8"},
+        former={"--tokens": "8", "--rate": "0.01"},
         prepare=text_of_lines,
     ),
     "train --task copy": Quick(
         "--seq-len 12 --batch 2 --model-dim 8 --num-heads 2 --layers 1 --every 1 --steps 1 --windows 2 "
         "--size 3",
         codes={},
-        former={"--tokens": "12"},
+        former={"--tokens": "12", "--rate": "0.01"},
     ),
     "swap": Quick(
         "tiny --text text.txt --draws 1 --rounds 1",
