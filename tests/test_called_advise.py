@@ -59,7 +59,9 @@ class Scaled(Attention):
 
 
 def make_scaled(seq_len=12):
-    return Scaled(seq_len), (2 * torch.randn(1, seq_len, 16),)
+    # The weights are drawn after the inputs, so that they would be others at another length.
+    x = 2 * torch.randn(1, seq_len, 16)
+    return Scaled(seq_len), (x,)
 
 
 class Method(Attention):
