@@ -301,5 +301,5 @@ def test_a_resumed_advice_has_the_same_model(folder):
 def test_nothing_to_replace_is_refused(mapping, folder):
     model, inputs = made("make_lengths", 0)
     (folder / PLAN).write_text(json.dumps(mapping))
-    with pytest.raises(ea.errors.AttentionError, match=r"names no site|not a plan|has no layer"):
+    with pytest.raises(ea.errors.AttentionError, match=r"names no site|not a plan|names no layer"):
         ea.intercept.replace(model, PLAN if mapping else {}, example=lambda: model(*inputs))

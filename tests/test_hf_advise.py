@@ -409,7 +409,7 @@ def test_a_plan_of_another_model_or_none_is_refused(encoder, tmp_path):
         ("{", "Cannot read the plan"),
         ('{"format": 7}', "not a plan of format 1"),
         ('{"format": true, "layers": {}}', "not a plan of format 1"),
-        ('{"format": 1, "layers": {}}', "has no layer, or one without the fields backend"),
+        ('{"format": 1, "layers": {}}', "efficient_attn names no layer"),
         (ONE_LAYER, "belong to another model"),
     ):
         file.write_text(text)

@@ -68,14 +68,10 @@ def check_plan(plan: Any, place: str) -> dict[str, dict[str, Any]]:
     if known != PLAN_FORMAT or isinstance(known, bool):
         raise DataError(f"{place}: efficient_attn is not a plan of format {PLAN_FORMAT}.")
     layers = plan.get("layers")
-    if (
-        not layers
-        or not isinstance(layers, Mapping)
-        or not all(_is_layer(layer) for layer in layers.values())
-    ):
-        raise DataError(
-            f"{place}: efficient_attn has no layer, or one without the fields {', '.join(_FIELDS)}."
-        )
+    if layers == {}:
+        raise DataError(f"{place}: efficient_attn names no layer.")
+    if not isinstance(layers, Mapping) or not all(_is_layer(layer) for layer in layers.values()):
+        raise DataError(f"{place}: a layer in efficient_attn lacks one of the fields {', '.join(_FIELDS)}.")
     # Only registered names, never an address such as file.py:object: loading a model runs none of its code.
     unknown = {layer["backend"] for layer in layers.values()} - set(list_backends())
     if unknown:
