@@ -1,10 +1,12 @@
 """Section 3.2.1 of Vaswani et al. 2017 as data: the mechanisms, the records of one, and the claims."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
+from math import log
 from statistics import mean
 
 from efficient_attn.runner.record import Record
+from efficient_attn.stats.noise_warnings import COULD_NOT_TELL, disturbance
 from efficient_attn.stats.verdicts import (
     FAILS,
     HOLDS,
@@ -27,6 +29,26 @@ PAIRS = 2**14
 
 # Standard errors of a variance that chance exceeds once in 16 000.
 _STANDARD_ERRORS = 4
+
+# Difference of accuracies up to which two mechanisms perform similarly; fewest seeds that show scatter.
+_SIMILAR, _FEWEST_SEEDS = 0.05, 3
+
+_SIMILAR_CLAIM, _ABOVE_CLAIM = (
+    f"{statement} (section 3.2.1, after Britz et al. 2017)"
+    for statement in (
+        "Additive attention and dot-product attention without scaling perform similarly for small d_k",
+        "Additive attention outperforms dot-product attention without scaling for larger d_k",
+    )
+)
+
+# Share of the gradient with the factor at which the one without it has vanished. Softmax of n normal scores
+# of variance d_k tends to the gradient √(2 ln n / d_k) for many keys (the random energy model below its
+# critical temperature): below a quarter from d_k = 133 on for 64 keys.
+_VANISHED = 0.25
+
+# Least share of the largest gradient with the factor. A variance of 1 leaves 1 − e / n of the largest
+# possible, 0.96 for 64 keys, a little less where few terms make q·k heavy-tailed.
+_FLAT = 0.9
 
 # Records of a mechanism by d_k; of trainings one for each seed.
 ByDim = dict[int, list[Record]]
@@ -54,7 +76,8 @@ def findings(records: Sequence[Record]) -> list[Finding]:
     return [
         _cheaper(records, "time", "faster"),
         _cheaper(records, "memory", "more space-efficient"),
-        _more_accurate(records),
+        _trained(records, _SIMILAR_CLAIM, min, _similar),
+        _trained(records, _ABOVE_CLAIM, max, _above),
         _variance(records),
         _vanishing(records),
         _constant(records),
@@ -65,41 +88,107 @@ def _cheaper(records: Sequence[Record], kind: str, better: str) -> Finding:
     claim = f"Dot-product attention is {better} than additive attention (section 3.2.1)"
     dot, additive = (records_of(records, label, kind) for label in (SCALED, ADDITIVE))
     both = sorted(dot.keys() & additive.keys())
+    load = disturbance([one for line in (dot, additive) for found in line.values() for one in found])
     ratios = [cost(additive[dim][0]) / (cost(dot[dim][0]) or 1.0) for dim in both]
     answers = {f"d_k = {dim}": costs_less(dot[dim][0], additive[dim][0]) for dim in both}
-    return Finding(claim, f"additive attention takes {span(ratios)} times as much {kind}", of_all(answers))
+    measured = f"additive attention takes {span(ratios)} times as much {kind}"
+    if load is not None:
+        return Finding(claim, f"{measured}; {COULD_NOT_TELL}, {load}", NOT_MEASURABLE)
+    return Finding(claim, measured, of_all(answers))
 
 
-def _more_accurate(records: Sequence[Record]) -> Finding:
-    claim = (
-        "Additive attention outperforms dot-product attention without scaling for large d_k, and both "
-        "perform similarly for small d_k (section 3.2.1, after Britz et al. 2017)"
-    )
-    lines = {label: records_of(records, label, "recall") for label in MECHANISMS}
-    dims = sorted(set.intersection(*(set(line) for line in lines.values())))
+def _trained(
+    records: Sequence[Record],
+    claim: str,
+    end: Callable[[Sequence[int]], int],
+    judge: Callable[[Sequence[Record], Sequence[Record]], bool | None],
+) -> Finding:
+    """The finding at one end of the values of d_k at which both mechanisms were trained."""
+    lines = {label: learnt(records, label) for label in MECHANISMS}
+    dims = sorted(lines[ADDITIVE].keys() & lines[UNSCALED].keys())
     if len(dims) < 2:
         return Finding(claim, "too few values of d_k were trained", NOT_MEASURABLE)
-    measured = "; ".join(
-        f"{label} " + ", ".join(f"{_accuracies(line, dim)} at d_k = {dim}" for dim in (dims[0], dims[-1]))
-        for label, line in lines.items()
+    dim = end(dims)
+    answer = judge(lines[ADDITIVE][dim], lines[UNSCALED][dim])
+    of_dim = [one for one in records if one.case.kind == "recall" and one.case.head_dim == dim]
+    parts = [
+        f"accuracy at d_k = {dim}",
+        *(f"{label} {_accuracies(line[dim])}" for label, line in lines.items() if dim in line),
+        f"{training(of_dim)}; similar is at most {_SIMILAR:g} apart",
+        *(["these trainings do not decide"] if answer is None else []),
+    ]
+    verdict = NOT_MEASURABLE if answer is None else HOLDS if answer else FAILS
+    return Finding(claim, f"{parts[0]}: {'; '.join(parts[1:])}", verdict)
+
+
+def learnt(records: Sequence[Record], label: str) -> ByDim:
+    """Trainings of a mechanism by d_k, in the order of seeds, at its best rate: of the largest mean accuracy.
+
+    Rates at which fewer seeds were measured than at another are left out.
+    """
+    best: ByDim = {}
+    for dim, found in records_of(records, label, "recall").items():
+        by_rate: dict[float, list[Record]] = {}
+        for record in sorted(found, key=lambda record: record.case.seed):
+            by_rate.setdefault(record.case.options["rate"], []).append(record)
+        best[dim] = max(by_rate.values(), key=lambda kept: (len(kept), _mean_accuracy(kept)))
+    return best
+
+
+def training(records: Sequence[Record]) -> str:
+    """`3 seeds, at most 600 steps of Adam, the best of the rates 0.001, 0.003` of records of all rates."""
+    seeds = len({record.case.seed for record in records})
+    steps, rates = (
+        ", ".join(f"{value:g}" for value in sorted({record.case.options[name] for record in records}))
+        for name in ("steps", "rate")
     )
-    few, many = (_above(lines[ADDITIVE][dim], lines[UNSCALED][dim]) for dim in (dims[0], dims[-1]))
-    answers = {f"d_k = {dims[0]}: they differ": few is None, f"d_k = {dims[-1]}": many}
-    return Finding(claim, f"accuracy (least to largest of the seeds): {measured}", of_all(answers))
+    counted = f"{seeds} {'seed' if seeds == 1 else 'seeds'}"
+    return f"{counted}, at most {steps} steps of Adam, the best of the rates {rates}"
+
+
+def _similar(ours: Sequence[Record], others: Sequence[Record]) -> bool | None:
+    """Whether accuracies of the same seeds are alike; None if the seeds disagree or one is not trained."""
+    gaps = _gaps(ours, others)
+    if not gaps or not (_has_learnt(ours) and _has_learnt(others)):
+        return None
+    if max(map(abs, gaps)) <= _SIMILAR:
+        return True
+    return False if min(gaps) > _SIMILAR or max(gaps) < -_SIMILAR else None
 
 
 def _above(ours: Sequence[Record], others: Sequence[Record]) -> bool | None:
-    """Whether every seed is more accurate than every one of the others; None if their ranges overlap."""
-    one, other = ([record.accuracy for record in found] for found in (ours, others))
-    return True if min(one) > max(other) else False if max(one) < min(other) else None
+    """Whether all seeds are more accurate by more than is similar; None: some are, or neither has learnt."""
+    gaps = _gaps(ours, others)
+    if not gaps or not (_has_learnt(ours) or _has_learnt(others)):
+        return None
+    return True if min(gaps) > _SIMILAR else False if max(gaps) <= _SIMILAR else None
 
 
-def _accuracies(line: Mapping[int, Sequence[Record]], dim: int) -> str:
-    return span([record.accuracy for record in line[dim]])
+def _gaps(ours: Sequence[Record], others: Sequence[Record]) -> list[float]:
+    """Differences of the accuracies of common seeds; none if they are too few to show their scatter."""
+    its = {record.case.seed: record.accuracy for record in others}
+    gaps = [record.accuracy - its[record.case.seed] for record in ours if record.case.seed in its]
+    return gaps if len(gaps) >= _FEWEST_SEEDS else []
+
+
+def _has_learnt(found: Sequence[Record]) -> bool:
+    """Whether the mean accuracy is above half the way from chance to 1; below, more steps decide."""
+    return _mean_accuracy(found) > (1 + max(record.chance for record in found)) / 2
+
+
+def _mean_accuracy(found: Sequence[Record]) -> float:
+    return mean(record.accuracy for record in found)
+
+
+def _accuracies(found: Sequence[Record]) -> str:
+    low, high = (f"{edge(record.accuracy for record in found):.3f}" for edge in (min, max))
+    return f"{low if low == high else f'{low} to {high}'} (rate {found[0].case.options['rate']:g})"
 
 
 def _variance(records: Sequence[Record]) -> Finding:
-    claim = "q·k has the variance d_k if entries of q and k are independent with variance 1 (footnote 4)"
+    claim = (
+        "q·k has variance d_k if entries of q and k are independent, with mean 0 and variance 1 (footnote 4)"
+    )
     found = values(records, UNSCALED, "count", "score_variance")
     # The excess kurtosis of a sum of d products of two normal variables is 6 / d.
     answers = {
@@ -114,24 +203,39 @@ def _vanishing(records: Sequence[Record]) -> Finding:
     claim = (
         "Without 1/√d_k large products push softmax where its gradients are extremely small (section 3.2.1)"
     )
-    found = list(values(records, UNSCALED, "count", "softmax_gradient").items())
-    answers = {f"d_k = {dim}": gradient < before for (_, before), (dim, gradient) in pairwise(found)}
-    measured = (
-        f"the trace of the gradient of softmax, from d_k = {found[0][0]} on: {_list(found)}" if found else "–"
-    )
-    return Finding(claim, measured, of_all(answers))
+    plain, scaled, reason = _gradients(records)
+    measured = f"the trace of the gradient of softmax without the factor: {_list(plain)}"
+    if reason:
+        return Finding(claim, f"{measured}; {reason}", NOT_MEASURABLE)
+    last = max(plain)
+    falls = all(after < before for before, after in pairwise(plain.values()))
+    small = plain[last] <= _VANISHED * scaled[last]
+    measured += f", {plain[last] / scaled[last]:.2g} of the one with the factor at d_k = {last}"
+    return Finding(claim, measured, HOLDS if falls and small else FAILS)
 
 
 def _constant(records: Sequence[Record]) -> Finding:
     claim = "The factor 1/√d_k counteracts this (section 3.2.1)"
-    found = values(records, SCALED, "count", "softmax_gradient")
-    plain = values(records, UNSCALED, "count", "softmax_gradient")
-    if not found:
-        return Finding(claim, "nothing was measured", NOT_MEASURABLE)
-    held = min(found.values()) > max(plain.values(), default=0.0)
-    measured = f"the trace of the gradient with the factor: {_list(list(found.items()))}"
+    plain, scaled, reason = _gradients(records)
+    measured = f"the trace of the gradient of softmax with the factor: {_list(scaled)}"
+    if reason:
+        return Finding(claim, f"{measured}; {reason}", NOT_MEASURABLE)
+    last = max(scaled)
+    flat = min(scaled.values()) >= _FLAT * max(scaled.values())
+    held = flat and plain[last] <= _VANISHED * scaled[last]
     return Finding(claim, measured, HOLDS if held else FAILS)
 
 
-def _list(found: Sequence[tuple[int, float]]) -> str:
-    return ", ".join(f"{value:.2g}" for _, value in found)
+def _gradients(records: Sequence[Record]) -> tuple[dict[int, float], dict[int, float], str]:
+    """Gradients of softmax without and with the factor by d_k, and a reason if they decide nothing."""
+    plain, scaled = (values(records, label, "count", "softmax_gradient") for label in (UNSCALED, SCALED))
+    if plain.keys() != scaled.keys() or len(plain) < 2:
+        return plain, scaled, "both lines are needed, at the same two values of d_k or more"
+    keys = max(record.case.tokens for record in records if record.case.kind == "count")
+    large = 2 * log(keys) / _VANISHED**2
+    reason = f"saturation would show from d_k = {large:.0f} on" if max(plain) < large else ""
+    return plain, scaled, reason
+
+
+def _list(found: Mapping[int, float]) -> str:
+    return ", ".join(f"{value:.2g} at d_k = {dim}" for dim, value in found.items()) or "nothing was measured"
