@@ -104,9 +104,29 @@ def test_seeds_that_disagree_or_are_too_few_decide_nothing():
 
 def test_accuracies_are_told_with_their_training():
     small, large = claims.findings([record_of(point.case) for point in POINTS])[2:4]
-    assert f"at d_k = {SMALLEST}: dot product 0.980 to 1.000 (rate 0.003)" in small.measured
-    assert f"at d_k = {LARGEST}: dot product 0.700 (rate 0.003)" in large.measured
-    assert "3 seeds, at most 500 steps of Adam, the best of the rates 0.001, 0.003" in large.measured
+    assert f"steps at d_k = {SMALLEST} dot product 0.980 to 1.000 (rate 0.003)" in small.measured
+    for steps in (250, 500):
+        assert f"{steps} steps at d_k = {LARGEST} dot product 0.700 (rate 0.003)" in large.measured
+    assert "3 seeds, Adam at the better of the rates 0.001, 0.003" in large.measured
+
+
+def test_verdicts_that_depend_on_the_length_of_training_are_open():
+    def late(case):
+        return 0.6 if case.label == UNSCALED and case.options["steps"] == 250 else 1.0
+
+    assert verdicts(accuracy=late)[2:4] == [NOT_MEASURABLE, NOT_MEASURABLE]
+    longest = [point for point in POINTS if point.case.options.get("steps") != 250]
+    assert verdicts(longest, accuracy=late)[2:4] == [HOLDS, FAILS]
+
+
+def test_tables_show_the_longest_training():
+    def late(case):
+        return 0.25 if case.options["steps"] == 250 else 0.75
+
+    (table,) = vaswani_scaling.tables([record_of(point.case, accuracy=late) for point in POINTS])
+    place = table.columns.index(f"accuracy, {UNSCALED}")
+    assert [row[place] for row in table.rows] == ["0.750"] * len(DIMS)
+    assert "after at most 500 steps" in " ".join(table.notes)
 
 
 @pytest.mark.parametrize(
@@ -154,7 +174,7 @@ def test_a_quick_run_decides_nothing_about_training_and_saturation_and_tells_its
     assert verdicts(points)[5:] == [NOT_MEASURABLE, NOT_MEASURABLE]
     (table,) = vaswani_scaling.tables([record_of(point.case) for point in points])
     notes = " ".join(table.notes)
-    assert "1 seed, at most 20 steps" in notes and "a call of 32 queries" in notes
+    assert "at most 20 steps: 1 seed" in notes and "a call of 32 queries" in notes
 
 
 def test_heads_and_questions_are_the_same_for_all_mechanisms_and_differ_by_seed_and_use():

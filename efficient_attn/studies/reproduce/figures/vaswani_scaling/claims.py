@@ -103,47 +103,50 @@ def _trained(
     end: Callable[[Sequence[int]], int],
     judge: Callable[[Sequence[Record], Sequence[Record]], bool | None],
 ) -> Finding:
-    """The finding at one end of the values of d_k at which both mechanisms were trained."""
-    lines = {label: learnt(records, label) for label in MECHANISMS}
-    dims = sorted(lines[ADDITIVE].keys() & lines[UNSCALED].keys())
-    if len(dims) < 2:
-        return Finding(claim, "too few values of d_k were trained", NOT_MEASURABLE)
-    dim = end(dims)
-    answer = judge(lines[ADDITIVE][dim], lines[UNSCALED][dim])
-    of_dim = [one for one in records if one.case.kind == "recall" and one.case.head_dim == dim]
-    parts = [
-        f"accuracy at d_k = {dim}",
-        *(f"{label} {_accuracies(line[dim])}" for label, line in lines.items() if dim in line),
-        f"{training(of_dim)}; similar is at most {_SIMILAR:g} apart",
-        *(["these trainings do not decide"] if answer is None else []),
-    ]
-    verdict = NOT_MEASURABLE if answer is None else HOLDS if answer else FAILS
-    return Finding(claim, f"{parts[0]}: {'; '.join(parts[1:])}", verdict)
+    """The finding at one end of the values of d_k, open unless all numbers of steps give the same answer."""
+    answers, told = set(), []
+    trained = [record for record in records if record.case.kind == "recall"]
+    for steps in sorted({record.case.options["steps"] for record in trained}):
+        of_steps = [record for record in trained if record.case.options["steps"] == steps]
+        lines = {label: learnt(of_steps, label) for label in MECHANISMS}
+        dims = sorted(lines[ADDITIVE].keys() & lines[UNSCALED].keys())
+        if len(dims) < 2:
+            return Finding(claim, "too few values of d_k were trained", NOT_MEASURABLE)
+        dim = end(dims)
+        answers.add((dim, judge(lines[ADDITIVE][dim], lines[UNSCALED][dim])))
+        shown = ", ".join(f"{label} {_accuracies(line[dim])}" for label, line in lines.items() if dim in line)
+        told.append(f"after at most {steps} steps at d_k = {dim} {shown}")
+    if not told:
+        return Finding(claim, "nothing was trained", NOT_MEASURABLE)
+    measured = f"accuracy {'; '.join(told)}; {training(trained)}; similar is at most {_SIMILAR:g} apart"
+    answer = answers.pop()[1] if len(answers) == 1 else None
+    if answer is None:
+        return Finding(claim, f"{measured}; these trainings do not decide", NOT_MEASURABLE)
+    return Finding(claim, measured, HOLDS if answer else FAILS)
 
 
 def learnt(records: Sequence[Record], label: str) -> ByDim:
-    """Trainings of a mechanism by d_k, in the order of seeds, at its best rate: of the largest mean accuracy.
+    """Longest trainings of a mechanism by d_k, in the order of seeds, at the rate of the best mean accuracy.
 
     Rates at which fewer seeds were measured than at another are left out.
     """
     best: ByDim = {}
     for dim, found in records_of(records, label, "recall").items():
-        by_rate: dict[float, list[Record]] = {}
+        alike: dict[tuple[int, float], list[Record]] = {}
         for record in sorted(found, key=lambda record: record.case.seed):
-            by_rate.setdefault(record.case.options["rate"], []).append(record)
-        best[dim] = max(by_rate.values(), key=lambda kept: (len(kept), _mean_accuracy(kept)))
+            settings = record.case.options
+            alike.setdefault((settings["steps"], settings["rate"]), []).append(record)
+        longest = max(steps for steps, _ in alike)
+        kept = [trained for (steps, _), trained in alike.items() if steps == longest]
+        best[dim] = max(kept, key=lambda trained: (len(trained), _mean_accuracy(trained)))
     return best
 
 
 def training(records: Sequence[Record]) -> str:
-    """`3 seeds, at most 600 steps of Adam, the best of the rates 0.001, 0.003` of records of all rates."""
+    """`3 seeds, Adam at the better of the rates 0.001, 0.003`, of records of all rates."""
     seeds = len({record.case.seed for record in records})
-    steps, rates = (
-        ", ".join(f"{value:g}" for value in sorted({record.case.options[name] for record in records}))
-        for name in ("steps", "rate")
-    )
-    counted = f"{seeds} {'seed' if seeds == 1 else 'seeds'}"
-    return f"{counted}, at most {steps} steps of Adam, the best of the rates {rates}"
+    rates = ", ".join(f"{rate:g}" for rate in sorted({record.case.options["rate"] for record in records}))
+    return f"{seeds} {'seed' if seeds == 1 else 'seeds'}, Adam at the better of the rates {rates}"
 
 
 def _similar(ours: Sequence[Record], others: Sequence[Record]) -> bool | None:

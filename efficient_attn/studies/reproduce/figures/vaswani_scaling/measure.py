@@ -38,7 +38,11 @@ class AdditiveScores(nn.Module):
 
     def forward(self, q: Tensor, k: Tensor) -> Tensor:
         """Scores [… q_tokens k_tokens] of q [… q_tokens dim] and k [… k_tokens dim]."""
-        hidden = self.of_queries(q)[..., :, None, :] + self.of_keys(k)[..., None, :, :]
+        return self.of_projected(self.of_queries(q), self.of_keys(k))
+
+    def of_projected(self, q: Tensor, k: Tensor) -> Tensor:
+        """Scores of W q and U k."""
+        hidden = q[..., :, None, :] + k[..., None, :, :]
         return hidden.tanh() @ self.weight
 
 
@@ -48,8 +52,12 @@ class DotProductScores(nn.Module):
     def __init__(self, scale: float) -> None:
         super().__init__()
         self.scale = scale
+        self.of_queries = self.of_keys = nn.Identity()
 
     def forward(self, q: Tensor, k: Tensor) -> Tensor:
+        return self.of_projected(q, k)
+
+    def of_projected(self, q: Tensor, k: Tensor) -> Tensor:
         return self.scale * q @ k.mT
 
 
@@ -67,9 +75,10 @@ class Lookup(nn.Module):
 
     def forward(self, asked: Tensor, shown: Tensor, classes: Tensor) -> Tensor:
         """Logits [batch classes] for asked [batch], shown and classes [batch shown]."""
-        q = F.linear(self.symbols(asked)[:, None], self.queries)
-        k = F.linear(self.symbols(shown), self.keys)
-        weights = self.scores(q, k).softmax(dim=-1)
+        # Projected once for each symbol, not for each place.
+        q = self.scores.of_queries(F.linear(self.symbols.weight, self.queries))[asked][:, None]
+        k = self.scores.of_keys(F.linear(self.symbols.weight, self.keys))[shown]
+        weights = self.scores.of_projected(q, k).softmax(dim=-1)
         return self.output(weights @ F.one_hot(classes, _CLASSES).float()).squeeze(1)
 
 
@@ -78,7 +87,7 @@ def measure(case: Case, *, seconds: float = 0.1) -> Record:
     return answer(case, partial(_MEASURES[case.of, case.kind], case, seconds))
 
 
-def score_module(label: str, dim: int) -> nn.Module:
+def score_module(label: str, dim: int) -> AdditiveScores | DotProductScores:
     """The module of a mechanism."""
     return (
         AdditiveScores(dim) if label == ADDITIVE else DotProductScores(dim**-0.5 if label == SCALED else 1.0)
@@ -120,7 +129,7 @@ def _accuracy(case: Case, seconds: float) -> Record:
         model = lookup(case)
     training, checks, evaluation = (question_stream(case, which) for which in (1, 2, 3))
     checked = _questions(_ASKED, checks)
-    optimiser = torch.optim.Adam(model.parameters(), lr=case.options["rate"])
+    optimiser = torch.optim.Adam(model.parameters(), lr=case.options["rate"], fused=True)
     for step in range(1, case.options["steps"] + 1):
         inputs, answers = _questions(_BATCH, training)
         optimiser.zero_grad()
