@@ -37,7 +37,7 @@ _DIMS, _QUICK_DIMS = (16, 64, 256), (16, 64)
 _KEYS, _TOKENS, _QUICK_TOKENS = 64, 256, 32
 _SEEDS, _QUICK_SEEDS = 3, 1
 _STEPS, _QUICK_STEPS = 500, 20
-# Each mechanism is judged at the better one: neither is the best for all of them and all d_k.
+# Each mechanism is judged at its better one at each d_k.
 _RATES = (0.001, 0.003)
 
 _BACKENDS = {UNSCALED: "exact-dense", SCALED: "exact-dense", ADDITIVE: "additive"}
