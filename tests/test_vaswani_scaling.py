@@ -76,14 +76,15 @@ def test_times_of_threads_that_waited_decide_nothing():
 @pytest.mark.parametrize(
     ("accuracies", "small", "large"),
     [
-        ({}, HOLDS, FAILS),
-        ({UNSCALED: 0.96}, HOLDS, FAILS),
+        ({}, HOLDS, NOT_MEASURABLE),
+        ({UNSCALED: 0.96}, HOLDS, NOT_MEASURABLE),
         # Both have learnt, and differ by more than the margin.
         ({UNSCALED: 0.94}, FAILS, HOLDS),
-        ({ADDITIVE: 0.94}, FAILS, FAILS),
+        ({ADDITIVE: 0.94}, FAILS, NOT_MEASURABLE),
+        ({ADDITIVE: 0.92, UNSCALED: 0.93}, HOLDS, FAILS),
         # A mechanism that has not learnt the task may do so with more steps, and then be similar.
         ({UNSCALED: 0.5}, NOT_MEASURABLE, HOLDS),
-        ({ADDITIVE: 0.5}, NOT_MEASURABLE, FAILS),
+        ({ADDITIVE: 0.5}, NOT_MEASURABLE, NOT_MEASURABLE),
         # Near chance nothing is compared.
         ({ADDITIVE: 0.2, UNSCALED: 0.06}, NOT_MEASURABLE, NOT_MEASURABLE),
         ({ADDITIVE: 0.1, UNSCALED: 0.1}, NOT_MEASURABLE, NOT_MEASURABLE),
@@ -118,7 +119,7 @@ def of_two_lengths(accuracy):
 
 def test_verdicts_that_depend_on_the_length_of_training_are_open():
     def late(case):
-        return 0.6 if case.label == UNSCALED and case.options["steps"] == 250 else 1.0
+        return 0.6 if case.label == UNSCALED and case.options["steps"] == 250 else 0.93
 
     assert verdicts(accuracy=late)[2:4] == [HOLDS, FAILS]
     found = claims.findings(of_two_lengths(late))

@@ -160,9 +160,13 @@ def _similar(ours: Sequence[Record], others: Sequence[Record]) -> bool | None:
 
 
 def _above(ours: Sequence[Record], others: Sequence[Record]) -> bool | None:
-    """Whether all seeds are more accurate by more than is similar; None: some are, or neither has learnt."""
+    """Whether all seeds are more accurate by more than is similar.
+
+    None: some are, neither has learnt, or the others leave no room for such a difference.
+    """
     gaps = _gaps(ours, others)
-    if not gaps or not (_has_learnt(ours) or _has_learnt(others)):
+    full = min((record.accuracy for record in others), default=0.0) >= 1 - _SIMILAR
+    if not gaps or full or not (_has_learnt(ours) or _has_learnt(others)):
         return None
     return True if min(gaps) > _SIMILAR else False if max(gaps) <= _SIMILAR else None
 
