@@ -46,14 +46,14 @@ def document(results: Any) -> dict[str, Any]:
 
 def exit_code(results: Any, named: Sequence[str] | None) -> int:
     """Exit code of the outcome; in a default selection refusals and skips are expected."""
-    from efficient_attn.runner.sizes import MEAN_OF_VALUES, OWN
+    from efficient_attn.runner.sizes import MEAN_OF_VALUES, OWN, PLAN
     from efficient_attn.runner.variants import CEILING
     from efficient_attn.stats.curves import YARDSTICK
 
     if results.interrupted:
         return exits.INTERRUPTED
-    # Baselines are measured with every selection.
-    baselines = {CEILING, MEAN_OF_VALUES, OWN}
+    # Baselines are measured with every selection; a plan is a decision, also for no backend.
+    baselines = {CEILING, MEAN_OF_VALUES, OWN, PLAN}
     if named is not None and YARDSTICK not in named:
         baselines.add(YARDSTICK)
     asked = [record for record in results.records if record.case.backend not in baselines]

@@ -14,6 +14,9 @@ MEAN_OF_VALUES = "mean of V"
 # Subject of cases of a whole model, and label of its original attention.
 MODEL, OWN = "model", "the model's own"
 
+# Backend and label of a plan: a backend for each layer of a model.
+PLAN = "plan"
+
 # Baselines of former records: the best approximation of each rank, and the Taylor series of exp.
 FORMER_BASELINES = ("rank-r SVD", "Taylor")
 

@@ -9,11 +9,11 @@ from typing import Any
 
 from efficient_attn.runner import worker
 from efficient_attn.runner.record import Case, Record, replace
-from efficient_attn.runner.sizes import MEAN_OF_VALUES, OWN
+from efficient_attn.runner.sizes import MEAN_OF_VALUES, OWN, PLAN
 from efficient_attn.runner.variants import DENSE, YARDSTICK, Variant
 from efficient_attn.stats.rounds import call_time, time_ratio
 from efficient_attn.studies.advise.choice import best_layers, parsed_layers
-from efficient_attn.studies.advise.findings import PLAN, PROBE, Findings
+from efficient_attn.studies.advise.findings import PROBE, Findings
 from efficient_attn.studies.costs import cost_points
 from efficient_attn.studies.plan import Point
 from efficient_attn.studies.swap import measure

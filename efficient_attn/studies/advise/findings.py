@@ -19,9 +19,6 @@ from efficient_attn.studies.advise.choice import parsed_layers
 # Lengths of the short calls from which longer ones are predicted: a few seconds for all backends.
 PROBE = (256, 512, 768, 1024)
 
-# Backend and label of a plan: a backend for each layer of a model.
-PLAN = "plan"
-
 # Kind and subject of times of attention alone.
 _TIMES = ("time", "attention")
 
