@@ -104,7 +104,7 @@ def _trained(
     judge: Callable[[Sequence[Record], Sequence[Record]], bool | None],
 ) -> Finding:
     """The finding at one end of the values of d_k, open unless all numbers of steps give the same answer."""
-    answers, told = set(), []
+    answers, outcomes = set(), []
     trained = [record for record in records if record.case.kind == "recall"]
     for steps in sorted({record.case.options["steps"] for record in trained}):
         of_steps = [record for record in trained if record.case.options["steps"] == steps]
@@ -115,10 +115,10 @@ def _trained(
         dim = end(dims)
         answers.add((dim, judge(lines[ADDITIVE][dim], lines[UNSCALED][dim])))
         shown = ", ".join(f"{label} {_accuracies(line[dim])}" for label, line in lines.items() if dim in line)
-        told.append(f"after at most {steps} steps at d_k = {dim} {shown}")
-    if not told:
+        outcomes.append(f"after at most {steps} steps at d_k = {dim} {shown}")
+    if not outcomes:
         return Finding(claim, "nothing was trained", NOT_MEASURABLE)
-    measured = f"accuracy {'; '.join(told)}; {training(trained)}; similar is at most {_SIMILAR:g} apart"
+    measured = f"accuracy {'; '.join(outcomes)}; {training(trained)}; similar is at most {_SIMILAR:g} apart"
     answer = answers.pop()[1] if len(answers) == 1 else None
     if answer is None:
         return Finding(claim, f"{measured}; these trainings do not decide", NOT_MEASURABLE)
