@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from efficient_attn.errors import UnsupportedError
 from efficient_attn.modules.features import RandomFeatureOptions
 from efficient_attn.operation_counts import MatMul, OperationCounts, visible_pairs
-from efficient_attn.ops.linear import causal as general_causal
 from efficient_attn.ops.linear.causal import causal_linear_attention, extend_linear_attention
 from efficient_attn.ops.linear.denominators import denominators
 from efficient_attn.ops.linear.fast import causal as fast_causal
@@ -17,6 +16,7 @@ from efficient_attn.ops.linear.features import MAPS
 from efficient_attn.ops.linear.full import full_linear_attention
 from efficient_attn.ops.linear.inputs import LinearInputs
 from efficient_attn.ops.linear.kernel import SOFTMAX_KERNELS, kernel_ratios, kernel_weights, rows_of
+from efficient_attn.ops.linear.segments import chunks as segment_chunks
 from efficient_attn.ops.linear.state import LinearState
 from efficient_attn.problem import AttentionProblem
 
@@ -109,7 +109,7 @@ def linear_operations(
         MatMul(made * (value_dim + 1)),
     ]
     if problem.causal:
-        algorithm = fast_causal if MAPS[kind].exponents else general_causal
+        algorithm = fast_causal if MAPS[kind].exponents else segment_chunks
         chunks, rest = divmod(tokens, algorithm.CHUNK)
         pairs = chunks * _pairs_up_to_itself(algorithm.CHUNK) + _pairs_up_to_itself(rest)
         steps += [MatMul(pairs * features), MatMul(pairs * value_dim), MatMul(pairs, gradients=1)]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from efficient_attn.ops.dtypes import without_autocast
+from efficient_attn.ops.grouped_queries import unfold
 from efficient_attn.ops.linear.backward import (
     Outputs,
     at_reference,
@@ -23,6 +24,7 @@ from efficient_attn.ops.linear.fast.softmax_identity import suits, two_softmaxes
 from efficient_attn.ops.linear.fast.trigonometric import trigonometric_attention, trigonometric_gradients
 from efficient_attn.ops.linear.features import MAPS
 from efficient_attn.ops.linear.inputs import LinearInputs
+from efficient_attn.ops.linear.parts import held_tokens, parts
 from efficient_attn.ops.linear.state import (
     LinearState,
     divide,
@@ -35,6 +37,7 @@ from efficient_attn.ops.linear.state import (
     with_ones,
 )
 from efficient_attn.ops.operators import check_one_device, transformable
+from efficient_attn.ops.paths import tuned_for_cpu
 
 # Tokens per chunk, whose features stay in cache.
 _CHUNK = 128
@@ -45,16 +48,16 @@ def full_linear_attention(inputs: LinearInputs) -> Outputs:
     return Outputs(*_attend(*inputs)[:3])
 
 
-def chunks(length: int) -> list[slice]:
-    """Consecutive chunks of a sequence."""
-    return [slice(i, min(i + _CHUNK, length)) for i in range(0, length, _CHUNK)]
+def chunks(inputs: LinearInputs, length: int) -> list[slice]:
+    """Consecutive chunks of a sequence: in cache on the CPU, as large as memory allows on other devices."""
+    return parts(length, _CHUNK if tuned_for_cpu(inputs.q) else held_tokens(inputs))
 
 
 def whole_state(inputs: LinearInputs) -> LinearState:
     """The state of all keys."""
     states = (
         summarise(inputs.key_features(inputs.key_rows(part), part), inputs.values(part))
-        for part in chunks(inputs.k.shape[-2])
+        for part in chunks(inputs, inputs.k.shape[-2])
     )
     state = next(states)
     for other in states:
@@ -78,11 +81,11 @@ def _full(
         if suits(inputs):
             outputs, state = two_softmaxes(inputs)
             return *outputs, *state
-        if inputs.map.trigonometric:
+        if inputs.map.trigonometric and tuned_for_cpu(q):
             outputs, state = trigonometric_attention(inputs)
             return *outputs, *state
         outputs, state = new_outputs(q, v), whole_state(inputs)
-        for part in chunks(q.shape[-2]):
+        for part in chunks(inputs, q.shape[-2]):
             outputs.put(part, _read(inputs, part, state))
     return *outputs, *state
 
@@ -140,22 +143,21 @@ def _full_backward(
         with without_autocast(q):
             return two_softmaxes_gradients(inputs, grad_out, out, logarithm, LinearState(sums, reference))
     outputs = Outputs(out, logarithm, negative)
-    if inputs.map.trigonometric:
+    if inputs.map.trigonometric and tuned_for_cpu(q):
         with without_autocast(q):
             return trigonometric_gradients(inputs, grad_out, outputs, LinearState(sums, reference))
     grad_q, grad_k, grad_v = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     query_sums = torch.zeros_like(sums)
     with without_autocast(q):
-        for part in chunks(q.shape[-2]):
+        for part in chunks(inputs, q.shape[-2]):
             rows = inputs.query_rows(part)
             features = inputs.query_features(rows)
             queries = normalised(features, reference, *outputs.normaliser(part, k.shape[1]))
             g = output_gradients(grad_out, out, part, k.shape[1])
-            grad_q[..., part, :] = inputs.query_gradient(
-                rows, features, feature_gradients(queries, g @ sums.mT)
-            )
+            grad = inputs.query_gradient(rows, features, feature_gradients(queries, g @ sums.mT))
+            grad_q[..., part, :] = unfold(grad, q.shape[1])
             query_sums += queries.weights.mT @ g
-        for part in chunks(k.shape[-2]):
+        for part in chunks(inputs, k.shape[-2]):
             rows = inputs.key_rows(part)
             features = inputs.key_features(rows, part)
             keys = at_reference(features, -finite(reference))

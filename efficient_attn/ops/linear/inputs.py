@@ -47,10 +47,20 @@ class LinearInputs(NamedTuple):
         """Number of query heads per key head."""
         return self.q.shape[1] // self.k.shape[1]
 
+    @property
+    def query_factor(self) -> float:
+        """Factor on queries; keys take its absolute value, so that only queries carry the sign of `scale`."""
+        return math.copysign(math.sqrt(abs(self.scale)), self.scale)
+
+    @property
+    def num_features(self) -> int:
+        """Number of features."""
+        rows = 0 if self.directions is None else self.directions.shape[-2]
+        return self.map.num_features(rows, self.k.shape[-1])
+
     def query_rows(self, part: slice) -> Tensor:
         """Scaled queries of a chunk, [batch kv_heads group·part head_dim]."""
-        sign = math.copysign(1.0, self.scale)
-        return fold(upcast(self.q[..., part, :]), self.k.shape[1]) * (sign * math.sqrt(abs(self.scale)))
+        return fold(upcast(self.q[..., part, :]), self.k.shape[1]) * self.query_factor
 
     def exponents(self) -> Tensor:
         """The w of each feature of an exponential map, [features head_dim], or one matrix per key head."""
@@ -59,7 +69,7 @@ class LinearInputs(NamedTuple):
 
     def keys(self, part: slice) -> Tensor:
         """Keys of a chunk, zero where masked, [batch kv_heads part head_dim]."""
-        return upcast(zero_masked(self.k[..., part, :], self._mask(part)))
+        return upcast(zero_masked(self.k[..., part, :], self.mask(part)))
 
     def key_rows(self, part: slice) -> Tensor:
         """Scaled keys of a chunk, zero where masked, [batch kv_heads part head_dim]."""
@@ -67,7 +77,7 @@ class LinearInputs(NamedTuple):
 
     def values(self, part: slice) -> Tensor:
         """Values of a chunk, zero where masked, [batch kv_heads part value_dim]."""
-        return upcast(zero_masked(self.v[..., part, :], self._mask(part)))
+        return upcast(zero_masked(self.v[..., part, :], self.mask(part)))
 
     def flatten_heads(self, x: Tensor, part: slice) -> Tensor:
         """Query-side rows of a chunk, [batch heads tokens dim] as [batch·kv_heads group·part dim]."""
@@ -113,7 +123,7 @@ class LinearInputs(NamedTuple):
 
     def key_features(self, rows: Tensor, part: slice) -> Features:
         """Features of key rows, with scale −inf for masked tokens."""
-        features, mask = self.map.features(rows, self._directions(rows)), self._mask(part)
+        features, mask = self.map.features(rows, self._directions(rows)), self.mask(part)
         if self.log_weights is not None:
             features = features._replace(log_scale=features.log_scale + self.log_weights.to(rows.dtype))
         if mask is None:
@@ -122,15 +132,14 @@ class LinearInputs(NamedTuple):
         return features._replace(log_scale=features.log_scale.masked_fill(hidden, -torch.inf))
 
     def query_gradient(self, rows: Tensor, features: Features, grad: Features) -> Tensor:
-        """Gradient with respect to the queries of a chunk, from the gradient of their features."""
+        """Gradient with respect to the rows of queries, from the gradient of their features."""
         if self.map.exponents is not None:
             grad_out = grad.log_scale @ self.exponents()
         else:
             if self.map.has_values:
                 grad = grad._replace(log_scale=torch.zeros_like(grad.log_scale))
             grad_out = self.map.pullback(rows, features, grad, self._directions(rows))
-        sign = math.copysign(1.0, self.scale)
-        return unfold(grad_out, self.q.shape[1]) * (sign * math.sqrt(abs(self.scale)))
+        return grad_out * self.query_factor
 
     def key_gradient(self, rows: Tensor, features: Features, grad: Features) -> Tensor:
         """Gradient with respect to the keys of a chunk, from the gradient of their features."""
@@ -140,5 +149,6 @@ class LinearInputs(NamedTuple):
     def _directions(self, rows: Tensor) -> Tensor | None:
         return None if self.directions is None else self.directions.to(rows.dtype)
 
-    def _mask(self, part: slice) -> Tensor | None:
+    def mask(self, part: slice) -> Tensor | None:
+        """Key mask of some positions."""
         return None if self.key_mask is None else self.key_mask[:, part]

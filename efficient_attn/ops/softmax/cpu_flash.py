@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from efficient_attn.ops.dtypes import upcast_dtype
+from efficient_attn.ops.paths import tuned_for_cpu
 
 _NAME = "_scaled_dot_product_flash_attention_for_cpu"
 _FORWARD: Any = getattr(torch.ops.aten, _NAME, None)
@@ -18,7 +19,7 @@ _BACKWARD: Any = getattr(torch.ops.aten, f"{_NAME}_backward", None)
 
 def available(*tensors: Tensor) -> bool:
     """Whether the kernel supports these tensors: on the CPU and not empty, since it divides by sizes."""
-    return _FORWARD is not None and all(x.device.type == "cpu" and x.numel() > 0 for x in tensors)
+    return _FORWARD is not None and all(tuned_for_cpu(x) and x.numel() > 0 for x in tensors)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
