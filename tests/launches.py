@@ -1,0 +1,202 @@
+"""Kernel launches and host synchronisations of a call, counted on CPU tensors.
+
+The path of a device other than the CPU runs on the CPU (`other_device`), and a dispatch mode sees its
+operators, also inside registered operators and backward passes. Views and allocations launch nothing.
+
+    python tests/launches.py [--tokens N] [BACKEND …]
+
+prints the table of backends; named backends also have their operators and the lines that synchronise.
+"""
+
+import argparse
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch._library.custom_ops import OPDEFS
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import efficient_attn as ea
+from efficient_attn.ops.softmax import cpu_flash
+
+# Operators that allocate or relabel memory, apart from those with `is_view`.
+_FREE = {
+    *("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "resize_", "set_"),
+    *("detach", "_unsafe_view", "_reshape_alias", "lift_fresh", "_has_compatible_shallow_copy_type"),
+}
+# Operators whose result, or its size, the host waits for.
+_SYNC = {
+    *("_local_scalar_dense", "is_nonzero", "equal", "nonzero", "masked_select", "_unique2", "unique_dim"),
+    *("unique_consecutive", "bincount", "repeat_interleave"),
+}
+_INDEX = {"index", "index_put", "index_put_", "_index_put_impl_"}
+# Copies to the host, which no dispatch mode sees on the CPU.
+_COPIES = {getattr(torch.Tensor, name) for name in ("tolist", "numpy", "cpu", "__array__")}
+
+
+@contextmanager
+def other_device() -> Iterator[None]:
+    """The path of a device other than the CPU, on the CPU."""
+    # The one place for a further path: enter its option here too.
+    with patch.object(cpu_flash, "available", lambda *tensors: False):
+        yield
+
+
+@dataclass
+class Count:
+    """Operators of a call.
+
+    Attributes:
+        operators: Number of launches by operator.
+        syncs: Number of host synchronisations by file and line.
+    """
+
+    operators: Counter[str] = field(default_factory=Counter)
+    syncs: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def launches(self) -> int:
+        return self.operators.total()
+
+
+class Counting(TorchDispatchMode):
+    """Dispatch mode that fills a count, inside registered and composite operators too."""
+
+    def __init__(self, count: Count) -> None:
+        super().__init__()
+        self.count = count
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        namespace, name = func.name().split(".")[0].split("::")
+        if namespace == "efficient_attn":
+            # The function mode is off while it handles the call of the operator.
+            with _Copies(self.count), self:
+                return OPDEFS[f"{namespace}::{name}"]._init_fn(*args, **kwargs)
+        if func._can_decompose():
+            with self:
+                return func.decompose(*args, **kwargs)
+        if name in _SYNC or (name in _INDEX and any(map(_is_mask, args[1]))):
+            self.count.syncs[_line()] += 1
+        if not (func.is_view or name in _FREE or name in ("_local_scalar_dense", "is_nonzero")):
+            self.count.operators[name] += 1
+        return func(*args, **kwargs)
+
+
+class _Copies(TorchFunctionMode):
+    """Function mode that counts copies to the host."""
+
+    def __init__(self, count: Count) -> None:
+        super().__init__()
+        self.count = count
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _COPIES:
+            self.count.syncs[_line()] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def _is_mask(index: Any) -> bool:
+    return isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8)
+
+
+def _line() -> str:
+    """File and line of the package that called the current operator."""
+    frame = sys._getframe()
+    while frame is not None:
+        _, found, place = frame.f_code.co_filename.rpartition("efficient_attn/")
+        if found:
+            return f"{place}:{frame.f_lineno}"
+        frame = frame.f_back
+    return "autograd"
+
+
+def counted(call: Callable[[], Any]) -> Count:
+    """The launches and synchronisations of a call."""
+    count = Count()
+    with _Copies(count), Counting(count):
+        call()
+    return count
+
+
+def prepared(
+    name: str, *, causal: bool, tokens: int, heads: int, head_dim: int, **options: Any
+) -> tuple[ea.Backend, list[torch.Tensor]]:
+    """A backend, calibrated if it needs this, and q, k and v [1 heads tokens head_dim] ~ N(0, 1)."""
+    backend = ea.build(name, head_dim=head_dim, num_heads=heads, max_tokens=tokens, causal=causal, **options)
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = torch.randn(3, 1, heads, tokens, head_dim, generator=generator).unbind()
+    if backend.needs_calibration:
+        backend.calibrate(q, k)
+    return backend, [q, k, v]
+
+
+def forward(backend: ea.Backend, inputs: list[torch.Tensor]) -> Count:
+    """Count of a forward pass without gradients."""
+    with torch.no_grad():
+        return counted(lambda: backend(*inputs))
+
+
+def forward_backward(backend: ea.Backend, inputs: list[torch.Tensor]) -> Count:
+    """Count of a forward pass and of the gradients with respect to q, k and v."""
+    leaves = [x.clone().requires_grad_() for x in inputs]
+    gradient = torch.ones_like(inputs[2])
+    return counted(lambda: torch.autograd.grad(backend(*leaves), leaves, gradient))
+
+
+def step(backend: ea.Backend, inputs: list[torch.Tensor]) -> Count:
+    """Count of a decoding step, one token after a state of the others."""
+    with torch.no_grad():
+        _, state = backend.extend(*(x[..., :-1, :] for x in inputs))
+        return counted(lambda: backend.extend(*(x[..., -1:, :] for x in inputs), state))
+
+
+def _extrapolated(verb: Callable[..., Count], name: str, causal: bool, tokens: int) -> tuple[int, int]:
+    """Launches and synchronisations at `tokens`, from an affine law through 1024 and 2048."""
+    found = []
+    for few in (1024, 2048):
+        count = verb(*prepared(name, causal=causal, tokens=few, heads=8, head_dim=64))
+        found.append((count.launches, count.syncs.total()))
+    launches, syncs = (round(a + (b - a) / 1024 * (tokens - 1024)) for a, b in zip(*found, strict=True))
+    return launches, syncs
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--tokens", type=int, default=16_384, help="Sequence length.")
+    parser.add_argument("backends", nargs="*", metavar="BACKEND")
+    given = parser.parse_args()
+    print(f"Launches (host synchronisations) at {given.tokens} tokens, batch 1, 8 heads of 64.")
+    print("\n| backend | mask | forward | forward + backward | step after 255 |\n|---|---|---|---|---|")
+    for name in given.backends or ea.list_backends():
+        for causal in (False, True):
+            if causal and not ea.spec(name).capabilities.causal:
+                continue
+            with other_device():
+                cells = [
+                    _extrapolated(forward, name, causal, given.tokens),
+                    _extrapolated(forward_backward, name, causal, given.tokens),
+                ]
+                if causal and ea.spec(name).capabilities.streaming:
+                    count = step(*prepared(name, causal=True, tokens=256, heads=8, head_dim=64))
+                    cells.append((count.launches, count.syncs.total()))
+            row = [f"{launches} ({syncs})" if syncs else str(launches) for launches, syncs in cells]
+            row = [name, "causal" if causal else "full", *row, *["–"] * (3 - len(row))]
+            print("|", " | ".join(row), "|", flush=True)
+    for name in given.backends:
+        with other_device():
+            causal = ea.spec(name).capabilities.causal
+            count = forward_backward(*prepared(name, causal=causal, tokens=1024, heads=8, head_dim=64))
+        print(f"\n{name}, {'causal' if causal else 'full'}, 1024 tokens, forward and backward")
+        for title, found in (("operators", count.operators), ("synchronisations", count.syncs)):
+            print(f"{title}:", ", ".join(f"{key} {number}" for key, number in found.most_common()) or "none")
+
+
+if __name__ == "__main__":
+    main()
