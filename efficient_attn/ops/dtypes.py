@@ -1,10 +1,13 @@
-"""Accumulation dtype, and zeros in place of masked tokens."""
+"""Accumulation dtype, device of float64, and zeros in place of masked tokens."""
 
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
+
+# Types of devices without float64.
+WITHOUT_FLOAT64 = {"mps"}
 
 
 def upcast(x: Tensor) -> Tensor:
@@ -15,6 +18,11 @@ def upcast(x: Tensor) -> Tensor:
 def upcast_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype of `upcast(x)` for an `x` of this dtype."""
     return torch.float64 if dtype is torch.float64 else torch.float32
+
+
+def float64_device(device: torch.device) -> torch.device:
+    """The device for float64 tensors: the device itself, or the CPU if it has no float64."""
+    return torch.device("cpu") if device.type in WITHOUT_FLOAT64 else device
 
 
 def zero_masked(x: Tensor, key_mask: Tensor | None) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from efficient_attn.errors import OptionError, ShapeError
 from efficient_attn.modules.options import one_of
-from efficient_attn.ops.dtypes import upcast
+from efficient_attn.ops.dtypes import float64_device, upcast
 from efficient_attn.problem import positive_count
 
 KINDS = ("sinusoidal", "learned", "rotary", "relative")
@@ -23,7 +23,8 @@ _LEARNED_STD = 0.02
 
 
 def position_angles(start: int, tokens: int, dim: int, device: torch.device, base: float = BASE) -> Tensor:
-    """pos · base^(−2i/dim) in float64 for pos from `start` on, [tokens dim/2]."""
+    """pos · base^(−2i/dim) for pos from `start` on, float64 [tokens dim/2] on `float64_device(device)`."""
+    device = float64_device(device)
     # Rounding pos · frequency to float32 would cause an error of 2e-4 radians at position 4096.
     frequencies = base ** (-torch.arange(0, dim, 2, dtype=torch.float64, device=device) / dim)
     positions = torch.arange(start, start + tokens, dtype=torch.float64, device=device)
@@ -31,7 +32,7 @@ def position_angles(start: int, tokens: int, dim: int, device: torch.device, bas
 
 
 def sinusoidal_positions(start: int, tokens: int, dim: int, device: torch.device) -> Tensor:
-    """PE(pos, 2i) = sin, PE(pos, 2i+1) = cos of the angles, float64 [tokens dim].
+    """PE(pos, 2i) = sin, PE(pos, 2i+1) = cos of the angles, float64 [tokens dim] on `float64_device(device)`.
 
     PE(pos + k) is PE(pos) with each pair rotated by k · 10000^(−2i/dim) (Vaswani et al. 2017, section 3.5).
     """
@@ -48,7 +49,7 @@ def rotate(x: Tensor, start: int, *, base: float = BASE, scaling: float = 1.0) -
     """
     angles = position_angles(start, x.shape[-2], x.shape[-1], x.device, base) / scaling
     one, other = upcast(x).chunk(2, dim=-1)
-    cosines, sines = angles.cos().to(one.dtype), angles.sin().to(one.dtype)
+    cosines, sines = angles.cos().to(one), angles.sin().to(one)
     turned = torch.cat((one * cosines - other * sines, other * cosines + one * sines), dim=-1)
     return turned.to(x.dtype)
 
@@ -58,7 +59,7 @@ class SinusoidalPositions(nn.Module):
 
     def forward(self, x: Tensor, start: int) -> Tensor:
         """x [batch tokens model_dim], whose first token has position `start`."""
-        return x + sinusoidal_positions(start, x.shape[-2], x.shape[-1], x.device).to(x.dtype)
+        return x + sinusoidal_positions(start, x.shape[-2], x.shape[-1], x.device).to(x)
 
 
 class LearnedPositions(nn.Module):

@@ -15,6 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from efficient_attn.ops.dtypes import float64_device
+
 
 class Moments(NamedTuple):
     """Moments of the queries, or keys, of each key head, in float64.
@@ -48,7 +50,7 @@ class Fit(NamedTuple):
 
 def moments(rows: Tensor, num_vectors: int) -> Moments:
     """Moments of vectors [batch kv_heads rows head_dim], `num_vectors` per head; the other rows are zeros."""
-    x = rows.double().transpose(0, 1).flatten(1, 2)
+    x = rows.to(float64_device(rows.device)).double().transpose(0, 1).flatten(1, 2)
     return Moments(x.sum(dim=1) / num_vectors, x.mT @ x / num_vectors, num_vectors)
 
 
