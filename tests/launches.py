@@ -12,7 +12,7 @@ import argparse
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 from unittest.mock import patch
@@ -30,10 +30,12 @@ _FREE = {
     *("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "resize_", "set_"),
     *("detach", "_unsafe_view", "_reshape_alias", "lift_fresh", "_has_compatible_shallow_copy_type"),
 }
+# Operators that return a number to the host.
+SCALARS = {"_local_scalar_dense", "is_nonzero", "equal"}
 # Operators whose result, or its size, the host waits for.
-_SYNC = {
-    *("_local_scalar_dense", "is_nonzero", "equal", "nonzero", "masked_select", "_unique2", "unique_dim"),
-    *("unique_consecutive", "bincount", "repeat_interleave"),
+SYNC = SCALARS | {
+    *("nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "bincount"),
+    "repeat_interleave",
 }
 _INDEX = {"index", "index_put", "index_put_", "_index_put_impl_"}
 # Copies to the host, which no dispatch mode sees on the CPU.
@@ -65,26 +67,46 @@ class Count:
         return self.operators.total()
 
 
-class Counting(TorchDispatchMode):
-    """Dispatch mode that fills a count, inside registered and composite operators too."""
-
-    def __init__(self, count: Count) -> None:
-        super().__init__()
-        self.count = count
+class Entering(TorchDispatchMode):
+    """Dispatch mode that runs `seen` for every operator, inside registered and composite operators too."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         namespace, name = func.name().split(".")[0].split("::")
         if namespace == "efficient_attn":
-            # The function mode is off while it handles the call of the operator.
-            with _Copies(self.count), self:
+            with self.entered():
                 return OPDEFS[f"{namespace}::{name}"]._init_fn(*args, **kwargs)
-        if func._can_decompose():
+        if namespace == "aten" and func._can_decompose():
             with self:
                 return func.decompose(*args, **kwargs)
-        if name in _SYNC or (name in _INDEX and any(map(_is_mask, args[1]))):
-            self.count.syncs[_line()] += 1
-        if not (func.is_view or name in _FREE or name in ("_local_scalar_dense", "is_nonzero")):
+        return self.seen(name, func, args, kwargs)
+
+    def entered(self) -> AbstractContextManager[Any]:
+        """Context of the body of a registered operator."""
+        return self
+
+    def seen(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
+        """Result of an operator."""
+        return func(*args, **kwargs)
+
+
+class Counting(Entering):
+    """Dispatch mode that fills a count."""
+
+    def __init__(self, count: Count) -> None:
+        super().__init__()
+        self.count = count
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        # The function mode is off while it handles the call of the operator.
+        with _Copies(self.count), self:
+            yield
+
+    def seen(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
+        if name in SYNC or (name in _INDEX and any(map(_is_mask, args[1]))):
+            self.count.syncs[line()] += 1
+        if not (func.is_view or name in _FREE or name in SCALARS):
             self.count.operators[name] += 1
         return func(*args, **kwargs)
 
@@ -98,7 +120,7 @@ class _Copies(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _COPIES:
-            self.count.syncs[_line()] += 1
+            self.count.syncs[line()] += 1
         return func(*args, **(kwargs or {}))
 
 
@@ -106,7 +128,7 @@ def _is_mask(index: Any) -> bool:
     return isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8)
 
 
-def _line() -> str:
+def line() -> str:
     """File and line of the package that called the current operator."""
     frame = sys._getframe()
     while frame is not None:
@@ -114,7 +136,7 @@ def _line() -> str:
         if found:
             return f"{place}:{frame.f_lineno}"
         frame = frame.f_back
-    return "autograd"
+    return "elsewhere"
 
 
 def counted(call: Callable[[], Any]) -> Count:

@@ -1,0 +1,136 @@
+"""Bounds on kernel launches and host synchronisations of every backend on the path of another device."""
+
+from functools import cache
+from typing import NamedTuple
+
+import pytest
+import torch
+from launches import Count, counted, forward, forward_backward, other_device, prepared, step
+
+import efficient_attn as ea
+
+# Four chunks of the path in chunks of 64.
+TOKENS = 256
+
+
+class Bound(NamedTuple):
+    """Launches and synchronisations of a forward pass, of one with gradients, and of a one-token step."""
+
+    forward: int
+    gradients: int
+    step: int | None = None
+    syncs: tuple[int, int, int] = (0, 0, 0)
+
+
+# The bounds of linear backends: False, as counted on the path in chunks; True, those wanted of a path whose
+# launches do not depend on the length.
+DEVICE_PATH = False
+FORWARD, GRADIENTS, STEP, REPAIR = 80, 300, 22, 120
+SHORT_STEP, SHORT = 15, ("performer-positive", "linear-elu", "linear-relu")
+
+OTHERS = {
+    ("exact", False): Bound(1, 2),
+    ("exact", True): Bound(1, 2, 17),
+    ("exact-dense", False): Bound(4, 10),
+    ("exact-dense", True): Bound(12, 20, 21),
+    ("linformer", False): Bound(20, 34),
+    ("window", False): Bound(22, 35),
+    ("window", True): Bound(22, 35, 30),
+    ("window-clusters", False): Bound(140, 258),
+    ("window-clusters", True): Bound(60, 113, 65, (0, 0, 1)),
+}
+IN_CHUNKS = {
+    ("linear-elu", False): Bound(98, 197),
+    ("linear-elu", True): Bound(336, 873, 76, (4, 6, 0)),
+    ("linear-relu", False): Bound(92, 221),
+    ("linear-relu", True): Bound(357, 983, 74, (4, 6, 0)),
+    ("linear-taylor-1", False): Bound(112, 273),
+    ("linear-taylor-1", True): Bound(402, 1137, 84, (4, 6, 0)),
+    ("linear-taylor-2", False): Bound(148, 393),
+    ("linear-taylor-2", True): Bound(483, 1467, 102, (4, 6, 0)),
+    ("performer-full", False): Bound(120, 204),
+    ("performer-full", True): Bound(124, 407, 98, (24, 27, 0)),
+    ("performer-hyperbolic", False): Bound(106, 185),
+    ("performer-hyperbolic", True): Bound(99, 373, 80, (24, 27, 0)),
+    ("performer-oprf", False): Bound(115, 195),
+    ("performer-oprf", True): Bound(119, 398, 93, (24, 27, 0)),
+    ("performer-positive", False): Bound(96, 173),
+    ("performer-positive", True): Bound(97, 369, 75, (24, 27, 0)),
+    ("performer-trig", False): Bound(66, 231),
+    ("performer-trig", True): Bound(384, 1069, 80, (4, 6, 0)),
+}
+
+
+def wanted(name: str, causal: bool) -> Bound:
+    """Bound of the issue of a path for devices: rows of tiny mass, of causal masks alone, are repaired."""
+    repair = REPAIR if causal else 0
+    return Bound(FORWARD + repair, GRADIENTS + repair, SHORT_STEP if name in SHORT else STEP)
+
+
+BOUNDS = {**OTHERS, **({key: wanted(*key) for key in IN_CHUNKS} if DEVICE_PATH else IN_CHUNKS)}
+
+
+@cache
+def counts(name: str, causal: bool, tokens: int = TOKENS, norm: float = 1.0) -> dict[str, Count]:
+    with other_device():
+        backend, inputs = prepared(name, causal=causal, tokens=tokens, heads=2, head_dim=8)
+        inputs = [norm * inputs[0], norm * inputs[1], inputs[2]]
+        found = {"forward": forward(backend, inputs), "gradients": forward_backward(backend, inputs)}
+        if causal and ea.spec(name).capabilities.streaming:
+            found["step"] = step(backend, inputs)
+    return found
+
+
+def test_every_backend_has_bounds():
+    assert set(BOUNDS) == {
+        (name, causal)
+        for name in ea.list_backends()
+        for causal in (False, True)
+        if ea.spec(name).capabilities.causal or not causal
+    }
+
+
+@pytest.mark.parametrize(("name", "causal"), BOUNDS)
+def test_launches_and_synchronisations_stay_within_their_bounds(name, causal):
+    bound, found = BOUNDS[name, causal], counts(name, causal)
+    assert ("step" in found) == (bound.step is not None)
+    for (verb, count), syncs in zip(found.items(), bound.syncs, strict=False):
+        assert count.launches <= getattr(bound, verb), f"{verb}: {count.operators}"
+        assert count.syncs.total() <= syncs, f"{verb}: {count.syncs}"
+
+
+@pytest.mark.skipif(not DEVICE_PATH, reason="the path in chunks has more launches for more tokens")
+def test_launches_of_linear_backends_depend_on_neither_length_nor_values():
+    for key in IN_CHUNKS:
+        for found in (counts(*key, tokens=4096), counts(*key, norm=20.0)):
+            assert found["forward"].launches <= BOUNDS[key].forward, key
+            assert found["gradients"].launches <= BOUNDS[key].gradients, key
+            assert not any(count.syncs for count in found.values()), key
+        quiet, loud = (counts(*key, norm=norm)["gradients"].operators for norm in (1.0, 20.0))
+        assert quiet == loud, key
+
+
+def test_a_launch_is_an_operator_that_neither_views_nor_allocates():
+    x = torch.ones(3, 4)
+    count = counted(lambda: torch.empty_like(x.mT[1:]).copy_(x.mT[1:]).add_(1) @ torch.ones(3))
+    assert count.operators == {"copy_": 1, "add_": 1, "ones": 1, "mv": 1}
+
+
+def test_the_launches_of_a_backward_pass_are_counted():
+    x = torch.ones(3, requires_grad=True)
+    out = x.exp()
+    assert counted(lambda: torch.autograd.grad(out, x, torch.ones(3))).operators == {"ones": 1, "mul": 1}
+
+
+def test_a_question_of_the_host_is_a_synchronisation_with_its_line():
+    x = torch.arange(3.0)
+
+    def ask() -> None:
+        bool((x > 1).any())
+        x[x > 1].tolist()
+        x[torch.tensor([0, 1])] = x.sum().item()
+
+    assert counted(ask).syncs == {"elsewhere": 4}
+    syncs = counts("linear-elu", True)["forward"].syncs
+    if not DEVICE_PATH:
+        assert [place.partition(":")[0] for place in syncs] == ["ops/linear/state.py"]
