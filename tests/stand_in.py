@@ -11,6 +11,7 @@ runs every backend on the stand-in, which a process cannot give back, and prints
 import json
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -172,16 +173,26 @@ def without_float64(device: str) -> AbstractContextManager[Any]:
     return patch.object(dtypes, "WITHOUT_FLOAT64", {device, *dtypes.WITHOUT_FLOAT64})
 
 
-def calibration_faults(name: str, device: str) -> list[str]:
-    """Faults of a calibration on a device without float64, except copies to the host."""
+def float64_faults(use: Callable[[str], list[Tensor]], device: str, *, weak: bool) -> list[str]:
+    """Faults of a use on a device without float64, which may copy to the host, and results left there."""
+    with fake_or_meta(device), without_float64(device), Watch(device, weak=weak) as watch:
+        wrong = [str(x.device) for x in use(device) if x.device.type != device]
+    return wrong + [fault for fault in sorted(watch.faults) if "to the host" not in fault]
+
+
+def _calibrate(name: str, device: str) -> list[Tensor]:
     backend = ea.build(name, head_dim=HEAD_DIM, num_heads=HEADS)
-    with fake_or_meta(device), without_float64(device):
-        move(backend, device)
-        q, k = (torch.empty(1, HEADS, TOKENS, HEAD_DIM, device=device) for _ in range(2))
-        with Watch(device, weak=True) as watch:
-            backend.calibrate(q, k)
-        left = [x.device.type for x in backend.buffers() if x.device.type != device]
-    return left + [fault for fault in sorted(watch.faults) if "to the host" not in fault]
+    move(backend, device)
+    backend.calibrate(*(torch.empty(1, HEADS, TOKENS, HEAD_DIM, device=device) for _ in range(2)))
+    return list(backend.buffers())
+
+
+def _generate(device: str) -> list[Tensor]:
+    def step(ids: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
+        return torch.empty(*ids.shape, 11, device=device), torch.empty(len(ids), 2, device=device)
+
+    first = torch.ones(2, 3, dtype=torch.int64, device=device)
+    return [ea.generate(step, first, 3, temperature=1.0), ea.beam_search(step, first, 3, end=0)]
 
 
 def register() -> None:
@@ -200,7 +211,8 @@ def main() -> None:
             found[str(call)] = [f"{type(error).__name__}: {error}"]
     for name in ea.list_backends():
         if ea.spec(name).capabilities.needs_calibration:
-            found[f"calibrate {name}"] = calibration_faults(name, STAND_IN)
+            found[f"calibrate {name}"] = float64_faults(partial(_calibrate, name), STAND_IN, weak=True)
+    found["generate"] = float64_faults(_generate, STAND_IN, weak=False)
     print(json.dumps(found))
 
 

@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 from stand_in import Watch, calls, faults, without_float64
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import backend_registration
 
 from efficient_attn.ops.dtypes import float64_device
+from efficient_attn.ops.linear.calibration import moments
 from efficient_attn.transformer.positions import SinusoidalPositions, rotate
 
 
@@ -39,6 +41,12 @@ def test_positions_make_no_float64_on_a_device_without_it():
         made = [rotate(x, 3), SinusoidalPositions()(x, 3)]
     assert not watch.faults
     assert {(y.device.type, y.dtype) for y in made} == {("meta", torch.bfloat16)}
+
+
+def test_moments_are_float64_on_the_cpu_for_a_device_without_it():
+    with FakeTensorMode():
+        found = moments(torch.empty(1, 2, 5, 8, device="mps"), 5)
+    assert {(x.device.type, x.dtype) for x in found[:2]} == {("cpu", torch.float64)}
 
 
 def test_only_devices_without_float64_leave_it_to_the_cpu():

@@ -10,6 +10,7 @@ from torch.utils._pytree import tree_map
 
 from efficient_attn.errors import DtypeError, OptionError, ShapeError
 from efficient_attn.modules.options import whole_number
+from efficient_attn.ops.dtypes import float64_device
 from efficient_attn.problem import positive_count
 
 
@@ -79,9 +80,10 @@ def beam_search(
     positive_count("beams", beams)
     if tokens == 0:
         return first[:, :0]
-    batch, rows = len(first), torch.arange(len(first), device=first.device)[:, None]
+    device = float64_device(first.device)
+    batch, rows = len(first), torch.arange(len(first), device=device)[:, None]
     logits, state = step(first, None)
-    scores, new = logits[:, -1].double().log_softmax(dim=-1).topk(min(beams, logits.shape[-1]))
+    scores, new = _log_probabilities(logits, device).topk(min(beams, logits.shape[-1]))
     state = _rows(state, rows.expand_as(new).flatten(), batch)
     made, lengths = new[..., None], torch.ones_like(new)
     ended = torch.zeros_like(new, dtype=torch.bool) if end is None else new == end
@@ -89,11 +91,11 @@ def beam_search(
         if bool(ended.all()):
             break
         logits, state = step(made[..., -1:].flatten(0, 1).to(first), state)
-        following = logits[:, -1].double().log_softmax(dim=-1).unflatten(0, (batch, -1))
+        following = _log_probabilities(logits, device).unflatten(0, (batch, -1))
         if end is not None:
             # An ended continuation goes on by `end` alone, at no cost.
             only_end = torch.full_like(following, -torch.inf).index_fill(
-                -1, torch.tensor(end, device=first.device), 0.0
+                -1, torch.tensor(end, device=device), 0.0
             )
             following = torch.where(ended[..., None], only_end, following)
         before, scores = scores.shape[1], (scores[..., None] + following).flatten(1)
@@ -106,6 +108,11 @@ def beam_search(
     best = (scores / ((5 + lengths) / 6) ** length_penalty).argmax(dim=-1)
     found = made[rows[:, 0], best].to(first)
     return F.pad(found, (0, tokens - found.shape[1]), value=0 if end is None else end)
+
+
+def _log_probabilities(logits: Tensor, device: torch.device) -> Tensor:
+    """Log-probabilities of the next token, float64 [rows vocabulary]."""
+    return logits[:, -1].to(device).double().log_softmax(dim=-1)
 
 
 def _rows(state: Any, rows: Tensor, batch: int) -> Any:
@@ -122,7 +129,7 @@ def _chosen(logits: Tensor, temperature: float, top_k: int | None, generator: to
     """Next token for each row of logits [batch vocabulary], [batch 1]."""
     if temperature == 0:
         return logits.argmax(dim=-1, keepdim=True)
-    likeliest, token = logits.double().cpu().topk(min(top_k or logits.shape[-1], logits.shape[-1]))
+    likeliest, token = logits.cpu().double().topk(min(top_k or logits.shape[-1], logits.shape[-1]))
     drawn = torch.multinomial((likeliest / temperature).softmax(dim=-1), 1, generator=generator)
     return token.gather(-1, drawn)
 
