@@ -9,6 +9,7 @@ prints the table of backends; named backends also have their operators and the l
 """
 
 import argparse
+import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -23,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import efficient_attn as ea
-from efficient_attn.ops.softmax import cpu_flash
+from efficient_attn.ops import paths
 
 # Operators that allocate or relabel memory, apart from those with `is_view`.
 _FREE = {
@@ -45,8 +46,7 @@ _COPIES = {getattr(torch.Tensor, name) for name in ("tolist", "numpy", "cpu", "_
 @contextmanager
 def other_device() -> Iterator[None]:
     """The path of a device other than the CPU, on the CPU."""
-    # The one place for a further path: enter its option here too.
-    with patch.object(cpu_flash, "available", lambda *tensors: False):
+    with patch.dict(os.environ, {paths.VARIABLE: "torch"}):
         yield
 
 
