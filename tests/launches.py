@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -25,6 +26,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import efficient_attn as ea
 from efficient_attn.ops import paths
+
+_PACKAGE = Path(ea.__file__).parent
 
 # Operators that allocate or relabel memory, apart from those with `is_view`.
 _FREE = {
@@ -132,9 +135,9 @@ def line() -> str:
     """File and line of the package that called the current operator."""
     frame = sys._getframe()
     while frame is not None:
-        _, found, place = frame.f_code.co_filename.rpartition("efficient_attn/")
-        if found:
-            return f"{place}:{frame.f_lineno}"
+        file = Path(frame.f_code.co_filename)
+        if file.is_relative_to(_PACKAGE):
+            return f"{file.relative_to(_PACKAGE)}:{frame.f_lineno}"
         frame = frame.f_back
     return "elsewhere"
 
@@ -179,13 +182,18 @@ def step(backend: ea.Backend, inputs: list[torch.Tensor]) -> Count:
         return counted(lambda: backend.extend(*(x[..., -1:, :] for x in inputs), state))
 
 
-def _extrapolated(verb: Callable[..., Count], name: str, causal: bool, tokens: int) -> tuple[int, int]:
-    """Launches and synchronisations at `tokens`, from an affine law through 1024 and 2048."""
-    found = []
-    for few in (1024, 2048):
-        count = verb(*prepared(name, causal=causal, tokens=few, heads=8, head_dim=64))
-        found.append((count.launches, count.syncs.total()))
-    launches, syncs = (round(a + (b - a) / 1024 * (tokens - 1024)) for a, b in zip(*found, strict=True))
+def _at(tokens: int, verb: Callable[..., Count], name: str, causal: bool) -> tuple[int, int]:
+    """Launches and synchronisations, extrapolated where 512, 1024 and 2048 tokens lie on a line."""
+
+    def at(length: int) -> tuple[int, int]:
+        count = verb(*prepared(name, causal=causal, tokens=length, heads=8, head_dim=64))
+        return count.launches, count.syncs.total()
+
+    found = zip(at(512), at(1024), at(2048), strict=True)
+    steps = [(b, b - a, c - b) for a, b, c in found]
+    if tokens <= 2048 or any(2 * one != other for _, one, other in steps):
+        return at(tokens)
+    launches, syncs = (b + other * (tokens - 1024) // 1024 for b, _, other in steps)
     return launches, syncs
 
 
@@ -202,8 +210,8 @@ def main() -> None:
                 continue
             with other_device():
                 cells = [
-                    _extrapolated(forward, name, causal, given.tokens),
-                    _extrapolated(forward_backward, name, causal, given.tokens),
+                    _at(given.tokens, forward, name, causal),
+                    _at(given.tokens, forward_backward, name, causal),
                 ]
                 if causal and ea.spec(name).capabilities.streaming:
                     count = step(*prepared(name, causal=True, tokens=256, heads=8, head_dim=64))
