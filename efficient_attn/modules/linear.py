@@ -17,7 +17,7 @@ from efficient_attn.ops.linear.full import full_linear_attention
 from efficient_attn.ops.linear.inputs import LinearInputs
 from efficient_attn.ops.linear.kernel import SOFTMAX_KERNELS, kernel_ratios, kernel_weights, rows_of
 from efficient_attn.ops.linear.segments import chunks as segment_chunks
-from efficient_attn.ops.linear.state import LinearState
+from efficient_attn.ops.linear.state import LinearState, Means
 from efficient_attn.problem import AttentionProblem
 
 _WITHOUT_EXPONENTIALS = ("relu", "taylor-1", "taylor-2")
@@ -40,8 +40,8 @@ class LinearAttention(nn.Module):
         return attention(self._inputs(q, k, v, key_mask)).out.to(q.dtype)
 
     def extend(
-        self, q: Tensor, k: Tensor, v: Tensor, state: LinearState | None, key_mask: Tensor | None
-    ) -> tuple[Tensor, LinearState]:
+        self, q: Tensor, k: Tensor, v: Tensor, state: LinearState | Means | None, key_mask: Tensor | None
+    ) -> tuple[Tensor, LinearState | Means]:
         out, state = extend_linear_attention(self._inputs(q, k, v, key_mask), state)
         return out.to(q.dtype), state
 

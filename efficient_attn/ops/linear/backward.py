@@ -14,7 +14,7 @@ from torch import Tensor
 from efficient_attn.ops.dtypes import upcast
 from efficient_attn.ops.grouped_queries import fold, unfold
 from efficient_attn.ops.linear.features import Features
-from efficient_attn.ops.linear.state import Chunk, exponential, finite
+from efficient_attn.ops.linear.state import exponential, finite
 
 
 class Scaled(NamedTuple):
@@ -42,9 +42,9 @@ class Outputs(NamedTuple):
     log_normaliser: Tensor
     negative: Tensor
 
-    def put(self, part: slice, rows: "Chunk | Outputs") -> None:
+    def put(self, part: slice, rows: "Outputs") -> None:
         """Write the rows of a chunk, grouped by key head."""
-        for whole, some in zip(self, rows[:3], strict=True):
+        for whole, some in zip(self, rows, strict=True):
             whole[..., part, :] = unfold(some, whole.shape[1])
 
     def normaliser(self, part: slice, kv_heads: int) -> tuple[Tensor, Tensor]:

@@ -18,8 +18,9 @@ from efficient_attn.ops.linear.inputs import LinearInputs
 from efficient_attn.ops.linear.segments.backward import causal_gradients
 from efficient_attn.ops.linear.segments.chunks import segments
 from efficient_attn.ops.linear.segments.forward import attend
-from efficient_attn.ops.linear.state import LinearState, empty_state
-from efficient_attn.ops.operators import check_one_device, transformable
+from efficient_attn.ops.linear.state import LinearState, Means, empty_state, merge
+from efficient_attn.ops.linear.step import step
+from efficient_attn.ops.operators import check_one_device, transformable, transformed
 from efficient_attn.ops.paths import tuned_for_cpu
 
 
@@ -28,17 +29,30 @@ def causal_linear_attention(inputs: LinearInputs) -> Outputs:
     return Outputs(*_attend(*inputs))
 
 
-def extend_linear_attention(inputs: LinearInputs, state: LinearState | None) -> tuple[Tensor, LinearState]:
+def extend_linear_attention(
+    inputs: LinearInputs, state: LinearState | Means | None
+) -> tuple[Tensor, LinearState | Means]:
     """Outputs of new tokens after the tokens of a state, and the state after them.
 
     Gradients also reach the state, since all operations are differentiable.
     """
-    rows, state = [], _past(inputs, 0) if state is None else state
+    if state is not None and inputs.q.shape[-2] == 1 and inputs.key_mask is None:
+        return step(inputs, state)
+    sums = _past(inputs, 0) if state is None else state.to_sums() if isinstance(state, Means) else state
+    out, sums = _extend(inputs, sums)
+    return out, sums if inputs.map.has_values else Means.of(sums)
+
+
+def _extend(inputs: LinearInputs, state: LinearState) -> tuple[Tensor, LinearState]:
+    trained = torch.is_grad_enabled() and any(x.requires_grad for x in (*inputs[:3], *state))
+    outputs = new_outputs(inputs.q, inputs.v)
+    if _fast(inputs) and not trained and not transformed(*inputs[:3]):
+        causal_exponential(inputs, state, outputs)
+        return outputs.out, merge(state, whole_state(inputs)) if inputs.k.shape[-2] else state
+    rows = [outputs.out[..., :0, :]]
     for part in segments(inputs):
-        outputs, state = attend(inputs, part, state)
-        rows.append(outputs.out)
-    if not rows:
-        return inputs.q.new_zeros(*inputs.q.shape[:-1], inputs.v.shape[-1]), state
+        some, state = attend(inputs, part, state)
+        rows.append(some.out)
     return torch.cat(rows, dim=-2).to(inputs.q.dtype), state
 
 

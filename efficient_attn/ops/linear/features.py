@@ -46,6 +46,7 @@ class FeatureMap(NamedTuple):
         trigonometric: Whether the features are the cosines, then the sines, of w·x, times
             exp(|x|²/2 + constant).
         fixed: Number of features of a map without directions, as a function of head_dim.
+        unscaled: Whether the scale of every token is 1.
     """
 
     features: Callable[[Tensor, Any], Features]
@@ -56,6 +57,7 @@ class FeatureMap(NamedTuple):
     exponents: Callable[[Tensor], Tensor] | None = None
     trigonometric: bool = False
     fixed: Callable[[int], int] | None = None
+    unscaled: bool = False
 
     def num_features(self, directions: int, head_dim: int) -> int:
         """Number of features."""
@@ -191,7 +193,7 @@ MAPS = {
         per_direction=2,
         trigonometric=True,
     ),
-    "relu": FeatureMap(relu_features, _relu_pullback, has_values=True, per_direction=1),
+    "relu": FeatureMap(relu_features, _relu_pullback, has_values=True, per_direction=1, unscaled=True),
     "elu": FeatureMap(elu_features, _elu_pullback, has_values=False, fixed=lambda d: d),
     "taylor-1": FeatureMap(
         taylor_1_features, _taylor_1_pullback, has_values=True, signed=True, fixed=lambda d: 1 + d

@@ -17,8 +17,8 @@ from efficient_attn.ops.linear.features import Features
 # Smaller exponents become −inf: products of two such weights would be denormal numbers, which are six to
 # ten times slower and negligible.
 LOWEST = {torch.float32: -42.0, torch.float64: -350.0}
-# A row of a causal chunk whose weights all lie this far below the chunk's largest key is recomputed in a
-# smaller chunk, with a reference closer to its visible keys.
+# A row of a causal chunk whose weights all lie this far below the chunk's largest key is computed again, with a
+# reference closer to its visible keys.
 TINY = {torch.float32: 1e-8, torch.float64: 1e-100}
 
 
@@ -34,22 +34,26 @@ class LinearState(NamedTuple):
     log_scale: Tensor
 
 
-class Chunk(NamedTuple):
-    """Output rows of a causal chunk, their normalisers, and the state after the chunk.
+class Means(NamedTuple):
+    """The state of keys with positive features, as means of their values.
 
     Attributes:
-        out: [batch kv_heads rows value_dim].
-        log_normaliser: Logarithm of |Σ_j φ(q)·φ(k_j)|, [batch kv_heads rows 1]; +inf: no key.
-        negative: Whether that sum is negative, bool, the same shape.
-        state: State after the chunk.
-        lengths: Numbers of tokens of the parts in which the chunk was computed.
+        means: Σ_j φ(k_j) v_j / Σ_j φ(k_j), [batch kv_heads features value_dim]; 0: no key.
+        log_sums: log Σ_j φ(k_j), [batch kv_heads 1 features]; −inf: no key.
     """
 
-    out: Tensor
-    log_normaliser: Tensor
-    negative: Tensor
-    state: LinearState
-    lengths: list[int]
+    means: Tensor
+    log_sums: Tensor
+
+    @classmethod
+    def of(cls, state: LinearState) -> "Means":
+        """The same state, from sums."""
+        sums, ones = state.sums[..., :-1], state.sums[..., -1:]
+        return cls(sums / torch.where(ones > 0, ones, 1.0), state.log_scale + ones.mT.log())
+
+    def to_sums(self) -> LinearState:
+        """The same state, as sums."""
+        return LinearState(with_ones(self.means), self.log_sums)
 
 
 def empty_state(keys: Features, value_dim: int) -> LinearState:
@@ -96,89 +100,15 @@ def query_weights(queries: Features, reference: Tensor) -> tuple[Tensor, Tensor]
     return exponential(exponents - finite(top)), top
 
 
-def causal_chunk(past: LinearState, queries: Features, keys: Features, v: Tensor) -> Chunk:
-    """Attention of each token to the past and to the chunk's tokens up to itself.
-
-    All rows of the chunk share one reference. It cancels in exact arithmetic even if it comes from a later
-    key, and it is safe for a row whose weights are not tiny relative to it; otherwise the halves of the
-    chunk are computed one after the other, down to single tokens.
-    """
-    here = merge(past, summarise(keys, v))
-    weights, scale = query_weights(queries, here.log_scale)
-    before = rescaling(past, here.log_scale)
-    sums = triangle(_scores(weights, keys, here.log_scale)) @ with_ones(v) + weights @ (before.mT * past.sums)
-    seen = _visible(past, keys, rows=sums.shape[-2])
-    tokens = v.shape[-2]
-    if tokens > 1 and bool((seen & (_mass(sums, keys, here, before) < TINY[sums.dtype])).any()):
-        return _in_halves(past, queries, keys, v)
-    out, logarithm = divide(sums, seen), log_sum(sums, scale, seen)
-    return Chunk(out, logarithm, sums[..., -1:] < 0, here, [tokens])
-
-
-def _scores(weights: Tensor, keys: Features, reference: Tensor) -> Tensor:
-    """Weights of the keys in each row, [… rows tokens]."""
-    scale = exponential(keys.log_scale - finite(reference))
-    return weights @ scale.mT if keys.values is None else (weights @ keys.values.mT) * scale.mT
-
-
-def _in_halves(past: LinearState, queries: Features, keys: Features, v: Tensor) -> Chunk:
-    tokens, half = v.shape[-2], v.shape[-2] // 2
-    group = queries.log_scale.shape[-2] // tokens
-    early, late = slice(0, half), slice(half, tokens)
-    one = causal_chunk(past, cut(queries, early, group), cut(keys, early, 1), v[..., early, :])
-    other = causal_chunk(one.state, cut(queries, late, group), cut(keys, late, 1), v[..., late, :])
-    return Chunk(
-        join_rows(one.out, other.out, group),
-        join_rows(one.log_normaliser, other.log_normaliser, group),
-        join_rows(one.negative, other.negative, group),
-        other.state,
-        one.lengths + other.lengths,
-    )
-
-
-def triangle(scores: Tensor) -> Tensor:
-    """Scores [… group·tokens tokens] with the scores of later keys set to zero."""
-    tokens = scores.shape[-1]
-    return scores.unflatten(-2, (scores.shape[-2] // tokens, tokens)).tril().flatten(-3, -2)
-
-
 def triangle_(scores: Tensor, *, before: int = 0) -> Tensor:
-    """`triangle` in place, except in the first `before` columns."""
+    """Scores [… group·tokens before+tokens] with those of later keys set to zero, in place.
+
+    Args:
+        before: Number of columns of keys before the first row.
+    """
     tokens = scores.shape[-1] - before
     scores.unflatten(-2, (scores.shape[-2] // tokens, tokens)).tril_(before)
     return scores
-
-
-def cut(features: Features, part: slice, group: int) -> Features:
-    """Features of some tokens, from rows that hold each token once per head of a group."""
-    values = None if features.values is None else cut_rows(features.values, part, group)
-    return Features(cut_rows(features.log_scale, part, group), values)
-
-
-def cut_rows(x: Tensor, part: slice, group: int) -> Tensor:
-    """The rows [… group·part dim] of some tokens out of [… group·tokens dim]."""
-    return x.unflatten(-2, (group, x.shape[-2] // group))[..., part, :].flatten(-3, -2)
-
-
-def join_rows(one: Tensor, other: Tensor, group: int) -> Tensor:
-    """The inverse of cutting rows [… group·tokens dim] into two consecutive parts."""
-    parts = [x.unflatten(-2, (group, x.shape[-2] // group)) for x in (one, other)]
-    return torch.cat(parts, dim=-2).flatten(-3, -2)
-
-
-def _visible(past: LinearState, keys: Features, *, rows: int) -> Tensor:
-    """Whether a row has any visible key, bool [… rows 1]."""
-    real = (keys.log_scale > -torch.inf).any(dim=-1, keepdim=True)
-    seen = (real.cumsum(dim=-2) > 0) | sees(past)
-    return seen.repeat(*[1] * (seen.ndim - 2), rows // seen.shape[-2], 1)
-
-
-def _mass(sums: Tensor, keys: Features, here: LinearState, before: Tensor) -> Tensor:
-    """Sum of a row's weights relative to the chunk's reference, [… rows|tokens 1]."""
-    if keys.values is None:
-        return sums[..., -1:].detach()
-    scale = (keys.log_scale.detach() - finite(here.log_scale)).exp().cumsum(dim=-2) + before
-    return scale.repeat(*[1] * (scale.ndim - 2), sums.shape[-2] // scale.shape[-2], 1)
 
 
 def divide(sums: Tensor, seen: Tensor) -> Tensor:

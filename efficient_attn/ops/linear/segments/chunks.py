@@ -18,8 +18,8 @@ from efficient_attn.ops.linear.parts import held_tokens, parts
 from efficient_attn.ops.linear.state import with_ones
 from efficient_attn.ops.paths import tuned_for_cpu
 
-# Tokens per chunk, within which scores are computed directly.
-CHUNK = 128
+# Tokens per chunk, within which scores are computed directly: on the CPU, and on other devices.
+CHUNK, _LARGE_CHUNK = 64, 128
 # Chunks have a multiple of this number of tokens, as products on a GPU prefer.
 _MULTIPLE = 16
 # Features of the queries of a segment that stay in a CPU's cache.
@@ -30,8 +30,12 @@ _ALL = slice(None)
 def segments(inputs: LinearInputs, length: int | None = None) -> list[slice]:
     """Consecutive segments of the queries, or of a length, in whole chunks."""
     tokens = held_tokens(inputs, _CACHED) if tuned_for_cpu(inputs.q) else held_tokens(inputs)
-    length = inputs.q.shape[-2] if length is None else length
-    return parts(length, max(tokens // CHUNK, 1) * CHUNK)
+    length, chunk = inputs.q.shape[-2] if length is None else length, _chunk(inputs)
+    return parts(length, max(tokens // chunk, 1) * chunk)
+
+
+def _chunk(inputs: LinearInputs) -> int:
+    return CHUNK if tuned_for_cpu(inputs.q) else _LARGE_CHUNK
 
 
 class Segment(NamedTuple):
@@ -52,7 +56,7 @@ class Segment(NamedTuple):
     @classmethod
     def of(cls, inputs: LinearInputs, part: slice) -> "Segment":
         before, tokens = inputs.k.shape[-2] - inputs.q.shape[-2], part.stop - part.start
-        chunks = -(-tokens // CHUNK)
+        chunks = -(-tokens // _chunk(inputs))
         size = -(-tokens // (chunks * _MULTIPLE)) * _MULTIPLE if chunks > 1 else tokens
         positions = slice(part.start + before, part.stop + before)
         mask, missing = inputs.mask(positions), chunks * size - tokens

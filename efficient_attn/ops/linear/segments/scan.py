@@ -43,7 +43,7 @@ def running_states(states: LinearState, *, reverse: bool = False) -> LinearState
 
 
 def _running(states: LinearState) -> LinearState:
-    reference = states.log_scale.cummax(dim=1).values
+    reference = states.log_scale.detach().cummax(dim=1).values
     # [flat_heads features|1 chunks …]: with one scale for all features their sums are one row.
     scales, upto = (x.squeeze(2).mT for x in (states.log_scale, reference))
     factors = (scales.unsqueeze(-2) - floor(upto).unsqueeze(-1)).exp().tril()
