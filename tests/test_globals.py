@@ -141,8 +141,8 @@ def test_calls_that_fail_at_any_operator_leave_the_process_as_it_was(name):
     ("name", "full", "causal"),
     [
         ("performer-positive", "two_softmaxes", "causal_exponential"),
-        ("performer-trig", "trigonometric_attention", "causal_chunk"),
-        ("linear-elu", "whole_state", "causal_chunk"),
+        ("performer-trig", "trigonometric_attention", "attend"),
+        ("linear-elu", "whole_state", "attend"),
     ],
 )
 def test_an_error_inside_a_registered_operator_leaves_the_process_as_it_was(name, full, causal, monkeypatch):

@@ -35,7 +35,7 @@ LAYERS = (
 )
 # The rooms of `ops`: each may import itself and the rows above it, but no other room of its own row.
 ROOMS = (
-    {"dtypes", "grouped_queries", "scratch", "operators"},
+    {"dtypes", "grouped_queries", "scratch", "operators", "paths"},
     {"softmax"},
     {"window", "clusters", "linear", "linformer"},
 )

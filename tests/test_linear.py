@@ -15,15 +15,17 @@ from reference import (
 
 import efficient_attn as ea
 from efficient_attn.measure.memory import peak
-from efficient_attn.ops.linear import causal as linear_causal
 from efficient_attn.ops.linear import full as linear_full
+from efficient_attn.ops.linear import parts as linear_parts
 from efficient_attn.ops.linear import state as linear_state
 from efficient_attn.ops.linear.directions import draw_directions
 from efficient_attn.ops.linear.fast import causal as fast_causal
 from efficient_attn.ops.linear.fast import causal_backward as fast_causal_backward
 from efficient_attn.ops.linear.fast import softmax_identity, trigonometric
 from efficient_attn.ops.linear.inputs import LinearInputs
+from efficient_attn.ops.linear.segments import chunks as segment_chunks
 from efficient_attn.ops.linear.state import merge, query_weights, read, summarise
+from efficient_attn.ops.paths import VARIABLE
 from efficient_attn.ops.softmax import cpu_flash
 
 KINDS = {
@@ -56,7 +58,12 @@ def small_chunks(monkeypatch):
         monkeypatch.setattr(softmax_identity, "_PIECE", tokens)
         monkeypatch.setattr(trigonometric, "_CHUNK", tokens)
         monkeypatch.setattr(trigonometric, "_PIECE", tokens)
-        monkeypatch.setattr(linear_causal, "CHUNK", tokens)
+        monkeypatch.setattr(segment_chunks, "CHUNK", tokens)
+        monkeypatch.setattr(segment_chunks, "_LARGE_CHUNK", tokens)
+        monkeypatch.setattr(segment_chunks, "_MULTIPLE", 1)
+        # Two chunks in a segment of 32 features of 2 times 4 heads.
+        for module, name in ((segment_chunks, "_CACHED"), (linear_parts, "_HELD")):
+            monkeypatch.setattr(module, name, 2 * tokens * 2 * 4 * 32)
         monkeypatch.setattr(fast_causal, "CHUNK", tokens)
         monkeypatch.setattr(fast_causal_backward, "CHUNK", tokens)
         monkeypatch.setattr(softmax_identity, "_CHUNK", tokens)
@@ -66,15 +73,20 @@ def small_chunks(monkeypatch):
 
 @pytest.fixture
 def kernel(request, monkeypatch):
-    """The fused kernel of the CPU, or the operators that every device has."""
-    if request.param == "plain":
+    """The fused kernel of the CPU, a PyTorch without it, or the path of other devices."""
+    if request.param == "unfused":
         monkeypatch.setattr(cpu_flash, "_FORWARD", None)
+    if request.param == "other":
+        monkeypatch.setenv(VARIABLE, "torch")
 
 
 def paths(names):
     """Every algorithm of these backends; only full attention by exponentials uses the fused kernel."""
-    plain = [("plain", name, False) for name in names if name != "performer-trig"]
-    every = [("fused", name, causal) for name in names for causal in (False, True)] + plain
+    unfused = [("unfused", name, False) for name in names if name != "performer-trig"]
+    every = [
+        (kernel, name, causal) for kernel in ("fused", "other") for name in names for causal in (False, True)
+    ]
+    every += unfused
     ids = ["-".join(map(str, path)) for path in every]
     return pytest.mark.parametrize(("kernel", "name", "causal"), every, ids=ids, indirect=["kernel"])
 

@@ -7,13 +7,16 @@ import torch
 from reference import random_qkv
 
 import efficient_attn as ea
-from efficient_attn.ops.linear import causal as linear_causal
 from efficient_attn.ops.linear import state as linear_state
 from efficient_attn.ops.linear.fast import causal_backward as fast_causal_backward
 from efficient_attn.ops.linear.features import MAPS
+from efficient_attn.ops.linear.segments import backward as segments_backward
+from efficient_attn.ops.linear.segments import chunks as segment_chunks
+from efficient_attn.ops.linear.segments import weak_chunks
+from efficient_attn.ops.paths import VARIABLE
 
 LINEAR = [name for name in ea.list_backends() if name.startswith(("linear-", "performer-"))]
-HALVED = ["performer-trig", "linear-elu"]
+SIGNED_AND_POSITIVE = ["performer-trig", "linear-elu"]
 
 
 def built(name, *, causal=True, scale=None, head_dim=8):
@@ -52,24 +55,43 @@ def rising(norm):
     return [q, k * growth, v]
 
 
-@pytest.mark.parametrize("name", HALVED)
-def test_gradients_are_right_where_chunks_are_computed_in_halves(name, monkeypatch):
-    lengths, chunk = [], linear_causal.causal_chunk
+@pytest.mark.parametrize("path", ["", "torch"])
+@pytest.mark.parametrize("name", ["performer-positive", "linear-elu"])
+def test_gradients_are_right_where_weak_chunks_are_computed_again(name, path, monkeypatch):
+    found, read = [], weak_chunks.weak_chunks
 
     def recorded(*args):
-        found = chunk(*args)
-        lengths.extend(found.lengths)
-        return found
+        for chunks in read(*args):
+            found.extend(chunks.tolist())
+            yield chunks
 
-    monkeypatch.setattr(linear_causal, "causal_chunk", recorded)
-    # Halved in float64, where rounding hides nothing, as float32 is at larger norms.
-    monkeypatch.setitem(linear_state.TINY, torch.float64, 4.0)
+    for module in (weak_chunks, segments_backward):
+        monkeypatch.setattr(module, "weak_chunks", recorded)
+    # Every row is weak; in float64 rounding hides nothing.
+    monkeypatch.setitem(weak_chunks._WEAK, torch.float64, 1e4)
+    monkeypatch.setenv(VARIABLE, path)
+    monkeypatch.setattr(fast_causal_backward, "CHUNK", 16)
     backend, inputs = built(name), [x.requires_grad_() for x in rising(6.0)]
-    out = backend(*inputs)
-    assert len(lengths) > math.ceil(150 / linear_causal.CHUNK), "nothing was halved"
     wanted = torch.autograd.grad(by_definition(backend, *inputs).sin().sum(), inputs)
-    for one, other in zip(torch.autograd.grad(out.sin().sum(), inputs), wanted, strict=True):
+    gradients = torch.autograd.grad(backend(*inputs).sin().sum(), inputs)
+    # Two heads of 150 tokens, forward and backward.
+    chunks = -(-150 // (segment_chunks._LARGE_CHUNK if path else segment_chunks.CHUNK))
+    taken = path or name == "linear-elu"
+    assert len(found) == (2 * 2 * chunks if taken else 0)
+    for one, other in zip(gradients, wanted, strict=True):
         assert (one - other).abs().max() <= 1e-9 * other.abs().max()
+
+
+def test_other_devices_compute_a_fixed_number_of_weak_chunks_again(monkeypatch):
+    monkeypatch.setenv(VARIABLE, "torch")
+    rows = torch.zeros(2, 3, 4, 1, dtype=torch.bool)
+    rows[0, 2, :2], rows[1, 1, :3] = True, True
+    monkeypatch.setattr(weak_chunks, "_FEATURES", 2 * 4 * 8)
+    (found,) = weak_chunks.weak_chunks(rows, 8)
+    assert found.tolist() == [4, 2]
+    monkeypatch.setenv(VARIABLE, "")
+    monkeypatch.setattr(weak_chunks, "_FEATURES", 1)
+    assert [x.tolist() for x in weak_chunks.weak_chunks(rows, 8)] == [[2], [4]]
 
 
 def test_gradients_are_right_where_pieces_of_exponential_features_are_halved(monkeypatch):
@@ -90,8 +112,10 @@ def test_gradients_are_right_where_pieces_of_exponential_features_are_halved(mon
         assert (one - other).abs().max() <= 1e-9 * other.abs().max()
 
 
-@pytest.mark.parametrize("name", ["performer-positive", *HALVED])
-def test_gradients_stay_finite_where_early_rows_lie_far_below_their_chunk(name):
+@pytest.mark.parametrize("path", ["", "torch"])
+@pytest.mark.parametrize("name", ["performer-positive", *SIGNED_AND_POSITIVE])
+def test_gradients_stay_finite_where_early_rows_lie_far_below_their_chunk(name, path, monkeypatch):
+    monkeypatch.setenv(VARIABLE, path)
     inputs = [x.float().requires_grad_() for x in rising(60.0)]
     out = built(name)(*inputs)
     for one in (out, *torch.autograd.grad(out.sin().sum(), inputs)):

@@ -85,8 +85,9 @@ class CalibratedFeatures(Float32Buffers):
         assert inputs.directions is not None, "positive features have directions"
         w = inputs.directions.to(a)
         # The constants of both sides, a feature's weight, multiply the keys.
-        weights = 2 * a @ w.square().mT + (1 - 4 * a).log().sum(dim=-1, keepdim=True) / 2
-        directions = w * (1 - 4 * a).sqrt().unsqueeze(1)
+        rest = torch.rsub(a, 1, alpha=4)
+        weights = torch.addmm(rest.log().sum(dim=-1, keepdim=True), a, w.square().mT, beta=0.5, alpha=2)
+        directions = w * rest.sqrt().unsqueeze(1)
         return inputs._replace(directions=directions, log_weights=weights.unsqueeze(1))
 
     def _positive(
@@ -108,6 +109,8 @@ class CalibratedFeatures(Float32Buffers):
                 f"k has {kv_heads} heads; this backend was calibrated on keys of {heads} heads, which serve "
                 f"{heads} or a multiple. Calibrate it on such keys, or build another."
             )
+        if kv_heads == heads:
+            return Fit(*(x.to(dtype) for x in fit))
         return Fit(*(x.to(dtype).repeat_interleave(kv_heads // heads, dim=0) for x in fit))
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:

@@ -1,4 +1,4 @@
-"""Choice between algorithms tuned for the CPU's caches and algorithms of few, large operations for other devices."""
+"""Choice between algorithms for the caches of a CPU and algorithms of few, large operations."""
 
 import os
 

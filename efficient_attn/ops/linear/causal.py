@@ -53,7 +53,8 @@ def _extend(inputs: LinearInputs, state: LinearState) -> tuple[Tensor, LinearSta
     for part in segments(inputs):
         some, state = attend(inputs, part, state)
         rows.append(some.out)
-    return torch.cat(rows, dim=-2).to(inputs.q.dtype), state
+    # The state is a view of the states of all chunks, which it would keep alive.
+    return torch.cat(rows, dim=-2).to(inputs.q.dtype), LinearState(*(x.clone() for x in state))
 
 
 def _past(inputs: LinearInputs, before: int) -> LinearState:
@@ -86,13 +87,13 @@ def _causal(
     with without_autocast(q):
         if _fast(inputs):
             causal_exponential(inputs, _past(inputs, before) if before else None, outputs)
-            return *outputs,
+            return (*outputs,)
         state = _past(inputs, before)
         for part in segments(inputs):
             rows, state = attend(inputs, part, state)
             for whole, some in zip(outputs, rows, strict=True):
                 whole[..., part, :] = some
-    return *outputs,
+    return (*outputs,)
 
 
 @_causal.register_fake
@@ -107,7 +108,7 @@ def _(
     scale: float,
 ) -> tuple[Tensor, ...]:
     check_one_device(q=q, k=k, v=v, key_mask=key_mask, directions=directions, log_weights=log_weights)
-    return *new_outputs(q, v),
+    return (*new_outputs(q, v),)
 
 
 @torch.library.custom_op("efficient_attn::causal_linear_backward", mutates_args=())

@@ -25,7 +25,10 @@ def denominators(inputs: LinearInputs, *, causal: bool) -> Tensor:
 def _largest_scale(inputs: LinearInputs, *, causal: bool) -> Tensor:
     """Largest log_scale among the visible keys of a query, [batch heads q_tokens|1 1]."""
     scales = torch.cat(
-        [inputs.key_features(inputs.key_rows(part), part).log_scale for part in chunks(inputs, inputs.k.shape[-2])],
+        [
+            inputs.key_features(inputs.key_rows(part), part).log_scale
+            for part in chunks(inputs, inputs.k.shape[-2])
+        ],
         dim=-2,
     )
     before = inputs.k.shape[-2] - inputs.q.shape[-2]

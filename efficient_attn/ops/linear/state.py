@@ -17,8 +17,8 @@ from efficient_attn.ops.linear.features import Features
 # Smaller exponents become −inf: products of two such weights would be denormal numbers, which are six to
 # ten times slower and negligible.
 LOWEST = {torch.float32: -42.0, torch.float64: -350.0}
-# A row of a causal chunk whose weights all lie this far below the chunk's largest key is computed again, with a
-# reference closer to its visible keys.
+# A row of a causal chunk whose weights all lie this far below the chunk's largest key is computed again, with
+# a reference closer to its visible keys.
 TINY = {torch.float32: 1e-8, torch.float64: 1e-100}
 
 
@@ -101,7 +101,7 @@ def query_weights(queries: Features, reference: Tensor) -> tuple[Tensor, Tensor]
 
 
 def triangle_(scores: Tensor, *, before: int = 0) -> Tensor:
-    """Scores [… group·tokens before+tokens] with those of later keys set to zero, in place.
+    """Scores [… group·tokens before+tokens] with zeros for later keys, in place.
 
     Args:
         before: Number of columns of keys before the first row.

@@ -16,7 +16,7 @@ from efficient_attn.ops.dtypes import upcast
 from efficient_attn.ops.linear.backward import Outputs
 from efficient_attn.ops.linear.fast.exponentials import LOG2_E, ExpKernel, power
 from efficient_attn.ops.linear.inputs import LinearInputs
-from efficient_attn.ops.linear.state import TINY, LinearState, finite, triangle_
+from efficient_attn.ops.linear.state import TINY, LinearState, finite, sees, triangle_
 
 # Tokens per chunk: larger chunks need fewer calls, but more pairs and more memory.
 CHUNK = 80
@@ -59,23 +59,25 @@ def causal_exponential(inputs: LinearInputs, past: LinearState | None, into: Out
     kernel, seen = ExpKernel(inputs), None
     if inputs.key_mask is not None:
         seen = (inputs.key_mask.cumsum(dim=-1) > 0)[:, None, None, :, None]
+        if past is not None:
+            seen = seen | sees(past).unsqueeze(2)
     before, length = inputs.k.shape[-2] - inputs.q.shape[-2], inputs.q.shape[-2]
     state: Shifted | Unshifted = empty_unshifted(kernel) if past is None else shifted_past(past)
     into.negative.zero_()
     for start in range(0, length, CHUNK):
         part = slice(start, min(start + CHUNK, length))
         positions = slice(part.start + before, part.stop + before)
-        sees = None if seen is None else seen[..., positions, :]
-        *rows, state = _read_chunk(kernel, part, positions, state, sees)
+        some = None if seen is None else seen[..., positions, :]
+        *rows, state = _read_chunk(kernel, part, positions, state, some)
         sums, values, logarithm = (
             x.unflatten(0, inputs.k.shape[:2]).unflatten(2, (inputs.group, -1)) for x in rows
         )
         out, logarithms = (inputs.grouped(x)[..., part, :] for x in into[:2])
         torch.div(values, sums, out=out)
         logarithms.copy_(logarithm)
-        if sees is not None:
-            out.masked_fill_(~sees, 0.0)
-            logarithms.masked_fill_(~sees, torch.inf)
+        if some is not None:
+            out.masked_fill_(~some, 0.0)
+            logarithms.masked_fill_(~some, torch.inf)
 
 
 def shifted_past(past: LinearState) -> Shifted:

@@ -1,1 +1,1 @@
-"""Causal linear attention segment by segment: all chunks of a segment at once, and a scan over their states."""
+"""Causal linear attention by segments: all chunks of a segment at once, and a scan over their states."""

@@ -1,7 +1,7 @@
 """Backward pass of causal linear attention, segment by segment, with features recomputed.
 
-With L_t the logarithm of row t's denominator, δ_t = g_t·out_t and G_tj = g_t·v_j − δ_t, the weight of key j in
-row t is Σ_f e^(a_tf + u_jf − L_t), and
+With L_t the logarithm of row t's denominator, δ_t = g_t·out_t and G_tj = g_t·v_j − δ_t, the weight of key j
+in row t is Σ_f e^(a_tf + u_jf − L_t), and
 
     ∂a_tf = Σ_{j≤t} G_tj e^(a_tf + u_jf − L_t),   ∂u_jf = Σ_{t≥j} G_tj e^(a_tf + u_jf − L_t),
     ∂v_j = Σ_{t≥j} Σ_f e^(a_tf + u_jf − L_t) g_t:
@@ -89,7 +89,7 @@ def _normalised(rows: Rows, offset: Tensor) -> Scaled:
 
 
 def _within_chunks(segment: Segment, rows: Rows, past: LinearState, grads: tuple[Tensor, ...]) -> LinearState:
-    """Write the gradients from earlier keys, and from pairs of the same chunk; return the state after them."""
+    """Write gradients from earlier keys and from pairs of the same chunk; return the state after them."""
     keys = keys_of(segment, past)
     earlier = _normalised(rows, floor(keys.before.log_scale))
     grad_q = feature_gradients(earlier, rows.g @ keys.before.sums.mT)
@@ -132,7 +132,7 @@ def _pairs(rows: Rows, keys: Keys) -> Pairs:
 
 
 def _with_weak_chunks(pairs: Pairs, weak_rows: Tensor, rows: Rows, keys: Keys) -> Pairs:
-    """The gradients, with those of weak chunks computed again."""
+    """The gradients, computed again for weak chunks."""
     size = keys.values.shape[-2]
     for chunks in weak_chunks(weak_rows, rows.features.log_scale.shape[-1]):
         found = weak_chunk_gradients(

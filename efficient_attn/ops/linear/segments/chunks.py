@@ -1,7 +1,7 @@
 """Segments of a sequence and their chunks: sizes, padding and layout.
 
-The axes of a tensor in chunks are [flat_heads chunks rows …]; the rows of a chunk of queries are those of the
-first head of a group, then those of the second.
+The axes of a tensor in chunks are [flat_heads chunks rows …]; a chunk of queries holds the rows of the
+first head of a group, then of the second.
 """
 
 from collections.abc import Callable
@@ -22,16 +22,17 @@ from efficient_attn.ops.paths import tuned_for_cpu
 CHUNK, _LARGE_CHUNK = 64, 128
 # Chunks have a multiple of this number of tokens, as products on a GPU prefer.
 _MULTIPLE = 16
-# Features of the queries of a segment that stay in a CPU's cache.
-_CACHED = 2**19
+# Features of the queries of a segment that stay in a CPU's cache, and chunks of a segment there at most.
+_CACHED, _FEW = 2**19, 8
 _ALL = slice(None)
 
 
 def segments(inputs: LinearInputs, length: int | None = None) -> list[slice]:
     """Consecutive segments of the queries, or of a length, in whole chunks."""
-    tokens = held_tokens(inputs, _CACHED) if tuned_for_cpu(inputs.q) else held_tokens(inputs)
-    length, chunk = inputs.q.shape[-2] if length is None else length, _chunk(inputs)
-    return parts(length, max(tokens // chunk, 1) * chunk)
+    length = inputs.q.shape[-2] if length is None else length
+    if tuned_for_cpu(inputs.q):
+        return parts(length, max(min(held_tokens(inputs, _CACHED) // CHUNK, _FEW), 1) * CHUNK)
+    return parts(length, max(held_tokens(inputs) // _LARGE_CHUNK, 1) * _LARGE_CHUNK)
 
 
 def _chunk(inputs: LinearInputs) -> int:
@@ -84,12 +85,12 @@ class Segment(NamedTuple):
         return _each(self.inputs.key_features(rows, _ALL), _flat, self.size)
 
     def query_gradient(self, rows: Tensor, features: Features, grad: Features) -> Tensor:
-        """Gradient with respect to the queries, [batch heads tokens head_dim], from that of their features."""
+        """Gradient with respect to the queries [batch heads tokens head_dim], from their features'."""
         whole = (_each(x, _whole, self.inputs.k.shape[1]) for x in (features, grad))
         return self._tokens(self.inputs.query_gradient(rows, *whole))
 
     def key_gradient(self, rows: Tensor, features: Features, grad: Features) -> Tensor:
-        """Gradient with respect to the keys, [batch kv_heads tokens head_dim], from that of their features."""
+        """Gradient with respect to the keys [batch kv_heads tokens head_dim], from their features'."""
         whole = (_each(x, _whole, self.inputs.k.shape[1]) for x in (features, grad))
         return self.inputs.key_gradient(rows, *whole)[..., : self._length, :]
 
@@ -102,7 +103,7 @@ class Segment(NamedTuple):
         return _whole(grad, self.inputs.k.shape[1])[..., : self._length, :]
 
     def rows(self, x: Tensor, fill: float = 0.0) -> Tensor:
-        """Rows of all queries [batch heads q_tokens dim], those of this segment in chunks."""
+        """Rows of this segment in chunks, out of [batch heads q_tokens dim]."""
         padded = _padded(upcast(x[..., self.part, :]), self.inputs.q.shape[-2] - self._length, fill)
         return _flat(self._by_chunks(padded), self.size * self.inputs.group)
 

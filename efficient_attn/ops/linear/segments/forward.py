@@ -1,6 +1,6 @@
 """Forward pass of causal linear attention, segment by segment.
 
-With a_tf the exponents of queries and u_jf those of keys, row t of a chunk is the sum of two parts, each at a
+With a_tf the exponents of queries and u_jf of keys, row t of a chunk is the sum of two parts, each at a
 scale that keys visible to the row determine, so that no other key takes its digits:
 
     past:   e^α Σ_f e^(a_tf + R_f − α) P_f,   with P and R the state before the chunk,
@@ -66,7 +66,7 @@ def attend(inputs: LinearInputs, part: slice, past: LinearState) -> tuple[Output
 
 
 def keys_of(segment: Segment, past: LinearState) -> Keys:
-    """Features, values and states of a segment's keys, which follow those of `past`."""
+    """Features, values and states of a segment's keys, which follow the keys of `past`."""
     rows, values = segment.key_rows(), segment.values()
     features = segment.key_features(rows)
     scaled = scaled_keys(features)

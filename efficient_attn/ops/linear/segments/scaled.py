@@ -13,7 +13,7 @@ from efficient_attn.ops.linear.state import LinearState
 
 # Stands for −inf where a scale is subtracted: no exponent of a finite input is as low.
 _LOWEST = -1e30
-# Scales below are those of no key.
+# Smaller scales mean that there is no key.
 UNSEEN = -1e29
 # Logarithm of the largest weight of a query or key: products of two and sums of them use the whole range of
 # floats, within which the supports of a query's and a key's features may differ.
@@ -26,8 +26,8 @@ class ScaledKeys(NamedTuple):
     Attributes:
         weights: Exponentials, or the values of other features, [… size features].
         log_scale: Scale of each key, [… size 1]; −inf for a masked key.
-        reference: Largest exponent of the chunk's keys, feature by feature, [… 1 features]; −inf: no key; None:
-            features that have values.
+        reference: Largest exponent of the chunk's keys, feature by feature, [… 1 features]; −inf: no key;
+            None: features that have values.
     """
 
     weights: Tensor
@@ -53,7 +53,7 @@ def floor(scale: Tensor) -> Tensor:
 
 
 def scaled_keys(features: Features) -> ScaledKeys:
-    """Keys at the largest exponents of their chunk, each at its own scale, so that none takes another's digits."""
+    """Keys at the largest exponents of their chunk, each at a scale of its own."""
     if features.values is not None:
         return ScaledKeys(features.values, features.log_scale, None)
     reference = features.log_scale.detach().amax(dim=-2, keepdim=True)

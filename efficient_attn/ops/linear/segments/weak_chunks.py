@@ -1,9 +1,11 @@
-"""Chunks with a row whose features are small wherever those of all its visible keys are large.
+"""Chunks with a row whose features are small wherever the features of all its visible keys are large.
 
-The products of such a row leave the range of floats. Its chunk is computed again by halves: the rows of the later
-half read the keys of the earlier half, which all of them see, relative to those keys alone; each half is halved in
-turn, and the pairs of the smallest blocks are computed one by one. On the CPU all such chunks are; other devices
-are not asked how many there are, so that a fixed number is.
+The products of such a row leave the range of floats. Its chunk is computed again by halves: the rows of the
+later half read the keys of the earlier half, all visible to them, relative to these keys alone; each half is
+halved in turn, and the pairs of the smallest blocks are computed one by one.
+
+On the CPU all weak chunks are computed again. Other devices are not asked how many there are: a fixed number
+is computed again, chunks with the most weak rows first. Other weak rows lose digits, or their chunk's part.
 """
 
 from collections.abc import Iterator
@@ -42,7 +44,7 @@ def weak(log_total: Tensor) -> Tensor:
 
 
 def read_weak_chunks(here: Sums, log_total: Tensor, queries: Tensor, keys: Tensor, values: Tensor) -> Sums:
-    """Sums over the keys of a chunk, with those of weak chunks computed again.
+    """Sums over the keys of a chunk, computed again for weak chunks.
 
     Args:
         log_total: Logarithm of each row's sum at the scale of its chunk, [flat_heads chunks rows 1].
@@ -51,13 +53,15 @@ def read_weak_chunks(here: Sums, log_total: Tensor, queries: Tensor, keys: Tenso
         values: Values and ones [flat_heads chunks size value_dim+1].
     """
     for chunks in weak_chunks(weak(log_total), queries.shape[-1]):
-        found = _read(chunk_rows(queries, chunks, keys.shape[2]), *(x.flatten(0, 1)[chunks] for x in (keys, values)))
+        found = _read(
+            chunk_rows(queries, chunks, keys.shape[2]), *(x.flatten(0, 1)[chunks] for x in (keys, values))
+        )
         here = Sums(*(put_chunks(x, chunks, y) for x, y in zip(here, found, strict=True)))
     return here
 
 
 def weak_chunks(rows: Tensor, features: int) -> Iterator[Tensor]:
-    """Indices, among the chunks of all heads, of some chunks at a time, first those with the most weak rows."""
+    """Indices of weak chunks among all chunks of all heads, some at a time, from the most weak rows on."""
     number = rows.flatten(2).sum(dim=-1).flatten()
     chunks = number.numel()
     capacity = min(max(_FEATURES // (rows.shape[2] * features), chunks // _SHARE, 1), chunks)

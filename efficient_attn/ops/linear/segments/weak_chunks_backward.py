@@ -1,7 +1,7 @@
 """Gradients from the pairs of weak chunks, by the halves and blocks of the forward pass.
 
-With L_t the logarithm of a row's denominator, every power e^(a_tf + u_jf − L_t) of a visible pair is at most 1; a
-half's keys and rows are relative to its largest keys, m: e^(a_tf + m_f − L_t) ≤ 1 and e^(u_jf − m_f) ≤ 1.
+With L_t the logarithm of a row's denominator, every power e^(a_tf + u_jf − L_t) of a visible pair is at most
+1. Keys and rows of two halves are relative to the largest keys, m: e^(a_tf + m_f − L_t), e^(u_jf − m_f) ≤ 1.
 """
 
 from typing import NamedTuple
@@ -10,7 +10,13 @@ import torch
 from torch import Tensor
 
 from efficient_attn.ops.linear.segments.scaled import floor
-from efficient_attn.ops.linear.segments.weak_chunks import blocks, half_blocks, halves, spread, to_power_of_two
+from efficient_attn.ops.linear.segments.weak_chunks import (
+    blocks,
+    half_blocks,
+    halves,
+    spread,
+    to_power_of_two,
+)
 
 
 class PairGradients(NamedTuple):
