@@ -201,7 +201,9 @@ def gradients_reach_parameters_only(subject: Subject, case: Case) -> Iterator[Fi
     inputs, backend = subject.inputs(case), subject.build(case)
     leaves = [x.requires_grad_() for x in inputs[:3]]
     known = {id(x) for x in (*leaves, *backend.parameters())}
-    todo, seen = [run(backend, inputs).grad_fn], set()
+    # The output owns its graph: torch 2.8 loses a node of an autograd function with its last tensor.
+    output = run(backend, inputs)
+    todo, seen = [output.grad_fn], set()
     while todo:
         node = todo.pop()
         if node is None or node in seen:
