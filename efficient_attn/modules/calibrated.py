@@ -80,7 +80,7 @@ class CalibratedFeatures(Float32Buffers):
         if fit.shift.shape[0]:
             moved_q = inputs.query_rows(ALL) @ fit.query_transform.mT
             moved_k = (inputs.key_rows(ALL) - fit.shift.unsqueeze(1)) @ fit.key_transform.mT
-            inputs = inputs._replace(q=unfold(moved_q, q.shape[1]), k=moved_k, scale=1.0)
+            q, k, scale = unfold(moved_q, q.shape[1]), moved_k, 1.0
         a = fit.curvatures
         assert inputs.directions is not None, "positive features have directions"
         w = inputs.directions.to(a)
@@ -88,7 +88,8 @@ class CalibratedFeatures(Float32Buffers):
         rest = torch.rsub(a, 1, alpha=4)
         weights = torch.addmm(rest.log().sum(dim=-1, keepdim=True), a, w.square().mT, beta=0.5, alpha=2)
         directions = w * rest.sqrt().unsqueeze(1)
-        return inputs._replace(directions=directions, log_weights=weights.unsqueeze(1))
+        # The compiler of torch 2.8 traces no `_replace`.
+        return LinearInputs(q, k, v, key_mask, directions, weights.unsqueeze(1), inputs.kind, scale)
 
     def _positive(
         self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, scale: float

@@ -33,7 +33,8 @@ class Call:
     def of(cls, args: tuple[Any, ...], options: dict[str, Any]) -> "Call":
         """The call with these arguments, positional ones in torch's order."""
         names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
-        return cls(**dict(zip(names, args, strict=False)), **options)
+        # The compiler of torch 2.8 ends a zip of unequal lengths with an error, whatever `strict` says.
+        return cls(**dict(zip(names[: len(args)], args, strict=True)), **options)
 
     def exact(self) -> Tensor:
         """The output of torch's own function."""

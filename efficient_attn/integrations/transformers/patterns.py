@@ -79,7 +79,8 @@ def pattern_compiled(mask_function: Callable, width: int | None, bidirectional: 
         return CAUSAL
     if mask_function is bidirectional_mask_function:
         return FULL
-    if width is not None and mask_function.__qualname__.startswith("and_masks"):
+    # The compiler of torch 2.8 reads no `__qualname__` of an inner function, but puts it into `__name__`.
+    if width is not None and mask_function.__name__.endswith("and_mask"):
         return Pattern(width, width) if bidirectional else Pattern(width - 1, 0)
     return Pattern(
         None, None, "a mask that compiled code does not name (without packed sequences, pass attention_mask)"
