@@ -97,6 +97,24 @@ def test_every_direct_dependency_has_a_tested_version() -> None:
     assert re.fullmatch(r"[\d.]+", pins["torch"])
 
 
+def test_pages_and_comments_know_the_oldest_torch() -> None:
+    (floor,) = re.findall(r"torch>=(\S+)", " ".join(PROJECT["project"]["dependencies"]))
+    pages = ("README.md", "CONTRIBUTING.md", "docs/index.md")
+    assert [page for page in pages if f"torch {floor} or later" not in _text(ROOT / page)] == []
+    # A comment about a torch that is no longer supported explains code that can go.
+    sources = [file for top in FOLDERS.values() for file in top.rglob("*.py")]
+    named = {version for file in sources for version in re.findall(r"\btorch (\d+\.\d+)", _text(file))}
+    assert [version for version in named if _numbers(version) < _numbers(floor)] == []
+
+
+def _text(file: Path) -> str:
+    return file.read_text(encoding="utf-8")
+
+
+def _numbers(version: str) -> list[int]:
+    return [int(part) for part in version.split(".")]
+
+
 def test_every_package_that_is_imported_is_declared() -> None:
     core = requirement_names(PROJECT["project"]["dependencies"])
     optional = requirement_names(PROJECT["project"]["optional-dependencies"]["hf"])
