@@ -7,6 +7,7 @@ workspaces. The events come from a private part of torch, which a known pattern 
 import functools
 import gc
 import os
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -70,8 +71,11 @@ def _allocation_peak(call: Call) -> Peak:
     gc.collect()
     # Accumulating events would convert them to Python objects, which takes six times as long as reading them.
     settings: dict[str, Any] = {"profile_memory": True, "acc_events": False}
-    with _quiet_profiler(), profile(activities=[ProfilerActivity.CPU], **settings) as run:
-        result = call()
+    with _quiet_profiler(), warnings.catch_warnings():
+        # Some versions, torch 2.11 for one, warn in the first cycle that later ones clear its events.
+        warnings.filterwarnings("ignore", message=".*Profiler clears events")
+        with profile(activities=[ProfilerActivity.CPU], **settings) as run:
+            result = call()
     sizes = [size for _, size in sorted(_allocations(run), key=lambda event: event[0])]
     del result
     level = highest = 0
