@@ -1,12 +1,26 @@
-"""Conditions on the machine during a measurement: background load, CPU steal, clock drift.
+"""Conditions on the machine during a measurement: background load, CPU steal, clock drift, GPU state.
 
 The figures are approximate, and depend on the system; unknown figures are None.
 """
 
 import os
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from efficient_attn.measure.environment import ask_driver
+
+# Fields of records on the state of a GPU: the name at the driver, and the function of its answer.
+_GPU_STATE: dict[str, tuple[str, Callable[[str], Any]]] = {
+    "sm_clock_hz": ("clocks.sm", lambda text: 1e6 * float(text.removesuffix(" MHz"))),
+    "memory_clock_hz": ("clocks.mem", lambda text: 1e6 * float(text.removesuffix(" MHz"))),
+    "power_w": ("power.draw", lambda text: float(text.removesuffix(" W"))),
+    "temperature_c": ("temperature.gpu", float),
+    "power_state": ("pstate", str),
+    "throttle_reasons": ("clocks_throttle_reasons.active", lambda text: int(text, 16)),
+}
 
 # A fixed loop: long enough for the clock, short enough that one of the runs is not preempted.
 _LOOP_STEPS, _LOOPS = 20_000, 100
@@ -52,6 +66,23 @@ def between(before: Moment, after: Moment) -> dict[str, Any]:
         "loop_before_s": before.loop_s,
         "loop_after_s": after.loop_s,
     }
+
+
+def gpu_state(device: str) -> dict[str, Any]:
+    """Clocks, power and throttling of a GPU now, by field of a record; None without an answer."""
+    if not device.startswith("cuda"):
+        return {}
+    asked = ask_driver(device, [name for name, _ in _GPU_STATE.values()])
+    return {field: _read(asked[name], read) for field, (name, read) in _GPU_STATE.items()}
+
+
+def _read(text: str | None, read: Callable[[str], Any]) -> Any:
+    # Some devices answer [N/A].
+    if text is None or text.startswith("["):
+        return None
+    with suppress(ValueError):
+        return read(text)
+    return None
 
 
 def waited_s() -> float | None:

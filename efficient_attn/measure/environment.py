@@ -131,16 +131,23 @@ def _gpu(device: str) -> dict[str, Any] | None:
     import torch
 
     properties = torch.cuda.get_device_properties(device)
-    # CUDA_VISIBLE_DEVICES renumbers the devices; the driver knows each by its name.
-    device_id, fields = f"--id=GPU-{properties.uuid}", f"--query-gpu={','.join(_DRIVER)}"
-    asked = _ask(["nvidia-smi", device_id, fields, "--format=csv,noheader"])
-    values = asked.split(", ") if asked else [None] * len(_DRIVER)
     return {
         "name": properties.name,
         "memory_bytes": properties.total_memory,
         "cuda": torch.version.cuda,
-        **dict(zip(_DRIVER, values, strict=True)),
+        **ask_driver(device, _DRIVER),
     }
+
+
+def ask_driver(device: str, fields: Sequence[str]) -> dict[str, str | None]:
+    """Answers of the GPU's driver, in the words of nvidia-smi; None if it gives none."""
+    import torch
+
+    # CUDA_VISIBLE_DEVICES renumbers the devices; the driver knows each by its name.
+    device_id = f"--id=GPU-{torch.cuda.get_device_properties(device).uuid}"
+    asked = _ask(["nvidia-smi", device_id, f"--query-gpu={','.join(fields)}", "--format=csv,noheader"])
+    values = asked.split(", ") if asked else []
+    return dict(zip(fields, values, strict=True)) if len(values) == len(fields) else dict.fromkeys(fields)
 
 
 def _ask(command: list[str]) -> str | None:

@@ -22,7 +22,8 @@ from efficient_attn.measure.checked import backends_in, check_gradients, outputs
 from efficient_attn.measure.error import mean_of_values
 from efficient_attn.operation_counts import MatMul, OperationCounts
 from efficient_attn.registry import BackendSpec, Capabilities, NoOptions
-from efficient_attn.runner.counting import WIDENING, flops
+from efficient_attn.runner.counting import WIDENING, flops, moved_bytes
+from efficient_attn.runner.execution import executed
 from efficient_attn.runner.inputs import read_given
 from efficient_attn.runner.record import SAME_INPUTS, Case
 from efficient_attn.runner.sizes import MEAN_OF_VALUES
@@ -39,6 +40,7 @@ class Prepared(NamedTuple):
         inputs: q, k, v [batch heads tokens head_dim], or x [batch tokens model_dim].
         streams: Whether the module supports incremental decoding.
         flops: Operations of the call's matrix products; None if not counted.
+        moved_bytes: Bytes that attention alone reads and writes at least; None if not counted.
         calibrated_on: Calibration inputs of backends that need calibration; None: no backend does.
     """
 
@@ -48,6 +50,7 @@ class Prepared(NamedTuple):
     inputs: tuple[Tensor, ...]
     streams: bool
     flops: int | None
+    moved_bytes: int | None
     calibrated_on: str | None
 
 
@@ -74,13 +77,20 @@ def prepare(case: Case, target: Any, inputs: str | None = None) -> Prepared:
         tensors = list(given.activations)
         gradient = tensors[0].new_ones(*tensors[0].shape[:-1], tensors[2].shape[-1])
     calibrated_on = _calibrate(module, tensors)
-    call = _with_backward(module, tensors, gradient) if case.backward else _forward(module, tensors)
+
+    def called(target: Any) -> Callable[[], object]:
+        return _with_backward(target, tensors, gradient) if case.backward else _forward(target, tensors)
+
+    call = called(module)
     streams = case.causal and bool(spec.capabilities.streaming)
     # Operation counts are defined for q, k and v of one shape.
     alike = len({tensor.shape for tensor in tensors}) == 1
-    counted = flops(case, spec) if alike else None
-    checked = functools.partial(_checked, module, call, case)
-    return Prepared(module, call, checked, tuple(tensors), streams, counted, calibrated_on)
+    counted, moved = (count(case, spec) if alike else None for count in (flops, moved_bytes))
+    checked: Callable[[], object] = functools.partial(_checked, module, call, case)
+    if case.execution is not None:
+        checked()
+        call = checked = executed(case.execution, module, called, spec=spec, device=case.device)
+    return Prepared(module, call, checked, tuple(tensors), streams, counted, moved, calibrated_on)
 
 
 def state_bytes(prepared: Prepared) -> int | None:

@@ -32,6 +32,12 @@ def flops(case: Case, spec: BackendSpec) -> int | None:
     return (case.layers or 1) * (cost.flops + around)
 
 
+def moved_bytes(case: Case, spec: BackendSpec) -> int | None:
+    """Bytes of inputs, output, parameters and gradients of attention alone; None if not counted."""
+    cost = _cost(case, spec) if case.of == "attention" else None
+    return None if cost is None else cost.moved_bytes
+
+
 def _cost(case: Case, spec: BackendSpec) -> Cost | None:
     """Counted cost of the attention of the case."""
     problem = AttentionProblem(

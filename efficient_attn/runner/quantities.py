@@ -11,6 +11,9 @@ from efficient_attn.runner.quantity import (
     setting,
 )
 
+# Parts of conditions in a comparison.
+_CEILING, _STATE = "reference of shares", "reason for an unclear device time"
+
 # Costs: `bench`, `compare`, `reproduce`.
 register(
     Quantity(
@@ -23,11 +26,21 @@ register(
         record_field="times_s",
         samples="times_s",
     ),
+    Quantity(
+        name="device_time_s",
+        unit="s",
+        meaning="Time of a queued call on a GPU without launch overhead, one entry per timed call, in order.",
+        type="numbers",
+        scatter="rounds",
+        threshold=MATTERS,
+        record_field="device_times_s",
+        samples="device_times_s",
+    ),
     condition(
         "round_sizes",
         "",
         "Number of timed calls in each interleaved round, in order.",
-        "rounds of times_s",
+        "rounds of times_s and device_times_s",
         type="whole numbers",
     ),
     condition(
@@ -47,6 +60,21 @@ register(
     cost("parameter_bytes", "bytes", "Size of the parameters of the backend."),
     cost("state_bytes", "bytes", "Size of the streaming state of a causal backend after all tokens."),
     cost("flops", "FLOP", "Floating-point operations of the matrix products of a call."),
+    cost("moved_bytes", "bytes", "Size of inputs, output, parameters and gradients of attention, each once."),
+    condition("matmul_flops_per_s", "FLOP/s", "Peak rate of large matrix products.", _CEILING),
+    condition("copy_bytes_per_s", "B/s", "Peak rate of a large copy, reads and writes.", _CEILING),
+    condition("sm_clock_hz", "Hz", "Clock of the GPU's multiprocessors after the first round.", _STATE),
+    condition("memory_clock_hz", "Hz", "Clock of the GPU's memory after the first round.", _STATE),
+    condition("power_w", "W", "Power draw of the GPU after the first round.", _STATE),
+    condition("temperature_c", "°C", "Temperature of the GPU after the first round.", _STATE),
+    condition("power_state", "", "Performance state of the GPU, P0 the highest.", _STATE, type="text"),
+    condition(
+        "throttle_reasons",
+        "",
+        "Reasons that held clocks down after the first round, as the bit mask of NVML.",
+        _STATE,
+        type="whole number",
+    ),
     setting(
         "calibrated_on",
         "",
@@ -126,5 +154,4 @@ register(
     setting("matched_amount", "", "Amount of the matched budget.", type="number", threshold=MATTERS),
     setting("matched_size", "", "Number of features of performer-positive with the matched budget."),
     condition("empty_call_s", "s", "Time that the clock measured for an empty call.", "shown nowhere"),
-    condition("matmul_flops_per_s", "FLOP/s", "Peak rate of large matrix products.", "shown nowhere"),
 )

@@ -29,6 +29,9 @@ SCHEMA = 2
 
 STATUSES = ("ok", "unsupported", "skipped", "oom", "timeout", "crash", "error")
 
+# Executions of a call other than eager.
+COMPILED, CUDA_GRAPH = EXECUTIONS = ("compiled", "cuda-graph")
+
 # `calibrated_on` of a backend that was calibrated on the inputs of its measurement.
 SAME_INPUTS = "the inputs measured"
 
@@ -72,6 +75,13 @@ class Case:
         Meta(description="Only layer of a model whose attention was replaced, from 0; null: all layers."),
     ] = None
     seed: Annotated[Seed, Meta(description="Random seed of the inputs, or of the first draw.")] = 0
+    execution: Annotated[
+        str | None, Meta(description="compiled (torch.compile) or cuda-graph (replayed); null: eager.")
+    ] = None
+    l2: Annotated[
+        str | None,
+        Meta(description="L2 cache of a GPU when a call with a device time begins: cold (flushed) or warm."),
+    ] = None
     schema: Annotated[
         int, Meta(description="Version of this schema. A reader reads every version up to its own.")
     ] = SCHEMA
@@ -158,7 +168,9 @@ def replace(item: _T, **values: Any) -> _T:
 def joined(parts: Sequence[Record]) -> Record:
     """One record with the samples of all rounds, cut evenly to the capacity of a record."""
     most = max(SAMPLES // len(parts), 1)
-    kept = [(part.times_s or ())[:most] for part in parts]
+    kept, device = (
+        [(getattr(part, name) or ())[:most] for part in parts] for name in ("times_s", "device_times_s")
+    )
     waited_s = [
         part.waited_s * len(times_s) / max(len(part.times_s or ()), 1)
         for part, times_s in zip(parts, kept, strict=True)
@@ -167,6 +179,7 @@ def joined(parts: Sequence[Record]) -> Record:
     return replace(
         parts[0],
         times_s=tuple(time_s for times_s in kept for time_s in times_s),
+        device_times_s=tuple(time_s for times_s in device for time_s in times_s) or None,
         round_sizes=tuple(map(len, kept)),
         waited_s=sum(waited_s) if len(waited_s) == len(parts) else None,
     )

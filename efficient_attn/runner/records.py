@@ -150,10 +150,11 @@ def parse(text: bytes, place: str) -> Record:
     """The record of one line of any released schema; messages call the line `place`."""
     row = _fast_row(text) or _checked_row(text, place)
     measured = {name: row[name] for name in row.keys() - _NOT_MEASURED}
-    times_s = measured.get("times_s")
-    if times_s and None in times_s:
-        # Null replaces a time that was not finite, named in `reason`; it is no sample.
-        measured["times_s"] = tuple(time_s for time_s in times_s if time_s is not None) or None
+    for name in ("times_s", "device_times_s"):
+        times_s = measured.get(name)
+        if times_s and None in times_s:
+            # Null replaces a time that was not finite, named in `reason`; it is no sample.
+            measured[name] = tuple(time_s for time_s in times_s if time_s is not None) or None
     case = msgspec.convert(row, Case)
     return Record(case=case, status=row["status"], reason=row.get("reason"), measured=measured)
 

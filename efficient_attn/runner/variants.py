@@ -5,7 +5,7 @@ import math
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import PurePath
 from typing import Any
 
@@ -37,6 +37,7 @@ class Variant:
         target: Argument of `build`: a name, a path, a module or a callable.
         options: All options, including defaults.
         memory_growth: Declared power of tokens in its memory.
+        execution: One of EXECUTIONS; None: eager.
     """
 
     backend: str
@@ -45,10 +46,26 @@ class Variant:
     options: Mapping[str, Any] = field(default_factory=dict)
     time_growth: int = 1
     memory_growth: int = 1
+    execution: str | None = None
 
     def case(self, **fields: Any) -> Case:
         """A case of this variant, with these further fields."""
-        return Case(backend=self.backend, label=self.label, options=self.options, **fields)
+        return Case(
+            backend=self.backend,
+            label=self.label,
+            options=self.options,
+            execution=self.execution,
+            **fields,
+        )
+
+    def executed(self, execution: str) -> "Variant":
+        """The variant in another execution than eager, as its own line: `exact · compiled`."""
+        return replace(self, label=execution_label(self.label, execution), execution=execution)
+
+
+def execution_label(label: str, execution: str | None) -> str:
+    """Label of a variant in this execution."""
+    return label if execution is None else f"{label} · {execution}"
 
 
 def parse_settings(texts: Sequence[str]) -> dict[str, dict[str, list[str]]]:

@@ -7,16 +7,22 @@ and exceptions are records too.
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 from efficient_attn.contained import contained, described, one_line
 from efficient_attn.errors import AttentionError
 from efficient_attn.measure import clock, conditions, memory
+from efficient_attn.measure.ceilings import ceilings
+from efficient_attn.measure.queued import COLD, QueuedCalls
 from efficient_attn.runner.record import Case, Record, replace
 
 # Seconds of timed calls; bounds on their number per round.
 CALLS_S = 0.1
 _FEWEST_CALLS, _MOST_CALLS = 1, 1000
+
+# Bound on a GPU, where each call is timed twice and flushes take longer than short calls.
+_MOST_CALLS_ON_CUDA = 200
 
 # Messages of torch's allocators; the CPU allocator raises a plain RuntimeError.
 _OUT_OF_MEMORY = ("can't allocate memory", "out of memory", "not enough memory")
@@ -39,7 +45,13 @@ def measure(case: Case, *, target: Any = None, seconds: float = CALLS_S, inputs:
         prepared = calls.prepare(case, case.backend if target is None else target, inputs)
         if case.kind == "time":
             record = time_of(case, prepared.call, seconds=seconds, first=prepared.checked)
-            record = replace(record, flops=prepared.flops)
+            record = replace(
+                record,
+                flops=prepared.flops,
+                moved_bytes=prepared.moved_bytes,
+                **ceilings(case.device, case.dtype)._asdict(),
+                **_gpu_state(case),
+            )
         else:
             record = memory_of(case, prepared.call, first=prepared.checked)
             parameters, state = memory.parameter_bytes(prepared.module), calls.state_bytes(prepared)
@@ -66,22 +78,33 @@ def answer(case: Case, measured: Callable[[], Record]) -> Record:
 def time_of(
     case: Case, call: Call, *, seconds: float, first: Call | None = None, least: int = _FEWEST_CALLS
 ) -> Record:
-    """Timed calls for about `seconds`, after a warm-up.
+    """Timed calls for about `seconds`, after a warm-up; with an L2 state also as many device times.
 
     Args:
         first: The same call with checks of its result; None: no checks.
     """
     time_call = clock.clock(case.device)
     clock.warm_up(call, time_call, limit_s=seconds, first=first)
+    queued = QueuedCalls(call, case.device, l2=case.l2 or COLD) if case.device.startswith("cuda") else None
+    if queued is not None:
+        queued.warm_up()
+    most = _MOST_CALLS if queued is None else _MOST_CALLS_ON_CUDA
     waited_before_s = conditions.waited_s()
-    times_s = clock.sample(call, time_call, seconds=seconds, least=least, most=_MOST_CALLS)
+    times_s = clock.sample(call, time_call, seconds=seconds, least=least, most=most)
     waited_s = conditions.waited_s()
     return Record(
         case=case,
         times_s=times_s,
+        device_times_s=None if queued is None or case.l2 is None else queued.times(len(times_s)),
         round_sizes=(len(times_s),),
         waited_s=None if waited_s is None or waited_before_s is None else waited_s - waited_before_s,
     )
+
+
+@cache
+def _gpu_state(case: Case) -> dict[str, Any]:
+    """State of the GPU, read in the first round of a case: the driver takes milliseconds to answer."""
+    return conditions.gpu_state(case.device)
 
 
 def memory_of(case: Case, call: Call, *, first: Call | None = None) -> Record:

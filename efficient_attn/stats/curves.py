@@ -8,7 +8,7 @@ from efficient_attn.runner.records import Case, Record
 from efficient_attn.runner.variants import CEILING, YARDSTICK
 from efficient_attn.runner.variants import DENSE as DENSE
 from efficient_attn.stats.growth import Growth, exact_growth, growth
-from efficient_attn.stats.rounds import call_time
+from efficient_attn.stats.rounds import call_time, on_device
 
 # Kind of record that holds each quantity.
 QUANTITIES = {
@@ -17,6 +17,9 @@ QUANTITIES = {
     "parameter_bytes": "memory",
     "state_bytes": "memory",
 }
+
+# Names of times in tables, of device times too; the CPU has one time.
+TIME, DEVICE_TIME = "time", "device time"
 
 # Fields that may differ between the cases of several runs, and then become part of the curve's name.
 _MAY_DIFFER = (
@@ -32,6 +35,7 @@ _MAY_DIFFER = (
     "threads",
     "inputs",
     "seed",
+    "l2",
 )
 
 
@@ -71,7 +75,8 @@ class Curve(NamedTuple):
     @property
     def setting(self) -> tuple[Any, ...]:
         """Setting of the measurement, without the backend; curves with equal settings are comparable."""
-        return tuple(getattr(self.points[0].record.case, field) for field in _MAY_DIFFER)
+        # The label names the execution.
+        return tuple(getattr(self.points[0].record.case, field) for field in (*_MAY_DIFFER, "execution"))
 
     def at(self, tokens: int) -> Point | None:
         """The measured point at this length."""
@@ -112,6 +117,12 @@ def by_subject(records: Iterable[Record]) -> dict[str, list[Record]]:
             of, layers = record.case.of, record.case.layers
             groups.setdefault(of if layers is None else f"{of} of {layers} layers", []).append(record)
     return groups
+
+
+def by_clock(records: Sequence[Record]) -> dict[str, Sequence[Record]]:
+    """The records by TIME, and the records with device times by DEVICE_TIME, with these in place of times."""
+    queued = [on_device(record) for record in records if record.device_times_s]
+    return {TIME: records, DEVICE_TIME: queued} if queued else {TIME: records}
 
 
 def partner(curve: Curve, all_curves: Iterable[Curve], backend: str) -> Curve | None:

@@ -93,6 +93,15 @@ def _waiting(record: Record) -> float | None:
     return record.waited_s / (sum(_samples(record)) * max(record.case.threads, 1))
 
 
+def _throttled(record: Record) -> float | None:
+    """The part of the driver's bit mask for power, heat and hardware; idleness and chosen clocks are none."""
+    return None if record.throttle_reasons is None else record.throttle_reasons & _SLOWED
+
+
+def _unknown_state(record: Record) -> float | None:
+    return float(record.case.device.startswith("cuda") and record.sm_clock_hz is None)
+
+
 def _lacking_rounds(record: Record) -> float | None:
     return FEWEST_ROUNDS - (len(round_times(record)) or FEWEST_ROUNDS)
 
@@ -128,6 +137,9 @@ _ROUNDS = "more --rounds would settle it."
 _THREADS = "use fewer --threads, or an idle machine."
 _WAITING = "threads waited for a processor up to {:.0%} of the time"
 
+# NVML's throttle reasons 4 and 128, power; 8, hardware; 32 and 64, heat.
+_SLOWED = 4 | 8 | 32 | 64 | 128
+
 # Shares of records and of runs, their limits, and sentences; typical comparisons look for a few percent.
 _OF_RECORDS: tuple[tuple[Share, float, str], ...] = (
     (_half_width, 0.1, f"Noisy: the interval of {{}} reaches {{:.0%}} from the median; {_ROUNDS}"),
@@ -141,6 +153,17 @@ _OF_RECORDS: tuple[tuple[Share, float, str], ...] = (
         0.0,
         f"Few rounds: {{}} had fewer than {FEWEST_ROUNDS}, too few for an interval; use --rounds "
         f"{FEWEST_ROUNDS} or more.",
+    ),
+    (
+        _throttled,
+        0,
+        "Throttled GPU: power, heat or hardware held its clocks down after {} (reasons {:#x}); cool it, or "
+        "lock its clocks.",
+    ),
+    (
+        _unknown_state,
+        0.0,
+        "Unknown GPU state: clocks, power and throttling of {} are not recorded; nvidia-smi gave no answer.",
     ),
 )
 _LOADS: tuple[tuple[Share, float, str], ...] = (

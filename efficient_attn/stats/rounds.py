@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from efficient_attn.runner.record import Record
+from efficient_attn.runner.record import Record, replace
 from efficient_attn.stats.median import middle
 from efficient_attn.stats.significance import correlated, quantile
 
@@ -60,6 +60,28 @@ def call_time(record: Record) -> Typical:
     if not len(rounds):
         return Typical(middle(times_s).median, None, None, len(times_s))
     return _typical(rounds)._replace(samples=len(times_s))
+
+
+def percentiles(record: Record) -> dict[str, float]:
+    """Percentiles p20, p50 and p80 over all calls, each the nearest sample."""
+    times_s = sorted(record.times_s or ())
+    return {f"p{share}": times_s[round(share / 100 * (len(times_s) - 1))] for share in (20, 50, 80)}
+
+
+def tokens_per_s(record: Record) -> float | None:
+    """Tokens of the batch over the time of a call."""
+    return per_second(record.case.batch * record.case.tokens, record)
+
+
+def per_second(amount: float, record: Record) -> float | None:
+    """The amount over the time of a call; None for a time of zero, which a file may hold."""
+    time_s = call_time(record).median
+    return amount / time_s if time_s > _SHORTEST_S else None
+
+
+def on_device(record: Record) -> Record:
+    """The record with device times in place of times, of which it has as many in every round."""
+    return replace(record, times_s=record.device_times_s, device_times_s=None)
 
 
 def time_ratio(record: Record, other: Record) -> Typical:

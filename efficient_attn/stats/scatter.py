@@ -77,16 +77,16 @@ def times(samples: Iterable[float | None]) -> list[float]:
     return [time_s for time_s in numbers(samples) if time_s > 0]
 
 
-def turn_middles(record: Record) -> significance.Floats:
+def turn_middles(record: Record, field: str = "times_s") -> significance.Floats:
     """Interquartile mean of the logarithms of each round of timed calls, shape (rounds,)."""
-    parts = [times(part) for part in significance.turns(record.times_s or (), record.round_sizes)]
+    parts = [times(part) for part in significance.turns(getattr(record, field) or (), record.round_sizes)]
     means = np.array([significance.interquartile_mean(np.log(part)) for part in parts if part])
     if len(means) <= _MOST_ROUNDS:
         return means
     return np.array([block.mean() for block in np.array_split(means, _MOST_ROUNDS)])
 
 
-def _rounds(record: Record) -> significance.Floats:
+def _rounds(record: Record, quantity: Quantity) -> significance.Floats:
     """Logarithms of the time in each round."""
     if record.case.kind == "train":
         seconds, steps = record.train_seconds_s or (), record.train_steps or ()
@@ -98,20 +98,20 @@ def _rounds(record: Record) -> significance.Floats:
         # Consecutive steps of one training share the state of the machine and count as one round.
         samples = times(record.times_s or ())
         return np.array([significance.interquartile_mean(np.log(samples))] if samples else [])
-    return turn_middles(record)
+    return turn_middles(record, quantity.samples or quantity.field)
 
 
 def tested(quantity: Quantity, old: Side, new: Side, noise: Noise) -> Tested | None:
     """The test of a quantity that fits its scatter; None without a usable number on either side."""
     if quantity.scatter == "rounds":
-        return _times_tested(old, new, noise)
+        return _times_tested(quantity, old, new, noise)
     return _values_tested(quantity, old, new, noise)
 
 
-def _times_tested(old: Side, new: Side, noise: Noise) -> Tested | None:
+def _times_tested(quantity: Quantity, old: Side, new: Side, noise: Noise) -> Tested | None:
     """Student's test of log times: over rounds of one run, over seeds, or over runs."""
-    sides = [[[found for one in run if len(found := _rounds(one))] for run in side] for side in (old, new)]
-    sides = [[run for run in side if run] for side in sides]
+    sides = [[[_rounds(one, quantity) for one in run] for run in side] for side in (old, new)]
+    sides = [[known for run in side if (known := [one for one in run if len(one)])] for side in sides]
     if not all(sides):
         return None
     over = "runs"

@@ -28,6 +28,7 @@ def cost_points(
     rounds: int,
     kinds: Sequence[str] = ("time", "memory"),
     limit_bytes: int | None = None,
+    l2: str | None = None,
 ) -> list[Point]:
     """One point per length, kind and variant; the times of one length are interleaved.
 
@@ -35,13 +36,14 @@ def cost_points(
         shared: Fields common to all cases.
         measure: Measurement of a case, `measure(case, target=…, seconds=…)`.
         limit_bytes: Points that are predicted to need more memory are skipped.
+        l2: State of the L2 cache for device times; None: no device times.
     """
     positive_count("rounds", rounds)
     points = []
     for tokens, kind, variant in itertools.product(lengths, kinds, variants):
-        case = variant.case(kind=kind, tokens=tokens, **shared)
-        needed = predict_bytes(case, variant.memory_growth)
         timed = kind == "time"
+        case = variant.case(kind=kind, tokens=tokens, **shared, l2=l2 if timed else None)
+        needed = predict_bytes(case, variant.memory_growth)
         points.append(
             Point(
                 case=case,

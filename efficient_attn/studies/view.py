@@ -15,7 +15,7 @@ from efficient_attn.report.palette import line_styles
 from efficient_attn.report.table import Table, show_ratio, show_spread, three_digits
 from efficient_attn.runner.quantity import FIELDS, QUANTITIES, Quantity
 from efficient_attn.runner.record import Record
-from efficient_attn.stats.rounds import call_time, time_ratio
+from efficient_attn.stats.rounds import call_time, on_device, percentiles, time_ratio, tokens_per_s
 
 Environment = Mapping[str, Any]
 Plots = dict[str, Plot]
@@ -51,6 +51,11 @@ def flat_row(record: Record) -> dict[str, Any]:
     if record.times_s:
         median, low, high, samples = call_time(record)
         row |= {"time_s": median, "time_low_s": low, "time_high_s": high, "samples": samples}
+        row |= {f"time_{name}_s": value for name, value in percentiles(record).items()}
+        if record.case.kind == "time":
+            row["tokens_per_s"] = tokens_per_s(record)
+    if record.device_times_s:
+        row["device_time_s"] = call_time(on_device(record)).median
     return row
 
 

@@ -5,8 +5,10 @@ from dataclasses import replace
 from typing import Annotated, Any
 
 from efficient_attn.contained import trial
-from efficient_attn.errors import OptionError
+from efficient_attn.errors import OptionError, UnsupportedError
+from efficient_attn.measure.queued import COLD, L2
 from efficient_attn.runner.isolation import DEFAULT_ISOLATION, DEFAULT_TIMEOUT_S
+from efficient_attn.runner.record import COMPILED, CUDA_GRAPH
 from efficient_attn.runner.units import parse_sizes
 from efficient_attn.runner.variants import YARDSTICK, Variant, ceiling, is_ours, select
 from efficient_attn.studies import options as shared
@@ -50,6 +52,15 @@ def plan(
     dtype: shared.Dtype = "auto",
     device: shared.Device = "auto",
     threads: shared.Threads = None,
+    compile: Annotated[bool, Option(help="Measure every backend compiled by torch.compile too.")] = False,
+    cuda_graph: Annotated[bool, Option(help="Measure every backend replayed from a CUDA graph too.")] = False,
+    l2: Annotated[
+        str | None,
+        Option(
+            help="L2 cache of a GPU when a call begins whose device time is measured; cold.",
+            metavar="|".join(L2),
+        ),
+    ] = None,
     options: shared.Settings = None,
     exclude: shared.Exclude = None,
     rounds: Annotated[
@@ -86,6 +97,8 @@ def plan(
         of=of,
     )
     first = settled[0]
+    executions = [name for name, wanted in ((COMPILED, compile), (CUDA_GRAPH, cuda_graph)) if wanted]
+    _check_device(first.device, executions, l2)
     chosen, other = _variants(backends, options, exclude, against)
     measurer, limit, notes = measurer_for(
         chosen, first, isolate=isolate, timeout_s=timeout_s, memory_limit=memory_limit
@@ -94,14 +107,18 @@ def plan(
     for workload in settled:
         _try_options(chosen, workload, max(lengths))
         baselines = () if workload.of == "attention" else (ceiling(),)
-        points += cost_points(
-            (*baselines, *chosen),
-            lengths,
-            {**vars(workload), "inputs": "gaussian"},
-            measure=measurer,
-            rounds=rounds if rounds is not None else _ROUNDS if other is None else _ROUNDS_OF_VERSIONS,
-            limit_bytes=limit,
-        )
+        for execution in (None, *executions):
+            points += cost_points(
+                [one if execution is None else one.executed(execution) for one in (*baselines, *chosen)],
+                lengths,
+                {**vars(workload), "inputs": "gaussian"},
+                measure=measurer,
+                rounds=rounds if rounds is not None else _ROUNDS if other is None else _ROUNDS_OF_VERSIONS,
+                # The memory of a graph is allocated when it is captured, none of it in a call.
+                kinds=("time",) if execution == CUDA_GRAPH else ("time", "memory"),
+                limit_bytes=limit,
+                l2=(l2 or COLD) if first.device.startswith("cuda") else None,
+            )
     return Plan(
         # Points that are compared are measured at one time.
         points=sorted(points, key=lambda point: point.case.tokens),
@@ -132,6 +149,15 @@ def _variants(
         # Two files of one name, or the same version twice.
         other = replace(other, label=f"{other.label} (against)")
     return (other, *chosen), other
+
+
+def _check_device(device: str, executions: Sequence[str], l2: str | None) -> None:
+    """Refuse options that only a GPU has on another device, and unknown states of its cache."""
+    if l2 not in (None, *L2):
+        raise OptionError(f"l2 is {' or '.join(L2)}, not {l2!r}.")
+    asked = "l2" if l2 is not None else "cuda_graph" if CUDA_GRAPH in executions else None
+    if asked is not None and not device.startswith("cuda"):
+        raise UnsupportedError(f"{asked} needs a CUDA device; device is {device!r}.")
 
 
 def _try_options(variants: Sequence[Variant], workload: Workload, longest: int) -> None:

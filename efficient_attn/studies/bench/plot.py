@@ -7,7 +7,7 @@ from efficient_attn.report.notes import setting
 from efficient_attn.report.palette import line_styles
 from efficient_attn.runner.records import Record
 from efficient_attn.runner.units import show_bytes, show_seconds
-from efficient_attn.stats.curves import Curve, by_subject, curves
+from efficient_attn.stats.curves import DEVICE_TIME, Curve, by_clock, by_subject, curves
 from efficient_attn.studies.view import Environment, Plots
 
 _TITLES = {
@@ -25,7 +25,10 @@ _MARGIN = 1.5
 def plots(records: Sequence[Record], environment: Environment) -> Plots:
     """The plots worth a file."""
     measured = {record.case.kind for record in records if record.status == "ok"}
-    return {name: cost_plot(records, quantity) for name, quantity in _FILES.items() if name in measured}
+    found = {name: cost_plot(records, quantity) for name, quantity in _FILES.items() if name in measured}
+    if queued := by_clock(records).get(DEVICE_TIME):
+        found["device-time"] = cost_plot(queued)._replace(title="Device time of one queued call")
+    return found
 
 
 def cost_plot(records: Sequence[Record], y: str = "time_s") -> Plot:

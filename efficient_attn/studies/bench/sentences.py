@@ -7,7 +7,7 @@ from efficient_attn.report.notes import setting
 from efficient_attn.report.table import show_ratio
 from efficient_attn.runner.records import Record
 from efficient_attn.runner.variants import CEILING
-from efficient_attn.stats.curves import YARDSTICK, Curve, by_subject, curves
+from efficient_attn.stats.curves import TIME, YARDSTICK, Curve, by_clock, by_subject, curves
 from efficient_attn.stats.noise_warnings import COULD_NOT_TELL, IDLE, explanation
 from efficient_attn.studies.bench.crossover import gains
 from efficient_attn.studies.bench.tables import crossover_cells
@@ -20,7 +20,9 @@ def sentences(records: Sequence[Record], environment: Environment) -> list[str]:
     found = version_sentences(records, environment)
     for subject, group in by_subject(records).items() if not found else ():
         place = "" if subject == "attention" else f" of the {subject}"
-        found += pay_sentences(place, curves(group, "time_s"), environment)
+        for clock, timed in by_clock(group).items():
+            where = place if clock == TIME else f"{place} by {clock}"
+            found += pay_sentences(where, curves(timed, "time_s"), environment)
     return found
 
 

@@ -5,8 +5,9 @@ from collections.abc import Mapping, Sequence
 from efficient_attn.report.notes import failure_notes
 from efficient_attn.report.table import Table, show_growth, show_ratio, show_spread
 from efficient_attn.runner.records import Record
-from efficient_attn.stats.curves import YARDSTICK, Curve, by_subject, curves
+from efficient_attn.stats.curves import DEVICE_TIME, YARDSTICK, Curve, by_clock, by_subject, curves
 from efficient_attn.stats.rounds import FEWEST_ROUNDS
+from efficient_attn.studies.bench.calls import call_table
 from efficient_attn.studies.bench.crossover import FURTHEST, Crossover, crossovers, gains
 from efficient_attn.studies.view import Environment
 
@@ -21,6 +22,12 @@ _LOOKED = (
     f"run and beyond as far as {FURTHEST} times the last."
 )
 
+_QUEUED = (
+    "Device time: queued calls, which wait for no launch, with a {} L2 cache. Time: single calls on an idle "
+    "device, launches included."
+)
+_ALIKE = "Compiled and replayed calls are compared with {} compiled or replayed."
+
 Cells = Mapping[str, str]
 
 
@@ -29,12 +36,17 @@ def tables(records: Sequence[Record], environment: Environment) -> list[Table]:
     made = []
     for subject, group in by_subject(records).items():
         place = "" if subject == "attention" else f" of the {subject}"
-        times = curves(group, "time_s")
-        if times:
+        for clock, timed in by_clock(group).items():
+            times = curves(timed, "time_s")
             starts = crossover_cells(times)
             notes = (_INTERVALS, _LOOKED) if starts else (_INTERVALS,)
             more = {"speed, exact = 1": _speeds(times), "faster from": starts}
-            made.append(_cost_table(f"Time per call{place}, ms", times, _MILLISECOND, more, notes))
+            name = clock.capitalize()
+            if times:
+                title = f"{name} per call{place}, ms"
+                made.append(_cost_table(title, times, _MILLISECOND, more, (*notes, *_meanings(clock, times))))
+            if any(curve.measured for curve in times):
+                made.append(call_table(f"{name} at the longest length{place}", times))
         peaks = curves(group, "peak_bytes")
         if peaks:
             bytes_of = {"weights": "parameter_bytes", "state": "state_bytes"}
@@ -89,6 +101,15 @@ def _cost_table(
     ]
     failures = failure_notes([point.record for curve in all_curves for point in curve.points])
     return Table(title, ("backend", *map(str, lengths), "grows as", *more), tuple(rows), (*notes, *failures))
+
+
+def _meanings(clock: str, times: Sequence[Curve]) -> list[str]:
+    """Notes on device times, and on the baseline of compiled or replayed calls."""
+    cases = [curve.points[0].record.case for curve in times]
+    caches = " or ".join(sorted({case.l2 for case in cases if case.l2}))
+    return [_QUEUED.format(caches)] * (clock == DEVICE_TIME) + [_ALIKE.format(YARDSTICK)] * any(
+        case.execution for case in cases
+    )
 
 
 def _largest(records: Sequence[Record], quantity: str) -> Cells:

@@ -7,8 +7,9 @@ round is one sample. The interval holds within the run.
 from collections.abc import Sequence
 
 from efficient_attn.report.table import show_ratio
-from efficient_attn.runner.records import Record
-from efficient_attn.stats.curves import curves
+from efficient_attn.runner.records import Case, Record
+from efficient_attn.runner.variants import execution_label
+from efficient_attn.stats.curves import TIME, Curve, by_clock, curves
 from efficient_attn.stats.noise_warnings import COULD_NOT_TELL, IDLE, explanation
 from efficient_attn.stats.rounds import FEWEST_ROUNDS, Typical, time_ratio
 from efficient_attn.studies.bench.crossover import common_points
@@ -25,8 +26,18 @@ _ROUNDS = "more --rounds would settle it"
 
 def version_sentences(records: Sequence[Record], environment: Environment) -> list[str]:
     """The verdict on every version, lengths with the same verdict together; none without versions."""
-    times, against, sentences = curves(records, "time_s"), environment.get(AGAINST), []
-    others = [curve for curve in times if curve.points[0].record.case.label == against]
+    return [
+        sentence if clock == TIME else f"By {clock}: {sentence}"
+        for clock, timed in by_clock(records).items()
+        for sentence in _verdicts(curves(timed, "time_s"), environment)
+    ]
+
+
+def _verdicts(times: Sequence[Curve], environment: Environment) -> list[str]:
+    """One sentence on every pair of versions in one execution."""
+    against, sentences = environment.get(AGAINST), []
+    cases = {curve: curve.points[0].record.case for curve in times}
+    others = [curve for curve, case in cases.items() if _version(case) == against]
     for curve, other in ((curve, other) for other in others for curve in times if curve is not other):
         groups: dict[str, list[str]] = {}
         for own, its in common_points(curve, other) if curve.setting == other.setting else ():
@@ -38,6 +49,11 @@ def version_sentences(records: Sequence[Record], environment: Environment) -> li
         if verdicts:
             sentences.append(f"{curve.label} against {other.label}, speed of {other.label} = 1: {verdicts}.")
     return sentences
+
+
+def _version(case: Case) -> str:
+    """Label of the version without its execution."""
+    return case.label.removesuffix(execution_label("", case.execution))
 
 
 def _verdict(ratio: Typical) -> str:
