@@ -19,6 +19,7 @@ studies()
 # A kind of record that holds a quantity; all others are held by records of errors.
 KIND_OF = {
     "time_s": "time",
+    "device_time_s": "time",
     "train_step_s": "train",
     "accuracy": "recall",
     "train_bits_per_byte": "train",
@@ -51,7 +52,7 @@ def measured(quantity, value, noise):
             record(kind, train_steps=tuple(range(1, 17)), train_seconds_s=tuple(np.cumsum(value * noise)))
         ]
     if quantity.scatter == "rounds":
-        return [record(kind, times_s=tuple(value * noise), round_sizes=(4,) * 4)]
+        return [record(kind, **{quantity.samples: tuple(value * noise)}, round_sizes=(4,) * 4)]
     if quantity.scatter == "seeds":
         values = [value * one for one in noise[:4]]
         entries = [(one,) if quantity.entry else one for one in values]
@@ -74,10 +75,17 @@ def test_every_field_of_a_record_is_compared_or_says_its_part_in_the_comparison(
     # No field is compared and excused, no field is one of the case, and the excuses are these alone.
     assert not compared & {*CONDITIONS} and not FIELDS.keys() & {*CASE_FIELDS, "status", "reason"}
     assert sorted(CONDITIONS) == [
+        "copy_bytes_per_s",
         "empty_call_s",
         "matmul_flops_per_s",
+        "memory_clock_hz",
         "memory_method",
+        "power_state",
+        "power_w",
         "round_sizes",
+        "sm_clock_hz",
+        "temperature_c",
+        "throttle_reasons",
         "waited_s",
     ]
     assert not {*QUANTITIES, *CONDITIONS} & set(KINDS)

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import torch
 
 from efficient_attn.measure import environment as module
+from efficient_attn.measure.conditions import gpu_state
 from efficient_attn.measure.environment import available_bytes, environment, hide_paths, usable_cores
 
 
@@ -30,6 +31,34 @@ def test_a_gpu_has_its_driver_and_clocks_where_the_driver_answers(monkeypatch):
     assert known["driver_version"] == "580.1" and known["clocks.max.sm"] == "1980 MHz"
     monkeypatch.setattr(module, "_ask", lambda command: None)
     assert module._gpu("cuda:1") == {**known, **dict.fromkeys(module._DRIVER)}
+
+
+def test_the_state_of_a_gpu_is_what_its_driver_answers_and_unknown_otherwise(monkeypatch):
+    kind = SimpleNamespace(uuid="12ab")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: kind)
+    asked = []
+    answer = "1980 MHz, 2619 MHz, 412.30 W, 54, P0, 0x0000000000000024"
+    monkeypatch.setattr(module, "_ask", lambda command: asked.append(command) or answer)
+    known = {
+        "sm_clock_hz": 1.98e9,
+        "memory_clock_hz": 2.619e9,
+        "power_w": 412.3,
+        "temperature_c": 54,
+        "power_state": "P0",
+        "throttle_reasons": 0x24,
+    }
+    assert gpu_state("cuda:1") == known
+    assert (
+        asked[0][:2] == ["nvidia-smi", "--id=GPU-12ab"] and "clocks.sm,clocks.mem,power.draw" in asked[0][2]
+    )
+    monkeypatch.setattr(module, "_ask", lambda command: answer.replace("412.30 W", "[N/A]"))
+    assert gpu_state("cuda") == {**known, "power_w": None}
+    for silent in (None, "", "No devices were found", "a, b, c, d, e, f, g"):
+        monkeypatch.setattr(module, "_ask", lambda command, silent=silent: silent)
+        assert gpu_state("cuda") == dict.fromkeys(known)
+    monkeypatch.setattr(module, "_ask", lambda command: "?, ?, ?, ?, P0, ?")
+    assert gpu_state("cuda") == {**dict.fromkeys(known), "power_state": "P0"}
+    assert gpu_state("cpu") == {}
 
 
 def test_only_variables_of_the_list_are_told(monkeypatch):

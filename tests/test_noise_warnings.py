@@ -10,7 +10,7 @@ import pytest
 
 from efficient_attn import bench
 from efficient_attn.measure.conditions import between, moment, waited_s
-from efficient_attn.runner.records import Case, Record
+from efficient_attn.runner.record import Case, Record, replace
 from efficient_attn.stats.noise_warnings import DURING, doubts
 from efficient_attn.studies.results import read
 
@@ -46,6 +46,23 @@ def test_a_quiet_run_raises_no_doubt():
     assert (
         doubts([Record(case=record().case, status="error")], {DURING: [{**QUIET, "others_share": 1.0}]}) == []
     )
+
+
+def test_a_throttled_gpu_and_one_of_unknown_state_are_told():
+    def on_gpu(**state):
+        quiet = record(waited_s=None)
+        return replace(quiet, case=replace(quiet.case, device="cuda"), **state)
+
+    # Idleness (1), chosen clocks (2, 256) and synchronised boost (16) slow no call down.
+    assert doubts([on_gpu(sm_clock_hz=1.98e9, throttle_reasons=1 | 2 | 16 | 256)]) == []
+    for reason in (4, 8, 32, 64, 128):
+        (told,) = doubts([on_gpu(sm_clock_hz=1.2e9, throttle_reasons=1 | reason)])
+        assert told.startswith(
+            "Throttled GPU: power, heat or hardware held its clocks down after window at 256"
+        )
+        assert f"(reasons {reason:#x})" in told
+    (told,) = doubts([on_gpu()])
+    assert told.startswith("Unknown GPU state: clocks, power and throttling of window at 256 tokens")
 
 
 # A record, and all that is said about it.

@@ -25,7 +25,7 @@ class Ceilings(NamedTuple):
 
 @cache
 def ceilings(device: str, dtype: str) -> Ceilings:
-    """The ceilings of a device, measured once per process; copied bytes are read and written, and count twice."""
+    """The ceilings of a device, measured once per process; bytes are counted as read and as written."""
     if not device.startswith("cuda"):
         return Ceilings()
     return Ceilings(

@@ -9,6 +9,9 @@ STUDY = Study(
     plan=plan,
     folder=__name__,
     kinds=("time", "memory"),
-    quantities=tuple(QUANTITIES[name] for name in ("time_s", "peak_bytes", "parameter_bytes", "state_bytes")),
+    quantities=tuple(
+        QUANTITIES[name]
+        for name in ("time_s", "device_time_s", "peak_bytes", "parameter_bytes", "state_bytes")
+    ),
     budget="90s",
 )

@@ -1,4 +1,4 @@
-"""Table of the calls at the longest length: percentiles, throughput, and shares of measured ceilings."""
+"""Table of the calls at the longest length: percentiles, throughput, and percentages of measured peaks."""
 
 from collections.abc import Iterable, Sequence
 
@@ -7,10 +7,10 @@ from efficient_attn.runner.records import Record
 from efficient_attn.stats.curves import Curve
 from efficient_attn.stats.rounds import per_second, percentiles, tokens_per_s
 
-# Heads of the shares: the fields of the amount and of the measured rate, and the unit of 10⁹ of it.
+# Heads of the percentages: the fields of the amount and of the measured rate, and the unit of 10⁹ of it.
 _SHARES = {
-    "of product rate": ("flops", "matmul_flops_per_s", "GFLOP/s of a large matrix product"),
-    "of copy rate": ("moved_bytes", "copy_bytes_per_s", "GB/s of a large copy"),
+    "% of peak GEMM": ("flops", "matmul_flops_per_s", "GFLOP/s of a large matrix product (GEMM)"),
+    "% of peak copy": ("moved_bytes", "copy_bytes_per_s", "GB/s of a large copy"),
 }
 _COUNTED = "Operations exclude masked entries; inputs, output and parameters are moved once."
 
@@ -36,18 +36,18 @@ def call_table(title: str, times: Sequence[Curve]) -> Table:
 
 def _throughput(record: Record) -> str:
     rate = tokens_per_s(record)
-    return "" if rate is None else f"{rate:.3g}"
+    return "" if rate is None else three_digits(rate)
 
 
 def _share(record: Record, amount: str, ceiling: str) -> str:
-    """Achieved share of a measured rate, `42%`; empty if unknown."""
+    """Achieved percentage of a measured rate; empty if unknown."""
     done, most = getattr(record, amount), getattr(record, ceiling)
     rate = per_second(done, record) if done and most else None
-    return "" if rate is None else f"{rate / most:.2g}"
+    return "" if rate is None else three_digits(100 * rate / most)
 
 
 def _notes(records: Sequence[Record], heads: Iterable[str]) -> tuple[str, ...]:
-    """The measured rates behind the shares."""
+    """The measured rates behind the percentages."""
     rates = []
     for head in heads:
         _, field, unit = _SHARES[head]
@@ -55,4 +55,4 @@ def _notes(records: Sequence[Record], heads: Iterable[str]) -> tuple[str, ...]:
         rates.append(f"{three_digits(most / 1e9)} {unit}")
     if not rates:
         return ()
-    return (f"Shares of rates measured in this run: {', '.join(rates)}. {_COUNTED}",)
+    return (f"Peaks measured in this run: {', '.join(rates)}. {_COUNTED}",)

@@ -37,21 +37,25 @@ def tables(records: Sequence[Record], environment: Environment) -> list[Table]:
     for subject, group in by_subject(records).items():
         place = "" if subject == "attention" else f" of the {subject}"
         for clock, timed in by_clock(group).items():
-            times = curves(timed, "time_s")
-            starts = crossover_cells(times)
-            notes = (_INTERVALS, _LOOKED) if starts else (_INTERVALS,)
-            more = {"speed, exact = 1": _speeds(times), "faster from": starts}
-            name = clock.capitalize()
-            if times:
-                title = f"{name} per call{place}, ms"
-                made.append(_cost_table(title, times, _MILLISECOND, more, (*notes, *_meanings(clock, times))))
-            if any(curve.measured for curve in times):
-                made.append(call_table(f"{name} at the longest length{place}", times))
+            made += _time_tables(clock, place, curves(timed, "time_s"))
         peaks = curves(group, "peak_bytes")
         if peaks:
             bytes_of = {"weights": "parameter_bytes", "state": "state_bytes"}
             more = {name: _largest(group, quantity) for name, quantity in bytes_of.items()}
             made.append(_cost_table(f"Peak memory of a call{place}, MiB", peaks, _MEBIBYTE, more))
+    return made
+
+
+def _time_tables(clock: str, place: str, times: Sequence[Curve]) -> list[Table]:
+    """Times at all lengths with speeds and crossovers, and the calls at the longest length."""
+    if not times:
+        return []
+    starts, name = crossover_cells(times), clock.capitalize()
+    notes = (_INTERVALS, *([_LOOKED] if starts else []), *_meanings(clock, times))
+    more = {"speed, exact = 1": _speeds(times), "faster from": starts}
+    made = [_cost_table(f"{name} per call{place}, ms", times, _MILLISECOND, more, notes)]
+    if any(curve.measured for curve in times):
+        made.append(call_table(f"{name} per call{place} at the longest length", times))
     return made
 
 
@@ -107,9 +111,8 @@ def _meanings(clock: str, times: Sequence[Curve]) -> list[str]:
     """Notes on device times, and on the baseline of compiled or replayed calls."""
     cases = [curve.points[0].record.case for curve in times]
     caches = " or ".join(sorted({case.l2 for case in cases if case.l2}))
-    return [_QUEUED.format(caches)] * (clock == DEVICE_TIME) + [_ALIKE.format(YARDSTICK)] * any(
-        case.execution for case in cases
-    )
+    queued = [_QUEUED.format(caches)] if clock == DEVICE_TIME else []
+    return queued + ([_ALIKE.format(YARDSTICK)] if any(case.execution for case in cases) else [])
 
 
 def _largest(records: Sequence[Record], quantity: str) -> Cells:

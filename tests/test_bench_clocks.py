@@ -1,0 +1,123 @@
+"""What `bench` shows of calls: percentiles, throughput, shares of ceilings, device times, executions."""
+
+import pytest
+from made_records import case
+
+import efficient_attn as ea
+from efficient_attn.runner.record import Record, replace
+from efficient_attn.runner.records import line, parse
+from efficient_attn.stats.curves import by_clock, curves
+from efficient_attn.studies.bench.crossover import gains
+from efficient_attn.studies.bench.plan import AGAINST
+from efficient_attn.studies.bench.plot import plots
+from efficient_attn.studies.bench.sentences import sentences
+from efficient_attn.studies.bench.tables import tables
+from efficient_attn.studies.bench.versions import version_sentences
+
+# Eleven calls of 1 to 11 ms; a record with less than four rounds has no interval.
+SAMPLES = tuple(0.001 * n for n in (11, 3, 5, 1, 9, 7, 2, 10, 4, 8, 6))
+
+
+def record(label="exact", factor=1.0, tokens=1024, *, measured=None, **fields):
+    times_s = tuple(factor * time_s for time_s in SAMPLES)
+    one = case("time", label, tokens, **{"batch": 2, **fields})
+    return Record(case=one, times_s=times_s, round_sizes=(11,), measured=measured)
+
+
+def on_gpu(label, factor, device_factor, **fields):
+    made = record(label, factor, device="cuda", l2="cold", **fields)
+    return replace(made, device_times_s=tuple(device_factor * time_s for time_s in SAMPLES))
+
+
+def rows(table):
+    return [dict(zip(table.columns, row, strict=True)) for row in table.rows]
+
+
+def test_calls_have_percentiles_and_throughput_and_no_shares_of_ceilings_that_nobody_measured():
+    time, calls = tables([record(tokens=512), record(factor=2)], {})
+    assert time.title == "Time per call, ms"
+    assert calls.title == "Time per call at the longest length" and calls.notes == ()
+    # Two sequences of 1024 tokens in 12 ms.
+    assert rows(calls) == [
+        {
+            "backend": "exact",
+            "tokens": "1024",
+            "p20, ms": "6.00",
+            "p50, ms": "12.0",
+            "p80, ms": "18.0",
+            "tokens/s": "170667",
+        }
+    ]
+    (row,) = ea.Results([record(factor=2)]).summary()
+    assert row["time_p20_s"] == pytest.approx(0.006) and row["time_p80_s"] == pytest.approx(0.018)
+    assert row["time_s"] == row["time_p50_s"] and row["tokens_per_s"] == pytest.approx(2048 / 0.012)
+    assert "device_time_s" not in row
+
+
+def test_shares_are_operations_and_bytes_over_time_and_measured_rate():
+    measured = {"flops": 3e9, "matmul_flops_per_s": 1e12, "moved_bytes": 6e6, "copy_bytes_per_s": 1e10}
+    (_, calls) = tables([record(measured=measured), record("window", measured={"flops": 3e9})], {})
+    exact, window = rows(calls)
+    # 3 GFLOP and 6 MB in 6 ms.
+    assert (exact["% of peak GEMM"], exact["% of peak copy"]) == ("50.0", "10.0")
+    assert (window["% of peak GEMM"], window["% of peak copy"]) == ("", "")
+    assert "1000 GFLOP/s of a large matrix product (GEMM), 10.0 GB/s of a large copy" in calls.notes[0]
+
+
+def test_a_gpu_has_a_second_pair_of_tables_a_sentence_and_a_plot_of_device_times():
+    made = [on_gpu("exact", 1.0, 0.1), on_gpu("window", 1.0, 0.05)]
+    titles = [table.title for table in tables(made, {})]
+    assert titles == [
+        "Time per call, ms",
+        "Time per call at the longest length",
+        "Device time per call, ms",
+        "Device time per call at the longest length",
+    ]
+    device = tables(made, {})[2]
+    assert [row["1024"] for row in rows(device)] == ["0.6", "0.3"]
+    assert [row["speed, exact = 1"] for row in rows(device)] == ["1", "2.00x"]
+    assert "with a cold L2 cache" in device.notes[-1]
+    latency, queued = sentences(made, {})
+    assert latency.startswith("Speed, exact = 1") and "window 1.00x" in latency
+    assert queued.startswith("Speed by device time, exact = 1") and "window 2.00x" in queued
+    assert [*plots(made, {})] == ["time", "device-time"]
+    assert ea.Results(made).summary()[0]["device_time_s"] == pytest.approx(0.0006)
+
+
+def test_a_record_keeps_device_times_and_reads_as_eager_without_the_fields_of_this_version():
+    made = on_gpu("exact", 1.0, 0.1)
+    assert parse(line(made).encode(), "here") == made
+    older = line(record()).replace(', "execution": null, "l2": null', "")
+    assert "execution" not in older and parse(older.encode(), "here") == record()
+    broken = line(made).replace('"device_times_s": [0.0011', '"device_times_s": [null')
+    assert len(parse(broken.encode(), "here").device_times_s) == len(SAMPLES) - 1
+
+
+def test_compiled_calls_are_compared_with_exact_compiled():
+    made = [
+        record("exact", 1.0),
+        record("window", 0.5),
+        record("exact · compiled", 0.8, backend="exact", execution="compiled"),
+        record("window · compiled", 0.2, backend="window", execution="compiled"),
+    ]
+    found = {gain.label: gain.ratio.median for gain in gains(curves(made, "time_s"))}
+    assert found == {"window": pytest.approx(2), "window · compiled": pytest.approx(4)}
+    assert any("compared with exact compiled or replayed" in note for note in tables(made, {})[0].notes)
+    assert [*by_clock(made)] == ["time"]
+
+
+def test_versions_are_compared_in_each_execution_and_by_each_clock():
+    made = [
+        on_gpu("old", 1.0, 1.0),
+        on_gpu("new", 0.5, 0.25),
+        on_gpu("old · cuda-graph", 1.0, 1.0, backend="old", execution="cuda-graph"),
+        on_gpu("new · cuda-graph", 0.2, 0.1, backend="new", execution="cuda-graph"),
+    ]
+    told = version_sentences(made, {AGAINST: "old"})
+    assert [one.partition(",")[0] for one in told] == [
+        "new against old",
+        "new · cuda-graph against old · cuda-graph",
+        "By device time: new against old",
+        "By device time: new · cuda-graph against old · cuda-graph",
+    ]
+    assert [one.rpartition(": ")[2].split(" at")[0] for one in told] == ["2.00x", "5.00x", "4.00x", "10.0x"]
