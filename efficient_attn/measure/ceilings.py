@@ -12,8 +12,8 @@ from efficient_attn.measure.queued import QueuedCalls
 # Several times the L2 cache, and a product that fills all multiprocessors.
 _COPIED_BYTES, _ROWS = 1 << 28, 8192
 
-# Timed calls, of which the fastest counts.
-_CALLS = 20
+# Timed calls, of which the fastest counts; few, since some devices take seconds for a product in float64.
+_CALLS = 5
 
 
 class Ceilings(NamedTuple):
