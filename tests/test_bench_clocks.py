@@ -4,6 +4,7 @@ import pytest
 from made_records import case
 
 import efficient_attn as ea
+from efficient_attn.report.methods_paragraph import how_measured
 from efficient_attn.runner.record import Record, replace
 from efficient_attn.runner.records import line, parse
 from efficient_attn.stats.curves import by_clock, curves
@@ -81,6 +82,8 @@ def test_a_gpu_has_a_second_pair_of_tables_a_sentence_and_a_plot_of_device_times
     assert latency.startswith("Speed, exact = 1") and "window 1.00x" in latency
     assert queued.startswith("Speed by device time, exact = 1") and "window 2.00x" in queued
     assert [*plots(made, {})] == ["time", "device-time"]
+    assert "Device times are" in how_measured(made, {})
+    assert "Device times are" not in how_measured([record()], {})
     assert ea.Results(made).summary()[0]["device_time_s"] == pytest.approx(0.0006)
 
 

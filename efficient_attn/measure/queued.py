@@ -37,7 +37,7 @@ class QueuedCalls:
         self._enqueue_s = 0.0
 
     def warm_up(self) -> None:
-        """Flush and call until the device has worked for 25 ms; learn the time of enqueueing."""
+        """Flush and call until both have taken 25 ms on the device; learn the time of enqueueing."""
         import torch
 
         worked_s, enqueue_s = 0.0, []

@@ -16,6 +16,8 @@ _METHODS = {
     "was spent; the backends were then interleaved within each length, in order and in reverse. Times are "
     "the median over rounds of each round's median, with Student's 95 % interval over the rounds of this "
     f"run, widened for neighbouring rounds that correlate by up to {CORRELATION}.",
+    "device time": "Device times are those of calls queued behind a spinning kernel, between two events, "
+    "without launches; where the L2 cache is cold, it was flushed before each call.",
     "memory": "Peak memory is the most that a call held beyond its inputs and parameters, by every "
     "allocation and release that torch's allocator reports.",
     "error": "Errors are relative Frobenius norms against softmax attention computed by its formula in "
@@ -39,6 +41,7 @@ def how_measured(records: Sequence[Record], environment: Mapping[str, Any]) -> s
         return "Nothing was measured."
     measured = [record for record in records if record.status == "ok"]
     kinds = {record.case.kind for record in measured}
+    kinds |= {"device time" for record in measured if record.device_times_s}
     parts = [_where(environment), _cases([record.case for record in records])]
     parts += [text for kind, text in _METHODS.items() if kind in kinds]
     if len(measured) < len(records):
