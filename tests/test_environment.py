@@ -53,6 +53,8 @@ def test_the_state_of_a_gpu_is_what_its_driver_answers_and_unknown_otherwise(mon
     )
     monkeypatch.setattr(module, "_ask", lambda command: answer.replace("412.30 W", "[N/A]"))
     assert gpu_state("cuda") == {**known, "power_w": None}
+    monkeypatch.setattr(module, "_ask", lambda command: answer.replace("P0", "[N/A]"))
+    assert gpu_state("cuda") == {**known, "power_state": None}
     for silent in (None, "", "No devices were found", "a, b, c, d, e, f, g"):
         monkeypatch.setattr(module, "_ask", lambda command, silent=silent: silent)
         assert gpu_state("cuda") == dict.fromkeys(known)

@@ -1,6 +1,7 @@
 """Device times on a model of a CUDA device, beside the loop of triton.testing.do_bench."""
 
 import statistics
+from itertools import cycle
 
 import pytest
 import torch
@@ -105,7 +106,8 @@ def test_rounds_are_merged_with_their_device_times():
 
 
 def test_ceilings_are_amounts_over_the_fastest_call_and_none_without_memory(device, monkeypatch):
-    monkeypatch.setattr(module, "_copy", lambda name: device.call(1, 0.25, 0.0))
+    durations_s = cycle([0.5, 0.25])
+    monkeypatch.setattr(module, "_copy", lambda name: lambda: device.kernel(next(durations_s)))
     monkeypatch.setattr(module, "_matmul", lambda name, dtype: device.call(1, 0.5, 0.0))
     found = ceilings.__wrapped__("cuda", "bfloat16")
     assert found == (pytest.approx(2 * 2**28 / 0.25), pytest.approx(2 * 8192**3 / 0.5))
