@@ -30,7 +30,7 @@ def cost_points(
     limit_bytes: int | None = None,
     l2: str | None = None,
 ) -> list[Point]:
-    """One point per length, kind and variant; the times of one length are interleaved.
+    """One point per length, kind and variant; the times of one length and execution are interleaved.
 
     Args:
         shared: Fields common to all cases.
@@ -50,7 +50,7 @@ def cost_points(
                 measure=partial(measure, case, target=variant.target),
                 rounds=rounds if timed else None,
                 calls=None if timed else _MEMORY_CALLS,
-                group=tokens,
+                group=(tokens, variant.execution),
                 series=(case.label, case.of),
                 cost=case.batch * float(tokens) ** variant.time_growth,
                 skip=too_large(needed, limit_bytes),

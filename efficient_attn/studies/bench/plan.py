@@ -97,7 +97,7 @@ def plan(
         of=of,
     )
     first = settled[0]
-    executions = [name for name, wanted in ((COMPILED, compile), (CUDA_GRAPH, cuda_graph)) if wanted]
+    executions = [None, *([CUDA_GRAPH] if cuda_graph else []), *([COMPILED] if compile else [])]
     _check_device(first.device, executions, l2)
     chosen, other = _variants(backends, options, exclude, against)
     measurer, limit, notes = measurer_for(
@@ -107,7 +107,7 @@ def plan(
     for workload in settled:
         _try_options(chosen, workload, max(lengths))
         baselines = () if workload.of == "attention" else (ceiling(),)
-        for execution in (None, *executions):
+        for execution in executions:
             points += cost_points(
                 [one if execution is None else one.executed(execution) for one in (*baselines, *chosen)],
                 lengths,
@@ -120,8 +120,8 @@ def plan(
                 l2=(l2 or COLD) if first.device.startswith("cuda") else None,
             )
     return Plan(
-        # Points that are compared are measured at one time.
-        points=sorted(points, key=lambda point: point.case.tokens),
+        # Points that are compared are measured at one time; compiling, which takes longest, comes last.
+        points=sorted(points, key=lambda one: (executions.index(one.case.execution), one.case.tokens)),
         device=first.device,
         timeout_s=timeout_s,
         notes=notes,
@@ -151,7 +151,7 @@ def _variants(
     return (other, *chosen), other
 
 
-def _check_device(device: str, executions: Sequence[str], l2: str | None) -> None:
+def _check_device(device: str, executions: Sequence[str | None], l2: str | None) -> None:
     """Refuse options that only a GPU has on another device, and unknown states of its cache."""
     if l2 not in (None, *L2):
         raise OptionError(f"l2 is {' or '.join(L2)}, not {l2!r}.")
