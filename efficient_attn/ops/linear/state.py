@@ -49,7 +49,9 @@ class Means(NamedTuple):
     def of(cls, state: LinearState) -> "Means":
         """The same state, from sums."""
         sums, ones = state.sums[..., :-1], state.sums[..., -1:]
-        return cls(sums / torch.where(ones > 0, ones, 1.0), state.log_scale + ones.mT.log())
+        # Without a key the scale is −inf, and the logarithm of 1 has a finite gradient.
+        ones = torch.where(ones > 0, ones, 1.0)
+        return cls(sums / ones, state.log_scale + ones.mT.log())
 
     def to_sums(self) -> LinearState:
         """The same state, as sums."""

@@ -114,7 +114,8 @@ def spread(x: Tensor, number: int, fill: float = 0.0) -> Tensor:
 def _read(queries: Tensor, keys: Tensor, values: Tensor) -> Sums:
     """Sums of [some group size features] over [some size features], and values [some size value_dim+1]."""
     size = queries.shape[-2]
-    queries, keys = to_power_of_two(queries, 0.0), to_power_of_two(keys, -torch.inf).unsqueeze(1)
+    # Finite exponents of masked keys have finite gradients.
+    queries, keys = to_power_of_two(queries, 0.0), floor(to_power_of_two(keys, -torch.inf)).unsqueeze(1)
     values = to_power_of_two(values, 0.0).unsqueeze(1)
     parts = [_read_blocks(blocks(queries), blocks(keys), blocks(values))]
     for half in halves(queries.shape[-2]):
@@ -124,7 +125,7 @@ def _read(queries: Tensor, keys: Tensor, values: Tensor) -> Sums:
         parts.append(Sums(spread(part.sums, 1), spread(part.scale, 1, UNSEEN)))
     sums, scales = (torch.stack(x) for x in zip(*parts, strict=True))
     scale = scales.amax(dim=0)
-    total = ((scales - floor(scale)).exp() * sums).sum(dim=0)
+    total = ((scales - scale).exp() * sums).sum(dim=0)
     return Sums(total[..., :size, :], scale[..., :size, :])
 
 
@@ -134,13 +135,13 @@ def _read_blocks(queries: Tensor, keys: Tensor, values: Tensor) -> Sums:
     later = torch.ones(pairs.shape[-2:], dtype=torch.bool, device=pairs.device).triu(1)
     pairs = pairs.masked_fill(later, -torch.inf)
     scale = pairs.detach().amax(dim=-1, keepdim=True)
-    sums = (pairs - floor(scale)).exp() @ values
+    sums = (pairs - scale).exp() @ values
     return Sums(sums.flatten(-3, -2), scale.flatten(-3, -2))
 
 
 def _read_earlier(queries: Tensor, keys: Tensor, values: Tensor) -> Sums:
     """Sums over keys that every row sees."""
-    reference = floor(keys.detach().amax(dim=-2, keepdim=True))
+    reference = keys.detach().amax(dim=-2, keepdim=True)
     exponents = queries + reference
     scale = exponents.detach().amax(dim=-1, keepdim=True)
     scores = (exponents - scale).exp() @ (keys - reference).exp().mT
