@@ -24,6 +24,7 @@ from efficient_attn.ops.linear.fast import causal_backward as fast_causal_backwa
 from efficient_attn.ops.linear.fast import softmax_identity, trigonometric
 from efficient_attn.ops.linear.inputs import LinearInputs
 from efficient_attn.ops.linear.segments import chunks as segment_chunks
+from efficient_attn.ops.linear.segments import weak_chunks
 from efficient_attn.ops.linear.state import merge, query_weights, read, summarise
 from efficient_attn.ops.paths import VARIABLE
 from efficient_attn.ops.softmax import cpu_flash
@@ -195,6 +196,7 @@ def test_float32_keeps_to_the_formula_at_large_norms_in_every_order(name, causal
 
 
 def test_without_the_guard_a_chunk_loses_rows(monkeypatch):
+    monkeypatch.setenv(VARIABLE, "")
     q, k, v = random_qkv(1, 1, 1, 128, 128, head_dim=16)
     k[..., 70:, :] /= 20
     q, k, v = (q * 20).float(), (k * 20).float(), v.float()
@@ -261,9 +263,17 @@ def test_rows_with_a_negative_denominator_are_neither_hidden_nor_clamped():
     assert relative_error(backend(q, k, v)[negative], expected[negative]) < 1e-9
 
 
+@pytest.fixture(params=["cpu", "other"])
+def few_features(request, monkeypatch):
+    """The path of the CPU, or of other devices with few features held at a time."""
+    monkeypatch.setenv(VARIABLE, "torch" if request.param == "other" else "")
+    monkeypatch.setattr(linear_parts, "_HELD", 2**17)
+    monkeypatch.setattr(weak_chunks, "_FEATURES", 2**14)
+
+
 @CAUSAL
 @BOTH
-def test_memory_beyond_the_output_does_not_grow_with_the_sequence(name, causal):
+def test_memory_beyond_the_output_does_not_grow_with_the_sequence(name, causal, few_features):
     backend = performer(name, head_dim=16, causal=causal, num_features=64)
     beyond = []
     for tokens in (2048, 4096):
@@ -277,7 +287,7 @@ def test_memory_beyond_the_output_does_not_grow_with_the_sequence(name, causal):
 
 @CAUSAL
 @BOTH
-def test_training_keeps_no_features(name, causal):
+def test_training_keeps_no_features(name, causal, few_features):
     backend = performer(name, head_dim=16, causal=causal, num_features=256)
     peaks = []
     for tokens in (1024, 2048):

@@ -8,12 +8,14 @@ from reference import random_qkv, reference_linear, worst_row
 
 import efficient_attn as ea
 from efficient_attn.ops.linear.fast import causal as fast_causal
+from efficient_attn.ops.paths import VARIABLE
 
 
 @pytest.fixture
 def taken(monkeypatch):
     """Whether each chunk was taken without guards, in order."""
     told, moderate = [], fast_causal.moderate
+    monkeypatch.setenv(VARIABLE, "")
 
     def asked(*exponents_and_values):
         told.append(moderate(*exponents_and_values))
