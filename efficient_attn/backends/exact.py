@@ -8,7 +8,7 @@ from efficient_attn.modules.options import option, probability
 from efficient_attn.modules.relative import MAX_DISTANCE, check_one_sequence, count, distance_bias
 from efficient_attn.operation_counts import OperationCounts, softmax_matmuls, visible_pairs
 from efficient_attn.ops.softmax.fused import fused_attention
-from efficient_attn.ops.softmax.kv_cache import KVCache, merge_tokens, summarise_tokens
+from efficient_attn.ops.softmax.kv_cache import KVCache, mask_of, merge_tokens, summarise_tokens
 from efficient_attn.ops.softmax.relative import relative_attention
 from efficient_attn.problem import AttentionProblem
 from efficient_attn.registry import Capabilities, register
@@ -45,7 +45,9 @@ class FusedAttention(nn.Module):
         self._scale, self._causal, self._dropout = problem.factor, problem.causal, options.dropout
         self.register_parameter("distance_bias", distance_bias(problem, options.max_distance))
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, zeroed: bool = False
+    ) -> Tensor:
         if self.distance_bias is not None:
             check_one_sequence(q, k, causal=self._causal)
             return relative_attention(
@@ -67,6 +69,7 @@ class FusedAttention(nn.Module):
             causal=self._causal,
             key_mask=key_mask,
             dropout=self._dropout if self.training else 0.0,
+            zeroed=zeroed,
         )
 
     def extend(
@@ -75,8 +78,7 @@ class FusedAttention(nn.Module):
         cache = merge_tokens(state, summarise_tokens(k, v, key_mask))
         if q.shape[-2] == 0:
             return q.new_zeros(*q.shape[:-1], v.shape[-1]), cache
-        mask = key_mask if state is None else cache.key_mask
-        return self(q, cache.k, cache.v, mask), cache
+        return self(q, cache.k, cache.v, mask_of(cache), zeroed=True), cache
 
 
 def operations(

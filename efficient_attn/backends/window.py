@@ -8,7 +8,13 @@ from efficient_attn.errors import OptionError
 from efficient_attn.modules.options import option
 from efficient_attn.modules.relative import MAX_DISTANCE, count, distance_bias
 from efficient_attn.operation_counts import OperationCounts, softmax_matmuls, visible_pairs
-from efficient_attn.ops.softmax.kv_cache import KVCache, last_tokens, merge_tokens, summarise_tokens
+from efficient_attn.ops.softmax.kv_cache import (
+    KVCache,
+    last_tokens,
+    mask_of,
+    merge_tokens,
+    summarise_tokens,
+)
 from efficient_attn.ops.softmax.relative import relative_attention
 from efficient_attn.ops.window.attention import window_attention
 from efficient_attn.problem import AttentionProblem, positive_count
@@ -59,7 +65,7 @@ class WindowAttention(nn.Module):
         after = last_tokens(cache, self._back)
         if q.shape[-2] == 0:
             return q.new_zeros(*q.shape[:-1], v.shape[-1]), after
-        return self(q, cache.k, cache.v, cache.key_mask), after
+        return self(q, cache.k, cache.v, mask_of(cache)), after
 
 
 def _sides(problem: AttentionProblem, options: WindowOptions) -> tuple[int, int]:

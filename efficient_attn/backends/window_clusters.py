@@ -9,7 +9,7 @@ from efficient_attn.modules.options import one_of, option, whole_number
 from efficient_attn.operation_counts import MatMul, OperationCounts, softmax_matmuls
 from efficient_attn.ops.clusters.attention import Layout, window_clusters, window_segments
 from efficient_attn.ops.clusters.history import plan
-from efficient_attn.ops.softmax.kv_cache import KVCache, merge_tokens, summarise_tokens
+from efficient_attn.ops.softmax.kv_cache import KVCache, mask_of, merge_tokens, summarise_tokens
 from efficient_attn.problem import AttentionProblem, positive_count
 from efficient_attn.registry import Capabilities, register
 
@@ -90,8 +90,7 @@ class WindowSegments(nn.Module):
         cache = merge_tokens(state, summarise_tokens(k, v, key_mask))
         if q.shape[2] == 0:
             return q.new_zeros(*q.shape[:3], v.shape[3]), cache
-        mask = None if bool(cache.key_mask.all()) else cache.key_mask
-        return self(q, cache.k, cache.v, mask), cache
+        return self(q, cache.k, cache.v, mask_of(cache)), cache
 
 
 def _layout(problem: AttentionProblem, options: WindowClustersOptions) -> Layout:

@@ -1,18 +1,32 @@
-"""KV cache, the streaming state of softmax attention."""
+"""KV cache, the streaming state of softmax attention, in buffers with spare capacity.
+
+A decoding step writes its keys and values behind those of the state, in place of a copy of all. A storage
+holds a record of how much of it is filled. Only a state that ends there owns the spare capacity; any other
+state is copied, so that a state can be extended twice. Without a record (after pickling, indexing or a move to
+another device) the next step copies.
+"""
 
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from efficient_attn.ops.dtypes import zero_masked
+from efficient_attn.ops.operators import transformed
+
+# Attribute of a storage, a `_Filled`.
+_RECORD = "_efficient_attn_filled"
+# Largest ratio of a buffer to the tokens that a window keeps of it.
+_SPARE = 2
+
 
 class KVCache(NamedTuple):
-    """Keys and values of the past tokens; caches of consecutive tokens merge by concatenation.
+    """Keys and values of the past tokens, views of buffers of at most twice their tokens.
 
     Attributes:
-        k: [batch kv_heads tokens head_dim].
-        v: [batch kv_heads tokens value_dim].
-        key_mask: bool [batch tokens], True for a real token.
+        k: [batch kv_heads tokens head_dim], zero where masked.
+        v: [batch kv_heads tokens value_dim], zero where masked.
+        key_mask: bool [batch tokens], True for a real token; one byte, expanded, as long as no call had a mask.
     """
 
     k: Tensor
@@ -20,31 +34,91 @@ class KVCache(NamedTuple):
     key_mask: Tensor
 
 
+class _Filled(NamedTuple):
+    """Shape and strides of a buffer [… capacity dim], and how many tokens were written to it."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    tokens: int
+
+
+def mask_of(state: KVCache) -> Tensor | None:
+    """`key_mask`, or None if no call had one; the host knows without asking the device."""
+    # The mask of a caller is copied, and a copy has a stride.
+    return None if state.key_mask.stride() == (0, 0) else state.key_mask
+
+
 def summarise_tokens(k: Tensor, v: Tensor, key_mask: Tensor | None) -> KVCache:
     """The cache of some tokens."""
     if key_mask is None:
-        key_mask = torch.ones(k.shape[0], k.shape[2], dtype=torch.bool, device=k.device)
-    return KVCache(k, v, key_mask)
+        one = torch.ones((), dtype=torch.bool, device=k.device)
+        return KVCache(k, v, one.as_strided((k.shape[0], k.shape[2]), (0, 0)))
+    return KVCache(zero_masked(k, key_mask), zero_masked(v, key_mask), key_mask)
 
 
 def merge_tokens(one: KVCache | None, other: KVCache) -> KVCache:
-    """The cache after the tokens of both, in this order, in new memory."""
+    """The cache after the tokens of both, in this order; no caller's memory is part of it."""
     if one is None:
-        return KVCache(*(_own(x) for x in other))
-    return KVCache(
-        torch.cat([one.k, other.k], dim=-2),
-        torch.cat([one.v, other.v], dim=-2),
-        torch.cat([one.key_mask, other.key_mask], dim=-1),
-    )
+        mask = other.key_mask if mask_of(other) is None else _own(other.key_mask)
+        return KVCache(_own(other.k), _own(other.v), mask)
+    tokens = one.k.shape[-2] + other.k.shape[-2]
+    if mask_of(one) is None and mask_of(other) is None:
+        mask = one.key_mask.as_strided((len(one.key_mask), tokens), (0, 0))
+    else:
+        mask = _append(one.key_mask.unsqueeze(-1), other.key_mask.unsqueeze(-1)).squeeze(-1)
+    return KVCache(_append(one.k, other.k), _append(one.v, other.v), mask)
 
 
 def last_tokens(state: KVCache, tokens: int) -> KVCache:
-    """The cache of the most recent tokens, in new memory."""
+    """The cache of the most recent tokens: views if the buffers are hardly larger, otherwise copies."""
     start = max(state.k.shape[-2] - tokens, 0)
-    k, v = state.k[..., start:, :], state.v[..., start:, :]
-    return KVCache(_own(k), _own(v), _own(state.key_mask[:, start:]))
+    k, v = (_kept(x[..., start:, :]) for x in state[:2])
+    mask = state.key_mask[:, start:]
+    return KVCache(k, v, mask if mask_of(state) is None else _kept(mask.unsqueeze(-1)).squeeze(-1))
+
+
+def _kept(x: Tensor) -> Tensor:
+    """`x` itself if it is a large part of a buffer, otherwise a copy."""
+    if _recorded(x) and _record(x) and x.untyped_storage().nbytes() <= _SPARE * x.nbytes:
+        return x
+    return _own(x)
 
 
 def _own(x: Tensor) -> Tensor:
     """A copy, which no caller can write to and which keeps no larger buffer alive."""
     return x.clone(memory_format=torch.contiguous_format)
+
+
+def _append(x: Tensor, new: Tensor) -> Tensor:
+    """`x` [… tokens dim] followed by `new`: in place behind `x` if it owns enough spare capacity."""
+    start, tokens, more = 0, x.shape[-2], new.shape[-2]
+    trained = torch.is_grad_enabled() and (x.requires_grad or new.requires_grad)
+    if trained or not (_recorded(x) and _recorded(new)) or (x.dtype, x.device) != (new.dtype, new.device):
+        return torch.cat([x, new], dim=-2)
+    record = _record(x)
+    if record is not None and record.tokens + more <= record.shape[-2]:
+        # `data` has a version counter of its own: a backward pass may have saved tokens that stay as they are.
+        buffer = x.data.as_strided(record.shape, record.strides, 0)
+        start = record.tokens - tokens
+    else:
+        buffer = x.new_empty(*x.shape[:-2], max(tokens + more, 2 * tokens), x.shape[-1])
+        buffer[..., :tokens, :].copy_(x)
+    end = start + tokens + more
+    buffer[..., end - more : end, :].copy_(new)
+    setattr(buffer.untyped_storage(), _RECORD, _Filled(tuple(buffer.shape), buffer.stride(), end))
+    return buffer[..., start:end, :]
+
+
+def _recorded(x: Tensor) -> bool:
+    """Whether the storage of a tensor is Python's to mark: outside compilers, transforms and subclasses."""
+    return type(x) is Tensor and not torch.compiler.is_compiling() and not transformed(x)
+
+
+def _record(x: Tensor) -> _Filled | None:
+    """The record of a buffer, if `x` [… tokens dim] holds the last of its tokens; otherwise None."""
+    record: _Filled | None = getattr(x.untyped_storage(), _RECORD, None)
+    if record is None or x.numel() == 0 or (x.is_inference() and not torch.is_inference_mode_enabled()):
+        return None
+    alike = x.stride() == record.strides and x.shape[:-2] == record.shape[:-2]
+    ends = x.storage_offset() + x.shape[-2] * x.stride(-2) == record.tokens * x.stride(-2)
+    return record if alike and ends and x.shape[-1] == record.shape[-1] else None
