@@ -6,10 +6,11 @@ import torch
 from torch import Tensor
 
 from efficient_attn.ops.dtypes import upcast, upcast_dtype, zero_masked
+from efficient_attn.ops.paths import held, tuned_for_cpu
 from efficient_attn.ops.softmax.fused import fused_attention
 from efficient_attn.shapes import KeyMask, Keys, Output, Queries, Values
 
-# Tokens per chunk in half precision.
+# Tokens per chunk on the CPU, in half precision and in the gradient of the mixtures.
 _PIECE = 512
 
 
@@ -42,12 +43,15 @@ def linformer_attention(
 
 
 def _pieces(x: Tensor) -> list[slice]:
-    """One chunk of all tokens, or chunks of _PIECE tokens where an upcast copy takes memory."""
+    """One chunk of all tokens, or several where an upcast copy takes memory."""
+    return _parts(x) if upcast_dtype(x.dtype) is not x.dtype else _parts(x, max(x.shape[-2], 1))
+
+
+def _parts(x: Tensor, size: int | None = None) -> list[slice]:
+    """Chunks of `size` tokens of [… tokens dim]; by default, of as many as the device serves well."""
     tokens = x.shape[-2]
-    return _parts(tokens, max(tokens, 1) if upcast_dtype(x.dtype) is x.dtype else _PIECE)
-
-
-def _parts(tokens: int, size: int) -> list[slice]:
+    if size is None:
+        size = _PIECE if tuned_for_cpu(x) else held(x.numel() // max(tokens, 1))
     return [slice(start, start + size) for start in range(0, tokens, size)]
 
 
@@ -124,9 +128,13 @@ class _MixAlike(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             grad_mix = grad_out.new_zeros(mix.shape)
             # Chunks in every dtype: a product over all tokens would be a second copy of grad_mix.
-            for part in _parts(x.shape[-2], _PIECE):
-                for one, other in zip(grad_out, upcast(x[:, part]), strict=True):
-                    grad_mix[:, part].add_(one @ other.mT)
+            for part in _parts(x):
+                if tuned_for_cpu(x):
+                    for one, other in zip(grad_out, upcast(x[:, part]), strict=True):
+                        grad_mix[:, part].add_(one @ other.mT)
+                else:
+                    some = torch.tensordot(grad_out, upcast(x[:, part]), dims=([0, 2], [0, 2]))
+                    grad_mix[:, part].copy_(some)
         if ctx.needs_input_grad[1]:
             parts = [
                 torch.bmm(mix[:, part].mT.expand(len(x), -1, -1), grad_out).to(x.dtype) for part in _pieces(x)

@@ -6,8 +6,15 @@ from torch import Tensor
 
 # "torch" takes the path of other devices on the CPU too, by PyTorch's operators alone.
 VARIABLE = "EFFICIENT_ATTN_KERNELS"
+# Numbers in the largest tensor of a step on other devices: the memory is bounded, and few steps are needed.
+HELD = 2**25
 
 
 def tuned_for_cpu(x: Tensor) -> bool:
     """Whether the algorithms for the CPU serve a tensor."""
     return x.device.type == "cpu" and os.environ.get(VARIABLE) != "torch"
+
+
+def held(numbers: int) -> int:
+    """Parts of this many numbers that a step holds on other devices; at least 1."""
+    return max(HELD // max(numbers, 1), 1)

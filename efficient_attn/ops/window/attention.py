@@ -8,6 +8,7 @@ from torch import Tensor
 
 from efficient_attn.ops.dtypes import upcast, zero_masked
 from efficient_attn.ops.operators import transformed
+from efficient_attn.ops.paths import held, tuned_for_cpu
 from efficient_attn.ops.softmax import cpu_flash
 from efficient_attn.ops.softmax.definition import softmax_over
 from efficient_attn.ops.softmax.fused import fused_attention
@@ -16,7 +17,7 @@ from efficient_attn.shapes import KeyMask, Keys, Output, Queries, Values
 
 # Queries that share one slice of keys; a block reads window + 63 keys.
 _BLOCK = 64
-# Blocks per step, so that the scores of a step stay in cache.
+# Blocks per step on the CPU, so that the scores of a step stay in cache.
 _GROUP = 8
 
 
@@ -29,12 +30,12 @@ def window_attention(
     """
     q_tokens, k_tokens = q.shape[-2], k.shape[-2]
     back, ahead = min(back, k_tokens), min(ahead, k_tokens)
-    unfused = transformed(q, k, v) or not cpu_flash.available(q, k, v)
+    mapped = transformed(q, k, v)
     # The fused kernel of exact attention has no second derivatives, which the window promises.
     trained = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
-    if not (unfused or trained) and back >= k_tokens - 1 and (ahead == 0 or ahead >= q_tokens - 1):
+    if not (mapped or trained) and back >= k_tokens - 1 and (ahead == 0 or ahead >= q_tokens - 1):
         return fused_attention(q, k, v, scale=scale, causal=ahead == 0, key_mask=key_mask, dropout=0.0)
-    if unfused:
+    if mapped or not cpu_flash.available(q, k, v):
         return _unfused(q, k, v, key_mask, back, ahead, scale)
     if scale <= 0:
         q, scale = q * scale, 1.0
@@ -82,23 +83,32 @@ def _unfused(
     real = key_mask if key_mask is not None else k.new_ones(k.shape[0], k.shape[2], dtype=torch.bool)
     real = F.pad(real, (left, right)).unfold(-1, _BLOCK + reach, _BLOCK)
     rows = F.pad(upcast(q) * scale, (0, 0, 0, blocks * _BLOCK - tokens)).unflatten(-2, (blocks, _BLOCK))
+    band = _band(_BLOCK + reach, q.device)
+    group = _group(q, v, _BLOCK + reach)
     out = torch.cat(
         [
-            _blocks(rows[:, :, part], keys[:, :, part], values[:, :, part], real[:, part])
-            for part in (slice(i, i + _GROUP) for i in range(0, blocks, _GROUP))
+            _blocks(rows[:, :, part], keys[:, :, part], values[:, :, part], real[:, part], band)
+            for part in (slice(i, i + group) for i in range(0, blocks, group))
         ],
         dim=2,
     )
     return out.flatten(2, 3)[:, :, :tokens].to(q.dtype)
 
 
-def _blocks(rows: Tensor, keys: Tensor, values: Tensor, real: Tensor) -> Tensor:
+def _group(q: Tensor, v: Tensor, width: int) -> int:
+    """Blocks per step: scores, or slices of keys or values, of all heads."""
+    if tuned_for_cpu(q):
+        return _GROUP
+    return held(q.shape[0] * q.shape[1] * width * max(_BLOCK, q.shape[-1], v.shape[-1]))
+
+
+def _blocks(rows: Tensor, keys: Tensor, values: Tensor, real: Tensor, band: Tensor) -> Tensor:
     """Attention of blocks [batch heads blocks block dim] to their slices [batch kv_heads blocks keys dim]."""
     groups = (keys.shape[1], rows.shape[1] // keys.shape[1])
     # [batch kv_heads blocks group block dim]: the heads of a group read the same slice.
     rows = rows.unflatten(1, groups).transpose(2, 3)
     scores = (rows.flatten(3, 4) @ keys.mT).unflatten(3, rows.shape[3:5])
-    visible = real[:, None, :, None, None, :] & _band(keys.shape[-2], rows.device)
+    visible = real[:, None, :, None, None, :] & band
     out = (softmax_over(scores, visible).flatten(3, 4) @ values).unflatten(3, rows.shape[3:5])
     return out.transpose(2, 3).flatten(1, 2)
 
