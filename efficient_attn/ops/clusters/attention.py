@@ -17,10 +17,11 @@ from efficient_attn.ops.clusters.kmeans import kmeans, segments
 from efficient_attn.ops.clusters.near import Layout, read_slices
 from efficient_attn.ops.clusters.summaries import beyond_slices, members, query_moments, summarise_clusters
 from efficient_attn.ops.dtypes import upcast, zero_masked
+from efficient_attn.ops.paths import held, tuned_for_cpu
 from efficient_attn.shapes import KeyMask, Keys, Output, Queries, Values
 
-# Numbers per step in the keys and values of the heads, and in the summaries of the blocks, so that both stay
-# in cache.
+# Numbers per step on the CPU in the keys and values of the heads, and in the summaries of the blocks, so that
+# both stay in cache.
 _HEADS, _GROUP = 1 << 20, 1 << 19
 _FEWEST, _MOST = 2, 16
 
@@ -48,8 +49,9 @@ def window_clusters(
 
 
 def _by_heads(some: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Outputs, with as many heads per step as fit in cache."""
-    heads = max(1, _HEADS // (k.shape[0] * k.shape[2] * (k.shape[3] + v.shape[3])))
+    """Outputs, with as many heads per step as fit in cache, or in memory on other devices."""
+    numbers = k.shape[0] * k.shape[2] * (k.shape[3] + v.shape[3])
+    heads = max(1, _HEADS // numbers) if tuned_for_cpu(k) else held(numbers)
     if heads >= k.shape[1]:
         return some(q, k, v)
     group = q.shape[1] // k.shape[1]
@@ -78,11 +80,12 @@ def _some_clusters(
     else:
         chosen = kmeans(k.detach(), real, clusters, steps)
     # Summaries are made for the queries of one head, whatever other heads share its keys.
-    k, v, chosen = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v, chosen))
+    if q.shape[1] > k.shape[1]:
+        k, v, chosen = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v, chosen))
     queries = query_moments(q.unsqueeze(2), None if turned is None else real)
     counted = real & (torch.arange(k.shape[2], device=k.device) >= layout.first)
     every = members(k, v, counted, chosen, queries, clusters)
-    group = _group(every.top.numel() * every.rows.shape[3], -(-k.shape[2] // layout.block))
+    group = _group(every.top.numel() * (k.shape[3] + v.shape[3]), -(-k.shape[2] // layout.block), k)
     summaries = (
         summarise_clusters(sums, every.top, queries, k.shape[3])
         for sums in beyond_slices(every, block=layout.block, back=layout.back, group=group)
@@ -125,7 +128,7 @@ def _some_segments(
     )
     position = torch.arange(k.shape[2], device=k.device)
     starts = [max(start - layout.back, 0) for start in range(0, k.shape[2], layout.block)][begin:]
-    group = _group(k.shape[0] * k.shape[1] * clusters * (k.shape[3] + v.shape[3]), len(starts))
+    group = _group(k.shape[0] * k.shape[1] * clusters * (k.shape[3] + v.shape[3]), len(starts), k)
     summaries = past_segments(
         k,
         v,
@@ -146,8 +149,10 @@ def _some_segments(
     return out[:, :, before - begin * layout.block :].to(dtype)
 
 
-def _group(numbers: int, blocks: int) -> int:
+def _group(numbers: int, blocks: int, k: Tensor) -> int:
     """Number of blocks per step, from the size of one block's summaries."""
+    if not tuned_for_cpu(k):
+        return min(blocks, held(numbers))
     return min(blocks, _MOST, max(_FEWEST, _GROUP // numbers))
 
 

@@ -65,14 +65,6 @@ def read_slices(
     tokens, blocks, value_dim = q.shape[2], -(-q.shape[2] // layout.block), v.shape[3]
     # An extra key column holds the bias, and the queries hold 1 there; all three get one width.
     widest = max(k.shape[3], value_dim) + 1
-    first = torch.arange(k.shape[2], device=k.device)[: layout.first]
-    start = torch.arange(begin, begin + blocks, device=k.device)[:, None] * layout.block
-    outside = first < start - layout.back
-    if visible is None:
-        outside |= first >= start + layout.block + layout.ahead
-    outside = (outside & real[:, None, : layout.first])[:, None, ..., None]
-    few_k, few_v = (x[:, :, None, : layout.first].expand(-1, -1, blocks, -1, -1) for x in (k, v))
-    few_k, few_v = _widened(few_k, _bias(outside, k), widest), _padded(few_v, widest)
     near_real = _stretch(real[:, None, :, None], begin, blocks, layout)
     near_k = _widened(_stretch(k, begin, blocks, layout), _bias(near_real, k), widest)
     near_v = _padded(_stretch(v, begin, blocks, layout), widest)
@@ -81,16 +73,31 @@ def read_slices(
     # The rows of a group of heads follow one another: [batch kv_heads blocks rows widest].
     rows = rows.unflatten(1, (k.shape[1], -1)).unflatten(3, (blocks, layout.block)).transpose(2, 3)
     heads = rows.shape[3]
-    parts = (x.split(group, dim=2) for x in (rows.flatten(3, 4), near_k, near_v, few_k, few_v))
+    parts = [x.split(group, dim=2) for x in (rows.flatten(3, 4), near_k, near_v)]
+    if layout.first:
+        outside = _outside(real, begin, blocks, layout, past=visible is not None)
+        few_k, few_v = (x[:, :, None, : layout.first].expand(-1, -1, blocks, -1, -1) for x in (k, v))
+        few_k, few_v = _widened(few_k, _bias(outside, k), widest), _padded(few_v, widest)
+        parts += [x.split(group, dim=2) for x in (few_k, few_v)]
     out = []
-    for some, one_k, one_v, first_k, first_v, clusters in zip(*parts, summaries, strict=True):
+    for some, one_k, one_v, *first, clusters in zip(*parts, summaries, strict=True):
         far_k = _widened(clusters.k, torch.where(clusters.alive, clusters.bias, _MASKED), widest)
-        keys = torch.cat([one_k, first_k, far_k], dim=3)
-        values = torch.cat([one_v, first_v, _padded(clusters.v, widest)], dim=3)
+        keys = torch.cat([one_k, *first[:1], far_k], dim=3)
+        values = torch.cat([one_v, *first[1:], _padded(clusters.v, widest)], dim=3)
         mask = None if visible is None else F.pad(visible, (0, keys.shape[3] - layout.width), value=True)
         out.append(_kernel(some, keys, values, mask)[..., :value_dim])
     found = torch.cat(out, dim=2).unflatten(3, (heads, layout.block)).transpose(2, 3)
     return found.flatten(3, 4)[:, :, :, :tokens].flatten(1, 2)
+
+
+def _outside(real: Tensor, begin: int, blocks: int, layout: Layout, *, past: bool) -> Tensor:
+    """Global tokens outside the slice of each block, before it if `past`, bool [batch 1 blocks first 1]."""
+    first = torch.arange(real.shape[1], device=real.device)[: layout.first]
+    start = torch.arange(begin, begin + blocks, device=real.device)[:, None] * layout.block
+    outside = first < start - layout.back
+    if not past:
+        outside |= first >= start + layout.block + layout.ahead
+    return (outside & real[:, None, : layout.first])[:, None, ..., None]
 
 
 def _stretch(x: Tensor, begin: int, blocks: int, layout: Layout) -> Tensor:

@@ -130,16 +130,20 @@ def beyond_slices(every: Members, *, block: int, back: int, group: int) -> Itera
     blocks = -(-tokens // block)
     groups = -(-blocks // group)
     cell = (torch.arange(tokens, device=every.rows.device) + back) // block
+    own = torch.arange(group, device=cell.device)[:, None]
+    other = torch.arange(group + 2, device=cell.device)
+    # A block excludes two cells of the group, whose last cell is the next group's first.
+    outside = ((other != own) & (other != own + 1)).to(every.rows.dtype)
+    if groups == 1:
+        parts = every.sums(cell, group + 2)
+        yield (outside @ parts.flatten(3)).unflatten(3, parts.shape[3:])
+        return
     # Sums of the first cell of each group, and of its other cells.
     coarse = every.sums(2 * (cell // group) + (cell % group > 0), 2 * groups + 2)
     firsts, others = coarse[:, :, ::2].unbind(2), coarse[:, :, 1::2].unbind(2)
     both = [first + other for first, other in zip(firsts, others, strict=True)]
     before = list(accumulate(both, initial=torch.zeros_like(both[0])))
     after = list(accumulate(reversed(both), initial=torch.zeros_like(both[0])))[::-1]
-    own = torch.arange(group, device=cell.device)[:, None]
-    other = torch.arange(group + 2, device=cell.device)
-    # A block excludes two cells of the group, whose last cell is the next group's first.
-    outside = ((other != own) & (other != own + 1)).to(coarse.dtype)
     for number in range(groups):
         begin, end = (max(one * group * block - back, 0) for one in (number, number + 1))
         # The last two cells hold sums that are known already.
