@@ -91,6 +91,15 @@ def pytest_configure(config: pytest.Config) -> None:
         install_import_hook("efficient_attn.ops", "beartype.beartype")
 
 
+@pytest.fixture(params=["cpu", "few large steps", "many small steps"])
+def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The path of the CPU, and that of other devices in steps of all that fits or of one part each."""
+    if request.param != "cpu":
+        monkeypatch.setenv("EFFICIENT_ATTN_KERNELS", "torch")
+    if request.param == "many small steps":
+        monkeypatch.setattr("efficient_attn.ops.paths.HELD", 1)
+
+
 @pytest.fixture
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every round of a time ends after milliseconds, for runs whose times nobody reads."""

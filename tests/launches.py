@@ -176,9 +176,10 @@ def forward_backward(backend: ea.Backend, inputs: list[torch.Tensor]) -> Count:
 
 
 def step(backend: ea.Backend, inputs: list[torch.Tensor]) -> Count:
-    """Count of a decoding step, one token after a state of the others."""
+    """Count of a decoding step, one token after a state of the others, which an earlier step left."""
     with torch.no_grad():
-        _, state = backend.extend(*(x[..., :-1, :] for x in inputs))
+        _, state = backend.extend(*(x[..., :-2, :] for x in inputs))
+        _, state = backend.extend(*(x[..., -2:-1, :] for x in inputs), state)
         return counted(lambda: backend.extend(*(x[..., -1:, :] for x in inputs), state))
 
 

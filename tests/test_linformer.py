@@ -52,6 +52,7 @@ def definition(q, k, v, mix_keys, mix_values, mask):
     return out
 
 
+@pytest.mark.usefixtures("path")
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("sharing", ["heads", "none"])
 def test_learned_mixtures_follow_the_definition_with_grouped_queries(sharing, masked):
@@ -60,14 +61,16 @@ def test_learned_mixtures_follow_the_definition_with_grouped_queries(sharing, ma
     mask = random_mask(2, 9) if masked else None
     if masked:
         mask[0] = False
-    pairs = (backend.core.mix_keys, backend.core.mix_values)
-    pairs = [m.detach() if m.ndim == 3 else m.detach().expand(4, -1, -1) for m in pairs]
+    learned = (backend.core.mix_keys, backend.core.mix_values)
+    pairs = [m if m.ndim == 3 else m.expand(4, -1, -1) for m in learned]
     # A sequence shorter than max_tokens is one whose last tokens are not real.
     real = torch.ones(2, 9, dtype=torch.bool) if mask is None else mask
     real = torch.nn.functional.pad(real, (0, TOKENS - 9))
     padded = (torch.nn.functional.pad(x, (0, 0, 0, TOKENS - 9)) for x in (k, v))
-    reference = definition(q, *padded, *pairs, real)
-    assert (backend(q, k, v, key_mask=mask) - reference).abs().max() <= 1e-12
+    outs = backend(q, k, v, key_mask=mask), definition(q, *padded, *pairs, real)
+    found, wanted = (torch.autograd.grad(out.sin().sum(), learned) for out in outs)
+    for one, other in zip((outs[0], *found), (outs[1], *wanted), strict=True):
+        assert (one - other).abs().max() <= 1e-12
 
 
 # One to four tokens to a mixture: 1/2 and 1/4, unlike 1/3, are stored without rounding.
@@ -111,6 +114,7 @@ def test_what_linformer_cannot_do_is_refused():
         linformer(rank=4)(*random_qkv(k_tokens=13))
 
 
+@pytest.mark.usefixtures("path")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("sharing", ["heads", "none", "key-value"])
 def test_half_precision_beyond_one_piece_is_float64_rounded_once(sharing, dtype):

@@ -106,17 +106,20 @@ def test_a_state_keeps_none_of_the_callers_memory_alive(name):
     for one in (state, later, same):
         for kept in one:
             assert kept.untyped_storage().data_ptr() != theirs
-            # Nothing but what the state is made of is held.
-            assert kept.untyped_storage().nbytes() == kept.numel() * kept.element_size()
+            # Nothing but what the state is made of is held, and spare capacity for as much again.
+            assert kept.untyped_storage().nbytes() <= 2 * kept.numel() * kept.element_size()
 
 
+# Of the last state only, a buffer has spare capacity, for one more call.
+@pytest.mark.parametrize("bounds", [[0, 9], [0, 8, 9], [0, 5, 6]])
 @pytest.mark.parametrize("name", STREAMING)
-def test_a_state_is_extended_twice_without_one_continuation_knowing_the_other(name):
+def test_a_state_is_extended_twice_without_one_continuation_knowing_the_other(name, bounds):
     backend, (q, k, v) = built(name), inputs(TOKENS)
-    first, one, other = (
-        [x[:, :, part] for x in (q, k, v)] for part in (slice(0, 9), slice(9, 16), slice(16, 24))
-    )
-    _, state = backend.extend(*first)
+    parts = (slice(9, 12), slice(12, 16))
+    one, other = ([x[:, :, part] for x in (q, k, v)] for part in parts)
+    state = None
+    for start, stop in pairwise(bounds):
+        _, state = backend.extend(*(x[:, :, start:stop] for x in (q, k, v)), state)
     before = [x.clone() for x in state]
     wanted, branch = backend.extend(*one, state)
     kept = [x.clone() for x in branch]

@@ -29,10 +29,11 @@ def band(window, causal):
     return lambda i, j: i - back <= j <= i + ahead
 
 
+@pytest.mark.parametrize("path", ["cpu", "few large steps"], indirect=True)
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("window", [1, 3, 2 * BLOCK - 1, 2 * BLOCK + 1])
 @pytest.mark.parametrize("tokens", [1, 2, 7, BLOCK, 97, 2 * BLOCK + 1])
-def test_the_window_equals_the_dense_band(tokens, window, masked):
+def test_the_window_equals_the_dense_band(path, tokens, window, masked):
     q, k, v = random_qkv(2, 2, 1, tokens, tokens)
     mask = random_mask(2, tokens) if masked else None
     out = ea.build("window", head_dim=8, window=window)(q, k, v, key_mask=mask)
@@ -40,6 +41,7 @@ def test_the_window_equals_the_dense_band(tokens, window, masked):
     assert (out - reference).abs().max() <= 1e-12
 
 
+@pytest.mark.usefixtures("path")
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("window", [1, 2, 6, BLOCK, 131])
 @pytest.mark.parametrize("queries", [1, 5, 130])
@@ -69,14 +71,18 @@ def dense_band(q, k, v, window, causal, mask):
 
 
 # Blocks inside the sequence go through plain products if there are many, else through the kernel in groups.
-@pytest.mark.parametrize("by_products", [False, True])
+@pytest.mark.parametrize(
+    ("path", "by_products"),
+    [("cpu", False), ("cpu", True), ("few large steps", False), ("many small steps", False)],
+    indirect=["path"],
+)
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("heads", [(2, 2), (4, 2)])
 @pytest.mark.parametrize("window", [5, 129, 201])
 @pytest.mark.parametrize("tokens", [5 * BLOCK, 9 * BLOCK + 1])
 def test_whole_blocks_and_ends_join_forward_and_backward(
-    monkeypatch, tokens, window, heads, masked, causal, by_products
+    monkeypatch, path, tokens, window, heads, masked, causal, by_products
 ):
     monkeypatch.setattr(window_operator, "_LARGE", 0)
     monkeypatch.setattr(window_operator, "_MANY", 1 if by_products else tokens)
@@ -189,6 +195,19 @@ def test_time_and_memory_do_not_know_how_long_the_rest_of_the_sequence_is():
             peaks.append(peak(lambda q=q: backend(q, q, q), device="cpu").peak_bytes)
     # Affine in tokens: equal steps for doubled steps, to the bytes that padding to blocks may add.
     assert peaks[2] - peaks[1] == pytest.approx(2 * (peaks[1] - peaks[0]), rel=0.01)
+
+
+def test_steps_of_other_devices_hold_no_more_numbers_than_they_may(monkeypatch):
+    monkeypatch.setenv("EFFICIENT_ATTN_KERNELS", "torch")
+    monkeypatch.setattr("efficient_attn.ops.paths.HELD", 2**18)
+    tokens, heads, dim = 8192, 2, 16
+    q = torch.randn(1, heads, tokens, dim)
+    backend = ea.build("window", head_dim=dim, window=257)
+    with torch.no_grad():
+        found = peak(lambda: backend(q, q, q), device="cpu").peak_bytes
+    # Padded queries, keys and values, the outputs of all steps and their concatenation; of a step scores,
+    # masked scores, weights and a mask, slices of keys and values. All scores are 10 times as many.
+    assert found <= 4 * (5 * 1.1 * q.numel() + 5 * 2**18)
 
 
 def test_an_even_window_without_a_middle_is_refused_and_both_neighbours_named():

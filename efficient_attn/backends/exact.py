@@ -8,7 +8,7 @@ from efficient_attn.modules.options import option, probability
 from efficient_attn.modules.relative import MAX_DISTANCE, check_one_sequence, count, distance_bias
 from efficient_attn.operation_counts import OperationCounts, softmax_matmuls, visible_pairs
 from efficient_attn.ops.softmax.fused import fused_attention
-from efficient_attn.ops.softmax.kv_cache import KVCache, mask_of, merge_tokens, summarise_tokens
+from efficient_attn.ops.softmax.kv_cache import KVCache, append_tokens, mask_of
 from efficient_attn.ops.softmax.relative import relative_attention
 from efficient_attn.problem import AttentionProblem
 from efficient_attn.registry import Capabilities, register
@@ -75,7 +75,7 @@ class FusedAttention(nn.Module):
     def extend(
         self, q: Tensor, k: Tensor, v: Tensor, state: KVCache | None, key_mask: Tensor | None
     ) -> tuple[Tensor, KVCache]:
-        cache = merge_tokens(state, summarise_tokens(k, v, key_mask))
+        cache = append_tokens(state, k, v, key_mask)
         if q.shape[-2] == 0:
             return q.new_zeros(*q.shape[:-1], v.shape[-1]), cache
         return self(q, cache.k, cache.v, mask_of(cache), zeroed=True), cache

@@ -7,7 +7,7 @@ from efficient_attn.backends import exact
 from efficient_attn.backends.exact import DropoutOptions
 from efficient_attn.operation_counts import OperationCounts
 from efficient_attn.ops.softmax.definition import apply_weights, softmax_weights
-from efficient_attn.ops.softmax.kv_cache import KVCache, mask_of, merge_tokens, summarise_tokens
+from efficient_attn.ops.softmax.kv_cache import KVCache, append_tokens, mask_of
 from efficient_attn.problem import AttentionProblem
 from efficient_attn.registry import Capabilities, register
 
@@ -27,7 +27,7 @@ class DenseAttention(nn.Module):
     def extend(
         self, q: Tensor, k: Tensor, v: Tensor, state: KVCache | None, key_mask: Tensor | None
     ) -> tuple[Tensor, KVCache]:
-        cache = merge_tokens(state, summarise_tokens(k, v, key_mask))
+        cache = append_tokens(state, k, v, key_mask)
         return self(q, cache.k, cache.v, mask_of(cache)), cache
 
 

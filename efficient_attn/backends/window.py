@@ -10,9 +10,9 @@ from efficient_attn.modules.relative import MAX_DISTANCE, count, distance_bias
 from efficient_attn.operation_counts import OperationCounts, softmax_matmuls, visible_pairs
 from efficient_attn.ops.softmax.kv_cache import (
     KVCache,
+    append_tokens,
     last_tokens,
     mask_of,
-    merge_tokens,
     summarise_tokens,
 )
 from efficient_attn.ops.softmax.relative import relative_attention
@@ -59,9 +59,9 @@ class WindowAttention(nn.Module):
     def extend(
         self, q: Tensor, k: Tensor, v: Tensor, state: KVCache | None, key_mask: Tensor | None
     ) -> tuple[Tensor, KVCache]:
-        new = summarise_tokens(k, v, key_mask)
         # Only the last tokens are kept, and the first call copies no others.
-        cache = new if state is None else merge_tokens(state, new)
+        first = state is None
+        cache = summarise_tokens(k, v, key_mask) if first else append_tokens(state, k, v, key_mask)
         after = last_tokens(cache, self._back)
         if q.shape[-2] == 0:
             return q.new_zeros(*q.shape[:-1], v.shape[-1]), after

@@ -9,7 +9,7 @@ from efficient_attn.modules.options import one_of, option, whole_number
 from efficient_attn.operation_counts import MatMul, OperationCounts, softmax_matmuls
 from efficient_attn.ops.clusters.attention import Layout, window_clusters, window_segments
 from efficient_attn.ops.clusters.history import plan
-from efficient_attn.ops.softmax.kv_cache import KVCache, mask_of, merge_tokens, summarise_tokens
+from efficient_attn.ops.softmax.kv_cache import KVCache, append_tokens, mask_of
 from efficient_attn.problem import AttentionProblem, positive_count
 from efficient_attn.registry import Capabilities, register
 
@@ -87,7 +87,7 @@ class WindowSegments(nn.Module):
         self, q: Tensor, k: Tensor, v: Tensor, state: KVCache | None, key_mask: Tensor | None
     ) -> tuple[Tensor, KVCache]:
         # Segments merge as the past grows and start at the first real token, so all keys are kept.
-        cache = merge_tokens(state, summarise_tokens(k, v, key_mask))
+        cache = append_tokens(state, k, v, key_mask)
         if q.shape[2] == 0:
             return q.new_zeros(*q.shape[:3], v.shape[3]), cache
         return self(q, cache.k, cache.v, mask_of(cache)), cache

@@ -1,9 +1,9 @@
 """KV cache, the streaming state of softmax attention, in buffers with spare capacity.
 
 A decoding step writes its keys and values behind those of the state, in place of a copy of all. A storage
-holds a record of how much of it is filled. Only a state that ends there owns the spare capacity; any other
-state is copied, so that a state can be extended twice. Without a record (after pickling, indexing or a move to
-another device) the next step copies.
+records how much of it is filled. Only a state that ends there owns the spare capacity; any other state is
+copied, so that a state can be extended twice. Without a record (after pickling, indexing or a move to another
+device) the next step copies.
 """
 
 from typing import NamedTuple
@@ -26,7 +26,7 @@ class KVCache(NamedTuple):
     Attributes:
         k: [batch kv_heads tokens head_dim], zero where masked.
         v: [batch kv_heads tokens value_dim], zero where masked.
-        key_mask: bool [batch tokens], True for a real token; one byte, expanded, as long as no call had a mask.
+        key_mask: bool [batch tokens], True for a real token; one expanded byte as long as no call had a mask.
     """
 
     k: Tensor
@@ -56,17 +56,17 @@ def summarise_tokens(k: Tensor, v: Tensor, key_mask: Tensor | None) -> KVCache:
     return KVCache(zero_masked(k, key_mask), zero_masked(v, key_mask), key_mask)
 
 
-def merge_tokens(one: KVCache | None, other: KVCache) -> KVCache:
-    """The cache after the tokens of both, in this order; no caller's memory is part of it."""
-    if one is None:
-        mask = other.key_mask if mask_of(other) is None else _own(other.key_mask)
-        return KVCache(_own(other.k), _own(other.v), mask)
-    tokens = one.k.shape[-2] + other.k.shape[-2]
-    if mask_of(one) is None and mask_of(other) is None:
-        mask = one.key_mask.as_strided((len(one.key_mask), tokens), (0, 0))
-    else:
-        mask = _append(one.key_mask.unsqueeze(-1), other.key_mask.unsqueeze(-1)).squeeze(-1)
-    return KVCache(_append(one.k, other.k), _append(one.v, other.v), mask)
+def append_tokens(state: KVCache | None, k: Tensor, v: Tensor, key_mask: Tensor | None) -> KVCache:
+    """The cache after the tokens of a state and new ones; no caller's memory is part of it."""
+    if state is None:
+        new = summarise_tokens(k, v, key_mask)
+        return KVCache(_own(new.k), _own(new.v), new.key_mask if key_mask is None else _own(key_mask))
+    if key_mask is None and mask_of(state) is None:
+        mask = state.key_mask.as_strided((k.shape[0], state.k.shape[2] + k.shape[2]), (0, 0))
+        return KVCache(_append(state.k, k), _append(state.v, v), mask)
+    new = summarise_tokens(k, v, key_mask)
+    mask = _append(state.key_mask.unsqueeze(-1), new.key_mask.unsqueeze(-1)).squeeze(-1)
+    return KVCache(_append(state.k, new.k), _append(state.v, new.v), mask)
 
 
 def last_tokens(state: KVCache, tokens: int) -> KVCache:
@@ -97,7 +97,7 @@ def _append(x: Tensor, new: Tensor) -> Tensor:
         return torch.cat([x, new], dim=-2)
     record = _record(x)
     if record is not None and record.tokens + more <= record.shape[-2]:
-        # `data` has a version counter of its own: a backward pass may have saved tokens that stay as they are.
+        # A backward pass may have saved the past tokens; `data` has a version counter of its own.
         buffer = x.data.as_strided(record.shape, record.strides, 0)
         start = record.tokens - tokens
     else:
