@@ -1,5 +1,6 @@
 """A state owns its memory: what callers do to their tensors afterwards changes no later output."""
 
+import copy
 from collections.abc import Callable
 from itertools import pairwise
 
@@ -123,7 +124,8 @@ def test_a_state_is_extended_twice_without_one_continuation_knowing_the_other(na
     before = [x.clone() for x in state]
     wanted, branch = backend.extend(*one, state)
     kept = [x.clone() for x in branch]
-    backend.extend(*other, state)
+    alone, _ = backend.extend(*other, copy.deepcopy(state))
+    assert torch.equal(backend.extend(*other, state)[0], alone)
     backend.extend(*other, branch)
     assert torch.equal(backend.extend(*one, state)[0], wanted)
     assert all(torch.equal(x, y) for x, y in zip([*state, *branch], [*before, *kept], strict=True))

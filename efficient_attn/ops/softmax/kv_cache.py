@@ -93,7 +93,9 @@ def _append(x: Tensor, new: Tensor) -> Tensor:
     """`x` [… tokens dim] followed by `new`: in place behind `x` if it owns enough spare capacity."""
     start, tokens, more = 0, x.shape[-2], new.shape[-2]
     trained = torch.is_grad_enabled() and (x.requires_grad or new.requires_grad)
-    if trained or not (_recorded(x) and _recorded(new)) or (x.dtype, x.device) != (new.dtype, new.device):
+    # A copy into a buffer would broadcast or convert where a concatenation raises or promotes.
+    fits = x[..., :0, :].shape == new[..., :0, :].shape and (x.dtype, x.device) == (new.dtype, new.device)
+    if trained or not (fits and _recorded(x) and _recorded(new)):
         return torch.cat([x, new], dim=-2)
     record = _record(x)
     if record is not None and record.tokens + more <= record.shape[-2]:
