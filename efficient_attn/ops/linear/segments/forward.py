@@ -62,7 +62,8 @@ def attend(inputs: LinearInputs, part: slice, past: LinearState) -> tuple[Output
     if queries.values is None:
         total = here.sums[..., -1:] + (earlier.scale - here.scale).exp() * earlier.sums[..., -1:]
         here = read_weak_chunks(here, total.log(), queries.log_scale, keys.features.log_scale, keys.values)
-    return Outputs(*(segment.tokens(x) for x in _outputs(here, earlier))), keys.after
+    outputs = _outputs(here, earlier, signed=inputs.map.signed)
+    return Outputs(*(segment.tokens(x) for x in outputs)), keys.after
 
 
 def keys_of(segment: Segment, past: LinearState) -> Keys:
@@ -97,10 +98,13 @@ def _read_chunk(queries: ScaledQueries, keys: ScaledKeys, values: Tensor) -> Sum
     return Sums(sums, visible if queries.log_scale is None else visible + queries.log_scale)
 
 
-def _outputs(here: Sums, earlier: Sums) -> Outputs:
+def _outputs(here: Sums, earlier: Sums, *, signed: bool) -> Outputs:
     """Output rows from the sums over both parts of the visible keys."""
     scale = floor(torch.maximum(here.scale, earlier.scale))
     sums = (here.scale - scale).exp() * here.sums
     sums = torch.addcmul(sums, (earlier.scale - scale).exp(), earlier.sums)
     seen = scale > UNSEEN
+    if not signed:
+        # A positive sum of 0 is that of a weak row that is not computed again.
+        seen = seen & (sums[..., -1:] > 0)
     return Outputs(divide(sums, seen), log_sum(sums, scale, seen), sums[..., -1:] < 0)

@@ -3,6 +3,7 @@
 All tensors are in chunks, [flat_heads chunks rows …].
 """
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -15,7 +16,7 @@ from efficient_attn.ops.linear.state import LinearState
 _LOWEST = -1e30
 # Smaller scales mean that there is no key.
 UNSEEN = -1e29
-# Logarithm of the largest weight of a query or key: products of two and sums of them use the whole range of
+# Half the logarithm of the largest sum of products of a query's and a key's weights: sums use the whole range of
 # floats, within which the supports of a query's and a key's features may differ.
 _LARGEST = {torch.float32: 40.0, torch.float64: 300.0}
 
@@ -58,7 +59,7 @@ def scaled_keys(features: Features) -> ScaledKeys:
         return ScaledKeys(features.values, features.log_scale, None)
     reference = features.log_scale.detach().amax(dim=-2, keepdim=True)
     exponents = features.log_scale - floor(reference)
-    scale = exponents.detach().amax(dim=-1, keepdim=True) - _LARGEST[exponents.dtype]
+    scale = _scale(exponents)
     return ScaledKeys((exponents - floor(scale)).exp(), scale, reference)
 
 
@@ -68,8 +69,14 @@ def scaled_queries(features: Features, keys: ScaledKeys) -> ScaledQueries:
         assert features.values is not None
         return ScaledQueries(features.values, None)
     exponents = features.log_scale + floor(keys.reference)
-    scale = exponents.detach().amax(dim=-1, keepdim=True) - _LARGEST[exponents.dtype]
+    scale = _scale(exponents)
     return ScaledQueries((exponents - scale).exp(), scale)
+
+
+def _scale(exponents: Tensor) -> Tensor:
+    """Scale of each row relative to which its largest weight is as large as sums of products allow."""
+    largest = _LARGEST[exponents.dtype] - math.log(exponents.shape[-1]) / 2
+    return exponents.detach().amax(dim=-1, keepdim=True) - largest
 
 
 def states(keys: ScaledKeys, values: Tensor) -> LinearState:
