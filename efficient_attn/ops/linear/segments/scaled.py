@@ -16,8 +16,8 @@ from efficient_attn.ops.linear.state import LinearState
 _LOWEST = -1e30
 # Smaller scales mean that there is no key.
 UNSEEN = -1e29
-# Half the logarithm of the largest sum of products of a query's and a key's weights: sums use the whole range of
-# floats, within which the supports of a query's and a key's features may differ.
+# Half the logarithm of the largest sum of products of a query's and a key's weights: sums use the whole range
+# of floats, within which the supports of a query's and a key's features may differ.
 _LARGEST = {torch.float32: 40.0, torch.float64: 300.0}
 
 

@@ -15,7 +15,7 @@ from efficient_attn.ops.linear.segments.scaled import floor
 from efficient_attn.ops.linear.state import LinearState
 
 # Chunks that one product takes; more are scanned in groups of this number, then over the groups.
-_RADIX = 128
+_RADIX = 160
 
 
 def running_states(states: LinearState, *, reverse: bool = False) -> LinearState:
