@@ -1,6 +1,7 @@
 """Every backend on a device other than the CPU: its outputs stay there, in the dtype of the inputs."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -27,8 +28,11 @@ def test_a_call_on_meta_mixes_no_devices_and_makes_no_float64(call):
     reason=f"PyTorch {torch.__version__} cannot register a device from Python",
 )
 def test_a_call_on_a_stand_in_of_a_gpu_mixes_no_devices_and_makes_no_float64():
-    script = Path(__file__).parent / "stand_in.py"
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True)
+    tests = Path(__file__).parent
+    # Python may leave the folder of a script off its path (PYTHONSAFEPATH).
+    settings = {**os.environ, "PYTHONPATH": str(tests)}
+    script = [sys.executable, str(tests / "stand_in.py")]
+    done = subprocess.run(script, capture_output=True, text=True, env=settings)
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(done.stdout)
     assert {call: wrong for call, wrong in found.items() if wrong} == {}
