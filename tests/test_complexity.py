@@ -19,6 +19,7 @@ from efficient_attn.ops.linear.fast import causal as fast_causal
 from efficient_attn.ops.linear.features import MAPS
 from efficient_attn.ops.linear.segments import chunks as segment_chunks
 from efficient_attn.ops.linear.state import Means
+from efficient_attn.ops.paths import VARIABLE
 from efficient_attn.problem import AttentionProblem
 from efficient_attn.theory.complexity import Cost, block_flops, call_cost, matmul_flops
 
@@ -181,6 +182,7 @@ def test_the_causal_operator_does_what_is_counted_where_a_chunk_is_a_token(
     name, as_any_map, monkeypatch
 ) -> None:
     """So that no triangle is cut out of a square that was computed."""
+    monkeypatch.setenv(VARIABLE, "")
     monkeypatch.setattr(segment_chunks, "CHUNK", 1)
     monkeypatch.setattr(segment_chunks, "_CACHED", 1)
     inputs = inputs_of_the_operator(name, causal=True)

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import efficient_attn as ea
 from efficient_attn.ops.linear import causal as linear_causal
 from efficient_attn.ops.linear import full as linear_full
+from efficient_attn.ops.paths import VARIABLE
 
 NAMES = ea.list_backends()
 SIZES = {"window": 5, "window-clusters": 4, "linformer": 4}
@@ -149,6 +150,7 @@ def test_an_error_inside_a_registered_operator_leaves_the_process_as_it_was(name
     def fails(*_: Any, **__: Any) -> Any:
         raise MemoryError("an operator failed")
 
+    monkeypatch.setenv(VARIABLE, "")
     before = state_of_the_process()
     monkeypatch.setattr(linear_full, full, fails)
     monkeypatch.setattr(linear_causal, causal, fails)

@@ -8,6 +8,7 @@ import torch
 from launches import Count, counted, forward, forward_backward, other_device, prepared, step
 
 import efficient_attn as ea
+from efficient_attn.ops.paths import VARIABLE
 
 # Four chunks of the path in chunks of 64.
 TOKENS = 256
@@ -121,7 +122,8 @@ def test_the_launches_of_a_backward_pass_are_counted():
     assert counted(lambda: torch.autograd.grad(out, x, torch.ones(3))).operators == {"ones": 1, "mul": 1}
 
 
-def test_a_question_of_the_host_is_a_synchronisation_with_its_line():
+def test_a_question_of_the_host_is_a_synchronisation_with_its_line(monkeypatch):
+    monkeypatch.setenv(VARIABLE, "")
     x = torch.arange(3.0)
 
     def ask() -> None:
