@@ -15,8 +15,8 @@ from reference import (
 
 import efficient_attn as ea
 from efficient_attn.measure.memory import peak
+from efficient_attn.ops import paths as device_paths
 from efficient_attn.ops.linear import full as linear_full
-from efficient_attn.ops.linear import parts as linear_parts
 from efficient_attn.ops.linear import state as linear_state
 from efficient_attn.ops.linear.directions import draw_directions
 from efficient_attn.ops.linear.fast import causal as fast_causal
@@ -63,7 +63,7 @@ def small_chunks(monkeypatch):
         monkeypatch.setattr(segment_chunks, "_LARGE_CHUNK", tokens)
         monkeypatch.setattr(segment_chunks, "_MULTIPLE", 1)
         # Two chunks in a segment of 32 features of 2 times 4 heads.
-        for module, name in ((segment_chunks, "_CACHED"), (linear_parts, "_HELD")):
+        for module, name in ((segment_chunks, "_CACHED"), (device_paths, "HELD")):
             monkeypatch.setattr(module, name, 2 * tokens * 2 * 4 * 32)
         monkeypatch.setattr(fast_causal, "CHUNK", tokens)
         monkeypatch.setattr(fast_causal_backward, "CHUNK", tokens)
@@ -267,7 +267,7 @@ def test_rows_with_a_negative_denominator_are_neither_hidden_nor_clamped():
 def few_features(request, monkeypatch):
     """The path of the CPU, or of other devices with few features held at a time."""
     monkeypatch.setenv(VARIABLE, "torch" if request.param == "other" else "")
-    monkeypatch.setattr(linear_parts, "_HELD", 2**17)
+    monkeypatch.setattr(device_paths, "HELD", 2**17)
     monkeypatch.setattr(weak_chunks, "_FEATURES", 2**14)
 
 

@@ -8,7 +8,7 @@ import torch
 from reference import random_mask, random_qkv
 
 import efficient_attn as ea
-from efficient_attn.ops.linear import parts
+from efficient_attn.ops import paths
 from efficient_attn.ops.linear.features import MAPS
 from efficient_attn.ops.linear.segments import chunks, scan, weak_chunks
 from efficient_attn.ops.linear.segments.scan import running_states
@@ -61,7 +61,7 @@ def test_outputs_and_gradients_over_ragged_segments_are_those_of_the_definition(
     for constant, size in {"CHUNK": 8, "_LARGE_CHUNK": 8, "_MULTIPLE": 4}.items():
         monkeypatch.setattr(chunks, constant, size)
     inputs = backend.core.features(q, k, v, None, 1.0)
-    for module, constant in ((chunks, "_CACHED"), (parts, "_HELD")):
+    for module, constant in ((chunks, "_CACHED"), (paths, "HELD")):
         monkeypatch.setattr(module, constant, 32 * 2 * 4 * inputs.num_features)
     assert chunks.segments(inputs) == [slice(0, 32), slice(32, 45)]
     monkeypatch.setattr(scan, "_RADIX", 2)

@@ -1,9 +1,7 @@
 """Parts of a sequence whose features are held at a time."""
 
 from efficient_attn.ops.linear.inputs import LinearInputs
-
-# Features of the queries held at a time on other devices than the CPU: a bound on memory, not on tokens.
-_HELD = 2**25
+from efficient_attn.ops.paths import held
 
 
 def parts(length: int, size: int) -> list[slice]:
@@ -13,4 +11,5 @@ def parts(length: int, size: int) -> list[slice]:
 
 def held_tokens(inputs: LinearInputs, numbers: int | None = None) -> int:
     """Tokens with this number of features over all heads, by default as many as are held; at least 1."""
-    return max((numbers or _HELD) // max(inputs.q.shape[0] * inputs.q.shape[1] * inputs.num_features, 1), 1)
+    features = max(inputs.q.shape[0] * inputs.q.shape[1] * inputs.num_features, 1)
+    return held(features) if numbers is None else max(numbers // features, 1)
