@@ -13,6 +13,9 @@ from efficient_attn.errors import DataError
 from efficient_attn.runner.record import Case, Record, joined
 from efficient_attn.runner.records import append, line, parse
 
+# The work of `slowness` on an idle core of the machine where the limit was set.
+YARDSTICK_S = 0.1
+
 LENGTHS = (256, 512, 1024, 2048, 4096)
 
 
@@ -89,6 +92,13 @@ MANY = {
 }
 
 
+def slowness():
+    """CPU time of a fixed piece of work over that of an idle core: a loaded core is up to twice as slow."""
+    start = time.process_time()
+    sum(number * number for number in range(2_000_000))
+    return max(1.0, (time.process_time() - start) / YARDSTICK_S)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("made", MANY)
 def test_a_million_samples_are_read_summarised_drawn_and_compared_in_five_seconds_each(made, tmp_path):
@@ -98,14 +108,14 @@ def test_a_million_samples_are_read_summarised_drawn_and_compared_in_five_second
     small = ea.Results([replace(records[0], times_s=records[0].times_s and records[0].times_s[:8])])
     # The first drawing loads matplotlib and its fonts.
     small.save(tmp_path / "small")
-    start = time.process_time()
+    slow, start = slowness(), time.process_time()
     results = ea.read(path)
     results.sentences()
     results.save(tmp_path / "drawn")
     drawn_s = time.process_time() - start
     assert not ea.diff(results, results).regressions
-    assert drawn_s <= 5
-    assert time.process_time() - start - drawn_s <= 5
+    compared_s, slow = time.process_time() - start - drawn_s, max(slow, slowness())
+    assert drawn_s <= 5 * slow and compared_s <= 5 * slow
 
 
 def test_more_samples_than_a_record_may_have_are_refused_by_writer_and_reader(tmp_path):

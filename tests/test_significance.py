@@ -18,8 +18,9 @@ def test_the_statistics_are_those_of_scipy(seed):
     )
     student = scipy.stats.ttest_ind(new, old)
     assert significance.student_statistic(old, new)[::2] == pytest.approx((student.statistic, student.df))
-    middle = scipy.stats.trim_mean(old, 0.25)
-    assert significance.interquartile_mean(old) == pytest.approx(middle)
+    parts = np.split(old, [4, 4, 7, 11])
+    middles = [scipy.stats.trim_mean(part, 0.25) for part in parts if len(part)]
+    assert significance.interquartile_means(old, [len(part) for part in parts]) == pytest.approx(middles)
     welch = scipy.stats.ttest_ind(new, old, equal_var=False)
     found = significance.two_sample_statistic(old, new)
     assert found[::2] == pytest.approx((welch.statistic, welch.df))
@@ -54,12 +55,11 @@ def test_a_run_that_is_noisier_in_all_cases_is_told_from_chance():
     assert abs(math.log(ratio / 9)) < 3 * 0.97 * math.sqrt(2 / 400)
 
 
-def test_samples_are_parted_by_turns_where_these_are_known():
-    samples = list(range(10))
-    assert significance.turns(samples, (1, 0, 7, 2)) == [[0], samples[1:8], [8, 9]]
+def test_samples_are_parted_by_rounds_where_these_are_known():
+    assert significance.turn_sizes(10, (1, 0, 7, 2)) == [1, 0, 7, 2]
     for sizes in (None, (10,), (5, 6), (1.5, None, 3, 4), (-1, 11), (True, 9)):
-        assert significance.turns(samples, sizes) == [samples]
-    assert significance.turns([], None) == []
+        assert significance.turn_sizes(10, sizes) == [10]
+    assert significance.turn_sizes(0, None) == [0]
 
 
 def test_holm_adjusts_as_written_down_in_1979():

@@ -79,8 +79,11 @@ def times(samples: Iterable[float | None]) -> list[float]:
 
 def turn_middles(record: Record, field: str = "times_s") -> significance.Floats:
     """Interquartile mean of the logarithms of each round of timed calls, shape (rounds,)."""
-    parts = [times(part) for part in significance.turns(getattr(record, field) or (), record.round_sizes)]
-    means = np.array([significance.interquartile_mean(np.log(part)) for part in parts if part])
+    samples = np.array(getattr(record, field) or (), dtype=float)
+    sizes = significance.turn_sizes(len(samples), record.round_sizes)
+    usable = (samples > _SMALLEST) & (samples < _LARGEST)
+    counts = np.bincount(np.repeat(np.arange(len(sizes)), sizes)[usable], minlength=len(sizes))
+    means = significance.interquartile_means(np.log(samples[usable]), counts)
     if len(means) <= _MOST_ROUNDS:
         return means
     return np.array([block.mean() for block in np.array_split(means, _MOST_ROUNDS)])
@@ -97,7 +100,7 @@ def _rounds(record: Record, quantity: Quantity) -> significance.Floats:
     if record.case.kind == "recall":
         # Consecutive steps of one training share the state of the machine and count as one round.
         samples = times(record.times_s or ())
-        return np.array([significance.interquartile_mean(np.log(samples))] if samples else [])
+        return significance.interquartile_means(np.log(samples), [len(samples)])
     return turn_middles(record, quantity.samples or quantity.field)
 
 
