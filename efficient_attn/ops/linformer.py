@@ -86,7 +86,7 @@ def _mix(mix: Tensor, x: Tensor, heads: int, key_mask: Tensor | None) -> tuple[T
 
 def _mix_rows(mix: Tensor, x: Tensor, heads: int) -> Tensor:
     if mix.ndim == 2:
-        return _MixAlike.apply(mix, x.flatten(0, 1)).unflatten(0, x.shape[:2])
+        return _mix_alike(mix, x.flatten(0, 1)).unflatten(0, x.shape[:2])
     # Each query head projects the keys of its group by its own pair.
     groups = (x.shape[1], heads // x.shape[1])
     mix = mix.unflatten(0, groups).flatten(1, 2)
@@ -99,13 +99,19 @@ def _mix_rows(mix: Tensor, x: Tensor, heads: int) -> Tensor:
     return mixed.unflatten(2, (groups[1], -1)).flatten(1, 2)
 
 
-class _MixAlike(torch.autograd.Function):
+def _mix_alike(mix: Tensor, x: Tensor) -> Tensor:
     """Product of one matrix [rank tokens] with a batch of rows [flat_heads tokens dim].
 
     PyTorch's `matmul` would copy all rows into one matrix and save the copy for the backward pass; `bmm`
-    would hold one gradient of the matrix per batch entry. Half-precision rows are saved as they are and
-    upcast chunk by chunk.
+    would hold one gradient of the matrix per batch entry. Each gradient has a function of its own: one that
+    nobody asks for is not computed.
     """
+    mixed = _MixedRows.apply(mix.detach(), x)
+    return mixed + _Mixture.apply(mix, x.detach()) if torch.is_grad_enabled() else mixed
+
+
+class _MixedRows(torch.autograd.Function):
+    """The product, whose gradient is that of the rows."""
 
     generate_vmap_rule = True
 
@@ -122,25 +128,39 @@ class _MixAlike(torch.autograd.Function):
         ctx.save_for_backward(*inputs)
 
     @staticmethod
-    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[None, Tensor]:
         mix, x = ctx.saved_tensors
-        grad_mix, grad_x = None, None
-        if ctx.needs_input_grad[0]:
-            grad_mix = grad_out.new_zeros(mix.shape)
-            # Chunks in every dtype: a product over all tokens would be a second copy of grad_mix.
-            for part in _parts(x):
-                if tuned_for_cpu(x):
-                    for one, other in zip(grad_out, upcast(x[:, part]), strict=True):
-                        grad_mix[:, part].add_(one @ other.mT)
-                else:
-                    some = torch.tensordot(grad_out, upcast(x[:, part]), dims=([0, 2], [0, 2]))
-                    grad_mix[:, part].copy_(some)
-        if ctx.needs_input_grad[1]:
-            parts = [
-                torch.bmm(mix[:, part].mT.expand(len(x), -1, -1), grad_out).to(x.dtype) for part in _pieces(x)
-            ]
-            grad_x = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-2)
-        return grad_mix, grad_x
+        parts = [
+            torch.bmm(mix[:, part].mT.expand(len(x), -1, -1), grad_out).to(x.dtype) for part in _pieces(x)
+        ]
+        return None, parts[0] if len(parts) == 1 else torch.cat(parts, dim=-2)
+
+
+class _Mixture(torch.autograd.Function):
+    """Zero, with the gradient of the product with respect to the matrix.
+
+    Half-precision rows are saved as they are and upcast chunk by chunk; a product over all tokens would be a
+    second copy of the gradient.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(mix: Tensor, x: Tensor) -> Tensor:
+        return mix.new_zeros(()).expand(len(x), len(mix), x.shape[-1])
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, None]:
+        mix, x = ctx.saved_tensors
+        grad_mix = grad_out.new_zeros(mix.shape)
+        for part in _parts(x):
+            some = torch.tensordot(grad_out, upcast(x[:, part]), dims=([0, 2], [0, 2]))
+            grad_mix[:, part].copy_(some)
+        return grad_mix, None
 
 
 def _share(mix: Tensor, used: Tensor, key_mask: Tensor | None) -> Tensor:

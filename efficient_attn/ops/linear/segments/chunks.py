@@ -23,7 +23,7 @@ CHUNK, _LARGE_CHUNK = 64, 128
 # Chunks have a multiple of this number of tokens, as products on a GPU prefer.
 _MULTIPLE = 16
 # Features of the queries of a segment that stay in a CPU's cache, and chunks of a segment there at most.
-_CACHED, _FEW = 2**19, 8
+_CACHED, _FEW = 2**17, 8
 _ALL = slice(None)
 
 
