@@ -17,6 +17,7 @@ import efficient_attn as ea
 from efficient_attn.measure.memory import peak
 from efficient_attn.ops import paths as device_paths
 from efficient_attn.ops.linear import full as linear_full
+from efficient_attn.ops.linear import parts as linear_parts
 from efficient_attn.ops.linear import state as linear_state
 from efficient_attn.ops.linear.directions import draw_directions
 from efficient_attn.ops.linear.fast import causal as fast_causal
@@ -55,9 +56,10 @@ def small_chunks(monkeypatch):
     """Chunks of a few tokens, so that short sequences have many."""
 
     def set_chunks(tokens):
-        monkeypatch.setattr(linear_full, "_CHUNK", tokens)
+        # At most this many tokens, whatever a cache holds.
+        monkeypatch.setattr(linear_parts, "_LEAST", 1)
+        monkeypatch.setattr(linear_parts, "_MOST", tokens)
         monkeypatch.setattr(softmax_identity, "_PIECE", tokens)
-        monkeypatch.setattr(trigonometric, "_CHUNK", tokens)
         monkeypatch.setattr(trigonometric, "_PIECE", tokens)
         monkeypatch.setattr(segment_chunks, "CHUNK", tokens)
         monkeypatch.setattr(segment_chunks, "_LARGE_CHUNK", tokens)
@@ -67,7 +69,6 @@ def small_chunks(monkeypatch):
             monkeypatch.setattr(module, name, 2 * tokens * 2 * 4 * 32)
         monkeypatch.setattr(fast_causal, "CHUNK", tokens)
         monkeypatch.setattr(fast_causal_backward, "CHUNK", tokens)
-        monkeypatch.setattr(softmax_identity, "_CHUNK", tokens)
 
     return set_chunks
 

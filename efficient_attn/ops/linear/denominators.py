@@ -4,8 +4,9 @@ import torch
 from torch import Tensor
 
 from efficient_attn.ops.linear.causal import causal_linear_attention
-from efficient_attn.ops.linear.full import chunks, full_linear_attention
+from efficient_attn.ops.linear.full import full_linear_attention
 from efficient_attn.ops.linear.inputs import LinearInputs
+from efficient_attn.ops.linear.parts import chunks
 from efficient_attn.ops.linear.state import finite
 
 

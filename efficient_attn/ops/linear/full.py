@@ -24,7 +24,7 @@ from efficient_attn.ops.linear.fast.softmax_identity import suits, two_softmaxes
 from efficient_attn.ops.linear.fast.trigonometric import trigonometric_attention, trigonometric_gradients
 from efficient_attn.ops.linear.features import MAPS
 from efficient_attn.ops.linear.inputs import LinearInputs
-from efficient_attn.ops.linear.parts import held_tokens, parts
+from efficient_attn.ops.linear.parts import chunks
 from efficient_attn.ops.linear.state import (
     LinearState,
     divide,
@@ -39,18 +39,10 @@ from efficient_attn.ops.linear.state import (
 from efficient_attn.ops.operators import check_one_device, transformable
 from efficient_attn.ops.paths import tuned_for_cpu
 
-# Tokens per chunk, whose features stay in cache.
-_CHUNK = 128
-
 
 def full_linear_attention(inputs: LinearInputs) -> Outputs:
     """Σ_j φ(q)·φ(k_j) v_j / Σ_j φ(q)·φ(k_j) over all keys (Choromanski et al. 2021, section 2.2)."""
     return Outputs(*_attend(*inputs)[:3])
-
-
-def chunks(inputs: LinearInputs, length: int) -> list[slice]:
-    """Consecutive chunks of a sequence: in cache on the CPU, as large as memory allows on other devices."""
-    return parts(length, _CHUNK if tuned_for_cpu(inputs.q) else held_tokens(inputs))
 
 
 def whole_state(inputs: LinearInputs) -> LinearState:

@@ -25,16 +25,13 @@ from efficient_attn.ops.grouped_queries import fold, unfold
 from efficient_attn.ops.linear.backward import Outputs, new_outputs
 from efficient_attn.ops.linear.fast.exponentials import LOG2_E, ExpKernel, power
 from efficient_attn.ops.linear.inputs import LinearInputs
-from efficient_attn.ops.linear.parts import held_tokens, parts
+from efficient_attn.ops.linear.parts import chunks
 from efficient_attn.ops.linear.state import LinearState, finite, with_ones
-from efficient_attn.ops.paths import tuned_for_cpu
 from efficient_attn.ops.softmax import cpu_flash
 
 # Tokens per kernel call if they have to be converted or masked first; otherwise one call takes all tokens.
 # From 768 rows on the kernel processes 256 rows at a time instead of 64.
 _PIECE = 768
-# Tokens per chunk of the backward pass, whose features stay in cache.
-_CHUNK = 128
 
 
 def suits(inputs: LinearInputs) -> bool:
@@ -144,8 +141,7 @@ def two_softmaxes_gradients(
     means = (state.sums[..., :-1] / ones.masked_fill(ones == 0, 1.0)).flatten(0, 1)
     sums = finite(state.log_scale + ones.mT.log()).mul_(LOG2_E).flatten(0, 1)
     grad_means, deltas = torch.zeros_like(means), torch.zeros_like(means[..., :1])
-    size = _CHUNK if tuned_for_cpu(inputs.q) else held_tokens(inputs)
-    for part in parts(inputs.q.shape[-2], size):
+    for part in chunks(inputs, inputs.q.shape[-2]):
         g = inputs.flatten_heads(grad_out, part)
         delta = (g * inputs.flatten_heads(out, part)).sum(dim=-1, keepdim=True)
         rows, offset = (
@@ -157,7 +153,7 @@ def two_softmaxes_gradients(
         grad_q[..., part, :] = inputs.unflatten_heads(kernel.query_gradient(grad))
         grad_means.baddbmm_(p.mT, g)
         deltas.baddbmm_(p.mT, delta)
-    for part in parts(inputs.k.shape[-2], size):
+    for part in chunks(inputs, inputs.k.shape[-2]):
         keys, v = inputs.flat_keys(part), inputs.flat_values(part)
         r = power(kernel.real_key_exponents(keys, part).sub_(sums))
         grad = torch.bmm(v, grad_means.mT, out=kernel.buffer("gradients", keys)).sub_(deltas.mT).mul_(r)

@@ -15,11 +15,10 @@ from torch import Tensor
 from efficient_attn.ops.dtypes import upcast, upcast_dtype
 from efficient_attn.ops.linear.backward import Outputs, new_outputs, output_gradients
 from efficient_attn.ops.linear.inputs import LinearInputs
+from efficient_attn.ops.linear.parts import chunks, parts
 from efficient_attn.ops.linear.state import LinearState, exponential, finite, sees, with_ones
 from efficient_attn.ops.scratch import Scratch
 
-# Tokens per chunk, forward and backward: their features, and in the backward pass gradients, stay in cache.
-_CHUNK, _CHUNK_BACK = 144, 112
 # Tokens per chunk for scales alone.
 _PIECE = 512
 
@@ -91,7 +90,7 @@ def trigonometric_attention(inputs: LinearInputs) -> tuple[Outputs, LinearState]
     kernel = TrigKernel(inputs)
     state = _state(kernel)
     sums, outputs = state.sums.flatten(0, 1), new_outputs(inputs.q, inputs.v)
-    for part in _chunks(inputs.q, _CHUNK):
+    for part in chunks(inputs, inputs.q.shape[-2]):
         rows = inputs.flatten_heads(inputs.q, part)
         found = torch.bmm(kernel.query_features(rows, rows.new_ones(())), sums)
         # The buffer of the logarithms holds the denominators until all are known.
@@ -110,12 +109,12 @@ def trigonometric_attention(inputs: LinearInputs) -> tuple[Outputs, LinearState]
 def _state(kernel: TrigKernel) -> LinearState:
     """The state of all keys."""
     inputs = kernel.inputs
-    scales = torch.cat([kernel.log_scales(part) for part in _chunks(inputs.k, _PIECE)], dim=-2)
+    scales = torch.cat([kernel.log_scales(part) for part in parts(inputs.k.shape[-2], _PIECE)], dim=-2)
     reference = scales.amax(dim=-2, keepdim=True)
     weights = exponential(scales.sub_(finite(reference)))
     sums = weights.new_zeros(len(weights), 2 * kernel.directions, inputs.v.shape[-1])
     ones = sums.new_zeros(*sums.shape[:-1], 1)
-    for part in _chunks(inputs.k, _CHUNK):
+    for part in chunks(inputs, inputs.k.shape[-2]):
         features = kernel.key_features(inputs.flat_keys(part), weights[:, part])
         sums.baddbmm_(features.mT, inputs.flat_values(part))
         ones.add_(features.sum(dim=-2).unsqueeze(-1))
@@ -131,7 +130,7 @@ def trigonometric_gradients(
     sums, reference = state.sums.flatten(0, 1), finite(state.log_scale)
     grad_q, grad_k, grad_v = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs[:3])
     query_sums = torch.zeros_like(sums)
-    for part in _chunks(inputs.q, _CHUNK_BACK):
+    for part in chunks(inputs, inputs.q.shape[-2]):
         logarithm, sign = outputs.normaliser(part, kv_heads)
         factor = exponential(reference - logarithm).mul_(sign).flatten(0, 1)
         g = output_gradients(grad_out, outputs.out, part, kv_heads).flatten(0, 1)
@@ -140,7 +139,7 @@ def trigonometric_gradients(
         grad_q[..., part, :] = inputs.unflatten_heads(kernel.query_gradient(features, grad))
         query_sums.baddbmm_(features.mT, g)
     query_sums.div_(kernel.directions)
-    for part in _chunks(inputs.k, _CHUNK_BACK):
+    for part in chunks(inputs, inputs.k.shape[-2]):
         keys, factor = (
             inputs.flat_keys(part),
             exponential(kernel.log_scales(part).sub_(reference.flatten(0, 1))),
@@ -153,7 +152,3 @@ def trigonometric_gradients(
         grad_keys.addcmul_(keys, grad_scale)
         grad_k[..., part, :] = grad_keys.view_as(grad_k[..., part, :])
     return grad_q, grad_k, grad_v
-
-
-def _chunks(x: Tensor, size: int) -> list[slice]:
-    return [slice(start, start + size) for start in range(0, x.shape[-2], size)]
