@@ -1,31 +1,58 @@
-"""Choice between algorithms for the caches of a CPU and algorithms of few, large operations."""
+"""Choice between algorithms for the caches of a CPU, fused kernels, and operators alone."""
 
 import os
+import shutil
+from functools import cache
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 
-# "torch" takes the path of other devices on the CPU too, by PyTorch's operators alone.
+# "torch" takes the path of other devices on the CPU too, and PyTorch's operators alone on CUDA.
 VARIABLE = "EFFICIENT_ATTN_KERNELS"
 # Numbers in the largest tensor of a step on other devices: the memory is bounded, and few steps are needed.
 HELD = 2**25
+# Dtypes of FlexAttention, without those that could not be compiled.
+_FLEX_DTYPES = {torch.float32, torch.bfloat16, torch.float16}
 
 
 def tuned_for_cpu(x: Tensor) -> bool:
     """Whether the algorithms for the CPU serve a tensor."""
-    return x.device.type == "cpu" and not only_torch()
-
-
-def only_torch() -> bool:
-    """Whether the environment asks for PyTorch's operators alone."""
-    return os.environ.get(VARIABLE) == "torch"
+    return x.device.type == "cpu" and not _only_torch()
 
 
 def kernels(device: torch.device, dtype: torch.dtype) -> str:
-    """Kernels that serve attention on a device: "cpu", tuned for its caches, or "torch", operators alone."""
-    return "cpu" if device.type == "cpu" and not only_torch() else "torch"
+    """Kernels of full linear attention with exponential features on a device.
+
+    Returns:
+        "cpu", algorithms for its caches; "flex", FlexAttention, until a call fails to compile it; or "torch",
+        PyTorch's operators.
+    """
+    if _only_torch():
+        return "torch"
+    if device.type == "cpu":
+        return "cpu"
+    return "flex" if dtype in _FLEX_DTYPES and _compiles(device) else "torch"
+
+
+def forgo_flex(dtype: torch.dtype) -> None:
+    """Use no FlexAttention of this dtype in this process any more."""
+    _FLEX_DTYPES.discard(dtype)
 
 
 def held(numbers: int) -> int:
     """Parts of this many numbers that a step holds on other devices; at least 1."""
     return max(HELD // max(numbers, 1), 1)
+
+
+def _only_torch() -> bool:
+    return os.environ.get(VARIABLE) == "torch"
+
+
+@cache
+def _compiles(device: torch.device) -> bool:
+    """Whether Triton can compile for a device, of Ampere or later; its launchers need a C compiler."""
+    if device.type != "cuda" or not torch.cuda.is_available() or find_spec("triton") is None:
+        return False
+    compiler = os.environ.get("CC") or any(map(shutil.which, ("cc", "gcc", "clang")))
+    return bool(compiler) and torch.cuda.get_device_capability(device) >= (8, 0)

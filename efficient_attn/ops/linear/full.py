@@ -4,6 +4,7 @@ Memory excluding inputs, outputs and gradients is O(chunk · features + features
 both passes: the backward pass recomputes the features of a chunk instead of storing all features.
 """
 
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -38,6 +39,7 @@ from efficient_attn.ops.linear.state import (
 )
 from efficient_attn.ops.operators import check_one_device, transformable
 from efficient_attn.ops.paths import tuned_for_cpu
+from efficient_attn.ops.softmax.flex import NotCompiledError
 
 
 def full_linear_attention(inputs: LinearInputs) -> Outputs:
@@ -71,8 +73,9 @@ def _full(
     inputs = LinearInputs(q, k, v, key_mask, directions, log_weights, kind, scale)
     with without_autocast(q):
         if suits(inputs):
-            outputs, state = two_softmaxes(inputs)
-            return *outputs, *state
+            with suppress(NotCompiledError):
+                outputs, state = two_softmaxes(inputs)
+                return *outputs, *state
         if inputs.map.trigonometric and tuned_for_cpu(q):
             outputs, state = trigonometric_attention(inputs)
             return *outputs, *state

@@ -1,4 +1,4 @@
-"""Full linear attention with exponential features as two softmaxes, by the fused CPU kernel.
+"""Full linear attention with exponential features as two softmaxes, by fused kernels.
 
 With φ_f(q) = exp(q·w_f) and φ_f(k) = exp(k·w_f + b_k), b_k = −|k|²/2,
 
@@ -23,11 +23,12 @@ from torch import Tensor
 from efficient_attn.ops.dtypes import upcast
 from efficient_attn.ops.grouped_queries import fold, unfold
 from efficient_attn.ops.linear.backward import Outputs, new_outputs
+from efficient_attn.ops.linear.fast import split_keys
 from efficient_attn.ops.linear.fast.exponentials import LOG2_E, ExpKernel, power
 from efficient_attn.ops.linear.inputs import LinearInputs
 from efficient_attn.ops.linear.parts import chunks
 from efficient_attn.ops.linear.state import LinearState, finite, with_ones
-from efficient_attn.ops.softmax import cpu_flash
+from efficient_attn.ops.softmax import cpu_flash, flex
 
 # Tokens per kernel call if they have to be converted or masked first; otherwise one call takes all tokens.
 # From 768 rows on the kernel processes 256 rows at a time instead of 64.
@@ -35,19 +36,31 @@ _PIECE = 768
 
 
 def suits(inputs: LinearInputs) -> bool:
-    """Whether the features are exponential and the kernel supports these tensors."""
-    return inputs.map.exponents is not None and cpu_flash.available(inputs.q, inputs.k, inputs.v)
+    """Whether the features are exponential and a fused kernel supports these tensors."""
+    return inputs.map.exponents is not None and (
+        cpu_flash.available(*inputs[:3]) or flex.available(*inputs[:3])
+    )
 
 
 def two_softmaxes(inputs: LinearInputs) -> tuple[Outputs, LinearState]:
-    """The output of every query, and the state of all keys."""
-    means, log_sums = _mean_values(inputs)
-    out = _read(inputs, means, log_sums)
+    """The output of every query, and the state of all keys.
+
+    Raises:
+        NotCompiledError: If a GPU's kernel cannot be compiled.
+    """
+    on_gpu = flex.available(*inputs[:3])
+    inputs = split_keys.rounded(inputs) if on_gpu else inputs
+    means, log_sums = (split_keys.mean_values if on_gpu else _mean_values)(inputs)
+    log_sums = log_sums - math.log(inputs.num_features) / 2
+    if inputs.log_weights is not None:
+        log_sums = log_sums + inputs.log_weights.to(log_sums.dtype).squeeze(-2)
+    log_sums = log_sums.contiguous()
+    out = (split_keys.read if on_gpu else _read)(inputs, means, log_sums)
     return out, LinearState(with_ones(means[..., : inputs.v.shape[-1]]), log_sums.unsqueeze(-2))
 
 
 def _mean_values(inputs: LinearInputs) -> tuple[Tensor, Tensor]:
-    """m [batch kv_heads features dim] and z [batch kv_heads features]."""
+    """m [batch kv_heads features dim], and z [batch kv_heads features] without the constants of features."""
     w, factor = inputs.exponents(), math.sqrt(abs(inputs.scale))
     w = _pad_width(w.expand(*inputs.k.shape[:2], *w.shape[-2:]), inputs)
     means, log_sums = None, None
@@ -58,10 +71,7 @@ def _mean_values(inputs: LinearInputs) -> tuple[Tensor, Tensor]:
         else:
             means, log_sums = _join(means, log_sums, some, logarithm)
     assert means is not None and log_sums is not None
-    log_sums = log_sums - math.log(w.shape[-2]) / 2
-    if inputs.log_weights is not None:
-        log_sums = log_sums + inputs.log_weights.to(log_sums.dtype).squeeze(-2)
-    return means, log_sums.contiguous()
+    return means, log_sums
 
 
 def _mean_values_of(inputs: LinearInputs, part: slice, w: Tensor, factor: float) -> tuple[Tensor, Tensor]:
@@ -135,6 +145,8 @@ def two_softmaxes_gradients(
         logarithm: Log denominator of each row, [batch heads q_tokens 1]; +inf: no key.
         state: State of all keys.
     """
+    if flex.available(*inputs[:3]):
+        inputs = split_keys.rounded(inputs)
     kernel = ExpKernel(inputs, shared_buffer=True)
     grad_q, grad_k, grad_v = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs[:3])
     ones = state.sums[..., -1:]

@@ -1,0 +1,131 @@
+"""FlexAttention with the rows' log-sum-exps: fused attention with a float32 bias for each key, on CUDA.
+
+`flex_attention` (Dong et al. 2024, https://arxiv.org/abs/2412.05496) is fused only under `torch.compile` and
+writes all scores otherwise. It is therefore compiled here, and refuses to run in any other way.
+"""
+
+import warnings
+from collections.abc import Callable
+from functools import cache
+from inspect import signature
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from efficient_attn.ops import paths
+
+# Rows of a block of the kernel, as far as the number of its programs is concerned.
+BLOCK_ROWS = 128
+# Bias of a masked key: its weight is 0 beside any real key, and without one no infinities are subtracted.
+_MASKED = -1e30
+# Dimensions between the least of a product on tensor cores and the largest that fits in shared memory.
+_DIMS = range(16, 257)
+# Tensors of more numbers need 64-bit indices.
+_NUMBERS = 2**31
+# Compiled versions of one configuration; batch sizes, lengths and memory layouts share a few.
+_VERSIONS = 64
+
+
+class NotCompiledError(RuntimeError):
+    """Failure of `torch.compile`: callers use PyTorch's other operators."""
+
+
+def available(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether the kernels support these tensors, all of one dtype and not empty."""
+    return paths.kernels(q.device, q.dtype) == "flex" and all(
+        x.dtype is q.dtype and x.shape[-1] in _DIMS and 0 < x.numel() < _NUMBERS for x in (q, k, v)
+    )
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """softmax(scale · q kᵀ + bias) v, and the log-sum-exp of each row.
+
+    Args:
+        q: [batch heads rows dim]; k: [batch kv_heads keys dim]; v: [batch kv_heads keys value_dim].
+        bias: float32 [batch kv_heads 1 keys]; −inf masks a key, whose vectors have to be finite.
+        scale: Positive factor on the scores.
+
+    Returns:
+        [batch heads rows value_dim] in the dtype of q, and float32 [batch heads rows]. A fully-masked row has
+        the mean of all values and −1e30.
+
+    Raises:
+        NotCompiledError: If the kernels cannot be compiled.
+    """
+    # A number would be a constant of the compiled code, a tensor is an input.
+    factor = bias.new_full((), scale)
+    tensors = [x.detach() for x in (q, k, v, bias.squeeze(-2).clamp_min(_MASKED))]
+    return _compiled(q.device, q.dtype, q.shape[1], *k.shape[1::2], v.shape[-1])(*tensors, factor)
+
+
+def _attention(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor, factor: Tensor, everything: Any
+) -> tuple[Tensor, Tensor]:
+    """The attention of `attend`, with a bias [batch kv_heads keys] and a block mask that masks nothing."""
+    from torch.nn.attention import flex_attention as flex
+
+    group = q.shape[1] // k.shape[1]
+
+    def score(product: Tensor, entry: Tensor, head: Tensor, row: Tensor, key: Tensor) -> Tensor:
+        return product * factor + bias[entry, head // group, key]
+
+    options: dict[str, Any] = {"score_mod": score, "block_mask": everything, "scale": 1.0}
+    options |= {"enable_gqa": group > 1, "kernel_options": {"FORCE_USE_FLEX_ATTENTION": True}}
+    # PyTorch 2.8 has no AuxRequest.
+    if hasattr(flex, "AuxRequest"):
+        out, aux = flex.flex_attention(q, k, v, return_aux=flex.AuxRequest(lse=True), **options)
+        return out, aux.lse
+    return flex.flex_attention(q, k, v, return_lse=True, **options)
+
+
+def _everything(device: torch.device) -> Any:
+    """Block mask of one block, of all rows and keys; flex_attention would make another for each call."""
+    from torch.nn.attention.flex_attention import BlockMask
+
+    one = torch.ones(1, 1, 1, dtype=torch.int32, device=device)
+    # The queries of each block serve the backward pass alone; not before PyTorch 2.10 can they be left out.
+    known = signature(BlockMask.from_kv_blocks).parameters
+    options: dict[str, Any] = {"compute_q_blocks": False} if "compute_q_blocks" in known else {}
+    return BlockMask.from_kv_blocks(one, torch.zeros_like(one)[..., None], BLOCK_SIZE=2**30, **options)
+
+
+@cache
+def _compiled(device: torch.device, dtype: torch.dtype, *sizes: int) -> Callable[..., tuple[Tensor, Tensor]]:
+    """The compiled attention of one configuration of heads and dimensions."""
+    # Nothing is compiled, and no mask is kept in the memory of the graph, while a CUDA graph is captured.
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise _not_compiled(dtype, "no such call came before the capture of this CUDA graph")
+
+    def attention(*inputs: Any) -> tuple[Tensor, Tensor]:
+        if not torch.compiler.is_compiling():
+            raise _not_compiled(dtype, "torch.compile is turned off, or a dispatch mode is active")
+        return _attention(*inputs)
+
+    # Versions are counted by code object, and lengths are remembered by its name.
+    name = "_".join(map(str, ("attention", device, dtype, *sizes)))
+    attention.__code__ = attention.__code__.replace(co_name=name)
+    compiled, everything = torch.compile(attention, fullgraph=True), _everything(device)
+
+    def call(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, factor: Tensor) -> tuple[Tensor, Tensor]:
+        from torch._dynamo import config, exc, maybe_mark_dynamic
+
+        for x in (q, k, v, bias):
+            maybe_mark_dynamic(x, (0, 2))
+        try:
+            with torch.no_grad(), config.patch(recompile_limit=_VERSIONS):
+                return compiled(q, k, v, bias, factor, everything)
+        except (exc.TorchDynamoException, exc.FailOnRecompileLimitHit) as error:
+            paths.forgo_flex(dtype)
+            raise _not_compiled(dtype, str(error)) from error
+
+    return call
+
+
+def _not_compiled(dtype: torch.dtype, reason: str) -> NotCompiledError:
+    """The error, after a warning, since another path serves the call."""
+    # The compiler's errors end in paragraphs of advice.
+    reason = " ".join(reason.split("\n\n")[0].split())
+    message = f"Attention in {dtype} runs on PyTorch's operators; FlexAttention was not compiled: {reason}"
+    warnings.warn(message, stacklevel=2)
+    return NotCompiledError(message)

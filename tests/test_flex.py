@@ -1,0 +1,225 @@
+"""Full linear attention as two fused attentions on a GPU, by FlexAttention's uncompiled form on the CPU."""
+
+import math
+
+import pytest
+import torch
+from eager_flex import eager_flex
+from reference import random_qkv, reference_linear
+
+import efficient_attn as ea
+from efficient_attn.ops.linear.fast import split_keys
+from efficient_attn.ops.softmax import flex
+
+EXPONENTIAL = ("performer-positive", "performer-hyperbolic", "performer-oprf", "performer-full")
+# Keys and their parts: eight of 10, the last with 5 keys of padding, and four equal parts.
+PARTS = {75: 8, 76: 4}
+
+
+def inputs(keys, norm=1.0, dtype=torch.float64, queries=50):
+    """Grouped queries across lengths, with values longer than keys, and a mask that hides whole parts."""
+    q, k, v = random_qkv(2, 4, 2, queries, keys, head_dim=16, value_dim=24)
+    q, k = (x / x.norm(dim=-1, keepdim=True) * (norm * 16**0.25) for x in (q, k))
+    mask = torch.rand(2, keys, generator=torch.Generator().manual_seed(0)) > 0.4
+    mask[0, :30] = False
+    return [x.to(dtype) for x in (q, k, v)], mask
+
+
+def performer(name, **options):
+    backend = ea.build(name, head_dim=16, num_features=64, **options)
+    if backend.needs_calibration:
+        (q, k, _), _ = inputs(80)
+        backend.calibrate(q, k)
+    return backend
+
+
+@pytest.fixture
+def parts(monkeypatch):
+    """The inputs of every call in parts, and the number of parts."""
+    found, num_parts, mean_values = [], split_keys.num_parts, split_keys.mean_values
+
+    def told(*args):
+        found.append(num_parts(*args))
+        return found[-1]
+
+    def asked(inputs):
+        found.append(inputs)
+        return mean_values(inputs)
+
+    monkeypatch.setattr(split_keys, "num_parts", told)
+    monkeypatch.setattr(split_keys, "mean_values", asked)
+    return found
+
+
+def rounding(inputs):
+    """Bound on errors: exponents of some size E are rounded to E · ε, a relative error of the weights."""
+    q, k = (x.double().norm(dim=-1).max().item() * math.sqrt(inputs.scale) for x in (inputs.q, inputs.k))
+    exponent = inputs.exponents().norm(dim=-1).max().item() * (q + k) + k**2 / 2
+    if inputs.log_weights is not None:
+        exponent += inputs.log_weights.abs().max().item()
+    return 8 * (exponent + 1) * torch.finfo(inputs.q.dtype).eps
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("norm", [1, 5, 20])
+@pytest.mark.parametrize("keys", PARTS)
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("name", EXPONENTIAL)
+def test_two_fused_attentions_equal_the_path_of_the_cpu(name, masked, keys, norm, dtype, parts):
+    (q, k, v), mask = inputs(keys, norm)
+    mask = mask if masked else None
+    backend = performer(name)
+    expected = backend(q, k, v, key_mask=mask)
+    with eager_flex():
+        out = backend(*(x.to(dtype) for x in (q, k, v)), key_mask=mask)
+    given, number = parts
+    assert number == PARTS[keys]
+    assert out.dtype is dtype
+    assert out.is_contiguous()
+    error = (out.double() - expected).norm(dim=-1).max() / v.norm(dim=-1).max()
+    assert error <= rounding(given)
+    if norm == 1 and dtype is torch.float64:
+        assert error <= 1e-12
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("name", EXPONENTIAL)
+def test_gradients_equal_those_of_the_path_of_the_cpu(name, masked):
+    leaves, mask = inputs(75)
+    leaves = [x.requires_grad_() for x in leaves]
+    backend = performer(name)
+
+    def gradients():
+        out = backend(*leaves, key_mask=mask if masked else None)
+        return torch.autograd.grad(out.sin().sum(), leaves)
+
+    expected = gradients()
+    with eager_flex():
+        found = gradients()
+    for one, other in zip(found, expected, strict=True):
+        assert (one - other).abs().max() <= 1e-12 * other.abs().max()
+
+
+@pytest.mark.parametrize("kind", ["positive", "hyperbolic"])
+def test_the_formula_weight_by_weight(kind):
+    (q, k, v), mask = inputs(75, queries=5)
+    backend = performer(f"performer-{kind}")
+    directions, scale = backend.core.features.projection, backend.problem.factor
+    with eager_flex():
+        out = backend(q, k, v, key_mask=mask)
+    expected = reference_linear(q, k, v, directions, kind, scale=scale, key_mask=mask)
+    assert (out - expected).abs().max() <= 1e-12
+
+
+def test_an_entry_without_real_keys_gives_zeros_and_masked_keys_may_be_nan():
+    (q, k, v), mask = inputs(75)
+    mask[1] = False
+    backend = performer("performer-positive")
+    expected = backend(q, k, v, key_mask=mask)
+    k, v = (x.masked_fill(~mask[:, None, :, None], torch.nan) for x in (k, v))
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    with eager_flex():
+        out = backend(*leaves, key_mask=mask)
+        found = torch.autograd.grad(out.sum(), leaves)
+    assert (out - expected).abs().max() <= 1e-12
+    assert all(torch.equal(x[1], torch.zeros_like(x[1])) for x in (out, *found))
+    assert all(x.isfinite().all() for x in found)
+
+
+def test_a_negative_scale_turns_the_queries_alone():
+    (q, k, v), _ = inputs(76)
+    backend = performer("performer-positive", scale=-0.3)
+    expected = backend(q, k, v)
+    with eager_flex():
+        assert (backend(q, k, v) - expected).abs().max() <= 1e-12
+
+
+def plain(inputs):
+    """The two softmaxes in the dtype of the inputs, operator by operator."""
+    w, root = inputs.directions, math.sqrt(inputs.scale)
+    keys = root * w @ inputs.k.mT - (root * inputs.k).square().sum(-1).unsqueeze(-2) / 2
+    queries = root * inputs.q @ w.mT + keys.logsumexp(-1).unsqueeze(-2).repeat_interleave(inputs.group, 1)
+    return queries.softmax(-1) @ (keys.softmax(-1) @ inputs.v).repeat_interleave(inputs.group, 1)
+
+
+@pytest.mark.parametrize("norm", [1, 5, 20])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_half_precision_errs_at_most_twice_as_much_as_plain_operators_with_the_same_directions(
+    dtype, norm, parts
+):
+    tensors, _ = inputs(75, norm)
+    tensors = [x.to(dtype).requires_grad_() for x in tensors]
+    backend = performer("performer-positive")
+    with eager_flex():
+        out = backend(*tensors)
+        found = torch.autograd.grad(out.float().sin().sum(), tensors)
+    given = parts[0]
+    assert given.directions.dtype is dtype
+    exact = given._replace(
+        **{x: getattr(given, x).detach().double().requires_grad_() for x in ("q", "k", "v")},
+        directions=given.directions.double(),
+    )
+    expected = plain(exact)
+    wanted = torch.autograd.grad(expected.sin().sum(), exact[:3])
+    other = plain(given)
+    theirs = torch.autograd.grad(other.float().sin().sum(), tensors)
+    for ours, same, truth in zip((out, *found), (other, *theirs), (expected, *wanted), strict=True):
+        assert (ours.double() - truth).norm() <= 2 * (same.double() - truth).norm()
+
+
+@pytest.mark.parametrize(
+    ("keys", "programs", "parts"),
+    [
+        # 16 heads of 256 directions on 132 multiprocessors: four programs for each.
+        (65536, 32, 16),
+        (65536, 1, 256),
+        (65536, 528, 1),
+        (65536, 10_000, 1),
+        # At least 256 keys in a part.
+        (4096, 2, 16),
+        (511, 2, 1),
+        (1, 1, 1),
+        # Eight equal parts are enough work, one is not.
+        (65528, 32, 8),
+        (65537, 32, 16),
+    ],
+)
+def test_parts_occupy_the_multiprocessors_and_are_equal_where_that_suffices(keys, programs, parts):
+    assert split_keys.num_parts(keys, programs, 132) == parts
+
+
+def test_a_part_is_a_view_of_keys_in_the_layout_of_models():
+    for x in (torch.zeros(2, 64, 3, 16).transpose(1, 2), torch.zeros(1, 3, 64, 16)):
+        part = split_keys._split(x, 4)
+        assert part.shape == (4 * len(x), 3, 16, 16)
+        assert part.data_ptr() == x.data_ptr()
+        assert part._base is not None
+
+
+def test_attention_with_a_bias_for_each_key_is_that_of_the_definition():
+    q, k, v = random_qkv(2, 4, 2, 5, 7, head_dim=16, value_dim=24)
+    bias = torch.linspace(-3, 3, 28, dtype=torch.float64).view(2, 2, 1, 7)
+    bias[0, 1, 0, 2:] = -torch.inf
+    bias[1, 0] = -torch.inf
+    with eager_flex():
+        out, log_sum = flex.attend(q, k, v, bias, 0.3)
+    keys, values, both = (x.repeat_interleave(2, 1) for x in (k, v, bias))
+    scores = 0.3 * q @ keys.mT + both
+    masked = (both == -torch.inf).all(-1)
+    assert torch.allclose(log_sum, scores.logsumexp(-1).where(~masked, -1e30), rtol=1e-14)
+    mean = values.mean(-2, keepdim=True)
+    expected = torch.where(masked.unsqueeze(-1), mean, scores.softmax(-1).nan_to_num() @ values)
+    assert (out - expected).abs().max() <= 1e-14
+
+
+def test_the_operator_returns_the_state_and_logarithms_of_the_cpu(parts):
+    (q, k, v), mask = inputs(75)
+    mask[1] = False
+    backend = performer("performer-oprf")
+    with eager_flex():
+        backend(q, k, v, key_mask=mask)
+        found = torch.ops.efficient_attn.full_linear(*parts[0])
+    expected = torch.ops.efficient_attn.full_linear(*parts[0])
+    assert (found[4][1] == -torch.inf).all()
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
