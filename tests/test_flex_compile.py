@@ -8,6 +8,7 @@ import pytest
 import torch
 from eager_flex import eager_flex, on_flex, traced_flex
 from reference import random_qkv
+from torch.nn.attention import flex_attention
 
 import efficient_attn as ea
 from efficient_attn.ops import paths
@@ -26,13 +27,17 @@ def nothing_compiled_before() -> Iterator[None]:
     flex._compiled.cache_clear()
 
 
-def attend(batch=2, rows=5, keys=7, *, transposed=False, heads=4, head_dim=16, dtype=torch.float32):
+def inputs(batch=2, rows=5, keys=7, *, transposed=False, heads=4, head_dim=16, dtype=torch.float32):
     def layout(x):
         return x.to(dtype).transpose(1, 2).contiguous().transpose(1, 2) if transposed else x.to(dtype)
 
     q, k, v = random_qkv(batch, heads, 2, rows, keys, head_dim=head_dim, value_dim=24)
     bias = torch.linspace(-1, 1, batch * 2 * keys).view(batch, 2, 1, keys)
-    return flex.attend(layout(q), layout(k), layout(v), bias, 0.3)
+    return layout(q), layout(k), layout(v), bias
+
+
+def attend(*args, **options):
+    return flex.attend(*inputs(*args, **options), 0.3)
 
 
 def assert_as_uncompiled(found, **sizes):
@@ -78,15 +83,17 @@ def test_each_configuration_is_compiled_once_with_dimensions_as_constants():
                 attend(**sizes)
     assert len(graphs) == len(configurations)
     for graph, sizes in zip(graphs, configurations, strict=True):
-        inputs = (x.meta["example_value"] for x in graph.graph.nodes if x.op == "placeholder")
-        q = next(x for x in inputs if isinstance(x, torch.Tensor))
-        assert (q.shape[1], q.shape[3]) == (sizes["heads"], sizes["head_dim"])
+        given = (x.meta["example_value"] for x in graph.graph.nodes if x.op == "placeholder")
+        q = next(x for x in given if isinstance(x, torch.Tensor))
+        dimensions = [q.shape[1], q.shape[3]]
+        assert dimensions == [sizes["heads"], sizes["head_dim"]]
+        assert [type(x) for x in dimensions] == [int, int]
 
 
 @pytest.mark.parametrize("gradients", [False, True])
 def test_a_backend_in_compiled_code_compiles_it_too(gradients):
-    inputs = random_qkv(2, 4, 2, 50, 76, head_dim=16, value_dim=24)
-    q, k, v = (x.float().requires_grad_(gradients) for x in inputs)
+    tensors = random_qkv(2, 4, 2, 50, 76, head_dim=16, value_dim=24)
+    q, k, v = (x.float().requires_grad_(gradients) for x in tensors)
     backend = ea.build("performer-positive", head_dim=16, num_features=64)
     with eager_flex():
         expected = backend(q, k, v)
@@ -120,3 +127,42 @@ def test_an_error_of_the_compiler_is_told(monkeypatch):
     ):
         attend()
     assert torch.float32 not in paths._FLEX_DTYPES
+
+
+# The compiler's own first call uses a deprecated function.
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")
+def test_operators_serve_what_the_compiler_of_pytorch_refuses(monkeypatch):
+    # For the CPU it has no log-sum-exps.
+    monkeypatch.setattr(paths, "_FLEX_DTYPES", set(paths._FLEX_DTYPES))
+    q, k, v = (x.float() for x in random_qkv(2, 4, 2, 50, 76, head_dim=16, value_dim=24))
+    backend = ea.build("performer-positive", head_dim=16, num_features=64)
+    with on_flex(), pytest.warns(UserWarning, match="not compiled: .*`return_lse` is not supported yet"):
+        out = backend(q, k, v)
+    assert (out - backend(q, k, v)).abs().max() <= 1e-5
+    assert torch.float32 not in paths._FLEX_DTYPES
+
+
+@torch.library.custom_op("efficient_attn_tests::attend", mutates_args=())
+def attend_opaquely(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    return flex.attend(q, k, v, bias, 0.3)[0]
+
+
+@attend_opaquely.register_fake
+def _(q, k, v, bias):
+    return q.new_empty(*q.shape[:-1], v.shape[-1])
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_the_compiler_of_pytorch_fuses_the_bias_of_each_key(nested, monkeypatch):
+    attention = flex_attention.flex_attention
+
+    def without_log_sums(*tensors, return_aux, **options):
+        return attention(*tensors, **options), flex_attention.AuxOutput(lse=tensors[0].new_zeros(()))
+
+    with eager_flex():
+        expected, _ = attend(3, 70, 90)
+    monkeypatch.setattr(flex_attention, "flex_attention", without_log_sums)
+    call = torch.compile(attend_opaquely, fullgraph=True) if nested else attend_opaquely
+    with on_flex(), torch.no_grad():
+        found = call(*inputs(3, 70, 90))
+    torch.testing.assert_close(found, expected)

@@ -1,5 +1,7 @@
 """Which kernels serve a device, a dtype and a call, and what follows a failure of the compiler."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from reference import random_mask, random_qkv
@@ -40,6 +42,7 @@ def machine(monkeypatch):
     for name in (paths.VARIABLE, "CC"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(paths, "_FLEX_DTYPES", set(paths._FLEX_DTYPES))
+    monkeypatch.setattr(paths, "_on_tensor_cores", lambda dtype: True)
     paths._compiles.cache_clear()
     yield monkeypatch
     paths._compiles.cache_clear()
@@ -57,6 +60,20 @@ def test_kernels_are_named_for_each_device_and_dtype(machine):
     assert on("mps") == on("meta") == "torch"
     machine.setenv(paths.VARIABLE, "torch")
     assert on("cuda") == on("cpu") == "torch"
+
+
+def test_float32_is_served_with_tf32_alone(machine):
+    machine.undo()
+    assert [paths._on_tensor_cores(x) for x in (torch.bfloat16, torch.float16)] == [True, True]
+    for precision, allowed in (("high", True), ("medium", True), ("highest", False)):
+        machine.setattr(torch, "get_float32_matmul_precision", lambda precision=precision: precision)
+        machine.setattr(torch.backends.cuda, "matmul", object())
+        assert paths._on_tensor_cores(torch.float32) == allowed
+    # Where PyTorch has a setting for each backend, it decides.
+    for precision, allowed in (("tf32", True), ("ieee", False)):
+        machine.setattr(torch.backends.cuda, "matmul", SimpleNamespace(fp32_precision=precision))
+        machine.setattr(torch, "get_float32_matmul_precision", lambda: pytest.fail("not asked"))
+        assert paths._on_tensor_cores(torch.float32) == allowed
 
 
 @pytest.mark.parametrize(

@@ -25,14 +25,14 @@ def kernels(device: torch.device, dtype: torch.dtype) -> str:
     """Kernels of full linear attention with exponential features on a device.
 
     Returns:
-        "cpu", algorithms for its caches; "flex", FlexAttention, until a call fails to compile it; or "torch",
-        PyTorch's operators.
+        "cpu", algorithms for its caches; "flex", FlexAttention, until a call fails to compile it, and in
+        float32 only with TF32; or "torch", PyTorch's operators.
     """
     if _only_torch():
         return "torch"
     if device.type == "cpu":
         return "cpu"
-    return "flex" if dtype in _FLEX_DTYPES and _compiles(device) else "torch"
+    return "flex" if dtype in _FLEX_DTYPES and _on_tensor_cores(dtype) and _compiles(device) else "torch"
 
 
 def forgo_flex(dtype: torch.dtype) -> None:
@@ -47,6 +47,17 @@ def held(numbers: int) -> int:
 
 def _only_torch() -> bool:
     return os.environ.get(VARIABLE) == "torch"
+
+
+def _on_tensor_cores(dtype: torch.dtype) -> bool:
+    """Whether products run on tensor cores: of float32 only where torch allows TF32.
+
+    Compiled for sm_90, FlexAttention's other float32 kernel moves two spilled registers for each product.
+    """
+    if dtype is not torch.float32:
+        return True
+    precision = getattr(torch.backends.cuda.matmul, "fp32_precision", "none")
+    return torch.get_float32_matmul_precision() != "highest" if precision == "none" else precision == "tf32"
 
 
 @cache
