@@ -29,6 +29,7 @@ _HOME = {
     "ShapeError": "errors",
     "UnknownNameError": "errors",
     "UnsupportedError": "errors",
+    "audit": "studies.audit",
     "show": "studies.show",
     "diff": "studies.diff",
     "Results": "studies.results",

@@ -1,0 +1,206 @@
+"""Error of a backend on given inputs, by exact attention of random rows."""
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from efficient_attn.backend import Backend
+from efficient_attn.errors import OptionError
+from efficient_attn.limits import WHOLE_NUMBER
+from efficient_attn.stats.significance import quantile
+
+# Fewest rows, and the share of all rows where that is more.
+_FEWEST, _SHARE = 64, 0.01
+# Rows of a head without which its variance is unknown.
+_LEAST = 2
+# Tail probability on either side of an interval.
+_OUTSIDE = 0.025
+# Scores computed at a time.
+_ENTRIES_AT_ONCE = 1 << 23
+
+Floats = NDArray[np.float64]
+
+
+class Estimate(NamedTuple):
+    """An estimate with a nominal 95 % interval."""
+
+    value: float
+    low: float
+    high: float
+
+
+class Audit(NamedTuple):
+    """Error of an output against exact softmax attention, from some of its rows.
+
+    Attributes:
+        rows: Number of rows with an exact output.
+        of: Number of rows of the output.
+        squared_error: Mean over rows of ‖out − exact‖², unbiased.
+        relative_error: ‖out − exact‖/‖exact‖ over all rows.
+    """
+
+    rows: int
+    of: int
+    squared_error: Estimate
+    relative_error: Estimate
+
+    def __str__(self) -> str:
+        value, low, high = self.relative_error
+        return f"relative error {value:.3g} ({low:.3g} to {high:.3g}), from {self.rows} of {self.of} rows"
+
+
+class Sample(NamedTuple):
+    """Squared norms of the error and of the exact output of some rows of one head, and its number of rows."""
+
+    errors: Floats
+    exact: Floats
+    of: int
+
+
+def audit(
+    backend: Backend,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    key_mask: Tensor | None = None,
+    rows: int | None = None,
+    seed: int = 0,
+) -> Audit:
+    """Error of `backend(q, k, v)` against exact softmax attention in float64, estimated from random rows.
+
+    The cost is one call of the backend and the exact attention of the drawn rows. Equal parts of every head
+    have one row each. Intervals are Student's, of the logarithm of the mean over rows, whose errors are
+    skewed. No interval holds where a few rows have nearly all of the error, as of `performer-trig` at large
+    norms: a sample misses them.
+
+    Args:
+        q: [batch heads q_tokens head_dim]; causal queries are the last positions of the keys.
+        k: [batch kv_heads k_tokens head_dim].
+        v: [batch kv_heads k_tokens value_dim].
+        key_mask: bool [batch k_tokens], True for a real token; rows of masked tokens are left out where the
+            queries are the last tokens, in causal attention or as many as keys.
+        rows: Number of rows with an exact output, rounded up to as many in each head, at least 2; None: 64
+            or 1 % of all rows, whichever is more.
+        seed: Seed of the rows.
+
+    Raises:
+        OptionError: If `rows` is no positive whole number.
+        ShapeError, DtypeError, UnsupportedError: If the backend cannot compute the inputs.
+    """
+    if rows is not None and (
+        isinstance(rows, bool) or not isinstance(rows, int) or not 1 <= rows <= WHOLE_NUMBER
+    ):
+        raise OptionError(f"rows is a whole number of at least 1, not {rows!r}.")
+    with torch.no_grad():
+        out = backend(q, k, v, key_mask=key_mask)
+        of = q.shape[0] * q.shape[1] * q.shape[2]
+        wanted = max(_FEWEST, math.ceil(_SHARE * of)) if rows is None else rows
+        generator, samples = torch.Generator().manual_seed(seed), []
+        for entry in range(len(q)):
+            mask = None if key_mask is None else key_mask[entry]
+            tokens = _real_tokens(q.shape[2], mask, causal=backend.problem.causal)
+            each = min(max(math.ceil(wanted / (q.shape[0] * q.shape[1])), _LEAST), len(tokens))
+            if each:
+                drawn = torch.stack(
+                    [tokens[_positions(len(tokens), each, generator)] for _ in range(q.shape[1])]
+                )
+                samples += _samples(
+                    backend, (q[entry], k[entry], v[entry], mask), out[entry], drawn, len(tokens)
+                )
+    return Audit(sum(len(one.errors) for one in samples), sum(one.of for one in samples), *estimates(samples))
+
+
+def estimates(samples: list[Sample]) -> tuple[Estimate, Estimate]:
+    """The mean squared error of a row, and the relative error."""
+    if not samples:
+        return (Estimate(0.0, 0.0, 0.0),) * 2
+    weights = [one.of / sum(other.of for other in samples) for one in samples]
+    error = float(np.dot(weights, [one.errors.mean() for one in samples]))
+    exact = float(np.dot(weights, [one.exact.mean() for one in samples]))
+    if not error or not exact:
+        relative = 0.0 if not error else math.inf
+        return Estimate(error, error, error), Estimate(relative, relative, relative)
+    spread = _spread([one.errors / error for one in samples], samples, weights)
+    # The logarithm of a ratio of two means varies as the mean of the difference of both, relative.
+    both = _spread([one.errors / error - one.exact / exact for one in samples], samples, weights)
+    return _around(error, spread), _around(math.sqrt(error / exact), both / 2)
+
+
+def _spread(values: list[Floats], samples: list[Sample], weights: list[float]) -> float:
+    """Half-width of the interval of a weighted mean over heads, with the freedom of Satterthwaite (1946)."""
+    parts = [
+        weight**2 * float(some.var(ddof=1)) / len(some) * (1 - len(some) / one.of)
+        if len(some) < one.of
+        else 0.0
+        for some, one, weight in zip(values, samples, weights, strict=True)
+    ]
+    total = sum(parts)
+    if not total:
+        return 0.0
+    freedom = total**2 / sum(
+        part**2 / (len(some) - 1) for part, some in zip(parts, values, strict=True) if part
+    )
+    return quantile(_OUTSIDE, freedom) * math.sqrt(total)
+
+
+def _around(value: float, half_width: float) -> Estimate:
+    """The interval of a positive value, from the half-width of that of its logarithm."""
+    factor = math.exp(min(half_width, 700.0))
+    return Estimate(value, value / factor, value * factor)
+
+
+def _real_tokens(count: int, mask: Tensor | None, *, causal: bool) -> Tensor:
+    """Positions of the queries that are no padding."""
+    if mask is None or not (causal or len(mask) == count):
+        return torch.arange(count)
+    return mask[len(mask) - count :].nonzero().squeeze(-1).cpu()
+
+
+def _positions(count: int, drawn: int, generator: torch.Generator) -> Tensor:
+    """A random position in each of `drawn` equal parts; a position on a border belongs to both."""
+    places = torch.arange(drawn) + torch.rand(drawn, generator=generator, dtype=torch.float64)
+    return (places * (count / drawn)).long().clamp_max_(count - 1)
+
+
+def _samples(
+    backend: Backend,
+    inputs: tuple[Tensor, Tensor, Tensor, Tensor | None],
+    out: Tensor,
+    drawn: Tensor,
+    of: int,
+) -> list[Sample]:
+    """Errors of the drawn rows of each head, [heads drawn], of one batch entry."""
+    (q, k, v, mask), count = inputs, drawn.shape[1]
+    drawn = drawn.to(q.device)
+    wide = torch.float32 if q.device.type == "mps" else torch.float64
+    keys, values = k.to(wide), v.to(wide)
+    if mask is not None:
+        keys, values = (x.masked_fill(~mask[None, :, None], 0.0) for x in (keys, values))
+    at_once = max(_ENTRIES_AT_ONCE // (len(q) * k.shape[1]), 1)
+    errors, exact = torch.empty(2, len(q), count, dtype=wide, device=q.device)
+    for start in range(0, count, at_once):
+        rows = drawn[:, start : start + at_once]
+        part = slice(start, start + rows.shape[1])
+        queries, some = (
+            x.gather(1, rows.unsqueeze(-1).expand(-1, -1, x.shape[-1])).to(wide) for x in (q, out)
+        )
+        scores = queries.unflatten(0, (len(k), -1)).flatten(1, 2) @ keys.mT * backend.problem.factor
+        hidden = _hidden(rows, q.shape[1], k.shape[1], mask, causal=backend.problem.causal)
+        weights = scores.masked_fill_(hidden.view_as(scores), -torch.inf).softmax(dim=-1).nan_to_num_(0.0)
+        found = (weights @ values).view(len(q), -1, v.shape[-1])
+        errors[:, part], exact[:, part] = (some - found).square().sum(dim=-1), found.square().sum(dim=-1)
+    pairs = zip(errors.double().cpu().numpy(), exact.double().cpu().numpy(), strict=True)
+    return [Sample(one, other, of) for one, other in pairs]
+
+
+def _hidden(rows: Tensor, q_tokens: int, k_tokens: int, mask: Tensor | None, *, causal: bool) -> Tensor:
+    """True for each key that a drawn row does not see, [heads drawn k_tokens]."""
+    hidden = torch.zeros(*rows.shape, k_tokens, dtype=torch.bool, device=rows.device)
+    if causal:
+        hidden |= torch.arange(k_tokens, device=rows.device) > rows.unsqueeze(-1) + k_tokens - q_tokens
+    return hidden if mask is None else hidden | ~mask

@@ -1,0 +1,178 @@
+"""The audit: exact rows, an unbiased error, and intervals that cover it."""
+
+import math
+from functools import cache
+
+import numpy as np
+import pytest
+import scipy.stats
+import torch
+from reference import random_qkv
+
+import efficient_attn as ea
+from efficient_attn.errors import OptionError
+from efficient_attn.measure.error import exact_output
+from efficient_attn.studies.audit import Sample, _positions, estimates
+
+# Simulated calls, and rows of each in 12 heads: 72 rows.
+CALLS, EACH = 1000, 6
+
+
+def squares(backend, q, k, v, mask=None):
+    """Squared errors and squares of the exact output, [batch heads q_tokens], in float64."""
+    group, count = q.shape[1] // k.shape[1], k.shape[2]
+    keys, values = (x.double().repeat_interleave(group, dim=1) for x in (k, v))
+    seen = torch.ones(q.shape[0], 1, q.shape[2], count, dtype=torch.bool)
+    if backend.problem.causal:
+        seen &= torch.ones(q.shape[2], count, dtype=torch.bool).tril(count - q.shape[2])
+    if mask is not None:
+        seen &= mask[:, None, None]
+    scores = (q.double() @ keys.mT * backend.problem.factor).masked_fill(~seen, -torch.inf)
+    exact = scores.softmax(dim=-1).nan_to_num(0.0) @ values
+    out = backend(q, k, v, key_mask=mask).double()
+    return (out - exact).square().sum(dim=-1), exact.square().sum(dim=-1)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(("causal", "queries"), [(False, 40), (True, 40), (True, 9)])
+def test_an_audit_of_all_rows_is_the_error_itself(causal, queries, masked):
+    backend = ea.build("window", head_dim=8, num_heads=4, window=9, causal=causal)
+    q, k, v = random_qkv(q_tokens=queries, k_tokens=40)
+    mask, real = None, torch.ones(2, queries, dtype=torch.bool)
+    if masked:
+        mask = torch.rand(2, 40, generator=torch.Generator().manual_seed(1)) > 0.3
+        mask[0, :5] = False
+        real = mask[:, -queries:]
+    errors, exact = (x[real[:, None].expand_as(x)] for x in squares(backend, q, k, v, mask))
+    found = ea.audit(backend, q, k, v, key_mask=mask, rows=10_000)
+    assert found.rows == found.of == errors.numel()
+    assert found.squared_error == pytest.approx((float(errors.mean()),) * 3, rel=1e-9)
+    assert found.relative_error == pytest.approx((float((errors.sum() / exact.sum()).sqrt()),) * 3, rel=1e-9)
+
+
+def test_queries_of_other_tokens_are_all_audited():
+    backend = ea.build("performer-positive", head_dim=8, num_heads=4)
+    q, k, v = random_qkv(q_tokens=12, k_tokens=40)
+    mask = torch.rand(2, 40, generator=torch.Generator().manual_seed(1)) > 0.3
+    errors, _ = squares(backend, q, k, v, mask)
+    found = ea.audit(backend, q, k, v, key_mask=mask, rows=96)
+    assert found.of == 96 and found.squared_error.value == pytest.approx(float(errors.mean()), rel=1e-6)
+
+
+def test_the_default_is_64_rows_or_one_percent_with_two_of_each_head():
+    backend = ea.build("exact", head_dim=8, num_heads=4)
+    for tokens, batch, rows in ((100, 1, 64), (4000, 1, 160), (100, 16, 128)):
+        found = ea.audit(backend, *random_qkv(batch, 4, 4, tokens, tokens, 8, 8))
+        assert (found.rows, found.of) == (rows, 4 * batch * tokens)
+
+
+def test_exact_rows_are_taken_a_block_at_a_time(monkeypatch):
+    backend, inputs = (
+        ea.build("window", head_dim=8, num_heads=4, window=5),
+        random_qkv(q_tokens=50, k_tokens=50),
+    )
+    whole = ea.audit(backend, *inputs, rows=200)
+    monkeypatch.setattr("efficient_attn.studies.audit._ENTRIES_AT_ONCE", 4 * 50 * 7)
+    again = ea.audit(backend, *inputs, rows=200)
+    assert again.relative_error == pytest.approx(whole.relative_error) and again.rows == whole.rows
+
+
+@cache
+def real_rows(name):
+    """Squared errors and squares of the exact output of a backend on real activations, [heads tokens]."""
+    q, k, v = ea.sample(1)[:3]
+    backend = ea.build(name, head_dim=q.shape[-1], num_heads=q.shape[1])
+    exact = exact_output(q, k, v, scale=backend.problem.factor)
+    with torch.no_grad():
+        error = backend(q, k, v).double() - exact
+    return tuple(x.square().sum(dim=-1)[0].numpy() for x in (error, exact))
+
+
+def simulated(errors, exact, calls):
+    """Estimates of many audits of the same output."""
+    count, generator = errors.shape[1], torch.Generator().manual_seed(0)
+    for _ in range(calls):
+        drawn = [_positions(count, EACH, generator).numpy() for _ in errors]
+        yield estimates([Sample(a[i], b[i], count) for a, b, i in zip(errors, exact, drawn, strict=True)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["window", "performer-positive", "window-clusters", "linear-elu"])
+def test_intervals_cover_the_error_of_real_rows_in_nine_calls_of_ten(name):
+    errors, exact = real_rows(name)
+    truth = errors.mean(), math.sqrt(errors.sum() / exact.sum())
+    found = np.array(list(simulated(errors, exact, CALLS)))
+    # Three standard errors of a coverage of 90 %.
+    least = 0.9 - 3 * math.sqrt(0.9 * 0.1 / CALLS)
+    for at, true in enumerate(truth):
+        covered = ((found[:, at, 1] <= true) & (true <= found[:, at, 2])).mean()
+        assert covered >= least, (name, at, covered)
+    # The mean of unbiased estimates lies within four of its standard errors of the truth.
+    values = found[:, 0, 0]
+    assert abs(values.mean() - truth[0]) <= 4 * values.std(ddof=1) / math.sqrt(CALLS)
+    assert np.median(found[:, 1, 2] / found[:, 1, 1]) < 3
+
+
+def test_intervals_are_those_of_a_stratified_sample():
+    one, two = np.array([1.0, 2.0, 6.0]), np.array([3.0, 5.0])
+    squares_one, squares_two = np.array([2.0, 4.0, 7.0]), np.array([9.0, 4.0])
+    error, relative = estimates([Sample(one, squares_one, 30), Sample(two, squares_two, 10)])
+    mean, exact = 0.75 * 3 + 0.25 * 4, 0.75 * 13 / 3 + 0.25 * 6.5
+    assert (error.value, relative.value) == pytest.approx((mean, math.sqrt(mean / exact)))
+
+    def half_width(first, second):
+        parts = (
+            0.75**2 * first.var(ddof=1) / 3 * (1 - 3 / 30),
+            0.25**2 * second.var(ddof=1) / 2 * (1 - 2 / 10),
+        )
+        freedom = sum(parts) ** 2 / (parts[0] ** 2 / 2 + parts[1] ** 2 / 1)
+        return scipy.stats.t.ppf(0.975, freedom) * math.sqrt(sum(parts))
+
+    assert math.log(error.high / error.value) == pytest.approx(half_width(one / mean, two / mean), rel=1e-5)
+    both = half_width(one / mean - squares_one / exact, two / mean - squares_two / exact) / 2
+    assert math.log(relative.value / relative.low) == pytest.approx(both, rel=1e-5)
+
+
+@pytest.mark.parametrize(("count", "drawn"), [(10, 10), (10, 3), (512, 7), (5, 2)])
+def test_every_row_is_drawn_as_often_as_any_other(count, drawn):
+    generator, calls = torch.Generator().manual_seed(0), 4000
+    found = torch.stack([_positions(count, drawn, generator) for _ in range(calls)])
+    share = torch.bincount(found.flatten(), minlength=count) / calls
+    # A count of independent calls scatters by less than a binomial one.
+    expected = drawn / count
+    assert (share - expected).abs().max() <= 5 * math.sqrt(expected / calls) * (drawn < count) + 1e-12
+    assert (found.diff(dim=1) >= 0).all()
+
+
+def test_an_output_without_error_has_an_interval_of_zero():
+    q, k, v = random_qkv()
+    found = ea.audit(ea.build("exact", head_dim=8, num_heads=4), q, k, torch.zeros_like(v))
+    assert found.squared_error == found.relative_error == (0, 0, 0)
+    empty = ea.audit(ea.build("exact", head_dim=8, num_heads=4), q[:, :, :0], k, v)
+    assert (empty.rows, empty.of, empty.squared_error) == (0, 0, (0, 0, 0))
+
+
+def test_a_seed_draws_the_same_rows_and_another_seed_other_rows():
+    backend, inputs = (
+        ea.build("window", head_dim=8, num_heads=4, window=5),
+        random_qkv(q_tokens=99, k_tokens=99),
+    )
+    first, again, other = (ea.audit(backend, *inputs, seed=seed) for seed in (0, 0, 1))
+    assert first == again != other
+    value, low, high = first.relative_error
+    assert str(first) == f"relative error {value:.3g} ({low:.3g} to {high:.3g}), from 64 of 792 rows"
+
+
+@pytest.mark.parametrize("rows", [0, -1, 1.5, True, "all"])
+def test_a_number_of_rows_that_is_none_is_refused(rows):
+    backend = ea.build("exact", head_dim=8, num_heads=4)
+    with pytest.raises(OptionError, match=f"rows is a whole number of at least 1, not {rows!r}"):
+        ea.audit(backend, *random_qkv(), rows=rows)
+
+
+def test_half_precision_is_compared_with_float64():
+    backend = ea.build("exact", head_dim=8, num_heads=4)
+    q, k, v = (x.to(torch.bfloat16) for x in random_qkv(q_tokens=64, k_tokens=64))
+    errors, exact = squares(backend, q, k, v)
+    found = ea.audit(backend, q, k, v, rows=512).relative_error.value
+    assert found == pytest.approx(float((errors.sum() / exact.sum()).sqrt()), rel=1e-9)
