@@ -1,10 +1,12 @@
 """Full linear attention as two fused attentions on a GPU, by FlexAttention's uncompiled form on the CPU."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
 from eager_flex import eager_flex
+from launches import counted
 from reference import random_qkv, reference_linear
 
 import efficient_attn as ea
@@ -223,3 +225,19 @@ def test_the_operator_returns_the_state_and_logarithms_of_the_cpu(parts):
     assert (found[4][1] == -torch.inf).all()
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(("masked", "launches"), [(False, 32), (True, 44)])
+def test_launches_depend_on_no_length_and_nothing_waits_for_the_device(masked, launches, monkeypatch):
+    def kernels(q, k, v, bias, factor):
+        # The attention, and its log-sum-exps as natural logarithms.
+        return q.new_zeros(*q.shape[:-1], v.shape[-1]), bias.new_zeros(q.shape[:-1])
+
+    backend = performer("performer-positive")
+    with eager_flex():
+        monkeypatch.setattr(flex, "_compiled", lambda *sizes: kernels)
+        for keys in (80, 800):
+            tensors, mask = inputs(keys, dtype=torch.bfloat16)
+            count = counted(partial(backend, *tensors, key_mask=mask if masked else None))
+            assert count.launches <= launches, count.operators
+            assert not count.syncs
