@@ -133,7 +133,7 @@ def test_a_failure_of_the_compiler_is_told_once_and_decides(served):
         backend(q, k, v, key_mask=mask)
     assert [on("cuda", x) for x in (torch.float32, torch.bfloat16)] == ["cpu", "flex"]
     out = backend(q, k, v, key_mask=mask)
-    served.undo()
+    served.setattr(paths, "kernels", lambda device, dtype: "cpu")
     assert torch.equal(out, backend(q, k, v, key_mask=mask))
 
 
