@@ -58,6 +58,8 @@ def test_kernels_are_named_for_each_device_and_dtype(machine):
     assert on("cuda", torch.float64) == "torch"
     assert on("cpu") == on("cpu", torch.float64) == "cpu"
     assert on("mps") == on("meta") == "torch"
+    machine.setattr(paths, "_on_tensor_cores", lambda dtype: dtype is torch.bfloat16)
+    assert [on("cuda", x) for x in (torch.float32, torch.bfloat16)] == ["torch", "flex"]
     machine.setenv(paths.VARIABLE, "torch")
     assert on("cuda") == on("cpu") == "torch"
 
