@@ -8,6 +8,7 @@ import torch
 
 from efficient_attn import bench
 from efficient_attn.errors import AttentionError, DataError, OptionError, UnsupportedError
+from efficient_attn.ops.paths import VARIABLE
 from efficient_attn.runner.records import Record
 from efficient_attn.runner.variants import CEILING
 from efficient_attn.studies import find
@@ -68,6 +69,17 @@ def test_what_would_not_fit_into_memory_is_skipped_and_not_run(of, monkeypatch):
     assert [(r.status, r.case.tokens) for r in dense] == [("skipped", 65536)] * 2
     # Scores and weights of 8 heads are 2 · 8 · 65536² · 4 bytes = 256 GiB.
     assert all("needs about 25" in record.reason for record in dense) and "exact-dense" not in called
+
+
+def test_records_name_the_kernels_in_force(monkeypatch):
+    monkeypatch.delenv(VARIABLE, raising=False)
+    assert kernels_of_a_run() == {"cpu"}
+    monkeypatch.setenv(VARIABLE, "torch")
+    assert kernels_of_a_run() == {"torch"}
+
+
+def kernels_of_a_run():
+    return {record.kernels for record in bench(["window"], rounds=1, **SMALL).records}
 
 
 def test_variants_of_an_option_are_measured_side_by_side():

@@ -239,6 +239,18 @@ def test_another_driver_of_the_same_gpu_is_other_software_whatever_its_entry_is_
     assert ea.diff(*without_gpu).warnings == []
 
 
+def test_other_kernels_of_the_same_case_are_said_and_unknown_ones_are_not():
+    def warnings(*kernels):
+        sides = [[replace(memory(), kernels=found), timed(np.random.default_rng(0))] for found in kernels]
+        return ea.diff(*map(results, sides)).warnings
+
+    assert warnings("cpu", "torch") == ["OTHER KERNELS in 1 cases: cpu then, torch now."]
+    assert warnings("cpu", "cpu") == warnings(None, "torch") == warnings("torch", None) == []
+    mixed = [results([replace(memory(), kernels=found)]) for found in ("cpu", "flex")]
+    (told,) = ea.diff(mixed, mixed[0]).warnings
+    assert told == "OTHER KERNELS in 1 cases: cpu or flex then, cpu now."
+
+
 def test_json_gives_the_limit_of_each_quantity():
     found = ea.diff(results([memory()]), results([memory()]), fail_on={"accuracy": 0.2}).as_dict()
     assert found["thresholds"]["accuracy"] == 0.2 and found["thresholds"]["time_s"] == 0.05

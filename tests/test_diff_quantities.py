@@ -77,6 +77,7 @@ def test_every_field_of_a_record_is_compared_or_says_its_part_in_the_comparison(
     assert sorted(CONDITIONS) == [
         "copy_bytes_per_s",
         "empty_call_s",
+        "kernels",
         "matmul_flops_per_s",
         "memory_clock_hz",
         "memory_method",

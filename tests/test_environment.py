@@ -11,6 +11,8 @@ import torch
 from efficient_attn.measure import environment as module
 from efficient_attn.measure.conditions import gpu_state
 from efficient_attn.measure.environment import available_bytes, environment, hide_paths, usable_cores
+from efficient_attn.ops import paths
+from efficient_attn.ops.paths import VARIABLE
 
 
 def test_machine_and_software_are_told_in_strict_json():
@@ -61,6 +63,16 @@ def test_the_state_of_a_gpu_is_what_its_driver_answers_and_unknown_otherwise(mon
     monkeypatch.setattr(module, "_ask", lambda command: "?, ?, ?, ?, P0, ?")
     assert gpu_state("cuda") == {**dict.fromkeys(known), "power_state": "P0"}
     assert gpu_state("cpu") == {}
+
+
+def test_the_kernels_in_force_are_named_once_or_with_their_dtypes(monkeypatch):
+    monkeypatch.delenv(VARIABLE, raising=False)
+    assert environment()["kernels"] == "cpu"
+    monkeypatch.setenv(VARIABLE, "torch")
+    found = environment()
+    assert found["kernels"] == "torch" and found["variables"][VARIABLE] == "torch"
+    monkeypatch.setattr(paths, "kernels", lambda device, dtype: "torch" if dtype.itemsize == 8 else "flex")
+    assert environment()["kernels"] == "flex (bfloat16, float16, float32), torch (float64)"
 
 
 def test_only_variables_of_the_list_are_told(monkeypatch):

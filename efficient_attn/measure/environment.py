@@ -12,7 +12,14 @@ from pathlib import Path
 from typing import Any
 
 # The only recorded variables: they affect speed or results and hold no secrets.
-VARIABLES = ("CUDA_VISIBLE_DEVICES", "KMP_AFFINITY", "MKL_NUM_THREADS", "OMP_NUM_THREADS", "OMP_PROC_BIND")
+VARIABLES = (
+    "CUDA_VISIBLE_DEVICES",
+    "EFFICIENT_ATTN_KERNELS",
+    "KMP_AFFINITY",
+    "MKL_NUM_THREADS",
+    "OMP_NUM_THREADS",
+    "OMP_PROC_BIND",
+)
 PACKAGES = ("efficient-attn", "numpy", "torch", "transformers", "triton")
 
 # Entries from a GPU's driver: its version, and the highest clocks.
@@ -39,6 +46,7 @@ def environment(*, command: Sequence[str] = (), device: str = "cpu") -> dict[str
         "git": _git(),
         "torch": _torch(),
         "gpu": _gpu(device),
+        "kernels": _kernels(device),
     }
 
 
@@ -123,6 +131,20 @@ def _torch() -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "float32_matmul_precision": torch.get_float32_matmul_precision(),
     }
+
+
+def _kernels(device: str) -> str:
+    """Kernels that serve attention on the device, with their dtypes if these differ: `flex (bfloat16, …)`."""
+    import torch
+
+    from efficient_attn.ops.paths import kernels
+
+    dtypes: dict[str, list[str]] = {}
+    for name in ("bfloat16", "float16", "float32", "float64"):
+        dtypes.setdefault(kernels(torch.device(device), getattr(torch, name)), []).append(name)
+    if len(dtypes) == 1:
+        return next(iter(dtypes))
+    return ", ".join(f"{found} ({', '.join(names)})" for found, names in dtypes.items())
 
 
 def _gpu(device: str) -> dict[str, Any] | None:

@@ -49,6 +49,14 @@ register(
         "Run-queue wait during the timed calls, summed over the threads of the process.",
         "reason for an unclear time",
     ),
+    condition(
+        "kernels",
+        "",
+        "Kernels that device, dtype and environment select: cpu, torch (PyTorch's operators alone) or flex; "
+        "a backend without kernels of this name takes PyTorch's operators.",
+        "named above the table",
+        type="text",
+    ),
     cost("peak_bytes", "bytes", "Peak of allocated memory above the level before the call."),
     condition(
         "memory_method",

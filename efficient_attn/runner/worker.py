@@ -62,7 +62,7 @@ def answer(case: Case, measured: Callable[[], Record]) -> Record:
     """Result of `measured` under the thread count of the case, or a record of its exception."""
     try:
         with threads(case.threads), contained():
-            return measured()
+            return replace(measured(), kernels=kernels_of(case))
     except AttentionError as refusal:
         return Record(case=case, status="unsupported", reason=one_line(str(refusal)))
     except Exception as failure:  # the backend may be external code: any exception is a result
@@ -70,6 +70,15 @@ def answer(case: Case, measured: Callable[[], Record]) -> Record:
         reason = described(failure)
     _give_memory_back(case.device)
     return Record(case=case, status=status, reason=reason)
+
+
+def kernels_of(case: Case) -> str:
+    """Kernels that device, dtype and environment select in this process."""
+    import torch
+
+    from efficient_attn.ops.paths import kernels
+
+    return kernels(torch.device(case.device), getattr(torch, case.dtype))
 
 
 def time_of(

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from efficient_attn.errors import OptionError, UnknownNameError
-from efficient_attn.report.escape import markdown_line
+from efficient_attn.report.escape import markdown_line, short
 from efficient_attn.report.table import Table, to_html, to_markdown
 from efficient_attn.runner.quantity import QUANTITIES
+from efficient_attn.runner.record import replace
 from efficient_attn.runner.units import show
 from efficient_attn.stats.diff import (
     CHANGED,
@@ -80,6 +81,7 @@ class Diff:
         before, after = ([run.records for run in side] for side in (old, new))
         self.comparison: Comparison = compare_runs(before, after, thresholds=fail_on)
         self._environments = [[run.environment for run in side if run.environment] for side in (old, new)]
+        self._kernels = _other_kernels(*map(_kernels, (old, new)))
         sides = {"Old run": old, "New run": new}
         self._notes = [
             f"{name}: {note}" for name, side in sides.items() for run in side for note in run.notes
@@ -114,6 +116,7 @@ class Diff:
             found.append(f"ANOTHER MACHINE: {machine}. Times and errors may differ for that alone.")
         if software := differences(old, new, _SOFTWARE):
             found.append(f"Other surroundings: {software}.")
+        found += self._kernels
         return [*found, *self._notes]
 
     def tables(self) -> list[Table]:
@@ -211,6 +214,23 @@ def _runs(side: Run | Sequence[Run], name: str) -> list[Results]:
     if not runs:
         raise OptionError(f"{name} has no run; name at least one.")
     return [one if isinstance(one, Results) else read(one) for one in runs]
+
+
+def _kernels(side: Sequence[Results]) -> dict[str, set[str]]:
+    """Kernels of each case whose records name them."""
+    found: dict[str, set[str]] = {}
+    for record in (record for run in side for record in run.records if record.kernels):
+        found.setdefault(replace(record.case, label="").key, set()).add(record.kernels)
+    return found
+
+
+def _other_kernels(old: Mapping[str, set[str]], new: Mapping[str, set[str]]) -> list[str]:
+    """A warning of cases that other kernels served."""
+    unlike = [key for key in old.keys() & new.keys() if old[key] != new[key]]
+    if not unlike:
+        return []
+    then, now = (" or ".join(sorted(set().union(*(side[key] for key in unlike)))) for side in (old, new))
+    return [f"OTHER KERNELS in {len(unlike)} cases: {short(then)} then, {short(now)} now."]
 
 
 def _row(change: Change) -> tuple[str, ...]:

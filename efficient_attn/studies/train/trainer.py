@@ -21,6 +21,7 @@ from efficient_attn.measure.checked import backends_in, outputs_checked
 from efficient_attn.measure.memory import parameter_bytes
 from efficient_attn.runner.records import Case, Record
 from efficient_attn.runner.variants import Variant
+from efficient_attn.runner.worker import kernels_of
 from efficient_attn.studies.train.config import TrainConfig, rate_at, seeded, update
 from efficient_attn.studies.train.tasks import IGNORED, Batch, Task, bits, loss
 
@@ -163,6 +164,7 @@ class Trainer:
             train_seconds_s=tuple(point.trained_s for point in curve),
             parameter_bytes=parameter_bytes(self.model),
             calibrated_on=self._calibrated_on,
+            kernels=kernels_of(self.case),
             **measured,
             **self._decoded(),
         )
