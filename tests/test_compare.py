@@ -14,13 +14,17 @@ from efficient_attn.measure.inputs import Activations, sample
 from efficient_attn.ops.softmax.definition import softmax_attention
 from efficient_attn.runner import calls
 from efficient_attn.runner.inputs import Subject, write_given
+from efficient_attn.runner.isolation import Measurer
 from efficient_attn.runner.layers import joint_name, single_names
 from efficient_attn.runner.records import Record
+from efficient_attn.runner.variants import select
 from efficient_attn.studies import find
 from efficient_attn.studies.compare.analysis import comparisons
+from efficient_attn.studies.compare.points import points_of
 from efficient_attn.studies.compare.view import sentences, tables
 from efficient_attn.studies.loop import Loop
 from efficient_attn.studies.results import Results, read
+from efficient_attn.studies.workload import Workload
 
 pytestmark = pytest.mark.usefixtures("hasty")
 
@@ -68,6 +72,32 @@ def test_the_sentence_says_that_exact_is_the_answer_and_what_comes_nearest():
         "window (error 0.3, 2.50x as fast); of the backends within 10 %: exact-dense "
         "(error 2e-07, 0.333x as fast)."
     )
+
+
+def test_a_comparison_on_a_gpu_has_device_times_and_speeds_by_them():
+    def on_gpu(label, error, seconds, device_s):
+        error, timed = measured(label, error, seconds, device="cuda", l2=None)
+        times_s = tuple(device_s * one for one in SPREAD)
+        return [error, replace(timed, case=replace(timed.case, l2="cold"), device_times_s=times_s)]
+
+    (table,) = tables([*on_gpu("exact", 3e-7, 0.010, 0.008), *on_gpu("window", 0.3, 0.010, 0.002)], {})
+    rows = {row[0]: dict(zip(table.columns, row, strict=True)) for row in table.rows}
+    assert rows["exact"]["device speed, exact = 1"] == "1"
+    speeds = [rows["window"][name].split()[0] for name in ("speed, exact = 1", "device speed, exact = 1")]
+    assert speeds == ["1.00x", "4.00x"]
+    assert rows["window"]["device time, ms"].startswith("2.0")
+    assert any("with a cold L2 cache" in note for note in table.notes)
+    assert not [name for name in tables(ALL, {})[0].columns if "device" in name]
+
+
+@pytest.mark.parametrize(("device", "l2"), [("cpu", None), ("cuda:1", "cold")])
+def test_device_times_are_measured_on_a_gpu_alone(device, l2):
+    x = torch.zeros(1, 1, 8, 8)
+    subject = Subject("gaussian", Activations(x, x, x), 0.5)
+    workload = Workload(num_heads=1, head_dim=8, dtype="float32", device=device, threads=1)
+    given = {"draws": 1, "rounds": 1, "measurer": Measurer("none", timeout_s=60), "limit_bytes": None}
+    made = points_of(select(["exact"]), [subject], workload, **given)
+    assert {(one.case.kind, one.case.l2) for one in made} == {("error", None), ("memory", None), ("time", l2)}
 
 
 def test_the_sentence_names_what_is_both_the_fastest_first():

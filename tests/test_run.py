@@ -119,6 +119,31 @@ def test_the_budget_skips_lengths_that_would_not_fit_and_says_so():
     assert "would take about 20 min" in long.reason and "budget of 30 s" in long.reason
 
 
+def test_a_budget_knows_the_seconds_of_compiling_once_a_point_was_compiled(monkeypatch):
+    clock = Clock(lambda case: 0.01)
+    monkeypatch.setattr("efficient_attn.studies.loop.time", clock)
+
+    def measure(case, *, target, seconds=0.1):
+        clock.now_s += 10
+        return clock.measure(case, target=target, seconds=seconds)
+
+    variant = Variant(backend="a", label="a", target="a", execution="compiled")
+    planned = points([variant], (16, 17), measure, kinds=("time",))
+    _, (first, second), _ = run_all(planned, budget_s=70)
+    assert len(first.times_s) == ROUNDS and second.status == "skipped"
+    # Four rounds of 10 s beside 0.09 s of a round without calls; calls of 0.1 s and two for the warm-up.
+    assert f"would take about {4 * (10 + 0.09 + 0.1 + 0.02):.1f} s, 29.6 s of the budget" in second.reason
+    eager = Estimate(round_s=0.1)
+    eager.learn(planned[0], Record(case=planned[0].case, times_s=(0.01,)), 10.0)
+    assert 40 < eager.seconds(planned[1]) < 42
+
+
+def test_a_point_with_device_times_is_predicted_to_take_twice_as_long():
+    known, cold = Estimate(round_s=0.1), {"kinds": ("time",), "lengths": (16,)}
+    (one,), (other,) = entries("a", **cold), entries("a", l2="cold", **cold)
+    assert known.seconds(other) - ROUNDS * 0.02 == pytest.approx(2 * (known.seconds(one) - ROUNDS * 0.02))
+
+
 class Clock:
     """A clock on which every call of attention takes so many seconds and nothing else takes any."""
 

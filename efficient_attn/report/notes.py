@@ -5,6 +5,11 @@ from collections.abc import Iterable
 from efficient_attn.report.error_table import describe
 from efficient_attn.runner.records import Case, Record
 
+QUEUED_NOTE = (
+    "Device time: queued calls, which wait for no launch, with a {} L2 cache. Time: single calls on an idle "
+    "device, launches included."
+)
+
 
 def setting(case: Case) -> str:
     """`12 heads of 32, float32, 2 CPU threads`, and further properties that differ from the defaults."""

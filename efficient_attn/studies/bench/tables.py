@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from efficient_attn.report.notes import failure_notes
+from efficient_attn.report.notes import QUEUED_NOTE, failure_notes
 from efficient_attn.report.table import Table, show_growth, show_ratio, show_spread
 from efficient_attn.runner.records import Record
 from efficient_attn.stats.curves import DEVICE_TIME, YARDSTICK, Curve, by_clock, by_subject, curves
@@ -22,10 +22,6 @@ _LOOKED = (
     f"run and beyond as far as {FURTHEST} times the last."
 )
 
-_QUEUED = (
-    "Device time: queued calls, which wait for no launch, with a {} L2 cache. Time: single calls on an idle "
-    "device, launches included."
-)
 _ALIKE = "Compiled and replayed calls are compared with {} compiled or replayed."
 
 Cells = Mapping[str, str]
@@ -111,7 +107,7 @@ def _meanings(clock: str, times: Sequence[Curve]) -> list[str]:
     """Notes on device times, and on the baseline of compiled or replayed calls."""
     cases = [curve.points[0].record.case for curve in times]
     caches = " or ".join(sorted({case.l2 for case in cases if case.l2}))
-    queued = [_QUEUED.format(caches)] if clock == DEVICE_TIME else []
+    queued = [QUEUED_NOTE.format(caches)] if clock == DEVICE_TIME else []
     return queued + ([_ALIKE.format(YARDSTICK)] if any(case.execution for case in cases) else [])
 
 

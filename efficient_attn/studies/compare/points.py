@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from efficient_attn.measure.queued import COLD
 from efficient_attn.runner.isolation import Measurer
 from efficient_attn.runner.layers import joint_name
 from efficient_attn.runner.record import Case
@@ -81,6 +82,7 @@ def points_of(
         measure=measurer,
         rounds=rounds,
         limit_bytes=limit_bytes,
+        l2=COLD if workload.device.startswith("cuda") else None,
     )
     factor = _BACKWARD if workload.backward else 1
     # A backend that fails on one layer has no error that could be compared with a time.

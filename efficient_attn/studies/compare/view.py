@@ -9,13 +9,14 @@ from efficient_attn.report.error_table import (
     layer_words,
     show_error,
 )
-from efficient_attn.report.notes import calibration_note, failure_notes, heading, setting
+from efficient_attn.report.notes import QUEUED_NOTE, calibration_note, failure_notes, heading, setting
 from efficient_attn.report.table import Table
 from efficient_attn.runner.layers import single_names, timed_layer
 from efficient_attn.runner.records import Record
 from efficient_attn.runner.sizes import MEAN_OF_VALUES
 from efficient_attn.stats.candidates import missing, operations_sentence
 from efficient_attn.stats.noise_warnings import COULD_NOT_TELL, IDLE, disturbance
+from efficient_attn.stats.rounds import on_device
 from efficient_attn.studies.compare.analysis import (
     ROUNDING,
     Comparison,
@@ -54,14 +55,24 @@ def sentences(records: Sequence[Record], environment: Environment) -> list[str]:
 
 
 def _table(one: Comparison) -> Table:
+    on_gpu = any(row.timed and row.timed.device_times_s for row in one.contenders)
     fronts = {"time": one.front("time_s"), "memory": one.front("peak_bytes")}
     rows = []
     for row in one.contenders:
         time, speed, peak = cost_cells(row.timed, one.exact and one.exact.timed, row.peak_bytes)
         front = ", ".join(name for name, front in fronts.items() if row in front)
-        rows.append((row.label, time, speed, _error(row), peak, front))
-    columns = ("backend", "time, ms", "speed, exact = 1", "error", "peak memory, MiB", "front")
+        queued = _queued_cells(row, one.exact) if on_gpu else ()
+        rows.append((row.label, time, speed, *queued, _error(row), peak, front))
+    device = ("device time, ms", "device speed, exact = 1") if on_gpu else ()
+    columns = ("backend", "time, ms", "speed, exact = 1", *device, "error", "peak memory, MiB", "front")
     return Table(f"Error, time and memory: {heading(one.case)}", columns, tuple(rows), _notes(one))
+
+
+def _queued_cells(row: Contender, exact: Contender | None) -> tuple[str, str]:
+    """Device time and speed-up by it."""
+    timed = [None if one is None else one.timed for one in (row, exact)]
+    own, its = (on_device(one) if one is not None and one.device_times_s else None for one in timed)
+    return cost_cells(own, own if row is exact else its, None)[:2]
 
 
 def _error(row: Contender) -> str:
@@ -81,6 +92,7 @@ def _notes(one: Comparison) -> tuple[str, ...]:
         f"median of {draws} draws; in brackets the {range_}. front: nothing else has both less error and "
         f"less of that cost.{f' Times and memory: on {timed_layer(one.case.inputs)}.' if several else ''}",
         f"{MEAN_OF_VALUES}: every query gets the same; an error above it is worse than not attending.",
+        *([QUEUED_NOTE.format(one.case.l2)] if one.case.l2 else []),
         *([CONCATENATED_NOTE] if one.case.inputs.startswith(CONCATENATED) else []),
         *calibration_note(one.records),
         *failure_notes(one.records),
