@@ -101,6 +101,27 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> str:
+    """The device of tests marked `gpu`; on request the CPU, on the path of other devices."""
+    import torch
+
+    if torch.cuda.is_available():
+        return "cuda"
+    if os.environ.get("EFFICIENT_ATTN_GPU_TESTS") != "cpu":
+        pytest.skip("torch sees no CUDA device; EFFICIENT_ATTN_GPU_TESTS=cpu runs these tests on the CPU")
+    monkeypatch.setenv("EFFICIENT_ATTN_KERNELS", "torch")
+    return "cpu"
+
+
+@pytest.fixture
+def cuda(device: str) -> str:
+    """The device of tests of CUDA itself."""
+    if device == "cpu":
+        pytest.skip("CUDA itself is tested: graphs, streams or the clock of a device")
+    return device
+
+
+@pytest.fixture
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every round of a time ends after milliseconds, for runs whose times nobody reads."""
     monkeypatch.setattr("efficient_attn.studies.loop._ROUND_S", 0.001)
@@ -150,5 +171,5 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def _compiles(config: pytest.Config) -> bool:
-    """Whether this process runs the compile tests: `torch.compile` stumbles over checked shapes."""
-    return config.getoption("markexpr") == "compile"
+    """Whether this process runs tests that compile: `torch.compile` stumbles over checked shapes."""
+    return config.getoption("markexpr") in ("compile", "gpu")
