@@ -165,7 +165,7 @@ def page() -> str:
         _by_error(compared, quiet),
         _in_short(quiet),
         _LENGTH.format(machine=_machine(bench.records[0].case)),
-        _table(
+        table(
             ["backend", "faster from, tokens (95 % interval)", "speed"],
             [[f"`{name}`", *cost] for name, cost in costs.items()],
         ),
@@ -207,7 +207,7 @@ def _short_answer(costs: dict[str, _Cost], compared: list[Comparison]) -> str:
         ],
         ["undecided", "`efficient-attn compare` on [your activations](#your-machine-and-activations)"],
     ]
-    return _table(["situation", "backend"], rows)
+    return table(["situation", "backend"], rows)
 
 
 def _faster(crossover: str) -> str:
@@ -225,7 +225,7 @@ def _by_error(compared: list[Comparison], quiet: list[Comparison]) -> str:
         ]
         for one in compared
     ]
-    return _table(head, rows)
+    return table(head, rows)
 
 
 def _in_short(compared: list[Comparison]) -> str:
@@ -260,7 +260,7 @@ def _by_promise(compared: list[Comparison]) -> str:
         for name, errors in sorted(found.items(), key=lambda item: max(item[1]))
         if (known := name in ea.list_backends()) or name == "mean of V"
     ]
-    return _table(["backend", "causal", "streaming", "needs calibration", "error untrained"], rows)
+    return table(["backend", "causal", "streaming", "needs calibration", "error untrained"], rows)
 
 
 def _errors(compared: list[Comparison]) -> dict[str, list[float]]:
@@ -290,7 +290,7 @@ def _by_accuracy(one: Contest) -> str:
         for row in best.values()
         if row.accuracy
     ]
-    return _table(head, rows)
+    return table(head, rows)
 
 
 def _promises(name: str, known: bool) -> list[str]:
@@ -308,7 +308,7 @@ def _range(errors: list[float]) -> str:
     return low if low == high else f"{low} to {high}"
 
 
-def _table(head: list[str], rows: list[list[str]]) -> str:
+def table(head: list[str], rows: list[list[str]]) -> str:
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
 
