@@ -29,8 +29,8 @@ OTHERS = {
     ("exact-dense", False): Bound(4, 10),
     ("exact-dense", True): Bound(12, 20, 14),
     ("linformer", False): Bound(20, 33),
-    ("window", False): Bound(22, 35),
-    ("window", True): Bound(22, 35, 3),
+    ("window", False): Bound(22, 46),
+    ("window", True): Bound(22, 46, 3),
     ("window-clusters", False): Bound(96, 185),
     ("window-clusters", True): Bound(49, 93, 51),
 }

@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from efficient_attn.ops.dtypes import upcast, upcast_dtype, zero_masked
-from efficient_attn.ops.paths import held, tuned_for_cpu
+from efficient_attn.ops.dtypes import upcast_dtype, zero_masked
+from efficient_attn.ops.paths import held, product_dtype, tuned_for_cpu
 from efficient_attn.ops.softmax.fused import fused_attention
 from efficient_attn.shapes import KeyMask, Keys, Output, Queries, Values
 
@@ -35,7 +35,8 @@ def linformer_attention(
     alive = (alive & alive_values).expand(q.shape[0], -1, -1)
     few_values = few_values.masked_fill(~alive.unsqueeze(-1), 0.0)
     rows = [
-        _read(upcast(q[..., part, :]), few_keys, few_values, alive, scale).to(q.dtype) for part in _pieces(q)
+        _read(q[..., part, :].to(few_keys.dtype), few_keys, few_values, alive, scale).to(q.dtype)
+        for part in _pieces(q)
     ]
     if not rows:
         return q.new_zeros(*q.shape[:-1], value_dim)
@@ -44,7 +45,7 @@ def linformer_attention(
 
 def _pieces(x: Tensor) -> list[slice]:
     """One chunk of all tokens, or several where an upcast copy takes memory."""
-    return _parts(x) if upcast_dtype(x.dtype) is not x.dtype else _parts(x, max(x.shape[-2], 1))
+    return _parts(x) if product_dtype(x) is not x.dtype else _parts(x, max(x.shape[-2], 1))
 
 
 def _parts(x: Tensor, size: int | None = None) -> list[slice]:
@@ -72,7 +73,7 @@ def _mix(mix: Tensor, x: Tensor, heads: int, key_mask: Tensor | None) -> tuple[T
 
     `mix` is [rank max_tokens] for all heads, or [heads rank max_tokens].
     """
-    mix = mix.to(upcast_dtype(x.dtype))
+    mix = mix.to(product_dtype(x))
     used = mix[..., : x.shape[-2]]
     mixed = _mix_rows(used, zero_masked(x, key_mask), heads)
     if key_mask is None and used.shape[-1] == mix.shape[-1]:
@@ -81,7 +82,7 @@ def _mix(mix: Tensor, x: Tensor, heads: int, key_mask: Tensor | None) -> tuple[T
         return mixed, alive.unsqueeze(1) if mix.ndim == 2 else alive
     share = _share(mix, used, key_mask)
     alive = share > 0
-    return mixed / torch.where(alive, share, 1.0).unsqueeze(-1), alive
+    return (mixed / torch.where(alive, share, 1.0).unsqueeze(-1)).to(mix.dtype), alive
 
 
 def _mix_rows(mix: Tensor, x: Tensor, heads: int) -> Tensor:
@@ -92,7 +93,7 @@ def _mix_rows(mix: Tensor, x: Tensor, heads: int) -> Tensor:
     mix = mix.unflatten(0, groups).flatten(1, 2)
     mixed = None
     for part in _pieces(x):
-        some = mix[..., part] @ upcast(x[..., part, :])
+        some = mix[..., part] @ x[..., part, :].to(mix.dtype)
         mixed = some if mixed is None else mixed + some
     if mixed is None:
         mixed = mix.new_zeros(*x.shape[:2], mix.shape[-2], x.shape[-1])
@@ -119,7 +120,7 @@ class _MixedRows(torch.autograd.Function):
     def forward(mix: Tensor, x: Tensor) -> Tensor:
         mixed = None
         for part in _pieces(x):
-            some = torch.bmm(mix[:, part].expand(len(x), -1, -1), upcast(x[:, part]))
+            some = torch.bmm(mix[:, part].expand(len(x), -1, -1), x[:, part].to(mix.dtype))
             mixed = some if mixed is None else mixed.add_(some)
         return mix.new_zeros(len(x), len(mix), x.shape[-1]) if mixed is None else mixed
 
@@ -158,17 +159,18 @@ class _Mixture(torch.autograd.Function):
         mix, x = ctx.saved_tensors
         grad_mix = grad_out.new_zeros(mix.shape)
         for part in _parts(x):
-            some = torch.tensordot(grad_out, upcast(x[:, part]), dims=([0, 2], [0, 2]))
+            some = torch.tensordot(grad_out, x[:, part].to(mix.dtype), dims=([0, 2], [0, 2]))
             grad_mix[:, part].copy_(some)
         return grad_mix, None
 
 
 def _share(mix: Tensor, used: Tensor, key_mask: Tensor | None) -> Tensor:
     """Σ over real j of |E_rj| over Σ over all j of |E_rj|, [1|batch 1|heads rank]."""
-    total = torch.linalg.vector_norm(mix, ord=1, dim=-1)
+    dtype = upcast_dtype(mix.dtype)
+    total = torch.linalg.vector_norm(mix, ord=1, dim=-1, dtype=dtype)
     if key_mask is not None:
-        real = (used.abs() @ key_mask.to(mix.dtype).mT).movedim(-1, 0)
+        real = (used.abs().to(dtype) @ key_mask.to(dtype).mT).movedim(-1, 0)
     else:
-        real = torch.linalg.vector_norm(used, ord=1, dim=-1).unsqueeze(0)
+        real = torch.linalg.vector_norm(used, ord=1, dim=-1, dtype=dtype).unsqueeze(0)
     share = real / torch.where(total > 0, total, 1.0)
     return share.unsqueeze(1) if mix.ndim == 2 else share

@@ -8,17 +8,26 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
+from efficient_attn.ops.dtypes import upcast_dtype
+
 # "torch" takes the path of other devices on the CPU too, and PyTorch's operators alone on CUDA.
 VARIABLE = "EFFICIENT_ATTN_KERNELS"
 # Numbers in the largest tensor of a step on other devices: the memory is bounded, and few steps are needed.
 HELD = 2**25
+# Types of devices whose products of half precision are neither faster nor summed in float32.
+UPCAST = {"cpu"}
 # Dtypes of FlexAttention, without those that could not be compiled.
 _FLEX_DTYPES = {torch.float32, torch.bfloat16, torch.float16}
 
 
 def tuned_for_cpu(x: Tensor) -> bool:
     """Whether the algorithms for the CPU serve a tensor."""
-    return x.device.type == "cpu" and not _only_torch()
+    return x.device.type == "cpu" and not only_torch()
+
+
+def product_dtype(x: Tensor) -> torch.dtype:
+    """Dtype of the operands of matrix products: a GPU multiplies half precision and sums in float32."""
+    return upcast_dtype(x.dtype) if x.device.type in UPCAST else x.dtype
 
 
 def kernels(device: torch.device, dtype: torch.dtype) -> str:
@@ -28,7 +37,7 @@ def kernels(device: torch.device, dtype: torch.dtype) -> str:
         "cpu", algorithms for its caches; "flex", FlexAttention, until a call fails to compile it, and in
         float32 only with TF32; or "torch", PyTorch's operators.
     """
-    if _only_torch():
+    if only_torch():
         return "torch"
     if device.type == "cpu":
         return "cpu"
@@ -45,7 +54,8 @@ def held(numbers: int) -> int:
     return max(HELD // max(numbers, 1), 1)
 
 
-def _only_torch() -> bool:
+def only_torch() -> bool:
+    """Whether the environment asks for PyTorch's operators alone."""
     return os.environ.get(VARIABLE) == "torch"
 
 

@@ -1,0 +1,75 @@
+"""Window attention by PyTorch's operators, for other devices, transforms and derivatives of any order."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from efficient_attn.ops.dtypes import upcast, upcast_dtype, zero_masked
+from efficient_attn.ops.operators import transformed
+from efficient_attn.ops.paths import held, product_dtype, tuned_for_cpu
+from efficient_attn.ops.softmax.definition import softmax_over
+
+# Queries that share one slice of keys; a block reads window + 63 keys.
+_BLOCK = 64
+# Blocks per step on the CPU, so that the scores of a step stay in cache.
+_GROUP = 8
+
+
+def unfused_window(
+    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, back: int, ahead: int, scale: float
+) -> Tensor:
+    """softmax(scale · q kᵀ) v over the keys i−back … i+ahead; the queries are the last positions."""
+    tokens, before = q.shape[-2], k.shape[-2] - q.shape[-2]
+    blocks = -(-tokens // _BLOCK)
+    # Scores beyond 65 504 would overflow in float16.
+    dtype = q.dtype if product_dtype(q) is torch.bfloat16 else upcast_dtype(q.dtype)
+    # Keys from the first query's window to the last query's, padded outside the sequence.
+    reach, left, right = back + ahead, back - before, blocks * _BLOCK - tokens + ahead
+    keys, values = (
+        F.pad(zero_masked(x, key_mask).to(dtype), (0, 0, left, right)).unfold(-2, _BLOCK + reach, _BLOCK).mT
+        for x in (k, v)
+    )
+    real = key_mask if key_mask is not None else k.new_ones(k.shape[0], k.shape[2], dtype=torch.bool)
+    real = F.pad(real, (left, right)).unfold(-1, _BLOCK + reach, _BLOCK)
+    rows = F.pad((upcast(q) * scale).to(dtype), (0, 0, 0, blocks * _BLOCK - tokens))
+    rows = rows.unflatten(-2, (blocks, _BLOCK))
+    band = _band(_BLOCK + reach, q.device)
+    group = _group(q, v, _BLOCK + reach)
+    # Weights of all steps, tokens · window, would live until the backward pass, were they not computed again.
+    again = torch.is_grad_enabled() and not (tuned_for_cpu(q) or transformed(q, k, v))
+    outs = []
+    for part in (slice(i, i + group) for i in range(0, blocks, group)):
+        given = rows[:, :, part], keys[:, :, part], values[:, :, part], real[:, part], band
+        # Nothing is random: the state of the generators needs no copy, which a CUDA graph could not capture.
+        outs.append(
+            checkpoint(_attend, *given, use_reentrant=False, preserve_rng_state=False)
+            if again
+            else _attend(*given)
+        )
+    return torch.cat(outs, dim=2).flatten(2, 3)[:, :, :tokens].to(q.dtype)
+
+
+def _group(q: Tensor, v: Tensor, width: int) -> int:
+    """Blocks per step: scores, or slices of keys or values, of all heads."""
+    if tuned_for_cpu(q):
+        return _GROUP
+    return held(q.shape[0] * q.shape[1] * width * max(_BLOCK, q.shape[-1], v.shape[-1]))
+
+
+def _attend(rows: Tensor, keys: Tensor, values: Tensor, real: Tensor, band: Tensor) -> Tensor:
+    """Attention of blocks [batch heads blocks block dim] to their slices [batch kv_heads blocks keys dim]."""
+    groups = (keys.shape[1], rows.shape[1] // keys.shape[1])
+    # [batch kv_heads blocks group block dim]: the heads of a group read the same slice.
+    rows = rows.unflatten(1, groups).transpose(2, 3)
+    scores = (rows.flatten(3, 4) @ keys.mT).unflatten(3, rows.shape[3:5])
+    visible = real[:, None, :, None, None, :] & band
+    weights = softmax_over(upcast(scores), visible).to(values.dtype)
+    out = (weights.flatten(3, 4) @ values).unflatten(3, rows.shape[3:5])
+    return out.transpose(2, 3).flatten(1, 2)
+
+
+def _band(keys: int, device: torch.device) -> Tensor:
+    """Row i of a block may read columns i … i+window−1 of its slice, bool [block keys]."""
+    ones = torch.ones(_BLOCK, keys, dtype=torch.bool, device=device)
+    return ones.triu().tril(keys - _BLOCK)

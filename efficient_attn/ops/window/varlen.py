@@ -1,0 +1,85 @@
+"""Window attention by FlashAttention's sliding window on CUDA, in half precision and without a key mask.
+
+`torch.nn.attention.varlen` serves packed sequences. Here all of them are equally long.
+"""
+
+import importlib
+import inspect
+from collections.abc import Callable
+from functools import cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from efficient_attn.ops.paths import only_torch
+
+_DTYPES = (torch.float16, torch.bfloat16)
+# The kernel reads vectors of a multiple of 8 numbers; its backward pass takes no more than 192 on every GPU.
+_MULTIPLE, _WIDEST = 8, 192
+# Sequences in a grid of programs, and tokens that positions in int32 can count.
+_SEQUENCES, _TOKENS = 2**16 - 1, 2**31 - 1
+
+
+def _function() -> Callable[..., Tensor] | None:
+    """`varlen_attn`, or None in a PyTorch without it or without its window."""
+    try:
+        function: Callable[..., Tensor] = importlib.import_module("torch.nn.attention.varlen").varlen_attn
+    except (ImportError, AttributeError):
+        return None
+    return function if inspect.signature(function).parameters.keys() >= {"scale", "window_size"} else None
+
+
+_VARLEN = _function()
+# Earlier versions do not promise grouped queries.
+_GROUPED = _VARLEN is not None and "enable_gqa" in inspect.signature(_VARLEN).parameters
+
+
+def available(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> bool:
+    """Whether the kernel serves these tensors."""
+    return (
+        key_mask is None
+        and _serves(q.device, q.dtype, q.shape[1] != k.shape[1])
+        and all(x.dtype is q.dtype and x.shape[-1] <= _WIDEST and x.numel() > 0 for x in (q, k, v))
+        and q.shape[0] * q.shape[1] * k.shape[2] <= _TOKENS
+    )
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, key_mask: None, back: int, ahead: int, scale: float) -> Tensor:
+    """softmax(scale · q kᵀ) v over the keys i−back … i+ahead; the queries are the last positions.
+
+    Args:
+        scale: Positive factor on the scores.
+    """
+    assert _VARLEN is not None and key_mask is None, "callers ask `available` first"
+    (batch, heads), value_dim = q.shape[:2], v.shape[-1]
+    lengths, grouped = (q.shape[2], k.shape[2]), heads != k.shape[1]
+    width = -(-max(q.shape[-1], value_dim) // _MULTIPLE) * _MULTIPLE
+    # The kernel requires one width for all three; zero columns change no product.
+    q, k, v = (x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1])) for x in (q, k, v))
+    # Where the tokens of a head are contiguous, a head is a sequence of its own and nothing is copied.
+    alone = not grouped and batch * heads <= _SEQUENCES and all(x.is_contiguous() for x in (q, k, v))
+    packed = (x.flatten(0, 2).unsqueeze(1) if alone else x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
+    numbers = torch.arange((batch * heads if alone else batch) + 1, dtype=torch.int32, device=q.device)
+    ends = (numbers * length for length in lengths)
+    groups = {"enable_gqa": True} if grouped else {}
+    out = _VARLEN(*packed, *ends, *lengths, scale=scale, window_size=(back, ahead), **groups)
+    out = out.unflatten(0, (batch, -1))
+    out = out.squeeze(2).unflatten(1, (heads, -1)) if alone else out.transpose(1, 2)
+    return out[..., :value_dim]
+
+
+# A question to the driver, which a compiler cannot trace.
+@torch.compiler.assume_constant_result
+def _serves(device: torch.device, dtype: torch.dtype, grouped: bool) -> bool:
+    if _VARLEN is None or dtype not in _DTYPES or only_torch() or (grouped and not _GROUPED):
+        return False
+    return _has_flash(device)
+
+
+@cache
+def _has_flash(device: torch.device) -> bool:
+    """Whether the device is Nvidia's Ampere or later, for which FlashAttention is compiled."""
+    if device.type != "cuda" or torch.version.hip is not None or not torch.cuda.is_available():
+        return False
+    return torch.cuda.get_device_capability(device) >= (8, 0)
