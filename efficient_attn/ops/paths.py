@@ -30,6 +30,8 @@ def product_dtype(x: Tensor) -> torch.dtype:
     return upcast_dtype(x.dtype) if x.device.type in UPCAST else x.dtype
 
 
+# Questions to the driver and the file system, which a compiler cannot trace.
+@torch.compiler.assume_constant_result
 def kernels(device: torch.device, dtype: torch.dtype) -> str:
     """Kernels of full linear attention with exponential features on a device.
 

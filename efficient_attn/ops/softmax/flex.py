@@ -93,28 +93,49 @@ def _everything(device: torch.device) -> Any:
 @cache
 def _compiled(device: torch.device, dtype: torch.dtype, *sizes: int) -> Callable[..., tuple[Tensor, Tensor]]:
     """The compiled attention of one configuration of heads and dimensions."""
+    attention, everything = compiled(_attention, device, dtype, *sizes), _everything(device)
+
+    def call(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, factor: Tensor) -> tuple[Tensor, Tensor]:
+        for x in (q, k, v, bias):
+            torch._dynamo.maybe_mark_dynamic(x, (0, 2))
+        with torch.no_grad():
+            found: tuple[Tensor, Tensor] = attention(q, k, v, bias, factor, everything)
+            return found
+
+    return call
+
+
+def compiled(
+    function: Callable[..., Any], device: torch.device, dtype: torch.dtype, *key: Any
+) -> Callable[..., Any]:
+    """A function that calls `flex_attention`, compiled, with versions of its own for each key.
+
+    Raises:
+        NotCompiledError: Here or by the function, if it cannot be compiled.
+    """
     # Nothing is compiled, and no mask is kept in the memory of the graph, while a CUDA graph is captured.
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise _not_compiled(dtype, "no such call came before the capture of this CUDA graph")
 
-    def attention(*inputs: Any) -> tuple[Tensor, Tensor]:
+    def attention(*inputs: Any) -> Any:
         if not torch.compiler.is_compiling():
             raise _not_compiled(dtype, "torch.compile is turned off, or a dispatch mode is active")
-        return _attention(*inputs)
+        return function(*inputs)
 
     # Versions are counted by code object, and lengths are remembered by its name.
-    name = "_".join(map(str, ("attention", device, dtype, *sizes)))
+    name = "_".join(map(str, ("attention", device, dtype, *key)))
     attention.__code__ = attention.__code__.replace(co_name=name)
-    compiled, everything = torch.compile(attention, fullgraph=True), _everything(device)
+    kernel = torch.compile(attention, fullgraph=True)
 
-    def call(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, factor: Tensor) -> tuple[Tensor, Tensor]:
-        from torch._dynamo import config, exc, maybe_mark_dynamic
+    def call(*inputs: Any) -> Any:
+        from torch._dynamo import config, exc
+        from torch._functorch import config as autograd
 
-        for x in (q, k, v, bias):
-            maybe_mark_dynamic(x, (0, 2))
         try:
-            with torch.no_grad(), config.patch(recompile_limit=_VERSIONS):
-                return compiled(q, k, v, bias, factor, everything)
+            # Backward passes that keep their graph raise an error that names the second setting. A caller who
+            # then changes it needs code that was compiled so, which never reuses a buffer of the graph.
+            with config.patch(recompile_limit=_VERSIONS), autograd.patch(donated_buffer=False):
+                return kernel(*inputs)
         except (exc.TorchDynamoException, exc.FailOnRecompileLimitHit) as error:
             paths.forgo_flex(dtype)
             raise _not_compiled(dtype, str(error)) from error

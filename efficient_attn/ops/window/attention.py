@@ -11,7 +11,7 @@ from efficient_attn.ops.dtypes import zero_masked
 from efficient_attn.ops.operators import transformed
 from efficient_attn.ops.softmax import cpu_flash
 from efficient_attn.ops.softmax.fused import fused_attention
-from efficient_attn.ops.window import varlen
+from efficient_attn.ops.window import flex, varlen
 from efficient_attn.ops.window.operator import fused_window, fused_window_backward
 from efficient_attn.ops.window.unfused import unfused_window
 from efficient_attn.shapes import KeyMask, Keys, Output, Queries, Values
@@ -25,7 +25,6 @@ def window_attention(
     The queries are the last positions of the keys; `ahead` ends at the last key.
     """
     q_tokens, k_tokens = q.shape[-2], k.shape[-2]
-    back, ahead = min(back, k_tokens), min(ahead, k_tokens)
     mapped = transformed(q, k, v)
     # The fused kernel of exact attention has no second derivatives, which the window promises.
     trained = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
@@ -48,12 +47,15 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Callable
     """The fused attention that serves these tensors, or None."""
     if cpu_flash.available(q, k, v):
         return _tuned
-    return varlen.attend if varlen.available(q, k, v, key_mask) else None
+    if varlen.available(q, k, v, key_mask):
+        return varlen.attend
+    return flex.attend if flex.available(q, k, v) else None
 
 
 def _tuned(
     q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, back: int, ahead: int, scale: float
 ) -> Tensor:
+    back, ahead = min(back, k.shape[2]), min(ahead, k.shape[2])
     value_dim, widest = v.shape[-1], max(q.shape[-1], v.shape[-1])
     # The kernel requires one width for all three; zero columns change no product.
     q, k, v = (x if x.shape[-1] == widest else F.pad(x, (0, widest - x.shape[-1])) for x in (q, k, v))

@@ -20,6 +20,7 @@ def unfused_window(
     q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, back: int, ahead: int, scale: float
 ) -> Tensor:
     """softmax(scale · q kᵀ) v over the keys i−back … i+ahead; the queries are the last positions."""
+    back, ahead = min(back, k.shape[-2]), min(ahead, k.shape[-2])
     tokens, before = q.shape[-2], k.shape[-2] - q.shape[-2]
     blocks = -(-tokens // _BLOCK)
     # Scores beyond 65 504 would overflow in float16.

@@ -60,10 +60,11 @@ def attend(q: Tensor, k: Tensor, v: Tensor, key_mask: None, back: int, ahead: in
     # Where the tokens of a head are contiguous, a head is a sequence of its own and nothing is copied.
     alone = not grouped and batch * heads <= _SEQUENCES and all(x.is_contiguous() for x in (q, k, v))
     packed = (x.flatten(0, 2).unsqueeze(1) if alone else x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
+    sides = min(back, k.shape[2]), min(ahead, k.shape[2])
     numbers = torch.arange((batch * heads if alone else batch) + 1, dtype=torch.int32, device=q.device)
     ends = (numbers * length for length in lengths)
     groups = {"enable_gqa": True} if grouped else {}
-    out = _VARLEN(*packed, *ends, *lengths, scale=scale, window_size=(back, ahead), **groups)
+    out = _VARLEN(*packed, *ends, *lengths, scale=scale, window_size=sides, **groups)
     out = out.unflatten(0, (batch, -1))
     out = out.squeeze(2).unflatten(1, (heads, -1)) if alone else out.transpose(1, 2)
     return out[..., :value_dim]
