@@ -14,7 +14,7 @@ from efficient_attn.ops.window import flex as window_flex
 
 # Both sides of a window, at and around the edges of blocks of 128.
 SIDES = [
-    *[(0, 0), (1, 1), (126, 126), (127, 127), (128, 128), (129, 129), (300, 300)],
+    *[(0, 0), (1, 1), (127, 127), (128, 128), (129, 129), (254, 254), (300, 300)],
     *[(2, 0), (127, 0), (128, 0), (256, 0), (383, 0), (384, 0), (64, 400), (5000, 5000)],
 ]
 
