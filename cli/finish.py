@@ -45,7 +45,11 @@ def document(results: Any) -> dict[str, Any]:
 
 
 def exit_code(results: Any, named: Sequence[str] | None) -> int:
-    """Exit code of the outcome; in a default selection refusals and skips are expected."""
+    """Exit code of the outcome.
+
+    Refusals and skips of a default selection are expected, and so is the refusal of some inputs, such as
+    causal ones, by a backend that is measured on others.
+    """
     from efficient_attn.runner.sizes import MEAN_OF_VALUES, OWN, PLAN
     from efficient_attn.runner.variants import CEILING
     from efficient_attn.stats.curves import YARDSTICK
@@ -60,5 +64,11 @@ def exit_code(results: Any, named: Sequence[str] | None) -> int:
     failed = [record for record in asked if record.status != "ok"]
     if len(failed) == len(asked):
         return exits.NOTHING_MEASURED
-    unexpected = [record for record in failed if named or record.status not in ("unsupported", "skipped")]
+    measured = {record.case.label for record in asked if record.status == "ok"}
+    refused = [one for one in failed if one.status == "unsupported" and one.case.label in measured]
+    unexpected = [
+        record
+        for record in failed
+        if record not in refused and (named or record.status not in ("unsupported", "skipped"))
+    ]
     return exits.SOME_NOT_MEASURED if unexpected else exits.DONE

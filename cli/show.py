@@ -15,7 +15,7 @@ InputsOption = Annotated[
     str,
     typer.Option(
         metavar="NAME",
-        help="encoder (shipped), stitched (four documents concatenated) or FILE.safetensors.",
+        help="Shipped encoder (512 tokens) or decoder (4096, causal), or FILE.safetensors.",
     ),
 ]
 LayerOption = Annotated[

@@ -5,6 +5,7 @@ import os
 import shutil
 import signal
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,28 @@ LONGEST = (
     "test_train_resume.py",
     "test_fuzz_readers.py",
 )
+
+
+@pytest.fixture
+def short_decoder(monkeypatch: pytest.MonkeyPatch) -> int:
+    """Number of tokens to which the shipped decoder is cut: its beginning is a sequence of its own."""
+    from efficient_attn.measure.inputs import SHIPPED, Activations, Captured, shipped
+    from efficient_attn.runner import inputs
+
+    tokens = 96
+
+    def cut(text: int) -> Captured:
+        captured = shipped(text)
+        if text != SHIPPED["decoder"]:
+            return captured
+        layers = {
+            layer: Activations(*(tensor[..., :tokens, :] for tensor in tensors))
+            for layer, tensors in captured.layers.items()
+        }
+        return replace(captured, layers=layers)
+
+    monkeypatch.setattr(inputs, "shipped", cut)
+    return tokens
 
 
 @pytest.hookimpl(tryfirst=True)

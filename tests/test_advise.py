@@ -10,6 +10,9 @@ import efficient_attn as ea
 from efficient_attn.errors import OptionError
 from efficient_attn.runner.record import Case, Record, replace
 from efficient_attn.runner.sizes import MEAN_OF_VALUES, OWN
+from efficient_attn.runner.variants import select
+from efficient_attn.studies import find
+from efficient_attn.studies.advise.attention_view import by_shape
 from efficient_attn.studies.advise.choice import best_layers, in_ranges
 from efficient_attn.studies.advise.findings import Findings
 from efficient_attn.studies.compare.plan import MAX_ERROR
@@ -19,8 +22,8 @@ SHORT = (64, 96, 128, 160)
 
 
 @pytest.fixture(autouse=True)
-def hurried(monkeypatch):
-    """Short calls at short lengths, timed as briefly as possible."""
+def hurried(monkeypatch, short_decoder):
+    """Short calls at short lengths, timed as briefly as possible, and a short decoder."""
     monkeypatch.setattr("efficient_attn.studies.loop._ROUND_S", 0.0)
     for module in ("findings", "activations"):
         monkeypatch.setattr(f"efficient_attn.studies.advise.{module}.PROBE", SHORT)
@@ -40,26 +43,26 @@ def test_it_measures_predicts_and_concludes_over_lengths():
     given = {"window": {"window": [3, 257, 129]}}
     results = advise("exact", "window", options=given, seq_lens=(512, 1024), max_error=0.5)
     found, labels = kinds(results), [f"window(window={size})" for size in given["window"]["window"]]
-    assert {("error", labels[1], 512), ("error", labels[1], 2048), ("time", "exact", 1024)} <= found
-    predicted = [one for one in results.records if one.case.kind == "prediction"]
+    assert {("error", labels[1], 512), ("error", labels[1], 96), ("time", "exact", 1024)} <= found
+    encoder, decoder = by_shape(results.records)
+    assert {one.case.causal for one in decoder} == {True} and len({one.case.causal for one in encoder}) == 1
+    predicted = [one for one in encoder if one.case.kind == "prediction"]
     assert {(one.case.label, one.case.tokens) for one in predicted} == set(
-        itertools.product(labels, (512, 1024))
+        itertools.product(labels[1:], (512, 1024))
     )
     for one in predicted:
         assert 0 < one.predicted_speed_low <= one.predicted_speed <= one.predicted_speed_high
     # The nearest backends are timed first; one that is no nearer than the mean of the values is not timed.
-    long = [one.case.label for one in results.records if (one.case.kind, one.case.tokens) == ("time", 1024)]
-    assert long == ["exact", labels[1], labels[2]]
-    assert ("time", labels[0], SHORT[-1]) in found
-    (sentence,) = results.sentences()
-    for part in (
-        "512 tokens (encoder)",
-        "2048 tokens (concatenated documents)",
-        "50 %",
-        f"{labels[1]} (error 0.",
-    ):
+    for tokens in (SHORT[-1], 1024):
+        timed = [one.case.label for one in encoder if (one.case.kind, one.case.tokens) == ("time", tokens)]
+        assert set(timed) == {"exact", labels[1], labels[2]}
+    assert timed == ["exact", labels[1], labels[2]]
+    sentence, causal = results.sentences()
+    for part in ("12 heads of 32", "at 512 tokens (encoder)", "50 %", f"{labels[1]} (error 0."):
         assert part in sentence
     assert "nothing but exact is within" in sentence
+    # A window of the whole sequence is exact.
+    assert "9 heads of 64" in causal and "causal), at 96 tokens (decoder): within 50 % of exact" in causal
     wide = Results(results.records, environment={**results.environment, MAX_ERROR: 2.0})
     assert f"within 200 % of exact on every layer: {labels[1]} (error" in wide.sentences()[0]
 
@@ -82,6 +85,25 @@ def test_backends_that_are_slower_by_prediction_are_not_timed_at_long_lengths(mo
     assert ("prediction", "window", 1024) in found
     assert ("time", "window", 1024) not in found
     assert ("time", "exact", 1024) in found
+
+
+def test_errors_at_shorter_lengths_are_those_of_the_causal_model(short_decoder):
+    points = find("advise").plan(backends=["window"], seq_lens=(64, 128)).points
+    found = {(one.case.inputs, one.case.tokens) for one in points if one.case.kind == "error"}
+    assert found == {
+        *((f"encoder(layer={layer})", 512) for layer in (0, 1, 5)),
+        ("decoder(layer=19)", short_decoder),
+        ("decoder(layer=19)", 64),
+    }
+
+
+def test_the_speed_of_a_shape_is_predicted_from_calls_of_that_shape():
+    findings = Findings(select(["exact", "window"]), rounds=1)
+    for causal, factor in ((False, 0.1), (True, 10.0)):
+        for tokens, (name, share) in itertools.product(SHORT, (("exact", 1.0), ("window", factor))):
+            findings.add(timed(name, tokens, (share * tokens * 1e-6,), causal=causal))
+    speeds = [findings.speed("window", 512, (4, 8, causal)).value for causal in (False, True)]
+    assert speeds[0] > 1 > speeds[1]
 
 
 @pytest.mark.slow
@@ -309,8 +331,6 @@ def test_layers_are_shown_as_ranges():
 
 
 def test_the_study_takes_no_records_of_other_studies():
-    from efficient_attn.studies import find
-
     case = Case(
         kind="time",
         backend="exact",

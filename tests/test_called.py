@@ -214,9 +214,8 @@ def test_the_activations_of_a_file_are_captured_and_measured(capsys):
     assert command("mse", "--inputs", "all.safetensors", "--backend", "window", "--size", "3", "-q") == 0
     asked = ["compare", "--inputs", "all.safetensors", "--backend", "window", "--set", "window.window=5"]
     quick = ["--draws", "1", "--rounds", "1", "--isolate", "none", "-q"]
-    assert command(*asked, "--layer", "1", "--causal", *quick) == 0
-    assert command(*asked, "--layer", "1", *quick) == 2
-    assert "is causal over all keys in its model" in capsys.readouterr().err
+    assert command(*asked, "--layer", "1", *quick, "--out", "run") == 0
+    assert {record.case.causal for record in ea.read("run").records} == {True}
 
 
 def test_layers_are_chosen_by_number_and_a_text_is_refused(capsys):
@@ -274,10 +273,10 @@ def test_mse_and_compare_capture_a_model_in_memory():
     relative = float((window - expected).norm() / expected.norm())
     assert record.output_relative_error == pytest.approx(relative, rel=1e-5)
     quick = {"draws": 1, "rounds": 1, "isolate": "none", "options": OPTIONS}
-    found = ea.compare(["window"], model="models.py:make_pair", layer=1, causal=True, **quick)
+    found = ea.compare(["window"], model="models.py:make_pair", layer=1, **quick)
     assert {record.case.inputs for record in found.records} == {"models.py:make_pair(layer=1)"}
-    with pytest.raises(OptionError, match=r"inputs \(stitched\) and model \(models.py:make_pair\) exclude"):
-        ea.compare(["window"], model="models.py:make_pair", inputs="stitched")
+    with pytest.raises(OptionError, match=r"inputs \(decoder\) and model \(models.py:make_pair\) exclude"):
+        ea.compare(["window"], model="models.py:make_pair", inputs="decoder")
     with pytest.raises(OptionError, match="text belongs to a model"):
         ea.mse(["window"], text="words")
     with pytest.raises(OptionError, match="text belongs to a Hugging Face folder"):

@@ -149,14 +149,30 @@ def test_what_a_layer_shows_its_queries_is_kept_and_read_back(name, tmp_path):
         assert k.shape[1] == (2 if name == "llama" else 4)
 
 
-def test_layers_that_are_causal_are_not_taken_for_others(tmp_path):
+def test_layers_that_are_causal_are_measured_causally_and_sliding_ones_refused(tmp_path):
     pytest.importorskip("transformers", minversion="5", reason="the extra [hf] is not installed")
     from hf_models import gpt2, saved, texts
 
     (text, *_) = texts().values()
     save(capture(saved(gpt2(), tmp_path), text), tmp_path / "x.safetensors")
-    with pytest.raises(DataError, match=r"Layer 0 of x\.safetensors is causal over all keys in its model"):
-        ea.mse(["exact"], inputs=[tmp_path / "x.safetensors"])
+    found = ea.mse(["exact"], inputs=[tmp_path / "x.safetensors"]).records
+    assert {record.case.causal for record in found} == {True}
+    assert all(one.output_relative_error < 1e-5 for one in found if one.case.backend == "exact")
+    tensors = {f"layer.0.{letter}": torch.ones(1, 2, 2) for letter in "qkv"}
+    about = {"patterns": '{"0": "causal over 5 keys"}'}
+    save_file(tensors, tmp_path / "y.safetensors", metadata=about)
+    with pytest.raises(DataError, match=r"Layer 0 of y\.safetensors is causal over 5 keys in its model"):
+        ea.mse(["exact"], inputs=[tmp_path / "y.safetensors"])
+
+
+def test_of_a_file_with_both_the_bidirectional_layers_are_measured_unless_all_are_causal(tmp_path):
+    tensors = {f"layer.{layer}.{x}": torch.randn(1, 6, 4) for layer in (0, 1) for x in "qkv"}
+    save_file(tensors, tmp_path / "x.safetensors", metadata={"patterns": '{"1": "causal over all keys"}'})
+    given = {"inputs": tmp_path / "x.safetensors", "seq_len": 6}
+    for causal, layers in ((False, {0}), (True, {0, 1})):
+        points = find("compare").plan(["exact"], causal=causal, **given).points
+        found = {(point.case.inputs, point.case.causal) for point in points if point.case.kind == "error"}
+        assert found == {(f"x.safetensors(layer={layer})", causal) for layer in layers}
 
 
 @pytest.mark.parametrize("told", ["[]", "{", '{"0": 1}', '{"a": "b"}'])

@@ -32,7 +32,8 @@ def command(*words):
 
 
 def test_it_prints_one_table_one_sentence_and_the_folder_with_all_its_files(folder, capsys):
-    assert command(*TINY, "--backend", "linformer,own.py:mean", "--set", "linformer.rank=9") == 0
+    asked = ["--inputs", "encoder", "--backend", "linformer,own.py:mean", "--set", "linformer.rank=9"]
+    assert command(*TINY, *asked) == 0
     *lines, last = capsys.readouterr().out.splitlines()
     assert [line for line in lines if line.startswith("On this machine")] == [lines[-1]]
     assert "at 24 tokens (encoder, layers 0, 1, 5)" in lines[-1]
@@ -45,12 +46,12 @@ def test_it_prints_one_table_one_sentence_and_the_folder_with_all_its_files(fold
 
 
 def test_a_plan_repeats_the_run_and_json_is_one_document(undrawn, capsys):
-    asked = ["--backend", "own.py:mean", "--max-error", "0.2", "--inputs", "stitched", "--out", "first"]
-    assert command(*TINY, *asked) == 0
+    asked = ["--backend", "own.py:mean", "--max-error", "0.2", "--inputs", "encoder", "--out", "first"]
+    assert command(*TINY, *asked, "--layer", "5") == 0
     capsys.readouterr()
     assert command("compare", "--plan", "first/plan.toml", "--out", "second", "--json", "-") == 0
     document = json.loads(capsys.readouterr().out)
-    assert {record["inputs"] for record in document["records"]} == {"stitched(layer=1)"}
+    assert {record["inputs"] for record in document["records"]} == {"encoder(layer=5)"}
     assert document["environment"]["max_error"] == 0.2 and "within 20 %" in document["sentences"][0]
     assert set(document) == {"environment", "records", "sentences", "notes", "interrupted"}
 
@@ -78,11 +79,12 @@ def test_gaussian_inputs_have_the_heads_that_were_asked_for(undrawn, capsys):
     [
         (["--seq-len", "16,24"], "--seq-len is one length"),
         (["--batch", "0"], "--batch"),
-        (["--seq-len", "1k"], "1024 tokens are more than the 512 of encoder(layer=0)"),
+        (["--seq-len", "5k"], "5120 tokens are more than the 512 of encoder(layer=0)"),
         (["--max-error", "0"], "max_error is a finite number above 0"),
         (["--max-error", "little"], "--max-error"),
         (["--inputs", "own.py"], "is not a valid safetensors file"),
         (["--inputs", "encoder,stitched"], "there is no such file"),
+        (["--inputs", "decoder,decoder"], "two inputs are called"),
         (["--layer", "4"], "layer 4 is not in encoder"),
         (["--isolate", "maybe"], "isolate is none, reuse, not"),
     ],

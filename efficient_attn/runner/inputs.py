@@ -13,19 +13,16 @@ from efficient_attn.errors import DataError, OptionError
 from efficient_attn.measure import error as measure
 from efficient_attn.measure.inputs import (
     CAUSAL,
+    SHIPPED,
     Activations,
     Captured,
     gaussian,
     read_activations,
     shipped,
-    stitched,
 )
 from efficient_attn.problem import positive_count
 
-WORDS = ("gaussian", "encoder", "stitched")
-
-# The only layer that all four texts of the shipped sample share.
-_STITCHED_LAYER = 1
+WORDS = ("gaussian", *SHIPPED)
 
 # Rows per head for a median of pairs; more rows do not change its second digit.
 _MOST_ROWS = 256
@@ -56,11 +53,13 @@ class Subject:
 
     @property
     def pair_norm(self) -> float:
-        """Median of |x + y|² over at most 256 queries x = √scale·q and keys y = √scale·k."""
+        """Median of |x + y|² over up to 256 queries x = √scale·q and visible keys y = √scale·k."""
         step = max(self.tokens // _MOST_ROWS, 1)
         q, k = (tensor[..., ::step, :].double() for tensor in self.activations[:2])
         k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
         squares = q.square().sum(-1)[..., :, None] + k.square().sum(-1)[..., None, :] + 2 * q @ k.mT
+        if self.causal:
+            squares = squares[..., torch.ones(squares.shape[-2:], dtype=torch.bool).tril()]
         return float(self.scale * squares.median())
 
     @property
@@ -74,7 +73,11 @@ class Subject:
     def placed(
         self, *, dtype: str, device: str, tokens: int | None = None, batch: int = 1, causal: bool = False
     ) -> "Subject":
-        """Copies of the first tokens in a dtype on a device; inputs are never extended."""
+        """Copies of the first tokens in a dtype on a device; inputs are never extended.
+
+        Args:
+            causal: Whether inputs that are not causal in their model are measured causally too.
+        """
         if tokens is not None and tokens > self.tokens:
             raise OptionError(
                 f"{tokens} tokens are more than the {self.tokens} of {self.name}, which cannot be extended."
@@ -83,7 +86,7 @@ class Subject:
             tensor[..., :tokens, :].to(dtype=getattr(torch, dtype), device=device).repeat(batch, 1, 1, 1)
             for tensor in self.activations
         )
-        return replace(self, activations=Activations(*tensors), causal=causal)
+        return replace(self, activations=Activations(*tensors), causal=causal or self.causal)
 
 
 def subjects(
@@ -102,7 +105,7 @@ def subjects(
 
     Args:
         norms, tokens, num_heads, head_dim, data_seeds: Of Gaussian inputs alone.
-        causal: Whether layers that are causal in their model are measured too.
+        causal: Whether layers that are not causal in their model are measured causally too.
     """
     positive_count("data_seeds", data_seeds)
     if not inputs or not norms:
@@ -126,36 +129,38 @@ def subjects(
 def _of_model(
     source: str | Path | Captured, layers: Sequence[int] | None, seed: int, causal: bool
 ) -> Iterator[Subject]:
-    """Layers with full bidirectional attention in the model, as in the measurement."""
+    """Layers that read all keys in the model, or all earlier ones, as in the measurement.
+
+    Unless layers are named or all are measured causally, causal layers are left out beside others.
+    """
     name = _name_of(source) if isinstance(source, Captured) else PurePath(source).name
     if isinstance(source, Captured):
         captured = source
-    elif source == "encoder":
-        captured = shipped()
-    elif source == "stitched":
-        captured = replace(shipped(), layers={_STITCHED_LAYER: stitched(_STITCHED_LAYER)})
+    elif source in SHIPPED:
+        captured = shipped(SHIPPED[str(source)])
     elif Path(source).is_file():
         captured = read_activations(source)
     else:
         raise DataError(
             f"inputs cannot be {str(source)!r}: there is no such file. Known: {', '.join(WORDS)}."
         )
-    others = {layer: text for layer, text in captured.patterns.items() if not (causal and text == CAUSAL)}
-    full = [layer for layer in captured.layers if layer not in others]
-    chosen = dict.fromkeys(full or captured.layers if layers is None else layers)
+    patterns = captured.patterns
+    past = {layer for layer, text in patterns.items() if text == CAUSAL}
+    full = [layer for layer in captured.layers if layer not in patterns or (causal and layer in past)]
+    usual = full or [layer for layer in captured.layers if layer in past] or captured.layers
+    chosen = dict.fromkeys(usual if layers is None else layers)
     for layer in chosen:
         if layer not in captured.layers:
             has = ", ".join(map(str, captured.layers))
             raise OptionError(f"layer {layer} is not in {name}; it has {has}.")
-        if layer in others:
+        if layer in patterns and layer not in past:
             raise DataError(
-                f"Layer {layer} of {name} is {others[layer]} in its model; this measurement uses full "
-                f"{'causal' if causal else 'bidirectional'} attention"
-                f"{', compare --causal the other' if others[layer] == CAUSAL else ''}."
+                f"Layer {layer} of {name} is {patterns[layer]} in its model; this measurement uses full "
+                "attention, causal or bidirectional."
             )
         activations = Activations(*(tensor.float() for tensor in captured.layers[layer]))
         scale = activations.q.shape[-1] ** -0.5 if captured.scale is None else captured.scale
-        yield Subject(f"{name}(layer={layer})", activations, scale, seed)
+        yield Subject(f"{name}(layer={layer})", activations, scale, seed, causal or layer in past)
 
 
 def _name_of(captured: Captured) -> str:

@@ -31,7 +31,7 @@ class Measurer:
         limit_bytes: Memory that the child may allocate beyond its start-up.
 
     Attributes:
-        inputs: File of the q, k, v to measure on; None: Gaussian draws.
+        inputs: Files of q, k, v by the `inputs` of a case; cases of other inputs are Gaussian draws.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class Measurer:
             raise OptionError(f"isolate is {', '.join(ISOLATIONS)}, not {isolate!r}.")
         if not timeout_s > 0:
             raise OptionError(f"timeout_s is a number of seconds above 0, not {timeout_s!r}.")
-        self.inputs: str | None = None
+        self.inputs: dict[str, str] = {}
         self._isolate = isolate
         self._timeout_s = timeout_s
         self._process = Process(limit_bytes)
@@ -55,10 +55,11 @@ class Measurer:
 
     def __call__(self, case: Case, *, target: Any = None, seconds: float = worker.CALLS_S) -> Record:
         """Measure one case; always returns a record, whatever happens to the process."""
+        inputs = self.inputs.get(case.inputs)
         if self._isolate == NONE:
-            return worker.measure(case, target=target, seconds=seconds, inputs=self.inputs)
+            return worker.measure(case, target=target, seconds=seconds, inputs=inputs)
         used = self._process.is_running
-        request = {"case": asdict(case), "target": target, "seconds": seconds, "inputs": self.inputs}
+        request = {"case": asdict(case), "target": target, "seconds": seconds, "inputs": inputs}
         record = self._tried(case, request)
         # Out of memory in a used process may be due to leaks of earlier points: retry in a new one.
         return self._tried(case, request) if used and record.status == "oom" else record

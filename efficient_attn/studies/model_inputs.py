@@ -1,8 +1,8 @@
 """q, k and v of a model in the place of named inputs, captured in memory before a measurement."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from efficient_attn.errors import OptionError
 from efficient_attn.measure.texts import read_text
@@ -18,6 +18,30 @@ Model = Annotated[Any, Option(help=f"{MODEL_HELP} Replaces --inputs.", metavar="
 Text = Annotated[
     str | None, Option(help="UTF-8 text for the folder of --model.", metavar="FILE", parse=_read)
 ]
+
+
+_Made = TypeVar("_Made")
+
+
+def those_that_fit(
+    given: Sequence[Any], make: Callable[[Any], _Made], *, default: Sequence[str]
+) -> tuple[list[_Made], list[str]]:
+    """What is made of each of the inputs, and remarks on inputs by default that do not fit the request.
+
+    Raises:
+        OptionError: If the user named inputs that do not fit, or none fits.
+    """
+    made, left_out = [], []
+    for source in given:
+        try:
+            made.append(make(source))
+        except OptionError as reason:
+            if list(given) != list(default):
+                raise
+            left_out.append(str(reason))
+    if not made:
+        raise OptionError(" ".join(left_out) or "inputs must not be empty.")
+    return made, [f"Left out: {reason}" for reason in left_out]
 
 
 def sources(

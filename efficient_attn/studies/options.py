@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Annotated, Any
 
 from efficient_attn.limits import WHOLE_NUMBER
@@ -82,8 +83,16 @@ def parse_numbers(
     return parse
 
 
+def parse_inputs(text: str, *, name: str) -> list[str]:
+    """The inputs in `a,b`."""
+    return parse_names([text], name=name) or []
+
+
 parse_layers = parse_numbers("whole numbers, such as 0,1,5", lambda layer: layer >= 0, int)
 
+
+InputNames = str | Path | Sequence[str | Path]
+INPUTS_HELP = "Shipped encoder (512 tokens) and decoder (4096, causal), gaussian, or FILE.safetensors."
 
 Backends = Annotated[
     Sequence[Any] | None,

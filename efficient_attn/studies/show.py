@@ -74,8 +74,8 @@ def show(
 
     Args:
         backends: Names, `file.py:object`, modules or functions f(q, k, v); None stands for one of each kind.
-        inputs: `encoder` (the shipped sample), `stitched` or a safetensors file.
-        layer: None: layer 1 of the shipped activations, the first layer of a file.
+        inputs: `encoder` or `decoder` (shipped), or a safetensors file.
+        layer: None: layer 1 of the encoder, the first layer of other inputs.
         tokens: Those on the axes, `0:24` for the first 24.
         options: {backend: {option: values}}; every combination is a variant.
         seed: Random seed of the backends.
@@ -85,8 +85,8 @@ def show(
     from efficient_attn.runner.inputs import subjects
 
     if inputs == "gaussian":
-        raise OptionError("inputs are encoder, stitched or a safetensors file; Gaussian draws have no words.")
-    layer = _LAYER if layer is None and inputs in ("encoder", "stitched") else layer
+        raise OptionError("inputs are encoder, decoder or a safetensors file; Gaussian draws have no words.")
+    layer = _LAYER if layer is None and inputs == "encoder" else layer
     subject = subjects([inputs], layers=None if layer is None else [layer], seed=seed)[0]
     heads = subject.activations.q.shape[1]
     if not 0 <= head < heads:
@@ -120,13 +120,9 @@ def _chosen(
 
 def _words(inputs: str | Path, tokens: int) -> tuple[str, ...]:
     """The token strings of the inputs; their positions if the file has none."""
-    from efficient_attn.measure.inputs import TEXTS, read_activations, shipped
+    from efficient_attn.measure.inputs import SHIPPED, read_activations, shipped
 
-    if inputs in ("encoder", "stitched"):
-        texts = range(1 if inputs == "encoder" else len(TEXTS))
-        found = tuple(word for text in texts for word in shipped(text).tokens)
-    else:
-        found = read_activations(inputs).tokens
+    found = (shipped(SHIPPED[str(inputs)]) if inputs in SHIPPED else read_activations(inputs)).tokens
     return found if len(found) == tokens else tuple(map(str, range(tokens)))
 
 
@@ -151,10 +147,12 @@ def _map(variant: Variant, subject: Any, head: int, span: slice) -> WeightsMap:
         backend = one_backend(variant, subject)
         with outputs_checked(backend):
             error = output_error(backend(q, k, v)[:, head], subject.exact[:, head]).relative
-        weights = backend.attention_weights(q, k)[0, head]
-    if weights.shape != (subject.tokens, subject.tokens):
-        raise ShapeError(f"output {list(weights.shape)} is not as wide as the values, {subject.tokens}.")
-    return WeightsMap(variant.label, weights[span, span].numpy(), error)
+        # Weights are outputs for unit vectors; those of the keys on the axis are few.
+        unit = torch.eye(subject.tokens)[:, span].expand(*k.shape[:3], -1)
+        weights = backend(q, k, unit)[0, head, span]
+    if weights.shape != (unit.shape[-1],) * 2:
+        raise ShapeError(f"output {list(weights.shape)} is not as wide as the values, {unit.shape[-1]}.")
+    return WeightsMap(variant.label, weights.numpy(), error)
 
 
 def _chart(one: WeightsMap, words: Sequence[str]) -> Chart:

@@ -13,6 +13,7 @@ from efficient_attn.runner.sizes import MEAN_OF_VALUES
 from efficient_attn.stats.candidates import missing
 from efficient_attn.stats.curves import DENSE, YARDSTICK, curves
 from efficient_attn.stats.noise_warnings import COULD_NOT_TELL, IDLE, disturbance
+from efficient_attn.studies.advise.findings import Shape, shape_of
 from efficient_attn.studies.bench.crossover import Gain, gains
 from efficient_attn.studies.bench.tables import crossover_cells
 from efficient_attn.studies.compare.analysis import asked_error
@@ -23,8 +24,8 @@ _NOTES = (
     "error: ‖out − exact‖ / ‖exact‖ against exact attention in float64, median over layers and in brackets "
     f"the worst layer; {MEAN_OF_VALUES}: an error above it is worse than no attention.",
     "predicted: from calls of at most 1024 tokens and the counted operations, with an interval, which held "
-    "207 of 207 measured speed-ups to 4096 tokens; backends that are slower by it, or no nearer than the "
-    "mean of V, are not timed beyond 1024 tokens.",
+    "207 of 207 measured speed-ups to 4096 tokens; backends that are slower by it are not timed beyond 1024 "
+    "tokens, backends no nearer than the mean of V at no length.",
     "faster from: tokens above which a call is faster than one of exact.",
 )
 
@@ -50,8 +51,20 @@ class Row(NamedTuple):
     crossover: str
 
 
+def by_shape(records: Iterable[Record]) -> list[list[Record]]:
+    """Records of attention of one shape each: of one shipped model."""
+    found: dict[Shape, list[Record]] = {}
+    for record in records:
+        found.setdefault(shape_of(record.case), []).append(record)
+    return list(found.values())
+
+
 def attention_tables(records: Sequence[Record], environment: Environment) -> list[Table]:
-    """Errors at every length, speed at the longest, and the crossover."""
+    """One table for each shape, with errors at every length, speed at the longest, and the crossover."""
+    return [table for group in by_shape(records) for table in _tables(group)]
+
+
+def _tables(records: Sequence[Record]) -> list[Table]:
     rows = rows_of(records)
     places = sorted({place for row in rows for place in row.errors})
     heads = (f"error, {describe(source)}, {tokens} tokens" for tokens, source in places)
@@ -66,7 +79,11 @@ def attention_tables(records: Sequence[Record], environment: Environment) -> lis
 
 
 def attention_sentences(records: Sequence[Record], environment: Environment) -> list[str]:
-    """The backends within the error limit, and the length from which each is faster."""
+    """For each shape the backends within the error limit, and the length from which each is faster."""
+    return [sentence for group in by_shape(records) for sentence in _sentences(group, environment)]
+
+
+def _sentences(records: Sequence[Record], environment: Environment) -> list[str]:
     rows, times = rows_of(records), [one for one in records if one.case.kind == "time"]
     if not times:
         return []
@@ -76,9 +93,11 @@ def attention_sentences(records: Sequence[Record], environment: Environment) -> 
     # A backend that failed on a layer or at a length is not known to be near.
     layers = {place: max(len(row.errors.get(place, ())) for row in rows) for place in places}
     complete = [row for row in known if {place: len(found) for place, found in row.errors.items()} == layers]
-    near = [row for row in complete if max(map(max, row.errors.values())) <= limit]
+    far = [row for row in known if max(map(max, row.errors.values())) > limit]
+    near = [row for row in complete if row not in far]
     at = " and ".join(f"{tokens} tokens ({describe(source)})" for tokens, source in places)
-    left = missing(environment, {row.label for row in rows})
+    refused = {one.case.label for one in records if one.status == "unsupported"}
+    left = missing(environment, {row.label for row in rows} | refused)
     named = {row.label for row in near or known[:1]} | {YARDSTICK}
     # Other backends decide nothing in the sentence.
     load = disturbance((one for one in times if one.case.label in named), environment)
@@ -89,7 +108,7 @@ def attention_sentences(records: Sequence[Record], environment: Environment) -> 
         text += f"within {100 * limit:g} % of exact on every layer: {_names(near, timed=load is None)}."
     else:
         text += f"nothing but exact is within {100 * limit:g} % of it on every layer"
-        text += ", so stay with exact" if len(complete) == len(known) and not left else " so far"
+        text += ", so stay with exact" if len(far) == len(known) and not left else " so far"
         text += f"; nearest: {_names(known[:1], timed=load is None)}."
     if load is not None:
         text += f" From which length anything is faster: {COULD_NOT_TELL}: {load}; {IDLE}."

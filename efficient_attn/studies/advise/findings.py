@@ -10,7 +10,7 @@ from functools import lru_cache
 from statistics import median
 from typing import Any
 
-from efficient_attn.runner.record import Record
+from efficient_attn.runner.record import Case, Record
 from efficient_attn.runner.sizes import MEAN_OF_VALUES, MODEL
 from efficient_attn.runner.variants import YARDSTICK, Variant
 from efficient_attn.stats.predicted_time import Predicted, time_models
@@ -26,13 +26,22 @@ _TIMES = ("time", "attention")
 HELD_OUT, SAME_AGAIN = ", held out", ", again"
 
 
+# Number of heads, head dimension and causality, by which the shipped models differ.
+Shape = tuple[int, int, bool]
+
+
+def shape_of(case: Case) -> Shape:
+    """The shape of a case of attention alone."""
+    return case.num_heads, case.head_dim, case.causal
+
+
 class Findings:
     """The last record of every case, and predictions from them."""
 
     def __init__(self, variants: Sequence[Variant], *, rounds: int) -> None:
         self._rounds = rounds
         self._targets: dict[str, Any] = {one.label: one.target for one in variants}
-        self._models = lru_cache(maxsize=1)(lambda short: time_models(short, self._targets))
+        self._models = lru_cache(maxsize=2)(lambda short: time_models(short, self._targets))
         self._subject: Any = None
         self.records: dict[str, Record] = {}
         # Layers of a plan by the key of its case; None while a point on which it depends is open.
@@ -74,33 +83,42 @@ class Findings:
         choice = self.choices.get(record.case.key)
         return choice is None or parsed_layers(record.chosen_layers) == choice()
 
-    def speed(self, label: str, tokens: int) -> Predicted | None:
-        """Predicted speed-up of attention alone over exact attention; None with too few short calls."""
-        attention = [one for one in self.records.values() if (one.case.kind, one.case.of) == _TIMES]
+    def speed(self, label: str, tokens: int, shape: Shape | None = None) -> Predicted | None:
+        """Predicted speed-up of attention alone over exact attention; None with too few short calls.
+
+        Args:
+            shape: Shape of the calls; None: there is one only.
+        """
+        attention = [
+            one
+            for one in self.records.values()
+            if (one.case.kind, one.case.of) == _TIMES and shape in (None, shape_of(one.case))
+        ]
         models = self._models(tuple(one for one in attention if one.case.tokens <= PROBE[-1]))
         if label not in models or YARDSTICK not in models:
             return None
         return models[label].speed(models[YARDSTICK], tokens=tokens)
 
-    def too_slow(self, label: str, tokens: int) -> bool:
+    def too_slow(self, label: str, tokens: int, shape: Shape | None = None) -> bool:
         """Whether attention alone is clearly slower than exact attention, by prediction."""
-        speed = self.speed(label, tokens) if tokens >= PROBE[0] else None
+        speed = self.speed(label, tokens, shape) if tokens >= PROBE[0] else None
         return speed is not None and speed.high is not None and speed.high < 1
 
-    def error(self, label: str) -> float:
-        """Relative error of attention at the real length, median over layers; infinite if not measured."""
+    def error(self, label: str, shape: Shape) -> float:
+        """Relative error at the longest real length, median over layers; infinite if not measured."""
         known = [
             (one.case.tokens, one.output_relative_error)
             for one in self.records.values()
-            if one.case.kind == "error" and one.case.label == label and one.output_relative_error is not None
+            if (one.case.kind, one.case.label, shape_of(one.case)) == ("error", label, shape)
+            and one.output_relative_error is not None
         ]
-        shortest = min((tokens for tokens, _ in known), default=0)
-        errors = [error for tokens, error in known if tokens == shortest]
+        longest = max((tokens for tokens, _ in known), default=0)
+        errors = [error for tokens, error in known if tokens == longest]
         return median(errors) if errors else math.inf
 
-    def no_nearer(self, label: str) -> bool:
+    def no_nearer(self, label: str, shape: Shape) -> bool:
         """Whether the error is known and no less than the error of the mean of the values."""
-        return self.error(MEAN_OF_VALUES) <= self.error(label) < math.inf
+        return self.error(MEAN_OF_VALUES, shape) <= self.error(label, shape) < math.inf
 
     def keep_outputs_of(self, subject: Any) -> None:
         """Free the exact outputs of other texts."""

@@ -85,8 +85,8 @@ def plan(
 ) -> Plan:
     """Find the length from which an efficient attention pays, and at what loss.
 
-    Without a model the shipped activations of a real encoder decide, attention alone: errors at their length
-    and on four concatenated documents, times at all lengths. With a model each layer gets the backend that
+    Without a model the shipped activations of a real encoder and of a real decoder decide, attention alone:
+    errors at their lengths, times at all lengths. With a model each layer gets the backend that
     gains most within the target; the plan is verified end to end on texts that did not choose it, and
     written to layers.json for `attach` and `load`. Predicted times leave out backends that would be slower.
 

@@ -9,13 +9,29 @@ from efficient_attn.report.palette import UNIFORM_STYLE, baseline_style
 from efficient_attn.runner.records import Record
 from efficient_attn.runner.sizes import MEAN_OF_VALUES
 from efficient_attn.stats.curves import DENSE, YARDSTICK
-from efficient_attn.studies.advise.attention_view import Row
+from efficient_attn.studies.advise.attention_view import Row, by_shape, rows_of
 from efficient_attn.studies.bench.plot import cost_plot
 from efficient_attn.studies.compare.plot import HIGHEST, MARKS
 
 
-def advice_plot(times: Sequence[Record], rows: Sequence[Row], max_error: float) -> Plot:
-    """Times of calls, and errors of the worst layer, in two charts with one legend."""
+def advice_plot(records: Sequence[Record], max_error: float) -> Plot:
+    """For each shape times of calls, and errors of the worst layer: two charts, with one legend for all."""
+    plots = []
+    for group in by_shape(records):
+        times = [one for one in group if one.case.kind == "time" and one.status == "ok"]
+        if times:
+            plots.append(_plot(times, rows_of(group), max_error))
+    if len(plots) == 1:
+        return plots[0]
+    rows = []
+    for plot in plots:
+        first, *others = plot.rows[0]
+        assert first is not None
+        rows.append((first._replace(notes=(plot.conditions.partition(";")[0],)), *others))
+    return plots[0]._replace(conditions="median with its 95 % interval within the run", rows=tuple(rows))
+
+
+def _plot(times: Sequence[Record], rows: Sequence[Row], max_error: float) -> Plot:
     plot = cost_plot(times)
     errors = [row for row in rows if row.errors and row.backend not in (YARDSTICK, DENSE)]
     if len(plot.charts) != 1 or not errors:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from efficient_attn.report.table import Table
 from efficient_attn.runner.records import Record
 from efficient_attn.runner.sizes import MODEL
-from efficient_attn.studies.advise.attention_view import attention_sentences, attention_tables, rows_of
+from efficient_attn.studies.advise.attention_view import attention_sentences, attention_tables
 from efficient_attn.studies.advise.model_view import model_files, model_sentences, model_tables
 from efficient_attn.studies.advise.plan import LIMIT
 from efficient_attn.studies.advise.plot import advice_plot
@@ -36,7 +36,7 @@ def plots(records: Sequence[Record], environment: Environment) -> Plots:
         return {}
     if _of_model(records, environment):
         return {"advise": cost_plot(times)}
-    return {"advise": advice_plot(times, rows_of(records), asked_error(environment))}
+    return {"advise": advice_plot(records, asked_error(environment))}
 
 
 def files(records: Sequence[Record], environment: Environment) -> dict[str, str]:

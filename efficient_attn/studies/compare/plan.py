@@ -1,7 +1,7 @@
 """Plan of a comparison: errors on all layers, then times and peak memory on one of them."""
 
 from collections.abc import Sequence
-from pathlib import Path
+from functools import partial
 from typing import Annotated, Any
 
 from efficient_attn.errors import OptionError
@@ -13,8 +13,8 @@ from efficient_attn.stats.candidates import CANDIDATES
 from efficient_attn.studies import options as shared
 from efficient_attn.studies.compare.points import handing_over, points_of
 from efficient_attn.studies.costs import measurer_for
-from efficient_attn.studies.model_inputs import Model, Text, sources
-from efficient_attn.studies.plan import Plan
+from efficient_attn.studies.model_inputs import Model, Text, sources, those_that_fit
+from efficient_attn.studies.plan import Plan, Point
 from efficient_attn.studies.study import Option
 from efficient_attn.studies.workload import Workload, settle
 
@@ -24,19 +24,15 @@ DEFAULT_MAX_ERROR = 0.1
 
 # Length of Gaussian inputs, which have none of their own.
 _TOKENS = 2048
-_INPUTS = "encoder"
+_INPUTS = ("encoder", "decoder")
 
 
 def plan(
     backends: shared.Backends = None,
     *,
     inputs: Annotated[
-        str | Path,
-        Option(
-            help="encoder (shipped), stitched (four documents concatenated), gaussian or FILE.safetensors.",
-            metavar="NAME",
-            parse=shared.parse_text,
-        ),
+        shared.InputNames,
+        Option(help=shared.INPUTS_HELP, metavar="NAME[,NAME…]", parse=shared.parse_inputs),
     ] = _INPUTS,
     model: Model = None,
     text: Text = None,
@@ -69,9 +65,10 @@ def plan(
     """Compare error, time and memory of backends on the same q, k, v.
 
     The default selection is exact attention and all backends that approximate softmax. The first tokens of
-    the inputs are used; a batch holds copies of them. Errors are measured in the forward pass.
+    the inputs are used; a batch holds copies of them. Layers that are causal in their model are measured
+    causally. Errors are measured in the forward pass.
 
-    Example: efficient-attn compare --inputs stitched --backend window,own.py:attend
+    Example: efficient-attn compare --inputs decoder --backend window,own.py:attend
     """
     positive_number("max_error", max_error)
     positive_count("draws", draws)
@@ -93,27 +90,34 @@ def plan(
     chosen = select(backends, options, exclude=exclude)
     if all(variant.backend != YARDSTICK for variant in chosen):
         chosen = (*select([YARDSTICK]), *chosen)
-    (source,), remarks = sources(inputs, model, text, default=_INPUTS, max_tokens=seq_len)
-    subjects = _subjects(source, workload, layer=layer, seq_len=seq_len, norm=norm, variants=chosen)
+    given, remarks = sources(inputs, model, text, default=_INPUTS, max_tokens=seq_len)
+    make = partial(_subjects, workload=workload, layer=layer, seq_len=seq_len, norm=norm, variants=chosen)
+    found, left_out = those_that_fit(given, make, default=_INPUTS)
+    names = [subjects[0].name for subjects in found]
+    if doubled := {name for name in names if names.count(name) > 1}:
+        raise OptionError(f"two inputs are called {min(doubled)!r}; name each once.")
     measurer, limit, notes = measurer_for(
         chosen, workload, isolate=isolate, timeout_s=timeout_s, memory_limit=memory_limit
     )
-    return Plan(
-        points=points_of(
+    points: list[Point] = []
+    for subjects in found:
+        points += points_of(
             chosen, subjects, workload, draws=draws, rounds=rounds, measurer=measurer, limit_bytes=limit
-        ),
+        )
+    return Plan(
+        points=points,
         device=workload.device,
         timeout_s=timeout_s,
-        notes=[*remarks, *notes],
+        notes=[*remarks, *left_out, *notes],
         about={MAX_ERROR: max_error, CANDIDATES: [variant.label for variant in chosen]},
-        resources=handing_over(measurer, subjects[len(subjects) // 2]),
+        resources=handing_over(measurer, found),
     )
 
 
 def _subjects(
     source: Any,
-    workload: Workload,
     *,
+    workload: Workload,
     layer: int | None,
     seq_len: int | None,
     norm: float,
@@ -133,10 +137,12 @@ def _subjects(
         seed=workload.seed,
         causal=workload.causal,
     )
-    shapes = {tuple(tensor.shape for tensor in one.activations) for one in chosen}
+    shapes = {(one.causal, *(tensor.shape for tensor in one.activations)) for one in chosen}
     if len(shapes) > 1:
         name = chosen[0].name.partition("(")[0]
-        raise OptionError(f"layers of {name} differ in shape; name one of them: --layer N, layer=N.")
+        raise OptionError(
+            f"layers of {name} differ in shape or causality; name one of them: --layer N, layer=N."
+        )
     q, k, _ = chosen[0].activations
     if q.shape[-2] != k.shape[-2]:
         raise OptionError(

@@ -73,6 +73,7 @@ def points_of(
     fields = {
         "num_heads": first.activations.q.shape[1],
         "head_dim": first.head_dim,
+        "causal": first.causal,
         "inputs": joint_name([subject.name for subject in subjects]),
     }
     timed = cost_points(
@@ -93,12 +94,13 @@ def points_of(
 
 
 @contextmanager
-def handing_over(measurer: Measurer, subject: Any) -> Iterator[None]:
-    """Times and memory are measured on the q, k, v of this subject, through a file."""
+def handing_over(measurer: Measurer, inputs: Sequence[Sequence[Any]]) -> Iterator[None]:
+    """Times and memory are measured on q, k, v of the middle layer of each of the inputs, through files."""
     from efficient_attn.runner.inputs import write_given
 
     with measurer, tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "qkv.safetensors"
-        write_given(path, subject)
-        measurer.inputs = str(path)
+        for number, subjects in enumerate(inputs):
+            path = Path(folder) / f"{number}.safetensors"
+            write_given(path, subjects[len(subjects) // 2])
+            measurer.inputs[joint_name([subject.name for subject in subjects])] = str(path)
         yield

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Annotated, Any
 
 from efficient_attn.errors import OptionError, UnknownNameError
@@ -13,7 +12,7 @@ from efficient_attn.runner.sizes import SEED, sized
 from efficient_attn.runner.units import parse_sizes
 from efficient_attn.runner.variants import Variant, select
 from efficient_attn.studies import options as shared
-from efficient_attn.studies.model_inputs import Model, Text, sources
+from efficient_attn.studies.model_inputs import Model, Text, sources, those_that_fit
 from efficient_attn.studies.plan import STUDY, Plan, Point, interleaved
 from efficient_attn.studies.study import Option
 from efficient_attn.studies.workload import Workload, settle
@@ -22,7 +21,7 @@ KERNEL_MOVED = "`mse --of kernel` is now the command `kernel`; the former form g
 
 # Performer's figure 4 (Choromanski et al. 2021): sequences of 4096 tokens, vectors of 16.
 _TOKENS, _HEAD_DIM = 4096, 16
-_INPUTS = ("gaussian", "encoder")
+_INPUTS = ("gaussian", "encoder", "decoder")
 
 # Operations of the metric per token and entry of a head, in the unit of a backend's own count.
 _METRIC = 100
@@ -31,20 +30,12 @@ _METRIC = 100
 PAIR_NORMS = "pair_norms"
 
 
-def _parse_inputs(text: str, *, name: str) -> list[str]:
-    return shared.parse_names([text], name=name) or []
-
-
 def plan(
     backends: shared.Backends = None,
     *,
     inputs: Annotated[
-        str | Path | Sequence[str | Path],
-        Option(
-            help="gaussian, encoder (shipped), stitched (four documents concatenated) or FILE.safetensors.",
-            metavar="NAME[,NAME…]",
-            parse=_parse_inputs,
-        ),
+        shared.InputNames,
+        Option(help=shared.INPUTS_HELP, metavar="NAME[,NAME…]", parse=shared.parse_inputs),
     ] = _INPUTS,
     model: Model = None,
     text: Text = None,
@@ -67,7 +58,8 @@ def plan(
 ) -> Plan:
     """Measure the error of backends against exact softmax attention in float64, size by size.
 
-    The baseline is uniform attention, the mean of the values.
+    The baseline is uniform attention, the mean of the values. Layers that are causal in their model are
+    measured causally.
 
     Example: efficient-attn mse --inputs encoder --backend window,my_file.py:my_attention
     """
@@ -101,21 +93,26 @@ def plan(
     variants = select(backends, options, exclude=exclude)
     workload = settle(Workload(device=device, dtype=dtype, threads=threads))
     given, notes = sources(inputs, model, text, default=_INPUTS)
-    chosen = subjects(
-        given,
-        norms=norms,
-        tokens=_TOKENS if seq_len is None else seq_len,
-        head_dim=head_dim,
-        layers=layers,
-        seed=seed,
-        data_seeds=data_seeds,
-    )
-    chosen = tuple(one.placed(dtype=workload.dtype, device=workload.device) for one in chosen)
+
+    def placed(source: Any) -> list[Any]:
+        made = subjects(
+            [source],
+            norms=norms,
+            tokens=_TOKENS if seq_len is None else seq_len,
+            head_dim=head_dim,
+            layers=layers,
+            seed=seed,
+            data_seeds=data_seeds,
+        )
+        return [one.placed(dtype=workload.dtype, device=workload.device) for one in made]
+
+    found, left_out = those_that_fit(given, placed, default=_INPUTS)
+    chosen = [one for made in found for one in made]
     question = {"metric": metric, "threads": workload.threads or 1}
     return Plan(
         points=[point for subject in chosen for point in _points(subject, variants, wanted, count, question)],
         device=workload.device,
-        notes=notes,
+        notes=[*notes, *left_out],
         about={PAIR_NORMS: {subject.name: subject.pair_norm for subject in chosen}},
     )
 
