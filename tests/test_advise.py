@@ -62,7 +62,9 @@ def test_it_measures_predicts_and_concludes_over_lengths():
         assert part in sentence
     assert "nothing but exact is within" in sentence
     # A window of the whole sequence is exact.
-    assert "9 heads of 64" in causal and "causal), at 96 tokens (decoder): within 50 % of exact" in causal
+    assert (
+        "9 heads of 64" in causal and "causal), at 96 tokens (causal decoder): within 50 % of exact" in causal
+    )
     wide = Results(results.records, environment={**results.environment, MAX_ERROR: 2.0})
     assert f"within 200 % of exact on every layer: {labels[1]} (error" in wide.sentences()[0]
 

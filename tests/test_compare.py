@@ -323,7 +323,10 @@ def test_by_default_errors_are_measured_on_all_shipped_layers_and_times_once():
     assert not results.interrupted and len(comparisons(results.records)) == 2
     assert {record.status for record in results.records} == {"ok"}
     encoder, decoder = (one for one in results.sentences() if one.startswith("On this machine"))
-    assert "(encoder, layers 0, 1, 5)" in encoder and "causal) at 24 tokens (decoder, layer 19)" in decoder
+    assert (
+        "(encoder, layers 0, 1, 5)" in encoder
+        and "causal) at 24 tokens (causal decoder, layer 19)" in decoder
+    )
 
 
 def test_each_of_several_inputs_is_timed_on_its_own_tensors(tmp_path):

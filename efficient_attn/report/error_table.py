@@ -2,19 +2,21 @@
 
 import re
 
-# The shipped inputs that are longer than any text the model has read.
+# Inputs of earlier runs, longer than any text the model has read.
 CONCATENATED = "stitched"
 CONCATENATED_NOTE = (
     "Concatenated documents: q, k and v of four texts of 512 tokens each, read one by one and laid end to "
-    "end. Attention across their borders is no attention of the model; 512 tokens are the longest real "
-    "sequence that is shipped."
+    "end. Attention across their borders is no attention of the model."
 )
+
+# Inputs whose names do not say what they are.
+_WORDS = {CONCATENATED: "concatenated documents", "decoder": "causal decoder"}
 
 
 def describe(inputs: str) -> str:
     """`encoder(layer=0)` and `encoder(layers=0,1)` in words: `encoder, layer 0`, `encoder, layers 0, 1`."""
     source, _, inner = inputs.partition("(")
-    source = "concatenated documents" if source == CONCATENATED else source
+    source = _WORDS.get(source, source)
     return f"{source}, {_words(inner)}" if inner else source
 
 
