@@ -154,8 +154,6 @@ def page() -> str:
     compared = [one for one, _ in found]
     bench, learned = ea.read(RESULTS / BENCHED), ea.read(RESULTS / TRAINED)
     (trained,) = contests(learned.records)
-    # Times that were taken under a load decide nothing.
-    quiet = [one for one, run in found if disturbance(one.records, run.environment) is None]
     costs = _costs(bench.records)
     again = _costs(ea.read(RESULTS / BENCHED_LATER).records)[LATER_LABEL]
     costs = {name: again if name == LATER else cost for name, cost in costs.items()}
@@ -163,8 +161,8 @@ def page() -> str:
         _HEAD,
         _short_answer(costs, compared),
         _ERROR,
-        _by_error(compared, quiet),
-        _in_short(quiet),
+        _by_error(found),
+        _in_short(found),
         _LENGTH.format(machine=_machine(bench.records[0].case)),
         table(
             ["backend", "faster from, tokens (95 % interval)", "speed"],
@@ -217,25 +215,35 @@ def _faster(crossover: str) -> str:
     return f"faster from {crossover} tokens" if crossover[0].isdigit() else f"crossover: {crossover}"
 
 
-def _by_error(compared: list[Comparison], quiet: list[Comparison]) -> str:
+def _quiet(one: Comparison, run: ea.Results, error: float) -> bool:
+    """Whether times decide within this error: those that were taken under a load decide nothing."""
+    timed = [row.timed for row in (one.exact, *one.near(error)) if row is not None and row.timed]
+    return disturbance(timed, run.environment) is None
+
+
+def _by_error(compared: list[tuple[Comparison, ea.Results]]) -> str:
     head = ["inputs", "tokens", *(f"within {100 * error:g} %" for error in TOLERATED)]
     rows = [
         [
-            f"{describe(one.case.inputs)}{', causal' if one.case.causal else ''}",
+            describe(one.case.inputs),
             str(one.case.tokens),
-            *(_best(one, error) if one in quiet else "unclear: the machine was busy" for error in TOLERATED),
+            *(
+                _best(one, error) if _quiet(one, run, error) else "unclear: the machine was busy"
+                for error in TOLERATED
+            ),
         ]
-        for one in compared
+        for one, run in compared
     ]
     return table(head, rows)
 
 
-def _in_short(compared: list[Comparison]) -> str:
+def _in_short(compared: list[tuple[Comparison, ea.Results]]) -> str:
     """For which errors exact attention is the answer at every length, if for any."""
-    never = [error for error in TOLERATED if not any(one.faster(one.near(error)) for one in compared)]
-    if not never or not compared:
+    quiet = [one for one, run in compared if _quiet(one, run, max(TOLERATED))]
+    never = [error for error in TOLERATED if not any(one.faster(one.near(error)) for one in quiet)]
+    if not never or not quiet:
         return ""
-    lengths = ", ".join(str(one.case.tokens) for one in compared)
+    lengths = ", ".join(str(one.case.tokens) for one in quiet)
     return (
         f"In short: within {100 * max(never):g} % of exact attention nothing was surely faster than `exact` "
         f"at any length measured on real activations ({lengths} tokens).\n"

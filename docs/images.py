@@ -23,7 +23,7 @@ SOURCES = IMAGES / "sources.json"
 # Picture: run whose records it shows.
 RECORDS = {
     "advise": "advise",
-    "compare": "compare-encoder",
+    "compare": "compare",
     "mse": "mse-default",
     "recall": "recall-default",
     "speed": "bench-others",

@@ -53,10 +53,13 @@ def test_each_figure_is_made_by_the_command_above_it() -> None:
 
 def test_the_caption_of_the_comparison_has_the_inputs_of_its_records() -> None:
     (caption,) = (caption for caption, picture in figures() if picture == "compare")
-    (one,) = comparisons(read(RUNS / RECORDS["compare"]).records)
-    assert f"{one.case.tokens} tokens" in caption
-    assert f"over {layer_words(one.case.inputs)} of a real encoder" in caption
-    assert one.case.inputs.startswith("encoder(layers=") and "one text" in caption
+    encoder, decoder = comparisons(read(RUNS / RECORDS["compare"]).records)
+    assert (
+        f"over {layer_words(encoder.case.inputs)} of a real encoder on {encoder.case.tokens} tokens"
+        in caption
+    )
+    assert f"{layer_words(decoder.case.inputs)} of a real decoder on {decoder.case.tokens} tokens" in caption
+    assert encoder.case.inputs.startswith("encoder(layers=") and decoder.case.causal and "causal" in caption
 
 
 @pytest.mark.parametrize(("picture", "file"), [("advise", "advise.svg"), ("compare", "comparison.svg")])

@@ -147,7 +147,7 @@ def _map(variant: Variant, subject: Any, head: int, span: slice) -> WeightsMap:
         backend = one_backend(variant, subject)
         with outputs_checked(backend):
             error = output_error(backend(q, k, v)[:, head], subject.exact[:, head]).relative
-        # Weights are outputs for unit vectors; those of the keys on the axis are few.
+        # Weights are outputs for unit vectors; the keys on the axis need few of them.
         unit = torch.eye(subject.tokens)[:, span].expand(*k.shape[:3], -1)
         weights = backend(q, k, unit)[0, head, span]
     if weights.shape != (unit.shape[-1],) * 2:
