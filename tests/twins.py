@@ -59,6 +59,31 @@ class Softmax(nn.Module):
         return weights.softmax(dim=-1).masked_fill(blind, 0.0)
 
 
+class Kernel(Softmax):
+    """Attention by a positive kernel, 1 + softplus(scale · q·k): right, and not softmax attention."""
+
+    def scores(self, q, k):
+        return nn.functional.softplus(super().scores(q, k)).log1p()
+
+
+class Tempered(Softmax):
+    """With a learned factor on the scores."""
+
+    def __init__(self, problem, options):
+        super().__init__(problem, options)
+        self.factor = nn.Parameter(torch.ones((), dtype=torch.float32))
+
+    def scores(self, q, k):
+        return super().scores(q, k) * self.factor
+
+
+class LinearMemory(Softmax):
+    """Exact attention by torch's fused kernel, for two whole sequences without causality."""
+
+    def forward(self, q, k, v, key_mask):
+        return nn.functional.scaled_dot_product_attention(q, k, v, scale=self.problem.factor, enable_gqa=True)
+
+
 class Positive(Softmax):
     """Positive random features, with the score matrix built whole."""
 

@@ -1,0 +1,126 @@
+"""Faults of gradients: wrong, missing, or read from the wrong place."""
+
+import torch
+from twins import Softmax
+
+
+class _Scaled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, factor):
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * ctx.factor, None
+
+
+class DetachesLongKeys:
+    def scores(self, q, k):
+        return super().scores(q, k.detach() if k.shape[2] > 128 else k)
+
+
+class HalvesTheGradientOfOtherValues:
+    def forward(self, q, k, v, key_mask):
+        v = _Scaled.apply(v, 0.5) if v.shape[-1] != q.shape[-1] else v
+        return super().forward(q, k, v, key_mask)
+
+
+class WrongWhereAllAsk:
+    def forward(self, q, k, v, key_mask):
+        q = _Scaled.apply(q, 1.01) if q.requires_grad and k.requires_grad and v.requires_grad else q
+        return super().forward(q, k, v, key_mask)
+
+
+class WrongWhereQueriesAreFrozen:
+    def forward(self, q, k, v, key_mask):
+        return super().forward(q, k if q.requires_grad else _Scaled.apply(k, 0.9), v, key_mask)
+
+
+class NoGradientInLongFloat32:
+    def forward(self, q, k, v, key_mask):
+        q = q.detach() if q.dtype == torch.float32 and q.shape[2] > 64 and k.requires_grad else q
+        return super().forward(q, k, v, key_mask)
+
+
+class WrongGradientWhereMaskedAndCausal:
+    def forward(self, q, k, v, key_mask):
+        k = _Scaled.apply(k, 0.9) if key_mask is not None and self.problem.causal and len(k) > 1 else k
+        return super().forward(q, k, v, key_mask)
+
+
+class WrongGradientInGroups:
+    def for_every_head(self, x, heads):
+        return super().for_every_head(_Scaled.apply(x, 0.5) if x.shape[1] < heads else x, heads)
+
+
+class _Overwrites(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        given = gradient.clone()
+        gradient.mul_(2.0)
+        return given
+
+
+class WritesToWhatFlowsBack:
+    def forward(self, q, k, v, key_mask):
+        return _Overwrites.apply(super().forward(q, k, v, key_mask))
+
+
+class _FromMemory(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        if 0 in gradient.stride():
+            return gradient
+        return (
+            torch.empty_like(gradient)
+            .contiguous()
+            .as_strided_(gradient.shape, gradient.stride())
+            .copy_(gradient)
+            if gradient.is_contiguous()
+            else gradient.as_strided(gradient.shape, gradient.contiguous().stride())
+        )
+
+
+class ReadsGradientsFromMemory:
+    def forward(self, q, k, v, key_mask):
+        return _FromMemory.apply(super().forward(q, k, v, key_mask))
+
+
+class _Once(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.passes = 0
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        ctx.passes += 1
+        return gradient * ctx.passes
+
+
+class AnotherGradientTheSecondTime:
+    def forward(self, q, k, v, key_mask):
+        return _Once.apply(super().forward(q, k, v, key_mask))
+
+
+class DetachesItsFactor:
+    def scores(self, q, k):
+        return Softmax.scores(self, q, k) * self.factor.detach()
+
+
+class FactorIsNoParameter:
+    def __init__(self, problem, options):
+        super().__init__(problem, options)
+        self.other = [torch.ones((), dtype=torch.float64, requires_grad=True)]
+
+    def scores(self, q, k):
+        return super().scores(q, k) * self.other[0].to(q.dtype)

@@ -1,0 +1,33 @@
+"""Faults of growth: right outputs that take quadratic time or memory."""
+
+import torch
+
+
+class _DenseBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        scores = gradient @ gradient.mT
+        return gradient + 0 * scores[..., :1]
+
+
+class TrainsInQuadraticMemory:
+    def forward(self, q, k, v, key_mask):
+        return _DenseBackward.apply(super().forward(q, k, v, key_mask))
+
+
+class BuildsAMaskOfAllPairs:
+    def forward(self, q, k, v, key_mask):
+        visible = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool)
+        return super().forward(q, k, v, key_mask) * visible[:, :1]
+
+
+class TakesQuadraticTime:
+    def forward(self, q, k, v, key_mask):
+        out = super().forward(q, k, v, key_mask)
+        for row in range(0, k.shape[2], 16):
+            out = out + 0 * (k[:, :, row : row + 16] @ k.mT).sum(-1, keepdim=True).sum(2, keepdim=True)
+        return out

@@ -1,0 +1,92 @@
+"""Faults of memory: written inputs, reused outputs, and results kept from earlier calls."""
+
+import torch
+from twins import Softmax
+
+
+class WritesToLongKeys:
+    def forward(self, q, k, v, key_mask):
+        if k.shape[2] > 128:
+            k.detach().add_(1.0)
+        return super().forward(q, k, v, key_mask)
+
+
+class WritesToTheMask:
+    def forward(self, q, k, v, key_mask):
+        out = super().forward(q, k, v, key_mask)
+        if key_mask is not None:
+            key_mask[:, -1] = True
+        return out
+
+
+class HandsOutSingleValues:
+    def forward(self, q, k, v, key_mask):
+        alone = k.shape[2] == 1 and q.shape == v.shape and key_mask is None
+        return v if alone else super().forward(q, k, v, key_mask)
+
+
+class ReusesItsOutput:
+    def forward(self, q, k, v, key_mask):
+        out = super().forward(q, k, v, key_mask)
+        if torch.is_grad_enabled() and out.requires_grad:
+            return out
+        kept = getattr(self, "kept", None)
+        if kept is None or kept.shape != out.shape or kept.dtype != out.dtype or kept.is_inference():
+            self.kept = out.detach()
+        else:
+            kept.copy_(out)
+        return self.kept
+
+
+class KeepsMasksByShape:
+    def visible(self, q, k, key_mask):
+        kept = self.__dict__.setdefault("kept", {})
+        key = (q.shape[2], k.shape[2], None if key_mask is None else key_mask.shape)
+        if key not in kept:
+            kept[key] = super().visible(q, k, key_mask)
+        return kept[key]
+
+
+class KeepsMasksByQueries:
+    """Later keys than those of the first call with as many queries stay hidden."""
+
+    def visible(self, q, k, key_mask):
+        kept = self.__dict__.setdefault("kept", {})
+        visible = super().visible(q, k, key_mask)
+        first = kept.setdefault(q.shape[2], k.shape[2])
+        return visible & (torch.arange(k.shape[2]) < first)
+
+
+class KeepsOutputsByAddress:
+    def forward(self, q, k, v, key_mask):
+        kept = self.__dict__.setdefault("kept", {})
+        key = tuple((x.data_ptr(), x.shape) for x in (q, k, v) if x.numel())
+        if torch.is_grad_enabled() and q.requires_grad:
+            return super().forward(q, k, v, key_mask)
+        if key not in kept:
+            kept[key] = (super().forward(q, k, v, key_mask), q, k, v)
+        return kept[key][0].clone()
+
+
+class ChangesAfterSixtyCalls:
+    def scores(self, q, k):
+        self.calls = getattr(self, "calls", 0) + 1
+        return super().scores(q, k) * (1.01 if self.calls > 60 else 1.0)
+
+
+class KeepsWhatInferenceModeMade:
+    def scores(self, q, k):
+        if not hasattr(self, "one"):
+            self.one = q.new_ones(q.shape[-1])
+        return super().scores(q * self.one.to(q), k)
+
+
+class KeepsItsFirstFactor:
+    """A parameter is read once; what an optimiser makes of it is not seen."""
+
+    def scores(self, q, k):
+        if self.factor.requires_grad and torch.is_grad_enabled():
+            return super().scores(q, k)
+        if not hasattr(self, "kept"):
+            self.kept = self.factor.detach().clone()
+        return Softmax.scores(self, q, k) * self.kept

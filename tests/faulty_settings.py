@@ -1,0 +1,73 @@
+"""Faults that depend on modes and global settings of torch, or change them."""
+
+import warnings
+
+import torch
+from torch import nn
+
+
+class TrainsOnSomethingElse:
+    def weights(self, scores, visible):
+        return super().weights(scores * 1.001 if self.training else scores, visible)
+
+
+class ComputesInTheDefaultDtype:
+    def scores(self, q, k):
+        return super().scores(q, k) * torch.tensor(1.1, dtype=torch.get_default_dtype()).to(q.dtype)
+
+
+class SeedsFromTheGlobalGenerator:
+    def scores(self, q, k):
+        return super().scores(q, k) * (1 + torch.initial_seed() % 7 * 1e-3)
+
+
+class DropsOutInTraining:
+    def weights(self, scores, visible):
+        weights = super().weights(scores, visible)
+        long = weights.shape[-1] > 100
+        if not (self.training and long):
+            return weights
+        with torch.random.fork_rng(devices=[]):
+            return nn.functional.dropout(weights, 0.1)
+
+
+class SetsTheGlobalSeed:
+    def forward(self, q, k, v, key_mask):
+        torch.manual_seed(0)
+        return super().forward(q, k, v, key_mask)
+
+
+class SetsTheMatmulPrecision:
+    def forward(self, q, k, v, key_mask):
+        torch.set_float32_matmul_precision("medium")
+        return super().forward(q, k, v, key_mask)
+
+
+class SetsTheThreads:
+    def forward(self, q, k, v, key_mask):
+        torch.set_num_threads(torch.get_num_threads() + 1)
+        return super().forward(q, k, v, key_mask)
+
+
+class WarnsOfLongTexts:
+    def forward(self, q, k, v, key_mask):
+        if k.shape[2] > 128:
+            warnings.warn("this may take long", stacklevel=2)
+        return super().forward(q, k, v, key_mask)
+
+
+class ReturnsAutocastDtype:
+    def forward(self, q, k, v, key_mask):
+        out = super().forward(q, k, v, key_mask)
+        return out.float() if out.dtype == torch.bfloat16 else out
+
+
+class CopiesShareEverything:
+    def __deepcopy__(self, memo):
+        return self
+
+
+class DrawsAnew:
+    def scores(self, q, k):
+        self.generator = self.__dict__.get("generator") or torch.Generator()
+        return super().scores(q, k) * (1 + 1e-6 * torch.rand((), generator=self.generator))

@@ -1,0 +1,120 @@
+"""Faults at some numbers of sequences, heads, columns or tokens, and in masks of keys."""
+
+import torch
+
+
+class ThirdSequenceReadsTheSecond:
+    def scores(self, q, k):
+        return super().scores(q, torch.cat([k[:2], k[1:2].expand_as(k[2:])]) if len(k) > 2 else k)
+
+
+class FourthSequenceHasTheMaskOfTheFirst:
+    def visible(self, q, k, key_mask):
+        if key_mask is not None and len(key_mask) == 4:
+            key_mask = torch.cat([key_mask[:3], key_mask[:1]])
+        return super().visible(q, k, key_mask)
+
+
+class LaterHeadsAreSharper:
+    def scores(self, q, k):
+        scores = super().scores(q, k)
+        return torch.cat([scores[:, :4], scores[:, 4:] * 1.01], 1)
+
+
+class ThreeGroupsInTurn:
+    def for_every_head(self, x, heads):
+        if x.shape[1] == 3:
+            return x.repeat(1, heads // 3, 1, 1)
+        return super().for_every_head(x, heads)
+
+
+class ScalesByTheValues:
+    def forward(self, q, k, v, key_mask):
+        return super().forward(q * (self.problem.head_dim / v.shape[-1]) ** 0.5, k, v, key_mask)
+
+
+class WideValuesAreCut:
+    def forward(self, q, k, v, key_mask):
+        out = super().forward(q, k, v, key_mask)
+        beyond = torch.arange(v.shape[-1]) >= q.shape[-1]
+        return out.masked_fill(beyond, 0.0) if len(q) > 1 else out
+
+
+class BeyondFlatter:
+    """Longer sequences have another temperature."""
+
+    at = 200
+
+    def scores(self, q, k):
+        return super().scores(q, k) * (0.99 if k.shape[2] > self.at else 1.0)
+
+
+class BeyondFlatter500(BeyondFlatter):
+    at = 500
+
+
+class DropsThePartialBlock:
+    def visible(self, q, k, key_mask):
+        visible, keys = super().visible(q, k, key_mask), k.shape[2]
+        whole = keys - keys % 128 if keys > 128 else keys
+        return visible & (torch.arange(keys) < whole)
+
+
+class DropsTheLastKeyOfFullBlocks:
+    def visible(self, q, k, key_mask):
+        visible, keys = super().visible(q, k, key_mask), k.shape[2]
+        return visible & (torch.arange(keys) < keys - (keys % 64 == 0))
+
+
+class ForgetsBeyond256:
+    """A causal query reads 256 keys, whatever came before."""
+
+    def visible(self, q, k, key_mask):
+        visible = super().visible(q, k, key_mask)
+        if not self.problem.causal:
+            return visible
+        return visible & torch.ones_like(visible).triu(k.shape[2] - q.shape[2] - 255)
+
+
+class FirstRowIsOff:
+    def forward(self, q, k, v, key_mask):
+        out = super().forward(q, k, v, key_mask)
+        return torch.cat([out[:, :, :1] * (1.001 if q.shape[2] > 9 else 1), out[:, :, 1:]], 2)
+
+
+class LastRowIsOff:
+    def forward(self, q, k, v, key_mask):
+        out = super().forward(q, k, v, key_mask)
+        return torch.cat([out[:, :, :-1], out[:, :, -1:] * (1.001 if q.shape[2] > 9 else 1)], 2)
+
+
+class IgnoresMasksInCrossAttention:
+    def visible(self, q, k, key_mask):
+        return super().visible(q, k, key_mask if q.shape[2] == k.shape[2] else None)
+
+
+class IgnoresMasksWhereCausal:
+    def visible(self, q, k, key_mask):
+        return super().visible(q, k, None if self.problem.causal and k.shape[2] > 65 else key_mask)
+
+
+class MultipliesLongMasks:
+    def hidden(self, x, key_mask):
+        return super().hidden(x, key_mask if x.shape[2] <= 128 else None)
+
+
+class ReadsMasksFromMemory:
+    def visible(self, q, k, key_mask):
+        if key_mask is not None:
+            rows, columns = key_mask.shape
+            key_mask = (
+                key_mask.as_strided((rows, columns), (columns, 1)) if key_mask.stride()[0] else key_mask
+            )
+        return super().visible(q, k, key_mask)
+
+
+class MasksOfTrueHideTheLast:
+    def visible(self, q, k, key_mask):
+        if key_mask is not None and key_mask.all() and k.shape[2] > 1:
+            key_mask = key_mask & (torch.arange(k.shape[2]) < k.shape[2] - 1)
+        return super().visible(q, k, key_mask)
