@@ -193,6 +193,22 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return calls
 
 
+@pytest.fixture(scope="session")
+def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a tiny BERT of transformers, to be left as it is."""
+    from hf_models import bert, saved
+
+    return saved(bert(), tmp_path_factory.mktemp("encoder"))
+
+
+@pytest.fixture(scope="session")
+def decoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a tiny GPT-2 of transformers, to be left as it is."""
+    from hf_models import gpt2, saved
+
+    return saved(gpt2(), tmp_path_factory.mktemp("decoder"))
+
+
 def _compiles(config: pytest.Config) -> bool:
     """Whether this process runs tests that compile: `torch.compile` stumbles over checked shapes."""
     return config.getoption("markexpr") in ("compile", "gpu")

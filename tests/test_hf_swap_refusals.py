@@ -13,11 +13,6 @@ import efficient_attn as ea
 from efficient_attn.errors import DataError, DtypeError, OptionError, UnsupportedError
 
 
-@pytest.fixture(scope="module")
-def encoder(tmp_path_factory):
-    return saved(bert(), tmp_path_factory.mktemp("encoder"))
-
-
 def swap(model, backends, **changes):
     return ea.swap(model, backends, **{"texts": texts(), "rounds": 1, **changes})
 
