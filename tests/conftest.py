@@ -178,6 +178,13 @@ def misbehaving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def called_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder of its own to run in, with `models.py:…` that make models or fail to."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copy(Path(__file__).parent / "called_models.py", tmp_path / "models.py")
+
+
+@pytest.fixture
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The names and options of the backends that are called, in order."""
     from efficient_attn.backend import Backend
