@@ -216,6 +216,24 @@ def decoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return saved(gpt2(), tmp_path_factory.mktemp("decoder"))
 
 
+@pytest.fixture
+def given_times(monkeypatch: pytest.MonkeyPatch, undrawn: None) -> None:
+    """Times of models as in hf_advice.TIMES_S on an idle machine; attention alone is not timed."""
+    from hf_advice import timed
+
+    monkeypatch.setattr("efficient_attn.studies.swap.measure.cost", timed)
+    monkeypatch.setattr("efficient_attn.studies.advise.conversion.PROBE", ())
+    monkeypatch.setattr("efficient_attn.studies.run.between", lambda *moments, **named: {})
+
+
+@pytest.fixture
+def advised(encoder: Path, given_times: None) -> Any:
+    """The advice for the tiny BERT at a cosine of 0.9."""
+    from hf_advice import advice
+
+    return advice(encoder)
+
+
 def _compiles(config: pytest.Config) -> bool:
     """Whether this process runs tests that compile: `torch.compile` stumbles over checked shapes."""
     return config.getoption("markexpr") in ("compile", "gpu")

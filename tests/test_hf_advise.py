@@ -1,91 +1,28 @@
 """The advice for a model: tiny, random, made here; its times are given."""
 
 import json
-import signal
-import time
-from collections import Counter
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 transformers = pytest.importorskip("transformers", minversion="5", reason="the extra [hf] is not installed")
 
-from hf_models import bert, gpt2, saved, texts
+from hf_advice import TIMES_S, advise, plans
+from hf_models import TOKENS, gpt2, saved, texts
 
-import efficient_attn as ea
 from efficient_attn.errors import DataError, OptionError, UnsupportedError
-from efficient_attn.integrations.transformers import attach, load, save
+from efficient_attn.integrations.transformers import attach, load
 from efficient_attn.measure.outputs import cosine_distance
 from efficient_attn.runner.record import Record
-from efficient_attn.runner.sizes import MEAN_OF_VALUES, OWN
+from efficient_attn.runner.sizes import OWN
 from efficient_attn.stats.predicted_time import Predicted
 from efficient_attn.studies import find
 from efficient_attn.studies.advise.findings import Findings
 from efficient_attn.studies.advise.model_view import LAYERS
 from efficient_attn.studies.estimate import Estimate
-from efficient_attn.studies.loop import Loop
-from efficient_attn.studies.results import read
 from efficient_attn.studies.swap import measure
 
-TOKENS = 24
-
-# Seconds of one forward pass, by backend.
-TIMES_S = {
-    OWN: 1.0,
-    "exact": 1.0,
-    MEAN_OF_VALUES: 0.25,
-    "window": 0.4,
-    "linformer": 1.6,
-    "plan": 0.5,
-    "performer-positive": 0.4,
-}
-
-
-@pytest.fixture(scope="module")
-def encoder(tmp_path_factory):
-    return saved(bert(), tmp_path_factory.mktemp("encoder"))
-
-
-@pytest.fixture(scope="module")
-def decoder(tmp_path_factory):
-    return saved(gpt2(), tmp_path_factory.mktemp("decoder"))
-
-
-@pytest.fixture(autouse=True)
-def given_times(monkeypatch, undrawn):
-    """Times of the model as in TIMES_S on an idle machine; no calls of attention alone, so no prediction."""
-
-    def timed(case, variant, subject, *, seconds):
-        return Record(case=case, times_s=(TIMES_S[case.backend],), round_sizes=(1,))
-
-    monkeypatch.setattr(measure, "cost", timed)
-    monkeypatch.setattr("efficient_attn.studies.advise.conversion.PROBE", ())
-    monkeypatch.setattr("efficient_attn.studies.run.between", lambda *moments, **named: {})
-
-
-def advise(model, **changes):
-    given = {
-        "backends": ["window", "linformer"],
-        "options": {"window": {"window": [5, 15]}, "linformer": {"rank": [12]}},
-        "texts": texts(4),
-        "seq_lens": (TOKENS,),
-        **changes,
-    }
-    return ea.advise(model, **given)
-
-
-_DONE = {}
-
-
-@pytest.fixture
-def advised(encoder, given_times):
-    """The advice at a cosine of 0.9, measured once."""
-    return _DONE.get(encoder) or _DONE.setdefault(encoder, advise(encoder, min_cosine=0.9))
-
-
-def labels(results, kind):
-    return {one.case.label for one in results.records if one.case.kind == kind and one.status == "ok"}
+pytestmark = pytest.mark.usefixtures("given_times")
 
 
 def test_the_plan_is_within_the_target_faster_and_told_with_its_layers(advised):
@@ -188,127 +125,6 @@ def test_lengths_that_model_or_texts_lack_are_named(encoder):
         advise(encoder, seq_lens=(60,))
 
 
-def test_an_interrupted_advice_resumes_and_ends_as_if_never_interrupted(
-    encoder, advised, tmp_path, monkeypatch
-):
-    real, calls = measure.distance, []
-
-    def interrupted(*arguments, **named):
-        calls.append(1)
-        if len(calls) == 6:
-            signal.raise_signal(signal.SIGINT)
-        return real(*arguments, **named)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(measure, "distance", interrupted)
-        stopped = advise(encoder, min_cosine=0.9, out=tmp_path)
-    assert stopped.interrupted and stopped.notes[0].startswith("Not tried: ")
-    ended = advise(encoder, min_cosine=0.9, out=tmp_path, resume=True)
-    for kind in ("swap", "time"):
-        assert labels(ended, kind) == labels(advised, kind)
-    assert ended.sentences() == advised.sentences()
-    assert ended.files() == advised.files()
-
-
-def test_a_budget_that_ends_among_the_layers_leaves_the_plan_to_the_resumed_run(
-    encoder, tmp_path, monkeypatch
-):
-    """The smaller window is the nearer one of layers that were not measured."""
-    given = {"backends": ["window"], "options": {"window": {"window": [15, 5]}}, "min_cosine": 1 - 2.2e-5}
-    whole, real, late_s = advise(encoder, **given), measure.distance, [0.0]
-
-    def slow(case, *arguments, **named):
-        if (case.layer, case.label) == (2, "window(window=15)"):
-            late_s[0] = 1000.0
-        return real(case, *arguments, **named)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(measure, "distance", slow)
-        clock = SimpleNamespace(monotonic=lambda: time.monotonic() + late_s[0])
-        patched.setattr("efficient_attn.studies.loop.time", clock)
-        stopped = advise(encoder, out=tmp_path, budget_s=60.0, **given)
-    assert [one.status for one in stopped.records].count("skipped") == 4 and not plans(stopped)
-    (sentence,) = stopped.sentences()
-    assert "not measured to the end at 24 tokens" in sentence and "stay with exact" not in sentence
-    ended = advise(encoder, out=tmp_path, resume=True, **given)
-    assert plans(ended) == plans(whole) and ended.sentences() == whole.sentences()
-
-
-def test_a_plan_of_the_layers_within_the_budget_is_made_anew_by_the_resumed_run(
-    encoder, tmp_path, monkeypatch
-):
-    given = {"backends": ["window"], "options": {"window": {"window": [15, 5]}}, "min_cosine": 1 - 2.2e-5}
-    whole, real, timed = advise(encoder, **given), Loop._over_budget, measure.cost
-
-    def over(self, point, promised_s):
-        late = point.case.layer is not None and point.case.label == "window(window=5)"
-        return "no time" if late else real(self, point, promised_s)
-
-    def interrupted(case, *arguments, **named):
-        if case.backend == "plan":
-            raise KeyboardInterrupt
-        return timed(case, *arguments, **named)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(Loop, "_over_budget", over)
-        stopped = advise(encoder, out=tmp_path, **given)
-    assert plans(stopped)["plan"] != plans(whole)["plan"]
-    assert (
-        stopped.sentences()[0].startswith("From 24 tokens") and "3 points did not" in stopped.sentences()[0]
-    )
-    with monkeypatch.context() as patched:
-        patched.setattr(measure, "cost", interrupted)
-        advise(encoder, out=tmp_path, resume=True, **given)
-    # The folder holds the times of the earlier plan.
-    assert "not measured to the end" in read(tmp_path).sentences()[0]
-    ended = advise(encoder, out=tmp_path, resume=True, **given)
-    assert plans(ended) == plans(whole) and ended.sentences() == whole.sentences()
-    assert ended.files() == whole.files()
-
-
-def test_times_that_an_interruption_cut_short_decide_nothing_and_are_taken_again(
-    encoder, tmp_path, monkeypatch
-):
-    timed, rounds = measure.cost, []
-
-    def interrupted(case, *arguments, **named):
-        rounds.append(case.backend)
-        if rounds.count("plan") == last:
-            raise KeyboardInterrupt
-        return timed(case, *arguments, **named)
-
-    monkeypatch.setattr(measure, "cost", interrupted)
-    last = 3
-    stopped = advise(encoder, min_cosine=0.9, out=tmp_path)
-    (sentence,) = stopped.sentences()
-    assert sentence.startswith("Nothing is known to be faster up to") and "undecided at 24 tokens" in sentence
-    assert LAYERS not in stopped.files()
-    rounds.clear()
-    last = 5
-    ended = advise(encoder, min_cosine=0.9, out=tmp_path, resume=True)
-    # Rounds are paired by their number: those of the model itself are taken again too.
-    assert Counter(rounds) == {OWN: 4, "plan": 4}
-    assert ended.sentences()[0].startswith("From 24 tokens: 2.00x as fast") and LAYERS in ended.files()
-
-
-def plans(results):
-    """{label: layers} of the plans that were measured."""
-    return {
-        one.case.label: one.chosen_layers
-        for one in results.records
-        if one.case.backend == "plan" and one.case.kind == "swap" and one.status == "ok"
-    }
-
-
-def test_a_run_is_not_resumed_for_another_target_or_other_backends(encoder, tmp_path):
-    given = {"backends": ["window"], "options": None}
-    advise(encoder, min_cosine=0.9, out=tmp_path, **given)
-    with pytest.raises(DataError, match=r"has the target .*0.09.*, not .*0.5.*; name a new folder"):
-        advise(encoder, min_cosine=0.5, out=tmp_path, resume=True, **given)
-    with pytest.raises(DataError, match=r"has the candidates .*window.*, not .*linformer"):
-        advise(encoder, min_cosine=0.9, out=tmp_path, force_resume=True, backends=["linformer"], options=None)
-
-
 def test_a_plan_keeps_the_random_features_that_its_layers_had_alone(encoder):
     own = {"performer-positive": {"seed": [7]}}
     results = advise(encoder, min_cosine=0.0, backends=list(own), options=own)
@@ -395,66 +211,6 @@ def test_outputs_beyond_the_memory_limit_are_not_kept_and_no_score_matrices_unas
         advise(decoder, memory_limit=2_000)
     plan = find("advise").plan(encoder, texts=texts(4), seq_lens=(TOKENS,))
     assert "window" in plan.about["candidates"] and "exact-dense" not in plan.about["candidates"]
-
-
-ONE_LAYER = json.dumps(
-    {"format": 1, "layers": {"h.0": {"backend": "exact", "options": {}, "max_tokens": None}}}
-)
-
-
-def test_a_plan_of_another_model_or_none_is_refused(encoder, tmp_path):
-    file = tmp_path / "layers.json"
-    model = transformers.AutoModel.from_pretrained(encoder).eval()
-    for text, message in (
-        ("{", "Cannot read the plan"),
-        ('{"format": 7}', "not a plan of format 1"),
-        ('{"format": true, "layers": {}}', "not a plan of format 1"),
-        ('{"format": 1, "layers": {}}', "efficient_attn names no layer"),
-        (ONE_LAYER, "belong to another model"),
-    ):
-        file.write_text(text)
-        with pytest.raises(DataError, match=message):
-            attach(model, file)
-    with pytest.raises(DataError, match="Cannot read the plan"):
-        attach(model, tmp_path / "missing.json")
-    for given in ({"window": 5}, {"max_tokens": 60}, {"seed": 3}, {"full": "window"}):
-        with pytest.raises(
-            OptionError, match=f"{next(iter(given))}=…: the file .* sets the backend of every"
-        ):
-            attach(model, tmp_path / "layers.json", **given)
-
-
-@pytest.mark.parametrize(
-    ("layer", "message"),
-    [
-        ({"options": {"head_dim": 8}}, "No option of backend 'window' is called 'head_dim'"),
-        ({"options": {"causal": True}}, "No option of backend 'window' is called 'causal'"),
-        ({"options": {"window": "x"}}, "window"),
-        ({"max_tokens": -5}, "max_tokens is at least 1"),
-        ({"backend": "performer-positive", "options": {"num_features": 10**12}}, "is above 65536"),
-        (
-            {"backend": "linformer", "options": {"rank": 10**9}, "max_tokens": 10**9},
-            r"needs \d+ numbers, \d+ are the",
-        ),
-    ],
-)
-def test_a_plan_from_elsewhere_is_refused_before_it_takes_memory(encoder, tmp_path, layer, message):
-    model = transformers.AutoModel.from_pretrained(encoder).eval()
-    one = {"backend": "window", "options": {}, "max_tokens": None, **layer}
-    layers = {f"encoder.layer.{number}.attention.self": one for number in range(3)}
-    file = tmp_path / "layers.json"
-    file.write_text(json.dumps({"format": 1, "layers": layers}))
-    with pytest.raises(DataError, match=message):
-        attach(model, file)
-
-
-def test_load_refuses_a_plan_that_it_would_drop_or_that_would_drop_backends(encoder, tmp_path):
-    model = transformers.AutoModel.from_pretrained(encoder).eval()
-    with pytest.raises(OptionError, match="plan=…: the model given by into"):
-        load(encoder, into=model, plan=tmp_path / "layers.json")
-    save(attach(model, "window", window=5), tmp_path / "saved")
-    with pytest.raises(OptionError, match="holds a model with backends of its own"):
-        load(tmp_path / "saved", plan=tmp_path / "layers.json")
 
 
 def test_a_causal_model_without_a_head_is_refused(tmp_path):
