@@ -1,0 +1,135 @@
+"""The quickest run of every study by its command, and what it ends with."""
+
+import contextlib
+import io
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from efficient_attn.runner.records import read
+from efficient_attn.studies import find
+from efficient_attn.studies.study import Study
+from efficient_attn_cli.main import main
+
+
+@dataclass(frozen=True)
+class Quick:
+    """The quickest run of a study that has two points or more.
+
+    Attributes:
+        words: Options of the run, without its selection of backends.
+        selection: Options that select backends, left out where a test selects others.
+        codes: Exit code of the run by its backends; own.py holds `broken` and `mean`.
+        former: Values of former flags that have no default.
+        prepare: Function that writes the files that the run reads into its folder.
+        needs: Package without which the run is skipped.
+    """
+
+    words: str
+    selection: str = "--backend window"
+    codes: Mapping[str, int] = field(default_factory=lambda: {"exact,own.py:broken": 3, "own.py:broken": 4})
+    former: Mapping[str, str] = field(default_factory=dict)
+    prepare: Callable[[Path], object] | None = None
+    needs: str = "torch"
+
+
+def text_of_lines(folder: Path) -> None:
+    (folder / "text.txt").write_text("".join(f"line {number} of the text\n" for number in range(120)))
+
+
+def tiny_model(folder: Path) -> None:
+    from hf_models import bert, saved, texts
+
+    saved(bert(), folder / "tiny")
+    for name, text in zip(("text.txt", "second.txt"), texts().values(), strict=False):
+        (folder / name).write_text(text)
+
+
+# A study that is added gets a row here; all promises below hold for it, and for its tasks.
+QUICK = {
+    "advise": Quick(
+        "tiny --text text.txt --text second.txt --seq-len 16 --rounds 1 --min-cosine 1",
+        former={"--tokens": "16"},
+        prepare=tiny_model,
+        needs="transformers",
+    ),
+    "compare": Quick("--seq-len 16 --draws 1 --rounds 1 --isolate none", former={"--tokens": "16"}),
+    "bench": Quick("--seq-len 16 --num-heads 2 --head-dim 8 --isolate none --rounds 1"),
+    "kernel": Quick(
+        "--size 4,8 --norm 0.25 --angle 90 --head-dim 4 --draws 32",
+        selection="--backend performer-positive",
+        codes={"performer-positive,own.py:broken": 3, "own.py:broken": 4},
+    ),
+    "mse": Quick("--inputs gaussian --seq-len 24 --head-dim 4 --size 4,8 --norm 0.5 --draws 2"),
+    "recall": Quick(
+        "--pairs 4 --classes 2 --queries 2 --gap 4 --steps 1 --seeds 1 --size 4 --batch 2 --head-dim 4",
+        selection="--backend window --set window.window=3",
+        # The control, a window, is measured with every backend.
+        codes={"own.py:broken": 3, "own.py:mean": 0},
+    ),
+    "reproduce": Quick("performer-fig2 --quick", selection="", codes={}),
+    "train": Quick(
+        "--text text.txt --seq-len 8 --batch 2 --model-dim 8 --num-heads 2 --layers 1 --every 1 --steps 1 "
+        "--windows 8 --size 4",
+        codes={"own.py:broken": 2},
+        former={"--tokens": "8", "--rate": "0.01"},
+        prepare=text_of_lines,
+    ),
+    "train --task copy": Quick(
+        "--seq-len 12 --batch 2 --model-dim 8 --num-heads 2 --layers 1 --every 1 --steps 1 --windows 2 "
+        "--size 3",
+        codes={},
+        former={"--tokens": "12", "--rate": "0.01"},
+    ),
+    "swap": Quick(
+        "tiny --text text.txt --draws 1 --rounds 1",
+        former={"--tokens": "20"},
+        prepare=tiny_model,
+        needs="transformers",
+    ),
+}
+
+
+OWN = """
+def mean(q, k, v):
+    return v.mean(dim=-2, keepdim=True).expand_as(v)
+
+
+def broken(q, k, v):
+    raise RuntimeError("it broke here")
+"""
+
+
+def command(*words: str) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of the command."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), pytest.raises(SystemExit) as ended:
+        main(list(words))
+    assert isinstance(ended.value.code, int)
+    return ended.value.code, out.getvalue(), err.getvalue()
+
+
+def words_of(name: str) -> list[str]:
+    """The command line of the quickest run, without its selection, in as many threads as the tests."""
+    threads = ["--threads", "1"] if "--threads" in flags(name) else []
+    return [*name.split(), *QUICK[name].words.split(), *threads]
+
+
+def study_of(name: str) -> Study:
+    return find(name.split()[0])
+
+
+def flags(name: str) -> list[str]:
+    return [one.flag for one in study_of(name).parameters()]
+
+
+def run(name: str, *more: str) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of the quickest run with more options."""
+    selection = [] if "--backend" in more else QUICK[name].selection.split()
+    return command(*words_of(name), *selection, *more)
+
+
+def cases(folder: str) -> set[str]:
+    return {record.case.key for record in read(Path(folder, "records.jsonl")).records}
