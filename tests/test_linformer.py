@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from reference import random_mask, random_qkv, reference_attention
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import efficient_attn as ea
 
@@ -142,3 +143,25 @@ def test_a_mixture_whose_values_are_mixed_from_no_token_takes_no_part(sharing):
     kept = linformer(rank=2, sharing=sharing)
     set_mixing(kept, backend.core.mix_keys[..., [0, 2], :], backend.core.mix_values[..., [0, 2], :])
     torch.testing.assert_close(backend(q, k, v), kept(q, k, v), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("sharing", ["heads", "none"])
+def test_gradients_of_the_gradients_lack_no_factor(sharing, masked):
+    backend = linformer(rank=3, sharing=sharing, init="gaussian")
+    leaves = [*random_qkv(q_tokens=4, k_tokens=TOKENS), *backend.parameters()]
+    mask = random_mask(2, TOKENS) if masked else None
+    mixing = (x.expand(4, -1, -1) for x in (backend.core.mix_keys, backend.core.mix_values))
+
+    def second(out):
+        gradients = torch.autograd.grad(out.square().sum(), leaves, create_graph=True)
+        return torch.autograd.grad(sum(x.square().sum() for x in gradients), leaves)
+
+    for x in leaves:
+        x.requires_grad_()
+    # PyTorch's fused kernels have no second derivatives and raise; its operators have, on every device.
+    with sdpa_kernel(SDPBackend.MATH):
+        found = second(backend(*leaves[:3], key_mask=mask))
+    wanted = second(definition(*leaves[:3], *mixing, mask))
+    for one, other in zip(found, wanted, strict=True):
+        assert (one - other).norm() <= 1e-12 * other.norm()

@@ -105,10 +105,11 @@ def _mix_alike(mix: Tensor, x: Tensor) -> Tensor:
 
     PyTorch's `matmul` would copy all rows into one matrix and save the copy for the backward pass; `bmm`
     would hold one gradient of the matrix per batch entry. Each gradient has a function of its own: one that
-    nobody asks for is not computed.
+    nobody asks for is not computed. The other factor comes in a tuple, where autograd sees no input of the
+    function, but with its history: gradients of the gradient need it.
     """
-    mixed = _MixedRows.apply(mix.detach(), x)
-    return mixed + _Mixture.apply(mix, x.detach()) if torch.is_grad_enabled() else mixed
+    mixed = _MixedRows.apply((mix,), x)
+    return mixed + _Mixture.apply(mix, (x,)) if torch.is_grad_enabled() else mixed
 
 
 class _MixedRows(torch.autograd.Function):
@@ -117,16 +118,17 @@ class _MixedRows(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(mix: Tensor, x: Tensor) -> Tensor:
-        mixed = None
+    def forward(constant: tuple[Tensor], x: Tensor) -> Tensor:
+        (mix,), mixed = constant, None
         for part in _pieces(x):
             some = torch.bmm(mix[:, part].expand(len(x), -1, -1), x[:, part].to(mix.dtype))
             mixed = some if mixed is None else mixed.add_(some)
         return mix.new_zeros(len(x), len(mix), x.shape[-1]) if mixed is None else mixed
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs)
+    def setup_context(ctx: Any, inputs: tuple[tuple[Tensor], Tensor], output: Tensor) -> None:
+        (mix,), x = inputs
+        ctx.save_for_backward(mix, x)
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> tuple[None, Tensor]:
@@ -147,12 +149,14 @@ class _Mixture(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(mix: Tensor, x: Tensor) -> Tensor:
+    def forward(mix: Tensor, constant: tuple[Tensor]) -> Tensor:
+        (x,) = constant
         return mix.new_zeros(()).expand(len(x), len(mix), x.shape[-1])
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs)
+    def setup_context(ctx: Any, inputs: tuple[Tensor, tuple[Tensor]], output: Tensor) -> None:
+        mix, (x,) = inputs
+        ctx.save_for_backward(mix, x)
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, None]:
