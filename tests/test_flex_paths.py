@@ -78,6 +78,17 @@ def test_float32_is_served_with_tf32_alone(machine):
         assert paths._on_tensor_cores(torch.float32) == allowed
 
 
+def test_a_precision_of_the_cpu_alone_does_not_keep_other_devices_from_float32():
+    matmul = torch.backends.mkldnn.matmul
+    if not hasattr(matmul, "fp32_precision"):
+        pytest.skip("this PyTorch has one setting for all devices")
+    before, matmul.fp32_precision = matmul.fp32_precision, "bf16"
+    try:
+        assert paths.kernels(torch.device("cuda"), torch.float32) == "torch"
+    finally:
+        matmul.fp32_precision = before
+
+
 @pytest.mark.parametrize(
     ("place", "name", "value"),
     [

@@ -69,7 +69,13 @@ def _on_tensor_cores(dtype: torch.dtype) -> bool:
     if dtype is not torch.float32:
         return True
     precision = getattr(torch.backends.cuda.matmul, "fp32_precision", "none")
-    return torch.get_float32_matmul_precision() != "highest" if precision == "none" else precision == "tf32"
+    if precision != "none":
+        return precision == "tf32"
+    try:
+        return torch.get_float32_matmul_precision() != "highest"
+    except RuntimeError:
+        # PyTorch has no answer for all devices where only the setting of the CPU's products was changed.
+        return False
 
 
 @cache
