@@ -123,6 +123,12 @@ def test_a_configuration_does_not_depend_on_the_length(uncompiled):
     assert len(uncompiled) == 4 and len(set(uncompiled)) == 1
 
 
+def test_the_marks_of_a_compiler_do_not_reach_the_mask_of_the_caller(uncompiled):
+    mask = torch.ones(1, 20, dtype=torch.bool)
+    ea.build("window", head_dim=16, window=5)(*random_qkv(1, 2, 2, 20, 20, 16, 16), key_mask=mask)
+    assert len(uncompiled) == 1 and not hasattr(mask, "_dynamo_weak_dynamic_indices")
+
+
 def test_past_tokens_transforms_and_exported_programs_go_another_way(uncompiled):
     q, k, v = random_qkv(1, 2, 2, 5, 20, 16, 16)
     causal = ea.build("window", head_dim=16, window=4, causal=True)

@@ -35,6 +35,7 @@ def attend(
         return _attention(q, k, v, key_mask, back, ahead, scale)
     # Sizes are marked on tensors, which must not be the caller's.
     q, k, v = (x if torch.is_grad_enabled() and x.requires_grad else x.detach() for x in (q, k, v))
+    key_mask = None if key_mask is None else key_mask.detach()
     for x, sizes in ((q, (0, 2)), (k, (0, 2)), (v, (0, 2)), (key_mask, (0, 1))):
         if x is not None:
             torch._dynamo.maybe_mark_dynamic(x, sizes)
