@@ -226,6 +226,8 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, help="Folder of this GPU's runs, results/<gpu>.")
     out = parser.parse_args().out
+    # Commands run in the folder of the project, whatever the current one is.
+    out = out and out.resolve()
     if out is not None:
         measure(out)
     PAGE.write_text(page(PAGE.read_text(encoding="utf-8"), out.parent if out else RESULTS), encoding="utf-8")

@@ -79,6 +79,21 @@ def test_a_measurement_goes_on_after_the_runs_that_are_finished(script, tmp_path
     assert len(asked) == len(names)
 
 
+def test_a_relative_folder_is_that_of_the_caller(script, tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["gpu.py", "--out", "results/a-gpu"])
+    monkeypatch.setattr(script, "_ended", lambda command: asked.append(command) or 0)
+    monkeypatch.setattr(script, "page", lambda text, results: str(results))
+    monkeypatch.setattr(script, "PAGE", tmp_path / "gpu.md")
+    script.PAGE.touch()
+    script.main()
+    # Commands run in the folder of the project.
+    folders = [Path(command[command.index("--out") + 1]) for command in asked]
+    assert folders == [tmp_path / "results" / "a-gpu" / name for name in script.commands()]
+    assert script.PAGE.read_text(encoding="utf-8") == str(tmp_path / "results")
+
+
 def test_the_commands_exist_with_their_options(script):
     main = pytest.importorskip("efficient_attn_cli.main", reason="needs an installation")
     from typer.testing import CliRunner
