@@ -10,9 +10,9 @@ import torch
 from reference import random_qkv
 
 import efficient_attn as ea
-from efficient_attn.errors import OptionError
+from efficient_attn.errors import DtypeError, OptionError
 from efficient_attn.measure.error import exact_output
-from efficient_attn.studies.audit import Sample, _positions, estimates
+from efficient_attn.studies.audit import Sample, _positions, _real_tokens, estimates
 
 # Simulated calls, and rows of each in 12 heads: 72 rows.
 CALLS, EACH = 1000, 6
@@ -176,3 +176,23 @@ def test_half_precision_is_compared_with_float64():
     errors, exact = squares(backend, q, k, v)
     found = ea.audit(backend, q, k, v, rows=512).relative_error.value
     assert found == pytest.approx(float((errors.sum() / exact.sum()).sqrt()), rel=1e-9)
+
+
+def test_a_call_without_keys_has_no_error():
+    backend = ea.build("performer-positive", head_dim=8, num_heads=4)
+    q, k, v = random_qkv(q_tokens=12, k_tokens=0)
+    found = ea.audit(backend, q, k, v)
+    assert found.rows == 64 and found.relative_error == (0.0, 0.0, 0.0)
+
+
+def test_the_rows_are_drawn_on_the_cpu_whatever_the_default_device():
+    with torch.device("meta"):
+        assert _positions(12, 8, torch.Generator("cpu").manual_seed(0)).device.type == "cpu"
+        assert _real_tokens(12, None, causal=False).device.type == "cpu"
+
+
+@pytest.mark.parametrize("seed", [1.5, None, True, "a", -1, 2**70])
+def test_a_seed_is_a_whole_number(seed):
+    backend = ea.build("performer-positive", head_dim=8, num_heads=4)
+    with pytest.raises((DtypeError, OptionError), match="seed is "):
+        ea.audit(backend, *random_qkv(q_tokens=12, k_tokens=40), seed=seed)

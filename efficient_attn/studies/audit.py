@@ -11,6 +11,7 @@ from torch import Tensor
 from efficient_attn.backend import Backend
 from efficient_attn.errors import OptionError
 from efficient_attn.limits import WHOLE_NUMBER
+from efficient_attn.modules.options import whole_number
 from efficient_attn.stats.significance import quantile
 
 # Fewest rows, and the share of all rows where that is more.
@@ -89,18 +90,20 @@ def audit(
         seed: Seed of the rows.
 
     Raises:
-        OptionError: If `rows` is no positive whole number.
+        OptionError: If `rows` is no positive whole number, or `seed` is out of range.
+        DtypeError: If `seed` is no whole number.
         ShapeError, DtypeError, UnsupportedError: If the backend cannot compute the inputs.
     """
     if rows is not None and (
         isinstance(rows, bool) or not isinstance(rows, int) or not 1 <= rows <= WHOLE_NUMBER
     ):
         raise OptionError(f"rows is a whole number of at least 1, not {rows!r}.")
+    whole_number("seed", seed)
     with torch.no_grad():
         out = backend(q, k, v, key_mask=key_mask)
         of = q.shape[0] * q.shape[1] * q.shape[2]
         wanted = max(_FEWEST, math.ceil(_SHARE * of)) if rows is None else rows
-        generator, samples = torch.Generator().manual_seed(seed), []
+        generator, samples = torch.Generator("cpu").manual_seed(seed), []
         for entry in range(len(q)):
             mask = None if key_mask is None else key_mask[entry]
             tokens = _real_tokens(q.shape[2], mask, causal=backend.problem.causal)
@@ -157,13 +160,15 @@ def _around(value: float, half_width: float) -> Estimate:
 def _real_tokens(count: int, mask: Tensor | None, *, causal: bool) -> Tensor:
     """Positions of the queries that are no padding."""
     if mask is None or not (causal or len(mask) == count):
-        return torch.arange(count)
+        return torch.arange(count, device="cpu")
     return mask[len(mask) - count :].nonzero().squeeze(-1).cpu()
 
 
 def _positions(count: int, drawn: int, generator: torch.Generator) -> Tensor:
     """A random position in each of `drawn` equal parts; a position on a border belongs to both."""
-    places = torch.arange(drawn) + torch.rand(drawn, generator=generator, dtype=torch.float64)
+    # On the CPU whatever the default device is: a seed means the same rows everywhere.
+    random = torch.rand(drawn, generator=generator, dtype=torch.float64, device="cpu")
+    places = torch.arange(drawn, device="cpu") + random
     return (places * (count / drawn)).long().clamp_max_(count - 1)
 
 
@@ -181,7 +186,7 @@ def _samples(
     keys, values = k.to(wide), v.to(wide)
     if mask is not None:
         keys, values = (x.masked_fill(~mask[None, :, None], 0.0) for x in (keys, values))
-    at_once = max(_ENTRIES_AT_ONCE // (len(q) * k.shape[1]), 1)
+    at_once = max(_ENTRIES_AT_ONCE // max(len(q) * k.shape[1], 1), 1)
     errors, exact = torch.empty(2, len(q), count, dtype=wide, device=q.device)
     for start in range(0, count, at_once):
         rows = drawn[:, start : start + at_once]
