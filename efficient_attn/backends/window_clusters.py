@@ -9,6 +9,9 @@ from efficient_attn.modules.options import one_of, option, whole_number
 from efficient_attn.operation_counts import MatMul, OperationCounts, softmax_matmuls
 from efficient_attn.ops.clusters.attention import Layout, window_clusters, window_segments
 from efficient_attn.ops.clusters.history import plan
+from efficient_attn.ops.clusters.probing import probe_clusters
+from efficient_attn.ops.clusters.runs import causal_stages, full_stages, places
+from efficient_attn.ops.clusters.trees import sorting_products
 from efficient_attn.ops.softmax.kv_cache import KVCache, append_tokens, mask_of
 from efficient_attn.problem import AttentionProblem, positive_count
 from efficient_attn.registry import Capabilities, register
@@ -31,14 +34,24 @@ class WindowClustersOptions:
         "auto: kmeans, or segments if causal.",
     )
     steps: int = option(1, "Number of k-means steps.")
+    probes: int = option(
+        0,
+        "Number of clusters per query whose keys are read one by one. 0: none; as many as clusters: exact.",
+        added=True,
+    )
     global_tokens: int = option(0, "Number of tokens at the beginning that every query reads exactly.")
 
     def __post_init__(self) -> None:
         positive_count("clusters", self.clusters)
         positive_count("window", self.window)
         positive_count("steps", self.steps)
+        whole_number("probes", self.probes)
         whole_number("global_tokens", self.global_tokens)
         one_of("summary", self.summary, _SUMMARIES)
+        if self.probes and self.summary != "auto":
+            raise OptionError(
+                f"summary={self.summary!r} has no clusters to open; probes={self.probes} needs 'auto'."
+            )
         if self.window % 4:
             below, above = self.window // 4 * 4, self.window // 4 * 4 + 4
             near = f"{above}" if below == 0 else f"{below} or {above}"
@@ -68,6 +81,36 @@ class WindowClusters(nn.Module):
             steps=None if options.summary == "segments" else options.steps,
             key_mask=key_mask,
         )
+
+
+class Probing(nn.Module):
+    """Attention to near keys, to the keys of a few far clusters, and to the other clusters."""
+
+    def __init__(self, problem: AttentionProblem, options: WindowClustersOptions) -> None:
+        super().__init__()
+        self._scale, self._causal, self._options = problem.factor, problem.causal, options
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
+        return probe_clusters(
+            q,
+            k,
+            v,
+            scale=self._scale,
+            block=self._options.window // 2,
+            first=self._options.global_tokens,
+            clusters=self._options.clusters,
+            probes=self._options.probes,
+            causal=self._causal,
+            key_mask=key_mask,
+        )
+
+    def extend(
+        self, q: Tensor, k: Tensor, v: Tensor, state: KVCache | None, key_mask: Tensor | None
+    ) -> tuple[Tensor, KVCache]:
+        cache = append_tokens(state, k, v, key_mask)
+        if q.shape[2] == 0:
+            return q.new_zeros(*q.shape[:3], v.shape[3]), cache
+        return self(q, cache.k, cache.v, mask_of(cache)), cache
 
 
 class WindowSegments(nn.Module):
@@ -104,9 +147,12 @@ def operations(
 ) -> OperationCounts:
     """Products of every query with its slice, the global tokens outside it, and the cluster summaries.
 
-    K-means adds products of every key with every centre at each step, and one with the mean query. Sums over
-    clusters are additions, not products.
+    K-means adds products of every key with every centre at each step, and one with the mean query. Sums
+    over clusters are additions, not products. With probes, opened clusters count as full, a summary has a
+    third product, the spread of its scores, and the keys of every run are multiplied with its directions.
     """
+    if options.probes:
+        return _probing(problem, options, tokens, value_dim)
     layout = _layout(problem, options)
     first = min(layout.first, tokens)
     pairs = products = 0
@@ -128,6 +174,37 @@ def operations(
     return OperationCounts((*choice, *softmax_matmuls(pairs, problem.head_dim, value_dim)))
 
 
+def _probing(
+    problem: AttentionProblem, options: WindowClustersOptions, tokens: int, value_dim: int
+) -> OperationCounts:
+    plan = causal_stages if problem.causal else full_stages
+    sizes = {"block": options.window // 2, "clusters": options.clusters, "first": options.global_tokens}
+    stages = plan(tokens, **sizes)
+    first = min(options.global_tokens, tokens)
+    pairs = summaries = sorted_keys = 0
+    for stage in stages if problem.causal else stages[-1:]:
+        size = stage.layout.block
+        runs, read = places(stage.runs(tokens, problem.causal), -(-tokens // size))
+        sorted_keys += sum(size << level for level, _ in runs if level)
+        for start, clusters in zip(range(stage.begin, stage.end, size), read, strict=True):
+            low, stop = max(start - size, 0), min(start + size, tokens)
+            high = stop if problem.causal else min(stop + size, tokens)
+            rows, probes = (
+                stop - start,
+                options.probes if options.probes < options.clusters else len(clusters),
+            )
+            pairs += rows * (high - low + min(first, low) + min(probes, len(clusters)) * size)
+            pairs += rows * (0 if problem.causal else max(first - high, 0))
+            # Causal rows do not read later keys of their own block.
+            pairs -= rows * (rows - 1) // 2 if problem.causal else 0
+            summaries += rows * len(clusters)
+    spreads = MatMul(summaries * problem.head_dim)
+    choice = MatMul(sorted_keys * sorting_products(problem.head_dim), gradients=0, shared=True)
+    return OperationCounts(
+        (choice, spreads, *softmax_matmuls(pairs + summaries, problem.head_dim, value_dim))
+    )
+
+
 @register(
     "window-clusters",
     summary="Exact softmax over near keys, and one summary for each cluster of far keys.",
@@ -137,6 +214,8 @@ def operations(
     operations=operations,
 )
 def build(problem: AttentionProblem, options: WindowClustersOptions) -> nn.Module:
+    if options.probes:
+        return Probing(problem, options)
     if not problem.causal:
         return WindowClusters(problem, options)
     if options.summary == "kmeans":

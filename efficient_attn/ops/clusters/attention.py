@@ -45,10 +45,10 @@ def window_clusters(
     some = partial(
         _some_clusters, scale=scale, layout=layout, clusters=clusters, steps=steps, key_mask=key_mask
     )
-    return _by_heads(some, q, k, v)
+    return by_heads(some, q, k, v)
 
 
-def _by_heads(some: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def by_heads(some: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Outputs, with as many heads per step as fit in cache, or in memory on other devices."""
     numbers = k.shape[0] * k.shape[2] * (k.shape[3] + v.shape[3])
     heads = max(1, _HEADS // numbers) if tuned_for_cpu(k) else held(numbers)
@@ -71,7 +71,7 @@ def _some_clusters(
     key_mask: Tensor | None,
 ) -> Tensor:
     dtype = q.dtype
-    q, k, v, real, turned = _from_first_real(
+    q, k, v, real, turned = from_first_real(
         upcast(q) * scale, upcast(zero_masked(k, key_mask)), upcast(zero_masked(v, key_mask)), key_mask
     )
     clusters = min(clusters, k.shape[2])
@@ -91,7 +91,7 @@ def _some_clusters(
         for sums in beyond_slices(every, block=layout.block, back=layout.back, group=group)
     )
     out = read_slices(q, k, v, real, summaries, layout, group=group)
-    return _turn_back(out, turned).to(dtype)
+    return turn_back(out, turned).to(dtype)
 
 
 def window_segments(
@@ -106,7 +106,7 @@ def window_segments(
 ) -> Output:
     """Causal softmax attention, with one summary for each segment of the past before the slice."""
     some = partial(_some_segments, scale=scale, layout=layout, clusters=clusters, key_mask=key_mask)
-    return _by_heads(some, q, k, v)
+    return by_heads(some, q, k, v)
 
 
 def _some_segments(
@@ -123,7 +123,7 @@ def _some_segments(
     # Blocks are aligned with the keys; queries are the last positions, and a mask may put them in any block.
     begin = before // layout.block if key_mask is None else 0
     q = F.pad(upcast(q) * scale, (0, 0, before - begin * layout.block, 0))
-    q, k, v, real, turned = _from_first_real(
+    q, k, v, real, turned = from_first_real(
         q, upcast(zero_masked(k, key_mask)), upcast(zero_masked(v, key_mask)), key_mask
     )
     position = torch.arange(k.shape[2], device=k.device)
@@ -142,7 +142,7 @@ def _some_segments(
     own = torch.arange(-layout.back, layout.block, device=q.device)
     visible = own <= row[:, None]
     out = read_slices(q, k, v, real, summaries, layout, group=group, visible=visible, begin=begin)
-    out = _turn_back(out, turned)
+    out = turn_back(out, turned)
     if turned is not None:
         # Padding before the first real token was rotated to the end.
         out = out.masked_fill((position < turned[:, None])[:, None, :, None], 0.0)
@@ -156,7 +156,7 @@ def _group(numbers: int, blocks: int, k: Tensor) -> int:
     return min(blocks, _MOST, max(_FEWEST, _GROUP // numbers))
 
 
-def _from_first_real(
+def from_first_real(
     q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
     """Tensors rotated so that the first real token comes first, and the rotation of each batch entry."""
@@ -173,5 +173,5 @@ def _turn(x: Tensor, by: Tensor) -> Tensor:
     return x.gather(2, index[:, None, :, None].expand_as(x))
 
 
-def _turn_back(x: Tensor, turned: Tensor | None) -> Tensor:
+def turn_back(x: Tensor, turned: Tensor | None) -> Tensor:
     return x if turned is None else _turn(x, -turned)

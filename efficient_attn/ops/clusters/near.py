@@ -13,7 +13,7 @@ from torch import Tensor
 from efficient_attn.ops.clusters.summaries import Summary
 
 # Score bias of a masked key: finite, since a gradient multiplies it by zero.
-_MASKED = -1e30
+MASKED = -1e30
 
 
 class Layout(NamedTuple):
@@ -62,32 +62,79 @@ def read_slices(
         visible: Visible keys of the slice for each row of a block, bool [block keys], with no key after the
             slice; None: all.
     """
-    tokens, blocks, value_dim = q.shape[2], -(-q.shape[2] // layout.block), v.shape[3]
-    # An extra key column holds the bias, and the queries hold 1 there; all three get one width.
-    widest = max(k.shape[3], value_dim) + 1
+    value_dim = v.shape[3]
+    slices = near_slices(q, k, v, real, layout, past=visible is not None, begin=begin)
+    widest = slices.rows.shape[-1]
+    out = []
+    for some, clusters in zip(slices.split(group), summaries, strict=True):
+        far_k = _widened(clusters.k, torch.where(clusters.alive, clusters.bias, MASKED), widest)
+        keys, values = some.near(far_k, _padded(clusters.v, widest))
+        mask = None if visible is None else F.pad(visible, (0, keys.shape[3] - layout.width), value=True)
+        out.append(_kernel(some.rows, keys, values, mask)[..., :value_dim])
+    return in_order(torch.cat(out, dim=2), q, layout)
+
+
+class Slices(NamedTuple):
+    """Blocks of queries with the keys that they read one by one.
+
+    All three have one width, [batch kv_heads blocks … width]. A column of the keys holds their score bias,
+    and the queries hold 1 there; further columns are zero.
+
+    Attributes:
+        rows: Queries; the rows of the heads that share keys follow one another.
+        k: Keys of the slice, and then the global tokens outside it, each [… keys width].
+        v: Their values.
+    """
+
+    rows: Tensor
+    k: tuple[Tensor, ...]
+    v: tuple[Tensor, ...]
+
+    def part(self, begin: int, end: int) -> "Slices":
+        """The blocks from `begin` up to `end`."""
+        rows, *parts = (x[:, :, begin:end] for x in (self.rows, *self.k, *self.v))
+        return Slices(rows, tuple(parts[: len(self.k)]), tuple(parts[len(self.k) :]))
+
+    def split(self, group: int) -> "Iterator[Slices]":
+        """The same for `group` blocks at a time."""
+        rows, *parts = (x.split(group, dim=2) for x in (self.rows, *self.k, *self.v))
+        for some, *near in zip(rows, *parts, strict=True):
+            yield Slices(some, tuple(near[: len(self.k)]), tuple(near[len(self.k) :]))
+
+    def near(self, *far: Tensor) -> tuple[Tensor, Tensor]:
+        """All keys and values; `far` are keys and values to append."""
+        return torch.cat([*self.k, *far[:1]], dim=3), torch.cat([*self.v, *far[1:]], dim=3)
+
+
+def near_slices(
+    q: Tensor, k: Tensor, v: Tensor, real: Tensor, layout: Layout, *, past: bool, begin: int
+) -> Slices:
+    """Blocks of queries from block `begin` on, with their slices and the global tokens outside them.
+
+    Args:
+        past: Whether only the global tokens before a slice are read.
+    """
+    blocks = -(-q.shape[2] // layout.block)
+    widest = max(k.shape[3], v.shape[3]) + 1
     near_real = _stretch(real[:, None, :, None], begin, blocks, layout)
     near_k = _widened(_stretch(k, begin, blocks, layout), _bias(near_real, k), widest)
     near_v = _padded(_stretch(v, begin, blocks, layout), widest)
     near_k, near_v = (x.unfold(2, layout.width, layout.block).mT for x in (near_k, near_v))
-    rows = _widened(F.pad(q, (0, 0, 0, blocks * layout.block - tokens)), q.new_ones(()), widest)
-    # The rows of a group of heads follow one another: [batch kv_heads blocks rows widest].
+    rows = _widened(F.pad(q, (0, 0, 0, blocks * layout.block - q.shape[2])), q.new_ones(()), widest)
     rows = rows.unflatten(1, (k.shape[1], -1)).unflatten(3, (blocks, layout.block)).transpose(2, 3)
-    heads = rows.shape[3]
-    parts = [x.split(group, dim=2) for x in (rows.flatten(3, 4), near_k, near_v)]
-    if layout.first:
-        outside = _outside(real, begin, blocks, layout, past=visible is not None)
-        few_k, few_v = (x[:, :, None, : layout.first].expand(-1, -1, blocks, -1, -1) for x in (k, v))
-        few_k, few_v = _widened(few_k, _bias(outside, k), widest), _padded(few_v, widest)
-        parts += [x.split(group, dim=2) for x in (few_k, few_v)]
-    out = []
-    for some, one_k, one_v, *first, clusters in zip(*parts, summaries, strict=True):
-        far_k = _widened(clusters.k, torch.where(clusters.alive, clusters.bias, _MASKED), widest)
-        keys = torch.cat([one_k, *first[:1], far_k], dim=3)
-        values = torch.cat([one_v, *first[1:], _padded(clusters.v, widest)], dim=3)
-        mask = None if visible is None else F.pad(visible, (0, keys.shape[3] - layout.width), value=True)
-        out.append(_kernel(some, keys, values, mask)[..., :value_dim])
-    found = torch.cat(out, dim=2).unflatten(3, (heads, layout.block)).transpose(2, 3)
-    return found.flatten(3, 4)[:, :, :, :tokens].flatten(1, 2)
+    if not layout.first:
+        return Slices(rows.flatten(3, 4), (near_k,), (near_v,))
+    outside = _outside(real, begin, blocks, layout, past=past)
+    few_k, few_v = (x[:, :, None, : layout.first].expand(-1, -1, blocks, -1, -1) for x in (k, v))
+    few_k, few_v = _widened(few_k, _bias(outside, k), widest), _padded(few_v, widest)
+    return Slices(rows.flatten(3, 4), (near_k, few_k), (near_v, few_v))
+
+
+def in_order(out: Tensor, q: Tensor, layout: Layout) -> Tensor:
+    """Outputs of the rows of all blocks, [batch kv_heads blocks rows dim], in the order of q."""
+    heads = q.shape[1] // out.shape[1]
+    found = out.unflatten(3, (heads, layout.block)).transpose(2, 3)
+    return found.flatten(3, 4)[:, :, :, : q.shape[2]].flatten(1, 2)
 
 
 def _outside(real: Tensor, begin: int, blocks: int, layout: Layout, *, past: bool) -> Tensor:
@@ -108,7 +155,7 @@ def _stretch(x: Tensor, begin: int, blocks: int, layout: Layout) -> Tensor:
 
 def _bias(visible: Tensor, like: Tensor) -> Tensor:
     """0 where visible, else the bias of a masked key."""
-    return torch.zeros_like(visible, dtype=like.dtype).masked_fill(~visible, _MASKED)
+    return torch.zeros_like(visible, dtype=like.dtype).masked_fill(~visible, MASKED)
 
 
 def _widened(x: Tensor, column: Tensor, width: int) -> Tensor:

@@ -1,0 +1,74 @@
+"""Clusters of far keys, with a summary of each: mass, mean key, spread and mean value."""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from efficient_attn.ops.clusters.near import MASKED
+from efficient_attn.ops.clusters.runs import Run
+from efficient_attn.ops.clusters.trees import sort_runs
+
+
+class Clusters(NamedTuple):
+    """Keys of all clusters.
+
+    Attributes:
+        keys: Positions of the keys, [batch kv_heads clusters size].
+        counted: Whether the cluster has a key there, bool [batch kv_heads clusters size].
+    """
+
+    keys: Tensor
+    counted: Tensor
+
+
+class Summaries(NamedTuple):
+    """Summaries of all clusters, and last of an empty one.
+
+    Attributes:
+        k: Mean keys and the column of the score bias, [batch kv_heads clusters+1 width].
+        variance: Variance of each entry of the keys, [batch kv_heads clusters+1 head_dim].
+        v: Mean values, [batch kv_heads clusters+1 width].
+    """
+
+    k: Tensor
+    variance: Tensor
+    v: Tensor
+
+    def of(self, read: Tensor) -> "Summaries":
+        """The summaries of some clusters for each block [blocks most], [batch kv_heads blocks most …]."""
+        return Summaries(*(x[:, :, read] for x in self))
+
+
+def clusters_of(k: Tensor, counted: Tensor, runs: list[Run], size: int) -> Clusters:
+    """Clusters of all runs.
+
+    Args:
+        counted: Keys that belong to clusters, bool [batch tokens].
+        size: Number of keys in a cluster.
+    """
+    tokens = k.shape[2]
+    found = sort_runs(k, counted, runs, size).unflatten(2, (-1, size))
+    keys = found.clamp_max(tokens - 1)
+    real = counted[:, None, None].expand(*keys.shape[:3], tokens).gather(3, keys)
+    return Clusters(keys, real & (found < tokens))
+
+
+def summarise(clusters: Clusters, k: Tensor, v: Tensor, width: int) -> Summaries:
+    """Summaries of all clusters, with columns up to `width`."""
+    heads = torch.arange(k.shape[0] * k.shape[1], device=k.device) * k.shape[2]
+    at = clusters.keys + heads.view(*k.shape[:2], 1, 1)
+    count = clusters.counted.sum(dim=3, keepdim=True).to(k.dtype)
+    share = (clusters.counted / count.clamp_min(1)).unsqueeze(3)
+    keys, values = (x.flatten(0, 2)[at] for x in (k, v))
+    mean = share @ keys
+    variance = (share @ (keys - mean).square()).squeeze(3)
+    bias = count.clamp_min(1).log().masked_fill(count == 0, MASKED)
+    mean_k, mean_v = mean.squeeze(3), (share @ values).squeeze(3)
+    biased = torch.cat([F.pad(mean_k, (0, 0, 0, 1)), F.pad(bias, (0, 0, 0, 1), value=MASKED)], dim=3)
+    return Summaries(
+        F.pad(biased, (0, width - biased.shape[3])),
+        F.pad(variance, (0, 0, 0, 1)),
+        F.pad(mean_v, (0, width - mean_v.shape[3], 0, 1)),
+    )

@@ -1,0 +1,90 @@
+"""Opened clusters of `window-clusters` written out, one query and one run at a time."""
+
+import math
+from functools import cache
+
+import torch
+
+WINDOW, CLUSTERS, PROBES, SCALE = 8, 4, 2, 8**-0.5
+BLOCK = WINDOW // 2
+
+
+def leaves(keys, positions, size):
+    """Clusters of a run of positions, the lists of its real ones: halved along its principal directions."""
+    real = [j for j in positions if j < len(keys) and keys[j] is not None]
+    if len(real) == 0 or len(positions) == size:
+        return [real] if real else []
+    x = torch.zeros(len(positions), len(keys[real[0]]), dtype=torch.float64)
+    rows = [positions.index(j) for j in real]
+    x[rows] = torch.stack([keys[j] for j in real])
+    x[rows] = x[rows] / x.abs().max()
+    x[rows] = x[rows] - x[rows].mean(dim=0)
+    count = min(8, x.shape[1])
+    basis = x[[i * (len(x) - 1) // max(count - 1, 1) for i in range(count)]].T
+    for _ in range(2):
+        basis = torch.linalg.qr(x.T @ x @ basis).Q
+    coordinates = dict(zip(positions, x @ basis, strict=True))
+
+    def halve(part):
+        alive = [j for j in part if j in real]
+        if not alive or len(part) == size:
+            return [alive] if alive else []
+        widest = int(torch.stack([coordinates[j] for j in alive]).var(dim=0, correction=0).argmax())
+        order = sorted(alive, key=lambda j: float(coordinates[j][widest]))
+        order += [j for j in part if j not in real]
+        return halve(order[: len(part) // 2]) + halve(order[len(part) // 2 :])
+
+    return halve(positions)
+
+
+def size_at(i, tokens, clusters, causal):
+    """Keys in a cluster that query i reads."""
+    size = BLOCK
+    while i >= (clusters + 2) // 2 * 2 * size if causal else tokens > (clusters + 2) * size:
+        size *= 2
+    return size
+
+
+def runs_at(i, tokens, size, causal):
+    """Runs of far keys of query i, as ranges of positions: powers of two that grow away from its slice."""
+    first, end = max(i // size - 1, 0), -(-tokens // size)
+    found, begin = [], 0
+    for digit in reversed(range(first.bit_length())):
+        if first >> digit & 1:
+            found.append((begin, begin + 2**digit))
+            begin += 2**digit
+    begin = i // size + 2
+    while begin < end and not causal:
+        length = 1
+        while begin % (2 * length) == 0:
+            length *= 2
+        found.append((begin, begin + length))
+        begin += length
+    return [range(low * size, high * size) for low, high in found]
+
+
+def one_by_one(q, k, v, *, causal, clusters=CLUSTERS, probes=PROBES, first=0):
+    """The definition for one head: q [tokens dim], k and v [tokens dim]."""
+    q, tokens = q * SCALE, len(k)
+    keys = [None if j < first else k[j] for j in range(tokens)]
+    leaves_of = cache(lambda run, size: leaves(keys, list(run), size))
+    out = torch.zeros(tokens, v.shape[1], dtype=q.dtype)
+    for i in range(tokens):
+        size = size_at(i, tokens, clusters, causal)
+        begin = i // size * size
+        near = {*range(max(begin - size, 0), min(begin + 2 * size, tokens)), *range(min(first, tokens))}
+        near = [j for j in sorted(near) if j <= i or not causal]
+        found = [leaf for run in runs_at(i, tokens, size, causal) for leaf in leaves_of(run, size)]
+        means = [float(q[i] @ k[c].mean(dim=0)) for c in found]
+        spreads = [float(q[i].square() @ k[c].var(dim=0, correction=0)) for c in found]
+        masses = [math.log(len(c)) + mean for c, mean in zip(found, means, strict=True)]
+        best = sorted(range(len(found)), key=lambda c: -(masses[c] + 3 * spreads[c] ** 0.5))[:probes]
+        read = [(float(q[i] @ k[j]), v[j]) for c in best for j in found[c]]
+        read += [(float(q[i] @ k[j]), v[j]) for j in near]
+        for c, members in enumerate(found):
+            if c not in best:
+                half = spreads[c] / 2
+                read.append((masses[c] + math.log1p(half + half**2 / 2), v[members].mean(dim=0)))
+        scores, values = zip(*read, strict=True)
+        out[i] = torch.tensor(scores, dtype=q.dtype).softmax(dim=0) @ torch.stack(values)
+    return out
