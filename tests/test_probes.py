@@ -83,6 +83,15 @@ def test_later_keys_that_would_move_every_cluster_move_no_earlier_output():
 
 
 @CAUSAL
+@pytest.mark.parametrize("trained", [False, True])
+def test_keys_of_any_size_leave_outputs_among_the_values(trained, causal):
+    q, k, v = (x.float() for x in random_qkv(1, 2, 2, 100, 100, value_dim=8))
+    for size in (30.0, 3000.0):
+        out = built(causal)(q * size, (k * size).requires_grad_(trained), v)
+        assert float(out.detach().abs().max()) <= float(v.abs().max()) * (1 + 1e-5)
+
+
+@CAUSAL
 @pytest.mark.parametrize("masked", [False, True])
 def test_gradients_are_those_of_finite_differences_for_fixed_clusters(masked, causal):
     leaves = [x.requires_grad_() for x in random_qkv(2, 2, 1, 27, 27, 3, 2)]
@@ -127,10 +136,10 @@ def test_launches_are_bounded_without_synchronisation_and_grow_with_doublings_al
         return [count.launches for count in both]
 
     short, long, longest = (found(tokens) for tokens in (512, 1024, 2048))
-    assert short[0] <= 410 and short[1] <= 520
+    assert short[0] <= 410 and short[1] <= 540
     # A causal sequence has a stage for each size of cluster, which doubles; a full one has one size.
     for one, other in ((short, long), (long, longest)):
-        assert other[0] - one[0] <= (450 if causal else 0) and other[1] - one[1] <= (570 if causal else 0)
+        assert other[0] - one[0] <= (450 if causal else 0) and other[1] - one[1] <= (600 if causal else 0)
 
 
 # Torch's compiler stumbles over checked shapes.

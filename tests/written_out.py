@@ -17,10 +17,9 @@ def leaves(keys, positions, size):
     x = torch.zeros(len(positions), len(keys[real[0]]), dtype=torch.float64)
     rows = [positions.index(j) for j in real]
     x[rows] = torch.stack([keys[j] for j in real])
-    x[rows] = x[rows] / x.abs().max()
     x[rows] = x[rows] - x[rows].mean(dim=0)
     count = min(8, x.shape[1])
-    basis = x[[i * (len(x) - 1) // max(count - 1, 1) for i in range(count)]].T
+    basis = torch.nn.functional.normalize(x[[i * (len(x) - 1) // max(count - 1, 1) for i in range(count)]]).T
     for _ in range(2):
         basis = torch.linalg.qr(x.T @ x @ basis).Q
     coordinates = dict(zip(positions, x @ basis, strict=True))

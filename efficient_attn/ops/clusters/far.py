@@ -15,11 +15,13 @@ class Clusters(NamedTuple):
     """Keys of all clusters.
 
     Attributes:
-        keys: Positions of the keys, [batch kv_heads clusters size].
+        k: [batch kv_heads clusters size head_dim].
+        v: [batch kv_heads clusters size value_dim].
         counted: Whether the cluster has a key there, bool [batch kv_heads clusters size].
     """
 
-    keys: Tensor
+    k: Tensor
+    v: Tensor
     counted: Tensor
 
 
@@ -41,7 +43,7 @@ class Summaries(NamedTuple):
         return Summaries(*(x[:, :, read] for x in self))
 
 
-def clusters_of(k: Tensor, counted: Tensor, runs: list[Run], size: int) -> Clusters:
+def clusters_of(k: Tensor, v: Tensor, counted: Tensor, runs: list[Run], size: int) -> Clusters:
     """Clusters of all runs.
 
     Args:
@@ -52,20 +54,20 @@ def clusters_of(k: Tensor, counted: Tensor, runs: list[Run], size: int) -> Clust
     found = sort_runs(k, counted, runs, size).unflatten(2, (-1, size))
     keys = found.clamp_max(tokens - 1)
     real = counted[:, None, None].expand(*keys.shape[:3], tokens).gather(3, keys)
-    return Clusters(keys, real & (found < tokens))
+    heads = torch.arange(k.shape[0] * k.shape[1], device=k.device) * tokens
+    at = keys + heads.view(*k.shape[:2], 1, 1)
+    rows, values = (x.flatten(0, 2).index_select(0, at.flatten()).unflatten(0, at.shape) for x in (k, v))
+    return Clusters(rows, values, real & (found < tokens))
 
 
-def summarise(clusters: Clusters, k: Tensor, v: Tensor, width: int) -> Summaries:
+def summarise(clusters: Clusters, width: int) -> Summaries:
     """Summaries of all clusters, with columns up to `width`."""
-    heads = torch.arange(k.shape[0] * k.shape[1], device=k.device) * k.shape[2]
-    at = clusters.keys + heads.view(*k.shape[:2], 1, 1)
-    count = clusters.counted.sum(dim=3, keepdim=True).to(k.dtype)
+    count = clusters.counted.sum(dim=3, keepdim=True).to(clusters.k.dtype)
     share = (clusters.counted / count.clamp_min(1)).unsqueeze(3)
-    keys, values = (x.flatten(0, 2)[at] for x in (k, v))
-    mean = share @ keys
-    variance = (share @ (keys - mean).square()).squeeze(3)
+    mean = share @ clusters.k
+    variance = (share @ (clusters.k - mean).square()).squeeze(3)
     bias = count.clamp_min(1).log().masked_fill(count == 0, MASKED)
-    mean_k, mean_v = mean.squeeze(3), (share @ values).squeeze(3)
+    mean_k, mean_v = mean.squeeze(3), (share @ clusters.v).squeeze(3)
     biased = torch.cat([F.pad(mean_k, (0, 0, 0, 1)), F.pad(bias, (0, 0, 0, 1), value=MASKED)], dim=3)
     return Summaries(
         F.pad(biased, (0, width - biased.shape[3])),

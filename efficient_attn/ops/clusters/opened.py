@@ -13,9 +13,10 @@ from efficient_attn.ops.clusters.far import Clusters
 from efficient_attn.ops.clusters.near import MASKED
 from efficient_attn.ops.operators import transformed
 from efficient_attn.ops.paths import held, tuned_for_cpu
+from efficient_attn.ops.softmax import cpu_flash
 
 # Pairs in a tile, and numbers per step on the CPU, so that the tiles of a step stay in cache.
-_TILE, _STEP = 32, 1 << 19
+_TILE, _STEP = 64, 1 << 19
 
 
 class _Tiles(NamedTuple):
@@ -31,45 +32,70 @@ class _Tiles(NamedTuple):
     places: Tensor
 
 
-def open_clusters(
-    q: Tensor, chosen: Tensor, clusters: Clusters, k: Tensor, v: Tensor
-) -> tuple[Tensor, Tensor]:
+def open_clusters(q: Tensor, chosen: Tensor, clusters: Clusters) -> tuple[Tensor, Tensor]:
     """Outputs and log-sum-exps of every query over each cluster that it has chosen.
 
     Args:
         q: [batch kv_heads rows head_dim].
         chosen: Clusters of each query, or the number of clusters for none, [batch kv_heads rows probes].
-        k: [batch kv_heads tokens head_dim]; v: [batch kv_heads tokens value_dim].
 
     Returns:
         [batch kv_heads rows probes value_dim] and [batch kv_heads rows probes]; 0 and the bias of a masked
         key for no cluster.
     """
-    number, probes, value_dim = clusters.keys.shape[2], chosen.shape[3], v.shape[3]
-    heads = torch.arange(k.shape[0] * k.shape[1], device=q.device).view(*k.shape[:2], 1, 1)
-    every = torch.where(chosen < number, chosen + heads * number, heads.numel() * number)
-    tiles = _tiles(every.flatten(), heads.numel() * number)
-    rows, keys = q.flatten(0, 2), (clusters.keys + heads * k.shape[2]).flatten(0, 2)
-    bias = (
-        torch.zeros_like(clusters.counted, dtype=q.dtype).masked_fill(~clusters.counted, MASKED).flatten(0, 2)
-    )
-    k, v = k.flatten(0, 2), v.flatten(0, 2)
-    numbers = (_TILE + keys.shape[1]) * (rows.shape[1] + value_dim) + _TILE * keys.shape[1]
+    (batch, heads, number, size, value_dim), probes = clusters.v.shape, chosen.shape[3]
+    first = torch.arange(batch * heads, device=q.device).view(batch, heads, 1, 1) * number
+    every = torch.where(chosen < number, chosen + first, batch * heads * number)
+    tiles = _tiles(every.flatten(), batch * heads * number)
+    rows, k, v = q.flatten(0, 2), clusters.k.flatten(0, 2), clusters.v.flatten(0, 2)
+    bias = torch.zeros_like(clusters.counted, dtype=q.dtype).masked_fill(~clusters.counted, MASKED)
+    bias = bias.flatten(0, 2)[:, None, :]
+    numbers = (_TILE + size) * (rows.shape[1] + value_dim) + _TILE * size
     step = max(_STEP // numbers, 1) if tuned_for_cpu(q) else held(numbers)
+    fused = _fusible(rows, k, v)
+    attend = _fused if fused else _softmax
+    # Pairs of no cluster read the place after the last tile.
+    joined = rows.new_zeros(tiles.pairs.numel() + 1, value_dim) if fused else None
     outputs, log_sums = [], []
-    for pairs, of in zip(tiles.pairs.split(step), tiles.clusters.split(step), strict=True):
-        members = keys[of]
-        scores = torch.baddbmm(
-            bias[of][:, None, :], rows[(pairs // probes).clamp_max(len(rows) - 1)], k[members].mT
+    for begin, (pairs, of) in enumerate(
+        zip(tiles.pairs.split(step), tiles.clusters.split(step), strict=True)
+    ):
+        members = rows.index_select(0, (pairs // probes).clamp_max(len(rows) - 1).flatten())
+        out, log_sum = attend(
+            members.unflatten(0, pairs.shape), *(x.index_select(0, of) for x in (k, v, bias))
         )
-        log_sum = scores.logsumexp(dim=2, keepdim=True)
-        outputs.append((scores - log_sum).exp() @ v[members])
-        log_sums.append(log_sum)
-    places = tiles.places.clamp_max(tiles.pairs.numel() - 1)
-    none = (tiles.places == tiles.pairs.numel()).view(chosen.shape)
-    out = torch.cat(outputs).flatten(0, 1)[places].view(*chosen.shape, value_dim)
-    log_sum = torch.cat(log_sums).flatten()[places].view(chosen.shape)
-    return out.masked_fill(none[..., None], 0.0), log_sum.masked_fill(none, MASKED)
+        log_sums.append(log_sum.flatten())
+        if joined is None:
+            outputs.append(out.flatten(0, 1))
+        else:
+            joined[begin * step * _TILE :][: pairs.numel()] = out.flatten(0, 1)
+    if joined is None:
+        joined = torch.cat([*outputs, rows.new_zeros(1, value_dim)])
+    log_sum = torch.cat([*log_sums, rows.new_full((1,), MASKED)])
+    return (
+        joined.index_select(0, tiles.places).view(*chosen.shape, value_dim),
+        log_sum.index_select(0, tiles.places).view(chosen.shape),
+    )
+
+
+def _fusible(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether the fused kernel of the CPU serves, which has no gradients of the log-sum-exps."""
+    eager = not torch.compiler.is_compiling() and not transformed(q, k, v)
+    trained = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+    return eager and not trained and q.shape[-1] == v.shape[-1] and cpu_flash.available(q, k, v)
+
+
+def _fused(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    """`_softmax` by the fused kernel of the CPU."""
+    out, log_sum = cpu_flash.attend(q[:, None], k[:, None], v[:, None], bias[:, None], 1.0)
+    return out.squeeze(1), log_sum.squeeze(1)
+
+
+def _softmax(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    """Softmax of the rows of each tile over the keys of its cluster, and its log-sum-exps [tiles pairs]."""
+    scores = torch.baddbmm(bias, q, k.mT)
+    log_sum = scores.logsumexp(dim=2, keepdim=True)
+    return (scores - log_sum).exp() @ v, log_sum.squeeze(2)
 
 
 @torch.no_grad()

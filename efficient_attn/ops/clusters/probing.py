@@ -25,7 +25,7 @@ from efficient_attn.shapes import KeyMask, Keys, Output, Queries, Values
 # the keys: a single key with a high score is far from the mean of its cluster.
 _DEVIATIONS = 3.0
 # Numbers per step on the CPU in the scores and summaries of some blocks, so that they stay in cache.
-_STEP = 1 << 17
+_STEP = 1 << 19
 
 
 class _Task(NamedTuple):
@@ -136,22 +136,20 @@ def _read(task: _Task, q: Tensor, stage: Stage) -> Tensor:
     if not runs:
         out, _ = _softmax(slices, visible)
         return in_order(out[..., :value_dim], q, layout)
-    clusters = clusters_of(task.k, task.counted, runs, size)
-    rows, summaries = slices.rows, summarise(clusters, task.k, task.v, slices.rows.shape[4])
+    clusters = clusters_of(task.k, task.v, task.counted, runs, size)
+    rows, summaries = slices.rows, summarise(clusters, slices.rows.shape[4])
     # The summary after the last cluster is of none.
-    none, most = clusters.keys.shape[2], max(map(len, read))
+    none, most = clusters.k.shape[2], max(map(len, read))
     table = torch.tensor([one + [none] * (most - len(one)) for one in read], device=q.device)
     group = _group(rows, most)
     parts = zip(slices.split(group), table.split(group), strict=True)
     found = [_choose(some, visible, summaries, clusters, task.probes) for some, clusters in parts]
     out, log_sum, chosen = (torch.cat(x, dim=2) for x in zip(*found, strict=True))
-    opened, log_sums = open_clusters(
-        rows[..., :head_dim].flatten(2, 3), chosen.flatten(2, 3), clusters, task.k, task.v
-    )
+    opened, log_sums = open_clusters(rows[..., :head_dim].flatten(2, 3), chosen.flatten(2, 3), clusters)
     opened, log_sums = (x.unflatten(2, rows.shape[2:4]) for x in (opened, log_sums))
     top = torch.maximum(log_sum, log_sums.amax(dim=-1, keepdim=True)).detach()
     weight, weights = (log_sum - top).exp(), (log_sums - top).exp()
-    merged = weight * out[..., :value_dim] + (weights[..., None] * opened).sum(dim=-2)
+    merged = weight * out[..., :value_dim] + (weights.unsqueeze(-2) @ opened).squeeze(-2)
     return in_order(merged / (weight + weights.sum(dim=-1, keepdim=True)), q, layout)
 
 
@@ -170,24 +168,35 @@ def _choose(
     mean = rows @ far.k.mT
     variance = rows[..., : far.variance.shape[4]].square() @ far.variance.mT
     with torch.no_grad():
-        bound = mean + _DEVIATIONS * variance.sqrt()
+        bound = torch.add(mean, variance.sqrt(), alpha=_DEVIATIONS)
         best, columns = bound.topk(min(probes, bound.shape[4]), dim=-1, sorted=False)
         chosen = read[:, None].expand(*bound.shape).gather(4, columns)
         chosen = chosen.masked_fill(best < MASKED / 2, summaries.k.shape[2] - 1)
-    half = variance / 2
-    closed = (mean + (half + half.square() / 2).log1p()).scatter(4, columns, MASKED)
-    return *_softmax(slices, visible, closed, far.v), chosen
+    # 1 + a + a²/2 for half the variance a: the mass to second order, for the spread of the scores.
+    mass = torch.add(1, variance, alpha=0.5).square() / 2 + 0.5
+    # An opened cluster is no reference of the exponents, since the other weights could all vanish.
+    return *_softmax(slices, visible, mean.scatter(4, columns, MASKED), mass, far.v), chosen
 
 
 def _softmax(
-    slices: Slices, visible: Tensor | None, scores: Tensor | None = None, values: Tensor | None = None
+    slices: Slices,
+    visible: Tensor | None,
+    mean: Tensor | None = None,
+    mass: Tensor | None = None,
+    values: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Softmax over near keys and further scores, and its log-sum-exps [… 1]."""
+    """Softmax over near keys, and clusters of some mean scores and masses, and its log-sum-exps [… 1]."""
     k, v = slices.near()
     near = slices.rows @ k.mT
     if visible is not None:
+        visible = F.pad(visible, (0, k.shape[3] - visible.shape[1]), value=True)
         near = near.masked_fill(~visible.repeat(near.shape[3] // len(visible), 1), MASKED)
-    if scores is not None and values is not None:
-        near, v = torch.cat([near, scores], dim=4), torch.cat([v, values], dim=3)
-    log_sum = near.logsumexp(dim=4, keepdim=True)
-    return (near - log_sum).exp() @ v, log_sum
+    top = near.detach().amax(dim=4, keepdim=True)
+    if mean is None or mass is None or values is None:
+        weights = (near - top).exp()
+        total = weights.sum(dim=4, keepdim=True)
+        return weights @ v / total, top + total.log()
+    top = torch.maximum(top, mean.detach().amax(dim=4, keepdim=True))
+    weights, far = (near - top).exp(), (mean - top).exp() * mass
+    total = weights.sum(dim=4, keepdim=True) + far.sum(dim=4, keepdim=True)
+    return (weights @ v + far @ values) / total, top + total.log()

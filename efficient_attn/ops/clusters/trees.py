@@ -72,12 +72,11 @@ def _coordinates(keys: Tensor, counted: Tensor) -> Tensor:
     """Counted keys of each run along its principal directions, and zeros, [… runs tokens directions]."""
     alive = counted[..., None]
     x = keys.masked_fill(~alive, 0.0)
-    # Directions do not depend on the size of the keys, whose fourth powers could overflow.
-    x = x / x.abs().amax(dim=(-2, -1), keepdim=True).clamp_min(torch.finfo(x.dtype).tiny)
     x = (x - x.sum(dim=-2, keepdim=True) / alive.sum(dim=-2, keepdim=True).clamp_min(1)) * alive
     directions = min(_DIRECTIONS, x.shape[-1])
     first = torch.arange(directions, device=x.device) * (x.shape[-2] - 1) // max(directions - 1, 1)
-    basis = x[..., first, :].mT
+    # Directions of unit length, since the products of three keys could overflow.
+    basis = torch.nn.functional.normalize(x[..., first, :], dim=-1).mT
     for _ in range(_STEPS):
         basis = torch.linalg.qr(x.mT @ (x @ basis)).Q
     return x @ basis
