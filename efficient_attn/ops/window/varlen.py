@@ -39,9 +39,10 @@ def available(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> bool:
     """Whether the kernel serves these tensors."""
     return (
         key_mask is None
-        and _serves(q.device, q.dtype, q.shape[1] != k.shape[1])
+        and _serves(q.device, q.dtype)
+        and (_GROUPED or q.shape[1] == k.shape[1])
         and all(x.dtype is q.dtype and x.shape[-1] <= _WIDEST and x.numel() > 0 for x in (q, k, v))
-        and q.shape[0] * q.shape[1] * k.shape[2] <= _TOKENS
+        and bool(q.shape[0] * q.shape[1] * k.shape[2] <= _TOKENS)
     )
 
 
@@ -70,12 +71,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor, key_mask: None, back: int, ahead: in
     return out[..., :value_dim]
 
 
-# A question to the driver, which a compiler cannot trace.
+# A question to the driver, which a compiler cannot trace; sizes, which it may not know, are no arguments.
 @torch.compiler.assume_constant_result
-def _serves(device: torch.device, dtype: torch.dtype, grouped: bool) -> bool:
-    if _VARLEN is None or dtype not in _DTYPES or only_torch() or (grouped and not _GROUPED):
-        return False
-    return _has_flash(device)
+def _serves(device: torch.device, dtype: torch.dtype) -> bool:
+    return _VARLEN is not None and dtype in _DTYPES and not only_torch() and _has_flash(device)
 
 
 @cache
