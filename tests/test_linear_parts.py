@@ -24,8 +24,10 @@ def longest_chunk(monkeypatch, heads, features, cache):
         (8, 128, 2**19, 128),
         (4, 128, 2**20, 512),
         # Neither fewer nor more, whatever the cache is.
-        (32, 128, 2**20, 128),
-        (1, 16, 2**24, 512),
+        (32, 128, 2**20, 112),
+        (1, 16, 2**20, 512),
+        # A larger cache is not filled: what a chunk holds is memory of a call.
+        (8, 128, 2**22, 256),
     ],
 )
 def test_the_features_of_a_chunk_fill_the_cache_of_a_core(heads, features, cache, tokens, monkeypatch):

@@ -8,7 +8,9 @@ from efficient_attn.ops.linear.inputs import LinearInputs
 from efficient_attn.ops.paths import held, tuned_for_cpu
 
 # Fewer tokens per chunk cost more calls than cache misses, and more save no call worth their memory.
-_LEAST, _MOST = 128, 512
+_LEAST, _MOST = 112, 512
+# Features per chunk over all heads, however large the cache: they and their gradients are memory of a call.
+_FEATURES = 2**18
 # Second-level cache of one core where the system does not state it.
 _CACHE_BYTES = 2**20
 
@@ -18,11 +20,12 @@ def parts(length: int, size: int) -> list[slice]:
     return [slice(start, min(start + size, length)) for start in range(0, length, size)]
 
 
-def chunks(inputs: LinearInputs, length: int) -> list[slice]:
-    """Parts whose features fill a cache on the CPU, and as much memory as is held on other devices."""
+def chunks(inputs: LinearInputs, length: int, features: int = _FEATURES) -> list[slice]:
+    """Parts whose features, at most so many, fill a cache on the CPU, and what is held on other devices."""
     if not tuned_for_cpu(inputs.q):
         return parts(length, held_tokens(inputs))
-    return parts(length, min(max(held_tokens(inputs, cache_bytes() // 4), _LEAST), _MOST))
+    fills = held_tokens(inputs, min(cache_bytes() // 4, features))
+    return parts(length, min(max(fills, _LEAST), _MOST))
 
 
 def held_tokens(inputs: LinearInputs, numbers: int | None = None) -> int:

@@ -21,6 +21,8 @@ from efficient_attn.ops.scratch import Scratch
 
 # Tokens per chunk for scales alone.
 _PIECE = 512
+# Features per chunk of the backward pass, which holds gradients and angles too: its peak stays below 4 MiB.
+_FEATURES_BACK = 7 * 2**15
 
 
 class TrigKernel:
@@ -130,7 +132,7 @@ def trigonometric_gradients(
     sums, reference = state.sums.flatten(0, 1), finite(state.log_scale)
     grad_q, grad_k, grad_v = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs[:3])
     query_sums = torch.zeros_like(sums)
-    for part in chunks(inputs, inputs.q.shape[-2]):
+    for part in chunks(inputs, inputs.q.shape[-2], _FEATURES_BACK):
         logarithm, sign = outputs.normaliser(part, kv_heads)
         factor = exponential(reference - logarithm).mul_(sign).flatten(0, 1)
         g = output_gradients(grad_out, outputs.out, part, kv_heads).flatten(0, 1)
@@ -139,7 +141,7 @@ def trigonometric_gradients(
         grad_q[..., part, :] = inputs.unflatten_heads(kernel.query_gradient(features, grad))
         query_sums.baddbmm_(features.mT, g)
     query_sums.div_(kernel.directions)
-    for part in chunks(inputs, inputs.k.shape[-2]):
+    for part in chunks(inputs, inputs.k.shape[-2], _FEATURES_BACK):
         keys, factor = (
             inputs.flat_keys(part),
             exponential(kernel.log_scales(part).sub_(reference.flatten(0, 1))),
