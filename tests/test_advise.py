@@ -65,6 +65,14 @@ def test_it_measures_predicts_and_concludes_over_lengths():
     assert (
         "9 heads of 64" in causal and "causal), at 96 tokens (causal decoder): within 50 % of exact" in causal
     )
+    shorter = [
+        replace(one, case=replace(one.case, tokens=tokens))
+        for one, tokens in itertools.product(decoder, (48, 72))
+        if one.case.kind == "error"
+    ]
+    assert "at 48, 72 and 96 tokens (causal decoder):" in " ".join(
+        Results([*results.records, *shorter], environment=results.environment).sentences()
+    )
     wide = Results(results.records, environment={**results.environment, MAX_ERROR: 2.0})
     assert f"within 200 % of exact on every layer: {labels[1]} (error" in wide.sentences()[0]
 

@@ -95,7 +95,10 @@ def _sentences(records: Sequence[Record], environment: Environment) -> list[str]
     complete = [row for row in known if {place: len(found) for place, found in row.errors.items()} == layers]
     far = [row for row in known if max(map(max, row.errors.values())) > limit]
     near = [row for row in complete if row not in far]
-    at = " and ".join(f"{tokens} tokens ({describe(source)})" for tokens, source in places)
+    lengths: dict[str, list[str]] = {}
+    for tokens, source in places:
+        lengths.setdefault(source, []).append(str(tokens))
+    at = _listed(f"{_listed(found)} tokens ({describe(source)})" for source, found in lengths.items())
     refused = {one.case.label for one in records if one.status == "unsupported"}
     left = missing(environment, {row.label for row in rows} | refused)
     named = {row.label for row in near or known[:1]} | {YARDSTICK}
@@ -177,8 +180,14 @@ def _names(found: Iterable[Row], *, timed: bool) -> str:
     """`window (error 0.52 and 0.97; faster from: 360 (290 to 440); speed 8.5x at 4096, exact = 1)`."""
     texts = []
     for row in found:
-        errors = " and ".join(show_error(max(all_)) for all_ in row.errors.values())
+        errors = _listed(show_error(max(all_)) for all_ in row.errors.values())
         start = f"; faster from: {row.crossover}" if row.crossover else ""
         speed = f"; speed {_speed(row)}, {YARDSTICK} = 1" if row.gain or row.predicted else ""
         texts.append(f"{row.label} (error {errors}{f'{start}{speed}' if timed else ''})")
     return ", ".join(texts)
+
+
+def _listed(texts: Iterable[str]) -> str:
+    """`512, 2048 and 4096`."""
+    *first, last = [*texts] or [""]
+    return f"{', '.join(first)} and {last}" if first else last
