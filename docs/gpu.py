@@ -24,6 +24,7 @@ from efficient_attn.runner.units import show_seconds
 from efficient_attn.stats.rounds import Typical, call_time, on_device, time_ratio
 from efficient_attn.studies.bench.tables import tables as bench_tables
 from efficient_attn.studies.compare.view import tables as compare_tables
+from efficient_attn.studies.run_folder import RECORDS
 
 HERE = Path(__file__).parent
 PAGE, RESULTS = HERE / "gpu.md", HERE.parent / "results"
@@ -155,26 +156,29 @@ def _shown(goal: Goal, speed: float, time_s: float) -> str:
 
 def measured(results: Path = RESULTS) -> str:
     """All measurements of all GPUs in a folder of results, by device time."""
-    gpus = [
-        folder for folder in sorted(results.iterdir()) if any((folder / name).exists() for name in commands())
-    ]
+    gpus = {folder: runs for folder in sorted(results.glob("*")) if (runs := _runs(folder))}
     if not gpus:
         return (
             "No GPU has been measured. `python docs/gpu.py --out results/<gpu>` does it, in about two hours "
             "at most, and writes the tables in this place.\n"
         )
-    return "\n".join(part for folder in gpus for part in _of_gpu(folder))
+    return "\n".join(part for folder, runs in gpus.items() for part in _of_gpu(folder.name, runs))
 
 
-def _of_gpu(folder: Path) -> Iterator[str]:
-    runs = {name: ea.read(folder / name) for name in commands() if (folder / name).exists()}
+def _runs(folder: Path) -> dict[str, ea.Results]:
+    """Runs of a GPU that have records: one that was stopped at its beginning has none."""
+    found = {name: folder / name for name in commands() if (folder / name / RECORDS).is_file()}
+    return {name: run for name, path in found.items() if (run := ea.read(path)).records}
+
+
+def _of_gpu(folder: str, runs: dict[str, ea.Results]) -> Iterator[str]:
     environment = next(iter(runs.values())).environment
-    gpu, versions = environment.get("gpu") or {}, environment["packages"]
+    gpu, versions = environment.get("gpu") or {}, environment.get("packages") or {}
     kernels = sorted({record.kernels for run in runs.values() for record in run.records if record.kernels})
     yield (
-        f"### {gpu.get('name', folder.name)}\n\n"
-        f"Driver {gpu.get('driver_version')}, torch {versions['torch']}, triton {versions['triton']}, "
-        f"kernels {', '.join(kernels)}; records in `results/{folder.name}`.\n"
+        f"### {gpu.get('name', folder)}\n\n"
+        f"Driver {gpu.get('driver_version')}, torch {versions.get('torch')}, "
+        f"triton {versions.get('triton')}, kernels {', '.join(kernels)}; records in `results/{folder}`.\n"
     )
     rows = [[f"`{goal.backend}`", goal.name, _wanted(goal), _reached(goal, runs)] for goal in GOALS]
     yield table(["backend", f"at {GOAL_TOKENS} tokens", "wanted", "measured (95 % interval)"], rows)

@@ -64,6 +64,19 @@ def test_without_measurements_the_page_says_how_to_measure(script, tmp_path):
     )
 
 
+def test_runs_that_were_stopped_at_their_beginning_are_left_out(script, tmp_path):
+    assert script.measured(tmp_path / "absent").startswith("No GPU has been measured.")
+    folder(tmp_path / "a-gpu" / "bench-full-float32", [], {})
+    (tmp_path / "a-gpu" / "bench-causal-bfloat16").mkdir()
+    assert script.measured(tmp_path).startswith("No GPU has been measured.")
+    run = tmp_path / "a-gpu" / "bench-full-bfloat16"
+    folder(run, [timed("exact", 65_536, 0.01), timed("performer-positive", 65_536, 6.58e-4)], {})
+    made = script.measured(tmp_path)
+    assert made.startswith("### a-gpu\n\nDriver None, torch None")
+    assert "| `performer-positive` | its speed, exact = 1 | ≥ 40 | 15.2 (" in made
+    assert "bench-full-float32" not in made and "bench-causal" not in made
+
+
 def test_a_measurement_goes_on_after_the_runs_that_are_finished(script, tmp_path, monkeypatch):
     codes, asked = [0, 3, 130], []
 
