@@ -23,6 +23,7 @@ OF_A_KIND = {
     "performer-full",
     "linear-relu",
     "linear-elu",
+    "linear-hedgehog",
     "linear-taylor-1",
     "linear-taylor-2",
 }

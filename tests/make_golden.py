@@ -106,7 +106,7 @@ def parameters(name: str, head_dim: int) -> dict:
     if backend.needs_calibration:
         rows = torch.tensor(draw(2, 1, 1, 16, head_dim, generator=generator), dtype=torch.float64)
         backend.calibrate(rows[0], 0.5 * rows[1] + 0.25)
-    if name == "linformer":
+    if name in ("linformer", "linear-hedgehog"):
         for parameter in backend.parameters():
             parameter.data = torch.tensor(draw(*parameter.shape, generator=generator))
     return {key: value.tolist() for key, value in backend.state_dict().items()}
@@ -126,6 +126,8 @@ def kernel(name: str, x: list, y: list, kept: dict, w: list):
         size = exp(dot(y, y) / 2)
         return size * sum(cos(dot(one, x) - dot(one, y)) for one in w) / len(w), size
     product, size = dot(x, y), sqrt(dot(x, x) * dot(y, y))
+    if name == "linear-hedgehog":
+        return product, product
     if name == "linear-taylor-1":
         return 1 + product, 1 + size
     if name == "linear-taylor-2":
@@ -153,6 +155,14 @@ def dense_exponential(w: list, x: list, a: list):
     return constant * exp(linear - dot(x, x) / 2)
 
 
+def hedgehog(x: list, kept: dict, side: str) -> list:
+    """softmax(Wx + b), then softmax(−Wx − b)."""
+    (rows,), ((bias,),) = (kept[f"core.features.{side}_{part}"] for part in ("weight", "bias"))
+    y = [dot(row, x) + b for row, b in zip(rows, bias, strict=True)]
+    halves = [[exp(sign * one) for one in y] for sign in (1, -1)]
+    return [one / sum(half) for half in halves for one in half]
+
+
 def moved(x: list, transform: list, shift: list | None) -> list:
     if not transform:
         return x
@@ -168,6 +178,8 @@ def linear_row(name: str, kept: dict, q: list, keys: list, values: list, scale):
     if name in ("performer-oprf", "performer-full"):
         x = moved(x, kept["core.features.query_transform"], None)
         ys = [moved(y, kept["core.features.key_transform"], kept["core.features.shift"]) for y in ys]
+    if name == "linear-hedgehog":
+        x, *ys = hedgehog(x, kept, "query"), *(hedgehog(y, kept, "key") for y in ys)
     pairs = [kernel(name, x, y, kept, w) for y in ys]
     total = sum(weight for weight, _ in pairs)
     return average([weight for weight, _ in pairs], values), sum(size for _, size in pairs) / abs(total)

@@ -36,7 +36,7 @@ OPTIONS = {
     "performer-hyperbolic": {"num_features": 6},
 }
 # A transform of vectors is a product of head_dim², and some features are as many as entries or their pairs.
-BEYOND_LINEAR = {"performer-full", "linear-elu", "linear-taylor-1", "linear-taylor-2"}
+BEYOND_LINEAR = {"performer-full", "linear-elu", "linear-hedgehog", "linear-taylor-1", "linear-taylor-2"}
 LINEAR_IN_HEAD_DIM = [n for n in ea.list_backends() if ea.spec(n).operations and n not in BEYOND_LINEAR]
 PERFORMERS = ("performer-positive", "performer-trig", "performer-hyperbolic")
 

@@ -40,6 +40,8 @@ OTHERS = {
 LINEAR = {
     ("linear-elu", False): Bound(42, 92),
     ("linear-elu", True): Bound(164, 416, 14),
+    ("linear-hedgehog", False): Bound(48, 96),
+    ("linear-hedgehog", True): Bound(166, 401, 24),
     ("linear-relu", False): Bound(39, 104),
     ("linear-relu", True): Bound(73, 224, 13),
     ("linear-taylor-1", False): Bound(49, 130),

@@ -9,6 +9,7 @@ import efficient_attn as ea
 OPTIONS = {
     "linear-relu": {"num_features": 12},
     "linear-elu": {},
+    "linear-hedgehog": {},
     "linear-taylor-1": {},
     "linear-taylor-2": {},
 }
@@ -24,6 +25,9 @@ def kernel(backend, x, y):
         return one @ other
     if name == "linear-elu":
         one, other = (torch.where(z > 0, z + 1, z.exp()) for z in (x, y))
+        return one @ other
+    if name == "linear-hedgehog":
+        one, other = (torch.cat([z.softmax(-1), (-z).softmax(-1)]) for z in (x, y))
         return one @ other
     product = x @ y
     return 1 + product + (product**2 / 2 if name.endswith("2") else 0.0)

@@ -123,6 +123,7 @@ def test_lists_are_sorted_and_tell_who_can_be_causal():
         "exact",
         "exact-dense",
         "linear-elu",
+        "linear-hedgehog",
         "linear-relu",
         "linear-taylor-1",
         "linear-taylor-2",

@@ -133,6 +133,15 @@ def _elu_pullback(x: Tensor, features: Features, grad: Features, directions: Non
     return grad.log_scale / (1 + x.relu())
 
 
+def exponential_features(x: Vectors, directions: None = None) -> Features:
+    """exp(x), entry by entry, of logarithms that another map has computed."""
+    return Features(x, None)
+
+
+def _exponential_pullback(x: Tensor, features: Features, grad: Features, directions: None) -> Tensor:
+    return grad.log_scale
+
+
 def taylor_1_features(x: Vectors, directions: None = None) -> Features:
     """[1, x]: products are 1 + x·y, the exponential's first two terms; of either sign."""
     scale = _finite_scale(x, power=1)
@@ -195,6 +204,9 @@ MAPS = {
     ),
     "relu": FeatureMap(relu_features, _relu_pullback, has_values=True, per_direction=1, unscaled=True),
     "elu": FeatureMap(elu_features, _elu_pullback, has_values=False, fixed=lambda d: d),
+    "exponential": FeatureMap(
+        exponential_features, _exponential_pullback, has_values=False, fixed=lambda d: d
+    ),
     "taylor-1": FeatureMap(
         taylor_1_features, _taylor_1_pullback, has_values=True, signed=True, fixed=lambda d: 1 + d
     ),
