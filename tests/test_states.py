@@ -114,6 +114,7 @@ def test_a_state_keeps_none_of_the_callers_memory_alive(name):
 # Of the last state only, a buffer has spare capacity, for one more call.
 @pytest.mark.parametrize("bounds", [[0, 9], [0, 8, 9], [0, 5, 6]])
 @pytest.mark.parametrize("name", STREAMING)
+@torch.no_grad()
 def test_a_state_is_extended_twice_without_one_continuation_knowing_the_other(name, bounds):
     backend, (q, k, v) = built(name), inputs(TOKENS)
     parts = (slice(9, 12), slice(12, 16))
