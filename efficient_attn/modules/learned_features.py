@@ -1,5 +1,7 @@
 """Feature maps with learned parameters."""
 
+import math
+
 import torch
 from torch import Tensor, nn
 
@@ -36,12 +38,13 @@ class LearnedFeatures(nn.Module):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, scale: float) -> LinearInputs:
         """Inputs whose queries and keys are the logarithms of their features."""
-        inputs = LinearInputs(q, k, v, key_mask, None, None, "exponential", scale)
-        rows = upcast(q) * inputs.query_factor
+        factor = math.sqrt(abs(scale))
+        rows = upcast(q) * math.copysign(factor, scale)
         # A masked key may be NaN, and would reach the gradient of W as 0 · NaN.
-        keys = upcast(zero_masked(k, key_mask)) * abs(inputs.query_factor)
-        values, group = upcast(v), inputs.group
+        keys = upcast(zero_masked(k, key_mask)) * factor
+        values = upcast(v)
         if len(self.key_weight) > k.shape[1]:
+            group = q.shape[1] // k.shape[1]
             keys, values = (x.repeat_interleave(group, dim=1) for x in (keys, values))
         log_queries = self._logarithms(rows, self.query_weight.to(rows), self.query_bias.to(rows))
         log_keys = self._logarithms(keys, self.key_weight.to(keys), self.key_bias.to(keys))

@@ -3,16 +3,14 @@
 import torch
 from torch import Tensor
 
-from efficient_attn.shapes import Vectors
 
-
-def exponential_map(x: Vectors, weight: Tensor, bias: Tensor) -> Tensor:
+def exponential_map(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """log [exp(Wx + b), exp(−Wx − b)], [… tokens 2·features] (Zhang et al. 2024, eq. 6)."""
     projected = x @ weight.mT + bias
     return torch.cat([projected, -projected], dim=-1)
 
 
-def softmax_map(x: Vectors, weight: Tensor, bias: Tensor) -> Tensor:
+def softmax_map(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """log [softmax(Wx + b), softmax(−Wx − b)]: each half of the features sums to one."""
     projected = x @ weight.mT + bias
     return torch.cat([projected.log_softmax(dim=-1), (-projected).log_softmax(dim=-1)], dim=-1)
