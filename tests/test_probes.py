@@ -19,7 +19,7 @@ CAUSAL = pytest.mark.parametrize("causal", [False, True])
 
 
 def built(causal=False, **options):
-    sizes = {"window": WINDOW, "clusters": CLUSTERS, "probes": PROBES}
+    sizes = {"window": WINDOW, "clusters": CLUSTERS, "probes": PROBES, "global_tokens": 0}
     return ea.build("window-clusters", head_dim=8, causal=causal, **{**sizes, **options})
 
 

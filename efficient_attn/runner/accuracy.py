@@ -158,7 +158,7 @@ def _calibrate(backends: list[Any], subject: Subject) -> str | None:
     for number, backend in enumerate(backends):
         # An already built backend must not be modified by a measurement.
         backends[number] = copy.deepcopy(backend)
-        backends[number].calibrate(subject.activations.q, subject.activations.k)
+        backends[number].calibrate(*subject.activations)
     return SAME_INPUTS
 
 
