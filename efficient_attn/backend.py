@@ -1,5 +1,6 @@
 """A built backend: the module of an attention, wrapped in the checks that all backends share."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -160,6 +161,12 @@ class Backend(nn.Module):
         if not hasattr(self.core, "redraw"):
             raise UnsupportedError(f"Nothing in backend {self.spec.name!r} is random; nothing to redraw.")
         self.core.redraw(seed)
+
+    @property
+    def counted(self) -> BackendSpec:
+        """The spec, with the operation counts of the calibrated core where they depend on calibration."""
+        operations = getattr(self.core, "operations", None)
+        return self.spec if operations is None else replace(self.spec, operations=operations)
 
     @property
     def needs_calibration(self) -> bool:
