@@ -127,7 +127,7 @@ def test_every_far_key_lies_in_one_cluster_and_clusters_are_few(causal, block, c
 def test_launches_are_bounded_without_synchronisation_and_grow_with_doublings_alone(causal):
     def found(tokens):
         with other_device():
-            sizes = {"window": 16, "clusters": 64, "probes": 4}
+            sizes = {"window": 16, "clusters": 64, "probes": 4, "global_tokens": 0}
             backend, inputs = prepared(
                 "window-clusters", causal=causal, tokens=tokens, heads=2, head_dim=8, **sizes
             )
