@@ -70,7 +70,7 @@ def errors_on(layer: int, name: str, size: int) -> tuple[float, float, float]:
     for seed in range(FEATURE_DRAWS):
         backend = ea.build(name, head_dim=q.shape[-1], num_features=size, seed=seed)
         if backend.needs_calibration:
-            backend.calibrate(q, k)
+            backend.calibrate(q, k, v)
         with torch.no_grad():
             found.append(output_error(backend(q, k, v), exact).relative)
     return float(np.median(found)), min(found), max(found)

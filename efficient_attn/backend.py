@@ -1,11 +1,12 @@
 """A built backend: the module of an attention, wrapped in the checks that all backends share."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from efficient_attn.backend_checks import check_inputs, check_kept
+from efficient_attn.backend_checks import check_inputs, check_kept, check_sample
 from efficient_attn.errors import UnknownNameError, UnsupportedError
 from efficient_attn.ops.dtypes import without_autocast
 from efficient_attn.problem import AttentionProblem
@@ -162,28 +163,45 @@ class Backend(nn.Module):
         self.core.redraw(seed)
 
     @property
+    def counted(self) -> BackendSpec:
+        """The spec, with the operation counts of the calibrated core where they depend on calibration."""
+        operations = getattr(self.core, "operations", None)
+        return self.spec if operations is None else replace(self.spec, operations=operations)
+
+    @property
     def needs_calibration(self) -> bool:
         """Whether the backend must be calibrated before its first call."""
         return not getattr(self.core, "calibrated", True)
 
-    def calibrate(self, q: Tensor, k: Tensor, *, key_mask: Tensor | None = None, **unknown: Any) -> None:
+    def calibrate(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor | None = None,
+        *,
+        key_mask: Tensor | None = None,
+        **unknown: Any,
+    ) -> None:
         """Fit data-dependent parameters to sample queries and keys; earlier states become invalid.
 
+        A target error of the output needs sample values as well; other parameters do not depend on them.
         Buffers hold the parameters, which are saved with the model and used until the next call. For causal
         use, calibrate on other sequences than the inputs, so that no later token leaks into an output. Omit
         padded queries; `key_mask` excludes padded keys.
 
         Raises:
             UnsupportedError: If the backend has no data-dependent parameters.
-            DataError: If q, or an unmasked key, is not finite.
+            DataError: If q, or an unmasked key or value, is not finite.
             ShapeError: If there is no query or no unmasked key.
+            CalibrationError: If the parameters depend on values and there are none.
         """
         _refuse(unknown, ["key_mask"])
         if not hasattr(self.core, "calibrate"):
             raise UnsupportedError(f"Backend {self.spec.name!r} has nothing to calibrate.")
-        self._check(q, k, k, key_mask)
+        self._check(q, k, k if v is None else v, key_mask)
+        check_sample(q, k, v, key_mask)
         with without_autocast(q):
-            self.core.calibrate(q, k, key_mask)
+            self.core.calibrate(q, k, v, key_mask)
 
     def extra_repr(self) -> str:
         return f"{self.spec.name!r}, {self.problem}, {self.options}"

@@ -6,7 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from efficient_attn.errors import AttentionError, DtypeError, ShapeError, UnsupportedError
+from efficient_attn.errors import AttentionError, DataError, DtypeError, ShapeError, UnsupportedError
+from efficient_attn.ops.dtypes import zero_masked
 from efficient_attn.problem import AttentionProblem
 from efficient_attn.registry import BackendSpec
 
@@ -81,6 +82,24 @@ def check_kept(spec: BackendSpec, backend: nn.Module, q: Tensor) -> None:
                 raise ShapeError(
                     f"{path}.{name} of backend {spec.name!r} is on {x.device} and q on {q.device}; {remedy}."
                 )
+
+
+def check_sample(q: Tensor, k: Tensor, v: Tensor | None, key_mask: Tensor | None) -> None:
+    """Refuse calibration inputs without a query or key, and unmasked ones that are not finite.
+
+    Raises:
+        ShapeError: If there is no query or no unmasked key.
+        DataError: If q, or an unmasked key or value, is not finite.
+    """
+    keys = k.shape[0] * k.shape[2] if key_mask is None else int(key_mask.sum())
+    if not q.numel() or not keys:
+        raise ShapeError(
+            f"calibrate needs a query and a key that is not masked; q has shape {list(q.shape)}, k "
+            f"{list(k.shape)}, and {keys} keys are not masked."
+        )
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x is not None and not (x if name == "q" else zero_masked(x, key_mask)).isfinite().all():
+            raise DataError(f"{name} holds numbers that are not finite; calibrate on finite ones.")
 
 
 def _check_tensor(name: str, x: Any, q: Tensor, spec: BackendSpec) -> None:

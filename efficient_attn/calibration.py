@@ -10,7 +10,7 @@ from efficient_attn.backend import Backend
 
 
 def calibrate(model: nn.Module, *inputs: Any, **named: Any) -> None:
-    """Calibrate every backend of a model on the queries and keys that reach it in model(*inputs, **named).
+    """Calibrate every backend of a model on the q, k and v that reach it in model(*inputs, **named).
 
     Each backend is calibrated before its first output, so later layers see the calibrated outputs of earlier
     layers. Use representative inputs; nothing else in the model changes, and nothing is recalibrated later.
@@ -28,4 +28,4 @@ def calibrate(model: nn.Module, *inputs: Any, **named: Any) -> None:
 def _calibrate(backend: nn.Module, tensors: tuple[Any, ...], named: dict[str, Any]) -> None:
     assert isinstance(backend, Backend)
     given = dict(zip("qkv", tensors, strict=False)) | named
-    backend.calibrate(given["q"], given["k"], key_mask=given.get("key_mask"))
+    backend.calibrate(given["q"], given["k"], given["v"], key_mask=given.get("key_mask"))

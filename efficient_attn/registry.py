@@ -70,7 +70,7 @@ class BackendSpec:
         capabilities: Promises of the backend.
         builder: Function of (problem, options) that returns a module from (q, k, v, key_mask) to the output.
         operations: Function of (problem, options, tokens, value_dim) that returns the operation counts of one
-            head's forward pass; None: unknown.
+            head's forward pass, or None where a calibration decides; None: unknown.
         paper: Address of the paper.
         outside: Whether it wraps a function without a table of capabilities: undeclared ones are unknown.
     """
@@ -81,7 +81,7 @@ class BackendSpec:
     capabilities: Capabilities
     builder: Callable[[Any, Any], Any]
     size_option: str | None = None
-    operations: Callable[[Any, Any, int, int], OperationCounts] | None = None
+    operations: Callable[[Any, Any, int, int], OperationCounts | None] | None = None
     paper: str | None = None
     outside: bool = False
 
@@ -93,10 +93,10 @@ class BackendSpec:
         if self.operations is None:
             return None
         operations = self.operations(problem, options, tokens, problem.head_dim)
-        return 2 * sum(matmul.multiply_adds for matmul in operations.matmuls)
+        return None if operations is None else 2 * sum(one.multiply_adds for one in operations.matmuls)
 
     @property
-    def work(self) -> Callable[[Any, Any, int, int], OperationCounts] | None:
+    def work(self) -> Callable[[Any, Any, int, int], OperationCounts | None] | None:
         """Former name of `operations`, kept for one release."""
         warnings.warn("BackendSpec.work is now BackendSpec.operations.", DeprecationWarning, stacklevel=2)
         return self.operations
@@ -113,8 +113,8 @@ def register(
     options: type = NoOptions,
     size_option: str | None = None,
     paper: str | None = None,
-    operations: Callable[[Any, Any, int, int], OperationCounts] | None = None,
-    work: Callable[[Any, Any, int, int], OperationCounts] | None = None,
+    operations: Callable[[Any, Any, int, int], OperationCounts | None] | None = None,
+    work: Callable[[Any, Any, int, int], OperationCounts | None] | None = None,
 ) -> Callable[[Callable], Callable]:
     """Register the decorated builder under `name`.
 

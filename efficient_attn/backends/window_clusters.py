@@ -1,22 +1,24 @@
 """Exact softmax over near keys, and one summary for each cluster of far keys."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, nn
 
 from efficient_attn.errors import OptionError, UnsupportedError
-from efficient_attn.modules.options import one_of, option, whole_number
+from efficient_attn.modules.options import one_of, option, positive_number, whole_number
+from efficient_attn.modules.probe_counts import ProbingSizes, probing_operations
+from efficient_attn.modules.probes import FittedProbes
 from efficient_attn.operation_counts import MatMul, OperationCounts, softmax_matmuls
 from efficient_attn.ops.clusters.attention import Layout, window_clusters, window_segments
 from efficient_attn.ops.clusters.history import plan
 from efficient_attn.ops.clusters.probing import probe_clusters
-from efficient_attn.ops.clusters.runs import causal_stages, full_stages, places
-from efficient_attn.ops.clusters.trees import sorting_products
 from efficient_attn.ops.softmax.kv_cache import KVCache, append_tokens, mask_of
 from efficient_attn.problem import AttentionProblem, positive_count
 from efficient_attn.registry import Capabilities, register
 
 _SUMMARIES = ("auto", "kmeans", "segments")
+_SINKS = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,19 +41,37 @@ class WindowClustersOptions:
         "Number of clusters per query whose keys are read one by one. 0: none; as many as clusters: exact.",
         added=True,
     )
-    global_tokens: int = option(0, "Number of tokens at the beginning that every query reads exactly.")
+    target_error: float | None = option(
+        None,
+        "Relative error of each head on the inputs of calibrate, which gives the head the fewest probes that "
+        "reach it. None: probes.",
+        added=True,
+    )
+    global_tokens: int = option(
+        None, "Number of tokens at the beginning that every query reads exactly. None: 4 with probes, else 0."
+    )
 
     def __post_init__(self) -> None:
+        if self.global_tokens is None:
+            # Many heads give the first tokens most of their weight (Xiao et al. 2024, "Efficient Streaming
+            # Language Models with Attention Sinks"); a cluster would hide them among other keys.
+            object.__setattr__(self, "global_tokens", _SINKS if self.opens else 0)
         positive_count("clusters", self.clusters)
         positive_count("window", self.window)
         positive_count("steps", self.steps)
         whole_number("probes", self.probes)
         whole_number("global_tokens", self.global_tokens)
         one_of("summary", self.summary, _SUMMARIES)
-        if self.probes and self.summary != "auto":
-            raise OptionError(
-                f"summary={self.summary!r} has no clusters to open; probes={self.probes} needs 'auto'."
-            )
+        if self.target_error is not None:
+            positive_number("target_error", self.target_error)
+            if self.probes:
+                raise OptionError(
+                    f"target_error={self.target_error} gives every head its own number of probes, and "
+                    f"probes={self.probes} gives all the same; set one of them."
+                )
+        if self.opens and self.summary != "auto":
+            asked = f"probes={self.probes}" if self.probes else f"target_error={self.target_error}"
+            raise OptionError(f"summary={self.summary!r} has no clusters to open; {asked} needs 'auto'.")
         if self.window % 4:
             below, above = self.window // 4 * 4, self.window // 4 * 4 + 4
             near = f"{above}" if below == 0 else f"{below} or {above}"
@@ -59,6 +79,15 @@ class WindowClustersOptions:
                 f"window={self.window} cannot be a block of half and a quarter on each side; a multiple of 4 "
                 f"can: {near}."
             )
+
+    @property
+    def opens(self) -> bool:
+        """Whether queries open clusters."""
+        return self.probes > 0 or self.target_error is not None
+
+    @property
+    def sizes(self) -> ProbingSizes:
+        return ProbingSizes(self.window // 2, self.clusters, self.global_tokens)
 
 
 class WindowClusters(nn.Module):
@@ -91,6 +120,12 @@ class Probing(nn.Module):
         self._scale, self._causal, self._options = problem.factor, problem.causal, options
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
+        return self.attend(q, k, v, key_mask, [self._options.probes] * q.shape[1])
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, probes: Sequence[int]
+    ) -> Tensor:
+        """The output with the number of probes of each head."""
         return probe_clusters(
             q,
             k,
@@ -99,7 +134,7 @@ class Probing(nn.Module):
             block=self._options.window // 2,
             first=self._options.global_tokens,
             clusters=self._options.clusters,
-            probes=self._options.probes,
+            probes=probes,
             causal=self._causal,
             key_mask=key_mask,
         )
@@ -144,15 +179,18 @@ def _layout(problem: AttentionProblem, options: WindowClustersOptions) -> Layout
 
 def operations(
     problem: AttentionProblem, options: WindowClustersOptions, tokens: int, value_dim: int
-) -> OperationCounts:
+) -> OperationCounts | None:
     """Products of every query with its slice, the global tokens outside it, and the cluster summaries.
 
     K-means adds products of every key with every centre at each step, and one with the mean query. Sums
     over clusters are additions, not products. With probes, opened clusters count as full, a summary has a
     third product, the spread of its scores, and the keys of every run are multiplied with its directions.
+    Unknown for a target error: `calibrate` finds the probes.
     """
+    if options.target_error is not None:
+        return None
     if options.probes:
-        return _probing(problem, options, tokens, value_dim)
+        return probing_operations(problem, options.sizes, tokens, value_dim, number=options.probes)
     layout = _layout(problem, options)
     first = min(layout.first, tokens)
     pairs = products = 0
@@ -174,37 +212,6 @@ def operations(
     return OperationCounts((*choice, *softmax_matmuls(pairs, problem.head_dim, value_dim)))
 
 
-def _probing(
-    problem: AttentionProblem, options: WindowClustersOptions, tokens: int, value_dim: int
-) -> OperationCounts:
-    plan = causal_stages if problem.causal else full_stages
-    sizes = {"block": options.window // 2, "clusters": options.clusters, "first": options.global_tokens}
-    stages = plan(tokens, **sizes)
-    first = min(options.global_tokens, tokens)
-    pairs = summaries = sorted_keys = 0
-    for stage in stages if problem.causal else stages[-1:]:
-        size = stage.layout.block
-        runs, read = places(stage.runs(tokens, problem.causal), -(-tokens // size))
-        sorted_keys += sum(size << level for level, _ in runs if level)
-        for start, clusters in zip(range(stage.begin, stage.end, size), read, strict=True):
-            low, stop = max(start - size, 0), min(start + size, tokens)
-            high = stop if problem.causal else min(stop + size, tokens)
-            rows, probes = (
-                stop - start,
-                options.probes if options.probes < options.clusters else len(clusters),
-            )
-            pairs += rows * (high - low + min(first, low) + min(probes, len(clusters)) * size)
-            pairs += rows * (0 if problem.causal else max(first - high, 0))
-            # Causal rows do not read later keys of their own block.
-            pairs -= rows * (rows - 1) // 2 if problem.causal else 0
-            summaries += rows * len(clusters)
-    spreads = MatMul(summaries * problem.head_dim)
-    choice = MatMul(sorted_keys * sorting_products(problem.head_dim), gradients=0, shared=True)
-    return OperationCounts(
-        (choice, spreads, *softmax_matmuls(pairs + summaries, problem.head_dim, value_dim))
-    )
-
-
 @register(
     "window-clusters",
     summary="Exact softmax over near keys, and one summary for each cluster of far keys.",
@@ -214,6 +221,8 @@ def _probing(
     operations=operations,
 )
 def build(problem: AttentionProblem, options: WindowClustersOptions) -> nn.Module:
+    if options.target_error is not None:
+        return FittedProbes(Probing(problem, options), problem, options.sizes, options.target_error)
     if options.probes:
         return Probing(problem, options)
     if not problem.causal:

@@ -97,22 +97,23 @@ def _wrong(subject: Subject, case: Case) -> Iterator[Wrong]:
 )
 def calibration_is_an_explicit_act(subject: Subject, case: Case) -> Iterator[Finding]:
     inputs, backend = subject.inputs(case), subject.build(case, calibrated=False)
-    q, k, _, mask = inputs
+    q, k, v, mask = inputs
     if not subject.promises.needs_calibration:
         if not hasattr(backend.core, "calibrate"):
-            call = partial(backend.calibrate, q, k)
+            call = partial(backend.calibrate, q, k, v)
             yield _refusal("calibrate", "nothing to calibrate", UnsupportedError, call)
         return
     yield _refusal("an output", "backend.calibrate", CalibrationError, partial(run, backend, inputs))
     broken = q.clone().index_fill_(2, torch.tensor([1]), math.nan)
-    yield _refusal("calibrate", "q holds", DataError, partial(backend.calibrate, broken, k, key_mask=mask))
-    backend.calibrate(q, k, key_mask=mask)
+    yield _refusal("calibrate", "q holds", DataError, partial(backend.calibrate, broken, k, v, key_mask=mask))
+    backend.calibrate(q, k, v, key_mask=mask)
     before = {name: x.clone() for name, x in backend.state_dict().items()}
     run(backend.train(), subject.inputs(case, other=1))
     for name, x in backend.state_dict().items():
         yield same_bits(f"{name} after a call", x, before[name])
     if mask is not None:
-        backend.calibrate(q, k.masked_fill(~mask[:, None, :, None], math.nan), key_mask=mask)
+        hidden = ~mask[:, None, :, None]
+        backend.calibrate(q, *(x.masked_fill(hidden, math.nan) for x in (k, v)), key_mask=mask)
         for name, x in backend.state_dict().items():
             yield same_bits(f"{name} calibrated with masked keys of NaN", x, before[name])
 

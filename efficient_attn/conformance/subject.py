@@ -153,10 +153,10 @@ def calibrate(backend: Backend, case: Case, seed: int) -> Backend:
     """Calibrate the backend, if it supports calibration, on Gaussian inputs with the sizes of the case."""
     if hasattr(backend.core, "calibrate"):
         typical = case.but(tokens=CALIBRATION_TOKENS, keys=None, batch=1, masked=False)
-        q, k, _, _ = draw(typical, CALIBRATION_SEED + seed)
+        q, k, v, _ = draw(typical, CALIBRATION_SEED + seed)
         # Scores are scale · q·k: this factor gives them the spread of the default scale.
         size = abs(case.head_dim**0.5 * backend.problem.factor) ** -0.5 if backend.problem.factor else 1.0
-        backend.calibrate(q * size, k * size)
+        backend.calibrate(q * size, k * size, v)
     return backend
 
 

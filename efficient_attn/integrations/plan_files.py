@@ -107,6 +107,8 @@ def check_size(
     if chosen.operations is None:
         return
     counts = chosen.operations(problem, chosen.options_type(**layer["options"]), 1, problem.head_dim)
+    if counts is None:
+        return
     needed, numbers = counts.learned + counts.drawn, max(parameters, _ALWAYS) if saved is None else saved
     if needed > numbers:
         limit = "are the most here" if saved is None else "are saved"

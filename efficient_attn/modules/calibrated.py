@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from efficient_attn.errors import CalibrationError, DataError, ShapeError
+from efficient_attn.errors import CalibrationError, ShapeError
 from efficient_attn.modules.features import Float32Buffers, RandomFeatureOptions, RandomFeatures
 from efficient_attn.ops.dtypes import upcast_dtype
 from efficient_attn.ops.grouped_queries import unfold
@@ -58,19 +58,13 @@ class CalibratedFeatures(Float32Buffers):
         self.random.redraw(seed)
 
     @torch.no_grad()
-    def calibrate(self, q: Tensor, k: Tensor, key_mask: Tensor | None, scale: float) -> None:
+    def calibrate(
+        self, q: Tensor, k: Tensor, v: Tensor | None, key_mask: Tensor | None, scale: float
+    ) -> None:
         """Fit the parameters to queries and unmasked keys; earlier states become invalid."""
         inputs = self._positive(q, k, k, key_mask, scale)
         x, y = inputs.query_rows(ALL), inputs.key_rows(ALL)
         keys = k.shape[0] * k.shape[2] if key_mask is None else int(key_mask.sum())
-        if not x.numel() or not keys:
-            raise ShapeError(
-                f"calibrate needs a query and a key that is not masked; q has shape {list(q.shape)}, k "
-                f"{list(k.shape)}, and {keys} keys are not masked."
-            )
-        for name, rows in (("q", x), ("k", y)):
-            if not rows.isfinite().all():
-                raise DataError(f"{name} holds numbers that are not finite; calibrate on finite ones.")
         self.use(self._fit(moments(x, x.shape[0] * x.shape[2]), moments(y, keys)))
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, scale: float) -> LinearInputs:

@@ -74,7 +74,7 @@ class LinearAttention(nn.Module):
         return self.features.redraw
 
     @property
-    def calibrate(self) -> Callable[[Tensor, Tensor, Tensor | None], None]:
+    def calibrate(self) -> Callable[[Tensor, Tensor, Tensor | None, Tensor | None], None]:
         return partial(self.features.calibrate, scale=self._scale)
 
     @property

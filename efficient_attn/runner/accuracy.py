@@ -47,7 +47,7 @@ def measure_error(
             _errors(case, subject, metric, (backend(q, k, v) for backend in backends)),
             unsafe_rows=_unsafe(backends, q, k),
             num_directions=directions_of(backends[0]),
-            flops=attention_flops(case, variant.target),
+            flops=attention_flops(case, backends[0].counted),
         )
 
     return measure_draws(variant, subject, "output", draws, measured, threads=threads)
@@ -158,7 +158,7 @@ def _calibrate(backends: list[Any], subject: Subject) -> str | None:
     for number, backend in enumerate(backends):
         # An already built backend must not be modified by a measurement.
         backends[number] = copy.deepcopy(backend)
-        backends[number].calibrate(subject.activations.q, subject.activations.k)
+        backends[number].calibrate(*subject.activations)
     return SAME_INPUTS
 
 

@@ -85,7 +85,8 @@ def prepare(case: Case, target: Any, inputs: str | None = None) -> Prepared:
     streams = case.causal and bool(spec.capabilities.streaming)
     # Operation counts are defined for q, k and v of one shape.
     alike = len({tensor.shape for tensor in tensors}) == 1
-    counted, moved = (count(case, spec) if alike else None for count in (flops, moved_bytes))
+    counting = module.counted if isinstance(module, Backend) else spec
+    counted, moved = (count(case, counting) if alike else None for count in (flops, moved_bytes))
     checked: Callable[[], object] = functools.partial(_checked, module, call, case)
     if case.execution is not None:
         checked()

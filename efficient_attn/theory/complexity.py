@@ -60,6 +60,8 @@ def call_cost(
         raise OptionError("The cost of a call depends on num_heads: give the problem one.")
     kv_heads, width = num_kv_heads or heads, value_dim or problem.head_dim
     operations = spec.operations(problem, options, tokens, width)
+    if operations is None:
+        return None
     times = [batch * (kv_heads if matmul.shared else heads) for matmul in operations.matmuls]
     matmuls = list(zip(times, operations.matmuls, strict=True))
     tensors = batch * tokens * (heads + kv_heads) * (problem.head_dim + width)

@@ -29,10 +29,9 @@ def built_for(
     Raises:
         AttentionError: If the backend does not serve such calls.
     """
-    q, k, _ = call.tensors
-    backend = build(spec, **asdict(problem), **seeded(spec, options, seed)).to(q.device)
+    backend = build(spec, **asdict(problem), **seeded(spec, options, seed)).to(call.tensors[0].device)
     if backend.needs_calibration:
-        backend.calibrate(q, k, key_mask=visible.keys)
+        backend.calibrate(*call.tensors, key_mask=visible.keys)
     return backend
 
 

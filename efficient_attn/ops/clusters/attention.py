@@ -5,7 +5,7 @@ before and its own past. Keys outside the slice are summed per cluster, so every
 query.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -48,15 +48,20 @@ def window_clusters(
     return by_heads(some, q, k, v)
 
 
-def by_heads(some: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Outputs, with as many heads per step as fit in cache, or in memory on other devices."""
+def by_heads(some: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, *each: Sequence[int]) -> Tensor:
+    """Outputs, with as many heads per step as fit in cache, or in memory on other devices.
+
+    Args:
+        each: Further arguments of `some`, with one number per query head.
+    """
     numbers = k.shape[0] * k.shape[2] * (k.shape[3] + v.shape[3])
     heads = max(1, _HEADS // numbers) if tuned_for_cpu(k) else held(numbers)
     if heads >= k.shape[1]:
-        return some(q, k, v)
-    group = q.shape[1] // k.shape[1]
-    parts = zip(q.split(heads * group, dim=1), k.split(heads, dim=1), v.split(heads, dim=1), strict=True)
-    return torch.cat([some(*part) for part in parts], dim=1)
+        return some(q, k, v, *each)
+    rows = heads * (q.shape[1] // k.shape[1])
+    parts = zip(q.split(rows, dim=1), k.split(heads, dim=1), v.split(heads, dim=1), strict=True)
+    counts = [[one[i * rows : (i + 1) * rows] for one in each] for i in range(-(-k.shape[1] // heads))]
+    return torch.cat([some(*part, *own) for part, own in zip(parts, counts, strict=True)], dim=1)
 
 
 def _some_clusters(

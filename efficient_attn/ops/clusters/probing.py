@@ -5,6 +5,7 @@ Far keys lie in dyadic runs (`runs.py`), and every run is cut into clusters of e
 cluster that it opens, or in the summary of a cluster.
 """
 
+from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -34,7 +35,8 @@ class _Task(NamedTuple):
     Attributes:
         real: bool [batch tokens].
         counted: Keys that belong to clusters, bool [batch tokens].
-        probes: Number of clusters that a query opens, or more than there are.
+        probes: Largest number of clusters that a query opens, or more than there are.
+        limits: Number of clusters that the queries of each head open, [kv_heads group]; None: `probes`.
     """
 
     k: Tensor
@@ -42,6 +44,7 @@ class _Task(NamedTuple):
     real: Tensor
     counted: Tensor
     probes: int
+    limits: Tensor | None
     causal: bool
 
 
@@ -54,18 +57,18 @@ def probe_clusters(
     block: int,
     first: int,
     clusters: int,
-    probes: int,
+    probes: Sequence[int],
     causal: bool,
     key_mask: KeyMask | None,
 ) -> Output:
-    """Softmax attention that reads the far keys of `probes` clusters one by one, and the others as summaries.
+    """Softmax attention that reads the far keys of some clusters one by one, and the others as summaries.
 
     Args:
         block: Number of queries that share a slice, and of keys in a cluster; doubled where there would be
             more than `clusters`.
         first: Number of global tokens at the beginning of the sequence, which every query reads.
         clusters: Largest number of clusters per query; causal: at least 2.
-        probes: Number of clusters that a query opens; all, if not fewer than `clusters`.
+        probes: Number of clusters that the queries of each head open; all, if not fewer than `clusters`.
     """
     plan = partial(causal_stages if causal else full_stages, block=block, clusters=clusters, first=first)
     some = partial(
@@ -73,22 +76,21 @@ def probe_clusters(
         scale=scale,
         stages=plan(k.shape[2]),
         clusters=clusters,
-        probes=probes if probes < clusters else k.shape[2],
         causal=causal,
         key_mask=key_mask,
     )
-    return by_heads(some, q, k, v)
+    return by_heads(some, q, k, v, [one if one < clusters else k.shape[2] for one in probes])
 
 
 def _some_heads(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    probes: Sequence[int],
     *,
     scale: float,
     stages: list[Stage],
     clusters: int,
-    probes: int,
     causal: bool,
     key_mask: Tensor | None,
 ) -> Tensor:
@@ -103,7 +105,10 @@ def _some_heads(
         q, upcast(zero_masked(k, key_mask)), upcast(zero_masked(v, key_mask)), key_mask
     )
     position = torch.arange(tokens, device=k.device)
-    task = _Task(k, v, real, real & (position >= stages[0].layout.first), probes, causal)
+    most, limits = max(max(probes), 1), None
+    if min(probes) < most:
+        limits = torch.tensor(probes, device=k.device).view(k.shape[1], -1)
+    task = _Task(k, v, real, real & (position >= stages[0].layout.first), most, limits, causal)
     if causal:
         output = torch.cat(
             [_read(task, q[:, :, one.begin - start : one.end - start], one) for one in stages], dim=2
@@ -142,8 +147,10 @@ def _read(task: _Task, q: Tensor, stage: Stage) -> Tensor:
     none, most = clusters.k.shape[2], max(map(len, read))
     table = torch.tensor([one + [none] * (most - len(one)) for one in read], device=q.device)
     group = _group(rows, most)
+    # The rows of the heads of a group follow one another.
+    limits = None if task.limits is None else task.limits.repeat_interleave(size, dim=1)[:, None, :, None]
     parts = zip(slices.split(group), table.split(group), strict=True)
-    found = [_choose(some, visible, summaries, clusters, task.probes) for some, clusters in parts]
+    found = [_choose(some, visible, summaries, one, task.probes, limits) for some, one in parts]
     out, log_sum, chosen = (torch.cat(x, dim=2) for x in zip(*found, strict=True))
     opened, log_sums = open_clusters(rows[..., :head_dim].flatten(2, 3), chosen.flatten(2, 3), clusters)
     opened, log_sums = (x.unflatten(2, rows.shape[2:4]) for x in (opened, log_sums))
@@ -161,21 +168,37 @@ def _group(rows: Tensor, clusters: int) -> int:
 
 
 def _choose(
-    slices: Slices, visible: Tensor | None, summaries: Summaries, read: Tensor, probes: int
+    slices: Slices,
+    visible: Tensor | None,
+    summaries: Summaries,
+    read: Tensor,
+    probes: int,
+    limits: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Softmax over near keys and closed clusters, its log-sum-exps, and the clusters that are opened."""
+    """Softmax over near keys and closed clusters, its log-sum-exps, and the clusters that are opened.
+
+    Args:
+        limits: Number of clusters that each row opens, [kv_heads 1 rows 1]; None: `probes`.
+    """
     rows, far = slices.rows, summaries.of(read)
     mean = rows @ far.k.mT
     variance = rows[..., : far.variance.shape[4]].square() @ far.variance.mT
     with torch.no_grad():
         bound = torch.add(mean, variance.sqrt(), alpha=_DEVIATIONS)
-        best, columns = bound.topk(min(probes, bound.shape[4]), dim=-1, sorted=False)
+        best, columns = bound.topk(min(probes, bound.shape[4]), dim=-1, sorted=limits is not None)
+        closed = best < MASKED / 2
+        if limits is not None:
+            closed |= torch.arange(closed.shape[4], device=closed.device) >= limits
         chosen = read[:, None].expand(*bound.shape).gather(4, columns)
-        chosen = chosen.masked_fill(best < MASKED / 2, summaries.k.shape[2] - 1)
+        chosen = chosen.masked_fill(closed, summaries.k.shape[2] - 1)
+    if limits is None:
+        mean = mean.scatter(4, columns, MASKED)
+    else:
+        mean = mean.scatter(4, columns, mean.gather(4, columns).masked_fill(~closed, MASKED))
     # 1 + a + a²/2 for half the variance a: the mass to second order, for the spread of the scores.
     mass = torch.add(1, variance, alpha=0.5).square() / 2 + 0.5
     # An opened cluster is no reference of the exponents, since the other weights could all vanish.
-    return *_softmax(slices, visible, mean.scatter(4, columns, MASKED), mass, far.v), chosen
+    return *_softmax(slices, visible, mean, mass, far.v), chosen
 
 
 def _softmax(

@@ -176,5 +176,7 @@ def floats_read(backend: Backend, case: Case) -> int | None:
         return None
     problem = replace(backend.problem, causal=False)
     counts = backend.spec.operations(problem, backend.options, case.tokens, case.head_dim)
+    if counts is None:
+        return None
     matmuls = (one for one in counts.matmuls if not one.shared and one.gradients == 2)
     return round(sum(one.multiply_adds for one in matmuls) / case.tokens)
