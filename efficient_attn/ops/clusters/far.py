@@ -30,12 +30,12 @@ class Summaries(NamedTuple):
 
     Attributes:
         k: Mean keys and the column of the score bias, [batch kv_heads clusters+1 width].
-        variance: Variance of each entry of the keys, [batch kv_heads clusters+1 head_dim].
+        half_variance: Half the variance of each entry of the keys, [batch kv_heads clusters+1 head_dim].
         v: Mean values, [batch kv_heads clusters+1 width].
     """
 
     k: Tensor
-    variance: Tensor
+    half_variance: Tensor
     v: Tensor
 
     def of(self, read: Tensor) -> "Summaries":
@@ -65,12 +65,12 @@ def summarise(clusters: Clusters, width: int) -> Summaries:
     count = clusters.counted.sum(dim=3, keepdim=True).to(clusters.k.dtype)
     share = (clusters.counted / count.clamp_min(1)).unsqueeze(3)
     mean = share @ clusters.k
-    variance = (share @ (clusters.k - mean).square()).squeeze(3)
+    half_variance = (share / 2 @ (clusters.k - mean).square()).squeeze(3)
     bias = count.clamp_min(1).log().masked_fill(count == 0, MASKED)
     mean_k, mean_v = mean.squeeze(3), (share @ clusters.v).squeeze(3)
     biased = torch.cat([F.pad(mean_k, (0, 0, 0, 1)), F.pad(bias, (0, 0, 0, 1), value=MASKED)], dim=3)
     return Summaries(
         F.pad(biased, (0, width - biased.shape[3])),
-        F.pad(variance, (0, 0, 0, 1)),
+        F.pad(half_variance, (0, 0, 0, 1)),
         F.pad(mean_v, (0, width - mean_v.shape[3], 0, 1)),
     )

@@ -7,6 +7,7 @@ so that all tiles are one batched product, whichever clusters are chosen.
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from efficient_attn.ops.clusters.far import Clusters
@@ -17,6 +18,30 @@ from efficient_attn.ops.softmax import cpu_flash
 
 # Pairs in a tile, and numbers per step on the CPU, so that the tiles of a step stay in cache.
 _TILE, _STEP = 64, 1 << 19
+
+
+class Opened(NamedTuple):
+    """Softmax of queries over each cluster that they open.
+
+    Attributes:
+        outputs: In the order of tiles, and last zeros for no cluster, [places value_dim].
+        places: Place of each output, [batch kv_heads rows probes].
+        log_sums: Log-sum-exps, and the bias of a masked key for no cluster, [batch kv_heads rows probes].
+    """
+
+    outputs: Tensor
+    places: Tensor
+    log_sums: Tensor
+
+    def sum(self, weights: Tensor) -> Tensor:
+        """Weighted sum of the outputs of every query, [batch kv_heads rows value_dim]."""
+        if tuned_for_cpu(weights) and not weights.requires_grad and not torch.compiler.is_compiling():
+            # One pass over the outputs, which are not gathered first.
+            places, weights = self.places.flatten(0, 2), weights.flatten(0, 2)
+            bags = F.embedding_bag(places, self.outputs, per_sample_weights=weights, mode="sum")
+            return bags.view(*self.places.shape[:3], -1)
+        found = self.outputs.index_select(0, self.places.flatten()).view(*self.places.shape, -1)
+        return (weights.unsqueeze(-2) @ found).squeeze(-2)
 
 
 class _Tiles(NamedTuple):
@@ -32,16 +57,12 @@ class _Tiles(NamedTuple):
     places: Tensor
 
 
-def open_clusters(q: Tensor, chosen: Tensor, clusters: Clusters) -> tuple[Tensor, Tensor]:
-    """Outputs and log-sum-exps of every query over each cluster that it has chosen.
+def open_clusters(q: Tensor, chosen: Tensor, clusters: Clusters) -> Opened:
+    """Softmax of every query over each cluster that it has chosen.
 
     Args:
         q: [batch kv_heads rows head_dim].
         chosen: Clusters of each query, or the number of clusters for none, [batch kv_heads rows probes].
-
-    Returns:
-        [batch kv_heads rows probes value_dim] and [batch kv_heads rows probes]; 0 and the bias of a masked
-        key for no cluster.
     """
     (batch, heads, number, size, value_dim), probes = clusters.v.shape, chosen.shape[3]
     first = torch.arange(batch * heads, device=q.device).view(batch, heads, 1, 1) * number
@@ -52,7 +73,7 @@ def open_clusters(q: Tensor, chosen: Tensor, clusters: Clusters) -> tuple[Tensor
     bias = bias.flatten(0, 2)[:, None, :]
     numbers = (_TILE + size) * (rows.shape[1] + value_dim) + _TILE * size
     step = max(_STEP // numbers, 1) if tuned_for_cpu(q) else held(numbers)
-    fused = _fusible(rows, k, v)
+    fused = fusible(rows, k, v)
     attend = _fused if fused else _softmax
     # Pairs of no cluster read the place after the last tile.
     joined = rows.new_zeros(tiles.pairs.numel() + 1, value_dim) if fused else None
@@ -72,13 +93,12 @@ def open_clusters(q: Tensor, chosen: Tensor, clusters: Clusters) -> tuple[Tensor
     if joined is None:
         joined = torch.cat([*outputs, rows.new_zeros(1, value_dim)])
     log_sum = torch.cat([*log_sums, rows.new_full((1,), MASKED)])
-    return (
-        joined.index_select(0, tiles.places).view(*chosen.shape, value_dim),
-        log_sum.index_select(0, tiles.places).view(chosen.shape),
+    return Opened(
+        joined, tiles.places.view(chosen.shape), log_sum.index_select(0, tiles.places).view(chosen.shape)
     )
 
 
-def _fusible(q: Tensor, k: Tensor, v: Tensor) -> bool:
+def fusible(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether the fused kernel of the CPU serves, which has no gradients of the log-sum-exps."""
     eager = not torch.compiler.is_compiling() and not transformed(q, k, v)
     trained = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))

@@ -14,19 +14,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from efficient_attn.ops.clusters.attention import by_heads, from_first_real, turn_back
-from efficient_attn.ops.clusters.far import Summaries, clusters_of, summarise
+from efficient_attn.ops.clusters.closed import read_closed, steps
+from efficient_attn.ops.clusters.far import clusters_of, summarise
 from efficient_attn.ops.clusters.near import MASKED, Slices, in_order, near_slices
-from efficient_attn.ops.clusters.opened import open_clusters
+from efficient_attn.ops.clusters.opened import fusible, open_clusters
 from efficient_attn.ops.clusters.runs import Stage, causal_stages, full_stages, places, reach
 from efficient_attn.ops.dtypes import upcast, zero_masked
-from efficient_attn.ops.paths import held, tuned_for_cpu
+from efficient_attn.ops.softmax import cpu_flash
 from efficient_attn.shapes import KeyMask, Keys, Output, Queries, Values
-
-# A query opens the clusters with the largest mean score plus this many standard deviations of the scores of
-# the keys: a single key with a high score is far from the mean of its cluster.
-_DEVIATIONS = 3.0
-# Numbers per step on the CPU in the scores and summaries of some blocks, so that they stay in cache.
-_STEP = 1 << 19
 
 
 class _Task(NamedTuple):
@@ -143,83 +138,44 @@ def _read(task: _Task, q: Tensor, stage: Stage) -> Tensor:
         return in_order(out[..., :value_dim], q, layout)
     clusters = clusters_of(task.k, task.v, task.counted, runs, size)
     rows, summaries = slices.rows, summarise(clusters, slices.rows.shape[4])
-    # The summary after the last cluster is of none.
-    none, most = clusters.k.shape[2], max(map(len, read))
-    table = torch.tensor([one + [none] * (most - len(one)) for one in read], device=q.device)
-    group = _group(rows, most)
+    none, found = clusters.k.shape[2], []
     # The rows of the heads of a group follow one another.
-    limits = None if task.limits is None else task.limits.repeat_interleave(size, dim=1)[:, None, :, None]
-    parts = zip(slices.split(group), table.split(group), strict=True)
-    found = [_choose(some, visible, summaries, one, task.probes, limits) for some, one in parts]
-    out, log_sum, chosen = (torch.cat(x, dim=2) for x in zip(*found, strict=True))
-    opened, log_sums = open_clusters(rows[..., :head_dim].flatten(2, 3), chosen.flatten(2, 3), clusters)
-    opened, log_sums = (x.unflatten(2, rows.shape[2:4]) for x in (opened, log_sums))
-    top = torch.maximum(log_sum, log_sums.amax(dim=-1, keepdim=True)).detach()
-    weight, weights = (log_sum - top).exp(), (log_sums - top).exp()
-    merged = weight * out[..., :value_dim] + (weights.unsqueeze(-2) @ opened).squeeze(-2)
-    return in_order(merged / (weight + weights.sum(dim=-1, keepdim=True)), q, layout)
+    limits = None if task.limits is None else task.limits.repeat_interleave(size, dim=1)
+    for step in steps(read, stage.begin // size, rows, none):
+        some = slices.part(step.begin, step.end)
+        found.append(
+            (*_softmax(some, visible), *read_closed(some.rows, summaries, step, task.probes, limits))
+        )
+    *parts, choices = zip(*found, strict=True)
+    near, near_sum, closed, closed_sum = (torch.cat(x, dim=2) for x in parts)
+    most = max(x.shape[4] for x in choices)
+    chosen = torch.cat([F.pad(x, (0, most - x.shape[4]), value=none) for x in choices], dim=2)
+    opened = open_clusters(rows[..., :head_dim].flatten(2, 3), chosen.flatten(2, 3), clusters)
+    log_sums = opened.log_sums.unflatten(2, rows.shape[2:4])
+    top = torch.maximum(torch.maximum(near_sum, closed_sum), log_sums.amax(dim=-1, keepdim=True)).detach()
+    near_weight, weight, weights = ((x - top).exp() for x in (near_sum, closed_sum, log_sums))
+    merged = near_weight * near[..., :value_dim] + weight * closed[..., :value_dim]
+    merged = merged + opened.sum(weights.flatten(2, 3)).unflatten(2, rows.shape[2:4])
+    return in_order(merged / (near_weight + weight + weights.sum(dim=-1, keepdim=True)), q, layout)
 
 
-def _group(rows: Tensor, clusters: int) -> int:
-    """Number of blocks per step, from the size of the scores and summaries of one block."""
-    near = 3 * rows.shape[3]
-    numbers = rows.shape[0] * rows.shape[1] * (clusters + near) * (rows.shape[3] + 3 * rows.shape[4])
-    return max(1, _STEP // numbers) if tuned_for_cpu(rows) else held(numbers)
-
-
-def _choose(
-    slices: Slices,
-    visible: Tensor | None,
-    summaries: Summaries,
-    read: Tensor,
-    probes: int,
-    limits: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Softmax over near keys and closed clusters, its log-sum-exps, and the clusters that are opened.
-
-    Args:
-        limits: Number of clusters that each row opens, [kv_heads 1 rows 1]; None: `probes`.
-    """
-    rows, far = slices.rows, summaries.of(read)
-    mean = rows @ far.k.mT
-    variance = rows[..., : far.variance.shape[4]].square() @ far.variance.mT
-    with torch.no_grad():
-        bound = torch.add(mean, variance.sqrt(), alpha=_DEVIATIONS)
-        best, columns = bound.topk(min(probes, bound.shape[4]), dim=-1, sorted=limits is not None)
-        closed = best < MASKED / 2
-        if limits is not None:
-            closed |= torch.arange(closed.shape[4], device=closed.device) >= limits
-        chosen = read[:, None].expand(*bound.shape).gather(4, columns)
-        chosen = chosen.masked_fill(closed, summaries.k.shape[2] - 1)
-    if limits is None:
-        mean = mean.scatter(4, columns, MASKED)
-    else:
-        mean = mean.scatter(4, columns, mean.gather(4, columns).masked_fill(~closed, MASKED))
-    # 1 + a + a²/2 for half the variance a: the mass to second order, for the spread of the scores.
-    mass = torch.add(1, variance, alpha=0.5).square() / 2 + 0.5
-    # An opened cluster is no reference of the exponents, since the other weights could all vanish.
-    return *_softmax(slices, visible, mean, mass, far.v), chosen
-
-
-def _softmax(
-    slices: Slices,
-    visible: Tensor | None,
-    mean: Tensor | None = None,
-    mass: Tensor | None = None,
-    values: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Softmax over near keys, and clusters of some mean scores and masses, and its log-sum-exps [… 1]."""
+def _softmax(slices: Slices, visible: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Softmax over near keys, and its log-sum-exps [… 1]."""
     k, v = slices.near()
-    near = slices.rows @ k.mT
     if visible is not None:
         visible = F.pad(visible, (0, k.shape[3] - visible.shape[1]), value=True)
-        near = near.masked_fill(~visible.repeat(near.shape[3] // len(visible), 1), MASKED)
+        visible = visible.repeat(slices.rows.shape[3] // len(visible), 1)
+    if fusible(slices.rows, k, v):
+        bias = None
+        if visible is not None:
+            bias = torch.zeros_like(visible, dtype=k.dtype).masked_fill(~visible, MASKED)
+        q, k, v = (x.flatten(0, 1) for x in (slices.rows, k, v))
+        out, log_sum = cpu_flash.attend(q, k, v, bias, 1.0)
+        return out.view(*slices.rows.shape), log_sum.view(*slices.rows.shape[:4], 1)
+    near = slices.rows @ k.mT
+    if visible is not None:
+        near = near.masked_fill(~visible, MASKED)
     top = near.detach().amax(dim=4, keepdim=True)
-    if mean is None or mass is None or values is None:
-        weights = (near - top).exp()
-        total = weights.sum(dim=4, keepdim=True)
-        return weights @ v / total, top + total.log()
-    top = torch.maximum(top, mean.detach().amax(dim=4, keepdim=True))
-    weights, far = (near - top).exp(), (mean - top).exp() * mass
-    total = weights.sum(dim=4, keepdim=True) + far.sum(dim=4, keepdim=True)
-    return (weights @ v + far @ values) / total, top + total.log()
+    weights = (near - top).exp()
+    total = weights.sum(dim=4, keepdim=True)
+    return weights @ v / total, top + total.log()
