@@ -136,10 +136,10 @@ def test_launches_are_bounded_without_synchronisation_and_grow_with_doublings_al
         return [count.launches for count in both]
 
     short, long, longest = (found(tokens) for tokens in (512, 1024, 2048))
-    assert short[0] <= 410 and short[1] <= 540
+    assert short[0] <= 420 and short[1] <= 560
     # A causal sequence has a stage for each size of cluster, which doubles; a full one has one size.
     for one, other in ((short, long), (long, longest)):
-        assert other[0] - one[0] <= (460 if causal else 0) and other[1] - one[1] <= (600 if causal else 0)
+        assert other[0] - one[0] <= (460 if causal else 0) and other[1] - one[1] <= (620 if causal else 0)
 
 
 # Torch's compiler stumbles over checked shapes.

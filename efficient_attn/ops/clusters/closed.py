@@ -26,15 +26,15 @@ _TOGETHER = 4
 
 
 class Step(NamedTuple):
-    """Blocks `begin` … `end` − 1, in groups of equally many blocks that share products.
+    """Blocks in groups of equally many that share products.
 
     Attributes:
+        blocks: Number of blocks.
         read: Clusters of each group, [groups clusters].
         hidden: Clusters that a block does not read, bool [groups clusters blocks 1]; None: it reads all.
     """
 
-    begin: int
-    end: int
+    blocks: int
     read: Tensor
     hidden: Tensor | None
 
@@ -54,9 +54,7 @@ def steps(read: list[list[int]], first: int, rows: Tensor, none: int) -> Iterato
         # Summaries are gathered for each block, so that all blocks of a step are one batched product.
         numbers = rows.shape[0] * rows.shape[1] * most * (rows.shape[3] + 3 * rows.shape[4])
         table = torch.tensor([one + [none] * (most - len(one)) for one in read], device=rows.device)
-        for number, part in enumerate(table.split(held(numbers))):
-            begin = number * held(numbers)
-            yield Step(begin, begin + len(part), part, None)
+        yield from (Step(len(part), part, None) for part in table.split(held(numbers)))
         return
     share = 1 << (max(_STEP // numbers, 1)).bit_length() - 1
     # The past of block 1 + m · share … (m + 1) · share has the same runs, but for the shortest.
@@ -68,7 +66,7 @@ def steps(read: list[list[int]], first: int, rows: Tensor, none: int) -> Iterato
         if any(len(one) < len(union) for one in sets):
             unread = [[[one not in some] for some in sets] for one in union]
             hidden = torch.tensor([unread], device=rows.device)
-        yield Step(begin, end, torch.tensor([union or [none]], device=rows.device), hidden)
+        yield Step(end - begin, torch.tensor([union or [none]], device=rows.device), hidden)
 
 
 def read_closed(

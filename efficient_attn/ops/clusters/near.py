@@ -90,13 +90,8 @@ class Slices(NamedTuple):
     k: tuple[Tensor, ...]
     v: tuple[Tensor, ...]
 
-    def part(self, begin: int, end: int) -> "Slices":
-        """The blocks from `begin` up to `end`."""
-        rows, *parts = (x[:, :, begin:end] for x in (self.rows, *self.k, *self.v))
-        return Slices(rows, tuple(parts[: len(self.k)]), tuple(parts[len(self.k) :]))
-
-    def split(self, group: int) -> "Iterator[Slices]":
-        """The same for `group` blocks at a time."""
+    def split(self, group: int | list[int]) -> "Iterator[Slices]":
+        """The same for `group` blocks at a time, or for these numbers of blocks."""
         rows, *parts = (x.split(group, dim=2) for x in (self.rows, *self.k, *self.v))
         for some, *near in zip(rows, *parts, strict=True):
             yield Slices(some, tuple(near[: len(self.k)]), tuple(near[len(self.k) :]))

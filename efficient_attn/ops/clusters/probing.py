@@ -17,10 +17,10 @@ from efficient_attn.ops.clusters.attention import by_heads, from_first_real, tur
 from efficient_attn.ops.clusters.closed import read_closed, steps
 from efficient_attn.ops.clusters.far import clusters_of, summarise
 from efficient_attn.ops.clusters.near import MASKED, Slices, in_order, near_slices
-from efficient_attn.ops.clusters.opened import fusible, open_clusters
+from efficient_attn.ops.clusters.opened import open_clusters
 from efficient_attn.ops.clusters.runs import Stage, causal_stages, full_stages, places, reach
 from efficient_attn.ops.dtypes import upcast, zero_masked
-from efficient_attn.ops.softmax import cpu_flash
+from efficient_attn.ops.softmax.partial import partial_softmax
 from efficient_attn.shapes import KeyMask, Keys, Output, Queries, Values
 
 
@@ -138,44 +138,36 @@ def _read(task: _Task, q: Tensor, stage: Stage) -> Tensor:
         return in_order(out[..., :value_dim], q, layout)
     clusters = clusters_of(task.k, task.v, task.counted, runs, size)
     rows, summaries = slices.rows, summarise(clusters, slices.rows.shape[4])
-    none, found = clusters.k.shape[2], []
+    none = clusters.k.shape[2]
     # The rows of the heads of a group follow one another.
     limits = None if task.limits is None else task.limits.repeat_interleave(size, dim=1)
-    for step in steps(read, stage.begin // size, rows, none):
-        some = slices.part(step.begin, step.end)
-        found.append(
-            (*_softmax(some, visible), *read_closed(some.rows, summaries, step, task.probes, limits))
-        )
+    plan = list(steps(read, stage.begin // size, rows, none))
+    found = [
+        (*_softmax(some, visible), *read_closed(some.rows, summaries, step, task.probes, limits))
+        for some, step in zip(slices.split([step.blocks for step in plan]), plan, strict=True)
+    ]
     *parts, choices = zip(*found, strict=True)
     near, near_sum, closed, closed_sum = (torch.cat(x, dim=2) for x in parts)
     most = max(x.shape[4] for x in choices)
     chosen = torch.cat([F.pad(x, (0, most - x.shape[4]), value=none) for x in choices], dim=2)
-    opened = open_clusters(rows[..., :head_dim].flatten(2, 3), chosen.flatten(2, 3), clusters)
-    log_sums = opened.log_sums.unflatten(2, rows.shape[2:4])
-    top = torch.maximum(torch.maximum(near_sum, closed_sum), log_sums.amax(dim=-1, keepdim=True)).detach()
-    near_weight, weight, weights = ((x - top).exp() for x in (near_sum, closed_sum, log_sums))
-    merged = near_weight * near[..., :value_dim] + weight * closed[..., :value_dim]
-    merged = merged + opened.sum(weights.flatten(2, 3)).unflatten(2, rows.shape[2:4])
-    return in_order(merged / (near_weight + weight + weights.sum(dim=-1, keepdim=True)), q, layout)
+    opened, opened_sum = (
+        x.unflatten(2, rows.shape[2:4])
+        for x in open_clusters(rows[..., :head_dim].flatten(2, 3), chosen.flatten(2, 3), clusters)
+    )
+    top = torch.maximum(torch.maximum(near_sum, closed_sum), opened_sum).detach()
+    outs = (near[..., :value_dim], closed[..., :value_dim], opened)
+    weights = [(x - top).exp() for x in (near_sum, closed_sum, opened_sum)]
+    merged = sum(weight * out for weight, out in zip(weights, outs, strict=True)) / sum(weights)
+    return in_order(merged, q, layout)
 
 
 def _softmax(slices: Slices, visible: Tensor | None) -> tuple[Tensor, Tensor]:
     """Softmax over near keys, and its log-sum-exps [… 1]."""
-    k, v = slices.near()
+    (k, v), bias = slices.near(), None
     if visible is not None:
         visible = F.pad(visible, (0, k.shape[3] - visible.shape[1]), value=True)
         visible = visible.repeat(slices.rows.shape[3] // len(visible), 1)
-    if fusible(slices.rows, k, v):
-        bias = None
-        if visible is not None:
-            bias = torch.zeros_like(visible, dtype=k.dtype).masked_fill(~visible, MASKED)
-        q, k, v = (x.flatten(0, 1) for x in (slices.rows, k, v))
-        out, log_sum = cpu_flash.attend(q, k, v, bias, 1.0)
-        return out.view(*slices.rows.shape), log_sum.view(*slices.rows.shape[:4], 1)
-    near = slices.rows @ k.mT
-    if visible is not None:
-        near = near.masked_fill(~visible, MASKED)
-    top = near.detach().amax(dim=4, keepdim=True)
-    weights = (near - top).exp()
-    total = weights.sum(dim=4, keepdim=True)
-    return weights @ v / total, top + total.log()
+        bias = torch.zeros_like(visible, dtype=k.dtype).masked_fill(~visible, MASKED)
+    q, k, v = (x.flatten(0, 1) for x in (slices.rows, k, v))
+    out, log_sum = partial_softmax(q, k, v, bias)
+    return out.view(*slices.rows.shape), log_sum.view(*slices.rows.shape[:4], 1)
