@@ -1,7 +1,7 @@
 """Registry of backends: names, capabilities, options and builders."""
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,6 +72,8 @@ class BackendSpec:
         operations: Function of (problem, options, tokens, value_dim) that returns the operation counts of one
             head's forward pass, or None where a calibration decides; None: unknown.
         paper: Address of the paper.
+        also: Settings of further variants, which comparisons measure beside the default unless backends are
+            named.
         outside: Whether it wraps a function without a table of capabilities: undeclared ones are unknown.
     """
 
@@ -83,6 +85,7 @@ class BackendSpec:
     size_option: str | None = None
     operations: Callable[[Any, Any, int, int], OperationCounts | None] | None = None
     paper: str | None = None
+    also: tuple[Mapping[str, Any], ...] = ()
     outside: bool = False
 
     def flops(self, problem: Any, options: Any, tokens: int) -> int | None:
@@ -114,6 +117,7 @@ def register(
     size_option: str | None = None,
     paper: str | None = None,
     operations: Callable[[Any, Any, int, int], OperationCounts | None] | None = None,
+    also: tuple[Mapping[str, Any], ...] = (),
     work: Callable[[Any, Any, int, int], OperationCounts | None] | None = None,
 ) -> Callable[[Callable], Callable]:
     """Register the decorated builder under `name`.
@@ -140,6 +144,7 @@ def register(
             capabilities=capabilities,
             builder=builder,
             operations=operations,
+            also=also,
         )
         return builder
 

@@ -504,6 +504,7 @@ ERROR_S = {
     "exact": 0.3,
     "mean of V": 0.001,
     "window-clusters": 0.12,
+    "window-clusters(probes=8)": 0.2,
     "window": 0.06,
     "performer-hyperbolic": 0.9,
     "performer-trig": 1.3,

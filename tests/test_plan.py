@@ -101,6 +101,17 @@ def test_options_that_were_added_leave_the_cases_of_former_records_as_they_are()
     assert relative.options == {"window": 257, "max_distance": 4}
 
 
+def test_further_variants_are_selected_where_no_backend_is_named_and_no_option_of_theirs_is_set():
+    def labels(*args, **given):
+        return [one.label for one in select(*args, **given) if one.backend == "window-clusters"]
+
+    assert labels(None) == ["window-clusters"]
+    assert labels(None, also=True) == ["window-clusters", "window-clusters(probes=8)"]
+    assert labels(["window-clusters"], also=True) == ["window-clusters"]
+    assert labels(None, {"window-clusters": {"probes": [4]}}, also=True) == ["window-clusters(probes=4)"]
+    assert labels(None, also=True, exclude=["window-clusters"]) == []
+
+
 def test_by_default_all_that_approximate_softmax_are_selected_and_other_kernels_when_they_are_named():
     near = [name for name in list_backends() if spec(name).capabilities.approximates_softmax]
     assert [variant.label for variant in select(None)] == near and set(near) < set(list_backends())

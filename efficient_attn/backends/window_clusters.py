@@ -219,6 +219,7 @@ def operations(
     size_option="clusters",
     capabilities=Capabilities(causal=True, cross=False),
     operations=operations,
+    also=({"probes": 8},),
 )
 def build(problem: AttentionProblem, options: WindowClustersOptions) -> nn.Module:
     if options.target_error is not None:

@@ -86,6 +86,7 @@ def select(
     *,
     rehearse: bool = True,
     exclude: Sequence[str] | None = None,
+    also: bool = False,
 ) -> tuple[Variant, ...]:
     """The variants of the named backends, one per combination of the set options.
 
@@ -95,6 +96,7 @@ def select(
     Args:
         rehearse: Whether to make a trial call there too, for studies that call backends in this process.
         exclude: Names to leave out.
+        also: Whether None selects the further variants of the backends too, unless options of theirs are set.
     """
     targets = _near_softmax() if backends is None else list(backends)
     every = [(target if isinstance(target, str) else _name(target), target) for target in targets]
@@ -114,10 +116,19 @@ def select(
     prove([target for _, target in named if isinstance(target, str)], rehearse=rehearse)
     found: dict[str, Variant] = {}
     for name, target in named:
-        for variant in _variants(name, target, (settings or {}).get(name, {})):
+        for variant in _chosen(name, target, (settings or {}).get(name, {}), also and backends is None):
             if found.setdefault(variant.label, variant) is not variant:
                 raise OptionError(f"Two of the backends are called {variant.label!r}; name each once.")
     return tuple(found.values())
+
+
+def _chosen(name: str, target: Any, settings: Mapping[str, Sequence[Any]], also: bool) -> Iterator[Variant]:
+    from efficient_attn.backends import resolve
+
+    yield from _variants(name, target, settings)
+    if also and not settings:
+        for further in resolve(target).also:
+            yield from _variants(name, target, {option: [value] for option, value in further.items()})
 
 
 def _near_softmax() -> list[str]:

@@ -105,7 +105,8 @@ def plan(
             raise OptionError(f"{option} is a number from 0 to {most:g}, not {value!r}.")
     lengths = parse_sizes(seq_lens, name="seq_lens")
     workload = settle(Workload(causal=causal, dtype=dtype, device=device, threads=threads, seed=seed))
-    variants = _variants(select(backends, options, exclude=exclude), model, ordered=backends is None)
+    chosen = select(backends, options, exclude=exclude, also=True)
+    variants = _variants(chosen, model, ordered=backends is None)
     # Help texts are shown without numpy.
     from efficient_attn.studies.advise.findings import Findings
 
@@ -155,12 +156,12 @@ def plan(
             origin = {**opened.about, "texts": hashes}
         first = pairs[0][0]
         device = first.shared["device"]
-        quantity, chosen = first.loss, candidates(variants, first)
+        quantity, fitted = first.loss, candidates(variants, first, options)
         _check_effect(given, ["min_cosine" if quantity == KL else "max_kl"], model)
         target = max_kl if quantity == KL else 1 - min_cosine
         about = {MODEL: origin, LIMIT: {"quantity": quantity, "limit": target}}
         notes = [*first.notes, *left_out]
-        points = model_points(pairs, chosen, findings, quantity=quantity, limit=target, rounds=rounds)
+        points = model_points(pairs, fitted, findings, quantity=quantity, limit=target, rounds=rounds)
     return Plan(
         points=points,
         device=device,

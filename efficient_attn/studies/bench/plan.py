@@ -138,7 +138,7 @@ def _variants(
 ) -> tuple[tuple[Variant, ...], Variant | None]:
     """Fused exact attention and the chosen backends; or these and the version that they are compared with."""
     # Calls are made where their time is limited, and their failures are records.
-    chosen = select(backends, options, rehearse=False, exclude=exclude)
+    chosen = select(backends, options, rehearse=False, exclude=exclude, also=True)
     if against is None:
         exact = () if any(one.backend == YARDSTICK for one in chosen) else select([YARDSTICK])
         return (*exact, *chosen), None

@@ -87,7 +87,7 @@ def plan(
             seed=seed,
         )
     )
-    chosen = select(backends, options, exclude=exclude)
+    chosen = select(backends, options, exclude=exclude, also=True)
     if all(variant.backend != YARDSTICK for variant in chosen):
         chosen = (*select([YARDSTICK]), *chosen)
     given, remarks = sources(inputs, model, text, default=_INPUTS, max_tokens=seq_len)

@@ -90,7 +90,7 @@ def plan(
     positive_count("draws", draws)
     positive_count("rounds", rounds)
     workload = settle(Workload(dtype=dtype, device=device, threads=threads, seed=seed))
-    chosen = select(backends, options, exclude=exclude)
+    chosen = select(backends, options, exclude=exclude, also=True)
     chosen = tuple(sorted(chosen, key=promising)) if backends is None else chosen
 
     from efficient_attn.integrations.called import called_model, is_called, refuse_beside
@@ -109,7 +109,7 @@ def plan(
 
         named = named_texts(texts)
         subject = TextSubject.of(load(model, tokenizer, name, workload), named, workload, seq_len=seq_len)
-    variants = candidates(chosen, subject)
+    variants = candidates(chosen, subject, options)
     return Plan(
         points=_points(subject, variants, draws=draws, rounds=rounds, by_layer=bool(by_layer)),
         device=subject.shared["device"],

@@ -4,8 +4,8 @@ A subject names its layers, replaces the attention in all of them or in one, run
 computes the distances of its outputs from its `exact` ones, which its own attention gave.
 """
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, TypeAlias
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from efficient_attn.contained import trial
 from efficient_attn.runner.calls import MEAN
@@ -20,8 +20,10 @@ if TYPE_CHECKING:
 Subject: TypeAlias = "TextSubject | CallSubject"
 
 
-def candidates(chosen: Sequence[Variant], subject: Subject) -> tuple[Variant, ...]:
-    """Exact attention, the uniform-attention baseline, then the other variants, each built once.
+def candidates(
+    chosen: Sequence[Variant], subject: Subject, settings: Mapping[str, Any] | None
+) -> tuple[Variant, ...]:
+    """Exact attention, the uniform-attention baseline, then the other variants, built once if set.
 
     Raises:
         OptionError: If a set value never works.
@@ -29,7 +31,7 @@ def candidates(chosen: Sequence[Variant], subject: Subject) -> tuple[Variant, ..
     exact = [variant for variant in chosen if variant.backend == YARDSTICK] or select([YARDSTICK])
     others = [subject.fitted(variant) for variant in chosen if variant.backend != YARDSTICK]
     for one in others:
-        if one.label != one.backend:
+        if one.backend in (settings or {}):
             with trial():
                 subject.build(one)
     mean = Variant(backend=MEAN_OF_VALUES, label=MEAN_OF_VALUES, target=MEAN)
