@@ -144,7 +144,8 @@ def test_the_most_promising_candidates_are_measured_first_and_the_predicted_dura
     now, left = 0.0, []
     plan = find("swap").plan(decoder, texts=texts(), seq_len=TOKENS, by_layer=True)
     labels = list(dict.fromkeys(point.case.label for point in plan.points))
-    assert labels[:5] == [OWN, "exact", MEAN_OF_VALUES, "window-clusters", "window"]
+    opened = "window-clusters(probes=8)"
+    assert labels[:6] == [OWN, "exact", MEAN_OF_VALUES, "window-clusters", opened, "window"]
 
     def lasting(point):
         def measure(seconds=0.0):
