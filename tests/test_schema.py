@@ -174,8 +174,8 @@ def test_every_schema_that_was_released_has_a_fixture_and_a_way_into_this_one():
 @pytest.mark.parametrize("folder", sorted(FIXTURES.glob("schema-*")), ids=lambda folder: folder.name)
 def test_files_of_every_released_schema_are_read_tabled_told_and_compared(folder):
     results = ea.read(folder)
-    # Predictions came after the last release.
-    assert {record.case.kind for record in results.records} == set(KINDS) - {"prediction"}
+    # Predictions and adaptations came after the last release.
+    assert {record.case.kind for record in results.records} == set(KINDS) - {"prediction", "adapt"}
     assert {record.status for record in results.records} == set(STATUSES)
     assert (
         len(results.to_pandas()) == len(results) == len((folder / "records.jsonl").read_text().splitlines())

@@ -61,8 +61,13 @@ def save(model: nn.Module, folder: str | Path) -> None:
         for name in (_PLAN, _TENSORS):
             (path / name).unlink(missing_ok=True)
     else:
-        save_file(_tensors_of(inner), path / _TENSORS)
-        (path / _PLAN).write_text(json.dumps(plan), encoding="utf-8")
+        save_backends(inner, path)
+
+
+def save_backends(model: PreTrainedModel, folder: Path) -> None:
+    """Save the attached backends without their model: two files that `load(folder, into=model)` reads."""
+    save_file(_tensors_of(model), folder / _TENSORS)
+    (folder / _PLAN).write_text(json.dumps(getattr(model.config, SUBMODULE)), encoding="utf-8")
 
 
 def _tensors_of(model: PreTrainedModel) -> dict[str, Tensor]:

@@ -37,11 +37,13 @@ def save_checkpoint(folder: Path, trainer: Trainer) -> None:
     write_tensors(path, trainer.tensors(), about)
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> None:
+def write_tensors(
+    path: Path, tensors: Mapping[str, Tensor], about: Mapping[str, Any], *, kind: str = _FORMAT
+) -> None:
     """Write tensors, with a description as JSON and a checksum in the file's metadata."""
     whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     text = json.dumps(about, allow_nan=False, ensure_ascii=False)
-    metadata = {"format": _FORMAT, "about": text, "sha256": _checksum(whole, text)}
+    metadata = {"format": kind, "about": text, "sha256": checksum(whole, text)}
     write(path, save(whole, metadata=metadata))
 
 
@@ -69,7 +71,7 @@ def load_checkpoint(folder: Path, trainer: Trainer) -> None:
     _check_like(path, described, trainer.tensors())
     progress = _progress(path, known.get("progress"), every=trainer.config.every)
     tensors = load_tensors(path, described)
-    if metadata.get("sha256") != _checksum(tensors, metadata["about"]):
+    if metadata.get("sha256") != checksum(tensors, metadata["about"]):
         raise DataError(
             f"{path} is damaged: its contents do not match its checksum. Restore the file from a copy, or "
             "delete it and train this model again."
@@ -103,7 +105,7 @@ def _progress(path: Path, value: Any, *, every: int) -> Progress:
     return progress
 
 
-def _checksum(tensors: Mapping[str, Tensor], about: str) -> str:
+def checksum(tensors: Mapping[str, Tensor], about: str) -> str:
     """SHA-256 of the description and of names, dtypes, shapes and bytes of all tensors."""
     digest = hashlib.sha256(about.encode())
     for name in sorted(tensors):

@@ -1,0 +1,65 @@
+"""Records of an adaptation: its cost, and fidelity of the whole model and of each layer."""
+
+from statistics import fmean
+
+from efficient_attn.integrations.transformers.attachment import installed
+from efficient_attn.measure.checked import outputs_checked
+from efficient_attn.runner.counting import attention_flops
+from efficient_attn.runner.record import Case, Record, replace
+from efficient_attn.runner.variants import Variant
+from efficient_attn.runner.worker import answer
+from efficient_attn.studies.adapt.training import Adaptations, parameters_of
+from efficient_attn.studies.swap import measure as swapping
+
+
+def training(case: Case, adaptations: Adaptations, variant: Variant) -> Record:
+    """Cost of the adaptation of all layers."""
+
+    def measured() -> Record:
+        made = adaptations.adapted(variant)
+        return Record(
+            case=case,
+            adapt_s=made.seconds_s,
+            adapt_steps=made.steps,
+            adapt_loss=made.loss,
+            adapted_parameters=parameters_of(made.backends),
+            flops=attention_flops(case, variant.target),
+        )
+
+    return answer(case, measured)
+
+
+def whole(case: Case, adaptations: Adaptations, variant: Variant, *, adapted: bool) -> Record:
+    """Distances of the model's outputs on held-out windows, with all layers replaced."""
+    subject = adaptations.subject
+    if not adapted:
+        return swapping.distance(case, variant, subject, draws=1)
+
+    def measured() -> Record:
+        # The exact outputs are computed before the attention is replaced.
+        texts, backends = range(len(subject.exact)), adaptations.adapted(variant).backends
+        with installed(subject.model, subject.sites.every, backends), outputs_checked(subject.model):
+            found = [subject.distances(number) for number in texts]
+        record = Record(case=case, texts=len(texts), flops=attention_flops(case, variant.target))
+        return replace(record, **swapping.means(found))
+
+    return answer(case, measured)
+
+
+def layer(case: Case, adaptations: Adaptations, variant: Variant, *, adapted: bool) -> Record:
+    """Fidelity of one layer on the exact queries, keys and values of held-out windows."""
+
+    def measured() -> Record:
+        assert case.layer is not None, "every case is of one layer"
+        found = [one[case.layer] for one in adaptations.fidelity(variant, adapted=adapted)]
+        errors, distances = (tuple(values) for values in zip(*found, strict=True))
+        return Record(
+            case=case,
+            texts=len(found),
+            output_relative_error=fmean(errors),
+            output_relative_error_draws=errors,
+            output_distance=fmean(distances),
+            output_distance_draws=distances,
+        )
+
+    return answer(case, measured)
