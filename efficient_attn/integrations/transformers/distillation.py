@@ -6,7 +6,7 @@ depends on the errors of another, and no activations are stored.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
@@ -14,22 +14,12 @@ import torch
 from torch import Tensor
 
 from efficient_attn.backend import Backend
-from efficient_attn.errors import DataError
 from efficient_attn.integrations.transformers.attachment import installed
 from efficient_attn.integrations.transformers.attention_sites import AttentionSite
+from efficient_attn.integrations.transformers.students import AttentionCall, Student
 from efficient_attn.integrations.transformers.swapping import AttentionSites, build_for, forward
 from efficient_attn.measure.outputs import cosine_distance, relative_error
-from efficient_attn.ops.dtypes import upcast, upcast_dtype
-
-
-class AttentionCall(NamedTuple):
-    """Inputs and output of one attention of the teacher, as in `Backend.forward`."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    key_mask: Tensor | None
-    out: Tensor
+from efficient_attn.ops.dtypes import upcast_dtype
 
 
 class Fidelity(NamedTuple):
@@ -40,89 +30,87 @@ class Fidelity(NamedTuple):
 
 
 class Distillation:
-    """Training of the students of all layers.
+    """Training of the students of all layers, at the learning rate that suits each.
+
+    A share of the windows validates: at the beginning, ten times on the way and at the end. A layer trains at
+    all rates at once for the first tenth of the steps and goes on with the best; its backend gets the best
+    state of all validations, the one before the training included.
 
     Attributes:
         step: Number of steps so far.
-        losses: Loss of the last step, by path of the layer: ‖student − teacher‖² / ‖teacher‖².
+        students: Student of each layer with parameters, by path of its attention.
     """
 
     def __init__(
         self,
         model: Any,
         sites: AttentionSites,
-        students: Mapping[str, Backend],
+        backends: Mapping[str, Backend],
+        validation: Sequence[Tensor],
         *,
         steps: int,
-        learning_rate: float,
+        rates: Sequence[float],
     ) -> None:
-        self._model, self._sites = model, sites
-        self._steps, self._learning_rate = steps, learning_rate
+        self._model, self._sites, self._validation = model, sites, validation
+        self._steps, self._every = steps, max(1, steps // 10)
         wide = upcast_dtype(model.dtype)
-        self._students = {
-            site.path: students[site.path].to(device=model.device, dtype=wide)
+        self.students = {
+            site.path: Student(site.path, backends[site.path].to(device=model.device, dtype=wide), rates)
             for site in sites.swapped
-            if any(True for _ in students[site.path].parameters())
+            if any(True for _ in backends[site.path].parameters())
         }
-        self._optimisers = {
-            path: torch.optim.Adam(student.parameters(), lr=learning_rate)
-            for path, student in self._students.items()
-        }
-        self.step, self.losses = 0, dict[str, float]()
+        self.step = 0
 
     def advance(self, ids: Tensor) -> None:
         """One step of every layer on token ids [batch tokens].
 
         Raises:
-            DataError: If a loss is not finite.
+            DataError: If the losses of a layer are not finite.
         """
-        with calls_of_teacher(self._model, self._sites, self._learn):
-            forward(self._model.base_model, ids)
+        if self.step == 0:
+            self._validate()
+        # Cosine decay to zero: the share of a step follows from its number alone.
+        share = (1 + math.cos(math.pi * self.step / self._steps)) / 2
+        self._teach(ids, lambda student, call: student.learn(call, share))
         self.step += 1
+        if self.step % self._every == 0 or self.step == self._steps:
+            self._validate()
+
+    @property
+    def progress(self) -> dict[str, Any]:
+        """Step, and loss and rate of the best state of each layer."""
+        found = {path: [student.loss, student.rate] for path, student in self.students.items()}
+        return {"step": self.step, "best": found}
 
     def tensors(self) -> dict[str, Tensor]:
-        """Parameters and moments, from which training continues."""
-        found: dict[str, Tensor] = {}
-        for path, student in self._students.items():
-            found |= {f"{path}:{name}": tensor for name, tensor in student.state_dict().items()}
-            for number, moments in self._optimisers[path].state_dict()["state"].items():
-                found |= {f"{path}:adam.{number}.{name}": tensor for name, tensor in moments.items()}
-        return found
+        """Parameters and moments, from which training continues with `progress`."""
+        return {
+            f"{path}:{name}": tensor
+            for path, student in self.students.items()
+            for name, tensor in student.tensors().items()
+        }
 
-    def restore(self, tensors: Mapping[str, Tensor], step: int) -> None:
-        """Continue from the tensors of an earlier training."""
-        self.step = step
-        for path, student in self._students.items():
-            own = {
-                name.removeprefix(f"{path}:"): x for name, x in tensors.items() if name.startswith(f"{path}:")
-            }
-            optimiser, moments = self._optimisers[path], dict[int, dict[str, Tensor]]()
-            for name in [name for name in own if name.startswith("adam.")]:
-                _, number, moment = name.split(".")
-                moments.setdefault(int(number), {})[moment] = own.pop(name)
-            student.load_state_dict(own)
-            optimiser.load_state_dict({**optimiser.state_dict(), "state": moments})
+    def restore(self, tensors: Mapping[str, Tensor], progress: Mapping[str, Any]) -> None:
+        """Continue from the tensors and the progress of an earlier training."""
+        self.step = progress["step"]
+        for path, student in self.students.items():
+            begin = f"{path}:"
+            own = {name.removeprefix(begin): x for name, x in tensors.items() if name.startswith(begin)}
+            student.restore(own, *progress["best"][path])
 
-    def _learn(self, site: AttentionSite, call: AttentionCall) -> None:
-        if (student := self._students.get(site.path)) is None:
-            return
-        optimiser = self._optimisers[site.path]
-        # Cosine decay to zero: the rate of a step follows from its number alone.
-        rate = self._learning_rate * (1 + math.cos(math.pi * self.step / self._steps)) / 2
-        for group in optimiser.param_groups:
-            group["lr"] = rate
-        q, k, v, out = (upcast(x.detach()) for x in (call.q, call.k, call.v, call.out))
-        with torch.enable_grad():
-            given = student(q, k, v, key_mask=call.key_mask)
-            loss = (given - out).square().sum() / out.square().sum()
-            optimiser.zero_grad()
-            loss.backward()
-        optimiser.step()
-        self.losses[site.path] = float(loss.detach())
-        if not math.isfinite(self.losses[site.path]):
-            raise DataError(
-                f"The loss of {site.path} is not finite at step {self.step}; lower the learning rate."
-            )
+    def _validate(self) -> None:
+        for ids in self._validation:
+            self._teach(ids, Student.validate)
+        for student in self.students.values():
+            student.keep_best(choose=self.step == self._every)
+
+    def _teach(self, ids: Tensor, receive: Callable[[Student, AttentionCall], None]) -> None:
+        def of_site(site: AttentionSite, call: AttentionCall) -> None:
+            if student := self.students.get(site.path):
+                receive(student, call)
+
+        with calls_of_teacher(self._model, self._sites, of_site):
+            forward(self._model.base_model, ids)
 
 
 @contextmanager

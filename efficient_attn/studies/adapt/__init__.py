@@ -22,7 +22,13 @@ STUDY = Study(
         ),
         setting("adapted_parameters", "", "Number of adapted parameters of all layers together."),
         setting("adapt_steps", "", "Number of training steps; 0: calibration alone."),
-        error("adapt_loss", "squared", "Squared relative error of the last step, mean over layers."),
+        setting(
+            "adapt_learning_rate",
+            "",
+            "Learning rate of an adapted layer; none: the state before the training was the best.",
+            type="number",
+        ),
+        error("adapt_loss", "squared", "Squared relative error on validation windows, mean over layers."),
         QUANTITIES["flops"],
     ),
 )

@@ -1,7 +1,9 @@
 """Records of an adaptation: its cost, and fidelity of the whole model and of each layer."""
 
+from collections.abc import Mapping
 from statistics import fmean
 
+from efficient_attn.backend import Backend
 from efficient_attn.integrations.transformers.attachment import installed
 from efficient_attn.measure.checked import outputs_checked
 from efficient_attn.runner.counting import attention_flops
@@ -23,7 +25,8 @@ def training(case: Case, adaptations: Adaptations, variant: Variant) -> Record:
             adapt_steps=made.steps,
             adapt_loss=made.loss,
             adapted_parameters=parameters_of(made.backends),
-            flops=attention_flops(case, variant.target),
+            calibrated_on=None if made.steps else adaptations.calibrated_on,
+            flops=_flops(case, adaptations, made.backends),
         )
 
     return answer(case, measured)
@@ -40,7 +43,7 @@ def whole(case: Case, adaptations: Adaptations, variant: Variant, *, adapted: bo
         texts, backends = range(len(subject.exact)), adaptations.adapted(variant).backends
         with installed(subject.model, subject.sites.every, backends), outputs_checked(subject.model):
             found = [subject.distances(number) for number in texts]
-        record = Record(case=case, texts=len(texts), flops=attention_flops(case, variant.target))
+        record = Record(case=case, texts=len(texts), flops=_flops(case, adaptations, backends))
         return replace(record, **swapping.means(found))
 
     return answer(case, measured)
@@ -60,6 +63,14 @@ def layer(case: Case, adaptations: Adaptations, variant: Variant, *, adapted: bo
             output_relative_error_draws=errors,
             output_distance=fmean(distances),
             output_distance_draws=distances,
+            adapt_learning_rate=adaptations.adapted(variant).rates.get(case.layer) if adapted else None,
         )
 
     return answer(case, measured)
+
+
+def _flops(case: Case, adaptations: Adaptations, backends: Mapping[str, Backend]) -> int | None:
+    """Operations of one layer's attention, mean over layers: calibrations differ."""
+    found = [attention_flops(case, backends[site.path].counted) for site in adaptations.subject.sites.swapped]
+    known = [one for one in found if one is not None]
+    return round(fmean(known)) if len(known) == len(found) else None

@@ -28,6 +28,15 @@ ADAPTATION = "adaptation"
 # Last words of the label of an adapted variant.
 ADAPTED = " · adapted"
 
+_Rate = Annotated[
+    float | None,
+    replace(
+        get_args(shared.LearningRate)[1],
+        help="Peak learning rate of all layers; if omitted, each layer gets the one of six rates from "
+        "0.0003 to 0.1 that is best on validation windows after a tenth of the steps.",
+    ),
+]
+
 _BACKENDS = replace(
     get_args(shared.Backends)[1],
     help="Backends, by name or as path/file.py:function; those without parameters are measured as they are. "
@@ -48,7 +57,7 @@ def plan(
     tokenizer: Any = None,
     seq_len: shared.SeqLen = None,
     steps: Annotated[int, Option(help="Training steps of all layers.", least=1)] = 200,
-    learning_rate: shared.LearningRate = 1e-2,
+    learning_rate: _Rate = None,
     batch: Annotated[int, Option(help="Windows of a training step.", least=1)] = 2,
     held_out: Annotated[int, Option(help="Windows at the end of the texts to measure on.", least=1)] = 2,
     options: shared.Settings = None,
@@ -61,9 +70,10 @@ def plan(
 ) -> Plan:
     """Train the own parameters of backends to imitate the attention of a model, layer by layer.
 
-    The weights of the model stay as they are. Backends with data-dependent parameters are calibrated on all
-    training windows instead, other backends are measured as they are. Held-out windows are the last ones of
-    the texts. The run's folder holds the adapted backends of each variant, which
+    The weights of the model stay as they are. Backends that need a calibration are calibrated on training
+    windows instead, other backends are measured as they are. Held-out windows are the last ones of the texts;
+    of the others every eighth validates: it chooses learning rates and states, which are never worse there
+    than before. The run's folder holds the adapted backends of each variant, which
     `integrations.transformers.load(FOLDER/adapted/VARIANT, into=model)` attaches to the model.
 
     Example: efficient-attn adapt MODEL --backend linear-hedgehog --text FILE --steps 300
@@ -71,7 +81,8 @@ def plan(
     positive_count("steps", steps)
     positive_count("batch", batch)
     positive_count("held_out", held_out)
-    positive_number("learning_rate", learning_rate)
+    if learning_rate is not None:
+        positive_number("learning_rate", learning_rate)
     workload = settle(Workload(dtype=dtype, device=device, threads=threads, seed=seed))
 
     from efficient_attn.integrations.called import is_called
@@ -99,11 +110,19 @@ def plan(
     settings = {**asdict(training), "held_out": held_out, "seq_len": subject.shared["tokens"]}
     return Plan(
         points=[
-            *(point for one in variants for point in _points(adaptations, one, adapted=False)),
+            *(
+                point
+                for one in variants
+                if not adaptations.calibrates(one)
+                for point in _points(adaptations, one, adapted=False)
+            ),
             *(point for one in changing for point in _points(adaptations, one, adapted=True)),
         ],
         device=subject.shared["device"],
-        notes=[f"{len(windows)} windows for training, the last {held_out} held out.", *subject.notes],
+        notes=[
+            f"{len(windows)} windows for training and validation, the last {held_out} held out.",
+            *subject.notes,
+        ],
         about={MODEL: subject.about, ADAPTATION: settings},
         attach=partial(_attach, adaptations),
     )
@@ -123,7 +142,7 @@ def _points(adaptations: Any, variant: Variant, *, adapted: bool) -> list[Point]
                 case=training,
                 measure=partial(measure.training, training, adaptations, variant),
                 label=f"{variant.label}, adaptation",
-                needs=subject.case("swap", variant),
+                needs=None if adaptations.calibrates(variant) else subject.case("swap", variant),
             )
         ]
     points.append(

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from efficient_attn.report.notes import calibration_note, failure_notes, heading
+from efficient_attn.report.notes import failure_notes, heading
 from efficient_attn.report.table import Table, three_digits
 from efficient_attn.runner.records import Record
 from efficient_attn.runner.units import show_seconds
@@ -27,6 +27,12 @@ class Place(NamedTuple):
         values = [None if one is None else getattr(one, quantity) for one in self]
         cells = [NOT_MEASURED if one is None else show_quantity(quantity, one) for one in values]
         return cells[0] if self.after is None else " → ".join(cells)
+
+    @property
+    def rate(self) -> str:
+        """Learning rate of an adapted layer."""
+        rate = None if self.after is None else self.after.adapt_learning_rate
+        return "" if rate is None else f"{rate:g}"
 
 
 class Variant(NamedTuple):
@@ -77,7 +83,16 @@ def _variant(label: str, records: Sequence[Record]) -> Variant:
 
 def _table(records: Sequence[Record]) -> Table:
     causal = records[0].case.causal
-    columns = ("backend", "layer", "error", "cosine", "multiply-adds, millions", "parameters", "seconds")
+    columns = (
+        "backend",
+        "layer",
+        "error",
+        "cosine",
+        "learning rate",
+        "multiply-adds, millions",
+        "parameters",
+        "seconds",
+    )
     rows: list[tuple[str, ...]] = []
     for variant in _variants(records):
         for layer, place in variant.places.items():
@@ -87,17 +102,32 @@ def _table(records: Sequence[Record]) -> Table:
             cost = _cost(variant, place) if first else ("", "", "")
             shown = f"{cosine} nats" if first and causal else cosine
             rows.append(
-                (variant.label if first else "", "all" if first else str(layer), measured, shown, *cost)
+                (
+                    variant.label if first else "",
+                    "all" if first else str(layer),
+                    measured,
+                    shown,
+                    place.rate,
+                    *cost,
+                )
             )
     notes = (
         "Held-out windows, before → after the adaptation. Rows of layers: each layer alone on exact queries, "
         "keys and values. Rows of all layers: last hidden states and "
         f"{'divergence of the next token' if causal else 'mean-pooled embeddings'} of the model with all "
-        "layers replaced. Multiply-adds: one layer.",
-        *calibration_note(records),
+        "layers replaced. Multiply-adds: one layer, mean over layers.",
+        *_calibration_note(records),
         *failure_notes(records),
     )
     return Table(f"Adaptation: {heading(records[0].case)}", columns, tuple(rows), notes)
+
+
+def _calibration_note(records: Sequence[Record]) -> tuple[str, ...]:
+    """Backends without a value before, if any."""
+    found = {one.case.label.removesuffix(ADAPTED): one.calibrated_on for one in records if one.calibrated_on}
+    if not found:
+        return ()
+    return (f"No output before the calibration on {next(iter(found.values()))}: {', '.join(found)}.",)
 
 
 def _cost(variant: Variant, place: Place) -> tuple[str, str, str]:
