@@ -25,7 +25,7 @@ ROUNDING = 1e-6
 def test_an_encoder_is_compared_by_hidden_states_and_embeddings_of_every_text(encoder):
     record = quality(swap(encoder, ["window"], options={"window": {"window": [5]}}))["window(window=5)", None]
     model = transformers.AutoModelForMaskedLM.from_pretrained(encoder).eval()
-    hidden, pooled, first = [], [], []
+    hidden, pooled, tokens, first = [], [], [], []
     for ids in tokenized(encoder):
         with torch.no_grad():
             exact = model(ids, output_hidden_states=True).hidden_states
@@ -34,12 +34,14 @@ def test_an_encoder_is_compared_by_hidden_states_and_embeddings_of_every_text(en
         h, e = other[-1][0].double(), exact[-1][0].double()
         hidden.append(float((h - e).norm() / e.norm()))
         pooled.append(1 - float(torch.cosine_similarity(h.mean(0), e.mean(0), dim=0)))
+        tokens.append(1 - float(torch.cosine_similarity(h, e, dim=1).mean()))
         first.append(1 - float(torch.cosine_similarity(h[0], e[0], dim=0)))
     assert min(pooled) > 100 * ROUNDING**2
     assert record.texts == 3
     # The states are those of two runs of the same model, so only rounding within one run is left.
     assert record.hidden_relative_error_draws == pytest.approx(hidden, rel=1e-4)
     assert record.mean_pool_distance_draws == pytest.approx(pooled, rel=1e-3)
+    assert record.token_distance_draws == pytest.approx(tokens, rel=1e-3)
     assert record.first_token_distance_draws == pytest.approx(first, rel=1e-3)
     assert record.mean_pool_distance == pytest.approx(fmean(pooled), rel=1e-3)
     assert record.next_token_kl is None and record.perplexity is None
@@ -59,21 +61,26 @@ def test_a_causal_model_is_compared_by_its_next_tokens(decoder):
     found = quality(swap(decoder, ["window"], options={"window": {"window": [3]}}))
     record = found["window(window=3)", None]
     model = transformers.AutoModelForCausalLM.from_pretrained(decoder).eval()
-    divergence, unlike, perplexity, own = [], [], [], []
+    divergence, unlike, perplexity, own, pooled = [], [], [], [], []
     for ids in tokenized(decoder):
         with torch.no_grad():
-            p = model(ids).logits[0].double().softmax(-1)
+            exact = model(ids, output_hidden_states=True)
+            p = exact.logits[0].double().softmax(-1)
             own.append(float(model(ids, labels=ids).loss.exp()))
             with swapped(model, "window", window=3):
-                other = model(ids).logits[0].double().softmax(-1)
+                given = model(ids, output_hidden_states=True)
+                other = given.logits[0].double().softmax(-1)
                 perplexity.append(float(model(ids, labels=ids).loss.exp()))
         divergence.append(float((p * (p / other).log()).sum(-1).mean()))
+        h, e = (one.hidden_states[-1][0].double().mean(0) for one in (given, exact))
+        pooled.append(1 - float(torch.cosine_similarity(h, e, dim=0)))
         unlike.append(float((p.argmax(-1) != other.argmax(-1)).double().mean()))
     assert record.next_token_kl_draws == pytest.approx(divergence, rel=1e-3)
     assert record.next_token_disagreement_draws == pytest.approx(unlike) and max(unlike) > 0
     assert record.perplexity_draws == pytest.approx(perplexity, rel=1e-5)
     assert found[OWN, None].perplexity_draws == pytest.approx(own, rel=1e-5)
-    assert record.mean_pool_distance is None
+    assert record.mean_pool_distance_draws == pytest.approx(pooled, rel=1e-3)
+    assert record.first_token_distance is None
 
 
 @pytest.mark.parametrize("name", ["bert", "modernbert", "gpt2", "llama", "mistral"])
@@ -96,7 +103,8 @@ def test_a_causal_model_without_a_head_is_compared_by_its_hidden_states(tmp_path
     folder = saved(gpt2().transformer, tmp_path)
     record = quality(swap(folder, ["window"], options={"window": {"window": [3]}}))["window(window=3)", None]
     assert record.hidden_relative_error > 100 * ROUNDING
-    assert record.next_token_kl is None and record.mean_pool_distance is None
+    assert record.mean_pool_distance > 100 * ROUNDING**2
+    assert record.next_token_kl is None and record.first_token_distance is None
 
 
 def test_a_layer_alone_is_the_model_with_that_layer_swapped(encoder):

@@ -199,6 +199,7 @@ def error_case(variant: Variant, subject: Subject, of: str, *, threads: int | No
         of=of,
         batch=q.shape[0],
         num_heads=q.shape[1],
+        num_kv_heads=subject.num_kv_heads,
         head_dim=q.shape[-1],
         tokens=subject.tokens,
         causal=subject.causal,

@@ -83,8 +83,12 @@ def prepare(case: Case, target: Any, inputs: str | None = None) -> Prepared:
 
     call = called(module)
     streams = case.causal and bool(spec.capabilities.streaming)
-    # Operation counts are defined for q, k and v of one shape.
-    alike = len({tensor.shape for tensor in tensors}) == 1
+    # Operation counts are defined for q, k and v of one length and width, in the heads of the case.
+    of_attention = case.of == "attention"
+    heads = [case.num_heads, *[case.num_kv_heads or case.num_heads] * 2]
+    alike = not of_attention or (
+        len({tensor.shape[2:] for tensor in tensors}) == 1 and [x.shape[1] for x in tensors] == heads
+    )
     counting = module.counted if isinstance(module, Backend) else spec
     counted, moved = (count(case, counting) if alike else None for count in (flops, moved_bytes))
     checked: Callable[[], object] = functools.partial(_checked, module, call, case)
@@ -205,10 +209,12 @@ def _checked(module: Any, call: Callable[[], Any], case: Case) -> object:
 
 
 def _inputs(case: Case) -> tuple[Tensor, ...]:
-    """Gaussian inputs, followed by an upstream gradient, all of one shape."""
+    """Gaussian inputs, followed by an upstream gradient, all of one shape but for the heads of k and v."""
     if case.of == "attention":
         shape = (case.batch, case.num_heads, case.tokens, case.head_dim)
-        return _gaussian(4, shape, case.dtype, case.device, case.seed)
+        q, k, v, gradient = _gaussian(4, shape, case.dtype, case.device, case.seed)
+        kv_heads = case.num_kv_heads or case.num_heads
+        return q, k[:, :kv_heads], v[:, :kv_heads], gradient
     return _gaussian(2, (case.batch, case.tokens, case.model_dim), case.dtype, case.device, case.seed)
 
 

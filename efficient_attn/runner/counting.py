@@ -50,6 +50,7 @@ def _cost(case: Case, spec: BackendSpec) -> Cost | None:
         options,
         case.tokens,
         batch=case.batch,
+        num_kv_heads=case.num_kv_heads,
         backward=case.backward,
         item_bytes=ITEM_BYTES[case.dtype],
     )

@@ -67,6 +67,12 @@ class Subject:
         return self.activations.k.shape[-2]
 
     @property
+    def num_kv_heads(self) -> int | None:
+        """Number of heads of the keys and values; None: as many as of the queries."""
+        heads, kv_heads = (tensor.shape[1] for tensor in self.activations[:2])
+        return None if kv_heads == heads else kv_heads
+
+    @property
     def head_dim(self) -> int:
         return self.activations.q.shape[-1]
 

@@ -82,6 +82,9 @@ class Case:
         str | None,
         Meta(description="L2 cache of a GPU when a call with a device time begins: cold (flushed) or warm."),
     ] = None
+    num_kv_heads: Annotated[
+        Size | None, Meta(description="Number of heads of the keys and values; null: num_heads.")
+    ] = None
     schema: Annotated[
         int, Meta(description="Version of this schema. A reader reads every version up to its own.")
     ] = SCHEMA

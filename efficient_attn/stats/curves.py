@@ -27,6 +27,7 @@ _MAY_DIFFER = (
     "layers",
     "batch",
     "num_heads",
+    "num_kv_heads",
     "head_dim",
     "causal",
     "backward",

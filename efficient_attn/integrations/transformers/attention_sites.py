@@ -35,6 +35,7 @@ class AttentionSite(NamedTuple):
         kind: "full", "sliding" or "cross".
         scale: Factor on q·k; None: 1/√head_dim.
         max_tokens: Maximum sequence length of the model; None: unknown.
+        num_kv_heads: Number of heads of the keys and values; None: num_heads, or unknown.
         only_exact: Feature that only exact attention supports, in words; None: it has none.
     """
 
@@ -47,6 +48,7 @@ class AttentionSite(NamedTuple):
     num_heads: int | None
     scale: float | None
     max_tokens: int | None
+    num_kv_heads: int | None = None
     only_exact: str | None = None
 
 
@@ -122,8 +124,14 @@ def _site(path: str, module: Any) -> AttentionSite:
         num_heads=heads,
         scale=_first(module, None, "scaling", "scale"),
         max_tokens=_first(config, None, "max_position_embeddings", "n_positions"),
+        num_kv_heads=_kv_heads(module, config, heads),
         only_exact=_only_exact(module, config, layer),
     )
+
+
+def _kv_heads(module: Any, config: Any, heads: int | None) -> int | None:
+    found = _first(module, config, "num_key_value_heads", "num_kv_heads")
+    return None if found == heads else found
 
 
 def _only_exact(module: Any, config: Any, layer: int) -> str | None:

@@ -49,7 +49,12 @@ def activation_points(
         # A backend that failed has no error that could be compared with a time.
         known = {point.case.label: point.case for point in errors}
         case = errors[0].case
-        shape = {"num_heads": case.num_heads, "head_dim": case.head_dim, "causal": case.causal}
+        shape = {
+            "num_heads": case.num_heads,
+            "num_kv_heads": case.num_kv_heads,
+            "head_dim": case.head_dim,
+            "causal": case.causal,
+        }
         made = cost_points(
             variants,
             sorted({*PROBE, *lengths}),

@@ -72,6 +72,7 @@ def points_of(
             last[variant.label] = case
     fields = {
         "num_heads": first.activations.q.shape[1],
+        "num_kv_heads": first.num_kv_heads,
         "head_dim": first.head_dim,
         "causal": first.causal,
         "inputs": joint_name([subject.name for subject in subjects]),

@@ -13,7 +13,8 @@ from efficient_attn.runner.sizes import MODEL, OWN
 from efficient_attn.stats.curves import YARDSTICK, grouped
 
 KL, DISAGREEMENT, PERPLEXITY = "next_token_kl", "next_token_disagreement", "perplexity"
-MEAN_POOL, FIRST_TOKEN, HIDDEN = "mean_pool_distance", "first_token_distance", "hidden_relative_error"
+MEAN_POOL, FIRST_TOKEN, EVERY_TOKEN = "mean_pool_distance", "first_token_distance", "token_distance"
+HIDDEN = "hidden_relative_error"
 OUTPUT, OUTPUT_COSINE = "output_relative_error", "output_distance"
 NAMES = {
     KL: "divergence of the next token, nats",
@@ -21,6 +22,7 @@ NAMES = {
     PERPLEXITY: "perplexity",
     MEAN_POOL: "cosine, mean pool",
     FIRST_TOKEN: "cosine, first token",
+    EVERY_TOKEN: "cosine, mean over tokens",
     HIDDEN: "error of hidden states",
     OUTPUT_COSINE: "cosine of the output",
     OUTPUT: "error of the output",

@@ -84,10 +84,11 @@ class CallSubject:
                 f"backend can serve.{why}"
             )
         first = next(iter(chosen.values()))
-        batch, num_heads, _, tokens, _, head_dim = first.shape
+        batch, num_heads, num_kv_heads, tokens, _, head_dim = first.shape
         shared = {
             "batch": batch,
             "num_heads": num_heads,
+            "num_kv_heads": None if num_kv_heads == num_heads else num_kv_heads,
             "head_dim": head_dim,
             "tokens": tokens,
             "causal": "causal" in first.mask,

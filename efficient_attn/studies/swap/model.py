@@ -76,6 +76,7 @@ class TextSubject:
         first = sites.swapped[0]
         shared = {
             "num_heads": first.num_heads or 1,
+            "num_kv_heads": first.num_kv_heads,
             "head_dim": first.head_dim,
             "tokens": ids[0].shape[1],
             "causal": sites.causal,
@@ -140,14 +141,17 @@ class TextSubject:
         """Distances of the present outputs from the exact ones on one text."""
         ids, exact = self.texts[number], self.exact[number]
         given = run(self.model, ids, predicts=self.predicts)
-        found = {"hidden_relative_error": outputs.relative_error(given.hidden, exact.hidden)}
+        pooled = (states.hidden.double().mean(dim=0) for states in (given, exact))
+        found = {
+            "hidden_relative_error": outputs.relative_error(given.hidden, exact.hidden),
+            "mean_pool_distance": outputs.cosine_distance(*pooled),
+            "token_distance": outputs.cosine_distance(given.hidden, exact.hidden),
+        }
         if given.logits is not None and exact.logits is not None:
             found["next_token_kl"] = outputs.next_token_kl(given.logits, exact.logits)
             found["next_token_disagreement"] = outputs.next_token_disagreement(given.logits, exact.logits)
             found["perplexity"] = outputs.perplexity(given.logits, ids[0])
         elif not self.sites.causal:
-            pooled = (states.hidden.double().mean(dim=0) for states in (given, exact))
-            found["mean_pool_distance"] = outputs.cosine_distance(*pooled)
             found["first_token_distance"] = outputs.cosine_distance(given.hidden[0], exact.hidden[0])
         return found
 

@@ -7,11 +7,12 @@ from efficient_attn.report.notes import calibration_note, failure_notes, heading
 from efficient_attn.report.table import Table, show_ratio, three_digits
 from efficient_attn.runner.records import Record
 from efficient_attn.runner.sizes import MEAN_OF_VALUES, MODEL, OWN
-from efficient_attn.stats.candidates import missing, operations_sentence
+from efficient_attn.stats.candidates import missing, operations_sentence, operations_share
 from efficient_attn.stats.noise_warnings import IDLE, disturbance
 from efficient_attn.stats.rounds import time_ratio
 from efficient_attn.studies.swap.analysis import (
     DISAGREEMENT,
+    EVERY_TOKEN,
     FIRST_TOKEN,
     MEAN_POOL,
     NAMES,
@@ -54,7 +55,7 @@ def show_quantity(quantity: str, value: float) -> str:
         return three_digits(value)
     if quantity == DISAGREEMENT:
         return f"{100 * (1 - value):.1f} %"
-    if quantity in (MEAN_POOL, FIRST_TOKEN, OUTPUT_COSINE):
+    if quantity in (MEAN_POOL, FIRST_TOKEN, EVERY_TOKEN, OUTPUT_COSINE):
         return f"{1 - value:.{4 if value > 1e-4 else 7}f}"
     return show_error(value)
 
@@ -66,6 +67,7 @@ def _whole(one: Swap) -> Table:
         (
             row.label,
             *(_cell(row, quantity) for quantity in measured),
+            _operations(row.whole),
             *cost_cells(row.timed, one.own, row.peak_bytes),
         )
         for row in one.rows
@@ -80,7 +82,7 @@ def _whole(one: Swap) -> Table:
         *failure_notes(one.records),
     )
     names = (NAMES[quantity] for quantity in measured)
-    columns = ("backend", *names, "time, ms", "speed, own = 1", "peak memory, MiB")
+    columns = ("backend", *names, "operations, exact = 1", "time, ms", "speed, own = 1", "peak memory, MiB")
     return Table(f"Attention swapped: {heading(one.case)}", columns, rows, notes)
 
 
@@ -93,6 +95,11 @@ def _cell(row: SwapRow, quantity: str) -> str:
     if not found.over_seeds:
         return shown
     return f"{shown} ±{(100 if quantity == DISAGREEMENT else 1) * found.over_seeds:.2g}"
+
+
+def _operations(record: Record | None) -> str:
+    share = None if record is None else operations_share(record)
+    return NOT_MEASURED if share is None else f"{share:.3g}"
 
 
 def _alone(one: Swap) -> list[Table]:
