@@ -46,6 +46,9 @@ def test_it_measures_predicts_and_concludes_over_lengths():
     assert {("error", labels[1], 512), ("error", labels[1], 96), ("time", "exact", 1024)} <= found
     encoder, decoder = by_shape(results.records)
     assert {one.case.causal for one in decoder} == {True} and len({one.case.causal for one in encoder}) == 1
+    # Times and predictions are those of the heads of the model.
+    heads = {(one.case.num_heads, one.case.num_kv_heads) for one in decoder if one.case.kind != "error"}
+    assert heads == {(9, 3)}
     predicted = [one for one in encoder if one.case.kind == "prediction"]
     assert {(one.case.label, one.case.tokens) for one in predicted} == set(
         itertools.product(labels[1:], (512, 1024))

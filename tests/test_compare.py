@@ -310,16 +310,17 @@ def test_bars_of_the_figure_reach_from_the_least_to_the_largest_error_over_layer
 def test_by_default_errors_are_measured_on_all_shipped_layers_and_times_once():
     results = ea.compare(["window"], seq_len=24, rounds=1, draws=1, isolate="none")
     window = [record.case for record in results.records if record.case.backend == "window"]
-    assert [(one.kind, one.inputs, one.causal, one.num_heads) for one in window] == [
-        ("error", "encoder(layer=0)", False, 12),
-        ("error", "encoder(layer=1)", False, 12),
-        ("error", "encoder(layer=5)", False, 12),
-        ("time", "encoder(layers=0,1,5)", False, 12),
-        ("memory", "encoder(layers=0,1,5)", False, 12),
-        ("error", "decoder(layer=19)", True, 9),
-        ("time", "decoder(layer=19)", True, 9),
-        ("memory", "decoder(layer=19)", True, 9),
+    assert [(one.kind, one.inputs, one.causal, one.num_heads, one.num_kv_heads) for one in window] == [
+        ("error", "encoder(layer=0)", False, 12, None),
+        ("error", "encoder(layer=1)", False, 12, None),
+        ("error", "encoder(layer=5)", False, 12, None),
+        ("time", "encoder(layers=0,1,5)", False, 12, None),
+        ("memory", "encoder(layers=0,1,5)", False, 12, None),
+        ("error", "decoder(layer=19)", True, 9, 3),
+        ("time", "decoder(layer=19)", True, 9, 3),
+        ("memory", "decoder(layer=19)", True, 9, 3),
     ]
+    assert all(record.flops for record in results.records if record.case.kind == "time")
     assert not results.interrupted and len(comparisons(results.records)) == 2
     assert {record.status for record in results.records} == {"ok"}
     encoder, decoder = (one for one in results.sentences() if one.startswith("On this machine"))

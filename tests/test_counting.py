@@ -51,3 +51,20 @@ def test_the_operations_of_a_case_are_those_that_torch_counts_in_its_call(of, la
     with Operations() as counted:
         prepared.call()
     assert prepared.flops == counted.flops
+
+
+def test_keys_have_the_heads_of_the_case_and_a_group_shares_what_depends_on_keys_alone():
+    case = replace(CASE, num_heads=6, num_kv_heads=2)
+    prepared = calls.prepare(case, case.backend)
+    assert [x.shape[1] for x in prepared.inputs] == [6, 2, 2]
+    with Operations() as counted:
+        prepared.call()
+    assert prepared.flops == counted.flops
+    # Linformer's projections of keys are counted once for each of their heads.
+    few, many = (
+        calls.prepare(
+            replace(case, backend="linformer", options={"rank": 4}, num_kv_heads=heads), "linformer"
+        )
+        for heads in (2, 6)
+    )
+    assert many.flops - few.flops == 2 * 2 * (6 - 2) * 2 * 16 * 4 * 8

@@ -96,6 +96,7 @@ def test_exact_swapped_for_exact_changes_nothing_but_rounding(name, tmp_path):
         known = record.next_token_kl if record.case.causal else record.mean_pool_distance
         assert known < ROUNDING**2 or known < 1e-12
         assert not record.next_token_disagreement
+        assert record.case.num_kv_heads == (2 if name in ("llama", "mistral") else None)
     assert checked >= 4
 
 
