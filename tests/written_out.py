@@ -9,20 +9,31 @@ WINDOW, CLUSTERS, PROBES, SCALE = 8, 4, 2, 8**-0.5
 BLOCK = WINDOW // 2
 
 
-def leaves(keys, positions, size):
-    """Clusters of a run of positions, the lists of its real ones: halved along its principal directions."""
-    real = [j for j in positions if j < len(keys) and keys[j] is not None]
-    if len(real) == 0 or len(positions) == size:
-        return [real] if real else []
-    x = torch.zeros(len(positions), len(keys[real[0]]), dtype=torch.float64)
-    rows = [positions.index(j) for j in real]
+def real_ones(keys, positions):
+    return [j for j in positions if j < len(keys) and keys[j] is not None]
+
+
+def directions(keys, positions):
+    """Principal directions of the keys at some positions; the iteration begins with keys up to the last."""
+    real = real_ones(keys, positions)
+    rows = [j - positions[0] for j in real]
+    x = torch.zeros(rows[-1] + 1, len(keys[real[0]]), dtype=torch.float64)
     x[rows] = torch.stack([keys[j] for j in real])
     x[rows] = x[rows] - x[rows].mean(dim=0)
     count = min(8, x.shape[1])
     basis = torch.nn.functional.normalize(x[[i * (len(x) - 1) // max(count - 1, 1) for i in range(count)]]).T
     for _ in range(2):
         basis = torch.linalg.qr(x.T @ x @ basis).Q
-    coordinates = dict(zip(positions, x @ basis, strict=True))
+    return basis
+
+
+def leaves(keys, positions, size, sharing):
+    """Clusters of a run, lists of its real positions, halved along the principal directions of `sharing`."""
+    real = real_ones(keys, positions)
+    if len(real) == 0 or len(positions) == size:
+        return [real] if real else []
+    basis = directions(keys, sharing)
+    coordinates = {j: keys[j] @ basis for j in real}
 
     def halve(part):
         alive = [j for j in part if j in real]
@@ -66,7 +77,8 @@ def one_by_one(q, k, v, *, causal, clusters=CLUSTERS, probes=PROBES, first=0):
     """The definition for one head: q [tokens dim], k and v [tokens dim]."""
     q, tokens = q * SCALE, len(k)
     keys = [None if j < first else k[j] for j in range(tokens)]
-    leaves_of = cache(lambda run, size: leaves(keys, list(run), size))
+    everything = range(tokens)
+    leaves_of = cache(lambda run, size: leaves(keys, list(run), size, run if causal else everything))
     out = torch.zeros(tokens, v.shape[1], dtype=q.dtype)
     for i in range(tokens):
         size = size_at(i, tokens, clusters, causal)

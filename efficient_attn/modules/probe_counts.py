@@ -44,7 +44,11 @@ def probing_operations(
     for stage in stages if problem.causal else stages[-1:]:
         size = stage.layout.block
         runs, read = places(stage.runs(tokens, problem.causal), -(-tokens // size))
-        sorted_keys += sum(size << level for level, _ in runs if level)
+        if problem.causal:
+            sorted_keys += sum(size << level for level, _ in runs if level)
+        elif any(level for level, _ in runs):
+            # All runs share one set of directions.
+            sorted_keys = tokens
         for start, clusters in zip(range(stage.begin, stage.end, size), read, strict=True):
             low, stop = max(start - size, 0), min(start + size, tokens)
             high = stop if problem.causal else min(stop + size, tokens)

@@ -43,15 +43,18 @@ class Summaries(NamedTuple):
         return Summaries(*(x[:, :, read] for x in self))
 
 
-def clusters_of(k: Tensor, v: Tensor, counted: Tensor, runs: list[Run], size: int) -> Clusters:
+def clusters_of(
+    k: Tensor, v: Tensor, counted: Tensor, runs: list[Run], size: int, *, shared: bool
+) -> Clusters:
     """Clusters of all runs.
 
     Args:
         counted: Keys that belong to clusters, bool [batch tokens].
         size: Number of keys in a cluster.
+        shared: See `sort_runs`.
     """
     tokens = k.shape[2]
-    found = sort_runs(k, counted, runs, size).unflatten(2, (-1, size))
+    found = sort_runs(k, counted, runs, size, shared=shared).unflatten(2, (-1, size))
     keys = found.clamp_max(tokens - 1)
     real = counted[:, None, None].expand(*keys.shape[:3], tokens).gather(3, keys)
     heads = torch.arange(k.shape[0] * k.shape[1], device=k.device) * tokens

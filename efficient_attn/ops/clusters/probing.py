@@ -1,8 +1,8 @@
 """Softmax over near keys, over the far keys in clusters that a query opens, and over summaries of the others.
 
 Far keys lie in dyadic runs (`runs.py`), and every run is cut into clusters of equal size by a tree of its own
-(`trees.py`), so that clusters depend on their keys alone. A query reads every key once: in its slice, in a
-cluster that it opens, or in the summary of a cluster.
+(`trees.py`), a causal one from its keys alone. A query reads every key once: in its slice, in a cluster that
+it opens, or in the summary of a cluster.
 """
 
 from collections.abc import Sequence
@@ -136,7 +136,7 @@ def _read(task: _Task, q: Tensor, stage: Stage) -> Tensor:
     if not runs:
         out, _ = _softmax(slices, visible)
         return in_order(out[..., :value_dim], q, layout)
-    clusters = clusters_of(task.k, task.v, task.counted, runs, size)
+    clusters = clusters_of(task.k, task.v, task.counted, runs, size, shared=not task.causal)
     rows, summaries = slices.rows, summarise(clusters, slices.rows.shape[4])
     none = clusters.k.shape[2]
     # The rows of the heads of a group follow one another.

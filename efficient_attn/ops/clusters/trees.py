@@ -3,7 +3,7 @@
 A run is halved at the median of its keys along one direction, each half at its own median, and so on: a k-d
 tree (Bentley 1975, "Multidimensional binary search trees used for associative searching") in the principal
 directions of the run, each node halved along the one with the largest variance. Stretches of the sorted keys
-are nested clusters.
+are nested clusters. Without causality all runs share the principal directions of all keys, found once.
 """
 
 import torch
@@ -21,7 +21,7 @@ def sorting_products(head_dim: int) -> int:
 
 
 @torch.no_grad()
-def sort_runs(k: Tensor, counted: Tensor, runs: list[Run], leaf: int) -> Tensor:
+def sort_runs(k: Tensor, counted: Tensor, runs: list[Run], leaf: int, *, shared: bool = False) -> Tensor:
     """Positions of the keys of all runs, one after the other, each in the order of its tree.
 
     Args:
@@ -29,6 +29,7 @@ def sort_runs(k: Tensor, counted: Tensor, runs: list[Run], leaf: int) -> Tensor:
         counted: bool [batch tokens]; other keys come last in their node.
         runs: The longest first.
         leaf: Number of keys in a run of level 0, and in the smallest nodes.
+        shared: Principal directions of all keys for every run, in the place of its own.
 
     Returns:
         [batch kv_heads keys]; positions beyond the tokens are among them.
@@ -36,6 +37,11 @@ def sort_runs(k: Tensor, counted: Tensor, runs: list[Run], leaf: int) -> Tensor:
     tokens, (batch, heads) = k.shape[2], k.shape[:2]
     at = torch.zeros(batch, heads, 0, dtype=torch.long, device=k.device)
     x, alive = k[:, :, :0, :_DIRECTIONS], at.bool()
+    of_all = None
+    if shared:
+        # Keys behind the last counted one are padding, and change nothing.
+        last = (torch.arange(tokens, device=k.device) * counted).amax(dim=1)[:, None, None]
+        of_all = _coordinates(k, counted[:, None].expand(k.shape[:3]), last)
     for level in range(runs[0][0], -1, -1):
         size = leaf << level
         first = [number * size for one, number in runs if one == level]
@@ -47,7 +53,11 @@ def sort_runs(k: Tensor, counted: Tensor, runs: list[Run], leaf: int) -> Tensor:
         if size == leaf:
             continue
         real = (counted[:, inside] & (new < tokens))[:, None].expand(batch, heads, *new.shape)
-        x = torch.cat([x, _coordinates(k[:, :, inside], real).flatten(2, 3)], dim=2)
+        if of_all is None:
+            along = _coordinates(k[:, :, inside], real, size - 1)
+        else:
+            along = of_all[:, :, inside] * real[..., None]
+        x = torch.cat([x, along.flatten(2, 3)], dim=2)
         alive = torch.cat([alive, real.flatten(2, 3)], dim=2)
         order = _halved(x.unflatten(2, (-1, size)), alive.unflatten(2, (-1, size)))
         at, alive = (one.unflatten(2, (-1, size)).gather(3, order).flatten(2, 3) for one in (at, alive))
@@ -68,15 +78,20 @@ def _halved(x: Tensor, alive: Tensor) -> Tensor:
     return torch.argsort(along.masked_fill(~alive, torch.inf), dim=3, stable=True)
 
 
-def _coordinates(keys: Tensor, counted: Tensor) -> Tensor:
-    """Counted keys of each run along its principal directions, and zeros, [… runs tokens directions]."""
+def _coordinates(keys: Tensor, counted: Tensor, last: int | Tensor) -> Tensor:
+    """Counted keys of each run along its principal directions, and zeros, [… runs tokens directions].
+
+    Args:
+        last: Position of the last key among the first directions of the iteration, or [batch 1 1].
+    """
     alive = counted[..., None]
     x = keys.masked_fill(~alive, 0.0)
     x = (x - x.sum(dim=-2, keepdim=True) / alive.sum(dim=-2, keepdim=True).clamp_min(1)) * alive
     directions = min(_DIRECTIONS, x.shape[-1])
-    first = torch.arange(directions, device=x.device) * (x.shape[-2] - 1) // max(directions - 1, 1)
+    first = (torch.arange(directions, device=x.device) * last // max(directions - 1, 1))[..., None]
+    chosen = x.gather(-2, first.expand(*x.shape[:-2], directions, x.shape[-1]))
     # Directions of unit length, since the products of three keys could overflow.
-    basis = torch.nn.functional.normalize(x[..., first, :], dim=-1).mT
+    basis = torch.nn.functional.normalize(chosen, dim=-1).mT
     for _ in range(_STEPS):
         basis = torch.linalg.qr(x.mT @ (x @ basis)).Q
     return x @ basis
