@@ -46,7 +46,7 @@ def probing_operations(
         runs, read = places(stage.runs(tokens, problem.causal), -(-tokens // size))
         if problem.causal:
             sorted_keys += sum(size << level for level, _ in runs if level)
-        elif any(level for level, _ in runs):
+        elif runs:
             # All runs share one set of directions.
             sorted_keys = tokens
         for start, clusters in zip(range(stage.begin, stage.end, size), read, strict=True):
