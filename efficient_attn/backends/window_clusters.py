@@ -184,8 +184,8 @@ def operations(
 
     K-means adds products of every key with every centre at each step, and one with the mean query. Sums
     over clusters are additions, not products. With probes, opened clusters count as full, a summary has a
-    third product, the spread of its scores, and all keys are multiplied with their directions; causal, the
-    keys of every run with those of the run.
+    third product, the spread of its scores, and all keys are multiplied with their directions, causal:
+    the keys of every run with directions of its own.
     Unknown for a target error: `calibrate` finds the probes.
     """
     if options.target_error is not None:
