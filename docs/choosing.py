@@ -29,6 +29,7 @@ OPENED = (
     "compare-probes-encoder",
     "compare-probes-decoder-2048",
     "compare-probes-decoder-4096",
+    "compare-target-error",
 )
 BENCHED = "bench-256-4096"
 # One backend was made faster after that run and timed again, beside exact attention.
@@ -67,7 +68,7 @@ Errors on several layers are their median and range, and *within* means on every
 _OPENED = """\
 [`window-clusters` with `probes`](backends.md#window-clusters) (experimental, off by default) reads the keys
 of a few far clusters one by one. Its errors on the beginning of the same texts, its operations and its
-speed relative to `exact`, in runs of its own:
+speed relative to `exact`, in runs of its own; with a target error it was calibrated on these inputs:
 """
 
 _LENGTH = """\
