@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -11,6 +12,7 @@ from efficient_attn.modules.probe_counts import ProbingSizes, probing_operations
 from efficient_attn.modules.probes import FittedProbes
 from efficient_attn.operation_counts import MatMul, OperationCounts, softmax_matmuls
 from efficient_attn.ops.clusters.attention import Layout, window_clusters, window_segments
+from efficient_attn.ops.clusters.decoding import ClusterCache, extend_clusters
 from efficient_attn.ops.clusters.history import plan
 from efficient_attn.ops.clusters.probing import probe_clusters
 from efficient_attn.ops.softmax.kv_cache import KVCache, append_tokens, mask_of
@@ -117,35 +119,35 @@ class Probing(nn.Module):
 
     def __init__(self, problem: AttentionProblem, options: WindowClustersOptions) -> None:
         super().__init__()
-        self._scale, self._causal, self._options = problem.factor, problem.causal, options
+        self._causal, self._probes = problem.causal, options.probes
+        self._sizes: dict[str, Any] = {"scale": problem.factor, **options.sizes._asdict()}
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
-        return self.attend(q, k, v, key_mask, [self._options.probes] * q.shape[1])
+        return self.attend(q, k, v, key_mask, [self._probes] * q.shape[1])
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, probes: Sequence[int]
     ) -> Tensor:
         """The output with the number of probes of each head."""
-        return probe_clusters(
-            q,
-            k,
-            v,
-            scale=self._scale,
-            block=self._options.window // 2,
-            first=self._options.global_tokens,
-            clusters=self._options.clusters,
-            probes=probes,
-            causal=self._causal,
-            key_mask=key_mask,
-        )
+        sizes = self._sizes
+        return probe_clusters(q, k, v, probes=probes, causal=self._causal, key_mask=key_mask, **sizes)
 
     def extend(
-        self, q: Tensor, k: Tensor, v: Tensor, state: KVCache | None, key_mask: Tensor | None
-    ) -> tuple[Tensor, KVCache]:
-        cache = append_tokens(state, k, v, key_mask)
-        if q.shape[2] == 0:
-            return q.new_zeros(*q.shape[:3], v.shape[3]), cache
-        return self(q, cache.k, cache.v, mask_of(cache)), cache
+        self, q: Tensor, k: Tensor, v: Tensor, state: ClusterCache | None, key_mask: Tensor | None
+    ) -> tuple[Tensor, ClusterCache]:
+        return self.attend_next(q, k, v, state, key_mask, [self._probes] * q.shape[1])
+
+    def attend_next(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        state: ClusterCache | None,
+        key_mask: Tensor | None,
+        probes: Sequence[int],
+    ) -> tuple[Tensor, ClusterCache]:
+        """`extend` with the number of probes of each head."""
+        return extend_clusters(q, k, v, state, key_mask, probes=probes, **self._sizes)
 
 
 class WindowSegments(nn.Module):

@@ -10,9 +10,10 @@ from efficient_attn.errors import CalibrationError, ShapeError
 from efficient_attn.modules.features import Float32Buffers
 from efficient_attn.modules.probe_counts import ProbingSizes, probing_operations
 from efficient_attn.operation_counts import OperationCounts, mean_counts, visible_pairs
+from efficient_attn.ops.clusters.decoding import ClusterCache
 from efficient_attn.ops.dtypes import upcast
 from efficient_attn.ops.softmax.fused import fused_attention
-from efficient_attn.ops.softmax.kv_cache import KVCache, append_tokens, mask_of
+from efficient_attn.ops.softmax.kv_cache import KVCache, mask_of
 from efficient_attn.problem import AttentionProblem
 
 
@@ -80,26 +81,18 @@ class FittedProbes(Float32Buffers):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
         numbers = self._for_heads(q.shape[1])
-        exact = [head for head, one in enumerate(numbers) if one == self._sizes.clusters]
-        if not exact:
-            return self.core.attend(q, k, v, key_mask, numbers)
-        heads = torch.tensor(exact, device=q.device)
-        of_keys = heads // (q.shape[1] // k.shape[1])
-        own_k, own_v = (x.index_select(1, of_keys) for x in (k, v))
-        out = self._exact(q.index_select(1, heads), own_k, own_v, key_mask)
-        if len(exact) == len(numbers):
-            return out
-        others = [0 if head in exact else one for head, one in enumerate(numbers)]
-        return self.core.attend(q, k, v, key_mask, others).index_copy(1, heads, out)
+        if min(numbers) == self._sizes.clusters:
+            return self._exact(q, k, v, key_mask)
+        out = self.core.attend(q, k, v, key_mask, self._opened(numbers))
+        return self._with_exact(out, q, k, v, key_mask)
 
     def extend(
-        self, q: Tensor, k: Tensor, v: Tensor, state: KVCache | None, key_mask: Tensor | None
-    ) -> tuple[Tensor, KVCache]:
-        self._for_heads(q.shape[1])
-        cache = append_tokens(state, k, v, key_mask)
-        if q.shape[2] == 0:
-            return q.new_zeros(*q.shape[:3], v.shape[3]), cache
-        return self(q, cache.k, cache.v, mask_of(cache)), cache
+        self, q: Tensor, k: Tensor, v: Tensor, state: ClusterCache | None, key_mask: Tensor | None
+    ) -> tuple[Tensor, ClusterCache]:
+        probes = self._opened(self._for_heads(q.shape[1]))
+        out, state = self.core.attend_next(q, k, v, state, key_mask, probes)
+        cache = KVCache(*state[:3])
+        return self._with_exact(out, q, cache.k, cache.v, mask_of(cache)), state
 
     def operations(
         self, problem: AttentionProblem, options: object, tokens: int, value_dim: int
@@ -118,6 +111,20 @@ class FittedProbes(Float32Buffers):
         return fused_attention(
             q, k, v, scale=self._scale, causal=self._causal, key_mask=key_mask, dropout=0.0
         )
+
+    def _opened(self, numbers: list[int]) -> list[int]:
+        """The numbers, and 0 for exact heads."""
+        return [0 if one == self._sizes.clusters else one for one in numbers]
+
+    def _with_exact(self, out: Tensor, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
+        """`out` with the outputs of exact heads in their places."""
+        exact = [head for head, one in enumerate(self.of_heads) if one == self._sizes.clusters]
+        if not exact or q.shape[2] == 0:
+            return out
+        heads = torch.tensor(exact, device=q.device)
+        of_keys = heads // (q.shape[1] // k.shape[1])
+        own_k, own_v = (x.index_select(1, of_keys) for x in (k, v))
+        return out.index_copy(1, heads, self._exact(q.index_select(1, heads), own_k, own_v, key_mask))
 
     def _for_heads(self, heads: int) -> list[int]:
         """The numbers for queries of so many heads."""

@@ -5,7 +5,7 @@ of all clusters that one of them reads. Scores are [clusters queries]: a maximum
 runs over whole rows of numbers.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -67,6 +67,17 @@ def steps(read: list[list[int]], first: int, rows: Tensor, none: int) -> Iterato
             unread = [[[one not in some] for some in sets] for one in union]
             hidden = torch.tensor([unread], device=rows.device)
         yield Step(end - begin, torch.tensor([union or [none]], device=rows.device), hidden)
+
+
+def limits_of(probes: Sequence[int], k: Tensor) -> tuple[int, Tensor | None]:
+    """Largest number of clusters that a query opens, at least 1, and that of each head [kv_heads group].
+
+    None stands for equal numbers.
+    """
+    most = max(max(probes), 1)
+    if min(probes) == most:
+        return most, None
+    return most, torch.tensor(probes, device=k.device).view(k.shape[1], -1)
 
 
 def read_closed(

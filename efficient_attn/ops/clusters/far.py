@@ -53,8 +53,12 @@ def clusters_of(
         size: Number of keys in a cluster.
         shared: See `sort_runs`.
     """
-    tokens = k.shape[2]
-    found = sort_runs(k, counted, runs, size, shared=shared).unflatten(2, (-1, size))
+    return clusters_at(k, v, counted, sort_runs(k, counted, runs, size, shared=shared), size)
+
+
+def clusters_at(k: Tensor, v: Tensor, counted: Tensor, positions: Tensor, size: int) -> Clusters:
+    """Clusters of `size` keys of the positions one after the other, [batch kv_heads keys]."""
+    tokens, found = k.shape[2], positions.unflatten(2, (-1, size))
     keys = found.clamp_max(tokens - 1)
     real = counted[:, None, None].expand(*keys.shape[:3], tokens).gather(3, keys)
     heads = torch.arange(k.shape[0] * k.shape[1], device=k.device) * tokens

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from efficient_attn.ops.clusters.attention import by_heads, from_first_real, turn_back
-from efficient_attn.ops.clusters.closed import read_closed, steps
+from efficient_attn.ops.clusters.closed import limits_of, read_closed, steps
 from efficient_attn.ops.clusters.far import clusters_of, summarise
 from efficient_attn.ops.clusters.near import MASKED, Slices, in_order, near_slices
 from efficient_attn.ops.clusters.opened import open_clusters
@@ -100,9 +100,7 @@ def _some_heads(
         q, upcast(zero_masked(k, key_mask)), upcast(zero_masked(v, key_mask)), key_mask
     )
     position = torch.arange(tokens, device=k.device)
-    most, limits = max(max(probes), 1), None
-    if min(probes) < most:
-        limits = torch.tensor(probes, device=k.device).view(k.shape[1], -1)
+    most, limits = limits_of(probes, k)
     task = _Task(k, v, real, real & (position >= stages[0].layout.first), most, limits, causal)
     if causal:
         output = torch.cat(

@@ -31,10 +31,10 @@ class Stage(NamedTuple):
         size = self.layout.block
         last = 0 if causal else -(-tokens // size)
         blocks = range(self.begin // size, -(-self.end // size))
-        return [[*_before(max(block - 1, 0)), *_after(block + 2, last)] for block in blocks]
+        return [[*before(max(block - 1, 0)), *_after(block + 2, last)] for block in blocks]
 
 
-def _before(end: int) -> list[Run]:
+def before(end: int) -> list[Run]:
     """Runs of the stretches 0 … end − 1, one per binary digit, the longest first."""
     found, begin = [], 0
     while begin < end:

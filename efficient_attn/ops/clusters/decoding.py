@@ -1,0 +1,208 @@
+"""Incremental decoding with opened clusters: a KV cache, and the sorted runs before the last slice.
+
+A block reads the runs before its slice, and most of them were read by the block before, so that a key is
+sorted once for each length of a run that it lies in. Keys and values stay in the order of the tokens: sorted
+positions take 8 bytes for each key of a head, a second copy of keys and values as much as the cache.
+"""
+
+from collections.abc import Sequence
+from itertools import groupby
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from efficient_attn.ops.clusters.closed import Step, limits_of, read_closed
+from efficient_attn.ops.clusters.far import Summaries
+from efficient_attn.ops.clusters.near import MASKED
+from efficient_attn.ops.clusters.probing import probe_clusters
+from efficient_attn.ops.clusters.runs import Stage, causal_stages
+from efficient_attn.ops.clusters.sorted_runs import SortedRuns, advanced, far_keys, joined, no_runs
+from efficient_attn.ops.dtypes import upcast
+from efficient_attn.ops.operators import transformed
+from efficient_attn.ops.paths import tuned_for_cpu
+from efficient_attn.ops.softmax.kv_cache import KVCache, append_tokens, mask_of
+from efficient_attn.shapes import KeyMask, Keys, Output, Queries, Values
+
+
+class ClusterCache(NamedTuple):
+    """KV cache, and the runs that the block of the last token reads, counted from the first real token.
+
+    Runs are empty after a call of many tokens; the next call of few tokens sorts them.
+
+    Attributes:
+        k: [batch kv_heads tokens head_dim], zero where masked.
+        v: [batch kv_heads tokens value_dim], zero where masked.
+        key_mask: bool [batch tokens], as of `KVCache`.
+        order: Positions of the keys of the runs, each run in the order of its tree, [batch kv_heads keys].
+        mean_k: `Summaries.k` of the clusters, [batch kv_heads clusters+1 width].
+        half_variance: [batch kv_heads clusters+1 head_dim].
+        mean_v: [batch kv_heads clusters+1 width].
+    """
+
+    k: Tensor
+    v: Tensor
+    key_mask: Tensor
+    order: Tensor
+    mean_k: Tensor
+    half_variance: Tensor
+    mean_v: Tensor
+
+
+class _Task(NamedTuple):
+    """Options of `probe_clusters`."""
+
+    scale: float
+    block: int
+    first: int
+    clusters: int
+    probes: Sequence[int]
+
+    def stages(self, tokens: int) -> list[Stage]:
+        return causal_stages(tokens, block=self.block, clusters=self.clusters, first=self.first)
+
+    def far(self, tokens: int) -> tuple[int, int]:
+        """Number of keys before the slice of the last of some tokens, and of their clusters."""
+        if tokens == 0:
+            return 0, 0
+        last = self.stages(tokens)[-1].since(tokens - 1)
+        keys = far_keys(last)
+        return keys, keys // last.layout.block
+
+
+def extend_clusters(
+    q: Queries,
+    k: Keys,
+    v: Values,
+    state: ClusterCache | None,
+    key_mask: KeyMask | None,
+    *,
+    scale: float,
+    block: int,
+    first: int,
+    clusters: int,
+    probes: Sequence[int],
+) -> tuple[Output, ClusterCache]:
+    """`probe_clusters` of the tokens after a state, and the next state.
+
+    At most as many tokens as a block has read only the clusters that they open; more are one causal pass,
+    which sorts all runs. So does every call with a key mask where the host would have to wait for the first
+    real token.
+    """
+    task = _Task(scale, block, first, clusters, probes)
+    cache = append_tokens(None if state is None else KVCache(*state[:3]), k, v, key_mask)
+    runs = no_runs(k, v) if state is None else SortedRuns(*state[3:])
+    new, tokens, mask = q.shape[2], cache.k.shape[2], mask_of(cache)
+    if q.shape[0] * new == 0:
+        return q.new_zeros(*q.shape[:3], v.shape[3]), ClusterCache(*cache, *runs)
+    if new > task.stages(tokens)[-1].layout.block or not (mask is None or _seen_by_host(mask)):
+        out = probe_clusters(q, cache.k, cache.v, **task._asdict(), causal=True, key_mask=mask)
+        return out, ClusterCache(*cache, *no_runs(k, v))
+    alike = [(slice(None), 0)] if mask is None else _alike(mask)
+    parts = [runs.part(rows, *task.far(max(tokens - new - start, 0))) for rows, start in alike]
+    outs, later = [], list(parts)
+    for number, (rows, start) in enumerate(alike):
+        padding = min(max(start - tokens + new, 0), new)
+        some_k, some_v = (x[rows, :, start:] for x in cache[:2])
+        some_mask = None if mask is None else mask[rows, start:]
+        out, later[number] = _extended(q[rows, :, padding:], some_k, some_v, some_mask, parts[number], task)
+        outs.append(F.pad(out, (0, 0, padding, 0)))
+    same = all(one is other for one, other in zip(parts, later, strict=True))
+    return torch.cat(outs), ClusterCache(*cache, *(runs if same else joined(later)))
+
+
+def _extended(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, runs: SortedRuns, task: _Task
+) -> tuple[Tensor, SortedRuns]:
+    """Outputs, and the runs of the last block, where the first key of every batch entry is real.
+
+    Args:
+        k: Keys of all tokens, [batch kv_heads tokens head_dim].
+        runs: Runs of an earlier block, or none.
+    """
+    tokens, done, group = k.shape[2], k.shape[2] - q.shape[2], q.shape[1] // k.shape[1]
+    real = torch.ones(k.shape[0], tokens, dtype=torch.bool, device=k.device) if mask is None else mask
+    counted = real & (torch.arange(tokens, device=k.device) >= task.first)
+    most, limits = limits_of([one if one < task.clusters else tokens for one in task.probes], k)
+    # Queries at a time, which copy together about as many keys as there are.
+    few = max(task.clusters // (group * most), 1)
+    outs, begin, scaled = [q.new_zeros(*q.shape[:2], 0, v.shape[3])], done, upcast(q) * task.scale
+    while begin < tokens:
+        stage = next(stage for stage in task.stages(tokens) if begin < stage.end).since(begin)
+        end = min(begin + few, stage.begin + stage.layout.block, tokens)
+        stage = stage._replace(end=end)
+        runs = advanced(runs, k, v, counted, stage, task.block)
+        own = None if limits is None else limits.repeat_interleave(end - begin, dim=1)
+        out = _read(scaled[:, :, begin - done : end - done], k, v, real, counted, runs, stage, most, own)
+        outs.append(out.to(q.dtype))
+        begin = end
+    return torch.cat(outs, dim=2), runs
+
+
+def _read(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    real: Tensor,
+    counted: Tensor,
+    runs: SortedRuns,
+    stage: Stage,
+    probes: int,
+    limits: Tensor | None,
+) -> Tensor:
+    """Outputs of the last queries of a stage that has one block, [batch heads queries value_dim]."""
+    (_, heads, new, head_dim), value_dim, clusters = q.shape, v.shape[3], runs.clusters
+    low, rows = far_keys(stage), q.unflatten(1, (k.shape[1], -1)).flatten(2, 3)
+    first = min(stage.layout.first, low)
+    near_k, near_v, near_real = (
+        torch.cat([x[:, :, :first], x[:, :, low : stage.end]], dim=2) for x in (k, v, real[:, None])
+    )
+    visible = near_real.new_ones(new, near_k.shape[2]).tril(near_k.shape[2] - new)
+    visible = near_real[:, :, None] & visible.repeat(heads // k.shape[1], 1)
+    scores = (rows @ upcast(near_k).mT).masked_fill(~visible, MASKED)
+    if not clusters:
+        return (scores.softmax(dim=3) @ upcast(near_v)).unflatten(2, (-1, new)).flatten(1, 2)
+    wide = F.pad(F.pad(rows, (0, 1), value=1.0), (0, runs.k.shape[3] - head_dim - 1))
+    every = Step(1, torch.arange(clusters, device=q.device)[None], None)
+    closed, closed_sum, chosen = (
+        x.squeeze(2) for x in read_closed(wide.unsqueeze(2), Summaries(*runs[1:]), every, probes, limits)
+    )
+    # [batch kv_heads rows keys] positions of the keys of the opened clusters of every row
+    of = chosen.clamp_max(clusters - 1).flatten(2)[..., None]
+    positions = runs.order.unflatten(2, (clusters, -1))
+    at = positions.gather(2, of.expand(*of.shape[:3], positions.shape[3])).flatten(2)
+    hidden = ~counted[:, None].expand(-1, k.shape[1], -1).gather(2, at)
+    hidden = hidden.view(*chosen.shape, -1) | (chosen == clusters)[..., None]
+    far_k, far_v = (upcast(_keys_at(x, at)).unflatten(2, (rows.shape[2], -1)) for x in (k, v))
+    far = (rows.unsqueeze(3) @ far_k.mT).squeeze(3).masked_fill(hidden.flatten(3), MASKED)
+    log_sum = torch.cat([scores, far], dim=3).logsumexp(dim=3, keepdim=True)
+    total = torch.logaddexp(log_sum, closed_sum)
+    out = (scores - total).exp() @ upcast(near_v) + (closed_sum - total).exp() * closed[..., :value_dim]
+    out = out + ((far - total).exp().unsqueeze(3) @ far_v).squeeze(3)
+    return out.unflatten(2, (-1, new)).flatten(1, 2)
+
+
+def _keys_at(x: Tensor, at: Tensor) -> Tensor:
+    """Rows of `x` [batch heads tokens dim] at the positions of each head [batch heads rows]."""
+    if not tuned_for_cpu(x):
+        return x.gather(2, at[..., None].expand(*at.shape, x.shape[3]))
+    # The CPU copies whole rows only from two dimensions.
+    found = [one.index_select(0, rows) for one, rows in zip(x.flatten(0, 1), at.flatten(0, 1), strict=True)]
+    return torch.stack(found).unflatten(0, x.shape[:2])
+
+
+def _alike(mask: Tensor) -> list[tuple[slice, int]]:
+    """Neighbouring batch entries with one first real token, and this token; the number of tokens: none."""
+    first = torch.where(mask.any(dim=1), mask.long().argmax(dim=1), mask.shape[1]).tolist()
+    found, begin = [], 0
+    for start, entries in groupby(first):
+        end = begin + len(list(entries))
+        found.append((slice(begin, end), start))
+        begin = end
+    return found
+
+
+def _seen_by_host(mask: Tensor) -> bool:
+    """Whether the host reads a mask at no cost."""
+    return tuned_for_cpu(mask) and not torch.compiler.is_compiling() and not transformed(mask)
