@@ -33,7 +33,8 @@ class FittedProbes(Float32Buffers):
         self, core: nn.Module, problem: AttentionProblem, sizes: ProbingSizes, target: float
     ) -> None:
         super().__init__()
-        # A module with attend(q, k, v, key_mask, probes), which takes the number of each head.
+        # A module with attend(q, k, v, key_mask, probes) and estimate_error of the same arguments, which take
+        # the number of each head.
         self.core: Any = core
         self._scale, self._causal, self._sizes, self._target = problem.factor, problem.causal, sizes, target
         self.register_buffer("numbers", torch.empty(0, dtype=torch.long))
@@ -80,7 +81,7 @@ class FittedProbes(Float32Buffers):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
         numbers = self._for_heads(q.shape[1])
-        exact = [head for head, one in enumerate(numbers) if one == self._sizes.clusters]
+        exact = self._exact_heads(numbers)
         if not exact:
             return self.core.attend(q, k, v, key_mask, numbers)
         heads = torch.tensor(exact, device=q.device)
@@ -91,6 +92,14 @@ class FittedProbes(Float32Buffers):
             return out
         others = [0 if head in exact else one for head, one in enumerate(numbers)]
         return self.core.attend(q, k, v, key_mask, others).index_copy(1, heads, out)
+
+    def estimate_error(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
+        numbers = self._for_heads(q.shape[1])
+        exact = self._exact_heads(numbers)
+        # Fewer products than to open all clusters; the estimates of exact heads are not used.
+        others = [0 if head in exact else one for head, one in enumerate(numbers)]
+        heads = torch.tensor(exact, dtype=torch.long, device=q.device)
+        return self.core.estimate_error(q, k, v, key_mask, others).index_fill(1, heads, 0.0)
 
     def extend(
         self, q: Tensor, k: Tensor, v: Tensor, state: KVCache | None, key_mask: Tensor | None
@@ -113,6 +122,9 @@ class FittedProbes(Float32Buffers):
             return probing_operations(problem, self._sizes, tokens, value_dim, number=number, pairs=pairs)
 
         return mean_counts([of_head(one) for one in self.of_heads]) if self.of_heads else None
+
+    def _exact_heads(self, numbers: list[int]) -> list[int]:
+        return [head for head, one in enumerate(numbers) if one == self._sizes.clusters]
 
     def _exact(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
         return fused_attention(
