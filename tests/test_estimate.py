@@ -170,6 +170,7 @@ def test_a_row_that_reads_every_key_has_no_error():
     assert not built(probes=CLUSTERS).estimate_error(q, k, v).any()
     assert not built(True, probes=PROBES).estimate_error(q, k, v)[:, :, : 2 * BLOCK].any()
     assert built().estimate_error(q[:, :, :0], k[:, :, :0], v[:, :, :0]).shape == (1, 2, 0)
+    assert torch.equal(built().estimate_error(q, k, v[..., :0]), q.new_zeros(1, 2, 67))
 
 
 @pytest.mark.parametrize("name", ["exact", "window", "performer-positive", "linear-elu"])
