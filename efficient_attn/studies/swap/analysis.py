@@ -15,6 +15,7 @@ from efficient_attn.stats.curves import YARDSTICK, grouped
 KL, DISAGREEMENT, PERPLEXITY = "next_token_kl", "next_token_disagreement", "perplexity"
 MEAN_POOL, FIRST_TOKEN, HIDDEN = "mean_pool_distance", "first_token_distance", "hidden_relative_error"
 OUTPUT, OUTPUT_COSINE = "output_relative_error", "output_distance"
+AUDITED = "attention_relative_error"
 NAMES = {
     KL: "divergence of the next token, nats",
     DISAGREEMENT: "same likeliest token",
