@@ -98,6 +98,28 @@ class Backend(nn.Module):
         weights = self(q.to(wide), k.to(wide), unit, key_mask=key_mask)
         return weights if rows is None else weights[:, :, rows]
 
+    @torch.no_grad()
+    def estimate_error(self, q: Tensor, k: Tensor, v: Tensor, *, key_mask: Tensor | None = None) -> Tensor:
+        """Estimated norm of the error of each output row, [batch heads q_tokens], in float32 or better.
+
+        The unit is that of the values; divided by the norm of the row the error is relative. An estimate, no
+        bound: 2.2 times it covered 92 to 100 % of the rows on each shipped layer. It takes time and memory of
+        its own, and `forward` never computes it.
+
+        Raises:
+            UnsupportedError: If the backend has no second moments of the keys that it summarises.
+        """
+        if not hasattr(self.core, "estimate_error"):
+            raise UnsupportedError(
+                f"Backend {self.spec.name!r} has no estimate of its error; 'window-clusters' has, and "
+                "ea.audit measures the error of any backend."
+            )
+        self._check(q, k, v, key_mask)
+        if 0 in (q.numel(), k.shape[2], v.shape[-1]):
+            return q.new_zeros(q.shape[:-1], dtype=torch.promote_types(q.dtype, torch.float32))
+        with without_autocast(q):
+            return self.core.estimate_error(q, k, v, key_mask)
+
     def denominators(self, q: Tensor, k: Tensor, *, key_mask: Tensor | None = None) -> Tensor:
         """Row sums of signed features over the largest visible scale, [batch heads q_tokens].
 

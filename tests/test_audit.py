@@ -1,7 +1,6 @@
 """The audit: exact rows, an unbiased error, and intervals that cover it."""
 
 import math
-from functools import cache
 
 import numpy as np
 import pytest
@@ -10,12 +9,9 @@ import torch
 from reference import random_qkv
 
 import efficient_attn as ea
-from efficient_attn.errors import DtypeError, OptionError
-from efficient_attn.measure.error import exact_output
-from efficient_attn.studies.audit import Sample, _positions, _real_tokens, estimates
-
-# Simulated calls, and rows of each in 12 heads: 72 rows.
-CALLS, EACH = 1000, 6
+from efficient_attn.errors import DataError, DtypeError, OptionError, UnsupportedError
+from efficient_attn.measure.exact_rows import Sample, _positions, _real_tokens
+from efficient_attn.studies.audit import estimates
 
 
 def squares(backend, q, k, v, mask=None):
@@ -72,45 +68,9 @@ def test_exact_rows_are_taken_a_block_at_a_time(monkeypatch):
         random_qkv(q_tokens=50, k_tokens=50),
     )
     whole = ea.audit(backend, *inputs, rows=200)
-    monkeypatch.setattr("efficient_attn.studies.audit._ENTRIES_AT_ONCE", 4 * 50 * 7)
+    monkeypatch.setattr("efficient_attn.measure.exact_rows._ENTRIES_AT_ONCE", 4 * 50 * 7)
     again = ea.audit(backend, *inputs, rows=200)
     assert again.relative_error == pytest.approx(whole.relative_error) and again.rows == whole.rows
-
-
-@cache
-def real_rows(name):
-    """Squared errors and squares of the exact output of a backend on real activations, [heads tokens]."""
-    q, k, v = ea.sample(1)[:3]
-    backend = ea.build(name, head_dim=q.shape[-1], num_heads=q.shape[1])
-    exact = exact_output(q, k, v, scale=backend.problem.factor)
-    with torch.no_grad():
-        error = backend(q, k, v).double() - exact
-    return tuple(x.square().sum(dim=-1)[0].numpy() for x in (error, exact))
-
-
-def simulated(errors, exact, calls):
-    """Estimates of many audits of the same output."""
-    count, generator = errors.shape[1], torch.Generator().manual_seed(0)
-    for _ in range(calls):
-        drawn = [_positions(count, EACH, generator).numpy() for _ in errors]
-        yield estimates([Sample(a[i], b[i], count) for a, b, i in zip(errors, exact, drawn, strict=True)])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["window", "performer-positive", "window-clusters", "linear-elu"])
-def test_intervals_cover_the_error_of_real_rows_in_nine_calls_of_ten(name):
-    errors, exact = real_rows(name)
-    truth = errors.mean(), math.sqrt(errors.sum() / exact.sum())
-    found = np.array(list(simulated(errors, exact, CALLS)))
-    # Three standard errors of a coverage of 90 %.
-    least = 0.9 - 3 * math.sqrt(0.9 * 0.1 / CALLS)
-    for at, true in enumerate(truth):
-        covered = ((found[:, at, 1] <= true) & (true <= found[:, at, 2])).mean()
-        assert covered >= least, (name, at, covered)
-    # The mean of unbiased estimates lies within four of its standard errors of the truth.
-    values = found[:, 0, 0]
-    assert abs(values.mean() - truth[0]) <= 4 * values.std(ddof=1) / math.sqrt(CALLS)
-    assert np.median(found[:, 1, 2] / found[:, 1, 1]) < 3
 
 
 def test_intervals_are_those_of_a_stratified_sample():
@@ -196,3 +156,54 @@ def test_a_seed_is_a_whole_number(seed):
     backend = ea.build("performer-positive", head_dim=8, num_heads=4)
     with pytest.raises((DtypeError, OptionError), match="seed is "):
         ea.audit(backend, *random_qkv(q_tokens=12, k_tokens=40), seed=seed)
+
+
+def test_rows_of_padding_are_drawn_from_the_other_entries():
+    backend = ea.build("window", head_dim=8, num_heads=4, window=9)
+    q, k, v = random_qkv(4, 4, 2, 100, 100)
+    mask = torch.arange(100) < torch.tensor([[0], [100], [20], [80]])
+    found = ea.audit(backend, q, k, v, key_mask=mask)
+    # 64 rows in the ratio 100 : 20 : 80, in four heads, rounded up to whole rows of each.
+    assert (found.rows, found.of) == (4 * (8 + 2 + 7), 4 * 200)
+    nothing = ea.audit(backend, q, k, v, key_mask=torch.zeros_like(mask))
+    assert (nothing.rows, nothing.of, nothing.relative_error) == (0, 0, (0, 0, 0))
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+@pytest.mark.parametrize("queries", [12, 40])
+def test_heads_that_share_keys_are_audited_with_their_own(queries, kv_heads):
+    backend = ea.build("linformer", head_dim=8, num_heads=4, max_tokens=40, rank=6).requires_grad_(False)
+    q, k, v = random_qkv(2, 4, kv_heads, queries, 40)
+    k = k * torch.arange(1, kv_heads + 1)[:, None, None]
+    errors, exact = (float(x.sum()) for x in squares(backend, q, k, v))
+    found = ea.audit(backend, q, k, v, rows=10_000)
+    assert found.relative_error == pytest.approx((math.sqrt(errors / exact),) * 3, rel=1e-9)
+
+
+def test_values_at_the_end_of_half_precision_have_an_error_and_no_other_do():
+    q, k, v = (x.half() for x in random_qkv(q_tokens=64, k_tokens=64))
+    v = torch.full_like(v, 6.5e4) * v.sign()
+    backend = ea.build("exact", head_dim=8, num_heads=4)
+    errors, exact = (float(x.sum()) for x in squares(backend, q, k, v))
+    found = ea.audit(backend, q, k, v, rows=10_000).relative_error.value
+    assert 0 < found < 1e-2 and found == pytest.approx(math.sqrt(errors / exact), rel=1e-9)
+    v[0, 0, 3] = float("inf")
+    with pytest.raises(DataError, match="128 rows of the output are not finite"):
+        ea.audit(backend, q, k, v)
+
+
+def test_padded_queries_of_any_content_are_not_audited():
+    backend = ea.build("window", head_dim=8, num_heads=4, window=9)
+    q, k, v = random_qkv(1, 4, 2, 40, 40)
+    mask = torch.arange(40)[None] < 30
+    before = ea.audit(backend, q, k, v, key_mask=mask)
+    q[:, :, 30:] = float("nan")
+    assert ea.audit(backend, q, k, v, key_mask=mask) == before
+
+
+def test_dropout_in_training_is_refused():
+    backend, inputs = ea.build("exact", head_dim=8, num_heads=4, dropout=0.5), random_qkv()
+    with pytest.raises(UnsupportedError, match="is in training mode, where dropout would be taken for an"):
+        ea.audit(backend, *inputs)
+    assert ea.audit(backend.eval(), *inputs).relative_error.value < 1e-12
+    assert ea.audit(ea.build("exact", head_dim=8, num_heads=4), *inputs).relative_error.value < 1e-12

@@ -75,6 +75,9 @@ def test_every_field_of_a_record_is_compared_or_says_its_part_in_the_comparison(
     # No field is compared and excused, no field is one of the case, and the excuses are these alone.
     assert not compared & {*CONDITIONS} and not FIELDS.keys() & {*CASE_FIELDS, "status", "reason"}
     assert sorted(CONDITIONS) == [
+        "attention_relative_error_high",
+        "attention_relative_error_low",
+        "audited_layers",
         "copy_bytes_per_s",
         "empty_call_s",
         "kernels",

@@ -107,8 +107,10 @@ def test_a_run_is_written_read_drawn_tabled_told_and_compared(encoder, tmp_path)
     assert len(about["weights_sha256"]) == 64
     titles = [table.title for table in again.tables()]
     assert [title.partition(":")[0] for title in titles] == [
-        "Attention swapped", "One layer swapped, cosine, mean pool"
-    ]  # fmt: skip
+        "Attention swapped",
+        "Error of the attention of each layer, all layers swapped",
+        "One layer swapped, cosine, mean pool",
+    ]
     rows = {row[0]: row for row in again.tables()[0].rows}
     assert set(rows) == {
         OWN,

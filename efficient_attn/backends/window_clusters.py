@@ -13,6 +13,8 @@ from efficient_attn.modules.probes import FittedProbes
 from efficient_attn.operation_counts import MatMul, OperationCounts, softmax_matmuls
 from efficient_attn.ops.clusters.attention import Layout, window_clusters, window_segments
 from efficient_attn.ops.clusters.decoding import ClusterCache, extend_clusters
+from efficient_attn.ops.clusters.estimate import clusters_with_errors, segments_with_errors
+from efficient_attn.ops.clusters.estimate_probes import probing_with_errors
 from efficient_attn.ops.clusters.history import plan
 from efficient_attn.ops.clusters.probing import probe_clusters
 from efficient_attn.ops.softmax.kv_cache import KVCache, append_tokens, mask_of
@@ -101,17 +103,18 @@ class WindowClusters(nn.Module):
         self._layout = _layout(problem, options)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
-        options = self._options
-        return window_clusters(
-            q,
-            k,
-            v,
-            scale=self._scale,
-            layout=self._layout,
-            clusters=options.clusters,
-            steps=None if options.summary == "segments" else options.steps,
-            key_mask=key_mask,
-        )
+        return window_clusters(q, k, v, key_mask=key_mask, **self._sizes())
+
+    def estimate_error(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
+        return clusters_with_errors(q, k, v, key_mask=key_mask, **self._sizes())[..., -1]
+
+    def _sizes(self) -> dict[str, Any]:
+        return {
+            "scale": self._scale,
+            "layout": self._layout,
+            "clusters": self._options.clusters,
+            "steps": None if self._options.summary == "segments" else self._options.steps,
+        }
 
 
 class Probing(nn.Module):
@@ -131,6 +134,15 @@ class Probing(nn.Module):
         """The output with the number of probes of each head."""
         sizes = self._sizes
         return probe_clusters(q, k, v, probes=probes, causal=self._causal, key_mask=key_mask, **sizes)
+
+    def estimate_error(
+        self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, probes: Sequence[int] | None = None
+    ) -> Tensor:
+        probes = probes or [self._probes] * q.shape[1]
+        found = probing_with_errors(
+            q, k, v, probes=probes, causal=self._causal, key_mask=key_mask, **self._sizes
+        )
+        return found[..., -1]
 
     def extend(
         self, q: Tensor, k: Tensor, v: Tensor, state: ClusterCache | None, key_mask: Tensor | None
@@ -162,6 +174,10 @@ class WindowSegments(nn.Module):
         return window_segments(
             q, k, v, scale=self._scale, layout=self._layout, clusters=self._segments, key_mask=key_mask
         )
+
+    def estimate_error(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
+        sizes: dict[str, Any] = {"scale": self._scale, "layout": self._layout, "clusters": self._segments}
+        return segments_with_errors(q, k, v, key_mask=key_mask, **sizes)[..., -1]
 
     def extend(
         self, q: Tensor, k: Tensor, v: Tensor, state: KVCache | None, key_mask: Tensor | None

@@ -34,7 +34,8 @@ class FittedProbes(Float32Buffers):
         self, core: nn.Module, problem: AttentionProblem, sizes: ProbingSizes, target: float
     ) -> None:
         super().__init__()
-        # A module with attend(q, k, v, key_mask, probes), which takes the number of each head.
+        # A module with attend(q, k, v, key_mask, probes) and estimate_error of the same arguments, which take
+        # the number of each head.
         self.core: Any = core
         self._scale, self._causal, self._sizes, self._target = problem.factor, problem.causal, sizes, target
         self.register_buffer("numbers", torch.empty(0, dtype=torch.long))
@@ -86,6 +87,11 @@ class FittedProbes(Float32Buffers):
         out = self.core.attend(q, k, v, key_mask, self._opened(numbers))
         return self._with_exact(out, q, k, v, key_mask)
 
+    def estimate_error(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
+        others = self._opened(self._for_heads(q.shape[1]))
+        heads = torch.tensor(self._exact_heads(), dtype=torch.long, device=q.device)
+        return self.core.estimate_error(q, k, v, key_mask, others).index_fill(1, heads, 0.0)
+
     def extend(
         self, q: Tensor, k: Tensor, v: Tensor, state: ClusterCache | None, key_mask: Tensor | None
     ) -> tuple[Tensor, ClusterCache]:
@@ -107,6 +113,9 @@ class FittedProbes(Float32Buffers):
 
         return mean_counts([of_head(one) for one in self.of_heads]) if self.of_heads else None
 
+    def _exact_heads(self) -> list[int]:
+        return [head for head, one in enumerate(self.of_heads) if one == self._sizes.clusters]
+
     def _exact(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
         return fused_attention(
             q, k, v, scale=self._scale, causal=self._causal, key_mask=key_mask, dropout=0.0
@@ -118,7 +127,7 @@ class FittedProbes(Float32Buffers):
 
     def _with_exact(self, out: Tensor, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
         """`out` with the outputs of exact heads in their places."""
-        exact = [head for head, one in enumerate(self.of_heads) if one == self._sizes.clusters]
+        exact = self._exact_heads()
         if not exact or q.shape[2] == 0:
             return out
         heads = torch.tensor(exact, device=q.device)

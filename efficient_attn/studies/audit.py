@@ -5,25 +5,19 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from efficient_attn.backend import Backend
-from efficient_attn.errors import OptionError
+from efficient_attn.errors import OptionError, UnsupportedError
 from efficient_attn.limits import WHOLE_NUMBER
+from efficient_attn.measure.exact_rows import Floats, Sample, sample_rows
 from efficient_attn.modules.options import whole_number
 from efficient_attn.stats.significance import quantile
 
-# Fewest rows, and the share of all rows where that is more.
-_FEWEST, _SHARE = 64, 0.01
-# Rows of a head without which its variance is unknown.
-_LEAST = 2
+# Degrees of freedom of an interval with few rows of each head, unless Satterthwaite's are fewer.
+_FREEDOM = 5
 # Tail probability on either side of an interval.
 _OUTSIDE = 0.025
-# Scores computed at a time.
-_ENTRIES_AT_ONCE = 1 << 23
-
-Floats = NDArray[np.float64]
 
 
 class Estimate(NamedTuple):
@@ -54,14 +48,6 @@ class Audit(NamedTuple):
         return f"relative error {value:.3g} ({low:.3g} to {high:.3g}), from {self.rows} of {self.of} rows"
 
 
-class Sample(NamedTuple):
-    """Squared norms of the error and of the exact output of some rows of one head, and its number of rows."""
-
-    errors: Floats
-    exact: Floats
-    of: int
-
-
 def audit(
     backend: Backend,
     q: Tensor,
@@ -76,8 +62,9 @@ def audit(
 
     The cost is one call of the backend and the exact attention of the drawn rows. Equal parts of every head
     have one row each. Intervals are Student's, of the logarithm of the mean over rows, whose errors are
-    skewed. No interval holds where a few rows have nearly all of the error, as of `performer-trig` at large
-    norms: a sample misses them.
+    skewed: of 1000 audits of 72 rows on shipped layers, 89 to 100 % covered the relative error and 87 to 99 %
+    the squared error. No interval holds where a few rows have nearly all of the error, as of
+    `performer-trig` at large norms: a sample misses them.
 
     Args:
         q: [batch heads q_tokens head_dim]; causal queries are the last positions of the keys.
@@ -85,13 +72,15 @@ def audit(
         v: [batch kv_heads k_tokens value_dim].
         key_mask: bool [batch k_tokens], True for a real token; rows of masked tokens are left out where the
             queries are the last tokens, in causal attention or as many as keys.
-        rows: Number of rows with an exact output, rounded up to as many in each head, at least 2; None: 64
-            or 1 % of all rows, whichever is more.
+        rows: Number of rows with an exact output, in proportion to the real tokens of each batch entry,
+            rounded up to as many in each head, at least 2; None: 64 or 1 % of all rows, whichever is more.
         seed: Seed of the rows.
 
     Raises:
         OptionError: If `rows` is no positive whole number, or `seed` is out of range.
         DtypeError: If `seed` is no whole number.
+        DataError: If a row of the output is not finite, which has no error.
+        UnsupportedError: If the backend drops weights in training mode, which would count as an error.
         ShapeError, DtypeError, UnsupportedError: If the backend cannot compute the inputs.
     """
     if rows is not None and (
@@ -99,23 +88,22 @@ def audit(
     ):
         raise OptionError(f"rows is a whole number of at least 1, not {rows!r}.")
     whole_number("seed", seed)
+    _refuse_dropout(backend)
     with torch.no_grad():
         out = backend(q, k, v, key_mask=key_mask)
-        of = q.shape[0] * q.shape[1] * q.shape[2]
-        wanted = max(_FEWEST, math.ceil(_SHARE * of)) if rows is None else rows
-        generator, samples = torch.Generator("cpu").manual_seed(seed), []
-        for entry in range(len(q)):
-            mask = None if key_mask is None else key_mask[entry]
-            tokens = _real_tokens(q.shape[2], mask, causal=backend.problem.causal)
-            each = min(max(math.ceil(wanted / (q.shape[0] * q.shape[1])), _LEAST), len(tokens))
-            if each:
-                drawn = torch.stack(
-                    [tokens[_positions(len(tokens), each, generator)] for _ in range(q.shape[1])]
-                )
-                samples += _samples(
-                    backend, (q[entry], k[entry], v[entry], mask), out[entry], drawn, len(tokens)
-                )
+    samples = sample_rows(backend, (q, k, v, key_mask), out, rows=rows, seed=seed)
     return Audit(sum(len(one.errors) for one in samples), sum(one.of for one in samples), *estimates(samples))
+
+
+def _refuse_dropout(backend: Backend) -> None:
+    drops = getattr(backend.options, "dropout", 0.0) or any(
+        isinstance(part, nn.Dropout) and part.p for part in backend.modules()
+    )
+    if backend.training and drops:
+        raise UnsupportedError(
+            f"Backend {backend.spec.name!r} is in training mode, where dropout would be taken for an error; "
+            "backend.eval() first."
+        )
 
 
 def estimates(samples: list[Sample]) -> tuple[Estimate, Estimate]:
@@ -135,7 +123,11 @@ def estimates(samples: list[Sample]) -> tuple[Estimate, Estimate]:
 
 
 def _spread(values: list[Floats], samples: list[Sample], weights: list[float]) -> float:
-    """Half-width of the interval of a weighted mean over heads, with the freedom of Satterthwaite (1946)."""
+    """Half-width of the interval of a weighted mean over heads.
+
+    The freedom is that of Satterthwaite (1946), and no more than of one head: a few heads, and in them a few
+    rows, have most of the error of a good approximation.
+    """
     parts = [
         weight**2 * float(some.var(ddof=1)) / len(some) * (1 - len(some) / one.of)
         if len(some) < one.of
@@ -148,6 +140,7 @@ def _spread(values: list[Floats], samples: list[Sample], weights: list[float]) -
     freedom = total**2 / sum(
         part**2 / (len(some) - 1) for part, some in zip(parts, values, strict=True) if part
     )
+    freedom = min(freedom, max(min(map(len, values)) - 1, _FREEDOM))
     return quantile(_OUTSIDE, freedom) * math.sqrt(total)
 
 
@@ -155,57 +148,3 @@ def _around(value: float, half_width: float) -> Estimate:
     """The interval of a positive value, from the half-width of that of its logarithm."""
     factor = math.exp(min(half_width, 700.0))
     return Estimate(value, value / factor, value * factor)
-
-
-def _real_tokens(count: int, mask: Tensor | None, *, causal: bool) -> Tensor:
-    """Positions of the queries that are no padding."""
-    if mask is None or not (causal or len(mask) == count):
-        return torch.arange(count, device="cpu")
-    return mask[len(mask) - count :].nonzero().squeeze(-1).cpu()
-
-
-def _positions(count: int, drawn: int, generator: torch.Generator) -> Tensor:
-    """A random position in each of `drawn` equal parts; a position on a border belongs to both."""
-    # On the CPU whatever the default device is: a seed means the same rows everywhere.
-    random = torch.rand(drawn, generator=generator, dtype=torch.float64, device="cpu")
-    places = torch.arange(drawn, device="cpu") + random
-    return (places * (count / drawn)).long().clamp_max_(count - 1)
-
-
-def _samples(
-    backend: Backend,
-    inputs: tuple[Tensor, Tensor, Tensor, Tensor | None],
-    out: Tensor,
-    drawn: Tensor,
-    of: int,
-) -> list[Sample]:
-    """Errors of the drawn rows of each head, [heads drawn], of one batch entry."""
-    (q, k, v, mask), count = inputs, drawn.shape[1]
-    drawn = drawn.to(q.device)
-    wide = torch.float32 if q.device.type == "mps" else torch.float64
-    keys, values = k.to(wide), v.to(wide)
-    if mask is not None:
-        keys, values = (x.masked_fill(~mask[None, :, None], 0.0) for x in (keys, values))
-    at_once = max(_ENTRIES_AT_ONCE // max(len(q) * k.shape[1], 1), 1)
-    errors, exact = torch.empty(2, len(q), count, dtype=wide, device=q.device)
-    for start in range(0, count, at_once):
-        rows = drawn[:, start : start + at_once]
-        part = slice(start, start + rows.shape[1])
-        queries, some = (
-            x.gather(1, rows.unsqueeze(-1).expand(-1, -1, x.shape[-1])).to(wide) for x in (q, out)
-        )
-        scores = queries.unflatten(0, (len(k), -1)).flatten(1, 2) @ keys.mT * backend.problem.factor
-        hidden = _hidden(rows, q.shape[1], k.shape[1], mask, causal=backend.problem.causal)
-        weights = scores.masked_fill_(hidden.view_as(scores), -torch.inf).softmax(dim=-1).nan_to_num_(0.0)
-        found = (weights @ values).view(len(q), -1, v.shape[-1])
-        errors[:, part], exact[:, part] = (some - found).square().sum(dim=-1), found.square().sum(dim=-1)
-    pairs = zip(errors.double().cpu().numpy(), exact.double().cpu().numpy(), strict=True)
-    return [Sample(one, other, of) for one, other in pairs]
-
-
-def _hidden(rows: Tensor, q_tokens: int, k_tokens: int, mask: Tensor | None, *, causal: bool) -> Tensor:
-    """True for each key that a drawn row does not see, [heads drawn k_tokens]."""
-    hidden = torch.zeros(*rows.shape, k_tokens, dtype=torch.bool, device=rows.device)
-    if causal:
-        hidden |= torch.arange(k_tokens, device=rows.device) > rows.unsqueeze(-1) + k_tokens - q_tokens
-    return hidden if mask is None else hidden | ~mask

@@ -18,7 +18,7 @@ from efficient_attn.ops.clusters.near import Layout, read_slices
 from efficient_attn.ops.clusters.summaries import beyond_slices, members, query_moments, summarise_clusters
 from efficient_attn.ops.dtypes import upcast, zero_masked
 from efficient_attn.ops.paths import held, tuned_for_cpu
-from efficient_attn.shapes import KeyMask, Keys, Output, Queries, Values
+from efficient_attn.shapes import KeyMask, Keys, Queries, Values
 
 # Numbers per step on the CPU in the keys and values of the heads, and in the summaries of the blocks, so that
 # both stay in cache.
@@ -36,14 +36,22 @@ def window_clusters(
     clusters: int,
     steps: int | None,
     key_mask: KeyMask | None,
-) -> Output:
+    read: Callable[..., Tensor] = read_slices,
+) -> Tensor:
     """Softmax attention with one summary for each cluster of far keys; queries and keys are the same tokens.
 
     Args:
         steps: Steps of k-means; None: clusters are segments of the sequence.
+        read: Function of slices and summaries that returns the rows, with the arguments of `read_slices`.
     """
     some = partial(
-        _some_clusters, scale=scale, layout=layout, clusters=clusters, steps=steps, key_mask=key_mask
+        _some_clusters,
+        scale=scale,
+        layout=layout,
+        clusters=clusters,
+        steps=steps,
+        key_mask=key_mask,
+        read=read,
     )
     return by_heads(some, q, k, v)
 
@@ -74,6 +82,7 @@ def _some_clusters(
     clusters: int,
     steps: int | None,
     key_mask: Tensor | None,
+    read: Callable[..., Tensor],
 ) -> Tensor:
     dtype = q.dtype
     q, k, v, real, turned = from_first_real(
@@ -95,7 +104,7 @@ def _some_clusters(
         summarise_clusters(sums, every.top, queries, k.shape[3])
         for sums in beyond_slices(every, block=layout.block, back=layout.back, group=group)
     )
-    out = read_slices(q, k, v, real, summaries, layout, group=group)
+    out = read(q, k, v, real, summaries, layout, group=group)
     return turn_back(out, turned).to(dtype)
 
 
@@ -108,9 +117,12 @@ def window_segments(
     layout: Layout,
     clusters: int,
     key_mask: KeyMask | None,
-) -> Output:
+    read: Callable[..., Tensor] = read_slices,
+) -> Tensor:
     """Causal softmax attention, with one summary for each segment of the past before the slice."""
-    some = partial(_some_segments, scale=scale, layout=layout, clusters=clusters, key_mask=key_mask)
+    some = partial(
+        _some_segments, scale=scale, layout=layout, clusters=clusters, key_mask=key_mask, read=read
+    )
     return by_heads(some, q, k, v)
 
 
@@ -123,6 +135,7 @@ def _some_segments(
     layout: Layout,
     clusters: int,
     key_mask: Tensor | None,
+    read: Callable[..., Tensor],
 ) -> Tensor:
     dtype, before = q.dtype, k.shape[2] - q.shape[2]
     # Blocks are aligned with the keys; queries are the last positions, and a mask may put them in any block.
@@ -146,7 +159,7 @@ def _some_segments(
     row = torch.arange(layout.block, device=q.device)
     own = torch.arange(-layout.back, layout.block, device=q.device)
     visible = own <= row[:, None]
-    out = read_slices(q, k, v, real, summaries, layout, group=group, visible=visible, begin=begin)
+    out = read(q, k, v, real, summaries, layout, group=group, visible=visible, begin=begin)
     out = turn_back(out, turned)
     if turned is not None:
         # Padding before the first real token was rotated to the end.

@@ -39,6 +39,24 @@ class Step(NamedTuple):
     hidden: Tensor | None
 
 
+class Closed(NamedTuple):
+    """Scores of the queries of a step with summaries, and the clusters that the queries open.
+
+    Attributes:
+        far: Summaries of the clusters of each group, [batch kv_heads groups clusters …].
+        mean: Mean scores, and the bias of a masked key where the query reads no summary of the cluster,
+            [batch kv_heads groups clusters queries].
+        half_variance: Half the variances of the scores of the keys, as `mean`.
+        chosen: Opened clusters, at most `probes`; the number of the empty cluster stands for none,
+            [batch kv_heads groups probes queries].
+    """
+
+    far: Summaries
+    mean: Tensor
+    half_variance: Tensor
+    chosen: Tensor
+
+
 def steps(read: list[list[int]], first: int, rows: Tensor, none: int) -> Iterator[Step]:
     """Steps over all blocks.
 
@@ -80,19 +98,13 @@ def limits_of(probes: Sequence[int], k: Tensor) -> tuple[int, Tensor | None]:
     return most, torch.tensor(probes, device=k.device).view(k.shape[1], -1)
 
 
-def read_closed(
-    rows: Tensor, summaries: Summaries, step: Step, probes: int, limits: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Softmax of the queries of a step over closed clusters, and the clusters that they open.
+def choose(rows: Tensor, summaries: Summaries, step: Step, probes: int, limits: Tensor | None) -> Closed:
+    """Scores of the queries of a step with closed clusters, and the clusters that they open.
 
     Args:
         rows: Queries of the step, [batch kv_heads blocks rows width].
         probes: Largest number of clusters that a query opens.
         limits: Number of clusters that each row of a block opens, [kv_heads rows]; None: `probes`.
-
-    Returns:
-        Outputs [batch kv_heads blocks rows width], log-sum-exps [… 1], and at most `probes` clusters
-        [… probes]; the number of the empty cluster stands for none.
     """
     blocks, far = rows.shape[2] // len(step.read), summaries.of(step.read)
     q = rows.unflatten(2, (-1, blocks)).flatten(3, 4)
@@ -111,14 +123,30 @@ def read_closed(
         chosen = chosen.masked_fill(closed, summaries.k.shape[2] - 1)
     # An opened cluster is no reference of the exponents, since the other weights could all vanish.
     opened = MASKED if limits is None else mean.gather(3, columns).masked_fill(~closed, MASKED)
-    mean = mean.scatter(3, columns, opened)
+    return Closed(far, mean.scatter(3, columns, opened), half, chosen)
+
+
+def read_closed(
+    rows: Tensor, summaries: Summaries, step: Step, probes: int, limits: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Softmax of the queries of a step over closed clusters, and the clusters that they open, as `choose`.
+
+    Returns:
+        Outputs [batch kv_heads blocks rows width], log-sum-exps [… 1], and clusters [… probes].
+    """
+    far, mean, half, chosen = choose(rows, summaries, step, probes, limits)
     top = mean.detach().amax(dim=3, keepdim=True)
     # 1 + a + a²/2 for half the variance a: the mass to second order, for the spread of the scores.
     weights = (mean - top).exp_() * torch.addcmul(half + 1, half, half, value=0.5)
     total = weights.sum(dim=3, keepdim=True)
     out = (weights.mT @ far.v) / total.mT
     log_sum = (top + total.log()).mT
-    return tuple(x.unflatten(3, (blocks, -1)).flatten(2, 3) for x in (out, log_sum, chosen.mT))
+    return in_blocks(out, rows), in_blocks(log_sum, rows), in_blocks(chosen.mT, rows)
+
+
+def in_blocks(x: Tensor, rows: Tensor) -> Tensor:
+    """Rows of groups, [… groups queries dim], by the blocks of `rows`, [… blocks rows dim]."""
+    return x.unflatten(3, (-1, rows.shape[3])).flatten(2, 3)
 
 
 def _largest(x: Tensor, count: int, *, ordered: bool) -> Tensor:

@@ -5,7 +5,7 @@ Far keys lie in dyadic runs (`runs.py`), and every run is cut into clusters of e
 it opens, or in the summary of a cluster.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -21,10 +21,10 @@ from efficient_attn.ops.clusters.opened import open_clusters
 from efficient_attn.ops.clusters.runs import Stage, causal_stages, full_stages, places, reach
 from efficient_attn.ops.dtypes import upcast, zero_masked
 from efficient_attn.ops.softmax.partial import partial_softmax
-from efficient_attn.shapes import KeyMask, Keys, Output, Queries, Values
+from efficient_attn.shapes import KeyMask, Keys, Queries, Values
 
 
-class _Task(NamedTuple):
+class Task(NamedTuple):
     """Keys and values, and the options of a call.
 
     Attributes:
@@ -55,7 +55,8 @@ def probe_clusters(
     probes: Sequence[int],
     causal: bool,
     key_mask: KeyMask | None,
-) -> Output:
+    read: Callable[[Task, Tensor, Stage], Tensor] | None = None,
+) -> Tensor:
     """Softmax attention that reads the far keys of some clusters one by one, and the others as summaries.
 
     Args:
@@ -64,6 +65,7 @@ def probe_clusters(
         first: Number of global tokens at the beginning of the sequence, which every query reads.
         clusters: Largest number of clusters per query; causal: at least 2.
         probes: Number of clusters that the queries of each head open; all, if not fewer than `clusters`.
+        read: Function that returns the rows of a stage; None: `_read`.
     """
     plan = partial(causal_stages if causal else full_stages, block=block, clusters=clusters, first=first)
     some = partial(
@@ -73,6 +75,7 @@ def probe_clusters(
         clusters=clusters,
         causal=causal,
         key_mask=key_mask,
+        read=read or _read,
     )
     return by_heads(some, q, k, v, [one if one < clusters else k.shape[2] for one in probes])
 
@@ -88,6 +91,7 @@ def _some_heads(
     clusters: int,
     causal: bool,
     key_mask: Tensor | None,
+    read: Callable[[Task, Tensor, Stage], Tensor],
 ) -> Tensor:
     dtype, tokens, before = q.dtype, k.shape[2], k.shape[2] - q.shape[2]
     # Queries are the last positions of the keys, and a mask may move them to any position.
@@ -101,19 +105,19 @@ def _some_heads(
     )
     position = torch.arange(tokens, device=k.device)
     most, limits = limits_of(probes, k)
-    task = _Task(k, v, real, real & (position >= stages[0].layout.first), most, limits, causal)
+    task = Task(k, v, real, real & (position >= stages[0].layout.first), most, limits, causal)
     if causal:
         output = torch.cat(
-            [_read(task, q[:, :, one.begin - start : one.end - start], one) for one in stages], dim=2
+            [read(task, q[:, :, one.begin - start : one.end - start], one) for one in stages], dim=2
         )
     elif turned is None:
-        output = _read(task, q, stages[-1])
+        output = read(task, q, stages[-1])
     else:
         # The number of real tokens decides, so that padding changes no cluster.
         extent = ((position + 1) * real).amax(dim=1)[:, None, None, None]
-        output = _read(task, q, stages[-1])
+        output = read(task, q, stages[-1])
         for stage in reversed(stages[:-1]):
-            output = torch.where(extent <= reach(stage, clusters), _read(task, q, stage), output)
+            output = torch.where(extent <= reach(stage, clusters), read(task, q, stage), output)
     output = turn_back(output, turned)
     if turned is not None and causal:
         # Padding before the first real token was rotated to the end.
@@ -121,7 +125,7 @@ def _some_heads(
     return output[:, :, before - start :].to(dtype)
 
 
-def _read(task: _Task, q: Tensor, stage: Stage) -> Tensor:
+def _read(task: Task, q: Tensor, stage: Stage) -> Tensor:
     """Outputs of the queries of a stage, [batch heads tokens value_dim]."""
     (_, _, tokens, head_dim), value_dim = task.k.shape, task.v.shape[3]
     layout, size = stage.layout, stage.layout.block

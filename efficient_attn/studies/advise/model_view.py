@@ -17,8 +17,7 @@ from efficient_attn.studies.advise.choice import in_ranges
 from efficient_attn.studies.advise.findings import HELD_OUT, SAME_AGAIN
 from efficient_attn.studies.advise.verified import Verified, target, verified
 from efficient_attn.studies.swap.analysis import NAMES
-from efficient_attn.studies.swap.view import show_quantity
-from efficient_attn.studies.swap.view import tables as tables_of_swap
+from efficient_attn.studies.swap.view import AUDIT_NOTE, audited_cells, show_quantity, tables_of_models
 from efficient_attn.studies.view import Environment
 
 _NONE = "–"
@@ -63,7 +62,23 @@ def model_tables(records: Sequence[Record], environment: Environment) -> list[Ta
         for one in of_model
         if one.status != "skipped" and not one.case.inputs.endswith((HELD_OUT, SAME_AGAIN))
     ]
-    return [Table(title, columns, rows, (note,)), *tables_of_swap(done, environment)]
+    return [Table(title, columns, rows, (note,)), *_audited(records, environment), *tables_of_models(done)]
+
+
+def _audited(records: Sequence[Record], environment: Environment) -> list[Table]:
+    """The error of the attention of each layer of the plans, on the inputs that verify them."""
+    cells = {
+        f"{one.tokens} tokens": {
+            layer: f"{(one.layers or {}).get(layer, _NONE)}: {cell}"
+            for layer, cell in audited_cells(one.plan).items()
+        }
+        for one in verified(records, environment)
+        if one.plan is not None
+    }
+    layers = sorted({layer for found in cells.values() for layer in found})
+    rows = tuple((str(layer), *(found.get(layer, _NONE) for found in cells.values())) for layer in layers)
+    title = "Error of the attention of each layer of the plans, on the inputs that verify them"
+    return [Table(title, ("layer", *cells), rows, (AUDIT_NOTE,))] if layers else []
 
 
 def model_sentences(records: Sequence[Record], environment: Environment) -> list[str]:

@@ -11,6 +11,7 @@ from efficient_attn.runner.record import Case, Record, replace
 from efficient_attn.runner.sizes import OWN, SEED
 from efficient_attn.runner.variants import Variant
 from efficient_attn.runner.worker import answer, memory_of, time_of
+from efficient_attn.studies.swap.audited import Samples, audited, pooled
 from efficient_attn.studies.swap.subject import Subject
 
 # A preemption would go unnoticed with a single call per round.
@@ -39,12 +40,12 @@ def cost(case: Case, variant: Variant, subject: Subject, *, seconds: float = 0.0
 def _distance(case: Case, variant: Variant, subject: Subject, draws: int) -> Record:
     # The exact outputs are computed before the attention is replaced.
     found: list[list[dict[str, float]]] = [[] for _ in subject.exact]
-    calibrated = False
+    calibrated, samples = False, Samples()
     for draw in range(draws if SEED in variant.options else 1):
         with subject.replaced(variant, draw, case.layer) as was_calibrated:
             calibrated = calibrated or was_calibrated
             for number, values in enumerate(found):
-                with outputs_checked(subject.model):
+                with outputs_checked(subject.model), audited(subject.attached(), samples):
                     values.append(subject.distances(number))
     record = Record(
         case=case,
@@ -52,7 +53,7 @@ def _distance(case: Case, variant: Variant, subject: Subject, draws: int) -> Rec
         calibrated_on=subject.calibrated_on if calibrated else None,
         flops=None if _uncounted(variant) else attention_flops(case, variant.target),
     )
-    return replace(record, **means([one for text in found for one in text]))
+    return replace(record, **means([one for text in found for one in text]), **pooled(samples))
 
 
 def _uncounted(variant: Variant) -> bool:

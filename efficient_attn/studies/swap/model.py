@@ -10,8 +10,10 @@ from typing import Any
 
 from torch import Tensor
 
+from efficient_attn.backend import Backend
 from efficient_attn.errors import DataError, DtypeError, OptionError, UnsupportedError
 from efficient_attn.integrations.transformers.attachment import installed
+from efficient_attn.integrations.transformers.attend import SUBMODULE
 from efficient_attn.integrations.transformers.loading import (
     Opened,
     check_length,
@@ -168,6 +170,15 @@ class TextSubject:
         with installed(self.model, self.sites.every, backends):
             text = self.texts[0] if self.calibration is None else self.calibration
             yield calibrate_on(self.model, list(backends.values()), text)
+
+    def attached(self) -> list[tuple[int, Backend]]:
+        """The present backends of full attention, with the numbers of their layers.
+
+        Backends of a sliding window are exact in it.
+        """
+        found = [(site.layer, getattr(site.module, SUBMODULE, None)) for site in self.sites.swapped]
+        sliding = self.sites.swapped[0].pattern.sliding
+        return [] if sliding else [(layer, one) for layer, one in found if isinstance(one, Backend)]
 
     def build(self, variant: Variant, draw: int = 0, layer: int | None = None) -> dict[str, Any]:
         """The backends of all attention modules."""
