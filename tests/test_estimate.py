@@ -76,8 +76,8 @@ def test_the_estimate_of_closed_clusters_is_the_formula_for_every_query(causal):
         last = i + 1 if causal else min(begin + 2 * size, 67)
         total = (k[max(begin - size, 0) : last] @ q[i]).exp().sum()
         closed = []
-        runs = [list(run) for run in runs_at(i, 67, size, causal)]
-        for c in [leaf for run in runs for leaf in leaves(list(k), run, size, run if causal else range(67))]:
+        runs = [(list(run), run if causal else range(67)) for run in runs_at(i, 67, size, causal)]
+        for c in [leaf for run, sharing in runs for leaf in leaves(list(k), run, size, sharing)]:
             mean, spread = q[i] @ k[c].mean(dim=0), float(q[i].square() @ k[c].var(dim=0, correction=0))
             factor = 1 + spread / 2 + spread**2 / 8
             weight = len(c) * float(mean.exp()) * factor
