@@ -77,6 +77,12 @@ def test_errors_alone_decide_whatever_the_load_where_nothing_is_near():
     )
 
 
+def test_a_near_one_without_a_time_leaves_it_open():
+    told = verdict([*ALL[:4], *measured("near", 0.05, 0.001)[:1]])
+    wanted = "open whether anything is both within 10 % of exact and faster; not timed: near (error 0.05)."
+    assert wanted in told and "nothing" not in told
+
+
 def test_times_that_overlap_are_unclear_and_the_remedy_is_named():
     told = verdict([*ALL, *measured("near", 0.05, 0.01001)])
     assert "unclear whether anything is both" in told

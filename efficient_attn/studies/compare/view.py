@@ -112,7 +112,10 @@ def _verdict(one: Comparison, environment: Environment) -> str:
     left = missing(environment, finished)
     nothing = "nothing measured so far" if left else "nothing"
     both = f"both within {share} of exact{everywhere} and faster"
-    if not near:
+    untimed = [row for row in one.candidates if not row.timed and row.worst <= max_error]
+    if not near and untimed:
+        text = f"it is open whether anything is {both}; not timed: {_names(untimed)}"
+    elif not near:
         text = f"{nothing} but exact is within {share} of it{everywhere}, whatever the times"
         text += f"; nearest: {_names([nearest(one.candidates)])}" if one.candidates else ""
     elif load is not None:
