@@ -117,7 +117,9 @@ def test_a_million_tokens_take_bounded_memory_and_are_computed_as_few_are(device
         assert error(long[..., : few // 2, :], short[..., : few // 2, :]) <= 2 * torch.finfo(BFLOAT16).eps
         assert long.isfinite().all()
         peak = memory.peak(partial(one.backend, *inputs), device=device).peak_bytes
-    assert peak <= BYTES_OF_A_NUMBER * long.numel() + STEP_TENSORS * 4 * paths.HELD
+    # Learned maps hold queries and keys in float32, and their two halves of features, for all tokens.
+    learned = 2 * (4 + 2 * 4) if any(True for _ in one.backend.parameters()) else 0
+    assert peak <= (BYTES_OF_A_NUMBER + learned) * long.numel() + STEP_TENSORS * 4 * paths.HELD
 
 
 def test_bench_measures_every_backend_end_to_end(device, tmp_path):
