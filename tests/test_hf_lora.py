@@ -79,7 +79,7 @@ def test_harmful_additions_are_left_out_and_the_model_stays_as_it_is(encoder, mo
     found = adapt(model, ["window"], tokenizer=tokenizer, **{**NARROW, "steps": 1})
     before, after = (record(found, "window(window=3)" + end) for end in ("", LORA))
     assert after.hidden_relative_error == before.hidden_relative_error
-    assert state.keys() == model.state_dict().keys()
+    assert list(state) == list(model.state_dict())
     assert all(torch.equal(x, state[name]) for name, x in model.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters())
 

@@ -25,7 +25,7 @@ from efficient_attn.integrations.transformers.swapping import AttentionSites, la
 from efficient_attn.ops.dtypes import upcast, upcast_dtype
 from efficient_attn.tensor_headers import load_tensors, read_header
 
-# File of the additions, beside the files of the backends.
+# File of the additions, in the folder of the backends.
 LOW_RANK = "lora.safetensors"
 
 # Names of the projections of queries, keys, values and outputs, from the parent of the attention module.
@@ -112,8 +112,16 @@ def merged(model: nn.Module, additions: Additions | None) -> Iterator[None]:
         for name, part in () if additions is None else zip(additions.names, additions.parts, strict=True):
             linear = model.get_submodule(name)
             register_parametrization(linear, "weight", part)
-            stack.callback(remove_parametrizations, linear, "weight", leave_parametrized=False)
+            stack.callback(_restore, linear)
         yield
+
+
+def _restore(linear: nn.Module) -> None:
+    """Make the weight of a layer its own again, before the bias, as optimisers count parameters."""
+    remove_parametrizations(linear, "weight", leave_parametrized=False)
+    if (bias := linear.bias) is not None:
+        del linear.bias
+        linear.bias = bias
 
 
 class HiddenCall(NamedTuple):

@@ -91,12 +91,12 @@ def plan(
     positive_count("steps", steps)
     positive_count("batch", batch)
     positive_count("held_out", held_out)
+    if lora:
+        positive_count("lora", lora)
     if learning_rate is not None:
         positive_number("learning_rate", learning_rate)
     workload = settle(Workload(dtype=dtype, device=device, threads=threads, seed=seed))
 
-    if lora:
-        positive_count("lora", lora)
     from efficient_attn.integrations.called import is_called
     from efficient_attn.integrations.transformers.low_rank import projections
     from efficient_attn.studies.adapt.training import Adaptations, Training

@@ -192,7 +192,7 @@ class Adaptations:
         return Adapted(backends, seconds_s, training.steps, student.loss, {None: student.rate}, additions)
 
     def _run(self, distillation: Distillation, checkpoint: Checkpoint) -> float:
-        """Take all steps, those of a checkpoint excepted; returns the seconds of all."""
+        """Take all steps that a checkpoint has not; returns the seconds of all."""
         training = self._training
         seconds_s = saved_s = checkpoint.restore(distillation)
         while distillation.step < training.steps:

@@ -1,4 +1,4 @@
-"""Windows of texts: those that are held out, and those for training and validation."""
+"""Windows of texts: held out, and for training and validation."""
 
 from collections.abc import Mapping
 from dataclasses import replace
