@@ -3,17 +3,16 @@
 import pytest
 import torch
 
-transformers = pytest.importorskip("transformers", minversion="5", reason="the extra [hf] is not installed")
+pytest.importorskip("transformers", minversion="5", reason="the extra [hf] is not installed")
 
-from hf_models import bert, llama, saved, texts
+from hf_adapting import adapt, loaded, record, values, windows_of
+from hf_models import bert, llama, saved
 
 import efficient_attn as ea
 from efficient_attn.integrations.transformers import distillation as distilling
-from efficient_attn.integrations.transformers import load
 from efficient_attn.integrations.transformers.students import AttentionCall, Student
 from efficient_attn.studies.adapt import training
 
-TOKENS = 12
 LEARNED, HEDGEHOG = " · adapted", "linear-hedgehog"
 RANK = {"linformer": {"rank": [4]}}
 
@@ -21,25 +20,6 @@ RANK = {"linformer": {"rank": [4]}}
 @pytest.fixture(scope="module")
 def encoder(tmp_path_factory):
     return saved(bert(), tmp_path_factory.mktemp("encoder"))
-
-
-def adapt(model, backends, **changes):
-    request = {"texts": texts(), "seq_len": TOKENS, "steps": 20, "held_out": 1, "threads": 1}
-    return ea.adapt(model, backends, **{**request, **changes})
-
-
-def record(results, label, layer=None, kind="swap"):
-    (found,) = (
-        one
-        for one in results.records
-        if (one.case.label, one.case.layer, one.case.kind) == (label, layer, kind)
-    )
-    return found
-
-
-def values(results):
-    """All measured values but times."""
-    return {one.case.key: {**one.measured, "adapt_s": None} for one in results.records}
 
 
 @pytest.fixture(scope="module")
@@ -67,26 +47,8 @@ def test_training_brings_every_layer_nearer_and_leaves_others_as_they_are(result
 
 def test_the_saved_backends_are_loaded_with_the_model(results, encoder):
     found, folder = results
-    model = transformers.AutoModelForMaskedLM.from_pretrained(encoder).eval()
-    windows = _windows(encoder)
-    with torch.no_grad():
-        exact = model(windows[-1], output_hidden_states=True).hidden_states[-1]
-        load(folder / "adapted" / HEDGEHOG, into=model)
-        given = model(windows[-1], output_hidden_states=True).hidden_states[-1]
-    error = float((given - exact).norm() / exact.norm())
+    _, error = loaded(encoder, folder / "adapted" / HEDGEHOG)
     assert error == pytest.approx(record(found, HEDGEHOG + LEARNED).hidden_relative_error, rel=1e-4)
-
-
-def _windows(folder):
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    rows = [
-        row
-        for text in texts().values()
-        for row in tokenizer(text, truncation=True, max_length=TOKENS, return_overflowing_tokens=True)[
-            "input_ids"
-        ]
-    ]
-    return [torch.tensor([row]) for row in rows if len(row) == TOKENS]
 
 
 def test_an_interrupted_adaptation_ends_as_if_never_interrupted(results, encoder, tmp_path, monkeypatch):
@@ -137,7 +99,7 @@ def test_held_out_windows_neither_train_nor_validate(encoder, monkeypatch):
         distilling.Distillation, "advance", lambda self, ids: (seen.append(ids), advance(self, ids))
     )
     adapt(encoder, [HEDGEHOG], steps=4, held_out=2)
-    windows = [window.tolist()[0] for window in _windows(encoder)]
+    windows = [window.tolist()[0] for window in windows_of(encoder)]
     used = [row for ids in seen for row in ids.tolist()]
     assert used and all(row in windows[:-2] for row in used)
     (validating,) = seen[0].tolist()

@@ -16,7 +16,7 @@ from torch import Tensor
 from efficient_attn.backend import Backend
 from efficient_attn.integrations.transformers.attachment import installed
 from efficient_attn.integrations.transformers.attention_sites import AttentionSite
-from efficient_attn.integrations.transformers.students import AttentionCall, Student
+from efficient_attn.integrations.transformers.students import AttentionCall, Call, Student
 from efficient_attn.integrations.transformers.swapping import AttentionSites, build_for, forward
 from efficient_attn.measure.outputs import cosine_distance, relative_error
 from efficient_attn.ops.dtypes import upcast_dtype
@@ -27,6 +27,18 @@ class Fidelity(NamedTuple):
 
     error: float
     distance: float
+
+
+def students_of(
+    model: Any, sites: AttentionSites, backends: Mapping[str, Backend], rates: Sequence[float]
+) -> dict[str, Student]:
+    """Student of each layer with parameters, by path of its attention."""
+    wide = upcast_dtype(model.dtype)
+    return {
+        site.path: Student(site.path, backends[site.path].to(device=model.device, dtype=wide), rates)
+        for site in sites.swapped
+        if any(True for _ in backends[site.path].parameters())
+    }
 
 
 class Distillation:
@@ -45,21 +57,14 @@ class Distillation:
         self,
         model: Any,
         sites: AttentionSites,
-        backends: Mapping[str, Backend],
+        students: Mapping[str, Student],
         validation: Sequence[Tensor],
         *,
         steps: int,
-        rates: Sequence[float],
     ) -> None:
         self._model, self._sites, self._validation = model, sites, validation
         self._steps, self._every = steps, max(1, steps // 10)
-        wide = upcast_dtype(model.dtype)
-        self.students = {
-            site.path: Student(site.path, backends[site.path].to(device=model.device, dtype=wide), rates)
-            for site in sites.swapped
-            if any(True for _ in backends[site.path].parameters())
-        }
-        self.step = 0
+        self.students, self.step = students, 0
 
     def advance(self, ids: Tensor) -> None:
         """One step of every layer on token ids [batch tokens].
@@ -104,7 +109,7 @@ class Distillation:
         for student in self.students.values():
             student.keep_best(choose=self.step == self._every)
 
-    def _teach(self, ids: Tensor, receive: Callable[[Student, AttentionCall], None]) -> None:
+    def _teach(self, ids: Tensor, receive: Callable[[Student, Call], None]) -> None:
         def of_site(site: AttentionSite, call: AttentionCall) -> None:
             if student := self.students.get(site.path):
                 receive(student, call)

@@ -28,6 +28,7 @@ from efficient_attn.integrations.transformers.loading import (
     model_class,
     quiet,
 )
+from efficient_attn.integrations.transformers.low_rank import LOW_RANK, Saved
 from efficient_attn.integrations.transformers.plans import Kept, build_plan
 from efficient_attn.integrations.transformers.wrapped import unwrap
 from efficient_attn.limits import CONFIG_BYTES, read_bytes
@@ -89,7 +90,8 @@ def load(
     Args:
         folder: A local folder.
         into: A model without backends that its own library has loaded from the folder, such as a PeftModel or
-            a SentenceTransformer; it gets the backends, in place.
+            a SentenceTransformer; it gets the backends, in place, and its weights the additions
+            of `adapt` with `lora`.
         plan: A file of backends by layer, for a folder without backends: `layers.json` of `advise`.
         arguments: For `from_pretrained`: dtype, device_map, …
 
@@ -151,7 +153,13 @@ def _restore(model: PreTrainedModel, path: Path) -> None:
         given = given.get(SUBMODULE)
     for weights in path.glob("*.safetensors"):
         check_header(weights)
-    _install(model, _layers(given, file), file)
+    layers, additions = _layers(given, file), Saved.read(path, model)
+    if additions.parts and getattr(model.config, SUBMODULE, None) is not None:
+        raise OptionError(
+            f"into=…: {path / LOW_RANK} changes weights, and this model has backends; load it anew."
+        )
+    _install(model, layers, file)
+    additions.merge()
 
 
 def _install(model: PreTrainedModel, layers: dict[str, dict[str, Any]], plan: Path) -> None:

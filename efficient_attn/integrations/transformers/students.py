@@ -3,17 +3,30 @@
 import math
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from efficient_attn.backend import Backend
 from efficient_attn.errors import DataError
 from efficient_attn.ops.dtypes import upcast
 
 # Prefix of the tensors of the best state, in the place of a learning rate.
 _BEST = "best"
+
+
+class Call(Protocol):
+    """One call of the teacher, with all that a student needs to imitate it.
+
+    Attributes:
+        out: Output of the teacher.
+    """
+
+    @property
+    def out(self) -> Tensor: ...
+
+    def squared_error(self, student: nn.Module) -> Tensor:
+        """‖student − teacher‖²."""
 
 
 class AttentionCall(NamedTuple):
@@ -25,32 +38,37 @@ class AttentionCall(NamedTuple):
     key_mask: Tensor | None
     out: Tensor
 
+    def squared_error(self, student: nn.Module) -> Tensor:
+        q, k, v, out = (upcast(x.detach()) for x in (self.q, self.k, self.v, self.out))
+        return (student(q, k, v, key_mask=self.key_mask) - out).square().sum()
+
 
 class Trial:
-    """Training of a copy of a backend at one learning rate.
+    """Training of a copy of a module, such as a backend, at one learning rate.
 
     Attributes:
         error: ‖student − teacher‖² of the present validation.
     """
 
-    def __init__(self, backend: Backend, rate: float) -> None:
+    def __init__(self, backend: nn.Module, rate: float) -> None:
         self.backend, self.rate, self.error = deepcopy(backend), rate, 0.0
         self._optimiser = torch.optim.Adam(self.backend.parameters(), lr=rate)
 
-    def learn(self, call: AttentionCall, share: float) -> float:
+    def learn(self, call: Call, share: float) -> float:
         """One step at a share of the learning rate; returns ‖student − teacher‖² / ‖teacher‖²."""
         for group in self._optimiser.param_groups:
             group["lr"] = share * self.rate
         with torch.enable_grad():
-            loss = self._squared_error(call) / upcast(call.out).square().sum()
+            loss = call.squared_error(self.backend) / upcast(call.out).square().sum()
             self._optimiser.zero_grad()
-            loss.backward()
+            # Parameters of a model around the module get no gradients.
+            loss.backward(inputs=list(self.backend.parameters()))
         self._optimiser.step()
         return float(loss.detach())
 
-    def validate(self, call: AttentionCall) -> None:
+    def validate(self, call: Call) -> None:
         with torch.no_grad():
-            self.error += float(self._squared_error(call))
+            self.error += float(call.squared_error(self.backend))
 
     def tensors(self) -> dict[str, Tensor]:
         """State of the backend, and moments of the optimiser."""
@@ -67,27 +85,23 @@ class Trial:
         self.backend.load_state_dict(state)
         self._optimiser.load_state_dict({**self._optimiser.state_dict(), "state": moments})
 
-    def _squared_error(self, call: AttentionCall) -> Tensor:
-        q, k, v, out = (upcast(x.detach()) for x in (call.q, call.k, call.v, call.out))
-        return (self.backend(q, k, v, key_mask=call.key_mask) - out).square().sum()
-
 
 class Student:
-    """The backend of one layer, in the state that was best on validation inputs, and its trainings.
+    """A module, such as the backend of a layer, in the state that was best on validation, and its trainings.
 
     Attributes:
         loss: ‖student − teacher‖² / ‖teacher‖² of the best state on validation inputs; None: no validation.
         rate: Learning rate of the best state; None: the state before the training.
     """
 
-    def __init__(self, path: str, backend: Backend, rates: Sequence[float]) -> None:
+    def __init__(self, path: str, backend: nn.Module, rates: Sequence[float]) -> None:
         self.path, self.backend = path, backend
         self.loss: float | None = None
         self.rate: float | None = None
         self._trials = {str(rate): Trial(backend, rate) for rate in rates}
         self._energy = 0.0
 
-    def learn(self, call: AttentionCall, share: float) -> None:
+    def learn(self, call: Call, share: float) -> None:
         """One step of all trainings; those whose loss is not finite end.
 
         Raises:
@@ -99,7 +113,7 @@ class Student:
         if not self._trials:
             raise DataError(f"The loss of {self.path} is not finite; lower the learning rate.")
 
-    def validate(self, call: AttentionCall) -> None:
+    def validate(self, call: Call) -> None:
         """Add a call to the validation."""
         self._energy += float(upcast(call.out).square().sum())
         for trial in self._trials.values():

@@ -25,7 +25,7 @@ STUDY = Study(
         setting(
             "adapt_learning_rate",
             "",
-            "Learning rate of an adapted layer; none: the state before the training was the best.",
+            "Learning rate of an adapted layer, or of LoRA; none: the state before was the best.",
             type="number",
         ),
         error("adapt_loss", "squared", "Squared relative error on validation windows, mean over layers."),

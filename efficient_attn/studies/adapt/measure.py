@@ -5,6 +5,7 @@ from statistics import fmean
 
 from efficient_attn.backend import Backend
 from efficient_attn.integrations.transformers.attachment import installed
+from efficient_attn.integrations.transformers.low_rank import merged
 from efficient_attn.measure.checked import outputs_checked
 from efficient_attn.runner.counting import attention_flops
 from efficient_attn.runner.record import Case, Record, replace
@@ -14,17 +15,18 @@ from efficient_attn.studies.adapt.training import Adaptations, parameters_of
 from efficient_attn.studies.swap import measure as swapping
 
 
-def training(case: Case, adaptations: Adaptations, variant: Variant) -> Record:
-    """Cost of the adaptation of all layers."""
+def training(case: Case, adaptations: Adaptations, variant: Variant, *, lora: bool) -> Record:
+    """Cost of the adaptation of all layers, or of LoRA after it."""
 
     def measured() -> Record:
-        made = adaptations.adapted(variant)
+        made = adaptations.adapted(variant, lora=lora)
         return Record(
             case=case,
             adapt_s=made.seconds_s,
             adapt_steps=made.steps,
             adapt_loss=made.loss,
-            adapted_parameters=parameters_of(made.backends),
+            adapt_learning_rate=made.rates.get(None),
+            adapted_parameters=parameters_of({"": made.additions} if made.additions else made.backends),
             calibrated_on=None if made.steps else adaptations.calibrated_on,
             flops=_flops(case, adaptations, made.backends),
         )
@@ -32,7 +34,9 @@ def training(case: Case, adaptations: Adaptations, variant: Variant) -> Record:
     return answer(case, measured)
 
 
-def whole(case: Case, adaptations: Adaptations, variant: Variant, *, adapted: bool) -> Record:
+def whole(
+    case: Case, adaptations: Adaptations, variant: Variant, *, adapted: bool, lora: bool = False
+) -> Record:
     """Distances of the model's outputs on held-out windows, with all layers replaced."""
     subject = adaptations.subject
     if not adapted:
@@ -40,8 +44,13 @@ def whole(case: Case, adaptations: Adaptations, variant: Variant, *, adapted: bo
 
     def measured() -> Record:
         # The exact outputs are computed before the attention is replaced.
-        texts, backends = range(len(subject.exact)), adaptations.adapted(variant).backends
-        with installed(subject.model, subject.sites.every, backends), outputs_checked(subject.model):
+        texts, made = range(len(subject.exact)), adaptations.adapted(variant, lora=lora)
+        backends = made.backends
+        with (
+            installed(subject.model, subject.sites.every, backends),
+            merged(subject.model, made.additions),
+            outputs_checked(subject.model),
+        ):
             found = [subject.distances(number) for number in texts]
         record = Record(case=case, texts=len(texts), flops=_flops(case, adaptations, backends))
         return replace(record, **swapping.means(found))

@@ -25,8 +25,8 @@ _USUAL = ("linformer", "linear-hedgehog", "window-clusters")
 # Key of a run's environment that holds the settings of the training.
 ADAPTATION = "adaptation"
 
-# Last words of the label of an adapted variant.
-ADAPTED = " · adapted"
+# Last words of the label of an adapted variant, and of one with additions to the projections.
+ADAPTED, LORA = " · adapted", " · LoRA"
 
 _Rate = Annotated[
     float | None,
@@ -41,6 +41,13 @@ _BACKENDS = replace(
     get_args(shared.Backends)[1],
     help="Backends, by name or as path/file.py:function; those without parameters are measured as they are. "
     f"{', '.join(_USUAL)} if omitted. {shared.RUNS_CODE}",
+)
+
+_LORA = Option(
+    help="Rank of low-rank additions (LoRA) to the projections of q, k, v and outputs, trained end to end "
+    "after the backends for as many steps; 0: none.",
+    metavar="RANK",
+    least=0,
 )
 
 
@@ -60,6 +67,7 @@ def plan(
     learning_rate: _Rate = None,
     batch: Annotated[int, Option(help="Windows of a training step.", least=1)] = 2,
     held_out: Annotated[int, Option(help="Windows at the end of the texts to measure on.", least=1)] = 2,
+    lora: Annotated[int, _LORA] = 0,
     options: shared.Settings = None,
     exclude: shared.Exclude = None,
     name: Annotated[str | None, Option(help="Name of the model in records; the folder's if omitted.")] = None,
@@ -70,23 +78,29 @@ def plan(
 ) -> Plan:
     """Train the own parameters of backends to imitate the attention of a model, layer by layer.
 
-    The weights of the model stay as they are. Backends that need a calibration are calibrated on training
+    The weights of the model stay as they are; with `lora` its projections get low-rank additions, which are
+    trained and saved separately. Backends that need a calibration are calibrated on training
     windows instead, other backends are measured as they are. Held-out windows are the last ones of the texts;
     of the others every eighth validates: it chooses learning rates and states, which are never worse there
     than before. The run's folder holds the adapted backends of each variant, which
-    `integrations.transformers.load(FOLDER/adapted/VARIANT, into=model)` attaches to the model.
+    `integrations.transformers.load(FOLDER/adapted/VARIANT, into=model)` attaches to the model;
+    FOLDER/lora/VARIANT holds them with the additions, which `load` adds to the weights.
 
     Example: efficient-attn adapt MODEL --backend linear-hedgehog --text FILE --steps 300
     """
     positive_count("steps", steps)
     positive_count("batch", batch)
     positive_count("held_out", held_out)
+    if lora:
+        positive_count("lora", lora)
     if learning_rate is not None:
         positive_number("learning_rate", learning_rate)
     workload = settle(Workload(dtype=dtype, device=device, threads=threads, seed=seed))
 
     from efficient_attn.integrations.called import is_called
-    from efficient_attn.studies.adapt.training import Adaptations, Training, held_out_subject
+    from efficient_attn.integrations.transformers.low_rank import projections
+    from efficient_attn.studies.adapt.training import Adaptations, Training
+    from efficient_attn.studies.adapt.windows import held_out_subject
     from efficient_attn.studies.swap.model import load
 
     if is_called(model):
@@ -98,14 +112,16 @@ def plan(
     usual = [one for one in _USUAL if one != "linformer" or not subject.sites.causal]
     chosen = select(usual if backends is None else backends, options, exclude=exclude)
     variants = [subject.fitted(one) for one in chosen]
-    training = Training(steps=steps, learning_rate=learning_rate, batch=batch, seed=seed)
+    if lora:
+        projections(subject.model, subject.sites)
+    training = Training(steps=steps, learning_rate=learning_rate, batch=batch, seed=seed, lora=lora)
     adaptations = Adaptations(subject, windows, training)
     changing = [one for one in variants if adaptations.changes(one)]
-    if not changing:
+    if not changing and not lora:
         labels = ", ".join(one.label for one in variants)
         raise UnsupportedError(
             f"Nothing to adapt in {labels}: none has parameters or a calibration. linformer, linear-hedgehog "
-            "and performer-full have."
+            "and performer-full have; lora=RANK trains additions to the projections around any backend."
         )
     settings = {**asdict(training), "held_out": held_out, "seq_len": subject.shared["tokens"]}
     return Plan(
@@ -117,6 +133,7 @@ def plan(
                 for point in _points(adaptations, one, adapted=False)
             ),
             *(point for one in changing for point in _points(adaptations, one, adapted=True)),
+            *(point for one in variants if lora for point in _with_lora(adaptations, one)),
         ],
         device=subject.shared["device"],
         notes=[
@@ -140,7 +157,7 @@ def _points(adaptations: Any, variant: Variant, *, adapted: bool) -> list[Point]
         points = [
             Point(
                 case=training,
-                measure=partial(measure.training, training, adaptations, variant),
+                measure=partial(measure.training, training, adaptations, variant, lora=False),
                 label=f"{variant.label}, adaptation",
                 needs=None if adaptations.calibrates(variant) else subject.case("swap", variant),
             )
@@ -164,6 +181,30 @@ def _points(adaptations: Any, variant: Variant, *, adapted: bool) -> list[Point]
             )
         )
     return points
+
+
+def _with_lora(adaptations: Any, variant: Variant) -> list[Point]:
+    """The training of the additions, then the whole model."""
+    from efficient_attn.studies.adapt import measure
+
+    subject = adaptations.subject
+    shown = replace(variant, label=f"{variant.label}{LORA}")
+    before = replace(variant, label=f"{variant.label}{ADAPTED}") if adaptations.changes(variant) else variant
+    training, whole = subject.case("adapt", shown), subject.case("swap", shown)
+    return [
+        Point(
+            case=training,
+            measure=partial(measure.training, training, adaptations, variant, lora=True),
+            label=f"{shown.label}, training",
+            needs=subject.case("swap", before),
+        ),
+        Point(
+            case=whole,
+            measure=partial(measure.whole, whole, adaptations, variant, adapted=True, lora=True),
+            label=f"{shown.label}, all layers",
+            needs=training,
+        ),
+    ]
 
 
 def _attach(adaptations: Any, plan: Plan, folder: Path, *, resume: bool) -> Plan:
