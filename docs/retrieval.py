@@ -155,7 +155,7 @@ def main() -> None:
     if given.out:
         given.out.mkdir(parents=True, exist_ok=True)
         kept = "".join(json.dumps(record) + "\n" for record in records)
-        (given.out / "records.jsonl").write_text(kept, encoding="utf-8")
+        (given.out / "cosines.jsonl").write_text(kept, encoding="utf-8")
         (given.out / "environment.json").write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
         (given.out / "table.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
