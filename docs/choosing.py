@@ -34,6 +34,8 @@ OPENED = (
 BENCHED = "bench-256-4096"
 # One backend was made faster after that run and timed again, beside exact attention.
 BENCHED_LATER, LATER, LATER_LABEL = "bench-window-clusters", "window-clusters", "window-clusters(window=64)"
+# Opened clusters beside exact attention, bidirectional and causal.
+BENCHED_OPENED, OPENED_LABEL = ("bench-probes", "bench-probes-causal"), "window-clusters(probes=8)"
 TRAINED = "recall-default"
 TOLERATED = (0.1, 0.3, 0.5)
 _BUSY = "unclear: the machine was busy"
@@ -168,9 +170,10 @@ def page() -> str:
     costs = _costs(bench.records)
     again = _costs(ea.read(RESULTS / BENCHED_LATER).records)[LATER_LABEL]
     costs = {name: again if name == LATER else cost for name, cost in costs.items()}
+    near = [_costs(ea.read(RESULTS / name).records)[OPENED_LABEL] for name in BENCHED_OPENED]
     parts = [
         _HEAD,
-        _short_answer(costs, compared),
+        _short_answer(costs, near, compared),
         _ERROR,
         _by_error(found, opened),
         _in_short([*found, *opened]),
@@ -179,7 +182,11 @@ def page() -> str:
         _LENGTH.format(machine=_machine(bench.records[0].case)),
         table(
             ["backend", "faster from, tokens (95 % interval)", "speed"],
-            [[f"`{name}`", *cost] for name, cost in costs.items()],
+            [
+                *([f"`{name}`", *cost] for name, cost in costs.items()),
+                [f"`{OPENED_LABEL}`", *near[0]],
+                [f"`{OPENED_LABEL}`, causal", *near[1]],
+            ],
         ),
         _MEMORY,
         _TRAINING,
@@ -202,8 +209,12 @@ def _found(names: Sequence[str]) -> list[tuple[Comparison, ea.Results]]:
     )
 
 
-def _short_answer(costs: dict[str, _Cost], compared: list[Comparison]) -> str:
-    """Recommendations; crossovers and errors are those of the tables below."""
+def _short_answer(costs: dict[str, _Cost], near: list[_Cost], compared: list[Comparison]) -> str:
+    """Recommendations; crossovers and errors are those of the tables below.
+
+    Args:
+        near: Costs of opened clusters, bidirectional and causal.
+    """
     start = {name: _faster(cost.crossover) for name, cost in costs.items()}
     full, causal = (_errors([one for one in compared if one.case.causal == kind]) for kind in (False, True))
     rows = [
@@ -212,6 +223,12 @@ def _short_answer(costs: dict[str, _Cost], compared: list[Comparison]) -> str:
             "a trained model with sliding layers",
             f"[`window`](backends.md#window) there: equal outputs, {start['window']} "
             "([Hugging Face](hugging-face.md#faster-and-still-exact-sliding-layers))",
+        ],
+        [
+            "a trained model, long inputs, outputs kept within a few percent",
+            f"[`{OPENED_LABEL}`](backends.md#window-clusters), experimental, bidirectional: error up to "
+            f"{show_error(max(full[OPENED_LABEL]))}; {_faster(near[0].crossover)}. Causal: error up to "
+            f"{show_error(max(causal[OPENED_LABEL]))}; {_faster(near[1].crossover)}",
         ],
         [
             "a trained model, long inputs, some error tolerated",
