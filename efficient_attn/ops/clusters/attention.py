@@ -56,13 +56,16 @@ def window_clusters(
     return by_heads(some, q, k, v)
 
 
-def by_heads(some: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, *each: Sequence[int]) -> Tensor:
+def by_heads(
+    some: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, *each: Sequence[int], stages: int = 1
+) -> Tensor:
     """Outputs, with as many heads per step as fit in cache, or in memory on other devices.
 
     Args:
         each: Further arguments of `some`, with one number per query head.
+        stages: Number of stages of `some`, one after the other.
     """
-    numbers = k.shape[0] * k.shape[2] * (k.shape[3] + v.shape[3])
+    numbers = k.shape[0] * k.shape[2] * (k.shape[3] + v.shape[3]) // stages
     heads = max(1, _HEADS // numbers) if tuned_for_cpu(k) else held(numbers)
     if heads >= k.shape[1]:
         return some(q, k, v, *each)

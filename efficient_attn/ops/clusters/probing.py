@@ -68,16 +68,19 @@ def probe_clusters(
         read: Function that returns the rows of a stage; None: `_read`.
     """
     plan = partial(causal_stages if causal else full_stages, block=block, clusters=clusters, first=first)
+    stages = plan(k.shape[2])
     some = partial(
         _some_heads,
         scale=scale,
-        stages=plan(k.shape[2]),
+        stages=stages,
         clusters=clusters,
         causal=causal,
         key_mask=key_mask,
         read=read or _read,
     )
-    return by_heads(some, q, k, v, [one if one < clusters else k.shape[2] for one in probes])
+    opened = [one if one < clusters else k.shape[2] for one in probes]
+    # Causal stages have queries of their own, and so smaller tensors.
+    return by_heads(some, q, k, v, opened, stages=len(stages) if causal else 1)
 
 
 def _some_heads(
