@@ -50,6 +50,15 @@ def test_texts_of_committed_runs_are_large_enough_and_none_lies_on_another(run, 
         assert outside(figure) == []
 
 
+@pytest.mark.parametrize("run", ["advise", "compare", "compare-probes-encoder"])
+def test_no_two_entries_of_a_legend_look_the_same(run):
+    for plot in plots_of(run):
+        looks = [
+            tuple(str(one.style.get(key)) for key in ("color", "marker", "linestyle")) for one in plot.entries
+        ]
+        assert len(looks) == len(set(looks)) and "None" not in {colour for colour, *_ in looks}
+
+
 def one_chart(*series, **more):
     return Plot("Title", "conditions", ((Chart(Axis("x", "log2"), Axis("y", "log"), series, **more),),))
 

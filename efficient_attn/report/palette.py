@@ -29,11 +29,12 @@ _OWN = {
     CEILING: (MUTED, ""),
 }
 _OTHERS = (("#8a6d00", ">"), ("#008b8b", "h"), ("#8b4513", "d"), ("#5f6f1f", "*"))
+_VARIANT_MARKERS = ("*", "h", "d", ">")
 _STROKES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1, 1.5)), (0, (6, 2, 1, 2)))
 
 
 def line_styles(lines: Sequence[tuple[str, str]]) -> dict[str, dict[str, Any]]:
-    """{label: style} for lines given as (label, backend); variants of one backend differ by their stroke."""
+    """{label: style} for lines given as (label, backend); variants of one backend share its colour."""
     backends = list(dict.fromkeys(backend for _, backend in lines))
     others = [backend for backend in backends if backend not in _OWN]
     styles: dict[str, dict[str, Any]] = {}
@@ -42,7 +43,7 @@ def line_styles(lines: Sequence[tuple[str, str]]) -> dict[str, dict[str, Any]]:
         colour, marker = _OWN.get(backend) or _OTHERS[others.index(backend) % len(_OTHERS)]
         styles[label] = {
             "color": colour,
-            "marker": marker,
+            "marker": _VARIANT_MARKERS[(variant - 1) % len(_VARIANT_MARKERS)] if variant else marker,
             "markersize": 5,
             # No attention, so no full line.
             "linestyle": _STROKES[(variant + (backend == CEILING) * 2) % len(_STROKES)],

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from efficient_attn.report.error_table import show_error
 from efficient_attn.report.figures import Axis, Chart, Plot, Series
-from efficient_attn.report.palette import UNIFORM_STYLE, baseline_style
+from efficient_attn.report.palette import UNIFORM_STYLE, baseline_style, line_styles
 from efficient_attn.runner.records import Record
 from efficient_attn.runner.sizes import MEAN_OF_VALUES
 from efficient_attn.stats.curves import DENSE, YARDSTICK
@@ -36,13 +36,16 @@ def _plot(times: Sequence[Record], rows: Sequence[Row], max_error: float) -> Plo
     errors = [row for row in rows if row.errors and row.backend not in (YARDSTICK, DENSE)]
     if len(plot.charts) != 1 or not errors:
         return plot
-    styles = {one.label: one.style for one in plot.charts[0].series} | {MEAN_OF_VALUES: UNIFORM_STYLE}
+    # Backends that were not timed have no style in the chart of times.
+    untimed = line_styles([(row.label, row.backend) for row in errors if row.backend != MEAN_OF_VALUES])
+    timed = {one.label: one.style for one in plot.charts[0].series}
+    styles = {**untimed, **timed, MEAN_OF_VALUES: UNIFORM_STYLE}
     series = [
         Series(
             row.label,
             tuple(tokens for tokens, _ in row.errors),
             tuple(min(max(found), HIGHEST) for found in row.errors.values()),
-            styles.get(row.label, {}),
+            styles[row.label],
         )
         for row in errors
     ]
