@@ -20,11 +20,16 @@ DATA = HERE.parent / "efficient_attn" / "data"
 IMAGES = HERE / "images"
 SOURCES = IMAGES / "sources.json"
 
-# Picture: run whose records it shows.
-RECORDS = {
+# Picture: runs whose records it shows.
+RECORDS: dict[str, str | tuple[str, ...]] = {
     "advise": "advise",
     "compare": "compare",
     "mse": "mse-default",
+    "opened": (
+        "compare-probes-decoder-2048",
+        "compare-probes-decoder-4096",
+        "compare-probes-decoder-8192",
+    ),
     "recall": "recall-default",
     "speed": "bench-others",
     "swap": "swap-encoder",
@@ -52,10 +57,16 @@ def names() -> list[str]:
     return sorted([*RECORDS, *LESSONS, SHOWN])
 
 
+def runs(name: str) -> list[Path]:
+    """Folders of the records of a picture."""
+    found = RECORDS[name]
+    return [RUNS / run for run in ((found,) if isinstance(found, str) else found)]
+
+
 def sources(name: str) -> Iterator[Path]:
     """Files that decide a picture, drawing code aside."""
     if name in RECORDS:
-        yield from (RUNS / RECORDS[name] / file for file in ("records.jsonl", "environment.json"))
+        yield from (run / file for run in runs(name) for file in ("records.jsonl", "environment.json"))
     else:
         yield from sorted(DATA.glob("*.safetensors"))
 
@@ -102,7 +113,10 @@ def figure(name: str) -> Any:
         return runpy.run_path(str(HERE / "lessons.py"))[LESSONS[name]]()
     if name == SHOWN:
         return ea.show().plot()
-    return ea.read(RUNS / RECORDS[name]).plot().figure
+    results = ea.read(*runs(name))
+    # Options that all variants share.
+    labels = {one.case.label: one.case.label.replace(", clusters=64", "") for one in results.records}
+    return results.plot(labels=labels).figure
 
 
 def main(chosen: list[str]) -> None:
