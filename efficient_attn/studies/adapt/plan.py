@@ -14,6 +14,7 @@ from efficient_attn.report.escape import short
 from efficient_attn.runner.sizes import MODEL
 from efficient_attn.runner.variants import Variant, select
 from efficient_attn.studies import options as shared
+from efficient_attn.studies.adapt.labels import ADAPTED, LORA
 from efficient_attn.studies.plan import Plan, Point
 from efficient_attn.studies.study import Option
 from efficient_attn.studies.swap.plan import TextFiles
@@ -24,9 +25,6 @@ _USUAL = ("linformer", "linear-hedgehog", "window-clusters")
 
 # Key of a run's environment that holds the settings of the training.
 ADAPTATION = "adaptation"
-
-# Last words of the label of an adapted variant, and of one with additions to the projections.
-ADAPTED, LORA = " · adapted", " · LoRA"
 
 _Rate = Annotated[
     float | None,

@@ -31,7 +31,7 @@ from efficient_attn.report.files import slug
 from efficient_attn.runner.interrupt import held
 from efficient_attn.runner.variants import Variant
 from efficient_attn.studies.adapt.checkpoints import Checkpoint
-from efficient_attn.studies.adapt.plan import LORA
+from efficient_attn.studies.adapt.labels import LORA
 from efficient_attn.studies.swap.model import TextSubject
 
 # Seconds of training that a killed process loses at most.

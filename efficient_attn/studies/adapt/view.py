@@ -8,7 +8,7 @@ from efficient_attn.report.table import Table, three_digits
 from efficient_attn.runner.records import Record
 from efficient_attn.runner.units import show_seconds
 from efficient_attn.stats.curves import grouped
-from efficient_attn.studies.adapt.plan import ADAPTED, LORA
+from efficient_attn.studies.adapt.labels import ADAPTED, LORA
 from efficient_attn.studies.swap.analysis import HIDDEN, KL, MEAN_POOL, NAMES, OUTPUT, OUTPUT_COSINE
 from efficient_attn.studies.swap.view import show_quantity
 from efficient_attn.studies.view import NOT_MEASURED, Environment, Plots
