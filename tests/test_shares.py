@@ -1,7 +1,5 @@
 """Shares of a run: a partition of its points whose records read as one run."""
 
-import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,9 +7,7 @@ import pytest
 
 pytest.importorskip("efficient_attn_cli", reason="needs an installation, if only an editable one")
 
-import tiny_training
 from made_records import case
-from quick_runs import command
 
 import efficient_attn as ea
 from efficient_attn.errors import DataError, OptionError
@@ -21,7 +17,7 @@ from efficient_attn.studies import find, report
 from efficient_attn.studies.plan import Plan, Point
 from efficient_attn.studies.recall import measure as recall_training
 from efficient_attn.studies.run_folder import RECORDS
-from efficient_attn.studies.shard import SHARD, share_of
+from efficient_attn.studies.shard import SHARD, by_run, missing, share_of
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 
@@ -102,36 +98,6 @@ def test_two_shares_give_the_report_of_one_run(name, monkeypatch):
     assert page.tables == whole.tables() and page.sentences == whole.sentences()
 
 
-def test_the_report_of_shares_has_all_commands_and_the_plan_of_the_whole(monkeypatch):
-    words = [
-        "mse",
-        "--backend",
-        "window",
-        "--inputs",
-        "gaussian",
-        "--seq-len",
-        "24",
-        "--head-dim",
-        "4",
-        "--size",
-        "4,8",
-        "--draws",
-        "2",
-    ]
-    for number in (1, 2):
-        given = [*words, "--shard", f"{number}/2", "--out", f"share-{number}"]
-        monkeypatch.setattr(sys, "argv", ["efficient-attn", *given])
-        assert command(*given)[0] == 0
-    assert 'shard = "2/2"' in Path("share-2/plan.toml").read_text()
-    pages = []
-    monkeypatch.setattr(report, "write_page", lambda runs, path, look: pages.append(runs))
-    report.report("share-1", "share-2", html="page.html")
-    ((page,),) = pages
-    first, second = page.command.splitlines()
-    assert "--shard 1/2" in first and "--shard 2/2" in second and page.label == "share-1 to share-2"
-    assert "shard" not in page.plan and 'size = "4,8"' in page.plan
-
-
 def test_diff_joins_shares_and_counts_repetitions_of_all_of_them():
     run(out="whole")
     once, again = shares(home="once"), shares(home="again")
@@ -154,29 +120,6 @@ def test_missing_shares_are_named():
     folders = shares(of=3)
     assert "Tables and sentences lack shares of the run: 2/3." in ea.read(folders[0], folders[2]).notes
     assert any("shares of the run: 2/3, 3/3." in note for note in ea.read(folders[0]).notes)
-
-
-def test_a_share_without_points_ends_well_and_is_read_with_the_others():
-    words = [
-        "mse",
-        "--backend",
-        "window",
-        "--inputs",
-        "gaussian",
-        "--seq-len",
-        "24",
-        "--head-dim",
-        "4",
-        "--size",
-        "4",
-        "--draws",
-        "2",
-    ]
-    code, out, err = command(*words, "--shard", EMPTY, "--out", "none")
-    assert code == 0 and out.splitlines()[-1] == "none" and "lack shares of the run: 2/999983" in err
-    assert Path("none", RECORDS).read_text() == "" and len(ea.read("none")) == 0
-    run(out="other")
-    assert len(ea.read("none", "other")) == len(ea.read("other"))
 
 
 def timed(tokens, **more):
@@ -219,46 +162,10 @@ def test_a_share_is_resumed_and_no_other_one_in_its_folder():
             run(shard=other, out="out", force_resume=True)
 
 
-@pytest.mark.parametrize("bad", ["0/4", "5/4", "a/b", "1/0", "1/2/3", "2", ""])
-def test_a_wrong_share_is_refused_in_one_line(bad, folder):
-    code, out, err = command("mse", "--inputs", "gaussian", "--seq-len", "24", "--shard", bad)
-    assert (code, out, err.count("\n")) == (2, "", 1) and list(folder.iterdir()) == []
-    assert "--shard is I/N with I from 1 to N, such as 2/8, not" in err
-
-
 @pytest.mark.parametrize("bad", [(0, 4), (1,), (1, 2.0), (True, 2), 1.5, 8])
 def test_a_share_is_a_pair_of_whole_numbers(bad):
     with pytest.raises(OptionError, match="shard is I/N with I from 1 to N, such as 2/8, not"):
         run(shard=bad)
-
-
-@pytest.mark.parametrize(
-    ("words", "reason"),
-    [
-        ("bench --seq-len 16", "bench interleaves the timing rounds of all backends on one machine"),
-        ("compare --inputs gaussian --seq-len 16 --isolate none", "mse can be shared out"),
-        ("train --backend exact --text text.txt --seq-len 8", "name --steps"),
-    ],
-)
-def test_a_study_whose_points_belong_together_refuses_shares(words, reason, folder):
-    (folder / "text.txt").write_bytes(tiny_training.LINES)
-    code, out, err = command(*words.split(), "--shard", "1/2")
-    assert (code, out, err.count("\n")) == (2, "", 1)
-    assert [path.name for path in folder.iterdir()] == ["text.txt"]
-    assert "--shard 1/2: " in err and reason in err
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("out", ["share", None])
-def test_models_of_a_share_have_the_curves_of_the_whole_run(out):
-    Path("text.txt").write_bytes(tiny_training.LINES)
-    whole = tiny_training.curves(tiny_training.run())
-    found = {}
-    for number in (1, 2):
-        results = tiny_training.run(shard=(number, 2), out=out and f"{out}-{number}")
-        assert not [note for note in results.notes if "budget" in note]
-        found |= tiny_training.curves(results)
-    assert found == whole and len(whole) == 3
 
 
 @pytest.mark.parametrize(
@@ -273,9 +180,6 @@ def test_models_of_a_share_have_the_curves_of_the_whole_run(out):
         {"cases": "0"},
     ],
 )
-def test_an_entry_of_somebody_else_makes_no_share(entry, folder):
-    for name in ("one", "two"):
-        run(out=name, sizes=(4,))
-        path = folder / name / "environment.json"
-        path.write_text(json.dumps({**json.loads(path.read_text()), SHARD: entry}))
-    assert ea.read("one").notes == () and ea.diff(["one", "two"], "one").comparison.runs == (2, 1)
+def test_an_entry_of_somebody_else_makes_no_share(entry):
+    environments = [{"study": "mse", SHARD: entry}] * 2
+    assert by_run(environments) == [[0], [1]] and missing(environments) == []
