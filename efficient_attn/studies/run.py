@@ -14,6 +14,7 @@ from efficient_attn.measure.conditions import between, moment
 from efficient_attn.measure.environment import environment
 from efficient_attn.runner.record import Record
 from efficient_attn.stats.noise_warnings import DURING, doubts
+from efficient_attn.studies.executor import check, submitted
 from efficient_attn.studies.lockstep import Lockstep
 from efficient_attn.studies.loop import Loop, Step
 from efficient_attn.studies.plan import STUDY, Plan
@@ -34,6 +35,7 @@ def run_plan(
     command: Sequence[str] = (),
     plan_file: Callable[[Plan], str] | None = None,
     shard: str | tuple[int, int] | None = None,
+    executor: Any = None,
     progress: Callable[[Step], None] | None = None,
 ) -> Results:
     """Measure the points that are missing; with `out` every record is on the disk before the next begins.
@@ -51,6 +53,7 @@ def run_plan(
     if budget_s is not None and not budget_s > 0:
         raise OptionError(f"budget_s is a number of seconds above 0, not {budget_s!r}.")
     plan = share_of(make_plan(), shard)
+    check(plan, executor)
     folder = None if out is None else open_folder(out, name="out", fresh=not resume)
     machine = {**environment(command=command, device=plan.device), STUDY: study.name, **plan.about}
     with ExitStack() as stack:
@@ -71,6 +74,7 @@ def run_plan(
             book.add(record)
             observe(record)
 
+        plan = stack.enter_context(submitted(plan, executor, known))
         loop = (Lockstep if plan.lockstep else Loop)(
             plan,
             earlier=known,
@@ -101,6 +105,7 @@ _OF_A_RUN = {
     "resume": "Continue the run in `out`; measured points are kept.",
     "force_resume": "Continue it also under another torch, thread count or processor.",
     "budget_s": "Seconds of measuring; points that do not fit are skipped.",
+    "executor": "Object with submit, such as a ProcessPoolExecutor; it measures runs without timed points.",
     "shard": "Share of the points to measure, such as 2/8; the records of all shares are one run.",
 }
 
