@@ -20,6 +20,7 @@ _BUDGET = "Time for measuring, such as 90s, 2m or 1h; points that do not fit are
 _RESUME = "Continue the run in --out; measured points are kept."
 _FORCE = "Continue it also under another torch, thread count or processor."
 _DRY_RUN = "List the points of the run without measuring any."
+_SHARD = "Measure one share of the points, such as 2/8; report and diff read all shares as one run."
 _QUIET = "Print the folder of the results alone: no progress, tables or notes."
 
 # Options of every run, by parameter: annotation and default.
@@ -29,6 +30,7 @@ _OF_A_RUN: dict[str, tuple[Any, Any]] = {
     "out": (OutOption, None),
     "resume": (Annotated[bool, typer.Option("--resume", help=_RESUME)], False),
     "force_resume": (Annotated[bool, typer.Option("--force-resume", help=_FORCE)], False),
+    "shard": (Annotated[str | None, typer.Option(metavar="I/N", help=_SHARD)], None),
     "dry_run": (Annotated[bool, typer.Option("--dry-run", help=_DRY_RUN)], False),
     "json_to": (JsonToOption, None),
     "quiet": (Annotated[bool, typer.Option("--quiet", "-q", help=_QUIET)], False),
@@ -47,6 +49,7 @@ def command_of(study: Study) -> Callable[..., None]:
         out: Any,
         resume: bool,
         force_resume: bool,
+        shard: str | None,
         dry_run: bool,
         json_to: str | None,
         quiet: bool,
@@ -65,8 +68,11 @@ def command_of(study: Study) -> Callable[..., None]:
         given |= _former(study, given)
         options = by_option(study, given)
         budget_s = None if budget is None else parse_seconds(budget, name="--budget")
+
+        from efficient_attn.studies.shard import share_of
+
         if dry_run:
-            console.print_tables([_points(study.plan(**options))])
+            console.print_tables([_points(share_of(study.plan(**options), shard, name="--shard"))])
             return
 
         from efficient_attn.measure.environment import command_line
@@ -74,7 +80,7 @@ def command_of(study: Study) -> Callable[..., None]:
         from efficient_attn.studies.run_folder import open_folder, run_folder
 
         # A wrong request must leave no folder behind, so the plan is made first.
-        asked = study.plan(**options)
+        asked = share_of(study.plan(**options), shard, name="--shard")
         if asked.overview:
             console.print_tables(asked.overview)
             return

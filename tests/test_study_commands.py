@@ -16,6 +16,7 @@ from quick_runs import OWN, QUICK, cases, command, flags, run, study_of, words_o
 
 from efficient_attn.studies import loop, studies
 from efficient_attn.studies import run_folder as run_folders
+from efficient_attn.studies.results import Results, read
 from efficient_attn.studies.study import joined
 
 # One study stands for all in the quick tests that take seconds for each; the slow tests have the others.
@@ -164,6 +165,22 @@ def test_a_killed_run_resumes_with_nothing_lost(name):
     assert code == 0 and records[0] == line and len(records) > len(kept)
     # A study that drops points by its records has more points than records.
     assert f"/{len(cases('out')) - 1}] " in err or name == "advise"
+
+
+@ONE_OF_ALL
+def test_two_shares_have_the_cases_of_the_whole_or_are_refused_in_one_line(name):
+    study, refused = study_of(name).name, ("adapt", "advise", "bench", "compare")
+    for number in ("1", "2"):
+        code, out, err = run(name, "--shard", f"{number}/2", "--out", number)
+        assert code == (2 if study in refused else 0) and "Not all could be drawn" not in err, err
+    if study in refused:
+        assert (out, err.count("\n")) == ("", 1) and "--shard 2/2: " in err and not Path("2").exists()
+        return
+    assert run(name, "--out", "whole")[0] == 0
+    assert not cases("1") & cases("2") and cases("1") | cases("2") == cases("whole")
+    results = read("whole")
+    for record in results.records:
+        assert Results([record], environment=results.environment).as_run("", Path("whole")).tables
 
 
 def test_an_unknown_backend_is_refused_with_a_suggestion(name):

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from efficient_attn.errors import OptionError
 from efficient_attn.report.outputs import write_all, write_page
-from efficient_attn.studies.results import read
+from efficient_attn.studies.results import join_shares, read_one
 from efficient_attn.studies.run_folder import RECORDS, open_folder, run_folder
 
 
@@ -20,7 +20,7 @@ def report(
     """Draw runs again from their records: into the folder of the only run, or into `out`; the files.
 
     Args:
-        folders: Folders of runs; several are shown side by side on one page.
+        folders: Folders of runs; several are shown side by side on one page, shares of a run as one.
         html: Write nothing but the page, to this file.
         out: A folder for all of it; `runs/…` if there are several runs.
         labels: {name: text}: texts for legends and tables in place of the names of lines and rows.
@@ -35,9 +35,10 @@ def report(
         raise OptionError("html and out exclude each other: out also receives the page.")
     look = {"labels": labels, "width": width, "style": style}
     homes = [_home(Path(folder)) for folder in folders]
+    labels_of = _labels(homes)
     runs = [
-        read(folder).as_run(label, home)
-        for folder, label, home in zip(folders, _labels(homes), homes, strict=True)
+        run.as_run(_joint_label([labels_of[index] for index in group]), *(homes[index] for index in group))
+        for run, group in join_shares([read_one(folder) for folder in folders])
     ]
     if html is not None:
         return [write_page(runs, Path(html), look)]
@@ -53,6 +54,10 @@ def _labels(homes: Sequence[Path]) -> list[str]:
     lengths = range(1, max(map(len, whole), default=0) + 1)
     ends = (["/".join(parts[-length:]) for parts in whole] for length in lengths)
     return next((labels for labels in ends if len(set(labels)) == len(labels)), [])
+
+
+def _joint_label(labels: Sequence[str]) -> str:
+    return labels[0] if len(labels) == 1 else f"{labels[0]} to {labels[-1]}"
 
 
 def _home(path: Path) -> Path:

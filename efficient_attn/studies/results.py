@@ -1,6 +1,6 @@
 """What an experiment hands back: its records, as a data frame, a plot, sentences, or files."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +8,7 @@ from efficient_attn.errors import DataError, UnknownNameError
 from efficient_attn.report.axes import draw
 from efficient_attn.report.escape import plain
 from efficient_attn.report.figures import Plot
+from efficient_attn.report.files import write
 from efficient_attn.report.html import Run
 from efficient_attn.report.outputs import write_all
 from efficient_attn.report.table import Table, to_html
@@ -27,6 +28,7 @@ from efficient_attn.studies.run_folder import (
     read_text,
     write_json,
 )
+from efficient_attn.studies.shard import SHARD, by_run, common, in_order, missing, whole_plan
 from efficient_attn.studies.view import flat_row, sample_rows, view_of
 
 
@@ -126,6 +128,9 @@ class Results:
         if not paths[0].exists():
             for record in self.records:
                 append(paths[0], record)
+            if not self.records and SHARD in self.environment:
+                # A share without points is read with the others.
+                write(paths[0], "")
         if self.environment:
             paths.append(write_json(folder / ENVIRONMENT, self.environment))
         try:
@@ -138,8 +143,8 @@ class Results:
             )
             return paths
 
-    def as_run(self, label: str, home: Path) -> Run:
-        """Everything that a report shows of this run; command and plan from its folder."""
+    def as_run(self, label: str, *homes: Path) -> Run:
+        """Everything that a report shows of this run; commands and plan from the folders of its shares."""
         command = self.environment.get("command")
         words = " ".join(map(str, command)) if isinstance(command, list) else ""
         return Run(
@@ -152,8 +157,8 @@ class Results:
             files=self.files(),
             notes=self.notes,
             environment=self.environment,
-            command=read_text(home / COMMAND) or words,
-            plan=read_text(home / PLAN),
+            command="\n".join(filter(None, (read_text(home / COMMAND) for home in homes))) or words,
+            plan=whole_plan(read_text(homes[0] / PLAN)) if len(homes) > 1 else read_text(homes[0] / PLAN),
         )
 
     def _shown(self, name: str) -> list[Any]:
@@ -185,27 +190,47 @@ class Results:
 
 
 def read(*paths: str | Path) -> Results:
-    """The results in folders of runs, or in files of records, taken together.
+    """The results in folders of runs, or in files of records, taken together; shares of a run are one run.
 
     Raises:
         DataError: If there are none, or a file holds something else.
     """
     if not paths:
         raise DataError("Nothing to read: name at least one folder of a run, or a file of records.")
+    runs = [run for run, _ in join_shares([read_one(path) for path in paths])]
+    return runs[0] if len(runs) == 1 else _together(runs)
+
+
+def read_one(path: str | Path) -> Results:
+    """The results in one folder, or in one file of records."""
     studies()
-    records: list[Record] = []
-    notes: list[str] = []
-    environment: Mapping[str, Any] = {}
-    for path in map(Path, paths):
-        file = path / RECORDS if path.is_dir() else path
-        reading = read_records(file)
-        # What was measured again after a failure stands in the file twice.
-        latest = {record.case.key: record for record in reading.records}.values()
-        records += latest
-        if reading.torn:
-            notes.append(f"The last line of {file.name} was cut off and is left out.")
-        known = read_json(file.parent / ENVIRONMENT) if (file.parent / ENVIRONMENT).exists() else {}
-        environment = known or environment
-        notes += doubts(latest, known)
-    # Two machines have no common environment.
-    return Results(records, environment=environment if len(paths) == 1 else None, notes=notes)
+    path = Path(path)
+    file = path / RECORDS if path.is_dir() else path
+    reading = read_records(file)
+    # A repetition of a failed measurement stands in the file besides the failure.
+    latest = {record.case.key: record for record in reading.records}.values()
+    torn = [f"The last line of {file.name} was cut off and is left out."] if reading.torn else []
+    known = read_json(file.parent / ENVIRONMENT) if (file.parent / ENVIRONMENT).exists() else {}
+    return Results(latest, environment=known, notes=[*torn, *doubts(latest, known)])
+
+
+def join_shares(parts: Sequence[Results]) -> list[tuple[Results, list[int]]]:
+    """Every run with the indices of its parts: shares of one run are joined in the order of its plan."""
+    found = []
+    for group in by_run([part.environment for part in parts]):
+        shares = [parts[index] for index in group]
+        environments = [share.environment for share in shares]
+        run = shares[0] if len(shares) == 1 else _together(shares, common(environments))
+        records = in_order(run.records, environments[0]) if len(shares) > 1 else run.records
+        # A share that was measured here has a note on all others.
+        stale = {note for one in environments for note in missing([one])}
+        notes = [*missing(environments), *(note for note in run.notes if note not in stale)]
+        found.append((Results(records, environment=run.environment, notes=notes), group))
+    return found
+
+
+def _together(runs: Sequence[Results], environment: Mapping[str, Any] | None = None) -> Results:
+    """The records of all runs; two machines have no common environment."""
+    records = [record for run in runs for record in run.records]
+    notes = dict.fromkeys(note for run in runs for note in run.notes)
+    return Results(records, environment=environment, notes=notes)

@@ -14,11 +14,13 @@ from efficient_attn.measure.conditions import between, moment
 from efficient_attn.measure.environment import environment
 from efficient_attn.runner.record import Record
 from efficient_attn.stats.noise_warnings import DURING, doubts
+from efficient_attn.studies.executor import check, submitted
 from efficient_attn.studies.lockstep import Lockstep
 from efficient_attn.studies.loop import Loop, Step
 from efficient_attn.studies.plan import STUDY, Plan
 from efficient_attn.studies.results import Results
 from efficient_attn.studies.run_folder import Book, Earlier, begin, only_writer, open_folder
+from efficient_attn.studies.shard import missing, share_of
 from efficient_attn.studies.study import Study
 
 
@@ -32,6 +34,8 @@ def run_plan(
     budget_s: float | None = None,
     command: Sequence[str] = (),
     plan_file: Callable[[Plan], str] | None = None,
+    shard: str | tuple[int, int] | None = None,
+    executor: Any = None,
     progress: Callable[[Step], None] | None = None,
 ) -> Results:
     """Measure the points that are missing; with `out` every record is on the disk before the next begins.
@@ -40,7 +44,7 @@ def run_plan(
         plan_file: Text of the file that repeats the run.
 
     Raises:
-        OptionError: If the run in no folder is to be continued.
+        OptionError: If the run in no folder is to be continued, or the plan has no such share.
         DataError: If the folder cannot be written, holds another run, or one of another environment.
     """
     resume = resume or force_resume
@@ -48,7 +52,8 @@ def run_plan(
         raise OptionError("resume needs out, the folder of the run to go on with.")
     if budget_s is not None and not budget_s > 0:
         raise OptionError(f"budget_s is a number of seconds above 0, not {budget_s!r}.")
-    plan = make_plan()
+    plan = share_of(make_plan(), shard)
+    check(plan, executor)
     folder = None if out is None else open_folder(out, name="out", fresh=not resume)
     machine = {**environment(command=command, device=plan.device), STUDY: study.name, **plan.about}
     with ExitStack() as stack:
@@ -69,6 +74,7 @@ def run_plan(
             book.add(record)
             observe(record)
 
+        plan = stack.enter_context(submitted(plan, executor, known))
         loop = (Lockstep if plan.lockstep else Loop)(
             plan,
             earlier=known,
@@ -81,7 +87,7 @@ def run_plan(
             complete = loop.run()
         machine = dict(earlier.environment or machine)
         machine[DURING] = [*machine.get(DURING, []), between(start, moment())]
-        notes = [*plan.notes, *earlier.notes, *doubts(book.records, machine)]
+        notes = [*missing([machine]), *plan.notes, *earlier.notes, *doubts(book.records, machine)]
         results = Results(
             book.records,
             environment=machine,
@@ -99,6 +105,8 @@ _OF_A_RUN = {
     "resume": "Continue the run in `out`; measured points are kept.",
     "force_resume": "Continue it also under another torch, thread count or processor.",
     "budget_s": "Seconds of measuring; points that do not fit are skipped.",
+    "executor": "Object with submit, such as a ProcessPoolExecutor; it measures runs without timed points.",
+    "shard": "Share of the points to measure, such as 2/8; the records of all shares are one run.",
 }
 
 

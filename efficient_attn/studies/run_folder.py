@@ -20,6 +20,7 @@ from efficient_attn.runner.records import read as read_records
 from efficient_attn.runner.sizes import MODEL
 from efficient_attn.strict import read_object
 from efficient_attn.studies import studies
+from efficient_attn.studies.shard import refuse_other_share
 
 RECORDS, ENVIRONMENT, COMMAND, PLAN = "records.jsonl", "environment.json", "command.txt", "plan.toml"
 LOCK = ".lock"
@@ -203,6 +204,8 @@ def _take_up(folder: Path, cases: Sequence[Case], machine: Mapping[str, Any], *,
     studies()
     records = {record.case.key: record for record in read_records(path).records}
     known = read_json(folder / ENVIRONMENT) if (folder / ENVIRONMENT).exists() else {}
+    if records:
+        refuse_other_share(known, machine, folder)
     found = [
         differences([known], [machine], _DECISIVE),
         _other_model(known, machine),

@@ -140,6 +140,7 @@ def plan(
         ],
         about={MODEL: subject.about, ADAPTATION: settings},
         attach=partial(_attach, adaptations),
+        undivided="adapt keeps the states of all its training in one folder; leave it out",
     )
 
 

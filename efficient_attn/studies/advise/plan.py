@@ -173,6 +173,7 @@ def plan(
         budget_s=_BUDGET_S if model is None else _MODEL_BUDGET_S,
         observe=findings.add,
         standing=findings.standing,
+        undivided="advise chooses its points by the records of earlier ones; leave it out",
     )
 
 

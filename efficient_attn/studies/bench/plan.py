@@ -126,6 +126,7 @@ def plan(
         timeout_s=timeout_s,
         notes=notes,
         about={} if other is None else {AGAINST: other.label},
+        undivided="bench interleaves the timing rounds of all backends on one machine; leave it out",
         resources=measurer,
     )
 

@@ -172,6 +172,9 @@ def plan(
         lockstep=True,
         outcome=outcome,
         attach=models.attach,
+        undivided=None
+        if last is not None
+        else "train can be shared out for a set number of steps; name --steps",
         budget_s=_BUDGET_S,
     )
 

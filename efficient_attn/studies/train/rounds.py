@@ -73,6 +73,8 @@ class Rounds:
                 "new folder."
             )
         self._folder = folder
+        keys = {point.case.key for point in plan.points}
+        self._trainers = [one for one in self._trainers if one.case.key in keys]
         if not resume:
             return plan
         for one in self._trainers:
@@ -97,11 +99,13 @@ class Rounds:
     def training(self) -> Iterator[None]:
         """The threads of the run; every kind of step is tried once before the first that counts."""
         with threads(self._asked[-1].threads):
-            variants, task, config = self._asked
-            for variant in variants:
-                Trainer(variant, task, config).try_step()
+            _, task, config = self._asked
+            for one in self._trainers:
+                Trainer(one.variant, task, config).try_step()
             yield
-        done = min((len(one.progress.curve) for one in self._trainers if one.failed is None), default=None)
+        # A share has no rounds of the other models.
+        trained = [one for one in self._trainers if one.failed is None and self._rounds[one.variant.label]]
+        done = min((len(one.progress.curve) for one in trained), default=None)
         if done is not None and done < self._most < _UNLIMITED and not self._interrupted:
             self.notes.append(
                 f"The budget ended training at step {done * config.every} of {self._most * config.every}: "

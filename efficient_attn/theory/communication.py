@@ -1,0 +1,71 @@
+"""Cost model of one exchange of states between ranks: the alpha-beta model on two levels of links.
+
+A message of m bytes takes α + β m seconds (Hockney, The communication challenge for MPP, 1994). The n ranks
+of a node are connected by a switch and send to all others at once; each of N nodes has one link per rank.
+"""
+
+import math
+from typing import NamedTuple
+
+from efficient_attn.errors import OptionError, UnknownNameError
+from efficient_attn.theory.numbers import count
+
+
+class Link(NamedTuple):
+    """Cost of messages: `latency_s` is α, the inverse of `bytes_per_s` is β."""
+
+    latency_s: float
+    bytes_per_s: float
+
+    def seconds(self, size_bytes: float, *, steps: int = 1) -> float:
+        """Seconds of consecutive steps that carry `size_bytes` each."""
+        return steps * (self.latency_s + size_bytes / self.bytes_per_s)
+
+
+# Assumptions, not measured: NCCL over NVLink 4 (450 GB/s peak), and over NDR InfiniBand (50 GB/s peak).
+NODE, NETWORK = Link(15e-6, 200e9), Link(25e-6, 40e9)
+
+EXCHANGES = ("all-reduce", "gather", "scan")
+
+
+def communication(
+    exchange: str,
+    state_bytes: int,
+    ranks: int,
+    *,
+    ranks_per_node: int = 8,
+    node: Link = NODE,
+    network: Link = NETWORK,
+) -> float:
+    """Predicted seconds of one exchange of a state of `state_bytes` per rank; nothing is measured.
+
+    With n ranks in a node, N nodes and S bytes:
+
+    - gather: α + (n − 1) S β in the node, α + (N − 1) S β across, and (N − 1) (n − 1) S β to distribute these
+      states in the node: every rank receives every state;
+    - scan: ⌈log₂ n⌉ + ⌈log₂ N⌉ steps of one state;
+    - all-reduce: reduce-scatter and all-gather of S / n in the node, and a tree of S / n up and down across.
+
+    Args:
+        exchange: `all-reduce` of full attention; `gather` or `scan` of causal attention.
+
+    Raises:
+        UnknownNameError: If there is no such exchange.
+        OptionError: If a number is not positive, or the last node is not full.
+    """
+    if exchange not in EXCHANGES:
+        raise UnknownNameError("exchange", exchange, EXCHANGES)
+    state_bytes, ranks = count("state_bytes", state_bytes), count("ranks", ranks)
+    inside = min(count("ranks_per_node", ranks_per_node), ranks)
+    if ranks % inside:
+        raise OptionError(f"ranks={ranks} is no multiple of ranks_per_node={inside}; nodes are full here.")
+    nodes = ranks // inside
+    if exchange == "gather":
+        near = node.seconds((inside - 1) * state_bytes, steps=int(inside > 1))
+        far = network.seconds((nodes - 1) * state_bytes, steps=int(nodes > 1))
+        return near + far + (nodes - 1) * (inside - 1) * state_bytes / node.bytes_per_s
+    levels = [math.ceil(math.log2(one)) for one in (inside, nodes)]
+    if exchange == "scan":
+        return node.seconds(state_bytes, steps=levels[0]) + network.seconds(state_bytes, steps=levels[1])
+    near = node.seconds((inside - 1) / inside * state_bytes, steps=2 * int(inside > 1))
+    return near + network.seconds(state_bytes / inside, steps=2 * levels[1])

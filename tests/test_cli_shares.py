@@ -1,0 +1,86 @@
+"""`--shard`: its run, its refusals, and the models of `train`."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("efficient_attn_cli", reason="needs an installation, if only an editable one")
+
+import tiny_training
+from quick_runs import command
+
+import efficient_attn as ea
+from efficient_attn.studies import report
+from efficient_attn.studies.run_folder import RECORDS
+
+pytestmark = pytest.mark.usefixtures("undrawn")
+
+MSE = "mse --backend window --inputs gaussian --seq-len 24 --head-dim 4 --size 4,8 --draws 2"
+# A share that has most likely none of the points of a run.
+EMPTY = "1/999983"
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_the_report_of_shares_has_all_commands_and_the_plan_of_the_whole(monkeypatch):
+    for number in (1, 2):
+        given = [*MSE.split(), "--shard", f"{number}/2", "--out", f"share-{number}"]
+        monkeypatch.setattr(sys, "argv", ["efficient-attn", *given])
+        assert command(*given)[0] == 0
+    assert 'shard = "2/2"' in Path("share-2/plan.toml").read_text()
+    pages = []
+    monkeypatch.setattr(report, "write_page", lambda runs, path, look: pages.append(runs))
+    report.report("share-1", "share-2", html="page.html")
+    ((page,),) = pages
+    first, second = page.command.splitlines()
+    assert "--shard 1/2" in first and "--shard 2/2" in second and page.label == "share-1 to share-2"
+    assert "shard" not in page.plan and 'size = "4,8"' in page.plan
+
+
+def test_a_share_without_points_ends_well_and_is_read_with_the_others():
+    code, out, err = command(*MSE.split(), "--shard", EMPTY, "--out", "none")
+    assert code == 0 and out.splitlines()[-1] == "none" and "lack shares of the run: 2/999983" in err
+    assert Path("none", RECORDS).read_text() == "" and len(ea.read("none")) == 0
+    command(*MSE.split(), "--out", "other")
+    assert len(ea.read("none", "other")) == len(ea.read("other"))
+
+
+@pytest.mark.parametrize("bad", ["0/4", "5/4", "a/b", "1/0", "1/2/3", "2", ""])
+def test_a_wrong_share_is_refused_in_one_line(bad, folder):
+    code, out, err = command("mse", "--inputs", "gaussian", "--seq-len", "24", "--shard", bad)
+    assert (code, out, err.count("\n")) == (2, "", 1) and list(folder.iterdir()) == []
+    assert "--shard is I/N with I from 1 to N, such as 2/8, not" in err
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        ("bench --seq-len 16", "bench interleaves the timing rounds of all backends on one machine"),
+        ("compare --inputs gaussian --seq-len 16 --isolate none", "mse can be shared out"),
+        ("train --backend exact --text text.txt --seq-len 8", "name --steps"),
+    ],
+)
+def test_a_study_whose_points_belong_together_refuses_shares(words, reason, folder):
+    (folder / "text.txt").write_bytes(tiny_training.LINES)
+    code, out, err = command(*words.split(), "--shard", "1/2")
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert [path.name for path in folder.iterdir()] == ["text.txt"]
+    assert "--shard 1/2: " in err and reason in err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("out", ["share", None])
+def test_models_of_a_share_have_the_curves_of_the_whole_run(out):
+    Path("text.txt").write_bytes(tiny_training.LINES)
+    whole = tiny_training.curves(tiny_training.run())
+    found = {}
+    for number in (1, 2):
+        results = tiny_training.run(shard=(number, 2), out=out and f"{out}-{number}")
+        assert not [note for note in results.notes if "budget" in note]
+        found |= tiny_training.curves(results)
+    assert found == whole and len(whole) == 3
