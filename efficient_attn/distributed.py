@@ -5,18 +5,20 @@ of these tokens of attention over the whole sequence. No tensor is resized and n
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import ParallelStyle
 
 from efficient_attn.errors import ShapeError
 from efficient_attn.modules.options import one_of
 from efficient_attn.ops.sharded.exchange import all_tokens
 from efficient_attn.ops.sharded.layout import KINDS, Layout, in_force
 
-__all__ = ["context_parallel", "shard", "unshard"]
+__all__ = ["ContextParallel", "context_parallel", "shard", "unshard"]
 
 
 @contextmanager
@@ -38,6 +40,33 @@ def context_parallel(mesh: DeviceMesh, *, layout: str = "contiguous") -> Iterato
     """
     with in_force(_layout(mesh, layout)):
         yield
+
+
+class ContextParallel(ParallelStyle):
+    """Style of `parallelize_module` that puts every forward pass of a module inside `context_parallel`.
+
+    Args:
+        layout: As for `context_parallel`.
+    """
+
+    def __init__(self, layout: str = "contiguous") -> None:
+        one_of("layout", layout, KINDS)
+        self._kind = layout
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        layout, entered = _layout(device_mesh, self._kind), list[AbstractContextManager[Any]]()
+
+        def enter(*_: Any) -> None:
+            entered.append(in_force(layout))
+            entered[-1].__enter__()
+
+        def leave(*_: Any) -> None:
+            entered.pop().__exit__(None, None, None)
+
+        module.register_forward_pre_hook(enter)
+        # The layout is left after an exception too.
+        module.register_forward_hook(leave, always_call=True)
+        return module
 
 
 def shard(x: Tensor, mesh: DeviceMesh, dim: int, layout: str = "contiguous") -> Tensor:
@@ -80,4 +109,4 @@ def _layout(mesh: DeviceMesh, kind: str) -> Layout:
             f"mesh has {mesh.ndim} dimensions {mesh.mesh_dim_names}; the tokens are distributed over one: "
             'give mesh["cp"] for a dimension called cp.'
         )
-    return Layout(mesh.get_group(), kind, mesh.get_local_rank(), mesh.size())
+    return Layout(mesh.get_group().group_name, kind, mesh.get_local_rank(), mesh.size())

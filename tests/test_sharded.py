@@ -1,14 +1,21 @@
 """Parts of a sequence on several ranks give the rows and gradients of the whole sequence."""
 
+from itertools import product
+from types import SimpleNamespace
+
 import pytest
 import torch
 from threads import on_ranks
 
 import efficient_attn as ea
-from efficient_attn.errors import UnsupportedError
+from efficient_attn.distributed import context_parallel, shard
+from efficient_attn.errors import ShapeError, UnknownNameError, UnsupportedError
+from efficient_attn.ops.sharded.agreement import check_agreement
 from efficient_attn.ops.sharded.exchange import bytes_sent
 from efficient_attn.ops.sharded.layout import KINDS, Layout, at_positions, in_force
 from efficient_attn.ops.sharded.softmax import with_neighbours
+from efficient_attn.problem import AttentionProblem
+from efficient_attn.sharded_checks import check_segments
 
 RANKS = 3
 CASES = [
@@ -102,11 +109,11 @@ def test_a_window_receives_the_keys_that_it_reads_and_no_others(kind, reach, mon
             assert near[0, 0, :, 0].tolist() == list(reached)
 
 
-@pytest.mark.parametrize("name", ["performer-positive", "performer-trig", "linformer", "window"])
-@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    ("name", "causal"),
+    [("linformer", False), *product(("performer-positive", "performer-trig", "window"), (False, True))],
+)
 def test_bytes_do_not_depend_on_the_length(name, causal, monkeypatch):
-    if causal and name == "linformer":
-        pytest.skip("Linformer is not causal")
     options = {"window": {"window": 9}, "linformer": {"rank": 6, "max_tokens": 96}}
     backend = ea.build(name, head_dim=8, causal=causal, **options.get(name, {"num_features": 12})).double()
 
@@ -154,3 +161,58 @@ def test_calls_that_other_ranks_cannot_answer_are_refused():
         with pytest.raises(UnsupportedError, match="cannot read the tokens of other ranks"):
             ea.build(lambda q, k, v: v, head_dim=8)(q, q, q)
     assert backend(q, q, q).shape == q.shape
+
+
+def mesh(ndim=1):
+    return SimpleNamespace(
+        ndim=ndim,
+        mesh_dim_names=("dp", "cp"),
+        get_group=lambda: SimpleNamespace(group_name=""),
+        get_local_rank=lambda: 1,
+        size=lambda: RANKS,
+    )
+
+
+def test_shards_are_copies_of_whole_segments_and_other_requests_are_refused():
+    x = torch.arange(12).reshape(2, 6)
+    assert shard(x, mesh(), 1).tolist() == [[2, 3], [8, 9]]
+    assert shard(x, mesh(), 1, "head-tail").tolist() == [[1, 4], [7, 10]]
+    with pytest.raises(
+        ShapeError, match=r"x has 2 tokens along axis 0, and layout 'contiguous' .* pad it to 3"
+    ):
+        shard(x, mesh(), 0)
+    with pytest.raises(ShapeError, match=r"mesh has 2 dimensions .* give mesh\["):
+        shard(x, mesh(ndim=2), 1)
+    with pytest.raises(UnknownNameError, match="zigzag"), context_parallel(mesh(), layout="zigzag"):
+        pass
+    segments = layout(1, kind="head-tail")
+    q, problem = torch.randn(1, 2, 5, 4), AttentionProblem(head_dim=4, causal=True)
+    with pytest.raises(
+        ShapeError, match="q has 5 tokens on this rank, and layout 'head-tail' has 2 segments"
+    ):
+        check_segments(problem, q, q, segments)
+    with pytest.raises(UnsupportedError, match="q has 4 tokens and k has 6"):
+        check_segments(problem, q[:, :, :4], torch.randn(1, 2, 6, 4), segments)
+
+
+def test_all_ranks_refuse_calls_that_differ_with_the_message_of_the_first_that_does(monkeypatch):
+    def call(placed):
+        check_agreement("alike", placed, torch.device("cpu"))
+        with pytest.raises(ShapeError) as error:
+            check_agreement(f"with {placed.rank // 2} tokens", placed, torch.device("cpu"))
+        return str(error.value)
+
+    messages = on_ranks(monkeypatch, RANKS, "contiguous", call)
+    assert len(set(messages)) == 1
+    assert messages[0].startswith("Rank 2 of the mesh calls with 1 tokens, and rank 0 calls with 0 tokens;")
+
+
+def test_relative_positions_and_longer_sequences_than_a_projection_are_refused():
+    q = torch.randn(1, 2, 8, 8)
+    for name in ("exact", "window"):
+        backend = ea.build(name, head_dim=8, num_heads=2, max_distance=4)
+        with pytest.raises(UnsupportedError, match="no backend has relative positions"):
+            backend.core.forward_sharded(q, q, q, None, layout(0))
+    backend = ea.build("linformer", head_dim=8, max_tokens=20, rank=4)
+    with pytest.raises(ShapeError, match="at most 20 tokens and k has 24 on all ranks"):
+        backend.core.forward_sharded(q, q, q, None, layout(0))

@@ -30,7 +30,7 @@ class Meeting:
 
 
 class Member(NamedTuple):
-    """A rank of a group."""
+    """A rank of a group, and its name."""
 
     meeting: Meeting
     rank: int
@@ -60,6 +60,7 @@ COLLECTIVES = SimpleNamespace(
 def on_ranks(monkeypatch: Any, ranks: int, kind: str, call: Callable[[Layout], Any]) -> list[Any]:
     """Results of `call(layout)` on every rank."""
     monkeypatch.setattr(exchange, "dist", COLLECTIVES)
+    monkeypatch.setattr(exchange, "_resolve_process_group", lambda member: member)
     meeting = Meeting(ranks)
 
     def one(rank: int) -> Any:

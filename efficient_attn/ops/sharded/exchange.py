@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.distributed.distributed_c10d import _resolve_process_group
 
 from efficient_attn.ops.dtypes import upcast
 from efficient_attn.ops.sharded.layout import Layout
@@ -75,7 +76,7 @@ class _Gathered(torch.autograd.Function):
         x = x.contiguous()
         rows = [torch.empty_like(x) for _ in range(layout.ranks)]
         _count(x.nbytes * (layout.ranks - 1))
-        dist.all_gather(rows, x, group=layout.group)
+        dist.all_gather(rows, x, group=_resolve_process_group(layout.group))
         return torch.stack(rows)
 
     @staticmethod
@@ -101,7 +102,7 @@ class _Moved(torch.autograd.Function):
 def _reduced(x: Tensor, operation: Any, layout: Layout) -> Tensor:
     x = x.clone(memory_format=torch.contiguous_format)
     _count(x.nbytes * 2 * (layout.ranks - 1) // layout.ranks)
-    dist.all_reduce(x, operation, group=layout.group)
+    dist.all_reduce(x, operation, group=_resolve_process_group(layout.group))
     return x
 
 
@@ -109,7 +110,7 @@ def _all_to_all(x: Tensor, sent: list[int], received: list[int], layout: Layout)
     found = x.new_empty(sum(received), *x.shape[1:])
     rows = sum(sent) - sent[layout.rank]
     _count(rows * x[:1].nbytes)
-    dist.all_to_all_single(found, x.contiguous(), received, sent, group=layout.group)
+    dist.all_to_all_single(found, x.contiguous(), received, sent, group=_resolve_process_group(layout.group))
     return found
 
 

@@ -17,7 +17,7 @@ class Layout(NamedTuple):
     i, so that all ranks have equally many causal pairs.
 
     Attributes:
-        group: Process group of the ranks.
+        group: Name of the process group.
         kind: "contiguous" or "head-tail".
         rank: Rank of this process in the group.
         ranks: Number of ranks.
