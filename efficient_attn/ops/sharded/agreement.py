@@ -26,9 +26,10 @@ def check_agreement(call: str, layout: Layout, device: torch.device) -> None:
     if (call, layout) in _AGREED:
         return
     digests = gathered(_bytes(sha256(call.encode()).digest(), 32, device), layout)
-    if bool((digests != digests[:1]).any()):
+    differs = (digests != digests[:1]).any(dim=1)
+    if bool(differs.any()):
         calls = [_text(row) for row in gathered(_bytes(call.encode(), _BYTES, device), layout)]
-        other = next(rank for rank, one in enumerate(calls) if one != calls[0])
+        other = int(differs.nonzero()[0])
         raise ShapeError(
             f"Rank {other} of the mesh calls {calls[other]}, and rank 0 calls {calls[0]}; all ranks call "
             "alike: pad the sequence to equally many tokens on each and mask the padding."
