@@ -11,8 +11,8 @@ PAGE = Path(__file__).parent / "api.md"
 _HEAD = """\
 # API
 
-Public names of `efficient_attn`, imported as `ea` on these pages, and of its modules for checking and for
-Hugging Face. All other names may change at any time.
+Public names of `efficient_attn`, imported as `ea` on these pages, and of its modules for checking, for
+several processes and for Hugging Face. All other names may change at any time.
 """
 
 _HUGGING_FACE = "integrations.transformers"
@@ -23,6 +23,7 @@ _HEADINGS = {
     "In models": ("transformer", "integrations.pytorch", "integrations.intercept"),
     "In Hugging Face models": (_HUGGING_FACE,),
     "Measuring": ("studies", "measure", "runner"),
+    "On several processes": ("distributed",),
     "Checking": ("testing",),
     "Errors": ("errors",),
 }
@@ -48,7 +49,9 @@ def public_names() -> Iterator[tuple[str, str, bool]]:
         yield f"efficient_attn.{name}", module, _is_class(name, module)
     for folder in sorted(one.parent for one in PACKAGE.glob("studies/*/plan.py")):
         yield f"efficient_attn.{folder.name}", f"studies.{folder.name}.plan", False
-    for module, shown in (("testing", "testing"), (_INTERCEPT, "intercept"), (_HUGGING_FACE, _HUGGING_FACE)):
+    modules = {name: name for name in ("testing", "distributed")}
+    modules |= {_INTERCEPT: "intercept", _HUGGING_FACE: _HUGGING_FACE}
+    for module, shown in modules.items():
         for name in _assigned(module, "__all__"):
             yield f"efficient_attn.{shown}.{name}", module, _is_class(name, module)
 

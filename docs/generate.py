@@ -31,6 +31,7 @@ _PROMISES = {
     "averages": "weights sum to 1",
     "compile": "compiles",
     "second_derivatives": "second derivatives",
+    "sharded": "context parallel",
     "needs_max_tokens": "needs max_tokens",
     "needs_calibration": "needs calibration",
     "approximates_softmax": "approximates softmax",

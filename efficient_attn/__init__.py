@@ -49,7 +49,7 @@ _HOME = {
     "replace_attention": "integrations.pytorch_replace",
 }
 
-_MODULES = {"testing": "testing", "intercept": "integrations.intercept"}
+_MODULES = {"testing": "testing", "intercept": "integrations.intercept", "distributed": "distributed"}
 
 # Every folder of `studies` is a function here.
 _STUDIES = [one.name for one in pkgutil.iter_modules([str(Path(__file__).parent / "studies")]) if one.ispkg]
@@ -58,6 +58,7 @@ __all__ = sorted([*_HOME, *_MODULES, *_STUDIES])
 
 if TYPE_CHECKING:
     __version__: str
+    from efficient_attn import distributed as distributed
     from efficient_attn import testing as testing
     from efficient_attn.backend import Backend as Backend
     from efficient_attn.backends import attention as attention

@@ -9,8 +9,10 @@ from torch import Tensor, nn
 from efficient_attn.backend_checks import check_inputs, check_kept, check_sample
 from efficient_attn.errors import UnknownNameError, UnsupportedError
 from efficient_attn.ops.dtypes import without_autocast
+from efficient_attn.ops.sharded.layout import Layout, layout_in_force
 from efficient_attn.problem import AttentionProblem
 from efficient_attn.registry import BackendSpec
+from efficient_attn.sharded_checks import check_agreeing, check_alone, check_segments
 
 
 class Backend(nn.Module):
@@ -47,10 +49,13 @@ class Backend(nn.Module):
             UnsupportedError: If the inputs need a capability that the backend does not promise.
         """
         _refuse(unknown, ["key_mask"])
-        self._check(q, k, v, key_mask)
+        layout = layout_in_force()
+        self._check(q, k, v, key_mask, layout=layout)
         if q.numel() == 0 or k.shape[2] == 0 or v.shape[-1] == 0:
             return _nothing_to_read(q, k, v)
         with without_autocast(q):
+            if layout is not None:
+                return self.core.forward_sharded(q, k, v, key_mask, layout)
             return self.core(q, k, v, key_mask)
 
     def extend(
@@ -160,10 +165,23 @@ class Backend(nn.Module):
         return self._core_with("kernel_weights", q, k).kernel_weights(q, k)
 
     def _check(
-        self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *, streaming: bool = False
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        key_mask: Tensor | None,
+        *,
+        streaming: bool = False,
+        layout: Layout | None = None,
     ) -> None:
+        if layout is None:
+            check_alone()
+        else:
+            check_agreeing(self, q, k, v, key_mask, layout)
         check_inputs(self.problem, self.spec, q, k, v, key_mask, streaming=streaming)
         check_kept(self.spec, self, q)
+        if layout is not None:
+            check_segments(self.problem, q, k, layout)
 
     def _core_with(self, verb: str, q: Tensor, k: Tensor) -> Any:
         if not hasattr(self.core, verb):

@@ -27,6 +27,8 @@ class Capabilities:
         compile: Whether `torch.compile(fullgraph=True)` works.
         needs_max_tokens: Whether max_tokens is required.
         needs_calibration: Whether `calibrate` is required before the first call.
+        sharded: Exchange between ranks inside `distributed.context_parallel`, "states", "sums", "neighbours"
+            or "keys"; the core then has `forward_sharded(q, k, v, key_mask, layout)`. None: not supported.
         approximates_softmax: Whether the backend approximates softmax attention, not another kernel.
         dtypes: Names of the supported dtypes.
         time_growth: Exponent of the number of tokens in the running time.
@@ -45,6 +47,7 @@ class Capabilities:
     compile: bool = True
     needs_max_tokens: bool = False
     needs_calibration: bool = False
+    sharded: str | None = None
     approximates_softmax: bool = True
     dtypes: tuple[str, ...] = ALL_DTYPES
     time_growth: int = 1

@@ -16,6 +16,8 @@ DOCS = sorted(page for page in (ROOT / "docs").glob("*.md") if page.stem not in 
 PAGES = [ROOT / "CONTRIBUTING.md", ROOT / "README.md", *DOCS]
 # The extra package that a page is about; where it is not installed, nothing on the page can run.
 NEEDS = {"hugging-face.md": "transformers"}
+# Pages whose Python torchrun starts, in tests/test_ranks.py.
+ON_SEVERAL_PROCESSES = {"distributed.md"}
 # First line of a block that is a file of the package.
 FILE = re.compile(r"# (studies/\w+/\w+\.py)\n")
 BLOCK = re.compile(r"^( *)```(\w+)\n(.*?)^\1```", re.MULTILINE | re.DOTALL)
@@ -37,7 +39,7 @@ def page_name(page: Path) -> str:
     return page.relative_to(ROOT).as_posix()
 
 
-WITH_PYTHON = [page for page in PAGES if blocks(page, "python")]
+WITH_PYTHON = [page for page in PAGES if blocks(page, "python") and page.name not in ON_SEVERAL_PROCESSES]
 WITH_FILES = [page for page in WITH_PYTHON if files(page)]
 
 
@@ -121,7 +123,7 @@ def test_the_reference_lists_every_public_name_once() -> None:
     import efficient_attn
 
     listed = re.findall(r"^\.\. auto(?:class|function):: efficient_attn\.(\S+)$", made, re.MULTILINE)
-    modules = ("testing", "intercept")
+    modules = ("testing", "intercept", "distributed")
     public = {name for name in efficient_attn.__all__ if name not in modules}
     public |= {f"{module}.{name}" for module in modules for name in getattr(efficient_attn, module).__all__}
     assert {name for name in listed if not name.startswith("integrations.")} == public

@@ -23,7 +23,8 @@ LAYERS = (
     {"ops"},
     {"modules"},
     {"registry"},
-    {"backend", "backend_checks", "external", "calibration", "plugins", "signatures"},
+    {"backend", "backend_checks", "sharded_checks", "distributed"}
+    | {"external", "calibration", "plugins", "signatures"},
     {"backends"},
     {"transformer"},
     {"conformance", "testing", "theory", "measure", "data"},
@@ -38,6 +39,7 @@ ROOMS = (
     {"dtypes", "grouped_queries", "scratch", "operators", "paths"},
     {"softmax"},
     {"window", "clusters", "linear", "linformer"},
+    {"sharded"},
 )
 NEEDS_NO_TORCH = (
     "errors",

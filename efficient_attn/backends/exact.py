@@ -5,8 +5,16 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from efficient_attn.modules.options import option, probability
-from efficient_attn.modules.relative import MAX_DISTANCE, check_one_sequence, count, distance_bias
+from efficient_attn.modules.relative import (
+    MAX_DISTANCE,
+    check_no_bias,
+    check_one_sequence,
+    count,
+    distance_bias,
+)
 from efficient_attn.operation_counts import OperationCounts, softmax_matmuls, visible_pairs
+from efficient_attn.ops.sharded.layout import Layout
+from efficient_attn.ops.sharded.softmax import all_keys_attention
 from efficient_attn.ops.softmax.fused import fused_attention
 from efficient_attn.ops.softmax.kv_cache import KVCache, append_tokens, mask_of
 from efficient_attn.ops.softmax.relative import relative_attention
@@ -72,6 +80,12 @@ class FusedAttention(nn.Module):
             zeroed=zeroed,
         )
 
+    def forward_sharded(
+        self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, layout: Layout
+    ) -> Tensor:
+        check_no_bias(self.distance_bias)
+        return all_keys_attention(self, q, k, v, key_mask, layout, causal=self._causal)
+
     def extend(
         self, q: Tensor, k: Tensor, v: Tensor, state: KVCache | None, key_mask: Tensor | None
     ) -> tuple[Tensor, KVCache]:
@@ -95,7 +109,7 @@ def operations(
     summary="Exact softmax attention by PyTorch's fused kernel.",
     paper="https://arxiv.org/abs/1706.03762",
     options=ExactOptions,
-    capabilities=Capabilities(causal=True, exact=True, time_growth=2),
+    capabilities=Capabilities(causal=True, exact=True, sharded="keys", time_growth=2),
     operations=operations,
 )
 def build(problem: AttentionProblem, options: ExactOptions) -> FusedAttention:

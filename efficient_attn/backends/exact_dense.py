@@ -6,6 +6,8 @@ from torch import Tensor, nn
 from efficient_attn.backends import exact
 from efficient_attn.backends.exact import DropoutOptions
 from efficient_attn.operation_counts import OperationCounts
+from efficient_attn.ops.sharded.layout import Layout
+from efficient_attn.ops.sharded.softmax import all_keys_attention
 from efficient_attn.ops.softmax.definition import apply_weights, softmax_weights
 from efficient_attn.ops.softmax.kv_cache import KVCache, append_tokens, mask_of
 from efficient_attn.problem import AttentionProblem
@@ -23,6 +25,11 @@ class DenseAttention(nn.Module):
         weights = softmax_weights(q, k, scale=self._scale, causal=self._causal, key_mask=key_mask)
         weights = F.dropout(weights, self._dropout, self.training)
         return apply_weights(weights, v, key_mask=key_mask).to(q.dtype)
+
+    def forward_sharded(
+        self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, layout: Layout
+    ) -> Tensor:
+        return all_keys_attention(self, q, k, v, key_mask, layout, causal=self._causal)
 
     def extend(
         self, q: Tensor, k: Tensor, v: Tensor, state: KVCache | None, key_mask: Tensor | None
@@ -45,7 +52,7 @@ def operations(
     paper="https://arxiv.org/abs/1706.03762",
     options=DropoutOptions,
     capabilities=Capabilities(
-        causal=True, exact=True, second_derivatives=True, time_growth=2, memory_growth=2
+        causal=True, exact=True, second_derivatives=True, sharded="keys", time_growth=2, memory_growth=2
     ),
     operations=operations,
 )

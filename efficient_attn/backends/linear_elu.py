@@ -12,7 +12,7 @@ from efficient_attn.registry import Capabilities, NoOptions, register
     "linear-elu",
     summary="Linear transformer, with features elu(x) + 1: a kernel other than softmax.",
     paper="https://arxiv.org/abs/2006.16236",
-    capabilities=Capabilities(causal=True, approximates_softmax=False),
+    capabilities=Capabilities(causal=True, approximates_softmax=False, sharded="states"),
     operations=partial(linear_operations, "elu"),
 )
 def build(problem: AttentionProblem, options: NoOptions) -> LinearAttention:

@@ -45,7 +45,7 @@ def operations(
     summary="Hedgehog, with feature maps learned per head: a kernel other than softmax until trained.",
     paper="https://arxiv.org/abs/2402.04347",
     options=HedgehogOptions,
-    capabilities=Capabilities(causal=True, approximates_softmax=False),
+    capabilities=Capabilities(causal=True, approximates_softmax=False, sharded="states"),
     operations=operations,
 )
 def build(problem: AttentionProblem, options: HedgehogOptions) -> LinearAttention:

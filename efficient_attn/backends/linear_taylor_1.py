@@ -12,7 +12,7 @@ from efficient_attn.registry import Capabilities, NoOptions, register
     "linear-taylor-1",
     summary="First-order Taylor features, 1 + q·k: a kernel other than softmax, possibly negative.",
     paper="https://arxiv.org/abs/2402.18668",
-    capabilities=Capabilities(causal=True, nonnegative=False, approximates_softmax=False),
+    capabilities=Capabilities(causal=True, nonnegative=False, approximates_softmax=False, sharded="states"),
     operations=partial(linear_operations, "taylor-1"),
 )
 def build(problem: AttentionProblem, options: NoOptions) -> LinearAttention:

@@ -12,7 +12,7 @@ from efficient_attn.registry import Capabilities, NoOptions, register
     "linear-taylor-2",
     summary="Second-order Taylor features, 1 + q·k + (q·k)²/2: a kernel other than softmax.",
     paper="https://arxiv.org/abs/2402.18668",
-    capabilities=Capabilities(causal=True, approximates_softmax=False),
+    capabilities=Capabilities(causal=True, approximates_softmax=False, sharded="states"),
     operations=partial(linear_operations, "taylor-2"),
 )
 def build(problem: AttentionProblem, options: NoOptions) -> LinearAttention:

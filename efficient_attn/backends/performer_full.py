@@ -25,7 +25,7 @@ def operations(
     paper="https://arxiv.org/abs/2302.00787",
     options=RandomFeatureOptions,
     size_option="num_features",
-    capabilities=Capabilities(causal=True, needs_calibration=True),
+    capabilities=Capabilities(causal=True, needs_calibration=True, sharded="states"),
     operations=operations,
 )
 def build(problem: AttentionProblem, options: RandomFeatureOptions) -> LinearAttention:

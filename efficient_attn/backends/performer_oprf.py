@@ -42,7 +42,7 @@ class OptimalFeatureOptions(RandomFeatureOptions):
     paper="https://arxiv.org/abs/2205.15317",
     options=OptimalFeatureOptions,
     size_option="num_features",
-    capabilities=Capabilities(causal=True, needs_calibration=True),
+    capabilities=Capabilities(causal=True, needs_calibration=True, sharded="states"),
     operations=partial(linear_operations, "positive"),
 )
 def build(problem: AttentionProblem, options: OptimalFeatureOptions) -> LinearAttention:

@@ -14,7 +14,7 @@ from efficient_attn.registry import Capabilities, register
     paper="https://arxiv.org/abs/2009.14794",
     options=RandomFeatureOptions,
     size_option="num_features",
-    capabilities=Capabilities(causal=True),
+    capabilities=Capabilities(causal=True, sharded="states"),
     operations=partial(linear_operations, "positive"),
 )
 def build(problem: AttentionProblem, options: RandomFeatureOptions) -> LinearAttention:

@@ -6,8 +6,10 @@ from torch import Tensor, nn
 
 from efficient_attn.errors import OptionError
 from efficient_attn.modules.options import option
-from efficient_attn.modules.relative import MAX_DISTANCE, count, distance_bias
+from efficient_attn.modules.relative import MAX_DISTANCE, check_no_bias, count, distance_bias
 from efficient_attn.operation_counts import OperationCounts, softmax_matmuls, visible_pairs
+from efficient_attn.ops.sharded.layout import Layout
+from efficient_attn.ops.sharded.softmax import near_keys_attention
 from efficient_attn.ops.softmax.kv_cache import (
     KVCache,
     append_tokens,
@@ -56,6 +58,12 @@ class WindowAttention(nn.Module):
         table = self.distance_bias
         return relative_attention(q, k, v, table, scale=scale, back=back, ahead=ahead, key_mask=key_mask)
 
+    def forward_sharded(
+        self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, layout: Layout
+    ) -> Tensor:
+        check_no_bias(self.distance_bias)
+        return near_keys_attention(self, q, k, v, key_mask, layout, back=self._back, ahead=self._ahead)
+
     def extend(
         self, q: Tensor, k: Tensor, v: Tensor, state: KVCache | None, key_mask: Tensor | None
     ) -> tuple[Tensor, KVCache]:
@@ -89,7 +97,7 @@ def operations(
     paper="https://arxiv.org/abs/1706.03762",
     options=WindowOptions,
     size_option="window",
-    capabilities=Capabilities(causal=True, cross=False, second_derivatives=True),
+    capabilities=Capabilities(causal=True, cross=False, second_derivatives=True, sharded="neighbours"),
     operations=operations,
 )
 def build(problem: AttentionProblem, options: WindowOptions) -> WindowAttention:

@@ -17,6 +17,7 @@ from efficient_attn.modules.options import probability
 from efficient_attn.ops.softmax.biased import biased_attention, biased_weights
 from efficient_attn.ops.softmax.definition import apply_weights, causal_mask
 from efficient_attn.problem import positive_count
+from efficient_attn.sharded_checks import check_alone
 
 
 class MultiheadAttention(nn.MultiheadAttention):
@@ -183,6 +184,7 @@ class MultiheadAttention(nn.MultiheadAttention):
             return self.backend(*qkv, key_mask=key_mask), None
         # Only exact backends get here, for which weights and patterns are defined for every kernel.
         q, k, v = qkv
+        check_alone()
         check_whole(q=q, k=k, v=v, key_mask=key_mask)
         scale, dropout = self.backend.problem.factor, self.dropout if self.training else 0.0
         if causal:

@@ -18,6 +18,8 @@ from efficient_attn.ops.linear.inputs import LinearInputs
 from efficient_attn.ops.linear.kernel import SOFTMAX_KERNELS, kernel_ratios, kernel_weights, rows_of
 from efficient_attn.ops.linear.segments import chunks as segment_chunks
 from efficient_attn.ops.linear.state import LinearState, Means
+from efficient_attn.ops.sharded.layout import Layout
+from efficient_attn.ops.sharded.linear import sharded_linear_attention
 from efficient_attn.problem import AttentionProblem
 
 _WITHOUT_EXPONENTIALS = ("relu", "taylor-1", "taylor-2")
@@ -38,6 +40,12 @@ class LinearAttention(nn.Module):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
         attention = causal_linear_attention if self._causal else full_linear_attention
         return attention(self._inputs(q, k, v, key_mask)).out.to(q.dtype)
+
+    def forward_sharded(
+        self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, layout: Layout
+    ) -> Tensor:
+        inputs = self._inputs(q, k, v, key_mask)
+        return sharded_linear_attention(inputs, layout, causal=self._causal).to(q.dtype)
 
     def extend(
         self, q: Tensor, k: Tensor, v: Tensor, state: LinearState | Means | None, key_mask: Tensor | None

@@ -1,17 +1,30 @@
 """Softmax attention over low-rank projections of keys and values (Linformer, Wang et al. 2020)."""
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from efficient_attn.ops.dtypes import upcast_dtype, zero_masked
+from efficient_attn.ops.dtypes import upcast, upcast_dtype, zero_masked
 from efficient_attn.ops.paths import held, product_dtype, tuned_for_cpu
 from efficient_attn.ops.softmax.fused import fused_attention
 from efficient_attn.shapes import KeyMask, Keys, Output, Queries, Values
 
 # Tokens per chunk on the CPU, in half precision and in the gradient of the mixtures.
 _PIECE = 512
+
+
+class Sharded(NamedTuple):
+    """Part of a sequence whose other parts other ranks hold.
+
+    Attributes:
+        positions: Positions of the keys, consecutive in each range.
+        total: Function that returns the sum of a tensor over all ranks.
+    """
+
+    positions: list[range]
+    total: Callable[[Tensor], Tensor]
 
 
 def linformer_attention(
@@ -23,15 +36,19 @@ def linformer_attention(
     mix_values: Tensor,
     scale: float,
     key_mask: KeyMask | None,
+    sharded: Sharded | None = None,
 ) -> Output:
     """softmax(scale · q (E k)ᵀ) F v (Wang et al. 2020, eq. 7), E and F [… rank max_tokens].
 
     Projected key r is divided by its share s_r = Σ_real |E_rj| / Σ_all |E_rj|, which keeps the scale of a
     mean for every key mask; a projected key of share 0 is masked.
+
+    Args:
+        sharded: Positions of the keys and their sum over ranks; None: the keys are the whole sequence.
     """
     heads, value_dim = q.shape[1], v.shape[-1]
-    few_keys, alive = _mix(mix_keys, k, heads, key_mask)
-    few_values, alive_values = _mix(mix_values, v, heads, key_mask)
+    few_keys, alive = _mix(mix_keys, k, heads, key_mask, sharded)
+    few_values, alive_values = _mix(mix_values, v, heads, key_mask, sharded)
     alive = (alive & alive_values).expand(q.shape[0], -1, -1)
     few_values = few_values.masked_fill(~alive.unsqueeze(-1), 0.0)
     rows = [
@@ -68,19 +85,25 @@ def _read(q: Tensor, few_keys: Tensor, few_values: Tensor, alive: Tensor, scale:
     return out.unflatten(0, q.shape[:2]).squeeze(2)
 
 
-def _mix(mix: Tensor, x: Tensor, heads: int, key_mask: Tensor | None) -> tuple[Tensor, Tensor]:
+def _mix(
+    mix: Tensor, x: Tensor, heads: int, key_mask: Tensor | None, sharded: Sharded | None
+) -> tuple[Tensor, Tensor]:
     """Projected rows [batch heads rank dim], and whether each holds a real token, bool [batch 1|heads rank].
 
     `mix` is [rank max_tokens] for all heads, or [heads rank max_tokens].
     """
     mix = mix.to(product_dtype(x))
     used = mix[..., : x.shape[-2]]
+    if sharded is not None:
+        used = torch.cat([mix[..., some.start : some.stop] for some in sharded.positions], dim=-1)
     mixed = _mix_rows(used, zero_masked(x, key_mask), heads)
-    if key_mask is None and used.shape[-1] == mix.shape[-1]:
+    if sharded is not None:
+        mixed = sharded.total(upcast(mixed))
+    elif key_mask is None and used.shape[-1] == mix.shape[-1]:
         # All tokens are real, so every share is 1 except that of an all-zero row.
         alive = (mix.detach().abs().sum(dim=-1) > 0).unsqueeze(0)
         return mixed, alive.unsqueeze(1) if mix.ndim == 2 else alive
-    share = _share(mix, used, key_mask)
+    share = _share(mix, used, key_mask, sharded)
     alive = share > 0
     return (mixed / torch.where(alive, share, 1.0).unsqueeze(-1)).to(mix.dtype), alive
 
@@ -168,7 +191,7 @@ class _Mixture(torch.autograd.Function):
         return grad_mix, None
 
 
-def _share(mix: Tensor, used: Tensor, key_mask: Tensor | None) -> Tensor:
+def _share(mix: Tensor, used: Tensor, key_mask: Tensor | None, sharded: Sharded | None) -> Tensor:
     """Σ over real j of |E_rj| over Σ over all j of |E_rj|, [1|batch 1|heads rank]."""
     dtype = upcast_dtype(mix.dtype)
     total = torch.linalg.vector_norm(mix, ord=1, dim=-1, dtype=dtype)
@@ -176,5 +199,7 @@ def _share(mix: Tensor, used: Tensor, key_mask: Tensor | None) -> Tensor:
         real = (used.abs().to(dtype) @ key_mask.to(dtype).mT).movedim(-1, 0)
     else:
         real = torch.linalg.vector_norm(used, ord=1, dim=-1, dtype=dtype).unsqueeze(0)
+    if sharded is not None:
+        real = sharded.total(real)
     share = real / torch.where(total > 0, total, 1.0)
     return share.unsqueeze(1) if mix.ndim == 2 else share

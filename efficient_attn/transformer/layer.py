@@ -16,6 +16,7 @@ from efficient_attn.backend import Backend
 from efficient_attn.backends import build, resolve
 from efficient_attn.errors import DtypeError, OptionError, ShapeError, UnsupportedError
 from efficient_attn.modules.options import one_of, positive_number
+from efficient_attn.ops.sharded.layout import at_positions
 from efficient_attn.problem import positive_count
 from efficient_attn.transformer.positions import BASE, INSIDE, check_even, rotate
 
@@ -187,8 +188,11 @@ class AttentionLayer(nn.Module):
         q, k, v = heads.split(self._heads, dim=1)
         q, k = self.q_norm(q), self.k_norm(k)
         if self._rotary:
-            q, k = (rotate(one, start, **self._rotary_options) for one in (q, k))
+            q, k = (at_positions(self._rotate, one, start) for one in (q, k))
         return q, k, v
+
+    def _rotate(self, x: Tensor, start: int) -> Tensor:
+        return rotate(x, start, **self._rotary_options)
 
     def _split(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)

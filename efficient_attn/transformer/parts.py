@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from efficient_attn.backends import resolve
 from efficient_attn.errors import OptionError
 from efficient_attn.modules.options import probability, whole_number
+from efficient_attn.ops.sharded.layout import at_positions
 from efficient_attn.registry import BackendSpec
 from efficient_attn.transformer.block import build_norm
 from efficient_attn.transformer.layer import AttentionLayer, check_sequence
@@ -30,7 +31,7 @@ class EmbeddingInput(nn.Module):
 
     def forward(self, x: Tensor, start: int = 0) -> Tensor:
         check_sequence("x", x, self._model_dim)
-        return self.dropout(self.positions(x, start))
+        return self.dropout(at_positions(self.positions, x, start))
 
 
 def inside_blocks(positions: str | None) -> str | None:

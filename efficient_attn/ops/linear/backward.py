@@ -53,6 +53,22 @@ class Outputs(NamedTuple):
         return logarithm, torch.where(negative, -1.0, 1.0).to(logarithm)
 
 
+class CausalGradients(NamedTuple):
+    """Gradients of causal attention after the keys of a state.
+
+    Attributes:
+        q: [batch heads q_tokens head_dim].
+        k: [batch kv_heads k_tokens head_dim].
+        v: [batch kv_heads k_tokens value_dim].
+        past_sums: Of the sums of that state, [batch kv_heads features value_dim+1]; None: no state.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    past_sums: Tensor | None
+
+
 def new_outputs(q: Tensor, v: Tensor) -> Outputs:
     """Uninitialised outputs of queries q over values v."""
     shape = q.shape[:-1]

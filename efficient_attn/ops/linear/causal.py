@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from efficient_attn.ops.dtypes import without_autocast
-from efficient_attn.ops.linear.backward import Outputs, keep_for_backward, new_outputs
+from efficient_attn.ops.linear.backward import CausalGradients, Outputs, keep_for_backward, new_outputs
 from efficient_attn.ops.linear.fast.causal import causal_exponential
 from efficient_attn.ops.linear.fast.causal_backward import causal_exponential_gradients
 from efficient_attn.ops.linear.full import whole_state
@@ -27,6 +27,29 @@ from efficient_attn.ops.paths import tuned_for_cpu
 def causal_linear_attention(inputs: LinearInputs) -> Outputs:
     """Linear attention of each token to the tokens up to itself; the queries are the last positions."""
     return Outputs(*_attend(*inputs))
+
+
+def causal_rows(inputs: LinearInputs, past: LinearState | None) -> Outputs:
+    """Output of every query after the keys of `past`, without autograd; queries are the last positions."""
+    outputs = new_outputs(inputs.q, inputs.v)
+    if _fast(inputs):
+        causal_exponential(inputs, past, outputs)
+        return outputs
+    state = _past(inputs, 0) if past is None else past
+    for part in segments(inputs):
+        rows, state = attend(inputs, part, state)
+        for whole, some in zip(outputs, rows, strict=True):
+            whole[..., part, :] = some
+    return outputs
+
+
+def causal_row_gradients(
+    inputs: LinearInputs, past: LinearState | None, grad_out: Tensor, outputs: Outputs
+) -> CausalGradients:
+    """Gradients with respect to the arguments of `causal_rows`."""
+    if _fast(inputs):
+        return causal_exponential_gradients(inputs, past, grad_out, *outputs[:2])
+    return causal_gradients(inputs, _past(inputs, 0) if past is None else past, grad_out, outputs)
 
 
 def extend_linear_attention(
@@ -57,6 +80,12 @@ def _extend(inputs: LinearInputs, state: LinearState) -> tuple[Tensor, LinearSta
     return torch.cat(rows, dim=-2).to(inputs.q.dtype), LinearState(*(x.clone() for x in state))
 
 
+def _past_of(inputs: LinearInputs) -> LinearState | None:
+    """The state of the keys before the first query, if any."""
+    before = inputs.k.shape[-2] - inputs.q.shape[-2]
+    return _past(inputs, before) if before else None
+
+
 def _past(inputs: LinearInputs, before: int) -> LinearState:
     """The state of the keys before the first query."""
     first = slice(0, before)
@@ -83,17 +112,8 @@ def _causal(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     inputs = LinearInputs(q, k, v, key_mask, directions, log_weights, kind, scale)
-    outputs, before = new_outputs(q, v), k.shape[-2] - q.shape[-2]
     with without_autocast(q):
-        if _fast(inputs):
-            causal_exponential(inputs, _past(inputs, before) if before else None, outputs)
-            return (*outputs,)
-        state = _past(inputs, before)
-        for part in segments(inputs):
-            rows, state = attend(inputs, part, state)
-            for whole, some in zip(outputs, rows, strict=True):
-                whole[..., part, :] = some
-    return (*outputs,)
+        return (*causal_rows(inputs, _past_of(inputs)),)
 
 
 @_causal.register_fake
@@ -127,12 +147,9 @@ def _causal_backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     inputs = LinearInputs(q, k, v, key_mask, directions, log_weights, kind, scale)
-    before = k.shape[-2] - q.shape[-2]
+    outputs = Outputs(out, logarithm, negative)
     with without_autocast(q):
-        if _fast(inputs):
-            past = _past(inputs, before) if before else None
-            return causal_exponential_gradients(inputs, past, grad_out, out, logarithm)
-        return causal_gradients(inputs, _past(inputs, before), grad_out, Outputs(out, logarithm, negative))
+        return causal_row_gradients(inputs, _past_of(inputs), grad_out, outputs)[:3]
 
 
 @_causal_backward.register_fake

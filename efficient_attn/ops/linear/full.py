@@ -79,10 +79,16 @@ def _full(
         if inputs.map.trigonometric and tuned_for_cpu(q):
             outputs, state = trigonometric_attention(inputs)
             return *outputs, *state
-        outputs, state = new_outputs(q, v), whole_state(inputs)
-        for part in chunks(inputs, q.shape[-2]):
-            outputs.put(part, _read(inputs, part, state))
-    return *outputs, *state
+        state = whole_state(inputs)
+        return *read_state(inputs, state), *state
+
+
+def read_state(inputs: LinearInputs, state: LinearState) -> Outputs:
+    """Output rows of all queries, from the state of all keys."""
+    outputs = new_outputs(inputs.q, inputs.v)
+    for part in chunks(inputs, inputs.q.shape[-2]):
+        outputs.put(part, _read(inputs, part, state))
+    return outputs
 
 
 def _read(inputs: LinearInputs, part: slice, state: LinearState) -> Outputs:
@@ -141,25 +147,39 @@ def _full_backward(
     if inputs.map.trigonometric and tuned_for_cpu(q):
         with without_autocast(q):
             return trigonometric_gradients(inputs, grad_out, outputs, LinearState(sums, reference))
-    grad_q, grad_k, grad_v = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-    query_sums = torch.zeros_like(sums)
     with without_autocast(q):
-        for part in chunks(inputs, q.shape[-2]):
-            rows = inputs.query_rows(part)
-            features = inputs.query_features(rows)
-            queries = normalised(features, reference, *outputs.normaliser(part, k.shape[1]))
-            g = output_gradients(grad_out, out, part, k.shape[1])
-            grad = inputs.query_gradient(rows, features, feature_gradients(queries, g @ sums.mT))
-            grad_q[..., part, :] = unfold(grad, q.shape[1])
-            query_sums += queries.weights.mT @ g
-        for part in chunks(inputs, k.shape[-2]):
-            rows = inputs.key_rows(part)
-            features = inputs.key_features(rows, part)
-            keys = at_reference(features, -finite(reference))
-            grad_weights = with_ones(inputs.values(part)) @ query_sums.mT
-            grad_k[..., part, :] = inputs.key_gradient(rows, features, feature_gradients(keys, grad_weights))
-            grad_v[..., part, :] = keys.weights @ query_sums[..., :-1]
-    return grad_q, grad_k, grad_v
+        grad_q, query_sums = query_gradients(inputs, LinearState(sums, reference), grad_out, outputs)
+        return grad_q, *key_gradients(inputs, reference, query_sums)
+
+
+def query_gradients(
+    inputs: LinearInputs, state: LinearState, grad_out: Tensor, outputs: Outputs
+) -> tuple[Tensor, Tensor]:
+    """Gradients with respect to q and to the sums of the state."""
+    grad_q, kv_heads = torch.empty_like(inputs.q, memory_format=torch.contiguous_format), inputs.k.shape[1]
+    query_sums = torch.zeros_like(state.sums)
+    for part in chunks(inputs, inputs.q.shape[-2]):
+        rows = inputs.query_rows(part)
+        features = inputs.query_features(rows)
+        queries = normalised(features, state.log_scale, *outputs.normaliser(part, kv_heads))
+        g = output_gradients(grad_out, outputs.out, part, kv_heads)
+        grad = inputs.query_gradient(rows, features, feature_gradients(queries, g @ state.sums.mT))
+        grad_q[..., part, :] = unfold(grad, inputs.q.shape[1])
+        query_sums += queries.weights.mT @ g
+    return grad_q, query_sums
+
+
+def key_gradients(inputs: LinearInputs, reference: Tensor, query_sums: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients with respect to k and v, from the gradient of the sums of a state at `reference`."""
+    grad_k, grad_v = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs[1:3])
+    for part in chunks(inputs, inputs.k.shape[-2]):
+        rows = inputs.key_rows(part)
+        features = inputs.key_features(rows, part)
+        keys = at_reference(features, -finite(reference))
+        grad_weights = with_ones(inputs.values(part)) @ query_sums.mT
+        grad_k[..., part, :] = inputs.key_gradient(rows, features, feature_gradients(keys, grad_weights))
+        grad_v[..., part, :] = keys.weights @ query_sums[..., :-1]
+    return grad_k, grad_v
 
 
 @_full_backward.register_fake

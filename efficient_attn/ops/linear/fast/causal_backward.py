@@ -13,6 +13,7 @@ computed forwards in time with the state of keys, then backwards with the state 
 import torch
 from torch import Tensor
 
+from efficient_attn.ops.linear.backward import CausalGradients
 from efficient_attn.ops.linear.fast.causal import Shifted, add, empty_shifted, rescaled, shifted_past
 from efficient_attn.ops.linear.fast.exponentials import LOG2_E, ExpKernel, power
 from efficient_attn.ops.linear.inputs import LinearInputs
@@ -24,11 +25,22 @@ CHUNK = 96
 
 def causal_exponential_gradients(
     inputs: LinearInputs, past: LinearState | None, grad_out: Tensor, out: Tensor, logarithm: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients with respect to q, k and v; `past` is the state before the first query, if any."""
+) -> CausalGradients:
+    """Gradients with respect to q, k, v and `past`, the state before the first query, if any."""
     rows = _Rows(inputs, grad_out, out, logarithm)
     grad_q, pieces = _query_gradients(rows, past)
-    return grad_q, *_key_gradients(rows, pieces)
+    grad_k, grad_v, later = _key_gradients(rows, pieces)
+    past_sums = None if past is None else _past_gradient(past, later)
+    return CausalGradients(grad_q, grad_k, grad_v, past_sums)
+
+
+def _past_gradient(past: LinearState, later: Shifted | None) -> Tensor:
+    """Gradient with respect to the sums of the state before the first query."""
+    if later is None:
+        return torch.zeros_like(past.sums)
+    # A past key is visible to every row, so that these powers are at most 1.
+    powers = power(later.reference + past.log_scale.flatten(0, 1) * LOG2_E)
+    return (powers.mT * torch.cat([later.values, -later.ones], dim=-1)).view_as(past.sums)
 
 
 class _Rows:
@@ -88,8 +100,8 @@ def _query_gradients(rows: _Rows, past: LinearState | None) -> tuple[Tensor, lis
     return grad_q, taken
 
 
-def _key_gradients(rows: _Rows, pieces: list[slice]) -> tuple[Tensor, Tensor]:
-    """Gradients with respect to k and v, backwards in time with the state of queries."""
+def _key_gradients(rows: _Rows, pieces: list[slice]) -> tuple[Tensor, Tensor, Shifted | None]:
+    """Gradients with respect to k and v, backwards in time, and the state of all queries."""
     inputs = rows.inputs
     grad_k, grad_v = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs[1:3])
     later: Shifted | None = None
@@ -98,7 +110,7 @@ def _key_gradients(rows: _Rows, pieces: list[slice]) -> tuple[Tensor, Tensor]:
     if later is not None:
         for part in _pieces(0, rows.before):
             _put(rows, part, later, None, (grad_k, grad_v))
-    return grad_k, grad_v
+    return grad_k, grad_v, later
 
 
 def _piece_key_gradients(

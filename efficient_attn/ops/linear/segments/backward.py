@@ -16,7 +16,13 @@ import torch
 from torch import Tensor
 
 from efficient_attn.ops.dtypes import upcast_dtype
-from efficient_attn.ops.linear.backward import Outputs, Scaled, at_reference, feature_gradients
+from efficient_attn.ops.linear.backward import (
+    CausalGradients,
+    Outputs,
+    Scaled,
+    at_reference,
+    feature_gradients,
+)
 from efficient_attn.ops.linear.features import Features
 from efficient_attn.ops.linear.inputs import LinearInputs
 from efficient_attn.ops.linear.segments.chunks import Segment, segments
@@ -48,10 +54,11 @@ class Rows(NamedTuple):
 
 def causal_gradients(
     inputs: LinearInputs, past: LinearState, grad_out: Tensor, outputs: Outputs
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients with respect to q, k and v; `past` is the state before the first query."""
+) -> CausalGradients:
+    """Gradients with respect to q, k, v and `past`, the state before the first query."""
     grads = tuple(x.new_zeros(x.shape, dtype=upcast_dtype(x.dtype)) for x in inputs[:3])
     parts, empty = segments(inputs), torch.full_like(past.log_scale, -torch.inf)
+    first = past.log_scale
     for part in parts:
         segment = Segment.of(inputs, part)
         past = _within_chunks(segment, _rows(segment, grad_out, outputs), past, grads)
@@ -65,7 +72,9 @@ def causal_gradients(
         grad, grad_v = _read_queries(features, values, later)
         grads[1][..., some, :], grads[2][..., some, :] = inputs.key_gradient(rows, features, grad), grad_v
     grad_q, grad_k, grad_v = (grad.to(x.dtype) for grad, x in zip(grads, inputs[:3], strict=True))
-    return grad_q, grad_k, grad_v
+    # A past key is visible to every row, so that the powers of positive features are at most 1.
+    past_sums = (later.log_scale + first).exp().mT * later.sums
+    return CausalGradients(grad_q, grad_k, grad_v, past_sums)
 
 
 def _rows(segment: Segment, grad_out: Tensor, outputs: Outputs) -> Rows:

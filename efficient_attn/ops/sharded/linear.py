@@ -1,0 +1,128 @@
+"""Linear attention of the tokens of a rank to the tokens of all ranks.
+
+Ranks exchange states, whose size does not depend on the number of tokens: full attention reads their sum,
+and causal attention starts each segment from the sum over earlier segments. Gradients with respect to the
+sums of a state go back the same way. States are in float32 or better.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from efficient_attn.ops.linear.backward import Outputs
+from efficient_attn.ops.linear.causal import causal_row_gradients, causal_rows
+from efficient_attn.ops.linear.full import key_gradients, query_gradients, read_state, whole_state
+from efficient_attn.ops.linear.inputs import LinearInputs
+from efficient_attn.ops.linear.state import LinearState, exponential, finite
+from efficient_attn.ops.sharded.exchange import gathered, largest, total
+from efficient_attn.ops.sharded.layout import Layout
+
+
+def sharded_linear_attention(inputs: LinearInputs, layout: Layout, *, causal: bool) -> Tensor:
+    """Output of the queries of this rank, [batch heads q_tokens value_dim], in the dtype of q."""
+    if not causal:
+        return _Read.apply(*total_state(_key_state(inputs), layout), *inputs)
+    segments = [_segment(inputs, part) for part in layout.parts(inputs.k.shape[-2])]
+    pasts = states_before([_key_state(one) for one in segments], layout)
+    rows = [_ReadCausal.apply(*past, *one) for past, one in zip(pasts, segments, strict=True)]
+    return torch.cat(rows, dim=-2)
+
+
+def total_state(state: LinearState, layout: Layout) -> LinearState:
+    """The state of the keys of all ranks."""
+    reference = largest(state.log_scale, layout)
+    return LinearState(total(_rescaled(state.sums, state.log_scale, reference), layout), reference)
+
+
+def states_before(states: list[LinearState], layout: Layout) -> list[LinearState]:
+    """For each own segment, the state of all keys before it, from the states of the own segments."""
+    sums, scales = states[0].sums, states[0].log_scale
+    own = torch.stack([torch.cat([one.sums.flatten(), one.log_scale.detach().flatten()]) for one in states])
+    every = gathered(own, layout).flatten(0, 1)[layout.order]
+    every_sums, every_scale = every.split([sums.numel(), scales.numel()], dim=1)
+    every_sums, every_scale = every_sums.unflatten(1, sums.shape), every_scale.unflatten(1, scales.shape)
+    return [_merged(every_sums[:end], every_scale[:end].detach()) for end in layout.own]
+
+
+def _merged(sums: Tensor, log_scale: Tensor) -> LinearState:
+    """The state of several, or of none, stacked along the first axis."""
+    lowest = log_scale.new_full((1, *log_scale.shape[1:]), -torch.inf)
+    reference = torch.cat([lowest, log_scale]).amax(dim=0)
+    return LinearState(_rescaled(sums, log_scale, reference).sum(dim=0), reference)
+
+
+def _rescaled(sums: Tensor, log_scale: Tensor, reference: Tensor) -> Tensor:
+    return exponential(log_scale - finite(reference)).mT * sums
+
+
+def _segment(inputs: LinearInputs, part: slice) -> LinearInputs:
+    q, k, v = (x[..., part, :] for x in inputs[:3])
+    return inputs._replace(q=q, k=k, v=v, key_mask=inputs.mask(part))
+
+
+def _key_state(inputs: LinearInputs) -> LinearState:
+    """The state of the keys of some inputs, with gradients for k and v."""
+    # Queries determine sizes of chunks alone.
+    return LinearState(*_KeyState.apply(*inputs._replace(q=inputs.q.detach())))
+
+
+class _KeyState(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *fields: Any) -> tuple[Tensor, Tensor]:
+        inputs = LinearInputs(*fields)
+        state = whole_state(inputs)
+        _save(ctx, inputs, state.log_scale)
+        ctx.mark_non_differentiable(state.log_scale)
+        return state
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_sums: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+        inputs, (reference,) = _saved(ctx, 1)
+        return None, *key_gradients(inputs, reference, grad_sums), *[None] * 5
+
+
+class _Read(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, sums: Tensor, log_scale: Tensor, *fields: Any) -> Tensor:
+        inputs = LinearInputs(*fields)
+        outputs = read_state(inputs, LinearState(sums, log_scale))
+        _save(ctx, inputs, sums, log_scale, *outputs)
+        return outputs.out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+        inputs, (sums, log_scale, *rest) = _saved(ctx, 5)
+        grad_q, grad_sums = query_gradients(inputs, LinearState(sums, log_scale), grad_out, Outputs(*rest))
+        return grad_sums, None, grad_q, *[None] * 7
+
+
+class _ReadCausal(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, sums: Tensor, log_scale: Tensor, *fields: Any) -> Tensor:
+        inputs = LinearInputs(*fields)
+        outputs = causal_rows(inputs, LinearState(sums, log_scale))
+        _save(ctx, inputs, sums, log_scale, *outputs)
+        return outputs.out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+        inputs, (sums, log_scale, *rest) = _saved(ctx, 5)
+        grads = causal_row_gradients(inputs, LinearState(sums, log_scale), grad_out, Outputs(*rest))
+        return grads.past_sums, None, *grads[:3], *[None] * 5
+
+
+def _save(ctx: Any, inputs: LinearInputs, *tensors: Tensor) -> None:
+    *own, ctx.kind, ctx.scale = inputs
+    ctx.save_for_backward(*tensors, *own)
+
+
+def _saved(ctx: Any, number: int) -> tuple[LinearInputs, tuple[Tensor, ...]]:
+    """The saved inputs, and so many tensors."""
+    tensors = ctx.saved_tensors
+    fields = [*tensors[number:], ctx.kind, ctx.scale]
+    return LinearInputs(*fields), tensors[:number]

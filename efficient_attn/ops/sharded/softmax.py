@@ -1,0 +1,136 @@
+"""Softmax attention of the tokens of a rank to keys of other ranks: to all keys, or to neighbouring keys."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from efficient_attn.ops.sharded.exchange import all_tokens, moved
+from efficient_attn.ops.sharded.layout import Layout
+
+Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
+
+
+def all_keys_attention(
+    attend: Attend, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, layout: Layout, *, causal: bool
+) -> Tensor:
+    """Attention to the keys of all ranks; bytes and memory grow with the length of the whole sequence.
+
+    Args:
+        attend: Function of (q, k, v, key_mask); causal queries are the last positions of the keys.
+    """
+    k, v = all_tokens(torch.cat([k, v], dim=-1), -2, layout).split([k.shape[-1], v.shape[-1]], dim=-1)
+    if key_mask is not None:
+        key_mask = all_tokens(key_mask.byte(), 1, layout).bool()
+    if not causal:
+        return attend(q, k, v, key_mask)
+    places = zip(layout.parts(q.shape[-2]), layout.positions(q.shape[-2]), strict=True)
+    rows = [
+        attend(
+            q[..., part, :],
+            k[..., : found.stop, :],
+            v[..., : found.stop, :],
+            None if key_mask is None else key_mask[:, : found.stop],
+        )
+        for part, found in places
+    ]
+    return torch.cat(rows, dim=-2)
+
+
+def near_keys_attention(
+    attend: Attend,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_mask: Tensor | None,
+    layout: Layout,
+    *,
+    back: int,
+    ahead: int,
+) -> Tensor:
+    """Attention to the keys i−back … i+ahead; only keys that other ranks need are sent.
+
+    Args:
+        attend: Function of (q, k, v, key_mask); the queries are the last positions of the keys.
+    """
+    both = with_neighbours(torch.cat([k, v], dim=-1), back, ahead, layout)
+    masks: list[Tensor | None] = [None] * len(both)
+    if key_mask is not None:
+        real = with_neighbours(key_mask[:, None, :, None].to(k.dtype), back, ahead, layout)
+        masks = [x[:, 0, :, 0] > 0 for x in real]
+    rows = []
+    for part, found, keys, mask in zip(
+        layout.parts(q.shape[-2]), layout.positions(q.shape[-2]), both, masks, strict=True
+    ):
+        after = keys.shape[-2] - len(found) - min(back, found.start)
+        # Empty queries at the positions of later keys make the queries the last positions.
+        queries = F.pad(q[..., part, :], (0, 0, 0, after))
+        near_k, near_v = keys.split([k.shape[-1], v.shape[-1]], dim=-1)
+        rows.append(attend(queries, near_k, near_v, mask)[..., : len(found), :])
+    return torch.cat(rows, dim=-2)
+
+
+def with_neighbours(x: Tensor, back: int, ahead: int, layout: Layout) -> list[Tensor]:
+    """Each own segment of x [batch heads tokens dim] with `back` tokens before it and `ahead` after it.
+
+    Positions outside the sequence are left out.
+    """
+    tokens, ranks = x.shape[-2], range(layout.ranks)
+    parts, positions = layout.parts(tokens), layout.positions(tokens)
+    wanted = [_runs(layout, layout.rank, rank, tokens, back, ahead) for rank in ranks]
+    asked = [_runs(layout, rank, layout.rank, tokens, back, ahead) for rank in ranks]
+    rows = x.movedim(-2, 0)
+    local = [_local(run, parts, positions) for runs in asked for run in runs]
+    found = moved(
+        torch.cat([rows[:0], *(rows[part] for part in local)]),
+        [sum(len(run.positions) for run in runs) for runs in asked],
+        [sum(len(run.positions) for run in runs) for runs in wanted],
+        layout,
+    )
+    received = [run for runs in wanted for run in runs]
+    pieces = list(zip(received, found.split([len(run.positions) for run in received]), strict=True))
+    pieces.sort(key=lambda piece: piece[0].positions.start)
+    whole = []
+    for number, (part, own) in enumerate(zip(parts, positions, strict=True)):
+        near = [(run.positions, piece) for run, piece in pieces if run.segment == number]
+        before = [piece for run, piece in near if run.stop <= own.start]
+        after = [piece for run, piece in near if run.start >= own.stop]
+        # An empty piece keeps the exchange in the graph of a rank that receives nothing.
+        whole.append(torch.cat([found[:0], *before, rows[part], *after]).movedim(0, -2))
+    return whole
+
+
+class Run(NamedTuple):
+    """Consecutive positions that one rank needs of another.
+
+    Attributes:
+        segment: Index of the segment that needs them, among the segments of its rank.
+        positions: Positions in the sequence.
+    """
+
+    segment: int
+    positions: range
+
+
+def _runs(layout: Layout, reader: int, owner: int, tokens: int, back: int, ahead: int) -> list[Run]:
+    """Tokens of `owner` that `reader` needs, in an order that both know."""
+    end = tokens * layout.ranks
+    found = []
+    for segment, own in enumerate(layout._replace(rank=reader).positions(tokens)):
+        before = range(max(own.start - back, 0), own.start)
+        after = range(own.stop, min(own.stop + ahead, end))
+        for held in layout._replace(rank=owner).positions(tokens):
+            for want in (before, after):
+                run = range(max(want.start, held.start), min(want.stop, held.stop))
+                if run:
+                    found.append(Run(segment, run))
+    return found
+
+
+def _local(run: Run, parts: list[slice], positions: list[range]) -> slice:
+    """Place of the run in the tokens of the rank that holds it."""
+    part, held = next(one for one in zip(parts, positions, strict=True) if run.positions.start in one[1])
+    shift = part.start - held.start
+    return slice(run.positions.start + shift, run.positions.stop + shift)

@@ -1,0 +1,218 @@
+"""Parts of a sequence on several ranks give the rows and gradients of the whole sequence."""
+
+from itertools import product
+from types import SimpleNamespace
+
+import pytest
+import torch
+from threads import on_ranks
+
+import efficient_attn as ea
+from efficient_attn.distributed import context_parallel, shard
+from efficient_attn.errors import ShapeError, UnknownNameError, UnsupportedError
+from efficient_attn.ops.sharded.agreement import check_agreement
+from efficient_attn.ops.sharded.exchange import bytes_sent
+from efficient_attn.ops.sharded.layout import KINDS, Layout, at_positions, in_force
+from efficient_attn.ops.sharded.softmax import with_neighbours
+from efficient_attn.problem import AttentionProblem
+from efficient_attn.sharded_checks import check_segments
+
+RANKS = 3
+CASES = [
+    ("exact", True, {}),
+    ("exact", False, {}),
+    ("window", True, {"window": 12}),
+    ("window", False, {"window": 11}),
+    ("window", False, {"window": 81}),
+    ("linformer", False, {"rank": 6, "max_tokens": 70}),
+    ("performer-positive", True, {"num_features": 12}),
+    ("performer-positive", False, {"num_features": 12}),
+    ("performer-trig", True, {"num_features": 64}),
+    ("performer-trig", False, {"num_features": 64}),
+]
+
+
+def layout(rank, ranks=RANKS, kind="contiguous"):
+    return Layout(None, kind, rank, ranks)
+
+
+def cut(x, placed, dim):
+    parts = x.chunk(placed.num_segments, dim)
+    return torch.cat([parts[segment] for segment in placed.own], dim)
+
+
+def join(found, kind, dim):
+    segments = [part for x in found for part in x.chunk(len(layout(0, kind=kind).own), dim)]
+    return torch.cat([segments[place] for place in layout(0, kind=kind).order], dim)
+
+
+def drawn(tokens):
+    """q, k, v and a gradient; q and k are short, so that no signed denominator is small."""
+    shapes = ((4, 8, 0.3), (2, 8, 0.3), (2, 6, 1.0), (4, 6, 1.0))
+    return [norm * torch.randn(2, heads, tokens, dim, dtype=torch.float64) for heads, dim, norm in shapes]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_layout_holds_every_position_once_and_knows_its_order(kind):
+    placed = [layout(rank, kind=kind) for rank in range(RANKS)]
+    held = [position for one in placed for some in one.positions(4) for position in some]
+    assert sorted(held) == list(range(4 * RANKS))
+    x = torch.arange(4 * RANKS)
+    assert torch.equal(join([cut(x, one, 0) for one in placed], kind, 0), x)
+    for one in placed:
+        assert [x[some.start : some.stop].tolist() for some in one.positions(4)] == [
+            cut(x, one, 0)[part].tolist() for part in one.parts(4)
+        ]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("name", "causal", "options"), CASES)
+def test_rows_and_gradients_of_all_ranks_are_those_of_the_whole_sequence(
+    name, causal, options, kind, monkeypatch
+):
+    torch.manual_seed(0)
+    tokens = 66
+    backend = ea.build(name, head_dim=8, causal=causal, **options).double()
+    *qkv, g = drawn(tokens)
+    mask = torch.rand(2, tokens) > 0.3
+    # The first rank has no real key of one sequence, nor have its first queries.
+    mask[0, : tokens // RANKS + 3] = False
+    whole = [x.clone().requires_grad_() for x in qkv]
+    wanted = backend(*whole, key_mask=mask)
+    wanted.backward(g)
+    learned = [x.grad.clone() for x in backend.parameters()]
+
+    def call(placed):
+        inputs = [cut(x, placed, 2).requires_grad_() for x in qkv]
+        out = backend.core.forward_sharded(*inputs, cut(mask, placed, 1), placed)
+        own = torch.autograd.grad(out, [*inputs, *backend.parameters()], cut(g, placed, 2))
+        return out.detach(), *own
+
+    found = list(zip(*on_ranks(monkeypatch, RANKS, kind, call), strict=True))
+    joined = [join(found[i], kind, 2) for i in range(4)] + [sum(x) for x in found[4:]]
+    for x, y in zip(joined, [wanted, *(x.grad for x in whole), *learned], strict=True):
+        # Sums of at most 66 terms, each with a few roundings of 1.1e-16.
+        assert (x - y).norm() <= 1e-13 * y.norm()
+
+
+@pytest.mark.parametrize(("kind", "reach"), [("contiguous", 5), ("head-tail", 5), ("contiguous", 40)])
+def test_a_window_receives_the_keys_that_it_reads_and_no_others(kind, reach, monkeypatch):
+    tokens = 20
+    x = torch.arange(tokens * RANKS, dtype=torch.float64)[None, None, :, None].expand(1, 1, -1, 2)
+    for placed, found in zip(
+        [layout(rank, kind=kind) for rank in range(RANKS)],
+        on_ranks(monkeypatch, RANKS, kind, lambda one: with_neighbours(cut(x, one, 2), reach, 3, one)),
+        strict=True,
+    ):
+        for own, near in zip(placed.positions(tokens), found, strict=True):
+            reached = range(max(own.start - reach, 0), min(own.stop + 3, tokens * RANKS))
+            assert near[0, 0, :, 0].tolist() == list(reached)
+
+
+@pytest.mark.parametrize(
+    ("name", "causal"),
+    [("linformer", False), *product(("performer-positive", "performer-trig", "window"), (False, True))],
+)
+def test_bytes_do_not_depend_on_the_length(name, causal, monkeypatch):
+    options = {"window": {"window": 9}, "linformer": {"rank": 6, "max_tokens": 96}}
+    backend = ea.build(name, head_dim=8, causal=causal, **options.get(name, {"num_features": 12})).double()
+
+    def sent(tokens):
+        *qkv, g = drawn(tokens)
+
+        def call(placed):
+            inputs = [cut(x, placed, 2).requires_grad_() for x in qkv]
+            out = backend.core.forward_sharded(*inputs, None, placed)
+            torch.autograd.grad(out, inputs, cut(g, placed, 2))
+
+        with bytes_sent() as counts:
+            on_ranks(monkeypatch, RANKS, "contiguous", call)
+        return sorted(counts)
+
+    assert sent(48) == sent(96) != []
+
+
+def test_positions_go_on_from_segment_to_segment():
+    x = torch.zeros(1, 8, 2)
+
+    def add(x, start):
+        return x + torch.arange(start, start + x.shape[-2])[:, None]
+
+    with in_force(layout(1, kind="head-tail")):
+        assert at_positions(add, x, 100)[0, :, 0].tolist() == [104, 105, 106, 107, 116, 117, 118, 119]
+    assert at_positions(add, x, 100)[0, :, 0].tolist() == list(range(100, 108))
+
+
+def test_calls_that_other_ranks_cannot_answer_are_refused():
+    q = torch.randn(1, 2, 8, 8)
+    backend = ea.build("exact", head_dim=8, causal=True)
+    calls = [
+        lambda: backend.extend(q, q, q),
+        lambda: backend.attention_weights(q, q),
+        lambda: ea.build("performer-oprf", head_dim=8).calibrate(q, q),
+        lambda: ea.MultiheadAttention(16, 2)(*[torch.randn(4, 1, 16)] * 3, need_weights=True),
+    ]
+    with in_force(layout(0)):
+        for call in calls:
+            with pytest.raises(UnsupportedError, match=r"only backend\(q, k, v\) reads the tokens of other"):
+                call()
+        with pytest.raises(UnsupportedError, match=r"'window-clusters' cannot read .* exact, .*window can"):
+            ea.build("window-clusters", head_dim=8)(q, q, q)
+        with pytest.raises(UnsupportedError, match="cannot read the tokens of other ranks"):
+            ea.build(lambda q, k, v: v, head_dim=8)(q, q, q)
+    assert backend(q, q, q).shape == q.shape
+
+
+def mesh(ndim=1):
+    return SimpleNamespace(
+        ndim=ndim,
+        mesh_dim_names=("dp", "cp"),
+        get_group=lambda: SimpleNamespace(group_name=""),
+        get_local_rank=lambda: 1,
+        size=lambda: RANKS,
+    )
+
+
+def test_shards_are_copies_of_whole_segments_and_other_requests_are_refused():
+    x = torch.arange(12).reshape(2, 6)
+    assert shard(x, mesh(), 1).tolist() == [[2, 3], [8, 9]]
+    assert shard(x, mesh(), 1, "head-tail").tolist() == [[1, 4], [7, 10]]
+    with pytest.raises(
+        ShapeError, match=r"x has 2 tokens along axis 0, and layout 'contiguous' .* pad it to 3"
+    ):
+        shard(x, mesh(), 0)
+    with pytest.raises(ShapeError, match=r"mesh has 2 dimensions .* give mesh\["):
+        shard(x, mesh(ndim=2), 1)
+    with pytest.raises(UnknownNameError, match="zigzag"), context_parallel(mesh(), layout="zigzag"):
+        pass
+    segments = layout(1, kind="head-tail")
+    q, problem = torch.randn(1, 2, 5, 4), AttentionProblem(head_dim=4, causal=True)
+    with pytest.raises(
+        ShapeError, match="q has 5 tokens on this rank, and layout 'head-tail' has 2 segments"
+    ):
+        check_segments(problem, q, q, segments)
+    with pytest.raises(UnsupportedError, match="q has 4 tokens and k has 6"):
+        check_segments(problem, q[:, :, :4], torch.randn(1, 2, 6, 4), segments)
+
+
+def test_all_ranks_refuse_calls_that_differ_with_the_message_of_the_first_that_does(monkeypatch):
+    def call(placed):
+        check_agreement("alike", placed, torch.device("cpu"))
+        with pytest.raises(ShapeError) as error:
+            check_agreement(f"with {placed.rank // 2} tokens", placed, torch.device("cpu"))
+        return str(error.value)
+
+    messages = on_ranks(monkeypatch, RANKS, "contiguous", call)
+    assert len(set(messages)) == 1
+    assert messages[0].startswith("Rank 2 of the mesh calls with 1 tokens, and rank 0 calls with 0 tokens;")
+
+
+def test_relative_positions_and_longer_sequences_than_a_projection_are_refused():
+    q = torch.randn(1, 2, 8, 8)
+    for name in ("exact", "window"):
+        backend = ea.build(name, head_dim=8, num_heads=2, max_distance=4)
+        with pytest.raises(UnsupportedError, match="no backend has relative positions"):
+            backend.core.forward_sharded(q, q, q, None, layout(0))
+    backend = ea.build("linformer", head_dim=8, max_tokens=20, rank=4)
+    with pytest.raises(ShapeError, match="at most 20 tokens and k has 24 on all ranks"):
+        backend.core.forward_sharded(q, q, q, None, layout(0))
