@@ -91,6 +91,8 @@ def test_two_shares_give_the_report_of_one_run(name, monkeypatch):
         assert joined.records == whole.records and joined.notes == ()
         assert joined.tables() == whole.tables() and joined.sentences() == whole.sentences() != []
         assert joined.environment.keys() >= {"study", "torch"} and SHARD not in joined.environment
+    joined.save("joined")
+    assert ea.read("joined").records == whole.records and ea.read("joined").notes == ()
     pages = []
     monkeypatch.setattr(report, "write_page", lambda runs, path, look: pages.append(runs))
     report.report(*folders, html="page.html")
@@ -183,3 +185,5 @@ def test_a_share_is_a_pair_of_whole_numbers(bad):
 def test_an_entry_of_somebody_else_makes_no_share(entry):
     environments = [{"study": "mse", SHARD: entry}] * 2
     assert by_run(environments) == [[0], [1]] and missing(environments) == []
+    halves = [{"study": entry, SHARD: {"share": f"{number}/2", "cases": ""}} for number in (1, 2)]
+    assert by_run(halves) == [[0, 1]] and missing(halves) == []

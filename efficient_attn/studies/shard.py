@@ -104,14 +104,14 @@ def refuse_other_share(begun: Mapping[str, Any], now: Mapping[str, Any], folder:
 def by_run(environments: Sequence[Mapping[str, Any]]) -> list[list[int]]:
     """Indices of the environments of each run; of equal shares each belongs to a run of its own."""
     runs: list[dict[int, int]] = []
-    alike: dict[Any, list[dict[int, int]]] = defaultdict(list)
+    alike: dict[tuple[str, int, str], list[dict[int, int]]] = defaultdict(list)
     for index, environment in enumerate(environments):
         known = _known(environment)
         if known is None:
             runs.append({0: index})
             continue
         shard, cases = known
-        begun = alike[environment.get(STUDY), shard.of, cases]
+        begun = alike[str(environment.get(STUDY)), shard.of, cases]
         run = next((one for one in begun if shard.number not in one), None)
         if run is None:
             run = {}
