@@ -138,8 +138,8 @@ def test_positions_go_on_from_segment_to_segment():
     def add(x, start):
         return x + torch.arange(start, start + x.shape[-2])[:, None]
 
-    with in_force(layout(1, kind="head-tail")):
-        assert at_positions(add, x, 100)[0, :, 0].tolist() == [104, 105, 106, 107, 116, 117, 118, 119]
+    with in_force(layout(0, kind="head-tail")):
+        assert at_positions(add, x, 100)[0, :, 0].tolist() == [100, 101, 102, 103, 120, 121, 122, 123]
     assert at_positions(add, x, 100)[0, :, 0].tolist() == list(range(100, 108))
 
 
