@@ -1,6 +1,7 @@
-"""Distributed sequences with DDP, FSDP2, recomputed activations and split heads; lost ranks."""
+"""Distributed sequences with DDP, FSDP2, recomputed activations and split heads; lost ranks; the example."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 
 TESTS = Path(__file__).parent
+PAGE = TESTS.parent / "docs/distributed.md"
 RANKS = 4
 # Timeout of the groups, and the time that a process has for its own end, in seconds.
 TIMEOUT_S, END_S = 5, 2
@@ -68,3 +70,13 @@ def test_a_rank_with_another_shape_is_named_to_all_ranks_of_its_sequence(lost):
     errors = lost["shape"]["errors"]
     assert errors["0"] == errors["1"]
     assert errors["0"].startswith("ShapeError: Rank 1 of the mesh calls")
+
+
+def test_the_training_example_of_the_page_learns_under_torchrun(tmp_path):
+    (code,) = re.findall(r"```py(?:thon)?\n(# train\.py.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    (tmp_path / "train.py").write_text(code, encoding="utf-8")
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", RANKS]
+    output = run(*launcher, "train.py", cwd=tmp_path)
+    losses = [float(line.split()[-1]) for line in output.splitlines() if line.startswith("step")]
+    assert len(losses) > 1
+    assert losses[-1] < 0.8 * losses[0]
