@@ -94,7 +94,7 @@ def test_ranks_that_call_differently_are_refused_by_one_message_on_all(lines):
 
 
 def test_the_example_of_the_page_runs_under_torchrun(tmp_path):
-    (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    code, *_ = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
     # Threads of gloo in torch 2.13 abort some processes while the interpreter ends.
     (tmp_path / "example.py").write_text(f"{code}\nimport os\n\nos._exit(0)\n", encoding="utf-8")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

@@ -73,7 +73,7 @@ def test_a_rank_with_another_shape_is_named_to_all_ranks_of_its_sequence(lost):
 
 
 def test_the_training_example_of_the_page_learns_under_torchrun(tmp_path):
-    (code,) = re.findall(r"```py(?:thon)?\n(# train\.py.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    (code,) = re.findall(r"```python\n(# train\.py.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
     (tmp_path / "train.py").write_text(code, encoding="utf-8")
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", RANKS]
     output = run(*launcher, "train.py", cwd=tmp_path)
