@@ -115,7 +115,8 @@ def figure(name: str) -> Any:
         return ea.show().plot()
     results = ea.read(*runs(name))
     # Options that all variants share.
-    labels = {one.case.label: one.case.label.replace(", clusters=64", "") for one in results.records}
+    long = {one.case.label for one in results.records if ", clusters=64" in one.case.label}
+    labels = {label: label.replace(", clusters=64", "") for label in long}
     return results.plot(labels=labels).figure
 
 

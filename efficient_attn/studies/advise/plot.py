@@ -50,8 +50,10 @@ def _plot(times: Sequence[Record], rows: Sequence[Row], max_error: float) -> Plo
         for row in errors
     ]
     series.append(Series(f"{100 * max_error:g} % of exact", (), (max_error,), baseline_style()))
-    marks = {mark: f"{mark:g}" for mark in MARKS if mark >= min(y or 0.0 for one in series for y in one.y)}
     beyond = {HIGHEST: "higher"} if any(HIGHEST in one.y for one in series) else {}
+    lowest = min(y or 0.0 for one in series for y in one.y)
+    # A mark just below the word leaves no room for it.
+    marks = {mark: f"{mark:g}" for mark in MARKS if lowest <= mark and not (beyond and 2 * mark > HIGHEST)}
     chart = Chart(
         Axis(
             "sequence length, tokens", "log2", "{:.0f}".format, sorted({n for one in series for n in one.x})
