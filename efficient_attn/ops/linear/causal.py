@@ -44,12 +44,13 @@ def causal_rows(inputs: LinearInputs, past: LinearState | None) -> Outputs:
 
 
 def causal_row_gradients(
-    inputs: LinearInputs, past: LinearState | None, grad_out: Tensor, outputs: Outputs
+    inputs: LinearInputs, past: LinearState | None, grad_out: Tensor, outputs: Outputs, *, to_past: bool
 ) -> CausalGradients:
-    """Gradients with respect to the arguments of `causal_rows`."""
+    """Gradients with respect to q, k, v and, if `to_past`, the state `past` of `causal_rows`."""
     if _fast(inputs):
         return causal_exponential_gradients(inputs, past, grad_out, *outputs[:2])
-    return causal_gradients(inputs, _past(inputs, 0) if past is None else past, grad_out, outputs)
+    before = _past(inputs, 0) if past is None else past
+    return causal_gradients(inputs, before, grad_out, outputs, to_past=to_past)
 
 
 def extend_linear_attention(
@@ -149,7 +150,7 @@ def _causal_backward(
     inputs = LinearInputs(q, k, v, key_mask, directions, log_weights, kind, scale)
     outputs = Outputs(out, logarithm, negative)
     with without_autocast(q):
-        return causal_row_gradients(inputs, _past_of(inputs), grad_out, outputs)[:3]
+        return causal_row_gradients(inputs, _past_of(inputs), grad_out, outputs, to_past=False)[:3]
 
 
 @_causal_backward.register_fake

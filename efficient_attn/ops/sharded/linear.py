@@ -112,7 +112,8 @@ class _ReadCausal(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         inputs, (sums, log_scale, *rest) = _saved(ctx, 5)
-        grads = causal_row_gradients(inputs, LinearState(sums, log_scale), grad_out, Outputs(*rest))
+        past = LinearState(sums, log_scale)
+        grads = causal_row_gradients(inputs, past, grad_out, Outputs(*rest), to_past=True)
         return grads.past_sums, None, *grads[:3], *[None] * 5
 
 

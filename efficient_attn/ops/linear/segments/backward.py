@@ -53,9 +53,9 @@ class Rows(NamedTuple):
 
 
 def causal_gradients(
-    inputs: LinearInputs, past: LinearState, grad_out: Tensor, outputs: Outputs
+    inputs: LinearInputs, past: LinearState, grad_out: Tensor, outputs: Outputs, *, to_past: bool
 ) -> CausalGradients:
-    """Gradients with respect to q, k, v and `past`, the state before the first query."""
+    """Gradients with respect to q, k, v and, if `to_past`, `past`, the state before the first query."""
     grads = tuple(x.new_zeros(x.shape, dtype=upcast_dtype(x.dtype)) for x in inputs[:3])
     parts, empty = segments(inputs), torch.full_like(past.log_scale, -torch.inf)
     first = past.log_scale
@@ -73,7 +73,7 @@ def causal_gradients(
         grads[1][..., some, :], grads[2][..., some, :] = inputs.key_gradient(rows, features, grad), grad_v
     grad_q, grad_k, grad_v = (grad.to(x.dtype) for grad, x in zip(grads, inputs[:3], strict=True))
     # A past key is visible to every row, so that the powers of positive features are at most 1.
-    past_sums = (later.log_scale + first).exp().mT * later.sums
+    past_sums = (later.log_scale + first).exp().mT * later.sums if to_past else None
     return CausalGradients(grad_q, grad_k, grad_v, past_sums)
 
 
