@@ -35,7 +35,7 @@ OPENED = (
 BENCHED = "bench-256-4096"
 # One backend was made faster after that run and timed again, beside exact attention.
 BENCHED_LATER, LATER, LATER_LABEL = "bench-window-clusters", "window-clusters", "window-clusters(window=64)"
-# Opened clusters beside exact attention, bidirectional and causal.
+# Opened clusters relative to exact attention, bidirectional and causal.
 BENCHED_OPENED, OPENED_LABEL = ("bench-probes", "bench-probes-causal"), "window-clusters(probes=8)"
 TRAINED = "recall-default"
 TOLERATED = (0.01, 0.05, 0.1, 0.3, 0.5)

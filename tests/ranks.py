@@ -1,7 +1,7 @@
 """One of several processes that hold parts of a sequence; the first prints errors, bytes and refusals.
 
-Errors are those of the parts, put together, from one process in float64; beside each, that of one process in
-the same dtype.
+Errors of the parts, put together, are relative to one process in float64; each comes with the error of one
+process in the same dtype.
 """
 
 import itertools

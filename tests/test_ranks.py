@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module", params=[2, 4])
 def lines(request, tmp_path_factory):
-    """What the first of several processes reports."""
+    """Lines that the first of several processes prints."""
     store = tmp_path_factory.mktemp("ranks") / "store"
     command = [sys.executable, "-W", "error", str(SCRIPT)]
     ranks = [
@@ -43,10 +43,10 @@ def lines(request, tmp_path_factory):
 
 
 def limit(case, alone):
-    """Largest relative error of the parts, beside `alone`, the rounding of one process in the same dtype."""
+    """Largest relative error of the parts; `alone` is the rounding of one process in the same dtype."""
     name, causal, *_, norm, dtype = case
     if dtype != "torch.float64":
-        # As much rounding again, and one more of what is exchanged.
+        # As much rounding again, and one more of the exchanged tensors.
         return 2 * alone + {"torch.float32": 2**-23, "torch.bfloat16": 2**-7}[dtype]
     # Exponents of these features reach 300 in a causal chunk, whose exponentials err by 300 · 2^-53 each.
     wide = causal == "causal" and name in ("linear-elu", "linear-hedgehog")

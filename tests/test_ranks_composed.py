@@ -27,7 +27,7 @@ def run(*command: object, **options: object) -> str:
 
 
 def rows(script: str, *arguments: object) -> list[dict]:
-    """What a script prints."""
+    """Rows that a script prints."""
     lines = run(TESTS / script, *arguments).splitlines()
     # Some versions of torch print lines of their own about connections.
     return [json.loads(line) for line in lines if line.startswith("{")]

@@ -15,7 +15,7 @@ from efficient_attn.ops.sharded.layout import Layout
 
 
 class Meeting:
-    """What the ranks of a group show each other."""
+    """Exchange of values between the ranks of a group."""
 
     def __init__(self, ranks: int) -> None:
         self.barrier, self.shown = Barrier(ranks, timeout=60), [None] * ranks

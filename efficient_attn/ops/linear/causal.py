@@ -48,7 +48,7 @@ def causal_row_gradients(
 ) -> CausalGradients:
     """Gradients with respect to q, k, v and, if `to_past`, the state `past` of `causal_rows`."""
     if _fast(inputs):
-        return causal_exponential_gradients(inputs, past, grad_out, *outputs[:2])
+        return causal_exponential_gradients(inputs, past, grad_out, *outputs[:2], to_past=to_past)
     before = _past(inputs, 0) if past is None else past
     return causal_gradients(inputs, before, grad_out, outputs, to_past=to_past)
 

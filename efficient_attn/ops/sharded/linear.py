@@ -23,10 +23,10 @@ from efficient_attn.ops.sharded.layout import Layout
 def sharded_linear_attention(inputs: LinearInputs, layout: Layout, *, causal: bool) -> Tensor:
     """Output of the queries of this rank, [batch heads q_tokens value_dim], in the dtype of q."""
     if not causal:
-        return _Read.apply(*total_state(_key_state(inputs), layout), *inputs)
+        return _Read.apply(False, *total_state(_key_state(inputs), layout), *inputs)
     segments = [_segment(inputs, part) for part in layout.parts(inputs.k.shape[-2])]
     pasts = states_before([_key_state(one) for one in segments], layout)
-    rows = [_ReadCausal.apply(*past, *one) for past, one in zip(pasts, segments, strict=True)]
+    rows = [_Read.apply(True, *past, *one) for past, one in zip(pasts, segments, strict=True)]
     return torch.cat(rows, dim=-2)
 
 
@@ -86,35 +86,23 @@ class _KeyState(torch.autograd.Function):
 
 class _Read(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, sums: Tensor, log_scale: Tensor, *fields: Any) -> Tensor:
-        inputs = LinearInputs(*fields)
-        outputs = read_state(inputs, LinearState(sums, log_scale))
-        _save(ctx, inputs, sums, log_scale, *outputs)
+    def forward(ctx: Any, causal: bool, sums: Tensor, log_scale: Tensor, *fields: Any) -> Tensor:
+        inputs, state = LinearInputs(*fields), LinearState(sums, log_scale)
+        outputs = causal_rows(inputs, state) if causal else read_state(inputs, state)
+        ctx.causal = causal
+        _save(ctx, inputs, *state, *outputs)
         return outputs.out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         inputs, (sums, log_scale, *rest) = _saved(ctx, 5)
-        grad_q, grad_sums = query_gradients(inputs, LinearState(sums, log_scale), grad_out, Outputs(*rest))
-        return grad_sums, None, grad_q, *[None] * 7
-
-
-class _ReadCausal(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, sums: Tensor, log_scale: Tensor, *fields: Any) -> Tensor:
-        inputs = LinearInputs(*fields)
-        outputs = causal_rows(inputs, LinearState(sums, log_scale))
-        _save(ctx, inputs, sums, log_scale, *outputs)
-        return outputs.out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-        inputs, (sums, log_scale, *rest) = _saved(ctx, 5)
-        past = LinearState(sums, log_scale)
-        grads = causal_row_gradients(inputs, past, grad_out, Outputs(*rest), to_past=True)
-        return grads.past_sums, None, *grads[:3], *[None] * 5
+        state, outputs = LinearState(sums, log_scale), Outputs(*rest)
+        if ctx.causal:
+            grads = causal_row_gradients(inputs, state, grad_out, outputs, to_past=True)
+            return None, grads.past_sums, None, *grads[:3], *[None] * 5
+        grad_q, grad_sums = query_gradients(inputs, state, grad_out, outputs)
+        return None, grad_sums, None, grad_q, *[None] * 7
 
 
 def _save(ctx: Any, inputs: LinearInputs, *tensors: Tensor) -> None:

@@ -36,10 +36,9 @@ def _plot(times: Sequence[Record], rows: Sequence[Row], max_error: float) -> Plo
     errors = [row for row in rows if row.errors and row.backend not in (YARDSTICK, DENSE)]
     if len(plot.charts) != 1 or not errors:
         return plot
-    # Backends that were not timed have no style in the chart of times.
-    untimed = line_styles([(row.label, row.backend) for row in errors if row.backend != MEAN_OF_VALUES])
-    timed = {one.label: one.style for one in plot.charts[0].series}
-    styles = {**untimed, **timed, MEAN_OF_VALUES: UNIFORM_STYLE}
+    # One style in both charts, also for backends that were not timed.
+    styles = line_styles([(row.label, row.backend) for row in rows if row.backend != MEAN_OF_VALUES])
+    styles[MEAN_OF_VALUES] = UNIFORM_STYLE
     series = [
         Series(
             row.label,
@@ -64,5 +63,6 @@ def _plot(times: Sequence[Record], rows: Sequence[Row], max_error: float) -> Plo
     time = plot.charts[0]
     # Ticks at doublings, without the short calls between them.
     doublings = [tokens for tokens in time.x.ticks if math.log2(tokens).is_integer()]
-    time = time._replace(x=time.x._replace(ticks=doublings or time.x.ticks))
+    timed = tuple(one._replace(style=styles[one.label]) for one in time.series)
+    time = time._replace(x=time.x._replace(ticks=doublings or time.x.ticks), series=timed)
     return plot._replace(title="Time and error of attention alone", rows=((time, chart),))

@@ -24,13 +24,19 @@ CHUNK = 96
 
 
 def causal_exponential_gradients(
-    inputs: LinearInputs, past: LinearState | None, grad_out: Tensor, out: Tensor, logarithm: Tensor
+    inputs: LinearInputs,
+    past: LinearState | None,
+    grad_out: Tensor,
+    out: Tensor,
+    logarithm: Tensor,
+    *,
+    to_past: bool,
 ) -> CausalGradients:
-    """Gradients with respect to q, k, v and `past`, the state before the first query, if any."""
+    """Gradients with respect to q, k, v and, if `to_past`, `past`, the state before the first query."""
     rows = _Rows(inputs, grad_out, out, logarithm)
     grad_q, pieces = _query_gradients(rows, past)
     grad_k, grad_v, later = _key_gradients(rows, pieces)
-    past_sums = None if past is None else _past_gradient(past, later)
+    past_sums = _past_gradient(past, later) if to_past and past is not None else None
     return CausalGradients(grad_q, grad_k, grad_v, past_sums)
 
 
