@@ -68,7 +68,8 @@ def _description(backend: Any, tensors: dict[str, Any], layout: Layout) -> str:
     shown = ", ".join(f"{name} {_show(x)}" for name, x in tensors.items() if x is not None)
     options = ", ".join(f"{name}={value}" for name, value in vars(backend.options).items())
     causal = "causal" if backend.problem.causal else "full"
-    return f"{backend.spec.name}({options}), {causal}, {layout.kind}, with {shown}"
+    place = f"{layout.kind}, gathered from {len(layout.near)} ranks"
+    return f"{backend.spec.name}({options}), {causal}, {place}, with {shown}"
 
 
 def _show(x: Any) -> str:

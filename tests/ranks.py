@@ -21,6 +21,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 import efficient_attn as ea
 from efficient_attn.distributed import ContextParallel, context_parallel, shard, unshard
 from efficient_attn.errors import AttentionError
+from efficient_attn.ops.sharded import layout as layouts
 from efficient_attn.ops.sharded.exchange import bytes_sent
 
 RANK, RANKS, STORE = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
@@ -144,6 +145,16 @@ def compare(tokens: int) -> None:
         report(what="error", case=case, parts=together, whole=alone)
 
 
+def scans() -> None:
+    """Causal states by scans over ranks, and over two nodes of half of the ranks each."""
+    for local, layout, masked in itertools.product({1, RANKS // 2}, LAYOUTS, (False, True)):
+        os.environ["LOCAL_WORLD_SIZE"], layouts.MOST_GATHERED = str(local), local
+        backend = built("performer-positive", True, {"num_features": 16}, 192).double()
+        tensors, mask = drawn(192), key_mask(192) if masked else None
+        pairs = zip(parts(backend, tensors, mask, layout), whole(backend, tensors, mask), strict=True)
+        report(what="scan", case=[local, layout, masked], errors=[relative(x, y) for x, y in pairs])
+
+
 def models() -> None:
     """An encoder whose positions go on from rank to rank, in every way to put it on several ranks."""
     x = torch.randn(2, 48, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -217,6 +228,7 @@ compare(192)
 count(192, 384)
 models()
 disagree()
+scans()
 dist.destroy_process_group()
 # Threads of gloo in torch 2.13 abort some processes while the interpreter ends.
 os._exit(0)

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from threads import on_ranks
+from threads import cut, drawn, join, on_ranks
 
 import efficient_attn as ea
 from efficient_attn.distributed import context_parallel, shard
@@ -34,22 +34,6 @@ CASES = [
 
 def layout(rank, ranks=RANKS, kind="contiguous"):
     return Layout(None, kind, rank, ranks)
-
-
-def cut(x, placed, dim):
-    parts = x.chunk(placed.num_segments, dim)
-    return torch.cat([parts[segment] for segment in placed.own], dim)
-
-
-def join(found, kind, dim):
-    segments = [part for x in found for part in x.chunk(len(layout(0, kind=kind).own), dim)]
-    return torch.cat([segments[place] for place in layout(0, kind=kind).order], dim)
-
-
-def drawn(tokens):
-    """q, k, v and a gradient; q and k are short, so that no signed denominator is small."""
-    shapes = ((4, 8, 0.3), (2, 8, 0.3), (2, 6, 1.0), (4, 6, 1.0))
-    return [norm * torch.randn(2, heads, tokens, dim, dtype=torch.float64) for heads, dim, norm in shapes]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -167,6 +151,7 @@ def mesh(ndim=1):
     return SimpleNamespace(
         ndim=ndim,
         mesh_dim_names=("dp", "cp"),
+        mesh=torch.arange(RANKS),
         get_group=lambda: SimpleNamespace(group_name=""),
         get_local_rank=lambda: 1,
         size=lambda: RANKS,

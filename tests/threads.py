@@ -57,7 +57,28 @@ COLLECTIVES = SimpleNamespace(
 )
 
 
-def on_ranks(monkeypatch: Any, ranks: int, kind: str, call: Callable[[Layout], Any]) -> list[Any]:
+def cut(x: Tensor, placed: Layout, dim: int) -> Tensor:
+    """The tokens of a rank."""
+    parts = x.chunk(placed.num_segments, dim)
+    return torch.cat([parts[segment] for segment in placed.own], dim)
+
+
+def join(found: list[Tensor], kind: str, dim: int) -> Tensor:
+    """The whole sequence, from the tokens of all ranks."""
+    placed = Layout(None, kind, 0, len(found))
+    segments = [part for x in found for part in x.chunk(len(placed.own), dim)]
+    return torch.cat([segments[place] for place in placed.order], dim)
+
+
+def drawn(tokens: int) -> list[Tensor]:
+    """q, k, v and a gradient; q and k are short, so that no signed denominator is small."""
+    shapes = ((4, 8, 0.3), (2, 8, 0.3), (2, 6, 1.0), (4, 6, 1.0))
+    return [norm * torch.randn(2, heads, tokens, dim, dtype=torch.float64) for heads, dim, norm in shapes]
+
+
+def on_ranks(
+    monkeypatch: Any, ranks: int, kind: str, call: Callable[[Layout], Any], per_node: int = 1
+) -> list[Any]:
     """Results of `call(layout)` on every rank."""
     monkeypatch.setattr(exchange, "dist", COLLECTIVES)
     monkeypatch.setattr(exchange, "_resolve_process_group", lambda member: member)
@@ -65,7 +86,7 @@ def on_ranks(monkeypatch: Any, ranks: int, kind: str, call: Callable[[Layout], A
 
     def one(rank: int) -> Any:
         try:
-            return call(Layout(Member(meeting, rank), kind, rank, ranks))
+            return call(Layout(Member(meeting, rank), kind, rank, ranks, per_node))
         except BaseException:
             meeting.barrier.abort()
             raise
