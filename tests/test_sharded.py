@@ -130,16 +130,23 @@ def test_positions_go_on_from_segment_to_segment():
 def test_calls_that_other_ranks_cannot_answer_are_refused():
     q = torch.randn(1, 2, 8, 8)
     backend = ea.build("exact", head_dim=8, causal=True)
+    _, state = backend.extend(q, q, q)
+    decoder, x = ea.Decoder(16, 2, num_layers=1), torch.randn(1, 8, 16)
     calls = [
-        lambda: backend.extend(q, q, q),
+        lambda: decoder.extend(x, None, x),
+        lambda: backend.extend(q, q, q, state),
         lambda: backend.attention_weights(q, q),
         lambda: ea.build("performer-oprf", head_dim=8).calibrate(q, q),
         lambda: ea.MultiheadAttention(16, 2)(*[torch.randn(4, 1, 16)] * 3, need_weights=True),
     ]
     with in_force(layout(0)):
         for call in calls:
-            with pytest.raises(UnsupportedError, match=r"only backend\(q, k, v\) reads the tokens of other"):
+            with pytest.raises(UnsupportedError, match=r"only backend\(q, k, v\) and its extend"):
                 call()
+        causal = ea.build("exact", head_dim=8, causal=True)
+        causal.core = torch.nn.Identity()
+        with pytest.raises(UnsupportedError, match="'exact' cannot extend inside context_parallel"):
+            causal.extend(q, q, q)
         with pytest.raises(UnsupportedError, match=r"cannot read the tokens of other .* exact, .*window can"):
             ea.build(lambda q, k, v: v, head_dim=8)(q, q, q)
     assert backend(q, q, q).shape == q.shape

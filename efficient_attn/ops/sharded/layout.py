@@ -107,6 +107,12 @@ def in_force(layout: Layout) -> Iterator[Layout]:
         _IN_FORCE.pop()
 
 
+def whole_tokens(tokens: int) -> int:
+    """Tokens of all ranks, where a layout is in force and this rank has `tokens`."""
+    layout = layout_in_force()
+    return tokens if layout is None else tokens * layout.ranks
+
+
 def at_positions(apply: Callable[[Tensor, int], Tensor], x: Tensor, start: int) -> Tensor:
     """`apply(x, start)`, segment by segment from its own position where a layout is in force.
 
