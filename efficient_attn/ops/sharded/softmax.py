@@ -37,7 +37,7 @@ def extend_all_keys(
 def last_keys(k: Tensor, v: Tensor, key_mask: Tensor | None, layout: Layout, *, tokens: int) -> KVCache:
     """The cache of the last `tokens` keys of all ranks, on every rank; earlier keys are not sent."""
     parts = layout.parts(k.shape[-2])
-    # The last keys of every segment include those of the sequence, and no rank exchanges an empty tensor.
+    # The ends of the segments include the end of the sequence, and no rank exchanges an empty tensor.
     ends = [slice(max(part.start, part.stop - max(tokens, 1)), part.stop) for part in parts]
     k, v = (torch.cat([x[..., end, :] for end in ends], dim=-2) for x in (k, v))
     mask = None if key_mask is None else torch.cat([key_mask[:, end] for end in ends], dim=1)
