@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from efficient_attn.errors import ShapeError
 from efficient_attn.modules.options import one_of
 from efficient_attn.ops.sharded.exchange import all_tokens
-from efficient_attn.ops.sharded.layout import KINDS, Layout, in_force, ranks_per_node
+from efficient_attn.ops.sharded.layout import KINDS, Layout, in_force, own_tokens, ranks_per_node
 
 __all__ = ["ContextParallel", "context_parallel", "shard", "unshard"]
 
@@ -87,8 +87,7 @@ def shard(x: Tensor, mesh: DeviceMesh, dim: int, layout: str = "contiguous") -> 
             f"x has {tokens} tokens along axis {dim}, and layout {layout!r} has {segments} segments of equal "
             f"length: pad it to {longer} and mask the padding with a key_mask."
         )
-    parts = x.chunk(segments, dim) if tokens else [x] * segments
-    return torch.cat([parts[segment] for segment in placed.own], dim).contiguous()
+    return own_tokens(x, dim, placed)
 
 
 @torch.no_grad()

@@ -187,6 +187,27 @@ def models() -> None:
         report(what="model", case=[positions, layout, way], errors=errors)
 
 
+def decode() -> None:
+    """Logits and tokens after a prefill on all ranks, decoded on each."""
+    prompt = torch.randint(256, (2, 51), generator=torch.Generator().manual_seed(0))
+    for name, layout in itertools.product(("exact", "window", "performer-positive"), LAYOUTS):
+        torch.manual_seed(0)
+        options = {"window": 21} if name == "window" else SIZES.get(ea.spec(name).size_option, {})
+        model = ea.LanguageModel(16, 2, name, num_layers=2, positions="sinusoidal", **options).double()
+        with torch.no_grad():
+            wanted, after = model.extend(prompt[:, 48:], model.extend(prompt[:, :48])[1])
+            with context_parallel(mesh, layout=layout):
+                _, state = model.extend(shard(prompt[:, :48], mesh, 1, layout))
+            found, seen = model.extend(prompt[:, 48:], state)
+        tokens = ea.generate(
+            lambda new, past, model=model, state=state: model.extend(new, state if past is None else past),
+            prompt[:, 48:],
+            8,
+        )
+        same = tokens.equal(ea.generate(model.extend, prompt, 8)) and seen.tokens == after.tokens
+        report(what="decoding", case=[name, layout], error=relative(found, wanted), same=same)
+
+
 def count() -> None:
     """Bytes that this rank sends with one head of few numbers, at a short and a long length."""
     for name, causal, layout in itertools.product(COUNTED, (False, True), LAYOUTS):
@@ -234,6 +255,7 @@ mesh = init_device_mesh("cpu", (RANKS,))
 compare(192)
 count()
 models()
+decode()
 disagree()
 scans()
 dist.destroy_process_group()

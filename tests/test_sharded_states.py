@@ -5,12 +5,13 @@ from threading import get_ident
 
 import pytest
 import torch
-from threads import cut, drawn, join, on_ranks
+from threads import drawn, join
 
 import efficient_attn as ea
 from efficient_attn.ops.sharded import exchange
 from efficient_attn.ops.sharded import layout as layouts
-from efficient_attn.ops.sharded.layout import KINDS, Layout, ranks_per_node
+from efficient_attn.ops.sharded.layout import KINDS, Layout, own_tokens, ranks_per_node
+from efficient_attn.ops.sharded.threads import on_threads
 from efficient_attn.theory.communication import sent_bytes
 
 # Ranks, ranks per node, most ranks of a gather.
@@ -40,11 +41,11 @@ def test_states_of_every_exchange_give_rows_and_gradients_of_the_whole_sequence(
     wanted.backward(g)
 
     def call(placed):
-        inputs = [cut(x.detach(), placed, 2).requires_grad_() for x in whole]
-        out = backend.core.forward_sharded(*inputs, cut(mask, placed, 1), placed)
-        return out.detach(), *torch.autograd.grad(out, inputs, cut(g, placed, 2))
+        inputs = [own_tokens(x.detach(), 2, placed).requires_grad_() for x in whole]
+        out = backend.core.forward_sharded(*inputs, own_tokens(mask, 1, placed), placed)
+        return out.detach(), *torch.autograd.grad(out, inputs, own_tokens(g, 2, placed))
 
-    found = zip(*on_ranks(monkeypatch, ranks, kind, call, per_node), strict=True)
+    found = zip(*on_threads(ranks, kind, call, per_node=per_node), strict=True)
     for x, y in zip(found, [wanted, *(x.grad for x in whole)], strict=True):
         # Sums of at most 48 terms, each with a few roundings of 1.1e-16.
         assert (join(x, kind, 2) - y).norm() <= 1e-13 * y.norm()
@@ -63,12 +64,12 @@ def test_ranks_send_the_predicted_bytes_forward_and_backward(way, ranks, per_nod
 
     def call(placed):
         passes[get_ident()] = "forward"
-        inputs = [cut(x, placed, 2).requires_grad_() for _ in range(3)]
+        inputs = [own_tokens(x, 2, placed).requires_grad_() for _ in range(3)]
         out = backend.core.forward_sharded(*inputs, None, placed)
         passes[get_ident()] = "backward"
         out.sum().backward()
 
-    on_ranks(monkeypatch, ranks, "contiguous", call, per_node)
+    on_threads(ranks, "contiguous", call, per_node=per_node)
     # Sums of values and of ones, and a scale, of every feature in float32.
     predicted = sent_bytes(way, features * (dim + 2) * 4, ranks, ranks_per_node=per_node)
     for direction in ("forward", "backward"):

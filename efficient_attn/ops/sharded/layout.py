@@ -82,6 +82,12 @@ def ranks_per_node(members: list[int], local_ranks: int) -> int:
     return found.pop() if len(found) == 1 else 1
 
 
+def own_tokens(x: Tensor, dim: int, layout: Layout) -> Tensor:
+    """A copy of the tokens of this rank along `dim`, out of a whole sequence of equal segments."""
+    parts = x.chunk(layout.num_segments, dim) if x.shape[dim] else [x] * layout.num_segments
+    return torch.cat([parts[segment] for segment in layout.own], dim).contiguous()
+
+
 # A variable of the process, not of a thread: autograd recomputes checkpoints in threads of its own.
 _IN_FORCE: list[Layout] = []
 
@@ -99,6 +105,12 @@ def in_force(layout: Layout) -> Iterator[Layout]:
         yield layout
     finally:
         _IN_FORCE.pop()
+
+
+def whole_tokens(tokens: int) -> int:
+    """Tokens of all ranks, where a layout is in force and this rank has `tokens`."""
+    layout = layout_in_force()
+    return tokens if layout is None else tokens * layout.ranks
 
 
 def at_positions(apply: Callable[[Tensor, int], Tensor], x: Tensor, start: int) -> Tensor:

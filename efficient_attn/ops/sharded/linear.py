@@ -15,7 +15,7 @@ from efficient_attn.ops.linear.backward import Outputs
 from efficient_attn.ops.linear.causal import causal_row_gradients, causal_rows
 from efficient_attn.ops.linear.full import key_gradients, query_gradients, read_state, whole_state
 from efficient_attn.ops.linear.inputs import LinearInputs
-from efficient_attn.ops.linear.state import LinearState, exponential, finite
+from efficient_attn.ops.linear.state import LinearState, Means, exponential, finite
 from efficient_attn.ops.sharded.exchange import gathered_near, largest, shifted, total
 from efficient_attn.ops.sharded.layout import Layout
 
@@ -28,6 +28,12 @@ def sharded_linear_attention(inputs: LinearInputs, layout: Layout, *, causal: bo
     pasts = states_before([_key_state(one) for one in segments], layout)
     rows = [_Read.apply(True, *past, *one) for past, one in zip(pasts, segments, strict=True)]
     return torch.cat(rows, dim=-2)
+
+
+def final_state(inputs: LinearInputs, layout: Layout) -> LinearState | Means:
+    """The streaming state after the tokens of all ranks, on every rank."""
+    state = total_state(_key_state(inputs), layout)
+    return state if inputs.map.has_values else Means.of(state)
 
 
 def total_state(state: LinearState, layout: Layout) -> LinearState:
