@@ -46,7 +46,7 @@ def window_clusters(
         steps: Steps of k-means; None: clusters are segments of the sequence.
         read: Function of slices and summaries that returns the rows, with the arguments of `read_slices`.
         positions: See `Placed`.
-        total: Sum over ranks, if `positions` are those of the queries of this rank; None: there are no others.
+        total: Sum over the ranks that hold the other queries; None: there are none.
     """
     some = partial(
         _some_clusters,

@@ -1,6 +1,7 @@
 """Queries with their positions among the keys, counted from the first real token."""
 
 from collections.abc import Iterator, Sequence
+from itertools import groupby
 from typing import NamedTuple
 
 import torch
@@ -75,6 +76,17 @@ def placed_queries(
     q, k, v = (_turn(x, turned) for x in (q, k, v))
     real = _turn(key_mask[:, None, :, None], turned)[:, 0, :, 0]
     return Placed(q, k, v, real, [range(tokens)], turned, given)
+
+
+def alike(mask: Tensor) -> list[tuple[slice, int]]:
+    """Neighbouring batch entries with one first real token, and this token; the number of tokens: none."""
+    first = torch.where(mask.any(dim=1), mask.long().argmax(dim=1), mask.shape[1]).tolist()
+    found, begin = [], 0
+    for start, entries in groupby(first):
+        end = begin + len(list(entries))
+        found.append((slice(begin, end), start))
+        begin = end
+    return found
 
 
 def after(x: Tensor, tokens: int) -> Tensor:

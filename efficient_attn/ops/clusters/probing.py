@@ -107,19 +107,18 @@ def _some_heads(
     most, limits = limits_of(probes, k)
     task = Task(placed.k, placed.v, placed.real, counted, most, limits, causal)
     # The number of real tokens decides, so that padding changes no cluster.
-    extent = None if key_mask is None else ((position + 1) * placed.real).amax(dim=1)[:, None, None, None]
+    extent = ((position + 1) * placed.real).amax(dim=1)[:, None, None, None]
+    if not (causal or key_mask is not None):
+        stages = stages[-1:]
     outs = []
     for rows, own in placed.runs():
-        parts = [
-            (stage, _rows(task, rows, own, stage, read))
-            for stage in (stages if causal or extent is not None else stages[-1:])
-            if max(stage.begin, own.start) < min(stage.end, own.stop)
-        ]
+        found = [one for one in stages if max(one.begin, own.start) < min(one.end, own.stop)]
+        parts = [_rows(task, rows, own, stage, read) for stage in found]
         if causal:
-            outs.append(torch.cat([out for _, out in parts], dim=2))
+            outs.append(torch.cat(parts, dim=2))
             continue
-        output = parts[-1][1]
-        for stage, out in reversed(parts[:-1]):
+        output = parts.pop()
+        for stage, out in zip(found[-2::-1], parts[::-1], strict=True):
             output = torch.where(extent <= reach(stage, clusters), out, output)
         outs.append(output)
     return placed.restored(outs, causal=causal).to(q.dtype)

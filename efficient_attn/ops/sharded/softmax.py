@@ -21,9 +21,22 @@ def all_keys_attention(
     Args:
         attend: Function of (q, k, v, key_mask); causal queries are the last positions of the keys.
     """
+    k, v, key_mask = all_keys(k, v, key_mask, layout)
+    return attention_of_segments(attend, q, k, v, key_mask, layout, causal=causal)
+
+
+def all_keys(
+    k: Tensor, v: Tensor, key_mask: Tensor | None, layout: Layout
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Keys, values and key mask of all ranks."""
     k, v = all_tokens(torch.cat([k, v], dim=-1), -2, layout).split([k.shape[-1], v.shape[-1]], dim=-1)
-    if key_mask is not None:
-        key_mask = all_tokens(key_mask.byte(), 1, layout).bool()
+    return k, v, None if key_mask is None else all_tokens(key_mask.byte(), 1, layout).bool()
+
+
+def attention_of_segments(
+    attend: Attend, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, layout: Layout, *, causal: bool
+) -> Tensor:
+    """Attention of the queries of this rank to all keys, with the arguments of `all_keys_attention`."""
     if not causal:
         return attend(q, k, v, key_mask)
     places = zip(layout.parts(q.shape[-2]), layout.positions(q.shape[-2]), strict=True)
