@@ -106,20 +106,18 @@ def _some_clusters(
     if q.shape[1] > k.shape[1]:
         k, v, chosen = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v, chosen))
     queries = query_moments(placed.q.unsqueeze(2), None if key_mask is None else placed.real_queries(), total)
-    counted = real & (torch.arange(k.shape[2], device=k.device) >= layout.first)
-    every = members(k, v, counted, chosen, queries, clusters)
+    every = members(k, v, placed.counted(layout.first), chosen, queries, clusters)
     outs = []
-    for rows, own in placed.runs():
-        begin = own.start // layout.block
-        blocks = -(-own.stop // layout.block) - begin
-        group = _group(every.top.numel() * (k.shape[3] + v.shape[3]), blocks, k)
+    for rows, span in placed.runs():
+        begin, end = span.start // layout.block, -(-span.stop // layout.block)
+        group = _group(every.top.numel() * (k.shape[3] + v.shape[3]), end - begin, k)
         outside = beyond_slices(
-            every, block=layout.block, back=layout.back, group=group, begin=begin, blocks=blocks
+            every, block=layout.block, back=layout.back, group=group, begin=begin, end=end
         )
         summaries = (summarise_clusters(sums, every.top, queries, k.shape[3]) for sums in outside)
-        before = own.start - begin * layout.block
-        rows = after(rows, before)
-        outs.append(read(rows, k, v, real, summaries, layout, group=group, begin=begin)[:, :, before:])
+        before = span.start - begin * layout.block
+        out = read(after(rows, before), k, v, real, summaries, layout, group=group, begin=begin)
+        outs.append(out[:, :, before:])
     return placed.restored(outs, causal=False).to(q.dtype)
 
 
@@ -166,7 +164,7 @@ def _some_segments(
 ) -> Tensor:
     placed = placed_queries(upcast(q) * scale, k, v, key_mask, positions)
     k, v, real = placed.k, placed.v, placed.real
-    counted = real & (torch.arange(k.shape[2], device=k.device) >= layout.first)
+    counted = placed.counted(layout.first)
     row = torch.arange(layout.block, device=q.device)
     own = torch.arange(-layout.back, layout.block, device=q.device)
     visible = own <= row[:, None]
@@ -180,17 +178,8 @@ def _some_segments(
             k, v, counted, starts=starts, cell=layout.cell, segments=clusters, group=group
         )
         before = span.start - begin * layout.block
-        out = read(
-            after(rows, before),
-            k,
-            v,
-            real,
-            summaries,
-            layout,
-            group=group,
-            visible=visible,
-            begin=begin,
-        )
+        rows = after(rows, before)
+        out = read(rows, k, v, real, summaries, layout, group=group, visible=visible, begin=begin)
         outs.append(out[:, :, before:])
     return placed.restored(outs, causal=True).to(q.dtype)
 

@@ -37,6 +37,10 @@ class Placed(NamedTuple):
         """Consecutive queries with their positions."""
         return zip(self.q.split([len(one) for one in self.positions], dim=2), self.positions, strict=True)
 
+    def counted(self, first: int) -> Tensor:
+        """Whether a key belongs to clusters, bool [batch tokens]; the first tokens do not."""
+        return self.real & (torch.arange(self.real.shape[1], device=self.real.device) >= first)
+
     def real_queries(self) -> Tensor:
         """Whether a query is that of a real token, bool [batch queries]."""
         return torch.cat([self.real[:, one.start : one.stop] for one in self.positions], dim=1)

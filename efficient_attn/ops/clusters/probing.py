@@ -102,12 +102,12 @@ def _some_heads(
     positions: Sequence[range] | None,
 ) -> Tensor:
     placed = placed_queries(upcast(q) * scale, k, v, key_mask, positions)
-    position = torch.arange(k.shape[2], device=k.device)
-    counted = placed.real & (position >= stages[0].layout.first)
     most, limits = limits_of(probes, k)
+    counted = placed.counted(stages[0].layout.first)
     task = Task(placed.k, placed.v, placed.real, counted, most, limits, causal)
     # The number of real tokens decides, so that padding changes no cluster.
-    extent = ((position + 1) * placed.real).amax(dim=1)[:, None, None, None]
+    extent = (torch.arange(1, k.shape[2] + 1, device=k.device) * placed.real).amax(dim=1)
+    extent = extent[:, None, None, None]
     if not (causal or key_mask is not None):
         stages = stages[-1:]
     outs = []

@@ -124,9 +124,9 @@ def members(
 
 
 def beyond_slices(
-    every: Members, *, block: int, back: int, group: int, begin: int, blocks: int
+    every: Members, *, block: int, back: int, group: int, begin: int, end: int
 ) -> Iterator[Tensor]:
-    """Sums over all members outside the slice of each block from `begin` on, `group` blocks at a time.
+    """Sums over all members outside the slices of the blocks begin … end − 1, `group` blocks at a time.
 
     Cells have `block` tokens, the first of them `back` tokens fewer, and the slice of block b is the cells b
     and b + 1. Partial sums are only added, never subtracted, since differences would cancel small terms.
@@ -135,7 +135,7 @@ def beyond_slices(
         [batch heads group clusters …].
     """
     tokens = every.rows.shape[2]
-    groups = -(-blocks // group)
+    groups = -(-(end - begin) // group)
     cell = (torch.arange(tokens, device=every.rows.device) + back) // block - begin
     # Cells that no block of a group leaves out.
     beyond = (cell < 0) | (cell > groups * group)
@@ -160,7 +160,7 @@ def beyond_slices(
         parts = every.part(low, high).sums(cell[low:high] - number * group, group + 2)
         parts[:, :, group] = firsts[number + 1]
         parts[:, :, group + 1] = before[number] + others[number + 1] + after[number + 2]
-        some_blocks = min(group, blocks - number * group)
+        some_blocks = min(group, end - begin - number * group)
         yield (outside[:some_blocks] @ parts.flatten(3)).unflatten(3, parts.shape[3:])
 
 
