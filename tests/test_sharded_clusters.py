@@ -4,12 +4,13 @@ from itertools import product
 
 import pytest
 import torch
-from test_sharded import RANKS, cut, drawn, join
-from threads import on_ranks
+from test_sharded import RANKS
+from threads import drawn, join
 
 import efficient_attn as ea
 from efficient_attn.ops.clusters import attention, near, probing
-from efficient_attn.ops.sharded.layout import KINDS
+from efficient_attn.ops.sharded.layout import KINDS, own_tokens
+from efficient_attn.ops.sharded.threads import on_threads
 
 # Blocks of 4 tokens, which end on no boundary of a segment.
 OPTIONS = [
@@ -62,12 +63,12 @@ def test_rows_and_gradients_of_all_ranks_are_those_of_the_whole_sequence(
     wanted.backward(g)
 
     def call(placed):
-        inputs = [cut(x, placed, 2).requires_grad_() for x in qkv]
-        own = None if mask is None else cut(mask, placed, 1)
+        inputs = [own_tokens(x, 2, placed).requires_grad_() for x in qkv]
+        own = None if mask is None else own_tokens(mask, 1, placed)
         out = backend.core.forward_sharded(*inputs, own, placed)
-        return out.detach(), *torch.autograd.grad(out, inputs, cut(g, placed, 2))
+        return out.detach(), *torch.autograd.grad(out, inputs, own_tokens(g, 2, placed))
 
-    found = zip(*on_ranks(monkeypatch, RANKS, kind, call), strict=True)
+    found = zip(*on_threads(RANKS, kind, call), strict=True)
     for x, y in zip([join(one, kind, 2) for one in found], [wanted, *(x.grad for x in whole)], strict=True):
         # Sums of at most 66 terms, each with a few roundings of 1.1e-16.
         assert (x - y).norm() <= 1e-13 * y.norm()
@@ -88,7 +89,7 @@ def test_a_rank_computes_the_blocks_of_its_own_queries_alone(causal, options, mo
     backend, (q, k, v, _) = built(causal, options), drawn(TOKENS)
 
     def call(placed):
-        return backend.core.forward_sharded(*(cut(x, placed, 2) for x in (q, k, v)), None, placed)
+        return backend.core.forward_sharded(*(own_tokens(x, 2, placed) for x in (q, k, v)), None, placed)
 
-    on_ranks(monkeypatch, RANKS, "contiguous", call)
+    on_threads(RANKS, "contiguous", call)
     assert 0 < sum(beyond) <= TOKENS
