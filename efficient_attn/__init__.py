@@ -13,6 +13,7 @@ _HOME = {
     "attention": "backends",
     "calibrate": "calibration",
     "build": "backends",
+    "cite": "studies.citation",
     "list_backends": "backends",
     "spec": "backends",
     "Backend": "backend",

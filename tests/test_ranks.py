@@ -79,6 +79,16 @@ def test_positions_of_models_go_on_from_rank_to_rank(lines):
     assert [row for row in lines["model"] if not max(row["errors"]) <= 1e-13] == []
 
 
+def test_scans_of_causal_states_give_outputs_and_gradients_of_one_process(lines):
+    assert len(lines["scan"]) >= 4
+    assert [row for row in lines["scan"] if not max(row["errors"]) <= 1e-13] == []
+
+
+def test_decoding_goes_on_from_a_prefill_on_all_ranks(lines):
+    assert len(lines["decoding"]) == 6
+    assert [row for row in lines["decoding"] if not (row["error"] <= 1e-13 and row["same"])] == []
+
+
 def test_ranks_that_call_differently_are_refused_by_one_message_on_all(lines):
     refused = {row["of"]: set(row["ranks"]) for row in lines["refusal"]}
     assert refused.pop("nothing") == {"an output"}

@@ -173,6 +173,9 @@ class Measured(AttentionMode):
             for site, one in self.sites.items()
         )
 
+    def _repr_html_(self) -> str:
+        return str(self.to_pandas()._repr_html_())
+
 
 def measure(
     model: nn.Module | None = None,
