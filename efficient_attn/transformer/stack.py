@@ -23,8 +23,8 @@ from efficient_attn.transformer.parts import (
     run_block,
     seeded,
     share_layers,
-    spawn_seeds,
 )
+from efficient_attn.transformer.seeds import spawn_seeds
 
 
 class EncoderState(NamedTuple):
