@@ -125,7 +125,7 @@ def _on_a_figure(plot: Plot, rows: Sequence[Sequence[Chart | None]], width: floa
     for ax, chart in drawn:
         move_apart(ax, chart)
     # Notebooks show figures of pyplot only, unless an object draws itself.
-    figure._repr_png_ = partial(to_notebook, figure)
+    vars(figure)["_repr_png_"] = partial(to_notebook, figure)
     return axes
 
 
