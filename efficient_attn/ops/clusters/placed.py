@@ -46,7 +46,7 @@ class Placed(NamedTuple):
         return torch.cat([self.real[:, one.start : one.stop] for one in self.positions], dim=1)
 
     def restored(self, outs: list[Tensor], *, causal: bool) -> Tensor:
-        """Outputs of the queries of the call, from those of `runs`."""
+        """Outputs of the queries of the call, from the outputs of `runs`."""
         out = outs[0] if len(outs) == 1 else torch.cat(outs, dim=2)
         if self.turned is None:
             return out
