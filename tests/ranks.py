@@ -46,6 +46,9 @@ def settings(name: str, causal: bool) -> list[dict]:
         return [{"window": 14 + (not causal)}, {"window": 150 + (not causal)}]
     if name == "linformer":
         return [{"rank": 8}, {"rank": 8, "sharing": "none", "num_heads": HEADS}]
+    if name == "window-clusters":
+        sizes = {"window": 8, "clusters": 12, "global_tokens": 3}
+        return [sizes, {**sizes, "probes": 3}]
     return [SIZES.get(ea.spec(name).size_option, {})]
 
 

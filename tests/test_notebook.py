@@ -92,3 +92,8 @@ def test_weights_maps_are_a_table_of_their_errors_in_a_notebook() -> None:
 def test_a_table_is_escaped_in_a_notebook() -> None:
     html = Table("<b>", ("name",), (("<script>",),), ("&",))._repr_html_()
     assert "<script>" not in html and "&lt;script&gt;" in html and "<b>" not in html
+
+
+def test_a_figure_draws_itself_in_a_notebook() -> None:
+    png = ea.show(["window"], tokens="0:4").plot()._repr_png_()
+    assert png.startswith(b"\x89PNG") and len(png) < 100_000

@@ -79,7 +79,7 @@ def prepare(case: Case, target: Any, inputs: str | None = None) -> Prepared:
     calibrated_on = _calibrate(module, tensors)
 
     def called(target: Any) -> Callable[[], object]:
-        return _with_backward(target, tensors, gradient) if case.backward else _forward(target, tensors)
+        return call_of(target, tensors, gradient if case.backward else None)
 
     call = called(module)
     streams = case.causal and bool(spec.capabilities.streaming)
@@ -168,6 +168,11 @@ def _calibrate(module: Any, inputs: list[Tensor]) -> str | None:
         return None
     calibrate(module, *inputs)
     return SAME_INPUTS
+
+
+def call_of(module: Any, inputs: list[Tensor], gradient: Tensor | None) -> Callable[[], object]:
+    """A forward pass, or a forward and a backward pass from the gradient of the output."""
+    return _forward(module, inputs) if gradient is None else _with_backward(module, inputs, gradient)
 
 
 def _forward(module: Any, inputs: list[Tensor]) -> Callable[[], object]:

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 # First line of a process that has loaded everything.
 READY = "ready"
@@ -27,6 +27,19 @@ _STDERR = 2
 
 class CrashError(Exception):
     """The process ended before it answered; the message describes how."""
+
+
+class Answering(Protocol):
+    """One process, or several that work together, started on first use and after every failure."""
+
+    @property
+    def is_running(self) -> bool: ...
+
+    def start(self) -> None: ...
+
+    def ask(self, job: str, request: Mapping[str, Any], *, limit_s: float) -> bytes: ...
+
+    def close(self) -> None: ...
 
 
 class Process:
@@ -59,7 +72,7 @@ class Process:
             return
         self._child = self._spawned()
         try:
-            ready = self._line(_START_LIMIT_S) == READY.encode()
+            ready = self.answer(_START_LIMIT_S) == READY.encode()
         except (TimeoutError, CrashError):
             ready = False
         if not ready:
@@ -68,17 +81,21 @@ class Process:
 
     def ask(self, job: str, request: Mapping[str, Any], *, limit_s: float) -> bytes:
         """Answer to a request."""
-        self.start()
-        data = f"{json.dumps({'job': job, 'limit_s': limit_s, **request}, allow_nan=False)}\n".encode()
         try:
-            # A process that has ended reads nothing, and its answers end.
-            with contextlib.suppress(BrokenPipeError):
-                while data:
-                    data = data[os.write(self._requests, data) :]
-            return self._line(limit_s)
+            self.send(job, request, limit_s=limit_s)
+            return self.answer(limit_s)
         except BaseException:
             self.close()
             raise
+
+    def send(self, job: str, request: Mapping[str, Any], *, limit_s: float) -> None:
+        """Send a request, whose answer is the next one."""
+        self.start()
+        data = f"{json.dumps({'job': job, 'limit_s': limit_s, **request}, allow_nan=False)}\n".encode()
+        # A process that has ended reads nothing, and its answers end.
+        with contextlib.suppress(BrokenPipeError):
+            while data:
+                data = data[os.write(self._requests, data) :]
 
     def close(self) -> None:
         """Kill the process and all its children if it is running, and reap it."""
@@ -112,8 +129,13 @@ class Process:
         os.close(answers)
         return child
 
-    def _line(self, limit_s: float) -> bytes:
-        """The next line of its answers."""
+    def answer(self, limit_s: float) -> bytes:
+        """The next answer.
+
+        Raises:
+            TimeoutError: If it does not come in time; it may be waited for again.
+            CrashError: If the process has ended.
+        """
         deadline = time.monotonic() + limit_s
         waiting = select.poll()
         waiting.register(self._answers, select.POLLIN)

@@ -85,6 +85,10 @@ class Case:
     num_kv_heads: Annotated[
         Size | None, Meta(description="Number of heads of the keys and values; null: num_heads.")
     ] = None
+    ranks: Annotated[
+        Size | None,
+        Meta(description="Number of processes that share the sequence; null: one without a process group."),
+    ] = None
     schema: Annotated[
         int, Meta(description="Version of this schema. A reader reads every version up to its own.")
     ] = SCHEMA

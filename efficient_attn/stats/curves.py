@@ -28,6 +28,7 @@ _MAY_DIFFER = (
     "batch",
     "num_heads",
     "num_kv_heads",
+    "ranks",
     "head_dim",
     "causal",
     "backward",

@@ -22,16 +22,17 @@ def all_keys_attention(
     Args:
         attend: Function of (q, k, v, key_mask); causal queries are the last positions of the keys.
     """
-    k, v, key_mask = _all_keys(k, v, key_mask, layout)
-    return _causal_rows(attend, q, k, v, key_mask, layout) if causal else attend(q, k, v, key_mask)
+    k, v, key_mask = all_keys(k, v, key_mask, layout)
+    return attention_of_segments(attend, q, k, v, key_mask, layout, causal=causal)
 
 
 def extend_all_keys(
     attend: Attend, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, layout: Layout
 ) -> tuple[Tensor, KVCache]:
     """Causal attention to the keys of all ranks, and the cache of them all on every rank."""
-    cache = summarise_tokens(*_all_keys(k, v, key_mask, layout))
-    return _causal_rows(attend, q, cache.k, cache.v, mask_of(cache), layout), cache
+    cache = summarise_tokens(*all_keys(k, v, key_mask, layout))
+    out = attention_of_segments(attend, q, cache.k, cache.v, mask_of(cache), layout, causal=True)
+    return out, cache
 
 
 def last_keys(k: Tensor, v: Tensor, key_mask: Tensor | None, layout: Layout, *, tokens: int) -> KVCache:
@@ -41,20 +42,23 @@ def last_keys(k: Tensor, v: Tensor, key_mask: Tensor | None, layout: Layout, *, 
     ends = [slice(max(part.start, part.stop - max(tokens, 1)), part.stop) for part in parts]
     k, v = (torch.cat([x[..., end, :] for end in ends], dim=-2) for x in (k, v))
     mask = None if key_mask is None else torch.cat([key_mask[:, end] for end in ends], dim=1)
-    return last_tokens(summarise_tokens(*_all_keys(k, v, mask, layout)), tokens)
+    return last_tokens(summarise_tokens(*all_keys(k, v, mask, layout)), tokens)
 
 
-def _all_keys(
+def all_keys(
     k: Tensor, v: Tensor, key_mask: Tensor | None, layout: Layout
 ) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Keys, values and key mask of all ranks."""
     k, v = all_tokens(torch.cat([k, v], dim=-1), -2, layout).split([k.shape[-1], v.shape[-1]], dim=-1)
     return k, v, None if key_mask is None else all_tokens(key_mask.byte(), 1, layout).bool()
 
 
-def _causal_rows(
-    attend: Attend, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, layout: Layout
+def attention_of_segments(
+    attend: Attend, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, layout: Layout, *, causal: bool
 ) -> Tensor:
-    """Rows of the queries of this rank, each segment with the keys up to its end."""
+    """Attention of the queries of this rank to all keys, with the arguments of `all_keys_attention`."""
+    if not causal:
+        return attend(q, k, v, key_mask)
     places = zip(layout.parts(q.shape[-2]), layout.positions(q.shape[-2]), strict=True)
     rows = [
         attend(

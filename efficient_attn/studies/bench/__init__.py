@@ -11,7 +11,10 @@ STUDY = Study(
     kinds=("time", "memory"),
     quantities=tuple(
         QUANTITIES[name]
-        for name in ("time_s", "device_time_s", "peak_bytes", "parameter_bytes", "state_bytes")
+        for name in (
+            *("time_s", "device_time_s", "peak_bytes", "parameter_bytes", "state_bytes"),
+            "exchange_bytes",
+        )
     ),
     budget="90s",
 )

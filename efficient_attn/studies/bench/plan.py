@@ -2,16 +2,24 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 from efficient_attn.contained import trial
 from efficient_attn.errors import OptionError, UnsupportedError
 from efficient_attn.measure.queued import COLD, L2
-from efficient_attn.runner.isolation import DEFAULT_ISOLATION, DEFAULT_TIMEOUT_S
+from efficient_attn.runner.isolation import DEFAULT_ISOLATION, DEFAULT_TIMEOUT_S, NONE
 from efficient_attn.runner.record import COMPILED, CUDA_GRAPH
 from efficient_attn.runner.units import parse_sizes
 from efficient_attn.runner.variants import YARDSTICK, Variant, ceiling, is_ours, select
 from efficient_attn.studies import options as shared
+from efficient_attn.studies.bench.ranks import (
+    LENGTHS,
+    UNDIVIDED,
+    check_ranks,
+    parse_ranks,
+    rank_plan,
+    threads_of,
+)
 from efficient_attn.studies.costs import cost_points, measurer_for
 from efficient_attn.studies.plan import Plan, Point
 from efficient_attn.studies.study import Option
@@ -20,6 +28,12 @@ from efficient_attn.studies.workload import SUBJECTS, Workload, workloads
 # Key of a run's environment that holds the label of the version that others are compared with.
 AGAINST = "against"
 
+_LENGTHS = (256, 512, 1024, 2048, 4096)
+_SEQ_LENS = replace(
+    get_args(shared.SeqLens)[1],
+    help="Sequence lengths in tokens: 256,512 or 1k; 256:4096:x2 if omitted, 2k,8k with --ranks.",
+)
+
 # A ratio of two versions needs a narrower interval than a curve.
 _ROUNDS, _ROUNDS_OF_VERSIONS = 4, 16
 
@@ -27,7 +41,7 @@ _ROUNDS, _ROUNDS_OF_VERSIONS = 4, 16
 def plan(
     backends: shared.Backends = None,
     *,
-    seq_lens: shared.SeqLens = (256, 512, 1024, 2048, 4096),
+    seq_lens: Annotated[str | int | Sequence[int] | None, _SEQ_LENS] = None,
     of: Annotated[
         str | Sequence[str],
         Option(
@@ -41,6 +55,14 @@ def plan(
         Option(
             help=f"Another version of the backend, timed in the same rounds. {shared.RUNS_CODE}",
             metavar="NAME",
+        ),
+    ] = None,
+    ranks: Annotated[
+        Sequence[int] | None,
+        Option(
+            help="Numbers of processes that share each sequence (context parallelism): 1,2,4.",
+            metavar="N[,N…]",
+            parse=parse_ranks,
         ),
     ] = None,
     layers: Annotated[int | None, Option(help="Blocks of an encoder; 3.", least=1)] = None,
@@ -79,8 +101,14 @@ def plan(
     Example: efficient-attn bench --seq-len 256:4096:x2 --backend window,own.py:attend
 
     Example: efficient-attn bench --backend new.py:attend --against old.py:attend
+
+    Example: efficient-attn bench --ranks 1,2 --causal
     """
-    lengths = parse_sizes(seq_lens, name="seq_lens")
+    if ranks is not None:
+        others = {"of": of not in ("attention", ["attention"]), "against": against, "compile": compile}
+        check_ranks(ranks, {**others, "cuda_graph": cuda_graph, "l2": l2, "isolate": isolate == NONE})
+        threads = threads_of(ranks) if threads is None else threads
+    lengths = parse_sizes(seq_lens or (_LENGTHS if ranks is None else LENGTHS), name="seq_lens")
     settled = workloads(
         Workload(
             layers=layers,
@@ -100,6 +128,12 @@ def plan(
     executions = [None, *([CUDA_GRAPH] if cuda_graph else []), *([COMPILED] if compile else [])]
     _check_device(first.device, executions, l2)
     chosen, other = _variants(backends, options, exclude, against)
+    rounds = rounds if rounds is not None else _ROUNDS if other is None else _ROUNDS_OF_VERSIONS
+    if ranks is not None:
+        _try_options(chosen, first, max(lengths))
+        return rank_plan(
+            chosen, first, lengths, ranks, rounds=rounds, memory_limit=memory_limit, timeout_s=timeout_s
+        )
     measurer, limit, notes = measurer_for(
         chosen, first, isolate=isolate, timeout_s=timeout_s, memory_limit=memory_limit
     )
@@ -113,7 +147,7 @@ def plan(
                 lengths,
                 {**vars(workload), "inputs": "gaussian"},
                 measure=measurer,
-                rounds=rounds if rounds is not None else _ROUNDS if other is None else _ROUNDS_OF_VERSIONS,
+                rounds=rounds,
                 # The memory of a graph is allocated when it is captured, none of it in a call.
                 kinds=("time",) if execution == CUDA_GRAPH else ("time", "memory"),
                 limit_bytes=limit,
@@ -126,7 +160,7 @@ def plan(
         timeout_s=timeout_s,
         notes=notes,
         about={} if other is None else {AGAINST: other.label},
-        undivided="bench interleaves the timing rounds of all backends on one machine; leave it out",
+        undivided=UNDIVIDED,
         resources=measurer,
     )
 
