@@ -1,6 +1,6 @@
 """Packages of the wheel: every folder of the library, and `cli` under a name that no other project has.
 
-The description is the README with the addresses of its files in the repository, where an index can follow them.
+The description is the README with the addresses of its files in the repository, which an index can follow.
 Everything else is in pyproject.toml, which can declare neither.
 """
 
