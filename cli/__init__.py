@@ -1,1 +1,18 @@
 """The command `efficient-attn`: parses, calls the library once, prints."""
+
+import sys
+
+from efficient_attn.errors import MissingPackageError, naming_missing
+
+from . import exits
+
+
+def start() -> None:
+    """Run the command line; without its packages, exit with one line that names the first."""
+    try:
+        with naming_missing("The command line"):
+            from .main import main
+    except MissingPackageError as error:
+        print(error, file=sys.stderr)
+        sys.exit(exits.WRONG_REQUEST)
+    main()

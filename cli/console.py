@@ -74,5 +74,4 @@ def print_tables(tables: Sequence[Any]) -> None:
 
 def show_step(step: Any) -> None:
     """Print a line of progress to stderr for every finished point, with the predicted time left."""
-    minutes, seconds = divmod(round(step.remaining_s), 60)
-    say(f"[{step.done}/{step.total}] {step.outcome}; {minutes}:{seconds:02} left")
+    say(str(step))

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from efficient_attn.errors import AttentionError
+from efficient_attn.errors import AttentionError, naming_missing
 from efficient_attn.studies import studies
 from efficient_attn.studies.processes import num_processes, refuse_several
 
@@ -116,7 +116,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _run(arguments: Sequence[str] | None) -> int:
     try:
-        return int(app(args=arguments, standalone_mode=False) or exits.DONE)
+        with naming_missing("This command"):
+            return int(app(args=arguments, standalone_mode=False) or exits.DONE)
     except (AttentionError, _UsageError) as error:
         console.refuse(str(error) if isinstance(error, AttentionError) else error.format_message())
         return exits.WRONG_REQUEST

@@ -72,7 +72,7 @@ def _is_class(name: str, module: str) -> bool:
     for x in parsed.body:
         if isinstance(x, (ast.FunctionDef, ast.ClassDef)) and x.name == name:
             return isinstance(x, ast.ClassDef)
-    for x in parsed.body:
+    for x in ast.walk(parsed):
         if isinstance(x, ast.ImportFrom) and any(alias.name == name for alias in x.names):
             return _is_class(name, (x.module or "").removeprefix("efficient_attn."))
     raise LookupError(f"efficient_attn.{module} has no {name}.")

@@ -4,14 +4,16 @@ Public names are resolved on first use, so that importing the package imports no
 """
 
 import importlib
-import pkgutil
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+import os
+
+# A type checker takes the name for True; `typing` and `pathlib` would be most of the time of the import.
+TYPE_CHECKING = False
 
 _HOME = {
     "attention": "backends",
     "calibrate": "calibration",
     "build": "backends",
+    "cite": "studies.citation",
     "list_backends": "backends",
     "spec": "backends",
     "Backend": "backend",
@@ -52,11 +54,16 @@ _HOME = {
 _MODULES = {"testing": "testing", "intercept": "integrations.intercept", "distributed": "distributed"}
 
 # Every folder of `studies` is a function here.
-_STUDIES = [one.name for one in pkgutil.iter_modules([str(Path(__file__).parent / "studies")]) if one.ispkg]
+_FOLDER = os.path.join(os.path.dirname(__file__), "studies")
+_STUDIES = [
+    name for name in os.listdir(_FOLDER) if os.path.isfile(os.path.join(_FOLDER, name, "__init__.py"))
+]
 
 __all__ = sorted([*_HOME, *_MODULES, *_STUDIES])
 
 if TYPE_CHECKING:
+    from typing import Any
+
     __version__: str
     from efficient_attn import distributed as distributed
     from efficient_attn import testing as testing
@@ -84,20 +91,26 @@ if TYPE_CHECKING:
     from efficient_attn.transformer.stack import Encoder as Encoder
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> "Any":
+    if name not in __all__ and name != "__version__":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from efficient_attn.errors import naming_missing
+
+    with naming_missing(f"efficient_attn.{name}"):
+        value = _resolved(name)
+    globals()[name] = value
+    return value
+
+
+def _resolved(name: str) -> "Any":
     if name in _MODULES:
         return importlib.import_module(f"{__name__}.{_MODULES[name]}")
     if name in _STUDIES:
         study = importlib.import_module(f"{__name__}.studies").find(name)
-        value = importlib.import_module(f"{__name__}.studies.run").function_of(study)
-    elif name == "__version__":
-        value = _version()
-    elif name in _HOME:
-        value = getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
-    else:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    globals()[name] = value
-    return value
+        return importlib.import_module(f"{__name__}.studies.run").function_of(study)
+    if name in _HOME:
+        return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+    return _version()
 
 
 def _version() -> str:

@@ -71,7 +71,9 @@ class Backend(nn.Module):
         """Output of new tokens that follow `state`, and the new state.
 
         Prefill is a call with state None, a decoding step a call with one token; `key_mask`
-        covers the new tokens. States are never modified, so a state may be extended twice.
+        covers the new tokens. States are never modified, so a state may be extended twice. Inside
+        `context_parallel`, a prefill returns the output of the own tokens and the state after the tokens of
+        all processes.
 
         Raises:
             UnsupportedError: If the backend was not built causal or cannot stream.
@@ -81,9 +83,13 @@ class Backend(nn.Module):
             raise UnsupportedError("extend needs a causal backend: build it with causal=True.")
         if not self.spec.capabilities.streaming:
             raise UnsupportedError(f"Backend {self.spec.name!r} keeps no state and cannot extend.")
-        self._check(q, k, v, key_mask, streaming=True)
+        # Inside context_parallel only a prefill reads the tokens of other ranks.
+        layout = None if state is not None else layout_in_force()
+        self._check(q, k, v, key_mask, streaming=True, layout=layout)
         with without_autocast(q):
-            return self.core.extend(q, k, v, state, key_mask)
+            if layout is None or k.shape[2] == 0:
+                return self.core.extend(q, k, v, state, key_mask)
+            return self.core.extend_sharded(q, k, v, key_mask, layout)
 
     def attention_weights(
         self, q: Tensor, k: Tensor, *, key_mask: Tensor | None = None, rows: Any = None
@@ -177,7 +183,7 @@ class Backend(nn.Module):
         if layout is None:
             check_alone()
         else:
-            check_agreeing(self, q, k, v, key_mask, layout)
+            check_agreeing(self, q, k, v, key_mask, layout, streaming=streaming)
         check_inputs(self.problem, self.spec, q, k, v, key_mask, streaming=streaming)
         check_kept(self.spec, self, q)
         if layout is not None:

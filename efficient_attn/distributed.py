@@ -4,6 +4,7 @@ Inside `context_parallel` every process holds the tokens of its own segments, an
 of these tokens of attention over the whole sequence. No tensor is resized and no function of torch replaced.
 """
 
+import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -16,7 +17,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from efficient_attn.errors import ShapeError
 from efficient_attn.modules.options import one_of
 from efficient_attn.ops.sharded.exchange import all_tokens
-from efficient_attn.ops.sharded.layout import KINDS, Layout, in_force
+from efficient_attn.ops.sharded.layout import KINDS, Layout, in_force, own_tokens, ranks_per_node
 
 __all__ = ["ContextParallel", "context_parallel", "shard", "unshard"]
 
@@ -86,8 +87,7 @@ def shard(x: Tensor, mesh: DeviceMesh, dim: int, layout: str = "contiguous") -> 
             f"x has {tokens} tokens along axis {dim}, and layout {layout!r} has {segments} segments of equal "
             f"length: pad it to {longer} and mask the padding with a key_mask."
         )
-    parts = x.chunk(segments, dim) if tokens else [x] * segments
-    return torch.cat([parts[segment] for segment in placed.own], dim).contiguous()
+    return own_tokens(x, dim, placed)
 
 
 @torch.no_grad()
@@ -109,4 +109,5 @@ def _layout(mesh: DeviceMesh, kind: str) -> Layout:
             f"mesh has {mesh.ndim} dimensions {mesh.mesh_dim_names}; the tokens are distributed over one: "
             'give mesh["cp"] for a dimension called cp.'
         )
-    return Layout(mesh.get_group().group_name, kind, mesh.get_local_rank(), mesh.size())
+    per_node = ranks_per_node(mesh.mesh.tolist(), int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+    return Layout(mesh.get_group().group_name, kind, mesh.get_local_rank(), mesh.size(), per_node)

@@ -1,7 +1,8 @@
 """All errors that a user can cause, one class per kind."""
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 # Names in other libraries and here; edit distance cannot match these.
 _ELSEWHERE = {
@@ -120,7 +121,25 @@ class DataError(AttentionError, ValueError):
 
 
 class MissingPackageError(AttentionError, ImportError):
-    """An optional package is required; the message names the extra to install."""
+    """A package is not installed; the message has the command that installs it."""
+
+
+@contextmanager
+def naming_missing(user: str) -> Iterator[None]:
+    """Context in which the import of a package that is not installed is an error that names `user`.
+
+    Raises:
+        MissingPackageError: In place of a ModuleNotFoundError.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package in ("", __package__):
+            raise
+        raise MissingPackageError(
+            f"{user} needs {package}, which is not installed: pip install efficient-attn."
+        ) from None
 
 
 class UnknownNameError(AttentionError, ValueError):

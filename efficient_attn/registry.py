@@ -28,7 +28,8 @@ class Capabilities:
         needs_max_tokens: Whether max_tokens is required.
         needs_calibration: Whether `calibrate` is required before the first call.
         sharded: Exchange between ranks inside `distributed.context_parallel`, "states", "sums", "neighbours"
-            or "keys"; the core then has `forward_sharded(q, k, v, key_mask, layout)`. None: not supported.
+            or "keys"; the core then has `forward_sharded(q, k, v, key_mask, layout)`, and for a prefill
+            `extend_sharded` with the same arguments. None: not supported.
         approximates_softmax: Whether the backend approximates softmax attention, not another kernel.
         dtypes: Names of the supported dtypes.
         time_growth: Exponent of the number of tokens in the running time.

@@ -20,12 +20,21 @@ def check_alone() -> None:
     """
     if layout_in_force() is not None:
         raise UnsupportedError(
-            "Inside efficient_attn's context_parallel only backend(q, k, v) reads the tokens of other ranks; "
-            "call everything else outside, on whole sequences."
+            "Inside efficient_attn's context_parallel only backend(q, k, v) and its extend without a "
+            "state read the tokens of other ranks; call everything else outside, on whole sequences."
         )
 
 
-def check_agreeing(backend: Any, q: Any, k: Any, v: Any, key_mask: Tensor | None, layout: Layout) -> None:
+def check_agreeing(
+    backend: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    key_mask: Tensor | None,
+    layout: Layout,
+    *,
+    streaming: bool = False,
+) -> None:
     """Refuse backends without an exchange, and calls that differ between ranks, on all ranks alike.
 
     Raises:
@@ -38,9 +47,15 @@ def check_agreeing(backend: Any, q: Any, k: Any, v: Any, key_mask: Tensor | None
             f"Backend {backend.spec.name!r} cannot read the tokens of other ranks, inside context_parallel: "
             f"{able} can."
         )
+    if streaming and not hasattr(backend.core, "extend_sharded"):
+        raise UnsupportedError(
+            f"Backend {backend.spec.name!r} cannot extend inside context_parallel: extend outside, on whole "
+            "sequences."
+        )
     tensors = {"q": q, "k": k, "v": v, "key_mask": key_mask}
     device = q.device if isinstance(q, Tensor) else torch.get_default_device()
-    check_agreement(_description(backend, tensors, layout), layout, device)
+    call = "extend of " * streaming + _description(backend, tensors, layout)
+    check_agreement(call, layout, device)
 
 
 def check_segments(problem: AttentionProblem, q: Tensor, k: Tensor, layout: Layout) -> None:
@@ -68,7 +83,8 @@ def _description(backend: Any, tensors: dict[str, Any], layout: Layout) -> str:
     shown = ", ".join(f"{name} {_show(x)}" for name, x in tensors.items() if x is not None)
     options = ", ".join(f"{name}={value}" for name, value in vars(backend.options).items())
     causal = "causal" if backend.problem.causal else "full"
-    return f"{backend.spec.name}({options}), {causal}, {layout.kind}, with {shown}"
+    place = f"{layout.kind}, gathered from {len(layout.near)} ranks"
+    return f"{backend.spec.name}({options}), {causal}, {place}, with {shown}"
 
 
 def _show(x: Any) -> str:

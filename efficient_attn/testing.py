@@ -21,6 +21,7 @@ from efficient_attn.conformance import (  # noqa: F401  (imported to register th
     numerics,
     precision,
     randomness,
+    ranks,
     refusals,
     settings,
     streams,

@@ -48,6 +48,31 @@ class PadsWithoutAMask(Softmax):
         return super().forward(q, k, v, key_mask)
 
 
+# Faults between ranks --------------------------------------------------------------------------------
+
+
+class ReadsItsOwnRank(Softmax):
+    """Attention without an exchange, as torch's context_parallel runs it."""
+
+    def forward_sharded(self, q, k, v, key_mask, layout):
+        return self(q, k, v, key_mask)
+
+
+class JoinsRanksInTheirOrder(Softmax):
+    """Right for contiguous segments, wrong for those of a head-tail layout."""
+
+    def forward_sharded(self, q, k, v, key_mask, layout):
+        return super().forward_sharded(q, k, v, key_mask, layout._replace(kind="contiguous"))
+
+
+class MultipliesGradientsByTheRanks(Softmax):
+    """The output is right; every rank sums the gradients of all, and the sums are summed again."""
+
+    def forward_sharded(self, q, k, v, key_mask, layout):
+        k, v = (x + (layout.ranks - 1) * (x - x.detach()) for x in (k, v))
+        return super().forward_sharded(q, k, v, key_mask, layout)
+
+
 # Faults of causality ---------------------------------------------------------------------------------
 
 

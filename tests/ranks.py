@@ -21,6 +21,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 import efficient_attn as ea
 from efficient_attn.distributed import ContextParallel, context_parallel, shard, unshard
 from efficient_attn.errors import AttentionError
+from efficient_attn.ops.sharded import layout as layouts
 from efficient_attn.ops.sharded.exchange import bytes_sent
 
 RANK, RANKS, STORE = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
@@ -28,6 +29,12 @@ HEADS, KV_HEADS, DIM, VALUE_DIM = 4, 2, 8, 6
 LAYOUTS = ("contiguous", "head-tail")
 SIZES = {"rank": {"rank": 8}, "num_features": {"num_features": 16}}
 NAMES = [name for name in ea.list_backends() if ea.spec(name).capabilities.sharded]
+COUNTED = {
+    "linear-elu": {},
+    "performer-positive": {"num_features": 8},
+    "window": {"window": 9},
+    "linformer": {"rank": 2},
+}
 if RANKS > 2:
     # One backend of each algorithm, to save time.
     NAMES = ["exact", "window", "linformer", "performer-positive", "performer-trig", "linear-hedgehog"]
@@ -39,6 +46,9 @@ def settings(name: str, causal: bool) -> list[dict]:
         return [{"window": 14 + (not causal)}, {"window": 150 + (not causal)}]
     if name == "linformer":
         return [{"rank": 8}, {"rank": 8, "sharing": "none", "num_heads": HEADS}]
+    if name == "window-clusters":
+        sizes = {"window": 8, "clusters": 12, "global_tokens": 3}
+        return [sizes, {**sizes, "probes": 3}]
     return [SIZES.get(ea.spec(name).size_option, {})]
 
 
@@ -144,6 +154,16 @@ def compare(tokens: int) -> None:
         report(what="error", case=case, parts=together, whole=alone)
 
 
+def scans() -> None:
+    """Causal states by scans over ranks, and over two nodes of half of the ranks each."""
+    for local, layout, masked in itertools.product({1, RANKS // 2}, LAYOUTS, (False, True)):
+        os.environ["LOCAL_WORLD_SIZE"], layouts.MOST_GATHERED = str(local), local
+        backend = built("performer-positive", True, {"num_features": 16}, 192).double()
+        tensors, mask = drawn(192), key_mask(192) if masked else None
+        pairs = zip(parts(backend, tensors, mask, layout), whole(backend, tensors, mask), strict=True)
+        report(what="scan", case=[local, layout, masked], errors=[relative(x, y) for x, y in pairs])
+
+
 def models() -> None:
     """An encoder whose positions go on from rank to rank, in every way to put it on several ranks."""
     x = torch.randn(2, 48, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -170,18 +190,40 @@ def models() -> None:
         report(what="model", case=[positions, layout, way], errors=errors)
 
 
-def count(*lengths: int) -> None:
-    for name, causal, layout in itertools.product(NAMES, (False, True), LAYOUTS):
-        if ea.spec(name).capabilities.sharded == "keys" or (causal and name == "linformer"):
+def decode() -> None:
+    """Logits and tokens after a prefill on all ranks, decoded on each."""
+    prompt = torch.randint(256, (2, 51), generator=torch.Generator().manual_seed(0))
+    for name, layout in itertools.product(("exact", "window", "performer-positive"), LAYOUTS):
+        torch.manual_seed(0)
+        options = {"window": 21} if name == "window" else SIZES.get(ea.spec(name).size_option, {})
+        model = ea.LanguageModel(16, 2, name, num_layers=2, positions="sinusoidal", **options).double()
+        with torch.no_grad():
+            wanted, after = model.extend(prompt[:, 48:], model.extend(prompt[:, :48])[1])
+            with context_parallel(mesh, layout=layout):
+                _, state = model.extend(shard(prompt[:, :48], mesh, 1, layout))
+            found, seen = model.extend(prompt[:, 48:], state)
+        tokens = ea.generate(
+            lambda new, past, model=model, state=state: model.extend(new, state if past is None else past),
+            prompt[:, 48:],
+            8,
+        )
+        same = tokens.equal(ea.generate(model.extend, prompt, 8)) and seen.tokens == after.tokens
+        report(what="decoding", case=[name, layout], error=relative(found, wanted), same=same)
+
+
+def count() -> None:
+    """Bytes that this rank sends with one head of few numbers, at a short and a long length."""
+    for name, causal, layout in itertools.product(COUNTED, (False, True), LAYOUTS):
+        if causal and name == "linformer":
             continue
-        options = settings(name, causal)[0]
+        lengths = 512, 1_048_576 if RANKS == 2 and layout == "contiguous" else 1024
         for tokens in lengths:
-            backend, sums = built(name, causal, options, max(lengths)), []
-            *inputs, g = (shard(x, mesh, 2, layout).float() for x in drawn(tokens))
+            backend = ea.build(name, head_dim=4, causal=causal, max_tokens=max(lengths), **COUNTED[name])
+            inputs = [torch.randn(1, 1, tokens // RANKS, 4, requires_grad=True) for _ in range(3)]
             with context_parallel(mesh, layout=layout), bytes_sent() as forward:
-                out = backend(*(x.requires_grad_() for x in inputs))
+                out = backend(*inputs)
             with bytes_sent() as backward:
-                out.backward(g)
+                out.sum().backward()
             sums = [sum(forward), sum(backward)]
             report(
                 what="bytes", case=[name, "causal" if causal else "full", layout], tokens=tokens, sent=sums
@@ -214,9 +256,11 @@ store = dist.FileStore(STORE, RANKS)
 dist.init_process_group("gloo", store=store, rank=RANK, world_size=RANKS, timeout=timedelta(seconds=60))
 mesh = init_device_mesh("cpu", (RANKS,))
 compare(192)
-count(192, 384)
+count()
 models()
+decode()
 disagree()
+scans()
 dist.destroy_process_group()
 # Threads of gloo in torch 2.13 abort some processes while the interpreter ends.
 os._exit(0)

@@ -21,7 +21,9 @@ class Pair(NamedTuple):
     check: str
 
 
-EXACT = Capabilities(causal=True, exact=True, second_derivatives=True, time_growth=2, memory_growth=2)
+EXACT = Capabilities(
+    causal=True, exact=True, second_derivatives=True, sharded="keys", time_growth=2, memory_growth=2
+)
 RANDOM = Capabilities(causal=True, second_derivatives=True, time_growth=2, memory_growth=2)
 LOCAL = Capabilities(causal=True, cross=False, second_derivatives=True, time_growth=2, memory_growth=2)
 LINEAR = Capabilities(causal=True, exact=True, second_derivatives=True, time_growth=2)
@@ -57,6 +59,9 @@ PAIRS = (
     _pair(broken.ReadsEverythingWhereItIsBlind, "blind_queries_give_zeros"),
     _pair(broken.ForgetsTheMaskWhenExtending, "extend_honours_its_mask"),
     _pair(broken.PadsWithoutAMask, "weights_of_a_row_sum_to_one"),
+    _pair(broken.ReadsItsOwnRank, "parts_on_several_ranks_are_the_whole"),
+    _pair(broken.JoinsRanksInTheirOrder, "parts_on_several_ranks_are_the_whole"),
+    _pair(broken.MultipliesGradientsByTheRanks, "parts_on_several_ranks_are_the_whole"),
     _pair(broken.IgnoresCausality, "no_output_depends_on_a_later_token"),
     _pair(broken.AlignsQueriesWithTheFirstKeys, "queries_are_the_last_positions"),
     _pair(broken.MixesThenMasks, "no_output_depends_on_a_later_token"),

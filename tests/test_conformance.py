@@ -24,6 +24,11 @@ CAUSALITY = (
     "later_values_move_no_output",
     "queries_are_the_last_positions",
 )
+# Backends of other exchanges, and a signed one; the others exchange states by the same code.
+RANKS, ON_RANKS = (
+    "parts_on_several_ranks_are_the_whole",
+    ("exact", "linformer", "performer-trig", "window"),
+)
 # Checks that visit every path of `ops`. Shape checks double the time, and only repeat themselves in others.
 WITH_SHAPE_CHECKS = (
     "gradients_hold_at_every_shape",
@@ -35,7 +40,10 @@ WITH_SHAPE_CHECKS = (
 
 def marks(backend: str, check: str) -> list[pytest.MarkDecorator]:
     slow = (
-        check in SLOW or (backend, check) in SLOW_ALONE or (backend in SAME_CAUSALITY and check in CAUSALITY)
+        check in SLOW
+        or (backend, check) in SLOW_ALONE
+        or (backend in SAME_CAUSALITY and check in CAUSALITY)
+        or (check == RANKS and backend not in ON_RANKS)
     )
     return [pytest.mark.compile] * (check in WITHOUT_SHAPE_CHECKS) + [pytest.mark.slow] * slow
 

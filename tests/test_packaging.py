@@ -83,6 +83,29 @@ def test_the_tests_test_the_wheel_and_not_the_checkout(wheel: metadata.Distribut
     assert str(ROOT) not in sys.path
 
 
+def test_links_of_the_description_work_away_from_the_repository(wheel: metadata.Distribution) -> None:
+    description = wheel.metadata["Description"] or str(wheel.metadata.get_payload())
+    links = re.findall(r"\]\(([^)]+)\)", description)
+    assert len(links) > 20 and [link for link in links if not link.startswith("https://")] == []
+    pictures = re.findall(r"!\[[^\]]*\]\(([^)]+)\)", description)
+    assert pictures and all("/raw/" in picture for picture in pictures)
+
+
+def test_the_sdist_has_every_folder_and_page_of_the_checkout() -> None:
+    manifest = set((ROOT / "MANIFEST.in").read_text(encoding="utf-8").split())
+    # setuptools adds these, and the sources of the packages.
+    automatic = {"LICENSE", "MANIFEST.in", "README.md", "pyproject.toml", "setup.py", "cli", "efficient_attn"}
+    # Further entries of an unpacked sdist and of a checkout in use.
+    unshipped = {".git", ".venv", "PKG-INFO", "setup.cfg", "build", "dist", "runs", ".hypothesis"}
+    found = {one.name for one in ROOT.iterdir() if not re.search(r"_cache$|^__|egg-info$", one.name)}
+    assert sorted(found - manifest - automatic - unshipped) == []
+
+
+def test_shipped_activations_and_texts_stay_small() -> None:
+    data = FOLDERS["efficient_attn"] / "data"
+    assert sum(one.stat().st_size for one in data.iterdir() if one.is_file()) < 16e6
+
+
 @pytest.mark.parametrize("folder", FOLDERS.values(), ids=FOLDERS)
 def test_the_package_tells_type_checkers_that_it_is_typed(folder: Path) -> None:
     assert (folder / "py.typed").is_file()

@@ -1,19 +1,21 @@
 """Parts of a sequence on several ranks give the rows and gradients of the whole sequence."""
 
 from itertools import product
+from threading import BrokenBarrierError
 from types import SimpleNamespace
 
 import pytest
 import torch
-from threads import on_ranks
+from threads import drawn, join
 
 import efficient_attn as ea
 from efficient_attn.distributed import context_parallel, shard
 from efficient_attn.errors import ShapeError, UnknownNameError, UnsupportedError
 from efficient_attn.ops.sharded.agreement import check_agreement
-from efficient_attn.ops.sharded.exchange import bytes_sent
-from efficient_attn.ops.sharded.layout import KINDS, Layout, at_positions, in_force
+from efficient_attn.ops.sharded.exchange import all_tokens, bytes_sent
+from efficient_attn.ops.sharded.layout import KINDS, Layout, at_positions, in_force, own_tokens
 from efficient_attn.ops.sharded.softmax import with_neighbours
+from efficient_attn.ops.sharded.threads import on_threads
 from efficient_attn.problem import AttentionProblem
 from efficient_attn.sharded_checks import check_segments
 
@@ -36,40 +38,22 @@ def layout(rank, ranks=RANKS, kind="contiguous"):
     return Layout(None, kind, rank, ranks)
 
 
-def cut(x, placed, dim):
-    parts = x.chunk(placed.num_segments, dim)
-    return torch.cat([parts[segment] for segment in placed.own], dim)
-
-
-def join(found, kind, dim):
-    segments = [part for x in found for part in x.chunk(len(layout(0, kind=kind).own), dim)]
-    return torch.cat([segments[place] for place in layout(0, kind=kind).order], dim)
-
-
-def drawn(tokens):
-    """q, k, v and a gradient; q and k are short, so that no signed denominator is small."""
-    shapes = ((4, 8, 0.3), (2, 8, 0.3), (2, 6, 1.0), (4, 6, 1.0))
-    return [norm * torch.randn(2, heads, tokens, dim, dtype=torch.float64) for heads, dim, norm in shapes]
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_layout_holds_every_position_once_and_knows_its_order(kind):
     placed = [layout(rank, kind=kind) for rank in range(RANKS)]
     held = [position for one in placed for some in one.positions(4) for position in some]
     assert sorted(held) == list(range(4 * RANKS))
     x = torch.arange(4 * RANKS)
-    assert torch.equal(join([cut(x, one, 0) for one in placed], kind, 0), x)
+    assert torch.equal(join([own_tokens(x, 0, one) for one in placed], kind, 0), x)
     for one in placed:
         assert [x[some.start : some.stop].tolist() for some in one.positions(4)] == [
-            cut(x, one, 0)[part].tolist() for part in one.parts(4)
+            own_tokens(x, 0, one)[part].tolist() for part in one.parts(4)
         ]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("name", "causal", "options"), CASES)
-def test_rows_and_gradients_of_all_ranks_are_those_of_the_whole_sequence(
-    name, causal, options, kind, monkeypatch
-):
+def test_rows_and_gradients_of_all_ranks_are_those_of_the_whole_sequence(name, causal, options, kind):
     torch.manual_seed(0)
     tokens = 66
     backend = ea.build(name, head_dim=8, causal=causal, **options).double()
@@ -83,12 +67,12 @@ def test_rows_and_gradients_of_all_ranks_are_those_of_the_whole_sequence(
     learned = [x.grad.clone() for x in backend.parameters()]
 
     def call(placed):
-        inputs = [cut(x, placed, 2).requires_grad_() for x in qkv]
-        out = backend.core.forward_sharded(*inputs, cut(mask, placed, 1), placed)
-        own = torch.autograd.grad(out, [*inputs, *backend.parameters()], cut(g, placed, 2))
+        inputs = [own_tokens(x, 2, placed).requires_grad_() for x in qkv]
+        out = backend.core.forward_sharded(*inputs, own_tokens(mask, 1, placed), placed)
+        own = torch.autograd.grad(out, [*inputs, *backend.parameters()], own_tokens(g, 2, placed))
         return out.detach(), *own
 
-    found = list(zip(*on_ranks(monkeypatch, RANKS, kind, call), strict=True))
+    found = list(zip(*on_threads(RANKS, kind, call), strict=True))
     joined = [join(found[i], kind, 2) for i in range(4)] + [sum(x) for x in found[4:]]
     for x, y in zip(joined, [wanted, *(x.grad for x in whole), *learned], strict=True):
         # Sums of at most 66 terms, each with a few roundings of 1.1e-16.
@@ -96,12 +80,12 @@ def test_rows_and_gradients_of_all_ranks_are_those_of_the_whole_sequence(
 
 
 @pytest.mark.parametrize(("kind", "reach"), [("contiguous", 5), ("head-tail", 5), ("contiguous", 40)])
-def test_a_window_receives_the_keys_that_it_reads_and_no_others(kind, reach, monkeypatch):
+def test_a_window_receives_the_keys_that_it_reads_and_no_others(kind, reach):
     tokens = 20
     x = torch.arange(tokens * RANKS, dtype=torch.float64)[None, None, :, None].expand(1, 1, -1, 2)
     for placed, found in zip(
         [layout(rank, kind=kind) for rank in range(RANKS)],
-        on_ranks(monkeypatch, RANKS, kind, lambda one: with_neighbours(cut(x, one, 2), reach, 3, one)),
+        on_threads(RANKS, kind, lambda one: with_neighbours(own_tokens(x, 2, one), reach, 3, one)),
         strict=True,
     ):
         for own, near in zip(placed.positions(tokens), found, strict=True):
@@ -113,7 +97,7 @@ def test_a_window_receives_the_keys_that_it_reads_and_no_others(kind, reach, mon
     ("name", "causal"),
     [("linformer", False), *product(("performer-positive", "performer-trig", "window"), (False, True))],
 )
-def test_bytes_do_not_depend_on_the_length(name, causal, monkeypatch):
+def test_bytes_do_not_depend_on_the_length(name, causal):
     options = {"window": {"window": 9}, "linformer": {"rank": 6, "max_tokens": 96}}
     backend = ea.build(name, head_dim=8, causal=causal, **options.get(name, {"num_features": 12})).double()
 
@@ -121,12 +105,12 @@ def test_bytes_do_not_depend_on_the_length(name, causal, monkeypatch):
         *qkv, g = drawn(tokens)
 
         def call(placed):
-            inputs = [cut(x, placed, 2).requires_grad_() for x in qkv]
+            inputs = [own_tokens(x, 2, placed).requires_grad_() for x in qkv]
             out = backend.core.forward_sharded(*inputs, None, placed)
-            torch.autograd.grad(out, inputs, cut(g, placed, 2))
+            torch.autograd.grad(out, inputs, own_tokens(g, 2, placed))
 
         with bytes_sent() as counts:
-            on_ranks(monkeypatch, RANKS, "contiguous", call)
+            on_threads(RANKS, "contiguous", call)
         return sorted(counts)
 
     assert sent(48) == sent(96) != []
@@ -146,19 +130,26 @@ def test_positions_go_on_from_segment_to_segment():
 def test_calls_that_other_ranks_cannot_answer_are_refused():
     q = torch.randn(1, 2, 8, 8)
     backend = ea.build("exact", head_dim=8, causal=True)
+    _, state = backend.extend(q, q, q)
+    decoder, x = ea.Decoder(16, 2, num_layers=1), torch.randn(1, 8, 16)
     calls = [
-        lambda: backend.extend(q, q, q),
+        lambda: decoder.extend(x, None, x),
+        lambda: backend.extend(q, q, q, state),
         lambda: backend.attention_weights(q, q),
         lambda: ea.build("performer-oprf", head_dim=8).calibrate(q, q),
         lambda: ea.MultiheadAttention(16, 2)(*[torch.randn(4, 1, 16)] * 3, need_weights=True),
     ]
     with in_force(layout(0)):
         for call in calls:
-            with pytest.raises(UnsupportedError, match=r"only backend\(q, k, v\) reads the tokens of other"):
+            with pytest.raises(UnsupportedError, match=r"only backend\(q, k, v\) and its extend"):
                 call()
-        with pytest.raises(UnsupportedError, match=r"'window-clusters' cannot read .* exact, .*window can"):
-            ea.build("window-clusters", head_dim=8)(q, q, q)
-        with pytest.raises(UnsupportedError, match="cannot read the tokens of other ranks"):
+        causal = ea.build("exact", head_dim=8, causal=True)
+        causal.core = torch.nn.Identity()
+        with pytest.raises(UnsupportedError, match="'exact' cannot extend inside context_parallel"):
+            causal.extend(q, q, q)
+        with pytest.raises(
+            UnsupportedError, match=r"cannot read .* other ranks.* exact, .*window-clusters can"
+        ):
             ea.build(lambda q, k, v: v, head_dim=8)(q, q, q)
     assert backend(q, q, q).shape == q.shape
 
@@ -167,6 +158,7 @@ def mesh(ndim=1):
     return SimpleNamespace(
         ndim=ndim,
         mesh_dim_names=("dp", "cp"),
+        mesh=torch.arange(RANKS),
         get_group=lambda: SimpleNamespace(group_name=""),
         get_local_rank=lambda: 1,
         size=lambda: RANKS,
@@ -195,14 +187,14 @@ def test_shards_are_copies_of_whole_segments_and_other_requests_are_refused():
         check_segments(problem, q[:, :, :4], torch.randn(1, 2, 6, 4), segments)
 
 
-def test_all_ranks_refuse_calls_that_differ_with_the_message_of_the_first_that_does(monkeypatch):
+def test_all_ranks_refuse_calls_that_differ_with_the_message_of_the_first_that_does():
     def call(placed):
         check_agreement("alike", placed, torch.device("cpu"))
         with pytest.raises(ShapeError) as error:
             check_agreement(f"with {placed.rank // 2} tokens", placed, torch.device("cpu"))
         return str(error.value)
 
-    messages = on_ranks(monkeypatch, RANKS, "contiguous", call)
+    messages = on_threads(RANKS, "contiguous", call)
     assert len(set(messages)) == 1
     assert messages[0].startswith("Rank 2 of the mesh calls with 1 tokens, and rank 0 calls with 0 tokens;")
 
@@ -216,3 +208,22 @@ def test_relative_positions_and_longer_sequences_than_a_projection_are_refused()
     backend = ea.build("linformer", head_dim=8, max_tokens=20, rank=4)
     with pytest.raises(ShapeError, match="at most 20 tokens and k has 24 on all ranks"):
         backend.core.forward_sharded(q, q, q, None, layout(0))
+
+
+def test_an_error_of_one_rank_of_threads_ends_the_others_and_is_the_one_that_is_raised():
+    def call(placed):
+        if placed.rank == 1:
+            raise ValueError("the second rank")
+        all_tokens(torch.zeros(1), 0, placed)
+
+    with pytest.raises(ValueError, match="the second rank"):
+        on_threads(RANKS, "contiguous", call)
+
+
+def test_ranks_of_threads_that_wait_for_a_missing_one_end():
+    def call(placed):
+        if placed.rank:
+            all_tokens(torch.zeros(1), 0, placed)
+
+    with pytest.raises(BrokenBarrierError):
+        on_threads(RANKS, "contiguous", call, timeout_s=0.1)

@@ -35,7 +35,7 @@ def test_a_gather_brings_every_state_to_every_rank_and_others_grow_with_the_loga
         exchange: communication(exchange, 1, 1024, node=Link(1.0, math.inf), network=Link(1.0, math.inf))
         for exchange in EXCHANGES
     }
-    assert steps == {"all-reduce": 2 + 2 * 7, "gather": 1 + 1, "scan": 3 + 7}
+    assert steps == {"all-reduce": 2 + 2 * 7, "gather": 1 + 1, "scan": 10, "two-level": 1 + 7}
 
 
 def test_an_all_reduce_moves_twice_the_state_in_a_node_and_its_part_across():
@@ -46,6 +46,7 @@ def test_an_all_reduce_moves_twice_the_state_in_a_node_and_its_part_across():
 def test_a_gather_is_the_fastest_in_a_node_and_the_slowest_of_many_nodes():
     assert communication("gather", STATE, 8) < communication("scan", STATE, 8)
     assert communication("gather", STATE, 1024) > 10 * communication("scan", STATE, 1024)
+    assert communication("scan", STATE, 1024) > communication("two-level", STATE, 1024)
     assert NETWORK.seconds(STATE) > NODE.seconds(STATE)
 
 

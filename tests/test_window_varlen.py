@@ -1,5 +1,8 @@
 """The window by FlashAttention's packed sequences, with a stand-in in plain operators for the kernel."""
 
+import sys
+from types import SimpleNamespace
+
 import jaxtyping
 import pytest
 import torch
@@ -67,7 +70,20 @@ class Final(torch.autograd.Function):
 
 
 @pytest.fixture
-def packed(monkeypatch):
+def stand_in(monkeypatch):
+    """A setter of the function that stands for `varlen_attn`; None: a PyTorch without it."""
+
+    def use(function):
+        name = "torch.nn.attention.varlen"
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace(varlen_attn=function))
+        monkeypatch.setattr(varlen, "_function", lambda: function)
+
+    monkeypatch.setattr(varlen, "_grouped", lambda: True)
+    return use
+
+
+@pytest.fixture
+def packed(monkeypatch, stand_in):
     """Arguments of the calls of a stand-in, which serves the CPU and float64 too."""
     calls = []
 
@@ -75,8 +91,7 @@ def packed(monkeypatch):
         calls.append((tensors, options))
         return Kernel.apply(lambda *x: packed_attention(*x, *tensors[3:], **options), *tensors[:3])
 
-    monkeypatch.setattr(varlen, "_VARLEN", called)
-    monkeypatch.setattr(varlen, "_GROUPED", True)
+    stand_in(called)
     monkeypatch.setattr(varlen, "_DTYPES", (torch.float64, torch.bfloat16))
     monkeypatch.setattr(varlen, "_has_flash", lambda device: True)
     monkeypatch.setattr(attention.cpu_flash, "_FORWARD", None)
@@ -129,8 +144,8 @@ def test_no_token_is_copied_in_either_layout(packed, layout):
     assert out.is_contiguous() == inputs[0].is_contiguous()
 
 
-def test_a_call_takes_three_launches_beside_the_kernel(packed, monkeypatch):
-    monkeypatch.setattr(varlen, "_VARLEN", lambda q, *rest, **options: torch.empty_like(q))
+def test_a_call_takes_three_launches_beside_the_kernel(packed, stand_in):
+    stand_in(lambda q, *rest, **options: torch.empty_like(q))
     q = torch.randn(2, 3, 40, 8, dtype=torch.float64)
     count = counted(lambda: ea.build("window", head_dim=8, window=5)(q, q, q))
     assert count.operators == {"arange": 1, "mul": 2} and not count.syncs
@@ -158,13 +173,13 @@ def test_first_and_second_derivatives_are_those_of_the_formula(packed, causal):
             assert (one - other).abs().max() <= 1e-12 * other.abs().max()
 
 
-def test_autocast_and_checkpoints_change_nothing(packed, monkeypatch):
+def test_autocast_and_checkpoints_change_nothing(packed, stand_in):
     def kernel(*tensors, **options):
         calls.append(options)
         return packed_attention(*tensors, **options)
 
     calls = []
-    monkeypatch.setattr(varlen, "_VARLEN", kernel)
+    stand_in(kernel)
     inputs = [x.bfloat16().requires_grad_() for x in random_qkv(1, 2, 2, 20, 20)]
     backend = ea.build("window", head_dim=8, window=5)
     out = backend(*inputs)
@@ -192,14 +207,13 @@ CUDA = torch.device("cuda", 0)
         (torch.device("mps"), torch.bfloat16, False),
     ],
 )
-def test_the_kernel_serves_half_precision_on_cuda(monkeypatch, device, dtype, served):
+def test_the_kernel_serves_half_precision_on_cuda(monkeypatch, stand_in, device, dtype, served):
     def chosen():
         varlen._has_flash.cache_clear()
         return varlen._serves(device, dtype)
 
     monkeypatch.setenv(VARIABLE, "")
-    monkeypatch.setattr(varlen, "_VARLEN", packed_attention)
-    monkeypatch.setattr(varlen, "_GROUPED", True)
+    stand_in(packed_attention)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     assert chosen() == served
@@ -207,9 +221,9 @@ def test_the_kernel_serves_half_precision_on_cuda(monkeypatch, device, dtype, se
     assert not chosen()
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     assert chosen() == served
-    monkeypatch.setattr(varlen, "_VARLEN", None)
+    stand_in(None)
     assert not chosen()
-    monkeypatch.setattr(varlen, "_VARLEN", packed_attention)
+    stand_in(packed_attention)
     monkeypatch.setenv(VARIABLE, "torch")
     assert not chosen()
     varlen._has_flash.cache_clear()
@@ -219,7 +233,7 @@ def test_the_kernel_serves_half_precision_on_cuda(monkeypatch, device, dtype, se
 def test_a_kernel_without_groups_serves_as_many_keys_as_queries(monkeypatch, packed, grouped):
     q, k, v = random_qkv(2, 4, 2 if grouped else 4, 20, 20)
     assert varlen.available(q, k, v, None)
-    monkeypatch.setattr(varlen, "_GROUPED", False)
+    monkeypatch.setattr(varlen, "_grouped", lambda: False)
     assert varlen.available(q, k, v, None) != grouped
 
 
@@ -240,13 +254,13 @@ def test_what_the_kernel_cannot_do_goes_another_way(packed):
 def test_a_missing_or_older_function_is_not_used(monkeypatch):
     module = pytest.importorskip("torch.nn.attention.varlen")
     monkeypatch.setattr(module, "varlen_attn", lambda query, key, value, is_causal=False: None)
-    assert varlen._function() is None
+    assert varlen._function.__wrapped__() is None
     monkeypatch.delattr(module, "varlen_attn")
-    assert varlen._function() is None
+    assert varlen._function.__wrapped__() is None
 
 
 @pytest.mark.compile
-@pytest.mark.skipif(varlen._VARLEN is None, reason="this PyTorch has no window of packed sequences")
+@pytest.mark.skipif(varlen._function() is None, reason="this PyTorch has no window of packed sequences")
 def test_the_real_function_is_part_of_an_exported_and_of_a_compiled_graph(monkeypatch):
     # A compiler cannot trace the checks of shapes where sizes are unknown to it.
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)

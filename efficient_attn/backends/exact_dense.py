@@ -7,7 +7,7 @@ from efficient_attn.backends import exact
 from efficient_attn.backends.exact import DropoutOptions
 from efficient_attn.operation_counts import OperationCounts
 from efficient_attn.ops.sharded.layout import Layout
-from efficient_attn.ops.sharded.softmax import all_keys_attention
+from efficient_attn.ops.sharded.softmax import all_keys_attention, extend_all_keys
 from efficient_attn.ops.softmax.definition import apply_weights, softmax_weights
 from efficient_attn.ops.softmax.kv_cache import KVCache, append_tokens, mask_of
 from efficient_attn.problem import AttentionProblem
@@ -30,6 +30,11 @@ class DenseAttention(nn.Module):
         self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, layout: Layout
     ) -> Tensor:
         return all_keys_attention(self, q, k, v, key_mask, layout, causal=self._causal)
+
+    def extend_sharded(
+        self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, layout: Layout
+    ) -> tuple[Tensor, KVCache]:
+        return extend_all_keys(self, q, k, v, key_mask, layout)
 
     def extend(
         self, q: Tensor, k: Tensor, v: Tensor, state: KVCache | None, key_mask: Tensor | None

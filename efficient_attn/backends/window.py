@@ -9,7 +9,7 @@ from efficient_attn.modules.options import option
 from efficient_attn.modules.relative import MAX_DISTANCE, check_no_bias, count, distance_bias
 from efficient_attn.operation_counts import OperationCounts, softmax_matmuls, visible_pairs
 from efficient_attn.ops.sharded.layout import Layout
-from efficient_attn.ops.sharded.softmax import near_keys_attention
+from efficient_attn.ops.sharded.softmax import last_keys, near_keys_attention
 from efficient_attn.ops.softmax.kv_cache import (
     KVCache,
     append_tokens,
@@ -63,6 +63,12 @@ class WindowAttention(nn.Module):
     ) -> Tensor:
         check_no_bias(self.distance_bias)
         return near_keys_attention(self, q, k, v, key_mask, layout, back=self._back, ahead=self._ahead)
+
+    def extend_sharded(
+        self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, layout: Layout
+    ) -> tuple[Tensor, KVCache]:
+        out = self.forward_sharded(q, k, v, key_mask, layout)
+        return out, last_keys(k, v, key_mask, layout, tokens=self._back)
 
     def extend(
         self, q: Tensor, k: Tensor, v: Tensor, state: KVCache | None, key_mask: Tensor | None

@@ -1,7 +1,8 @@
 """Exact softmax over near keys, and one summary for each cluster of far keys."""
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -10,13 +11,16 @@ from efficient_attn.errors import OptionError, UnsupportedError
 from efficient_attn.modules.options import one_of, option, positive_number, whole_number
 from efficient_attn.modules.probe_counts import ProbingSizes, probing_operations
 from efficient_attn.modules.probes import FittedProbes
+from efficient_attn.modules.probing import Probing
 from efficient_attn.operation_counts import MatMul, OperationCounts, softmax_matmuls
-from efficient_attn.ops.clusters.attention import Layout, window_clusters, window_segments
-from efficient_attn.ops.clusters.decoding import ClusterCache, extend_clusters
+from efficient_attn.ops.clusters.attention import window_clusters, window_segments
 from efficient_attn.ops.clusters.estimate import clusters_with_errors, segments_with_errors
-from efficient_attn.ops.clusters.estimate_probes import probing_with_errors
 from efficient_attn.ops.clusters.history import plan
-from efficient_attn.ops.clusters.probing import probe_clusters
+from efficient_attn.ops.clusters.near import Layout as NearKeys
+from efficient_attn.ops.sharded.clusters import own_rows
+from efficient_attn.ops.sharded.exchange import total
+from efficient_attn.ops.sharded.layout import Layout
+from efficient_attn.ops.sharded.softmax import all_keys
 from efficient_attn.ops.softmax.kv_cache import KVCache, append_tokens, mask_of
 from efficient_attn.problem import AttentionProblem, positive_count
 from efficient_attn.registry import Capabilities, register
@@ -102,8 +106,22 @@ class WindowClusters(nn.Module):
         self._scale, self._options = problem.factor, options
         self._layout = _layout(problem, options)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
-        return window_clusters(q, k, v, key_mask=key_mask, **self._sizes())
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        key_mask: Tensor | None,
+        positions: list[range] | None = None,
+        total: Callable[[Tensor], Tensor] | None = None,
+    ) -> Tensor:
+        return window_clusters(q, k, v, key_mask=key_mask, positions=positions, total=total, **self._sizes())
+
+    def forward_sharded(
+        self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, layout: Layout
+    ) -> Tensor:
+        attend = partial(self, total=partial(total, layout=layout))
+        return own_rows(attend, q, *all_keys(k, v, key_mask, layout), layout, causal=False)
 
     def estimate_error(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
         return clusters_with_errors(q, k, v, key_mask=key_mask, **self._sizes())[..., -1]
@@ -117,51 +135,6 @@ class WindowClusters(nn.Module):
         }
 
 
-class Probing(nn.Module):
-    """Attention to near keys, to the keys of a few far clusters, and to the other clusters."""
-
-    def __init__(self, problem: AttentionProblem, options: WindowClustersOptions) -> None:
-        super().__init__()
-        self._causal, self._probes = problem.causal, options.probes
-        self._sizes: dict[str, Any] = {"scale": problem.factor, **options.sizes._asdict()}
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
-        return self.attend(q, k, v, key_mask, [self._probes] * q.shape[1])
-
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, probes: Sequence[int]
-    ) -> Tensor:
-        """The output with the number of probes of each head."""
-        sizes = self._sizes
-        return probe_clusters(q, k, v, probes=probes, causal=self._causal, key_mask=key_mask, **sizes)
-
-    def estimate_error(
-        self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, probes: Sequence[int] | None = None
-    ) -> Tensor:
-        probes = probes or [self._probes] * q.shape[1]
-        found = probing_with_errors(
-            q, k, v, probes=probes, causal=self._causal, key_mask=key_mask, **self._sizes
-        )
-        return found[..., -1]
-
-    def extend(
-        self, q: Tensor, k: Tensor, v: Tensor, state: ClusterCache | None, key_mask: Tensor | None
-    ) -> tuple[Tensor, ClusterCache]:
-        return self.attend_next(q, k, v, state, key_mask, [self._probes] * q.shape[1])
-
-    def attend_next(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        state: ClusterCache | None,
-        key_mask: Tensor | None,
-        probes: Sequence[int],
-    ) -> tuple[Tensor, ClusterCache]:
-        """`extend` with the number of probes of each head."""
-        return extend_clusters(q, k, v, state, key_mask, probes=probes, **self._sizes)
-
-
 class WindowSegments(nn.Module):
     """Causal attention to near keys and to segments of the past."""
 
@@ -170,14 +143,26 @@ class WindowSegments(nn.Module):
         self._scale, self._segments = problem.factor, options.clusters
         self._layout = _layout(problem, options)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
-        return window_segments(
-            q, k, v, scale=self._scale, layout=self._layout, clusters=self._segments, key_mask=key_mask
-        )
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        key_mask: Tensor | None,
+        positions: list[range] | None = None,
+    ) -> Tensor:
+        return window_segments(q, k, v, key_mask=key_mask, positions=positions, **self._sizes())
+
+    def forward_sharded(
+        self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, layout: Layout
+    ) -> Tensor:
+        return own_rows(self, q, *all_keys(k, v, key_mask, layout), layout, causal=True)
 
     def estimate_error(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
-        sizes: dict[str, Any] = {"scale": self._scale, "layout": self._layout, "clusters": self._segments}
-        return segments_with_errors(q, k, v, key_mask=key_mask, **sizes)[..., -1]
+        return segments_with_errors(q, k, v, key_mask=key_mask, **self._sizes())[..., -1]
+
+    def _sizes(self) -> dict[str, Any]:
+        return {"scale": self._scale, "layout": self._layout, "clusters": self._segments}
 
     def extend(
         self, q: Tensor, k: Tensor, v: Tensor, state: KVCache | None, key_mask: Tensor | None
@@ -189,10 +174,10 @@ class WindowSegments(nn.Module):
         return self(q, cache.k, cache.v, mask_of(cache)), cache
 
 
-def _layout(problem: AttentionProblem, options: WindowClustersOptions) -> Layout:
+def _layout(problem: AttentionProblem, options: WindowClustersOptions) -> NearKeys:
     block = options.window // 2
     sides = (block, 0) if problem.causal else (block // 2, block // 2)
-    return Layout(block, *sides, options.global_tokens)
+    return NearKeys(block, *sides, options.global_tokens)
 
 
 def operations(
@@ -236,15 +221,15 @@ def operations(
     summary="Exact softmax over near keys, and one summary for each cluster of far keys.",
     options=WindowClustersOptions,
     size_option="clusters",
-    capabilities=Capabilities(causal=True, cross=False),
+    capabilities=Capabilities(causal=True, cross=False, sharded="keys"),
     operations=operations,
     also=({"probes": 8},),
 )
 def build(problem: AttentionProblem, options: WindowClustersOptions) -> nn.Module:
     if options.target_error is not None:
-        return FittedProbes(Probing(problem, options), problem, options.sizes, options.target_error)
+        return FittedProbes(Probing(problem, options.sizes), problem, options.sizes, options.target_error)
     if options.probes:
-        return Probing(problem, options)
+        return Probing(problem, options.sizes, options.probes)
     if not problem.causal:
         return WindowClusters(problem, options)
     if options.summary == "kmeans":

@@ -1,6 +1,7 @@
 """A backend as an nn.Module: saving, copying, compiling, threads, no global side effects."""
 
 import copy
+import importlib
 import random
 import warnings
 from collections.abc import Iterator
@@ -8,7 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -155,23 +155,34 @@ def nothing_global_is_touched(subject: Subject, case: Case) -> Iterator[Finding]
 @contextmanager
 def _unusual_generators() -> Iterator[None]:
     """Set the generators to states that no usual seed gives, so that reseeding shows."""
-    of_numpy, of_random = np.random.get_state(), random.getstate()
+    of_random, of_numpy = random.getstate(), _numpy_random()
+    state = of_numpy and of_numpy.get_state()
     try:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(UNUSUAL)
-            np.random.seed(UNUSUAL)
             random.seed(UNUSUAL)
+            if of_numpy:
+                of_numpy.seed(UNUSUAL)
             yield
     finally:
-        np.random.set_state(of_numpy)
         random.setstate(of_random)
+        if of_numpy:
+            of_numpy.set_state(state)
+
+
+def _numpy_random() -> Any:
+    """The module `numpy.random`; None without numpy, which PyTorch does not require."""
+    try:
+        return importlib.import_module("numpy.random")
+    except ModuleNotFoundError:
+        return None
 
 
 def _globals() -> dict[str, Any]:
-    cuda = torch.backends.cuda
+    cuda, of_numpy = torch.backends.cuda, _numpy_random()
     return {
         "torch's generator": torch.get_rng_state().tolist(),
-        "numpy's generator": repr(np.random.get_state()),
+        "numpy's generator": repr(of_numpy and of_numpy.get_state()),
         "random's generator": random.getstate(),
         "the default dtype": torch.get_default_dtype(),
         "the number of threads": torch.get_num_threads(),

@@ -6,7 +6,9 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from efficient_attn.backend import Backend
 from efficient_attn.backends import build
 from efficient_attn.conformance.cases import Case, both
 from efficient_attn.conformance.compare import same_bits
@@ -22,6 +24,7 @@ from efficient_attn.errors import (
     UnknownNameError,
     UnsupportedError,
 )
+from efficient_attn.ops.sharded.layout import Layout, in_force
 
 ONE = Case(tokens=5)
 Wrong = tuple[str, str, type[AttentionError], Callable[[], Any]]
@@ -47,6 +50,13 @@ def _unpromised(subject: Subject, case: Case) -> Iterator[Wrong]:
     if not can.streaming and can.causal:
         causal = subject.build(case.but(causal=True))
         yield "extend", "extend", UnsupportedError, lambda: causal.extend(q, k, v)
+    if can.sharded is None:
+        yield (
+            "a sequence over several ranks",
+            "context_parallel",
+            UnsupportedError,
+            lambda: _alone(backend, q),
+        )
     yield "extend without causality", "causal", UnsupportedError, lambda: backend.extend(q, k, v)
     if can.needs_max_tokens:
         few = {"head_dim": case.head_dim, **subject.options}
@@ -56,6 +66,11 @@ def _unpromised(subject: Subject, case: Case) -> Iterator[Wrong]:
     for name in sorted({"float64", "float32", "bfloat16", "float16"} - set(can.dtypes)):
         other = [x.to(getattr(torch, name)) for x in (q, k, v)]
         yield name, name, DtypeError, partial(backend, *other)
+
+
+def _alone(backend: Backend, q: Tensor) -> Tensor:
+    with in_force(Layout("", "contiguous", 0, 2)):
+        return backend(q, q, q)
 
 
 @check("Invalid arguments are refused with a one-line error that names the argument.", cases=(ONE,))

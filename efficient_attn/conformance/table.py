@@ -87,6 +87,7 @@ _WORDS = {
     "averages": "weights that sum to one",
     "gradients": "gradients",
     "approximates_softmax": "softmax attention",
+    "sharded": "exchange between processes",
     "needs_max_tokens": "a longest sequence and positions of its own",
 }
 

@@ -11,7 +11,8 @@ from efficient_attn.backend import Backend
 from efficient_attn.backends import resolve
 from efficient_attn.errors import AttentionError, UnknownNameError, UnsupportedError
 from efficient_attn.integrations.pytorch import MultiheadAttention, build_for, use_backend
-from efficient_attn.transformer.parts import seeded, share_layers, spawn_seeds
+from efficient_attn.transformer.parts import seeded, share_layers
+from efficient_attn.transformer.seeds import spawn_seeds
 
 
 @dataclass(frozen=True, kw_only=True)

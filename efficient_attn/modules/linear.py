@@ -19,7 +19,7 @@ from efficient_attn.ops.linear.kernel import SOFTMAX_KERNELS, kernel_ratios, ker
 from efficient_attn.ops.linear.segments import chunks as segment_chunks
 from efficient_attn.ops.linear.state import LinearState, Means
 from efficient_attn.ops.sharded.layout import Layout
-from efficient_attn.ops.sharded.linear import sharded_linear_attention
+from efficient_attn.ops.sharded.linear import final_state, sharded_linear_attention
 from efficient_attn.problem import AttentionProblem
 
 _WITHOUT_EXPONENTIALS = ("relu", "taylor-1", "taylor-2")
@@ -52,6 +52,13 @@ class LinearAttention(nn.Module):
     ) -> tuple[Tensor, LinearState | Means]:
         out, state = extend_linear_attention(self._inputs(q, k, v, key_mask), state)
         return out.to(q.dtype), state
+
+    def extend_sharded(
+        self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, layout: Layout
+    ) -> tuple[Tensor, LinearState | Means]:
+        inputs = self._inputs(q, k, v, key_mask)
+        out = sharded_linear_attention(inputs, layout, causal=True)
+        return out.to(q.dtype), final_state(inputs, layout)
 
     def denominators(self, q: Tensor, k: Tensor, key_mask: Tensor | None) -> Tensor:
         inputs = self._inputs(q, k, k, key_mask)

@@ -7,6 +7,9 @@ from typing import Any
 from efficient_attn.errors import DtypeError, OptionError, UnknownNameError
 from efficient_attn.problem import LARGEST
 
+# Name of the option that makes a backend a random draw.
+SEED = "seed"
+
 
 def option(default: Any, help: str, *, added: bool = False) -> Any:
     """Field of an options class, with its default and one line of help for listings and command lines.

@@ -1,6 +1,7 @@
 """Opened clusters with a number of probes for each head, the least that reaches a target error."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +13,8 @@ from efficient_attn.modules.probe_counts import ProbingSizes, probing_operations
 from efficient_attn.operation_counts import OperationCounts, mean_counts, visible_pairs
 from efficient_attn.ops.clusters.decoding import ClusterCache
 from efficient_attn.ops.dtypes import upcast
+from efficient_attn.ops.sharded.layout import Layout
+from efficient_attn.ops.sharded.softmax import all_keys, attention_of_segments
 from efficient_attn.ops.softmax.fused import fused_attention
 from efficient_attn.ops.softmax.kv_cache import KVCache, mask_of
 from efficient_attn.problem import AttentionProblem
@@ -35,7 +38,7 @@ class FittedProbes(Float32Buffers):
     ) -> None:
         super().__init__()
         # A module with attend(q, k, v, key_mask, probes) and estimate_error of the same arguments, which take
-        # the number of each head.
+        # the number of each head, and attend_sharded(…, layout).
         self.core: Any = core
         self._scale, self._causal, self._sizes, self._target = problem.factor, problem.causal, sizes, target
         self.register_buffer("numbers", torch.empty(0, dtype=torch.long))
@@ -85,7 +88,17 @@ class FittedProbes(Float32Buffers):
         if min(numbers) == self._sizes.clusters:
             return self._exact(q, k, v, key_mask)
         out = self.core.attend(q, k, v, key_mask, self._opened(numbers))
-        return self._with_exact(out, q, k, v, key_mask)
+        return self._with_exact(out, q, k, v, key_mask, self._exact)
+
+    def forward_sharded(
+        self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, layout: Layout
+    ) -> Tensor:
+        numbers, keys = self._for_heads(q.shape[1]), all_keys(k, v, key_mask, layout)
+        exact = partial(attention_of_segments, self._exact, layout=layout, causal=self._causal)
+        if min(numbers) == self._sizes.clusters:
+            return exact(q, *keys)
+        out = self.core.attend_sharded(q, *keys, self._opened(numbers), layout)
+        return self._with_exact(out, q, *keys, exact)
 
     def estimate_error(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
         others = self._opened(self._for_heads(q.shape[1]))
@@ -98,7 +111,7 @@ class FittedProbes(Float32Buffers):
         probes = self._opened(self._for_heads(q.shape[1]))
         out, state = self.core.attend_next(q, k, v, state, key_mask, probes)
         cache = KVCache(*state[:3])
-        return self._with_exact(out, q, cache.k, cache.v, mask_of(cache)), state
+        return self._with_exact(out, q, cache.k, cache.v, mask_of(cache), self._exact), state
 
     def operations(
         self, problem: AttentionProblem, options: object, tokens: int, value_dim: int
@@ -125,15 +138,23 @@ class FittedProbes(Float32Buffers):
         """The numbers, and 0 for exact heads."""
         return [0 if one == self._sizes.clusters else one for one in numbers]
 
-    def _with_exact(self, out: Tensor, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
-        """`out` with the outputs of exact heads in their places."""
-        exact = self._exact_heads()
-        if not exact or q.shape[2] == 0:
+    def _with_exact(
+        self,
+        out: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        key_mask: Tensor | None,
+        exact: Callable[..., Tensor],
+    ) -> Tensor:
+        """`out` with the outputs of exact heads in their places; `exact` computes them."""
+        chosen = self._exact_heads()
+        if not chosen or q.shape[2] == 0:
             return out
-        heads = torch.tensor(exact, device=q.device)
+        heads = torch.tensor(chosen, device=q.device)
         of_keys = heads // (q.shape[1] // k.shape[1])
         own_k, own_v = (x.index_select(1, of_keys) for x in (k, v))
-        return out.index_copy(1, heads, self._exact(q.index_select(1, heads), own_k, own_v, key_mask))
+        return out.index_copy(1, heads, exact(q.index_select(1, heads), own_k, own_v, key_mask))
 
     def _for_heads(self, heads: int) -> list[int]:
         """The numbers for queries of so many heads."""

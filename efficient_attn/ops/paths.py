@@ -2,8 +2,10 @@
 
 import os
 import shutil
+from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -18,6 +20,16 @@ HELD = 2**25
 UPCAST = {"cpu"}
 # Dtypes of FlexAttention, without those that could not be compiled.
 _FLEX_DTYPES = {torch.float32, torch.bfloat16, torch.float16}
+_T = TypeVar("_T")
+
+
+def constant_result(function: Callable[..., _T]) -> Callable[..., _T]:
+    """Function whose result `torch.compile` takes for a constant.
+
+    The mark is the one of `torch.compiler.assume_constant_result`, whose call imports the compiler (1 s).
+    """
+    vars(function)["_dynamo_marked_constant"] = True
+    return function
 
 
 def tuned_for_cpu(x: Tensor) -> bool:
@@ -31,7 +43,7 @@ def product_dtype(x: Tensor) -> torch.dtype:
 
 
 # Questions to the driver and the file system, which a compiler cannot trace.
-@torch.compiler.assume_constant_result
+@constant_result
 def kernels(device: torch.device, dtype: torch.dtype) -> str:
     """Kernels of full linear attention with exponential features on a device.
 

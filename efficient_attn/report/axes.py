@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from textwrap import fill
 from typing import Any, NamedTuple
 
@@ -91,6 +92,8 @@ def draw(
 def _on_a_figure(plot: Plot, rows: Sequence[Sequence[Chart | None]], width: float, sizes: Style) -> list[Any]:
     from matplotlib.figure import Figure
 
+    from efficient_attn.report.save import to_notebook
+
     heights = [_height(row, width, sizes) for row in rows]
     figure = Figure(figsize=(width, sum(heights)), layout="constrained")
     columns = math.lcm(*map(len, rows))
@@ -121,6 +124,8 @@ def _on_a_figure(plot: Plot, rows: Sequence[Sequence[Chart | None]], width: floa
     settle(figure)
     for ax, chart in drawn:
         move_apart(ax, chart)
+    # Notebooks show figures of pyplot only, unless an object draws itself.
+    vars(figure)["_repr_png_"] = partial(to_notebook, figure)
     return axes
 
 

@@ -6,6 +6,7 @@ from typing import Any
 from efficient_attn.report.error_table import describe
 from efficient_attn.report.escape import plain
 from efficient_attn.report.notes import setting
+from efficient_attn.report.papers import papers
 from efficient_attn.runner.records import Case, Record
 from efficient_attn.runner.units import show_bytes
 from efficient_attn.stats.rounds import CORRELATION
@@ -36,13 +37,14 @@ _METHODS = {
 
 
 def how_measured(records: Sequence[Record], environment: Mapping[str, Any]) -> str:
-    """A paragraph on the machine, the software, the cases and the measurement of each kind of number."""
+    """A paragraph on machine, software, cases, backends with their papers, and each kind of measurement."""
     if not records:
         return "Nothing was measured."
     measured = [record for record in records if record.status == "ok"]
     kinds = {record.case.kind for record in measured}
     kinds |= {"device time" for record in measured if record.device_times_s}
-    parts = [_where(environment), _cases([record.case for record in records])]
+    cases = [record.case for record in records]
+    parts = [_where(environment), _cases(cases), _backends(cases)]
     parts += [text for kind, text in _METHODS.items() if kind in kinds]
     if len(measured) < len(records):
         failed = len(records) - len(measured)
@@ -86,6 +88,13 @@ def _cases(cases: Sequence[Case]) -> str:
     tokens = _each(sorted(cases, key=lambda case: case.tokens), lambda case: case.tokens)
     inputs = _each(cases, lambda case: f"{describe(case.inputs)} (seed {case.seed})")
     return f"Measured quantities: {subjects} at {tokens} tokens; {_each(cases, setting)}. Inputs: {inputs}."
+
+
+def _backends(cases: Sequence[Case]) -> str:
+    def cited(case: Case) -> str:
+        return case.backend + "".join(f" ({one.short}, {one.address})" for one in papers([case.backend]))
+
+    return f"Backends and baselines: {_each(cases, cited)}."
 
 
 def _each(cases: Sequence[Case], name: Callable[[Case], object]) -> str:

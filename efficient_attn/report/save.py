@@ -8,6 +8,7 @@ from efficient_attn.report.axes import settle
 from efficient_attn.report.files import write
 
 _DOTS_PER_INCH = 200
+_DOTS_PER_INCH_OF_A_NOTEBOOK = 100
 KINDS = ("png", "svg", "pdf")
 
 
@@ -16,7 +17,12 @@ def save(figure: Any, folder: Path, name: str) -> list[Path]:
     return [write(folder / f"{name}.{kind}", to_bytes(figure, kind, salt=name)) for kind in KINDS]
 
 
-def to_bytes(figure: Any, kind: str, *, salt: str) -> bytes:
+def to_notebook(figure: Any) -> bytes:
+    """The figure as a small PNG."""
+    return to_bytes(figure, "png", salt="", dots_per_inch=_DOTS_PER_INCH_OF_A_NOTEBOOK)
+
+
+def to_bytes(figure: Any, kind: str, *, salt: str, dots_per_inch: int = _DOTS_PER_INCH) -> bytes:
     """The figure as a file: undated, and with fixed names for its parts, so that equal ones are equal files.
 
     Args:
@@ -27,7 +33,7 @@ def to_bytes(figure: Any, kind: str, *, salt: str) -> bytes:
     from matplotlib.backends.backend_pdf import FigureCanvasPdf
     from matplotlib.backends.backend_svg import FigureCanvasSVG
 
-    figure.set_dpi(_DOTS_PER_INCH)
+    figure.set_dpi(dots_per_inch)
     settle(figure)
     file = io.BytesIO()
     undated = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(kind)

@@ -30,6 +30,9 @@ class Table(NamedTuple):
         rows = tuple((labels.get(row[0], row[0]), *row[1:]) for row in self.rows)
         return self._replace(columns=tuple(labels.get(name, name) for name in self.columns), rows=rows)
 
+    def _repr_html_(self) -> str:
+        return to_html(self)
+
 
 def show_growth(fit: Growth | None) -> str:
     """The power of tokens with its interval: `n^1.98 (1.95 to 2.01)`, or `unclear`; empty without a fit."""

@@ -42,12 +42,12 @@ def main(requests: int, answers: int, limit_bytes: int | None = None) -> None:
 
 
 def _limit_memory(limit_bytes: int) -> None:
-    """Refuse allocations beyond the limit, if the system reports current usage."""
-    import resource
-
+    """Refuse allocations beyond the limit, if the system reports current usage, as `limits_memory` tells."""
     try:
+        import resource
+
         pages = int(Path("/proc/self/statm").read_text().split()[0])
-    except OSError:
+    except (ImportError, OSError):
         return
     most = pages * resource.getpagesize() + limit_bytes + _RESERVED_BYTES
     hard = resource.getrlimit(resource.RLIMIT_AS)[1]

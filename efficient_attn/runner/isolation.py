@@ -7,6 +7,8 @@ import os
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, replace
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, Self
 
 from efficient_attn.errors import DataError, OptionError
@@ -20,6 +22,11 @@ NONE, REUSE = ISOLATIONS = ("none", "reuse")
 # Isolation requires process groups and inherited pipes, which only POSIX has.
 DEFAULT_ISOLATION = REUSE if os.name == "posix" else NONE
 DEFAULT_TIMEOUT_S = 60.0
+
+
+def limits_memory() -> bool:
+    """Whether the memory of a child can be limited: Linux reports its usage, macOS does not."""
+    return find_spec("resource") is not None and Path("/proc/self/statm").exists()
 
 
 class Measurer:

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from efficient_attn.modules.options import SEED
 from efficient_attn.runner.records import Case
 from efficient_attn.runner.variants import Variant
 
@@ -19,9 +20,6 @@ PLAN = "plan"
 
 # Baselines of former records: the best approximation of each rank, and the Taylor series of exp.
 FORMER_BASELINES = ("rank-r SVD", "Taylor")
-
-# Name of the option that makes a backend a random draw.
-SEED = "seed"
 
 
 class Sized(NamedTuple):

@@ -7,7 +7,7 @@ from typing import Any
 
 from efficient_attn.measure.environment import available_bytes
 from efficient_attn.problem import positive_count
-from efficient_attn.runner.isolation import NONE, Measurer
+from efficient_attn.runner.isolation import NONE, Measurer, limits_memory
 from efficient_attn.runner.predicted_bytes import predict_bytes
 from efficient_attn.runner.record import Record
 from efficient_attn.runner.units import parse_bytes, show_bytes
@@ -76,10 +76,16 @@ def measurer_for(
     # A driver of CUDA reserves more addresses than any limit allows.
     limit_bytes = limit if workload.device == "cpu" else None
     measurer = Measurer(NONE if here else isolate, timeout_s=timeout_s, limit_bytes=limit_bytes)
-    if not here or isolate == NONE:
+    if isolate == NONE:
         return measurer, limit, []
-    remark = f"Nothing was isolated: {here[0]!r} exists in this process only; name it as file.py:object."
-    return measurer, limit, [remark]
+    if here:
+        remark = f"Nothing was isolated: {here[0]!r} exists in this process only; name it as file.py:object."
+        return measurer, limit, [remark]
+    if workload.device != "cpu" or limits_memory():
+        return measurer, limit, []
+    remark = "This system enforces no memory limit: points are skipped by their predicted memory alone."
+    unknown = " Its available memory is unknown, so none was skipped: --memory-limit takes an amount."
+    return measurer, limit, [remark + (unknown if limit is None else "")]
 
 
 def too_large(needed: int, limit: int | None) -> str | None:

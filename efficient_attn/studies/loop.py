@@ -31,6 +31,10 @@ class Step:
     outcome: str
     record: Record
 
+    def __str__(self) -> str:
+        minutes, seconds = divmod(round(self.remaining_s), 60)
+        return f"[{self.done}/{self.total}] {self.outcome}; {minutes}:{seconds:02} left"
+
 
 class Loop:
     """The state of one run: remaining points, begun points, and the time spent.

@@ -17,6 +17,7 @@ from efficient_attn.stats.noise_warnings import DURING, doubts
 from efficient_attn.studies.executor import check, submitted
 from efficient_attn.studies.lockstep import Lockstep
 from efficient_attn.studies.loop import Loop, Step
+from efficient_attn.studies.notebook import notebook_bar
 from efficient_attn.studies.plan import STUDY, Plan
 from efficient_attn.studies.processes import num_processes, process_rank, refuse_several
 from efficient_attn.studies.results import Results
@@ -125,6 +126,7 @@ _OF_A_RUN = {
     "force_resume": "Continue it also under another torch, thread count or processor.",
     "budget_s": "Seconds of measuring; points that do not fit are skipped.",
     "executor": "Object with submit, such as a ProcessPoolExecutor; it measures runs without timed points.",
+    "progress": "Function of a `Step` after each record; a bar in notebooks if omitted.",
     "shard": "Share of the points to measure, such as 2/8; the records of all shares are one run.",
 }
 
@@ -134,6 +136,7 @@ def function_of(study: Study) -> Callable[..., Results]:
 
     def run(*args: Any, **options: Any) -> Results:
         of_run = {name: options.pop(name) for name in _OF_A_RUN if name in options}
+        of_run.setdefault("progress", notebook_bar())
         options |= _renamed(study, options)
         return run_plan(study, lambda: study.plan(*args, **options), **of_run)
 

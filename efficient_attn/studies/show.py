@@ -15,7 +15,7 @@ from efficient_attn.report.axes import draw
 from efficient_attn.report.error_table import describe, show_error
 from efficient_attn.report.escape import short
 from efficient_attn.report.figures import Axis, Chart, Plot, in_rows
-from efficient_attn.report.table import Table
+from efficient_attn.report.table import Table, to_html
 from efficient_attn.runner.variants import Variant, select
 from efficient_attn.stats.curves import YARDSTICK
 
@@ -56,6 +56,9 @@ class Shown:
         """The numbers below the titles of the charts."""
         rows = tuple((one.label, show_error(one.error)) for one in self.maps)
         return Table(self.title, ("backend", "error of the output"), rows, self.notes)
+
+    def _repr_html_(self) -> str:
+        return to_html(self.table())
 
 
 def show(

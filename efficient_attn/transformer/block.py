@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from efficient_attn.errors import OptionError, UnsupportedError
 from efficient_attn.modules.options import one_of, probability
 from efficient_attn.problem import positive_count
+from efficient_attn.sharded_checks import check_alone
 from efficient_attn.transformer.former_names import accept_former_names
 from efficient_attn.transformer.layer import AttentionLayer, ContextKeys, LayerState, check_mask
 
@@ -255,6 +256,9 @@ class DecoderBlock(nn.Module):
             keys = state.context
         else:
             keys = self.project_context(context, context_mask)
+        if keys is not None:
+            # The state would keep the keys of the context on this rank alone.
+            check_alone()
         before = None if state is None else state.attention
         y, after = self.attention.extend(self.attention_residual.pre(x), before, key_mask=key_mask)
         y = self._read_and_feed(self.attention_residual.post(x, y), keys)

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from efficient_attn.errors import OptionError
 from efficient_attn.transformer.layer import check_mask
-from efficient_attn.transformer.parts import spawn_seeds
+from efficient_attn.transformer.seeds import spawn_seeds
 from efficient_attn.transformer.stack import Decoder, DecoderState, Encoder
 
 

@@ -16,7 +16,7 @@ from efficient_attn.backend import Backend
 from efficient_attn.backends import build, resolve
 from efficient_attn.errors import DtypeError, OptionError, ShapeError, UnsupportedError
 from efficient_attn.modules.options import one_of, positive_number
-from efficient_attn.ops.sharded.layout import at_positions
+from efficient_attn.ops.sharded.layout import at_positions, whole_tokens
 from efficient_attn.problem import positive_count
 from efficient_attn.transformer.positions import BASE, INSIDE, check_even, rotate
 
@@ -162,7 +162,7 @@ class AttentionLayer(nn.Module):
         start, seen = (0, None) if state is None else state
         q, k, v = self._project(x, start=start)
         y, seen = self.backend.extend(q, k, v, seen, key_mask=key_mask)
-        return self._join(y), LayerState(start + x.shape[1], seen)
+        return self._join(y), LayerState(start + whole_tokens(x.shape[1]), seen)
 
     def project_context(self, context: Tensor, *, key_mask: Tensor | None = None) -> ContextKeys:
         """Keys and values of another sequence [batch context_tokens model_dim], for `read`."""

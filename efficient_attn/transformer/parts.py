@@ -1,17 +1,16 @@
-"""Shared parts of encoder and decoder: input, final norm, seeds and shared projections."""
+"""Shared parts of encoder and decoder: input, final norm, options per layer and shared projections."""
 
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from efficient_attn.backends import resolve
 from efficient_attn.errors import OptionError
-from efficient_attn.modules.options import probability, whole_number
+from efficient_attn.modules.options import probability
 from efficient_attn.ops.sharded.layout import at_positions
 from efficient_attn.registry import BackendSpec
 from efficient_attn.transformer.block import build_norm
@@ -69,12 +68,6 @@ def run_block(block: nn.Module, x: Tensor, *inputs: Any, again: bool, **masks: A
     if again and torch.is_grad_enabled():
         return checkpoint(block, x, *inputs, use_reentrant=False, **masks)
     return block(x, *inputs, **masks)
-
-
-def spawn_seeds(seed: int, count: int) -> list[int]:
-    """Independent seeds, each a function of `seed` and its index."""
-    whole_number("seed", seed)
-    return [int(child.generate_state(1)[0]) for child in np.random.SeedSequence(seed).spawn(count)]
 
 
 def seeded(spec: BackendSpec, options: Mapping[str, Any], seed: int) -> dict[str, Any]:

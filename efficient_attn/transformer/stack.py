@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from efficient_attn.backends import resolve
+from efficient_attn.ops.sharded.layout import whole_tokens
 from efficient_attn.problem import positive_count
 from efficient_attn.transformer.block import DecoderBlock, DecoderBlockState, TransformerBlock
 from efficient_attn.transformer.former_names import accept_former_names
@@ -22,8 +23,8 @@ from efficient_attn.transformer.parts import (
     run_block,
     seeded,
     share_layers,
-    spawn_seeds,
 )
+from efficient_attn.transformer.seeds import spawn_seeds
 
 
 class EncoderState(NamedTuple):
@@ -121,7 +122,7 @@ class Encoder(nn.Module):
         for block, seen in zip(self.blocks, before, strict=True):
             y, seen = block.extend(y, seen, key_mask=key_mask)
             after.append(seen)
-        return self.norm(y), EncoderState(start + x.shape[1], tuple(after))
+        return self.norm(y), EncoderState(start + whole_tokens(x.shape[1]), tuple(after))
 
 
 class Decoder(nn.Module):
@@ -225,4 +226,4 @@ class Decoder(nn.Module):
         for block, seen in zip(self.blocks, before, strict=True):
             y, seen = block.extend(y, seen, context, key_mask=key_mask, context_mask=context_mask)
             after.append(seen)
-        return self.norm(y), DecoderState(start + x.shape[1], tuple(after))
+        return self.norm(y), DecoderState(start + whole_tokens(x.shape[1]), tuple(after))

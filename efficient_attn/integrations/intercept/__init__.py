@@ -14,8 +14,23 @@ named by the module whose forward calls it; a call that a backend cannot serve s
     replaced = ea.intercept.replace(model, "window", example=lambda: model(x), window=129)
 """
 
-from efficient_attn.integrations.intercept.captured import capture
+from typing import TYPE_CHECKING, Any
+
+from efficient_attn.errors import naming_missing
 from efficient_attn.integrations.intercept.measured import measure
 from efficient_attn.integrations.intercept.replaced import replace
 
+if TYPE_CHECKING:
+    from efficient_attn.integrations.intercept.captured import capture as capture
+
 __all__ = ["capture", "measure", "replace"]
+
+
+def __getattr__(name: str) -> Any:
+    # Captures are files of the default installation; the light core has none of its packages.
+    if name != "capture":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    with naming_missing("efficient_attn.intercept.capture"):
+        from efficient_attn.integrations.intercept.captured import capture
+    globals()[name] = capture
+    return capture

@@ -10,7 +10,8 @@ from efficient_attn.integrations.intercept.calls import Call
 from efficient_attn.integrations.intercept.masks import MaskReader, Visible
 from efficient_attn.problem import AttentionProblem
 from efficient_attn.registry import BackendSpec
-from efficient_attn.transformer.parts import seeded, spawn_seeds
+from efficient_attn.transformer.parts import seeded
+from efficient_attn.transformer.seeds import spawn_seeds
 
 PATTERN = "its mask is no key mask and not causal"
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from efficient_attn.backend import Backend
-from efficient_attn.errors import AttentionError
+from efficient_attn.errors import AttentionError, naming_missing
 from efficient_attn.integrations.intercept.backends import (
     PATTERN,
     built_for,
@@ -153,7 +153,8 @@ class Measured(AttentionMode):
 
     def to_pandas(self) -> "pandas.DataFrame":
         """One row per site: shape, mask, calls, share of time, entropies, and errors by backend."""
-        import pandas
+        with naming_missing("to_pandas"):
+            import pandas
 
         names = ("batch", "num_heads", "num_kv_heads", "q_tokens", "k_tokens", "head_dim")
         return pandas.DataFrame(
@@ -171,6 +172,9 @@ class Measured(AttentionMode):
             }
             for site, one in self.sites.items()
         )
+
+    def _repr_html_(self) -> str:
+        return str(self.to_pandas()._repr_html_())
 
 
 def measure(

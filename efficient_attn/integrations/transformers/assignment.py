@@ -9,7 +9,8 @@ from efficient_attn.errors import DtypeError, OptionError, UnsupportedError
 from efficient_attn.integrations.transformers.attend import EXACT as EXACT_NAMES
 from efficient_attn.integrations.transformers.attend import serving
 from efficient_attn.integrations.transformers.attention_sites import AttentionSite
-from efficient_attn.transformer.parts import seeded, spawn_seeds
+from efficient_attn.transformer.parts import seeded
+from efficient_attn.transformer.seeds import spawn_seeds
 
 
 class Choice(NamedTuple):

@@ -16,6 +16,7 @@ from efficient_attn.errors import UnsupportedError
 from efficient_attn.integrations.transformers.attend import NAME, STATE, SUBMODULE, serving
 from efficient_attn.integrations.transformers.attention_sites import AttentionSite, find_sites
 from efficient_attn.integrations.transformers.wrapped import unwrap
+from efficient_attn.ops.sharded.layout import whole_tokens
 
 
 class StateCache(Cache):
@@ -54,7 +55,7 @@ class StateLayer(CacheLayerMixin):
         """Return the new keys and values; their attribute leads the attention function to this layer."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        self.seen += key_states.shape[-2]
+        self.seen += whole_tokens(key_states.shape[-2])
         key_states = key_states.view_as(key_states)
         setattr(key_states, STATE, self)
         return key_states, value_states

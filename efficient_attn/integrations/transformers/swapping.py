@@ -14,8 +14,8 @@ from efficient_attn.backend import Backend
 from efficient_attn.errors import UnsupportedError
 from efficient_attn.integrations.transformers.assignment import EXACT, Choice, build_all
 from efficient_attn.integrations.transformers.attention_sites import AttentionSite, find_sites
-from efficient_attn.runner.sizes import SEED
-from efficient_attn.transformer.parts import spawn_seeds
+from efficient_attn.modules.options import SEED
+from efficient_attn.transformer.seeds import spawn_seeds
 
 
 class Outputs(NamedTuple):

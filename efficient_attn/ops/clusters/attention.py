@@ -9,14 +9,14 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from efficient_attn.ops.clusters.history import past_segments
 from efficient_attn.ops.clusters.kmeans import kmeans, segments
 from efficient_attn.ops.clusters.near import Layout, read_slices
+from efficient_attn.ops.clusters.placed import after, placed_queries
 from efficient_attn.ops.clusters.summaries import beyond_slices, members, query_moments, summarise_clusters
-from efficient_attn.ops.dtypes import upcast, zero_masked
+from efficient_attn.ops.dtypes import upcast
 from efficient_attn.ops.paths import held, tuned_for_cpu
 from efficient_attn.shapes import KeyMask, Keys, Queries, Values
 
@@ -37,12 +37,16 @@ def window_clusters(
     steps: int | None,
     key_mask: KeyMask | None,
     read: Callable[..., Tensor] = read_slices,
+    positions: Sequence[range] | None = None,
+    total: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
     """Softmax attention with one summary for each cluster of far keys; queries and keys are the same tokens.
 
     Args:
         steps: Steps of k-means; None: clusters are segments of the sequence.
         read: Function of slices and summaries that returns the rows, with the arguments of `read_slices`.
+        positions: See `Placed`.
+        total: Sum over the ranks that hold the other queries; None: there are none.
     """
     some = partial(
         _some_clusters,
@@ -52,6 +56,8 @@ def window_clusters(
         steps=steps,
         key_mask=key_mask,
         read=read,
+        positions=positions,
+        total=total,
     )
     return by_heads(some, q, k, v)
 
@@ -86,11 +92,11 @@ def _some_clusters(
     steps: int | None,
     key_mask: Tensor | None,
     read: Callable[..., Tensor],
+    positions: Sequence[range] | None,
+    total: Callable[[Tensor], Tensor] | None,
 ) -> Tensor:
-    dtype = q.dtype
-    q, k, v, real, turned = from_first_real(
-        upcast(q) * scale, upcast(zero_masked(k, key_mask)), upcast(zero_masked(v, key_mask)), key_mask
-    )
+    placed = placed_queries(upcast(q) * scale, k, v, key_mask, positions)
+    k, v, real = placed.k, placed.v, placed.real
     clusters = min(clusters, k.shape[2])
     if steps is None:
         chosen = segments(real, clusters)[:, None].expand(k.shape[:3])
@@ -99,16 +105,20 @@ def _some_clusters(
     # Summaries are made for the queries of one head, whatever other heads share its keys.
     if q.shape[1] > k.shape[1]:
         k, v, chosen = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v, chosen))
-    queries = query_moments(q.unsqueeze(2), None if turned is None else real)
-    counted = real & (torch.arange(k.shape[2], device=k.device) >= layout.first)
-    every = members(k, v, counted, chosen, queries, clusters)
-    group = _group(every.top.numel() * (k.shape[3] + v.shape[3]), -(-k.shape[2] // layout.block), k)
-    summaries = (
-        summarise_clusters(sums, every.top, queries, k.shape[3])
-        for sums in beyond_slices(every, block=layout.block, back=layout.back, group=group)
-    )
-    out = read(q, k, v, real, summaries, layout, group=group)
-    return turn_back(out, turned).to(dtype)
+    queries = query_moments(placed.q.unsqueeze(2), None if key_mask is None else placed.real_queries(), total)
+    every = members(k, v, placed.counted(layout.first), chosen, queries, clusters)
+    outs = []
+    for rows, span in placed.runs():
+        begin, end = span.start // layout.block, -(-span.stop // layout.block)
+        group = _group(every.top.numel() * (k.shape[3] + v.shape[3]), end - begin, k)
+        outside = beyond_slices(
+            every, block=layout.block, back=layout.back, group=group, begin=begin, end=end
+        )
+        summaries = (summarise_clusters(sums, every.top, queries, k.shape[3]) for sums in outside)
+        before = span.start - begin * layout.block
+        out = read(after(rows, before), k, v, real, summaries, layout, group=group, begin=begin)
+        outs.append(out[:, :, before:])
+    return placed.restored(outs, causal=False).to(q.dtype)
 
 
 def window_segments(
@@ -121,10 +131,21 @@ def window_segments(
     clusters: int,
     key_mask: KeyMask | None,
     read: Callable[..., Tensor] = read_slices,
+    positions: Sequence[range] | None = None,
 ) -> Tensor:
-    """Causal softmax attention, with one summary for each segment of the past before the slice."""
+    """Causal softmax attention, with one summary for each segment of the past before the slice.
+
+    Args:
+        positions: See `Placed`.
+    """
     some = partial(
-        _some_segments, scale=scale, layout=layout, clusters=clusters, key_mask=key_mask, read=read
+        _some_segments,
+        scale=scale,
+        layout=layout,
+        clusters=clusters,
+        key_mask=key_mask,
+        read=read,
+        positions=positions,
     )
     return by_heads(some, q, k, v)
 
@@ -139,35 +160,28 @@ def _some_segments(
     clusters: int,
     key_mask: Tensor | None,
     read: Callable[..., Tensor],
+    positions: Sequence[range] | None,
 ) -> Tensor:
-    dtype, before = q.dtype, k.shape[2] - q.shape[2]
-    # Blocks are aligned with the keys; queries are the last positions, and a mask may put them in any block.
-    begin = before // layout.block if key_mask is None else 0
-    q = F.pad(upcast(q) * scale, (0, 0, before - begin * layout.block, 0))
-    q, k, v, real, turned = from_first_real(
-        q, upcast(zero_masked(k, key_mask)), upcast(zero_masked(v, key_mask)), key_mask
-    )
-    position = torch.arange(k.shape[2], device=k.device)
-    starts = [max(start - layout.back, 0) for start in range(0, k.shape[2], layout.block)][begin:]
-    group = _group(k.shape[0] * k.shape[1] * clusters * (k.shape[3] + v.shape[3]), len(starts), k)
-    summaries = past_segments(
-        k,
-        v,
-        real & (position >= layout.first),
-        starts=starts,
-        cell=layout.cell,
-        segments=clusters,
-        group=group,
-    )
+    placed = placed_queries(upcast(q) * scale, k, v, key_mask, positions)
+    k, v, real = placed.k, placed.v, placed.real
+    counted = placed.counted(layout.first)
     row = torch.arange(layout.block, device=q.device)
     own = torch.arange(-layout.back, layout.block, device=q.device)
     visible = own <= row[:, None]
-    out = read(q, k, v, real, summaries, layout, group=group, visible=visible, begin=begin)
-    out = turn_back(out, turned)
-    if turned is not None:
-        # Padding before the first real token was rotated to the end.
-        out = out.masked_fill((position < turned[:, None])[:, None, :, None], 0.0)
-    return out[:, :, before - begin * layout.block :].to(dtype)
+    outs = []
+    for rows, span in placed.runs():
+        # Blocks are aligned with the keys.
+        begin, end = span.start // layout.block, -(-span.stop // layout.block)
+        starts = [max(block * layout.block - layout.back, 0) for block in range(begin, end)]
+        group = _group(k.shape[0] * k.shape[1] * clusters * (k.shape[3] + v.shape[3]), len(starts), k)
+        summaries = past_segments(
+            k, v, counted, starts=starts, cell=layout.cell, segments=clusters, group=group
+        )
+        before = span.start - begin * layout.block
+        rows = after(rows, before)
+        out = read(rows, k, v, real, summaries, layout, group=group, visible=visible, begin=begin)
+        outs.append(out[:, :, before:])
+    return placed.restored(outs, causal=True).to(q.dtype)
 
 
 def _group(numbers: int, blocks: int, k: Tensor) -> int:
@@ -175,24 +189,3 @@ def _group(numbers: int, blocks: int, k: Tensor) -> int:
     if not tuned_for_cpu(k):
         return min(blocks, held(numbers))
     return min(blocks, _MOST, max(_FEWEST, _GROUP // numbers))
-
-
-def from_first_real(
-    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-    """Tensors rotated so that the first real token comes first, and the rotation of each batch entry."""
-    if key_mask is None:
-        return q, k, v, torch.ones(k.shape[0], k.shape[2], dtype=torch.bool, device=k.device), None
-    turned = key_mask.long().argmax(dim=-1)
-    q, k, v = (_turn(x, turned) for x in (q, k, v))
-    return q, k, v, _turn(key_mask[:, None, :, None], turned)[:, 0, :, 0], turned
-
-
-def _turn(x: Tensor, by: Tensor) -> Tensor:
-    """`x` rotated along the tokens: token i of the result is token i + by of x."""
-    index = (torch.arange(x.shape[2], device=x.device) + by[:, None]) % x.shape[2]
-    return x.gather(2, index[:, None, :, None].expand_as(x))
-
-
-def turn_back(x: Tensor, turned: Tensor | None) -> Tensor:
-    return x if turned is None else _turn(x, -turned)

@@ -6,7 +6,6 @@ positions take 8 bytes for each key of a head, a second copy of keys and values 
 """
 
 from collections.abc import Sequence
-from itertools import groupby
 from typing import NamedTuple
 
 import torch
@@ -16,6 +15,7 @@ from torch import Tensor
 from efficient_attn.ops.clusters.closed import Step, limits_of, read_closed
 from efficient_attn.ops.clusters.far import Summaries
 from efficient_attn.ops.clusters.near import MASKED
+from efficient_attn.ops.clusters.placed import alike
 from efficient_attn.ops.clusters.probing import probe_clusters
 from efficient_attn.ops.clusters.runs import Stage, causal_stages
 from efficient_attn.ops.clusters.sorted_runs import SortedRuns, advanced, far_keys, joined, no_runs
@@ -99,10 +99,10 @@ def extend_clusters(
     if new > task.stages(tokens)[-1].layout.block or not (mask is None or _seen_by_host(mask)):
         out = probe_clusters(q, cache.k, cache.v, **task._asdict(), causal=True, key_mask=mask)
         return out, ClusterCache(*cache, *no_runs(k, v))
-    alike = [(slice(None), 0)] if mask is None else _alike(mask)
-    parts = [runs.part(rows, *task.far(max(tokens - new - start, 0))) for rows, start in alike]
+    groups = [(slice(None), 0)] if mask is None else alike(mask)
+    parts = [runs.part(rows, *task.far(max(tokens - new - start, 0))) for rows, start in groups]
     outs, later = [], list(parts)
-    for number, (rows, start) in enumerate(alike):
+    for number, (rows, start) in enumerate(groups):
         padding = min(max(start - tokens + new, 0), new)
         some_k, some_v = (x[rows, :, start:] for x in cache[:2])
         some_mask = None if mask is None else mask[rows, start:]
@@ -190,17 +190,6 @@ def _keys_at(x: Tensor, at: Tensor) -> Tensor:
     # The CPU copies whole rows only from two dimensions.
     found = [one.index_select(0, rows) for one, rows in zip(x.flatten(0, 1), at.flatten(0, 1), strict=True)]
     return torch.stack(found).unflatten(0, x.shape[:2])
-
-
-def _alike(mask: Tensor) -> list[tuple[slice, int]]:
-    """Neighbouring batch entries with one first real token, and this token; the number of tokens: none."""
-    first = torch.where(mask.any(dim=1), mask.long().argmax(dim=1), mask.shape[1]).tolist()
-    found, begin = [], 0
-    for start, entries in groupby(first):
-        end = begin + len(list(entries))
-        found.append((slice(begin, end), start))
-        begin = end
-    return found
 
 
 def _seen_by_host(mask: Tensor) -> bool:

@@ -13,13 +13,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from efficient_attn.ops.clusters.attention import by_heads, from_first_real, turn_back
+from efficient_attn.ops.clusters.attention import by_heads
 from efficient_attn.ops.clusters.closed import limits_of, read_closed, steps
 from efficient_attn.ops.clusters.far import clusters_of, summarise
 from efficient_attn.ops.clusters.near import MASKED, Slices, in_order, near_slices
 from efficient_attn.ops.clusters.opened import open_clusters
+from efficient_attn.ops.clusters.placed import after, placed_queries
 from efficient_attn.ops.clusters.runs import Stage, causal_stages, full_stages, places, reach
-from efficient_attn.ops.dtypes import upcast, zero_masked
+from efficient_attn.ops.dtypes import upcast
 from efficient_attn.ops.softmax.partial import partial_softmax
 from efficient_attn.shapes import KeyMask, Keys, Queries, Values
 
@@ -56,6 +57,7 @@ def probe_clusters(
     causal: bool,
     key_mask: KeyMask | None,
     read: Callable[[Task, Tensor, Stage], Tensor] | None = None,
+    positions: Sequence[range] | None = None,
 ) -> Tensor:
     """Softmax attention that reads the far keys of some clusters one by one, and the others as summaries.
 
@@ -66,6 +68,7 @@ def probe_clusters(
         clusters: Largest number of clusters per query; causal: at least 2.
         probes: Number of clusters that the queries of each head open; all, if not fewer than `clusters`.
         read: Function that returns the rows of a stage; None: `_read`.
+        positions: See `Placed`.
     """
     plan = partial(causal_stages if causal else full_stages, block=block, clusters=clusters, first=first)
     stages = plan(k.shape[2])
@@ -77,6 +80,7 @@ def probe_clusters(
         causal=causal,
         key_mask=key_mask,
         read=read or _read,
+        positions=positions,
     )
     opened = [one if one < clusters else k.shape[2] for one in probes]
     # Causal stages have queries of their own, and so smaller tensors.
@@ -95,37 +99,39 @@ def _some_heads(
     causal: bool,
     key_mask: Tensor | None,
     read: Callable[[Task, Tensor, Stage], Tensor],
+    positions: Sequence[range] | None,
 ) -> Tensor:
-    dtype, tokens, before = q.dtype, k.shape[2], k.shape[2] - q.shape[2]
-    # Queries are the last positions of the keys, and a mask may move them to any position.
-    stages = [
-        one for one in (stage.since(before * (key_mask is None)) for stage in stages) if one.begin < one.end
-    ]
-    start = min(stage.begin for stage in stages)
-    q = F.pad(upcast(q) * scale, (0, 0, before - start, 0))
-    q, k, v, real, turned = from_first_real(
-        q, upcast(zero_masked(k, key_mask)), upcast(zero_masked(v, key_mask)), key_mask
-    )
-    position = torch.arange(tokens, device=k.device)
+    placed = placed_queries(upcast(q) * scale, k, v, key_mask, positions)
     most, limits = limits_of(probes, k)
-    task = Task(k, v, real, real & (position >= stages[0].layout.first), most, limits, causal)
-    if causal:
-        output = torch.cat(
-            [read(task, q[:, :, one.begin - start : one.end - start], one) for one in stages], dim=2
-        )
-    elif turned is None:
-        output = read(task, q, stages[-1])
-    else:
-        # The number of real tokens decides, so that padding changes no cluster.
-        extent = ((position + 1) * real).amax(dim=1)[:, None, None, None]
-        output = read(task, q, stages[-1])
-        for stage in reversed(stages[:-1]):
-            output = torch.where(extent <= reach(stage, clusters), read(task, q, stage), output)
-    output = turn_back(output, turned)
-    if turned is not None and causal:
-        # Padding before the first real token was rotated to the end.
-        output = output.masked_fill((position < turned[:, None])[:, None, :, None], 0.0)
-    return output[:, :, before - start :].to(dtype)
+    counted = placed.counted(stages[0].layout.first)
+    task = Task(placed.k, placed.v, placed.real, counted, most, limits, causal)
+    # The number of real tokens decides, so that padding changes no cluster.
+    extent = (torch.arange(1, k.shape[2] + 1, device=k.device) * placed.real).amax(dim=1)
+    extent = extent[:, None, None, None]
+    if not (causal or key_mask is not None):
+        stages = stages[-1:]
+    outs = []
+    for rows, own in placed.runs():
+        found = [one for one in stages if max(one.begin, own.start) < min(one.end, own.stop)]
+        parts = [_rows(task, rows, own, stage, read) for stage in found]
+        if causal:
+            outs.append(torch.cat(parts, dim=2))
+            continue
+        output = parts.pop()
+        for stage, out in zip(found[-2::-1], parts[::-1], strict=True):
+            output = torch.where(extent <= reach(stage, clusters), out, output)
+        outs.append(output)
+    return placed.restored(outs, causal=causal).to(q.dtype)
+
+
+def _rows(
+    task: Task, q: Tensor, own: range, stage: Stage, read: Callable[[Task, Tensor, Stage], Tensor]
+) -> Tensor:
+    """Outputs of the queries of a stage, out of consecutive ones at the positions `own`."""
+    stage = stage.since(own.start)._replace(end=min(stage.end, own.stop))
+    before = max(own.start - stage.begin, 0)
+    rows = after(q[:, :, max(stage.begin - own.start, 0) : stage.end - own.start], before)
+    return read(task, rows, stage)[:, :, before:]
 
 
 def _read(task: Task, q: Tensor, stage: Stage) -> Tensor:

@@ -6,7 +6,7 @@ W e^{(q−m)·k̄} and the same times v̄. The second-order term of the mass, ½
 queries, whose entries count as uncorrelated: ½ Σ_d s_d Σ_dd.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -43,22 +43,28 @@ class Summary(NamedTuple):
     alive: Tensor
 
 
-def query_moments(q: Tensor, real: Tensor | None) -> QueryMoments:
+def query_moments(
+    q: Tensor, real: Tensor | None, total: Callable[[Tensor], Tensor] | None = None
+) -> QueryMoments:
     """Mean and variance over the real queries of the heads that share summaries.
 
     Args:
         q: [batch heads group tokens head_dim].
         real: bool [batch tokens]; None: all are.
+        total: Sum over the ranks that hold the other queries; None: there are none.
     """
-    if real is None:
+    if real is None and total is None:
         variance, mean = torch.var_mean(q, dim=(2, 3), correction=0)
         return QueryMoments(mean.unsqueeze(2), variance.unsqueeze(2))
+    if real is None:
+        real = q.new_ones(q.shape[0], q.shape[3], dtype=torch.bool)
+    total = total or (lambda x: x)
     # Masking rather than a product with zero, since a padded query may be NaN.
     padding = ~real[:, None, None, :, None]
-    count = (real.sum(dim=-1)[:, None, None, None] * q.shape[2]).clamp_min(1)
-    mean = q.masked_fill(padding, 0.0).sum(dim=(2, 3)).unsqueeze(2) / count
+    count = total((real.sum(dim=-1) * q.shape[2]).to(q.dtype)[:, None, None, None]).clamp_min(1)
+    mean = total(q.masked_fill(padding, 0.0).sum(dim=(2, 3)).unsqueeze(2)) / count
     squares = (q - mean.unsqueeze(2)).square().masked_fill(padding, 0.0)
-    variance = squares.sum(dim=(2, 3)).unsqueeze(2) / count
+    variance = total(squares.sum(dim=(2, 3)).unsqueeze(2)) / count
     return QueryMoments(mean, variance)
 
 
@@ -117,8 +123,10 @@ def members(
     return Members(rows, chosen, top)
 
 
-def beyond_slices(every: Members, *, block: int, back: int, group: int) -> Iterator[Tensor]:
-    """Sums over all members outside the slice of each block, `group` blocks at a time.
+def beyond_slices(
+    every: Members, *, block: int, back: int, group: int, begin: int, end: int
+) -> Iterator[Tensor]:
+    """Sums over all members outside the slices of the blocks begin … end − 1, `group` blocks at a time.
 
     Cells have `block` tokens, the first of them `back` tokens fewer, and the slice of block b is the cells b
     and b + 1. Partial sums are only added, never subtracted, since differences would cancel small terms.
@@ -127,30 +135,32 @@ def beyond_slices(every: Members, *, block: int, back: int, group: int) -> Itera
         [batch heads group clusters …].
     """
     tokens = every.rows.shape[2]
-    blocks = -(-tokens // block)
-    groups = -(-blocks // group)
-    cell = (torch.arange(tokens, device=every.rows.device) + back) // block
+    groups = -(-(end - begin) // group)
+    cell = (torch.arange(tokens, device=every.rows.device) + back) // block - begin
+    # Cells that no block of a group leaves out.
+    beyond = (cell < 0) | (cell > groups * group)
     own = torch.arange(group, device=cell.device)[:, None]
     other = torch.arange(group + 2, device=cell.device)
     # A block excludes two cells of the group, whose last cell is the next group's first.
     outside = ((other != own) & (other != own + 1)).to(every.rows.dtype)
     if groups == 1:
-        parts = every.sums(cell, group + 2)
+        parts = every.sums(cell.masked_fill(beyond, group + 1), group + 2)
         yield (outside @ parts.flatten(3)).unflatten(3, parts.shape[3:])
         return
-    # Sums of the first cell of each group, and of its other cells.
-    coarse = every.sums(2 * (cell // group) + (cell % group > 0), 2 * groups + 2)
-    firsts, others = coarse[:, :, ::2].unbind(2), coarse[:, :, 1::2].unbind(2)
+    # Sums of the first cell of each group, of its other cells, and of all cells beyond.
+    place = (2 * (cell // group) + (cell % group > 0)).masked_fill(beyond, 2 * groups + 2)
+    coarse = every.sums(place, 2 * groups + 3)
+    firsts, others = coarse[:, :, :-1:2].unbind(2), coarse[:, :, 1::2].unbind(2)
     both = [first + other for first, other in zip(firsts, others, strict=True)]
-    before = list(accumulate(both, initial=torch.zeros_like(both[0])))
+    before = list(accumulate(both, initial=coarse[:, :, -1]))
     after = list(accumulate(reversed(both), initial=torch.zeros_like(both[0])))[::-1]
     for number in range(groups):
-        begin, end = (max(one * group * block - back, 0) for one in (number, number + 1))
+        low, high = (max((begin + one * group) * block - back, 0) for one in (number, number + 1))
         # The last two cells hold sums that are known already.
-        parts = every.part(begin, end).sums(cell[begin:end] - number * group, group + 2)
+        parts = every.part(low, high).sums(cell[low:high] - number * group, group + 2)
         parts[:, :, group] = firsts[number + 1]
         parts[:, :, group + 1] = before[number] + others[number + 1] + after[number + 2]
-        some_blocks = min(group, blocks - number * group)
+        some_blocks = min(group, end - begin - number * group)
         yield (outside[:some_blocks] @ parts.flatten(3)).unflatten(3, parts.shape[3:])
 
 

@@ -2,12 +2,15 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 KINDS = ("contiguous", "head-tail")
+# A gather brings every state to every rank; from more ranks a scan receives fewer.
+MOST_GATHERED = 16
 
 
 class Layout(NamedTuple):
@@ -21,12 +24,21 @@ class Layout(NamedTuple):
         kind: "contiguous" or "head-tail".
         rank: Rank of this process in the group.
         ranks: Number of ranks.
+        per_node: Number of consecutive ranks on each node; 1 if unknown or unequal.
     """
 
     group: Any
     kind: str
     rank: int
     ranks: int
+    per_node: int = 1
+
+    @property
+    def near(self) -> range:
+        """Ranks that gather their states: the group, a node of it, or this one; scans pass states beyond."""
+        gathered = next(n for n in (self.ranks, self.per_node, 1) if n <= MOST_GATHERED)
+        first = self.rank // gathered * gathered
+        return range(first, first + gathered)
 
     @property
     def num_segments(self) -> int:
@@ -59,6 +71,23 @@ class Layout(NamedTuple):
         return [range(segment * step, (segment + 1) * step) for segment in self.own]
 
 
+def ranks_per_node(members: list[int], local_ranks: int) -> int:
+    """Number of consecutive members of a group on each node; 1 if nodes have unequal numbers.
+
+    Args:
+        members: Global ranks of the group.
+        local_ranks: Number of consecutive global ranks on each node, as torchrun numbers them.
+    """
+    found = {len(list(group)) for _, group in groupby(members, key=lambda rank: rank // local_ranks)}
+    return found.pop() if len(found) == 1 else 1
+
+
+def own_tokens(x: Tensor, dim: int, layout: Layout) -> Tensor:
+    """A copy of the tokens of this rank along `dim`, out of a whole sequence of equal segments."""
+    parts = x.chunk(layout.num_segments, dim) if x.shape[dim] else [x] * layout.num_segments
+    return torch.cat([parts[segment] for segment in layout.own], dim).contiguous()
+
+
 # A variable of the process, not of a thread: autograd recomputes checkpoints in threads of its own.
 _IN_FORCE: list[Layout] = []
 
@@ -76,6 +105,12 @@ def in_force(layout: Layout) -> Iterator[Layout]:
         yield layout
     finally:
         _IN_FORCE.pop()
+
+
+def whole_tokens(tokens: int) -> int:
+    """Tokens of all ranks, where a layout is in force and this rank has `tokens`."""
+    layout = layout_in_force()
+    return tokens if layout is None else tokens * layout.ranks
 
 
 def at_positions(apply: Callable[[Tensor, int], Tensor], x: Tensor, start: int) -> Tensor:

@@ -15,8 +15,8 @@ from efficient_attn.ops.linear.backward import Outputs
 from efficient_attn.ops.linear.causal import causal_row_gradients, causal_rows
 from efficient_attn.ops.linear.full import key_gradients, query_gradients, read_state, whole_state
 from efficient_attn.ops.linear.inputs import LinearInputs
-from efficient_attn.ops.linear.state import LinearState, exponential, finite
-from efficient_attn.ops.sharded.exchange import gathered, largest, total
+from efficient_attn.ops.linear.state import LinearState, Means, exponential, finite
+from efficient_attn.ops.sharded.exchange import gathered_near, largest, shifted, total
 from efficient_attn.ops.sharded.layout import Layout
 
 
@@ -30,6 +30,12 @@ def sharded_linear_attention(inputs: LinearInputs, layout: Layout, *, causal: bo
     return torch.cat(rows, dim=-2)
 
 
+def final_state(inputs: LinearInputs, layout: Layout) -> LinearState | Means:
+    """The streaming state after the tokens of all ranks, on every rank."""
+    state = total_state(_key_state(inputs), layout)
+    return state if inputs.map.has_values else Means.of(state)
+
+
 def total_state(state: LinearState, layout: Layout) -> LinearState:
     """The state of the keys of all ranks."""
     reference = largest(state.log_scale, layout)
@@ -38,18 +44,45 @@ def total_state(state: LinearState, layout: Layout) -> LinearState:
 
 def states_before(states: list[LinearState], layout: Layout) -> list[LinearState]:
     """For each own segment, the state of all keys before it, from the states of the own segments."""
-    sums, scales = states[0].sums, states[0].log_scale
-    own = torch.stack([torch.cat([one.sums.flatten(), one.log_scale.detach().flatten()]) for one in states])
-    every = gathered(own, layout).flatten(0, 1)[layout.order]
-    every_sums, every_scale = every.split([sums.numel(), scales.numel()], dim=1)
-    every_sums, every_scale = every_sums.unflatten(1, sums.shape), every_scale.unflatten(1, scales.shape)
-    return [_merged(every_sums[:end], every_scale[:end].detach()) for end in layout.own]
+    near = gathered_near(torch.stack([_packed(one) for one in states]), layout)  # [near segments numbers]
+    place, heads = layout.rank - layout.near.start, near[:, 0]
+    earlier = _scanned(heads, states[0], 1, layout)
+    before = [torch.cat([earlier, heads[:place]])]
+    if layout.kind == "head-tail":
+        # Tails follow all heads, in the opposite order of ranks.
+        later = _scanned(near.flatten(0, 1), states[0], -1, layout)
+        before.append(torch.cat([earlier, heads, later, near[place + 1 :, 1]]))
+    return [_merged(rows, states[0]) for rows in before]
 
 
-def _merged(sums: Tensor, log_scale: Tensor) -> LinearState:
-    """The state of several, or of none, stacked along the first axis."""
-    lowest = log_scale.new_full((1, *log_scale.shape[1:]), -torch.inf)
-    reference = torch.cat([lowest, log_scale]).amax(dim=0)
+def _scanned(near: Tensor, like: LinearState, direction: int, layout: Layout) -> Tensor:
+    """States of all ranks before `layout.near`, or behind, in ⌈log₂⌉ rows, by a scan over such ranges.
+
+    A step receives the state of 1, 2, 4, … ranges (Hillis and Steele, Data parallel algorithms, 1986).
+
+    Args:
+        near: Packed states of `layout.near`, [states numbers].
+        like: A state of the same shape.
+        direction: 1 for the ranks before, −1 for the ranks behind.
+    """
+    found, step = [near[:0]], len(layout.near)
+    while step < layout.ranks:
+        state = _packed(_merged(torch.cat([near, *found]), like))
+        found.append(shifted(state, direction * step, layout))
+        step *= 2
+    return torch.cat(found)
+
+
+def _packed(state: LinearState) -> Tensor:
+    return torch.cat([state.sums.flatten(), state.log_scale.detach().flatten()])
+
+
+def _merged(rows: Tensor, like: LinearState) -> LinearState:
+    """The state of several, or of none, that are packed in rows."""
+    sums, log_scale = rows.split([like.sums.numel(), like.log_scale.numel()], dim=1)
+    sums = sums.unflatten(1, like.sums.shape)
+    log_scale = log_scale.detach().unflatten(1, like.log_scale.shape)
+    reference = torch.cat([torch.full_like(like.log_scale[None], -torch.inf), log_scale]).amax(dim=0)
     return LinearState(_rescaled(sums, log_scale, reference).sum(dim=0), reference)
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from efficient_attn.ops.sharded.exchange import all_tokens, moved
 from efficient_attn.ops.sharded.layout import Layout
+from efficient_attn.ops.softmax.kv_cache import KVCache, last_tokens, mask_of, summarise_tokens
 
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
 
@@ -21,9 +22,41 @@ def all_keys_attention(
     Args:
         attend: Function of (q, k, v, key_mask); causal queries are the last positions of the keys.
     """
+    k, v, key_mask = all_keys(k, v, key_mask, layout)
+    return attention_of_segments(attend, q, k, v, key_mask, layout, causal=causal)
+
+
+def extend_all_keys(
+    attend: Attend, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, layout: Layout
+) -> tuple[Tensor, KVCache]:
+    """Causal attention to the keys of all ranks, and the cache of them all on every rank."""
+    cache = summarise_tokens(*all_keys(k, v, key_mask, layout))
+    out = attention_of_segments(attend, q, cache.k, cache.v, mask_of(cache), layout, causal=True)
+    return out, cache
+
+
+def last_keys(k: Tensor, v: Tensor, key_mask: Tensor | None, layout: Layout, *, tokens: int) -> KVCache:
+    """The cache of the last `tokens` keys of all ranks, on every rank; earlier keys are not sent."""
+    parts = layout.parts(k.shape[-2])
+    # The ends of the segments include the end of the sequence, and no rank exchanges an empty tensor.
+    ends = [slice(max(part.start, part.stop - max(tokens, 1)), part.stop) for part in parts]
+    k, v = (torch.cat([x[..., end, :] for end in ends], dim=-2) for x in (k, v))
+    mask = None if key_mask is None else torch.cat([key_mask[:, end] for end in ends], dim=1)
+    return last_tokens(summarise_tokens(*all_keys(k, v, mask, layout)), tokens)
+
+
+def all_keys(
+    k: Tensor, v: Tensor, key_mask: Tensor | None, layout: Layout
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Keys, values and key mask of all ranks."""
     k, v = all_tokens(torch.cat([k, v], dim=-1), -2, layout).split([k.shape[-1], v.shape[-1]], dim=-1)
-    if key_mask is not None:
-        key_mask = all_tokens(key_mask.byte(), 1, layout).bool()
+    return k, v, None if key_mask is None else all_tokens(key_mask.byte(), 1, layout).bool()
+
+
+def attention_of_segments(
+    attend: Attend, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, layout: Layout, *, causal: bool
+) -> Tensor:
+    """Attention of the queries of this rank to all keys, with the arguments of `all_keys_attention`."""
     if not causal:
         return attend(q, k, v, key_mask)
     places = zip(layout.parts(q.shape[-2]), layout.positions(q.shape[-2]), strict=True)

@@ -7,12 +7,13 @@ import importlib
 import inspect
 from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from efficient_attn.ops.paths import only_torch
+from efficient_attn.ops.paths import constant_result, only_torch
 
 _DTYPES = (torch.float16, torch.bfloat16)
 # The kernel reads vectors of a multiple of 8 numbers; its backward pass takes no more than 192 on every GPU.
@@ -21,8 +22,9 @@ _MULTIPLE, _WIDEST = 8, 192
 _SEQUENCES, _TOKENS = 2**16 - 1, 2**31 - 1
 
 
+@cache
 def _function() -> Callable[..., Tensor] | None:
-    """`varlen_attn`, or None in a PyTorch without it or without its window."""
+    """`varlen_attn`, whose import takes a second, or None in a PyTorch without it or without its window."""
     try:
         function: Callable[..., Tensor] = importlib.import_module("torch.nn.attention.varlen").varlen_attn
     except (ImportError, AttributeError):
@@ -30,17 +32,12 @@ def _function() -> Callable[..., Tensor] | None:
     return function if inspect.signature(function).parameters.keys() >= {"scale", "window_size"} else None
 
 
-_VARLEN = _function()
-# Earlier versions do not promise grouped queries.
-_GROUPED = _VARLEN is not None and "enable_gqa" in inspect.signature(_VARLEN).parameters
-
-
 def available(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> bool:
     """Whether the kernel serves these tensors."""
     return (
         key_mask is None
         and _serves(q.device, q.dtype)
-        and (_GROUPED or q.shape[1] == k.shape[1])
+        and (q.shape[1] == k.shape[1] or _grouped())
         and all(x.dtype is q.dtype and x.shape[-1] <= _WIDEST and x.numel() > 0 for x in (q, k, v))
         and bool(q.shape[0] * q.shape[1] * k.shape[2] <= _TOKENS)
     )
@@ -52,7 +49,11 @@ def attend(q: Tensor, k: Tensor, v: Tensor, key_mask: None, back: int, ahead: in
     Args:
         scale: Positive factor on the scores.
     """
-    assert _VARLEN is not None and key_mask is None, "callers ask `available` first"
+    # A statement, since a compiler traces it, and not the cache of `_function`.
+    from torch.nn.attention.varlen import varlen_attn
+
+    kernel: Callable[..., Any] = varlen_attn
+    assert key_mask is None, "callers ask `available` first"
     (batch, heads), value_dim = q.shape[:2], v.shape[-1]
     lengths, grouped = (q.shape[2], k.shape[2]), heads != k.shape[1]
     width = -(-max(q.shape[-1], value_dim) // _MULTIPLE) * _MULTIPLE
@@ -65,16 +66,23 @@ def attend(q: Tensor, k: Tensor, v: Tensor, key_mask: None, back: int, ahead: in
     numbers = torch.arange((batch * heads if alone else batch) + 1, dtype=torch.int32, device=q.device)
     ends = (numbers * length for length in lengths)
     groups = {"enable_gqa": True} if grouped else {}
-    out = _VARLEN(*packed, *ends, *lengths, scale=scale, window_size=sides, **groups)
+    out: Tensor = kernel(*packed, *ends, *lengths, scale=scale, window_size=sides, **groups)
     out = out.unflatten(0, (batch, -1))
     out = out.squeeze(2).unflatten(1, (heads, -1)) if alone else out.transpose(1, 2)
     return out[..., :value_dim]
 
 
 # A question to the driver, which a compiler cannot trace; sizes, which it may not know, are no arguments.
-@torch.compiler.assume_constant_result
+@constant_result
 def _serves(device: torch.device, dtype: torch.dtype) -> bool:
-    return _VARLEN is not None and dtype in _DTYPES and not only_torch() and _has_flash(device)
+    return dtype in _DTYPES and not only_torch() and _has_flash(device) and _function() is not None
+
+
+@constant_result
+def _grouped() -> bool:
+    """Whether grouped queries are promised, which earlier versions do not."""
+    function = _function()
+    return function is not None and "enable_gqa" in inspect.signature(function).parameters
 
 
 @cache

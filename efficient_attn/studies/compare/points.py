@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from efficient_attn.measure.queued import COLD
+from efficient_attn.modules.options import SEED
 from efficient_attn.runner.isolation import Measurer
 from efficient_attn.runner.layers import joint_name
 from efficient_attn.runner.record import Case
-from efficient_attn.runner.sizes import SEED
 from efficient_attn.runner.variants import YARDSTICK, Variant
 from efficient_attn.stats.candidates import exact_operations
 from efficient_attn.studies.costs import cost_points

@@ -6,9 +6,10 @@ from functools import partial
 from typing import Annotated, Any
 
 from efficient_attn.errors import OptionError, UnknownNameError
+from efficient_attn.modules.options import SEED
 from efficient_attn.problem import positive_count
 from efficient_attn.runner.record import Record
-from efficient_attn.runner.sizes import SEED, sized
+from efficient_attn.runner.sizes import sized
 from efficient_attn.runner.units import parse_sizes
 from efficient_attn.runner.variants import Variant, select
 from efficient_attn.studies import options as shared

@@ -6,9 +6,10 @@ from typing import Any
 
 from efficient_attn.measure.checked import backends_in, outputs_checked
 from efficient_attn.measure.memory import parameter_bytes
+from efficient_attn.modules.options import SEED
 from efficient_attn.runner.counting import attention_flops
 from efficient_attn.runner.record import Case, Record, replace
-from efficient_attn.runner.sizes import OWN, SEED
+from efficient_attn.runner.sizes import OWN
 from efficient_attn.runner.variants import Variant
 from efficient_attn.runner.worker import answer, memory_of, time_of
 from efficient_attn.studies.swap.audited import Samples, audited, pooled

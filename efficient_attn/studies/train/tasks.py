@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from efficient_attn.runner.sizes import SEED
+from efficient_attn.modules.options import SEED
 from efficient_attn.runner.variants import Variant
 from efficient_attn.studies.train.config import TrainConfig
 

@@ -1,0 +1,91 @@
+"""Sequences over several ranks: they have the outputs and gradients of one process."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from efficient_attn.backend import Backend
+from efficient_attn.conformance.cases import Case, Inputs, joint
+from efficient_attn.conformance.compare import close, condition, largest, rounding
+from efficient_attn.conformance.records import Finding
+from efficient_attn.conformance.subject import Subject, run
+from efficient_attn.conformance.table import check
+from efficient_attn.ops.sharded.exchange import all_tokens, total
+from efficient_attn.ops.sharded.layout import KINDS, Layout, own_tokens
+from efficient_attn.ops.sharded.threads import on_threads
+
+# One rank lies between two others.
+RANKS = 3
+# Segments of the layout with most of them.
+SEGMENTS = 2 * RANKS
+# Short vectors keep signed features from cancelling.
+GENTLE = 0.5
+ONE = Case(tokens=2 * SEGMENTS, heads=4, kv_heads=2, value_dim=3, norm=GENTLE)
+LONGER = ONE.but(tokens=22 * SEGMENTS, batch=1, heads=2, kv_heads=1, masked=True)
+
+
+def _drawn(seed: int) -> tuple[Case, ...]:
+    """Random cases whose tokens are whole segments."""
+    cases = (*joint(seed, 9), *joint(seed, 9, dtype="float32")[:4])
+    return tuple(
+        case.but(tokens=_whole(case.tokens), keys=None if case.causal else _whole(case.k_tokens), norm=GENTLE)
+        for case in cases
+    )
+
+
+def _whole(tokens: int) -> int:
+    return -(-tokens // SEGMENTS) * SEGMENTS
+
+
+@check(
+    f"A sequence over {RANKS} ranks has the outputs and gradients of one process, in every layout.",
+    cases=tuple(
+        case.but(causal=causal) for case in (ONE, ONE.but(masked=True), LONGER) for causal in (False, True)
+    ),
+    drawn=_drawn,
+    needs=("sharded",),
+)
+def parts_on_several_ranks_are_the_whole(subject: Subject, case: Case) -> Iterator[Finding]:
+    inputs, backend = subject.inputs(case), subject.build(case)
+    wanted, bound = _results(subject, backend, inputs, None), rounding(backend, inputs, case.dtype)
+    # A gradient contains the square of the denominator, which magnifies rounding once more.
+    share = float((bound * condition(backend, inputs)).max())
+    for kind in KINDS:
+        if not _divides(case, Layout("", kind, 0, RANKS)):
+            continue
+        every = on_threads(RANKS, kind, lambda layout: _results(subject, backend, inputs, layout))
+        for rank, found in enumerate(every):
+            for name, one, whole in zip(_names(subject, backend), found, wanted, strict=True):
+                limit = bound if name == "Output" else share * max(1.0, largest(whole))
+                yield close(f"{name}, {kind}, on rank {rank}", one, whole, limit)
+
+
+def _divides(case: Case, layout: Layout) -> bool:
+    """Whether a case is whole segments, of the same tokens if it is causal."""
+    same = not case.causal or case.k_tokens == case.tokens
+    return same and case.tokens % layout.num_segments == 0 and case.k_tokens % layout.num_segments == 0
+
+
+def _names(subject: Subject, backend: Backend) -> list[str]:
+    learned = ["q", "k", "v", *(name for name, _ in backend.named_parameters())]
+    return ["Output", *(f"Gradient w.r.t. {name}" for name in learned if subject.promises.gradients)]
+
+
+def _results(subject: Subject, backend: Backend, inputs: Inputs, layout: Layout | None) -> list[Tensor]:
+    """Output, and gradients of the sum of its squares; with a layout, put together from all ranks."""
+    own = inputs
+    if layout is not None:
+        q, k, v = (own_tokens(x, 2, layout) for x in inputs[:3])
+        mask = None if inputs.key_mask is None else own_tokens(inputs.key_mask, 1, layout)
+        own = Inputs(q, k, v, mask)
+    own = own.of(*(x.detach().requires_grad_(subject.promises.gradients) for x in own[:3]))
+    out = run(backend, own) if layout is None else backend.core.forward_sharded(*own, layout)
+    parts, sums = [out.detach()], list[Tensor]()
+    if subject.promises.gradients:
+        learned = list(backend.parameters())
+        found = torch.autograd.grad(out.square().sum(), [*own[:3], *learned], materialize_grads=True)
+        parts, sums = [*parts, *found[:3]], list(found[3:])
+    if layout is None:
+        return [*parts, *sums]
+    return [*(all_tokens(x, 2, layout) for x in parts), *(total(x, layout) for x in sums)]

@@ -1,0 +1,37 @@
+"""Progress of a run in a notebook: one bar, updated in place."""
+
+import html
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from efficient_attn.report.escape import plain
+from efficient_attn.studies.loop import Step
+
+
+def notebook_bar() -> Callable[[Step], None] | None:
+    """A progress function that draws one bar below the cell; None outside of notebooks."""
+    # A notebook has imported IPython before any of its cells; a terminal's IPython has no kernel.
+    ipython = sys.modules.get("IPython")
+    shell = None if ipython is None else ipython.get_ipython()
+    if getattr(shell, "kernel", None) is None:
+        return None
+    from IPython.display import display
+
+    handle: Any = None
+
+    def show(step: Step) -> None:
+        nonlocal handle
+        if handle is None:
+            handle = display(_drawn(step), raw=True, display_id=True)
+        else:
+            handle.update(_drawn(step), raw=True)
+
+    return show
+
+
+def _drawn(step: Step) -> dict[str, str]:
+    """The bar by media type."""
+    line = plain(str(step))
+    bar = f'<progress value="{step.done}" max="{step.total}"></progress>'
+    return {"text/plain": line, "text/html": f"<div>{bar} {html.escape(line)}</div>"}

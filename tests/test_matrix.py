@@ -1,0 +1,58 @@
+"""Versions in which continuous integration runs the tests, and the script that runs one cell of them."""
+
+import json
+import re
+import tomllib
+from importlib.machinery import SourceFileLoader
+from importlib.util import module_from_spec, spec_from_loader
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+CELLS = {one["name"]: one for one in json.loads((ROOT / ".ci/matrix.json").read_text(encoding="utf-8"))}
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+CLASSIFIED = {one.rpartition(" ")[2] for one in PROJECT["classifiers"] if re.search(r":: 3\.\d+$", one)}
+
+
+@pytest.fixture
+def script() -> ModuleType:
+    loader = SourceFileLoader("cell", str(ROOT / ".ci" / "cell"))
+    module = module_from_spec(spec_from_loader("cell", loader))
+    loader.exec_module(module)
+    return module
+
+
+def test_the_oldest_cell_has_the_oldest_versions_that_are_promised() -> None:
+    oldest, bounds = (
+        CELLS["oldest"],
+        dict(re.findall(r"^(\w+)>=([\d.]+)", "\n".join(requirements()), re.MULTILINE)),
+    )
+    assert oldest["torch"].removesuffix(".0") == bounds["torch"]
+    assert oldest["numpy"].startswith(f"{bounds['numpy']}.")
+    assert oldest["transformers"].startswith(f"{bounds['transformers']}.")
+    assert f">={oldest['python']}" == PROJECT["requires-python"]
+
+
+def requirements() -> list[str]:
+    return [*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["hf"]]
+
+
+def test_every_python_and_system_of_the_classifiers_is_a_cell() -> None:
+    assert {cell["python"] for cell in CELLS.values()} == CLASSIFIED
+    assert {cell["os"].partition("-")[0] for cell in CELLS.values()} == {"ubuntu", "macos"}
+    systems = {one.rpartition(" ")[2] for one in PROJECT["classifiers"] if one.startswith("Operating System")}
+    assert systems == {"Linux", "MacOS"}
+
+
+def test_a_cell_replaces_the_versions_of_the_constraints(script: ModuleType) -> None:
+    text = "# Why.\nnumpy==2.4.6\npandas==3.1.1\ntokenizers==0.23.3\ntorch==2.13.0\ntransformers==5.23.0\n"
+    lines = script.constraints(text, CELLS["oldest"]).splitlines()
+    assert lines == ["# Why.", "pandas==3.1.1", "torch==2.8.0+cpu", "numpy==1.26.4", "transformers==5.0.0"]
+    assert script.torch_of(CELLS["macos"]) == CELLS["macos"]["torch"]
+
+
+def test_a_wrong_name_is_answered_with_the_cells(script: ModuleType) -> None:
+    with pytest.raises(SystemExit, match=f"Name a cell: {', '.join(CELLS)}"):
+        script.main("eldest")

@@ -1,0 +1,100 @@
+"""A prefill on several ranks leaves the state of the whole sequence on each of them."""
+
+import pytest
+import torch
+
+import efficient_attn as ea
+from efficient_attn.ops.sharded.exchange import bytes_sent
+from efficient_attn.ops.sharded.layout import KINDS, own_tokens
+from efficient_attn.ops.sharded.threads import on_threads
+
+RANKS, TOKENS, MORE = 3, 66, 5
+CASES = [
+    ("exact", {}),
+    ("exact-dense", {}),
+    # The window ends within the last segment, reaches over a rank, over all, or is the own key alone.
+    *(("window", {"window": window}) for window in (8, 40, 81, 1)),
+    ("linear-relu", {}),
+    ("performer-positive", {"num_features": 12}),
+    ("performer-trig", {"num_features": 64}),
+]
+
+
+def drawn(tokens):
+    """q, k and v; q and k are short, so that no signed denominator is small."""
+    shapes = ((4, 8, 0.3), (2, 8, 0.3), (2, 6, 1.0))
+    return [norm * torch.randn(2, heads, tokens, dim, dtype=torch.float64) for heads, dim, norm in shapes]
+
+
+def close(found, wanted):
+    # Sums of at most 71 terms, each with a few roundings of 1.1e-16.
+    return (found - wanted).norm() <= 1e-13 * wanted.norm()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(("name", "options"), CASES)
+def test_decoding_goes_on_from_a_prefill_on_several_ranks(name, options, masked, kind):
+    torch.manual_seed(0)
+    backend = ea.build(name, head_dim=8, causal=True, **options).double()
+    qkv, later = drawn(TOKENS), drawn(MORE)
+    mask = torch.rand(2, TOKENS) > 0.3 if masked else None
+    if masked:
+        # Ranks without a real key: the last of one sequence, the first of the other.
+        mask[0, -(TOKENS // RANKS) :], mask[1, : TOKENS // RANKS] = False, False
+    out, state = backend.extend(*qkv, key_mask=mask)
+    wanted, _ = backend.extend(*later, state)
+
+    def call(layout):
+        own = None if mask is None else own_tokens(mask, 1, layout)
+        return backend.core.extend_sharded(*(own_tokens(x, 2, layout) for x in qkv), own, layout), layout
+
+    for (part, found), layout in on_threads(RANKS, kind, call):
+        assert close(part, own_tokens(out, 2, layout))
+        assert [x.shape for x in found] == [x.shape for x in state]
+        steps, after = [], found
+        for i in range(MORE):
+            step, after = backend.extend(*(x[:, :, i : i + 1] for x in later), after)
+            steps.append(step)
+        assert close(torch.cat(steps, dim=2), wanted)
+
+
+def test_gradients_pass_through_the_state_of_all_ranks():
+    torch.manual_seed(0)
+    for name, options in CASES:
+        backend = ea.build(name, head_dim=8, causal=True, **options).double()
+        _, k, v = qkv = drawn(TOKENS)
+        later = drawn(1)
+        whole = [k.clone().requires_grad_(), v.clone().requires_grad_()]
+        out, _ = backend.extend(*later, backend.extend(qkv[0], *whole)[1])
+        wanted = torch.autograd.grad(out.square().sum(), whole, materialize_grads=True)
+
+        def call(layout, backend=backend, qkv=qkv, later=later):
+            q, *own = (own_tokens(x, 2, layout).requires_grad_() for x in qkv)
+            _, state = backend.core.extend_sharded(q, *own, None, layout)
+            # Every rank decodes the token; the gradient is that of the sum of their losses.
+            out, _ = backend.extend(*later, state)
+            loss = out.square().sum() / RANKS
+            return torch.autograd.grad(loss, own, materialize_grads=True)
+
+        parts = zip(*on_threads(RANKS, "contiguous", call), strict=True)
+        for found, one in zip(parts, wanted, strict=True):
+            assert (torch.cat(found, dim=2) - one).norm() <= 1e-13 * one.norm()
+
+
+def test_bytes_of_the_state_of_a_window_do_not_depend_on_the_length():
+    backend = ea.build("window", head_dim=8, causal=True, window=9).double()
+
+    def sent(tokens):
+        qkv = drawn(tokens)
+        with bytes_sent() as counts:
+            on_threads(
+                RANKS,
+                "contiguous",
+                lambda layout: backend.core.extend_sharded(
+                    *(own_tokens(x, 2, layout) for x in qkv), None, layout
+                ),
+            )
+        return sorted(counts)
+
+    assert sent(48) == sent(96) != []

@@ -1,0 +1,91 @@
+"""Causal states of all ranks by a gather, a scan, and both on two levels."""
+
+from collections import Counter
+from threading import get_ident
+
+import pytest
+import torch
+from threads import drawn, join
+
+import efficient_attn as ea
+from efficient_attn.ops.sharded import exchange
+from efficient_attn.ops.sharded import layout as layouts
+from efficient_attn.ops.sharded.layout import KINDS, Layout, own_tokens, ranks_per_node
+from efficient_attn.ops.sharded.threads import on_threads
+from efficient_attn.theory.communication import sent_bytes
+
+# Ranks, ranks per node, most ranks of a gather.
+WAYS = {
+    "gather": [(5, 1, 16)],
+    "scan": [(2, 1, 1), (3, 1, 1), (5, 1, 1), (8, 1, 1)],
+    "two-level": [(4, 2, 2), (6, 2, 2), (6, 3, 3)],
+}
+EXCHANGES = [(name, *way) for name, ways in WAYS.items() for way in ways]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("way", "ranks", "per_node", "most"), EXCHANGES)
+def test_states_of_every_exchange_give_rows_and_gradients_of_the_whole_sequence(
+    way, ranks, per_node, most, kind, monkeypatch
+):
+    torch.manual_seed(0)
+    monkeypatch.setattr(layouts, "MOST_GATHERED", most)
+    tokens = 6 * ranks
+    mask = torch.rand(2, tokens) > 0.3
+    # A state of no key is merged on the way.
+    mask[0, : tokens // ranks + 1] = False
+    *qkv, g = drawn(tokens)
+    backend = ea.build("performer-positive", head_dim=8, causal=True, num_features=16).double()
+    whole = [(5 * x).requires_grad_() for x in qkv]
+    wanted = backend(*whole, key_mask=mask)
+    wanted.backward(g)
+
+    def call(placed):
+        inputs = [own_tokens(x.detach(), 2, placed).requires_grad_() for x in whole]
+        out = backend.core.forward_sharded(*inputs, own_tokens(mask, 1, placed), placed)
+        return out.detach(), *torch.autograd.grad(out, inputs, own_tokens(g, 2, placed))
+
+    found = zip(*on_threads(ranks, kind, call, per_node=per_node), strict=True)
+    for x, y in zip(found, [wanted, *(x.grad for x in whole)], strict=True):
+        # Sums of at most 48 terms, each with a few roundings of 1.1e-16.
+        assert (join(x, kind, 2) - y).norm() <= 1e-13 * y.norm()
+
+
+@pytest.mark.parametrize(("way", "ranks", "per_node", "most"), EXCHANGES)
+def test_ranks_send_the_predicted_bytes_forward_and_backward(way, ranks, per_node, most, monkeypatch):
+    monkeypatch.setattr(layouts, "MOST_GATHERED", most)
+    sent, passes, features, dim = Counter(), {}, 12, 8
+    # Autograd differentiates in the thread of a rank.
+    monkeypatch.setattr(
+        exchange, "_count", lambda number: sent.update({(passes[get_ident()], get_ident()): number})
+    )
+    backend = ea.build("performer-positive", head_dim=dim, causal=True, num_features=features)
+    x = torch.randn(1, 1, ranks, dim)
+
+    def call(placed):
+        passes[get_ident()] = "forward"
+        inputs = [own_tokens(x, 2, placed).requires_grad_() for _ in range(3)]
+        out = backend.core.forward_sharded(*inputs, None, placed)
+        passes[get_ident()] = "backward"
+        out.sum().backward()
+
+    on_threads(ranks, "contiguous", call, per_node=per_node)
+    # Sums of values and of ones, and a scale, of every feature in float32.
+    predicted = sent_bytes(way, features * (dim + 2) * 4, ranks, ranks_per_node=per_node)
+    for direction in ("forward", "backward"):
+        assert max(number for (one, _), number in sent.items() if one == direction) == predicted
+
+
+def test_states_are_gathered_up_to_16_ranks_and_otherwise_within_full_nodes():
+    def near(ranks, per_node):
+        return list(Layout(None, "contiguous", ranks - 2, ranks, per_node).near)
+
+    assert near(16, 8) == list(range(16))
+    assert near(32, 8) == list(range(24, 32))
+    # One node, and nodes of unequal shares of the group.
+    assert near(64, 64) == near(64, 1) == [62]
+
+    assert ranks_per_node(list(range(32)), 8) == 8
+    assert ranks_per_node(list(range(0, 32, 4)), 8) == 2
+    assert ranks_per_node(list(range(12)), 8) == 1
+    assert ranks_per_node(list(range(4, 12)), 8) == 4
