@@ -65,6 +65,19 @@ def test_tables_have_a_row_per_machine_with_environment_noise_and_error(tmp_path
     assert rows["mean of V", "Zuse 3"][3:] == ("", "", "", "0.2")
 
 
+def test_times_and_errors_of_one_machine_stand_in_one_row_with_its_environment(tmp_path):
+    runs = []
+    for environment in (HERE, THERE):
+        name, loaded = environment["processor"], {**environment, "during": [{"stolen_share": 0.3}]}
+        error = [replace(one, case=replace(one.case, options={})) for one in errors(labels=("window",))[1:2]]
+        runs.append(folder(tmp_path / name / "bench", costs(lengths=(64,)), loaded))
+        runs.append(folder(tmp_path / name / "mse", error, {**environment, "study": "mse"}))
+    (table,) = ea.read(*runs).across_machines()
+    row = next(row for row in table.rows if row[:2] == ("window", "Zuse 3"))
+    assert row[2] == "torch 2.13.0, 2 threads" and row[-1] == "0.062"
+    assert "the host gave 30% of all cores" in row[4]
+
+
 def test_sizes_of_one_backend_are_rows_and_inputs_are_a_range(tmp_path):
     made = errors(inputs=("gaussian(norm=1.0)", "gaussian(norm=0.5)"))
     made[-1] = replace(made[-1], output_relative_error=0.5)

@@ -271,7 +271,8 @@ def together(runs: Sequence[Results]) -> Results:
     known = {**common(environments), "processor": "; ".join(groups)}
     found = _joined(runs, known)
     for name, group in groups.items():
-        found.by_machine[name] = group[0] if len(group) == 1 else _joined(group)
+        whole = common([one.environment for one in group])
+        found.by_machine[name] = group[0] if len(group) == 1 else _joined(group, whole)
     return found
 
 
