@@ -72,7 +72,9 @@ def command_of(study: Study) -> Callable[..., None]:
         from efficient_attn.studies.shard import share_of
 
         if dry_run:
-            console.print_tables([_points(share_of(study.plan(**options), shard, name="--shard"))])
+            whole = study.plan(**options)
+            own = _points(share_of(whole, shard, name="--shard"))
+            console.print_tables([own] if shard is None else [own, _shares(whole, shard)])
             return
 
         from efficient_attn.measure.environment import command_line
@@ -166,3 +168,17 @@ def _points(plan: Any) -> Any:
     )
     columns = ("backend", "tokens", "measured", "reason to skip")
     return Table(f"{len(rows)} points; nothing was run", columns, rows, tuple(plan.notes))
+
+
+def _shares(plan: Any, shard: str) -> Any:
+    from efficient_attn.report.table import Table
+    from efficient_attn.studies.shard import parse_shard, points_of_shares
+
+    chosen = parse_shard(shard)
+    points = points_of_shares(plan, chosen.of)
+    rows = tuple(
+        (f"{number}/{chosen.of}", str(count), "this one" if number == chosen.number else "")
+        for number, count in points.items()
+    )
+    title = f"{len(plan.points)} points of {chosen.of} shares; a share without points has no row"
+    return Table(title, ("share", "points", ""), rows)

@@ -42,6 +42,16 @@ def test_the_report_of_shares_has_all_commands_and_the_plan_of_the_whole(monkeyp
     assert "shard" not in page.plan and 'size = "4,8"' in page.plan
 
 
+def test_a_dry_run_of_a_share_shows_how_many_points_every_share_has():
+    code, out, _ = command(*MSE.split(), "--shard", "2/3", "--dry-run")
+    rows = [line.split() for line in out[out.index(" points of 3 shares") :].splitlines()]
+    points = {row[0]: int(row[1]) for row in rows if row and row[0].endswith("/3")}
+    whole = command(*MSE.split(), "--dry-run")[1]
+    assert code == 0 and f"{sum(points.values())} points; nothing was run" in whole
+    assert f"{points.get('2/3', 0)} points; nothing was run" in out
+    assert [row[0] for row in rows if row[-2:] == ["this", "one"]] == ["2/3"]
+
+
 def test_a_share_without_points_ends_well_and_is_read_with_the_others():
     code, out, err = command(*MSE.split(), "--shard", EMPTY, "--out", "none")
     assert code == 0 and out.splitlines()[-1] == "none" and "lack shares of the run: 2/999983" in err

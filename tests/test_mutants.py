@@ -17,7 +17,8 @@ def test_every_fault_of_the_list_applies_to_its_file_and_can_be_compiled(file):
     for mutant in (one for one in ALL if one.file == file):
         changed = mutant.applied(text)
         assert changed != text
-        ast.parse(changed)
+        if file.endswith(".py"):
+            ast.parse(changed)
 
 
 def test_the_tests_of_every_fault_exist():

@@ -38,9 +38,10 @@ def test_the_output_is_the_definition_of_every_query(tokens, first, causal):
 @pytest.mark.usefixtures("path")
 @CAUSAL
 def test_padding_in_front_and_behind_is_as_if_it_were_not_there(causal):
-    q, k, v = random_qkv(3, 2, 2, 67, 67)
-    mask = torch.arange(67) >= torch.tensor([[3], [0], [20]])
-    mask &= torch.arange(67) < torch.tensor([[65], [30], [67]])
+    # The padding behind is long enough for clusters of a third size, which no entry has without it.
+    q, k, v = random_qkv(3, 2, 2, 150, 150)
+    mask = torch.arange(150) >= torch.tensor([[3], [0], [20]])
+    mask &= torch.arange(150) < torch.tensor([[65], [30], [67]])
     for probes in (1, 4):
         out = built(causal, probes=probes)(q, k, v, key_mask=mask)
         for entry, (low, high) in enumerate([(3, 65), (0, 30), (20, 67)]):

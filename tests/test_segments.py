@@ -48,6 +48,28 @@ def by_definition(backend, q, k, v, mask):
     return weights @ v / total.masked_fill(~visible.any(dim=-1, keepdim=True), 1.0)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize(
+    ("name", "path"), [("linear-elu", ""), ("linear-elu", "torch"), ("performer-positive", "torch")]
+)
+def test_scales_far_from_zero_lose_no_digits(name, path, dtype, monkeypatch):
+    monkeypatch.setenv(VARIABLE, path)
+    backend = built(name)
+    tensors = [x.to(dtype).requires_grad_() for x in random_qkv(2, 4, 2, 192, 192, head_dim=4)]
+    found = backend.to(dtype)(*tensors)
+    precise = [x.detach().double().requires_grad_() for x in tensors]
+    wanted = by_definition(backend.double(), *precise, torch.ones(2, 192, dtype=torch.bool))
+    grad = torch.randn_like(wanted).to(dtype)
+    # Some roundings of exponents below 4 and of sums of 192 terms; exponents of 300 or 40 would have more.
+    bound = 16 * torch.finfo(dtype).eps
+    for one, other in zip(
+        (found, *torch.autograd.grad(found, tensors, grad)),
+        (wanted, *torch.autograd.grad(wanted, precise, grad.double())),
+        strict=True,
+    ):
+        assert (one - other).norm() <= bound * other.norm()
+
+
 @pytest.mark.parametrize("weak", [False, True])
 @pytest.mark.parametrize("path", ["", "torch"])
 @pytest.mark.parametrize("name", ["linear-elu", "linear-relu", "performer-positive", "performer-trig"])

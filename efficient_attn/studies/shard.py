@@ -3,7 +3,7 @@
 A hash of the case decides, so that machines need no coordinator.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from hashlib import sha256
@@ -67,25 +67,34 @@ def share_of(plan: Plan, shard: Any, *, name: str = "shard") -> Plan:
     chosen = parse_shard(shard, name=name)
     if plan.undivided is not None:
         raise OptionError(f"{name} {chosen}: {plan.undivided}.")
-    hashes = [_hash(point.case) for point in plan.points]
-    timed = [point.rounds is not None and not plan.lockstep for point in plan.points]
-    together = next((one for one, is_timed in zip(hashes, timed, strict=True) if is_timed), "")
-    own = [
-        point
-        for point, one, is_timed in zip(plan.points, hashes, timed, strict=True)
-        if int(together if is_timed else one, 16) % chosen.of == chosen.number - 1
-    ]
+    shares = _shares(plan, chosen.of)
+    own = [point for point, share in zip(plan.points, shares, strict=True) if share == chosen.number]
     keys = {point.case.key for point in own}
     points = [
         replace(one, needs=None) if one.needs is not None and one.needs.key not in keys else one
         for one in own
     ]
-    cases = "".join(one[:_DIGITS] for one in hashes)
+    cases = "".join(_hash(point.case)[:_DIGITS] for point in plan.points)
     return replace(
         plan,
         points=points,
         about={**plan.about, SHARD: {"share": str(chosen), "cases": cases}},
     )
+
+
+def points_of_shares(plan: Plan, of: int) -> dict[int, int]:
+    """Number of points of every share that has any."""
+    return dict(sorted(Counter(_shares(plan, of)).items()))
+
+
+def _shares(plan: Plan, of: int) -> list[int]:
+    """Number of the share of every point."""
+    hashes = [_hash(point.case) for point in plan.points]
+    timed = [point.rounds is not None and not plan.lockstep for point in plan.points]
+    together = next((one for one, is_timed in zip(hashes, timed, strict=True) if is_timed), "")
+    return [
+        int(together if is_timed else one, 16) % of + 1 for one, is_timed in zip(hashes, timed, strict=True)
+    ]
 
 
 def refuse_other_share(begun: Mapping[str, Any], now: Mapping[str, Any], folder: Path) -> None:

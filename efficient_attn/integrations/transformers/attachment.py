@@ -24,6 +24,7 @@ from efficient_attn.integrations.transformers.attend import (
 from efficient_attn.integrations.transformers.attention_sites import AttentionSite, find_sites, ignored
 from efficient_attn.integrations.transformers.masks import make_mask
 from efficient_attn.integrations.transformers.plans import build_plan, plan_of
+from efficient_attn.integrations.transformers.sharded import check_model
 from efficient_attn.integrations.transformers.wrapped import unwrap
 
 M = TypeVar("M", bound=nn.Module)
@@ -150,7 +151,7 @@ def install(model: PreTrainedModel, sites: list[AttentionSite], backends: Mappin
         # A saved model loaded without its backends would silently compute something else.
         setattr(model.config, _FUNCTION, NAME)
         if not hasattr(model, _HOOK):
-            setattr(model, _HOOK, model.register_forward_pre_hook(_refuse_weights, with_kwargs=True))
+            setattr(model, _HOOK, model.register_forward_pre_hook(_refuse_call, with_kwargs=True))
     except BaseException:
         _restore(model, before)
         raise
@@ -190,10 +191,11 @@ def second_names(backend: Backend) -> dict[str, str]:
     }
 
 
-def _refuse_weights(model: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
-    """Refuse output_attentions, which some models hide from the attention function and ignore silently."""
+def _refuse_call(model: Any, args: tuple[Any, ...], named: dict[str, Any]) -> None:
+    """Refuse calls that the attention function cannot: some models hide output_attentions from it."""
     if named.get("output_attentions"):
         raise UnsupportedError(NO_WEIGHTS)
+    check_model(model, args, named)
 
 
 def _check_heard(sites: list[AttentionSite]) -> None:

@@ -14,6 +14,7 @@ from efficient_attn.errors import UnsupportedError
 from efficient_attn.integrations.transformers.as_written import STATE, attend_as_written, beyond_backends
 from efficient_attn.integrations.transformers.masks import Visible, visible_in
 from efficient_attn.integrations.transformers.patterns import CAUSAL, FULL, Pattern
+from efficient_attn.integrations.transformers.sharded import check_no_pairs
 
 # attn_implementation of attached models, and the prefix of ".<backend>".
 NAME = "efficient_attn"
@@ -63,6 +64,8 @@ def attend_attached(
     expected = getattr(backend, PATTERN)
     visible = _visible(module, query, key, attention_mask, is_causal, expected)
     beyond = beyond_backends(visible.pattern, others)
+    if beyond is not None or expected is None:
+        check_no_pairs(type(module).__name__, beyond or "computes its scores in its own code")
     if beyond is None and expected is not None:
         _check_built_for(backend, visible.pattern)
         query = _scaled(query, scaling, backend)
@@ -93,6 +96,7 @@ def attention_function(name: str) -> Callable[..., tuple[Tensor, None]]:
         visible = _visible(module, query, key, attention_mask, is_causal, None)
         beyond = beyond_backends(visible.pattern, others)
         if beyond is not None:
+            check_no_pairs(type(module).__name__, beyond)
             if name not in EXACT:
                 raise _only_exact(module, beyond, name)
             out = attend_as_written(

@@ -31,6 +31,8 @@ from efficient_attn.integrations.transformers.patterns import (
     pattern_compiled,
     read_pattern,
 )
+from efficient_attn.integrations.transformers.sharded import check_no_pairs, check_own_mask
+from efficient_attn.ops.sharded.layout import layout_in_force
 
 # Attributes of a tensor that expose its entries, methods that read no entry, and methods that copy all.
 _ENTRIES = {"data", "T", "mT", "H", "mH", "real", "imag"}
@@ -98,6 +100,7 @@ class Mask(Tensor):
 
 
 def _written(mask: Mask) -> Tensor:
+    check_no_pairs("This model", "computes with the mask of queries and keys")
     return mask.written().to(mask.device)
 
 
@@ -132,6 +135,7 @@ def make_mask(
     else:
         pattern = read_pattern(mask_function)
     keys = min(kv_length, int(q_offset) + q_length - kv_offset) if pattern.causal else kv_length
+    check_own_mask(attention_mask, keys)
     key_mask = _real_keys(attention_mask, kv_offset, keys)
     shown = torch.ones(1, 1, dtype=torch.bool, device=device) if key_mask is None else key_mask
     entries = shown[:, None, None, :].expand(batch_size, 1, 1, keys).contiguous()
@@ -210,6 +214,7 @@ def visible_in(mask: Any, batch: int, queries: int, keys: int, *, causal: bool) 
         raise UnsupportedError(
             f"attention_mask is a {type(mask).__name__}; pass a mask of real tokens [batch, tokens]."
         )
+    check_no_pairs("attention_mask", f"is a mask {list(mask.shape)} of queries and keys")
     fits = mask.ndim == 4 and mask.shape[-1] in (1, keys) and mask.shape[0] in (1, batch)
     shown = _READER.visible(mask, batch=batch, q_tokens=queries, k_tokens=keys) if fits else None
     if shown is None:
@@ -225,5 +230,6 @@ def _real_keys(attention_mask: Tensor | None, first: int, keys: int) -> Tensor |
     real = attention_mask[:, first : first + keys].bool()
     # As in transformers, keys beyond the end of the mask are padding.
     real = F.pad(real, (0, keys - real.shape[1]))
-    # A compiled graph has one form for every mask.
-    return None if not torch.compiler.is_compiling() and bool(real.all()) else real
+    # A compiled graph has one form for every mask, and so have the ranks of a distributed sequence.
+    kept = torch.compiler.is_compiling() or layout_in_force() is not None
+    return None if not kept and bool(real.all()) else real

@@ -127,7 +127,7 @@ def _some_heads(
 def _rows(
     task: Task, q: Tensor, own: range, stage: Stage, read: Callable[[Task, Tensor, Stage], Tensor]
 ) -> Tensor:
-    """Outputs of some consecutive queries at the positions `own`, as far as a stage has them."""
+    """Outputs of the queries of a stage, out of consecutive ones at the positions `own`."""
     stage = stage.since(own.start)._replace(end=min(stage.end, own.stop))
     before = max(own.start - stage.begin, 0)
     rows = after(q[:, :, max(stage.begin - own.start, 0) : stage.end - own.start], before)

@@ -37,9 +37,9 @@ def own_rows(
     outs = []
     for rows, start in alike(key_mask):
         # Tokens before the first real one come last, as in one process.
-        turned = (x[rows].roll(-start, dims=2) for x in (k, v, key_mask[:, None]))
-        some_k, some_v, some_real = turned
-        out = attend(q[rows], some_k, some_v, some_real[:, 0], _turned(positions, start, tokens))
+        some_k, some_v = (x[rows].roll(-start, dims=2) for x in (k, v))
+        real = key_mask[rows].roll(-start, dims=1)
+        out = attend(q[rows], some_k, some_v, real, _turned(positions, start, tokens))
         outs.append(out.masked_fill((place < start)[:, None], 0.0) if causal else out)
     return torch.cat(outs)
 

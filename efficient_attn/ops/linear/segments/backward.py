@@ -121,13 +121,18 @@ class Pairs(NamedTuple):
 
 def _pairs(rows: Rows, keys: Keys) -> Pairs:
     queries, size = scaled_queries(rows.features, keys.scaled), keys.values.shape[-2]
-    logarithm, weak_rows = rows.logarithm, None
+    logarithm, weak_rows, rest = rows.logarithm, None, None
     if queries.log_scale is not None:
         scale = visible_scale(keys.scaled, rows.g.shape[-2]) + queries.log_scale
         weak_rows = weak(logarithm - scale)
-        logarithm = logarithm.masked_fill(weak_rows, torch.inf) - queries.log_scale
+        # The difference of whole scales has no rounding.
+        whole = logarithm.round()
+        rest = (whole - logarithm).nan_to_num().exp()
+        logarithm = whole.masked_fill(weak_rows, torch.inf) - queries.log_scale
     # Powers of later keys may be infinite; the triangle excludes them.
     factors = (keys.scaled.log_scale.mT - logarithm).exp()
+    if rest is not None:
+        factors = factors * rest
     if rows.sign is not None:
         factors = factors * rows.sign
     grad_scores = _triangle(factors * (rows.g @ keys.values.mT), size)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from efficient_attn.ops.linear.backward import Outputs
-from efficient_attn.ops.linear.features import Features
+from efficient_attn.ops.linear.features import FeatureMap, Features
 from efficient_attn.ops.linear.inputs import LinearInputs
 from efficient_attn.ops.linear.segments.chunks import Segment
 from efficient_attn.ops.linear.segments.scaled import (
@@ -22,6 +22,7 @@ from efficient_attn.ops.linear.segments.scaled import (
     ScaledKeys,
     ScaledQueries,
     floor,
+    in_digits,
     scaled_keys,
     scaled_queries,
     states,
@@ -62,7 +63,7 @@ def attend(inputs: LinearInputs, part: slice, past: LinearState) -> tuple[Output
     if queries.values is None:
         total = here.sums[..., -1:] + (earlier.scale - here.scale).exp() * earlier.sums[..., -1:]
         here = read_weak_chunks(here, total.log(), queries.log_scale, keys.features.log_scale, keys.values)
-    outputs = _outputs(here, earlier, signed=inputs.map.signed)
+    outputs = _outputs(here, earlier, inputs.map)
     return Outputs(*(segment.tokens(x) for x in outputs)), keys.after
 
 
@@ -83,7 +84,7 @@ def _read_state(queries: Features, state: LinearState) -> Sums:
     if queries.values is not None:
         return Sums(queries.values @ state.sums, floor(state.log_scale))
     exponents = queries.log_scale + floor(state.log_scale)
-    largest = exponents.detach().amax(dim=-1, keepdim=True)
+    largest = exponents.detach().amax(dim=-1, keepdim=True).round()
     return Sums((exponents - largest).exp() @ state.sums, largest)
 
 
@@ -98,13 +99,15 @@ def _read_chunk(queries: ScaledQueries, keys: ScaledKeys, values: Tensor) -> Sum
     return Sums(sums, visible if queries.log_scale is None else visible + queries.log_scale)
 
 
-def _outputs(here: Sums, earlier: Sums, *, signed: bool) -> Outputs:
+def _outputs(here: Sums, earlier: Sums, kind: FeatureMap) -> Outputs:
     """Output rows from the sums over both parts of the visible keys."""
     scale = floor(torch.maximum(here.scale, earlier.scale))
     sums = (here.scale - scale).exp() * here.sums
     sums = torch.addcmul(sums, (earlier.scale - scale).exp(), earlier.sums)
     seen = scale > UNSEEN
-    if not signed:
+    if not kind.signed:
         # A positive sum of 0 is that of a weak row that is not computed again.
         seen = seen & (sums[..., -1:] > 0)
-    return Outputs(divide(sums, seen), log_sum(sums, scale, seen), sums[..., -1:] < 0)
+    total = sums[..., -1:]
+    near_one = (total, scale) if kind.has_values else in_digits(total, scale)
+    return Outputs(divide(sums, seen), log_sum(*near_one, seen), total < 0)

@@ -1,5 +1,7 @@
 """Features of a chunk's queries and keys relative to scales of their own, and the sums of a chunk's keys.
 
+Scales are whole numbers, so that their sums and differences have no rounding, even far from 0.
+
 All tensors are in chunks, [flat_heads chunks rows …].
 """
 
@@ -59,8 +61,7 @@ def scaled_keys(features: Features) -> ScaledKeys:
         return ScaledKeys(features.values, features.log_scale, None)
     reference = features.log_scale.detach().amax(dim=-2, keepdim=True)
     exponents = features.log_scale - floor(reference)
-    scale = _scale(exponents)
-    return ScaledKeys((exponents - floor(scale)).exp(), scale, reference)
+    return ScaledKeys(*_scaled(exponents), reference)
 
 
 def scaled_queries(features: Features, keys: ScaledKeys) -> ScaledQueries:
@@ -69,14 +70,23 @@ def scaled_queries(features: Features, keys: ScaledKeys) -> ScaledQueries:
         assert features.values is not None
         return ScaledQueries(features.values, None)
     exponents = features.log_scale + floor(keys.reference)
-    scale = _scale(exponents)
-    return ScaledQueries((exponents - scale).exp(), scale)
+    return ScaledQueries(*_scaled(exponents))
 
 
-def _scale(exponents: Tensor) -> Tensor:
-    """Scale of each row relative to which its largest weight is as large as sums of products allow."""
-    largest = _LARGEST[exponents.dtype] - math.log(exponents.shape[-1]) / 2
-    return exponents.detach().amax(dim=-1, keepdim=True) - largest
+def _scaled(exponents: Tensor) -> tuple[Tensor, Tensor]:
+    """Weights exp(exponents − scale) and the scale of each row, at which sums of products are the largest."""
+    largest = _LARGEST[exponents.dtype] - math.ceil(math.log(exponents.shape[-1]) / 2)
+    top = exponents.detach().amax(dim=-1, keepdim=True).round()
+    # The factor e^largest has no rounding of a large exponent; weights without it leave the range of floats.
+    roots = ((exponents - floor(top)) / 2).exp() * math.exp(largest / 2)
+    return roots.square(), top - largest
+
+
+def in_digits(sums: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """Positive sums near 1 and their scale, so that their logarithm has no rounding of a large exponent."""
+    largest = _LARGEST[sums.dtype]
+    shift = sums.detach().log().round().clamp(-largest, largest)
+    return sums / shift.exp(), scale + shift
 
 
 def states(keys: ScaledKeys, values: Tensor) -> LinearState:
