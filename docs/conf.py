@@ -17,6 +17,8 @@ release = _PROJECT["version"]
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "mathml", "reference", "verdicts"]
 myst_enable_extensions = ["dollarmath", "colon_fence"]
 myst_heading_anchors = 3
+# Notebooks become Markdown before they are parsed.
+source_suffix = {".md": "markdown", ".ipynb": "markdown"}
 exclude_patterns = ["_build", "formulas"]
 
 # Types are in the sources; a signature shows names and defaults.
@@ -46,11 +48,14 @@ def _escape(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[
 
 
 def _link(app: Any, name: str, source: list[str]) -> None:
-    """Links to files of results, as a reader of the sources needs them, lead to the page of tables."""
+    """Notebooks become Markdown, and links to files of results lead to the page of tables."""
+    if name.startswith("notebooks/"):
+        source[:] = map(_notebooks["page"], source)
     source[:] = map(_results["linked"], source)
 
 
 _api = runpy.run_path(str(HERE / "api.py"))
+_notebooks = runpy.run_path(str(HERE / "notebooks.py"))
 _results = runpy.run_path(str(HERE / "results.py"))
 
 

@@ -32,9 +32,8 @@ def drawings(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, dict[str, str]]
 
     ipython, shown = ModuleType("IPython"), ModuleType("IPython.display")
     ipython.get_ipython = lambda: SimpleNamespace(kernel=object())
-    shown.display = display
+    ipython.display, shown.display = shown, display
     monkeypatch.setitem(sys.modules, "IPython", ipython)
-    monkeypatch.setitem(sys.modules, "IPython.display", shown)
     return drawn
 
 

@@ -13,11 +13,9 @@ def notebook_bar() -> Callable[[Step], None] | None:
     """A progress function that draws one bar below the cell; None outside of notebooks."""
     # A notebook has imported IPython before any of its cells; a terminal's IPython has no kernel.
     ipython = sys.modules.get("IPython")
-    shell = None if ipython is None else ipython.get_ipython()
-    if getattr(shell, "kernel", None) is None:
+    if ipython is None or getattr(ipython.get_ipython(), "kernel", None) is None:
         return None
-    from IPython.display import display
-
+    display: Any = ipython.display.display
     handle: Any = None
 
     def show(step: Step) -> None:
