@@ -53,11 +53,11 @@ def test_the_first_process_alone_writes_and_prints_and_a_run_is_continued(tmp_pa
 
 
 def test_weights_of_parts_make_the_mean_over_the_wanted_tokens_of_the_batch():
-    wanted = torch.tensor([[1, IGNORED, IGNORED], [1, 1, IGNORED], [1, 1, 1]])
+    wanted = torch.tensor([[1, 1, 1], [1, 1, IGNORED], [1, 1, 1]])
     batch = Batch((wanted,), wanted)
     parts = [Replicas(rank, 2).part(batch) for rank in range(2)]
     assert [len(part.wanted) for part, _ in parts] == [2, 1]
-    assert [weight for _, weight in parts] == [3 * 2 / 6, 3 * 2 / 6]
+    assert [weight for _, weight in parts] == [5 * 2 / 8, 3 * 2 / 8]
     assert Replicas().part(batch) == (batch, 1.0)
 
 
