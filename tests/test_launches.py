@@ -31,7 +31,7 @@ OTHERS = {
     ("linformer", False): Bound(20, 33),
     ("window", False): Bound(22, 46),
     ("window", True): Bound(22, 46, 3),
-    ("window-clusters", False): Bound(101, 191),
+    ("window-clusters", False): Bound(96, 185),
     ("window-clusters", True): Bound(49, 93, 51),
 }
 # Wanted per segment of linear attention: 80 launches forward and 300 with gradients, each 120 more where weak

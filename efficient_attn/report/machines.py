@@ -52,7 +52,7 @@ class Machine(NamedTuple):
 def names(environments: Sequence[Mapping[str, Any]]) -> list[str]:
     """Name of the machine of each environment; equal names are one machine.
 
-    The GPU or the processor, and of further entries those by which the machines differ.
+    The GPU or the processor, and further entries by which the machines differ.
     """
     known = [dict(flat(one)) for one in environments]
     identities = [tuple(one.get(entry, "") for entry in _IDENTITY) for one in known]
