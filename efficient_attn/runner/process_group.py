@@ -21,7 +21,7 @@ _TURN_S = 0.005
 
 
 class ProcessGroup:
-    """Child processes of one process group, with the methods of one `Process`.
+    """Child processes of one process group, with the interface of one `Process`.
 
     Args:
         sizes: Numbers of ranks that requests name; the largest is the number of processes.

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from efficient_attn.contained import contained
 from efficient_attn.errors import OptionError
 from efficient_attn.studies.processes import num_processes, process_rank
 from efficient_attn.studies.train.tasks import IGNORED, Batch
@@ -102,4 +103,6 @@ def follow(trainers: Sequence[Any]) -> None:
         number, step = said.tolist()
         if number == _STOP:
             return
-        trainers[number].advance(step)
+        # External code may raise anything; the first process meets the same and records it.
+        with suppress(Exception), contained():
+            trainers[number].advance(step)
