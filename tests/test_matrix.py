@@ -47,8 +47,7 @@ def test_every_python_and_system_of_the_classifiers_is_a_cell() -> None:
 
 
 def test_a_cell_replaces_the_versions_of_the_constraints(script: ModuleType) -> None:
-    rows = "# Why.", "numpy==2.4.6", "pandas==3.1.1", "rich==15.0.0", "tokenizers==0.23.3", "torch==2.13.0"
-    text = "\n".join([*rows, "transformers==5.23.0", ""])
+    text = "# Why.\nnumpy==2\npandas==3\nrich==15.0.0\ntokenizers==0.23\ntorch==2.13.0\ntransformers==5.23\n"
     lines = script.constraints(text, CELLS["oldest"]).splitlines()
     assert lines == ["# Why.", "rich==15.0.0", "torch==2.8.0+cpu", "numpy==1.26.4", "transformers==5.0.0"]
     assert script.torch_of(CELLS["macos"]) == CELLS["macos"]["torch"]
