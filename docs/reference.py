@@ -71,6 +71,21 @@ def fields() -> list[str]:
     return table(["field", "meaning"], rows)
 
 
+def kinds() -> list[str]:
+    """Kinds of records of every study, and the fields of its quantities."""
+    from efficient_attn.studies import studies
+
+    rows = [
+        [
+            f"`{one.name}`",
+            ", ".join(f"`{kind}`" for kind in one.kinds),
+            ", ".join(f"`{field.name}`" for quantity in one.quantities for field in quantity.fields),
+        ]
+        for one in studies().values()
+    ]
+    return table(["study", "kinds", "fields"], rows)
+
+
 def _commands() -> dict[str, Any]:
     import typer
 
@@ -106,7 +121,7 @@ def _line(text: str | None) -> str:
 
 
 TABLES: dict[str, Callable[[], list[str]]] = {
-    one.__name__: one for one in (commands, options, former, quantities, fields)
+    one.__name__: one for one in (commands, options, former, quantities, fields, kinds)
 }
 
 

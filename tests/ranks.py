@@ -8,6 +8,7 @@ import itertools
 import json
 import os
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import nullcontext
 from copy import deepcopy
@@ -168,19 +169,28 @@ def models() -> None:
     """An encoder whose positions go on from rank to rank, in every way to put it on several ranks."""
     x = torch.randn(2, 48, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     sizes = {"num_layers": 2, "feed_forward_dim": 16, "max_tokens": 48}
-    ways = {"context": False, "checkpoint": True, "style": False}
-    for positions, layout, way in itertools.product(("sinusoidal", "learned", "rotary"), LAYOUTS, ways):
+    ways = "context", "checkpoint", "style", "style, checkpoint"
+    cases = [*itertools.product(("sinusoidal", "learned", "rotary"), LAYOUTS, ways)]
+    for positions, layout, way in [*cases, ("rotary", "head-tail", "compiled")] if RANKS == 2 else cases:
         torch.manual_seed(0)
         model = ea.Encoder(
-            16, 2, "performer-positive", causal=True, positions=positions, checkpoint=ways[way], **sizes
+            16,
+            2,
+            "performer-positive",
+            causal=True,
+            positions=positions,
+            checkpoint="checkpoint" in way,
+            **sizes,
         ).double()
         out = model(x)
         out.sin().sum().backward()
         wanted = [out.detach(), *gradients(model)]
-        if way == "style":
+        style = way.startswith("style")
+        if style:
             parallelize_module(model, mesh, ContextParallel(layout))
-        with nullcontext() if way == "style" else context_parallel(mesh, layout=layout):
-            out = model(shard(x, mesh, 1, layout))
+        run = torch.compile(model, backend="aot_eager") if way == "compiled" else model
+        with nullcontext() if style else context_parallel(mesh, layout=layout):
+            out = run(shard(x, mesh, 1, layout))
             out.sin().sum().backward()
         learned = gradients(model)
         for one in learned:
@@ -251,6 +261,8 @@ def disagree() -> None:
             report(what="refusal", of=what, ranks=found)
 
 
+# The compiler itself reads gradients of tensors that have none.
+warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
 torch.set_num_threads(1)
 store = dist.FileStore(STORE, RANKS)
 dist.init_process_group("gloo", store=store, rank=RANK, world_size=RANKS, timeout=timedelta(seconds=60))

@@ -152,6 +152,9 @@ OWN = """
         reads = Capabilities(causal=False, sharded="keys")
         return BackendSpec(name=name, summary="", options_type=NoOptions, capabilities=reads, builder=build)
 
+    def plain(q, k, v):
+        return v
+
     killed = spec("killed", lambda: os.kill(os.getpid(), signal.SIGKILL))
     hung = spec("hung", lambda: time.sleep(600))
 """
@@ -160,7 +163,7 @@ OWN = """
 @pytest.mark.slow
 def test_ranks_measure_together_and_a_lost_one_ends_its_case_alone(tmp_path):
     (tmp_path / "own.py").write_text(dedent(OWN))
-    lost = [f"{tmp_path}/own.py:{name}" for name in ("killed", "hung")]
+    lost = [f"{tmp_path}/own.py:{name}" for name in ("plain", "killed", "hung")]
     results = ea.bench(
         ["performer-positive", "window-clusters", *lost],
         ranks=(2,),
@@ -174,17 +177,20 @@ def test_ranks_measure_together_and_a_lost_one_ends_its_case_alone(tmp_path):
     assert {label: one.status for label, one in found.items()} == {
         "exact": "ok",
         "performer-positive": "ok",
-        "window-clusters": "unsupported",
+        "window-clusters": "ok",
+        "own.py:plain": "unsupported",
         "own.py:killed": "crash",
         "own.py:hung": "timeout",
     }
     assert "rank 1: the process crashed with signal 9" in found["own.py:killed"].reason
-    assert "cannot read the tokens of other ranks" in found["window-clusters"].reason
+    assert "cannot read the tokens of other ranks" in found["own.py:plain"].reason
     # The comparison of calls; then maxima and sums of 2 heads of 256 features, of 64 values and a one.
     assert found["performer-positive"].exchange_bytes == (32, 2 * 256 * 4, 2 * 256 * 65 * 4)
     for label in ("exact", "performer-positive"):
         record = found[label]
         assert len(record.own_times_s) == len(record.times_s) and len(record.round_sizes) == 1
         assert record.expected_exchange_s > 0 and min(record.times_s) > 0
+    # Its queries of one rank and keys of all are no call of one process.
+    assert found["window-clusters"].times_s and found["window-clusters"].own_times_s is None
     lines = (tmp_path / "run" / "records.jsonl").read_text().splitlines()
-    assert len(lines) == 5 and {json.loads(line)["ranks"] for line in lines} == {2}
+    assert len(lines) == 6 and {json.loads(line)["ranks"] for line in lines} == {2}

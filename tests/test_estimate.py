@@ -13,6 +13,7 @@ import efficient_attn as ea
 from efficient_attn.backends import window_clusters
 from efficient_attn.errors import CalibrationError, UnsupportedError
 from efficient_attn.measure.error import exact_output
+from efficient_attn.modules import probing
 
 KINDS = pytest.mark.parametrize(
     ("causal", "options"),
@@ -50,10 +51,12 @@ def test_the_attention_that_is_estimated_is_the_output(monkeypatch, first, maske
     q, k, v = random_qkv(2, 4, 2, 31 if causal else 67, 67)
     k, mask = k + 3.0, random_mask(2, 67) if masked else None
     backend, columns = built(causal, global_tokens=first, **options), []
-    for name in ("clusters_with_errors", "segments_with_errors", "probing_with_errors"):
-        inner = getattr(window_clusters, name)
+    computed = [(window_clusters, "clusters_with_errors"), (window_clusters, "segments_with_errors")]
+    for module, name in [*computed, (probing, "probing_with_errors")]:
+        inner = getattr(module, name)
         monkeypatch.setattr(
-            f"efficient_attn.backends.window_clusters.{name}",
+            module,
+            name,
             lambda *args, inner=inner, **named: columns.append(inner(*args, **named)) or columns[-1],
         )
     errors = backend.estimate_error(q, k, v, key_mask=mask)

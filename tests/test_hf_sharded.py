@@ -10,7 +10,7 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from hf_models import SIZES, TOKENS, bart, inputs, llama, ready
+from hf_models import SIZES, TOKENS, bart, gemma3, inputs, llama, ready
 
 import efficient_attn as ea
 from efficient_attn.integrations.transformers import attach
@@ -75,6 +75,8 @@ def test_scores_and_masks_that_only_the_code_of_a_model_computes_are_refused():
     own = {"num_key_value_heads": 2, "head_dim": 8, "sliding_window": 5, "attn_logit_softcapping": 2.0}
     capped = attach(ready(transformers.Gemma2ForCausalLM, transformers.Gemma2Config(**SIZES, **own)), "exact")
     refused(capped, "caps its scores", **texts, **POSITIONS)
+    unheard = attach(gemma3(attn_logit_softcapping=5.0), "exact")
+    refused(unheard, "computes its scores in its own code", **texts, **POSITIONS)
     packed = torch.cat([torch.arange(8), torch.arange(TOKENS - 8)])[None]
     model = attach(llama(), "exact")
     refused(model, "packed .* give an attention_mask of ones", **texts, position_ids=packed)

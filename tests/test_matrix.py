@@ -47,9 +47,10 @@ def test_every_python_and_system_of_the_classifiers_is_a_cell() -> None:
 
 
 def test_a_cell_replaces_the_versions_of_the_constraints(script: ModuleType) -> None:
-    text = "# Why.\nnumpy==2.4.6\npandas==3.1.1\ntokenizers==0.23.3\ntorch==2.13.0\ntransformers==5.23.0\n"
+    rows = "# Why.", "numpy==2.4.6", "pandas==3.1.1", "rich==15.0.0", "tokenizers==0.23.3", "torch==2.13.0"
+    text = "\n".join([*rows, "transformers==5.23.0", ""])
     lines = script.constraints(text, CELLS["oldest"]).splitlines()
-    assert lines == ["# Why.", "pandas==3.1.1", "torch==2.8.0+cpu", "numpy==1.26.4", "transformers==5.0.0"]
+    assert lines == ["# Why.", "rich==15.0.0", "torch==2.8.0+cpu", "numpy==1.26.4", "transformers==5.0.0"]
     assert script.torch_of(CELLS["macos"]) == CELLS["macos"]["torch"]
 
 

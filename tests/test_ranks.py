@@ -73,7 +73,7 @@ def test_bytes_of_states_sums_and_neighbours_do_not_depend_on_the_length(lines):
 
 
 def test_positions_of_models_go_on_from_rank_to_rank(lines):
-    assert len(lines["model"]) == 18
+    assert len(lines["model"]) == 24 + (len(lines["scan"]) == 4)
     assert [row for row in lines["model"] if not max(row["errors"]) <= 1e-13] == []
 
 

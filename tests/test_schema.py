@@ -1,6 +1,7 @@
 """The published schema of a record, and files of every schema that was ever released."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -169,6 +170,12 @@ def test_every_schema_that_was_released_has_a_fixture_and_a_way_into_this_one():
     assert [folder.name for folder in sorted(FIXTURES.glob("schema-*"))] == [
         f"schema-{version}" for version in range(1, SCHEMA + 1)
     ]
+
+
+def test_the_reference_tells_the_change_of_every_schema():
+    page = (Path(__file__).parent.parent / "docs/reference.md").read_text(encoding="utf-8")
+    rows = page.split("| schema | change |")[1].split("\n\n")[0]
+    assert re.findall(r"^\| (\d+) \|", rows, re.MULTILINE) == [str(one) for one in range(1, SCHEMA + 1)]
 
 
 @pytest.mark.parametrize("folder", sorted(FIXTURES.glob("schema-*")), ids=lambda folder: folder.name)

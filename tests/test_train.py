@@ -46,7 +46,7 @@ def test_models_learn_and_exact_attention_is_always_among_them():
 
 def test_all_models_see_the_same_batches_and_begin_with_the_same_weights():
     one, other = learner(), learner("performer-positive")
-    assert torch.equal(one._batch().wanted, other._batch().wanted)
+    assert torch.equal(one.task.batch(one.step).wanted, other.task.batch(other.step).wanted)
     own, theirs = one.model.state_dict(), other.model.state_dict()
     assert all(torch.equal(own[name], theirs[name]) for name in own)
 

@@ -73,13 +73,16 @@ def _measured(case: Case, target: Any, seconds: float) -> Record:
         together()
     with exchange.bytes_sent() as counts:
         together()
-    alone()
     times, own = _Times(case.device, mesh), list[float]()
-    once_s = max(times.of(together), times.of(alone))
+    once_s = times.of(together)
+    if alone is not None:
+        alone()
+        once_s = max(once_s, times.of(alone))
     number = max(1, min(_MOST_CALLS, int(seconds / 2 / max(once_s, 1e-6))))
     waited_s, whole = conditions.waited_s(), list[float]()
     for _ in range(number):
-        own.append(times.of(alone))
+        if alone is not None:
+            own.append(times.of(alone))
         whole.append(times.of(together))
     if waited_s is not None:
         # Its share in the timed calls; the own work waited too.
@@ -90,7 +93,7 @@ def _measured(case: Case, target: Any, seconds: float) -> Record:
     return Record(
         case=case,
         times_s=tuple(whole),
-        own_times_s=tuple(own),
+        own_times_s=tuple(own) or None,
         round_sizes=(number,),
         waited_s=None if waited_s is None else times.largest([waited_s])[0],
         exchange_bytes=sent,
@@ -99,12 +102,17 @@ def _measured(case: Case, target: Any, seconds: float) -> Record:
     )
 
 
-def _calls(case: Case, prepared: calls.Prepared, mesh: DeviceMesh, sharded: str | None) -> tuple[Call, Call]:
-    """The call of this rank together with the others, and its own work."""
+def _calls(
+    case: Case, prepared: calls.Prepared, mesh: DeviceMesh, sharded: str | None
+) -> tuple[Call, Call | None]:
+    """The call of this rank together with the others, and its own work; None where no other call does it."""
     q, k, v = (shard(x, mesh, 2) for x in prepared.inputs)
     gradient = torch.ones_like(v) if case.backward else None
     together = _within(mesh, calls.call_of(prepared.module, [q, k, v], gradient))
     if sharded == "keys":
+        if not prepared.module.spec.capabilities.cross:
+            # Queries of one rank and keys of all are no call outside of a group.
+            return together, None
         end = (mesh.get_local_rank() + 1) * q.shape[2] if case.causal else case.tokens
         every = [x[:, :, :end].contiguous() for x in prepared.inputs[1:]]
         return together, calls.call_of(prepared.module, [q, *every], gradient)

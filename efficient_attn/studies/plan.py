@@ -74,6 +74,7 @@ class Plan:
         budget_s: Seconds of measuring unless the run names others.
         overview: Tables of a request that measures nothing.
         observe: Receives every record, earlier runs included, before the next point is due.
+        follow: Part of the processes of a launcher other than the first; None: the study runs in one process.
         undivided: Reason why the plan cannot be shared out; None: it can.
         standing: Records of an earlier run that are kept when it is resumed; the others are measured again.
     """
@@ -90,6 +91,7 @@ class Plan:
     budget_s: float | None = None
     overview: "Sequence[Table]" = ()
     observe: Callable[[Record], object] = lambda record: None
+    follow: Callable[[], None] | None = None
     undivided: str | None = None
     standing: Callable[[Mapping[str, Record]], Mapping[str, Record]] = dict
 

@@ -4,8 +4,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from efficient_attn.errors import OptionError
+from efficient_attn.report.html import Run
 from efficient_attn.report.outputs import write_all, write_page
-from efficient_attn.studies.results import join_shares, read_one
+from efficient_attn.studies.results import Results, join_shares, read_one, together
 from efficient_attn.studies.run_folder import RECORDS, open_folder, run_folder
 
 
@@ -20,7 +21,8 @@ def report(
     """Draw runs again from their records: into the folder of the only run, or into `out`; the files.
 
     Args:
-        folders: Folders of runs; several are shown side by side on one page, shares of a run as one.
+        folders: Folders of runs; several are shown side by side on one page, shares of a run as one. Runs of
+            several machines also have tables and plots with a row and a line for each machine.
         html: Write nothing but the page, to this file.
         out: A folder for all of it; `runs/…` if there are several runs.
         labels: {name: text}: texts for legends and tables in place of the names of lines and rows.
@@ -36,14 +38,26 @@ def report(
     look = {"labels": labels, "width": width, "style": style}
     homes = [_home(Path(folder)) for folder in folders]
     labels_of = _labels(homes)
+    found = join_shares([read_one(folder) for folder in folders])
     runs = [
         run.as_run(_joint_label([labels_of[index] for index in group]), *(homes[index] for index in group))
-        for run, group in join_shares([read_one(folder) for folder in folders])
+        for run, group in found
     ]
+    runs = [*_across_machines([run for run, _ in found]), *runs]
     if html is not None:
         return [write_page(runs, Path(html), look)]
     only = homes[0] if len(homes) == 1 else run_folder("report")
     return write_all(runs, open_folder(out or only, name="out"), look)
+
+
+def _across_machines(runs: Sequence[Results]) -> list[Run]:
+    """Tables and plots with rows and lines for each machine; nothing of a single one."""
+    joint = together(runs) if runs else Results([])
+    if not joint.by_machine:
+        return []
+    count = f"{len(joint.by_machine)} machines: {'; '.join(joint.by_machine)}."
+    shown = joint.as_run("All machines")
+    return [shown._replace(tables=joint.across_machines(), sentences=[count], notes=(), files={})]
 
 
 def _labels(homes: Sequence[Path]) -> list[str]:

@@ -1,14 +1,15 @@
 """What an experiment hands back: its records, as a data frame, a plot, sentences, or files."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from efficient_attn.errors import DataError, UnknownNameError
+from efficient_attn.report import machines
 from efficient_attn.report.axes import draw
 from efficient_attn.report.escape import plain
 from efficient_attn.report.figures import Plot
-from efficient_attn.report.files import write
+from efficient_attn.report.files import slug, write
 from efficient_attn.report.html import Run
 from efficient_attn.report.outputs import write_all
 from efficient_attn.report.table import Table, to_html
@@ -33,13 +34,14 @@ from efficient_attn.studies.view import flat_row, sample_rows, view_of
 
 
 class Results:
-    """Records of one or several runs.
+    """Records of one or several runs; tables, plots and sentences never join two machines.
 
     Attributes:
         records: In the order in which they were measured.
         environment: Machine and software, where known.
         interrupted: The run was ended from the keyboard; what was measured until then is here.
         notes: What should be known beside the numbers.
+        by_machine: Results of each machine by its name where there are several; otherwise empty.
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class Results:
         self.environment = dict(environment or {})
         self.interrupted = interrupted
         self.notes = tuple(notes)
+        self.by_machine: dict[str, Results] = {}
 
     def __len__(self) -> int:
         return len(self.records)
@@ -69,12 +72,22 @@ class Results:
         import pandas
 
         if raw:
-            return pandas.DataFrame([row for record in self.records for row in sample_rows(record)])
+            return pandas.DataFrame(self._rows(sample_rows))
         return pandas.DataFrame(self.summary())
 
     def tables(self) -> list[Table]:
         """What was measured, as tables of text."""
-        return self._shown("tables")
+        own = [
+            table._replace(title=f"{table.title}: {name}")
+            for name, one in self.by_machine.items()
+            for table in one.tables()
+        ]
+        return self.across_machines() + own if self.by_machine else self._shown("tables")
+
+    def across_machines(self) -> list[Table]:
+        """Tables per device and length with a row for each machine; none of a single one."""
+        parts = self.by_machine.items()
+        return machines.tables({name: machines.Machine(one.records, one.environment) for name, one in parts})
 
     def plot(
         self,
@@ -103,26 +116,36 @@ class Results:
 
     def sentences(self) -> list[str]:
         """A few sentences computed from the records."""
-        return self._shown("sentences")
+        own = [f"{name}: {text}" for name, one in self.by_machine.items() for text in one.sentences()]
+        return own if self.by_machine else self._shown("sentences")
 
     def summary(self) -> list[dict[str, Any]]:
-        """Flat rows of what was measured."""
-        return [flat_row(record) for record in self.records]
+        """Flat rows of what was measured; of several machines each row names its own."""
+        return self._rows(lambda record: [flat_row(record)])
 
     def plots(self) -> dict[str, Plot]:
         """All plots by the name of their files."""
+        if self.by_machine:
+            return machines.plots({name: one.plots() for name, one in self.by_machine.items()})
         return dict(self._shown("plots"))
 
     def files(self) -> dict[str, str]:
         """Further files: {name: text}."""
-        return dict(self._shown("files"))
+        parts = self.by_machine.items()
+        own = {f"{slug(name)}-{file}": text for name, one in parts for file, text in one.files().items()}
+        return own if self.by_machine else dict(self._shown("files"))
 
     def save(self, folder: str | Path) -> list[Path]:
         """Write records, environment and all that is drawn; records that are there already are not touched.
 
         Raises:
-            DataError: If the folder cannot be written.
+            DataError: If the folder cannot be written, or the records are of several machines.
         """
+        if self.by_machine:
+            raise DataError(
+                f"Records of {len(self.by_machine)} machines are no single run: keep their folders, and draw "
+                f"them together with `efficient-attn report FOLDER FOLDER --out DIR`."
+            )
         folder = open_folder(folder)
         paths = [folder / RECORDS]
         if not paths[0].exists():
@@ -147,6 +170,7 @@ class Results:
         """Everything that a report shows of this run; commands and plan from the folders of its shares."""
         command = self.environment.get("command")
         words = " ".join(map(str, command)) if isinstance(command, list) else ""
+        plan = read_text(homes[0] / PLAN) if homes else ""
         return Run(
             label=label,
             records=self.records,
@@ -158,8 +182,15 @@ class Results:
             notes=self.notes,
             environment=self.environment,
             command="\n".join(filter(None, (read_text(home / COMMAND) for home in homes))) or words,
-            plan=whole_plan(read_text(homes[0] / PLAN)) if len(homes) > 1 else read_text(homes[0] / PLAN),
+            plan=whole_plan(plan) if len(homes) > 1 else plan,
         )
+
+    def _rows(self, rows_of: Callable[[Record], list[dict[str, Any]]]) -> list[dict[str, Any]]:
+        if not self.by_machine:
+            return [row for record in self.records for row in rows_of(record)]
+        return [
+            {"machine": name, **row} for name, one in self.by_machine.items() for row in one._rows(rows_of)
+        ]
 
     def _shown(self, name: str) -> list[Any]:
         """Everything that the views of the records show by the function of that name."""
@@ -198,7 +229,7 @@ def read(*paths: str | Path) -> Results:
     if not paths:
         raise DataError("Nothing to read: name at least one folder of a run, or a file of records.")
     runs = [run for run, _ in join_shares([read_one(path) for path in paths])]
-    return runs[0] if len(runs) == 1 else _together(runs)
+    return runs[0] if len(runs) == 1 else together(runs)
 
 
 def read_one(path: str | Path) -> Results:
@@ -220,7 +251,7 @@ def join_shares(parts: Sequence[Results]) -> list[tuple[Results, list[int]]]:
     for group in by_run([part.environment for part in parts]):
         shares = [parts[index] for index in group]
         environments = [share.environment for share in shares]
-        run = shares[0] if len(shares) == 1 else _together(shares, common(environments))
+        run = shares[0] if len(shares) == 1 else _joined(shares, common(environments))
         records = in_order(run.records, environments[0]) if len(shares) > 1 else run.records
         # A share that was measured here has a note on all others.
         stale = {note for one in environments for note in missing([one])}
@@ -229,8 +260,24 @@ def join_shares(parts: Sequence[Results]) -> list[tuple[Results, list[int]]]:
     return found
 
 
-def _together(runs: Sequence[Results], environment: Mapping[str, Any] | None = None) -> Results:
-    """The records of all runs; two machines have no common environment."""
+def together(runs: Sequence[Results]) -> Results:
+    """All runs as one, with the results of each machine if there are several."""
+    environments = [run.environment for run in runs]
+    groups: dict[str, list[Results]] = {}
+    for name, run in zip(machines.names(environments), runs, strict=True):
+        groups.setdefault(name, []).append(run)
+    if len(groups) == 1:
+        return _joined(runs)
+    known = {**common(environments), "processor": "; ".join(groups)}
+    found = _joined(runs, known)
+    for name, group in groups.items():
+        whole = common([one.environment for one in group])
+        found.by_machine[name] = group[0] if len(group) == 1 else _joined(group, whole)
+    return found
+
+
+def _joined(runs: Sequence[Results], environment: Mapping[str, Any] | None = None) -> Results:
+    """The records of all runs."""
     records = [record for run in runs for record in run.records]
     notes = dict.fromkeys(note for run in runs for note in run.notes)
     return Results(records, environment=environment, notes=notes)

@@ -19,6 +19,7 @@ from efficient_attn.studies.lockstep import Lockstep
 from efficient_attn.studies.loop import Loop, Step
 from efficient_attn.studies.notebook import notebook_bar
 from efficient_attn.studies.plan import STUDY, Plan
+from efficient_attn.studies.processes import num_processes, process_rank, refuse_several
 from efficient_attn.studies.results import Results
 from efficient_attn.studies.run_folder import Book, Earlier, begin, only_writer, open_folder
 from efficient_attn.studies.shard import missing, share_of
@@ -55,6 +56,8 @@ def run_plan(
         raise OptionError(f"budget_s is a number of seconds above 0, not {budget_s!r}.")
     plan = share_of(make_plan(), shard)
     check(plan, executor)
+    if followed(study.name, plan, writes=out is not None):
+        return Results(())
     folder = None if out is None else open_folder(out, name="out", fresh=not resume)
     machine = {**environment(command=command, device=plan.device), STUDY: study.name, **plan.about}
     with ExitStack() as stack:
@@ -98,6 +101,22 @@ def run_plan(
         if folder is not None:
             results.save(folder)
     return results
+
+
+def followed(name: str, plan: Plan, *, writes: bool) -> bool:
+    """Whether this process was not the first of several; it has then done its part of the run.
+
+    Raises:
+        UnsupportedError: If a run that writes a folder cannot be made by several processes.
+    """
+    if num_processes() == 1 or (plan.follow is None and not writes):
+        return False
+    if plan.follow is None:
+        refuse_several(name)
+    elif process_rank() > 0:
+        plan.follow()
+        return True
+    return False
 
 
 # Options of every run, of the Python function of a study too.

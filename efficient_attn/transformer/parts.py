@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import fields
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from efficient_attn.backends import resolve
 from efficient_attn.errors import OptionError
 from efficient_attn.modules.options import probability
-from efficient_attn.ops.sharded.layout import at_positions
+from efficient_attn.ops.sharded.layout import Layout, at_positions, in_force, layout_in_force
 from efficient_attn.registry import BackendSpec
 from efficient_attn.transformer.block import build_norm
 from efficient_attn.transformer.layer import AttentionLayer, check_sequence
@@ -66,8 +67,16 @@ def each_layer(
 def run_block(block: nn.Module, x: Tensor, *inputs: Any, again: bool, **masks: Any) -> Tensor:
     """Output of a block; with `again` its activations are computed again in the backward pass."""
     if again and torch.is_grad_enabled():
-        return checkpoint(block, x, *inputs, use_reentrant=False, **masks)
+        layout = layout_in_force()
+        run = block if layout is None else partial(_run_inside, layout, block)
+        return checkpoint(run, x, *inputs, use_reentrant=False, **masks)
     return block(x, *inputs, **masks)
+
+
+def _run_inside(layout: Layout, block: nn.Module, *inputs: Any, **masks: Any) -> Tensor:
+    # The backward pass may be outside of the context that the forward pass was in.
+    with in_force(layout):
+        return block(*inputs, **masks)
 
 
 def seeded(spec: BackendSpec, options: Mapping[str, Any], seed: int) -> dict[str, Any]:

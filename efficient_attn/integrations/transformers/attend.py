@@ -64,8 +64,8 @@ def attend_attached(
     expected = getattr(backend, PATTERN)
     visible = _visible(module, query, key, attention_mask, is_causal, expected)
     beyond = beyond_backends(visible.pattern, others)
-    if beyond is not None:
-        check_no_pairs(type(module).__name__, beyond)
+    if beyond is not None or expected is None:
+        check_no_pairs(type(module).__name__, beyond or "computes its scores in its own code")
     if beyond is None and expected is not None:
         _check_built_for(backend, visible.pattern)
         query = _scaled(query, scaling, backend)

@@ -14,7 +14,7 @@ from torch import Tensor
 from efficient_attn.ops.clusters.history import past_segments
 from efficient_attn.ops.clusters.kmeans import kmeans, segments
 from efficient_attn.ops.clusters.near import Layout, read_slices
-from efficient_attn.ops.clusters.placed import after, placed_queries
+from efficient_attn.ops.clusters.placed import after, placed_queries, without
 from efficient_attn.ops.clusters.summaries import beyond_slices, members, query_moments, summarise_clusters
 from efficient_attn.ops.dtypes import upcast
 from efficient_attn.ops.paths import held, tuned_for_cpu
@@ -117,7 +117,7 @@ def _some_clusters(
         summaries = (summarise_clusters(sums, every.top, queries, k.shape[3]) for sums in outside)
         before = span.start - begin * layout.block
         out = read(after(rows, before), k, v, real, summaries, layout, group=group, begin=begin)
-        outs.append(out[:, :, before:])
+        outs.append(without(out, before))
     return placed.restored(outs, causal=False).to(q.dtype)
 
 
@@ -180,7 +180,7 @@ def _some_segments(
         before = span.start - begin * layout.block
         rows = after(rows, before)
         out = read(rows, k, v, real, summaries, layout, group=group, visible=visible, begin=begin)
-        outs.append(out[:, :, before:])
+        outs.append(without(out, before))
     return placed.restored(outs, causal=True).to(q.dtype)
 
 

@@ -35,7 +35,10 @@ class Placed(NamedTuple):
 
     def runs(self) -> Iterator[tuple[Tensor, range]]:
         """Consecutive queries with their positions."""
-        return zip(self.q.split([len(one) for one in self.positions], dim=2), self.positions, strict=True)
+        # A split has an operator of its own in the backward pass.
+        one = len(self.positions) == 1
+        parts = (self.q,) if one else self.q.split([len(span) for span in self.positions], dim=2)
+        return zip(parts, self.positions, strict=True)
 
     def counted(self, first: int) -> Tensor:
         """Whether a key belongs to clusters, bool [batch tokens]; the first tokens do not."""
@@ -96,6 +99,11 @@ def alike(mask: Tensor) -> list[tuple[slice, int]]:
 def after(x: Tensor, tokens: int) -> Tensor:
     """`x` after so many empty tokens."""
     return F.pad(x, (0, 0, tokens, 0)) if tokens else x
+
+
+def without(x: Tensor, tokens: int) -> Tensor:
+    """`x` without its first tokens; a slice of all would be an operator of its own in the backward pass."""
+    return x[:, :, tokens:] if tokens else x
 
 
 def _turn(x: Tensor, by: Tensor) -> Tensor:

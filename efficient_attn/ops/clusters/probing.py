@@ -18,7 +18,7 @@ from efficient_attn.ops.clusters.closed import limits_of, read_closed, steps
 from efficient_attn.ops.clusters.far import clusters_of, summarise
 from efficient_attn.ops.clusters.near import MASKED, Slices, in_order, near_slices
 from efficient_attn.ops.clusters.opened import open_clusters
-from efficient_attn.ops.clusters.placed import after, placed_queries
+from efficient_attn.ops.clusters.placed import after, placed_queries, without
 from efficient_attn.ops.clusters.runs import Stage, causal_stages, full_stages, places, reach
 from efficient_attn.ops.dtypes import upcast
 from efficient_attn.ops.softmax.partial import partial_softmax
@@ -131,7 +131,7 @@ def _rows(
     stage = stage.since(own.start)._replace(end=min(stage.end, own.stop))
     before = max(own.start - stage.begin, 0)
     rows = after(q[:, :, max(stage.begin - own.start, 0) : stage.end - own.start], before)
-    return read(task, rows, stage)[:, :, before:]
+    return without(read(task, rows, stage), before)
 
 
 def _read(task: Task, q: Tensor, stage: Stage) -> Tensor:

@@ -136,18 +136,19 @@ def beyond_slices(
     """
     tokens = every.rows.shape[2]
     groups = -(-(end - begin) // group)
-    cell = (torch.arange(tokens, device=every.rows.device) + back) // block - begin
-    # Cells that no block of a group leaves out.
-    beyond = (cell < 0) | (cell > groups * group)
+    first = back - begin * block
+    cell = torch.arange(first, first + tokens, device=every.rows.device) // block
     own = torch.arange(group, device=cell.device)[:, None]
     other = torch.arange(group + 2, device=cell.device)
     # A block excludes two cells of the group, whose last cell is the next group's first.
-    outside = ((other != own) & (other != own + 1)).to(every.rows.dtype)
+    outside = ((other - own) // 2 != 0).to(every.rows.dtype)
     if groups == 1:
-        parts = every.sums(cell.masked_fill(beyond, group + 1), group + 2)
+        # Cells that no block leaves out are one.
+        parts = every.sums(cell.clamp(-1, group + 1) % (group + 2), group + 2)
         yield (outside @ parts.flatten(3)).unflatten(3, parts.shape[3:])
         return
     # Sums of the first cell of each group, of its other cells, and of all cells beyond.
+    beyond = (cell < 0) | (cell > groups * group)
     place = (2 * (cell // group) + (cell % group > 0)).masked_fill(beyond, 2 * groups + 2)
     coarse = every.sums(place, 2 * groups + 3)
     firsts, others = coarse[:, :, :-1:2].unbind(2), coarse[:, :, 1::2].unbind(2)

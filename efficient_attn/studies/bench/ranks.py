@@ -123,6 +123,8 @@ def _is_new(refused: set[str], label: str) -> bool:
 
 def joined(parts: Sequence[Record]) -> Record:
     """The record of all rounds; the own work of a rank has as many times as the calls."""
+    if parts[0].own_times_s is None:
+        return records.joined(parts)
     own = [replace(part, measured={**part.measured, "times_s": part.own_times_s}) for part in parts]
     return records.replace(records.joined(parts), own_times_s=records.joined(own).times_s)
 

@@ -86,6 +86,8 @@ def _about(trainer: Trainer) -> dict[str, Any]:
     """All that the curve of a trainer follows from."""
     config = {name: value for name, value in asdict(trainer.config).items() if name not in _ENVIRONMENT}
     options = {f"{trainer.variant.backend}.{name}": one for name, one in trainer.variant.options.items()}
+    if trainer.replicas.number > 1:
+        config["processes"] = trainer.replicas.number
     return {"backend": trainer.variant.label, **options, **config, "text": trainer.task.digest}
 
 

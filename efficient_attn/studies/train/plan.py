@@ -172,6 +172,7 @@ def plan(
         lockstep=True,
         outcome=outcome,
         attach=models.attach,
+        follow=models.follow,
         undivided=None
         if last is not None
         else "train can be shared out for a set number of steps; name --steps",

@@ -5,7 +5,7 @@ Background load then slows all models alike, and at the end of a round all have 
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from operator import itemgetter
@@ -22,6 +22,7 @@ from efficient_attn.studies.run_folder import RECORDS
 from efficient_attn.studies.train.analysis import held_out_of, percent, unit_of
 from efficient_attn.studies.train.checkpoints import CHECKPOINTS, load_checkpoint, save_checkpoint
 from efficient_attn.studies.train.config import TrainConfig
+from efficient_attn.studies.train.replicas import Replicas, announce, follow, met, replicas
 from efficient_attn.studies.train.tasks import Task
 from efficient_attn.studies.train.trainer import Trainer
 
@@ -40,8 +41,10 @@ class Rounds:
         self, variants: Sequence[Variant], task: Task, config: TrainConfig, notes: Sequence[str] = ()
     ) -> None:
         self._asked = variants, task, config
+        self._replicas = replicas(config.batch, config.device)
         with threads(config.threads):
-            self._trainers = [_trainer(variant, task, config) for variant in variants]
+            self._all = [_trainer(variant, task, config, self._replicas) for variant in variants]
+        self._trainers = self._all
         self._folder: Path | None = None
         # Evaluations that all models had before this run, and rounds of each model in it.
         self._before, self._rounds = 0, Counter[str]()
@@ -102,7 +105,8 @@ class Rounds:
             _, task, config = self._asked
             for one in self._trainers:
                 Trainer(one.variant, task, config).try_step()
-            yield
+            with met(config.device, self._all) if self._replicas.number > 1 else nullcontext():
+                yield
         # A share has no rounds of the other models.
         trained = [one for one in self._trainers if one.failed is None and self._rounds[one.variant.label]]
         done = min((len(one.progress.curve) for one in trained), default=None)
@@ -112,6 +116,12 @@ class Rounds:
                 "--budget raises it, --resume goes on."
             )
 
+    def follow(self) -> None:
+        """The part of a process that is not the first: the same steps, without evaluations and files."""
+        config = self._asked[-1]
+        with threads(config.threads), met(config.device, self._all):
+            follow(self._all)
+
     def _round(self, one: Trainer, *, seconds: float = 0.0) -> Record:
         """Steps up to the next evaluation, and a checkpoint; an interruption waits for the end of a step."""
         self._rounds[one.variant.label] += 1
@@ -120,6 +130,8 @@ class Rounds:
         try:
             while one.failed is None and not one.is_due:
                 with held(), contained():
+                    if self._replicas.number > 1:
+                        announce(self._all.index(one), one.step)
                     one.advance()
             if one.failed is None:
                 with held(), contained():
@@ -164,10 +176,10 @@ def outcome(record: Record) -> str:
     return f"{label}, step {record.train_steps[-1]}: {curve[-1]:.3f} bits per {unit}{decoded}"
 
 
-def _trainer(variant: Variant, task: Task, config: TrainConfig) -> Trainer:
+def _trainer(variant: Variant, task: Task, config: TrainConfig, shared: Replicas) -> Trainer:
     try:
         with contained():
-            return Trainer(variant, task, config)
+            return Trainer(variant, task, config, shared)
     except AttentionError:
         raise
     except Exception as error:  # External code may raise anything.

@@ -23,10 +23,13 @@ from efficient_attn.runner.records import Case, Record
 from efficient_attn.runner.variants import Variant
 from efficient_attn.runner.worker import kernels_of
 from efficient_attn.studies.train.config import TrainConfig, rate_at, seeded, update
-from efficient_attn.studies.train.tasks import IGNORED, Batch, Task, bits, loss
+from efficient_attn.studies.train.replicas import Replicas, distributed
+from efficient_attn.studies.train.tasks import IGNORED, Task, bits, loss
 
 # Step n keeps n / (n + 9) of the average at most.
 _SHORT_AVERAGE = 9
+
+_ALONE = Replicas()
 
 _NotNegative = Annotated[float, msgspec.Meta(ge=0)]
 
@@ -61,14 +64,20 @@ class Progress(msgspec.Struct):
 class Trainer:
     """A model around one backend, with its optimiser and its progress.
 
+    Args:
+        replicas: Processes that share each batch.
+
     Attributes:
         failed: Reason why it does not go on; None: it does.
     """
 
-    def __init__(self, variant: Variant, task: Task, config: TrainConfig) -> None:
-        self.variant, self.task, self.config = variant, task, config
-        self.case = _case(variant, task, config)
+    def __init__(
+        self, variant: Variant, task: Task, config: TrainConfig, replicas: Replicas = _ALONE
+    ) -> None:
+        self.variant, self.task, self.config, self.replicas = variant, task, config, replicas
+        self.case = _case(variant, task, config, replicas)
         self.model = task.model(variant).to(config.device)
+        self._trained = self.model
         self.progress = Progress()
         self.failed: str | None = None
         self._optimiser = task.optimiser(self.model)
@@ -76,7 +85,7 @@ class Trainer:
         self._average = {name: one.detach().clone() for name, one in named}
         calibrated = any(one.needs_calibration for one in backends_in(self.model))
         self._calibrated_on = task.calibrated_on if calibrated else None
-        calibrate(self.model, *self._batch().inputs)
+        calibrate(self.model, *task.batch(0).to(config.device).inputs)
 
     @property
     def step(self) -> int:
@@ -93,22 +102,31 @@ class Trainer:
         with suppress(Exception), contained():
             self.advance()
 
-    def advance(self) -> None:
-        """One step: a batch, its loss, one update; a loss that is not finite ends the training."""
-        start, config = time.perf_counter(), self.config
-        batch = self._batch()
+    def distribute(self) -> None:
+        """Average the gradients of every step over the processes that share the batches."""
+        self._trained = distributed(self.model)
+
+    def advance(self, step: int | None = None) -> None:
+        """One step: a batch, its loss, one update; a loss that is not finite ends the training.
+
+        Args:
+            step: Number of the step, from 0; omitted: the number of steps that were done.
+        """
+        start, config, step = time.perf_counter(), self.config, self.step if step is None else step
+        batch, weight = self.replicas.part(self.task.batch(step).to(config.device))
         self.model.train()
-        with seeded((config.seed, self.step)), nullcontext() if self.step else outputs_checked(self.model):
-            nats = loss(self.task, self.model, batch)
-            rate = rate_at(self.step + 1, peak=config.learning_rate, warmup=self.task.warmup)
-            if not nats.isfinite() or not update(self.model, self._optimiser, nats, rate=rate):
-                self.failed = f"loss or gradient of step {self.step + 1} are not finite"
+        with seeded((config.seed, step)), nullcontext() if step else outputs_checked(self.model):
+            own = weight * loss(self.task, self._trained, batch)
+            nats = self.replicas.mean(own)
+            rate = rate_at(step + 1, peak=config.learning_rate, warmup=self.task.warmup)
+            if not nats.isfinite() or not update(self.model, self._optimiser, own, rate=rate):
+                self.failed = f"loss or gradient of step {step + 1} are not finite"
                 return
         # Early on the average is short: the initial weights leave it within a few steps.
-        decay = min(self.task.decay, (self.step + 1) / (self.step + 1 + _SHORT_AVERAGE))
+        decay = min(self.task.decay, (step + 1) / (step + 1 + _SHORT_AVERAGE))
         for name, average in self._average.items():
             average.lerp_(self.model.get_parameter(name).detach(), 1 - decay)
-        self.progress.recent.append(float(nats.detach()) / math.log(2))
+        self.progress.recent.append(float(nats) / math.log(2))
         self.progress.trained_s += time.perf_counter() - start
 
     @torch.no_grad()
@@ -187,11 +205,8 @@ class Trainer:
         finally:
             self.model.load_state_dict(last, strict=False)
 
-    def _batch(self) -> Batch:
-        return self.task.batch(self.step).to(self.config.device)
 
-
-def _case(variant: Variant, task: Task, config: TrainConfig) -> Case:
+def _case(variant: Variant, task: Task, config: TrainConfig, replicas: Replicas) -> Case:
     """The case of a variant's learning curve."""
     return variant.case(
         kind="train",
@@ -205,5 +220,6 @@ def _case(variant: Variant, task: Task, config: TrainConfig) -> Case:
         device=config.device,
         threads=config.threads,
         seed=config.seed,
+        ranks=None if replicas.number == 1 else replicas.number,
         **task.case,
     )
