@@ -12,7 +12,6 @@ ROOT = Path(__file__).parent.parent
 EXAMPLES = [
     ("CONTRIBUTING.md", "def build(problem", "build"),
     ("docs/new-attention.md", "def attention(q, k, v)", "attention"),
-    ("docs/walk.md", "def attention(q, k, v)", "attention"),
 ]
 
 
