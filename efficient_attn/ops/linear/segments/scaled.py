@@ -78,8 +78,8 @@ def _scaled(exponents: Tensor) -> tuple[Tensor, Tensor]:
     largest = _LARGEST[exponents.dtype] - math.ceil(math.log(exponents.shape[-1]) / 2)
     top = exponents.detach().amax(dim=-1, keepdim=True).round()
     # The factor e^largest has no rounding of a large exponent; weights without it leave the range of floats.
-    roots = ((exponents - floor(top)) / 2).exp() * math.exp(largest / 2)
-    return roots.square(), top - largest
+    roots = torch.add(floor(top) / -2, exponents, alpha=0.5).exp()
+    return torch.addcmul(roots.new_zeros(()), roots, roots, value=math.exp(largest)), top - largest
 
 
 def in_digits(sums: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
