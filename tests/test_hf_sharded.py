@@ -1,6 +1,7 @@
 """Transformers models on distributed sequences: results of one process, and refusals."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -22,8 +23,11 @@ POSITIONS = {"position_ids": torch.arange(TOKENS)[None]}
 
 @pytest.fixture(scope="module")
 def lines(tmp_path_factory):
-    command = [sys.executable, Path(__file__).parent / "ranks_hf.py", tmp_path_factory.mktemp("hf") / "store"]
-    done = subprocess.run([str(x) for x in command], capture_output=True, text=True, timeout=240)
+    tests = Path(__file__).parent
+    command = [sys.executable, str(tests / "ranks_hf.py"), str(tmp_path_factory.mktemp("hf") / "store")]
+    # Python may leave the folder of a script off its path.
+    environment = {**os.environ, "PYTHONPATH": str(tests)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 

@@ -29,6 +29,7 @@ class Run(NamedTuple):
         rows: Flat rows of the summary.
         files: {name of a further file: its text}.
         plan: The text of a file that repeats the run; empty where there is none.
+        joint: Whether the records are those of the other runs together.
     """
 
     label: str
@@ -42,6 +43,7 @@ class Run(NamedTuple):
     environment: Mapping[str, Any]
     command: str
     plan: str
+    joint: bool = False
 
     @property
     def facts(self) -> list[str]:
@@ -64,13 +66,14 @@ def page(runs: Sequence[Run], drawings: Sequence[tuple[str, str, bytes]]) -> str
     jinja = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, finalize=_printable)
     jinja.filters["brief"] = _brief
     jinja.filters["base64"] = lambda data: b64encode(data).decode()
+    own = [run for run in runs if not run.joint]
     # Tables of one title stand together, so that runs are easily compared.
     titles = list(dict.fromkeys(table.title for run in runs for table in run.tables))
     tables = [
         (run.label, table) for title in titles for run in runs for table in run.tables if table.title == title
     ]
     return jinja.from_string(_text("page.html")).render(
-        title=short(runs[0].label) if len(runs) == 1 else f"{len(runs)} runs side by side",
+        title=short(runs[0].label) if len(runs) == 1 else f"{len(own)} runs side by side",
         css=_text("page.css"),
         runs=runs,
         many=len(runs) > 1,

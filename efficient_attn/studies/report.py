@@ -57,7 +57,7 @@ def _across_machines(runs: Sequence[Results]) -> list[Run]:
         return []
     count = f"{len(joint.by_machine)} machines: {'; '.join(joint.by_machine)}."
     shown = joint.as_run("All machines")
-    return [shown._replace(tables=joint.across_machines(), sentences=[count], notes=(), files={})]
+    return [shown._replace(tables=joint.across_machines(), sentences=[count], notes=(), files={}, joint=True)]
 
 
 def _labels(homes: Sequence[Path]) -> list[str]:
