@@ -13,6 +13,6 @@ def start() -> None:
         with naming_missing("The command line"):
             from .main import main
     except MissingPackageError as error:
-        print(error, file=sys.stderr)
+        print(f"error: {error}", file=sys.stderr)
         sys.exit(exits.WRONG_REQUEST)
     main()

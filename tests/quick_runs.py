@@ -64,7 +64,9 @@ QUICK = {
         needs="transformers",
     ),
     "compare": Quick("--seq-len 16 --draws 1 --rounds 1 --isolate none", former={"--tokens": "16"}),
-    "bench": Quick("--seq-len 16 --num-heads 2 --head-dim 8 --isolate none --rounds 1"),
+    "bench": Quick(
+        "--seq-len 16 --num-heads 2 --head-dim 8 --isolate none --rounds 1", former={"--tokens": "16"}
+    ),
     "kernel": Quick(
         "--size 4,8 --norm 0.25 --angle 90 --head-dim 4 --draws 32",
         selection="--backend performer-positive",
