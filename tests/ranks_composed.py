@@ -4,16 +4,12 @@ Errors are relative to one process in the same dtype.
 """
 
 import itertools
-import json
-import multiprocessing
-import os
-import sys
 from collections.abc import Callable
 from contextlib import nullcontext
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from forked import join, report, run
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -122,16 +118,8 @@ def split_heads(mesh: DeviceMesh, backend: str, layout: str) -> None:
     report("heads", [backend, layout], worst([found], [attention(*qkv)]))
 
 
-def report(what: str, case: list, error: float) -> None:
-    errors = [None] * RANKS
-    dist.all_gather_object(errors, error)
-    if dist.get_rank() == 0:
-        print(json.dumps({"what": what, "case": case, "errors": errors}), flush=True)
-
-
 def work(rank: int) -> None:
-    store = dist.FileStore(sys.argv[1], RANKS)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=timedelta(seconds=60))
+    join(rank, RANKS)
     mesh = init_device_mesh("cpu", (2, RANKS // 2), mesh_dim_names=("dp", "cp"))
     for one in itertools.product(BACKENDS, (False, True), WAYS):
         train(mesh, *one)
@@ -141,12 +129,4 @@ def work(rank: int) -> None:
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    # A fork has torch imported, which takes longer than most steps.
-    context = multiprocessing.get_context("fork" if hasattr(os, "fork") else "spawn")
-    processes = [context.Process(target=work, args=(rank,), daemon=True) for rank in range(RANKS)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join()
-    sys.exit(max(abs(process.exitcode) for process in processes))
+    run(work, RANKS)

@@ -4,14 +4,11 @@ Errors of outputs and of gradients of parameters are relative to one process, in
 """
 
 import itertools
-import json
-import multiprocessing
 import os
-import sys
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from forked import join, report, run
 from hf_models import TOKENS, bert, gpt2, inputs, llama, mistral, modernbert
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -87,16 +84,8 @@ def decode(mesh: DeviceMesh, name: str, layout: str) -> None:
         report("decoding", [name, layout], relative(found, model(**rest, past_key_values=whole).logits))
 
 
-def report(what: str, case: list, error: float) -> None:
-    errors = [None] * RANKS
-    dist.all_gather_object(errors, error)
-    if dist.get_rank() == 0:
-        print(json.dumps({"what": what, "case": case, "errors": errors}), flush=True)
-
-
 def work(rank: int) -> None:
-    store = dist.FileStore(sys.argv[1], RANKS)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=timedelta(seconds=60))
+    join(rank, RANKS)
     mesh = init_device_mesh("cpu", (RANKS,))
     for one in itertools.product(MODELS, (False, True), LAYOUTS):
         compare(mesh, *one)
@@ -108,12 +97,4 @@ def work(rank: int) -> None:
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    # A fork has torch and transformers imported, which takes longer than most steps.
-    context = multiprocessing.get_context("fork" if hasattr(os, "fork") else "spawn")
-    processes = [context.Process(target=work, args=(rank,), daemon=True) for rank in range(RANKS)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join()
-    sys.exit(max(abs(process.exitcode) for process in processes))
+    run(work, RANKS)

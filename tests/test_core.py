@@ -1,4 +1,4 @@
-"""The light core: what an environment of torch and jaxtyping alone can do, and how the rest refuses."""
+"""The light core: features in an environment of torch and jaxtyping alone, and refusals of the rest."""
 
 import re
 import subprocess

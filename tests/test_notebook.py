@@ -1,4 +1,4 @@
-"""Notebooks show one bar for a run and tables for what was measured."""
+"""Notebooks show one bar for a run and tables for its measurements."""
 
 import sys
 from types import ModuleType, SimpleNamespace

@@ -1,6 +1,7 @@
 """Distributed sequences with DDP, FSDP2, recomputed activations and split heads; lost ranks; the example."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -20,7 +21,13 @@ pytestmark = pytest.mark.slow
 
 def run(*command: object, **options: object) -> str:
     done = subprocess.run(
-        [sys.executable, *map(str, command)], capture_output=True, text=True, timeout=240, **options
+        [sys.executable, *map(str, command)],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        # Python may leave the folder of a script off its path.
+        env={**os.environ, "PYTHONPATH": str(TESTS)},
+        **options,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

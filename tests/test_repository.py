@@ -1,4 +1,4 @@
-"""Files around the code: workflows run scripts that exist, and pages for strangers say what is true."""
+"""Files around the code: workflows run scripts that exist, and statements of the pages hold."""
 
 import json
 import os

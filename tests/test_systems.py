@@ -1,4 +1,4 @@
-"""Systems without the files and modules of Linux: measurements say what they lack."""
+"""Systems without the files and modules of Linux: measurements name the missing features."""
 
 import os
 import sys

@@ -120,7 +120,7 @@ class Results:
         return own if self.by_machine else self._shown("sentences")
 
     def summary(self) -> list[dict[str, Any]]:
-        """Flat rows of what was measured; of several machines each row names its own."""
+        """Flat rows of all measurements; of several machines each row names its own."""
         return self._rows(lambda record: [flat_row(record)])
 
     def plots(self) -> dict[str, Plot]:

@@ -64,7 +64,7 @@ def on_threads(
 
 
 class _Rank(_C10D.ProcessGroup):
-    """The process group of one rank; ranks meet at a barrier and copy what the others show."""
+    """The process group of one rank; ranks meet at a barrier and copy the tensors of the others."""
 
     def __init__(self, rank: int, barrier: Barrier, shown: list[Any]) -> None:
         super().__init__(rank, len(shown))

@@ -97,10 +97,10 @@ def announce(number: int, step: int) -> None:
 
 def follow(trainers: Sequence[Any]) -> None:
     """Make the steps that the first process announces, until it stops."""
-    said = torch.zeros(2, dtype=torch.int64)
+    announced = torch.zeros(2, dtype=torch.int64)
     while True:
-        dist.broadcast(said, 0)
-        number, step = said.tolist()
+        dist.broadcast(announced, 0)
+        number, step = announced.tolist()
         if number == _STOP:
             return
         # External code may raise anything; the first process meets the same and records it.
