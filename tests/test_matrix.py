@@ -51,6 +51,7 @@ def test_a_cell_replaces_the_versions_of_the_constraints(script: ModuleType) -> 
     lines = script.constraints(text, CELLS["oldest"]).splitlines()
     assert lines == ["# Why.", "rich==15.0.0", "torch==2.8.0+cpu", "numpy==1.26.4", "transformers==5.0.0"]
     assert script.torch_of(CELLS["macos"]) == CELLS["macos"]["torch"]
+    assert "torch==2.8.0\n" in script.constraints(text, CELLS["oldest"], cuda=True)
 
 
 def test_a_wrong_name_is_answered_with_the_cells(script: ModuleType) -> None:
