@@ -105,6 +105,12 @@ def test_a_model_calibrates_every_backend_on_what_reaches_it():
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
 
 
+def test_a_missing_argument_of_the_call_is_named():
+    backend = ea.build("performer-full", head_dim=8, num_features=8)
+    with pytest.raises(TypeError, match=r"missing 1 required positional argument: 'v'"):
+        ea.calibrate(backend, torch.randn(1, 2, 9, 8), torch.randn(1, 2, 9, 8))
+
+
 def test_a_model_without_such_backends_is_left_alone():
     model = ea.Encoder(16, 2, "exact", num_layers=1, feed_forward_dim=16)
     ea.calibrate(model, "not even called")
