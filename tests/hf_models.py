@@ -1,6 +1,6 @@
 """Tiny random models of transformers, made on the spot, and inputs for them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 TOKENS, VOCABULARY, WINDOW = 24, 50, 5
+SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 
 # Three layers and a head, each rounding a few times; logits are below 100.
 ROUNDING = {"rtol": 1e-5, "atol": 1e-4}
@@ -165,14 +166,16 @@ def logits(model: Any, batch: dict[str, Tensor]) -> Tensor:
 
 def saved(model: Any, folder: Path) -> Path:
     """The model in a folder, with a tokenizer that knows the words w0, w1, …"""
+    model.save_pretrained(folder)
+    tokenizer([f"w{number}" for number in range(VOCABULARY - len(SPECIAL))]).save_pretrained(folder)
+    return folder
+
+
+def tokenizer(words: Iterable[str]) -> Any:
+    """A tokenizer that knows the special tokens and these words."""
     from transformers import BertTokenizer
 
-    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
-    model.save_pretrained(folder)
-    words = [f"w{number}" for number in range(VOCABULARY - len(special))]
-    (folder / "vocab.txt").write_text("\n".join([*special, *words]))
-    BertTokenizer(str(folder / "vocab.txt")).save_pretrained(folder)
-    return folder
+    return BertTokenizer({word: number for number, word in enumerate([*SPECIAL, *words])})
 
 
 def texts(count: int = 3, words: int = 40) -> dict[str, str]:

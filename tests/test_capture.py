@@ -5,6 +5,7 @@ import sys
 
 import pytest
 import torch
+from hf_models import tokenizer
 from safetensors.torch import save_file
 
 import efficient_attn as ea
@@ -22,12 +23,11 @@ HEADS, HEAD_DIM, LAYERS = 2, 4, 3
 def folder(tmp_path_factory):
     transformers = pytest.importorskip("transformers", reason="the extra [hf] is not installed")
     path = tmp_path_factory.mktemp("encoder")
-    vocabulary = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]
-    (path / "vocab.txt").write_text("\n".join(vocabulary))
-    transformers.BertTokenizer(str(path / "vocab.txt")).save_pretrained(path)
+    words = tokenizer(WORDS)
+    words.save_pretrained(path)
     torch.manual_seed(0)
     config = transformers.BertConfig(
-        vocab_size=len(vocabulary),
+        vocab_size=len(words),
         hidden_size=HEADS * HEAD_DIM,
         num_hidden_layers=LAYERS,
         num_attention_heads=HEADS,

@@ -117,7 +117,9 @@ def members(
     top = exponent.new_full((*exponent.shape[:2], clusters), -torch.inf)
     top = top.scatter_reduce(2, chosen, exponent.detach().masked_fill(~seen, -torch.inf), "amax")
     top = top.masked_fill(top.isinf(), 0.0)
-    weight = (exponent - top.gather(2, chosen)).clamp(floor, 0.0).exp() * seen
+    # Exponents of seen keys are at most 0; the bound lies above, since a clamp's derivative at its bound
+    # depends on torch's version.
+    weight = (exponent - top.gather(2, chosen)).clamp(floor, 1.0).exp() * seen
     bend = k.square() @ queries.variance.mT / 2
     rows = torch.cat([k, v, bend, torch.ones_like(bend)], dim=-1) * weight[..., None]
     return Members(rows, chosen, top)

@@ -126,7 +126,7 @@ def _relu_pullback(x: Tensor, features: Features, grad: Features, directions: Te
 
 def elu_features(x: Vectors, directions: None = None) -> Features:
     """elu(x) + 1, entry by entry: 1 + x above zero, exp(x) below (Katharopoulos et al. 2020, eq. 7)."""
-    return Features(x.clamp_max(0.0) + x.relu().log1p(), None)
+    return Features(torch.where(x > 0, x.relu().log1p(), x), None)
 
 
 def _elu_pullback(x: Tensor, features: Features, grad: Features, directions: None) -> Tensor:

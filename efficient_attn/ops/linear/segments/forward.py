@@ -93,7 +93,8 @@ def _read_chunk(queries: ScaledQueries, keys: ScaledKeys, values: Tensor) -> Sum
     size = values.shape[-2]
     visible = visible_scale(keys, queries.weights.shape[-2])
     # Exponents of visible keys are at most 0; the others, excluded below, stay finite for a gradient's sake.
-    factors = (keys.log_scale.mT - floor(visible[..., :size, :])).clamp_max(0.0).exp()
+    # The bound lies above 0, since the derivative of a clamp at its bound depends on torch's version.
+    factors = (keys.log_scale.mT - floor(visible[..., :size, :])).clamp_max(1.0).exp()
     scores = (queries.weights @ keys.weights.mT).unflatten(-2, (-1, size))
     sums = (scores * factors.unsqueeze(-3)).tril().flatten(-3, -2) @ values
     return Sums(sums, visible if queries.log_scale is None else visible + queries.log_scale)
