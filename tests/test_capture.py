@@ -114,7 +114,7 @@ def test_more_than_the_size_asked_for_is_refused_before_the_model_runs(folder):
 @pytest.mark.parametrize("name", ["gpt2", "llama", "modernbert"])
 def test_what_a_layer_shows_its_queries_is_kept_and_read_back(name, tmp_path):
     """q, k and v of decoders, grouped queries and sliding layers give the outputs that the model has."""
-    pytest.importorskip("transformers", minversion="5", reason="the extra [hf] is not installed")
+    pytest.importorskip("transformers", minversion="5.14", reason="the extra [hf] is missing")
     from hf_models import MODELS, saved, texts
 
     from efficient_attn.integrations.transformers.swapping import sites_of
@@ -150,7 +150,7 @@ def test_what_a_layer_shows_its_queries_is_kept_and_read_back(name, tmp_path):
 
 
 def test_layers_that_are_causal_are_measured_causally_and_sliding_ones_refused(tmp_path):
-    pytest.importorskip("transformers", minversion="5", reason="the extra [hf] is not installed")
+    pytest.importorskip("transformers", minversion="5.14", reason="the extra [hf] is missing")
     from hf_models import gpt2, saved, texts
 
     (text, *_) = texts().values()

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-pytest.importorskip("transformers", minversion="5", reason="the extra [hf] is not installed")
+pytest.importorskip("transformers", minversion="5.14", reason="the extra [hf] is missing")
 
 from hf_adapting import adapt, loaded, record, values, windows_of
 from hf_models import bert, llama, saved

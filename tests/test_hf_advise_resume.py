@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-pytest.importorskip("transformers", minversion="5", reason="the extra [hf] is not installed")
+pytest.importorskip("transformers", minversion="5.14", reason="the extra [hf] is missing")
 
 from hf_advice import advise, plans
 

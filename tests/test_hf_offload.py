@@ -5,7 +5,7 @@ import logging
 import pytest
 import torch
 
-transformers = pytest.importorskip("transformers", minversion="5", reason="the extra [hf] is not installed")
+transformers = pytest.importorskip("transformers", minversion="5.14", reason="the extra [hf] is missing")
 accelerate = pytest.importorskip("accelerate", reason="the extra [dev] is not installed")
 
 from hf_models import ROUNDING, bert, inputs, llama, logits

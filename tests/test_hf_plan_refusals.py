@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-transformers = pytest.importorskip("transformers", minversion="5", reason="the extra [hf] is not installed")
+transformers = pytest.importorskip("transformers", minversion="5.14", reason="the extra [hf] is missing")
 
 from efficient_attn.errors import DataError, OptionError
 from efficient_attn.integrations.transformers import attach, load, save

@@ -5,7 +5,7 @@ import logging
 import pytest
 import torch
 
-transformers = pytest.importorskip("transformers", minversion="5", reason="the extra [hf] is not installed")
+transformers = pytest.importorskip("transformers", minversion="5.14", reason="the extra [hf] is missing")
 
 from hf_models import ROUNDING, VOCABULARY, llama
 

@@ -5,7 +5,7 @@ from statistics import fmean, stdev
 import pytest
 import torch
 
-transformers = pytest.importorskip("transformers", minversion="5", reason="the extra [hf] is not installed")
+transformers = pytest.importorskip("transformers", minversion="5.14", reason="the extra [hf] is missing")
 
 from hf_models import MODELS, TOKENS, WINDOW, gpt2, mistral, saved, texts
 from swapped_models import quality, swap, tokenized

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-pytest.importorskip("transformers", minversion="5", reason="the extra [hf] is not installed")
+pytest.importorskip("transformers", minversion="5.14", reason="the extra [hf] is missing")
 pytest.importorskip("efficient_attn_cli", reason="needs an installation, if only an editable one")
 
 from hf_models import bert, saved, texts

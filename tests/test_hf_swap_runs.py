@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-transformers = pytest.importorskip("transformers", minversion="5", reason="the extra [hf] is not installed")
+transformers = pytest.importorskip("transformers", minversion="5.14", reason="the extra [hf] is missing")
 
 from hf_models import TOKENS, bert, saved, texts
 from swapped_models import quality, swap, tokenized

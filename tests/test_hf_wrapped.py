@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-transformers = pytest.importorskip("transformers", minversion="5", reason="the extra [hf] is not installed")
+transformers = pytest.importorskip("transformers", minversion="5.14", reason="the extra [hf] is missing")
 
 from hf_models import bert, inputs, llama, logits, saved
 from safetensors.torch import save_file

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-transformers = pytest.importorskip("transformers", minversion="5", reason="the extra [hf] is not installed")
+transformers = pytest.importorskip("transformers", minversion="5.14", reason="the extra [hf] is missing")
 
 import hf_zoo
 
@@ -51,7 +51,9 @@ FEW = [
 @pytest.mark.parametrize("model", FEW)
 def test_a_few_architectures_have_the_verdict_of_the_table(model, rows):
     entry = next(entry for entry in hf_zoo.architectures() if entry[1] == model)
-    assert hf_zoo.judged(*entry)[0] == rows[entry[:2]].verdict
+    of_the_table = {rows[entry[:2]].verdict}
+    others = set() if version("transformers") == MEASURED else {hf_zoo.RIGHT, hf_zoo.REFUSED}
+    assert hf_zoo.judged(*entry)[0] in of_the_table | others
 
 
 @pytest.mark.slow

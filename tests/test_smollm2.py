@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-transformers = pytest.importorskip("transformers", minversion="5", reason="the extra [hf] is not installed")
+transformers = pytest.importorskip("transformers", minversion="5.14", reason="the extra [hf] is missing")
 
 import efficient_attn as ea
 from efficient_attn.runner.sizes import MEAN_OF_VALUES, OWN

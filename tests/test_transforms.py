@@ -115,7 +115,7 @@ def test_an_ensemble_of_models_is_mapped_over_its_parameters_and_directions(name
 
 
 # torch's own forward mode compiles its decompositions in a way that it calls deprecated.
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")
 @EVERY
 def test_forward_mode_derivatives_are_right_or_refused_and_never_zero(name, causal):
     backend, (q, k, v) = built(name, causal), [x[0] for x in inputs()]

@@ -6,11 +6,12 @@ try:
     import transformers as _transformers
 except ImportError:
     raise MissingPackageError(
-        'This needs transformers, version 5 or later: pip install "efficient-attn[hf]".'
+        'This needs transformers, version 5.14 or later: pip install "efficient-attn[hf]".'
     ) from None
-if int(_transformers.__version__.partition(".")[0]) < 5:
+# Caches of earlier versions have other methods.
+if tuple(map(int, _transformers.__version__.split(".")[:2])) < (5, 14):
     raise MissingPackageError(
-        f"This needs transformers, version 5 or later, not {_transformers.__version__}: "
+        f"This needs transformers, version 5.14 or later, not {_transformers.__version__}: "
         'pip install "efficient-attn[hf]".'
     )
 
