@@ -35,7 +35,7 @@ _HOME = {
     "show": "studies.show",
     "diff": "studies.diff",
     "Results": "studies.results",
-    "read": "studies.results",
+    "read": "studies.reading",
     "records_schema": "studies",
     "sample": "measure.inputs",
     "AttentionLayer": "transformer.layer",

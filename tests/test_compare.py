@@ -23,7 +23,8 @@ from efficient_attn.studies.compare.analysis import comparisons
 from efficient_attn.studies.compare.points import points_of
 from efficient_attn.studies.compare.view import sentences, tables
 from efficient_attn.studies.loop import Loop
-from efficient_attn.studies.results import Results, read
+from efficient_attn.studies.reading import read
+from efficient_attn.studies.results import Results
 from efficient_attn.studies.workload import Workload
 
 pytestmark = pytest.mark.usefixtures("hasty")

@@ -12,7 +12,8 @@ from efficient_attn.errors import OptionError, UnknownNameError
 from efficient_attn.report.axes import STYLES, WIDTH_INCHES, draw
 from efficient_attn.report.figures import Axis, Chart, Plot, Series
 from efficient_attn.studies import report as redraw
-from efficient_attn.studies.results import Results, read
+from efficient_attn.studies.reading import read
+from efficient_attn.studies.results import Results
 
 RUNS = Path(__file__).parent.parent / "results" / "epyc-2-cores"
 LINE = {"color": "#0072b2", "marker": "o", "linestyle": "-"}

@@ -15,7 +15,7 @@ from efficient_attn.errors import DataError
 from efficient_attn.runner.sizes import OWN
 from efficient_attn.studies.advise.model_view import LAYERS
 from efficient_attn.studies.loop import Loop
-from efficient_attn.studies.results import read
+from efficient_attn.studies.reading import read
 from efficient_attn.studies.swap import measure
 
 pytestmark = pytest.mark.usefixtures("given_times")

@@ -17,7 +17,7 @@ from efficient_attn.report.files import slug, write
 from efficient_attn.runner.quantity import FIELDS
 from efficient_attn.runner.records import Record
 from efficient_attn.studies import report as redraw
-from efficient_attn.studies.results import read
+from efficient_attn.studies.reading import read
 
 PAYLOADS = (
     "<script>alert(1)</script>",

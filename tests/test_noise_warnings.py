@@ -12,7 +12,7 @@ from efficient_attn import bench
 from efficient_attn.measure.conditions import between, moment, waited_s
 from efficient_attn.runner.record import Case, Record, replace
 from efficient_attn.stats.noise_warnings import DURING, doubts
-from efficient_attn.studies.results import read
+from efficient_attn.studies.reading import read
 
 STEADY = (1.0, 1.001, 1.002, 1.003, 1.002, 1.001, 1.0)
 QUIET = {

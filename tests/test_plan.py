@@ -10,7 +10,7 @@ from efficient_attn.runner import worker
 from efficient_attn.runner.units import parse_bytes, parse_seconds, parse_sizes, show_bytes, show_seconds
 from efficient_attn.runner.variants import parse_settings, select
 from efficient_attn.studies.costs import cost_points
-from efficient_attn.studies.results import read
+from efficient_attn.studies.reading import read
 
 SHARED = {
     "batch": 2,

@@ -9,7 +9,7 @@ import pytest
 from efficient_attn.report.error_table import layer_words
 from efficient_attn.report.save import save
 from efficient_attn.studies.compare.analysis import comparisons
-from efficient_attn.studies.results import read
+from efficient_attn.studies.reading import read
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -13,7 +13,7 @@ from made_records import case, costs, errors, folder
 from efficient_attn.errors import DataError, OptionError
 from efficient_attn.runner.records import Record
 from efficient_attn.studies import report as redraw
-from efficient_attn.studies.results import read
+from efficient_attn.studies.reading import read
 
 FAILED = [
     Record(case=case("time", "exact-dense", tokens), status="skipped", reason="needs 3 GiB")

@@ -12,9 +12,10 @@ from efficient_attn.errors import UnknownNameError
 from efficient_attn.report.escape import markdown_cell
 from efficient_attn.stats import verdicts
 from efficient_attn.stats.verdicts import FAILS, HOLDS, NOT_MEASURABLE
+from efficient_attn.studies.reading import read
 from efficient_attn.studies.reproduce import figures
 from efficient_attn.studies.reproduce.view import findings
-from efficient_attn.studies.results import Results, read
+from efficient_attn.studies.results import Results
 
 
 def test_a_statement_about_several_places_holds_fails_or_turns_round() -> None:

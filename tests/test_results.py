@@ -12,7 +12,8 @@ from rich.console import Console
 from efficient_attn.errors import DataError, OptionError, UnknownNameError
 from efficient_attn.report import table as tables
 from efficient_attn.runner.records import Case, Record, append
-from efficient_attn.studies.results import Results, read
+from efficient_attn.studies.reading import read
+from efficient_attn.studies.results import Results
 from efficient_attn.studies.run_folder import open_folder
 
 HOSTILE = "=1+1|`x`<script>alert(1)</script>$\\frac{[red]\x1b[2J\u202e"

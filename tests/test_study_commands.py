@@ -16,7 +16,8 @@ from quick_runs import OWN, QUICK, cases, command, flags, run, study_of, words_o
 
 from efficient_attn.studies import loop, studies
 from efficient_attn.studies import run_folder as run_folders
-from efficient_attn.studies.results import Results, read
+from efficient_attn.studies.reading import read
+from efficient_attn.studies.results import Results
 from efficient_attn.studies.study import joined
 
 # One study stands for all in the quick tests that take seconds for each; the slow tests have the others.

@@ -11,7 +11,7 @@ from efficient_attn.runner.sizes import OWN
 from efficient_attn.stats.candidates import CANDIDATES, exact_operations
 from efficient_attn.stats.noise_warnings import DURING
 from efficient_attn.studies.compare.view import sentences as compare_sentences
-from efficient_attn.studies.results import read
+from efficient_attn.studies.reading import read
 from efficient_attn.studies.swap.view import sentences as swap_sentences
 
 SPREAD = [1 + step / 1000 for step in range(-4, 5)]

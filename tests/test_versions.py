@@ -21,7 +21,8 @@ from efficient_attn.studies.bench.versions import (
     SLOWER,
     version_sentences,
 )
-from efficient_attn.studies.results import Results, read
+from efficient_attn.studies.reading import read
+from efficient_attn.studies.results import Results
 
 OLD = {AGAINST: "old"}
 ROUNDS = 16

@@ -6,7 +6,8 @@ from pathlib import Path
 from efficient_attn.errors import OptionError
 from efficient_attn.report.html import Run
 from efficient_attn.report.outputs import write_all, write_page
-from efficient_attn.studies.results import Results, join_shares, read_one, together
+from efficient_attn.studies.reading import join_shares, read_one, together
+from efficient_attn.studies.results import Results
 from efficient_attn.studies.run_folder import RECORDS, open_folder, run_folder
 
 
