@@ -1,7 +1,7 @@
 """The path of a GPU's fused attention on the CPU, in any dtype."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -15,6 +15,13 @@ from efficient_attn.ops.linear.fast import split_keys
 from efficient_attn.ops.softmax import flex
 
 
+def uncompiled_by_itself() -> AbstractContextManager[Any]:
+    """A context in which FlexAttention does not compile itself."""
+    if not hasattr(flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG"):
+        pytest.skip("FlexAttention of this torch always compiles itself")
+    return patch.object(flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
+
+
 def _uncompiled(device: torch.device, dtype: torch.dtype, *sizes: int) -> Callable:
     everything = flex._everything(device)
     return lambda *inputs: flex._attention(*inputs, everything)
@@ -23,10 +30,8 @@ def _uncompiled(device: torch.device, dtype: torch.dtype, *sizes: int) -> Callab
 @contextmanager
 def on_flex(*, multiprocessors: int = 8, least_keys: int = 8) -> Iterator[None]:
     """FlexAttention serves the CPU, as a device of some multiprocessors, with short parts of keys."""
-    if not hasattr(flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG"):
-        pytest.skip("FlexAttention of this torch always compiles itself")
     with (
-        patch.object(flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True),
+        uncompiled_by_itself(),
         patch.object(paths, "kernels", lambda device, dtype: "flex"),
         patch.object(split_keys, "_multiprocessors", lambda device: multiprocessors),
         patch.object(split_keys, "_KEYS", least_keys),

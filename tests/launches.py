@@ -27,6 +27,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import efficient_attn as ea
 from efficient_attn.ops import paths
 
+# Whether bounds hold for backward passes: formulas of derivatives of earlier versions take more operators.
+COUNTED = torch.__version__ >= (2, 13)
+
 _PACKAGE = Path(ea.__file__).parent
 
 # Operators that allocate or relabel memory, apart from those with `is_view`.

