@@ -184,7 +184,7 @@ def test_the_checks_on_a_page_exist() -> None:
 
 
 # Flags of other programs, and an example of none.
-FOREIGN = {"--former", "--jobs"}
+FOREIGN = {"--former", "--jobs", "--with-cuda"}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=page_name)

@@ -168,5 +168,10 @@ def test_the_command_is_a_function_that_exists() -> None:
     assert callable(getattr(import_module(module), function))
 
 
-def test_the_changelog_knows_what_comes_next() -> None:
-    assert "\n## [Unreleased]\n" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+def test_the_changelog_begins_with_what_comes_next_and_has_the_version_with_its_date() -> None:
+    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    first, *released = re.findall(r"^## \[(.+)\](.*)$", text, re.MULTILINE)
+    assert first == ("Unreleased", "")
+    assert all(re.fullmatch(r" - \d{4}-\d\d-\d\d", date) for _, date in released)
+    version = PROJECT["project"]["version"]
+    assert ".dev" in version or version in dict(released)
