@@ -126,6 +126,7 @@ def _relu_pullback(x: Tensor, features: Features, grad: Features, directions: Te
 
 def elu_features(x: Vectors, directions: None = None) -> Features:
     """elu(x) + 1, entry by entry: 1 + x above zero, exp(x) below (Katharopoulos et al. 2020, eq. 7)."""
+    # No clamp, whose derivative at 0 depends on torch's version.
     return Features(torch.where(x > 0, x.relu().log1p(), x), None)
 
 
