@@ -1,15 +1,16 @@
 """Softmax attention over a window of neighbouring keys (restricted self-attention)."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, nn
 
 from efficient_attn.errors import OptionError
-from efficient_attn.modules.options import option
+from efficient_attn.modules.options import option, whole_number
 from efficient_attn.modules.relative import MAX_DISTANCE, check_no_bias, count, distance_bias
 from efficient_attn.operation_counts import OperationCounts, softmax_matmuls, visible_pairs
 from efficient_attn.ops.sharded.layout import Layout
-from efficient_attn.ops.sharded.softmax import last_keys, near_keys_attention
+from efficient_attn.ops.sharded.softmax import first_keys_of_all, last_keys, near_keys_attention
 from efficient_attn.ops.softmax.kv_cache import (
     KVCache,
     append_tokens,
@@ -19,6 +20,8 @@ from efficient_attn.ops.softmax.kv_cache import (
 )
 from efficient_attn.ops.softmax.relative import relative_attention
 from efficient_attn.ops.window.attention import window_attention
+from efficient_attn.ops.window.global_keys import AgedKeys, GlobalKeys, first_keys
+from efficient_attn.ops.window.streaming import WindowState, extend_window, state_of
 from efficient_attn.problem import AttentionProblem, positive_count
 from efficient_attn.registry import Capabilities, register
 
@@ -31,13 +34,22 @@ class WindowOptions:
         257, "Number of keys per query, itself included: odd and centred; if causal, the last keys."
     )
     max_distance: int = option(0, MAX_DISTANCE, added=True)
+    global_tokens: int = option(
+        0, "Number of first real tokens that every query reads besides its window.", added=True
+    )
 
     def __post_init__(self) -> None:
         positive_count("window", self.window)
+        whole_number("global_tokens", self.global_tokens)
+        if self.global_tokens and self.max_distance:
+            raise OptionError(
+                f"global_tokens={self.global_tokens} lie beyond any max_distance={self.max_distance}: set one of "
+                "the two to 0."
+            )
 
 
 class WindowAttention(nn.Module):
-    """Attention to the window of each query.
+    """Attention to the window of each query, and to the global tokens.
 
     Attributes:
         distance_bias: Score bias of each head and distance, or None.
@@ -47,39 +59,67 @@ class WindowAttention(nn.Module):
 
     def __init__(self, problem: AttentionProblem, options: WindowOptions) -> None:
         super().__init__()
-        self._scale = problem.factor
+        self._scale, self._causal, self._count = problem.factor, problem.causal, options.global_tokens
         self._back, self._ahead = _sides(problem, options)
         self.register_parameter("distance_bias", distance_bias(problem, options.max_distance))
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
+        # A window that reaches both ends of the sequence has every key.
+        whole = not self._causal and self._ahead >= k.shape[2] - 1
+        first = None if whole or not self._count else first_keys(k, v, key_mask, self._count)
+        return self._attend(q, k, v, key_mask, first)
+
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, first: AgedKeys | None
+    ) -> Tensor:
         scale, back, ahead = self._scale, self._back, self._ahead
-        if self.distance_bias is None:
-            return window_attention(q, k, v, scale=scale, back=back, ahead=ahead, key_mask=key_mask)
-        table = self.distance_bias
-        return relative_attention(q, k, v, table, scale=scale, back=back, ahead=ahead, key_mask=key_mask)
+        if self.distance_bias is not None:
+            table = self.distance_bias
+            return relative_attention(q, k, v, table, scale=scale, back=back, ahead=ahead, key_mask=key_mask)
+        keys = None
+        if first is not None:
+            keys = first.seen_by(q.shape[2], k.shape[2], back=back, ahead=ahead, causal=self._causal)
+        return window_attention(q, k, v, scale=scale, back=back, ahead=ahead, key_mask=key_mask, first=keys)
 
     def forward_sharded(
         self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, layout: Layout
     ) -> Tensor:
         check_no_bias(self.distance_bias)
-        return near_keys_attention(self, q, k, v, key_mask, layout, back=self._back, ahead=self._ahead)
+        first = first_keys_of_all(k, v, key_mask, layout, count=self._count) if self._count else None
+        sides = {"back": self._back, "ahead": self._ahead}
+        return near_keys_attention(self._attend, q, k, v, key_mask, layout, first=first, **sides)
 
     def extend_sharded(
         self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, layout: Layout
-    ) -> tuple[Tensor, KVCache]:
+    ) -> tuple[Tensor, KVCache | WindowState]:
         out = self.forward_sharded(q, k, v, key_mask, layout)
-        return out, last_keys(k, v, key_mask, layout, tokens=self._back)
+        cache = last_keys(k, v, key_mask, layout, tokens=self._back)
+        if not self._count:
+            return out, cache
+        first = first_keys_of_all(k, v, key_mask, layout, count=self._count)
+        return out, state_of(cache, first, tokens=layout.ranks * k.shape[2])
 
     def extend(
-        self, q: Tensor, k: Tensor, v: Tensor, state: KVCache | None, key_mask: Tensor | None
-    ) -> tuple[Tensor, KVCache]:
-        # Only the last tokens are kept, and the first call copies no others.
-        first = state is None
-        cache = summarise_tokens(k, v, key_mask) if first else append_tokens(state, k, v, key_mask)
-        after = last_tokens(cache, self._back)
-        if q.shape[-2] == 0:
+        self, q: Tensor, k: Tensor, v: Tensor, state: Any, key_mask: Tensor | None
+    ) -> tuple[Tensor, KVCache | WindowState]:
+        if k.shape[2] == 0 and state is not None:
+            return q.new_zeros(*q.shape[:-1], v.shape[-1]), state
+        first: GlobalKeys | None = None
+        after: KVCache | WindowState
+        if self._count:
+            back, count = self._back, self._count
+            cache, first, after = extend_window(state, k, v, key_mask, count=count, back=back)
+        else:
+            # Only the last tokens are kept, and the first call copies no others.
+            cache = append_tokens(state, k, v, key_mask) if state else summarise_tokens(k, v, key_mask)
+            after = last_tokens(cache, self._back)
+        if k.shape[2] == 0:
             return q.new_zeros(*q.shape[:-1], v.shape[-1]), after
-        return self(q, cache.k, cache.v, mask_of(cache)), after
+        mask, scale = mask_of(cache), self._scale
+        if first is None:
+            return self(q, cache.k, cache.v, mask), after
+        sides = {"back": self._back, "ahead": 0}
+        return window_attention(q, cache.k, cache.v, scale=scale, key_mask=mask, first=first, **sides), after
 
 
 def _sides(problem: AttentionProblem, options: WindowOptions) -> tuple[int, int]:
@@ -91,9 +131,12 @@ def _sides(problem: AttentionProblem, options: WindowOptions) -> tuple[int, int]
 def operations(
     problem: AttentionProblem, options: WindowOptions, tokens: int, value_dim: int
 ) -> OperationCounts:
-    """Products of every query with the existing keys of its window."""
+    """Products of every query with the existing keys of its window and the global keys outside it."""
     back, ahead = _sides(problem, options)
-    matmuls = softmax_matmuls(visible_pairs(tokens, back=back, ahead=ahead), problem.head_dim, value_dim)
+    pairs = visible_pairs(tokens, back=back, ahead=ahead)
+    for at in range(min(options.global_tokens, tokens)):
+        pairs += max(tokens - 1 - back - at, 0) + (0 if problem.causal else max(at - ahead, 0))
+    matmuls = softmax_matmuls(pairs, problem.head_dim, value_dim)
     return OperationCounts(matmuls, learned=count(problem, options.max_distance))
 
 
@@ -105,6 +148,7 @@ def operations(
     size_option="window",
     capabilities=Capabilities(causal=True, cross=False, second_derivatives=True, sharded="neighbours"),
     operations=operations,
+    also=({"global_tokens": 4},),
 )
 def build(problem: AttentionProblem, options: WindowOptions) -> WindowAttention:
     if not problem.causal and options.window % 2 == 0:

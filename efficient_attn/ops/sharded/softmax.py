@@ -10,6 +10,7 @@ from torch import Tensor
 from efficient_attn.ops.sharded.exchange import all_tokens, moved
 from efficient_attn.ops.sharded.layout import Layout
 from efficient_attn.ops.softmax.kv_cache import KVCache, last_tokens, mask_of, summarise_tokens
+from efficient_attn.ops.window.global_keys import AgedKeys, first_keys, tokens_at
 
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
 
@@ -73,7 +74,7 @@ def attention_of_segments(
 
 
 def near_keys_attention(
-    attend: Attend,
+    attend: Callable[[Tensor, Tensor, Tensor, Tensor | None, AgedKeys | None], Tensor],
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -82,12 +83,15 @@ def near_keys_attention(
     *,
     back: int,
     ahead: int,
+    first: AgedKeys | None = None,
 ) -> Tensor:
-    """Attention to the keys i−back … i+ahead; only keys that other ranks need are sent.
+    """Attention to the keys i−back … i+ahead and global keys; only keys that other ranks need are sent.
 
     Args:
-        attend: Function of (q, k, v, key_mask); the queries are the last positions of the keys.
+        attend: Function of (q, k, v, key_mask, first); the queries are the last positions of the keys.
+        first: Global keys of all ranks, aged from the end of the sequence.
     """
+    end = q.shape[-2] * layout.ranks
     both = with_neighbours(torch.cat([k, v], dim=-1), back, ahead, layout)
     masks: list[Tensor | None] = [None] * len(both)
     if key_mask is not None:
@@ -101,8 +105,28 @@ def near_keys_attention(
         # Empty queries at the positions of later keys make the queries the last positions.
         queries = F.pad(q[..., part, :], (0, 0, 0, after))
         near_k, near_v = keys.split([k.shape[-1], v.shape[-1]], dim=-1)
-        rows.append(attend(queries, near_k, near_v, mask)[..., : len(found), :])
+        later = end - found.stop - after
+        near_first = None if first is None else first._replace(age=first.age - later)
+        rows.append(attend(queries, near_k, near_v, mask, near_first)[..., : len(found), :])
     return torch.cat(rows, dim=-2)
+
+
+def first_keys_of_all(
+    k: Tensor, v: Tensor, key_mask: Tensor | None, layout: Layout, *, count: int
+) -> AgedKeys:
+    """The first `count` real keys of all ranks, aged from the end of the sequence."""
+    tokens = k.shape[-2]
+    real = k.new_ones(len(k), tokens, dtype=torch.bool) if key_mask is None else key_mask
+    parts = []
+    for part, own in zip(layout.parts(tokens), layout.positions(tokens), strict=True):
+        keys = first_keys(k[..., part, :], v[..., part, :], real[:, part], count)
+        # The segments of other ranks follow; an absent key stays absent.
+        parts.append(keys._replace(age=keys.age + tokens * layout.ranks - own.stop))
+    both = all_tokens(torch.cat([torch.cat([x.k, x.v], dim=-1) for x in parts], dim=2), -2, layout)
+    age = all_tokens(torch.cat([x.age for x in parts], dim=1), 1, layout)
+    age, place = age.topk(min(count, age.shape[1]), dim=1)
+    keys, values = tokens_at(both, place).split([k.shape[-1], v.shape[-1]], dim=-1)
+    return AgedKeys(keys, values, age)
 
 
 def with_neighbours(x: Tensor, back: int, ahead: int, layout: Layout) -> list[Tensor]:

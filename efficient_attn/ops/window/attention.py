@@ -1,6 +1,6 @@
 """Softmax attention over a window of neighbouring keys, in blocks of queries: O(tokens · window)."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,30 +12,48 @@ from efficient_attn.ops.operators import transformed
 from efficient_attn.ops.softmax import cpu_flash
 from efficient_attn.ops.softmax.fused import fused_attention
 from efficient_attn.ops.window import flex, varlen
+from efficient_attn.ops.window.global_keys import GlobalKeys, attend_one, tokens_at
 from efficient_attn.ops.window.operator import fused_window, fused_window_backward
 from efficient_attn.ops.window.unfused import unfused_window
 from efficient_attn.shapes import KeyMask, Keys, Output, Queries, Values
 
 
 def window_attention(
-    q: Queries, k: Keys, v: Values, *, scale: float, back: int, ahead: int, key_mask: KeyMask | None
+    q: Queries,
+    k: Keys,
+    v: Values,
+    *,
+    scale: float,
+    back: int,
+    ahead: int,
+    key_mask: KeyMask | None,
+    first: GlobalKeys | None = None,
 ) -> Output:
     """softmax over the keys i−back … i+ahead (Vaswani et al. 2017, section 4, restricted self-attention).
 
     The queries are the last positions of the keys; `ahead` ends at the last key.
+
+    Args:
+        first: Global keys, which rows read besides.
     """
     q_tokens, k_tokens = q.shape[-2], k.shape[-2]
     mapped = transformed(q, k, v)
     # The fused kernel of exact attention has no second derivatives, which the window promises.
-    trained = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
-    if not (mapped or trained) and back >= k_tokens - 1 and (ahead == 0 or ahead >= q_tokens - 1):
-        return fused_attention(q, k, v, scale=scale, causal=ahead == 0, key_mask=key_mask, dropout=0.0)
-    fused = None if mapped else _fused(q, k, v, key_mask)
+    tensors = (q, k, v) if first is None else (q, k, v, first.k, first.v)
+    trained = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    if not (mapped or trained) and back >= k_tokens - 1:
+        if first is not None and q_tokens == 1:
+            return attend_one(q, k, v, key_mask, first, scale)
+        if first is None and (ahead == 0 or ahead >= q_tokens - 1):
+            return fused_attention(q, k, v, scale=scale, causal=ahead == 0, key_mask=key_mask, dropout=0.0)
+    fused = None if mapped else _fused(q, k, v, key_mask, first)
     if fused is None:
-        return unfused_window(q, k, v, key_mask, back, ahead, scale)
+        return unfused_window(q, k, v, key_mask, back, ahead, scale, first)
     if scale <= 0:
         q, scale = q * scale, 1.0
     k, v = zero_masked(k, key_mask), zero_masked(v, key_mask)
+    if first is not None:
+        return _tuned(q, k, v, key_mask, back, ahead, scale, first)
     # Inside compiled code gradients have no derivatives, whatever the operators.
     if not trained or fused is _tuned or torch.compiler.is_compiling():
         return fused(q, k, v, key_mask, back, ahead, scale)
@@ -43,23 +61,43 @@ def window_attention(
     return _Leave.apply(out, q, k, v, key_mask, back, ahead, scale)
 
 
-def _fused(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Callable[..., Tensor] | None:
+def _fused(
+    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, first: GlobalKeys | None
+) -> Callable[..., Tensor] | None:
     """The fused attention that serves these tensors, or None."""
     if cpu_flash.available(q, k, v):
         return _tuned
+    if first is not None:
+        return None
     if varlen.available(q, k, v, key_mask):
         return varlen.attend
     return flex.attend if flex.available(q, k, v) else None
 
 
 def _tuned(
-    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, back: int, ahead: int, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_mask: Tensor | None,
+    back: int,
+    ahead: int,
+    scale: float,
+    first: GlobalKeys | None = None,
 ) -> Tensor:
     back, ahead = min(back, k.shape[2]), min(ahead, k.shape[2])
     value_dim, widest = v.shape[-1], max(q.shape[-1], v.shape[-1])
     # The kernel requires one width for all three; zero columns change no product.
     q, k, v = (x if x.shape[-1] == widest else F.pad(x, (0, widest - x.shape[-1])) for x in (q, k, v))
-    out, _ = fused_window(q, k, v, key_mask, back, ahead, scale)
+    if first is None:
+        out, _ = fused_window(q, k, v, key_mask, back, ahead, scale)
+    else:
+        first_k, first_v = (F.pad(x, (0, widest - x.shape[-1])) for x in first[:2])
+        if first.at is not None:
+            # Their gradients are part of those of the keys.
+            first_k, first_v = first_k.detach(), first_v.detach()
+        out, _ = fused_window(
+            q, k, v, key_mask, back, ahead, scale, first_k, first_v, first.far, first.at
+        )
     return out if value_dim == widest else out[..., :value_dim]
 
 
@@ -88,30 +126,52 @@ class _Leave(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         if not torch.is_grad_enabled():
             return grad_out, *[None] * 7
-        found = _differentiable(grad_out, *ctx.saved_tensors, ctx.back, ctx.ahead, ctx.scale)
-        return None, *found, *[None] * 4
+        grads = _differentiable(grad_out, *ctx.saved_tensors, ctx.back, ctx.ahead, ctx.scale)
+        return None, *grads[:3], *[None] * 4
 
 
 def _keep(ctx: Any, inputs: tuple, output: tuple) -> None:
-    q, k, v, key_mask, ctx.back, ctx.ahead, ctx.scale = inputs
-    ctx.save_for_backward(*output, q, k, v, key_mask)
+    q, k, v, key_mask, ctx.back, ctx.ahead, ctx.scale, *first = inputs
+    ctx.save_for_backward(*output, q, k, v, key_mask, *first)
     ctx.mark_non_differentiable(output[1])
 
 
 def _backward(ctx: Any, grad_out: Tensor, _: Tensor) -> tuple:
+    out, log_sum, q, k, v, key_mask, *first = ctx.saved_tensors
+    numbers = ctx.back, ctx.ahead, ctx.scale
     if not torch.is_grad_enabled():
-        found = fused_window_backward(grad_out, *ctx.saved_tensors, ctx.back, ctx.ahead, ctx.scale)
-        return *found, None, None, None, None
-    found = _differentiable(grad_out, *ctx.saved_tensors[2:], ctx.back, ctx.ahead, ctx.scale)
-    return *found, None, None, None, None
+        grads = fused_window_backward(grad_out, out, log_sum, q, k, v, key_mask, *numbers, *first)
+    else:
+        grads = _differentiable(grad_out, q, k, v, key_mask, *numbers, *first)
+    grad_q, grad_k, grad_v, *grad_first = grads
+    if first[0] is None or first[-1] is not None:
+        grad_first = [None, None]
+    return grad_q, grad_k, grad_v, *[None] * 4, *grad_first, None, None
 
 
-def _differentiable(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Iterator[Tensor | None]:
+def _differentiable(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_mask: Tensor | None,
+    back: int,
+    ahead: int,
+    scale: float,
+    first_k: Tensor | None = None,
+    first_v: Tensor | None = None,
+    far: Tensor | None = None,
+    at: Tensor | None = None,
+) -> list[Tensor | None]:
     """Gradients with derivatives, which exist for the unfused operators only."""
-    out = unfused_window(q, k, v, *rest)
-    wanted = [x for x in (q, k, v) if x.requires_grad]
-    found = iter(torch.autograd.grad(out, wanted, grad_out, create_graph=True))
-    return (next(found) if x.requires_grad else None for x in (q, k, v))
+    if at is not None:
+        first_k, first_v = tokens_at(k, at), tokens_at(v, at)
+    first = None if first_k is None else GlobalKeys(first_k, first_v, far)
+    out = unfused_window(q, k, v, key_mask, back, ahead, scale, first)
+    inputs = [q, k, v] if at is not None else [q, k, v, first_k, first_v]
+    trained = [x for x in inputs if x is not None and x.requires_grad]
+    grads = iter(torch.autograd.grad(out, trained, grad_out, create_graph=True))
+    return [next(grads) if x is not None and x.requires_grad else None for x in inputs]
 
 
 fused_window.register_autograd(_backward, setup_context=_keep)

@@ -17,6 +17,7 @@ from efficient_attn.ops.operators import check_one_device
 from efficient_attn.ops.softmax import cpu_flash
 from efficient_attn.ops.window.blocks import Band, Forward, attend_blocks
 from efficient_attn.ops.window.blocks_backward import Backward, differentiate_blocks
+from efficient_attn.ops.window.global_keys import GlobalKeys, add_gradients, merge
 from efficient_attn.ops.window.tiles import Tile, tiles, whole_blocks, window_bias
 
 # Blocks per kernel call; fewer in the backward pass, where each block has gradients of a slice.
@@ -30,10 +31,27 @@ _KEPT = 8
 
 @torch.library.custom_op("efficient_attn::window", mutates_args=())
 def fused_window(
-    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, back: int, ahead: int, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_mask: Tensor | None,
+    back: int,
+    ahead: int,
+    scale: float,
+    first_k: Tensor | None = None,
+    first_v: Tensor | None = None,
+    far: Tensor | None = None,
+    at: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The output [batch heads q_tokens dim] and each row's log-sum-exp [batch heads q_tokens]."""
-    out = q.new_empty(*q.shape[:-1], v.shape[-1])
+    """The output [batch heads q_tokens dim] and each row's log-sum-exp [batch heads q_tokens].
+
+    Args:
+        first_k, first_v, far, at: `GlobalKeys`, or None.
+    """
+    first = None if first_k is None else GlobalKeys(first_k, first_v, far, at)
+    # The output of half precision is rounded once, after the global keys.
+    dtype = q.dtype if first is None else upcast_dtype(q.dtype)
+    out = q.new_empty(*q.shape[:-1], v.shape[-1], dtype=dtype)
     log_sum = upcast(q.new_empty(0)).new_empty(q.shape[:-1])
     inside = whole_blocks(q.shape[-2], k.shape[-2], back, ahead)
     products = q.numel() >= _LARGE and inside.blocks >= _MANY
@@ -48,12 +66,14 @@ def fused_window(
                 tile.queries(outs).copy_(some)
                 tile.queries(sums).copy_(logarithm)
                 del some, logarithm
-    return out, log_sum
+        if first is not None:
+            merge(q, key_mask, first, out, log_sum, back, ahead, scale)
+    return out.to(q.dtype), log_sum
 
 
 @fused_window.register_fake
 def _(
-    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, back: int, ahead: int, scale: float
+    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, back: int, ahead: int, scale: float, *first: Any
 ) -> tuple[Tensor, Tensor]:
     check_one_device(q=q, k=k, v=v, key_mask=key_mask)
     return q.new_empty(*q.shape[:-1], v.shape[-1]), upcast(q.new_empty(0)).new_empty(q.shape[:-1])
@@ -71,8 +91,15 @@ def fused_window_backward(
     back: int,
     ahead: int,
     scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients with respect to q, k and v, with the weights recomputed from the log-sum-exps."""
+    first_k: Tensor | None = None,
+    first_v: Tensor | None = None,
+    far: Tensor | None = None,
+    at: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients with respect to q, k, v, first_k and first_v, the last two empty without keys of their own.
+
+    The weights are recomputed from the log-sum-exps, those of the window and of the global keys alike.
+    """
     dtype = upcast_dtype(q.dtype)
     grad_q = q.new_empty(q.shape, dtype=dtype)
     # Several blocks read a key; their contributions are summed in float32 or better.
@@ -104,14 +131,34 @@ def fused_window_backward(
                 tile.add(heads(grad_k), some_k)
                 tile.add(heads(grad_v), some_v)
                 del some_q, some_k, some_v
+        by_first = q.new_empty(0), q.new_empty(0)
+        if first_k is not None:
+            first = GlobalKeys(first_k, first_v, far, at)
+            by_first = add_gradients(grad_out, out, log_sum, q, first, scale, *sums)
     # One conversion at a time: in half precision all three exist in float32 until here.
     del grad_q, grad_k, grad_v
-    return sums.pop(0).to(q.dtype), sums.pop(0).to(k.dtype), sums.pop(0).to(v.dtype)
+    return sums.pop(0).to(q.dtype), sums.pop(0).to(k.dtype), sums.pop(0).to(v.dtype), *[x.to(q.dtype) for x in by_first]
 
 
 @fused_window_backward.register_fake
-def _(grad_out: Tensor, out: Tensor, log_sum: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
-    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs[:3])
+def _(
+    grad_out: Tensor,
+    out: Tensor,
+    log_sum: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_mask: Tensor | None,
+    back: int,
+    ahead: int,
+    scale: float,
+    first_k: Tensor | None = None,
+    first_v: Tensor | None = None,
+    far: Tensor | None = None,
+    at: Tensor | None = None,
+) -> tuple[Tensor, ...]:
+    first = [q.new_empty(0) if x is None or at is not None else x for x in (first_k, first_v)]
+    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v, *first))
 
 
 def _heads(

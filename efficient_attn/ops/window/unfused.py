@@ -9,6 +9,7 @@ from efficient_attn.ops.dtypes import upcast, upcast_dtype, zero_masked
 from efficient_attn.ops.operators import transformed
 from efficient_attn.ops.paths import held, product_dtype, tuned_for_cpu
 from efficient_attn.ops.softmax.definition import softmax_over
+from efficient_attn.ops.window.global_keys import GlobalKeys
 
 # Queries that share one slice of keys; a block reads window + 63 keys.
 _BLOCK = 64
@@ -17,9 +18,16 @@ _GROUP = 8
 
 
 def unfused_window(
-    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, back: int, ahead: int, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_mask: Tensor | None,
+    back: int,
+    ahead: int,
+    scale: float,
+    first: GlobalKeys | None = None,
 ) -> Tensor:
-    """softmax(scale · q kᵀ) v over the keys i−back … i+ahead; the queries are the last positions."""
+    """softmax(scale · q kᵀ) v over the keys i−back … i+ahead and global keys; the queries come last."""
     back, ahead = min(back, k.shape[-2]), min(ahead, k.shape[-2])
     tokens, before = q.shape[-2], k.shape[-2] - q.shape[-2]
     blocks = -(-tokens // _BLOCK)
@@ -37,11 +45,17 @@ def unfused_window(
     rows = rows.unflatten(-2, (blocks, _BLOCK))
     band = _band(_BLOCK + reach, q.device)
     group = _group(q, v, _BLOCK + reach)
+    if first is not None:
+        first_k, first_v = (x.to(dtype).unsqueeze(2) for x in (first.k, first.v))
+        sides = tokens - first.far.shape[2], blocks * _BLOCK - tokens
+        far = F.pad(first.far, sides).mT.unflatten(1, (blocks, _BLOCK))
     # Weights of all steps, tokens · window, would live until the backward pass, were they not computed again.
     again = torch.is_grad_enabled() and not (tuned_for_cpu(q) or transformed(q, k, v))
     outs = []
     for part in (slice(i, i + group) for i in range(0, blocks, group)):
         given = rows[:, :, part], keys[:, :, part], values[:, :, part], real[:, part], band
+        if first is not None:
+            given = *given, first_k, first_v, far[:, part]
         # Nothing is random: the state of the generators needs no copy, which a CUDA graph could not capture.
         outs.append(
             checkpoint(_attend, *given, use_reentrant=False, preserve_rng_state=False)
@@ -58,13 +72,33 @@ def _group(q: Tensor, v: Tensor, width: int) -> int:
     return held(q.shape[0] * q.shape[1] * width * max(_BLOCK, q.shape[-1], v.shape[-1]))
 
 
-def _attend(rows: Tensor, keys: Tensor, values: Tensor, real: Tensor, band: Tensor) -> Tensor:
-    """Attention of blocks [batch heads blocks block dim] to their slices [batch kv_heads blocks keys dim]."""
+def _attend(
+    rows: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    real: Tensor,
+    band: Tensor,
+    first_k: Tensor | None = None,
+    first_v: Tensor | None = None,
+    far: Tensor | None = None,
+) -> Tensor:
+    """Attention of blocks [batch heads blocks block dim] to their slices [batch kv_heads blocks keys dim].
+
+    Args:
+        first_k, first_v: Global keys and values [batch kv_heads 1 count dim].
+        far: Rows that read them, bool [batch blocks block count].
+    """
+    visible = real[:, None, :, None, None, :] & band
+    if far is not None:
+        # The global keys are the first columns of every slice.
+        blocks = keys.shape[2]
+        keys = torch.cat([first_k.expand(-1, -1, blocks, -1, -1), keys], dim=3)
+        values = torch.cat([first_v.expand(-1, -1, blocks, -1, -1), values], dim=3)
+        visible = torch.cat([far[:, None, :, None], visible], dim=-1)
     groups = (keys.shape[1], rows.shape[1] // keys.shape[1])
     # [batch kv_heads blocks group block dim]: the heads of a group read the same slice.
     rows = rows.unflatten(1, groups).transpose(2, 3)
     scores = (rows.flatten(3, 4) @ keys.mT).unflatten(3, rows.shape[3:5])
-    visible = real[:, None, :, None, None, :] & band
     weights = softmax_over(upcast(scores), visible).to(values.dtype)
     out = (weights.flatten(3, 4) @ values).unflatten(3, rows.shape[3:5])
     return out.transpose(2, 3).flatten(1, 2)

@@ -1,0 +1,110 @@
+"""Streaming state of a window with global tokens: constant memory, whatever the length."""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from efficient_attn.ops.dtypes import zero_masked
+from efficient_attn.ops.softmax.kv_cache import (
+    KVCache,
+    append_tokens,
+    last_tokens,
+    mask_of,
+    summarise_tokens,
+)
+from efficient_attn.ops.window.global_keys import AgedKeys, GlobalKeys, tokens_at
+
+
+class WindowState(NamedTuple):
+    """Global keys of a stream, and a `KVCache` of its last tokens, in which they are masked or left out.
+
+    Attributes:
+        k, v, key_mask: The cache.
+        first_k: [batch kv_heads count head_dim], arbitrary where not real.
+        first_v: [batch kv_heads count value_dim].
+        first_real: Whether the stream has this global token yet, bool [batch count].
+    """
+
+    k: Tensor
+    v: Tensor
+    key_mask: Tensor
+    first_k: Tensor
+    first_v: Tensor
+    first_real: Tensor
+
+
+def extend_window(
+    state: WindowState | None, k: Tensor, v: Tensor, key_mask: Tensor | None, *, count: int, back: int
+) -> tuple[KVCache, GlobalKeys | None, WindowState]:
+    """Keys that new tokens read, and the state after them.
+
+    Args:
+        count: Number of global tokens.
+        back: Number of earlier keys in a window.
+
+    Returns:
+        A cache for the window, the global keys apart from it, None where the cache is the whole sequence, and
+        the next state.
+    """
+    masked = key_mask is not None and k.shape[2] > 0
+    if masked or (state is not None and mask_of(KVCache(*state[:3])) is not None):
+        return _extend_masked(state, k, v, key_mask, count, back)
+    if state is not None and state.first_k.shape[2] == count:
+        cache = append_tokens(KVCache(*state[:3]), k, v, None)
+        after = state._replace(**last_tokens(cache, back)._asdict())
+        return cache, GlobalKeys(state.first_k, state.first_v, None), after
+    if state is not None:
+        # So far all tokens are global.
+        k, v = torch.cat([state.first_k, k], dim=2), torch.cat([state.first_v, v], dim=2)
+    whole = summarise_tokens(k, v, None)
+    rest = KVCache(k[:, :, count:], v[:, :, count:], whole.key_mask[:, count:])
+    first_k, first_v = (x[:, :, :count].clone(memory_format=torch.contiguous_format) for x in (k, v))
+    real = k.new_ones(len(k), first_k.shape[2], dtype=torch.bool)
+    return whole, None, WindowState(*last_tokens(rest, back), first_k, first_v, real)
+
+
+def _extend_masked(
+    state: WindowState | None, k: Tensor, v: Tensor, key_mask: Tensor | None, count: int, back: int
+) -> tuple[KVCache, GlobalKeys, WindowState]:
+    tokens = k.shape[2]
+    real = k.new_ones(len(k), tokens, dtype=torch.bool) if key_mask is None else key_mask
+    empty = WindowState(*(x[:, :, :0] for x in (k, v)), real[:, :0], *(x[:, :, :0] for x in (k, v)), real[:, :0])
+    *past, first_k, first_v, stored = empty if state is None else state
+    missing = count - stored.shape[1]
+    first_k, first_v = (F.pad(x, (0, 0, 0, missing)) for x in (first_k, first_v))
+    stored = F.pad(stored, (0, missing))
+    number = torch.arange(count, device=k.device) - stored.sum(dim=-1, keepdim=True)
+    rank = real.cumsum(dim=-1)
+    # Positions of the global tokens among the new ones, −1 before them and `tokens` where there is none.
+    at = (rank[:, None] <= number[..., None]).sum(dim=-1).masked_fill(stored, -1)
+    row = stored[:, None, :, None]
+    index = at.clamp(0, tokens - 1)
+    first_k, first_v = (
+        torch.where(row, x, tokens_at(zero_masked(new, real), index))
+        for x, new in ((first_k, k), (first_v, v))
+    )
+    near = real & (rank > number[:, -1:] + 1)
+    cache = append_tokens(KVCache(*past), k, v, near)
+    far = at[..., None] <= torch.arange(tokens, device=k.device)
+    after = WindowState(*last_tokens(cache, back), first_k, first_v, at < tokens)
+    return cache, GlobalKeys(first_k, first_v, far), after
+
+
+def state_of(cache: KVCache, first: AgedKeys, *, tokens: int) -> WindowState:
+    """The state after a prefill.
+
+    Args:
+        cache: The last tokens, global ones among them.
+        first: Global keys, aged from the end of the cache.
+        tokens: Length of the whole sequence.
+    """
+    count, length = min(first.k.shape[2], tokens), cache.k.shape[2]
+    if mask_of(cache) is None:
+        rest = last_tokens(cache, min(length, tokens - count))
+        keys, values = first.k[:, :, :count], first.v[:, :, :count]
+        return WindowState(*rest, keys, values, first.age[:, :count] > 0)
+    column = torch.arange(length, 0, -1, device=first.age.device)
+    near = cache.key_mask & ~(first.age[..., None] == column).any(dim=1)
+    return WindowState(*summarise_tokens(cache.k, cache.v, near), first.k, first.v, first.age > 0)
