@@ -1,12 +1,15 @@
 """Every registered backend goes through the public suite, check by check; and the suite's own manners."""
 
 import warnings
+from dataclasses import dataclass, replace
 
 import jaxtyping
 import pytest
 import torch
 
 import efficient_attn as ea
+from efficient_attn.backends.window import WindowOptions
+from efficient_attn.modules.options import option
 from efficient_attn.registry import Capabilities
 from efficient_attn.testing import BrokenPromiseError, check_backend, check_names
 
@@ -53,6 +56,24 @@ CHECKS = [
     for backend in ea.list_backends()
     for check in check_names()
 ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FewKeys(WindowOptions):
+    """A window so short that the global tokens of a few tokens lie behind it."""
+
+    window: int = option(5, "Keys.")
+    global_tokens: int = option(2, "Global tokens.")
+
+
+@pytest.mark.parametrize(
+    "check", [pytest.param(name, id=name, marks=marks("window", name)) for name in check_names()]
+)
+def test_a_window_with_global_tokens_keeps_what_a_window_promises(
+    check: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", check not in WITH_SHAPE_CHECKS)
+    check_backend(replace(ea.spec("window"), options_type=FewKeys), only=[check])
 
 
 def attend(q, k, v):

@@ -54,6 +54,7 @@ def test_attention_outputs_are_refused(make):
         (bert, {"backend": "linformer", "sharing": "layers", "rank": 4}, UnsupportedError, "key-value"),
         (modernbert, {"backend": "performer-positive"}, UnsupportedError, "full='performer-positive'"),
         (modernbert, {"backend": "window", "window": 65}, OptionError, "slides over 9 keys"),
+        (modernbert, {"backend": "window", "global_tokens": 4}, OptionError, "cache drops the first tokens"),
         (bert, {"backend": "exact", "max_distance": 4}, UnsupportedError, "4: a trained model has"),
         (mistral, {"sliding": ("window", {"max_distance": 4})}, UnsupportedError, "positions of its own"),
         (mistral, {"backend": {"1": "performer-trig"}}, UnsupportedError, "causal over 5 keys"),

@@ -57,17 +57,19 @@ def test_a_causal_window_reads_the_last_keys_and_may_be_even(queries, window, ma
     assert (out - reference).abs().max() <= 1e-12
 
 
-def dense_band(q, k, v, window, causal, mask):
-    """Softmax over the band with the whole score matrix, in plain operators."""
+def dense_band(q, k, v, window, causal, mask, first=0):
+    """Softmax over the band and the first real keys with the whole score matrix, in plain operators."""
     back, ahead = (window - 1, 0) if causal else (window // 2, window // 2)
     group, before = q.shape[1] // k.shape[1], k.shape[2] - q.shape[2]
     scores = q @ k.repeat_interleave(group, dim=1).mT * q.shape[-1] ** -0.5
     i = torch.arange(q.shape[2])[:, None] + before
     j = torch.arange(k.shape[2])
-    seen = (j >= i - back) & (j <= i + ahead)
-    if mask is not None:
-        seen = seen & mask[:, None, None, :]
-    weights = scores.masked_fill(~seen, -1e300).softmax(dim=-1) * seen
+    real = torch.ones(len(q), k.shape[2], dtype=torch.bool) if mask is None else mask
+    seen = torch.zeros(len(q), q.shape[2], k.shape[2], dtype=torch.bool)
+    for entry, row in enumerate(real):
+        chosen = torch.isin(j, row.nonzero()[:first, 0])
+        seen[entry] = ((j >= i - back) & (j <= i + ahead) | chosen & ((j <= i) | (not causal))) & row
+    weights = scores.masked_fill(~seen[:, None], -1e300).softmax(dim=-1) * seen[:, None]
     return weights @ v.repeat_interleave(group, dim=1)
 
 
@@ -216,3 +218,126 @@ def test_steps_of_other_devices_hold_no_more_numbers_than_they_may(monkeypatch):
 def test_an_even_window_without_a_middle_is_refused_and_both_neighbours_named():
     with pytest.raises(ea.OptionError, match=r"window=4 has no middle.* 3 or 5"):
         ea.build("window", head_dim=8, window=4)
+
+
+# Padding of the second sequence, and holes in both.
+PADDED = {
+    "whole": lambda tokens: None,
+    "left": lambda tokens: (
+        torch.stack([torch.ones(tokens), (torch.arange(tokens) >= tokens // 3).float()]) > 0
+    ),
+    "right": lambda tokens: (
+        torch.stack([torch.ones(tokens), (torch.arange(tokens) < tokens // 2).float()]) > 0
+    ),
+    "all": lambda tokens: torch.stack([torch.ones(tokens), torch.zeros(tokens)]) > 0,
+    "holes": lambda tokens: random_mask(2, tokens),
+}
+
+
+@pytest.mark.parametrize(
+    ("path", "large"),
+    [("cpu", 0), ("cpu", 2**30), ("few large steps", 0), ("many small steps", 0)],
+    indirect=["path"],
+)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("padded", PADDED)
+@pytest.mark.parametrize(("window", "first"), [(1, 4), (5, 1), (9, 20), (129, 4)])
+def test_global_tokens_are_columns_of_the_dense_mask_forward_and_backward(
+    monkeypatch, path, large, window, first, padded, causal
+):
+    monkeypatch.setattr(window_operator, "_LARGE", large)
+    monkeypatch.setattr(window_operator, "_MANY", 1)
+    # The rows window − 1, window and window + first are where a global key leaves the window.
+    tokens = 3 * BLOCK + 1
+    inputs = [x.requires_grad_() for x in random_qkv(2, 4, 2, tokens - 37 if causal else tokens, tokens)]
+    mask = PADDED[padded](tokens)
+    backend = ea.build("window", head_dim=8, window=window, causal=causal, global_tokens=first)
+    out = backend(*inputs, key_mask=mask)
+    reference = dense_band(*inputs, window, causal, mask, first)
+    given = torch.randn_like(out)
+    gradients = [torch.autograd.grad(x, inputs, given) for x in (out, reference)]
+    for actual, expected in zip((out, *gradients[0]), (reference, *gradients[1]), strict=True):
+        assert (actual - expected).abs().max() <= 1e-12
+
+
+@pytest.mark.usefixtures("path")
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("padded", PADDED)
+@pytest.mark.parametrize(("window", "first"), [(1, 4), (5, 1), (9, 20), (17, 4)])
+@pytest.mark.parametrize("pieces", [[1] * 43, [2, 1, 0, 20, 20], [30, 13]])
+def test_global_tokens_stream_in_pieces_as_in_one_call(pieces, window, first, padded, trained):
+    inputs = [x.requires_grad_(trained) for x in random_qkv(2, 4, 2, 43, 43)]
+    mask = PADDED[padded](43)
+    backend = ea.build("window", head_dim=8, window=window, causal=True, global_tokens=first)
+    state, outs = None, []
+    for number, tokens in enumerate(pieces):
+        part = slice(sum(pieces[:number]), sum(pieces[:number]) + tokens)
+        given = [x[:, :, part] for x in inputs]
+        out, state = backend.extend(*given, state, key_mask=None if mask is None else mask[:, part])
+        outs.append(out)
+    expected = dense_band(*inputs, window, True, mask, first)
+    assert (torch.cat(outs, dim=2) - expected).abs().max() <= 1e-12
+    assert state.k.shape[2] <= window - 1 and state.first_k.shape[2] <= first
+    if trained:
+        given = torch.randn_like(expected)
+        gradients = [torch.autograd.grad(x, inputs, given) for x in (torch.cat(outs, dim=2), expected)]
+        for actual, wanted in zip(*gradients, strict=True):
+            assert (actual - wanted).abs().max() <= 1e-12
+
+
+def test_a_mask_given_late_and_beams_keep_the_global_tokens():
+    q, k, v = random_qkv(2, 2, 2, 12, 12)
+    backend = ea.build("window", head_dim=8, window=3, causal=True, global_tokens=2)
+    mask = torch.ones(2, 12, dtype=torch.bool)
+    mask[1, 6:8] = False
+    _, state = backend.extend(q[:, :, :1], k[:, :, :1], v[:, :, :1])
+    _, state = backend.extend(q[:, :, 1:6], k[:, :, 1:6], v[:, :, 1:6], state)
+    out, state = backend.extend(*(x[:, :, 6:9] for x in (q, k, v)), state, key_mask=mask[:, 6:9])
+    swapped = type(state)(*(x.flip(0) for x in state))
+    last, _ = backend.extend(*(x[:, :, 9:].flip(0) for x in (q, k, v)), swapped)
+    expected = dense_band(q, k, v, 3, True, mask, 2)
+    assert (out - expected[:, :, 6:9]).abs().max() <= 1e-12
+    assert (last.flip(0) - expected[:, :, 9:]).abs().max() <= 1e-12
+
+
+def test_global_tokens_have_second_derivatives():
+    inputs = [x.requires_grad_() for x in random_qkv(1, 2, 1, 20, 20)]
+    backend = ea.build("window", head_dim=8, window=5, causal=True, global_tokens=2)
+    assert torch.autograd.gradgradcheck(lambda *x: backend(*x).sin(), inputs, fast_mode=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_global_tokens_in_half_precision_are_float32_rounded_once(products, dtype):
+    inputs = [torch.randn(1, 2, 1500, 8).to(dtype).requires_grad_() for _ in range(3)]
+    given = torch.randn(1, 2, 1500, 8).to(dtype)
+    backend = ea.build("window", head_dim=8, window=33, causal=True, global_tokens=4)
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    results = [(out := backend(*x), *torch.autograd.grad(out, x, given.to(out))) for x in (inputs, exact)]
+    for name, actual, expected in zip(["out", "q", "k", "v"], *results, strict=True):
+        allowed = torch.finfo(dtype).eps * (expected.abs() + (0 if name == "out" else expected.abs().max()))
+        assert ((actual.double() - expected).abs() <= allowed + 1e-5).all(), name
+
+
+def test_the_shipped_decoder_needs_its_first_token():
+    q, k, v = ea.sample(19, 4)
+    exact = ea.attention(q, k, v, causal=True)
+    errors = [
+        float((ea.attention(q, k, v, "window", causal=True, global_tokens=n) - exact).norm() / exact.norm())
+        for n in (0, 4)
+    ]
+    # Measured: .822 without global tokens, .074 with four.
+    assert errors[0] > 0.5 and errors[1] <= 0.08
+
+
+def test_operations_count_the_global_keys_outside_of_the_windows():
+    for causal, tokens, first in ((True, 30, 4), (False, 30, 4), (True, 3, 9)):
+        options = {"window": 7, "global_tokens": first}
+        backend = ea.build("window", head_dim=1, causal=causal, **options)
+        ones = torch.ones(1, 1, tokens, 1)
+        pairs = (backend.attention_weights(ones, ones) > 0).sum()
+        assert backend.spec.flops(backend.problem, backend.options, tokens) == 2 * 2 * pairs
+
+
+def test_global_tokens_beside_learned_distances_are_refused():
+    with pytest.raises(ea.OptionError, match="set one of the two to 0"):
+        ea.build("window", head_dim=8, num_heads=2, max_distance=4, global_tokens=2)

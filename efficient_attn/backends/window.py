@@ -43,8 +43,8 @@ class WindowOptions:
         whole_number("global_tokens", self.global_tokens)
         if self.global_tokens and self.max_distance:
             raise OptionError(
-                f"global_tokens={self.global_tokens} lie beyond any max_distance={self.max_distance}: set one of "
-                "the two to 0."
+                f"global_tokens={self.global_tokens} have no distance among the learned ones of max_distance="
+                f"{self.max_distance}; set one of the two to 0."
             )
 
 

@@ -101,7 +101,7 @@ def order_of_keys_does_not_matter(subject: Subject, case: Case) -> Iterator[Find
 
 
 @check(
-    "A window of r keys is softmax over the nearest keys: i−⌊r/2⌋ … i+⌊r/2⌋, or the last r if causal.",
+    "A window of r keys is softmax over the keys i−⌊r/2⌋ … i+⌊r/2⌋, or the last r, and any global tokens.",
     cases=everywhere(1, 3, 7, 65),
 )
 def a_window_reads_its_neighbourhood(subject: Subject, case: Case) -> Iterator[Finding]:
@@ -110,8 +110,10 @@ def a_window_reads_its_neighbourhood(subject: Subject, case: Case) -> Iterator[F
     inputs = subject.inputs(case)
     for window in (1, 3, 2 * case.tokens - 1):
         reach = window - 1 if case.causal else window // 2
-        wanted = exact(inputs, scale=case.head_dim**-0.5, causal=case.causal, reach=reach)
-        out = run(subject.build(case, size=window), inputs)
+        backend = subject.build(case, size=window)
+        first = getattr(backend.options, "global_tokens", 0)
+        wanted = exact(inputs, scale=case.head_dim**-0.5, causal=case.causal, reach=reach, first=first)
+        out = run(backend, inputs)
         yield close(f"window={window}", out, wanted, 1e-12 * largest(inputs.v))
 
 

@@ -106,6 +106,11 @@ def _model_width(site: AttentionSite, options: dict[str, Any], own: dict[str, in
             f"window={options['window']}: {site.path} slides over {own['window']} keys, a width fixed by "
             f"the model; full=('window', {{'window': {options['window']}}}) sets the other layers."
         )
+    if count := options.get("global_tokens"):
+        raise OptionError(
+            f"global_tokens={count}: {site.path} slides over {own['window']} keys, and its cache drops the "
+            f"first tokens; full=('window', {{'global_tokens': {count}}}) sets the other layers."
+        )
     return own
 
 

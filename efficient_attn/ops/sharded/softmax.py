@@ -104,9 +104,12 @@ def near_keys_attention(
         after = keys.shape[-2] - len(found) - min(back, found.start)
         # Empty queries at the positions of later keys make the queries the last positions.
         queries = F.pad(q[..., part, :], (0, 0, 0, after))
+        near_first = None
+        if first is not None:
+            near_first = first._replace(age=first.age - (end - found.stop - after))
+            # An empty piece keeps the exchange in the graph of a rank whose windows have all global keys.
+            keys = torch.cat([keys, torch.cat([first.k, first.v], dim=-1)[:, :, :0]], dim=2)
         near_k, near_v = keys.split([k.shape[-1], v.shape[-1]], dim=-1)
-        later = end - found.stop - after
-        near_first = None if first is None else first._replace(age=first.age - later)
         rows.append(attend(queries, near_k, near_v, mask, near_first)[..., : len(found), :])
     return torch.cat(rows, dim=-2)
 

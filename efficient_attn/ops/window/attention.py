@@ -12,7 +12,7 @@ from efficient_attn.ops.operators import transformed
 from efficient_attn.ops.softmax import cpu_flash
 from efficient_attn.ops.softmax.fused import fused_attention
 from efficient_attn.ops.window import flex, varlen
-from efficient_attn.ops.window.global_keys import GlobalKeys, attend_one, tokens_at
+from efficient_attn.ops.window.global_keys import GlobalKeys, attend_one, global_keys, tokens_at
 from efficient_attn.ops.window.operator import fused_window, fused_window_backward
 from efficient_attn.ops.window.unfused import unfused_window
 from efficient_attn.shapes import KeyMask, Keys, Output, Queries, Values
@@ -95,9 +95,7 @@ def _tuned(
         if first.at is not None:
             # Their gradients are part of those of the keys.
             first_k, first_v = first_k.detach(), first_v.detach()
-        out, _ = fused_window(
-            q, k, v, key_mask, back, ahead, scale, first_k, first_v, first.far, first.at
-        )
+        out, _ = fused_window(q, k, v, key_mask, back, ahead, scale, first_k, first_v, first.far, first.at)
     return out if value_dim == widest else out[..., :value_dim]
 
 
@@ -126,7 +124,8 @@ class _Leave(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         if not torch.is_grad_enabled():
             return grad_out, *[None] * 7
-        grads = _differentiable(grad_out, *ctx.saved_tensors, ctx.back, ctx.ahead, ctx.scale)
+        q, k, v, key_mask = ctx.saved_tensors
+        grads = _differentiable(grad_out, q, k, v, key_mask, ctx.back, ctx.ahead, ctx.scale)
         return None, *grads[:3], *[None] * 4
 
 
@@ -166,7 +165,7 @@ def _differentiable(
     """Gradients with derivatives, which exist for the unfused operators only."""
     if at is not None:
         first_k, first_v = tokens_at(k, at), tokens_at(v, at)
-    first = None if first_k is None else GlobalKeys(first_k, first_v, far)
+    first = global_keys(first_k, first_v, far, None)
     out = unfused_window(q, k, v, key_mask, back, ahead, scale, first)
     inputs = [q, k, v] if at is not None else [q, k, v, first_k, first_v]
     trained = [x for x in inputs if x is not None and x.requires_grad]

@@ -14,7 +14,7 @@ from torch import Tensor
 from efficient_attn.ops.dtypes import upcast, zero_masked
 from efficient_attn.ops.softmax.fused import fused_attention
 
-# Age of a global key that a sequence does not have.
+# Age of a global key that a sequence does not have; sums with a number of tokens stay below half of it.
 ABSENT = -(2**62)
 
 
@@ -36,6 +36,13 @@ class GlobalKeys(NamedTuple):
     at: Tensor | None = None
 
 
+def global_keys(
+    k: Tensor | None, v: Tensor | None, far: Tensor | None, at: Tensor | None
+) -> GlobalKeys | None:
+    """The global keys of an operator's arguments."""
+    return None if k is None or v is None else GlobalKeys(k, v, far, at)
+
+
 class AgedKeys(NamedTuple):
     """Global keys with their distances from the token after the last.
 
@@ -51,7 +58,9 @@ class AgedKeys(NamedTuple):
     age: Tensor
     at: Tensor | None = None
 
-    def seen_by(self, q_tokens: int, k_tokens: int, *, back: int, ahead: int, causal: bool) -> GlobalKeys | None:
+    def seen_by(
+        self, q_tokens: int, k_tokens: int, *, back: int, ahead: int, causal: bool
+    ) -> GlobalKeys | None:
         """The keys with the rows that read them; None if all of them are in the windows.
 
         The queries are the last of `k_tokens` keys; older keys than these lie before them.
@@ -63,7 +72,7 @@ class AgedKeys(NamedTuple):
         age = self.age[..., None]
         far = age > row + back
         if not causal:
-            far = far | ((age < row - ahead) & (age > ABSENT))
+            far = far | ((age < row - ahead) & (age > ABSENT // 2))
         return GlobalKeys(self.k, self.v, far, self.at)
 
 
@@ -82,7 +91,8 @@ def _chosen(k: Tensor, v: Tensor, key_mask: Tensor, number: Tensor) -> AgedKeys:
     age = torch.where(at < k.shape[2], k.shape[2] - at, ABSENT)
     # An absent key is represented by the last token, which no row reads as a global key.
     at = at.clamp(max=k.shape[2] - 1)
-    return AgedKeys(*(tokens_at(zero_masked(x, key_mask), at) for x in (k, v)), age, at)
+    keys, values = (tokens_at(zero_masked(x, key_mask), at) for x in (k, v))
+    return AgedKeys(keys, values, age, at)
 
 
 def tokens_at(x: Tensor, at: Tensor) -> Tensor:
@@ -123,7 +133,8 @@ def merge(
     rows, hidden = _rows(q, first)
     if key_mask is not None:
         before = key_mask.shape[1] - q.shape[2]
-        log_sum.masked_fill_(_no_real_key(key_mask, before, back, ahead)[:, None], -torch.inf)
+        empty = _no_real_key(key_mask, before, back, ahead)[:, None, rows]
+        log_sum[:, :, rows].masked_fill_(empty, -torch.inf)
     group = q.shape[1] // first.k.shape[1]
     for entry in range(q.shape[0]):
         for head in range(q.shape[1]):

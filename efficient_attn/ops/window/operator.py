@@ -17,7 +17,7 @@ from efficient_attn.ops.operators import check_one_device
 from efficient_attn.ops.softmax import cpu_flash
 from efficient_attn.ops.window.blocks import Band, Forward, attend_blocks
 from efficient_attn.ops.window.blocks_backward import Backward, differentiate_blocks
-from efficient_attn.ops.window.global_keys import GlobalKeys, add_gradients, merge
+from efficient_attn.ops.window.global_keys import add_gradients, global_keys, merge
 from efficient_attn.ops.window.tiles import Tile, tiles, whole_blocks, window_bias
 
 # Blocks per kernel call; fewer in the backward pass, where each block has gradients of a slice.
@@ -48,7 +48,7 @@ def fused_window(
     Args:
         first_k, first_v, far, at: `GlobalKeys`, or None.
     """
-    first = None if first_k is None else GlobalKeys(first_k, first_v, far, at)
+    first = global_keys(first_k, first_v, far, at)
     # The output of half precision is rounded once, after the global keys.
     dtype = q.dtype if first is None else upcast_dtype(q.dtype)
     out = q.new_empty(*q.shape[:-1], v.shape[-1], dtype=dtype)
@@ -132,12 +132,13 @@ def fused_window_backward(
                 tile.add(heads(grad_v), some_v)
                 del some_q, some_k, some_v
         by_first = q.new_empty(0), q.new_empty(0)
-        if first_k is not None:
-            first = GlobalKeys(first_k, first_v, far, at)
+        first = global_keys(first_k, first_v, far, at)
+        if first is not None:
             by_first = add_gradients(grad_out, out, log_sum, q, first, scale, *sums)
     # One conversion at a time: in half precision all three exist in float32 until here.
     del grad_q, grad_k, grad_v
-    return sums.pop(0).to(q.dtype), sums.pop(0).to(k.dtype), sums.pop(0).to(v.dtype), *[x.to(q.dtype) for x in by_first]
+    grads = sums.pop(0).to(q.dtype), sums.pop(0).to(k.dtype), sums.pop(0).to(v.dtype)
+    return *grads, by_first[0].to(k.dtype), by_first[1].to(v.dtype)
 
 
 @fused_window_backward.register_fake

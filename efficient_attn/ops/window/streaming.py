@@ -70,8 +70,10 @@ def _extend_masked(
 ) -> tuple[KVCache, GlobalKeys, WindowState]:
     tokens = k.shape[2]
     real = k.new_ones(len(k), tokens, dtype=torch.bool) if key_mask is None else key_mask
-    empty = WindowState(*(x[:, :, :0] for x in (k, v)), real[:, :0], *(x[:, :, :0] for x in (k, v)), real[:, :0])
-    *past, first_k, first_v, stored = empty if state is None else state
+    if state is None:
+        none = k[:, :, :0], v[:, :, :0], real[:, :0]
+        state = WindowState(*none, *none)
+    *past, first_k, first_v, stored = state
     missing = count - stored.shape[1]
     first_k, first_v = (F.pad(x, (0, 0, 0, missing)) for x in (first_k, first_v))
     stored = F.pad(stored, (0, missing))

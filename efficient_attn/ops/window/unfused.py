@@ -47,15 +47,15 @@ def unfused_window(
     group = _group(q, v, _BLOCK + reach)
     if first is not None:
         first_k, first_v = (x.to(dtype).unsqueeze(2) for x in (first.k, first.v))
-        sides = tokens - first.far.shape[2], blocks * _BLOCK - tokens
-        far = F.pad(first.far, sides).mT.unflatten(1, (blocks, _BLOCK))
+        far = real.new_ones(len(k), first.k.shape[2], tokens) if first.far is None else first.far
+        far = F.pad(far, (tokens - far.shape[2], blocks * _BLOCK - tokens)).mT.unflatten(1, (blocks, _BLOCK))
     # Weights of all steps, tokens · window, would live until the backward pass, were they not computed again.
     again = torch.is_grad_enabled() and not (tuned_for_cpu(q) or transformed(q, k, v))
     outs = []
     for part in (slice(i, i + group) for i in range(0, blocks, group)):
-        given = rows[:, :, part], keys[:, :, part], values[:, :, part], real[:, part], band
+        given = [rows[:, :, part], keys[:, :, part], values[:, :, part], real[:, part], band]
         if first is not None:
-            given = *given, first_k, first_v, far[:, part]
+            given += [first_k, first_v, far[:, part]]
         # Nothing is random: the state of the generators needs no copy, which a CUDA graph could not capture.
         outs.append(
             checkpoint(_attend, *given, use_reentrant=False, preserve_rng_state=False)
@@ -89,7 +89,7 @@ def _attend(
         far: Rows that read them, bool [batch blocks block count].
     """
     visible = real[:, None, :, None, None, :] & band
-    if far is not None:
+    if first_k is not None and first_v is not None and far is not None:
         # The global keys are the first columns of every slice.
         blocks = keys.shape[2]
         keys = torch.cat([first_k.expand(-1, -1, blocks, -1, -1), keys], dim=3)
