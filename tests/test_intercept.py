@@ -140,8 +140,8 @@ def test_masks_of_keys_and_causal_masks_are_read_back(mask, keys, causal):
         bias(TRIANGLE) + 0.5 * TRIANGLE,
         torch.stack([TRIANGLE, TRIANGLE.mT])[None],
         torch.stack([REAL, LEFT], dim=1)[:, :, None],
-        REAL[:, None, :, None],
-        REAL[:, None, :, None].expand(2, 1, TOKENS, TOKENS),
+        REAL[1:, None, :, None],
+        REAL[1:, None, :, None].expand(1, 1, TOKENS, TOKENS),
         # A row that −10000 hides whole is a softmax over all its keys.
         bias(REAL[:, None, None] & torch.tensor([[[[True]]], [[[False]]]]), -1e4),
         TRIANGLE.mT,
@@ -158,17 +158,17 @@ def test_other_masks_are_left_to_exact_attention(mask):
 
 
 def change_by_numpy(mask):
-    mask.numpy()[0, ..., 3:] = False
+    mask.numpy()[0, ..., 3:] = -math.inf
 
 
 def change_by_data(mask):
-    mask.data[0, ..., 3:] = False
+    mask.data[0, ..., 3:] = -math.inf
 
 
 @pytest.mark.parametrize("change", [change_by_numpy, change_by_data])
 @torch.no_grad()
 def test_a_mask_that_changes_unseen_by_torch_is_read_again(change):
-    model, x, mask = OwnModel(layers=1).eval(), torch.randn(2, TOKENS, DIM), REAL[:, None, None].clone()
+    model, x, mask = OwnModel(layers=1).eval(), torch.randn(2, TOKENS, DIM), bias(REAL[:, None, None])
     with ea.intercept.measure(model, ["exact"]) as measured:
         model(x, mask)
         change(mask)
@@ -229,7 +229,7 @@ def test_a_call_is_read_measured_captured_and_served_as_torch_computes_it(name):
 def test_a_call_of_another_form_stays_exact_while_it_is_measured(name):
     q, k, v = qkv()
     arguments, options, reason = {
-        "row": ((q, k, v), {"attn_mask": REAL[:, None, :, None]}, "its mask is no key mask and not causal"),
+        "row": ((q, k, v), {"attn_mask": REAL[1:, None, :, None]}, "its mask is no key mask and not causal"),
         "2-D": ((q[0, 0, :5], k[0, 0], v[0, 0]), {}, "its tensors have 2 axes"),
         "axes of keys": ((q[:1], k[0], v[0]), {}, "its queries, keys and values have 4, 3 and 3 axes"),
         "learned bias": (
