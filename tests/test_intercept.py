@@ -149,8 +149,8 @@ def test_masks_of_keys_and_causal_masks_are_read_back(mask, keys, causal):
         TRIANGLE[:, :5],
     ],
     ids=[
-        *("sliding", "bias", "causal bias", "by head", "keys by head", "rows", "wide rows", "all keys hidden"),
-        *("upper", "shifted", "more queries than keys"),
+        *("sliding", "bias", "causal bias", "by head", "keys by head", "rows", "wide rows"),
+        *("all keys hidden", "upper", "shifted", "more queries than keys"),
     ],
 )
 def test_other_masks_are_left_to_exact_attention(mask):
@@ -173,8 +173,8 @@ def test_a_mask_that_changes_unseen_by_torch_is_read_again(change):
         model(x, mask)
         change(mask)
         model(x, mask)
-    (one,) = measured.sites.values()
-    assert one.calls == 2 and one.errors["exact"] < 1e-5
+    (site,) = measured.sites.values()
+    assert site.calls == 2 and site.errors["exact"] < 1e-5
 
 
 def qkv(*, batch=2, kv_batch=2, heads=HEADS):
@@ -189,8 +189,8 @@ def flat():
 
 
 CALLS = {
-    "keys by a mask, causal by name": (qkv(), {"attn_mask": REAL[:, None, None], "is_causal": True}, "causal keys"),
-    "causal twice": (qkv(), {"attn_mask": bias(TRIANGLE), "is_causal": True}, "causal"),
+    "keys, is_causal": (qkv(), {"attn_mask": REAL[:, None, None], "is_causal": True}, "causal keys"),
+    "triangle, is_causal": (qkv(), {"attn_mask": bias(TRIANGLE), "is_causal": True}, "causal"),
     "one query sequence": (qkv(batch=1), {}, "none"),
     "one query sequence, keys": (qkv(batch=1), {"attn_mask": REAL[:, None, None]}, "keys"),
     "one key sequence": (qkv(kv_batch=1), {"attn_mask": REAL[:, None, None]}, "keys"),
@@ -213,15 +213,15 @@ def test_a_call_is_read_measured_captured_and_served_as_torch_computes_it(name):
     model, expected = Called(), F.scaled_dot_product_attention(q, k, v, **options)
     with ea.intercept.measure(model, ["exact"]) as measured, ea.intercept.capture(model, entry=1) as captured:
         assert torch.equal(model(q, k, v, **options), expected)
-    (one,) = measured.sites.values()
-    assert (one.mask, one.exact_because) == (mask, {}) and one.errors["exact"] < 1e-5
+    (site,) = measured.sites.values()
+    assert (site.mask, site.exact_because) == (mask, {}) and site.errors["exact"] < 1e-5
     with ea.intercept.replace(model, "exact", example=lambda: model(q, k, v, **options), strict=True):
         torch.testing.assert_close(model(q, k, v, **options), expected, rtol=1e-5, atol=1e-5)
     real = REAL[1] if "keys" in mask else slice(None)
     (stored,) = captured.sites.values()
-    for tensor, kept in zip((q, k, v), stored, strict=True):
+    for tensor, copy in zip((q, k, v), stored, strict=True):
         entry = tensor[-1] if tensor.ndim == 4 else tensor[-1:]
-        assert torch.equal(kept[0], entry[:, real])
+        assert torch.equal(copy[0], entry[:, real])
     assert bool(captured.captured().patterns) == ("causal" in mask)
 
 
@@ -240,8 +240,8 @@ def test_a_call_of_another_form_stays_exact_while_it_is_measured(name):
     }[name]
     with ea.intercept.measure(backends=["exact"]) as measured, ea.intercept.capture() as captured:
         F.scaled_dot_product_attention(*arguments, **options)
-    (one,) = measured.sites.values()
-    assert one.exact_because == {"all": reason}
+    (site,) = measured.sites.values()
+    assert site.exact_because == {"all": reason}
     assert list(captured.left_out.values()) == [reason]
 
 
@@ -251,8 +251,8 @@ def test_calls_of_one_site_are_measured_with_their_scale_and_only_with_their_cau
     with ea.intercept.measure(model, ["exact"]) as measured:
         for scale in (None, 0.9, 0.0):
             model(q, k, v, scale=scale)
-    (one,) = measured.sites.values()
-    assert one.errors["exact"] < 1e-5 and not one.exact_because
+    (site,) = measured.sites.values()
+    assert site.errors["exact"] < 1e-5 and not site.exact_because
     with ea.intercept.measure(model, {"window": {"window": 5}}) as measured:
         model(q, k, v)
     (alone,) = measured.sites.values()

@@ -158,7 +158,7 @@ LINEAR = ("linear-elu", "linear-hedgehog", "performer-positive", "performer-trig
 def test_a_backend_takes_the_scale_of_each_call(name, scale):
     model, (q, k, v) = Called(), torch.randn(3, 2, HEADS, TOKENS, HEAD_DIM, dtype=torch.float64)
     options = {"window": {"window": 5}, "linformer": {"rank": 4}}.get(name, {})
-    with ea.intercept.replace(model, name, example=lambda: model(q, k, v), strict=True, **options) as replaced:
+    with ea.intercept.replace(model, name, example=lambda: model(q, k, v), **options) as replaced:
         (backend,) = (part for part in model.modules() if isinstance(part, ea.Backend))
         sizes = {"head_dim": HEAD_DIM, "num_heads": HEADS, "max_tokens": TOKENS}
         built = ea.build(name, scale=scale, **sizes, **options).double()
@@ -233,7 +233,7 @@ def test_calls_that_the_example_does_not_make_stay_exact():
     with ea.intercept.replace(model, "exact", example=lambda: model(x)) as replaced:
         torch.testing.assert_close(model(x, times=2), expected, rtol=1e-5, atol=1e-5)
         assert replaced.calls["inner#2"] == {"the example makes no such call": 1}
-    refused = pytest.raises(UnsupportedError, match="inner#2 cannot be served: the example makes no such call")
+    refused = pytest.raises(UnsupportedError, match="inner#2 cannot be served: the example makes no such")
     with ea.intercept.replace(model, "exact", example=lambda: model(x), strict=True), refused:
         model(x, times=2)
 
@@ -309,7 +309,7 @@ def test_wrong_requests_name_the_argument_and_change_nothing():
     names = list(model.state_dict())
     with pytest.raises(UnknownNameError, match="call site"):
         ea.intercept.replace(model, "window", example=run, only="layer.*")
-    with pytest.raises(UnsupportedError, match=r"nowhere: .*; code with its own softmax calls it instead"):
+    with pytest.raises(UnsupportedError, match=r"nowhere: .* code with its own softmax must call F"):
         ea.intercept.replace(model, "window", example=lambda: None)
     with pytest.raises(UnsupportedError, match=r"layers\.0 cannot be served: .*causal"):
         ea.intercept.replace(model, "linformer", example=run)
@@ -343,14 +343,14 @@ def test_a_compiled_graph_applies_a_mask_and_causality_and_follows_the_scale():
     with ea.intercept.replace(model, "exact", example=lambda: model(q, k, v, is_causal=True), strict=True):
         compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
         for hidden in (mask, torch.zeros(mask.shape).masked_fill(~mask, -1e4)):
-            found = compiled(q, k, v, attn_mask=hidden, is_causal=True, scale=0.9)
+            output = compiled(q, k, v, attn_mask=hidden, is_causal=True, scale=0.9)
             expected = F.scaled_dot_product_attention(q, k, v, both, scale=0.9)
-            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-5)
     with ea.intercept.replace(model, "exact", example=lambda: model(q, k, v)):
         compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-        found = compiled(q, k, v, attn_mask=mask, is_causal=True)
+        output = compiled(q, k, v, attn_mask=mask, is_causal=True)
         expected = F.scaled_dot_product_attention(q, k, v, both)
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.compile

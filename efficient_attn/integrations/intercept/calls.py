@@ -18,8 +18,8 @@ from efficient_attn.problem import AttentionProblem
 SDPA = F.scaled_dot_product_attention
 WEIGHTS_ASKED = "its caller asks for the weights (need_weights=True)"
 CALL_SDPA = (
-    "a model from transformers needs attn_implementation='sdpa', nn.MultiheadAttention need_weights=False; "
-    "code with its own softmax calls it instead"
+    "a model from transformers needs attn_implementation='sdpa', nn.MultiheadAttention need_weights=False, "
+    "and code with its own softmax must call F.scaled_dot_product_attention instead"
 )
 
 
@@ -92,7 +92,7 @@ class Call:
         output = backend(q, k, v, key_mask=visible.keys)
         return output[:, 0] if self.query.ndim == 3 else output
 
-    def mismatch(self, problem: AttentionProblem, *, causal: bool) -> str | None:
+    def mismatch(self, problem: AttentionProblem, causal: bool) -> str | None:
         """Reason for which a backend of that problem does not serve the call, which is causal or not."""
         # The only query of a decoding step sees every key, causal or not.
         if causal != problem.causal and self.query.shape[-2] != 1:

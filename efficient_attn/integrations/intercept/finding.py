@@ -1,5 +1,6 @@
 """The call sites of a model that an example shows, each with a backend or the reason why it stays exact."""
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
@@ -49,6 +50,7 @@ class Finding(AttentionMode):
         self._wanted, self._seed = wanted, seed
         self._model, self._position = model, Position()
         self._sites: dict[Site, str | None] = {}
+        self._calls: Counter[Site] = Counter()
         self._built: dict[Site, Backend] = {}
 
     def __enter__(self) -> "Finding":
@@ -63,12 +65,15 @@ class Finding(AttentionMode):
 
     def attend(self, call: Call) -> Tensor:
         outside, site = self._position.outside, self._position.next_site()
+        self._calls[site] += 1
         if site not in self._sites:
             self._sites[site] = OUTSIDE if outside else self._build(site, call)
         return call.exact()
 
     def unreached(self, reason: str) -> None:
-        self._sites.setdefault(self._position.next_site(), reason)
+        site = self._position.next_site()
+        self._calls[site] += 1
+        self._sites.setdefault(site, reason)
 
     def _build(self, site: Site, call: Call) -> str | None:
         """The reason why the site stays exact; None if it has a backend now."""
@@ -125,7 +130,7 @@ class Finding(AttentionMode):
     def left(self) -> dict[str, str]:
         """{site: reason why it stays exact}."""
         exact = self._exact
-        reasons = {site: exact.get(site.module) if site in self._built else why for site, why in self._sites.items()}
+        reasons = {site: why or exact.get(site.module) for site, why in self._sites.items()}
         return {str(site): why for site, why in reasons.items() if why is not None}
 
     @property
@@ -150,7 +155,13 @@ class Finding(AttentionMode):
         """
         modules = {site.module for site in self._sites}
         outer = {name: OUTER for name in modules if any(inside(inner, name) for inner in modules - {name})}
-        return dict.fromkeys(self._position.uneven, UNEVEN) | outer
+        return dict.fromkeys(uneven_modules(self._calls), UNEVEN) | outer
+
+
+def uneven_modules(calls: Mapping[Site, int]) -> set[str]:
+    """Modules whose runs differ in their number of calls, from the calls of each site."""
+    counts = Counter(module for module, _ in {(site.module, count) for site, count in calls.items()})
+    return {module for module, variants in counts.items() if variants > 1}
 
 
 def inside(module: str, outer: str) -> bool:

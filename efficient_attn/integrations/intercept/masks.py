@@ -40,7 +40,7 @@ def read(mask: Tensor, *, batch: int, q_tokens: int, k_tokens: int) -> Visible |
     shown = shown[:, :1]
     keys = shown[:, 0, -1].expand(batch, k_tokens)
     real = None if bool(keys.all()) else keys
-    # The first row tells most causal masks from masks of keys.
+    # Rows of most causal masks already differ at their ends.
     if bool((shown[:, :, 0] == shown[:, :, -1]).all()) and bool((shown == shown[:, :, -1:]).all()):
         return Visible(real, causal=False)
     if q_tokens > k_tokens or not bool(_fits_triangle(shown, keys, k_tokens).all()):
@@ -70,8 +70,8 @@ def _shown(mask: Tensor) -> tuple[Tensor, Tensor]:
     if mask.dtype is torch.bool:
         return mask, torch.ones((), dtype=torch.bool, device=mask.device)
     shown = ~mask.bool()
-    # Libraries hide keys by −inf, the smallest number of the dtype, −1e9 or −10000. A finite number that a row
-    # adds to all its scores hides none of them.
+    # Libraries hide keys by −inf, the smallest number of the dtype, −1e9 or −10000. A row that adds −10000 to
+    # all its scores hides none of them.
     largest = mask.amax(dim=-1)
     in_rows = (largest == 0) | (largest <= torch.finfo(mask.dtype).min / 2)
     return shown, (shown | (mask <= _HIDDEN)).all() & in_rows.all()

@@ -95,11 +95,6 @@ class Measured(AttentionMode):
         self._position, self._stack = Position(), ExitStack()
         self.not_reached: list[tuple[str, str]] = []
 
-    @property
-    def uneven(self) -> set[str]:
-        """Modules whose runs differ in their number of calls."""
-        return self._position.uneven
-
     def __enter__(self) -> "Measured":
         self._stack.enter_context(self._position.followed(self._model))
         self.total_s -= time.perf_counter()
@@ -153,7 +148,7 @@ class Measured(AttentionMode):
                     problem = problem_of(call, visible, self._max_tokens)
                     seed = seed_of(self._seed, index)
                     one.backends[label] = built_for(call, visible, spec, options, problem, seed=seed)
-                mismatch = call.mismatch(one.backends[label].problem, causal=visible.causal)
+                mismatch = call.mismatch(one.backends[label].problem, visible.causal)
                 if mismatch is not None:
                     raise UnsupportedError(mismatch)
                 approximate = call.served(one.backends[label], visible)

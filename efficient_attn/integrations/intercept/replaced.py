@@ -64,29 +64,31 @@ class SiteBackends(nn.ModuleDict):
         """The visible keys as the backend takes them, or the reason why it cannot."""
         if call.refusal is not None:
             return call.refusal
-        compiled = torch.compiler.is_compiling() and call.mask is not None
-        # The causality of a mask in a compiled graph is that of the backend, or else the graph fails.
+        mask = call.mask
+        if mask is None or not torch.compiler.is_compiling():
+            visible = visible_keys(call)
+            return PATTERN if visible is None else call.mismatch(backend.problem, visible.causal) or visible
+        # A mask in a compiled graph has the causality of the backend, or else the graph fails.
         causal = backend.problem.causal or call.is_causal
-        visible = Visible(None, causal) if compiled else visible_keys(call)
-        if visible is None:
-            return PATTERN
-        mismatch = call.mismatch(backend.problem, causal=visible.causal)
-        if mismatch is not None or not compiled:
-            return mismatch or visible
+        mismatch = call.mismatch(backend.problem, causal)
+        if mismatch is not None:
+            return mismatch
         q, k, _ = call.tensors
-        sizes = {"batch": q.shape[0], "k_tokens": k.shape[-2]}
-        return Visible(read_compiled(call.mask, causal=causal, is_causal=call.is_causal, **sizes), causal)
+        keys = read_compiled(
+            mask, causal=causal, is_causal=call.is_causal, batch=q.shape[0], k_tokens=k.shape[-2]
+        )
+        return Visible(keys, causal)
 
     def check_number(self, number: int) -> None:
-        """Refuse a run that skipped a call, behind which the numbers belong to other sites.
+        """Refuse a run with a skipped call, which shifts the numbers of later calls.
 
         Raises:
             UnsupportedError: If a run makes calls, but fewer than the example.
         """
         if 0 < number < self.num_calls:
             raise UnsupportedError(
-                f"{self.owner or 'model'} makes {number} of the {self.num_calls} calls of the example, so that "
-                "its backends cannot be told apart: replace with an example of such a run."
+                f"{self.owner or 'model'} makes {number} of the {self.num_calls} calls of the example, and "
+                "backends are assigned by the number of the call: replace with an example of such a run."
             )
 
     def _exact(self, number: str, call: Call, reason: str) -> Tensor:
@@ -182,8 +184,7 @@ def replace(
     The example shows the call sites and their shapes; it is run once without gradients, in evaluation.
     A site keeps its backend at other lengths and scales. Calls that a backend cannot serve stay exact and are
     counted with their reason. A run of a module that skips a call of the example raises `UnsupportedError`.
-    `torch.compile(model, fullgraph=True)` keeps the whole graph; masks are then checked
-    when the graph runs.
+    `torch.compile(model, fullgraph=True)` keeps the whole graph; masks are then checked when the graph runs.
 
     Args:
         model: The model, changed in place; `undo()` of the result reverts it.
@@ -212,8 +213,8 @@ def replace(
     finding.check(strict=strict)
     replaced = Replaced(served=finding.served, left=finding.left, _owners={}, _restore=[])
     for name, backends in finding.backends.items():
-        held = SiteBackends(name, backends, num_calls=finding.num_calls(name), strict=strict)
-        _install(replaced, model.get_submodule(name), name, held)
+        module = SiteBackends(name, backends, num_calls=finding.num_calls(name), strict=strict)
+        _install(replaced, model.get_submodule(name), name, module)
     layers = list(replaced._owners.values())
     for encoder in nesting(model, layers):
         # In evaluation the encoder would pack padded sequences into nested tensors and drop the mask.

@@ -32,12 +32,6 @@ class Position:
 
     def __init__(self) -> None:
         self._running: list[list[Any]] = [["", 0]]
-        self._counts: dict[str, set[int]] = {}
-
-    @property
-    def uneven(self) -> set[str]:
-        """Modules whose runs differ in their number of calls, apart from runs without a call."""
-        return {name for name, counts in self._counts.items() if len(counts) > 1}
 
     @property
     def outside(self) -> bool:
@@ -66,6 +60,4 @@ class Position:
         return enter
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        name, count = self._running.pop()
-        if count:
-            self._counts.setdefault(name, set()).add(count)
+        self._running.pop()
