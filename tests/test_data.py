@@ -2,6 +2,7 @@
 
 import hashlib
 import importlib.util
+import re
 import runpy
 from dataclasses import replace
 from importlib import resources
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 
 from efficient_attn.errors import OptionError
 from efficient_attn.measure.inputs import CAUSAL, TEXTS, read_activations, sample, shipped
@@ -21,6 +23,8 @@ PACKAGE_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db
 MOST_BYTES = 20 * 10**6
 LAYERS = {0: [0, 1, 5], 1: [1], 2: [1], 3: [1]}
 DECODER, DECODER_TOKENS = 4, {18: 2048, 19: 4096}
+# Windows of PROVENANCE.md and their numbers of global tokens.
+WINDOWS = ((257, 0), (257, 1), (512, 4), (1025, 1))
 DATA = resources.files("efficient_attn.data")
 SMOLLM2 = runpy.run_path(str(Path(__file__).parent.parent / "docs/smollm2.py"))
 
@@ -101,6 +105,23 @@ def test_the_provenance_names_hash_licence_and_every_text():
     assert "PYTHON SOFTWARE FOUNDATION LICENSE VERSION 2" in DATA.joinpath("LICENSE-PYTHON.txt").read_text()
     for name in TEXTS:
         assert f"`{name}.txt`" in told
+
+
+@pytest.mark.parametrize("layer", DECODER_TOKENS)
+def test_the_provenance_holds_the_errors_of_windows_on_2048_tokens(layer):
+    told = DATA.joinpath("PROVENANCE.md").read_text(encoding="utf-8")
+    (row,) = re.findall(rf"^\| 2048 \| {layer} \|(.+)\|$", told, re.MULTILINE)
+    q, k, v = (tensor[..., :2048, :] for tensor in sample(layer, DECODER))
+    i, j = torch.arange(2048)[:, None], torch.arange(2048)
+    near = {(window, first): (i - j < window) | (j < first) for window, first in WINDOWS}
+
+    def attend(seen):
+        return scaled_dot_product_attention(q, k, v, attn_mask=seen & (j <= i), enable_gqa=True)
+
+    exact = attend(j <= i)
+    for printed, seen in zip(row.split("|"), near.values(), strict=True):
+        digits = len(printed.strip().partition(".")[2])
+        assert f"{(attend(seen) - exact).norm() / exact.norm():.{digits}f}" == printed.strip()
 
 
 def test_the_texts_for_models_are_six_long_enough_plain_and_told():
