@@ -292,8 +292,8 @@ def _short_answer(costs: dict[str, _Cost], near: list[_Cost], compared: list[Com
         ],
         [
             "a trained decoder, constant memory, what lies beyond the window may be forgotten",
-            "[`window(global_tokens=4)`](#decoders-first-keys-and-recall): loss on ordinary text near `exact`, "
-            "recall lost",
+            "[`window(global_tokens=4)`](#decoders-first-keys-and-recall): loss on ordinary text near "
+            "`exact`, recall lost",
         ],
         ["undecided", "`efficient-attn compare` on [your activations](#your-machine-and-activations)"],
     ]
