@@ -64,6 +64,18 @@ def make_cross():
     return lambda: F.scaled_dot_product_attention(q, k, k)
 
 
+class Repeated(nn.Module):
+    def forward(self, x, times):
+        for _ in range(times):
+            x = F.scaled_dot_product_attention(x, x, x)
+        return x
+
+
+def make_uneven():
+    model, x = Repeated(), torch.randn(1, 2, 12, 8)
+    return lambda: model(model(x, 2), 1)
+
+
 def make_number():
     q = torch.randn(1, 2, 12, 8)
     return lambda: F.scaled_dot_product_attention(q, q, q).mean()

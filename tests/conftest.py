@@ -51,7 +51,10 @@ LONGEST = (
 
 @pytest.fixture
 def short_decoder(monkeypatch: pytest.MonkeyPatch) -> int:
-    """Number of tokens to which the shipped decoder is cut: its beginning is a sequence of its own."""
+    """Number of tokens to which the shipped decoder is cut, half of them in its shorter layer.
+
+    Its beginning is a sequence of its own.
+    """
     from efficient_attn.measure.inputs import SHIPPED, Activations, Captured, shipped
     from efficient_attn.runner import inputs
 
@@ -62,8 +65,8 @@ def short_decoder(monkeypatch: pytest.MonkeyPatch) -> int:
         if text != SHIPPED["decoder"]:
             return captured
         layers = {
-            layer: Activations(*(tensor[..., :tokens, :] for tensor in tensors))
-            for layer, tensors in captured.layers.items()
+            layer: Activations(*(tensor[..., :length, :] for tensor in captured.layers[layer]))
+            for layer, length in ((18, tokens // 2), (19, tokens))
         }
         return replace(captured, layers=layers)
 

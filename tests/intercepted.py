@@ -50,6 +50,13 @@ class Looped(nn.Module):
         return x
 
 
+class Called(nn.Module):
+    """One call of attention with the arguments of the forward."""
+
+    def forward(self, q, k, v, **options):
+        return F.scaled_dot_product_attention(q, k, v, **options)
+
+
 def encoder():
     layer = nn.TransformerEncoderLayer(DIM, HEADS, 2 * DIM, batch_first=True, dropout=0.0)
     return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)

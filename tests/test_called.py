@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("called_models", "undrawn", "hasty")
             "models.py:nothing",
             "models.py:nothing returns a call without arguments, or a pair (module, inputs)",
         ),
-        ("models.py:without", "F.scaled_dot_product_attention"),
+        ("models.py:without", "code with its own softmax must call F.scaled_dot_product_attention"),
     ],
 )
 @pytest.mark.parametrize("study", ["capture", "swap"])

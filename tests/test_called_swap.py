@@ -132,9 +132,11 @@ def test_a_resumed_swap_of_another_model_is_refused(tmp_path):
         ea.swap("models.py:make_pair", **given, resume=True)
 
 
-def test_cross_attention_and_outputs_without_numbers_are_refused():
+def test_cross_attention_uneven_runs_and_outputs_without_numbers_are_refused():
     with pytest.raises(UnsupportedError, match=r"model: its queries and keys differ in number"):
         ea.swap("models.py:make_cross", ["window"])
+    with pytest.raises(UnsupportedError, match="Repeated: the runs of its module differ in their number"):
+        ea.swap("models.py:make_uneven", ["window"])
     with pytest.raises(DataError, match="The model returns str without a floating-point tensor"):
         ea.swap("models.py:wordless", ["window"])
     assert len(captured_model("models.py:wordless").layers) == 1

@@ -317,9 +317,10 @@ def test_by_default_errors_are_measured_on_all_shipped_layers_and_times_once():
         ("error", "encoder(layer=5)", False, 12, None),
         ("time", "encoder(layers=0,1,5)", False, 12, None),
         ("memory", "encoder(layers=0,1,5)", False, 12, None),
+        ("error", "decoder(layer=18)", True, 9, 3),
         ("error", "decoder(layer=19)", True, 9, 3),
-        ("time", "decoder(layer=19)", True, 9, 3),
-        ("memory", "decoder(layer=19)", True, 9, 3),
+        ("time", "decoder(layers=18,19)", True, 9, 3),
+        ("memory", "decoder(layers=18,19)", True, 9, 3),
     ]
     assert all(record.flops for record in results.records if record.case.kind == "time")
     assert not results.interrupted and len(comparisons(results.records)) == 2
@@ -327,8 +328,18 @@ def test_by_default_errors_are_measured_on_all_shipped_layers_and_times_once():
     encoder, decoder = (one for one in results.sentences() if one.startswith("On this machine"))
     assert (
         "(encoder, layers 0, 1, 5)" in encoder
-        and "causal) at 24 tokens (causal decoder, layer 19)" in decoder
+        and "causal) at 24 tokens (causal decoder, layers 18, 19)" in decoder
     )
+
+
+@pytest.mark.parametrize(
+    ("seq_len", "layers"), [(None, {19: 4096}), (2049, {19: 2049}), (2048, {18: 2048, 19: 2048})]
+)
+def test_layers_of_the_decoder_are_compared_at_one_length_alone(seq_len, layers):
+    plan = find("compare").plan(["window"], inputs="decoder", seq_len=seq_len)
+    errors = {(one.case.inputs, one.case.tokens) for one in plan.points if one.case.kind == "error"}
+    assert errors == {(f"decoder(layer={layer})", tokens) for layer, tokens in layers.items()}
+    assert len({one.case.tokens for one in plan.points}) == 1
 
 
 def test_each_of_several_inputs_is_timed_on_its_own_tensors(tmp_path):
@@ -352,12 +363,12 @@ def test_each_of_several_inputs_is_timed_on_its_own_tensors(tmp_path):
 def test_one_layer_is_measured_where_it_is_named():
     results = ea.compare(["window"], layer=5, seq_len=24, rounds=1, draws=1, isolate="none")
     assert {record.case.inputs for record in results.records} == {"encoder(layer=5)"}
-    assert "Left out: layer 5 is not in decoder; it has 19." in results.notes
+    assert "Left out: layer 5 is not in decoder; it has 18, 19." in results.notes
 
 
 def test_an_input_by_default_that_is_too_short_is_left_out():
     plan = find("compare").plan(["window"], seq_len=513)
-    assert {point.case.inputs for point in plan.points} == {"decoder(layer=19)"}
+    assert {point.case.inputs.partition("(")[0] for point in plan.points} == {"decoder"}
     assert plan.notes == [
         "Left out: 513 tokens are more than the 512 of encoder(layer=0), which cannot be extended."
     ]

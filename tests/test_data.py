@@ -2,24 +2,29 @@
 
 import hashlib
 import importlib.util
+import re
 import runpy
+from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 
 import pytest
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 
 from efficient_attn.errors import OptionError
-from efficient_attn.measure.inputs import CAUSAL, TEXTS, sample, shipped
+from efficient_attn.measure.inputs import CAUSAL, TEXTS, read_activations, sample, shipped
 from efficient_attn.measure.texts import shipped_texts
 
 WEIGHTS_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
 # sha256 of the folder that docs/smollm2.py writes, and of the weights of the package.
 DECODER_SHA256 = "a672150fb4f99d7c8f4168cecdd464069c0ef3a37d8113f22ddb9d48031d03cd"
 PACKAGE_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-MOST_BYTES = 16 * 10**6
+MOST_BYTES = 20 * 10**6
 LAYERS = {0: [0, 1, 5], 1: [1], 2: [1], 3: [1]}
-DECODER, DECODER_LAYER = 4, 19
+DECODER, DECODER_TOKENS = 4, {18: 2048, 19: 4096}
+# Windows of PROVENANCE.md and their numbers of global tokens.
+WINDOWS = ((257, 0), (257, 1), (512, 4), (1025, 1))
 DATA = resources.files("efficient_attn.data")
 SMOLLM2 = runpy.run_path(str(Path(__file__).parent.parent / "docs/smollm2.py"))
 
@@ -46,15 +51,23 @@ def test_the_sample_is_stored_in_half_precision_and_converted_without_loss():
     assert torch.equal(stored.double(), wide)
 
 
-def test_the_decoder_is_one_causal_layer_of_4096_tokens_with_grouped_heads():
-    q, k, v = sample(DECODER_LAYER, DECODER)
-    assert (q.shape, k.shape, v.shape) == ((1, 9, 4096, 64), *[(1, 3, 4096, 64)] * 2)
+@pytest.mark.parametrize(("layer", "tokens"), DECODER_TOKENS.items())
+def test_the_decoder_is_two_causal_layers_with_grouped_heads(layer, tokens):
+    q, k, v = sample(layer, DECODER)
+    assert (q.shape, k.shape, v.shape) == ((1, 9, tokens, 64), *[(1, 3, tokens, 64)] * 2)
     captured = shipped(DECODER)
-    assert list(captured.layers) == [DECODER_LAYER] and captured.patterns == {DECODER_LAYER: CAUSAL}
+    assert list(captured.layers) == [18, 19] and captured.patterns == {18: CAUSAL, 19: CAUSAL}
     assert len(captured.tokens) == 4096 and captured.scale == 64**-0.5
     assert captured.about["weights_sha256"] == DECODER_SHA256
     words = DATA.joinpath("types.txt").read_bytes()
     assert captured.about["text_sha256"] == hashlib.sha256(words).hexdigest()
+
+
+def test_both_layers_of_the_decoder_are_of_one_model_and_the_beginning_of_one_text():
+    longer, shorter = (read_activations(DATA / f"{name}.safetensors") for name in ("types", "types-18"))
+    assert shorter.tokens == longer.tokens[:2048] == shipped(DECODER).tokens[:2048]
+    # Origin, format and versions; equal scales are a single scale of the text.
+    assert shorter.about == longer.about and shorter.scale == longer.scale
 
 
 @pytest.mark.parametrize("text", LAYERS)
@@ -74,7 +87,7 @@ def test_each_file_tells_its_layers_tokens_scale_and_origin(text):
     [
         ((5, 1), r"layer 5 of text 1 is not shipped\. Shipped layers of this text: 1\."),
         ((2, 0), r"layer 2 of text 0 is not shipped\. Shipped layers of this text: 0, 1, 5\."),
-        ((1, 4), r"layer 1 of text 4 is not shipped\. Shipped layers of this text: 19\."),
+        ((1, 4), r"layer 1 of text 4 is not shipped\. Shipped layers of this text: 18, 19\."),
         ((1, 5), r"text is one of 0 \(alice\), 1 \(pride\), .*, 4 \(types\), not 5\."),
         ((1, "alice"), "text is one of 0 .alice., .* not 'alice'"),
         ((1, True), "not True"),
@@ -92,6 +105,23 @@ def test_the_provenance_names_hash_licence_and_every_text():
     assert "PYTHON SOFTWARE FOUNDATION LICENSE VERSION 2" in DATA.joinpath("LICENSE-PYTHON.txt").read_text()
     for name in TEXTS:
         assert f"`{name}.txt`" in told
+
+
+@pytest.mark.parametrize("layer", DECODER_TOKENS)
+def test_the_provenance_holds_the_errors_of_windows_on_2048_tokens(layer):
+    told = DATA.joinpath("PROVENANCE.md").read_text(encoding="utf-8")
+    (row,) = re.findall(rf"^\| 2048 \| {layer} \|(.+)\|$", told, re.MULTILINE)
+    q, k, v = (tensor[..., :2048, :] for tensor in sample(layer, DECODER))
+    i, j = torch.arange(2048)[:, None], torch.arange(2048)
+    near = {(window, first): (i - j < window) | (j < first) for window, first in WINDOWS}
+
+    def attend(seen):
+        return scaled_dot_product_attention(q, k, v, attn_mask=seen & (j <= i), enable_gqa=True)
+
+    exact = attend(j <= i)
+    for printed, seen in zip(row.split("|"), near.values(), strict=True):
+        digits = len(printed.strip().partition(".")[2])
+        assert f"{(attend(seen) - exact).norm() / exact.norm():.{digits}f}" == printed.strip()
 
 
 def test_the_texts_for_models_are_six_long_enough_plain_and_told():
@@ -141,5 +171,8 @@ def test_the_decoder_can_be_made_again_from_the_weights(tmp_path):
     assert hashlib.sha256(weights).hexdigest() == PACKAGE_SHA256
     SMOLLM2["make_folder"](tmp_path)
     words = DATA.joinpath("types.txt").read_text(encoding="utf-8")
-    again = capture(tmp_path, words, layers=[DECODER_LAYER], max_tokens=4096)
-    assert_made_again(again, shipped(DECODER))
+    stored = shipped(DECODER)
+    for layer, tokens in DECODER_TOKENS.items():
+        again = capture(tmp_path, words, layers=[layer], max_tokens=tokens)
+        shipped_layer = {layer: stored.layers[layer]}
+        assert_made_again(again, replace(stored, layers=shipped_layer, tokens=stored.tokens[:tokens]))

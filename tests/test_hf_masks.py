@@ -55,6 +55,14 @@ def test_one_padded_mask_belongs_to_every_text_of_a_batch():
     assert found.key_mask.tolist() == [[False, True, True]] * 4
 
 
+def test_a_prepared_mask_of_finite_numbers_is_read_and_a_learned_one_is_a_bias():
+    hidden = torch.tensor([[[[-1e4, 0.0, 0.0]]]])
+    assert visible_in(hidden, 1, 3, 3, causal=False).key_mask.tolist() == [[False, True, True]]
+    learned = torch.zeros(1, 1, 3, 3, requires_grad=True)
+    pattern = visible_in(learned, 1, 3, 3, causal=False).pattern
+    assert pattern.other == "a mask [1, 1, 3, 3] of queries and keys"
+
+
 @pytest.mark.parametrize("name", ["exact", "window"])
 def test_a_prepared_mask_of_one_query_fits_a_causal_layer(name):
     model, ids = llama(), inputs()["input_ids"]

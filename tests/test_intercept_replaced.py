@@ -14,6 +14,7 @@ from intercepted import (
     REAL,
     TOKENS,
     TRIANGLE,
+    Called,
     OwnAttention,
     OwnModel,
     encoder,
@@ -148,6 +149,103 @@ def test_one_query_of_a_decoding_step_is_served_by_a_causal_backend():
         assert replaced.calls == {"model": {"served": 1}}
 
 
+LINEAR = ("linear-elu", "linear-hedgehog", "performer-positive", "performer-trig")
+
+
+@pytest.mark.parametrize("name", ["exact", "window", "linformer", *LINEAR])
+@pytest.mark.parametrize("scale", [0.9, -0.4, 0.0])
+@torch.no_grad()
+def test_a_backend_takes_the_scale_of_each_call(name, scale):
+    model, (q, k, v) = Called(), torch.randn(3, 2, HEADS, TOKENS, HEAD_DIM, dtype=torch.float64)
+    options = {"window": {"window": 5}, "linformer": {"rank": 4}}.get(name, {})
+    with ea.intercept.replace(model, name, example=lambda: model(q, k, v), **options) as replaced:
+        (backend,) = (part for part in model.modules() if isinstance(part, ea.Backend))
+        sizes = {"head_dim": HEAD_DIM, "num_heads": HEADS, "max_tokens": TOKENS}
+        built = ea.build(name, scale=scale, **sizes, **options).double()
+        built.load_state_dict(backend.state_dict())
+        torch.testing.assert_close(model(q, k, v, scale=scale), built(q, k, v), rtol=1e-9, atol=1e-12)
+        assert replaced.calls == {"model": {"served": 1}}
+
+
+@torch.no_grad()
+def test_a_backend_built_with_scale_0_serves_no_other_scale():
+    model, (q, k, v) = Called(), torch.randn(3, 2, HEADS, TOKENS, HEAD_DIM)
+    with ea.intercept.replace(model, "exact", example=lambda: model(q, k, v, scale=0.0)) as replaced:
+        assert torch.equal(model(q, k, v), F.scaled_dot_product_attention(q, k, v))
+        assert replaced.calls == {"model": {"its scale is 0.353553, that of the example 0": 1}}
+
+
+class Biased(nn.Module):
+    """Attention with a learned bias of the scores, zero at first."""
+
+    def __init__(self):
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(HEADS, TOKENS, 1))
+
+    def forward(self, q):
+        return F.scaled_dot_product_attention(q, q, q, self.bias + torch.zeros(TOKENS))
+
+
+def test_a_learned_bias_that_is_still_zero_gets_its_gradient():
+    model, q = Biased(), torch.randn(2, HEADS, TOKENS, HEAD_DIM)
+    with ea.intercept.replace(model, "exact", example=lambda: model(q)) as replaced:
+        model(q).square().sum().backward()
+        assert replaced.calls == {"model": {"its mask is learned (it requires a gradient)": 1}}
+    assert model.bias.grad is not None
+    refused = pytest.raises(UnsupportedError, match="model cannot be served: its mask is learned")
+    with ea.intercept.replace(model, "exact", example=lambda: model(q), strict=True), refused:
+        model(q)
+
+
+class Pair(nn.Module):
+    """Full and causal attention, of which a run may skip the first or repeat the second."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = Uneven()
+
+    def forward(self, x, first=True, times=1):
+        return self.inner(x, first, times)
+
+
+class Uneven(nn.Module):
+    def forward(self, x, first, times):
+        x = F.scaled_dot_product_attention(x, x, x) if first else x
+        for _ in range(times):
+            x = F.scaled_dot_product_attention(x, x, x, is_causal=True)
+        return x
+
+
+@torch.no_grad()
+def test_a_run_with_fewer_calls_than_the_example_is_refused():
+    model, x = Pair(), torch.randn(1, HEADS, TOKENS, HEAD_DIM)
+    with ea.intercept.replace(model, {"inner": "exact", "inner#1": "window"}, example=lambda: model(x)):
+        model(x)
+        with pytest.raises(UnsupportedError, match="inner makes 1 of the 2 calls of the example"):
+            model(x, first=False)
+        assert torch.equal(model(x, first=False, times=0), x)
+
+
+@torch.no_grad()
+def test_calls_that_the_example_does_not_make_stay_exact():
+    model, x = Pair(), torch.randn(1, HEADS, TOKENS, HEAD_DIM)
+    expected = model(x, times=2)
+    with ea.intercept.replace(model, "exact", example=lambda: model(x)) as replaced:
+        torch.testing.assert_close(model(x, times=2), expected, rtol=1e-5, atol=1e-5)
+        assert replaced.calls["inner#2"] == {"the example makes no such call": 1}
+    refused = pytest.raises(UnsupportedError, match="inner#2 cannot be served: the example makes no such")
+    with ea.intercept.replace(model, "exact", example=lambda: model(x), strict=True), refused:
+        model(x, times=2)
+
+
+@torch.no_grad()
+def test_a_module_whose_runs_differ_within_the_example_stays_exact():
+    model, x = Pair(), torch.randn(1, HEADS, TOKENS, HEAD_DIM)
+    differ = "the runs of its module differ in their number of calls"
+    with pytest.raises(UnsupportedError, match=f"inner cannot be served: {differ}"):
+        ea.intercept.replace(model, "exact", example=lambda: (model(x), model(x, first=False)))
+
+
 @torch.no_grad()
 def test_autocast_reaches_the_backend():
     model, run = own()
@@ -211,7 +309,7 @@ def test_wrong_requests_name_the_argument_and_change_nothing():
     names = list(model.state_dict())
     with pytest.raises(UnknownNameError, match="call site"):
         ea.intercept.replace(model, "window", example=run, only="layer.*")
-    with pytest.raises(UnsupportedError, match=r"F\.scaled_dot_product_attention nowhere"):
+    with pytest.raises(UnsupportedError, match=r"nowhere: .* code with its own softmax must call F"):
         ea.intercept.replace(model, "window", example=lambda: None)
     with pytest.raises(UnsupportedError, match=r"layers\.0 cannot be served: .*causal"):
         ea.intercept.replace(model, "linformer", example=run)
@@ -235,6 +333,24 @@ def test_a_compiled_model_with_backends_is_one_graph(made):
         model.forward = torch.compile(forward, fullgraph=True, backend="aot_eager")
         torch.testing.assert_close(run(), expected, rtol=1e-4, atol=1e-5)
         model.forward = forward
+
+
+@pytest.mark.compile
+@torch.no_grad()
+def test_a_compiled_graph_applies_a_mask_and_causality_and_follows_the_scale():
+    model, (q, k, v) = Called(), torch.randn(3, 2, HEADS, TOKENS, HEAD_DIM)
+    mask, both = REAL[:, None, None], TRIANGLE & REAL[:, None, None]
+    with ea.intercept.replace(model, "exact", example=lambda: model(q, k, v, is_causal=True), strict=True):
+        compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+        for hidden in (mask, torch.zeros(mask.shape).masked_fill(~mask, -1e4)):
+            output = compiled(q, k, v, attn_mask=hidden, is_causal=True, scale=0.9)
+            expected = F.scaled_dot_product_attention(q, k, v, both, scale=0.9)
+            torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-5)
+    with ea.intercept.replace(model, "exact", example=lambda: model(q, k, v)):
+        compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+        output = compiled(q, k, v, attn_mask=mask, is_causal=True)
+        expected = F.scaled_dot_product_attention(q, k, v, both)
+        torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.compile

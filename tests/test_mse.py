@@ -116,7 +116,7 @@ def test_on_real_activations_windows_get_better_with_size_and_random_features_lo
     assert all(point.low > panel.yardstick for point in features.points)
 
 
-def test_by_default_all_shipped_layers_are_measured_and_the_decoder_causally(short_decoder):
+def test_by_default_the_layers_of_full_length_are_measured_and_the_decoder_causally(short_decoder):
     results = ea.mse(["exact", "window"], sizes=(3,), seq_len=24, head_dim=4)
     encoder = {(f"encoder(layer={layer})", 512, False) for layer in (0, 1, 5)}
     gaussians = {(f"gaussian(norm={norm:g})", 24, False) for norm in (0.5, 1)}
@@ -136,7 +136,16 @@ def test_by_default_all_shipped_layers_are_measured_and_the_decoder_causally(sho
 def test_an_input_by_default_that_lacks_the_layer_is_left_out_and_named():
     results = ea.mse(["window"], sizes=(4,), seq_len=24, head_dim=4, layers=(5,))
     assert {r.case.inputs for r in results.records if r.case.tokens > 24} == {"encoder(layer=5)"}
-    assert "Left out: layer 5 is not in decoder; it has 19." in results.notes
+    assert "Left out: layer 5 is not in decoder; it has 18, 19." in results.notes
+
+
+def test_the_shorter_layer_of_the_decoder_is_measured_where_it_is_named(short_decoder):
+    results = ea.mse(["window"], inputs="decoder", layers=(18, 19), sizes=(3,))
+    found = {(r.case.inputs, r.case.tokens, r.case.causal) for r in results.records}
+    assert found == {
+        ("decoder(layer=18)", short_decoder // 2, True),
+        ("decoder(layer=19)", short_decoder, True),
+    }
 
 
 def test_the_pairs_of_a_causal_subject_are_those_that_attend():
@@ -182,7 +191,7 @@ def test_a_function_is_measured_once_and_what_breaks_is_a_record_with_its_reason
         ({"norms": ()}, OptionError, "inputs and norms must not be empty"),
         ({"norms": (-1.0,)}, OptionError, "norm is a finite number above 0, not -1.0"),
         ({"inputs": "encoder", "layers": (2,)}, OptionError, r"layer 2 is not in encoder; it has 0, 1, 5\."),
-        ({"inputs": "decoder", "layers": (0,)}, OptionError, r"layer 0 is not in decoder; it has 19\."),
+        ({"inputs": "decoder", "layers": (0,)}, OptionError, r"layer 0 is not in decoder; it has 18, 19\."),
         ({"backends": ["softmax"]}, UnknownNameError, "Here it is 'exact'"),
         ({"options": {"exact": {"window": [3]}}}, OptionError, "not a selected backend"),
         (

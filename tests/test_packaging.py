@@ -103,7 +103,7 @@ def test_the_sdist_has_every_folder_and_page_of_the_checkout() -> None:
 
 def test_shipped_activations_and_texts_stay_small() -> None:
     data = FOLDERS["efficient_attn"] / "data"
-    assert sum(one.stat().st_size for one in data.iterdir() if one.is_file()) < 16e6
+    assert sum(one.stat().st_size for one in data.iterdir() if one.is_file()) < 20e6
 
 
 @pytest.mark.parametrize("folder", FOLDERS.values(), ids=FOLDERS)

@@ -47,8 +47,14 @@ def test_the_decoder_is_shown_causally_with_its_own_words(short_decoder):
     weights = softmax_weights(q, k, scale=1 / 8, key_mask=None, causal=True)[0, 4, 3:9, 3:9]
     (exact,) = causal.maps
     np.testing.assert_allclose(exact.weights, weights, rtol=1e-4, atol=1e-7)
-    assert exact.weights[0, 1] == 0 and causal.words == tuple(map(str, range(3, 9)))
+    assert exact.weights[0, 1] == 0 and causal.words == shipped(4).tokens[3:9]
     assert causal.notes[0].startswith("linformer: UnsupportedError")
+
+
+def test_the_shorter_layer_of_the_decoder_is_shown_where_it_is_named(short_decoder):
+    weights = ea.show(["window"], inputs="decoder", layer=18, tokens="3:9")
+    assert "layer 18" in weights.title and f"{short_decoder // 2} keys" in weights.title
+    assert weights.words == shipped(4).tokens[3:9]
 
 
 def map_of(label, weights):
@@ -72,7 +78,7 @@ def test_hostile_names_and_words_are_drawn_as_they_are(tmp_path):
         ({"tokens": "500:513"}, "tokens are a range within 0:512"),
         ({"head": 12}, "head is from 0 to 11, not 12"),
         ({"layer": 2}, "layer 2 is not in encoder"),
-        ({"inputs": "decoder", "layer": 1}, "layer 1 is not in decoder; it has 19"),
+        ({"inputs": "decoder", "layer": 1}, "layer 1 is not in decoder; it has 18, 19"),
         ({"inputs": "gaussian"}, "Gaussian draws have no words"),
         ({"inputs": "missing.safetensors"}, "there is no such file"),
         ({"backends": ["windw"]}, "Did you mean 'window'"),

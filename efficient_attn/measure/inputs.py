@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -21,6 +21,9 @@ from efficient_attn.tensor_headers import load_tensors, read_header
 
 # Texts of the shipped activations: four of an encoder, the last one of a decoder.
 TEXTS = ("alice", "pride", "sawyer", "opticks", "types")
+
+# Files of a text in more than one: layers of the whole text, then layers of its beginning.
+_FILES = {"types": ("types", "types-18")}
 
 # Names of the shipped inputs, each with its text.
 SHIPPED = {"encoder": 0, "decoder": 4}
@@ -56,7 +59,7 @@ class Captured:
 
     Attributes:
         layers: Activations by layer, in the dtype of the file, with batch size one.
-        tokens: Token strings; empty if the file has none.
+        tokens: Token strings of the longest layer; empty if the file has none.
         scale: Factor on q·k in the model; None: 1/√head_dim.
         patterns: Visible keys of the layers that do not read all keys.
         about: Other provenance in the metadata.
@@ -96,7 +99,7 @@ def sample(layer: int = 1, text: int = 0, *, dtype: torch.dtype = torch.float32)
 
     Texts 0 to 3 are of the encoder all-MiniLM-L6-v2, [1, 12, 512, 32] each: layers 0, 1 and 5 of text 0,
     layer 1 of the others. Text 4 is of the causal decoder SmolLM2-135M: layer 19, q [1, 9, 4096, 64], k and v
-    [1, 3, 4096, 64]. See PROVENANCE.md in the data folder.
+    [1, 3, 4096, 64], and layer 18 on the first 2048 tokens. See PROVENANCE.md in the data folder.
     """
     layers = shipped(text).layers
     if layer not in layers:
@@ -108,11 +111,21 @@ def sample(layer: int = 1, text: int = 0, *, dtype: torch.dtype = torch.float32)
 
 
 def shipped(text: int = 0) -> Captured:
-    """The shipped file of one text, with token strings and provenance."""
+    """The shipped layers of one text, with token strings and provenance."""
     if isinstance(text, bool) or text not in range(len(TEXTS)):
         names = ", ".join(f"{number} ({name})" for number, name in enumerate(TEXTS))
         raise OptionError(f"text is one of {names}, not {text!r}.")
-    with resources.as_file(resources.files("efficient_attn.data") / f"{TEXTS[text]}.safetensors") as path:
+    name = TEXTS[text]
+    whole, *parts = (_read_shipped(file) for file in _FILES.get(name, (name,)))
+    layers, patterns = dict(whole.layers), dict(whole.patterns)
+    for part in parts:
+        layers |= part.layers
+        patterns |= part.patterns
+    return replace(whole, layers=dict(sorted(layers.items())), patterns=patterns)
+
+
+def _read_shipped(name: str) -> Captured:
+    with resources.as_file(resources.files("efficient_attn.data") / f"{name}.safetensors") as path:
         return read_activations(path)
 
 

@@ -103,6 +103,7 @@ def subjects(
     num_heads: int = 1,
     head_dim: int = 1,
     layers: Sequence[int] | None = None,
+    seq_len: int | None = None,
     seed: int = 0,
     data_seeds: int = 1,
     causal: bool = False,
@@ -111,6 +112,8 @@ def subjects(
 
     Args:
         norms, tokens, num_heads, head_dim, data_seeds: Of Gaussian inputs alone.
+        seq_len: Length to which the caller cuts the layers. Unless `layers` names them, shorter shipped
+            layers are left out; None leaves out all but the longest.
         causal: Whether layers that are not causal in their model are measured causally too.
     """
     positive_count("data_seeds", data_seeds)
@@ -128,12 +131,12 @@ def subjects(
                 for one in range(seed, seed + data_seeds)
             ]
         else:
-            found += _of_model(source, layers, seed, causal)
+            found += _of_model(source, layers, seq_len, seed, causal)
     return tuple(found)
 
 
 def _of_model(
-    source: str | Path | Captured, layers: Sequence[int] | None, seed: int, causal: bool
+    source: str | Path | Captured, layers: Sequence[int] | None, seq_len: int | None, seed: int, causal: bool
 ) -> Iterator[Subject]:
     """Layers that read all keys in the model, or all earlier ones, as in the measurement.
 
@@ -153,7 +156,9 @@ def _of_model(
     patterns = captured.patterns
     past = {layer for layer, text in patterns.items() if text == CAUSAL}
     full = [layer for layer in captured.layers if layer not in patterns or (causal and layer in past)]
-    usual = full or [layer for layer in captured.layers if layer in past] or captured.layers
+    usual = full or [layer for layer in captured.layers if layer in past] or list(captured.layers)
+    if not isinstance(source, Captured) and source in SHIPPED:
+        usual = _long_enough(captured, usual, seq_len)
     chosen = dict.fromkeys(usual if layers is None else layers)
     for layer in chosen:
         if layer not in captured.layers:
@@ -167,6 +172,14 @@ def _of_model(
         activations = Activations(*(tensor.float() for tensor in captured.layers[layer]))
         scale = activations.q.shape[-1] ** -0.5 if captured.scale is None else captured.scale
         yield Subject(f"{name}(layer={layer})", activations, scale, seed, causal or layer in past)
+
+
+def _long_enough(captured: Captured, layers: Sequence[int], seq_len: int | None) -> list[int]:
+    """The layers of at least `seq_len` tokens, or the longest."""
+    tokens = {layer: captured.layers[layer].k.shape[-2] for layer in layers}
+    longest = max(tokens.values())
+    least = longest if seq_len is None else min(seq_len, longest)
+    return [layer for layer in layers if tokens[layer] >= least]
 
 
 def _name_of(captured: Captured) -> str:

@@ -125,7 +125,9 @@ def _words(inputs: str | Path, tokens: int) -> tuple[str, ...]:
     """The token strings of the inputs; their positions if the file has none."""
     from efficient_attn.measure.inputs import SHIPPED, read_activations, shipped
 
-    found = (shipped(SHIPPED[str(inputs)]) if inputs in SHIPPED else read_activations(inputs)).tokens
+    if inputs in SHIPPED:
+        return shipped(SHIPPED[str(inputs)]).tokens[:tokens]
+    found = read_activations(inputs).tokens
     return found if len(found) == tokens else tuple(map(str, range(tokens)))
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from efficient_attn.backend import Backend
 from efficient_attn.backends import build, resolve
 from efficient_attn.integrations.intercept.calls import Call
-from efficient_attn.integrations.intercept.masks import MaskReader, Visible
+from efficient_attn.integrations.intercept.masks import Visible, read
 from efficient_attn.problem import AttentionProblem
 from efficient_attn.registry import BackendSpec
 from efficient_attn.transformer.parts import seeded
@@ -44,16 +44,18 @@ def problem_of(call: Call, visible: Visible, max_tokens: int | None) -> Attentio
         num_heads=q.shape[1],
         max_tokens=max(k.shape[-2], max_tokens or 0),
         causal=visible.causal,
-        scale=call.scale,
+        # A scale may be a NumPy number or a tensor.
+        scale=None if call.scale is None else float(call.scale),
     )
 
 
-def visible_keys(call: Call, masks: MaskReader) -> Visible | None:
+def visible_keys(call: Call) -> Visible | None:
     """The keys that a call shows to its queries; None if its mask encodes another pattern."""
-    if call.attn_mask is None:
+    if call.mask is None:
         return Visible(None, causal=call.is_causal)
     q, k, _ = call.tensors
-    return masks.visible(call.attn_mask, batch=q.shape[0], q_tokens=q.shape[-2], k_tokens=k.shape[-2])
+    visible = read(call.mask, batch=q.shape[0], q_tokens=q.shape[-2], k_tokens=k.shape[-2])
+    return None if visible is None else Visible(visible.keys, visible.causal or call.is_causal)
 
 
 def specs_of(backends: Any) -> dict[str, tuple[BackendSpec, dict[str, Any]]]:

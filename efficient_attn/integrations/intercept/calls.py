@@ -1,5 +1,6 @@
 """One call of `F.scaled_dot_product_attention`, and the mode that receives the calls of a model."""
 
+import math
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,10 +11,16 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from efficient_attn.backend import Backend
 from efficient_attn.integrations.intercept.masks import Visible
+from efficient_attn.problem import AttentionProblem
 
 SDPA = F.scaled_dot_product_attention
 WEIGHTS_ASKED = "its caller asks for the weights (need_weights=True)"
+CALL_SDPA = (
+    "a model from transformers needs attn_implementation='sdpa', nn.MultiheadAttention need_weights=False, "
+    "and code with its own softmax must call F.scaled_dot_product_attention instead"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,28 +65,55 @@ class Call:
     def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v as [batch heads tokens dim], in the dtype of autocast.
 
-        Tensors without heads get one; keys and values of one batch entry serve every entry.
+        Tensors without heads get one; a batch of one entry serves every entry of the others.
         """
         q, k, v = (x[:, None] if x.ndim == 3 else x for x in (self.query, self.key, self.value))
         if torch.is_autocast_enabled(q.device.type):
             q, k, v = (x.to(torch.get_autocast_dtype(q.device.type)) for x in (q, k, v))
-        if k.shape[0] != q.shape[0]:
-            k, v = (x.expand(q.shape[0], -1, -1, -1) for x in (k, v))
+        if q.ndim == k.ndim == v.ndim == 4:
+            batch = torch.broadcast_shapes(q.shape[:1], k.shape[:1], v.shape[:1])
+            q, k, v = (x.expand(*batch, *x.shape[1:]) for x in (q, k, v))
         return q, k, v
 
-    def served(self, backend: Callable[..., Tensor], visible: Visible) -> Tensor:
-        """The output of a backend that was built for this call's causality."""
-        output = backend(*self.tensors, key_mask=visible.keys)
+    @property
+    def mask(self) -> Tensor | None:
+        """`attn_mask` with the axis of heads that `tensors` have."""
+        mask = self.attn_mask
+        return mask[:, None] if mask is not None and self.query.ndim == mask.ndim == 3 else mask
+
+    def served(self, backend: Backend, visible: Visible) -> Tensor:
+        """The output of a backend without a mismatch, with the scale of the call."""
+        q, k, v = self.tensors
+        if self.factor != backend.problem.factor:
+            # As in feature maps, queries and keys each take the square root, and queries the sign.
+            ratio = self.factor / backend.problem.factor
+            root = math.sqrt(abs(ratio))
+            q, k = q * math.copysign(root, ratio), k * root
+        output = backend(q, k, v, key_mask=visible.keys)
         return output[:, 0] if self.query.ndim == 3 else output
+
+    def mismatch(self, problem: AttentionProblem, causal: bool) -> str | None:
+        """Reason for which a backend of that problem does not serve the call, which is causal or not."""
+        # The only query of a decoding step sees every key, causal or not.
+        if causal != problem.causal and self.query.shape[-2] != 1:
+            return "its causality is not that of the example"
+        if problem.factor == 0 and self.factor != 0:
+            return f"its scale is {self.factor:g}, that of the example 0"
+        return None
 
     @property
     def refusal(self) -> str | None:
         """Reason for which no backend serves the call, apart from its mask."""
-        q_tokens, k_tokens = self.query.shape[-2], self.key.shape[-2]
-        if self.query.ndim not in (3, 4):
-            return f"its tensors have {self.query.ndim} axes"
         if self.query.is_nested:
             return "its tensors are nested"
+        q_tokens, k_tokens = self.query.shape[-2], self.key.shape[-2]
+        if not self.query.ndim == self.key.ndim == self.value.ndim:
+            axes = f"{self.query.ndim}, {self.key.ndim} and {self.value.ndim}"
+            return f"its queries, keys and values have {axes} axes"
+        if self.query.ndim not in (3, 4):
+            return f"its tensors have {self.query.ndim} axes"
+        if self.attn_mask is not None and self.attn_mask.requires_grad:
+            return "its mask is learned (it requires a gradient)"
         if self.dropout_p:
             return f"it drops attention weights (dropout_p={self.dropout_p:g})"
         if self.is_causal and q_tokens != k_tokens:

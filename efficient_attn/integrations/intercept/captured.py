@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from efficient_attn.errors import DataError, OptionError, UnknownNameError
 from efficient_attn.integrations.capture import FORMAT, MOST_BYTES, save
 from efficient_attn.integrations.intercept.backends import PATTERN, visible_keys
-from efficient_attn.integrations.intercept.calls import AttentionMode, Call
-from efficient_attn.integrations.intercept.masks import MaskReader, Visible
+from efficient_attn.integrations.intercept.calls import CALL_SDPA, AttentionMode, Call
+from efficient_attn.integrations.intercept.masks import Visible
 from efficient_attn.integrations.intercept.sites import Position, Site
 from efficient_attn.measure.inputs import CAUSAL, Activations, Captured
 from efficient_attn.runner.units import show_bytes
@@ -37,7 +37,7 @@ class Capturing(AttentionMode):
         self._causal: dict[Site, bool] = {}
         self._scales: dict[Site, float] = {}
         self._model, self._only, self._entry, self._most_bytes = model, only, entry, most_bytes
-        self._position, self._masks, self._stack = Position(), MaskReader(), ExitStack()
+        self._position, self._stack = Position(), ExitStack()
         self._bytes = 0
 
     def __enter__(self) -> "Capturing":
@@ -53,7 +53,7 @@ class Capturing(AttentionMode):
         """torch's own output; the tensors are copied."""
         site = self._position.next_site()
         if site not in self.sites and fnmatchcase(str(site), self._only):
-            visible = None if call.refusal else visible_keys(call, self._masks)
+            visible = None if call.refusal else visible_keys(call)
             if visible is None:
                 self.left_out.setdefault(site, call.refusal or PATTERN)
             else:
@@ -80,7 +80,7 @@ class Capturing(AttentionMode):
                 "or raise most_bytes."
             )
         self.sites[site] = Activations(q.clone(), k.clone(), v.clone())
-        self._causal[site], self._scales[site] = visible.causal, call.factor
+        self._causal[site], self._scales[site] = visible.causal, float(call.factor)
 
     def captured(self, layers: Sequence[int] | None = None) -> Captured:
         """The activations with a number for each site, which `mse` and `compare` name a layer.
@@ -93,8 +93,9 @@ class Capturing(AttentionMode):
             OptionError: If a number belongs to no site.
         """
         if not self.sites:
-            left = next((f" {site} cannot be stored: {why}." for site, why in self.left_out.items()), "")
-            raise DataError(f"No call of F.scaled_dot_product_attention was captured.{left}")
+            left = (f"{site} cannot be stored: {why}" for site, why in self.left_out.items())
+            why = next(left, CALL_SDPA)
+            raise DataError(f"No call of F.scaled_dot_product_attention was captured: {why}.")
         named = dict(enumerate(self.sites))
         unknown = [layer for layer in layers or () if layer not in named]
         if unknown or (layers is not None and not layers):

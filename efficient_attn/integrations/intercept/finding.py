@@ -1,5 +1,6 @@
 """The call sites of a model that an example shows, each with a backend or the reason why it stays exact."""
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
@@ -17,13 +18,13 @@ from efficient_attn.integrations.intercept.backends import (
     seed_of,
     visible_keys,
 )
-from efficient_attn.integrations.intercept.calls import AttentionMode, Call
-from efficient_attn.integrations.intercept.masks import MaskReader
+from efficient_attn.integrations.intercept.calls import CALL_SDPA, AttentionMode, Call
 from efficient_attn.integrations.intercept.sites import Position, Site
 from efficient_attn.integrations.plan_files import check_size
 from efficient_attn.problem import AttentionProblem
 
 OUTER = "a module inside this one calls attention too"
+UNEVEN = "the runs of its module differ in their number of calls"
 OUTSIDE = "it is called outside the forward of a module of the model"
 _UNNAMED = "no pattern names it"
 
@@ -47,8 +48,9 @@ class Finding(AttentionMode):
     def __init__(self, model: nn.Module, wanted: Mapping[str, Wanted], seed: int) -> None:
         super().__init__()
         self._wanted, self._seed = wanted, seed
-        self._model, self._position, self._masks = model, Position(), MaskReader()
+        self._model, self._position = model, Position()
         self._sites: dict[Site, str | None] = {}
+        self._calls: Counter[Site] = Counter()
         self._built: dict[Site, Backend] = {}
 
     def __enter__(self) -> "Finding":
@@ -63,12 +65,15 @@ class Finding(AttentionMode):
 
     def attend(self, call: Call) -> Tensor:
         outside, site = self._position.outside, self._position.next_site()
+        self._calls[site] += 1
         if site not in self._sites:
             self._sites[site] = OUTSIDE if outside else self._build(site, call)
         return call.exact()
 
     def unreached(self, reason: str) -> None:
-        self._sites.setdefault(self._position.next_site(), reason)
+        site = self._position.next_site()
+        self._calls[site] += 1
+        self._sites.setdefault(site, reason)
 
     def _build(self, site: Site, call: Call) -> str | None:
         """The reason why the site stays exact; None if it has a backend now."""
@@ -77,7 +82,7 @@ class Finding(AttentionMode):
             return _UNNAMED
         if call.refusal is not None:
             return call.refusal
-        visible = visible_keys(call, self._masks)
+        visible = visible_keys(call)
         if visible is None:
             return PATTERN
         wanted, seed = chosen[0], seed_of(self._seed, len(self._sites))
@@ -106,44 +111,57 @@ class Finding(AttentionMode):
         """Refuse patterns without a site, models without a served site and, if strict, any exact one."""
         names = [str(site) for site in self._sites]
         if not names:
-            raise UnsupportedError(
-                "The example calls F.scaled_dot_product_attention nowhere: a model from transformers needs "
-                "attn_implementation='sdpa', nn.MultiheadAttention need_weights=False."
-            )
+            raise UnsupportedError(f"The example calls F.scaled_dot_product_attention nowhere: {CALL_SDPA}.")
         for pattern in self._wanted:
             if not any(fnmatchcase(name, pattern) for name in names):
                 raise UnknownNameError("call site", pattern, names)
         asked = {name: why for name, why in self.left.items() if why != _UNNAMED}
-        if asked and (strict or not self._built):
+        if asked and (strict or not self.served):
             name, why = next(iter(asked.items()))
             raise UnsupportedError(f"{name} cannot be served: {why.rstrip('.')}.")
 
     @property
     def served(self) -> dict[str, str]:
         """{site: name of its backend}."""
-        outer = self._outer
-        return {str(site): one.spec.name for site, one in self._built.items() if site.module not in outer}
+        exact = self._exact
+        return {str(site): one.spec.name for site, one in self._built.items() if site.module not in exact}
 
     @property
     def left(self) -> dict[str, str]:
         """{site: reason why it stays exact}."""
-        outer = {str(site): OUTER for site in self._built if site.module in self._outer}
-        return {str(site): why for site, why in self._sites.items() if why is not None} | outer
+        exact = self._exact
+        reasons = {site: why or exact.get(site.module) for site, why in self._sites.items()}
+        return {str(site): why for site, why in reasons.items() if why is not None}
 
     @property
     def backends(self) -> dict[str, dict[str, Backend]]:
         """{module: {number: backend}}."""
         found: dict[str, dict[str, Backend]] = {}
+        exact = self._exact
         for site, backend in self._built.items():
-            if site.module not in self._outer:
+            if site.module not in exact:
                 found.setdefault(site.module, {})[str(site.number)] = backend
         return found
 
+    def num_calls(self, module: str) -> int:
+        """Number of calls in each run of a module."""
+        return sum(site.module == module for site in self._sites)
+
     @property
-    def _outer(self) -> set[str]:
-        """Modules around others that call attention too, whose mode would see the calls of both."""
+    def _exact(self) -> dict[str, str]:
+        """Modules whose calls have no sure number, with the reason.
+
+        The mode of a module around another one that calls attention would see the calls of both.
+        """
         modules = {site.module for site in self._sites}
-        return {one for one in modules for other in modules if other != one and inside(other, one)}
+        outer = {name: OUTER for name in modules if any(inside(inner, name) for inner in modules - {name})}
+        return dict.fromkeys(uneven_modules(self._calls), UNEVEN) | outer
+
+
+def uneven_modules(calls: Mapping[Site, int]) -> set[str]:
+    """Modules whose runs differ in their number of calls, from the calls of each site."""
+    counts = Counter(module for module, _ in {(site.module, count) for site, count in calls.items()})
+    return {module for module, variants in counts.items() if variants > 1}
 
 
 def inside(module: str, outer: str) -> bool:

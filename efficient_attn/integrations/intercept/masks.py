@@ -4,7 +4,11 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
+
+from efficient_attn.ops.softmax.definition import causal_mask
+
+# Largest entry that hides a key from a row that sees another key.
+_HIDDEN = -1e4
 
 
 class Visible(NamedTuple):
@@ -19,75 +23,65 @@ class Visible(NamedTuple):
     causal: bool
 
 
-class MaskReader:
-    """Reads every entry of a mask once, though layers share it, as the same tensor or as its views."""
-
-    def __init__(self) -> None:
-        self._read = WeakTensorKeyDictionary()
-
-    def __reduce__(self) -> tuple[type, tuple[()]]:
-        """A copy begins without masks."""
-        return MaskReader, ()
-
-    def visible(self, mask: Tensor, *, batch: int, q_tokens: int, k_tokens: int) -> Visible | None:
-        """The keys that the mask shows; None if it encodes another pattern, or a bias."""
-        # A view belongs to its base, which outlives it and counts the changes of both.
-        known = self._read.setdefault(mask if mask._base is None else mask._base, {})
-        versions = () if mask.is_inference() else (mask._version,)
-        place = (mask.storage_offset(), mask.shape, mask.stride(), *versions, batch, q_tokens, k_tokens)
-        if place not in known or not versions:
-            known[place] = read(mask, batch=batch, q_tokens=q_tokens, k_tokens=k_tokens)
-        found: Visible | None = known[place]
-        return found
-
-
 def read(mask: Tensor, *, batch: int, q_tokens: int, k_tokens: int) -> Visible | None:
-    """As `MaskReader.visible`, without memory."""
-    if mask.ndim > 4:
+    """The keys that the mask shows; None if it encodes another pattern, or a bias.
+
+    Every call reads the entries: NumPy and `.data` change them without a trace in torch's version counter.
+    """
+    if mask.ndim > 4 or not mask.numel():
         return None
-    shown = _shown(mask[(None,) * (4 - mask.ndim)])
-    if shown is None:
+    mask = mask[(None,) * (4 - mask.ndim)]
+    # Heads and rows that are copies of each other are read once.
+    mask = mask[:, :1] if not mask.stride(1) else mask
+    mask = mask[:, :, :1] if not mask.stride(2) else mask
+    shown, legible = _shown(mask)
+    if not bool(legible) or (shown.shape[1] > 1 and not bool((shown == shown[:, :1]).all())):
         return None
-    if shown.shape[1] > 1:
-        if shown.stride(1) and not bool((shown == shown[:, :1]).all()):
-            return None
-        shown = shown[:, :1]
+    shown = shown[:, :1]
     keys = shown[:, 0, -1].expand(batch, k_tokens)
-    if not shown.stride(-2) or bool((shown == shown[:, :, -1:]).all()):
-        return Visible(None if bool(keys.all()) else keys, causal=False)
+    real = None if bool(keys.all()) else keys
+    # Rows of most causal masks already differ at their ends.
+    if bool((shown[:, :, 0] == shown[:, :, -1]).all()) and bool((shown == shown[:, :, -1:]).all()):
+        return Visible(real, causal=False)
     if q_tokens > k_tokens or not bool(_fits_triangle(shown, keys, k_tokens).all()):
         return None
-    return Visible(None if bool(keys.all()) else keys, causal=True)
+    return Visible(real, causal=True)
 
 
-def read_compiled(mask: Tensor, *, causal: bool, batch: int, k_tokens: int) -> Tensor:
-    """The key mask of a mask whose causality is known, checked when the compiled code runs."""
-    shown = mask[(None,) * (4 - mask.ndim)]
-    if mask.dtype is not torch.bool:
-        shown = shown == 0
-        hidden = mask <= torch.finfo(mask.dtype).min / 2
-        torch._assert_async((hidden | (mask == 0)).all(), "the mask has entries other than 0 and -inf")
+def read_compiled(mask: Tensor, *, causal: bool, is_causal: bool, batch: int, k_tokens: int) -> Tensor:
+    """The key mask of a mask whose causality is known, checked when the compiled code runs.
+
+    Args:
+        causal: Whether the call is causal, by its mask or by `is_causal`.
+        is_causal: Whether torch hides later keys in addition to the mask.
+    """
+    shown, legible = _shown(mask[(None,) * (4 - mask.ndim)])
+    torch._assert_async(legible, "the mask has entries other than 0 and -inf")
     keys = shown[:, 0, -1].expand(batch, k_tokens)
+    if is_causal:
+        shown = shown & causal_mask(k_tokens, k_tokens, mask.device)
     fits = _fits_triangle(shown, keys, k_tokens) if causal else shown == keys[:, None, None]
     torch._assert_async(fits.all(), "the mask has another pattern than the mask of the example")
     return keys
 
 
-def _shown(mask: Tensor) -> Tensor | None:
-    """True for a visible key; None if the mask is a bias."""
+def _shown(mask: Tensor) -> tuple[Tensor, Tensor]:
+    """True for a visible key, and whether every entry shows or hides a key."""
     if mask.dtype is torch.bool:
-        return mask
-    shown = mask == 0
-    # Libraries hide keys by −inf or by the smallest number of the dtype.
-    hidden = mask <= torch.finfo(mask.dtype).min / 2
-    return shown if bool((shown | hidden).all()) else None
+        return mask, torch.ones((), dtype=torch.bool, device=mask.device)
+    shown = ~mask.bool()
+    # Libraries hide keys by −inf, the smallest number of the dtype, −1e9 or −10000. A row that adds −10000 to
+    # all its scores hides none of them.
+    largest = mask.amax(dim=-1)
+    in_rows = (largest == 0) | (largest <= torch.finfo(mask.dtype).min / 2)
+    return shown, (shown | (mask <= _HIDDEN)).all() & in_rows.all()
 
 
 def _fits_triangle(shown: Tensor, keys: Tensor, k_tokens: int) -> Tensor:
     """Rows that are causal over the real keys; a row of padding may also show every key or none."""
     rows = shown.shape[-2]
-    triangle = torch.ones(rows, k_tokens, dtype=torch.bool, device=shown.device).tril(k_tokens - rows)
-    fits = (shown == (keys[:, None, None] & triangle)).all(dim=-1)
-    real_rows = keys[:, None, k_tokens - rows :]
-    # Libraries show everything to a row without a visible key, whose softmax would be NaN.
-    return fits | (~real_rows & (shown == shown[..., :1]).all(dim=-1))
+    fits = (shown == (keys[:, None, None] & causal_mask(rows, k_tokens, shown.device))).all(dim=-1)
+    # Libraries show everything to a row without a visible key, whose softmax would be NaN. An entry without
+    # any key is a mask of rows.
+    padding_rows = ~keys[:, None, k_tokens - rows :] & keys.any(dim=-1)[:, None, None]
+    return fits | (padding_rows & (shown == shown[..., :1]).all(dim=-1))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from efficient_attn.backend import Backend
-from efficient_attn.errors import AttentionError, naming_missing
+from efficient_attn.errors import AttentionError, UnsupportedError, naming_missing
 from efficient_attn.integrations.intercept.backends import (
     PATTERN,
     built_for,
@@ -21,7 +21,7 @@ from efficient_attn.integrations.intercept.backends import (
     visible_keys,
 )
 from efficient_attn.integrations.intercept.calls import AttentionMode, Call
-from efficient_attn.integrations.intercept.masks import MaskReader, Visible
+from efficient_attn.integrations.intercept.masks import Visible
 from efficient_attn.integrations.intercept.sites import Position, Site
 
 if TYPE_CHECKING:
@@ -52,8 +52,8 @@ class MeasuredSite:
     rows: int = 0
     entropy_sum: float = 0.0
     uniform_sum: float = 0.0
-    exact_norm: float = 0.0
     squares: dict[str, float] = field(default_factory=dict)
+    exact_squares: dict[str, float] = field(default_factory=dict)
     exact_because: dict[str, str] = field(default_factory=dict)
     backends: dict[str, Backend] = field(default_factory=dict)
 
@@ -69,8 +69,11 @@ class MeasuredSite:
 
     @property
     def errors(self) -> dict[str, float]:
-        """‖out − exact‖ / ‖exact‖ of each backend, over real queries of all calls."""
-        return {label: math.sqrt(total / self.exact_norm) for label, total in self.squares.items()}
+        """‖out − exact‖ / ‖exact‖ of each backend, over real queries of the calls that it serves."""
+        return {
+            label: math.sqrt(total / self.exact_squares[label]) if self.exact_squares[label] else math.nan
+            for label, total in self.squares.items()
+        }
 
 
 class Measured(AttentionMode):
@@ -89,7 +92,7 @@ class Measured(AttentionMode):
         self.total_s = 0.0
         self._model, self._seed, self._max_tokens = model, seed, max_tokens
         self._specs = specs_of(backends)
-        self._position, self._masks, self._stack = Position(), MaskReader(), ExitStack()
+        self._position, self._stack = Position(), ExitStack()
         self.not_reached: list[tuple[str, str]] = []
 
     def __enter__(self) -> "Measured":
@@ -119,7 +122,7 @@ class Measured(AttentionMode):
 
     def _take_in(self, site: Site, call: Call, output: Tensor, seconds: float) -> None:
         refusal = call.refusal
-        visible = None if refusal else visible_keys(call, self._masks)
+        visible = None if refusal else visible_keys(call)
         if site not in self.sites:
             q = call.tensors[0]
             self.sites[site] = MeasuredSite(
@@ -136,6 +139,8 @@ class Measured(AttentionMode):
 
     def _add_errors(self, one: MeasuredSite, call: Call, visible: Visible, output: Tensor) -> None:
         real = _real_queries(call, visible)
+        real = real[:, 0] if output.ndim == 3 and real.ndim else real
+        norm = float((output.double().square() * real).sum())
         for label, (spec, options) in self._specs.items():
             try:
                 if label not in one.backends:
@@ -143,13 +148,16 @@ class Measured(AttentionMode):
                     problem = problem_of(call, visible, self._max_tokens)
                     seed = seed_of(self._seed, index)
                     one.backends[label] = built_for(call, visible, spec, options, problem, seed=seed)
+                mismatch = call.mismatch(one.backends[label].problem, visible.causal)
+                if mismatch is not None:
+                    raise UnsupportedError(mismatch)
                 approximate = call.served(one.backends[label], visible)
             except AttentionError as error:
                 one.exact_because.setdefault(label, str(error))
                 continue
             squares = (approximate.double() - output.double()).square()
             one.squares[label] = one.squares.get(label, 0.0) + float((squares * real).sum())
-        one.exact_norm += float((output.double().square() * real).sum())
+            one.exact_squares[label] = one.exact_squares.get(label, 0.0) + norm
 
     def to_pandas(self) -> "pandas.DataFrame":
         """One row per site: shape, mask, calls, share of time, entropies, and errors by backend."""
@@ -219,12 +227,11 @@ def _mask(call: Call, visible: Visible | None) -> str:
 
 
 def _real_queries(call: Call, visible: Visible) -> Tensor:
-    """1 for a real query, 0 for padding, broadcast to the output."""
+    """1 for a real query, 0 for padding, [batch 1 q_tokens 1] or no axes."""
     q_tokens, k_tokens = call.query.shape[-2], call.key.shape[-2]
     if visible.keys is None or q_tokens != k_tokens:
         return torch.ones((), device=call.query.device)
-    real = visible.keys[..., None]
-    return real if call.query.ndim == 3 else real[:, None]
+    return visible.keys[:, None, :, None]
 
 
 def _add_entropy(one: MeasuredSite, call: Call, visible: Visible) -> None:
@@ -242,8 +249,7 @@ def _add_entropy(one: MeasuredSite, call: Call, visible: Visible) -> None:
     if visible.keys is not None:
         seen = seen & visible.keys[:, None, None]
     weights = scores.masked_fill(~seen, -torch.inf).softmax(dim=-1).nan_to_num()
-    real = _real_queries(call, visible)
-    real = (real.reshape(*real.shape[:-2], -1, 1) if real.ndim else real).expand(*q.shape[:-1], 1)
+    real = _real_queries(call, visible).expand(*q.shape[:-1], 1)
     counts = real[..., rows, 0].double()
     one.rows += int(counts.sum())
     one.entropy_sum += float((torch.special.entr(weights).sum(dim=-1) * counts).sum())

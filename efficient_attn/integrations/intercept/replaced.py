@@ -20,14 +20,14 @@ from efficient_attn.errors import AttentionError, OptionError, UnsupportedError
 from efficient_attn.integrations.intercept.backends import PATTERN, visible_keys
 from efficient_attn.integrations.intercept.calls import AttentionMode, Call
 from efficient_attn.integrations.intercept.finding import Finding, Wanted, evaluating
-from efficient_attn.integrations.intercept.masks import MaskReader, Visible, read_compiled
+from efficient_attn.integrations.intercept.masks import Visible, read_compiled
 from efficient_attn.integrations.intercept.sites import Site
 from efficient_attn.integrations.plan_files import is_plan_file, read_plan
 from efficient_attn.integrations.pytorch_replace import nesting
 
 # The submodule that holds the backends of a module.
 ATTRIBUTE = "efficient_attn"
-_CAUSALITY = "its causality is not that of the example"
+_UNSEEN = "the example makes no such call"
 
 
 class SiteBackends(nn.ModuleDict):
@@ -38,16 +38,15 @@ class SiteBackends(nn.ModuleDict):
             compiled code are not counted.
     """
 
-    def __init__(self, owner: str, backends: Mapping[str, Backend], *, strict: bool) -> None:
+    def __init__(self, owner: str, backends: Mapping[str, Backend], *, num_calls: int, strict: bool) -> None:
         super().__init__(backends)
-        self.owner, self.strict = owner, strict
+        self.owner, self.num_calls, self.strict = owner, num_calls, strict
         self.calls: dict[str, Counter[str]] = {number: Counter() for number in backends}
-        self._masks = MaskReader()
 
     def attend(self, number: str, call: Call) -> Tensor:
         """Output of the backend, or of torch's function where the backend cannot serve the call."""
         if number not in self:
-            return call.exact()
+            return call.exact() if int(number) < self.num_calls else self._exact(number, call, _UNSEEN)
         backend: Any = self[number]
         visible = self._visible(backend, call)
         if isinstance(visible, str):
@@ -63,26 +62,40 @@ class SiteBackends(nn.ModuleDict):
 
     def _visible(self, backend: Backend, call: Call) -> Visible | str:
         """The visible keys as the backend takes them, or the reason why it cannot."""
-        causal = backend.problem.causal
         if call.refusal is not None:
             return call.refusal
-        if torch.compiler.is_compiling() and call.attn_mask is not None:
-            q, k, _ = call.tensors
-            keys = read_compiled(call.attn_mask, causal=causal, batch=q.shape[0], k_tokens=k.shape[-2])
-            return Visible(keys, causal)
-        visible = visible_keys(call, self._masks)
-        if visible is None:
-            return PATTERN
-        # The only query of a decoding step sees every key, causal or not.
-        if visible.causal != causal and call.query.shape[-2] != 1:
-            return _CAUSALITY
-        return visible
+        mask = call.mask
+        if mask is None or not torch.compiler.is_compiling():
+            visible = visible_keys(call)
+            return PATTERN if visible is None else call.mismatch(backend.problem, visible.causal) or visible
+        # A mask in a compiled graph has the causality of the backend, or else the graph fails.
+        causal = backend.problem.causal or call.is_causal
+        mismatch = call.mismatch(backend.problem, causal)
+        if mismatch is not None:
+            return mismatch
+        q, k, _ = call.tensors
+        keys = read_compiled(
+            mask, causal=causal, is_causal=call.is_causal, batch=q.shape[0], k_tokens=k.shape[-2]
+        )
+        return Visible(keys, causal)
+
+    def check_number(self, number: int) -> None:
+        """Refuse a run with a skipped call, which shifts the numbers of later calls.
+
+        Raises:
+            UnsupportedError: If a run makes calls, but fewer than the example.
+        """
+        if 0 < number < self.num_calls:
+            raise UnsupportedError(
+                f"{self.owner or 'model'} makes {number} of the {self.num_calls} calls of the example, and "
+                "backends are assigned by the number of the call: replace with an example of such a run."
+            )
 
     def _exact(self, number: str, call: Call, reason: str) -> Tensor:
         if self.strict:
             raise UnsupportedError(f"{Site(self.owner, int(number))} cannot be served: {reason}.")
         if not torch.compiler.is_compiling():
-            self.calls[number][reason] += 1
+            self.calls.setdefault(number, Counter())[reason] += 1
         return call.exact()
 
 
@@ -91,21 +104,28 @@ class _Serving(AttentionMode):
 
     def __init__(self, backends: SiteBackends) -> None:
         super().__init__()
-        self._backends, self._number = backends, 0
+        self._backends, self.number = backends, 0
 
     def attend(self, call: Call) -> Tensor:
-        number, self._number = str(self._number), self._number + 1
+        number, self.number = str(self.number), self.number + 1
         return self._backends.attend(number, call)
 
     def unreached(self, reason: str) -> None:
+        self.number += 1
         if self._backends.strict:
             raise UnsupportedError(f"{self._backends.owner} cannot be served: {reason}.")
 
 
 def _forward(module: nn.Module, before: Callable[..., Any] | None, *args: Any, **options: Any) -> Any:
     """The forward of a module with backends; `before` is the forward that its instance had."""
-    with _Serving(getattr(module, ATTRIBUTE)):
-        return type(module).forward(module, *args, **options) if before is None else before(*args, **options)
+    backends = getattr(module, ATTRIBUTE)
+    serving = _Serving(backends)
+    with serving:
+        output = (
+            type(module).forward(module, *args, **options) if before is None else before(*args, **options)
+        )
+    backends.check_number(serving.number)
+    return output
 
 
 def _nothing(module: nn.Module, args: Any) -> None:
@@ -162,9 +182,9 @@ def replace(
     """Serve the attention of a model by a backend, whatever library the model is from.
 
     The example shows the call sites and their shapes; it is run once without gradients, in evaluation.
-    A site keeps its backend at other lengths. Calls that a backend cannot serve stay exact and are counted
-    with their reason. `torch.compile(model, fullgraph=True)` keeps the whole graph; masks are then checked
-    when the graph runs.
+    A site keeps its backend at other lengths and scales. Calls that a backend cannot serve stay exact and are
+    counted with their reason. A run of a module that skips a call of the example raises `UnsupportedError`.
+    `torch.compile(model, fullgraph=True)` keeps the whole graph; masks are then checked when the graph runs.
 
     Args:
         model: The model, changed in place; `undo()` of the result reverts it.
@@ -193,7 +213,8 @@ def replace(
     finding.check(strict=strict)
     replaced = Replaced(served=finding.served, left=finding.left, _owners={}, _restore=[])
     for name, backends in finding.backends.items():
-        _install(replaced, model.get_submodule(name), name, SiteBackends(name, backends, strict=strict))
+        module = SiteBackends(name, backends, num_calls=finding.num_calls(name), strict=strict)
+        _install(replaced, model.get_submodule(name), name, module)
     layers = list(replaced._owners.values())
     for encoder in nesting(model, layers):
         # In evaluation the encoder would pack padded sequences into nested tensors and drop the mask.

@@ -23,7 +23,7 @@ from transformers.masking_utils import (
 )
 
 from efficient_attn.errors import UnsupportedError
-from efficient_attn.integrations.intercept.masks import MaskReader
+from efficient_attn.integrations.intercept.masks import read
 from efficient_attn.integrations.transformers.patterns import (
     CAUSAL,
     FULL,
@@ -41,9 +41,6 @@ _DESCRIBING = {
     *("is_neg", "_is_view", "storage_offset", "untyped_storage", "__len__", "__repr__"),
 }
 _MOVING = {"to", "cpu", "cuda", "contiguous", "clone", "detach"}
-
-# Layers share their mask, and a mask that was not made here is read once.
-_READER = MaskReader()
 
 
 class Visible(NamedTuple):
@@ -216,7 +213,9 @@ def visible_in(mask: Any, batch: int, queries: int, keys: int, *, causal: bool) 
         )
     check_no_pairs("attention_mask", f"is a mask {list(mask.shape)} of queries and keys")
     fits = mask.ndim == 4 and mask.shape[-1] in (1, keys) and mask.shape[0] in (1, batch)
-    shown = _READER.visible(mask, batch=batch, q_tokens=queries, k_tokens=keys) if fits else None
+    # A mask that is learned is a bias, zero at first or not.
+    fits = fits and not mask.requires_grad
+    shown = read(mask, batch=batch, q_tokens=queries, k_tokens=keys) if fits else None
     if shown is None:
         return Visible(Pattern(None, None, f"a mask {list(mask.shape)} of queries and keys"), 0, keys, None)
     triangle = shown.causal or (causal and queries == 1)

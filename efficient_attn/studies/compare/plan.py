@@ -135,21 +135,10 @@ def _subjects(
         num_heads=workload.num_heads,
         head_dim=workload.head_dim,
         layers=None if layer is None else [layer],
+        seq_len=seq_len,
         seed=workload.seed,
         causal=workload.causal,
     )
-    shapes = {(one.causal, *(tensor.shape for tensor in one.activations)) for one in chosen}
-    if len(shapes) > 1:
-        name = chosen[0].name.partition("(")[0]
-        raise OptionError(
-            f"layers of {name} differ in shape or causality; name one of them: --layer N, layer=N."
-        )
-    q, k, _ = chosen[0].activations
-    if q.shape[-2] != k.shape[-2]:
-        raise OptionError(
-            f"inputs {chosen[0].name} have {q.shape[-2]} queries for {k.shape[-2]} keys; the numbers must be "
-            "equal."
-        )
     found = tuple(
         one.placed(
             dtype=workload.dtype,
@@ -160,6 +149,18 @@ def _subjects(
         )
         for one in chosen
     )
+    shapes = {(one.causal, *(tensor.shape for tensor in one.activations)) for one in found}
+    if len(shapes) > 1:
+        name = found[0].name.partition("(")[0]
+        raise OptionError(
+            f"layers of {name} differ in shape or causality; name one of them: --layer N, layer=N."
+        )
+    q, k, _ = found[0].activations
+    if q.shape[-2] != k.shape[-2]:
+        raise OptionError(
+            f"inputs {found[0].name} have {q.shape[-2]} queries for {k.shape[-2]} keys; the numbers must be "
+            "equal."
+        )
     for variant in variants:
         try_options(variant, found[0])
     return found

@@ -16,8 +16,8 @@ from efficient_attn.integrations.called import CalledModel
 from efficient_attn.integrations.called_capture import site_notes
 from efficient_attn.integrations.called_outputs import output_vector
 from efficient_attn.integrations.intercept.backends import seed_of
-from efficient_attn.integrations.intercept.calls import AttentionMode, Call
-from efficient_attn.integrations.intercept.finding import OUTER, inside
+from efficient_attn.integrations.intercept.calls import CALL_SDPA, AttentionMode, Call
+from efficient_attn.integrations.intercept.finding import OUTER, UNEVEN, inside, uneven_modules
 from efficient_attn.integrations.intercept.measured import MeasuredSite, measure
 from efficient_attn.integrations.intercept.replaced import SiteBackends, replace
 from efficient_attn.integrations.intercept.sites import Site
@@ -66,6 +66,7 @@ class CallSubject:
             output = output_vector(called.seeded())
         _check(called, output)
         modules = {site.module for site in measured.sites}
+        uneven = uneven_modules({site: one.calls for site, one in measured.sites.items()})
         numbered = [one for one in measured.sites.values() if "all" not in one.exact_because]
         chosen: dict[int, MeasuredSite] = {}
         left = {str(one.site): one.exact_because.get("all", "") for one in measured.sites.values()}
@@ -74,15 +75,17 @@ class CallSubject:
                 left[str(one.site)] = _CROSS
             elif any(other != one.site.module and inside(other, one.site.module) for other in modules):
                 left[str(one.site)] = OUTER
+            elif one.site.module in uneven:
+                left[str(one.site)] = UNEVEN
             else:
                 chosen[number] = one
                 del left[str(one.site)]
         left |= dict(measured.not_reached)
         if not chosen:
-            why = next((f" {site}: {why}." for site, why in left.items()), "")
+            why = next((f"{site}: {why}" for site, why in left.items()), CALL_SDPA)
             raise UnsupportedError(
                 f"{called.name} never calls F.scaled_dot_product_attention with self-attention that a "
-                f"backend can serve.{why}"
+                f"backend can serve: {why}."
             )
         first = next(iter(chosen.values()))
         batch, num_heads, num_kv_heads, tokens, _, head_dim = first.shape
