@@ -134,7 +134,9 @@ def test_exact_attention_in_a_decoder_follows_the_mask_of_each_call(
 
     def output() -> Tensor:
         # torch wants both masks of one kind.
-        hidden = padding if pattern is None or padding is None else torch.where(padding, -torch.inf, 0.0).double()
+        hidden = padding
+        if pattern is not None and padding is not None:
+            hidden = torch.where(padding, -torch.inf, 0.0).double()
         return layer(X, MEMORY, tgt_mask=pattern, tgt_key_padding_mask=hidden)
 
     before = output()
