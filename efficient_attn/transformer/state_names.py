@@ -1,4 +1,4 @@
-"""Further names of submodules in state dicts: former ones, for one release, and those of torch's layers."""
+"""Former names of submodules in state dicts, for one release, and names in torch's own layers."""
 
 from collections.abc import Mapping
 from functools import partial
