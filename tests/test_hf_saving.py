@@ -11,7 +11,8 @@ from safetensors.torch import load_file, save_file
 
 transformers = pytest.importorskip("transformers", minversion="5.14", reason="the extra [hf] is missing")
 
-from hf_models import bert, gemma3, gpt2, inputs, llama, modernbert
+from hf_models import NO_DROPOUT, SIZES, bert, gemma3, gpt2, inputs, llama, modernbert
+from hf_models import saved as saved_with_tokenizer
 
 import efficient_attn as ea
 from efficient_attn.backend import Backend
@@ -98,6 +99,25 @@ def test_a_plan_fits_a_model_with_and_without_its_head(tmp_path):
     with torch.no_grad():
         expected = model.model(ids).last_hidden_state
         assert torch.equal(load(tmp_path / "body")(ids).last_hidden_state, expected)
+
+
+def test_an_encoder_that_was_saved_without_its_pooler_has_none_again(tmp_path):
+    config = transformers.BertConfig(**SIZES, **NO_DROPOUT)
+    model = transformers.BertModel(config, add_pooling_layer=False).eval()
+    ids = inputs()["input_ids"]
+    with torch.no_grad():
+        expected = model(ids).last_hidden_state
+        output = open_model(saved_with_tokenizer(model, tmp_path / "exact")).model(ids)
+        assert torch.equal(output.last_hidden_state, expected) and output.pooler_output is None
+        attach(model, "window", window=3).save_pretrained(tmp_path / "window")
+        assert torch.equal(load(tmp_path / "window")(ids).last_hidden_state, model(ids).last_hidden_state)
+
+
+def test_a_pooler_that_is_missing_in_part_is_refused(tmp_path):
+    saved_with_tokenizer(transformers.BertModel(transformers.BertConfig(**SIZES)), tmp_path)
+    change_tensors(tmp_path, lambda tensors: tensors.pop("pooler.dense.bias"))
+    with pytest.raises(DataError, match=r"it lacks pooler\.dense\.bias"):
+        open_model(tmp_path)
 
 
 def test_plain_from_pretrained_runs_no_model_without_its_backends(saved):

@@ -99,6 +99,27 @@ def test_few_key_heads_serve_groups_of_query_heads() -> None:
         torch.testing.assert_close(few(sequence(), context), expected, rtol=1e-12, atol=1e-12)
 
 
+# In Qwen3 and Gemma head_dim is not model_dim / num_heads either; the last two do not divide model_dim.
+@pytest.mark.parametrize("heads", [(4, 2, 8), (3, 1, 10), (3, 3, 6)])
+@pytest.mark.parametrize("cross", [False, True])
+def test_heads_have_the_dim_that_is_given(heads: tuple[int, int, int], cross: bool) -> None:
+    torch.manual_seed(0)
+    num_heads, kv_heads, dim = heads
+    ours = ea.AttentionLayer(DIM, num_heads, num_kv_heads=kv_heads, head_dim=dim, scale=0.2).double()
+    disturb(ours, seed=1)
+    x = sequence()
+    keys = sequence(CONTEXT, seed=1) if cross else x
+    sizes = [num_heads * dim, kv_heads * dim, kv_heads * dim]
+    parts = zip(
+        (x, keys, keys), ours.in_proj_weight.split(sizes), ours.in_proj_bias.split(sizes), strict=True
+    )
+    q, k, v = ((y @ weight.mT + bias).unflatten(-1, (-1, dim)).transpose(1, 2) for y, weight, bias in parts)
+    k, v = (y.repeat_interleave(num_heads // kv_heads, dim=1) for y in (k, v))
+    expected = ours.out_proj(((0.2 * q @ k.mT).softmax(-1) @ v).transpose(1, 2).flatten(2))
+    got = ours(x, keys if cross else None)
+    torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize("name", [n for n in ea.list_backends() if ea.spec(n).capabilities.key_mask])
 def test_a_masked_key_never_matters_to_real_tokens(name: str) -> None:
     ours, x, real = layer(name), sequence(), mask(TOKENS)
@@ -161,11 +182,13 @@ def test_gradients_reach_every_parameter_and_are_finite(name: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "error", "match"),
     [
-        ({"num_heads": 3}, ea.OptionError, "model_dim=16 is not divided by num_heads=3"),
+        ({"num_heads": 3}, ea.OptionError, "model_dim=16 is not divided by num_heads=3: give head_dim"),
         ({"num_kv_heads": 3}, ea.OptionError, "num_heads=4 is not divided by num_kv_heads=3"),
         ({"num_heads": 0}, ea.OptionError, "num_heads is at least 1"),
         ({"num_kv_heads": 0}, ea.OptionError, "num_kv_heads is at least 1"),
-        ({"window": 3}, ea.UnknownNameError, "No option of backend 'exact' is called 'window'"),
+        ({"window": 3}, ea.UnknownNameError, "option of 'exact' is called 'window'"),
+        ({"head_dim": 0}, ea.OptionError, "head_dim is at least 1"),
+        ({"norm_eps": -1.0}, ea.OptionError, "norm_eps is a finite number above 0"),
         ({"backend": "linformer", "causal": True}, ea.UnsupportedError, "'linformer' cannot be causal"),
     ],
 )

@@ -39,6 +39,17 @@ def test_a_block_with_rms_norm_and_a_gated_network_is_its_formula(activation, ga
     assert not any("bias" in name for name, _ in block.named_parameters())
 
 
+@pytest.mark.parametrize(
+    ("activation", "function"),
+    [("gelu-tanh", lambda x: F.gelu(x, approximate="tanh")), ("silu", F.silu)],
+)
+def test_plain_networks_have_the_activation_of_their_name(activation, function):
+    torch.manual_seed(0)
+    block = ea.TransformerBlock(DIM, HEADS, feed_forward_dim=WIDE, activation=activation).double()
+    network, x = block.feed_forward, sequence()
+    torch.testing.assert_close(network(x), network.down(function(network.up(x))), rtol=1e-12, atol=1e-12)
+
+
 def test_normed_queries_and_keys_bound_the_scores_whatever_the_input():
     torch.manual_seed(0)
     layer = ea.AttentionLayer(DIM, HEADS, qk_norm=True, num_kv_heads=2).double()
@@ -98,6 +109,21 @@ def test_a_list_of_backends_is_repeated_over_the_layers():
     ids = torch.randint(11, (1, 6))
     direct, (streamed, _) = model(ids), model.extend(ids)
     torch.testing.assert_close(direct, streamed, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("positions", ["rotary", "relative"])
+def test_heads_of_a_stack_may_be_wider_than_its_model(positions):
+    torch.manual_seed(0)
+    stack = ea.Encoder(
+        DIM, 3, **SMALL, num_kv_heads=1, head_dim=16, qk_norm=True, positions=positions, causal=True
+    ).double()
+    x = sequence()
+    first, state = stack.extend(x[:, :4])
+    second, _ = stack.extend(x[:, 4:], state)
+    torch.testing.assert_close(torch.cat([first, second], dim=1), stack(x), rtol=1e-10, atol=1e-10)
+    decoder = ea.Decoder(DIM, 3, **SMALL, head_dim=16).double()
+    assert {m.head_dim for m in decoder.modules() if isinstance(m, ea.AttentionLayer)} == {16}
+    assert decoder(x, x).shape == x.shape
 
 
 def test_linformers_of_a_mixed_stack_share_their_projection_among_themselves():

@@ -74,6 +74,10 @@ def test_causal_calls(causal: bool, weights: bool, padded: bool) -> None:
         assert_same_call(theirs, ours, [x] * 3, **call)
     call = {"attn_mask": as_numbers(LATER), "is_causal": True, **masks(TOKENS, "numbers on keys")}
     assert_same_call(theirs, ours, [x] * 3, need_weights=weights, **call)
+    if weights or padded:
+        # torch then reads the mask, whatever the hint.
+        call = {**masks(TOKENS, "both" if padded else "pattern"), "is_causal": True, "need_weights": weights}
+        assert_same_call(*twins(batch_first=True), [x] * 3, **call)
     # The mask may be left out, which torch refuses.
     torch.testing.assert_close(
         ours(x, x, x, is_causal=True, need_weights=weights)[0],

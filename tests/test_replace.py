@@ -92,12 +92,9 @@ def test_an_encoder_calls_the_backend_whichever_way_it_runs(
 
 
 @pytest.mark.parametrize("padding", [None, PADDING])
-@pytest.mark.parametrize("backend", ["exact", "performer-positive"])
-def test_a_decoder_is_causal_in_itself_and_not_towards_the_encoder(
-    backend: str, padding: Tensor | None
-) -> None:
+def test_a_decoder_is_causal_in_itself_and_not_towards_the_encoder(padding: Tensor | None) -> None:
     model = nn.Transformer(DIM, HEADS, 2, 2, 32, dropout=0.0, batch_first=True).double()
-    replaced = ea.replace_attention(model, backend, **OPTIONS[backend])
+    replaced = ea.replace_attention(model, "performer-positive", num_features=8)
     causal = {name: layer.backend.problem.causal for name, layer in replaced.layers.items()}
     assert [name for name in causal if causal[name]] == [f"decoder.layers.{i}.self_attn" for i in range(2)]
     assert len(causal) == 6
@@ -125,6 +122,26 @@ def test_exact_attention_in_the_place_of_torchs_changes_nothing(padding: Tensor 
     before = outputs()
     ea.replace_attention(model, "exact")
     torch.testing.assert_close(outputs(), before, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("padding", [None, PADDING])
+@pytest.mark.parametrize("pattern", [None, LATER, LATER.mT], ids=["all keys", "causal", "another pattern"])
+@pytest.mark.parametrize("backend", ["exact", "exact-dense"])
+def test_exact_attention_in_a_decoder_follows_the_mask_of_each_call(
+    backend: str, pattern: Tensor | None, padding: Tensor | None
+) -> None:
+    layer = nn.TransformerDecoderLayer(DIM, HEADS, 32, dropout=0.0, batch_first=True).double()
+
+    def output() -> Tensor:
+        # torch wants both masks of one kind.
+        hidden = padding
+        if pattern is not None and padding is not None:
+            hidden = torch.where(padding, -torch.inf, 0.0).double()
+        return layer(X, MEMORY, tgt_mask=pattern, tgt_key_padding_mask=hidden)
+
+    before = output()
+    ea.replace_attention(layer, backend)
+    torch.testing.assert_close(output(), before, rtol=0, atol=1e-12)
 
 
 def test_torchs_own_paths_would_have_gone_past_the_backend() -> None:

@@ -6,7 +6,7 @@ import pickle
 import pytest
 import torch
 from torch import Tensor, nn
-from torch_peers import DECODER, ENCODER, copy_weights
+from torch_peers import copy_weights
 
 import efficient_attn as ea
 
@@ -70,11 +70,10 @@ def test_the_base_model_has_its_44_million_parameters() -> None:
     assert num_parameters(ea.Encoder(norm="pre")) == 18_914_304 + 2 * 512
 
 
-def torchs_transformer(norm: str) -> nn.Transformer:
-    """Torch's own stacks, with norms at the end of pre-norm ones only."""
-    first = norm == "pre"
-    common = {"dropout": 0.0, "batch_first": True, "norm_first": first}
-    ends = [nn.LayerNorm(DIM) if first else None for _ in range(2)]
+def torchs_transformer(norm: str, final_norm: bool) -> nn.Transformer:
+    """Torch's own stacks, with or without a norm after the last block."""
+    common = {"dropout": 0.0, "batch_first": True, "norm_first": norm == "pre"}
+    ends = [nn.LayerNorm(DIM) if final_norm else None for _ in range(2)]
     encoder_layer = nn.TransformerEncoderLayer(DIM, HEADS, WIDE, **common)
     decoder_layer = nn.TransformerDecoderLayer(DIM, HEADS, WIDE, **common)
     return nn.Transformer(
@@ -90,10 +89,9 @@ def torchs_transformer(norm: str) -> nn.Transformer:
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("norm", NORMS)
 def test_exact_stacks_are_torchs_transformer(norm: str, masked: bool, training: bool) -> None:
-    theirs = torchs_transformer(norm)
+    theirs = torchs_transformer(norm, final_norm=norm == "pre")
     ours = ea.Transformer(DIM, HEADS, **SMALL, norm=norm, positions=None)
-    copy_weights(theirs.encoder, ours.encoder, ENCODER)
-    copy_weights(theirs.decoder, ours.decoder, DECODER)
+    copy_weights(theirs, ours)
     theirs.train(training), ours.train(training)
     source, target = sequence(CONTEXT, dtype=torch.float32), sequence(seed=1, dtype=torch.float32)
     real, target_real = (mask(CONTEXT), mask(TOKENS)) if masked else (None, None)
@@ -108,6 +106,31 @@ def test_exact_stacks_are_torchs_transformer(norm: str, masked: bool, training: 
             tgt_key_padding_mask=None if target_real is None else ~target_real,
         )
     assert (got - expected).norm() < 1e-6 * expected.norm()
+
+
+@pytest.mark.parametrize("final_norm", [False, True])
+@pytest.mark.parametrize("norm", NORMS)
+def test_stacks_load_the_weights_of_torchs_and_give_its_outputs_bit_by_bit(
+    norm: str, final_norm: bool
+) -> None:
+    theirs = torchs_transformer(norm, final_norm)
+    common = {"norm": norm, "final_norm": final_norm, "positions": None}
+    ours = ea.Encoder(DIM, HEADS, **SMALL, **common), ea.Decoder(DIM, HEADS, **SMALL, **common)
+    for theirs_, ours_ in zip((theirs.encoder, theirs.decoder), ours, strict=True):
+        copy_weights(theirs_, ours_)
+    source, target = sequence(CONTEXT, dtype=torch.float32), sequence(seed=1, dtype=torch.float32)
+    later = nn.Transformer.generate_square_subsequent_mask(TOKENS)
+    context = theirs.encoder(source)
+    assert torch.equal(ours[0](source), context)
+    assert torch.equal(ours[1](target, context), theirs.decoder(target, context, tgt_mask=later))
+
+
+def test_a_decoder_without_cross_attention_loads_torchs_encoder() -> None:
+    theirs, x = torchs_transformer("pre", final_norm=True).encoder, sequence(dtype=torch.float32)
+    ours = ea.Decoder(DIM, HEADS, **SMALL, norm="pre", positions=None, cross_backend=None)
+    copy_weights(theirs, ours)
+    later = nn.Transformer.generate_square_subsequent_mask(TOKENS)
+    assert torch.equal(ours(x), theirs(x, mask=later, is_causal=True))
 
 
 # Every backend, with positions inside it, and every kind of positions and norm around one backend.
@@ -300,6 +323,74 @@ def test_what_is_no_stack_or_no_embedding_is_refused_in_one_line() -> None:
         encoder()(torch.zeros(2, 3, dtype=torch.int64))
     with pytest.raises(ea.UnsupportedError, match="extend needs a causal backend"):
         encoder().extend(sequence())
+
+
+@pytest.mark.parametrize("kind", [ea.Encoder, ea.Decoder, ea.Transformer])
+def test_norms_of_a_stack_have_the_epsilon_that_it_was_given(kind: type[nn.Module]) -> None:
+    for norm_type in ("layer", "rms"):
+        common = {"norm": "pre", "norm_type": norm_type, "qk_norm": True}
+        ours = kind(DIM, HEADS, **SMALL, **common, norm_eps=1e-3)
+        norms = [module for module in ours.modules() if isinstance(module, (nn.LayerNorm, nn.RMSNorm))]
+        assert len(norms) > 4 * LAYERS and {module.eps for module in norms} == {1e-3}
+    with pytest.raises(ea.OptionError, match="norm_eps is a finite number above 0"):
+        kind(DIM, HEADS, **SMALL, norm_eps=0.0)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        ea.Encoder,
+        ea.Decoder,
+        ea.Transformer,
+        lambda *sizes, max_tokens, feed_forward_dim, **rest: ea.LanguageModel(*sizes, **rest),
+    ],
+    ids=["encoder", "decoder", "transformer", "language model"],
+)
+def test_stacks_are_built_in_a_dtype_and_on_a_device(make: object) -> None:
+    ours = make(
+        DIM, HEADS, "performer-positive", num_features=8, **SMALL, device="meta", dtype=torch.bfloat16
+    )
+    assert {x.device.type for x in (*ours.parameters(), *ours.buffers())} == {"meta"}
+    # Random features stay in float32.
+    assert {x.dtype for x in ours.parameters()} == {torch.bfloat16}
+
+
+MISSPELT = [
+    (lambda **more: ea.Encoder(DIM, HEADS, **more), "num_layer", "Encoder", "num_layers"),
+    (lambda **more: ea.Decoder(DIM, HEADS, **more), "cross_backnd", "Decoder", "cross_backend"),
+    (lambda **more: ea.Transformer(DIM, HEADS, **more), "decoder_backnd", "Transformer", "decoder_backend"),
+    (
+        lambda **more: ea.LanguageModel(DIM, HEADS, num_layers=2, **more),
+        "vocab",
+        "LanguageModel",
+        "vocabulary",
+    ),
+    (
+        lambda **more: ea.Encoder(DIM, HEADS, ["exact", "window"], num_layers=2, **more),
+        "windw",
+        "Encoder",
+        "window",
+    ),
+    (
+        lambda **more: ea.TransformerBlock(DIM, HEADS, feed_forward_dim=WIDE, **more),
+        "norm_kind",
+        "TransformerBlock",
+        "norm_type",
+    ),
+    (lambda **more: ea.AttentionLayer(DIM, HEADS, **more), "qk_nrm", "AttentionLayer", "qk_norm"),
+]
+
+
+@pytest.mark.parametrize(("make", "misspelt", "kind", "meant"), MISSPELT)
+def test_an_argument_that_a_stack_lacks_is_refused_with_the_arguments_of_the_stack(
+    make: object, misspelt: str, kind: str, meant: str
+) -> None:
+    with pytest.raises(
+        ea.UnknownNameError, match=f"No argument of {kind} or option of 'exact'.*'{misspelt}'"
+    ) as refusal:
+        make(**{misspelt: 2})
+    known = str(refusal.value).partition("Known: ")[2].rstrip(".").split(", ")
+    assert {meant, "head_dim", "max_distance"} <= set(known)
 
 
 def test_state_dicts_with_the_former_names_of_submodules_still_load() -> None:

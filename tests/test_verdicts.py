@@ -13,6 +13,8 @@ from efficient_attn.stats.noise_warnings import DURING
 from efficient_attn.studies.compare.view import sentences as compare_sentences
 from efficient_attn.studies.reading import read
 from efficient_attn.studies.swap.view import sentences as swap_sentences
+from efficient_attn.studies.swap.view import tables as swap_tables
+from efficient_attn.studies.view import NOT_MEASURED
 
 SPREAD = [1 + step / 1000 for step in range(-4, 5)]
 PLACE = {"inputs": "encoder(layer=1)", "num_heads": 12, "head_dim": 32}
@@ -165,6 +167,13 @@ def test_an_interrupted_swap_names_the_candidates_it_did_not_measure():
 def test_a_complete_swap_names_no_missing_candidates():
     (told,) = swap_sentences(SWAPPED, {CANDIDATES: ["window"]})
     assert "so far" not in told and "Not measured" not in told and "2.50x as fast as before" in told
+
+
+def test_exact_attention_in_the_place_of_a_models_own_has_no_speed():
+    (table,) = swap_tables([*SWAPPED, *swapped("exact", 0.0, 0.0075)], {})
+    speed = table.columns.index("speed, own = 1")
+    speeds = {row[0]: row[speed].partition(" ")[0] for row in table.rows}
+    assert speeds == {OWN: "1", "window": "2.50x", "exact": NOT_MEASURED}
 
 
 def test_the_speed_of_a_swap_is_open_on_a_busy_machine_and_within_the_noise():

@@ -16,6 +16,7 @@ from efficient_attn.integrations.pytorch_masks import Masks, added, read_masks
 from efficient_attn.modules.options import probability
 from efficient_attn.ops.softmax.biased import biased_attention, biased_weights
 from efficient_attn.ops.softmax.definition import apply_weights, causal_mask
+from efficient_attn.ops.softmax.fused import fused_attention
 from efficient_attn.problem import positive_count
 from efficient_attn.sharded_checks import check_alone
 
@@ -139,6 +140,7 @@ class MultiheadAttention(nn.MultiheadAttention):
             key_padding_mask,
             attn_mask,
             is_causal,
+            need_weights=need_weights,
             num_heads=self.num_heads,
             queries=rows[0],
             keys=rows[1],
@@ -180,18 +182,25 @@ class MultiheadAttention(nn.MultiheadAttention):
     ) -> tuple[Tensor, Tensor | None]:
         """Output of all heads [batch heads queries head_dim], and the weights if requested."""
         key_mask, bias, causal = masks
-        if bias is None and not need_weights:
+        if bias is None and not need_weights and causal == self.backend.problem.causal:
             return self.backend(*qkv, key_mask=key_mask), None
         # Only exact backends get here, for which weights and patterns are defined for every kernel.
+        if getattr(self.backend.options, "max_distance", 0):
+            raise UnsupportedError(
+                "A layer with max_distance returns no weights and takes no mask but its own pattern: build "
+                "it with causal=True for the causal mask, or without max_distance."
+            )
         q, k, v = qkv
         check_alone()
         check_whole(q=q, k=k, v=v, key_mask=key_mask)
         scale, dropout = self.backend.problem.factor, self.dropout if self.training else 0.0
+        if bias is None and not need_weights:
+            out = fused_attention(q, k, v, scale=scale, causal=causal, key_mask=key_mask, dropout=dropout)
+            return out, None
         if causal:
             later = added(~causal_mask(q.shape[2], k.shape[2], q.device), q)
             bias = later if bias is None else later + bias
-        if not need_weights:
-            assert bias is not None, "without a bias the backend is called"
+        if bias is not None and not need_weights:
             out = biased_attention(q, k, v, scale=scale, bias=bias, key_mask=key_mask, dropout=dropout)
             return out, None
         weights = F.dropout(biased_weights(q, k, scale=scale, bias=bias, key_mask=key_mask), dropout)

@@ -31,6 +31,7 @@ def read_masks(
     attn_mask: Tensor | None,
     is_causal: bool,
     *,
+    need_weights: bool,
     num_heads: int,
     queries: Tensor,
     keys: Tensor,
@@ -48,6 +49,10 @@ def read_masks(
         shapes = [(q_tokens, k_tokens), (batch * num_heads, q_tokens, k_tokens)]
         _check(attn_mask, "attn_mask", shapes, "[queries, keys] or [batch · num_heads, queries, keys]")
     key_mask, key_bias = _padding(backend, key_padding_mask)
+    # As in torch's layer, the hint replaces the mask in a call without padding and weights.
+    hint = attn_mask is None or (key_padding_mask is None and not need_weights)
+    if backend.spec.capabilities.exact and is_causal and hint and q_tokens == k_tokens:
+        return Masks(key_mask, key_bias, causal=True)
     pattern = _pattern(backend, attn_mask, is_causal, q_tokens, k_tokens, queries)
     if pattern is not None and pattern.ndim == 3:
         pattern = pattern.unflatten(0, (batch, num_heads))
@@ -111,8 +116,8 @@ def _pattern(
         (is_causal and q_tokens == k_tokens) or _is_triangle(mask, q_tokens, k_tokens, backend)
     ):
         return None
-    if backend.spec.capabilities.exact:
-        return added(mask if mask is not None else ~causal_mask(q_tokens, k_tokens, like.device), like)
+    if mask is not None and backend.spec.capabilities.exact:
+        return added(mask, like)
     if built_causal:
         raise UnsupportedError(
             f"attn_mask is not the causal mask, and backend {name!r} supports no other pattern: "

@@ -11,6 +11,7 @@ from efficient_attn.backend import Backend
 from efficient_attn.backends import resolve
 from efficient_attn.errors import AttentionError, UnknownNameError, UnsupportedError
 from efficient_attn.integrations.pytorch import MultiheadAttention, build_for, use_backend
+from efficient_attn.registry import BackendSpec
 from efficient_attn.transformer.parts import seeded, share_layers
 from efficient_attn.transformer.seeds import spawn_seeds
 
@@ -64,8 +65,9 @@ def replace_attention(
         model: The model, modified in place.
         backend: Any argument of `build`: a name, file.py:object, a module or a function.
         only: Shell-style pattern of the names of the layers to replace: "encoder.*", "*.self_attn".
-        causal: Whether the layers are causal; None: only self_attn of nn.TransformerDecoderLayer is.
-            Cross-attention, such as multihead_attn there, is never causal.
+        causal: Whether the layers are causal; None: exact backends follow each call, and of the others only
+            self_attn of nn.TransformerDecoderLayer is causal. Cross-attention, such as multihead_attn there,
+            is never causal.
         dropout: Probability of dropping an attention weight; None keeps the value of each layer.
         max_tokens: Maximum sequence length, for backends that require it.
         seed: Random seed, from which each layer's random features get a seed of their own.
@@ -84,7 +86,7 @@ def replace_attention(
                 layer.head_dim,
                 layer.num_heads,
                 dropout=layer.dropout if dropout is None else dropout,
-                causal=_causal(model, name, causal),
+                causal=_causal(model, name, spec, causal),
                 max_tokens=max_tokens,
                 **seeded(spec, options, layer_seed),
             )
@@ -128,9 +130,10 @@ def _in_decoder_layer(model: nn.Module, name: str) -> bool:
     return isinstance(model.get_submodule(name.rpartition(".")[0]), nn.TransformerDecoderLayer)
 
 
-def _causal(model: nn.Module, name: str, causal: bool | None) -> bool:
+def _causal(model: nn.Module, name: str, spec: BackendSpec, causal: bool | None) -> bool:
     if causal is None:
-        return name.endswith("self_attn") and _in_decoder_layer(model, name)
+        decodes = name.endswith("self_attn") and _in_decoder_layer(model, name)
+        return decodes and not spec.capabilities.exact
     return causal and not _reads_another_sequence(model, name)
 
 

@@ -4,27 +4,54 @@ A post-norm block is LayerNorm(x + sublayer(x)) (Vaswani et al. 2017, section 3.
 x + sublayer(LayerNorm(x)) (Xiong et al. 2020), whose stack ends in a final norm.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from efficient_attn.backends import resolve
 from efficient_attn.errors import OptionError, UnsupportedError
-from efficient_attn.modules.options import one_of, probability
+from efficient_attn.modules.options import one_of, positive_number, probability
 from efficient_attn.problem import positive_count
 from efficient_attn.sharded_checks import check_alone
-from efficient_attn.transformer.former_names import accept_former_names
-from efficient_attn.transformer.layer import AttentionLayer, ContextKeys, LayerState, check_mask
+from efficient_attn.transformer.layer import (
+    AttentionLayer,
+    ContextKeys,
+    LayerState,
+    check_arguments,
+    check_mask,
+)
+from efficient_attn.transformer.state_names import accept_names
 
-_ACTIVATIONS = {"relu": nn.ReLU, "gelu": nn.GELU}
+_ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
+    "relu": nn.ReLU,
+    "gelu": nn.GELU,
+    "gelu-tanh": partial(nn.GELU, approximate="tanh"),
+    "silu": nn.SiLU,
+}
 # Gated feed-forward networks, named for the activation of the gate.
 _GATES = {"swiglu": nn.SiLU, "geglu": nn.GELU}
 NORMS = ("post", "pre")
 NORM_TYPES = {"layer": nn.LayerNorm, "rms": nn.RMSNorm}
 _FORMER_RESIDUALS = {
-    "attention_residual": "around_attention",
-    "cross_attention_residual": "around_cross_attention",
-    "feed_forward_residual": "around_feed_forward",
+    "around_attention": "attention_residual",
+    "around_cross_attention": "cross_attention_residual",
+    "around_feed_forward": "feed_forward_residual",
+}
+# Names in nn.TransformerEncoderLayer, whose last norm is norm2, and in nn.TransformerDecoderLayer.
+_TORCH_ENCODER = {
+    "self_attn": "attention",
+    "linear1": "feed_forward.up",
+    "linear2": "feed_forward.down",
+    "norm1": "attention_residual.norm",
+    "norm2": "feed_forward_residual.norm",
+}
+_TORCH_DECODER = {
+    **_TORCH_ENCODER,
+    "multihead_attn": "cross_attention",
+    "norm2": "cross_attention_residual.norm",
+    "norm3": "feed_forward_residual.norm",
 }
 
 
@@ -43,11 +70,13 @@ class DecoderBlockState(NamedTuple):
 class Residual(nn.Module):
     """Residual branch around a sublayer: dropout on its output, and the norm before or after."""
 
-    def __init__(self, model_dim: int, norm: str, norm_type: str, dropout: float) -> None:
+    def __init__(
+        self, model_dim: int, norm: str, norm_type: str, dropout: float, norm_eps: float | None = None
+    ) -> None:
         super().__init__()
         one_of("norm", norm, NORMS)
         probability("dropout", dropout)
-        self.norm = build_norm(norm_type, model_dim)
+        self.norm = build_norm(norm_type, model_dim, norm_eps)
         self.dropout = nn.Dropout(dropout)
         self._before = norm == "pre"
 
@@ -72,7 +101,7 @@ class FeedForward(nn.Module):
         self.down = nn.Linear(feed_forward_dim, model_dim)
         for linear in (self.up, self.down):
             nn.init.xavier_uniform_(linear.weight)
-        accept_former_names(self, up="widen", down="narrow")
+        accept_names(self, {"widen": "up", "narrow": "down"})
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(self.activation(self.up(x)))
@@ -102,10 +131,12 @@ def build_feed_forward(model_dim: int, feed_forward_dim: int, activation: str) -
     return network(model_dim, feed_forward_dim, activation)
 
 
-def build_norm(norm_type: str, model_dim: int) -> nn.Module:
+def build_norm(norm_type: str, model_dim: int, eps: float | None) -> nn.Module:
     """Layer normalisation, or division by the root mean square (Zhang and Sennrich 2019)."""
     one_of("norm_type", norm_type, NORM_TYPES)
-    return NORM_TYPES[norm_type](model_dim)
+    if eps is None:
+        return NORM_TYPES[norm_type](model_dim)
+    return NORM_TYPES[norm_type](model_dim, eps=positive_number("norm_eps", eps))
 
 
 class TransformerBlock(nn.Module):
@@ -113,13 +144,14 @@ class TransformerBlock(nn.Module):
 
     Args:
         backend: Backend, as for `build`.
-        activation: "relu", "gelu", or of a gated network "swiglu" or "geglu".
+        activation: "relu", "gelu", "gelu-tanh", "silu", or of a gated network "swiglu" or "geglu".
         norm: "post", after each residual branch, or "pre", before each.
         norm_type: "layer" or "rms".
+        norm_eps: Constant under the root of the norms; None: torch's.
         dropout: Dropout probability on residual branches, never on attention weights.
         positions: "rotary", "relative" or None; a stack adds the other kinds to embeddings.
-        options: Further arguments of AttentionLayer: num_kv_heads, bias, qk_norm, rotary_base,
-            rotary_scaling, options of the backend.
+        options: Further arguments of AttentionLayer: num_kv_heads, head_dim, scale, bias, qk_norm,
+            rotary_base, rotary_scaling, options of the backend.
     """
 
     def __init__(
@@ -132,6 +164,7 @@ class TransformerBlock(nn.Module):
         activation: str = "relu",
         norm: str = "post",
         norm_type: str = "layer",
+        norm_eps: float | None = None,
         dropout: float = 0.0,
         positions: str | None = None,
         causal: bool = False,
@@ -139,6 +172,8 @@ class TransformerBlock(nn.Module):
         **options: Any,
     ) -> None:
         super().__init__()
+        backend = resolve(backend)
+        check_arguments(options, (TransformerBlock, AttentionLayer), [backend])
         self.attention = AttentionLayer(
             model_dim,
             num_heads,
@@ -146,12 +181,13 @@ class TransformerBlock(nn.Module):
             causal=causal,
             max_tokens=max_tokens,
             positions=positions,
+            norm_eps=norm_eps,
             **options,
         )
         self.feed_forward = build_feed_forward(model_dim, feed_forward_dim, activation)
-        self.attention_residual = Residual(model_dim, norm, norm_type, dropout)
-        self.feed_forward_residual = Residual(model_dim, norm, norm_type, dropout)
-        accept_former_names(self, **_FORMER_RESIDUALS)
+        self.attention_residual = Residual(model_dim, norm, norm_type, dropout, norm_eps)
+        self.feed_forward_residual = Residual(model_dim, norm, norm_type, dropout, norm_eps)
+        accept_names(self, _FORMER_RESIDUALS | _TORCH_ENCODER)
 
     def forward(self, x: Tensor, *, key_mask: Tensor | None = None) -> Tensor:
         """x [batch tokens model_dim] to the same shape; key_mask is bool [batch tokens]."""
@@ -174,7 +210,8 @@ class DecoderBlock(nn.Module):
 
     Args:
         cross_backend: Backend of the cross-attention, with capability `cross`. None: no cross-attention.
-        cross_options: Further arguments of the cross-attention layer, including options of its backend.
+        cross_options: Further arguments of the cross-attention layer, including options of its backend;
+            head_dim is the self-attention's by default.
 
     The other arguments are the same as of TransformerBlock. Rotary and relative positions apply to
     self-attention only, since distances between two sequences are undefined.
@@ -190,6 +227,7 @@ class DecoderBlock(nn.Module):
         activation: str = "relu",
         norm: str = "post",
         norm_type: str = "layer",
+        norm_eps: float | None = None,
         dropout: float = 0.0,
         positions: str | None = None,
         causal: bool = True,
@@ -201,19 +239,29 @@ class DecoderBlock(nn.Module):
         super().__init__()
         if causal is not True:
             raise OptionError("A decoder block is causal; without that it is a TransformerBlock.")
+        backend = resolve(backend)
+        check_arguments(options, (DecoderBlock, AttentionLayer), [backend])
         self.attention = AttentionLayer(
-            model_dim, num_heads, backend, causal=True, max_tokens=max_tokens, positions=positions, **options
+            model_dim,
+            num_heads,
+            backend,
+            causal=True,
+            max_tokens=max_tokens,
+            positions=positions,
+            norm_eps=norm_eps,
+            **options,
         )
         self.cross_attention: AttentionLayer | None = None
         if cross_backend is not None:
-            arguments = {"max_tokens": max_tokens, **(cross_options or {})}
+            shared = {"max_tokens": max_tokens, "head_dim": options.get("head_dim"), "norm_eps": norm_eps}
+            arguments = {**shared, **(cross_options or {})}
             self.cross_attention = AttentionLayer(model_dim, num_heads, cross_backend, **arguments)
             self.cross_attention.check_reads_context()
-            self.cross_attention_residual = Residual(model_dim, norm, norm_type, dropout)
+            self.cross_attention_residual = Residual(model_dim, norm, norm_type, dropout, norm_eps)
         self.feed_forward = build_feed_forward(model_dim, feed_forward_dim, activation)
-        self.attention_residual = Residual(model_dim, norm, norm_type, dropout)
-        self.feed_forward_residual = Residual(model_dim, norm, norm_type, dropout)
-        accept_former_names(self, **_FORMER_RESIDUALS)
+        self.attention_residual = Residual(model_dim, norm, norm_type, dropout, norm_eps)
+        self.feed_forward_residual = Residual(model_dim, norm, norm_type, dropout, norm_eps)
+        accept_names(self, _FORMER_RESIDUALS | (_TORCH_ENCODER if cross_backend is None else _TORCH_DECODER))
 
     def forward(
         self,

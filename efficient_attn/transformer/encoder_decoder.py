@@ -3,10 +3,12 @@
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from efficient_attn.errors import OptionError
 from efficient_attn.transformer.layer import check_mask
+from efficient_attn.transformer.parts import resolve_pairs
 from efficient_attn.transformer.seeds import spawn_seeds
 from efficient_attn.transformer.stack import Decoder, DecoderState, Encoder
 
@@ -34,6 +36,8 @@ class Transformer(nn.Module):
         activation: str = "relu",
         norm: str = "post",
         norm_type: str = "layer",
+        norm_eps: float | None = None,
+        final_norm: bool | None = None,
         dropout: float = 0.0,
         positions: str | None = "sinusoidal",
         max_tokens: int | None = None,
@@ -43,21 +47,28 @@ class Transformer(nn.Module):
         cross_backend: Any = "exact",
         cross_options: Mapping[str, Any] | None = None,
         checkpoint: bool = False,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
         **options: Any,
     ) -> None:
         super().__init__()
         if cross_backend is None:
             raise OptionError("A transformer's decoder reads its encoder: give a cross_backend, as 'exact'.")
+        backend = resolve_pairs(backend, options, Transformer)
         shared: dict[str, Any] = {
             "num_layers": num_layers,
             "feed_forward_dim": feed_forward_dim,
             "activation": activation,
             "norm": norm,
             "norm_type": norm_type,
+            "norm_eps": norm_eps,
+            "final_norm": final_norm,
             "dropout": dropout,
             "positions": positions,
             "max_tokens": max_tokens,
             "checkpoint": checkpoint,
+            "device": device,
+            "dtype": dtype,
         }
         seeds = spawn_seeds(seed, 2)
         if decoder_backend is None:

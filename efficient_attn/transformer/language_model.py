@@ -2,9 +2,11 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from efficient_attn.problem import positive_count
+from efficient_attn.transformer.parts import resolve_pairs
 from efficient_attn.transformer.stack import Encoder, EncoderState
 
 # Width of the feed-forward network, relative to the model.
@@ -20,7 +22,8 @@ class LanguageModel(nn.Module):
         positions: Kind of positions, as for `Encoder`.
         max_tokens: Longest sequence, for learned positions.
         seed: Random seed of the random features, spawned per layer; weights use PyTorch's global generator.
-        options: Options of the backend.
+        device, dtype: Device and dtype of parameters and buffers, as of torch's layers.
+        options: Further arguments of Encoder, including options of the backend.
     """
 
     def __init__(
@@ -34,6 +37,8 @@ class LanguageModel(nn.Module):
         positions: str | None = "rotary",
         max_tokens: int | None = None,
         seed: int = 0,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
         **options: Any,
     ) -> None:
         super().__init__()
@@ -45,7 +50,7 @@ class LanguageModel(nn.Module):
         self.stack = Encoder(
             model_dim,
             num_heads,
-            backend,
+            resolve_pairs(backend, options, LanguageModel, Encoder),
             num_layers=num_layers,
             feed_forward_dim=_WIDENING * model_dim,
             activation="gelu",
@@ -56,6 +61,7 @@ class LanguageModel(nn.Module):
             seed=seed,
             **options,
         )
+        self.to(device=device, dtype=dtype)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Next-token logits [batch tokens vocabulary] for token ids [batch tokens]."""

@@ -5,7 +5,9 @@ queries, then of the keys, then of the values, each head by head. A state dict o
 the other if the backend has no parameters or buffers.
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
+from inspect import signature
 from typing import Any, NamedTuple
 
 import torch
@@ -14,10 +16,11 @@ from torch import Tensor, nn
 
 from efficient_attn.backend import Backend
 from efficient_attn.backends import build, resolve
-from efficient_attn.errors import DtypeError, OptionError, ShapeError, UnsupportedError
+from efficient_attn.errors import DtypeError, OptionError, ShapeError, UnknownNameError, UnsupportedError
 from efficient_attn.modules.options import one_of, positive_number
 from efficient_attn.ops.sharded.layout import at_positions, whole_tokens
 from efficient_attn.problem import positive_count
+from efficient_attn.registry import BackendSpec
 from efficient_attn.transformer.positions import BASE, INSIDE, check_even, rotate
 
 # Longest distance with a bias of its own (Raffel et al. 2020, section 2.1).
@@ -56,18 +59,21 @@ class AttentionLayer(nn.Module):
     Args:
         backend: Name, file.py:object, module or function, as for `build`.
         num_kv_heads: Number of key and value heads, a divisor of num_heads; None: num_heads.
+        head_dim: Size of each head; None: model_dim / num_heads.
+        scale: Factor on q·k; None: 1/√head_dim.
         positions: "rotary" rotates q and k, "relative" adds a learned bias of each head and distance to the
             scores of a backend with the option `max_distance` (128 by default); None: no positions.
         rotary_base: Longest wavelength of rotary positions over 2π.
         rotary_scaling: Factor by which rotary positions are divided: the model's length over the trained one.
         qk_norm: Whether each query and key head is divided by its root mean square, times a learned vector
             (Henry et al. 2020; Dehghani et al. 2023, section 2).
+        norm_eps: Constant under the root of these norms; None: torch's.
         options: Options of the backend.
 
     Attributes:
         in_proj_weight: [(num_heads + 2 num_kv_heads) · head_dim, model_dim]: rows of q, of k, of v.
         in_proj_bias: Bias of these rows, or None.
-        out_proj: Output projection, model_dim → model_dim.
+        out_proj: Output projection, num_heads · head_dim → model_dim.
         backend: Module that maps q, k and v to the output.
     """
 
@@ -80,6 +86,8 @@ class AttentionLayer(nn.Module):
         backend: Any = "exact",
         *,
         num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        scale: float | None = None,
         causal: bool = False,
         max_tokens: int | None = None,
         bias: bool = True,
@@ -87,12 +95,14 @@ class AttentionLayer(nn.Module):
         rotary_base: float = BASE,
         rotary_scaling: float = 1.0,
         qk_norm: bool = False,
+        norm_eps: float | None = None,
         **options: Any,
     ) -> None:
         super().__init__()
+        backend = resolve(backend)
+        check_arguments(options, (AttentionLayer,), [backend])
         kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        _check_sizes(model_dim, num_heads, kv_heads)
-        self.model_dim, self.head_dim = model_dim, model_dim // num_heads
+        self.model_dim, self.head_dim = model_dim, _head_size(model_dim, num_heads, kv_heads, head_dim)
         self._heads = (num_heads, kv_heads, kv_heads)
         if positions is not None:
             one_of("positions in a block", positions, INSIDE)
@@ -101,9 +111,11 @@ class AttentionLayer(nn.Module):
             "base": positive_number("rotary_base", rotary_base),
             "scaling": positive_number("rotary_scaling", rotary_scaling),
         }
+        if norm_eps is not None:
+            positive_number("norm_eps", norm_eps)
         # Identities have no entries in state dicts.
-        self.q_norm = nn.RMSNorm(self.head_dim) if qk_norm else nn.Identity()
-        self.k_norm = nn.RMSNorm(self.head_dim) if qk_norm else nn.Identity()
+        self.q_norm = nn.RMSNorm(self.head_dim, eps=norm_eps) if qk_norm else nn.Identity()
+        self.k_norm = nn.RMSNorm(self.head_dim, eps=norm_eps) if qk_norm else nn.Identity()
         if self._rotary:
             check_even("head_dim", self.head_dim, "rotary")
         if positions == "relative":
@@ -112,13 +124,14 @@ class AttentionLayer(nn.Module):
         rows = sum(self._heads) * self.head_dim
         self.in_proj_weight = nn.Parameter(torch.empty(rows, model_dim))
         self.register_parameter("in_proj_bias", nn.Parameter(torch.zeros(rows)) if bias else None)
-        self.out_proj = nn.Linear(model_dim, model_dim, bias=bias)
+        self.out_proj = nn.Linear(num_heads * self.head_dim, model_dim, bias=bias)
         self.backend: Backend = build(
             backend,
             head_dim=self.head_dim,
             num_heads=num_heads,
             max_tokens=max_tokens,
             causal=causal,
+            scale=scale,
             **options,
         )
         self.reset_parameters()
@@ -170,16 +183,17 @@ class AttentionLayer(nn.Module):
         check_sequence("context", context, self.model_dim)
         check_mask("key_mask", key_mask, "context", context)
         # The first rows project queries.
-        weight, bias = self.in_proj_weight[self.model_dim :], self.in_proj_bias
-        heads = self._split(F.linear(context, weight, None if bias is None else bias[self.model_dim :]))
+        rows, bias = self._heads[0] * self.head_dim, self.in_proj_bias
+        weight = self.in_proj_weight[rows:]
+        heads = self._split(F.linear(context, weight, None if bias is None else bias[rows:]))
         k, v = heads.chunk(2, dim=1)
         return ContextKeys(self.k_norm(k), v, key_mask)
 
     def read(self, x: Tensor, keys: ContextKeys) -> Tensor:
         """Attention of every token of x to a projected context, [batch tokens model_dim]."""
         check_sequence("x", x, self.model_dim)
-        weight, bias = self.in_proj_weight[: self.model_dim], self.in_proj_bias
-        q = self._split(F.linear(x, weight, None if bias is None else bias[: self.model_dim]))
+        rows, bias = self._heads[0] * self.head_dim, self.in_proj_bias
+        q = self._split(F.linear(x, self.in_proj_weight[:rows], None if bias is None else bias[:rows]))
         return self._join(self.backend(self.q_norm(q), keys.k, keys.v, key_mask=keys.key_mask))
 
     def _project(self, x: Tensor, *, start: int) -> tuple[Tensor, ...]:
@@ -239,9 +253,21 @@ def check_mask(name: str, mask: Tensor | None, of: str, x: Tensor) -> None:
         )
 
 
-def _check_scores(backend: Any) -> None:
+def check_arguments(
+    options: Mapping[str, Any], modules: Sequence[type[nn.Module]], backends: Sequence[BackendSpec]
+) -> None:
+    """Refuse options that neither the modules, the first of which is asked, nor the backends have."""
+    names = {name for module in modules for name in signature(module).parameters} - {"options"}
+    names |= {field.name for spec in backends for field in fields(spec.options_type)}
+    for option in options:
+        if option not in names:
+            kind = f"argument of {modules[0].__name__} or option of "
+            kind += " and ".join(dict.fromkeys(repr(spec.name) for spec in backends))
+            raise UnknownNameError(kind, option, names)
+
+
+def _check_scores(spec: BackendSpec) -> None:
     """Refuse relative positions of a backend that adds no bias to scores."""
-    spec = resolve(backend)
     if all(field.name != "max_distance" for field in fields(spec.options_type)):
         raise UnsupportedError(
             f"Backend {spec.name!r} adds no bias to scores, as positions='relative' needs: 'exact' and "
@@ -249,11 +275,16 @@ def _check_scores(backend: Any) -> None:
         )
 
 
-def _check_sizes(model_dim: int, num_heads: int, kv_heads: int) -> None:
+def _head_size(model_dim: int, num_heads: int, kv_heads: int, head_dim: int | None) -> int:
+    """Size of each head, from valid sizes of the layer."""
     positive_count("model_dim", model_dim)
     positive_count("num_heads", num_heads)
     positive_count("num_kv_heads", kv_heads)
-    if model_dim % num_heads:
-        raise OptionError(f"model_dim={model_dim} is not divided by num_heads={num_heads}.")
     if num_heads % kv_heads:
         raise OptionError(f"num_heads={num_heads} is not divided by num_kv_heads={kv_heads}.")
+    if head_dim is not None:
+        positive_count("head_dim", head_dim)
+        return head_dim
+    if model_dim % num_heads:
+        raise OptionError(f"model_dim={model_dim} is not divided by num_heads={num_heads}: give head_dim.")
+    return model_dim // num_heads

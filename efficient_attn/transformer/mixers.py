@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from efficient_attn.errors import OptionError, UnsupportedError
 from efficient_attn.problem import positive_count
 from efficient_attn.transformer.block import Residual, build_feed_forward
-from efficient_attn.transformer.former_names import accept_former_names
 from efficient_attn.transformer.layer import check_mask, check_sequence
+from efficient_attn.transformer.state_names import accept_names
 
 
 class RecurrentMixer(nn.Module):
@@ -90,7 +90,7 @@ class MixerBlock(nn.Module):
 
     Args:
         mixer: Layer with the signature of AttentionLayer, from x [batch tokens model_dim] to the same shape.
-        activation: "relu" or "gelu".
+        activation: "relu", "gelu", "gelu-tanh", "silu", or of a gated network "swiglu" or "geglu".
         norm: "post", after each residual branch, or "pre", before each.
         dropout: Dropout probability on residual branches.
     """
@@ -111,7 +111,7 @@ class MixerBlock(nn.Module):
         self.feed_forward = build_feed_forward(model_dim, feed_forward_dim, activation)
         self.mixer_residual = Residual(model_dim, norm, norm_type, dropout)
         self.feed_forward_residual = Residual(model_dim, norm, norm_type, dropout)
-        accept_former_names(self, mixer_residual="around_mixer", feed_forward_residual="around_feed_forward")
+        accept_names(self, {"around_mixer": "mixer_residual", "around_feed_forward": "feed_forward_residual"})
 
     def forward(self, x: Tensor, *, key_mask: Tensor | None = None) -> Tensor:
         """x [batch tokens model_dim] to the same shape; key_mask is bool [batch tokens]."""

@@ -15,7 +15,7 @@ from efficient_attn.modules.options import probability
 from efficient_attn.ops.sharded.layout import Layout, at_positions, in_force, layout_in_force
 from efficient_attn.registry import BackendSpec
 from efficient_attn.transformer.block import build_norm
-from efficient_attn.transformer.layer import AttentionLayer, check_sequence
+from efficient_attn.transformer.layer import AttentionLayer, check_arguments, check_sequence
 from efficient_attn.transformer.positions import INSIDE, build_positions
 
 
@@ -39,29 +39,46 @@ def inside_blocks(positions: str | None) -> str | None:
     return positions if positions in INSIDE else None
 
 
-def final_norm(norm: str, norm_type: str, model_dim: int) -> nn.Module:
-    """Norm after the last pre-norm block, which leaves the residual stream unnormalised."""
-    return build_norm(norm_type, model_dim) if norm == "pre" else nn.Identity()
+def build_final_norm(
+    final_norm: bool | None, norm: str, norm_type: str, model_dim: int, norm_eps: float | None
+) -> nn.Module:
+    """Norm after the last block; None: of pre-norm ones, which leave the residual stream unnormalised."""
+    present = norm == "pre" if final_norm is None else final_norm
+    return build_norm(norm_type, model_dim, norm_eps) if present else nn.Identity()
+
+
+def resolve_pairs(
+    backend: Any, options: Mapping[str, Any], *modules: type[nn.Module]
+) -> list[tuple[BackendSpec, Mapping[str, Any]]]:
+    """Spec and options of each backend in a list, or of the only backend.
+
+    Raises:
+        UnknownNameError: If neither the modules nor a backend have one of the shared options.
+    """
+    entries = backend if isinstance(backend, list) else [(backend, {})]
+    pairs = [entry if isinstance(entry, tuple) else (entry, {}) for entry in entries]
+    specs = [(resolve(name), layer_options) for name, layer_options in pairs]
+    check_arguments(options, (*modules, AttentionLayer), [spec for spec, _ in specs])
+    return specs
 
 
 def each_layer(
-    backend: Any, options: Mapping[str, Any], num_layers: int
+    stack: type[nn.Module], backend: Any, options: Mapping[str, Any], num_layers: int
 ) -> list[tuple[BackendSpec, dict[str, Any]]]:
     """Spec and options of each layer: of one backend, or of a list that the layers repeat.
 
     Raises:
         OptionError: If the list does not divide the layers.
+        UnknownNameError: If the stack has no such argument.
     """
-    if not isinstance(backend, list):
-        return [(resolve(backend), dict(options))] * num_layers
-    if not backend or num_layers % len(backend):
+    pairs = resolve_pairs(backend, options, stack)
+    if not pairs or num_layers % len(pairs):
         raise OptionError(
             f"A list of backends is repeated over the layers: num_layers={num_layers} is no multiple of its "
-            f"length, {len(backend)}."
+            f"length, {len(pairs)}."
         )
-    pairs = [one if isinstance(one, tuple) else (one, {}) for one in backend]
-    chosen = [(resolve(name), {**options, **own}) for name, own in pairs]
-    return chosen * (num_layers // len(backend))
+    layers = [(spec, {**options, **layer_options}) for spec, layer_options in pairs]
+    return layers * (num_layers // len(pairs))
 
 
 def run_block(block: nn.Module, x: Tensor, *inputs: Any, again: bool, **masks: Any) -> Tensor:

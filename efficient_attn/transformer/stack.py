@@ -7,24 +7,28 @@ factor √model_dim on embeddings (section 3.4 there) and the shift of a decoder
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from efficient_attn.backends import resolve
 from efficient_attn.ops.sharded.layout import whole_tokens
 from efficient_attn.problem import positive_count
 from efficient_attn.transformer.block import DecoderBlock, DecoderBlockState, TransformerBlock
-from efficient_attn.transformer.former_names import accept_former_names
 from efficient_attn.transformer.layer import LayerState
 from efficient_attn.transformer.parts import (
     EmbeddingInput,
+    build_final_norm,
     each_layer,
-    final_norm,
     inside_blocks,
     run_block,
     seeded,
     share_layers,
 )
 from efficient_attn.transformer.seeds import spawn_seeds
+from efficient_attn.transformer.state_names import accept_names
+
+# Former and torch's names of submodules.
+_NAMES = {"entrance": "embedding_input", "layers": "blocks"}
 
 
 class EncoderState(NamedTuple):
@@ -47,16 +51,19 @@ class Encoder(nn.Module):
     Args:
         backend: Backend, as for `build`, or a list of backends or pairs (backend, options), which the layers
             repeat: 3 linear layers, then an exact one.
-        activation: "relu", "gelu", or of a gated network "swiglu" or "geglu".
-        norm: "post", or "pre", with a final norm after the last block.
+        activation: "relu", "gelu", "gelu-tanh", "silu", or of a gated network "swiglu" or "geglu".
+        norm: "post", or "pre".
         norm_type: "layer" or "rms".
+        norm_eps: Constant under the root of the norms; None: torch's.
+        final_norm: Whether a norm follows the last block; None: if norm is "pre".
         dropout: Dropout probability on residual branches and embeddings (0.1 in the paper).
         positions: "sinusoidal", "learned" (needs max_tokens), "rotary", "relative" or None.
         seed: Random seed of the random features, spawned per layer; weights use PyTorch's global generator.
         checkpoint: Whether the activations of each block are computed again in the backward pass instead of
             being kept (Chen et al. 2016).
-        options: Further arguments of AttentionLayer: num_kv_heads, bias, qk_norm, rotary_base,
-            rotary_scaling, options of the backend.
+        device, dtype: Device and dtype of parameters and buffers, as of torch's layers.
+        options: Further arguments of AttentionLayer: num_kv_heads, head_dim, scale, bias, qk_norm,
+            rotary_base, rotary_scaling, options of the backend.
     """
 
     def __init__(
@@ -70,20 +77,24 @@ class Encoder(nn.Module):
         activation: str = "relu",
         norm: str = "post",
         norm_type: str = "layer",
+        norm_eps: float | None = None,
+        final_norm: bool | None = None,
         dropout: float = 0.0,
         positions: str | None = "sinusoidal",
         causal: bool = False,
         max_tokens: int | None = None,
         seed: int = 0,
         checkpoint: bool = False,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
         **options: Any,
     ) -> None:
         super().__init__()
         positive_count("num_layers", num_layers)
         self.checkpoint = checkpoint
-        layers = each_layer(backend, options, num_layers)
+        layers = each_layer(Encoder, backend, options, num_layers)
         self.embedding_input = EmbeddingInput(positions, model_dim, dropout, max_tokens)
-        accept_former_names(self, embedding_input="entrance")
+        accept_names(self, _NAMES)
         blocks = [
             TransformerBlock(
                 model_dim,
@@ -93,6 +104,7 @@ class Encoder(nn.Module):
                 activation=activation,
                 norm=norm,
                 norm_type=norm_type,
+                norm_eps=norm_eps,
                 dropout=dropout,
                 positions=inside_blocks(positions),
                 causal=causal,
@@ -104,7 +116,8 @@ class Encoder(nn.Module):
         share_layers([block.attention for block in blocks])
         # The element type of a ModuleList is unknown to type checkers.
         self.blocks: Any = nn.ModuleList(blocks)
-        self.norm = final_norm(norm, norm_type, model_dim)
+        self.norm = build_final_norm(final_norm, norm, norm_type, model_dim, norm_eps)
+        self.to(device=device, dtype=dtype)
 
     def forward(self, x: Tensor, *, key_mask: Tensor | None = None) -> Tensor:
         """x [batch tokens model_dim] to the same shape; key_mask is bool [batch tokens]."""
@@ -146,6 +159,8 @@ class Decoder(nn.Module):
         activation: str = "relu",
         norm: str = "post",
         norm_type: str = "layer",
+        norm_eps: float | None = None,
+        final_norm: bool | None = None,
         dropout: float = 0.0,
         positions: str | None = "sinusoidal",
         max_tokens: int | None = None,
@@ -153,16 +168,18 @@ class Decoder(nn.Module):
         cross_backend: Any = "exact",
         cross_options: Mapping[str, Any] | None = None,
         checkpoint: bool = False,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
         **options: Any,
     ) -> None:
         super().__init__()
         positive_count("num_layers", num_layers)
         self.checkpoint = checkpoint
-        layers = each_layer(backend, options, num_layers)
+        layers = each_layer(Decoder, backend, options, num_layers)
         cross = None if cross_backend is None else resolve(cross_backend)
         seeds = spawn_seeds(seed, 2 * num_layers)
         self.embedding_input = EmbeddingInput(positions, model_dim, dropout, max_tokens)
-        accept_former_names(self, embedding_input="entrance")
+        accept_names(self, _NAMES)
         blocks = [
             DecoderBlock(
                 model_dim,
@@ -172,6 +189,7 @@ class Decoder(nn.Module):
                 activation=activation,
                 norm=norm,
                 norm_type=norm_type,
+                norm_eps=norm_eps,
                 dropout=dropout,
                 positions=inside_blocks(positions),
                 max_tokens=max_tokens,
@@ -184,7 +202,8 @@ class Decoder(nn.Module):
         share_layers([block.cross_attention for block in blocks if block.cross_attention is not None])
         # The element type of a ModuleList is unknown to type checkers.
         self.blocks: Any = nn.ModuleList(blocks)
-        self.norm = final_norm(norm, norm_type, model_dim)
+        self.norm = build_final_norm(final_norm, norm, norm_type, model_dim, norm_eps)
+        self.to(device=device, dtype=dtype)
 
     def forward(
         self,

@@ -8,6 +8,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from inspect import signature
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -70,7 +71,7 @@ def open_model(
             use_safetensors=True,
             output_loading_info=True,
         )
-    check_complete(path, found)
+    check_complete(path, model, found)
     about = {
         "model": name or path.resolve().name,
         "class": kind.__name__,
@@ -146,9 +147,17 @@ def model_class(config: Any, path: Path) -> Any:
     raise DataError(f"{path}/config.json names the class {config.architectures}, which transformers lacks.")
 
 
-def check_complete(path: Path, found: Mapping[str, Any]) -> None:
-    """Refuse missing tensors, which transformers would initialise randomly with a warning."""
-    _check(path, "lacks", found["missing_keys"])
+def check_complete(path: Path, model: PreTrainedModel, found: Mapping[str, Any]) -> None:
+    """Refuse missing tensors, which transformers would initialise randomly with a warning.
+
+    A model that was saved without its optional pooler has none again.
+    """
+    missing = set(found["missing_keys"])
+    pooler = {name for name in model.state_dict() if name.startswith("pooler.")}
+    if pooler and pooler <= missing and "add_pooling_layer" in signature(type(model)).parameters:
+        model.pooler = None
+        missing -= pooler
+    _check(path, "lacks", missing)
     _check(path, "has in another shape", [str(entry[0]) for entry in found["mismatched_keys"]])
 
 

@@ -134,7 +134,7 @@ def load(
             use_safetensors=True,
             output_loading_info=True,
         )
-    check_complete(path, found)
+    check_complete(path, model, found)
     check_nothing_else(path, found, ours=f".{SUBMODULE}.")
     if layers is None:
         return attach(model, plan)

@@ -7,6 +7,7 @@ from efficient_attn.report.notes import calibration_note, failure_notes, heading
 from efficient_attn.report.table import Table, show_ratio, three_digits
 from efficient_attn.runner.records import Record
 from efficient_attn.runner.sizes import MEAN_OF_VALUES, MODEL, OWN
+from efficient_attn.runner.variants import YARDSTICK
 from efficient_attn.stats.candidates import missing, operations_sentence, operations_share
 from efficient_attn.stats.noise_warnings import IDLE, disturbance
 from efficient_attn.stats.rounds import time_ratio
@@ -90,7 +91,7 @@ def _whole(one: Swap) -> Table:
             row.label,
             *(_cell(row, quantity) for quantity in measured),
             _operations(row.whole),
-            *cost_cells(row.timed, one.own, row.peak_bytes),
+            *cost_cells(row.timed, None if row.backend == YARDSTICK else one.own, row.peak_bytes),
         )
         for row in one.rows
     )
@@ -100,6 +101,8 @@ def _whole(one: Swap) -> Table:
         f"Means over {f'{texts} texts' if texts else 'draws'}; ±: standard deviation over draws of random "
         f"features. Time and memory: one {'forward pass of the first text' if texts else 'run'}.",
         f"{MEAN_OF_VALUES}: every query gets the same output, without any attention.",
+        f"{YARDSTICK} is the same attention as the model's own: a difference of their times is noise or the "
+        "kernel, and no speed is printed.",
         *calibration_note(wholes),
         *failure_notes(one.records),
     )
