@@ -23,7 +23,8 @@ from efficient_attn.integrations.intercept.finding import Finding, Wanted, evalu
 from efficient_attn.integrations.intercept.masks import MaskReader, Visible, read_compiled
 from efficient_attn.integrations.intercept.sites import Site
 from efficient_attn.integrations.plan_files import is_plan_file, read_plan
-from efficient_attn.integrations.pytorch_replace import nesting
+from efficient_attn.integrations.pytorch_replace import nesting, refuse_alone
+from efficient_attn.sharded_checks import check_exact_alone
 
 # The submodule that holds the backends of a module.
 ATTRIBUTE = "efficient_attn"
@@ -79,6 +80,7 @@ class SiteBackends(nn.ModuleDict):
         return visible
 
     def _exact(self, number: str, call: Call, reason: str) -> Tensor:
+        check_exact_alone(str(Site(self.owner, int(number))), reason)
         if self.strict:
             raise UnsupportedError(f"{Site(self.owner, int(number))} cannot be served: {reason}.")
         if not torch.compiler.is_compiling():
@@ -194,6 +196,8 @@ def replace(
     replaced = Replaced(served=finding.served, left=finding.left, _owners={}, _restore=[])
     for name, backends in finding.backends.items():
         _install(replaced, model.get_submodule(name), name, SiteBackends(name, backends, strict=strict))
+    for site, reason in finding.exact_sites.items():
+        replaced._restore.append(refuse_alone(model, site.module, str(site), reason))
     layers = list(replaced._owners.values())
     for encoder in nesting(model, layers):
         # In evaluation the encoder would pack padded sequences into nested tensors and drop the mask.
