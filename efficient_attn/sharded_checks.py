@@ -96,11 +96,11 @@ def check_segments(problem: AttentionProblem, q: Tensor, k: Tensor, layout: Layo
 def _description(backend: Any, tensors: dict[str, Any], layout: Layout) -> str:
     """A call, as far as ranks have to agree on it."""
     shown = ", ".join(f"{name} {_show(x)}" for name, x in tensors.items() if x is not None)
-    settings = {"scale": backend.problem.factor, **vars(backend.options)}
-    options = ", ".join(f"{name}={value}" for name, value in settings.items())
+    options = ", ".join(f"{name}={value}" for name, value in vars(backend.options).items())
     causal = "causal" if backend.problem.causal else "full"
     place = f"{layout.kind}, gathered from {len(layout.near)} ranks"
-    return f"{backend.spec.name}({options}), {causal}, {place}, with {shown}"
+    scale = f"scale {backend.problem.factor}"
+    return f"{backend.spec.name}({options}), {causal}, {scale}, {place}, with {shown}"
 
 
 def _show(x: Any) -> str:
