@@ -31,12 +31,13 @@ def check_exact_alone(name: str, reason: str) -> None:
     Raises:
         UnsupportedError: If `context_parallel` is active.
     """
-    if layout_in_force() is not None:
-        raise UnsupportedError(
-            f"{name} stays exact, which inside context_parallel would read the tokens of this process alone: "
-            f"{reason.rstrip('.')}. Serve it by a backend, such as 'exact', or call it outside, on whole "
-            "sequences."
-        )
+    if layout_in_force() is None:
+        return
+    raise UnsupportedError(
+        f"{name} stays exact, which inside context_parallel would read the tokens of this process alone: "
+        f"{reason.rstrip('.')}. Serve it by a backend, such as 'exact', or call it outside, on whole "
+        "sequences."
+    )
 
 
 def check_agreeing(
