@@ -18,7 +18,7 @@ from .plan_file import PlanOption, as_plan
 
 _BUDGET = "Time for measuring, such as 90s, 2m or 1h; points that do not fit are skipped."
 _RESUME = "Continue the run in --out; measured points are kept."
-_FORCE = "Continue it also under another torch, thread count or processor."
+_FORCE = "Continue it also under another torch, thread count or processor, or with edited code."
 _DRY_RUN = "List the points of the run without measuring any."
 _SHARD = "Measure one share of the points, such as 2/8; report and diff read all shares as one run."
 _QUIET = "Print the folder of the results alone: no progress, tables or notes."

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from hashlib import sha256
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -22,6 +23,9 @@ from efficient_attn.registry import SPECS, BackendSpec, Capabilities, NoOptions
 BARE = Capabilities(causal=False, key_mask=False, nonnegative=False, averages=False, compile=False)
 
 _NOTHING = object()
+
+# SHA-256 of the file behind each loaded address, by the backend's name in records.
+CODE: dict[str, str] = {}
 
 
 class CalledAttention(nn.Module):
@@ -116,7 +120,10 @@ def load(address: str) -> BackendSpec:
         UnknownNameError: If the file or module has no such object.
     """
     place, thing = object_at(address)
-    return spec_of(thing, name=f"{Path(place).name}:{address.rpartition(':')[2]}")
+    name = f"{Path(place).name}:{address.rpartition(':')[2]}"
+    file = place if place.endswith(".py") else getattr(sys.modules[place], "__file__", None)
+    CODE[name] = "" if file is None else sha256(Path(file).read_bytes()).hexdigest()
+    return spec_of(thing, name=name)
 
 
 def object_at(address: str, *, wanted: str = "a backend") -> tuple[str, Any]:

@@ -25,6 +25,21 @@ def check_alone() -> None:
         )
 
 
+def check_exact_alone(name: str, reason: str) -> None:
+    """Refuse a call that stays exact, on the tokens of one rank.
+
+    Raises:
+        UnsupportedError: If `context_parallel` is active.
+    """
+    if layout_in_force() is None:
+        return
+    raise UnsupportedError(
+        f"{name} stays exact, which inside context_parallel would read the tokens of this process alone: "
+        f"{reason.rstrip('.')}. Serve it by a backend, such as 'exact', or call it outside, on whole "
+        "sequences."
+    )
+
+
 def check_agreeing(
     backend: Any,
     q: Any,
@@ -40,6 +55,7 @@ def check_agreeing(
     Raises:
         UnsupportedError: If the backend has no exchange between ranks.
         ShapeError: If the calls differ.
+        UnsupportedError: If parameters or buffers differ.
     """
     if backend.spec.capabilities.sharded is None:
         able = ", ".join(name for name, one in sorted(SPECS.items()) if one.capabilities.sharded)
@@ -55,7 +71,7 @@ def check_agreeing(
     tensors = {"q": q, "k": k, "v": v, "key_mask": key_mask}
     device = q.device if isinstance(q, Tensor) else torch.get_default_device()
     call = "extend of " * streaming + _description(backend, tensors, layout)
-    check_agreement(call, layout, device)
+    check_agreement(call, backend, layout, device)
 
 
 def check_segments(problem: AttentionProblem, q: Tensor, k: Tensor, layout: Layout) -> None:
@@ -84,7 +100,8 @@ def _description(backend: Any, tensors: dict[str, Any], layout: Layout) -> str:
     options = ", ".join(f"{name}={value}" for name, value in vars(backend.options).items())
     causal = "causal" if backend.problem.causal else "full"
     place = f"{layout.kind}, gathered from {len(layout.near)} ranks"
-    return f"{backend.spec.name}({options}), {causal}, {place}, with {shown}"
+    scale = f"scale {backend.problem.factor}"
+    return f"{backend.spec.name}({options}), {causal}, {scale}, {place}, with {shown}"
 
 
 def _show(x: Any) -> str:

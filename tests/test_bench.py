@@ -147,12 +147,6 @@ def test_auto_is_float32_on_the_cpu_and_settled_in_every_case():
     }
 
 
-def test_bfloat16_is_what_it_is_asked_for_on_cuda(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert settle(Workload()).dtype == "bfloat16"
-    assert settle(Workload(dtype="float32")).dtype == "float32"
-
-
 @pytest.mark.parametrize(
     ("wrong", "kind", "message"),
     [

@@ -4,11 +4,14 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from eager_flex import eager_flex
 
 from efficient_attn.measure import memory
 from efficient_attn.measure.clock import clock
 from efficient_attn.runner import worker
-from efficient_attn.runner.records import Case
+from efficient_attn.runner.isolation import Measurer
+from efficient_attn.runner.records import Case, Record, line
+from efficient_attn.studies.workload import Workload, settle
 
 
 @pytest.fixture
@@ -87,24 +90,105 @@ def test_the_peak_is_taken_above_what_was_there_once_the_device_has_nothing_left
     ]
 
 
-def test_out_of_memory_on_a_gpu_is_a_record_and_the_cache_is_given_back(calls, monkeypatch):
+@pytest.fixture
+def measured(calls, monkeypatch):
+    """Records of cases of a GPU, whose tensors stay on the CPU: where they lie is not the question here."""
+    move = torch.Tensor.to
+    monkeypatch.setattr(torch.Tensor, "to", lambda x, *args, device=None, **more: move(x, *args, **more))
+    module = torch.nn.Module.to
+    monkeypatch.setattr(torch.nn.Module, "to", lambda x, device=None, dtype=None: module(x, dtype=dtype))
+
+    def measure(target, **sizes):
+        name = target if isinstance(target, str) else "own"
+        shape = {"num_heads": 2, "head_dim": 16, "tokens": 48, "dtype": "float32", "threads": 1, **sizes}
+        case = Case(kind="memory", backend=name, label=name, device="cuda", **shape)
+        return worker.measure(case, target=target)
+
+    return measure
+
+
+def test_out_of_memory_on_a_gpu_is_a_record_and_the_cache_is_given_back(calls, measured):
     def greedy(q, k, v):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3 GiB")
 
-    case = Case(
-        kind="memory",
-        backend="greedy",
-        label="greedy",
-        num_heads=1,
-        head_dim=8,
-        tokens=4,
-        dtype="float32",
-        device="cuda",
-        threads=1,
-    )
-    # The tensors stay on the CPU: where they lie is not the question here.
-    move = torch.Tensor.to
-    monkeypatch.setattr(torch.Tensor, "to", lambda x, *args, device=None, **more: move(x, *args, **more))
-    record = worker.measure(case, target=greedy)
+    record = measured(greedy)
     assert record.status == "oom" and "Tried to allocate 3 GiB" in record.reason
     assert calls[-1] == "empty the cache"
+
+
+@pytest.fixture
+def broken(monkeypatch):
+    """A function whose illegal access to memory ends the context: every later use of the device fails."""
+    lost = []
+
+    def use(*args):
+        if lost:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    def broken(q, k, v):
+        lost.append(True)
+        use()
+
+    for name in ("synchronize", "empty_cache", "memory_stats", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, use)
+    return broken
+
+
+def test_an_illegal_access_to_memory_is_a_record_of_its_point(measured, broken):
+    for target in (broken, lambda q, k, v: v.clone()):
+        record = measured(target)
+        assert record.status == "error" and "an illegal memory access" in record.reason
+
+
+def test_a_process_that_had_an_error_is_asked_for_no_further_point():
+    """After an illegal access to memory all its later calls fail."""
+
+    class Child:
+        is_running = lost = False
+
+        def start(self):
+            self.is_running = True
+
+        def ask(self, job, request, *, limit_s):
+            case = Case(**request["case"])
+            self.lost = self.lost or case.tokens == 1
+            if self.lost:
+                return line(Record(case=case, status="error", reason="an illegal memory access")).encode()
+            return line(Record(case=case)).encode()
+
+        def close(self):
+            self.is_running = self.lost = False
+
+    shape = {"num_heads": 2, "head_dim": 16, "dtype": "float32", "threads": 1, "device": "cuda"}
+    cases = [Case(kind="memory", backend="exact", label="exact", tokens=n, **shape) for n in (4, 1, 4, 1, 4)]
+    with Measurer(timeout_s=10.0, process=Child()) as measurer:
+        assert [measurer(case).status for case in cases] == ["ok", "error"] * 2 + ["ok"]
+
+
+@pytest.mark.parametrize(
+    ("backend", "sizes", "kernels"),
+    [
+        ("performer-positive", {}, "flex"),
+        ("performer-positive", {"causal": True}, "torch"),
+        ("performer-positive", {"head_dim": 8}, "torch"),
+        ("linear-elu", {}, "torch"),
+        ("exact", {}, "torch"),
+    ],
+)
+def test_a_record_names_the_kernels_that_ran(measured, backend, sizes, kernels):
+    with eager_flex():
+        assert measured(backend, **sizes).kernels == kernels
+
+
+@pytest.mark.parametrize(("supported", "dtype"), [(True, "bfloat16"), (False, "float16")])
+def test_the_dtype_of_a_gpu_is_one_that_it_multiplies_without_emulation(calls, monkeypatch, supported, dtype):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(
+        torch.cuda, "is_bf16_supported", lambda including_emulation=True: supported or including_emulation
+    )
+    assert settle(Workload(device="cuda:1")).dtype == dtype
+    assert calls == ["enter cuda:1", "leave cuda:1"]
+    for name in ("bfloat16", "float32"):
+        assert settle(Workload(device="cuda:1", dtype=name)).dtype == name
+    assert settle(Workload(device="cpu")).dtype == "float32"

@@ -65,6 +65,27 @@ def test_the_state_of_a_gpu_is_what_its_driver_answers_and_unknown_otherwise(mon
     assert gpu_state("cpu") == {}
 
 
+def test_a_field_that_a_driver_does_not_know_loses_no_other(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="12ab"))
+    driver = {
+        "clocks.sm": "1980 MHz",
+        "clocks.mem": "2619 MHz",
+        "temperature.gpu": "54",
+        "pstate": "P0",
+        "clocks_throttle_reasons.active": "0x24",
+    }
+
+    def ask(command):
+        fields = command[2].removeprefix("--query-gpu=").split(",")
+        return ", ".join(driver[field] for field in fields) if {*fields} <= driver.keys() else None
+
+    monkeypatch.setattr(module, "_ask", ask)
+    state = gpu_state("cuda")
+    assert (state["sm_clock_hz"], state["power_w"], state["throttle_reasons"]) == (1.98e9, None, 0x24)
+    driver["clocks_event_reasons.active"] = "0x4"
+    assert gpu_state("cuda")["throttle_reasons"] == 4
+
+
 def test_the_kernels_in_force_are_named_once_or_with_their_dtypes(monkeypatch):
     monkeypatch.delenv(VARIABLE, raising=False)
     assert environment()["kernels"] == "cpu"

@@ -151,7 +151,7 @@ def test_on_a_gpu_times_have_a_cache_and_graphs_no_memory(monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 40, 1 << 40))
     for given, l2 in ((None, "cold"), ("warm", "warm")):
         options = {"of": "attention,block", "cuda_graph": True, "compile": True, "l2": given}
-        made = plan(["window"], seq_lens=8, device="cuda", **options)
+        made = plan(["window"], seq_lens=8, device="cuda", dtype="bfloat16", **options)
         cases = [point.case for point in made.points]
         assert {(one.kind, one.execution, one.l2) for one in cases} == {
             *(("time", execution, l2) for execution in (None, "compiled", "cuda-graph")),

@@ -126,8 +126,12 @@ def test_operators_serve_a_call_while_compilation_is_turned_off(served):
     mask = random_mask(2, 75)
     backend = ea.build("performer-positive", head_dim=16, num_features=64)
     served.setattr(torch, "compile", lambda call, **options: call)
-    with pytest.warns(UserWarning, match="float32 runs on PyTorch's operators.* is turned off"):
+    with (
+        pytest.warns(UserWarning, match="float32 runs on PyTorch's operators.* is turned off"),
+        paths.observed_kernels() as names,
+    ):
         out = backend(q, k, v, key_mask=mask)
+    assert names == set()
     served.undo()
     # The formula is the same to the rounding of float32.
     assert (out - backend(q, k, v, key_mask=mask)).abs().max() <= 1e-5

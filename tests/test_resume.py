@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+import efficient_attn as ea
 from efficient_attn import bench
 from efficient_attn.errors import DataError, OptionError
 from efficient_attn.runner import worker
@@ -138,6 +139,59 @@ def test_other_threads_are_another_environment(folder):
     path.write_text(path.read_text().replace('"threads": 1', '"threads": 3'))
     with pytest.raises(DataError, match="threads were 3, are 1"):
         run(resume=True)
+
+
+def test_results_of_edited_code_are_not_kept_unless_that_is_forced(folder, measured):
+    run()
+    before = lines()
+    (folder / "own.py").write_text(OWN.replace("return v.clone()", "return 2 * v"))
+    with pytest.raises(DataError, match=r"environment: the code of own.py:values was edited.*--force"):
+        run(tokens=(16, 32), resume=True)
+    assert lines() == before
+    forced = run(tokens=(16, 32), force_resume=True)
+    assert any("the code of own.py:values was edited" in note for note in forced.notes)
+    # Restored code is the one that was measured.
+    (folder / "own.py").write_text(OWN)
+    measured.clear()
+    assert len(run(resume=True)) == 8 and measured == []
+
+
+def test_code_of_a_backend_that_was_added_to_a_run_is_watched_too(folder):
+    run(backends=["exact"])
+    assert len(run(resume=True)) == 4
+    (folder / "own.py").write_text(OWN + "# edited\n")
+    assert len(run(backends=["exact"], resume=True)) == 4
+    assert "own.py:values" in read("out").environment["code"]
+    with pytest.raises(DataError, match=r"the code of own.py:values was edited"):
+        run(resume=True)
+
+
+def test_code_that_failed_may_be_mended_and_is_watched_from_then_on(folder):
+    run(backends=["own.py:mended"])
+    (folder / "mended").touch()
+    (folder / "own.py").write_text(OWN + "# edited\n")
+    assert {record.status for record in run(backends=["own.py:mended"], resume=True).records} == {"ok"}
+    (folder / "own.py").write_text(OWN)
+    with pytest.raises(DataError, match=r"the code of own.py:mended was edited"):
+        run(backends=["own.py:mended"], resume=True)
+
+
+def test_a_module_has_code_as_a_file_has(folder, monkeypatch):
+    monkeypatch.syspath_prepend(folder)
+    (folder / "own_module.py").write_text(OWN)
+    run(backends=["own_module:values"])
+    (folder / "own_module.py").write_text(OWN + "# edited\n")
+    with pytest.raises(DataError, match=r"the code of own_module:values was edited"):
+        run(backends=["own_module:values"], resume=True)
+
+
+def test_the_folder_of_another_study_is_refused_and_left_alone():
+    run()
+    before = lines()
+    for settings in ({"resume": True}, {"force_resume": True}):
+        with pytest.raises(DataError, match="out: out holds a run of bench, not mse; name a new folder"):
+            ea.mse(["window"], seq_len=16, out="out", **settings)
+    assert lines() == before
 
 
 def test_resume_needs_a_folder():

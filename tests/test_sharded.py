@@ -1,11 +1,14 @@
 """Parts of a sequence on several ranks give the rows and gradients of the whole sequence."""
 
+import pickle
 from itertools import product
 from threading import BrokenBarrierError
 from types import SimpleNamespace
 
 import pytest
 import torch
+from intercepted import DIM, TOKENS, encoder
+from intercepted import own as own_model
 from threads import drawn, join
 
 import efficient_attn as ea
@@ -17,7 +20,7 @@ from efficient_attn.ops.sharded.layout import KINDS, Layout, at_positions, in_fo
 from efficient_attn.ops.sharded.softmax import with_neighbours
 from efficient_attn.ops.sharded.threads import on_threads
 from efficient_attn.problem import AttentionProblem
-from efficient_attn.sharded_checks import check_segments
+from efficient_attn.sharded_checks import check_agreeing, check_segments
 
 RANKS = 3
 CASES = [
@@ -154,6 +157,61 @@ def test_calls_that_other_ranks_cannot_answer_are_refused():
     assert backend(q, q, q).shape == q.shape
 
 
+@torch.no_grad()
+def test_calls_that_stay_exact_in_a_model_are_refused():
+    model, run = own_model()
+    layer, x, pairs = model.layers[0], torch.randn(1, TOKENS, DIM), torch.ones(TOKENS, TOKENS).bool()
+    with (
+        ea.intercept.replace(model, "exact", only="layers.0", example=run),
+        in_force(layout(0, ranks=1)),
+        pytest.raises(UnsupportedError, match=r"layers.1 stays exact, .* of this process alone: no pattern"),
+    ):
+        model.layers[1](x)
+    with ea.intercept.replace(model, "window", window=5, example=run):
+        out = layer(x, pairs)
+        with (
+            in_force(layout(0)),
+            pytest.raises(UnsupportedError, match=r"layers.0 stays exact.*: .*\. Serve it by a backend"),
+        ):
+            layer(x, pairs)
+        assert torch.equal(layer(x, pairs), out)
+    for block in (ea.intercept.measure(model), ea.intercept.capture(model)):
+        with (
+            in_force(layout(0)),
+            block,
+            pytest.raises(UnsupportedError, match=r"layers.0 stays exact, .*: ea.intercept"),
+        ):
+            run()
+    assert run().shape == (2, TOKENS, DIM)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("training", [False, True])
+def test_torchs_layers_outside_of_a_replacement_are_refused(training):
+    """In evaluation torch's encoder layer computes attention without the forward of its attention."""
+    model, x = encoder().train(training), torch.randn(2, TOKENS, DIM)
+    names, out = [*vars(model.layers[1])], model(x)
+    first = ea.replace_attention(model, "exact", only="layers.0.*")
+    torch.testing.assert_close(model(x), out)
+    copied = pickle.loads(pickle.dumps(model))
+    for layer in (model.layers[1], copied.layers[1]):
+        with in_force(layout(0)), pytest.raises(UnsupportedError, match=r"layers.1.self_attn stays exact"):
+            layer(x)
+    second = ea.replace_attention(model, "window", window=5, only="layers.1.*")
+    served = model(x)
+
+    def alone(placed):
+        with torch.no_grad(), in_force(placed):
+            return model(x)
+
+    torch.testing.assert_close(on_threads(1, "contiguous", alone)[0], served)
+    second.undo()
+    first.undo()
+    assert [*vars(model.layers[1])] == names
+    with in_force(layout(0)):
+        assert torch.equal(model(x), out)
+
+
 def mesh(ndim=1):
     return SimpleNamespace(
         ndim=ndim,
@@ -189,14 +247,88 @@ def test_shards_are_copies_of_whole_segments_and_other_requests_are_refused():
 
 def test_all_ranks_refuse_calls_that_differ_with_the_message_of_the_first_that_does():
     def call(placed):
-        check_agreement("alike", placed, torch.device("cpu"))
+        stateless, device = torch.nn.Identity(), torch.device("cpu")
+        check_agreement("alike", stateless, placed, device)
         with pytest.raises(ShapeError) as error:
-            check_agreement(f"with {placed.rank // 2} tokens", placed, torch.device("cpu"))
+            check_agreement(f"with {placed.rank // 2} tokens", stateless, placed, device)
         return str(error.value)
 
     messages = on_threads(RANKS, "contiguous", call)
     assert len(set(messages)) == 1
     assert messages[0].startswith("Rank 2 of the mesh calls with 1 tokens, and rank 0 calls with 0 tokens;")
+
+
+def rescaled(rank):
+    return ea.build("exact", head_dim=8, scale=0.5 if rank else 0.25)
+
+
+def redrawn(rank):
+    backend = ea.build("performer-positive", head_dim=8, num_features=12)
+    backend.redraw(rank)
+    return backend
+
+
+def calibrated(rank):
+    backend = ea.build("performer-oprf", head_dim=8, num_features=12)
+    torch.manual_seed(rank)
+    backend.calibrate(*torch.randn(2, 1, 2, 16, 8))
+    return backend
+
+
+def trained(rank):
+    backend = ea.build("linformer", head_dim=8, max_tokens=64, rank=4)
+    with torch.no_grad():
+        backend.core.mix_keys[..., :2] += rank
+    return backend
+
+
+DIFFERING = pytest.mark.parametrize(
+    ("made", "error", "message"),
+    [
+        (
+            rescaled,
+            ShapeError,
+            r"Rank 1 of the mesh calls exact.* scale 0\.5,.* rank 0 calls exact.* scale 0\.25,",
+        ),
+        (
+            redrawn,
+            UnsupportedError,
+            "Rank 1 of the mesh has other parameters, random features or calibration",
+        ),
+        (calibrated, UnsupportedError, "Rank 1 of the mesh has other .* performer-oprf.*: build, redraw and"),
+        (trained, UnsupportedError, "Rank 1 of the mesh has other .* linformer.*, or load one state dict"),
+    ],
+)
+
+
+@DIFFERING
+def test_all_ranks_refuse_backends_that_differ(made, error, message):
+    q = torch.randn(1, 2, 8, 8)
+    # Draws of a seed are those of the process, not of a thread.
+    alike, differing = [made(0) for _ in range(RANKS)], [made(rank) for rank in range(RANKS)]
+
+    def call(placed):
+        check_agreeing(alike[placed.rank], q, q, q, None, placed)
+        with pytest.raises(error, match=message):
+            check_agreeing(differing[placed.rank], q, q, q, None, placed)
+
+    on_threads(RANKS, "contiguous", call)
+
+
+def test_a_backend_that_changes_on_one_rank_after_a_call_is_refused_too():
+    q, backends = torch.randn(1, 2, 8, 8), [redrawn(0) for _ in range(RANKS)]
+
+    def call(placed):
+        backend = backends[placed.rank]
+        check_agreeing(backend, q, q, q, None, placed)
+        with torch.inference_mode():
+            backend.redraw(placed.rank)
+        with pytest.raises(UnsupportedError, match="Rank 1 of the mesh has other"):
+            check_agreeing(backend, q, q, q, None, placed)
+        backend.load_state_dict(backends[0].state_dict() if placed.rank else backend.state_dict())
+        check_agreeing(backend, q, q, q, None, placed)
+
+    on_threads(RANKS, "contiguous", call)
 
 
 def test_relative_positions_and_longer_sequences_than_a_projection_are_refused():

@@ -15,6 +15,8 @@ import efficient_attn as ea
 from efficient_attn.ops.paths import VARIABLE
 from efficient_attn.ops.window import attention, varlen
 from efficient_attn.ops.window.attention import window_attention
+from efficient_attn.runner import worker
+from efficient_attn.runner.records import Case
 
 
 def packed_attention(
@@ -125,6 +127,18 @@ def test_the_kernel_is_asked_for_the_window(packed, window, causal, queries, tok
     )
     assert len(packed) == 1 and out.shape == reference.shape
     assert (out - reference).abs().max() <= 1e-12
+
+
+def test_a_record_names_this_kernel_where_it_ran(packed):
+    case = {"num_heads": 2, "head_dim": 8, "tokens": 16, "device": "cpu", "threads": 1, "kind": "memory"}
+    for options, dtype, kernels in (
+        ({"window": 5}, "float64", "varlen"),
+        ({"window": 5}, "float32", "cpu"),
+        # A window of all keys is exact attention.
+        ({"window": 65}, "float64", "cpu"),
+    ):
+        record = worker.measure(Case(backend="window", label="w", options=options, dtype=dtype, **case))
+        assert (record.status, record.kernels) == ("ok", kernels)
 
 
 @pytest.mark.parametrize("scale", [0.3, 0.0, -0.7])

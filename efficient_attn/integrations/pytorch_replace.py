@@ -1,8 +1,9 @@
 """Replacement of nn.MultiheadAttention layers in a model, and its reversal."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -12,6 +13,7 @@ from efficient_attn.backends import resolve
 from efficient_attn.errors import AttentionError, UnknownNameError, UnsupportedError
 from efficient_attn.integrations.pytorch import MultiheadAttention, build_for, use_backend
 from efficient_attn.registry import BackendSpec
+from efficient_attn.sharded_checks import check_exact_alone
 from efficient_attn.transformer.parts import seeded, share_layers
 from efficient_attn.transformer.seeds import spawn_seeds
 
@@ -29,9 +31,12 @@ class Replaced:
     layers: Mapping[str, nn.MultiheadAttention]
     before: Mapping[str, tuple[float, Backend | None]]
     encoders: tuple[nn.TransformerEncoder, ...]
+    _restore: list[Callable[[], None]]
 
     def undo(self) -> None:
         """Restore every layer; parameters keep their trained values."""
+        while self._restore:
+            self._restore.pop()()
         for name, layer in self.layers.items():
             layer.dropout, backend = self.before[name]
             if backend is not None:
@@ -99,7 +104,12 @@ def replace_attention(
         layers=found,
         before={name: (layer.dropout, getattr(layer, "backend", None)) for name, layer in found.items()},
         encoders=tuple(nesting(model, list(found.values()))),
+        _restore=[],
     )
+    for name, layer in model.named_modules():
+        served = name in found or isinstance(layer, MultiheadAttention)
+        if isinstance(layer, nn.MultiheadAttention) and not served:
+            replaced._restore.append(refuse_alone(model, name, name, f"only={only!r} leaves it out"))
     for name, layer in found.items():
         use_backend(layer, backends[name])
         layer.dropout = layer.dropout if dropout is None else dropout
@@ -150,6 +160,44 @@ def _check(model: nn.Module, name: str, backend: Backend) -> None:
         raise UnsupportedError(
             f"Backend {backend.spec.name!r} has no cross-attention: only='*.self_attn' excludes such layers."
         )
+
+
+def refuse_alone(model: nn.Module, name: str, site: str, reason: str) -> Callable[[], None]:
+    """Let the forward of a module that stays exact refuse `context_parallel`; returns the removal.
+
+    Args:
+        site: Name of the call in messages.
+    """
+    module = model.get_submodule(name)
+    parent = model.get_submodule(name.rpartition(".")[0])
+    # In evaluation the layer of an encoder computes attention without the forward of its attention.
+    owner = parent if isinstance(parent, nn.TransformerEncoderLayer) else module
+    before = owner.__dict__.get("forward")
+    if getattr(before, "func", None) is _forward_whole:
+        return lambda: None
+    owner.forward = partial(_forward_whole, owner, before, module, site, reason)
+
+    def remove() -> None:
+        del owner.forward
+        if before is not None:
+            owner.forward = before
+
+    return remove
+
+
+def _forward_whole(
+    owner: nn.Module,
+    before: Callable[..., Any] | None,
+    module: nn.Module,
+    site: str,
+    reason: str,
+    *args: Any,
+    **options: Any,
+) -> Any:
+    """The forward of a module around attention that stays exact, unless a backend serves it by now."""
+    if not isinstance(module, MultiheadAttention):
+        check_exact_alone(site, reason)
+    return type(owner).forward(owner, *args, **options) if before is None else before(*args, **options)
 
 
 def nesting(model: nn.Module, layers: Sequence[nn.Module]) -> list[nn.TransformerEncoder]:

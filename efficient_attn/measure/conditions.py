@@ -19,7 +19,7 @@ _GPU_STATE: dict[str, tuple[str, Callable[[str], Any]]] = {
     "power_w": ("power.draw", lambda text: float(text.removesuffix(" W"))),
     "temperature_c": ("temperature.gpu", float),
     "power_state": ("pstate", str),
-    "throttle_reasons": ("clocks_throttle_reasons.active", lambda text: int(text, 16)),
+    "throttle_reasons": ("clocks_event_reasons.active", lambda text: int(text, 16)),
 }
 
 # A fixed loop: long enough for the clock, short enough that one of the runs is not preempted.

@@ -25,6 +25,9 @@ PACKAGES = ("efficient-attn", "numpy", "torch", "transformers", "triton")
 # Entries from a GPU's driver: its version, and the highest clocks.
 _DRIVER = ("driver_version", "clocks.max.sm", "clocks.max.mem")
 
+# Names of entries at drivers that do not know the newer name.
+_FORMER_FIELDS = {"clocks_event_reasons.active": ["clocks_throttle_reasons.active"]}
+
 # Time limit of a query to git or the driver.
 _PATIENCE_S = 5
 
@@ -162,14 +165,29 @@ def _gpu(device: str) -> dict[str, Any] | None:
 
 
 def ask_driver(device: str, fields: Sequence[str]) -> dict[str, str | None]:
-    """Answers of the GPU's driver, in the words of nvidia-smi; None if it gives none."""
+    """Answers of the GPU's driver, in the words of nvidia-smi; None if it gives none.
+
+    Args:
+        fields: Names of entries; every driver knows the first.
+    """
+    answers = _driver_answers(device, fields)
+    # A driver that does not know one of the fields refuses them all.
+    if answers is None and _driver_answers(device, fields[:1]) is not None:
+        names = [[field, *_FORMER_FIELDS.get(field, ())] for field in fields]
+        alone = [[_driver_answers(device, [name]) for name in field] for field in names]
+        answers = [next((text[0] for text in texts if text), None) for texts in alone]
+    return dict(zip(fields, answers, strict=True)) if answers else dict.fromkeys(fields)
+
+
+def _driver_answers(device: str, fields: Sequence[str]) -> Sequence[str | None] | None:
+    """Answers to one query; None if it fails, and none of them if their number is another one."""
     import torch
 
     # CUDA_VISIBLE_DEVICES renumbers the devices; the driver knows each by its name.
     device_id = f"--id=GPU-{torch.cuda.get_device_properties(device).uuid}"
-    asked = _ask(["nvidia-smi", device_id, f"--query-gpu={','.join(fields)}", "--format=csv,noheader"])
-    values = asked.split(", ") if asked else []
-    return dict(zip(fields, values, strict=True)) if len(values) == len(fields) else dict.fromkeys(fields)
+    text = _ask(["nvidia-smi", device_id, f"--query-gpu={','.join(fields)}", "--format=csv,noheader"])
+    values = text.split(", ") if text else []
+    return None if text is None else values if len(values) == len(fields) else []
 
 
 def _ask(command: list[str]) -> str | None:

@@ -2,7 +2,8 @@
 
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from importlib.util import find_spec
 from typing import TypeVar
@@ -20,6 +21,8 @@ HELD = 2**25
 UPCAST = {"cpu"}
 # Dtypes of FlexAttention, without those that could not be compiled.
 _FLEX_DTYPES = {torch.float32, torch.bfloat16, torch.float16}
+# Sets of all observations that are under way, in whatever thread the kernels run.
+_OBSERVED: list[set[str]] = []
 _T = TypeVar("_T")
 
 
@@ -56,6 +59,26 @@ def kernels(device: torch.device, dtype: torch.dtype) -> str:
     if device.type == "cpu":
         return "cpu"
     return "flex" if dtype in _FLEX_DTYPES and _on_tensor_cores(dtype) and _compiles(device) else "torch"
+
+
+@contextmanager
+def observed_kernels() -> Iterator[set[str]]:
+    """Names of the fused kernels that serve calls in the context, or are traced into compiled ones."""
+    names: set[str] = set()
+    _OBSERVED.append(names)
+    try:
+        yield names
+    finally:
+        # Equal sets are not one object.
+        _OBSERVED[:] = [each for each in _OBSERVED if each is not names]
+
+
+# A compiler runs it as it traces a call.
+@constant_result
+def note_kernel(name: str) -> None:
+    """Take notice of a fused kernel that serves a call."""
+    for names in _OBSERVED:
+        names.add(name)
 
 
 def forgo_flex(dtype: torch.dtype) -> None:

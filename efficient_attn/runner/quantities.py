@@ -53,8 +53,8 @@ register(
     condition(
         "kernels",
         "",
-        "Kernels that device, dtype and environment select: cpu, torch (PyTorch's operators alone) or flex; "
-        "a backend without kernels of this name takes PyTorch's operators.",
+        "Kernels that served the calls: cpu (algorithms for its caches), flex, varlen, or torch (PyTorch's "
+        "operators alone).",
         "named above the table",
         type="text",
     ),

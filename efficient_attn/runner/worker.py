@@ -5,8 +5,8 @@ and exceptions are records too.
 """
 
 import gc
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from functools import cache
 from typing import Any
 
@@ -61,8 +61,12 @@ def measure(case: Case, *, target: Any = None, seconds: float = CALLS_S, inputs:
 def answer(case: Case, measured: Callable[[], Record]) -> Record:
     """Result of `measured` under the thread count of the case, or a record of its exception."""
     try:
-        with threads(case.threads), contained():
-            return replace(measured(), kernels=kernels_of(case))
+        # torch is loaded by the first measurement.
+        from efficient_attn.ops.paths import observed_kernels
+
+        with threads(case.threads), contained(), observed_kernels() as names:
+            record = measured()
+        return replace(record, kernels=kernels_of(case, names))
     except AttentionError as refusal:
         return Record(case=case, status="unsupported", reason=one_line(str(refusal)))
     except Exception as failure:  # the backend may be external code: any exception is a result
@@ -72,13 +76,11 @@ def answer(case: Case, measured: Callable[[], Record]) -> Record:
     return Record(case=case, status=status, reason=reason)
 
 
-def kernels_of(case: Case) -> str:
-    """Kernels that device, dtype and environment select in this process."""
-    import torch
+def kernels_of(case: Case, names: Iterable[str]) -> str:
+    """Kernels of a case: the fused ones that ran, or else algorithms for the CPU or PyTorch's operators."""
+    from efficient_attn.ops.paths import only_torch
 
-    from efficient_attn.ops.paths import kernels
-
-    return kernels(torch.device(case.device), getattr(torch, case.dtype))
+    return ", ".join(sorted(names)) or ("cpu" if case.device == "cpu" and not only_torch() else "torch")
 
 
 def time_of(
@@ -147,4 +149,6 @@ def _give_memory_back(device: str) -> None:
     if device.startswith("cuda"):
         import torch
 
-        torch.cuda.empty_cache()
+        # An illegal memory access ends the context of this process, and every later call raises it again.
+        with suppress(RuntimeError):
+            torch.cuda.empty_cache()

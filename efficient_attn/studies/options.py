@@ -188,7 +188,7 @@ Angles = Annotated[Sequence[float], _ANGLES]
 # Of kernel entries, which the command `mse` measured formerly.
 FormerAngles = Annotated[Sequence[float], replace(_ANGLES, hidden=True)]
 Device = Annotated[str, Option(help="auto, cpu, cuda or cuda:1.")]
-Dtype = Annotated[str, Option(help="auto (float32 on the CPU, bfloat16 on CUDA) or a dtype's name.")]
+Dtype = Annotated[str, Option(help="auto (float32 on the CPU, bfloat16 or float16 on CUDA) or a dtype.")]
 Threads = Annotated[int | None, Option(help="CPU threads; torch's default if omitted.", least=1)]
 Seed = Annotated[int, Option(help="Random seed.", least=0, most=WHOLE_NUMBER)]
 Draws = Annotated[int, Option(help="Number of random-feature draws.", least=1)]

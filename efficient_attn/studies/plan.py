@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 # Key of a run's environment that names its study.
 STUDY = "study"
 
+# Key of a run's environment with the digest of the code of every backend from a file, by name.
+CODE = "code"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Point:

@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from efficient_attn import external
 from efficient_attn.errors import OptionError
 from efficient_attn.measure.conditions import between, moment
 from efficient_attn.measure.environment import environment
@@ -18,10 +19,17 @@ from efficient_attn.studies.executor import check, submitted
 from efficient_attn.studies.lockstep import Lockstep
 from efficient_attn.studies.loop import Loop, Step
 from efficient_attn.studies.notebook import notebook_bar
-from efficient_attn.studies.plan import STUDY, Plan
+from efficient_attn.studies.plan import CODE, STUDY, Plan
 from efficient_attn.studies.processes import num_processes, process_rank, refuse_several
 from efficient_attn.studies.results import Results
-from efficient_attn.studies.run_folder import Book, Earlier, begin, only_writer, open_folder
+from efficient_attn.studies.run_folder import (
+    Book,
+    Earlier,
+    begin,
+    only_writer,
+    open_folder,
+    refuse_other_study,
+)
 from efficient_attn.studies.shard import missing, share_of
 from efficient_attn.studies.study import Study
 
@@ -59,13 +67,17 @@ def run_plan(
     if followed(study.name, plan, writes=out is not None):
         return Results(())
     folder = None if out is None else open_folder(out, name="out", fresh=not resume)
-    machine = {**environment(command=command, device=plan.device), STUDY: study.name, **plan.about}
+    cases = [point.case for point in plan.points]
+    code = {case.backend: external.CODE[case.backend] for case in cases if case.backend in external.CODE}
+    about = {STUDY: study.name, CODE: code, **plan.about}
+    machine = {**environment(command=command, device=plan.device), **about}
     with ExitStack() as stack:
         earlier = Earlier()
         if folder is not None:
             stack.enter_context(only_writer(folder))
             text = None if plan_file is None else plan_file(plan)
-            cases = [point.case for point in plan.points]
+            if resume:
+                refuse_other_study(folder, machine)
             if plan.attach is not None:
                 plan = plan.attach(plan, folder, resume=resume)
             earlier = begin(folder, cases, machine, resume=resume, force=force_resume, plan=text)
@@ -123,7 +135,7 @@ def followed(name: str, plan: Plan, *, writes: bool) -> bool:
 _OF_A_RUN = {
     "out": "Folder to which every record is written as soon as it exists.",
     "resume": "Continue the run in `out`; measured points are kept.",
-    "force_resume": "Continue it also under another torch, thread count or processor.",
+    "force_resume": "Continue it also under another torch, thread count or processor, or with edited code.",
     "budget_s": "Seconds of measuring; points that do not fit are skipped.",
     "executor": "Object with submit, such as a ProcessPoolExecutor; it measures runs without timed points.",
     "progress": "Function of a `Step` after each record; a bar in notebooks if omitted.",

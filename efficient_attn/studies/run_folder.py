@@ -20,6 +20,7 @@ from efficient_attn.runner.records import read as read_records
 from efficient_attn.runner.sizes import MODEL
 from efficient_attn.strict import read_object
 from efficient_attn.studies import studies
+from efficient_attn.studies.plan import CODE, STUDY
 from efficient_attn.studies.shard import refuse_other_share
 
 RECORDS, ENVIRONMENT, COMMAND, PLAN = "records.jsonl", "environment.json", "command.txt", "plan.toml"
@@ -111,6 +112,20 @@ def read_json(path: Path) -> dict[str, Any]:
         raise DataError(f"Cannot read {path}: {error.strerror}.") from None
 
 
+def refuse_other_study(folder: Path, machine: Mapping[str, Any]) -> None:
+    """Refuse to continue the run of another study.
+
+    Raises:
+        DataError: If the folder holds such a run.
+    """
+    file = folder / ENVIRONMENT
+    study = read_json(file).get(STUDY) if file.exists() else None
+    if study not in (None, machine[STUDY]):
+        raise DataError(
+            f"out: {folder} holds a run of {short(str(study))}, not {machine[STUDY]}; name a new folder."
+        )
+
+
 @dataclass(frozen=True, kw_only=True)
 class Earlier:
     """State of an earlier run in a folder: the last record of each case, by its key."""
@@ -185,11 +200,11 @@ def begin(
         force: Continue although the environment is another one.
 
     Raises:
-        DataError: If it was measured with another torch, other threads or on another processor.
+        DataError: If it was measured with another torch, other code or threads, or on another processor.
     """
     earlier = _take_up(folder, cases, machine, force=force) if resume else Earlier()
+    write_json(folder / ENVIRONMENT, earlier.environment or machine)
     if earlier.environment is None:
-        write_json(folder / ENVIRONMENT, machine)
         write(folder / COMMAND, " ".join(machine["command"]) + "\n")
     if plan is not None:
         write(folder / PLAN, plan)
@@ -209,6 +224,7 @@ def _take_up(folder: Path, cases: Sequence[Case], machine: Mapping[str, Any], *,
     found = [
         differences([known], [machine], _DECISIVE),
         _other_model(known, machine),
+        _edited_code(known, machine, records.values()),
         _other_threads(records.values(), cases),
     ]
     unlike = "; ".join(filter(None, found)) if records else ""
@@ -220,7 +236,28 @@ def _take_up(folder: Path, cases: Sequence[Case], machine: Mapping[str, Any], *,
     notes = [f"Two environments are mixed here: {unlike}."] if unlike else []
     if _cut_torn_line(path):
         notes.append(f"The last line of {RECORDS} was cut off; it was dropped.")
+    # Code without a result that is kept, of an added backend or a mended one, is that of now.
+    code = {name: text for name, text in _code(known).items() if name in _successful(records.values())}
+    known = {**known, CODE: {**_code(machine), **code}} if known else known
     return Earlier(records=records, environment=(records and known) or None, notes=notes)
+
+
+def _code(environment: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Digest of the code of every backend from a file; none in a file of an earlier version."""
+    code = environment.get(CODE)
+    return code if isinstance(code, Mapping) else {}
+
+
+def _successful(records: Iterable[Record]) -> set[str]:
+    """Backends with a result; what failed is measured again."""
+    return {record.case.backend for record in records if record.status == "ok"}
+
+
+def _edited_code(known: Mapping[str, Any], machine: Mapping[str, Any], records: Iterable[Record]) -> str:
+    """Backends with results whose file has changed since, or was not recorded."""
+    then, measured = _code(known), _successful(records)
+    names = [name for name, now in _code(machine).items() if name in measured and then.get(name) != now]
+    return f"the code of {', '.join(names)} was edited" if names else ""
 
 
 def _other_model(known: Mapping[str, Any], machine: Mapping[str, Any]) -> str:

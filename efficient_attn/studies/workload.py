@@ -65,8 +65,7 @@ def settle(workload: Workload) -> Workload:
     for name in ("batch", "num_heads", "head_dim"):
         positive_count(name, getattr(workload, name))
     device = _device(workload.device)
-    automatic = "bfloat16" if device.startswith("cuda") else "float32"
-    dtype = automatic if workload.dtype == "auto" else workload.dtype
+    dtype = _automatic_dtype(device) if workload.dtype == "auto" else workload.dtype
     if dtype not in ITEM_BYTES:
         raise OptionError(f"dtype is auto, {', '.join(ITEM_BYTES)}, not {dtype!r}.")
     layers = workload.layers
@@ -89,6 +88,17 @@ def _device(device: str) -> str:
     if index and int(index) >= torch.cuda.device_count():
         raise OptionError(f"device cannot be {device!r}: there are {torch.cuda.device_count()} CUDA devices.")
     return device
+
+
+def _automatic_dtype(device: str) -> str:
+    """The half precision in which a GPU multiplies, or float32."""
+    import torch
+
+    if not device.startswith("cuda"):
+        return "float32"
+    with torch.cuda.device(device):
+        # GPUs before Ampere emulate bfloat16, many times slower than float16.
+        return "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float16"
 
 
 def _threads(threads: int | None) -> int:

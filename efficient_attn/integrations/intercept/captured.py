@@ -18,6 +18,7 @@ from efficient_attn.integrations.intercept.masks import Visible
 from efficient_attn.integrations.intercept.sites import Position, Site
 from efficient_attn.measure.inputs import CAUSAL, Activations, Captured
 from efficient_attn.runner.units import show_bytes
+from efficient_attn.sharded_checks import check_exact_alone
 
 
 class Capturing(AttentionMode):
@@ -52,6 +53,7 @@ class Capturing(AttentionMode):
     def attend(self, call: Call) -> Tensor:
         """torch's own output; the tensors are copied."""
         site = self._position.next_site()
+        check_exact_alone(str(site), "ea.intercept.capture runs the attention of the model itself")
         if site not in self.sites and fnmatchcase(str(site), self._only):
             visible = None if call.refusal else visible_keys(call)
             if visible is None:

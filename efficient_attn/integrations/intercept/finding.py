@@ -107,6 +107,12 @@ class Finding(AttentionMode):
         except (AttentionError, TypeError) as error:
             raise DataError(f"{wanted.planned}, {site}: {error}") from None
 
+    @property
+    def exact_sites(self) -> dict[Site, str]:
+        """Sites in modules of the model that stay exact, with the reason."""
+        left = {site: self.left.get(str(site), OUTSIDE) for site in self._sites}
+        return {site: reason for site, reason in left.items() if reason != OUTSIDE and str(site) in self.left}
+
     def check(self, *, strict: bool) -> None:
         """Refuse patterns without a site, models without a served site and, if strict, any exact one."""
         names = [str(site) for site in self._sites]

@@ -23,6 +23,7 @@ from efficient_attn.integrations.intercept.backends import (
 from efficient_attn.integrations.intercept.calls import AttentionMode, Call
 from efficient_attn.integrations.intercept.masks import Visible
 from efficient_attn.integrations.intercept.sites import Position, Site
+from efficient_attn.sharded_checks import check_exact_alone
 
 if TYPE_CHECKING:
     import pandas
@@ -109,6 +110,7 @@ class Measured(AttentionMode):
     def attend(self, call: Call) -> Tensor:
         """torch's own output; the call is measured beforehand."""
         site = self._position.next_site()
+        check_exact_alone(str(site), "ea.intercept.measure runs the attention of the model itself")
         output, seconds = _timed(call.exact, call.query.device)
         start = time.perf_counter()
         with torch.no_grad():

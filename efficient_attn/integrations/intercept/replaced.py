@@ -23,7 +23,8 @@ from efficient_attn.integrations.intercept.finding import Finding, Wanted, evalu
 from efficient_attn.integrations.intercept.masks import Visible, read_compiled
 from efficient_attn.integrations.intercept.sites import Site
 from efficient_attn.integrations.plan_files import is_plan_file, read_plan
-from efficient_attn.integrations.pytorch_replace import nesting
+from efficient_attn.integrations.pytorch_replace import nesting, refuse_alone
+from efficient_attn.sharded_checks import check_exact_alone
 
 # The submodule that holds the backends of a module.
 ATTRIBUTE = "efficient_attn"
@@ -92,6 +93,7 @@ class SiteBackends(nn.ModuleDict):
             )
 
     def _exact(self, number: str, call: Call, reason: str) -> Tensor:
+        check_exact_alone(str(Site(self.owner, int(number))), reason)
         if self.strict:
             raise UnsupportedError(f"{Site(self.owner, int(number))} cannot be served: {reason}.")
         if not torch.compiler.is_compiling():
@@ -215,6 +217,8 @@ def replace(
     for name, backends in finding.backends.items():
         module = SiteBackends(name, backends, num_calls=finding.num_calls(name), strict=strict)
         _install(replaced, model.get_submodule(name), name, module)
+    for site, reason in finding.exact_sites.items():
+        replaced._restore.append(refuse_alone(model, site.module, str(site), reason))
     layers = list(replaced._owners.values())
     for encoder in nesting(model, layers):
         # In evaluation the encoder would pack padded sequences into nested tensors and drop the mask.

@@ -56,7 +56,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> tuple
     # A number would be a constant of the compiled code, a tensor is an input.
     factor = bias.new_full((), scale)
     tensors = [x.detach() for x in (q, k, v, bias.squeeze(-2).clamp_min(_MASKED))]
-    return _compiled(q.device, q.dtype, q.shape[1], *k.shape[1::2], v.shape[-1])(*tensors, factor)
+    found = _compiled(q.device, q.dtype, q.shape[1], *k.shape[1::2], v.shape[-1])(*tensors, factor)
+    paths.note_kernel("flex")
+    return found
 
 
 def _attention(

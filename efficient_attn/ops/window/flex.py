@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from efficient_attn.ops import paths
 from efficient_attn.ops.softmax import flex
 from efficient_attn.ops.window.unfused import unfused_window
 
@@ -32,6 +33,7 @@ def attend(
         scale: Positive factor on the scores.
     """
     if torch.compiler.is_compiling():
+        paths.note_kernel("flex")
         return _attention(q, k, v, key_mask, back, ahead, scale)
     # Sizes are marked on tensors, which must not be the caller's.
     q, k, v = (x if torch.is_grad_enabled() and x.requires_grad else x.detach() for x in (q, k, v))
@@ -41,9 +43,11 @@ def attend(
             torch._dynamo.maybe_mark_dynamic(x, sizes)
     shape = q.shape[1], *k.shape[1::2], v.shape[-1], key_mask is None
     try:
-        return _compiled(q.device, q.dtype, *shape, back, ahead, scale)(q, k, v, key_mask, back, ahead, scale)
+        out = _compiled(q.device, q.dtype, *shape, back, ahead, scale)(q, k, v, key_mask, back, ahead, scale)
     except flex.NotCompiledError:
         return unfused_window(q, k, v, key_mask, back, ahead, scale)
+    paths.note_kernel("flex")
+    return out
 
 
 @cache

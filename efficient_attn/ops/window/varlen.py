@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from efficient_attn.ops.paths import constant_result, only_torch
+from efficient_attn.ops.paths import constant_result, note_kernel, only_torch
 
 _DTYPES = (torch.float16, torch.bfloat16)
 # The kernel reads vectors of a multiple of 8 numbers; its backward pass takes no more than 192 on every GPU.
@@ -66,6 +66,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, key_mask: None, back: int, ahead: in
     numbers = torch.arange((batch * heads if alone else batch) + 1, dtype=torch.int32, device=q.device)
     ends = (numbers * length for length in lengths)
     groups = {"enable_gqa": True} if grouped else {}
+    note_kernel("varlen")
     out: Tensor = kernel(*packed, *ends, *lengths, scale=scale, window_size=sides, **groups)
     out = out.unflatten(0, (batch, -1))
     out = out.squeeze(2).unflatten(1, (heads, -1)) if alone else out.transpose(1, 2)

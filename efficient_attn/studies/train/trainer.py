@@ -19,6 +19,7 @@ from efficient_attn.calibration import calibrate
 from efficient_attn.contained import contained
 from efficient_attn.measure.checked import backends_in, outputs_checked
 from efficient_attn.measure.memory import parameter_bytes
+from efficient_attn.ops.paths import observed_kernels
 from efficient_attn.runner.records import Case, Record
 from efficient_attn.runner.variants import Variant
 from efficient_attn.runner.worker import kernels_of
@@ -84,6 +85,7 @@ class Trainer:
         named = self.model.named_parameters() if task.decay else ()
         self._average = {name: one.detach().clone() for name, one in named}
         calibrated = any(one.needs_calibration for one in backends_in(self.model))
+        self._kernels: set[str] = set()
         self._calibrated_on = task.calibrated_on if calibrated else None
         calibrate(self.model, *task.batch(0).to(config.device).inputs)
 
@@ -115,13 +117,15 @@ class Trainer:
         start, config, step = time.perf_counter(), self.config, self.step if step is None else step
         batch, weight = self.replicas.part(self.task.batch(step).to(config.device))
         self.model.train()
-        with seeded((config.seed, step)), nullcontext() if step else outputs_checked(self.model):
+        checks = nullcontext() if step else outputs_checked(self.model)
+        with seeded((config.seed, step)), checks, observed_kernels() as names:
             own = weight * loss(self.task, self._trained, batch)
             nats = self.replicas.mean(own)
             rate = rate_at(step + 1, peak=config.learning_rate, warmup=self.task.warmup)
             if not nats.isfinite() or not update(self.model, self._optimiser, own, rate=rate):
                 self.failed = f"loss or gradient of step {step + 1} are not finite"
                 return
+        self._kernels |= names
         # Early on the average is short: the initial weights leave it within a few steps.
         decay = min(self.task.decay, (step + 1) / (step + 1 + _SHORT_AVERAGE))
         for name, average in self._average.items():
@@ -182,7 +186,7 @@ class Trainer:
             train_seconds_s=tuple(point.trained_s for point in curve),
             parameter_bytes=parameter_bytes(self.model),
             calibrated_on=self._calibrated_on,
-            kernels=kernels_of(self.case),
+            kernels=kernels_of(self.case, self._kernels),
             **measured,
             **self._decoded(),
         )
