@@ -19,6 +19,7 @@ from efficient_attn.conformance.subject import Subject, learn, run
 from efficient_attn.conformance.table import check
 
 ONE = Case(tokens=7)
+DTYPES = ("float64", "float32", "bfloat16", "float16")
 THREADS = 8
 UNUSUAL = 987_654_321
 
@@ -134,7 +135,7 @@ def nothing_uninitialised_is_read(subject: Subject, case: Case) -> Iterator[Find
 
 @check(
     "Global state is unchanged, even if a call fails: generators, default dtype, threads, flags.",
-    cases=both(ONE),
+    cases=(one for dtype in DTYPES for one in both(ONE.but(dtype=dtype))),
 )
 def nothing_global_is_touched(subject: Subject, case: Case) -> Iterator[Finding]:
     inputs = subject.inputs(case)

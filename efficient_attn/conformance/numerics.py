@@ -23,6 +23,10 @@ from efficient_attn.conformance.table import CannotCheck, check
 
 HALF = ("bfloat16", "float16")
 NARROW = ("float32", *HALF)
+# Powers of two, which cause no rounding; the scale is divided by their squares, and exceeds 1.
+FACTORS = (2.0, 2.0**-2, 2.0**-4)
+# Far beyond Gaussian values, and far below the largest number of float16.
+LARGE = 2.0**12
 # More keys of weight one than half precision can count; their sum overflows float16.
 LONG_SUM = 70_000
 
@@ -81,7 +85,12 @@ def equals_softmax_attention(subject: Subject, case: Case) -> Iterator[Finding]:
 
 @check(
     "The output equals softmax attention at every scale.",
-    cases=(one for dtype in ("float64", "float32") for one in both(Case(tokens=7, dtype=dtype))),
+    cases=(
+        one
+        for dtype in ("float64", "float32")
+        for head_dim in (4, 128)
+        for one in both(Case(tokens=7, dtype=dtype, head_dim=head_dim))
+    ),
     needs=("exact",),
 )
 def equals_softmax_attention_at_every_scale(subject: Subject, case: Case) -> Iterator[Finding]:
@@ -129,7 +138,10 @@ def length_moves_freely_between_queries_and_keys(subject: Subject, case: Case) -
 
 @check(
     "The scale multiplies q·k exactly once: inputs times c at scale s equal inputs at scale c²·s.",
-    cases=(*both(Case(tokens=7)), *both(Case(tokens=200, batch=1, value_dim=3))),
+    cases=(
+        *(one for head_dim in (4, 64, 80, 128) for one in both(Case(tokens=7, head_dim=head_dim))),
+        *both(Case(tokens=200, batch=1, value_dim=3)),
+    ),
     drawn=lambda seed: joint(seed, 9),
 )
 def scale_is_a_factor_on_the_scores(subject: Subject, case: Case) -> Iterator[Finding]:
@@ -139,8 +151,10 @@ def scale_is_a_factor_on_the_scores(subject: Subject, case: Case) -> Iterator[Fi
         raise CannotCheck("A plain callable declares no scale.")
     wanted, bound = run(backend, inputs), rounding(backend, inputs, case.dtype)
     yield close("Default scale given", run(subject.build(case, scale=default), inputs), wanted, bound)
-    twice = inputs._replace(q=inputs.q * 2.0, k=inputs.k * 2.0)
-    yield close("Twice as long", run(subject.build(case, scale=default / 4), twice), wanted, bound)
+    for factor in FACTORS:
+        moved = inputs._replace(q=inputs.q * factor, k=inputs.k * factor)
+        scaled = subject.build(case, scale=default / factor**2)
+        yield close(f"Inputs times {factor}", run(scaled, moved), wanted, bound)
 
 
 @check(
@@ -181,6 +195,25 @@ def long_sums_do_not_stall_in_half_precision(subject: Subject, case: Case) -> It
     yield close(
         "Against float64, values 1", run(subject.build(case, learned=None), inputs), wanted, 2 * step + 1e-3
     )
+
+
+@check(
+    "Values of thousands give outputs of thousands: the output is proportional to the values in every dtype.",
+    cases=(
+        one
+        for dtype in ("float64", *NARROW)
+        for case in (Case(tokens=7, dtype=dtype), Case(tokens=130, head_dim=64, batch=1, dtype=dtype))
+        for one in (*both(case), *both(case.but(masked=True)))
+    ),
+    beyond="low-precision dtypes",
+)
+def large_values_stay_proportional(subject: Subject, case: Case) -> Iterator[Finding]:
+    inputs, backend = subject.inputs(case), subject.build(case)
+    out, bound = run(backend, inputs).double(), rounding(backend, inputs, case.dtype)
+    large = run(backend, inputs._replace(v=inputs.v * LARGE)).double()
+    # Signed weights may take an output, or a sum on its way, beyond the largest number.
+    fits = 4 * LARGE * largest(inputs.v) * condition(backend, inputs) < torch.finfo(inputs.v.dtype).max
+    yield close(f"Values times {LARGE:g}", large.where(fits, 0), (out * LARGE).where(fits, 0), bound * LARGE)
 
 
 @check(
