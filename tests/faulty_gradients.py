@@ -161,7 +161,8 @@ class CutsGradientsOfLongKeys:
 class HalfPrecisionGradientsOfLongKeys:
     def scores(self, q, k):
         if k.dtype == torch.float32 and _long(k):
-            k = k + (k.detach().bfloat16().float() - k.detach()) * (0.0 if not torch.is_grad_enabled() else 1.0)
+            rounded = k.detach().bfloat16().float() if torch.is_grad_enabled() else k.detach()
+            k = k + (rounded - k.detach())
         return super().scores(q, k)
 
 

@@ -1,5 +1,7 @@
 """Faults of streaming: states that are forgotten, cut, rounded or shared."""
 
+import torch
+
 
 class KeepsTheCallersBuffers:
     def extend(self, q, k, v, state, key_mask):

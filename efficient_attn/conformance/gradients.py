@@ -108,7 +108,7 @@ def gradients_hold_at_long_keys(subject: Subject, case: Case) -> Iterator[Findin
         inputs = subject.inputs(case)
         # Queries are short, so that the softmax of long keys is not one-hot.
         inputs = inputs._replace(q=inputs.q / length, k=inputs.k * length)
-        where = f"Keys of norm {length * case.head_dim ** 0.5:g}"
+        where = f"Keys of norm {length * case.head_dim**0.5:g}"
         if case.dtype == "float64":
             finding = None
             for direction in range(DIRECTIONS):
@@ -120,12 +120,12 @@ def gradients_hold_at_long_keys(subject: Subject, case: Case) -> Iterator[Findin
             continue
         wanted = _gradients(wide, inputs.double())
         moved = [_gradients(wide, noisy(inputs.double(), BETWEEN["float32"], seed)) for seed in range(DRAWS)]
-        for number, (name, got) in enumerate(zip("qkv", _gradients(subject.build(case), inputs), strict=True)):
+        for number, got in enumerate(_gradients(subject.build(case), inputs)):
             change = max(distance(draw[number], wanted[number]) for draw in moved)
             # A gradient may be a small difference of terms as long as the keys.
             size = max(1.0, largest(inputs.k), largest(wanted[number]))
             bound = 2 * (change + BETWEEN["float32"] * size)
-            yield Finding(f"{where}, gradient w.r.t. {name}", distance(got, wanted[number]), bound)
+            yield Finding(f"{where}, gradient w.r.t. {'qkv'[number]}", distance(got, wanted[number]), bound)
 
 
 def _gradients(backend: Backend, inputs: Inputs) -> tuple[Tensor, ...]:

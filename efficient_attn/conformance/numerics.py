@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 import torch
 
+from efficient_attn.backend import Backend
 from efficient_attn.conformance.cases import (
     BORDERS,
     LENGTHS,
@@ -14,8 +15,10 @@ from efficient_attn.conformance.cases import (
     both,
     everywhere,
     joint,
+    of_models,
 )
 from efficient_attn.conformance.compare import close, condition, distance, largest, rounding, rounding_step
+from efficient_attn.conformance.masks import padded_with
 from efficient_attn.conformance.records import Finding
 from efficient_attn.conformance.reference import exact
 from efficient_attn.conformance.subject import Subject, run, takes_scale
@@ -170,11 +173,44 @@ def narrow_dtypes_lose_only_rounding(subject: Subject, case: Case) -> Iterator[F
     inputs = subject.inputs(case)
     wide = subject.build(case).double()
     wanted = run(wide, inputs.double())
+    bound = _narrow_bound(wide, inputs, wanted, case)
+    yield close("Against float64", run(subject.build(case), inputs), wanted, bound)
+
+
+def _narrow_bound(wide: Backend, inputs: Inputs, wanted: torch.Tensor, case: Case) -> torch.Tensor:
     bound = rounding(wide, inputs.double(), "float32") + 2 * rounding_step(wanted.to(inputs.v.dtype))
     if case.dtype in HALF:
         # Rounding of long sums, for which a promise of exactness has a tighter bound.
         bound = bound + 2 * distance(_plain(inputs, case), _plain(inputs.double(), case))
-    yield close("Against float64", run(subject.build(case), inputs), wanted, bound)
+    return bound
+
+
+@check(
+    "At sizes and layouts of real models, outputs and decoded parts equal float64 calls of single sequences.",
+    drawn=of_models,
+    beyond="low-precision dtypes",
+)
+def sizes_of_models_are_single_calls(subject: Subject, case: Case) -> Iterator[Finding]:
+    inputs, backend, wide = subject.inputs(case), subject.build(case), subject.build(case).double()
+    single = [inputs.double().each(lambda x, b=b: x[b : b + 1]) for b in range(case.batch)]
+    wanted = torch.cat([run(wide, alone) for alone in single])
+    bound = rounding(wide, inputs.double(), case.dtype)
+    if case.dtype in NARROW:
+        bound = _narrow_bound(wide, inputs, wanted, case)
+    # Models project to [batch, tokens, heads, dim], and the padding of a batch may hold anything.
+    given = inputs if inputs.key_mask is None else padded_with(1e4, inputs)
+    given = given.of(*(x.transpose(1, 2).contiguous().transpose(1, 2) for x in given[:3]))
+    yield close("Sequence by sequence", run(backend, given), wanted, bound)
+    if subject.promises.gradients:
+        leaves = [x.detach().requires_grad_() for x in given[:3]]
+        yield close("In training", run(backend, given.of(*leaves)), wanted, bound)
+    if subject.promises.streaming and case.causal and case.keys is None:
+        state = None
+        for part in (slice(0, 1), slice(1, case.tokens // 2), slice(case.tokens // 2, case.tokens)):
+            q, k, v = (x[:, :, part] for x in given[:3])
+            mask = None if given.key_mask is None else given.key_mask[:, part]
+            out, state = backend.extend(q, k, v, state, key_mask=mask)
+            yield close(f"Extended from {part.start}", out, wanted[:, :, part], bound[:, :, part])
 
 
 @check(

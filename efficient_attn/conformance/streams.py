@@ -68,6 +68,9 @@ def long_states_are_whole(subject: Subject, case: Case) -> Iterator[Finding]:
             done = border + AROUND
     steps.append(case.tokens - done)
     yield from _streamed("Decoding", backend, inputs, steps, wanted, bound)
+    if case.tokens >= LONGEST.tokens:
+        # A token that is decoded alone cannot read later ones: each row of the full pass is compared.
+        yield from _streamed("Decoding", backend, inputs, [1] * case.tokens, wanted, bound)
 
 
 def _streamed(
