@@ -144,7 +144,7 @@ def a_nan_shows_where_it_is_read(subject: Subject, case: Case) -> Iterator[Findi
     for token in sorted({0, case.tokens // 2, case.tokens - 1}):
         # Torch's fused kernel gives 0 for fewer scores than LANES that are all NaN.
         read = (weights[0, 0, :, token] != 0) & ((weights[0, 0] != 0).sum(-1) > 1)
-        for name, value in (("v", math.nan), ("v", math.inf), ("k", math.nan)):
+        for name, value in (("v", math.nan), ("v", math.inf), ("v", -math.inf), ("k", math.nan)):
             x = getattr(inputs, name).clone()
             x[0, 0, token, -1] = value
             out = run(backend, inputs._replace(**{name: x}))[0, 0]

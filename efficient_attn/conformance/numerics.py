@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from operator import itemgetter
 
 import torch
 
@@ -27,7 +28,9 @@ from efficient_attn.conformance.table import CannotCheck, check
 HALF = ("bfloat16", "float16")
 NARROW = ("float32", *HALF)
 # Powers of two, which cause no rounding; the scale is divided by their squares, and exceeds 1.
-FACTORS = (2.0, 2.0**-2, 2.0**-4)
+FACTORS = (2.0, 2.0**5, 2.0**-2, 2.0**-4)
+# Factor on the default scale for each norm of the sizes of models.
+SCALES = {1.0: 1.0, 0.3: -1.0, 2.0: 0.7}
 # Far beyond Gaussian values, and far below the largest number of float16.
 LARGE = 2.0**12
 # More keys of weight one than half precision can count; their sum overflows float16.
@@ -191,8 +194,15 @@ def _narrow_bound(wide: Backend, inputs: Inputs, wanted: torch.Tensor, case: Cas
     beyond="low-precision dtypes",
 )
 def sizes_of_models_are_single_calls(subject: Subject, case: Case) -> Iterator[Finding]:
-    inputs, backend, wide = subject.inputs(case), subject.build(case), subject.build(case).double()
-    single = [inputs.double().each(lambda x, b=b: x[b : b + 1]) for b in range(case.batch)]
+    inputs, scale = subject.inputs(case), SCALES[case.norm] * case.head_dim**-0.5
+    backend, wide = (subject.build(case, scale=scale) for _ in range(2))
+    if not takes_scale(backend):
+        backend, wide = (subject.build(case) for _ in range(2))
+    wide = wide.double()
+    # Each sequence alone, with a key head for every query head.
+    group = case.heads // case.kv_heads
+    k, v = (x.repeat_interleave(group, dim=1) for x in inputs[1:3])
+    single = [inputs.of(inputs.q, k, v).double().each(itemgetter(slice(b, b + 1))) for b in range(case.batch)]
     wanted = torch.cat([run(wide, alone) for alone in single])
     bound = rounding(wide, inputs.double(), case.dtype)
     if case.dtype in NARROW:
