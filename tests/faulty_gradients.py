@@ -124,3 +124,62 @@ class FactorIsNoParameter:
 
     def scores(self, q, k):
         return super().scores(q, k) * self.other[0].to(q.dtype)
+
+
+class _Cut(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, most):
+        ctx.most = most
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient.clamp(-ctx.most, ctx.most), None
+
+
+def _long(k):
+    return k.numel() > 0 and k.detach().norm(dim=-1).max() > 10
+
+
+class NoGradientOfLongKeys:
+    def forward(self, q, k, v, key_mask):
+        return super().forward(q, k.detach() if _long(k) else k, v, key_mask)
+
+
+class NoGradientOfLongKeysInFloat32:
+    def forward(self, q, k, v, key_mask):
+        cut = k.dtype == torch.float32 and _long(k)
+        return super().forward(q.detach() if cut and k.requires_grad else q, k, v, key_mask)
+
+
+class CutsGradientsOfLongKeys:
+    def scores(self, q, k):
+        scores = super().scores(q, k)
+        return _Cut.apply(scores, 1e-3) if _long(k) else scores
+
+
+class HalfPrecisionGradientsOfLongKeys:
+    def scores(self, q, k):
+        if k.dtype == torch.float32 and _long(k):
+            rounded = k.detach().bfloat16().float() if torch.is_grad_enabled() else k.detach()
+            k = k + (rounded - k.detach())
+        return super().scores(q, k)
+
+
+class KeepsGraphsUnderNoGrad:
+    def forward(self, q, k, v, key_mask):
+        with torch.enable_grad():
+            return super().forward(q, k, v, key_mask)
+
+
+class KeepsGraphsOfStatesUnderNoGrad:
+    def extend(self, q, k, v, state, key_mask):
+        with torch.enable_grad():
+            return super().extend(q, k, v, state, key_mask)
+
+
+class RemembersItsLastGraph:
+    def forward(self, q, k, v, key_mask):
+        with torch.enable_grad():
+            self.__dict__["last"] = super().forward(q, k, v, key_mask)
+        return self.__dict__["last"].clone() if torch.is_grad_enabled() else self.__dict__["last"].detach()

@@ -31,3 +31,21 @@ class TakesQuadraticTime:
         for row in range(0, k.shape[2], 16):
             out = out + 0 * (k[:, :, row : row + 16] @ k.mT).sum(-1, keepdim=True).sum(2, keepdim=True)
         return out
+
+
+class BuildsAMaskOfAllPairsBeyond4096:
+    """Quadratic memory where no quick check looks."""
+
+    def forward(self, q, k, v, key_mask):
+        out = super().forward(q, k, v, key_mask)
+        if k.shape[2] < 4096:
+            return out
+        return out * torch.ones(q.shape[2], k.shape[2], dtype=torch.bool)[:, :1]
+
+
+class BuildsAMaskOfAllPairsInBatches:
+    def forward(self, q, k, v, key_mask):
+        out = super().forward(q, k, v, key_mask)
+        if len(q) < 2 or q.shape[1] < 2:
+            return out
+        return out * torch.ones(q.shape[2], k.shape[2], dtype=torch.bool)[:, :1]

@@ -90,3 +90,82 @@ class KeepsItsFirstFactor:
         if not hasattr(self, "kept"):
             self.kept = self.factor.detach().clone()
         return Softmax.scores(self, q, k) * self.kept
+
+
+class CleansThePaddingInPlace:
+    def forward(self, q, k, v, key_mask):
+        if key_mask is not None and v.isnan().any():
+            v.data.nan_to_num_()
+        return super().forward(q, k, v, key_mask)
+
+
+class ZeroesNanOfMaskedKeysInPlace:
+    def forward(self, q, k, v, key_mask):
+        if key_mask is not None and k.isnan().any():
+            k.data.masked_fill_(~key_mask[:, None, :, None], 0.0)
+        return super().forward(q, k, v, key_mask)
+
+
+class KeepsScoresOfTheSameKeys:
+    """Keys are taken for unchanged where the tensor is the same object."""
+
+    def forward(self, q, k, v, key_mask):
+        if k is not self.__dict__.get("last"):
+            self.__dict__["last"], self.__dict__["copied"] = k, k.detach().clone()
+        return super().forward(q, k + (self.__dict__["copied"] - k.detach()), v, key_mask)
+
+
+class KeepsValuesByAddress:
+    def forward(self, q, k, v, key_mask):
+        kept = self.__dict__.setdefault("kept", {})
+        key = (v.data_ptr(), v.shape, v.dtype, v._version)
+        held = kept.setdefault(key, (v, v.detach().clone()))[1]
+        return super().forward(q, k, v + (held - v.detach()), key_mask)
+
+
+class KeepsMasksById:
+    def forward(self, q, k, v, key_mask):
+        kept = self.__dict__.setdefault("kept", {})
+        if key_mask is not None:
+            key_mask = kept.setdefault(id(key_mask), (key_mask, key_mask.clone()))[1]
+        return super().forward(q, k, v, key_mask)
+
+
+class KeepsOutputsById:
+    """Ids of tensors that are gone are given to others."""
+
+    def forward(self, q, k, v, key_mask):
+        kept = self.__dict__.setdefault("kept", {})
+        key = (*map(id, (q, k, v, key_mask)), q.shape, k.shape, v.shape, q.dtype, torch.is_grad_enabled())
+        if key not in kept:
+            kept[key] = super().forward(q, k, v, key_mask)
+        return kept[key].clone()
+
+
+class KeepsKeysWhenExtendingById:
+    def extend(self, q, k, v, state, key_mask):
+        kept = self.__dict__.setdefault("kept", {})
+        k = k + (kept.setdefault(id(k), (k, k.detach().clone()))[1] - k.detach())
+        return super().extend(q, k, v, state, key_mask)
+
+
+class KeepsEveryOutput:
+    def forward(self, q, k, v, key_mask):
+        out = super().forward(q, k, v, key_mask)
+        self.__dict__.setdefault("kept", []).append(out)
+        return out
+
+
+class KeepsEveryGraph:
+    def forward(self, q, k, v, key_mask):
+        out = super().forward(q, k, v, key_mask)
+        if out.requires_grad:
+            self.__dict__.setdefault("kept", []).append(out.sum())
+        return out
+
+
+class KeepsEveryState:
+    def extend(self, q, k, v, state, key_mask):
+        out, kept = super().extend(q, k, v, state, key_mask)
+        self.__dict__.setdefault("kept", []).append(kept)
+        return out, kept

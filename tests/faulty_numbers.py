@@ -50,3 +50,80 @@ class TakesTheScaleAsPositive:
 class IgnoresTheScale:
     def scores(self, q, k):
         return super().scores(q * (self.problem.head_dim**-0.5 / (self.problem.factor or 1)), k)
+
+
+class CutsValuesInFloat16:
+    """Values beyond 1000 are taken for overflow."""
+
+    def forward(self, q, k, v, key_mask):
+        v = v.clamp(-1000, 1000) if v.dtype == torch.float16 else v
+        return super().forward(q, k, v, key_mask)
+
+
+class NormalisesFloat16Last:
+    """Sums of unnormalised products overflow float16."""
+
+    def forward(self, q, k, v, key_mask):
+        if v.dtype != torch.float16:
+            return super().forward(q, k, v, key_mask)
+        keys = max(k.shape[2], 1)
+        return (super().forward(q, k, v, key_mask) * keys) / keys
+
+
+class CleansWhatFloat16Overflows:
+    def forward(self, q, k, v, key_mask):
+        out = super().forward(q, k, v, key_mask)
+        return out.where(out.abs() < 2**12, out.sign() * 2**12) if out.dtype == torch.float16 else out
+
+
+class TakesScalesBelowOne:
+    def scores(self, q, k):
+        return super().scores(q / max(abs(self.problem.factor), 1.0), k)
+
+
+class DefaultOfHeads64:
+    """The default scale is 1/8 for every head of 64 entries or more."""
+
+    def scores(self, q, k):
+        wrong = self.problem.scale is None and self.problem.head_dim > 64
+        return super().scores(q * ((self.problem.head_dim / 64) ** 0.5 if wrong else 1.0), k)
+
+
+class CleansValues:
+    def forward(self, q, k, v, key_mask):
+        return super().forward(q, k, v.nan_to_num(), key_mask)
+
+
+class CleansKeys:
+    def forward(self, q, k, v, key_mask):
+        return super().forward(q, k.nan_to_num(), v, key_mask)
+
+
+class CleansQueries:
+    def forward(self, q, k, v, key_mask):
+        return super().forward(q.nan_to_num(), k, v, key_mask)
+
+
+class CleansOutputs:
+    def forward(self, q, k, v, key_mask):
+        return super().forward(q, k, v, key_mask).nan_to_num()
+
+
+class CleansOutputsWhereMasked:
+    def forward(self, q, k, v, key_mask):
+        out = super().forward(q, k, v, key_mask)
+        return out if key_mask is None else out.nan_to_num()
+
+
+class TakesNanForPadding:
+    def visible(self, q, k, key_mask):
+        real = ~k.isnan().any(-1).any(1)
+        return super().visible(q, k.nan_to_num(), real if key_mask is None else key_mask & real)
+
+    def scores(self, q, k):
+        return super().scores(q, k.nan_to_num())
+
+
+class CleansScores:
+    def scores(self, q, k):
+        return super().scores(q, k).nan_to_num()

@@ -71,3 +71,18 @@ class DrawsAnew:
     def scores(self, q, k):
         self.generator = self.__dict__.get("generator") or torch.Generator()
         return super().scores(q, k) * (1 + 1e-6 * torch.rand((), generator=self.generator))
+
+
+class DrawsInFloat16:
+    """Stochastic rounding, by the global generator."""
+
+    def forward(self, q, k, v, key_mask):
+        out = super().forward(q, k, v, key_mask)
+        return out * (1 + 1e-3 * torch.rand(())).to(out) if out.dtype == torch.float16 else out
+
+
+class AdvancesTheGeneratorInFloat16:
+    def forward(self, q, k, v, key_mask):
+        if q.dtype == torch.float16:
+            torch.rand(())
+        return super().forward(q, k, v, key_mask)

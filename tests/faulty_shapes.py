@@ -118,3 +118,37 @@ class MasksOfTrueHideTheLast:
         if key_mask is not None and key_mask.all() and k.shape[2] > 1:
             key_mask = key_mask & (torch.arange(k.shape[2]) < k.shape[2] - 1)
         return super().visible(q, k, key_mask)
+
+
+class BlindRowsReadAtHeadDim64:
+    def weights(self, scores, visible):
+        if self.problem.head_dim < 64:
+            return super().weights(scores, visible)
+        return scores.masked_fill(~visible, torch.finfo(scores.dtype).min).softmax(dim=-1)
+
+
+class BlindRowsAreNanAtHeadDim64:
+    def forward(self, q, k, v, key_mask):
+        out = super().forward(q, k, v, key_mask)
+        if key_mask is None or self.problem.head_dim != 64:
+            return out
+        return out.masked_fill(~key_mask.any(-1)[:, None, None, None], torch.nan)
+
+
+class LeaksBeyond2048:
+    """A row beyond 2048 reads the next key too."""
+
+    most = 2048
+
+    def visible(self, q, k, key_mask):
+        visible = super().visible(q, k, key_mask)
+        if not self.problem.causal or q.shape[2] <= self.most:
+            return visible
+        ahead = torch.ones_like(visible).tril(k.shape[2] - q.shape[2] + 1)
+        ahead = ahead if key_mask is None else ahead & key_mask[:, None, None, :]
+        rows = torch.arange(q.shape[2])[:, None] >= self.most
+        return torch.where(rows, ahead, visible)
+
+
+class LeaksBeyond3000(LeaksBeyond2048):
+    most = 3000

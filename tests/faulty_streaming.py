@@ -1,5 +1,7 @@
 """Faults of streaming: states that are forgotten, cut, rounded or shared."""
 
+import torch
+
 
 class KeepsTheCallersBuffers:
     def extend(self, q, k, v, state, key_mask):
@@ -71,3 +73,43 @@ class ReusesItsOutputWhenExtending:
         if self.kept.shape == out.shape and self.kept.dtype == out.dtype:
             return self.kept.copy_(out), kept
         return out, kept
+
+
+class HalvesLongStatesInFloat16:
+    def extend(self, q, k, v, state, key_mask):
+        out, (keys, values, mask) = super().extend(q, k, v, state, key_mask)
+        if keys.dtype == torch.float16 and keys.shape[2] > 100:
+            keys, values, mask = keys[:, :, 50:], values[:, :, 50:], mask[:, 50:]
+        return out, (keys, values, mask)
+
+
+class DetachesLongStates:
+    def extend(self, q, k, v, state, key_mask):
+        out, kept = super().extend(q, k, v, state, key_mask)
+        return out, tuple(x.detach() for x in kept) if kept[0].shape[2] > 100 else kept
+
+
+class WritesToLongStates:
+    def extend(self, q, k, v, state, key_mask):
+        out, kept = super().extend(q, k, v, state, key_mask)
+        if state is not None and state[0].shape[2] > 100 and k.shape[2]:
+            state[1][:, :, -1:].mul_(1.5)
+        return out, kept
+
+
+class MixesSequencesOfLongStates:
+    def extend(self, q, k, v, state, key_mask):
+        out, (keys, values, mask) = super().extend(q, k, v, state, key_mask)
+        return out, (keys, values.roll(1, 0) if keys.shape[2] > 100 and len(keys) > 1 else values, mask)
+
+
+class ValuesOfNoColumnsEndTheState:
+    def extend(self, q, k, v, state, key_mask):
+        out, kept = super().extend(q, k, v, state if v.shape[-1] else None, key_mask)
+        return (out if v.shape[-1] else out.new_zeros(*out.shape[:-2], 0, 0)), kept
+
+
+class NeedsAColumnToExtend:
+    def extend(self, q, k, v, state, key_mask):
+        v[..., 0]
+        return super().extend(q, k, v, state, key_mask)

@@ -1,5 +1,6 @@
 """Repeated calls: no call affects another, earlier outputs, or its inputs."""
 
+import gc
 import itertools
 from collections.abc import Iterator
 
@@ -11,6 +12,7 @@ from efficient_attn.conformance.compare import same_bits
 from efficient_attn.conformance.records import Finding
 from efficient_attn.conformance.subject import Subject, learn, run
 from efficient_attn.conformance.table import check
+from efficient_attn.measure import memory
 
 CALLS = 100
 # Calls before which parameters are updated in place, as an optimiser does.
@@ -76,6 +78,62 @@ def _fill(buffers: Inputs, inputs: Inputs) -> Inputs:
         if buffer is not None and x is not None:
             buffer.detach().copy_(x)
     return buffers
+
+
+@check(
+    "Tensors are read at every call: new contents of the same tensors change the output as a fresh copy's.",
+    cases=(*both(ONE), *both(ONE.but(tokens=130, batch=2, dtype="float32"))),
+)
+def tensors_are_read_anew(subject: Subject, case: Case) -> Iterator[Finding]:
+    backend, shared = subject.build(case), subject.inputs(case)
+    for gradients in (False, True) if subject.promises.gradients else (False,):
+        asking = [x.requires_grad_(gradients) for x in shared[:3]]
+        for number in range(1, 5):
+            contents = subject.inputs(case.but(pattern=number), other=number)
+            # One tensor after the other; writes by `data` leave the version of a tensor as it was.
+            for name, x in zip(shared._fields, shared, strict=True):
+                if x is None:
+                    continue
+                x.data.copy_(getattr(contents, name))
+                apart = shared.each(lambda y: y.detach().clone())
+                with torch.set_grad_enabled(gradients):
+                    out = _results(subject, backend, shared)
+                    wanted = _results(subject, subject.build(case), apart.of(*_asking(apart, gradients)))
+                for part, one, fresh in zip(("Output", "Output of extend"), out, wanted, strict=False):
+                    yield same_bits(f"{part} after new contents of {name}", one.detach(), fresh.detach())
+        for x in asking:
+            x.requires_grad_(False)
+
+
+def _asking(inputs: Inputs, gradients: bool) -> list[torch.Tensor]:
+    return [x.requires_grad_(gradients) for x in inputs[:3]]
+
+
+def _results(subject: Subject, backend: Backend, inputs: Inputs) -> list[torch.Tensor]:
+    """The output, and that of a second step of `extend` with the same tensors."""
+    outputs = [run(backend, inputs)]
+    if subject.promises.streaming and backend.problem.causal:
+        _, state = backend.extend(*inputs[:3], key_mask=inputs.key_mask)
+        outputs.append(backend.extend(*inputs[:3], state, key_mask=inputs.key_mask)[0])
+    return outputs
+
+
+@check(
+    "Calls leave no bytes behind: memory after ten calls is that of the first.",
+    cases=both(ONE.but(tokens=130)),
+)
+def no_call_leaves_bytes_behind(subject: Subject, case: Case) -> Iterator[Finding]:
+    backend, inputs = subject.build(case), subject.inputs(case)
+
+    def calls() -> None:
+        for number in range(10):
+            asks = subject.promises.gradients and number % 2 == 0
+            with torch.set_grad_enabled(asks):
+                _results(subject, backend, inputs.of(*(x.clone() for x in _asking(inputs, asks))))
+        gc.collect()
+
+    calls()
+    yield Finding("Bytes that ten calls leave", float(memory.peak(calls, device="cpu").kept_bytes), 0.0)
 
 
 @check(

@@ -23,6 +23,8 @@ from efficient_attn.conformance.subject import Subject, run
 from efficient_attn.conformance.table import check
 
 CAUSAL = ("causal",)
+# Twice the largest length of other checks.
+BEYOND = Case(tokens=4200, batch=1, heads=1, kv_heads=1, causal=True)
 
 
 @check(
@@ -46,16 +48,22 @@ def no_output_depends_on_a_later_token(subject: Subject, case: Case) -> Iterator
 @check(
     "Later tokens change earlier outputs by no more than rounding, for any finite values.",
     cases=(case for dtype in ("float64", "float32") for case in causally(2, 7, 70, 130, dtype=dtype)),
+    long=lambda seed: tuple(BEYOND.but(dtype=dtype) for dtype in ("float64", "float32")),
     needs=CAUSAL,
 )
 def later_values_move_no_output(subject: Subject, case: Case) -> Iterator[Finding]:
     backend = subject.build(case)
     for where, inputs, leak in _sequences(subject, case):
         wanted, bound = run(backend, inputs), magnified(leak[case.dtype], backend, inputs)
-        for cut in sorted({1, case.tokens // 2}):
+        for cut in sorted({1, case.tokens // 2, *_late(case)}):
             for what, changed in _changed_after(inputs, cut, subject.inputs(case, other=1)):
                 out = run(backend, changed)[:, :, :cut]
                 yield close(f"{where}, {what} from token {cut}", out, wanted[:, :, :cut], bound[:, :, :cut])
+
+
+def _late(case: Case) -> tuple[int, ...]:
+    """Cuts far behind the usual lengths of a block, in a long case."""
+    return (2049, 3071, case.tokens - 1) if case.tokens >= BEYOND.tokens else ()
 
 
 def _sequences(subject: Subject, case: Case) -> Iterator[tuple[str, Inputs, dict[str, float]]]:

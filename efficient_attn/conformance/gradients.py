@@ -9,13 +9,17 @@ from torch.autograd.gradcheck import GradcheckError
 
 from efficient_attn.backend import Backend
 from efficient_attn.conformance.cases import Case, Inputs, both, joint
-from efficient_attn.conformance.compare import distance
+from efficient_attn.conformance.compare import distance, largest
+from efficient_attn.conformance.joint import DIRECTIONS, along
+from efficient_attn.conformance.precision import BETWEEN, DRAWS, noisy
 from efficient_attn.conformance.records import Finding
 from efficient_attn.conformance.subject import Subject, run
 from efficient_attn.conformance.table import Refused, SilentlyWrong, check
 
 # Short vectors keep signed features from cancelling; ill-conditioned rows have no good difference quotient.
 TINY = Case(tokens=3, batch=1, heads=1, kv_heads=1, head_dim=2, value_dim=2, norm=0.5)
+# Factors on Gaussian keys; at 50, exponents of positive features exceed the digits of float32.
+LENGTHS = {"float64": (8.0, 50.0), "float32": (8.0,)}
 _KINDS = (
     TINY,
     TINY.but(masked=True),
@@ -65,7 +69,8 @@ def second_derivatives_are_right_or_refused(subject: Subject, case: Case) -> Ite
     cases=(
         one
         for dtype in ("bfloat16", "float16", "float32")
-        for one in both(Case(tokens=7, dtype=dtype, norm=0.5))
+        for case in (Case(tokens=7, dtype=dtype), Case(tokens=130, batch=1, value_dim=8, dtype=dtype))
+        for one in both(case.but(norm=0.5))
     ),
     drawn=lambda seed: tuple(
         case.but(norm=0.5, batch=min(case.batch, 2))
@@ -79,11 +84,49 @@ def gradients_in_narrow_dtypes_lose_only_rounding(subject: Subject, case: Case) 
     inputs, backend = subject.inputs(case), subject.build(case)
     got = _gradients(backend, inputs)
     wanted = _gradients(subject.build(case).double(), inputs.double())
-    # A gradient is a sum over tokens of products of rounded numbers.
-    steps = 4 * case.tokens * torch.finfo(inputs.q.dtype).eps + 1e-3
+    # A gradient is a sum over tokens of products of rounded numbers, whose errors are independent.
+    steps = 4 * case.k_tokens**0.5 * torch.finfo(inputs.q.dtype).eps + 1e-3
     for name, one, other in zip("qkv", got, wanted, strict=True):
         bound = steps * max(1.0, float(other.abs().max()))
         yield Finding(f"Gradient w.r.t. {name}", distance(one, other), bound)
+
+
+@check(
+    "Gradients at long keys match finite differences in float64, and float64 in float32.",
+    cases=tuple(
+        one
+        for dtype in ("float64", "float32")
+        for tokens, masked in ((7, False), (70, True))
+        for one in both(Case(tokens=tokens, batch=1, kv_heads=1, masked=masked, dtype=dtype))
+    ),
+    drawn=lambda seed: tuple(case for case in joint(seed, 9, dtype="float32") if case.head_dim > 2),
+    needs=("gradients",),
+    beyond="low-precision dtypes",
+)
+def gradients_hold_at_long_keys(subject: Subject, case: Case) -> Iterator[Finding]:
+    wide = subject.build(case).double()
+    for length in LENGTHS[case.dtype]:
+        inputs = subject.inputs(case)
+        # Queries are short, so that the softmax of long keys is not one-hot.
+        inputs = inputs._replace(q=inputs.q / length, k=inputs.k * length)
+        where = f"Keys of norm {length * case.head_dim**0.5:g}"
+        if case.dtype == "float64":
+            finding = None
+            for direction in range(DIRECTIONS):
+                finding = along(subject, wide, case, direction, inputs)
+                if finding.holds:
+                    break
+            assert finding is not None
+            yield finding._replace(where=f"{where}: {finding.where}")
+            continue
+        wanted = _gradients(wide, inputs.double())
+        moved = [_gradients(wide, noisy(inputs.double(), BETWEEN["float32"], seed)) for seed in range(DRAWS)]
+        for number, got in enumerate(_gradients(subject.build(case), inputs)):
+            change = max(distance(draw[number], wanted[number]) for draw in moved)
+            # A gradient may be a small difference of terms as long as the keys.
+            size = max(1.0, largest(inputs.k), largest(wanted[number]))
+            bound = 2 * (change + BETWEEN["float32"] * size)
+            yield Finding(f"{where}, gradient w.r.t. {'qkv'[number]}", distance(got, wanted[number]), bound)
 
 
 def _gradients(backend: Backend, inputs: Inputs) -> tuple[Tensor, ...]:

@@ -15,6 +15,7 @@ from efficient_attn.measure import memory
 
 # A multiple of every block, and long enough that scores of all pairs outweigh the scratch of a block.
 LONG = Case(tokens=1024, batch=1, heads=1, kv_heads=1, dtype="float32")
+BATCH = LONG.but(batch=2, heads=2)
 # Tolerance of the exponents: for tables besides the tensors in bytes, and for CPU caches in time.
 BYTES_POWER, TIME_POWER = 0.1, 0.2
 # Lengths of the long form, as multiples of the shortest.
@@ -37,8 +38,8 @@ def memory_grows_as_declared(subject: Subject, case: Case) -> Iterator[Finding]:
 
 
 @check(
-    "The growth of memory is not hidden by fixed costs: bytes added by each doubling of the tokens.",
-    long=lambda seed: both(LONG),
+    "The growth of memory is not hidden by fixed costs, nor by length: bytes at each doubling of the tokens.",
+    long=lambda seed: (*both(LONG), *both(BATCH), *both(BATCH.but(masked=True))),
 )
 def growth_of_memory_is_not_hidden(subject: Subject, case: Case) -> Iterator[Finding]:
     _needs_growth(subject)
@@ -46,6 +47,9 @@ def growth_of_memory_is_not_hidden(subject: Subject, case: Case) -> Iterator[Fin
     lengths = _lengths(subject.promises.memory_growth, case)
     for where, backward in _passes(subject):
         peaks = [_peak_bytes(subject, case.but(tokens=n), backward) for n in lengths]
+        for tokens, (shorter, longer) in zip(lengths, itertools.pairwise(peaks), strict=False):
+            ratio = longer / max(shorter, 1)
+            yield Finding(f"{where}, bytes at {2 * tokens} tokens over those at {tokens}", ratio, most)
         added = [longer - shorter for shorter, longer in itertools.pairwise(peaks)]
         # A workspace that fills up bends the curve once; excess growth shows at every doubling.
         least = min(b / max(a, 1) for a, b in itertools.pairwise(added))

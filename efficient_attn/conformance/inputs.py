@@ -8,12 +8,15 @@ from torch import Tensor
 
 from efficient_attn.conformance.cases import Case, Inputs, both, everywhere, joint
 from efficient_attn.conformance.compare import close, largest, rounding, same_bits
+from efficient_attn.conformance.masks import padded_with
 from efficient_attn.conformance.records import Finding
 from efficient_attn.conformance.subject import Subject, run
 from efficient_attn.conformance.table import check
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 SMALL = Case(tokens=5)
+# Entries of a vector register: of float32 with 512 bits.
+LANES = 16
 
 
 @check(
@@ -103,7 +106,14 @@ def _turned(x: Tensor) -> Tensor:
     drawn=lambda seed: joint(seed, 9, 140),
 )
 def inputs_are_not_written_to(subject: Subject, case: Case) -> Iterator[Finding]:
-    inputs, backend = subject.inputs(case), subject.build(case)
+    inputs = subject.inputs(case)
+    # What is masked, or not a number, invites to be replaced.
+    for filling in (None, math.nan, math.inf) if case.masked else (None,):
+        yield from _written(subject, case, inputs if filling is None else padded_with(filling, inputs))
+
+
+def _written(subject: Subject, case: Case, inputs: Inputs) -> Iterator[Finding]:
+    backend = subject.build(case)
     before = [None if x is None else x.clone() for x in inputs]
     versions = [None if x is None else x._version for x in inputs]
     run(backend, inputs)
@@ -116,7 +126,35 @@ def inputs_are_not_written_to(subject: Subject, case: Case) -> Iterator[Finding]
         backend.extend(*inputs[:3], state, key_mask=inputs.key_mask)
     for name, x, old, version in zip(inputs._fields, inputs, before, versions, strict=True):
         if x is not None and old is not None:
-            yield Finding(f"Writes into {name}", float(x._version != version or not torch.equal(x, old)), 0.0)
+            yield Finding(f"Writes into {name}", float(x._version != version), 0.0)
+            yield same_bits(f"{name} after the calls", x, old)
+
+
+@check(
+    "NaN and infinity in a real token show in every output that reads it.",
+    cases=(
+        *(one for dtype in DTYPES for one in everywhere(7, dtype=dtype)),
+        *both(Case(tokens=130, batch=1, heads=2, kv_heads=1, masked=True, dtype="float32")),
+        *both(Case(tokens=9, heads=2, kv_heads=1, head_dim=64, value_dim=64)),
+    ),
+)
+def a_nan_shows_where_it_is_read(subject: Subject, case: Case) -> Iterator[Finding]:
+    inputs, backend = subject.inputs(case), subject.build(case)
+    weights = backend.attention_weights(inputs.q, inputs.k, key_mask=inputs.key_mask).detach()
+    for token in sorted({0, case.tokens // 2, case.tokens - 1}):
+        # Torch's fused kernel gives 0 for fewer scores than LANES that are all NaN.
+        read = (weights[0, 0, :, token] != 0) & ((weights[0, 0] != 0).sum(-1) > 1)
+        for name, value in (("v", math.nan), ("v", math.inf), ("v", -math.inf), ("k", math.nan)):
+            x = getattr(inputs, name).clone()
+            x[0, 0, token, -1] = value
+            out = run(backend, inputs._replace(**{name: x}))[0, 0]
+            clean = (out[:, -1:] if name == "v" else out)[read].isfinite()
+            yield Finding(f"{value} of {name} at {token}: outputs without it", float(clean.sum()), 0.0)
+        if (weights[0, 0, token] != 0).sum() >= LANES:
+            q = inputs.q.clone()
+            q[0, 0, token, -1] = math.nan
+            clean = run(backend, inputs._replace(q=q))[0, 0, token].isfinite()
+            yield Finding(f"NaN of q at {token}: outputs without it", float(clean.sum()), 0.0)
 
 
 @check(

@@ -101,16 +101,19 @@ def gradients_hold_at_every_shape(subject: Subject, case: Case) -> Iterator[Find
     backend, finding = subject.build(case).train(), None
     for direction in range(DIRECTIONS):
         # A kink spoils the difference quotient of one direction; a wrong gradient is wrong along all of them.
-        finding = _along(subject, backend, case, direction)
+        finding = along(subject, backend, case, direction)
         if finding.holds:
             break
     assert finding is not None
     yield finding
 
 
-def _along(subject: Subject, backend: Backend, case: Case, direction: int) -> Finding:
+def along(
+    subject: Subject, backend: Backend, case: Case, direction: int, inputs: Inputs | None = None
+) -> Finding:
     """Compare a directional derivative of a weighted sum of outputs with difference quotients."""
-    inputs, (dq, dk, dv, _) = (subject.inputs(case, other=n) for n in (2 * direction, 2 * direction + 1))
+    inputs = subject.inputs(case, other=2 * direction) if inputs is None else inputs
+    dq, dk, dv, _ = subject.inputs(case, other=2 * direction + 1)
     leaves = [x.requires_grad_() for x in inputs[:3]]
     learned = list(backend.parameters())
     generator = torch.Generator().manual_seed(direction)

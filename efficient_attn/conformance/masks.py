@@ -13,6 +13,12 @@ from efficient_attn.conformance.table import check
 
 MASK = ("key_mask",)
 DTYPES = ("float64", "float32", "bfloat16", "float16")
+# Heads as wide as those of real models, and a sequence beyond usual blocks.
+WIDE = (
+    Case(tokens=3, batch=3, heads=4, kv_heads=2, head_dim=64, value_dim=64),
+    Case(tokens=130, heads=2, kv_heads=1, head_dim=64, value_dim=5),
+    Case(tokens=5, heads=2, kv_heads=2, head_dim=128, value_dim=128),
+)
 
 
 @check(
@@ -58,7 +64,10 @@ def padding_on_either_side_does_not_matter(subject: Subject, case: Case) -> Iter
 
 @check(
     "Fully-masked rows give zero outputs and finite gradients, which are zero for their own inputs.",
-    cases=(one for dtype in DTYPES for n in (1, 3, 65) for one in both(Case(tokens=n, dtype=dtype))),
+    cases=(
+        *(one for dtype in DTYPES for n in (1, 3, 65) for one in both(Case(tokens=n, dtype=dtype))),
+        *(one for dtype in DTYPES for case in WIDE for one in both(case.but(dtype=dtype))),
+    ),
     needs=MASK,
 )
 def blind_queries_give_zeros(subject: Subject, case: Case) -> Iterator[Finding]:

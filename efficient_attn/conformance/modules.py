@@ -19,6 +19,7 @@ from efficient_attn.conformance.subject import Subject, learn, run
 from efficient_attn.conformance.table import check
 
 ONE = Case(tokens=7)
+DTYPES = ("float64", "float32", "bfloat16", "float16")
 THREADS = 8
 UNUSUAL = 987_654_321
 
@@ -94,7 +95,10 @@ def autocast_costs_no_accuracy(subject: Subject, case: Case) -> Iterator[Finding
     yield close("Under autocast", out, wanted, rounding(backend, inputs, case.dtype))
 
 
-@check("Calls are thread-safe: eight threads at once give the sequential outputs.", cases=both(ONE))
+@check(
+    "Calls are thread-safe: eight threads at once, and a call over two threads, give the sequential outputs.",
+    cases=(*both(ONE), *both(ONE.but(tokens=130, batch=1))),
+)
 def threads_do_not_disturb_each_other(subject: Subject, case: Case) -> Iterator[Finding]:
     backend = subject.build(case)
     inputs = [subject.inputs(case, other=number) for number in range(THREADS)]
@@ -105,6 +109,13 @@ def threads_do_not_disturb_each_other(subject: Subject, case: Case) -> Iterator[
         which = number % THREADS
         bound = rounding(backend, inputs[which], case.dtype)
         yield close(f"Call {number}", out, wanted[which], bound)
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        out = run(backend, inputs[0])
+    finally:
+        torch.set_num_threads(threads)
+    yield close("On two threads", out, wanted[0], rounding(backend, inputs[0], case.dtype))
 
 
 @check("Uninitialised memory is never read, forward or backward.", cases=everywhere(3, 65))
@@ -134,7 +145,7 @@ def nothing_uninitialised_is_read(subject: Subject, case: Case) -> Iterator[Find
 
 @check(
     "Global state is unchanged, even if a call fails: generators, default dtype, threads, flags.",
-    cases=both(ONE),
+    cases=(one for dtype in DTYPES for one in both(ONE.but(dtype=dtype))),
 )
 def nothing_global_is_touched(subject: Subject, case: Case) -> Iterator[Finding]:
     inputs = subject.inputs(case)

@@ -2,9 +2,11 @@
 
 import math
 from collections.abc import Iterator
+from operator import itemgetter
 
 import torch
 
+from efficient_attn.backend import Backend
 from efficient_attn.conformance.cases import (
     BORDERS,
     LENGTHS,
@@ -14,8 +16,10 @@ from efficient_attn.conformance.cases import (
     both,
     everywhere,
     joint,
+    of_models,
 )
 from efficient_attn.conformance.compare import close, condition, distance, largest, rounding, rounding_step
+from efficient_attn.conformance.masks import padded_with
 from efficient_attn.conformance.records import Finding
 from efficient_attn.conformance.reference import exact
 from efficient_attn.conformance.subject import Subject, run, takes_scale
@@ -23,6 +27,12 @@ from efficient_attn.conformance.table import CannotCheck, check
 
 HALF = ("bfloat16", "float16")
 NARROW = ("float32", *HALF)
+# Powers of two, which cause no rounding; the scale is divided by their squares, and exceeds 1.
+FACTORS = (2.0, 2.0**5, 2.0**-2, 2.0**-4)
+# Factor on the default scale for each norm of the sizes of models.
+SCALES = {1.0: 1.0, 0.3: -1.0, 2.0: 0.7}
+# Far beyond Gaussian values, and far below the largest number of float16.
+LARGE = 2.0**12
 # More keys of weight one than half precision can count; their sum overflows float16.
 LONG_SUM = 70_000
 
@@ -81,7 +91,12 @@ def equals_softmax_attention(subject: Subject, case: Case) -> Iterator[Finding]:
 
 @check(
     "The output equals softmax attention at every scale.",
-    cases=(one for dtype in ("float64", "float32") for one in both(Case(tokens=7, dtype=dtype))),
+    cases=(
+        one
+        for dtype in ("float64", "float32")
+        for head_dim in (4, 128)
+        for one in both(Case(tokens=7, dtype=dtype, head_dim=head_dim))
+    ),
     needs=("exact",),
 )
 def equals_softmax_attention_at_every_scale(subject: Subject, case: Case) -> Iterator[Finding]:
@@ -129,7 +144,10 @@ def length_moves_freely_between_queries_and_keys(subject: Subject, case: Case) -
 
 @check(
     "The scale multiplies q·k exactly once: inputs times c at scale s equal inputs at scale c²·s.",
-    cases=(*both(Case(tokens=7)), *both(Case(tokens=200, batch=1, value_dim=3))),
+    cases=(
+        *(one for head_dim in (4, 64, 80, 128) for one in both(Case(tokens=7, head_dim=head_dim))),
+        *both(Case(tokens=200, batch=1, value_dim=3)),
+    ),
     drawn=lambda seed: joint(seed, 9),
 )
 def scale_is_a_factor_on_the_scores(subject: Subject, case: Case) -> Iterator[Finding]:
@@ -139,8 +157,10 @@ def scale_is_a_factor_on_the_scores(subject: Subject, case: Case) -> Iterator[Fi
         raise CannotCheck("A plain callable declares no scale.")
     wanted, bound = run(backend, inputs), rounding(backend, inputs, case.dtype)
     yield close("Default scale given", run(subject.build(case, scale=default), inputs), wanted, bound)
-    twice = inputs._replace(q=inputs.q * 2.0, k=inputs.k * 2.0)
-    yield close("Twice as long", run(subject.build(case, scale=default / 4), twice), wanted, bound)
+    for factor in FACTORS:
+        moved = inputs._replace(q=inputs.q * factor, k=inputs.k * factor)
+        scaled = subject.build(case, scale=default / factor**2)
+        yield close(f"Inputs times {factor}", run(scaled, moved), wanted, bound)
 
 
 @check(
@@ -156,11 +176,51 @@ def narrow_dtypes_lose_only_rounding(subject: Subject, case: Case) -> Iterator[F
     inputs = subject.inputs(case)
     wide = subject.build(case).double()
     wanted = run(wide, inputs.double())
+    bound = _narrow_bound(wide, inputs, wanted, case)
+    yield close("Against float64", run(subject.build(case), inputs), wanted, bound)
+
+
+def _narrow_bound(wide: Backend, inputs: Inputs, wanted: torch.Tensor, case: Case) -> torch.Tensor:
     bound = rounding(wide, inputs.double(), "float32") + 2 * rounding_step(wanted.to(inputs.v.dtype))
     if case.dtype in HALF:
         # Rounding of long sums, for which a promise of exactness has a tighter bound.
         bound = bound + 2 * distance(_plain(inputs, case), _plain(inputs.double(), case))
-    yield close("Against float64", run(subject.build(case), inputs), wanted, bound)
+    return bound
+
+
+@check(
+    "At sizes and layouts of real models, outputs and decoded parts equal float64 calls of single sequences.",
+    drawn=of_models,
+    beyond="low-precision dtypes",
+)
+def sizes_of_models_are_single_calls(subject: Subject, case: Case) -> Iterator[Finding]:
+    inputs, scale = subject.inputs(case), SCALES[case.norm] * case.head_dim**-0.5
+    backend, wide = (subject.build(case, scale=scale) for _ in range(2))
+    if not takes_scale(backend):
+        backend, wide = (subject.build(case) for _ in range(2))
+    wide = wide.double()
+    # Each sequence alone, with a key head for every query head.
+    group = case.heads // case.kv_heads
+    k, v = (x.repeat_interleave(group, dim=1) for x in inputs[1:3])
+    single = [inputs.of(inputs.q, k, v).double().each(itemgetter(slice(b, b + 1))) for b in range(case.batch)]
+    wanted = torch.cat([run(wide, alone) for alone in single])
+    bound = rounding(wide, inputs.double(), case.dtype)
+    if case.dtype in NARROW:
+        bound = _narrow_bound(wide, inputs, wanted, case)
+    # Models project to [batch, tokens, heads, dim], and the padding of a batch may hold anything.
+    given = inputs if inputs.key_mask is None else padded_with(1e4, inputs)
+    given = given.of(*(x.transpose(1, 2).contiguous().transpose(1, 2) for x in given[:3]))
+    yield close("Sequence by sequence", run(backend, given), wanted, bound)
+    if subject.promises.gradients:
+        leaves = [x.detach().requires_grad_() for x in given[:3]]
+        yield close("In training", run(backend, given.of(*leaves)), wanted, bound)
+    if subject.promises.streaming and case.causal and case.keys is None:
+        state = None
+        for part in (slice(0, 1), slice(1, case.tokens // 2), slice(case.tokens // 2, case.tokens)):
+            q, k, v = (x[:, :, part] for x in given[:3])
+            mask = None if given.key_mask is None else given.key_mask[:, part]
+            out, state = backend.extend(q, k, v, state, key_mask=mask)
+            yield close(f"Extended from {part.start}", out, wanted[:, :, part], bound[:, :, part])
 
 
 @check(
@@ -181,6 +241,25 @@ def long_sums_do_not_stall_in_half_precision(subject: Subject, case: Case) -> It
     yield close(
         "Against float64, values 1", run(subject.build(case, learned=None), inputs), wanted, 2 * step + 1e-3
     )
+
+
+@check(
+    "Values of thousands give outputs of thousands: the output is proportional to the values in every dtype.",
+    cases=(
+        one
+        for dtype in ("float64", *NARROW)
+        for case in (Case(tokens=7, dtype=dtype), Case(tokens=130, head_dim=64, batch=1, dtype=dtype))
+        for one in (*both(case), *both(case.but(masked=True)))
+    ),
+    beyond="low-precision dtypes",
+)
+def large_values_stay_proportional(subject: Subject, case: Case) -> Iterator[Finding]:
+    inputs, backend = subject.inputs(case), subject.build(case)
+    out, bound = run(backend, inputs).double(), rounding(backend, inputs, case.dtype)
+    large = run(backend, inputs._replace(v=inputs.v * LARGE)).double()
+    # Signed weights may take an output, or a sum on its way, beyond the largest number.
+    fits = 4 * LARGE * largest(inputs.v) * condition(backend, inputs) < torch.finfo(inputs.v.dtype).max
+    yield close(f"Values times {LARGE:g}", large.where(fits, 0), (out * LARGE).where(fits, 0), bound * LARGE)
 
 
 @check(

@@ -53,11 +53,11 @@ def _moved(backend: Backend, inputs: Inputs, share: float) -> Tensor:
     """Change of every output that relative errors `share` in the inputs and in the sums cause."""
     wanted, change = run(backend, inputs), magnified(share, backend, inputs)
     for seed in range(DRAWS):
-        change = torch.maximum(change, (run(backend, _noisy(inputs, share, seed)) - wanted).abs().amax())
+        change = torch.maximum(change, (run(backend, noisy(inputs, share, seed)) - wanted).abs().amax())
     return 2 * change
 
 
-def _noisy(inputs: Inputs, share: float, seed: int) -> Inputs:
+def noisy(inputs: Inputs, share: float, seed: int) -> Inputs:
     generator = torch.Generator().manual_seed(seed)
     noise = (torch.randn(x.shape, generator=generator, dtype=x.dtype) for x in inputs[:3])
     return inputs.of(*(x * (1 + share * n) for x, n in zip(inputs[:3], noise, strict=True)))
@@ -84,5 +84,5 @@ def float64_is_float64_throughout(subject: Subject, case: Case) -> Iterator[Find
 @torch.no_grad()
 def _difference(backend: Backend, inputs: Inputs, name: str, step: float, direction: int) -> Tensor:
     """Central difference of the output along a random direction of one input; even powers cancel."""
-    above, below = (_noisy(inputs, sign * step, direction)._asdict()[name] for sign in (1, -1))
+    above, below = (noisy(inputs, sign * step, direction)._asdict()[name] for sign in (1, -1))
     return run(backend, inputs._replace(**{name: above})) - run(backend, inputs._replace(**{name: below}))

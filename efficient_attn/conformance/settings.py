@@ -16,6 +16,7 @@ from efficient_attn.conformance.compare import close, distance, rounding, same_b
 from efficient_attn.conformance.records import Finding
 from efficient_attn.conformance.subject import Subject, run, takes_scale
 from efficient_attn.conformance.table import CannotCheck, check
+from efficient_attn.measure.memory import tensors_in
 
 ONE = Case(tokens=7, value_dim=3)
 KINDS = (*both(ONE), *both(ONE.but(masked=True)), *both(ONE.but(dtype="float32")))
@@ -74,7 +75,7 @@ def the_default_dtype_changes_nothing(subject: Subject, case: Case) -> Iterator[
 
 @check(
     "Global random state affects no result, neither in training nor in evaluation.",
-    cases=(*KINDS, ONE.but(tokens=200)),
+    cases=(*KINDS, ONE.but(tokens=200), *both(ONE.but(dtype="bfloat16")), *both(ONE.but(dtype="float16"))),
 )
 def global_seeds_change_nothing(subject: Subject, case: Case) -> Iterator[Finding]:
     inputs, backend = subject.inputs(case), subject.build(case).train()
@@ -100,6 +101,30 @@ def modes_change_nothing(subject: Subject, case: Case) -> Iterator[Finding]:
         yield same_bits(f"Output in {mode.__name__}", out.clone(), wanted[0][1])
         # A tensor cached in that mode could not be saved for a backward pass.
         yield from _same(f"after {mode.__name__}", results(subject, backend, inputs), wanted)
+
+
+@check(
+    "Without gradient mode, or without inputs that require gradients, outputs and states keep no graph.",
+    cases=(*both(ONE), *both(ONE.but(tokens=70, masked=True)), *both(ONE.but(dtype="float16"))),
+)
+def no_graph_is_kept_unasked(subject: Subject, case: Case) -> Iterator[Finding]:
+    backend, plain = subject.build(case), subject.inputs(case)
+    with torch.no_grad():
+        asking = plain.of(*(x.clone().requires_grad_() for x in plain[:3]))
+        yield from _graphs("under no_grad", subject, backend, asking)
+    backend.requires_grad_(False)
+    yield from _graphs("of inputs that require none", subject, backend, plain)
+
+
+def _graphs(where: str, subject: Subject, backend: Backend, inputs: Inputs) -> Iterator[Finding]:
+    """Whether the output, and two states with their outputs, require gradients."""
+    yield Finding(f"The output requires a gradient {where}", float(run(backend, inputs).requires_grad), 0.0)
+    if subject.promises.streaming and backend.problem.causal:
+        state = None
+        for step in range(2):
+            out, state = backend.extend(*inputs[:3], state, key_mask=inputs.key_mask)
+            kept = any(x.requires_grad for x in tensors_in((out, state)))
+            yield Finding(f"Step {step} of extend requires a gradient {where}", float(kept), 0.0)
 
 
 @check("Gradients and incremental decoding keep their dtype and accuracy under autocast.", cases=KINDS)

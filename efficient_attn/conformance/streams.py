@@ -31,6 +31,7 @@ def _drawn(seed: int, *lengths: int, dtype: str = "float64") -> tuple[Case, ...]
     drawn=lambda seed: (
         *_drawn(seed, 2, 9, 70, 200),
         *(case for dtype in ("float32", "bfloat16", "float16") for case in _drawn(seed, 70, dtype=dtype)),
+        *(case for dtype in ("bfloat16", "float16") for case in _drawn(seed, 230, dtype=dtype)[:3]),
     ),
     needs=("streaming",),
 )
@@ -67,6 +68,9 @@ def long_states_are_whole(subject: Subject, case: Case) -> Iterator[Finding]:
             done = border + AROUND
     steps.append(case.tokens - done)
     yield from _streamed("Decoding", backend, inputs, steps, wanted, bound)
+    if case.tokens >= LONGEST.tokens:
+        # A token that is decoded alone cannot read later ones: each row of the full pass is compared.
+        yield from _streamed("Decoding", backend, inputs, [1] * case.tokens, wanted, bound)
 
 
 def _streamed(
@@ -100,7 +104,11 @@ def _streamed(
 
 @check(
     "A state can be shared: every continuation with the same tokens gives the same bits.",
-    drawn=lambda seed: (*_drawn(seed, 9, 140), *_drawn(seed, 9, dtype="float32")),
+    drawn=lambda seed: (
+        *_drawn(seed, 9, 140),
+        *_drawn(seed, 9, dtype="float32"),
+        *(case for dtype in ("float32", "float16") for case in _drawn(seed, 260, dtype=dtype)[:2]),
+    ),
     needs=("streaming",),
 )
 def any_number_of_sequences_go_on_from_a_state(subject: Subject, case: Case) -> Iterator[Finding]:
@@ -128,7 +136,7 @@ def any_number_of_sequences_go_on_from_a_state(subject: Subject, case: Case) -> 
 
 @check(
     "Gradients flow through states: incremental decoding gives the gradients of the full pass.",
-    drawn=lambda seed: (*_drawn(seed, 3, 9), *_drawn(seed, 70)[:2]),
+    drawn=lambda seed: (*_drawn(seed, 3, 9), *_drawn(seed, 70)[:2], *_drawn(seed, 260)[:2]),
     needs=("streaming", "gradients"),
 )
 def gradients_pass_through_states(subject: Subject, case: Case) -> Iterator[Finding]:
@@ -148,6 +156,20 @@ def gradients_pass_through_states(subject: Subject, case: Case) -> Iterator[Find
             got = torch.full_like(wanted, torch.nan) if got is None else got
             size = max(1.0, float(wanted.abs().max()))
             yield Finding(f"Gradient w.r.t. {name} through two states", distance(got, wanted), bound * size)
+
+
+@check(
+    "Values without columns extend a state: the output has no columns either.",
+    drawn=lambda seed: tuple(case.but(value_dim=0) for case in _drawn(seed, 3, 9)),
+    needs=("streaming",),
+)
+def values_without_columns_are_streamed(subject: Subject, case: Case) -> Iterator[Finding]:
+    inputs, backend = subject.inputs(case), subject.build(case)
+    state = None
+    for here in (slice(0, 1), slice(1, 1), slice(1, case.tokens)):
+        out, state = _extend(backend, inputs, here, state)
+        shape = (case.batch, case.heads, here.stop - here.start, 0)
+        yield Finding(f"Shape {list(out.shape)} instead of {list(shape)}", float(out.shape != shape), 0.0)
 
 
 def _in_three(backend: Backend, inputs: Inputs, tokens: int) -> Tensor:

@@ -125,7 +125,7 @@ def log_sum(sums: Tensor, reference: Tensor, seen: Tensor) -> Tensor:
 
 def sees(state: LinearState) -> Tensor:
     """Whether the state has any key, bool [… 1 1]."""
-    return (state.log_scale > -torch.inf).any(dim=-1, keepdim=True)
+    return (state.log_scale != -torch.inf).any(dim=-1, keepdim=True)
 
 
 def rescaling(state: LinearState, reference: Tensor) -> Tensor:

@@ -105,10 +105,11 @@ def _outputs(here: Sums, earlier: Sums, kind: FeatureMap) -> Outputs:
     scale = floor(torch.maximum(here.scale, earlier.scale))
     sums = (here.scale - scale).exp() * here.sums
     sums = torch.addcmul(sums, (earlier.scale - scale).exp(), earlier.sums)
-    seen = scale > UNSEEN
+    # Comparisons with NaN are false: a NaN counts as seen, and shows.
+    seen = ~(scale <= UNSEEN)
     if not kind.signed:
         # A positive sum of 0 is that of a weak row that is not computed again.
-        seen = seen & (sums[..., -1:] > 0)
+        seen = seen & ~(sums[..., -1:] <= 0)
     total = sums[..., -1:]
     near_one = (total, scale) if kind.has_values else in_digits(total, scale)
     return Outputs(divide(sums, seen), log_sum(*near_one, seen), total < 0)
