@@ -10,6 +10,7 @@ from torch.autograd.gradcheck import GradcheckError
 from efficient_attn.backend import Backend
 from efficient_attn.conformance.cases import Case, Inputs, both, joint
 from efficient_attn.conformance.compare import distance
+from efficient_attn.conformance.precision import BETWEEN
 from efficient_attn.conformance.records import Finding
 from efficient_attn.conformance.subject import Subject, run
 from efficient_attn.conformance.table import Refused, SilentlyWrong, check
@@ -77,13 +78,29 @@ def second_derivatives_are_right_or_refused(subject: Subject, case: Case) -> Ite
 )
 def gradients_in_narrow_dtypes_lose_only_rounding(subject: Subject, case: Case) -> Iterator[Finding]:
     inputs, backend = subject.inputs(case), subject.build(case)
-    got = _gradients(backend, inputs)
-    wanted = _gradients(subject.build(case).double(), inputs.double())
+    wide, got = subject.build(case).double(), _gradients(backend, inputs)
+    wanted = _gradients(wide, inputs.double())
     # A gradient is a sum over tokens of products of rounded numbers.
     steps = 4 * case.tokens * torch.finfo(inputs.q.dtype).eps + 1e-3
-    for name, one, other in zip("qkv", got, wanted, strict=True):
-        bound = steps * max(1.0, float(other.abs().max()))
-        yield Finding(f"Gradient w.r.t. {name}", distance(one, other), bound)
+    gaps = [distance(one, other) for one, other in zip(got, wanted, strict=True)]
+    bounds = [steps * max(1.0, float(other.abs().max())) for other in wanted]
+    if any(gap > bound for gap, bound in zip(gaps, bounds, strict=True)):
+        bounds = [max(one) for one in zip(bounds, _jumps(wide, inputs.double(), wanted), strict=True)]
+    for name, gap, bound in zip("qkv", gaps, bounds, strict=True):
+        yield Finding(f"Gradient w.r.t. {name}", gap, bound)
+
+
+def _jumps(backend: Backend, inputs: Inputs, wanted: tuple[Tensor, ...]) -> list[float]:
+    """Twice the largest change of each gradient that changes in the fifth digit of the inputs cause.
+
+    A backend that chooses keys may choose others after rounding, where two of them are nearly tied.
+    """
+    generator, changes = torch.Generator().manual_seed(0), []
+    for _ in range(8):
+        noise = (torch.randn(x.shape, generator=generator, dtype=x.dtype) for x in inputs[:3])
+        noisy = inputs.of(*(x * (1 + BETWEEN["float32"] * n) for x, n in zip(inputs[:3], noise, strict=True)))
+        changes.append(map(distance, _gradients(backend, noisy), wanted))
+    return [2 * max(column) for column in zip(*changes, strict=True)]
 
 
 def _gradients(backend: Backend, inputs: Inputs) -> tuple[Tensor, ...]:
