@@ -182,19 +182,20 @@ def _softmax(slices: Slices, size: int, *, causal: bool) -> tuple[Tensor, Tensor
     for begin in range(0, size, _ROWS):
         end = min(begin + _ROWS, size)
         q = rows[:, :, :, :, begin:end].flatten(3, 4)
-        if not causal:
-            out, log_sum = _over(q, k, v, None)
-        else:
-            # Rows see the keys before these rows, some of the keys of these rows, and the global tokens.
-            late_k, late_v = (
-                torch.cat([x[:, :, :, size + begin : size + end], x[:, :, :, 2 * size :]], dim=3)
-                for x in (k, v)
-            )
+        late, bias, start = (k, v), None, 0
+        if causal:
+            # Keys from `start` on have a bias, which autograd keeps; all rows see the keys before.
+            start = 0 if size <= _ROWS else size + begin
             bias = q.new_full((end - begin, end - begin), MASKED).triu(1).repeat(rows.shape[3], 1)
-            bias = F.pad(bias, (0, k.shape[3] - 2 * size))
-            out, log_sum = _over(q, late_k, late_v, bias)
-            early, early_sum = _over(q, k[:, :, :, : size + begin], v[:, :, :, : size + begin], None)
-            log_sum, late_sum = torch.logaddexp(log_sum, early_sum), log_sum
+            bias = F.pad(bias, (size + begin - start, k.shape[3] - 2 * size))
+        if start:
+            late = tuple(
+                torch.cat([x[:, :, :, start : size + end], x[:, :, :, 2 * size :]], dim=3) for x in (k, v)
+            )
+        out, log_sum = _over(q, *late, bias)
+        if start:
+            early, early_sum = _over(q, k[:, :, :, :start], v[:, :, :, :start], None)
+            late_sum, log_sum = log_sum, torch.logaddexp(log_sum, early_sum)
             out = (late_sum - log_sum).exp() * out + (early_sum - log_sum).exp() * early
         outs.append(out.unflatten(3, (rows.shape[3], -1)))
         log_sums.append(log_sum.unflatten(3, (rows.shape[3], -1)))
