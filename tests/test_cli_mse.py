@@ -17,6 +17,8 @@ SMALL = [
     "mse",
     "--inputs",
     "gaussian",
+    "--data-seeds",
+    "1",
     "--seq-len",
     "24",
     "--head-dim",

@@ -41,7 +41,8 @@ def cell(made, label="window"):
 def test_a_crossover_is_exact_between_any_two_lengths_and_beyond_alone_and_in_a_block(at, around):
     (crossover,) = found(records(at, around=around))
     assert crossover.tokens == pytest.approx(at) and crossover.extrapolated == (at > 4096)
-    assert crossover.low == pytest.approx(at) and crossover.high == pytest.approx(at)
+    # Steady rounds leave the shift of both times between runs.
+    assert (crossover.low or 0) < at < (crossover.high or np.inf)
 
 
 def test_of_several_crossings_the_last_one_counts():
@@ -133,8 +134,8 @@ def test_a_crossover_of_backends_that_no_round_tells_apart_is_unclear():
 @pytest.mark.parametrize(
     ("at", "shown"),
     [
-        (700, "700 (700 to 700)"),
-        (10_000, "10000 (10000 to 10000, extrapolated)"),
+        (700, "700 (660 to 740)"),
+        (10_000, "10000 (7900 to 15000, extrapolated)"),
         (100, "all from 256"),
         (40_000, "none up to 4096"),
     ],

@@ -2,7 +2,7 @@
 
 import pytest
 from scipy.stats import binom
-from simulate_intervals import MODELS, Coverage, recall_coverage, time_coverage
+from simulate_intervals import MODELS, Coverage, of_runs, recall_coverage, time_coverage
 
 import efficient_attn as ea
 from efficient_attn.stats.curves import curves
@@ -28,6 +28,15 @@ def test_few_seeds_that_learn_or_fail_print_no_interval(seeds):
 def test_intervals_of_seeds_that_learn_or_fail_hold_their_mean(learning):
     found = recall_coverage(seeds=6, runs=400, learning=learning)
     assert found.printed == 400 and found.held >= fewest(0.95, 400)
+
+
+@pytest.mark.parametrize("rounds", [8, 32])
+def test_intervals_of_times_hold_what_another_run_would_measure(rounds):
+    """Every case is shifted by 3 % in a run, which no number of rounds shows."""
+    found = time_coverage(of_runs(0.03), rounds=rounds, runs=300)
+    for name in ("median", "speed", "crossover"):
+        assert found[name].held >= 0.9 * found[name].printed, (name, str(found[name]))
+        assert found[name].printed > 200
 
 
 @pytest.mark.slow

@@ -59,7 +59,7 @@ def reordered(state):
 
 
 def cut(state):
-    return type(state)(state.k[:, :, :-1], state.v[:, :, :-1], state.key_mask[:, :-1])
+    return state._replace(k=state.k[:, :, :-1], v=state.v[:, :, :-1], key_mask=state.key_mask[:, :-1])
 
 
 def first_entry(state):

@@ -32,7 +32,7 @@ OTHERS = {
     ("window", False): Bound(22, 46),
     ("window", True): Bound(22, 46, 3),
     ("window-clusters", False): Bound(96, 185),
-    ("window-clusters", True): Bound(49, 93, 51),
+    ("window-clusters", True): Bound(232, 381, 73),
 }
 # Wanted per segment of linear attention: 80 launches forward and 300 with gradients, each 120 more where weak
 # chunks of exponential features are computed again; 22 for a step. Only Taylor features, and performer-full
@@ -93,14 +93,14 @@ def test_launches_and_synchronisations_stay_within_their_bounds(name, causal):
 
 
 @pytest.mark.parametrize(("name", "causal"), OTHERS)
-def test_launches_of_other_backends_grow_by_the_levels_of_segments_alone(name, causal):
+def test_launches_of_other_backends_grow_by_the_levels_of_trees_alone(name, causal):
     one, other = (counts(name, causal, tokens=tokens) for tokens in (2 * TOKENS, 8 * TOKENS))
-    # Segments of the past have a level for each doubling: a sum, and its gradient.
-    levels = 2 if (name, causal) == ("window-clusters", True) else 0
+    # A causal past has a longer run of keys for each of two doublings, which a tree of its own sorts.
+    levels = 2 * 48 if (name, causal) == ("window-clusters", True) else 0
     assert other["forward"].launches == one["forward"].launches + levels
-    assert not COUNTED or other["gradients"].launches <= one["gradients"].launches + 4 * levels
+    assert not COUNTED or other["gradients"].launches <= one["gradients"].launches + levels
     if "step" in one:
-        assert other["step"].launches == one["step"].launches + levels
+        assert other["step"].launches == one["step"].launches
 
 
 def test_launches_of_linear_backends_depend_on_neither_length_nor_values():

@@ -16,7 +16,15 @@ from efficient_attn.runner.sizes import MEAN_OF_VALUES, sized
 from efficient_attn.stats.median import FEWEST_FOR_95
 from efficient_attn.studies.mse.analysis import panels
 
-SMALL = {"inputs": "gaussian", "seq_len": 24, "head_dim": 4, "norms": (0.5,), "sizes": (4, 8), "draws": 3}
+SMALL = {
+    "inputs": "gaussian",
+    "data_seeds": 1,
+    "seq_len": 24,
+    "head_dim": 4,
+    "norms": (0.5,),
+    "sizes": (4, 8),
+    "draws": 3,
+}
 QUANTITY = "output_relative_error"
 
 
@@ -77,6 +85,11 @@ def test_by_default_what_approximates_softmax_is_measured_and_other_kernels_when
     request = {**SMALL, "sizes": (8,), "draws": 1}
     assert {r.case.backend for r in measured_in(ea.mse(**request))} == near < set(ea.list_backends())
     assert [r.case.backend for r in measured_in(ea.mse(["linear-elu"], **request))] == ["linear-elu"]
+
+
+def test_gaussian_inputs_have_two_seeds_by_default():
+    request = {name: value for name, value in SMALL.items() if name != "data_seeds"}
+    assert [r.case.seed for r in measured_in(ea.mse(["exact"], **request))] == [0, 1]
 
 
 def test_the_draws_by_default_are_the_fewest_with_an_interval_of_95_percent():

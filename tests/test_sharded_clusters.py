@@ -16,7 +16,6 @@ from efficient_attn.ops.sharded.threads import on_threads
 OPTIONS = [
     (False, {"clusters": 6, "steps": 2}),
     (False, {"clusters": 6, "summary": "segments", "global_tokens": 3}),
-    (True, {"clusters": 5, "global_tokens": 3}),
     (False, {"clusters": 6, "probes": 2}),
     (True, {"clusters": 6, "probes": 2}),
     (True, {"clusters": 4, "target_error": 0.2}),
@@ -46,8 +45,8 @@ def key_masks():
 
 
 CASES = [(*one, "masked", kind) for one, kind in product(OPTIONS, KINDS)]
-CASES += [(*one, "unmasked", "contiguous") for one in OPTIONS[:5]]
-CASES += [(*one, "empty", "head-tail") for one in OPTIONS[1:5]]
+CASES += [(*one, "unmasked", "contiguous") for one in OPTIONS[:4]]
+CASES += [(*one, "empty", "head-tail") for one in OPTIONS[1:4]]
 
 
 @pytest.mark.parametrize(("causal", "options", "masked", "kind"), CASES)
@@ -74,7 +73,7 @@ def test_rows_and_gradients_of_all_ranks_are_those_of_the_whole_sequence(
         assert (x - y).norm() <= 1e-13 * y.norm()
 
 
-@pytest.mark.parametrize(("causal", "options"), OPTIONS[:5])
+@pytest.mark.parametrize(("causal", "options"), OPTIONS[:4])
 def test_a_rank_computes_the_blocks_of_its_own_queries_alone(causal, options, monkeypatch):
     beyond = []
 

@@ -208,11 +208,11 @@ def test_what_is_no_target_is_refused():
 
 @pytest.mark.parametrize(("options", "tokens"), [({}, 0), ({"probes": 2}, 4), ({"target_error": 0.1}, 4)])
 def test_the_first_tokens_are_global_where_clusters_are_opened(options, tokens):
-    options_type = ea.spec("window-clusters").options_type
-    assert options_type(**options).global_tokens == tokens
-    assert options_type(**options, global_tokens=1).global_tokens == 1
-    sizes = {"clusters": 64, "window": 64}
-    assert options_type(**options) == options_type(**options, **sizes, global_tokens=tokens)
+    def chosen(**more):
+        return ea.build("window-clusters", head_dim=8, **options, **more).options
+
+    assert chosen().global_tokens == tokens and chosen(global_tokens=1).global_tokens == 1
+    assert chosen() == chosen(clusters=64, window=64, global_tokens=tokens)
 
 
 @torch.no_grad()

@@ -1,6 +1,6 @@
 """Near keys one by one, far keys by cluster: against the formulas written out, one query at a time."""
 
-import math
+from dataclasses import asdict
 
 import pytest
 import torch
@@ -9,8 +9,8 @@ from torch.autograd import gradcheck
 
 import efficient_attn as ea
 from efficient_attn.ops.clusters import attention as clusters_attention
-from efficient_attn.ops.clusters.history import past_segments, plan
 from efficient_attn.ops.clusters.kmeans import kmeans
+from efficient_attn.runner.variants import select
 
 WINDOW, CLUSTERS, SCALE = 8, 3, 8**-0.5
 
@@ -40,37 +40,20 @@ def contiguous(count):
     ]
 
 
-def past(cells, tokens, cell, segments):
-    """Positions of the past in segments; too many for their places share the last."""
-    parts = [
-        [cell * one + i for one in range(number << level, number + 1 << level) for i in range(cell)]
-        for level, number in plan(cells, segments)
-    ]
-    return [*parts[: segments - 1], [j for part in parts[segments - 1 :] for j in part]]
-
-
-def near_of(position, tokens, causal):
+def near_of(position, tokens):
     """The slice of the block of a query: the block with a quarter of the window on either side."""
     block = position // (WINDOW // 2) * (WINDOW // 2)
-    if causal:
-        return range(max(block - WINDOW // 2, 0), position + 1)
     return range(max(block - WINDOW // 4, 0), min(block + WINDOW // 2 + WINDOW // 4, tokens))
 
 
-def one_by_one(q, k, v, *, summary, steps=1, first=0, causal=False):
+def one_by_one(q, k, v, *, summary, steps=1, first=0):
     """The definition for one sequence without padding, q [group tokens dim], k and v [tokens dim]."""
     tokens, q = len(k), q * SCALE
     mean, variance = q.mean(dim=(0, 1)), q.var(dim=(0, 1), correction=0)
-    if causal:
-        mean, variance = 0 * mean, 0 * variance
     out = torch.zeros(*q.shape[:2], v.shape[1], dtype=q.dtype)
     for i in range(tokens):
-        near = sorted({*near_of(i, tokens, causal), *range(min(first, i + 1 if causal else tokens))})
-        if causal:
-            begin = near_of(i, tokens, causal)[0]
-            clusters = past(begin // (WINDOW // 4), tokens, WINDOW // 4, CLUSTERS)
-        else:
-            clusters = contiguous(tokens) if summary == "segments" else nearest_clusters(k, steps)
+        near = sorted({*near_of(i, tokens), *range(min(first, tokens))})
+        clusters = contiguous(tokens) if summary == "segments" else nearest_clusters(k, steps)
         read = [(k[j], 0.0, v[j]) for j in near]
         for cluster in clusters:
             far = [j for j in cluster if j not in near]
@@ -91,8 +74,7 @@ KINDS = [
     {"summary": "kmeans", "steps": 3},
     {"summary": "segments"},
     {"summary": "kmeans", "global_tokens": 3},
-    {"summary": "segments", "causal": True},
-    {"summary": "segments", "causal": True, "global_tokens": 3},
+    {"summary": "segments", "global_tokens": 3},
 ]
 
 
@@ -142,34 +124,8 @@ def test_as_many_clusters_as_keys_are_exact_attention(clusters, summary, masked)
 @pytest.mark.parametrize("options", [{"window": 156}, {"global_tokens": 39}])
 def test_a_window_or_first_tokens_that_hold_every_key_are_exact_attention(options, causal):
     q, k, v = random_qkv(2, 4, 2, 39, 39)
-    out = built(causal=causal, **options)(q, k, v)
+    out = built(causal=causal, probes=1 if causal else 0, **options)(q, k, v)
     assert (out - reference_attention(q, k, v, scale=SCALE, causal=causal)).abs().max() <= 1e-12
-
-
-@pytest.mark.parametrize("segments", [1, 2, 5, 8])
-def test_a_past_is_cut_once_into_few_segments_the_coarsest_first(segments):
-    for cells in range(1, 200):
-        parts = plan(cells, segments)
-        ends = [(number << level, number + 1 << level) for level, number in parts]
-        assert [begin for begin, _ in ends] == [0, *(end for _, end in ends[:-1])] and ends[-1][1] == cells
-        assert len(parts) <= max(segments, math.ceil(math.log2(cells + 1)))
-        assert [level for level, _ in parts] == sorted((level for level, _ in parts), reverse=True)
-
-
-@pytest.mark.parametrize("segments", [1, 2, 3, 5])
-def test_segments_of_a_past_hold_every_counted_key_once_however_few_they_are(segments):
-    cell, starts = 2, list(range(0, 62, 2))
-    k, v, _ = random_qkv(1, 1, 1, 64, 64, head_dim=3, value_dim=3)
-    counted = (torch.arange(64) % 5 != 0)[None]
-    far = past_segments(k, v, counted, starts=starts, cell=cell, segments=segments, group=4)
-    blocks = [one for some in far for one in zip(*(x.unbind(2) for x in some), strict=True)]
-    assert len(blocks) == len(starts)
-    for start, (means, _, bias, alive) in zip(starts, blocks, strict=True):
-        assert means.shape[2] <= segments
-        mass = bias.exp() * alive
-        kept = k[:, :, :start] * counted[:, None, :start, None]
-        assert mass.sum() == pytest.approx(int(counted[:, :start].sum()), rel=1e-12)
-        torch.testing.assert_close((mass * means).sum(dim=2), kept.sum(dim=2), rtol=1e-11, atol=1e-11)
 
 
 @pytest.mark.usefixtures("path")
@@ -215,26 +171,57 @@ def test_on_real_activations_it_errs_less_than_a_window_or_a_pooling_of_as_many_
     assert found < relative_error("window-clusters", q, k, v, window=32, clusters=64)
 
 
-@pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("first", [0, 3, 11])
 @pytest.mark.parametrize("tokens", [1, 9, 41])
-def test_operations_are_those_of_every_key_and_cluster_that_is_read(tokens, first, causal):
-    pairs = 0
-    for i in range(tokens):
-        near = near_of(i, tokens, causal)
-        pairs += len({*near, *range(min(first, i + 1 if causal else tokens))})
-        begun = min(len(plan(near[0] // (WINDOW // 4), CLUSTERS)), CLUSTERS)
-        pairs += begun if causal else min(CLUSTERS, tokens)
-    problem = ea.AttentionProblem(head_dim=8, causal=causal)
+def test_operations_are_those_of_every_key_and_cluster_that_is_read(tokens, first):
+    clusters = min(CLUSTERS, tokens)
+    pairs = sum(len({*near_of(i, tokens), *range(min(first, tokens))}) + clusters for i in range(tokens))
+    problem = ea.AttentionProblem(head_dim=8)
     spec = ea.spec("window-clusters")
     options = spec.options_type(window=WINDOW, clusters=CLUSTERS, global_tokens=first, steps=2)
-    choosing = 0 if causal else tokens * 8 * (2 * min(CLUSTERS, tokens) + 1)
+    choosing = tokens * 8 * (2 * clusters + 1)
     assert spec.flops(problem, options, tokens) == 2 * (pairs * 16 + choosing)
 
 
-def test_clusters_of_keys_cannot_be_causal_and_a_window_is_a_multiple_of_four():
-    with pytest.raises(ea.UnsupportedError, match=r"kmeans' cannot be causal.*'segments' can"):
-        built(causal=True, summary="kmeans")
+@pytest.mark.parametrize(
+    ("causal", "options", "wanted"),
+    [
+        (False, {}, {"window": 64, "probes": None, "global_tokens": 0}),
+        (False, {"probes": 0}, {"window": 64, "probes": None, "global_tokens": 0}),
+        (False, {"probes": 8}, {"window": 64, "probes": 8, "global_tokens": 4}),
+        (True, {}, {"window": 128, "probes": 4, "global_tokens": 4}),
+        (True, {"window": 64, "global_tokens": 0}, {"window": 64, "probes": 4, "global_tokens": 0}),
+        (True, {"target_error": 0.1}, {"window": 128, "probes": None, "global_tokens": 4}),
+    ],
+)
+def test_clusters_are_opened_by_default_where_causal_and_what_is_built_and_recorded_says_so(
+    causal, options, wanted
+):
+    backend = ea.build("window-clusters", head_dim=8, causal=causal, **options)
+    assert {name: getattr(backend.options, name) for name in wanted} == wanted
+    same = ea.build("window-clusters", head_dim=8, causal=causal, **asdict(backend.options))
+    assert same.options == backend.options
+    (variant,) = select(["window-clusters"], {"window-clusters": {k: [v] for k, v in options.items()}})
+    sizes = {"tokens": 8, "num_heads": 1, "head_dim": 8, "dtype": "float32", "device": "cpu", "threads": 1}
+    recorded = variant.case(kind="time", causal=causal, **sizes).options
+    # Older records have no option probes where nothing is opened.
+    assert {name: recorded.get(name) for name in wanted} == wanted
+    assert ("probes" in recorded) == (wanted["probes"] is not None)
+    spec, problem = backend.spec, backend.problem
+    unresolved = spec.options_type(**options)
+    assert spec.operations(problem, unresolved, 999, 8) == spec.operations(problem, backend.options, 999, 8)
+
+
+@pytest.mark.parametrize("options", [{"probes": 0}, {"summary": "segments"}, {"summary": "kmeans"}])
+def test_clusters_that_stay_closed_cannot_be_causal(options):
+    ((name, value),) = options.items()
+    with pytest.raises(
+        ea.UnsupportedError, match=rf"causal with {name}={value!r}: .* probes=4 .* window\(global_tokens=4\)"
+    ):
+        built(causal=True, **options)
+
+
+def test_a_window_is_a_multiple_of_four_and_a_summary_one_of_three():
     with pytest.raises(ea.OptionError, match=r"window=65 .* a multiple of 4 can: 64 or 68"):
         built(window=65)
     with pytest.raises(ea.UnknownNameError, match="kmeans"):

@@ -49,5 +49,12 @@ def test_former_errors_of_weights_are_shown_as_they_are():
 
 
 def test_a_single_draw_has_no_interval():
-    notes = ea.mse(["performer-trig"], **{**SMALL, "draws": 1}).tables()[0].notes
+    notes = ea.mse(["performer-trig"], **{**SMALL, "draws": 1}, data_seeds=1).tables()[0].notes
     assert not any(note.startswith("±") for note in notes)
+
+
+def test_the_interval_over_draws_on_one_seed_of_the_inputs_says_that_it_is_over_draws_alone():
+    results = ea.mse(["performer-positive"], **{**SMALL, "draws": 6}, data_seeds=1)
+    (note,) = (note for note in results.tables()[0].notes if note.startswith("±"))
+    assert note.startswith("±: median of 6 draws and its 95 % interval, over draws alone")
+    assert "over draws alone" in texts(results.plot().figure).replace("\n", " ")

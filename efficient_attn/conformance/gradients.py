@@ -82,13 +82,28 @@ def second_derivatives_are_right_or_refused(subject: Subject, case: Case) -> Ite
 )
 def gradients_in_narrow_dtypes_lose_only_rounding(subject: Subject, case: Case) -> Iterator[Finding]:
     inputs, backend = subject.inputs(case), subject.build(case)
-    got = _gradients(backend, inputs)
-    wanted = _gradients(subject.build(case).double(), inputs.double())
+    wide, got = subject.build(case).double(), _gradients(backend, inputs)
+    wanted = _gradients(wide, inputs.double())
     # A gradient is a sum over tokens of products of rounded numbers, whose errors are independent.
     steps = 4 * case.k_tokens**0.5 * torch.finfo(inputs.q.dtype).eps + 1e-3
-    for name, one, other in zip("qkv", got, wanted, strict=True):
-        bound = steps * max(1.0, float(other.abs().max()))
-        yield Finding(f"Gradient w.r.t. {name}", distance(one, other), bound)
+    gaps = [distance(actual, expected) for actual, expected in zip(got, wanted, strict=True)]
+    bounds = [steps * max(1.0, float(expected.abs().max())) for expected in wanted]
+    if any(gap > bound for gap, bound in zip(gaps, bounds, strict=True)):
+        bounds = [max(pair) for pair in zip(bounds, _jumps(wide, inputs.double(), wanted), strict=True)]
+    for name, gap, bound in zip("qkv", gaps, bounds, strict=True):
+        yield Finding(f"Gradient w.r.t. {name}", gap, bound)
+
+
+def _jumps(backend: Backend, inputs: Inputs, wanted: tuple[Tensor, ...]) -> list[float]:
+    """Twice the largest change of each gradient that changes in the fifth digit of the inputs cause.
+
+    A backend that chooses keys may choose others after rounding, where two of them are nearly tied.
+    """
+    changes = []
+    for seed in range(DRAWS):
+        moved = _gradients(backend, noisy(inputs, BETWEEN["float32"], seed))
+        changes.append(list(map(distance, moved, wanted)))
+    return [2 * max(column) for column in zip(*changes, strict=True)]
 
 
 @check(

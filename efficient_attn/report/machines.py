@@ -25,7 +25,7 @@ _COLUMNS = (
     *("time, ms", "device time, ms", "noise", "peak memory, MiB", "error"),
 )
 _NOTE = (
-    "One row per machine. noise: half of the 95 % interval of the time within the run, as a share of the "
+    "One row per machine. noise: half of the 95 % interval of the time, as a share of the "
     "median, and the load that kept processors from the run. error: relative output error. A range is that "
     "over several inputs."
 )

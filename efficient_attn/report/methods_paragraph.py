@@ -9,14 +9,15 @@ from efficient_attn.report.notes import setting
 from efficient_attn.report.papers import papers
 from efficient_attn.runner.records import Case, Record
 from efficient_attn.runner.units import show_bytes
-from efficient_attn.stats.rounds import CORRELATION
+from efficient_attn.stats.rounds import CORRELATION, RUN_SHIFT
 
 # How each kind of record was measured.
 _METHODS = {
     "time": "Each call was repeated before timing until successive calls agreed within a tenth or a limit "
     "was spent; the backends were then interleaved within each length, in order and in reverse. Times are "
     "the median over rounds of each round's median, with Student's 95 % interval over the rounds of this "
-    f"run, widened for neighbouring rounds that correlate by up to {CORRELATION}.",
+    f"run, widened for neighbouring rounds that correlate by up to {CORRELATION} and for a shift of "
+    f"{RUN_SHIFT:.0%} from run to run.",
     "device time": "Device times are those of calls queued behind a spinning kernel, between two events, "
     "without launches; where the L2 cache is cold, it was flushed before each call.",
     "memory": "Peak memory is the most that a call held beyond its inputs and parameters, by every "

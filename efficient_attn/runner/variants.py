@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from efficient_attn.errors import DtypeError, OptionError, UnknownNameError
-from efficient_attn.modules.options import recorded
+from efficient_attn.modules.options import recorded, resolved
 from efficient_attn.runner.proof import prove
 from efficient_attn.runner.record import Case
 
@@ -50,10 +50,16 @@ class Variant:
 
     def case(self, **fields: Any) -> Case:
         """A case of this variant, with these further fields."""
+        from efficient_attn.registry import SPECS
+
+        options, spec = self.options, SPECS.get(self.target) if isinstance(self.target, str) else None
+        if spec is not None:
+            complete = spec.options_type(**options)
+            options = recorded(resolved(complete, causal=fields.get("causal", False)))
         return Case(
             backend=self.backend,
             label=self.label,
-            options=self.options,
+            options=options,
             execution=self.execution,
             **fields,
         )

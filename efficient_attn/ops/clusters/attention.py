@@ -1,8 +1,7 @@
 """Softmax over near keys and over summaries of the clusters of far keys, in one call of the fused kernel.
 
-A block of queries reads one slice of keys, the block and half a block on each side; if causal, the block
-before and its own past. Keys outside the slice are summed per cluster, so every key counts once for every
-query.
+A block of queries reads one slice of keys, the block and half a block on each side. Keys outside the slice
+are summed per cluster, so every key counts once for every query.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,7 +10,6 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from efficient_attn.ops.clusters.history import past_segments
 from efficient_attn.ops.clusters.kmeans import kmeans, segments
 from efficient_attn.ops.clusters.near import Layout, read_slices
 from efficient_attn.ops.clusters.placed import after, placed_queries, without
@@ -119,69 +117,6 @@ def _some_clusters(
         out = read(after(rows, before), k, v, real, summaries, layout, group=group, begin=begin)
         outs.append(without(out, before))
     return placed.restored(outs, causal=False).to(q.dtype)
-
-
-def window_segments(
-    q: Queries,
-    k: Keys,
-    v: Values,
-    *,
-    scale: float,
-    layout: Layout,
-    clusters: int,
-    key_mask: KeyMask | None,
-    read: Callable[..., Tensor] = read_slices,
-    positions: Sequence[range] | None = None,
-) -> Tensor:
-    """Causal softmax attention, with one summary for each segment of the past before the slice.
-
-    Args:
-        positions: See `Placed`.
-    """
-    some = partial(
-        _some_segments,
-        scale=scale,
-        layout=layout,
-        clusters=clusters,
-        key_mask=key_mask,
-        read=read,
-        positions=positions,
-    )
-    return by_heads(some, q, k, v)
-
-
-def _some_segments(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    scale: float,
-    layout: Layout,
-    clusters: int,
-    key_mask: Tensor | None,
-    read: Callable[..., Tensor],
-    positions: Sequence[range] | None,
-) -> Tensor:
-    placed = placed_queries(upcast(q) * scale, k, v, key_mask, positions)
-    k, v, real = placed.k, placed.v, placed.real
-    counted = placed.counted(layout.first)
-    row = torch.arange(layout.block, device=q.device)
-    own = torch.arange(-layout.back, layout.block, device=q.device)
-    visible = own <= row[:, None]
-    outs = []
-    for rows, span in placed.runs():
-        # Blocks are aligned with the keys.
-        begin, end = span.start // layout.block, -(-span.stop // layout.block)
-        starts = [max(block * layout.block - layout.back, 0) for block in range(begin, end)]
-        group = _group(k.shape[0] * k.shape[1] * clusters * (k.shape[3] + v.shape[3]), len(starts), k)
-        summaries = past_segments(
-            k, v, counted, starts=starts, cell=layout.cell, segments=clusters, group=group
-        )
-        before = span.start - begin * layout.block
-        rows = after(rows, before)
-        out = read(rows, k, v, real, summaries, layout, group=group, visible=visible, begin=begin)
-        outs.append(without(out, before))
-    return placed.restored(outs, causal=True).to(q.dtype)
 
 
 def _group(numbers: int, blocks: int, k: Tensor) -> int:

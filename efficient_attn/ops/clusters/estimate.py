@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from efficient_attn.ops.clusters.attention import window_clusters, window_segments
+from efficient_attn.ops.clusters.attention import window_clusters
 from efficient_attn.ops.clusters.near import MASKED, Layout, in_order, near_slices
 from efficient_attn.ops.clusters.summaries import QueryMoments, Summary, query_moments
 from efficient_attn.ops.dtypes import upcast, zero_masked
@@ -35,12 +35,12 @@ class Scores(NamedTuple):
     Attributes:
         variance: σ², [… rows clusters].
         mass: Logarithm of the factor m of the summary, [… rows or 1, clusters].
-        largest: κ, [… 1 clusters] or a number.
+        largest: κ.
     """
 
     variance: Tensor
     mass: Tensor
-    largest: Tensor | float
+    largest: float
 
 
 def clusters_with_errors(
@@ -55,28 +55,10 @@ def clusters_with_errors(
     key_mask: KeyMask | None,
 ) -> Tensor:
     """`window_clusters` in float32 or better, and the estimated error of each row in a last column."""
-    read = partial(_read_slices, head_dim=q.shape[3], tilted=True)
+    read = partial(_read_slices, head_dim=q.shape[3])
     q, k, v = _with_moments(q, k, v, key_mask)
     return window_clusters(
         q, k, v, scale=scale, layout=layout, clusters=clusters, steps=steps, key_mask=key_mask, read=read
-    )
-
-
-def segments_with_errors(
-    q: Queries,
-    k: Keys,
-    v: Values,
-    *,
-    scale: float,
-    layout: Layout,
-    clusters: int,
-    key_mask: KeyMask | None,
-) -> Tensor:
-    """`window_segments` in float32 or better, and the estimated error of each row in a last column."""
-    read = partial(_read_slices, head_dim=q.shape[3], tilted=False)
-    q, k, v = _with_moments(q, k, v, key_mask)
-    return window_segments(
-        q, k, v, scale=scale, layout=layout, clusters=clusters, key_mask=key_mask, read=read
     )
 
 
@@ -97,31 +79,22 @@ def _read_slices(
     layout: Layout,
     *,
     group: int,
-    visible: Tensor | None = None,
     begin: int = 0,
     head_dim: int,
-    tilted: bool,
 ) -> Tensor:
-    """`read_slices` of values with moments: the values of each row, and its estimated error.
-
-    Args:
-        tilted: Whether the moments of a cluster weight its keys for the mean query.
-    """
+    """`read_slices` of values with moments: the values of each row, and its estimated error."""
     value_dim = v.shape[3] - head_dim - 1
-    slices = near_slices(q, k, v[..., :value_dim], real, layout, past=visible is not None, begin=begin)
-    tilt = query_moments(q.unsqueeze(2), real) if tilted else None
+    slices = near_slices(q, k, v[..., :value_dim], real, layout, past=False, begin=begin)
+    tilt = query_moments(q.unsqueeze(2), real)
     rows = []
     for some, clusters in zip(slices.split(group), summaries, strict=True):
         near_k, near_v = some.near()
-        near = near_scores(some.rows, near_k, visible)
+        near = some.rows @ near_k.mT
         queries, means = some.rows[..., :head_dim], clusters.v[..., :value_dim]
         far = queries @ clusters.k.mT + torch.where(clusters.alive, clusters.bias, MASKED).mT
         square, squares = clusters.v[..., value_dim : value_dim + head_dim + 1].split([1, head_dim], dim=4)
         variance = (squares - clusters.k.square()).clamp_min(0).mT
-        if tilt is None:
-            scores = _untilted(queries, clusters, variance)
-        else:
-            scores = _tilted(queries, variance, tilt, k.shape[2] / clusters.k.shape[3])
+        scores = _scores(queries, variance, tilt, k.shape[2] / clusters.k.shape[3])
         log_weights = torch.cat([near, far], dim=4).log_softmax(dim=4)
         out = log_weights.exp() @ torch.cat([near_v[..., :value_dim], means], dim=3)
         error = error_of_rows(log_weights[..., near.shape[4] :], scores, out, means, square)
@@ -142,19 +115,13 @@ def near_scores(rows: Tensor, k: Tensor, visible: Tensor | None) -> Tensor:
     return scores.masked_fill(~visible.repeat(scores.shape[3] // len(visible), 1), MASKED)
 
 
-def _tilted(queries: Tensor, variance: Tensor, tilt: QueryMoments, size: float) -> Scores:
+def _scores(queries: Tensor, variance: Tensor, tilt: QueryMoments, size: float) -> Scores:
     """Scores of keys that are weighted for the mean query; `variance` [… head_dim clusters]."""
     mean, various = (x.unsqueeze(2) for x in tilt)
     half = various @ variance / 2
     return Scores(
         (queries - mean).square() @ variance, (half + half.square() / 2).log1p(), largest_score(size)
     )
-
-
-def _untilted(queries: Tensor, clusters: Summary, variance: Tensor) -> Scores:
-    """Scores of keys whose mean stands for them, with the logarithm of their number as its bias."""
-    bias = clusters.bias.mT
-    return Scores(queries.square() @ variance, torch.zeros_like(bias), (2 * bias).sqrt())
 
 
 def largest_score(size: int | float) -> float:

@@ -36,11 +36,6 @@ class Layout(NamedTuple):
         """Number of keys in a slice."""
         return self.block + self.back + self.ahead
 
-    @property
-    def cell(self) -> int:
-        """Number of tokens in the smallest segment of the past: half a block."""
-        return max(self.block // 2, 1)
-
 
 def read_slices(
     q: Tensor,
@@ -51,7 +46,6 @@ def read_slices(
     layout: Layout,
     *,
     group: int,
-    visible: Tensor | None = None,
     begin: int = 0,
 ) -> Tensor:
     """Softmax of every block over its slice, the global tokens outside it, and its cluster summaries.
@@ -59,18 +53,15 @@ def read_slices(
     Args:
         q: Queries from block `begin` on, [batch heads tokens head_dim].
         summaries: [batch kv_heads blocks clusters …], `group` blocks at a time.
-        visible: Visible keys of the slice for each row of a block, bool [block keys], with no key after the
-            slice; None: all.
     """
     value_dim = v.shape[3]
-    slices = near_slices(q, k, v, real, layout, past=visible is not None, begin=begin)
+    slices = near_slices(q, k, v, real, layout, past=False, begin=begin)
     widest = slices.rows.shape[-1]
     out = []
     for some, clusters in zip(slices.split(group), summaries, strict=True):
         far_k = _widened(clusters.k, torch.where(clusters.alive, clusters.bias, MASKED), widest)
         keys, values = some.near(far_k, _padded(clusters.v, widest))
-        mask = None if visible is None else F.pad(visible, (0, keys.shape[3] - layout.width), value=True)
-        out.append(_kernel(some.rows, keys, values, mask)[..., :value_dim])
+        out.append(_kernel(some.rows, keys, values)[..., :value_dim])
     return in_order(torch.cat(out, dim=2), q, layout)
 
 
@@ -163,10 +154,8 @@ def _padded(x: Tensor, width: int) -> Tensor:
     return x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))
 
 
-def _kernel(rows: Tensor, keys: Tensor, values: Tensor, visible: Tensor | None) -> Tensor:
+def _kernel(rows: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     """Fused attention of [batch heads blocks …]; the rows of several heads follow one another in a block."""
-    if visible is not None:
-        visible = visible.repeat(rows.shape[3] // visible.shape[0], 1)
     q, k, v = (x.flatten(0, 1) for x in (rows, keys, values))
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=1.0)
+    out = F.scaled_dot_product_attention(q, k, v, scale=1.0)
     return out.unflatten(0, rows.shape[:2])

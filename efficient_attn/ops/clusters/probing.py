@@ -24,6 +24,9 @@ from efficient_attn.ops.dtypes import upcast
 from efficient_attn.ops.softmax.partial import partial_softmax
 from efficient_attn.shapes import KeyMask, Keys, Queries, Values
 
+# Rows of a block at a time: the scores of all rows of long blocks would grow with the square of the tokens.
+_ROWS = 128
+
 
 class Task(NamedTuple):
     """Keys and values, and the options of a call.
@@ -139,13 +142,9 @@ def _read(task: Task, q: Tensor, stage: Stage) -> Tensor:
     (_, _, tokens, head_dim), value_dim = task.k.shape, task.v.shape[3]
     layout, size = stage.layout, stage.layout.block
     slices = near_slices(q, task.k, task.v, task.real, layout, past=task.causal, begin=stage.begin // size)
-    visible = None
-    if task.causal:
-        visible = torch.ones(size, 2 * size, dtype=torch.bool, device=q.device).tril(size)
-        visible = F.pad(visible, (0, min(layout.first, tokens)), value=True)
     runs, read = places(stage.runs(tokens, task.causal), -(-tokens // size))
     if not runs:
-        out, _ = _softmax(slices, visible)
+        out, _ = _softmax(slices, size, causal=task.causal)
         return in_order(out[..., :value_dim], q, layout)
     clusters = clusters_of(task.k, task.v, task.counted, runs, size, shared=not task.causal)
     rows, summaries = slices.rows, summarise(clusters, slices.rows.shape[4])
@@ -154,7 +153,7 @@ def _read(task: Task, q: Tensor, stage: Stage) -> Tensor:
     limits = None if task.limits is None else task.limits.repeat_interleave(size, dim=1)
     plan = list(steps(read, stage.begin // size, rows, none))
     found = [
-        (*_softmax(some, visible), *read_closed(some.rows, summaries, step, task.probes, limits))
+        (*_softmax(some, size, causal=task.causal), *read_closed(some.rows, summaries, step, task.probes, limits))
         for some, step in zip(slices.split([step.blocks for step in plan]), plan, strict=True)
     ]
     *parts, choices = zip(*found, strict=True)
@@ -172,13 +171,38 @@ def _read(task: Task, q: Tensor, stage: Stage) -> Tensor:
     return in_order(merged, q, layout)
 
 
-def _softmax(slices: Slices, visible: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Softmax over near keys, and its log-sum-exps [… 1]."""
-    (k, v), bias = slices.near(), None
-    if visible is not None:
-        visible = F.pad(visible, (0, k.shape[3] - visible.shape[1]), value=True)
-        visible = visible.repeat(slices.rows.shape[3] // len(visible), 1)
-        bias = torch.zeros_like(visible, dtype=k.dtype).masked_fill(~visible, MASKED)
-    q, k, v = (x.flatten(0, 1) for x in (slices.rows, k, v))
-    out, log_sum = partial_softmax(q, k, v, bias)
-    return out.view(*slices.rows.shape), log_sum.view(*slices.rows.shape[:4], 1)
+def _softmax(slices: Slices, size: int, *, causal: bool) -> tuple[Tensor, Tensor]:
+    """Softmax over near keys, and its log-sum-exps [… 1].
+
+    Args:
+        size: Number of rows of a head in a block; if causal, a slice is the block before and the block.
+    """
+    (k, v), rows = slices.near(), slices.rows.unflatten(3, (-1, size))
+    outs, log_sums = [], []
+    for begin in range(0, size, _ROWS):
+        end = min(begin + _ROWS, size)
+        q = rows[:, :, :, :, begin:end].flatten(3, 4)
+        late, bias, start = (k, v), None, 0
+        if causal:
+            # Keys from `start` on have a bias, which autograd keeps; all rows see the keys before.
+            start = 0 if size <= _ROWS else size + begin
+            bias = q.new_full((end - begin, end - begin), MASKED).triu(1).repeat(rows.shape[3], 1)
+            bias = F.pad(bias, (size + begin - start, k.shape[3] - 2 * size))
+        if start:
+            late = tuple(
+                torch.cat([x[:, :, :, start : size + end], x[:, :, :, 2 * size :]], dim=3) for x in (k, v)
+            )
+        out, log_sum = _over(q, *late, bias)
+        if start:
+            early, early_sum = _over(q, k[:, :, :, :start], v[:, :, :, :start], None)
+            late_sum, log_sum = log_sum, torch.logaddexp(log_sum, early_sum)
+            out = (late_sum - log_sum).exp() * out + (early_sum - log_sum).exp() * early
+        outs.append(out.unflatten(3, (rows.shape[3], -1)))
+        log_sums.append(log_sum.unflatten(3, (rows.shape[3], -1)))
+    return torch.cat(outs, dim=4).flatten(3, 4), torch.cat(log_sums, dim=4).flatten(3, 4)
+
+
+def _over(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """`partial_softmax` of blocks [batch kv_heads blocks …], with log-sum-exps [… 1]."""
+    out, log_sum = partial_softmax(*(x.flatten(0, 1) for x in (q, k, v)), bias)
+    return out.view(*q.shape[:4], -1), log_sum.view(*q.shape[:4], 1)

@@ -9,7 +9,7 @@ from torch import Tensor
 from efficient_attn.ops.clusters.far import clusters_at, summarise
 from efficient_attn.ops.clusters.runs import Stage, before
 from efficient_attn.ops.clusters.trees import sort_runs
-from efficient_attn.ops.dtypes import upcast
+from efficient_attn.ops.dtypes import upcast, upcast_dtype
 
 
 class SortedRuns(NamedTuple):
@@ -63,7 +63,8 @@ def advanced(runs: SortedRuns, k: Tensor, v: Tensor, counted: Tensor, stage: Sta
 
 def no_runs(k: Tensor, v: Tensor) -> SortedRuns:
     """No runs of keys and values."""
-    none = upcast(k[:, :, :0])
+    # A view without elements would keep the memory of the caller's keys alive.
+    none = k.new_zeros(*k.shape[:2], 0, k.shape[3], dtype=upcast_dtype(k.dtype))
     wide = none.new_zeros(*none.shape[:3], _width(k, v))
     return SortedRuns(none[..., 0].long(), wide, none, wide)
 

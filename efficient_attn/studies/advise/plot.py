@@ -9,6 +9,7 @@ from efficient_attn.report.palette import UNIFORM_STYLE, baseline_style, line_st
 from efficient_attn.runner.records import Record
 from efficient_attn.runner.sizes import MEAN_OF_VALUES
 from efficient_attn.stats.curves import DENSE, YARDSTICK
+from efficient_attn.stats.rounds import RUN_SHIFT
 from efficient_attn.studies.advise.attention_view import Row, by_shape, rows_of
 from efficient_attn.studies.bench.plot import cost_plot
 from efficient_attn.studies.compare.plot import HIGHEST, MARKS
@@ -28,7 +29,7 @@ def advice_plot(records: Sequence[Record], max_error: float) -> Plot:
         first, *others = plot.rows[0]
         assert first is not None
         rows.append((first._replace(notes=(plot.conditions.partition(";")[0],)), *others))
-    return plots[0]._replace(conditions="median with its 95 % interval within the run", rows=tuple(rows))
+    return plots[0]._replace(conditions=f"median with its 95 % interval, with a shift of {RUN_SHIFT:.0%} between runs", rows=tuple(rows))
 
 
 def _plot(times: Sequence[Record], rows: Sequence[Row], max_error: float) -> Plot:

@@ -18,7 +18,7 @@ import numpy as np
 from efficient_attn.runner.records import Record
 from efficient_attn.runner.variants import CEILING
 from efficient_attn.stats.curves import YARDSTICK, Curve, Point, partner
-from efficient_attn.stats.rounds import Typical, half_width, paired, time_ratio
+from efficient_attn.stats.rounds import SHIFT_HALF_WIDTH, Typical, half_width, paired, time_ratio
 
 # Limit of extrapolation, as a multiple of the longest length.
 FURTHEST = 8
@@ -126,7 +126,8 @@ def _lag(own: Point, its: Point) -> _Lag:
     if not len(ours):
         return _Lag(((own.value or 0.0) - (its.value or 0.0)) / own.tokens, None)
     lags = (ours - others) / own.tokens
-    return _Lag(float(np.median(lags)), half_width(lags))
+    half, shift = half_width(lags), SHIFT_HALF_WIDTH * math.hypot(np.median(ours), np.median(others))
+    return _Lag(float(np.median(lags)), None if half is None else math.hypot(half, shift / own.tokens))
 
 
 def _crossing(tokens: np.ndarray, lags: Sequence[float]) -> float:

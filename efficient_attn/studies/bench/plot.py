@@ -8,6 +8,7 @@ from efficient_attn.report.palette import line_styles
 from efficient_attn.runner.records import Record
 from efficient_attn.runner.units import show_bytes, show_seconds
 from efficient_attn.stats.curves import DEVICE_TIME, Curve, by_clock, by_subject, curves
+from efficient_attn.stats.rounds import RUN_SHIFT
 from efficient_attn.studies.view import Environment, Plots
 
 _TITLES = {
@@ -49,7 +50,7 @@ def cost_plot(records: Sequence[Record], y: str = "time_s") -> Plot:
     shown = [chart for chart in charts if chart.drawable().series] or charts
     cases = [point.record.case for group in drawn.values() for one in group for point in one.measured]
     conditions = setting(cases[0]) if cases else ""
-    conditions += "; median with its 95 % interval within the run" if cases and y == "time_s" else ""
+    conditions += f"; median with its 95 % interval, with a shift of {RUN_SHIFT:.0%} between runs" if cases and y == "time_s" else ""
     return Plot(_TITLES[y], conditions, tuple((chart,) for chart in shown))
 
 

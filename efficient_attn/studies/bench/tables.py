@@ -6,7 +6,7 @@ from efficient_attn.report.notes import QUEUED_NOTE, failure_notes
 from efficient_attn.report.table import Table, show_growth, show_ratio, show_spread
 from efficient_attn.runner.records import Record
 from efficient_attn.stats.curves import DEVICE_TIME, YARDSTICK, Curve, by_clock, by_subject, curves
-from efficient_attn.stats.rounds import FEWEST_ROUNDS
+from efficient_attn.stats.rounds import FEWEST_ROUNDS, RUN_SHIFT
 from efficient_attn.studies.bench.calls import call_table
 from efficient_attn.studies.bench.crossover import FURTHEST, Crossover, crossovers, gains
 from efficient_attn.studies.view import Environment
@@ -14,8 +14,9 @@ from efficient_attn.studies.view import Environment
 _MILLISECOND, _MEBIBYTE = 1e-3, 2.0**20
 
 _INTERVALS = (
-    "Intervals (±, and in brackets): 95 %, for the median within this run; one round is one sample, and at "
-    f"least {FEWEST_ROUNDS} are needed (--rounds). Another run can differ by more."
+    f"Intervals (±, and in brackets): 95 %; each round is one sample, at least {FEWEST_ROUNDS} are needed "
+    f"(--rounds), and a shift of {RUN_SHIFT:.0%} (standard deviation) from run to run is added, which no round "
+    "shows."
 )
 _LOOKED = (
     f"faster from: tokens above which a call is faster than one of {YARDSTICK}, sought at the lengths of the "

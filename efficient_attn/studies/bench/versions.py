@@ -1,7 +1,7 @@
 """Two versions of one backend, timed in the same interleaved rounds: their ratio and a verdict.
 
 A round holds calls of both versions within a moment of each other, so the ratio is taken per round, and a
-round is one sample. The interval holds within the run.
+round is one sample. The interval allows each version a shift from run to run, as of every time.
 """
 
 from collections.abc import Sequence

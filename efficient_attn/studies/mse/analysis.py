@@ -100,12 +100,14 @@ def panels(records: Iterable[Record], quantity: str) -> tuple[Panel, ...]:
 
 
 def interval(points: Sequence[ErrorPoint]) -> str:
-    """`median of 6 draws and its 95 % interval`; empty if every error was measured once."""
+    """`median of 6 draws and its 95 % interval, …`; empty if every error was measured once."""
     samples, over_inputs = max(((point.samples, point.over_inputs) for point in points), default=(1, False))
     if samples == 1:
         return ""
     edges = "95 % interval" if samples >= FEWEST_FOR_95 else "range"
-    return f"median of {samples} {'seeds of the inputs' if over_inputs else 'draws'} and its {edges}"
+    if over_inputs:
+        return f"median of {samples} seeds of the inputs and its {edges}"
+    return f"median of {samples} draws and its {edges}, over draws alone: other inputs can differ by more"
 
 
 def below_from(curve: ErrorCurve, yardstick: float) -> int | None:

@@ -46,7 +46,7 @@ def plan(
     norms: shared.Norms = (0.5, 1.0),
     angles: shared.FormerAngles = (60.0, 90.0, 120.0),
     draws: Annotated[int | None, Option(help="Number of random-feature draws; 6.", least=1)] = None,
-    data_seeds: Annotated[int, Option(help="Number of seeds of Gaussian inputs.", least=1)] = 1,
+    data_seeds: Annotated[int, Option(help="Number of seeds of Gaussian inputs.", least=1)] = 2,
     seq_len: shared.SeqLen = _TOKENS,
     head_dim: shared.HeadDim = _HEAD_DIM,
     layers: shared.Layers = None,

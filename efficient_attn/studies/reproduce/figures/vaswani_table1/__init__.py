@@ -9,7 +9,7 @@ from efficient_attn.report.palette import line_styles
 from efficient_attn.report.table import Table
 from efficient_attn.runner.records import Case, Record
 from efficient_attn.runner.units import show_seconds
-from efficient_attn.stats.rounds import call_time
+from efficient_attn.stats.rounds import RUN_SHIFT, call_time
 from efficient_attn.stats.verdicts import span
 from efficient_attn.studies.plan import Plan, Point
 from efficient_attn.studies.reproduce.figures import Setting
@@ -150,7 +150,7 @@ def draw(records: Sequence[Record]) -> Plot:
         y = Axis(scale="log", show=show_seconds if of == TIME else "{:.0f}".format)
         x = Axis("tokens n", "log2", "{:.0f}".format, places)
         shown.append(Chart(x, y, tuple(series), title, apart=True))
-    return Plot("Complexity of a layer", "bands: 95 % interval within the run", in_rows(shown))
+    return Plot("Complexity of a layer", f"bands: 95 % interval, with a shift of {RUN_SHIFT:.0%} between runs", in_rows(shown))
 
 
 def _series(records: Sequence[Record], label: str, of: str, style: Mapping[str, Any]) -> Series:
