@@ -6,6 +6,7 @@ Names and messages of other code are printed as one line without control charact
 import json
 import os
 import sys
+import textwrap
 import traceback
 from collections.abc import Sequence
 from types import TracebackType
@@ -57,19 +58,40 @@ def fault(kind: type[BaseException], error: BaseException, trace: TracebackType 
 
 def print_tables(tables: Sequence[Any]) -> None:
     """Print tables with their notes to stdout."""
-    from rich.console import Console
-
     from efficient_attn.report.table import to_rich
 
-    width = None if sys.stdout.isatty() else _WIDTH_OF_A_FILE
-    console = Console(width=width, color_system=None if colours() is False else "auto")
+    console = _console()
     for table in tables:
         with console.capture() as drawn:
-            console.print(to_rich(table))
+            console.print(to_rich(table, console.width))
         typer.echo("\n".join(row.rstrip() for row in drawn.get().rstrip().splitlines()))
         for note in table.notes:
-            put(f"  {note}")
+            tell(note, indent="  ")
         put("")
+
+
+def tell(text: object, *, indent: str = "", err: bool = False) -> None:
+    """Print a sentence or note; on a terminal no word is broken at the edge."""
+    from efficient_attn.report.escape import plain
+
+    # Names and paths that are longer than a line stay whole, so that they can be copied.
+    lines = textwrap.wrap(
+        plain(str(text)),
+        _console(err=err).width if (sys.stderr if err else sys.stdout).isatty() else sys.maxsize,
+        initial_indent=indent,
+        subsequent_indent=indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    typer.secho("\n".join(lines), err=err, color=colours())
+
+
+def _console(*, err: bool = False) -> Any:
+    from rich.console import Console
+
+    stream = sys.stderr if err else sys.stdout
+    width = None if stream.isatty() else _WIDTH_OF_A_FILE
+    return Console(width=width, stderr=err, color_system=None if colours() is False else "auto")
 
 
 def show_step(step: Any) -> None:
