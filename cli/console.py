@@ -43,10 +43,9 @@ def put_json(document: Any) -> None:
 
 
 def refuse(message: str) -> None:
-    """Print an error in one red line."""
-    from efficient_attn.report.escape import plain
-
-    typer.secho(f"error: {plain(' '.join(message.split()))}", fg="red", err=True, color=colours())
+    """Print an error in red."""
+    text = _wrapped(f"error: {' '.join(message.split())}", err=True)
+    typer.secho(text, fg="red", err=True, color=colours())
 
 
 def fault(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -71,19 +70,24 @@ def print_tables(tables: Sequence[Any]) -> None:
 
 
 def tell(text: object, *, indent: str = "", err: bool = False) -> None:
-    """Print a sentence or note; on a terminal no word is broken at the edge."""
+    """Print a sentence or note."""
+    typer.secho(_wrapped(text, indent=indent, err=err), err=err, color=colours())
+
+
+def _wrapped(text: object, *, indent: str = "", err: bool = False) -> str:
+    """One line, or on a terminal lines that end between words."""
     from efficient_attn.report.escape import plain
 
     # Names and paths that are longer than a line stay whole, so that they can be copied.
-    lines = textwrap.wrap(
+    return textwrap.fill(
         plain(str(text)),
         _console(err=err).width if (sys.stderr if err else sys.stdout).isatty() else sys.maxsize,
         initial_indent=indent,
-        subsequent_indent=indent,
+        # A name that has spaces cannot forge a message of its own.
+        subsequent_indent=f"{indent}  ",
         break_long_words=False,
         break_on_hyphens=False,
     )
-    typer.secho("\n".join(lines), err=err, color=colours())
 
 
 def _console(*, err: bool = False) -> Any:

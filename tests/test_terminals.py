@@ -37,6 +37,7 @@ for columns in map(int, sys.argv[2:]):
         print(end="\\f", flush=True)
 """
 WIDTHS = (80, 100, 120, 160, 200)
+RESULTS = Path(__file__).parent.parent / "results"
 COMMAND = "from efficient_attn_cli.main import main; main()"
 
 
@@ -65,7 +66,7 @@ def words(*texts):
 
 
 def test_no_word_of_a_stored_table_is_lost_or_broken_at_any_width_of_a_terminal(tmp_path):
-    runs = sorted(Path(__file__).parent.parent.glob("results/**/records.jsonl"))
+    runs = sorted(RESULTS.glob("**/records.jsonl"))
     tables = [table for run in runs for table in read(run.parent).tables()]
     assert len(tables) > 50
     (tmp_path / "tables.json").write_text(json.dumps(tables))
@@ -95,9 +96,10 @@ def test_no_word_of_a_stored_table_is_lost_or_broken_at_any_width_of_a_terminal(
         ), f"{table.title} at {columns} columns, {blocks} {+surplus}:\n{text!r}"
 
 
-def test_sentences_and_notes_are_wrapped_between_words():
-    code = "import sys; from efficient_attn_cli import console; console.tell(sys.argv[1], indent='  ')"
-    sentence = "From 2048 tokens an attention with window-clusters(window=128, probes=8) is faster " * 3
-    lines = on_a_terminal(code, sentence, columns=50).splitlines()
-    assert words(*lines) == words(sentence)
-    assert len(lines) > 4 and all(line.startswith("  ") and len(line) <= 50 for line in lines)
+def test_sentences_are_wrapped_between_words():
+    run = str(RESULTS / "epyc-2-cores" / "bench-ranks")
+    wide, narrow = (
+        on_a_terminal(COMMAND, "diff", run, run, columns=columns, NO_COLOR="1") for columns in (1000, 60)
+    )
+    assert max(map(len, wide.splitlines())) > 60 >= max(map(len, narrow.splitlines()))
+    assert words(wide) == words(narrow)

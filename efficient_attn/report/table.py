@@ -17,7 +17,7 @@ _NOISY = 0.1
 # A cell of more characters is a sentence, which may be wrapped.
 _SENTENCE = 32
 
-# Columns between two cells of a terminal's table, and at its edges.
+# Characters between two cells of a terminal's table, one more than at its two edges together.
 _GAP = 3
 
 _NUMBER = re.compile(r"[-+]?\d")
@@ -158,7 +158,7 @@ def _blocks(cells: Sequence[Sequence[str]], width: int) -> list[dict[int, int]]:
         names = [0]
     blocks = [list(names)]
     for number in range(len(names), len(cells)):
-        if sum(smallest[column] + _GAP for column in (*blocks[-1], number)) > width:
+        if sum(smallest[column] + _GAP for column in (*blocks[-1], number)) > width + 1:
             blocks.append(list(names))
         blocks[-1].append(number)
     return [_widened({number: smallest[number] for number in block}, natural, width) for block in blocks]
@@ -171,7 +171,7 @@ def _unbroken(text: str) -> list[str]:
 
 def _widened(widths: dict[int, int], natural: Sequence[int], width: int) -> dict[int, int]:
     """The widths with the rest of the line, for the narrowest of the wrapped columns first."""
-    for _ in range(width - sum(size + _GAP for size in widths.values())):
+    for _ in range(width + 1 - sum(size + _GAP for size in widths.values())):
         if wrapped := [number for number, size in widths.items() if size < natural[number]]:
             widths[min(wrapped, key=lambda number: widths[number])] += 1
     return widths
