@@ -14,7 +14,7 @@ from efficient_attn.stats.rounds import Typical
 # An interval wider than this share of the median to either side is shown.
 _NOISY = 0.1
 
-# A cell of more characters is a sentence, which may be wrapped.
+# A wider cell is a sentence, which is wrapped to no less than this.
 _SENTENCE = 32
 
 # Characters between two cells of a terminal's table, one more than at its two edges together.
@@ -142,9 +142,11 @@ def _blocks(cells: Sequence[Sequence[str]], width: int) -> list[dict[int, int]]:
     from rich.cells import cell_len
 
     def least(texts: Sequence[str]) -> int:
+        """Width at which no word is broken, and no cell but a sentence."""
         heading, *values = texts
-        words = [*heading.split(), *(part for text in values for part in _unbroken(text))]
-        return max(map(cell_len, words), default=1) or 1
+        sentences = [text for text in values if cell_len(text) > _SENTENCE]
+        unbroken = [*" ".join([heading, *sentences]).split(), *(set(values) - set(sentences))]
+        return max(1, *map(cell_len, unbroken), _SENTENCE if sentences else 1)
 
     natural = [max(1, *map(cell_len, texts)) for texts in cells]
     # A word beyond these widths is folded.
@@ -162,11 +164,6 @@ def _blocks(cells: Sequence[Sequence[str]], width: int) -> list[dict[int, int]]:
             blocks.append(list(names))
         blocks[-1].append(number)
     return [_widened({number: smallest[number] for number in block}, natural, width) for block in blocks]
-
-
-def _unbroken(text: str) -> list[str]:
-    """Parts of a cell that stay on one line: all of a short text, words of a sentence."""
-    return [text] if len(text) <= _SENTENCE else text.split()
 
 
 def _widened(widths: dict[int, int], natural: Sequence[int], width: int) -> dict[int, int]:
