@@ -290,6 +290,13 @@ def test_a_function_with_lengths_is_taken_in_python_too():
             ea.advise(make, ["window"], **given)
 
 
+@pytest.mark.parametrize("flag", ["--causal", "--no-causal"])
+def test_a_typed_switch_without_effect_is_refused(flag, folder, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["advise", "models.py:make_lengths", flag])
+    assert ended.value.code == 2 and "causal has no effect with this model" in capsys.readouterr().err
+
+
 def test_the_plan_file_of_a_model_from_a_file_runs_again(folder, capsys):
     words = "advise models.py:make_lengths --backend window --seq-len 12 --rounds 1 --quiet --out first"
     for command in (words.split(), ["advise", "--plan", "first/plan.toml", "--out", "second"]):
