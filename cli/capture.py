@@ -64,6 +64,6 @@ def capture_command(
     kept = ", ".join(map(str, captured.layers))
     tokens = max(one.k.shape[-2] for one in captured.layers.values())
     for note in notes_of(captured):
-        console.say(note)
+        console.tell(note, err=True)
     console.say(f"Layers {kept} on {tokens} tokens. Measure on them: efficient-attn mse --inputs {out}")
     console.put(out)

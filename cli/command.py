@@ -130,8 +130,9 @@ def _declared(one: Parameter) -> tuple[str, Any, Any]:
     if option.parse is not None:
         kind = list[str] if option.several else str
         kind, default = (kind | None, None) if default is None else (kind, joined(default))
-    flag = f"{one.flag}/--no-{one.flag.removeprefix('--')}" if kind is bool else one.flag
-    form = None if one.type is bool else _METAVARS.get(one.type, one.name.upper())
+    switch = one.type in (bool, bool | None) and option.parse is None
+    flag = f"{one.flag}/--no-{one.flag.removeprefix('--')}" if switch else one.flag
+    form = None if switch else _METAVARS.get(one.type, one.name.upper())
     about: dict[str, Any] = {"help": option.help, "metavar": option.metavar or form}
     if option.argument:
         return one.name, Annotated[kind, typer.Argument(**about)], default

@@ -6,6 +6,7 @@ Names and messages of other code are printed as one line without control charact
 import json
 import os
 import sys
+import textwrap
 import traceback
 from collections.abc import Sequence
 from types import TracebackType
@@ -42,10 +43,9 @@ def put_json(document: Any) -> None:
 
 
 def refuse(message: str) -> None:
-    """Print an error in one red line."""
-    from efficient_attn.report.escape import plain
-
-    typer.secho(f"error: {plain(' '.join(message.split()))}", fg="red", err=True, color=colours())
+    """Print an error in red."""
+    text = _wrapped(f"error: {' '.join(message.split())}", err=True)
+    typer.secho(text, fg="red", err=True, color=colours())
 
 
 def fault(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -57,19 +57,45 @@ def fault(kind: type[BaseException], error: BaseException, trace: TracebackType 
 
 def print_tables(tables: Sequence[Any]) -> None:
     """Print tables with their notes to stdout."""
-    from rich.console import Console
-
     from efficient_attn.report.table import to_rich
 
-    width = None if sys.stdout.isatty() else _WIDTH_OF_A_FILE
-    console = Console(width=width, color_system=None if colours() is False else "auto")
+    console = _console()
     for table in tables:
         with console.capture() as drawn:
-            console.print(to_rich(table))
+            console.print(to_rich(table, console.width))
         typer.echo("\n".join(row.rstrip() for row in drawn.get().rstrip().splitlines()))
         for note in table.notes:
-            put(f"  {note}")
+            tell(note, indent="  ")
         put("")
+
+
+def tell(text: object, *, indent: str = "", err: bool = False) -> None:
+    """Print a sentence or note."""
+    typer.secho(_wrapped(text, indent=indent, err=err), err=err, color=colours())
+
+
+def _wrapped(text: object, *, indent: str = "", err: bool = False) -> str:
+    """One line, or on a terminal lines that end between words."""
+    from efficient_attn.report.escape import plain
+
+    # Names and paths that are longer than a line stay whole, so that they can be copied.
+    return textwrap.fill(
+        plain(str(text)),
+        _console(err=err).width if (sys.stderr if err else sys.stdout).isatty() else sys.maxsize,
+        initial_indent=indent,
+        # A name that has spaces cannot forge a message of its own.
+        subsequent_indent=f"{indent}  ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def _console(*, err: bool = False) -> Any:
+    from rich.console import Console
+
+    stream = sys.stderr if err else sys.stdout
+    width = None if stream.isatty() else _WIDTH_OF_A_FILE
+    return Console(width=width, stderr=err, color_system=None if colours() is False else "auto")
 
 
 def show_step(step: Any) -> None:

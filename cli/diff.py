@@ -68,10 +68,10 @@ def diff(
             console.put(row)
     else:
         for warning in found.warnings:
-            console.put(warning)
+            console.tell(warning)
         console.print_tables(found.tables())
         for sentence in found.sentences():
-            console.put(sentence)
+            console.tell(sentence)
     if not found.comparison.changes:
         console.say("Nothing to compare: no case is in both runs.")
         return exits.NOTHING_MEASURED

@@ -23,9 +23,9 @@ def finish(
     elif not quiet:
         console.print_tables(results.tables())
         for sentence in results.sentences():
-            console.put(sentence)
+            console.tell(sentence)
         for note in results.notes:
-            console.say(note)
+            console.tell(note, err=True)
     # With JSON, stdout holds the document alone.
     console.put(folder, err=as_json)
     raise typer.Exit(exit_code(results, named))

@@ -45,9 +45,13 @@ PlanOption = Annotated[
 
 def as_plan(context: typer.Context, made: Any) -> str:
     """The plan file that repeats the running command, of which `made` is the plan."""
-    # Options that the machine may have decided.
+    from efficient_attn.integrations.called import is_called
+
+    # Options that the machine may have decided; a model from a file has its own dtype and device.
     settled = {name: getattr(one.case, name) for one in made.points[:1] for name in ("dtype", "threads")}
     settled |= {"device": made.device}
+    if is_called(context.params.get("model")):
+        settled = {name: value for name, value in settled.items() if name == "threads"}
     chosen = {
         key: settled.get(flag.name, context.params.get(flag.name)) for key, flag in _flags(context).items()
     }

@@ -138,7 +138,7 @@ def naming_missing(user: str) -> Iterator[None]:
         if package in ("", __package__):
             raise
         raise MissingPackageError(
-            f"{user} needs {package}, which is not installed: pip install efficient-attn."
+            f"{user} needs {package}, which is not installed: pip install {package}."
         ) from None
 
 

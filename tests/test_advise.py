@@ -142,7 +142,7 @@ def test_an_interrupted_advice_names_the_rest_and_resumes(tmp_path, monkeypatch)
 def test_a_limit_that_is_no_number_is_refused_and_options_of_models_without_one():
     with pytest.raises(OptionError, match="max_error is a finite number"):
         ea.advise(max_error=0.0)
-    for given in ({"texts": ["a"]}, {"min_cosine": 0.5}, {"max_kl": 0.5}, {"name": "m"}):
+    for given in ({"texts": ["a"]}, {"min_cosine": 0.99}, {"max_kl": 0.05}, {"name": "m"}):
         with pytest.raises(OptionError, match=f"{next(iter(given))} has no effect without a model"):
             ea.advise(**given)
 

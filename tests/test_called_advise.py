@@ -18,6 +18,7 @@ from efficient_attn.runner.sizes import MEAN_OF_VALUES, OWN
 from efficient_attn.studies.advise.own_inputs import inputs_of_lengths
 from efficient_attn.studies.swap import measure
 from efficient_attn.studies.workload import Workload, settle
+from efficient_attn_cli.main import main
 
 MODELS = """
 import torch
@@ -191,9 +192,9 @@ def test_a_model_without_lengths_is_verified_on_the_inputs_that_choose_and_says_
         "models.py:make_same, again"
     }
     with pytest.raises(OptionError, match="seq_lens has no effect with this model"):
-        advise("make_same", seq_lens=(16,))
+        advise("make_same", seq_lens=(512, 2048, 8192))
     with pytest.raises(OptionError, match="max_kl has no effect with this model"):
-        advise("make_same", max_kl=0.1)
+        advise("make_same", max_kl=0.05)
     with pytest.raises(OptionError, match="texts has no effect with this model"):
         advise("make_same", texts={"a": "b"})
 
@@ -284,8 +285,24 @@ def test_a_function_with_lengths_is_taken_in_python_too():
     _, make = object_at("models.py:make_lengths")
     results = ea.advise(make, ["window"], seq_lens=(12, 16), min_cosine=0.5, name="mine")
     assert {one.case.tokens for one in results.records} == {12, 16}
-    with pytest.raises(OptionError, match="memory_limit has no effect with this model"):
-        ea.advise(make, ["window"], memory_limit="1M")
+    for given in ({"memory_limit": "70%"}, {"dtype": "float32"}, {"device": "auto"}):
+        with pytest.raises(OptionError, match=f"{next(iter(given))} has no effect with this model, which"):
+            ea.advise(make, ["window"], **given)
+
+
+@pytest.mark.parametrize("flag", ["--causal", "--no-causal"])
+def test_a_typed_switch_without_effect_is_refused(flag, folder, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["advise", "models.py:make_lengths", flag])
+    assert ended.value.code == 2 and "causal has no effect with this model" in capsys.readouterr().err
+
+
+def test_the_plan_file_of_a_model_from_a_file_runs_again(folder, capsys):
+    words = "advise models.py:make_lengths --backend window --seq-len 12 --rounds 1 --quiet --out first"
+    for command in (words.split(), ["advise", "--plan", "first/plan.toml", "--out", "second"]):
+        with pytest.raises(SystemExit) as ended:
+            main(command)
+        assert ended.value.code == 0, capsys.readouterr().err
 
 
 def test_a_resumed_advice_has_the_same_model(folder):

@@ -97,7 +97,9 @@ def test_a_backend_that_cannot_serve_a_site_is_recorded_with_the_reason(capsys):
     assert "Means over draws" in out
 
 
-@pytest.mark.parametrize("words", [("--text", "models.py"), ("--seq-len", "8"), ("--dtype", "bfloat16")])
+@pytest.mark.parametrize(
+    "words", [("--text", "models.py"), ("--seq-len", "8"), ("--dtype", "float32"), ("--device", "cpu")]
+)
 def test_options_of_a_folder_are_refused(words, capsys):
     assert command("swap", "models.py:make_pair", *words) == 2
     name = words[0].removeprefix("--").replace("-", "_")

@@ -208,7 +208,7 @@ def test_without_transformers_the_extra_is_named(tmp_path, monkeypatch):
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "transformers", None)
     for ask in (lambda: capture(tmp_path, TEXT), lambda: ea.swap(tmp_path, ["exact"])):
-        with pytest.raises(MissingPackageError, match=r'pip install "efficient-attn\[hf\]"'):
+        with pytest.raises(MissingPackageError, match=r"pip install 'transformers>=5\.14' tokenizers"):
             ask()
 
 

@@ -183,10 +183,10 @@ def test_capture_refuses_a_wrong_request_in_one_line(words, message, folder, cap
     assert not Path("new.safetensors").exists()
 
 
-def test_capture_without_transformers_says_which_extra_to_install(folder, capsys, monkeypatch):
+def test_capture_without_transformers_says_which_packages_to_install(folder, capsys, monkeypatch):
     save_file({"weight": torch.ones(1)}, folder / "model" / "model.safetensors")
     for name in [name for name in sys.modules if name.startswith("efficient_attn.integrations.transformers")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "transformers", None)
     assert command(*CAPTURE) == 2
-    assert 'pip install "efficient-attn[hf]"' in capsys.readouterr().err
+    assert "pip install 'transformers>=5.14' tokenizers" in capsys.readouterr().err

@@ -79,7 +79,7 @@ def test_torch_and_jaxtyping_are_enough_and_the_rest_names_what_it_lacks(tmp_pat
         [sys.executable, script], capture_output=True, text=True, cwd=tmp_path, check=False
     )
     lines = [*child.stdout.splitlines(), *child.stderr.splitlines()]
-    pattern = r"\S.* needs (\w+), which is not installed: pip install efficient-attn\."
+    pattern = r"\S.* needs (\w+), which is not installed: pip install \1\."
     matches = [re.fullmatch(pattern, line) for line in lines]
     assert all(matches), child.stderr
     assert [one[1] for one in matches if one] == ["msgspec", "msgspec", "msgspec", "safetensors", "typer"]

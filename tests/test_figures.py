@@ -88,6 +88,15 @@ def test_values_without_a_place_on_a_logarithmic_axis_are_left_out():
     assert one_chart(line._replace(x=(1,), y=(0.0,), low=(), high=())).is_empty
 
 
+def test_a_single_error_bar_on_a_logarithmic_axis_has_room_and_no_warning():
+    # Places of which matplotlib's rounding makes one or two; pytest makes errors of warnings.
+    for place in (0.023988217000351142, *(1.1**power for power in range(40))):
+        bar = Series("a", (place,), (0.5,), LINE, (0.4,), (0.6,), bars=True)
+        (ax,) = draw(Plot("", "", ((Chart(Axis(scale="log"), Axis(scale="log"), (bar,)),),)))
+        low, high = ax.get_xlim()
+        assert low < place < high and high > 2 * low
+
+
 def test_narrow_figures_have_one_chart_in_a_row():
     chart = Chart(Axis(), Axis(), (Series("a", (1, 2), (1, 2), LINE),))
     plot = Plot("", "", ((chart, chart),))

@@ -167,14 +167,23 @@ def test_options_without_effect_and_targets_out_of_range_are_refused(encoder, de
         ({"min_cosine": 99.0}, "min_cosine is a number from 0 to 1, not 99.0"),
         ({"max_kl": float("nan")}, "max_kl is a number from 0 to 1000, not nan"),
         ({"max_kl": -1.0}, "max_kl is a number"),
-        ({"max_kl": 0.1}, "max_kl has no effect with this model"),
-        ({"draws": 3}, "draws has no effect with this model"),
-        ({"causal": True}, "causal has no effect with this model"),
+        # Values that are the defaults as well.
+        (
+            {"max_kl": 0.05},
+            r"max_kl has no effect with this model; its target is min_cosine \(--min-cosine\)",
+        ),
+        ({"max_error": 0.1}, r"max_error has no effect with this model; .*--min-cosine.*--max-kl"),
+        ({"draws": 2}, "draws has no effect with this model"),
+        ({"causal": False}, "causal has no effect with this model"),
+        ({"timeout_s": 60.0}, "timeout_s has no effect with this model"),
     ):
         with pytest.raises(OptionError, match=message):
             advise(encoder, **given)
-    with pytest.raises(OptionError, match="min_cosine has no effect with this model"):
-        advise(decoder, min_cosine=0.5)
+    for value in (0.99, 0.95):
+        with pytest.raises(
+            OptionError, match=r"min_cosine has no effect .*; its target is max_kl \(--max-kl\)"
+        ):
+            advise(decoder, min_cosine=value)
     # A target below all losses divides by nothing.
     (sentence,) = advise(decoder, max_kl=1e-320, backends=["performer-positive"], options=None).sentences()
     assert "stay with exact" in sentence

@@ -174,7 +174,7 @@ def test_terminal_tables_print_names_as_they_are(tmp_path):
     results = read(with_texts(tmp_path / "run", hostile))
     console = Console(file=io.StringIO(), width=400, force_terminal=True, color_system="truecolor")
     for table in results.tables():
-        console.print(to_rich(table))
+        console.print(to_rich(table, console.width))
     printed = console.file.getvalue()
     assert "[red]rich[/red]" in printed
     # Rich's own bold and dim are all the codes there are: no link, no title, no clearing of the screen.

@@ -86,7 +86,25 @@ def test_the_hosted_site_has_the_configuration_and_extras_of_the_workflow() -> N
     assert (ROOT / hosted["sphinx"]["configuration"]).is_file() and hosted["sphinx"]["fail_on_warning"]
     (install,) = hosted["build"]["jobs"]["install"]
     for text in (install, (ROOT / ".ci/docs").read_text(encoding="utf-8")):
-        assert "-c constraints.txt '.[docs,hf]'" in text
+        assert "-c constraints.txt '.[docs]'" in text
+
+
+def test_the_extra_of_the_site_has_everything_that_its_pages_import() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"][
+        "optional-dependencies"
+    ]
+    assert "efficient-attn[hf]" in extras["docs"]
+    assert "'.[docs]' && sphinx-build -W" in (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+
+
+def test_nothing_advises_to_install_the_distribution_from_an_index() -> None:
+    texts = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("docs/**/*.ipynb")]
+    texts += [*ROOT.glob("efficient_attn/**/*.py"), *ROOT.glob("cli/**/*.py")]
+    assert len(texts) > 100
+    advice = re.compile(r"pip install[^.\n]*\befficient-attn\b")
+    assert [
+        path for path in texts if path.name != "CHANGELOG.md" and advice.search(path.read_text("utf-8"))
+    ] == []
 
 
 @pytest.mark.parametrize("path", TEMPLATES, ids=lambda path: path.stem)

@@ -184,7 +184,7 @@ def test_hostile_names_run_nothing_in_a_notebook_or_a_spreadsheet():
 def test_hostile_names_move_no_cursor_and_break_no_table():
     for table in hostile().tables():
         console = Console(file=io.StringIO(), width=400, force_terminal=False)
-        console.print(tables.to_rich(table))
+        console.print(tables.to_rich(table, console.width))
         assert "\x1b" not in console.file.getvalue()
         markdown = tables.to_markdown(table).splitlines()
         bars = {len(re.findall(r"(?<!\\)\|", line)) for line in markdown if line.startswith("|")}

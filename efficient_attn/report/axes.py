@@ -212,6 +212,10 @@ def _draw_chart(ax: Any, chart: Chart, sizes: Style) -> None:
             ax.set(**{f"{axis}lim": spec.limits})
     for number, one in enumerate(chart.series):
         _draw_series(ax, one, zorder=2 + number / 1000)
+    low, high = ax.get_xlim()
+    if chart.x.scale != "linear" and high < low * (1 + 1e-9) and chart.x.limits is None:
+        # matplotlib rounds the place of a single error bar to two, between which there is no room.
+        ax.set_xlim(low / 3, high * 3)
     _write_texts(ax, chart, sizes)
     if chart.draw is not None:
         chart.draw(ax)

@@ -14,6 +14,12 @@ from efficient_attn.stats.rounds import Typical
 # An interval wider than this share of the median to either side is shown.
 _NOISY = 0.1
 
+# A wider cell is a sentence, which is wrapped to no less than this.
+_SENTENCE = 32
+
+# Characters between two cells of a terminal's table, one more than at its two edges together.
+_GAP = 3
+
 _NUMBER = re.compile(r"[-+]?\d")
 
 
@@ -103,23 +109,69 @@ def to_html(table: Table) -> str:
     return f"<table><caption>{caption}</caption><tr>{head}</tr>{body}</table>{notes}"
 
 
-def to_rich(table: Table) -> Any:
-    """The table for a terminal."""
+def to_rich(table: Table, width: int) -> Any:
+    """The table for a terminal; columns that do not fit follow in blocks below."""
     from rich import box
+    from rich.console import Group
     from rich.table import Table as RichTable
     from rich.text import Text
 
-    title = Text(plain(table.title), style="bold")
     right = right_aligned(table)
-    drawn = RichTable(title=title, box=box.SIMPLE_HEAD, title_justify="left", pad_edge=False)
-    for number, name in enumerate(table.columns):
-        numbers = right[number]
-        drawn.add_column(
-            Text(plain(name)), justify="right" if numbers else "left", overflow="fold", no_wrap=numbers
-        )
-    for row in table.rows:
-        drawn.add_row(*(Text(plain(cell)) for cell in row))
-    return drawn
+    cells = [
+        [plain(name), *(plain(row[number]) for row in table.rows)]
+        for number, name in enumerate(table.columns)
+    ]
+    drawn: list[Any] = [Text(plain(table.title), style="bold")]
+    for widths in _blocks(cells, width):
+        block = RichTable(box=box.SIMPLE_HEAD, pad_edge=False)
+        for number, size in widths.items():
+            block.add_column(
+                Text(cells[number][0]),
+                justify="right" if right[number] else "left",
+                overflow="fold",
+                width=size,
+            )
+        for row in range(1, len(table.rows) + 1):
+            block.add_row(*(Text(cells[number][row]) for number in widths))
+        drawn.append(block)
+    return Group(*drawn)
+
+
+def _blocks(cells: Sequence[Sequence[str]], width: int) -> list[dict[int, int]]:
+    """Widths of the columns of each block, by number; all blocks begin with the names of the rows."""
+    from rich.cells import cell_len
+
+    def least(texts: Sequence[str]) -> int:
+        """Width at which no word is broken, and no cell but a sentence."""
+        heading, *values = texts
+        sentences = [text for text in values if cell_len(text) > _SENTENCE]
+        unbroken = [*" ".join([heading, *sentences]).split(), *(set(values) - set(sentences))]
+        return max(1, *map(cell_len, unbroken), _SENTENCE if sentences else 1)
+
+    natural = [max(1, *map(cell_len, texts)) for texts in cells]
+    # A word beyond these widths is folded.
+    others = [min(least(texts), width // 2) for texts in cells[1:]]
+    room = max(1, width - 2 * _GAP - max(others, default=0))
+    smallest = [min(max(least(cells[0]), min(natural[0], width // 2)), room), *others]
+    rows = list(zip(*(texts[1:] for texts in cells), strict=True))
+    distinct = (count for count in range(1, len(cells)) if len({row[:count] for row in rows}) == len(rows))
+    names = list(range(next(distinct, 1)))
+    if sum(smallest[number] + _GAP for number in names) > width // 2:
+        names = [0]
+    blocks = [list(names)]
+    for number in range(len(names), len(cells)):
+        if sum(smallest[column] + _GAP for column in (*blocks[-1], number)) > width + 1:
+            blocks.append(list(names))
+        blocks[-1].append(number)
+    return [_widened({number: smallest[number] for number in block}, natural, width) for block in blocks]
+
+
+def _widened(widths: dict[int, int], natural: Sequence[int], width: int) -> dict[int, int]:
+    """The widths with the rest of the line, for the narrowest of the wrapped columns first."""
+    for _ in range(width + 1 - sum(size + _GAP for size in widths.values())):
+        if wrapped := [number for number, size in widths.items() if size < natural[number]]:
+            widths[min(wrapped, key=lambda number: widths[number])] += 1
+    return widths
 
 
 def right_aligned(table: Table) -> list[bool]:

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 from efficient_attn.limits import WHOLE_NUMBER
 from efficient_attn.runner.isolation import ISOLATIONS
@@ -215,3 +215,9 @@ Timeout = Annotated[
         parse=parse_seconds,
     ),
 ]
+
+
+def usually(declared: Any, value: Any) -> Option:
+    """Declaration of a shared option whose default is None, so that a typed value can be refused."""
+    option: Option = get_args(declared)[1]
+    return replace(option, help=f"{option.help.removesuffix('.')}; {value} if omitted.")

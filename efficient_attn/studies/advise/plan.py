@@ -1,11 +1,10 @@
 """Plan of an advice: the cheapest and most promising points first, others left out by prediction."""
 
-import inspect
 import math
 from collections.abc import Mapping, Sequence
 from hashlib import sha256
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 from efficient_attn.errors import DataError, OptionError
 from efficient_attn.measure.texts import named_texts
@@ -30,10 +29,14 @@ _BUDGET_S = 60.0
 # Seconds for a model.
 _MODEL_BUDGET_S = 300.0
 
-# Options that only a model uses, only a folder, or only attention alone.
-_OF_A_MODEL = ("texts", "tokenizer", "min_cosine", "max_kl", "name")
+_SEQ_LENS = (512, 2048, 8192)
+_MIN_COSINE = 0.99
+_MAX_KL = 0.05
+
+# Targets of a model, options of attention alone, and options of a folder, which a model from a file decides.
+_TARGETS = ("min_cosine", "max_kl")
+_OF_ATTENTION = ("draws", "causal", "isolate", "timeout_s")
 _OF_A_FOLDER = ("texts", "tokenizer", "dtype", "device", "memory_limit")
-_OF_ATTENTION = ("max_error", "draws", "causal", "isolate", "timeout_s")
 
 # A divergence beyond this many nats is no target; float64 has none above 745.
 _MOST_KL = 1e3
@@ -56,30 +59,36 @@ def plan(
     *,
     texts: TextFiles = None,
     tokenizer: Any = None,
-    seq_lens: shared.SeqLens = (512, 2048, 8192),
+    seq_lens: Annotated[
+        str | int | Sequence[int] | None, shared.usually(shared.SeqLens, "512,2048,8192")
+    ] = None,
     min_cosine: Annotated[
-        float,
+        float | None,
         Option(
-            help="Least cosine with the exact output, or with an encoder's exact embeddings.", least=0, most=1
+            help="Least cosine with the exact output, or an encoder's exact embeddings; 0.99 if omitted.",
+            least=0,
+            most=1,
         ),
-    ] = 0.99,
+    ] = None,
     max_kl: Annotated[
-        float, Option(help="Largest divergence of a causal model's next token, nats.", least=0)
-    ] = 0.05,
+        float | None,
+        Option(help="Largest divergence of a causal model's next token, nats; 0.05 if omitted.", least=0),
+    ] = None,
     max_error: Annotated[
-        float, Option(help="Relative output error without a model; 0.1 is 10 %.")
-    ] = DEFAULT_MAX_ERROR,
+        float | None,
+        Option(help="Relative output error without a model; 0.1 is 10 %. 0.1 if omitted."),
+    ] = None,
     options: shared.Settings = None,
     exclude: shared.Exclude = None,
-    draws: shared.Draws = 2,
-    causal: shared.Causal = False,
-    dtype: shared.Dtype = "float32",
-    device: shared.Device = "auto",
+    draws: Annotated[int | None, shared.usually(shared.Draws, 2)] = None,
+    causal: Annotated[bool | None, get_args(shared.Causal)[1]] = None,
+    dtype: Annotated[str | None, shared.usually(shared.Dtype, "float32")] = None,
+    device: Annotated[str | None, shared.usually(shared.Device, "auto")] = None,
     threads: shared.Threads = None,
     rounds: shared.Rounds = 4,
-    memory_limit: shared.MemoryLimit = "70%",
-    isolate: shared.Isolate = DEFAULT_ISOLATION,
-    timeout_s: shared.Timeout = DEFAULT_TIMEOUT_S,
+    memory_limit: Annotated[str | int | None, shared.usually(shared.MemoryLimit, "70%")] = None,
+    isolate: Annotated[str | None, shared.usually(shared.Isolate, DEFAULT_ISOLATION)] = None,
+    timeout_s: Annotated[float | None, shared.usually(shared.Timeout, f"{DEFAULT_TIMEOUT_S:g}s")] = None,
     name: Annotated[str | None, Option(help="Name of the model in records; the folder's if omitted.")] = None,
     seed: shared.Seed = 0,
 ) -> Plan:
@@ -97,14 +106,29 @@ def plan(
     Example: efficient-attn advise models.py:make_model --min-cosine 0.99
     """
     given = locals()
-    _check_effect(given, _OF_A_MODEL if model is None else _OF_ATTENTION, model)
-    positive_number("max_error", max_error)
+    if model is None:
+        _refuse(given, _TARGETS, "without a model; the limit there is max_error (--max-error)")
+        _refuse(given, ("texts", "tokenizer", "name"), "without a model")
+    else:
+        targets = "min_cosine (--min-cosine), of a causal model max_kl (--max-kl)"
+        _refuse(given, ("max_error",), f"with this model; its target is {targets}")
+        _refuse(given, _OF_ATTENTION, "with this model")
+    max_error = DEFAULT_MAX_ERROR if max_error is None else positive_number("max_error", max_error)
+    draws = 2 if draws is None else draws
     positive_count("draws", draws)
     for option, value, most in (("min_cosine", min_cosine, 1), ("max_kl", max_kl, _MOST_KL)):
-        if not isinstance(value, (int, float)) or not 0 <= value <= most:
+        if value is not None and (not isinstance(value, (int, float)) or not 0 <= value <= most):
             raise OptionError(f"{option} is a number from 0 to {most:g}, not {value!r}.")
-    lengths = parse_sizes(seq_lens, name="seq_lens")
-    workload = settle(Workload(causal=causal, dtype=dtype, device=device, threads=threads, seed=seed))
+    lengths = parse_sizes(_SEQ_LENS if seq_lens is None else seq_lens, name="seq_lens")
+    workload = settle(
+        Workload(
+            causal=bool(causal),
+            dtype=dtype or "float32",
+            device=device or "auto",
+            threads=threads,
+            seed=seed,
+        )
+    )
     chosen = select(backends, options, exclude=exclude, also=True)
     if backends is None:
         # Loss hides that a window loses recall, which no target here measures.
@@ -114,8 +138,13 @@ def plan(
     from efficient_attn.studies.advise.findings import Findings
 
     findings = Findings(variants, rounds=rounds)
+    timeout_s = DEFAULT_TIMEOUT_S if timeout_s is None else timeout_s
     measurer, limit, notes = measurer_for(
-        variants, workload, isolate=isolate, timeout_s=timeout_s, memory_limit=memory_limit
+        variants,
+        workload,
+        isolate=isolate or DEFAULT_ISOLATION,
+        timeout_s=timeout_s,
+        memory_limit="70%" if memory_limit is None else memory_limit,
     )
     device = workload.device
     if model is None:
@@ -142,10 +171,10 @@ def plan(
         if is_called(model):
             from efficient_attn.studies.advise.own_inputs import inputs_of_lengths
 
-            _check_effect(given, _OF_A_FOLDER, model)
+            _refuse(given, _OF_A_FOLDER, "with this model, which decides its inputs, dtype and device")
             maker = maker_of(model, name=name)
             if not maker.takes_length:
-                _check_effect(given, ["seq_lens"], model)
+                _refuse(given, ("seq_lens",), "with this model; its function has no parameter seq_len")
             wanted = lengths if maker.takes_length else [None]
             pairs, left_out = inputs_of_lengths(maker, workload, wanted)
             origin = pairs[0][0].about
@@ -160,8 +189,12 @@ def plan(
         first = pairs[0][0]
         device = first.shared["device"]
         quantity, fitted = first.loss, candidates(variants, first, options)
-        _check_effect(given, ["min_cosine" if quantity == KL else "max_kl"], model)
-        target = max_kl if quantity == KL else 1 - min_cosine
+        if quantity == KL:
+            _refuse(given, ("min_cosine",), "with this causal model; its target is max_kl (--max-kl)")
+            target = _MAX_KL if max_kl is None else max_kl
+        else:
+            _refuse(given, ("max_kl",), "with this model; its target is min_cosine (--min-cosine)")
+            target = 1 - (_MIN_COSINE if min_cosine is None else min_cosine)
         about = {MODEL: origin, LIMIT: {"quantity": quantity, "limit": target}}
         notes = [*first.notes, *left_out]
         points = model_points(pairs, fitted, findings, quantity=quantity, limit=target, rounds=rounds)
@@ -193,11 +226,11 @@ def _same_question(plan: Plan, folder: Path, *, resume: bool) -> Plan:
     return plan
 
 
-def _check_effect(given: Mapping[str, Any], names: Sequence[str], model: Any) -> None:
-    """Refuse options that would be ignored."""
+def _refuse(given: Mapping[str, Any], names: Sequence[str], reason: str) -> None:
+    """Reject options that have no effect, whatever their value."""
     for name in names:
-        if given[name] != inspect.signature(plan).parameters[name].default:
-            raise OptionError(f"{name} has no effect {'without a' if model is None else 'with this'} model.")
+        if given[name] is not None:
+            raise OptionError(f"{name} has no effect {reason}.")
 
 
 def _variants(chosen: Sequence[Variant], model: Any, *, ordered: bool) -> tuple[Variant, ...]:

@@ -71,8 +71,8 @@ def plan(
     name: Annotated[
         str | None, Option(help="Name of the model in records; the folder's or file's if omitted.")
     ] = None,
-    dtype: Annotated[str, Option(help="Dtype of the model.")] = "float32",
-    device: shared.Device = "cpu",
+    dtype: Annotated[str | None, Option(help="Dtype of the model of a folder; float32 if omitted.")] = None,
+    device: Annotated[str | None, shared.usually(shared.Device, "cpu")] = None,
     threads: shared.Threads = None,
     rounds: shared.Rounds = 4,
     seed: shared.Seed = 0,
@@ -90,7 +90,7 @@ def plan(
     """
     positive_count("draws", draws)
     positive_count("rounds", rounds)
-    workload = settle(Workload(dtype=dtype, device=device, threads=threads, seed=seed))
+    workload = settle(Workload(dtype=dtype or "float32", device=device or "cpu", threads=threads, seed=seed))
     chosen = select(backends, options, exclude=exclude, also=True)
     chosen = tuple(sorted(chosen, key=promising)) if backends is None else chosen
 
@@ -101,9 +101,7 @@ def plan(
     if is_called(model):
         from efficient_attn.studies.swap.called import CallSubject
 
-        moved = {"dtype": (dtype, "float32"), "device": (device, "cpu")}
-        others = {key: value for key, (value, usual) in moved.items() if value != usual}
-        refuse_beside(model, text=texts, tokenizer=tokenizer, seq_len=seq_len, **others)
+        refuse_beside(model, text=texts, tokenizer=tokenizer, seq_len=seq_len, dtype=dtype, device=device)
         subject = CallSubject.of(called_model(model, name=name), workload)
     else:
         from efficient_attn.studies.swap.model import TextSubject, load
