@@ -217,21 +217,15 @@ def moments(queries: list) -> tuple[list, list]:
     return mean, squares
 
 
-def clusters_row(position: int, q: list, k: list, v: list, queries: list, scale, causal: bool) -> list:
-    """Near keys one by one, far ones by cluster: k-means from the outermost keys; causal: segments."""
+def clusters_row(position: int, q: list, k: list, v: list, queries: list, scale) -> list:
+    """Near keys one by one, far ones by cluster: k-means from the outermost keys."""
     tokens, block = len(k), position // BLOCK * BLOCK
-    low = max(block - (BLOCK if causal else BLOCK // 2), 0)
-    near = list(range(low, position + 1 if causal else min(block + BLOCK + BLOCK // 2, tokens)))
+    near = list(range(max(block - BLOCK // 2, 0), min(block + BLOCK + BLOCK // 2, tokens)))
     mean, variance = moments([[scale * a for a in one] for one in queries])
-    if causal:
-        mean, variance = [0 * x for x in mean], [0 * x for x in variance]
-        # Segments of a power of two tokens, the longest first, as short as two places can hold for any past.
-        parts = {0: [], 2: [[0], [1]], 4: [[0, 1, 2, 3]], 6: [[0, 1, 2, 3], [4, 5]]}[low]
-    else:
-        centres = [k[c * (tokens - 1) // (CLUSTERS - 1)] for c in range(min(CLUSTERS, tokens))]
-        distances = [[dot(*2 * [[a - b for a, b in zip(x, c, strict=True)]]) for c in centres] for x in k]
-        nearest = [row.index(min(row)) for row in distances]
-        parts = [[j for j in range(tokens) if nearest[j] == c] for c in range(len(centres))]
+    centres = [k[c * (tokens - 1) // (CLUSTERS - 1)] for c in range(min(CLUSTERS, tokens))]
+    distances = [[dot(*2 * [[a - b for a, b in zip(x, c, strict=True)]]) for c in centres] for x in k]
+    nearest = [row.index(min(row)) for row in distances]
+    parts = [[j for j in range(tokens) if nearest[j] == c] for c in range(len(centres))]
     scores, values = [scale * dot(q, k[j]) for j in near], [v[j] for j in near]
     for part in parts:
         far = [j for j in part if j not in near]
@@ -262,12 +256,13 @@ def row(name: str, case: Case, kept: dict, given: dict, head: int, i: int):
     if not seen:
         return [mpf(0)] * case.value_dim, mpf(1)
     keys, values = [k[j] for j in seen], [v[j] for j in seen]
-    if name in ("exact", "exact-dense", "window"):
+    # Causal queries open both clusters.
+    if name in ("exact", "exact-dense", "window") or (name == "window-clusters" and causal):
         return softmax_row([scale * dot(q, key) for key in keys], values), mpf(1)
     if name == "linformer":
         return linformer_row(kept, q, k, v, seen, scale) or [mpf(0)] * case.value_dim, mpf(1)
     if name == "window-clusters":
-        return clusters_row(position, q, k, v, given["q"][head], scale, causal), mpf(1)
+        return clusters_row(position, q, k, v, given["q"][head], scale), mpf(1)
     return linear_row(name, kept, q, keys, values, scale)
 
 

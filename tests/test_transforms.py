@@ -20,6 +20,8 @@ CASES = [
     for causal in (False, True)
     if ea.spec(name).capabilities.causal >= causal
 ]
+# Opened clusters, the form that is causal, have derivatives that the backend does not promise.
+OPENED = ("window-clusters", True)
 EVERY = pytest.mark.parametrize(("name", "causal"), CASES)
 
 
@@ -132,7 +134,7 @@ def test_forward_mode_derivatives_are_right_or_refused_and_never_zero(name, caus
             return unpack_dual(backend(make_dual(q, tangent), k, v)).tangent
 
     for derivative in (by_transform, by_dual_numbers):
-        if name in ("exact-dense", "window"):
+        if name in ("exact-dense", "window") or (name, causal) == OPENED:
             found = derivative()
             assert found is not None
             assert_equal((found * cotangent).sum(), (by_q * tangent).sum())
@@ -146,7 +148,7 @@ def test_forward_mode_derivatives_are_right_or_refused_and_never_zero(name, caus
 def test_second_derivatives_through_torch_func_are_right_or_refused(name, causal):
     backend, (q, k, v) = built(name, causal), (x[0] for x in inputs())
     once = lambda q: grad(lambda q: backend(q, k, v).sin().sum())(q).square().sum()  # noqa: E731
-    if ea.spec(name).capabilities.second_derivatives:
+    if ea.spec(name).capabilities.second_derivatives or (name, causal) == OPENED:
         leaf = q.clone().requires_grad_()
         (first,) = torch.autograd.grad(backend(leaf, k, v).sin().sum(), leaf, create_graph=True)
         (wanted,) = torch.autograd.grad(first.square().sum(), leaf)
