@@ -215,6 +215,16 @@ def test_a_failed_backend_is_measured_once_and_calls_of_one_length_predict_the_n
         assert estimate.seconds(long) == pytest.approx(4 * 3 * (36 / TOKENS) ** growth, rel=0.01)
 
 
+def test_a_uniform_window_is_no_candidate_for_a_plan(decoder):
+    plan = find("advise").plan(decoder, texts=texts(4), seq_lens=(TOKENS,))
+    candidates = plan.about["candidates"]
+    assert "window" in candidates and not any("global_tokens" in name for name in candidates)
+    asked = find("advise").plan(
+        decoder, ["window"], texts=texts(4), seq_lens=(TOKENS,), options={"window": {"global_tokens": [4]}}
+    )
+    assert asked.about["candidates"] == ["window(global_tokens=4)"]
+
+
 def test_outputs_beyond_the_memory_limit_are_not_kept_and_no_score_matrices_unasked(decoder, encoder):
     with pytest.raises(DataError, match="the output of the model needs about"):
         advise(decoder, memory_limit=2_000)

@@ -70,7 +70,8 @@ def test_a_throttled_gpu_and_one_of_unknown_state_are_told():
 OF_RECORDS = {
     "noisy": (
         # Each round is steady, and one is slower: no scatter of calls within rounds shows it. The standard
-        # deviation of the logarithms is half of log 1.3, and the interval four of them and the shift of a run to either side.
+        # deviation of the logarithms is half of log 1.3, and the interval four of them and the shift of a run
+        # to either side.
         record(STEADY * 3 + tuple(1.3 * time_s for time_s in STEADY)),
         "Noisy: the interval of window at 256 tokens reaches 70% from the median; more --rounds",
     ),

@@ -204,7 +204,7 @@ def build(problem: AttentionProblem, options: WindowClustersOptions) -> nn.Modul
         closed = f"summary={options.summary!r}" if options.probes is None else "probes=0"
         raise UnsupportedError(
             f"'window-clusters' cannot be causal with {closed}: a past of closed clusters errs as much as a "
-            "window of as many keys. probes=4 opens four clusters per query; window(global_tokens=4) is exact "
-            "over a window and the first keys."
+            "window of as many keys. probes=4 opens four clusters per query; window(global_tokens=4) is "
+            "exact over a window and the first keys."
         )
     return WindowClusters(problem, options)

@@ -13,7 +13,7 @@ from efficient_attn.conformance.table import check
 
 MASK = ("key_mask",)
 DTYPES = ("float64", "float32", "bfloat16", "float16")
-# Heads as wide as those of real models, and a sequence beyond usual blocks.
+# Heads as wide as in real models, and a sequence beyond usual blocks.
 WIDE = (
     Case(tokens=3, batch=3, heads=4, kv_heads=2, head_dim=64, value_dim=64),
     Case(tokens=130, heads=2, kv_heads=1, head_dim=64, value_dim=5),

@@ -153,7 +153,10 @@ def _read(task: Task, q: Tensor, stage: Stage) -> Tensor:
     limits = None if task.limits is None else task.limits.repeat_interleave(size, dim=1)
     plan = list(steps(read, stage.begin // size, rows, none))
     found = [
-        (*_softmax(some, size, causal=task.causal), *read_closed(some.rows, summaries, step, task.probes, limits))
+        (
+            *_softmax(some, size, causal=task.causal),
+            *read_closed(some.rows, summaries, step, task.probes, limits),
+        )
         for some, step in zip(slices.split([step.blocks for step in plan]), plan, strict=True)
     ]
     *parts, choices = zip(*found, strict=True)
@@ -182,17 +185,17 @@ def _softmax(slices: Slices, size: int, *, causal: bool) -> tuple[Tensor, Tensor
     for begin in range(0, size, _ROWS):
         end = min(begin + _ROWS, size)
         q = rows[:, :, :, :, begin:end].flatten(3, 4)
-        late, bias, start = (k, v), None, 0
+        late_k, late_v, bias, start = k, v, None, 0
         if causal:
             # Keys from `start` on have a bias, which autograd keeps; all rows see the keys before.
             start = 0 if size <= _ROWS else size + begin
             bias = q.new_full((end - begin, end - begin), MASKED).triu(1).repeat(rows.shape[3], 1)
             bias = F.pad(bias, (size + begin - start, k.shape[3] - 2 * size))
         if start:
-            late = tuple(
+            late_k, late_v = (
                 torch.cat([x[:, :, :, start : size + end], x[:, :, :, 2 * size :]], dim=3) for x in (k, v)
             )
-        out, log_sum = _over(q, *late, bias)
+        out, log_sum = _over(q, late_k, late_v, bias)
         if start:
             early, early_sum = _over(q, k[:, :, :, :start], v[:, :, :, :start], None)
             late_sum, log_sum = log_sum, torch.logaddexp(log_sum, early_sum)
@@ -204,5 +207,5 @@ def _softmax(slices: Slices, size: int, *, causal: bool) -> tuple[Tensor, Tensor
 
 def _over(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
     """`partial_softmax` of blocks [batch kv_heads blocks …], with log-sum-exps [… 1]."""
-    out, log_sum = partial_softmax(*(x.flatten(0, 1) for x in (q, k, v)), bias)
+    out, log_sum = partial_softmax(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), bias)
     return out.view(*q.shape[:4], -1), log_sum.view(*q.shape[:4], 1)

@@ -111,10 +111,16 @@ class _CausalBlocks(torch.autograd.Function):
         grad_q, (grad_k, grad_v) = torch.empty_like(q), (torch.zeros_like(upcast(x)) for x in (k, v))
         for rows, end in _blocks(q, k):
             keys, values, bias = k[..., :end, :], v[..., :end, :], _bias(rows, end, q, key_mask)
-            some = (x[..., rows, :] for x in (grad_out, q))
             logs = log_sum[..., rows].contiguous()
             grad_rows, grad_keys, grad_values = cpu_flash.gradients(
-                *some, keys, values, out[..., rows, :], logs, bias, ctx.scale
+                grad_out[..., rows, :],
+                q[..., rows, :],
+                keys,
+                values,
+                out[..., rows, :],
+                logs,
+                bias,
+                ctx.scale,
             )
             del bias
             grad_q[..., rows, :] = grad_rows

@@ -93,7 +93,7 @@ def _tuned(
     else:
         first_k, first_v = (F.pad(x, (0, widest - x.shape[-1])) for x in first[:2])
         if first.at is not None:
-            # Their gradients are part of those of the keys.
+            # Gradients of the keys hold theirs.
             first_k, first_v = first_k.detach(), first_v.detach()
         out, _ = fused_window(q, k, v, key_mask, back, ahead, scale, first_k, first_v, first.far, first.at)
     return out if value_dim == widest else out[..., :value_dim]

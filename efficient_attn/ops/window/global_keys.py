@@ -177,7 +177,7 @@ def add_gradients(
     grad_k: Tensor,
     grad_v: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Add the gradients through the global keys; return those of global keys that are not among the keys.
+    """Add gradients through global keys; return the gradients of global keys outside of the call.
 
     Args:
         out: Merged output; its log-sum-exps are `log_sum`.

@@ -132,7 +132,7 @@ def plan(
     chosen = select(backends, options, exclude=exclude, also=True)
     if backends is None:
         # Loss hides that a window loses recall, which no target here measures.
-        chosen = [one for one in chosen if not one.options.get("global_tokens")]
+        chosen = tuple(variant for variant in chosen if not variant.options.get("global_tokens"))
     variants = _variants(chosen, model, ordered=backends is None)
     # Help texts are shown without numpy.
     from efficient_attn.studies.advise.findings import Findings

@@ -29,7 +29,8 @@ def advice_plot(records: Sequence[Record], max_error: float) -> Plot:
         first, *others = plot.rows[0]
         assert first is not None
         rows.append((first._replace(notes=(plot.conditions.partition(";")[0],)), *others))
-    return plots[0]._replace(conditions=f"median with its 95 % interval, with a shift of {RUN_SHIFT:.0%} between runs", rows=tuple(rows))
+    conditions = f"median with its 95 % interval, with a shift of {RUN_SHIFT:.0%} between runs"
+    return plots[0]._replace(conditions=conditions, rows=tuple(rows))
 
 
 def _plot(times: Sequence[Record], rows: Sequence[Row], max_error: float) -> Plot:

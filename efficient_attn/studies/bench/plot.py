@@ -50,7 +50,8 @@ def cost_plot(records: Sequence[Record], y: str = "time_s") -> Plot:
     shown = [chart for chart in charts if chart.drawable().series] or charts
     cases = [point.record.case for group in drawn.values() for one in group for point in one.measured]
     conditions = setting(cases[0]) if cases else ""
-    conditions += f"; median with its 95 % interval, with a shift of {RUN_SHIFT:.0%} between runs" if cases and y == "time_s" else ""
+    if cases and y == "time_s":
+        conditions += f"; median with its 95 % interval, with a shift of {RUN_SHIFT:.0%} between runs"
     return Plot(_TITLES[y], conditions, tuple((chart,) for chart in shown))
 
 

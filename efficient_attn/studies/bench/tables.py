@@ -15,8 +15,8 @@ _MILLISECOND, _MEBIBYTE = 1e-3, 2.0**20
 
 _INTERVALS = (
     f"Intervals (±, and in brackets): 95 %; each round is one sample, at least {FEWEST_ROUNDS} are needed "
-    f"(--rounds), and a shift of {RUN_SHIFT:.0%} (standard deviation) from run to run is added, which no round "
-    "shows."
+    f"(--rounds), and a shift of {RUN_SHIFT:.0%} (standard deviation) from run to run is added, which "
+    "no round shows."
 )
 _LOOKED = (
     f"faster from: tokens above which a call is faster than one of {YARDSTICK}, sought at the lengths of the "

@@ -150,7 +150,8 @@ def draw(records: Sequence[Record]) -> Plot:
         y = Axis(scale="log", show=show_seconds if of == TIME else "{:.0f}".format)
         x = Axis("tokens n", "log2", "{:.0f}".format, places)
         shown.append(Chart(x, y, tuple(series), title, apart=True))
-    return Plot("Complexity of a layer", f"bands: 95 % interval, with a shift of {RUN_SHIFT:.0%} between runs", in_rows(shown))
+    conditions = f"bands: 95 % interval, with a shift of {RUN_SHIFT:.0%} between runs"
+    return Plot("Complexity of a layer", conditions, in_rows(shown))
 
 
 def _series(records: Sequence[Record], label: str, of: str, style: Mapping[str, Any]) -> Series:
