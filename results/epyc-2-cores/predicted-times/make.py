@@ -12,6 +12,7 @@ from pathlib import Path
 
 from efficient_attn.measure import clock
 from efficient_attn.measure.clock import in_turns
+from efficient_attn.runner.counting import attention_flops
 from efficient_attn.runner.record import Case, Record, joined
 from efficient_attn.runner.records import append, read
 from efficient_attn.runner.variants import YARDSTICK, select
@@ -77,6 +78,8 @@ def crossover(own: dict[int, float], exact: dict[int, float]) -> float | None:
 
 def report(name: str, records: list[Record]) -> None:
     groups: dict[tuple[int, int, int], list[Record]] = {}
+    # Nothing is counted of a form that is no longer built, causal clusters that stay closed.
+    records = [one for one in records if attention_flops(one.case, one.case.backend) is not None]
     for record in records:
         groups.setdefault(shape_of(record.case), []).append(record)
     short = [one for shape in PROBE for one in groups[shape] if one.case.tokens <= LONGEST_PROBE]
