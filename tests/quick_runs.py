@@ -49,14 +49,6 @@ def tiny_model(folder: Path) -> None:
 
 # A study that is added gets a row here; all promises below hold for it, and for its tasks.
 QUICK = {
-    "adapt": Quick(
-        "tiny --text text.txt --seq-len 8 --steps 1 --held-out 1",
-        selection="--backend linear-hedgehog,window",
-        codes={"linear-hedgehog,own.py:broken": 3, "own.py:broken": 2},
-        former={"--tokens": "8", "--rate": "0.01"},
-        prepare=tiny_model,
-        needs="transformers",
-    ),
     "advise": Quick(
         "tiny --text text.txt --text second.txt --seq-len 16 --rounds 1 --min-cosine 1",
         former={"--tokens": "16"},

@@ -181,8 +181,8 @@ def test_the_reference_tells_the_change_of_every_schema():
 @pytest.mark.parametrize("folder", sorted(FIXTURES.glob("schema-*")), ids=lambda folder: folder.name)
 def test_files_of_every_released_schema_are_read_tabled_told_and_compared(folder):
     results = ea.read(folder)
-    # Predictions and adaptations came after the last release.
-    assert {record.case.kind for record in results.records} == set(KINDS) - {"prediction", "adapt"}
+    # Predictions came after the last release.
+    assert {record.case.kind for record in results.records} == set(KINDS) - {"prediction"}
     assert {record.status for record in results.records} == set(STATUSES)
     assert (
         len(results.to_pandas()) == len(results) == len((folder / "records.jsonl").read_text().splitlines())

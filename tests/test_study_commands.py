@@ -175,7 +175,7 @@ def test_a_killed_run_resumes_with_nothing_lost(name):
 
 @ONE_OF_ALL
 def test_two_shares_have_the_cases_of_the_whole_or_are_refused_in_one_line(name):
-    study, refused = study_of(name).name, ("adapt", "advise", "bench", "compare")
+    study, refused = study_of(name).name, ("advise", "bench", "compare")
     for number in ("1", "2"):
         code, out, err = run(name, "--shard", f"{number}/2", "--out", number)
         assert code == (2 if study in refused else 0) and "Not all could be drawn" not in err, err

@@ -18,6 +18,22 @@ if tuple(map(int, _transformers.__version__.split(".")[:2])) < (5, 14):
 from efficient_attn.integrations.transformers.attachment import attach, register, swapped
 from efficient_attn.integrations.transformers.attention_sites import ignored
 from efficient_attn.integrations.transformers.caches import StateCache
+from efficient_attn.integrations.transformers.distillation import (
+    AttentionCall,
+    distillation_loss,
+    exact_calls,
+)
 from efficient_attn.integrations.transformers.saving import load, save
 
-__all__ = ["StateCache", "attach", "ignored", "load", "register", "save", "swapped"]
+__all__ = [
+    "AttentionCall",
+    "StateCache",
+    "attach",
+    "distillation_loss",
+    "exact_calls",
+    "ignored",
+    "load",
+    "register",
+    "save",
+    "swapped",
+]

@@ -94,18 +94,6 @@ def token_ids(opened: Opened, text: str, *, most: int) -> Tensor:
     return _embedded(opened, ids)
 
 
-def token_windows(opened: Opened, text: str, *, tokens: int) -> list[Tensor]:
-    """Consecutive windows of a text without the shorter rest, special tokens included, [1 tokens] each.
-
-    Raises:
-        DataError: If the tokenizer fails on the text, or belongs to another model.
-    """
-    with data_errors("The tokenizer cannot read this text in windows"):
-        found = opened.tokenizer(text, truncation=True, max_length=tokens, return_overflowing_tokens=True)
-        rows = [torch.tensor([row]) for row in found["input_ids"] if len(row) == tokens]
-    return [_embedded(opened, ids) for ids in rows]
-
-
 def _embedded(opened: Opened, ids: Tensor) -> Tensor:
     """Ids on the model's device; refuses ids beyond its embeddings."""
     rows = opened.model.get_input_embeddings().num_embeddings

@@ -28,7 +28,6 @@ from efficient_attn.integrations.transformers.loading import (
     model_class,
     quiet,
 )
-from efficient_attn.integrations.transformers.low_rank import LOW_RANK, Saved
 from efficient_attn.integrations.transformers.plans import Kept, build_plan
 from efficient_attn.integrations.transformers.wrapped import unwrap
 from efficient_attn.limits import CONFIG_BYTES, read_bytes
@@ -62,13 +61,8 @@ def save(model: nn.Module, folder: str | Path) -> None:
         for name in (_PLAN, _TENSORS):
             (path / name).unlink(missing_ok=True)
     else:
-        save_backends(inner, path)
-
-
-def save_backends(model: PreTrainedModel, folder: Path) -> None:
-    """Save the attached backends without their model: two files that `load(folder, into=model)` reads."""
-    save_file(_tensors_of(model), folder / _TENSORS)
-    (folder / _PLAN).write_text(json.dumps(getattr(model.config, SUBMODULE)), encoding="utf-8")
+        save_file(_tensors_of(inner), path / _TENSORS)
+        (path / _PLAN).write_text(json.dumps(plan), encoding="utf-8")
 
 
 def _tensors_of(model: PreTrainedModel) -> dict[str, Tensor]:
@@ -90,8 +84,7 @@ def load(
     Args:
         folder: A local folder.
         into: A model without backends that its own library has loaded from the folder, such as a PeftModel or
-            a SentenceTransformer; it gets the backends, in place, and its weights the additions
-            of `adapt` with `lora`.
+            a SentenceTransformer; it gets the backends, in place.
         plan: A file of backends by layer, for a folder without backends: `layers.json` of `advise`.
         arguments: For `from_pretrained`: dtype, device_map, …
 
@@ -153,13 +146,7 @@ def _restore(model: PreTrainedModel, path: Path) -> None:
         given = given.get(SUBMODULE)
     for weights in path.glob("*.safetensors"):
         check_header(weights)
-    layers, additions = _layers(given, file), Saved.read(path, model)
-    if additions.parts and getattr(model.config, SUBMODULE, None) is not None:
-        raise OptionError(
-            f"into=…: {path / LOW_RANK} changes weights, and this model has backends; load it anew."
-        )
-    _install(model, layers, file)
-    additions.merge()
+    _install(model, _layers(given, file), file)
 
 
 def _install(model: PreTrainedModel, layers: dict[str, dict[str, Any]], plan: Path) -> None:

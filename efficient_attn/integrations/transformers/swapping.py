@@ -122,12 +122,6 @@ def run(model: Any, ids: Tensor, *, predicts: bool) -> Outputs:
     return Outputs(given.hidden_states[-1][0], given.logits[0] if predicts else None)
 
 
-def last_hidden(model: Any, ids: Tensor) -> Tensor:
-    """Last hidden states, [batch tokens model_dim], with gradients where they are enabled."""
-    given = model.base_model(input_ids=ids, output_hidden_states=True, **_no_cache(model))
-    return given.hidden_states[-1]
-
-
 def predicts_next(model: Any, sites: AttentionSites) -> bool:
     """Whether the model has a language-model head."""
     return sites.causal and model.get_output_embeddings() is not None

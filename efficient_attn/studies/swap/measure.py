@@ -54,7 +54,7 @@ def _distance(case: Case, variant: Variant, subject: Subject, draws: int) -> Rec
         calibrated_on=subject.calibrated_on if calibrated else None,
         flops=None if _uncounted(variant) else attention_flops(case, variant.target),
     )
-    return replace(record, **means([one for text in found for one in text]), **pooled(samples))
+    return replace(record, **_means([one for text in found for one in text]), **pooled(samples))
 
 
 def _uncounted(variant: Variant) -> bool:
@@ -62,7 +62,7 @@ def _uncounted(variant: Variant) -> bool:
     return variant.backend == OWN or isinstance(variant.target, Mapping)
 
 
-def means(found: Sequence[Mapping[str, float]]) -> dict[str, Any]:
+def _means(found: Sequence[Mapping[str, float]]) -> dict[str, Any]:
     """The mean of each quantity, and all its values."""
     values = {name: tuple(one[name] for one in found) for name in found[0]}
     draws = {f"{name}_draws": drawn for name, drawn in values.items()}
