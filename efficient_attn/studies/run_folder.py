@@ -20,9 +20,8 @@ from efficient_attn.runner.records import read as read_records
 from efficient_attn.runner.sizes import MODEL
 from efficient_attn.strict import read_object
 from efficient_attn.studies import studies
-from efficient_attn.studies.shard import refuse_other_share
 
-RECORDS, ENVIRONMENT, COMMAND, PLAN = "records.jsonl", "environment.json", "command.txt", "plan.toml"
+RECORDS, ENVIRONMENT, COMMAND = "records.jsonl", "environment.json", "command.txt"
 LOCK = ".lock"
 
 # Entries of the environment that change results; a run with another value is another experiment.
@@ -177,7 +176,6 @@ def begin(
     *,
     resume: bool,
     force: bool,
-    plan: str | None = None,
 ) -> Earlier:
     """The earlier records if the run is resumed; the files that describe the run are written.
 
@@ -191,8 +189,6 @@ def begin(
     if earlier.environment is None:
         write_json(folder / ENVIRONMENT, machine)
         write(folder / COMMAND, " ".join(machine["command"]) + "\n")
-    if plan is not None:
-        write(folder / PLAN, plan)
     return earlier
 
 
@@ -204,8 +200,6 @@ def _take_up(folder: Path, cases: Sequence[Case], machine: Mapping[str, Any], *,
     studies()
     records = {record.case.key: record for record in read_records(path).records}
     known = read_json(folder / ENVIRONMENT) if (folder / ENVIRONMENT).exists() else {}
-    if records:
-        refuse_other_share(known, machine, folder)
     found = [
         differences([known], [machine], _DECISIVE),
         _other_model(known, machine),
