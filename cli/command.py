@@ -14,23 +14,19 @@ from efficient_attn.studies.study import Parameter, Study, by_option, joined
 from . import console
 from .finish import finish
 from .options import JsonToOption, OutOption, as_json
-from .plan_file import PlanOption, as_plan
 
 _BUDGET = "Time for measuring, such as 90s, 2m or 1h; points that do not fit are skipped."
 _RESUME = "Continue the run in --out; measured points are kept."
 _FORCE = "Continue it also under another torch, thread count or processor, or with edited code."
 _DRY_RUN = "List the points of the run without measuring any."
-_SHARD = "Measure one share of the points, such as 2/8; report and diff read all shares as one run."
 _QUIET = "Print the folder of the results alone: no progress, tables or notes."
 
 # Options of every run, by parameter: annotation and default.
 _OF_A_RUN: dict[str, tuple[Any, Any]] = {
-    "plan": (PlanOption, None),
     "budget": (Annotated[str | None, typer.Option(metavar="TIME", help=_BUDGET)], None),
     "out": (OutOption, None),
     "resume": (Annotated[bool, typer.Option("--resume", help=_RESUME)], False),
     "force_resume": (Annotated[bool, typer.Option("--force-resume", help=_FORCE)], False),
-    "shard": (Annotated[str | None, typer.Option(metavar="I/N", help=_SHARD)], None),
     "dry_run": (Annotated[bool, typer.Option("--dry-run", help=_DRY_RUN)], False),
     "json_to": (JsonToOption, None),
     "quiet": (Annotated[bool, typer.Option("--quiet", "-q", help=_QUIET)], False),
@@ -44,12 +40,10 @@ def command_of(study: Study) -> Callable[..., None]:
 
     def command(
         context: typer.Context,
-        plan: Any,
         budget: str | None,
         out: Any,
         resume: bool,
         force_resume: bool,
-        shard: str | None,
         dry_run: bool,
         json_to: str | None,
         quiet: bool,
@@ -69,12 +63,8 @@ def command_of(study: Study) -> Callable[..., None]:
         options = by_option(study, given)
         budget_s = None if budget is None else parse_seconds(budget, name="--budget")
 
-        from efficient_attn.studies.shard import share_of
-
         if dry_run:
-            whole = study.plan(**options)
-            own = _points(share_of(whole, shard, name="--shard"))
-            console.print_tables([own] if shard is None else [own, _shares(whole, shard)])
+            console.print_tables([_points(study.plan(**options))])
             return
 
         from efficient_attn.measure.environment import command_line
@@ -82,7 +72,7 @@ def command_of(study: Study) -> Callable[..., None]:
         from efficient_attn.studies.run_folder import open_folder, run_folder
 
         # A wrong request must leave no folder behind, so the plan is made first.
-        asked = share_of(study.plan(**options), shard, name="--shard")
+        asked = study.plan(**options)
         if asked.overview:
             console.print_tables(asked.overview)
             return
@@ -99,7 +89,6 @@ def command_of(study: Study) -> Callable[..., None]:
                 force_resume=force_resume,
                 budget_s=budget_s,
                 command=command_line(),
-                plan_file=lambda made: as_plan(context, made),
                 progress=None if quiet else console.show_step,
             )
         finish(results, options.get("backends"), folder=folder, as_json=to_stdout, quiet=quiet)
@@ -171,17 +160,3 @@ def _points(plan: Any) -> Any:
     )
     columns = ("backend", "tokens", "measured", "reason to skip")
     return Table(f"{len(rows)} points; nothing was run", columns, rows, tuple(plan.notes))
-
-
-def _shares(plan: Any, shard: str) -> Any:
-    from efficient_attn.report.table import Table
-    from efficient_attn.studies.shard import parse_shard, points_of_shares
-
-    chosen = parse_shard(shard)
-    points = points_of_shares(plan, chosen.of)
-    rows = tuple(
-        (f"{number}/{chosen.of}", str(count), "this one" if number == chosen.number else "")
-        for number, count in points.items()
-    )
-    title = f"{len(plan.points)} points of {chosen.of} shares; a share without points has no row"
-    return Table(title, ("share", "points", ""), rows)

@@ -53,7 +53,6 @@ def exit_code(results: Any, named: Sequence[str] | None) -> int:
     from efficient_attn.runner.sizes import MEAN_OF_VALUES, OWN, PLAN
     from efficient_attn.runner.variants import CEILING
     from efficient_attn.stats.curves import YARDSTICK
-    from efficient_attn.studies.shard import SHARD
 
     if results.interrupted:
         return exits.INTERRUPTED
@@ -62,9 +61,6 @@ def exit_code(results: Any, named: Sequence[str] | None) -> int:
     if named is not None and YARDSTICK not in named:
         baselines.add(YARDSTICK)
     asked = [record for record in results.records if record.case.backend not in baselines]
-    if SHARD in results.environment and not asked:
-        # A share may have no point, or points of baselines alone.
-        return exits.DONE
     failed = [record for record in asked if record.status != "ok"]
     if len(failed) == len(asked):
         return exits.NOTHING_MEASURED

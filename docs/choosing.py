@@ -30,7 +30,6 @@ OPENED = (
     "compare-probes-decoder-2048",
     "compare-probes-decoder-4096",
     "compare-probes-decoder-8192",
-    "compare-target-error",
 )
 BENCHED = "bench-256-4096"
 # One backend was made faster after that run and timed again, beside exact attention.
@@ -73,8 +72,7 @@ Errors on several layers are their median and range, and *within* means on every
 _OPENED = """\
 [`window-clusters` with `probes`](backends.md#window-clusters) (experimental, off by default) reads the keys
 of a few far clusters one by one. Its errors on the beginning of the same texts, its operations and its
-speed relative to `exact`, in runs of its own; with a target error it was calibrated on these inputs. The 8192
-tokens are one text in the same layer of the decoder, which are not shipped:
+speed relative to `exact`, in runs of its own. The 8192 tokens are one text in the same layer of the decoder, which are not shipped:
 """
 
 _DRAWN = """\

@@ -20,8 +20,8 @@ TENSOR_HEADER_BYTES, TENSORS = 1 << 22, 20_000
 # Files whose tensors are read as a whole: captured activations, checkpoints, models of `train`.
 TENSOR_FILE_BYTES = 1 << 34
 
-# Text files: environment of a run, model configuration, plan.
-ENVIRONMENT_BYTES, CONFIG_BYTES, PLAN_BYTES = 1 << 22, 1 << 22, 1 << 20
+# Text files: environment of a run, model configuration.
+ENVIRONMENT_BYTES, CONFIG_BYTES = 1 << 22, 1 << 22
 
 
 def read_bytes(path: Path, most: int) -> bytes:

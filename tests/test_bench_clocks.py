@@ -9,11 +9,9 @@ from efficient_attn.runner.record import Record, replace
 from efficient_attn.runner.records import line, parse
 from efficient_attn.stats.curves import by_clock, curves
 from efficient_attn.studies.bench.crossover import gains
-from efficient_attn.studies.bench.plan import AGAINST
 from efficient_attn.studies.bench.plot import plots
 from efficient_attn.studies.bench.sentences import sentences
 from efficient_attn.studies.bench.tables import tables
-from efficient_attn.studies.bench.versions import version_sentences
 
 # Eleven calls of 1 to 11 ms; a record with less than four rounds has no interval.
 SAMPLES = tuple(0.001 * n for n in (11, 3, 5, 1, 9, 7, 2, 10, 4, 8, 6))
@@ -107,20 +105,3 @@ def test_compiled_calls_are_compared_with_exact_compiled():
     assert found == {"window": pytest.approx(2), "window · compiled": pytest.approx(4)}
     assert any("compared with exact compiled or replayed" in note for note in tables(made, {})[0].notes)
     assert [*by_clock(made)] == ["time"]
-
-
-def test_versions_are_compared_in_each_execution_and_by_each_clock():
-    made = [
-        on_gpu("old", 1.0, 1.0),
-        on_gpu("new", 0.5, 0.25),
-        on_gpu("old · cuda-graph", 1.0, 1.0, backend="old", execution="cuda-graph"),
-        on_gpu("new · cuda-graph", 0.2, 0.1, backend="new", execution="cuda-graph"),
-    ]
-    told = version_sentences(made, {AGAINST: "old"})
-    assert [one.partition(",")[0] for one in told] == [
-        "new against old",
-        "new · cuda-graph against old · cuda-graph",
-        "By device time: new against old",
-        "By device time: new · cuda-graph against old · cuda-graph",
-    ]
-    assert [one.rpartition(": ")[2].split(" at")[0] for one in told] == ["2.00x", "5.00x", "4.00x", "10.0x"]

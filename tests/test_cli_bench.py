@@ -137,8 +137,6 @@ WRONG = [
     (["--rounds", "0"], "--rounds"),
     (["--timeout", "never"], "--timeout is a duration"),
     (["--isolate", "yes"], "isolate is none, reuse, not 'yes'"),
-    (["--against", "window"], "against needs a backend"),
-    (["--backend", "exact", "--against", "windw"], "Did you mean 'window'"),
     (["--memory-limit", "all"], "--memory-limit is an amount"),
 ]
 

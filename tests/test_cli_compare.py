@@ -41,15 +41,13 @@ def test_it_prints_one_table_one_sentence_and_the_folder_with_all_its_files(fold
         assert len([line for line in lines if line.startswith(f" {name} ")]) == 1
     assert last.startswith("runs/compare-")
     written = {path.name for path in (folder / last).iterdir()}
-    assert written >= {"records.jsonl", "plan.toml", "report.html", "summary.csv", "comparison.png"}
+    assert written >= {"records.jsonl", "report.html", "summary.csv", "comparison.png"}
     assert "own.py:mean" in (folder / last / "report.html").read_text()
 
 
-def test_a_plan_repeats_the_run_and_json_is_one_document(undrawn, capsys):
-    asked = ["--backend", "own.py:mean", "--max-error", "0.2", "--inputs", "encoder", "--out", "first"]
-    assert command(*TINY, *asked, "--layer", "5") == 0
-    capsys.readouterr()
-    assert command("compare", "--plan", "first/plan.toml", "--out", "second", "--json", "-") == 0
+def test_json_is_one_document(undrawn, capsys):
+    asked = ["--backend", "own.py:mean", "--max-error", "0.2", "--inputs", "encoder", "--layer", "5"]
+    assert command(*TINY, *asked, "--out", "out", "--json", "-") == 0
     document = json.loads(capsys.readouterr().out)
     assert {record["inputs"] for record in document["records"]} == {"encoder(layer=5)"}
     assert document["environment"]["max_error"] == 0.2 and "within 20 %" in document["sentences"][0]

@@ -60,7 +60,7 @@ def test_it_prints_a_table_sentences_and_the_folder_with_all_its_files(folder, c
     assert any("exact attention is right in" in line for line in lines)
     assert last.startswith("runs/recall-")
     written = {path.name for path in (folder / last).iterdir()}
-    assert written >= {"records.jsonl", "plan.toml", "report.html", "summary.csv", "recall.png"}
+    assert written >= {"records.jsonl", "report.html", "summary.csv", "recall.png"}
 
 
 @pytest.mark.parametrize(

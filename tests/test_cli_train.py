@@ -41,7 +41,6 @@ def test_train_prints_progress_a_table_and_last_the_folder_of_its_files(folder, 
     names = {
         "records.jsonl",
         "environment.json",
-        "plan.toml",
         "training.png",
         "report.html",
         "checkpoints",
@@ -52,9 +51,9 @@ def test_train_prints_progress_a_table_and_last_the_folder_of_its_files(folder, 
     assert "\x1b" not in out + err
 
 
-def test_a_run_goes_on_by_its_own_plan(undrawn):
+def test_a_run_goes_on_with_more_steps(undrawn):
     assert command(*TINY, "--steps", 2, "--out", "out") == 0
-    assert command("train", "--plan", "out/plan.toml", "--steps", 4, "--out", "out", "--resume") == 0
+    assert command(*TINY, "--steps", 4, "--out", "out", "--resume") == 0
     assert {
         json.loads(line)["train_steps"][-1] for line in Path("out/records.jsonl").read_text().splitlines()
     } == {4}

@@ -91,7 +91,6 @@ def elsewhere(tmp_path, monkeypatch):
     (tmp_path / f"{PLANT}.py").write_text("def attend(q, k, v):\n    return v.clone()\n")
     (tmp_path / "leaves.py").write_text(f"import sys\nsys.exit({PLANT!r})\n", encoding="utf-8")
     (tmp_path / "raises.py").write_text(f"raise ValueError({PLANT!r})\n", encoding="utf-8")
-    (tmp_path / "plan.toml").write_text(f"{json.dumps(PLANT)} = 1\n")
     (tmp_path / "text.txt").write_text("words and words " * 999)
     (tmp_path / f"{PLANT}.txt").write_text("word")
     activations(tmp_path / "names.safetensors", [f"layer.0.{PLANT}", PLANT], {})
@@ -145,8 +144,6 @@ EARLY = (
     ("bench", "--set", PLANT),
     ("bench", "--seq-len", PLANT),
     ("bench", "--json", PLANT),
-    ("bench", "--plan", PLANT),
-    ("bench", "--plan", "plan.toml"),
     ("diff", PLANT, PLANT),
     ("diff", "old", "new", "--fail-on", PLANT),
     ("diff", "old", "new"),

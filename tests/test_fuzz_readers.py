@@ -1,7 +1,6 @@
 """Whatever the files of a run hold, reading, comparing, drawing and resuming end well or in our own error."""
 
 import contextlib
-import io
 import json
 import os
 import re
@@ -15,7 +14,7 @@ from hypothesis import strategies as st
 
 import efficient_attn as ea
 from efficient_attn.errors import AttentionError, DataError
-from efficient_attn.limits import ENVIRONMENT_BYTES, PLAN_BYTES
+from efficient_attn.limits import ENVIRONMENT_BYTES
 from efficient_attn.runner.records import line, read
 from efficient_attn.studies import records_schema
 from efficient_attn.studies.diff import diff
@@ -24,8 +23,6 @@ from efficient_attn.studies.run_folder import begin
 
 pytest.importorskip("efficient_attn_cli", reason="needs an installation, if only an editable one")
 
-from efficient_attn_cli.main import main
-from efficient_attn_cli.plan_file import _read
 
 FIXTURE = Path(__file__).parent / "fixtures" / "schema-2"
 RECORDS = (FIXTURE / "records.jsonl").read_bytes()
@@ -183,46 +180,6 @@ def test_any_environment_is_refused_or_made_use_of(folder, value):
 @given(changes=CHANGES)
 def test_any_value_in_any_field_is_refused_or_drawn(folder, changes):
     use(lay_out(folder, changed(changes)), html=True)
-
-
-PLAN = b"""seq-len = [16, 32]
-backend = ["window"]
-set = "window.window=5"
-causal = true
-"""
-
-
-def plan_with(folder, data):
-    """The outcome of a command that reads a plan and measures nothing."""
-    path = folder / "plan.toml"
-    path.write_bytes(data)
-    out, err = io.StringIO(), io.StringIO()
-    start = time.process_time()
-    with pytest.raises(SystemExit) as ended, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        main(["bench", "--plan", str(path), "--dry-run", "--threads", "1"])
-    assert time.process_time() - start <= MOST_S
-    assert ended.value.code == 0 or (ended.value.code == 2 and err.getvalue().count("\n") == 1), (
-        err.getvalue()
-    )
-
-
-def test_a_plan_cut_at_any_byte_is_refused_or_used(folder):
-    for length in range(len(PLAN)):
-        plan_with(folder, PLAN[:length])
-
-
-@fuzz
-@given(place=st.integers(0, len(PLAN)), removed=st.integers(0, 20), added=st.binary(max_size=8))
-def test_any_bytes_at_any_place_of_a_plan_are_refused_or_used(folder, place, removed, added):
-    plan_with(folder, PLAN[:place] + added + PLAN[place + removed :])
-
-
-@pytest.mark.parametrize("name", ["/dev/zero", "large.toml"])
-def test_a_plan_without_end_is_refused(name, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    Path("large.toml").write_bytes(b"#" * (PLAN_BYTES + 1))
-    with pytest.raises(DataError, match=f"{name} is larger than {PLAN_BYTES} bytes"):
-        _read(Path(name))
 
 
 def test_an_environment_that_is_too_large_or_names_a_field_twice_is_refused(folder):

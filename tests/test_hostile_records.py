@@ -80,9 +80,8 @@ def with_texts(path, replacement):
     environment["packages"] = {replacement("torch", next(count)): replacement("2", next(count))}
     environment["command"] = [replacement("word", next(count))]
     (path / "environment.json").write_text(json.dumps(environment), encoding="ascii")
-    for name in ("command.txt", "plan.toml"):
-        text = "\n".join(replacement("line", next(count)) for _ in PAYLOADS)
-        (path / name).write_text(text, encoding="utf-8", errors="replace")
+    text = "\n".join(replacement("line", next(count)) for _ in PAYLOADS)
+    (path / "command.txt").write_text(text, encoding="utf-8", errors="replace")
     return path
 
 

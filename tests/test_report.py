@@ -70,7 +70,6 @@ def test_the_page_tells_sentences_plots_tables_method_command_and_environment(tm
     run = folder(
         tmp_path / "run", [*costs(), *FAILED], {"processor": "Babbage 2", "utc": "2026-01-02T03:04Z"}
     )
-    (run / "plan.toml").write_text('seq-len = "256:2048:x2"\n')
     text = page_of(run, tmp_path=tmp_path)
     page = Page(text)
     for sentence in read(run).sentences():
@@ -78,7 +77,6 @@ def test_the_page_tells_sentences_plots_tables_method_command_and_environment(tm
     assert text.count("; the numbers are in the tables.") == 2
     assert "Measured on 2026-01-02 on Babbage 2" in page.text
     assert "2 CPU threads" in text and "efficient-attn bench --seq-len 256" in page.text
-    assert 'seq-len = "256:2048:x2"' in page.text
     assert "skipped: needs 3 GiB" in page.text
 
 

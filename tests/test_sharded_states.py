@@ -12,21 +12,24 @@ from efficient_attn.ops.sharded import exchange
 from efficient_attn.ops.sharded import layout as layouts
 from efficient_attn.ops.sharded.layout import KINDS, Layout, own_tokens, ranks_per_node
 from efficient_attn.ops.sharded.threads import on_threads
-from efficient_attn.theory.communication import sent_bytes
 
-# Ranks, ranks per node, most ranks of a gather.
-WAYS = {
-    "gather": [(5, 1, 16)],
-    "scan": [(2, 1, 1), (3, 1, 1), (5, 1, 1), (8, 1, 1)],
-    "two-level": [(4, 2, 2), (6, 2, 2), (6, 3, 3)],
-}
-EXCHANGES = [(name, *way) for name, ways in WAYS.items() for way in ways]
+# Ranks, ranks per node, most ranks of a gather, and states that a rank sends at most: to all others, in
+# ⌈log₂ ranks⌉ steps, or to the others of its node and in ⌈log₂ nodes⌉ steps.
+EXCHANGES = [
+    pytest.param(*exchanged, id=f"{name}-{exchanged[0]}-{exchanged[1]}")
+    for name, rows in {
+        "gather": [(5, 1, 16, 4)],
+        "scan": [(2, 1, 1, 1), (3, 1, 1, 2), (5, 1, 1, 3), (8, 1, 1, 3)],
+        "two-level": [(4, 2, 2, 2), (6, 2, 2, 3), (6, 3, 3, 3)],
+    }.items()
+    for exchanged in rows
+]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("way", "ranks", "per_node", "most"), EXCHANGES)
+@pytest.mark.parametrize(("ranks", "per_node", "most", "states"), EXCHANGES)
 def test_states_of_every_exchange_give_rows_and_gradients_of_the_whole_sequence(
-    way, ranks, per_node, most, kind, monkeypatch
+    ranks, per_node, most, states, kind, monkeypatch
 ):
     torch.manual_seed(0)
     monkeypatch.setattr(layouts, "MOST_GATHERED", most)
@@ -51,8 +54,10 @@ def test_states_of_every_exchange_give_rows_and_gradients_of_the_whole_sequence(
         assert (join(x, kind, 2) - y).norm() <= 1e-13 * y.norm()
 
 
-@pytest.mark.parametrize(("way", "ranks", "per_node", "most"), EXCHANGES)
-def test_ranks_send_the_predicted_bytes_forward_and_backward(way, ranks, per_node, most, monkeypatch):
+@pytest.mark.parametrize(("ranks", "per_node", "most", "states"), EXCHANGES)
+def test_ranks_send_the_states_of_their_exchange_forward_and_backward(
+    ranks, per_node, most, states, monkeypatch
+):
     monkeypatch.setattr(layouts, "MOST_GATHERED", most)
     sent, passes, features, dim = Counter(), {}, 12, 8
     # Autograd differentiates in the thread of a rank.
@@ -71,9 +76,9 @@ def test_ranks_send_the_predicted_bytes_forward_and_backward(way, ranks, per_nod
 
     on_threads(ranks, "contiguous", call, per_node=per_node)
     # Sums of values and of ones, and a scale, of every feature in float32.
-    predicted = sent_bytes(way, features * (dim + 2) * 4, ranks, ranks_per_node=per_node)
+    expected = states * features * (dim + 2) * 4
     for direction in ("forward", "backward"):
-        assert max(number for (one, _), number in sent.items() if one == direction) == predicted
+        assert max(number for (one, _), number in sent.items() if one == direction) == expected
 
 
 def test_states_are_gathered_up_to_16_ranks_and_otherwise_within_full_nodes():

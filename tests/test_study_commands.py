@@ -16,8 +16,6 @@ from quick_runs import OWN, QUICK, cases, command, flags, run, study_of, words_o
 
 from efficient_attn.studies import loop, studies
 from efficient_attn.studies import run_folder as run_folders
-from efficient_attn.studies.reading import read
-from efficient_attn.studies.results import Results
 from efficient_attn.studies.study import joined
 
 # One study stands for all in the quick tests that take seconds for each; the slow tests have the others.
@@ -105,14 +103,12 @@ def test_json_is_one_document_on_stdout_and_the_folder_and_progress_go_to_stderr
 
 
 @ONE_OF_ALL
-def test_a_run_prints_tables_then_its_folder_and_its_plan_repeats_it(name):
+def test_a_run_prints_tables_then_its_folder(name):
     code, out, err = run(name, "--out", "first")
     assert code == 0 and len(out.splitlines()) > 3 and out.splitlines()[-1] == "first" and "left" in err
-    assert {"records.jsonl", "environment.json", "command.txt", "plan.toml"} <= {
+    assert {"records.jsonl", "environment.json", "command.txt"} <= {
         path.name for path in Path("first").iterdir()
     }
-    assert command(*name.split(), "--plan", "first/plan.toml", "--out", "second")[0] == 0
-    assert cases("first") == cases("second")
 
 
 def test_quiet_prints_the_folder_alone(name):
@@ -173,22 +169,6 @@ def test_a_killed_run_resumes_with_nothing_lost(name):
     assert f"/{len(cases('out')) - 1}] " in err or name == "advise"
 
 
-@ONE_OF_ALL
-def test_two_shares_have_the_cases_of_the_whole_or_are_refused_in_one_line(name):
-    study, refused = study_of(name).name, ("advise", "bench", "compare")
-    for number in ("1", "2"):
-        code, out, err = run(name, "--shard", f"{number}/2", "--out", number)
-        assert code == (2 if study in refused else 0) and "Not all could be drawn" not in err, err
-    if study in refused:
-        assert (out, err.count("\n")) == ("", 1) and "--shard 2/2: " in err and not Path("2").exists()
-        return
-    assert run(name, "--out", "whole")[0] == 0
-    assert not cases("1") & cases("2") and cases("1") | cases("2") == cases("whole")
-    results = read("whole")
-    for record in results.records:
-        assert Results([record], environment=results.environment).as_run("", Path("whole")).tables
-
-
 def test_an_unknown_backend_is_refused_with_a_suggestion(name):
     if "--backend" not in flags(name):
         pytest.skip("The study has no option --backend.")
@@ -205,7 +185,6 @@ def test_an_unknown_backend_is_refused_with_a_suggestion(name):
         (["--budget", "soon"], "--budget is a duration"),
         (["--out", "own.py"], "--out: cannot write to own.py"),
         (["--out", "/proc/nowhere"], "--out: cannot write to /proc/nowhere"),
-        (["--plan", "none.toml"], "--plan: cannot read none.toml"),
         (["--no-such-flag"], "No such option: --no-such-flag"),
         (["stray"], "'stray' stands alone"),
         (["--backend", " ,"], "--backend ' ,' names nothing"),
@@ -222,7 +201,7 @@ def test_an_unknown_backend_is_refused_with_a_suggestion(name):
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_a_wrong_request_is_one_line_with_code_2_and_writes_nothing(name, words, message):
-    of_every_run = {"--resume", "--json", "--budget", "--out", "--plan", "--no-such-flag", "stray"}
+    of_every_run = {"--resume", "--json", "--budget", "--out", "--no-such-flag", "stray"}
     if words[0] not in of_every_run | {*flags(name)}:
         pytest.skip(f"The study has no option {words[0]}.")
     if "window.size=5" in words and "window" not in QUICK[name].selection:

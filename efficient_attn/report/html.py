@@ -16,7 +16,7 @@ from efficient_attn.report.methods_paragraph import flat, how_measured
 from efficient_attn.report.table import Table, right_aligned
 from efficient_attn.runner.records import Record
 
-# Longer texts are shortened: of a plan or command, of a cell, a word. The folder of the run has them.
+# Longer texts are shortened: of a command, of a cell, a word. The folder of the run has them.
 _LONGEST_TEXT, _LONGEST_CELL, _LONG_WORD = 20_000, 300, re.compile(r"\S{81,}")
 
 
@@ -28,8 +28,6 @@ class Run(NamedTuple):
         plots: {name of the file: plot}.
         rows: Flat rows of the summary.
         files: {name of a further file: its text}.
-        plan: The text of a file that repeats the run; empty where there is none.
-        joint: Whether the records are those of the other runs together.
     """
 
     label: str
@@ -42,8 +40,6 @@ class Run(NamedTuple):
     notes: Sequence[str]
     environment: Mapping[str, Any]
     command: str
-    plan: str
-    joint: bool = False
 
     @property
     def facts(self) -> list[str]:
@@ -66,14 +62,13 @@ def page(runs: Sequence[Run], drawings: Sequence[tuple[str, str, bytes]]) -> str
     jinja = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, finalize=_printable)
     jinja.filters["brief"] = _brief
     jinja.filters["base64"] = lambda data: b64encode(data).decode()
-    own = [run for run in runs if not run.joint]
     # Tables of one title stand together, so that runs are easily compared.
     titles = list(dict.fromkeys(table.title for run in runs for table in run.tables))
     tables = [
         (run.label, table) for title in titles for run in runs for table in run.tables if table.title == title
     ]
     return jinja.from_string(_text("page.html")).render(
-        title=short(runs[0].label) if len(runs) == 1 else f"{len(own)} runs side by side",
+        title=short(runs[0].label) if len(runs) == 1 else f"{len(runs)} runs side by side",
         css=_text("page.css"),
         runs=runs,
         many=len(runs) > 1,
@@ -91,7 +86,7 @@ def _brief(text: str, most: int = _LONGEST_CELL) -> str:
 
 
 def _printable(value: Any) -> Any:
-    """Text without control characters; lines stay lines where a plan or a command has several."""
+    """Text without control characters; lines stay lines where a command has several."""
     # Safe strings of the template are markup of this package.
     if isinstance(value, str) and not hasattr(value, "__html__"):
         return "\n".join(map(plain, value[:_LONGEST_TEXT].split("\n")))

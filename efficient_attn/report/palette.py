@@ -1,6 +1,6 @@
 """Colours, markers and line styles, safe for colour blindness and equal for a backend in every plot."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from efficient_attn.runner.sizes import MEAN_OF_VALUES
@@ -50,14 +50,6 @@ def line_styles(lines: Sequence[tuple[str, str]]) -> dict[str, dict[str, Any]]:
             "linewidth": 2.4 if backend == "exact" else 1.8,
         }
     return styles
-
-
-def machine_style(style: Mapping[str, Any], number: int) -> dict[str, Any]:
-    """The style of the same line on another machine: its own dash, and markers that are hollow in turn."""
-    if not number:
-        return dict(style)
-    dashes = {} if style.get("linestyle", "-") == "" else {"linestyle": _STROKES[number % len(_STROKES)]}
-    return {**style, **dashes, "fillstyle": "none" if number % 2 else "full"}
 
 
 def baseline_style(number: int = 0) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from typing import Any, Self
 
 from efficient_attn.errors import DataError, OptionError
 from efficient_attn.runner import worker
-from efficient_attn.runner.process import Answering, CrashError, Process
+from efficient_attn.runner.process import CrashError, Process
 from efficient_attn.runner.records import Case, Record, parse
 from efficient_attn.runner.units import show_seconds
 
@@ -36,19 +36,13 @@ class Measurer:
         isolate: `reuse` keeps the child while it is healthy, `none` measures here.
         timeout_s: Time limit per point: all rounds of a time together, or one memory, including construction.
         limit_bytes: Memory that the child may allocate beyond its start-up.
-        process: Answers the requests in place of one child process.
 
     Attributes:
         inputs: Files of q, k, v by the `inputs` of a case; cases of other inputs are Gaussian draws.
     """
 
     def __init__(
-        self,
-        isolate: str = DEFAULT_ISOLATION,
-        *,
-        timeout_s: float,
-        limit_bytes: int | None = None,
-        process: Answering | None = None,
+        self, isolate: str = DEFAULT_ISOLATION, *, timeout_s: float, limit_bytes: int | None = None
     ) -> None:
         if isolate not in ISOLATIONS:
             raise OptionError(f"isolate is {', '.join(ISOLATIONS)}, not {isolate!r}.")
@@ -57,7 +51,7 @@ class Measurer:
         self.inputs: dict[str, str] = {}
         self._isolate = isolate
         self._timeout_s = timeout_s
-        self._process: Answering = process or Process(limit_bytes)
+        self._process = Process(limit_bytes)
         self._spent_s: dict[str, float] = {}
 
     def __enter__(self) -> Self:

@@ -17,25 +17,13 @@ _TOKENS, _HEADS, _HEAD_DIM = 16, 2, 8
 
 def answer(request: Mapping[str, Any]) -> str:
     """The answer to a request, as one line."""
-    jobs = {"measure": _measure, "load": _load, "check": _check, "join": _join}
+    jobs = {"measure": _measure, "load": _load, "check": _check}
     return jobs[request["job"]](request)
 
 
 def _measure(request: Mapping[str, Any]) -> str:
     case = Case(**request["case"])
-    if case.ranks is not None:
-        from efficient_attn.runner import sharded_calls
-
-        return line(sharded_calls.measure(case, target=request["target"], seconds=request["seconds"]))
     return line(worker.measure(case, **{name: request[name] for name in ("target", "seconds", "inputs")}))
-
-
-def _join(request: Mapping[str, Any]) -> str:
-    """Join the processes that measure together, before the first of their requests."""
-    from efficient_attn.runner import sharded_calls
-
-    sharded_calls.join(**{name: request[name] for name in ("store", "rank", "sizes", "device", "timeout_s")})
-    return json.dumps(None)
 
 
 def _load(request: Mapping[str, Any]) -> str:

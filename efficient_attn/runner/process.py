@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 # First line of a process that has loaded everything.
 READY = "ready"
@@ -27,19 +27,6 @@ _STDERR = 2
 
 class CrashError(Exception):
     """The process ended before it answered; the message describes how."""
-
-
-class Answering(Protocol):
-    """One process, or several that work together, started on first use and after every failure."""
-
-    @property
-    def is_running(self) -> bool: ...
-
-    def start(self) -> None: ...
-
-    def ask(self, job: str, request: Mapping[str, Any], *, limit_s: float) -> bytes: ...
-
-    def close(self) -> None: ...
 
 
 class Process:
@@ -72,7 +59,7 @@ class Process:
             return
         self._child = self._spawned()
         try:
-            ready = self.answer(_START_LIMIT_S) == READY.encode()
+            ready = self._answer(_START_LIMIT_S) == READY.encode()
         except (TimeoutError, CrashError):
             ready = False
         if not ready:
@@ -81,21 +68,17 @@ class Process:
 
     def ask(self, job: str, request: Mapping[str, Any], *, limit_s: float) -> bytes:
         """Answer to a request."""
+        self.start()
+        data = f"{json.dumps({'job': job, 'limit_s': limit_s, **request}, allow_nan=False)}\n".encode()
         try:
-            self.send(job, request, limit_s=limit_s)
-            return self.answer(limit_s)
+            # A process that has ended reads nothing, and its answers end.
+            with contextlib.suppress(BrokenPipeError):
+                while data:
+                    data = data[os.write(self._requests, data) :]
+            return self._answer(limit_s)
         except BaseException:
             self.close()
             raise
-
-    def send(self, job: str, request: Mapping[str, Any], *, limit_s: float) -> None:
-        """Send a request, whose answer is the next one."""
-        self.start()
-        data = f"{json.dumps({'job': job, 'limit_s': limit_s, **request}, allow_nan=False)}\n".encode()
-        # A process that has ended reads nothing, and its answers end.
-        with contextlib.suppress(BrokenPipeError):
-            while data:
-                data = data[os.write(self._requests, data) :]
 
     def close(self) -> None:
         """Kill the process and all its children if it is running, and reap it."""
@@ -129,11 +112,11 @@ class Process:
         os.close(answers)
         return child
 
-    def answer(self, limit_s: float) -> bytes:
+    def _answer(self, limit_s: float) -> bytes:
         """The next answer.
 
         Raises:
-            TimeoutError: If it does not come in time; it may be waited for again.
+            TimeoutError: If it does not come in time.
             CrashError: If the process has ended.
         """
         deadline = time.monotonic() + limit_s

@@ -13,7 +13,6 @@ from efficient_attn.runner.quantity import (
 
 # Parts of conditions in a comparison.
 _CEILING, _STATE = "reference of shares", "reason for an unclear device time"
-_PREDICTION = "predicted time on several ranks"
 
 # Costs: `bench`, `compare`, `reproduce`.
 register(
@@ -58,26 +57,6 @@ register(
         "named above the table",
         type="text",
     ),
-    Quantity(
-        "exchange_bytes",
-        "bytes",
-        "Bytes that a rank sends in each exchange of a call, in order, the largest over ranks; on the CPU "
-        "the first compares the calls of the ranks.",
-        type="whole numbers",
-        entry="worst",
-    ),
-    condition(
-        "own_times_s",
-        "s",
-        "Time of the calls that a rank makes alone, of the slowest rank, in turns with times_s.",
-        _PREDICTION,
-        type="numbers",
-    ),
-    condition("expected_exchange_s", "s", "Predicted time of the exchanges of a call.", _PREDICTION),
-    condition("link_latency_s", "s", "Latency α of a message between ranks.", _PREDICTION),
-    condition("link_latency_error_s", "s", "Standard error of link_latency_s.", _PREDICTION),
-    condition("link_byte_s", "s", "Inverse bandwidth β between ranks, seconds of a byte.", _PREDICTION),
-    condition("link_byte_error_s", "s", "Standard error of link_byte_s.", _PREDICTION),
     cost("peak_bytes", "bytes", "Peak of allocated memory above the level before the call."),
     condition(
         "memory_method",

@@ -87,7 +87,7 @@ class Case:
     ] = None
     ranks: Annotated[
         Size | None,
-        Meta(description="Number of processes that share a sequence, or a batch of training; null: one."),
+        Meta(description="Number of processes that share a batch of training; null: one."),
     ] = None
     schema: Annotated[
         int, Meta(description="Version of this schema. A reader reads every version up to its own.")

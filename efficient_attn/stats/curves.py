@@ -28,7 +28,6 @@ _MAY_DIFFER = (
     "batch",
     "num_heads",
     "num_kv_heads",
-    "ranks",
     "head_dim",
     "causal",
     "backward",

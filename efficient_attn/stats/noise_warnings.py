@@ -67,9 +67,7 @@ def _names(records: Sequence[Record]) -> str:
     """`window at 256, 512 tokens, exact at 256 tokens and 3 more points`."""
     lengths: dict[str, list[int]] = {}
     for record in records[:_NAMED]:
-        label, ranks = record.case.label, record.case.ranks
-        on_ranks = "" if ranks is None else f" on {ranks} {'rank' if ranks == 1 else 'ranks'}"
-        lengths.setdefault(f"{label}{on_ranks}", []).append(record.case.tokens)
+        lengths.setdefault(record.case.label, []).append(record.case.tokens)
     named = ", ".join(f"{label} at {', '.join(map(str, tokens))} tokens" for label, tokens in lengths.items())
     more = len(records) - _NAMED
     return named if more <= 0 else f"{named} and {more} more {'point' if more == 1 else 'points'}"

@@ -25,7 +25,7 @@ from efficient_attn.stats.diff import (
     names,
 )
 from efficient_attn.studies import studies
-from efficient_attn.studies.reading import join_shares, read_one
+from efficient_attn.studies.reading import read_one
 from efficient_attn.studies.results import Results
 from efficient_attn.studies.run_folder import GPU_SOFTWARE, differences
 
@@ -192,7 +192,7 @@ def diff(
 
     Args:
         old: A folder of a run, a file of records, or results; or several of them, repetitions of one
-            measurement, of which each is one sample. Shares of a run are one run.
+            measurement, of which each is one sample.
         fail_on: By quantity or by kind of record, such as `time` or `accuracy`, the relative change that is a
             regression; only these count as failures then. Left out, all do: from 5 % on for numbers that
             scatter, 2 % for bits per byte, any for bytes and counts.
@@ -214,8 +214,10 @@ def _runs(side: Run | Sequence[Run], name: str) -> list[Results]:
     runs: Sequence[Run] = [side] if isinstance(side, (str, Path, Results)) else side
     if not runs:
         raise OptionError(f"{name} has no run; name at least one.")
-    parts = [one if isinstance(one, Results) else read_one(one) for one in runs]
-    return [run for run, _ in join_shares(parts)]
+    results = [run if isinstance(run, Results) else read_one(run) for run in runs]
+    for run in results:
+        run.check_drawable()
+    return results
 
 
 def _kernels(side: Sequence[Results]) -> dict[str, set[str]]:

@@ -16,7 +16,7 @@ def check(plan: Plan, executor: Any) -> None:
     """Refuse an executor that is none, or that cannot measure the points of the plan.
 
     Raises:
-        OptionError: If it has no `submit`, or if the plan cannot be shared out or has timed points.
+        OptionError: If it has no `submit`, or if points depend on earlier ones or are timed.
     """
     if executor is None:
         return
@@ -27,9 +27,7 @@ def check(plan: Plan, executor: Any) -> None:
     if plan.undivided is not None:
         raise OptionError(f"executor: {plan.undivided}.")
     if any(point.rounds is not None for point in plan.points):
-        raise OptionError(
-            "executor: the rounds of this run are interleaved in one process; leave it out, or use shard."
-        )
+        raise OptionError("executor: the rounds of this run are interleaved in one process; leave it out.")
 
 
 @contextmanager

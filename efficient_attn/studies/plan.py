@@ -78,7 +78,7 @@ class Plan:
         overview: Tables of a request that measures nothing.
         observe: Receives every record, earlier runs included, before the next point is due.
         follow: Part of the processes of a launcher other than the first; None: the study runs in one process.
-        undivided: Reason why the plan cannot be shared out; None: it can.
+        undivided: Reason why an executor cannot measure the points; None: it can.
         standing: Records of an earlier run that are kept when it is resumed; the others are measured again.
     """
 

@@ -1,29 +1,43 @@
-"""Results of run folders and files of records: one run, shares of a run, runs of several machines."""
+"""Results in run folders and files of records, of one run or of several."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from efficient_attn.errors import DataError
-from efficient_attn.report import machines
+from efficient_attn.report.methods_paragraph import flat
+from efficient_attn.runner.record import Record
 from efficient_attn.runner.records import read as read_records
-from efficient_attn.stats.noise_warnings import doubts
+from efficient_attn.stats.noise_warnings import DURING, doubts
 from efficient_attn.studies import studies
 from efficient_attn.studies.results import Results
 from efficient_attn.studies.run_folder import ENVIRONMENT, RECORDS, read_json
-from efficient_attn.studies.shard import by_run, common, in_order, missing
+
+# Entries that identify a machine; times of two are never drawn as one run.
+_MACHINE = ("gpu.name", "processor", "machine", "cores_usable", "torch.version")
 
 
 def read(*paths: str | Path) -> Results:
-    """The results in folders of runs, or in files of records, taken together; shares of a run are one run.
+    """All records in folders of runs, or in files of records.
+
+    Rows of several runs name their run. Such results are drawn together unless two runs measured one case, or
+    times are of several machines.
 
     Raises:
         DataError: If there are none, or a file holds something else.
     """
     if not paths:
         raise DataError("Nothing to read: name at least one folder of a run, or a file of records.")
-    runs = [run for run, _ in join_shares([read_one(path) for path in paths])]
-    return runs[0] if len(runs) == 1 else together(runs)
+    runs = {str(path): read_one(path) for path in paths}
+    if len(runs) == 1:
+        return next(iter(runs.values()))
+    return Results(
+        [record for run in runs.values() for record in run.records],
+        environment=_common([run.environment for run in runs.values()]),
+        notes=dict.fromkeys(note for run in runs.values() for note in run.notes),
+        runs=[name for name, run in runs.items() for _ in run.records],
+        conflict=_conflict(runs),
+    )
 
 
 def read_one(path: str | Path) -> Results:
@@ -39,39 +53,38 @@ def read_one(path: str | Path) -> Results:
     return Results(latest, environment=known, notes=[*torn, *doubts(latest, known)])
 
 
-def join_shares(parts: Sequence[Results]) -> list[tuple[Results, list[int]]]:
-    """Every run with the indices of its parts: shares of one run are joined in the order of its plan."""
-    found = []
-    for group in by_run([part.environment for part in parts]):
-        shares = [parts[index] for index in group]
-        environments = [share.environment for share in shares]
-        run = shares[0] if len(shares) == 1 else _joined(shares, common(environments))
-        records = in_order(run.records, environments[0]) if len(shares) > 1 else run.records
-        # A share that was measured here has a note on all others.
-        stale = {note for one in environments for note in missing([one])}
-        notes = [*missing(environments), *(note for note in run.notes if note not in stale)]
-        found.append((Results(records, environment=run.environment, notes=notes), group))
-    return found
+def _conflict(runs: Mapping[str, Results]) -> str | None:
+    """Reason why these runs cannot be drawn as one; None: they can."""
+    measured: dict[str, tuple[str, Record]] = {}
+    for name, run in runs.items():
+        for record in run.records:
+            first, known = measured.setdefault(record.case.key, (name, record))
+            if known != record:
+                case = record.case
+                return f"{first} and {name} both measured {case.label}, {case.tokens} tokens, {case.kind}"
+    timed = [run for run in runs.values() if any(record.times_s for record in run.records)]
+    machines = dict.fromkeys(_machine(run.environment) for run in timed)
+    return f"The times are of several machines ({'; '.join(machines)})" if len(machines) > 1 else None
 
 
-def together(runs: Sequence[Results]) -> Results:
-    """All runs as one, with the results of each machine if there are several."""
-    environments = [run.environment for run in runs]
-    groups: dict[str, list[Results]] = {}
-    for name, run in zip(machines.names(environments), runs, strict=True):
-        groups.setdefault(name, []).append(run)
-    if len(groups) == 1:
-        return _joined(runs)
-    known = {**common(environments), "processor": "; ".join(groups)}
-    found = _joined(runs, known)
-    for name, group in groups.items():
-        whole = common([one.environment for one in group])
-        found.by_machine[name] = group[0] if len(group) == 1 else _joined(group, whole)
-    return found
+def _machine(environment: Mapping[str, Any]) -> str:
+    entries = dict(flat(environment))
+    return ", ".join(f"{name} {entries[name]}" for name in _MACHINE if name in entries) or "unrecorded"
 
 
-def _joined(runs: Sequence[Results], environment: Mapping[str, Any] | None = None) -> Results:
-    """The records of all runs."""
-    records = [record for run in runs for record in run.records]
-    notes = dict.fromkeys(note for run in runs for note in run.notes)
-    return Results(records, environment=environment, notes=notes)
+def _common(environments: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Entries on which all runs agree; conditions during the runs are joined."""
+    during = [entry for one in environments if isinstance(one.get(DURING), list) for entry in one[DURING]]
+    return {**_equal(environments), **({DURING: during} if during else {})}
+
+
+def _equal(values: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    common: dict[str, Any] = {}
+    for name, value in values[0].items():
+        entries = [entry.get(name) for entry in values]
+        nested = [entry for entry in entries if isinstance(entry, Mapping)]
+        if len(nested) == len(entries):
+            common[name] = _equal(nested)
+        elif all(entry == value for entry in entries):
+            common[name] = value
+    return common

@@ -4,10 +4,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from efficient_attn.errors import OptionError
-from efficient_attn.report.html import Run
 from efficient_attn.report.outputs import write_all, write_page
-from efficient_attn.studies.reading import join_shares, read_one, together
-from efficient_attn.studies.results import Results
+from efficient_attn.studies.reading import read_one
 from efficient_attn.studies.run_folder import RECORDS, open_folder, run_folder
 
 
@@ -22,8 +20,7 @@ def report(
     """Draw runs again from their records: into the folder of the only run, or into `out`; the files.
 
     Args:
-        folders: Folders of runs; several are shown side by side on one page, shares of a run as one. Runs of
-            several machines also have tables and plots with a row and a line for each machine.
+        folders: Folders of runs; several are shown side by side on one page.
         html: Write nothing but the page, to this file.
         out: A folder for all of it; `runs/…` if there are several runs.
         labels: {name: text}: texts for legends and tables in place of the names of lines and rows.
@@ -38,27 +35,14 @@ def report(
         raise OptionError("html and out exclude each other: out also receives the page.")
     look = {"labels": labels, "width": width, "style": style}
     homes = [_home(Path(folder)) for folder in folders]
-    labels_of = _labels(homes)
-    found = join_shares([read_one(folder) for folder in folders])
     runs = [
-        run.as_run(_joint_label([labels_of[index] for index in group]), *(homes[index] for index in group))
-        for run, group in found
+        read_one(folder).as_run(label, home)
+        for folder, label, home in zip(folders, _labels(homes), homes, strict=True)
     ]
-    runs = [*_across_machines([run for run, _ in found]), *runs]
     if html is not None:
         return [write_page(runs, Path(html), look)]
     only = homes[0] if len(homes) == 1 else run_folder("report")
     return write_all(runs, open_folder(out or only, name="out"), look)
-
-
-def _across_machines(runs: Sequence[Results]) -> list[Run]:
-    """Tables and plots with rows and lines for each machine; nothing of a single one."""
-    joint = together(runs) if runs else Results([])
-    if not joint.by_machine:
-        return []
-    count = f"{len(joint.by_machine)} machines: {'; '.join(joint.by_machine)}."
-    shown = joint.as_run("All machines")
-    return [shown._replace(tables=joint.across_machines(), sentences=[count], notes=(), files={}, joint=True)]
 
 
 def _labels(homes: Sequence[Path]) -> list[str]:
@@ -69,10 +53,6 @@ def _labels(homes: Sequence[Path]) -> list[str]:
     lengths = range(1, max(map(len, whole), default=0) + 1)
     ends = (["/".join(parts[-length:]) for parts in whole] for length in lengths)
     return next((labels for labels in ends if len(set(labels)) == len(labels)), [])
-
-
-def _joint_label(labels: Sequence[str]) -> str:
-    return labels[0] if len(labels) == 1 else f"{labels[0]} to {labels[-1]}"
 
 
 def _home(path: Path) -> Path:

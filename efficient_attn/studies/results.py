@@ -5,11 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from efficient_attn.errors import DataError, UnknownNameError
-from efficient_attn.report import machines
 from efficient_attn.report.axes import draw
 from efficient_attn.report.escape import plain
 from efficient_attn.report.figures import Plot
-from efficient_attn.report.files import slug, write
 from efficient_attn.report.html import Run
 from efficient_attn.report.outputs import write_all
 from efficient_attn.report.table import Table, to_html
@@ -20,25 +18,24 @@ from efficient_attn.studies.plan import STUDY
 from efficient_attn.studies.run_folder import (
     COMMAND,
     ENVIRONMENT,
-    PLAN,
     RECORDS,
     open_folder,
     read_text,
     write_json,
 )
-from efficient_attn.studies.shard import SHARD, whole_plan
 from efficient_attn.studies.view import flat_row, sample_rows, view_of
 
 
 class Results:
-    """Records of one or several runs; tables, plots and sentences never join two machines.
+    """Records of one or several runs.
 
     Attributes:
         records: In the order in which they were measured.
         environment: Machine and software, where known.
         interrupted: The run was ended from the keyboard; what was measured until then is here.
         notes: What should be known beside the numbers.
-        by_machine: Results of each machine by its name where there are several; otherwise empty.
+        runs: Name of the run of each record; empty: there is one run.
+        conflict: Reason why the records of several runs cannot be drawn as one run.
     """
 
     def __init__(
@@ -48,12 +45,15 @@ class Results:
         environment: Mapping[str, Any] | None = None,
         interrupted: bool = False,
         notes: Iterable[str] = (),
+        runs: Iterable[str] = (),
+        conflict: str | None = None,
     ) -> None:
         self.records = tuple(records)
         self.environment = dict(environment or {})
         self.interrupted = interrupted
         self.notes = tuple(notes)
-        self.by_machine: dict[str, Results] = {}
+        self.runs = tuple(runs)
+        self.conflict = conflict
 
     def __len__(self) -> int:
         return len(self.records)
@@ -61,8 +61,20 @@ class Results:
     def __repr__(self) -> str:
         return f"Results({len(self)} records; .to_pandas(), .plot(), .sentences(), .save(folder))"
 
-    def _repr_html_(self) -> str:
-        return "".join(map(to_html, self.tables()))
+    def _repr_html_(self) -> str | None:
+        return "".join(map(to_html, self.tables())) if self.conflict is None else None
+
+    def check_drawable(self) -> None:
+        """Refuse records of several runs that are no single run.
+
+        Raises:
+            DataError: If they are none.
+        """
+        if self.conflict is not None:
+            raise DataError(
+                f"{self.conflict}. Rows of to_pandas() name their run; `efficient-attn report` shows "
+                "the runs side by side."
+            )
 
     def to_pandas(self, raw: bool = False) -> Any:
         """One row per case, flat, times as a median with its interval; raw: one row per sample."""
@@ -74,17 +86,7 @@ class Results:
 
     def tables(self) -> list[Table]:
         """What was measured, as tables of text."""
-        own = [
-            table._replace(title=f"{table.title}: {name}")
-            for name, one in self.by_machine.items()
-            for table in one.tables()
-        ]
-        return self.across_machines() + own if self.by_machine else self._shown("tables")
-
-    def across_machines(self) -> list[Table]:
-        """Tables per device and length with a row for each machine; none of a single one."""
-        parts = self.by_machine.items()
-        return machines.tables({name: machines.Machine(one.records, one.environment) for name, one in parts})
+        return self._shown("tables")
 
     def plot(
         self,
@@ -113,44 +115,32 @@ class Results:
 
     def sentences(self) -> list[str]:
         """A few sentences computed from the records."""
-        own = [f"{name}: {text}" for name, one in self.by_machine.items() for text in one.sentences()]
-        return own if self.by_machine else self._shown("sentences")
+        return self._shown("sentences")
 
     def summary(self) -> list[dict[str, Any]]:
-        """Flat rows of all measurements; of several machines each row names its own."""
+        """Flat rows of all measurements; of several runs each row names its own."""
         return self._rows(lambda record: [flat_row(record)])
 
     def plots(self) -> dict[str, Plot]:
         """All plots by the name of their files."""
-        if self.by_machine:
-            return machines.plots({name: one.plots() for name, one in self.by_machine.items()})
         return dict(self._shown("plots"))
 
     def files(self) -> dict[str, str]:
         """Further files: {name: text}."""
-        parts = self.by_machine.items()
-        own = {f"{slug(name)}-{file}": text for name, one in parts for file, text in one.files().items()}
-        return own if self.by_machine else dict(self._shown("files"))
+        return dict(self._shown("files"))
 
     def save(self, folder: str | Path) -> list[Path]:
         """Write records, environment and all that is drawn; records that are there already are not touched.
 
         Raises:
-            DataError: If the folder cannot be written, or the records are of several machines.
+            DataError: If the folder cannot be written, or the records are no single run.
         """
-        if self.by_machine:
-            raise DataError(
-                f"Records of {len(self.by_machine)} machines are no single run: keep their folders, and draw "
-                f"them together with `efficient-attn report FOLDER FOLDER --out DIR`."
-            )
+        self.check_drawable()
         folder = open_folder(folder)
         paths = [folder / RECORDS]
         if not paths[0].exists():
             for record in self.records:
                 append(paths[0], record)
-            if not self.records and SHARD in self.environment:
-                # A share without points is read with the others.
-                write(paths[0], "")
         if self.environment:
             paths.append(write_json(folder / ENVIRONMENT, self.environment))
         try:
@@ -163,11 +153,10 @@ class Results:
             )
             return paths
 
-    def as_run(self, label: str, *homes: Path) -> Run:
-        """Everything that a report shows of this run; commands and plan from the folders of its shares."""
+    def as_run(self, label: str, home: Path) -> Run:
+        """Everything that a report shows of this run; its command from its folder."""
         command = self.environment.get("command")
         words = " ".join(map(str, command)) if isinstance(command, list) else ""
-        plan = read_text(homes[0] / PLAN) if homes else ""
         return Run(
             label=label,
             records=self.records,
@@ -178,19 +167,18 @@ class Results:
             files=self.files(),
             notes=self.notes,
             environment=self.environment,
-            command="\n".join(filter(None, (read_text(home / COMMAND) for home in homes))) or words,
-            plan=whole_plan(plan) if len(homes) > 1 else plan,
+            command=read_text(home / COMMAND) or words,
         )
 
     def _rows(self, rows_of: Callable[[Record], list[dict[str, Any]]]) -> list[dict[str, Any]]:
-        if not self.by_machine:
+        if not self.runs:
             return [row for record in self.records for row in rows_of(record)]
-        return [
-            {"machine": name, **row} for name, one in self.by_machine.items() for row in one._rows(rows_of)
-        ]
+        pairs = zip(self.runs, self.records, strict=True)
+        return [{"run": run, **row} for run, record in pairs for row in rows_of(record)]
 
     def _shown(self, name: str) -> list[Any]:
         """Everything that the views of the records show by the function of that name."""
+        self.check_drawable()
         found: list[Any] = []
         for view, records in self._parts():
             part = getattr(view, name)(records, self.environment)

@@ -30,7 +30,6 @@ from efficient_attn.studies.run_folder import (
     open_folder,
     refuse_other_study,
 )
-from efficient_attn.studies.shard import missing, share_of
 from efficient_attn.studies.study import Study
 
 
@@ -43,18 +42,13 @@ def run_plan(
     force_resume: bool = False,
     budget_s: float | None = None,
     command: Sequence[str] = (),
-    plan_file: Callable[[Plan], str] | None = None,
-    shard: str | tuple[int, int] | None = None,
     executor: Any = None,
     progress: Callable[[Step], None] | None = None,
 ) -> Results:
     """Measure the points that are missing; with `out` every record is on the disk before the next begins.
 
-    Args:
-        plan_file: Text of the file that repeats the run.
-
     Raises:
-        OptionError: If the run in no folder is to be continued, or the plan has no such share.
+        OptionError: If the run in no folder is to be continued.
         DataError: If the folder cannot be written, holds another run, or one of another environment.
     """
     resume = resume or force_resume
@@ -62,7 +56,7 @@ def run_plan(
         raise OptionError("resume needs out, the folder of the run to go on with.")
     if budget_s is not None and not budget_s > 0:
         raise OptionError(f"budget_s is a number of seconds above 0, not {budget_s!r}.")
-    plan = share_of(make_plan(), shard)
+    plan = make_plan()
     check(plan, executor)
     if followed(study.name, plan, writes=out is not None):
         return Results(())
@@ -75,12 +69,12 @@ def run_plan(
         earlier = Earlier()
         if folder is not None:
             stack.enter_context(only_writer(folder))
-            text = None if plan_file is None else plan_file(plan)
             if resume:
                 refuse_other_study(folder, machine)
+            cases = [point.case for point in plan.points]
             if plan.attach is not None:
                 plan = plan.attach(plan, folder, resume=resume)
-            earlier = begin(folder, cases, machine, resume=resume, force=force_resume, plan=text)
+            earlier = begin(folder, cases, machine, resume=resume, force=force_resume)
         known, start, observe = plan.standing(earlier.records), moment(), plan.observe
         book = Book(folder, known)
         for record in book.records:
@@ -103,7 +97,7 @@ def run_plan(
             complete = loop.run()
         machine = dict(earlier.environment or machine)
         machine[DURING] = [*machine.get(DURING, []), between(start, moment())]
-        notes = [*missing([machine]), *plan.notes, *earlier.notes, *doubts(book.records, machine)]
+        notes = [*plan.notes, *earlier.notes, *doubts(book.records, machine)]
         results = Results(
             book.records,
             environment=machine,
@@ -139,7 +133,6 @@ _OF_A_RUN = {
     "budget_s": "Seconds of measuring; points that do not fit are skipped.",
     "executor": "Object with submit, such as a ProcessPoolExecutor; it measures runs without timed points.",
     "progress": "Function of a `Step` after each record; a bar in notebooks if omitted.",
-    "shard": "Share of the points to measure, such as 2/8; the records of all shares are one run.",
 }
 
 

@@ -21,9 +21,8 @@ from efficient_attn.runner.sizes import MODEL
 from efficient_attn.strict import read_object
 from efficient_attn.studies import studies
 from efficient_attn.studies.plan import CODE, STUDY
-from efficient_attn.studies.shard import refuse_other_share
 
-RECORDS, ENVIRONMENT, COMMAND, PLAN = "records.jsonl", "environment.json", "command.txt", "plan.toml"
+RECORDS, ENVIRONMENT, COMMAND = "records.jsonl", "environment.json", "command.txt"
 LOCK = ".lock"
 
 # Entries of the environment that change results; a run with another value is another experiment.
@@ -192,7 +191,6 @@ def begin(
     *,
     resume: bool,
     force: bool,
-    plan: str | None = None,
 ) -> Earlier:
     """The earlier records if the run is resumed; the files that describe the run are written.
 
@@ -206,8 +204,6 @@ def begin(
     write_json(folder / ENVIRONMENT, earlier.environment or machine)
     if earlier.environment is None:
         write(folder / COMMAND, " ".join(machine["command"]) + "\n")
-    if plan is not None:
-        write(folder / PLAN, plan)
     return earlier
 
 
@@ -219,8 +215,6 @@ def _take_up(folder: Path, cases: Sequence[Case], machine: Mapping[str, Any], *,
     studies()
     records = {record.case.key: record for record in read_records(path).records}
     known = read_json(folder / ENVIRONMENT) if (folder / ENVIRONMENT).exists() else {}
-    if records:
-        refuse_other_share(known, machine, folder)
     found = [
         differences([known], [machine], _DECISIVE),
         _other_model(known, machine),

@@ -20,7 +20,7 @@ class Option:
     """Declaration of one parameter of a plan: its help text, its flag, and its value from text.
 
     The annotation `Annotated[int, Option(help="Random seed.")]` of a parameter is the only place where it is
-    declared: the command line, the plan file, the docstring and the reference page follow from it.
+    declared: the command line, the docstring and the reference page follow from it.
 
     Attributes:
         help: One line, the standard term first.

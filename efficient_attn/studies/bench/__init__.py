@@ -1,4 +1,4 @@
-"""Time and peak memory of backends at several lengths, or of two versions of a backend."""
+"""Time and peak memory of backends at several lengths."""
 
 from efficient_attn.runner.quantity import QUANTITIES
 from efficient_attn.studies.bench.plan import plan
@@ -11,10 +11,7 @@ STUDY = Study(
     kinds=("time", "memory"),
     quantities=tuple(
         QUANTITIES[name]
-        for name in (
-            *("time_s", "device_time_s", "peak_bytes", "parameter_bytes", "state_bytes"),
-            "exchange_bytes",
-        )
+        for name in ("time_s", "device_time_s", "peak_bytes", "parameter_bytes", "state_bytes")
     ),
     budget="90s",
 )

@@ -1,47 +1,26 @@
 """Plan of a benchmark: times and peak memory, length by length, known before anything runs."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import Annotated, Any, get_args
+from collections.abc import Sequence
+from typing import Annotated
 
 from efficient_attn.contained import trial
 from efficient_attn.errors import OptionError, UnsupportedError
 from efficient_attn.measure.queued import COLD, L2
-from efficient_attn.runner.isolation import DEFAULT_ISOLATION, DEFAULT_TIMEOUT_S, NONE
+from efficient_attn.runner.isolation import DEFAULT_ISOLATION, DEFAULT_TIMEOUT_S
 from efficient_attn.runner.record import COMPILED, CUDA_GRAPH
 from efficient_attn.runner.units import parse_sizes
 from efficient_attn.runner.variants import YARDSTICK, Variant, ceiling, is_ours, select
 from efficient_attn.studies import options as shared
-from efficient_attn.studies.bench.ranks import (
-    LENGTHS,
-    UNDIVIDED,
-    check_ranks,
-    parse_ranks,
-    rank_plan,
-    threads_of,
-)
 from efficient_attn.studies.costs import cost_points, measurer_for
 from efficient_attn.studies.plan import Plan, Point
 from efficient_attn.studies.study import Option
 from efficient_attn.studies.workload import SUBJECTS, Workload, workloads
 
-# Key of a run's environment that holds the label of the version that others are compared with.
-AGAINST = "against"
-
-_LENGTHS = (256, 512, 1024, 2048, 4096)
-_SEQ_LENS = replace(
-    get_args(shared.SeqLens)[1],
-    help="Sequence lengths in tokens: 256,512 or 1k; 256:4096:x2 if omitted, 2k,8k with --ranks.",
-)
-
-# A ratio of two versions needs a narrower interval than a curve.
-_ROUNDS, _ROUNDS_OF_VERSIONS = 4, 16
-
 
 def plan(
     backends: shared.Backends = None,
     *,
-    seq_lens: Annotated[str | int | Sequence[int] | None, _SEQ_LENS] = None,
+    seq_lens: shared.SeqLens = (256, 512, 1024, 2048, 4096),
     of: Annotated[
         str | Sequence[str],
         Option(
@@ -50,21 +29,6 @@ def plan(
             parse=shared.parse_words,
         ),
     ] = "attention",
-    against: Annotated[
-        str | None,
-        Option(
-            help=f"Another version of the backend, timed in the same rounds. {shared.RUNS_CODE}",
-            metavar="NAME",
-        ),
-    ] = None,
-    ranks: Annotated[
-        Sequence[int] | None,
-        Option(
-            help="Numbers of processes that share each sequence (context parallelism): 1,2,4.",
-            metavar="N[,N…]",
-            parse=parse_ranks,
-        ),
-    ] = None,
     layers: Annotated[int | None, Option(help="Blocks of an encoder; 3.", least=1)] = None,
     backward: shared.Backward = False,
     causal: shared.Causal = False,
@@ -85,9 +49,7 @@ def plan(
     ] = None,
     options: shared.Settings = None,
     exclude: shared.Exclude = None,
-    rounds: Annotated[
-        int | None, Option(help="Timing rounds per point; 4, of two versions 16.", least=1)
-    ] = None,
+    rounds: shared.Rounds = 4,
     memory_limit: shared.MemoryLimit = "70%",
     isolate: shared.Isolate = DEFAULT_ISOLATION,
     timeout_s: shared.Timeout = DEFAULT_TIMEOUT_S,
@@ -100,15 +62,9 @@ def plan(
 
     Example: efficient-attn bench --seq-len 256:4096:x2 --backend window,own.py:attend
 
-    Example: efficient-attn bench --backend new.py:attend --against old.py:attend
-
-    Example: efficient-attn bench --ranks 1,2 --causal
+    Example: efficient-attn bench --backend new.py:attend,old.py:attend --rounds 16
     """
-    if ranks is not None:
-        others = {"of": of not in ("attention", ["attention"]), "against": against, "compile": compile}
-        check_ranks(ranks, {**others, "cuda_graph": cuda_graph, "l2": l2, "isolate": isolate == NONE})
-        threads = threads_of(ranks) if threads is None else threads
-    lengths = parse_sizes(seq_lens or (_LENGTHS if ranks is None else LENGTHS), name="seq_lens")
+    lengths = parse_sizes(seq_lens, name="seq_lens")
     settled = workloads(
         Workload(
             layers=layers,
@@ -127,13 +83,10 @@ def plan(
     first = settled[0]
     executions = [None, *([CUDA_GRAPH] if cuda_graph else []), *([COMPILED] if compile else [])]
     _check_device(first.device, executions, l2)
-    chosen, other = _variants(backends, options, exclude, against)
-    rounds = rounds if rounds is not None else _ROUNDS if other is None else _ROUNDS_OF_VERSIONS
-    if ranks is not None:
-        _try_options(chosen, first, max(lengths))
-        return rank_plan(
-            chosen, first, lengths, ranks, rounds=rounds, memory_limit=memory_limit, timeout_s=timeout_s
-        )
+    # Calls are made where their time is limited, and their failures are records.
+    chosen = select(backends, options, rehearse=False, exclude=exclude, also=True)
+    if not any(variant.backend == YARDSTICK for variant in chosen):
+        chosen = (*select([YARDSTICK]), *chosen)
     measurer, limit, notes = measurer_for(
         chosen, first, isolate=isolate, timeout_s=timeout_s, memory_limit=memory_limit
     )
@@ -159,31 +112,8 @@ def plan(
         device=first.device,
         timeout_s=timeout_s,
         notes=notes,
-        about={} if other is None else {AGAINST: other.label},
-        undivided=UNDIVIDED,
         resources=measurer,
     )
-
-
-def _variants(
-    backends: Sequence[Any] | None,
-    options: Mapping[str, Mapping[str, Sequence[Any]]] | None,
-    exclude: Sequence[str] | None,
-    against: Any,
-) -> tuple[tuple[Variant, ...], Variant | None]:
-    """Fused exact attention and the chosen backends; or these and the version that they are compared with."""
-    # Calls are made where their time is limited, and their failures are records.
-    chosen = select(backends, options, rehearse=False, exclude=exclude, also=True)
-    if against is None:
-        exact = () if any(one.backend == YARDSTICK for one in chosen) else select([YARDSTICK])
-        return (*exact, *chosen), None
-    if backends is None:
-        raise OptionError("against needs a backend, the version that is compared: --backend NAME.")
-    (other,) = select([against], rehearse=False)
-    if any(one.label == other.label for one in chosen):
-        # Two files of one name, or the same version twice.
-        other = replace(other, label=f"{other.label} (against)")
-    return (other, *chosen), other
 
 
 def _check_device(device: str, executions: Sequence[str | None], l2: str | None) -> None:

@@ -11,14 +11,13 @@ from efficient_attn.stats.curves import TIME, YARDSTICK, Curve, by_clock, by_sub
 from efficient_attn.stats.noise_warnings import COULD_NOT_TELL, IDLE, explanation
 from efficient_attn.studies.bench.crossover import gains
 from efficient_attn.studies.bench.tables import crossover_cells
-from efficient_attn.studies.bench.versions import version_sentences
 from efficient_attn.studies.view import Environment
 
 
 def sentences(records: Sequence[Record], environment: Environment) -> list[str]:
-    """Speed and the length from which each backend pays; or the verdict on versions."""
-    found = version_sentences(records, environment)
-    for subject, group in by_subject(records).items() if not found else ():
+    """Speed and the length from which each backend pays."""
+    found = []
+    for subject, group in by_subject(records).items():
         place = "" if subject == "attention" else f" of the {subject}"
         for clock, timed in by_clock(group).items():
             where = place if clock == TIME else f"{place} by {clock}"

@@ -111,7 +111,6 @@ def plan(
         notes=[*remarks, *left_out, *notes],
         about={MAX_ERROR: max_error, CANDIDATES: [variant.label for variant in chosen]},
         resources=handing_over(measurer, found),
-        undivided="compare relates errors to times of one machine; mse can be shared out",
     )
 
 

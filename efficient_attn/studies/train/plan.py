@@ -173,9 +173,6 @@ def plan(
         outcome=outcome,
         attach=models.attach,
         follow=models.follow,
-        undivided=None
-        if last is not None
-        else "train can be shared out for a set number of steps; name --steps",
         budget_s=_BUDGET_S,
     )
 
