@@ -98,7 +98,7 @@ def fused_window_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients with respect to q, k, v, first_k and first_v, the last two empty without keys of their own.
 
-    The weights are recomputed from the log-sum-exps, those of the window and of the global keys alike.
+    The weights of window and global keys alike are recomputed from the log-sum-exps.
     """
     dtype = upcast_dtype(q.dtype)
     grad_q = q.new_empty(q.shape, dtype=dtype)
