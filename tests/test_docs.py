@@ -197,6 +197,8 @@ def test_flags_in_the_text_of_a_page_exist(page: Path) -> None:
         one for one in group.commands.values() for one in one.params if not getattr(one, "hidden", False)
     ]
     known = {flag for one in [*visible, *group.params] for flag in (*one.opts, *one.secondary_opts)}
+    for example in (ROOT / "docs/examples").glob("**/*.py"):
+        known |= set(re.findall(r'add_argument\("(--[a-z-]+)"', example.read_text(encoding="utf-8")))
     text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
     named = {
         flag

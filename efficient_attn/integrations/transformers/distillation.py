@@ -1,7 +1,7 @@
 """Layer-wise distillation: exact attention of a model teaches the backends attached to it."""
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -56,15 +56,16 @@ def exact_calls(model: nn.Module) -> Iterator[list[AttentionCall]]:
     if not students:
         raise UnsupportedError("The model has no backends to teach; attach(model, …) adds them.")
     calls: list[AttentionCall] = []
-    with swapped(model, "exact"), ExitStack() as hooks:
+    with swapped(model, "exact"):
+        # The teachers are dropped afterwards, and their hooks with them.
         for layer, student in students.items():
-            hook = getattr(layer, SUBMODULE).register_forward_hook(_collect(calls, student), with_kwargs=True)
-            hooks.callback(hook.remove)
+            getattr(layer, SUBMODULE).register_forward_hook(_collect(calls, student), with_kwargs=True)
         yield calls
 
 
 def _collect(calls: list[AttentionCall], student: Backend) -> Callable[..., None]:
     def hook(teacher: Any, tensors: tuple[Tensor, ...], options: dict[str, Any], out: Tensor) -> None:
-        calls.append(AttentionCall(student, *tensors, options.get("key_mask"), out))
+        q, k, v = tensors
+        calls.append(AttentionCall(student, q, k, v, options.get("key_mask"), out))
 
     return hook
