@@ -1,4 +1,4 @@
-"""`--shard`: its run, its refusals, and the models of `train`."""
+"""`--shard`: its run and its refusals."""
 
 import sys
 from pathlib import Path
@@ -7,7 +7,6 @@ import pytest
 
 pytest.importorskip("efficient_attn_cli", reason="needs an installation, if only an editable one")
 
-import tiny_training
 from quick_runs import command
 
 import efficient_attn as ea
@@ -72,25 +71,10 @@ def test_a_wrong_share_is_refused_in_one_line(bad, folder):
     [
         ("bench --seq-len 16", "bench interleaves the timing rounds of all backends on one machine"),
         ("compare --inputs gaussian --seq-len 16 --isolate none", "mse can be shared out"),
-        ("train --backend exact --text text.txt --seq-len 8", "name --steps"),
     ],
 )
 def test_a_study_whose_points_belong_together_refuses_shares(words, reason, folder):
-    (folder / "text.txt").write_bytes(tiny_training.LINES)
     code, out, err = command(*words.split(), "--shard", "1/2")
     assert (code, out, err.count("\n")) == (2, "", 1)
-    assert [path.name for path in folder.iterdir()] == ["text.txt"]
+    assert list(folder.iterdir()) == []
     assert "--shard 1/2: " in err and reason in err
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("out", ["share", None])
-def test_models_of_a_share_have_the_curves_of_the_whole_run(out):
-    Path("text.txt").write_bytes(tiny_training.LINES)
-    whole = tiny_training.curves(tiny_training.run())
-    found = {}
-    for number in (1, 2):
-        results = tiny_training.run(shard=(number, 2), out=out and f"{out}-{number}")
-        assert not [note for note in results.notes if "budget" in note]
-        found |= tiny_training.curves(results)
-    assert found == whole and len(whole) == 3

@@ -134,10 +134,6 @@ def test_timed_points_are_all_in_one_share(of):
     plan = Plan(points=[timed(tokens, group=tokens) for tokens in range(1, 40)])
     counts = [len(share_of(plan, (number, of)).points) for number in range(1, of + 1)]
     assert sorted(counts) == [0] * (of - 1) + [39]
-    trained = [
-        len(share_of(replace(plan, lockstep=True), (number, of)).points) for number in range(1, of + 1)
-    ]
-    assert all(trained) and sum(trained) == 39
 
 
 def test_a_condition_on_a_case_holds_within_its_share_alone():

@@ -90,7 +90,7 @@ def points_of_shares(plan: Plan, of: int) -> dict[int, int]:
 def _shares(plan: Plan, of: int) -> list[int]:
     """Number of the share of every point."""
     hashes = [_hash(point.case) for point in plan.points]
-    timed = [point.rounds is not None and not plan.lockstep for point in plan.points]
+    timed = [point.rounds is not None for point in plan.points]
     together = next((one for one, is_timed in zip(hashes, timed, strict=True) if is_timed), "")
     return [
         int(together if is_timed else one, 16) % of + 1 for one, is_timed in zip(hashes, timed, strict=True)

@@ -1,18 +1,23 @@
 """Checkpoints of adaptations, by which an interrupted training continues."""
 
+import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors.torch import save
+from torch import Tensor
+
 from efficient_attn.errors import DataError
 from efficient_attn.integrations.transformers.distillation import Distillation
 from efficient_attn.integrations.transformers.loading import data_errors
-from efficient_attn.report.files import slug
-from efficient_attn.studies.train.checkpoints import CHECKPOINTS, checksum, write_tensors
+from efficient_attn.report.files import slug, write
 from efficient_attn.tensor_headers import load_tensors, read_header
 
+CHECKPOINTS = "checkpoints"
 _KIND = "efficient-attn adaptation 1"
 
 
@@ -35,7 +40,12 @@ class Checkpoint:
             return
         path.parent.mkdir(exist_ok=True)
         progress = {"seconds_s": seconds_s, **distillation.progress}
-        write_tensors(path, distillation.tensors(), {**self.about, "progress": progress}, kind=_KIND)
+        tensors = {
+            name: tensor.detach().cpu().contiguous() for name, tensor in distillation.tensors().items()
+        }
+        text = json.dumps({**self.about, "progress": progress}, allow_nan=False, ensure_ascii=False)
+        metadata = {"format": _KIND, "about": text, "sha256": checksum(tensors, text)}
+        write(path, save(tensors, metadata=metadata))
 
     def restore(self, distillation: Distillation) -> float:
         """Seconds of an earlier training, which the distillation continues; 0 without one.
@@ -62,3 +72,13 @@ class Checkpoint:
     @property
     def _path(self) -> Path | None:
         return None if self.folder is None else self.folder / CHECKPOINTS / f"{slug(self.label)}.safetensors"
+
+
+def checksum(tensors: Mapping[str, Tensor], about: str) -> str:
+    """SHA-256 of the description and of names, dtypes, shapes and bytes of all tensors."""
+    digest = hashlib.sha256(about.encode())
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        digest.update(f"\n{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
+        digest.update(tensor.flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
