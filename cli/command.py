@@ -68,15 +68,13 @@ def command_of(study: Study) -> Callable[..., None]:
             return
 
         from efficient_attn.measure.environment import command_line
-        from efficient_attn.studies.run import followed, run_plan
+        from efficient_attn.studies.run import run_plan
         from efficient_attn.studies.run_folder import open_folder, run_folder
 
         # A wrong request must leave no folder behind, so the plan is made first.
         asked = study.plan(**options)
         if asked.overview:
             console.print_tables(asked.overview)
-            return
-        if followed(study.name, asked, writes=True):
             return
         folder = open_folder(out or run_folder(study.name), name="--out", fresh=not (resume or force_resume))
         # Text that a backend prints goes to stderr: stdout holds the results alone.

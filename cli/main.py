@@ -12,7 +12,7 @@ import typer
 
 from efficient_attn.errors import AttentionError, naming_missing
 from efficient_attn.studies import studies
-from efficient_attn.studies.processes import num_processes, refuse_several
+from efficient_attn.studies.processes import refuse_several
 
 from . import console, exits
 from .command import command_of
@@ -46,8 +46,7 @@ def _options_of_all(
         typer.Option("--version", help="Show the version and exit.", is_eager=True, callback=_print_version),
     ] = False,
 ) -> None:
-    if context.invoked_subcommand != "train":
-        refuse_several(str(context.invoked_subcommand))
+    refuse_several(str(context.invoked_subcommand))
 
 
 # The order of the help text. A command is a study, or a function `name` or `name_command` in the module of
@@ -62,7 +61,6 @@ COMMANDS = (
     "recall",
     "diff",
     "report",
-    "train",
     "reproduce",
     "capture",
     "swap",
@@ -105,13 +103,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             if not isinstance(leaving.__context__, BrokenPipeError):
                 raise
             code = _unread()
-        code = ends.code or code or exits.DONE
-        if num_processes() > 1:
-            # Threads of gloo in torch 2.13 abort some processes while the interpreter ends.
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(code)
-        sys.exit(code)
+        sys.exit(ends.code or code or exits.DONE)
 
 
 def _run(arguments: Sequence[str] | None) -> int:

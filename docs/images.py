@@ -33,7 +33,6 @@ RECORDS: dict[str, str | tuple[str, ...]] = {
     "recall": "recall-default",
     "speed": "bench-others",
     "swap": "swap-encoder",
-    "training": "train-stdlib",
     **{
         figure: f"reproduce-{figure}"
         for figure in (

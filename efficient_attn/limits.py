@@ -6,7 +6,7 @@ from efficient_attn.errors import DataError
 
 # A record takes a few kilobytes, a run a few hundred lines; a million samples take 24 megabytes.
 RECORD_LINE_BYTES, RECORDS_BYTES, RECORDS_LINES = 1 << 22, 3 << 23, 20_000
-# Entries of one field of a record (timed calls, draws, windows), and number of options.
+# Entries of one field of a record (timed calls, draws), and number of options.
 SAMPLES, OPTIONS = 100_000, 1000
 # Total values in one file.
 RECORDS_VALUES = 2_000_000
@@ -17,7 +17,7 @@ COUNT, BYTES, WHOLE_NUMBER = 1 << 40, 1 << 50, (1 << 63) - 1
 
 # A header takes about 100 bytes per tensor, plus the token strings of captured activations.
 TENSOR_HEADER_BYTES, TENSORS = 1 << 22, 20_000
-# Files whose tensors are read as a whole: captured activations, checkpoints, models of `train`.
+# Files whose tensors are read as a whole: captured activations, checkpoints.
 TENSOR_FILE_BYTES = 1 << 34
 
 # Text files: environment of a run, model configuration.

@@ -44,7 +44,6 @@ LONGEST = (
     "test_linear.py",
     "test_hostile_records.py",
     "test_isolate.py",
-    "test_train_resume.py",
     "test_fuzz_readers.py",
 )
 

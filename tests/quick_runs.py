@@ -35,10 +35,6 @@ class Quick:
     needs: str = "torch"
 
 
-def text_of_lines(folder: Path) -> None:
-    (folder / "text.txt").write_text("".join(f"line {number} of the text\n" for number in range(120)))
-
-
 def tiny_model(folder: Path) -> None:
     from hf_models import bert, saved, texts
 
@@ -47,7 +43,7 @@ def tiny_model(folder: Path) -> None:
         (folder / name).write_text(text)
 
 
-# A study that is added gets a row here; all promises below hold for it, and for its tasks.
+# A study that is added gets a row here; all promises below hold for it.
 QUICK = {
     "advise": Quick(
         "tiny --text text.txt --text second.txt --seq-len 16 --rounds 1 --min-cosine 1",
@@ -72,19 +68,6 @@ QUICK = {
         codes={"own.py:broken": 3, "own.py:mean": 0},
     ),
     "reproduce": Quick("performer-fig2 --quick", selection="", codes={}),
-    "train": Quick(
-        "--text text.txt --seq-len 8 --batch 2 --model-dim 8 --num-heads 2 --layers 1 --every 1 --steps 1 "
-        "--windows 8 --size 4",
-        codes={"own.py:broken": 2},
-        former={"--tokens": "8", "--rate": "0.01"},
-        prepare=text_of_lines,
-    ),
-    "train --task copy": Quick(
-        "--seq-len 12 --batch 2 --model-dim 8 --num-heads 2 --layers 1 --every 1 --steps 1 --windows 2 "
-        "--size 3",
-        codes={},
-        former={"--tokens": "12", "--rate": "0.01"},
-    ),
     "swap": Quick(
         "tiny --text text.txt --draws 1 --rounds 1",
         former={"--tokens": "20"},
@@ -116,11 +99,11 @@ def command(*words: str) -> tuple[int, str, str]:
 def words_of(name: str) -> list[str]:
     """The command line of the quickest run, without its selection, in as many threads as the tests."""
     threads = ["--threads", "1"] if "--threads" in flags(name) else []
-    return [*name.split(), *QUICK[name].words.split(), *threads]
+    return [name, *QUICK[name].words.split(), *threads]
 
 
 def study_of(name: str) -> Study:
-    return find(name.split()[0])
+    return find(name)
 
 
 def flags(name: str) -> list[str]:

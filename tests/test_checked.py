@@ -7,10 +7,8 @@ import torch
 from isolated_points import case_of
 from torch import nn
 
-import efficient_attn as ea
 from efficient_attn import mse, recall
 from efficient_attn.measure.checked import WrongOutputError, check_gradients, outputs_checked
-from efficient_attn.registry import BackendSpec, Capabilities, NoOptions
 from efficient_attn.runner.worker import measure
 from efficient_attn.studies.show import show
 
@@ -132,21 +130,6 @@ def test_errors_maps_and_trainings_refuse_what_is_no_output_too(name):
     assert ": WrongOutputError: " in note
     record = recall([wrong], steps=1, seeds=1, sizes=(4,), pairs=16).records[-1]
     assert record.status == "error" and record.reason.startswith("WrongOutputError: "), record
-
-
-def test_a_training_refuses_what_is_no_output(tmp_path):
-    spec = BackendSpec(
-        name="flat",
-        summary="One row for all queries.",
-        options_type=NoOptions,
-        capabilities=Capabilities(causal=True, streaming=False),
-        builder=lambda problem, options: Flat(),
-    )
-    (tmp_path / "text.txt").write_text("words and words " * 999)
-    small = {"seq_len": 16, "model_dim": 8, "num_heads": 1, "num_layers": 1, "batch": 2, "every": 1}
-    results = ea.train([spec], text=tmp_path / "text.txt", steps=1, **small)
-    (record,) = [one for one in results.records if one.case.backend == "flat"]
-    assert record.status == "error" and "the output has shape [2, 1, 1, 8]; expected" in record.reason
 
 
 class Flat(nn.Module):

@@ -20,13 +20,7 @@ studies()
 KIND_OF = {
     "time_s": "time",
     "device_time_s": "time",
-    "train_step_s": "train",
     "accuracy": "recall",
-    "train_bits_per_byte": "train",
-    "held_out_bits_per_byte": "train",
-    "train_bits_per_token": "train",
-    "held_out_bits_per_token": "train",
-    "sequence_accuracy": "train",
 }
 NOISE = np.exp(0.01 * np.random.default_rng(0).standard_normal((2, 16)))
 
@@ -46,25 +40,18 @@ def results(*records):
 
 def measured(quantity, value, noise):
     """Records of a run in which a quantity is about `value`, with repetitions where it has any."""
-    kind, whole = KIND_OF.get(quantity.name, "error"), quantity.name in ("train_steps", "texts", "answers")
-    if quantity.name == "train_step_s":
-        return [
-            record(kind, train_steps=tuple(range(1, 17)), train_seconds_s=tuple(np.cumsum(value * noise)))
-        ]
+    kind, whole = KIND_OF.get(quantity.name, "error"), quantity.name in ("texts", "answers")
     if quantity.scatter == "rounds":
         return [record(kind, **{quantity.samples: tuple(value * noise)}, round_sizes=(4,) * 4)]
     if quantity.scatter == "seeds":
         values = [value * one for one in noise[:4]]
-        entries = [(one,) if quantity.entry else one for one in values]
-        return [record(kind, seed, **{quantity.field: one}) for seed, one in enumerate(entries)]
+        return [record(kind, seed, **{quantity.field: one}) for seed, one in enumerate(values)]
     if quantity.type == "text":
         return [record(kind, **{quantity.field: f"about {value}"})]
     value = round(value) if whole else value
     made = {quantity.field: (3 * value, value) if quantity.entry else value}
     if quantity.samples:
         made[quantity.samples] = tuple(value * noise)
-    if quantity.entry == "last":
-        made["train_steps"] = made.get("train_steps", (1, 2))
     return [record(kind, **made)]
 
 
@@ -122,26 +109,23 @@ def test_a_name_that_nobody_compares_is_refused_with_the_nearest_one():
     empty = results()
     for wrong, right in (
         ("acuracy", "accuracy"),
-        ("held_out_bits", "held_out_bits_per_byte"),
+        ("perplexty", "perplexity"),
         ("tme", "time"),
     ):
         with pytest.raises(UnknownNameError, match=f"Did you mean '{right}'"):
             diff(empty, empty, fail_on={wrong: 0.1})
 
 
-def test_a_collapse_of_recall_and_of_training_is_two_regressions(tmp_path):
-    """One record each, as short as they can be."""
+def test_a_collapse_of_recall_is_a_regression(tmp_path):
+    """One record, as short as it can be."""
     folders = []
-    for name, accuracy, bits in (("old", 0.99, 2.5), ("new", 0.10, 4.9)):
-        made = [
-            record("recall", accuracy=accuracy, answers=2048, chance=1 / 16),
-            record("train", train_steps=(20,), held_out_bits_per_byte=(bits,)),
-        ]
+    for name, accuracy in (("old", 0.99), ("new", 0.10)):
+        short = record("recall", accuracy=accuracy, answers=2048, chance=1 / 16)
         (tmp_path / name).mkdir()
-        (tmp_path / name / "records.jsonl").write_text("".join(f"{line(one)}\n" for one in made))
+        (tmp_path / name / "records.jsonl").write_text(f"{line(short)}\n")
         folders.append(tmp_path / name)
     found = diff(*folders)
-    assert {one.quantity for one in found.regressions} == {"accuracy", "held_out_bits_per_byte"}
+    assert {one.quantity for one in found.regressions} == {"accuracy"}
     assert json.loads(json.dumps(found.as_dict()))["regressions"]
 
 
@@ -175,34 +159,6 @@ def test_seeds_of_one_backend_that_learn_or_fail_make_all_verdicts_careful():
     old, new = side((0.99, 0.98, 0.97), (0.1, 0.99, 0.1)), side((0.1, 0.11, 0.1), (0.99, 0.1, 0.99))
     found = [one.verdict for one in diff(old, new).comparison.changes if one.quantity == "accuracy"]
     assert found == ["unclear", "unclear"]
-
-
-def trained(bits, *, windows=None, steps=(10, 20)):
-    curve = tuple(float(bits) + 1 - n for n in np.linspace(0, 1, len(steps)))
-    return results(
-        record(
-            "train",
-            train_steps=steps,
-            train_seconds_s=tuple(float(step) for step in steps),
-            held_out_bits_per_byte=curve,
-            held_out_bits_per_byte_windows=None if windows is None else tuple(windows),
-        )
-    )
-
-
-def test_held_out_windows_are_compared_in_pairs():
-    hard = np.random.default_rng(0).normal(3, 1, 64)
-    old, new = trained(3, windows=hard), trained(3.1, windows=hard + 0.1 + 0.01 * NOISE.mean())
-    # Unpaired, 0.1 bits of windows that scatter by 1 bit are half of a standard error.
-    assert verdict(diff(old, new), "held_out_bits_per_byte") == "regression"
-    scattered = hard + 0.3 + np.tile([2.0, -2.0], 32)
-    assert verdict(diff(old, trained(3.3, windows=scattered)), "held_out_bits_per_byte") == "unclear"
-
-
-def test_bits_per_byte_of_trainings_of_unequal_length_are_not_compared():
-    short, long = trained(2.5, steps=(10, 20)), trained(2.5, steps=(10, 20, 30))
-    (one,) = diff(short, long).comparison.of("not comparable")
-    assert (one.quantity, one.remark) == ("held_out_bits_per_byte", "trained for 20 and for 30 steps")
 
 
 def swapped(draws, texts):

@@ -174,8 +174,6 @@ LATE = (
     ("show", "--tokens", PLANT),
     ("show", "--inputs", f"{PLANT}.txt"),
     ("recall", "--backend", PLANT),
-    ("train", "--text", f"{PLANT}.none"),
-    ("train", "--text", f"{PLANT}.txt"),
     ("reproduce", PLANT),
     ("capture", PLANT, "--text", "text.txt", "--out", "a.safetensors"),
     ("swap", PLANT),

@@ -25,7 +25,7 @@ def plots_of(run):
 
 
 # One run of each kind is drawn for papers too; a map of colours takes seconds.
-PAPER = ("bench-256-4096", "compare", "mse-default", "recall-default", "swap-encoder", "train-stdlib")
+PAPER = ("bench-256-4096", "compare", "mse-default", "recall-default", "swap-encoder")
 DRAWN = [
     *((path.parent.name, {}) for path in sorted(RUNS.glob("*/records.jsonl"))),
     *((name, {"style": "paper", "width": 3.3}) for name in PAPER),

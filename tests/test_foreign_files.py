@@ -32,7 +32,6 @@ COMMANDS = {
     "mse": ("--inputs", "gaussian", "--seq-len", "16"),
     "show": (),
     "recall": ("--steps", "1", "--seeds", "1"),
-    "train": ("--steps", "20"),
 }
 
 

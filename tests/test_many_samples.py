@@ -54,21 +54,6 @@ def drawn():
     ]
 
 
-def trained():
-    steps = tuple(range(1, 1001))
-    return [
-        Record(
-            case=case("train", f"backend-{number}", layers=2),
-            train_steps=steps,
-            train_seconds_s=tuple(0.1 * step for step in steps),
-            train_bits_per_byte=(3.0,) * len(steps),
-            held_out_bits_per_byte=(3.0,) * len(steps),
-            held_out_bits_per_byte_windows=tuple(3 * noise(number)),
-        )
-        for number in range(10)
-    ]
-
-
 def recalled():
     return [
         Record(
@@ -87,7 +72,6 @@ MANY = {
     "1000 rounds": lambda: timed(1000),
     "10000 rounds": lambda: timed(10_000),
     "draws": drawn,
-    "windows": trained,
     "steps": recalled,
 }
 

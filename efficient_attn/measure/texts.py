@@ -21,15 +21,15 @@ def shipped_texts() -> dict[str, str]:
     return {name: folder.joinpath(f"{name}.txt").read_text(encoding="utf-8") for name in NAMES}
 
 
-def read_text(path: Path, *, name: str = "--text", most_bytes: int = _MOST_BYTES) -> str:
+def read_text(path: Path, *, name: str = "--text") -> str:
     """The text of a file.
 
     Raises:
         DataError: If it cannot be read, is not UTF-8, holds zero bytes, or is too large.
     """
     try:
-        if path.stat().st_size > most_bytes:
-            raise DataError(f"{name}: {path} is larger than {most_bytes} bytes; take a part of it.")
+        if path.stat().st_size > _MOST_BYTES:
+            raise DataError(f"{name}: {path} is larger than {_MOST_BYTES} bytes; take a part of it.")
         text = path.read_bytes().decode("utf-8")
     except UnicodeDecodeError as error:
         byte = f"byte {error.start} is {error.object[error.start]:#04x}"

@@ -24,9 +24,6 @@ _METHODS = {
     "allocation and release that torch's allocator reports.",
     "error": "Errors are relative Frobenius norms against softmax attention computed by its formula in "
     "float64 on the same inputs; for random features they are medians over independent draws.",
-    "train": "Models were trained in turn, some steps of each, on the same batches and from the same weights "
-    "for all shared parameters; bits per byte or token are means over windows of held-out text or over "
-    "held-out sequences, and seconds exclude evaluation.",
     "swap": "The model read the first tokens of each text with its own attention, and with each backend in "
     "its place and the same weights; cosines, divergences and relative errors compare the two, computed in "
     "float64, and are means over texts and draws of random features.",

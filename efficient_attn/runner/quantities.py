@@ -114,7 +114,7 @@ register(
     },
 )
 
-# Accuracy of trained models: `recall`, `train`, `reproduce`.
+# Accuracy of trained models: `recall`, `reproduce`.
 register(
     Quantity(
         name="accuracy",

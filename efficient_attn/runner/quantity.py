@@ -9,13 +9,12 @@ from dataclasses import KW_ONLY, dataclass, replace
 from typing import Literal, NamedTuple
 
 Better = Literal["less", "more"]
-Scatter = Literal["rounds", "draws", "windows", "seeds"]
-Entry = Literal["last", "worst"]
+Scatter = Literal["rounds", "draws", "seeds"]
+Entry = Literal["worst"]
 Type = Literal["number", "whole number", "numbers", "whole numbers", "text"]
 
-# Relative change that matters unless --fail-on names another: of scattering numbers, and of bits per byte,
-# which are a logarithm.
-MATTERS, MATTERS_OF_BITS = 0.05, 0.02
+# Relative change of a scattering number that matters unless --fail-on names another.
+MATTERS = 0.05
 
 
 class Field(NamedTuple):
@@ -69,11 +68,8 @@ class Quantity:
         """Fields of a record for the value and for its samples."""
         yield Field(self.field, self.type, self.unit, self.meaning)
         if self.samples not in (None, self.field):
-            last = " at the last evaluation" if self.entry == "last" else ""
             one = f"{self.scatter}".removesuffix("s")
-            yield Field(
-                f"{self.samples}", "numbers", self.unit, f"Values of {self.field}{last}, one per {one}."
-            )
+            yield Field(f"{self.samples}", "numbers", self.unit, f"Values of {self.field}, one per {one}.")
 
 
 # Declared so far: compared quantities and conditions by name, fields and kinds of records.

@@ -51,8 +51,7 @@ class Case:
     of: Annotated[
         str,
         Meta(
-            description="Subject: attention, block, encoder, encoder-decoder or model; of an error output, "
-            "weights, kernel."
+            description="Subject: attention, block, encoder or model; of an error output, weights, kernel."
         ),
     ] = "attention"
     layers: Annotated[Size | None, Meta(description="Number of blocks of an encoder.")] = None
@@ -87,7 +86,7 @@ class Case:
     ] = None
     ranks: Annotated[
         Size | None,
-        Meta(description="Number of processes that share a batch of training; null: one."),
+        Meta(description="Number of processes; null: one."),
     ] = None
     schema: Annotated[
         int, Meta(description="Version of this schema. A reader reads every version up to its own.")

@@ -32,7 +32,7 @@ CHANGED, UNCLEAR, UNCOMPARABLE = "changed", "unclear", "not comparable"
 FALSE_ALARMS = 0.01
 
 # Trainings from several seeds are repetitions of one measurement.
-_OVER_SEEDS = ("recall", "train")
+_OVER_SEEDS = ("recall",)
 
 # Widest interval of a log ratio; beyond, the ratio leaves the range of floats.
 _WIDEST = 100.0
@@ -54,7 +54,7 @@ class Change:
         old: Geometric mean over rounds for times, else the mean; None: no value.
         ratio: New over old, with a 95 % interval.
         p: One-sided p-value in the direction of the change, adjusted for all cases.
-        over: Unit of the test: `rounds`, `runs`, `draws`, `windows` or `seeds`; None: no repetitions.
+        over: Unit of the test: `rounds`, `runs`, `draws` or `seeds`; None: no repetitions.
         verdict: `regression`, `improvement`, `unchanged`, `changed`, `unclear` or `not comparable`.
         remark: Explanation that the numbers do not show.
     """
@@ -234,10 +234,6 @@ def _with_test(change: Change, quantity: Quantity, old: Side, new: Side, noise: 
     methods = {record.memory_method for record in records}
     if quantity.name.endswith("peak_bytes") and len(methods) > 1:
         remark = f"counted by {' and by '.join(sorted(map(str, methods)))}"
-        return replace(change, verdict=UNCOMPARABLE, remark=remark), None
-    steps = {curve[-1] for record in records if (curve := record.measured.get("train_steps"))}
-    if quantity.scatter in ("seeds", "windows") and len(steps) > 1:
-        remark = f"trained for {' and for '.join(map(str, sorted(steps)))} steps"
         return replace(change, verdict=UNCOMPARABLE, remark=remark), None
     precision = _PRECISION.get(records[0].case.dtype, 0.0)
     if quantity.rounding and max(found.old, found.new) < (_ROUNDING * precision) ** quantity.rounding:

@@ -1,7 +1,7 @@
 """Samples of one case in both runs, and the significance test for their kind of scatter.
 
 A sample is a repetition that differs by chance alone: a round of timed calls, a draw of random features, a
-held-out window, a training seed, or, if one side has several runs, a run.
+training seed, or, if one side has several runs, a run.
 """
 
 import math
@@ -49,7 +49,7 @@ class Tested(NamedTuple):
     Attributes:
         half_width: Half-width of the 95 % interval of the ratio's logarithm; None: no interval.
         more: One-sided p-value of an increase; `less` of a decrease; None: no test.
-        over: Unit of the test: `rounds`, `runs`, `draws`, `windows` or `seeds`; None: no repetitions.
+        over: Unit of the test: `rounds`, `runs`, `draws` or `seeds`; None: no repetitions.
     """
 
     old: float
@@ -91,12 +91,6 @@ def turn_middles(record: Record, field: str = "times_s") -> significance.Floats:
 
 def _rounds(record: Record, quantity: Quantity) -> significance.Floats:
     """Logarithms of the time in each round."""
-    if record.case.kind == "train":
-        seconds, steps = record.train_seconds_s or (), record.train_steps or ()
-        if len(seconds) > len(steps) or None in seconds:
-            return np.array([])
-        spent, counts = np.diff(seconds, prepend=0.0), np.diff(steps[: len(seconds)], prepend=0)
-        return np.log(times(spent[counts > 0] / counts[counts > 0]))
     if record.case.kind == "recall":
         # Consecutive steps of one training share the state of the machine and count as one round.
         samples = times(record.times_s or ())
@@ -137,7 +131,7 @@ def _times_tested(quantity: Quantity, old: Side, new: Side, noise: Noise) -> Tes
 
 
 def _values_tested(quantity: Quantity, old: Side, new: Side, noise: Noise) -> Tested | None:
-    """Test of the means over draws, windows, seeds or runs; single values are compared directly."""
+    """Test of the means over draws, seeds or runs; single values are compared directly."""
     sides = [[units for run in side if (units := _repetitions(quantity, run))] for side in (old, new)]
     if not all(sides):
         return None
@@ -149,7 +143,8 @@ def _values_tested(quantity: Quantity, old: Side, new: Side, noise: Noise) -> Te
     over = "seeds" if max(len(run) for side in (old, new) for run in side) > 1 else quantity.scatter
     found: list[Tested] = []
     if over is not None and quantity.scatter is not None and min(len(before), len(after)) > 1:
-        statistic = _statistic(before, after, over, noise.seeds.get(quantity.name, 0.0))
+        least_scatter = noise.seeds.get(quantity.name, 0.0) if over == "seeds" else 0.0
+        statistic = significance.two_sample_statistic(before, after, least=least_scatter)
         found.append(_with_test(values, statistic, over, least=least))
     means = [np.array([np.mean(run) for run in side]) for side in sides]
     if any(len(set(side)) > 1 for side in means):
@@ -163,28 +158,17 @@ def _values_tested(quantity: Quantity, old: Side, new: Side, noise: Noise) -> Te
     return Tested(*values)
 
 
-def _statistic(
-    before: significance.Floats, after: significance.Floats, over: str, least: float
-) -> tuple[float, float, float]:
-    if over == "windows" and len(before) == len(after):
-        # The difficulty of a window is common to both sides.
-        return significance.paired_statistic(before, after)
-    return significance.two_sample_statistic(before, after, least=least if over == "seeds" else 0.0)
-
-
 def _repetitions(quantity: Quantity, run: Run) -> list[float]:
-    """One value per repetition of a run: per seed if there are several, else per draw or window."""
+    """One value per repetition of a run: per seed if there are several, else per draw."""
     found = [values for record in run if (values := _samples(quantity, record))]
     return [float(np.mean(values)) for values in found] if len(run) > 1 else (found[0] if found else [])
 
 
 def _samples(quantity: Quantity, record: Record) -> list[float]:
-    """The values of a record; of several entries the last one or the worst."""
+    """The values of a record; of several entries the worst."""
     value = getattr(record, quantity.field)
     if quantity.entry == "worst":
         value = max(numbers(value or ()), default=None)
-    elif quantity.entry == "last":
-        value = value[-1] if value else None
     # Samples without a mean are invalid.
     if not numbers([value]):
         return []

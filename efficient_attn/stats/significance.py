@@ -112,13 +112,6 @@ def two_sample_statistic(old: Floats, new: Floats, *, least: float = 0.0) -> tup
     return _in_errors(difference, error), error, freedom
 
 
-def paired_statistic(old: Floats, new: Floats) -> tuple[float, float, float]:
-    """Mean difference of pairs in standard errors, the standard error, and the degrees of freedom."""
-    differences = new - old
-    error, difference = float(differences.std(ddof=1)) / math.sqrt(len(old)), float(differences.mean())
-    return _in_errors(difference, error), error, len(old) - 1.0
-
-
 def correlation(series: Sequence[Floats]) -> float:
     """Correlation of successive rounds, pooled over all series; 0 if not significant.
 

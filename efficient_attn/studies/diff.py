@@ -52,7 +52,6 @@ _MODELS = {
     "runs": "The unit of times, and of other numbers that differ between the runs of a side, is the run: "
     "{} old, {} new.",
     "draws": "Errors are tested over draws of random features, on the same inputs.",
-    "windows": "Held-out bits per byte are tested over windows, each in both runs, of one training each.",
     "seeds": "Trainings are tested over seeds.",
 }
 
@@ -195,7 +194,7 @@ def diff(
             measurement, of which each is one sample.
         fail_on: By quantity or by kind of record, such as `time` or `accuracy`, the relative change that is a
             regression; only these count as failures then. Left out, all do: from 5 % on for numbers that
-            scatter, 2 % for bits per byte, any for bytes and counts.
+            scatter, any for bytes and counts.
         fail_on_unclear: Count changes that may be chance as failures too.
 
     Raises:

@@ -63,7 +63,6 @@ class Loop:
         self._emit, self._progress = emit, progress
         self._budget_s = math.inf if budget_s is None else budget_s
         self._timeout_s = plan.timeout_s
-        self._outcome = plan.outcome
         self._start = time.monotonic()
         self._total = len(self._left)
         self._begun: dict[str, list[Record]] = {}
@@ -183,7 +182,7 @@ class Loop:
             return
         left_s = min(self._predicted_s(), max(self._left_s(), 0.0))
         done = self._total - len(self._left)
-        outcome = f"{point.shown}: {record.status}" if self._outcome is None else self._outcome(record)
+        outcome = f"{point.shown}: {record.status}"
         self._progress(Step(done=done, total=self._total, remaining_s=left_s, outcome=outcome, record=record))
 
     def _predicted_s(self) -> float:

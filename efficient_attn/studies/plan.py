@@ -71,13 +71,10 @@ class Plan:
         about: Entries of the run's environment; an entry `STUDY` replaces the name of the study.
         timeout_s: Seconds of one point, all its rounds together.
         resources: Context that is held open while points are measured.
-        lockstep: Points advance together: a round is begun for all of them or for none.
-        outcome: Outcome of a record in the progress display; omitted: its status.
         attach: The plan as it is continued in a folder, `attach(plan, folder, resume=…)`.
         budget_s: Seconds of measuring unless the run names others.
         overview: Tables of a request that measures nothing.
         observe: Receives every record, earlier runs included, before the next point is due.
-        follow: Part of the processes of a launcher other than the first; None: the study runs in one process.
         undivided: Reason why an executor cannot measure the points; None: it can.
         standing: Records of an earlier run that are kept when it is resumed; the others are measured again.
     """
@@ -88,13 +85,10 @@ class Plan:
     about: Mapping[str, Any] = field(default_factory=dict)
     timeout_s: float = math.inf
     resources: AbstractContextManager[Any] = field(default_factory=nullcontext)
-    lockstep: bool = False
-    outcome: Callable[[Record], str] | None = None
     attach: "Callable[..., Plan] | None" = None
     budget_s: float | None = None
     overview: "Sequence[Table]" = ()
     observe: Callable[[Record], object] = lambda record: None
-    follow: Callable[[], None] | None = None
     undivided: str | None = None
     standing: Callable[[Mapping[str, Record]], Mapping[str, Record]] = dict
 

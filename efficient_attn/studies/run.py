@@ -16,11 +16,10 @@ from efficient_attn.measure.environment import environment
 from efficient_attn.runner.record import Record
 from efficient_attn.stats.noise_warnings import DURING, doubts
 from efficient_attn.studies.executor import check, submitted
-from efficient_attn.studies.lockstep import Lockstep
 from efficient_attn.studies.loop import Loop, Step
 from efficient_attn.studies.notebook import notebook_bar
 from efficient_attn.studies.plan import CODE, STUDY, Plan
-from efficient_attn.studies.processes import num_processes, process_rank, refuse_several
+from efficient_attn.studies.processes import refuse_several
 from efficient_attn.studies.results import Results
 from efficient_attn.studies.run_folder import (
     Book,
@@ -49,6 +48,7 @@ def run_plan(
 
     Raises:
         OptionError: If the run in no folder is to be continued.
+        UnsupportedError: If one of several processes of a launcher would write the folder.
         DataError: If the folder cannot be written, holds another run, or one of another environment.
     """
     resume = resume or force_resume
@@ -58,8 +58,8 @@ def run_plan(
         raise OptionError(f"budget_s is a number of seconds above 0, not {budget_s!r}.")
     plan = make_plan()
     check(plan, executor)
-    if followed(study.name, plan, writes=out is not None):
-        return Results(())
+    if out is not None:
+        refuse_several(study.name)
     folder = None if out is None else open_folder(out, name="out", fresh=not resume)
     cases = [point.case for point in plan.points]
     code = {case.backend: external.CODE[case.backend] for case in cases if case.backend in external.CODE}
@@ -85,7 +85,7 @@ def run_plan(
             observe(record)
 
         plan = stack.enter_context(submitted(plan, executor, known))
-        loop = (Lockstep if plan.lockstep else Loop)(
+        loop = Loop(
             plan,
             earlier=known,
             emit=emit,
@@ -107,22 +107,6 @@ def run_plan(
         if folder is not None:
             results.save(folder)
     return results
-
-
-def followed(name: str, plan: Plan, *, writes: bool) -> bool:
-    """Whether this process was not the first of several; it has then done its part of the run.
-
-    Raises:
-        UnsupportedError: If a run that writes a folder cannot be made by several processes.
-    """
-    if num_processes() == 1 or (plan.follow is None and not writes):
-        return False
-    if plan.follow is None:
-        refuse_several(name)
-    elif process_rank() > 0:
-        plan.follow()
-        return True
-    return False
 
 
 # Options of every run, of the Python function of a study too.

@@ -15,7 +15,7 @@ from efficient_attn.limits import ENVIRONMENT_BYTES, read_bytes
 from efficient_attn.report.escape import short
 from efficient_attn.report.files import write
 from efficient_attn.report.methods_paragraph import flat
-from efficient_attn.runner.records import NO_LINK, Case, Record, append, line
+from efficient_attn.runner.records import NO_LINK, Case, Record, append
 from efficient_attn.runner.records import read as read_records
 from efficient_attn.runner.sizes import MODEL
 from efficient_attn.strict import read_object
@@ -147,14 +147,10 @@ class Book:
         return tuple(self._records.values())
 
     def add(self, record: Record) -> None:
-        """Store and write a record; its continuation replaces it, a repeated failure is not written twice."""
+        """Store and write a record; a repeated failure is not written twice."""
         known = self._records.get(record.case.key)
         self._records[record.case.key] = record
-        if self._folder is None or known == record:
-            return
-        if known is not None and known.status == "ok":
-            write(self._folder / RECORDS, "".join(f"{line(one)}\n" for one in self.records))
-        else:
+        if self._folder is not None and known != record:
             append(self._folder / RECORDS, record)
 
 

@@ -44,10 +44,8 @@ def cost_cells(
 
 
 def flat_row(record: Record) -> dict[str, Any]:
-    """One flat row: options in columns, times by their median, curves by their last entry, no raw lists."""
+    """One flat row: options in columns, times by their median, no raw lists."""
     row = _without_lists(record)
-    last = (one for one in QUANTITIES.values() if one.entry == "last" and getattr(record, one.field))
-    row |= {one.field: getattr(record, one.field)[-1] for one in last}
     if record.times_s:
         median, low, high, samples = call_time(record)
         row |= {"time_s": median, "time_low_s": low, "time_high_s": high, "samples": samples}
