@@ -3,8 +3,8 @@
     python docs/examples/train_language_model.py [--backend exact,window] [--steps 300] [--seq-len 256]
 
 Prints held-out bits per byte during training and draws them against steps and against seconds. All models
-read the sources of Python's standard library. The default takes about four minutes on two cores; `--quick`
-takes five seconds and shows nothing but that it runs.
+read the sources of Python's standard library. The default takes about two minutes of one idle core; `--quick`
+takes about six seconds and shows nothing but that it runs.
 """
 
 import argparse
