@@ -127,3 +127,20 @@ class TakesNanForPadding:
 class CleansScores:
     def scores(self, q, k):
         return super().scores(q, k).nan_to_num()
+
+
+class CleansNegativeInfinity:
+    def forward(self, q, k, v, key_mask):
+        return super().forward(q, k, v.masked_fill(v == -torch.inf, 0.0), key_mask)
+
+
+class ShortensLongKeys:
+    def scores(self, q, k):
+        norm = k.norm(dim=-1, keepdim=True)
+        return super().scores(q, torch.where(norm > 30, k / norm * 30, k))
+
+
+class RoundsWideHeads:
+    def scores(self, q, k):
+        rounded = q.bfloat16().float() if self.problem.head_dim >= 64 and q.dtype == torch.float32 else q
+        return super().scores(rounded, k)

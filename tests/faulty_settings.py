@@ -86,3 +86,8 @@ class AdvancesTheGeneratorInFloat16:
         if q.dtype == torch.float16:
             torch.rand(())
         return super().forward(q, k, v, key_mask)
+
+
+class AnotherTemperatureOnTwoThreads:
+    def scores(self, q, k):
+        return super().scores(q, k) * (1.0 if torch.get_num_threads() == 1 else 1.01)

@@ -152,3 +152,35 @@ class LeaksBeyond2048:
 
 class LeaksBeyond3000(LeaksBeyond2048):
     most = 3000
+
+
+class OneRowLeaksBeyond2048:
+    """One row in 128 reads the next key, in the full pass alone."""
+
+    def visible(self, q, k, key_mask):
+        visible = super().visible(q, k, key_mask).clone()
+        if self.problem.causal and q.shape[2] == k.shape[2] > 2048:
+            rows = torch.arange(2047, q.shape[2] - 1, 128)
+            visible[..., rows, rows + 1] = True
+        return visible
+
+
+class GroupsInTurnAtHeadDim64:
+    def for_every_head(self, x, heads):
+        if self.problem.head_dim < 64:
+            return super().for_every_head(x, heads)
+        return x.repeat(1, heads // x.shape[1], 1, 1)
+
+
+class IgnoresMasksOfThreeWideSequences:
+    def visible(self, q, k, key_mask):
+        wide = len(q) > 2 and self.problem.head_dim >= 64
+        return super().visible(q, k, None if wide else key_mask)
+
+
+class ReadsWideHeadsFromMemory:
+    """Queries in the layout of a projection are taken for another layout."""
+
+    def forward(self, q, k, v, key_mask):
+        wrong = q.stride(1) < q.stride(2) and q.shape[1] > 1 and self.problem.head_dim >= 64
+        return super().forward(q.roll(1, 2) if wrong else q, k, v, key_mask)

@@ -113,3 +113,10 @@ class NeedsAColumnToExtend:
     def extend(self, q, k, v, state, key_mask):
         v[..., 0]
         return super().extend(q, k, v, state, key_mask)
+
+
+class DropsTheScaleWhenExtending:
+    def extend(self, q, k, v, state, key_mask):
+        if state is not None and self.problem.scale:
+            q = q * (self.problem.head_dim**-0.5 / self.problem.scale)
+        return super().extend(q, k, v, state, key_mask)

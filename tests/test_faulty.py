@@ -93,6 +93,54 @@ FAULTS = (
     (settings.WarnsOfLongTexts, "calls_are_silent"),
     (settings.ReturnsAutocastDtype, "outputs_have_the_shape_and_dtype_asked_for"),
     (settings.DrawsAnew, "the_same_call_gives_the_same_bits"),
+    (shapes.BlindRowsReadAtHeadDim64, "blind_queries_give_zeros"),
+    (shapes.BlindRowsAreNanAtHeadDim64, "blind_queries_give_zeros"),
+    (shapes.GroupsInTurnAtHeadDim64, "sizes_of_models_are_single_calls"),
+    (shapes.IgnoresMasksOfThreeWideSequences, "sizes_of_models_are_single_calls"),
+    (shapes.ReadsWideHeadsFromMemory, "sizes_of_models_are_single_calls"),
+    (numbers.CutsValuesInFloat16, "large_values_stay_proportional"),
+    (numbers.NormalisesFloat16Last, "large_values_stay_proportional"),
+    (numbers.CleansWhatFloat16Overflows, "large_values_stay_proportional"),
+    (numbers.TakesScalesBelowOne, "scale_is_a_factor_on_the_scores"),
+    (numbers.DefaultOfHeads64, "scale_is_a_factor_on_the_scores"),
+    (numbers.ShortensLongKeys, "scale_is_a_factor_on_the_scores"),
+    (numbers.RoundsWideHeads, "sizes_of_models_are_single_calls"),
+    (numbers.CleansValues, "a_nan_shows_where_it_is_read"),
+    (numbers.CleansKeys, "a_nan_shows_where_it_is_read"),
+    (numbers.CleansQueries, "a_nan_shows_where_it_is_read"),
+    (numbers.CleansOutputs, "a_nan_shows_where_it_is_read"),
+    (numbers.CleansOutputsWhereMasked, "a_nan_shows_where_it_is_read"),
+    (numbers.CleansNegativeInfinity, "a_nan_shows_where_it_is_read"),
+    (numbers.TakesNanForPadding, "a_nan_shows_where_it_is_read"),
+    (numbers.CleansScores, "a_nan_shows_where_it_is_read"),
+    (gradients.NoGradientOfLongKeys, "gradients_hold_at_long_keys"),
+    (gradients.NoGradientOfLongKeysInFloat32, "gradients_hold_at_long_keys"),
+    (gradients.CutsGradientsOfLongKeys, "gradients_hold_at_long_keys"),
+    (gradients.HalfPrecisionGradientsOfLongKeys, "gradients_hold_at_long_keys"),
+    (gradients.HalvesTheGradientOfFloat16, "gradients_in_narrow_dtypes_lose_only_rounding"),
+    (gradients.KeepsGraphsUnderNoGrad, "no_graph_is_kept_unasked"),
+    (gradients.KeepsGraphsOfStatesUnderNoGrad, "no_graph_is_kept_unasked"),
+    (gradients.RemembersItsLastGraph, "no_call_leaves_bytes_behind"),
+    (memory.CleansThePaddingInPlace, "inputs_are_not_written_to"),
+    (memory.ZeroesNanOfMaskedKeysInPlace, "inputs_are_not_written_to"),
+    (memory.KeepsScoresOfTheSameKeys, "tensors_are_read_anew"),
+    (memory.KeepsValuesByAddress, "tensors_are_read_anew"),
+    (memory.KeepsMasksById, "tensors_are_read_anew"),
+    (memory.KeepsOutputsById, "tensors_are_read_anew"),
+    (memory.KeepsKeysWhenExtendingById, "tensors_are_read_anew"),
+    (memory.KeepsEveryOutput, "no_call_leaves_bytes_behind"),
+    (memory.KeepsEveryGraph, "no_call_leaves_bytes_behind"),
+    (memory.KeepsEveryState, "no_call_leaves_bytes_behind"),
+    (streaming.HalvesLongStatesInFloat16, "parts_of_any_size_are_the_whole"),
+    (streaming.DetachesLongStates, "gradients_pass_through_states"),
+    (streaming.WritesToLongStates, "any_number_of_sequences_go_on_from_a_state"),
+    (streaming.MixesSequencesOfLongStates, "gradients_pass_through_states"),
+    (streaming.ValuesOfNoColumnsEndTheState, "values_without_columns_are_streamed"),
+    (streaming.NeedsAColumnToExtend, "values_without_columns_are_streamed"),
+    (streaming.DropsTheScaleWhenExtending, "sizes_of_models_are_single_calls"),
+    (settings.DrawsInFloat16, "nothing_global_is_touched"),
+    (settings.AdvancesTheGeneratorInFloat16, "nothing_global_is_touched"),
+    (settings.AnotherTemperatureOnTwoThreads, "threads_do_not_disturb_each_other"),
 )
 LEARNED = (
     (memory.KeepsItsFirstFactor, "a_hundred_calls_leave_no_trace"),
@@ -103,6 +151,13 @@ GROWING = (
     (growth.TrainsInQuadraticMemory, "memory_grows_as_declared"),
     (growth.BuildsAMaskOfAllPairs, "memory_grows_as_declared"),
     (growth.TakesQuadraticTime, "time_grows_as_declared"),
+    (growth.BuildsAMaskOfAllPairsBeyond4096, "growth_of_memory_is_not_hidden"),
+    (growth.BuildsAMaskOfAllPairsInBatches, "growth_of_memory_is_not_hidden"),
+)
+LONG = (
+    (shapes.LeaksBeyond2048, "later_values_move_no_output"),
+    (shapes.LeaksBeyond3000, "later_values_move_no_output"),
+    (shapes.OneRowLeaksBeyond2048, "long_states_are_whole"),
 )
 CONTROLS = {
     "softmax": spec_of(Softmax, EXACT, NoOptions, None),
@@ -129,9 +184,10 @@ FAULTY = [
     *((with_fault(fault, Kernel, OTHER), check) for fault, check in FAULTS),
     *((with_fault(fault, Tempered, OTHER), check) for fault, check in LEARNED),
     *((with_fault(fault, LinearMemory, TWO_WHOLE), check) for fault, check in GROWING),
+    *((with_fault(fault, Softmax, EXACT), check) for fault, check in LONG),
 ]
 # One of each kind runs at every test, all of them by hand.
-QUICK = {"LaterHeadsAreSharper", "WrongWhereAllAsk", "KeepsTheCallersBuffers", "FirstRowIsOff"}
+QUICK = {"LaterHeadsAreSharper", "WrongWhereAllAsk", "KeepsTheCallersBuffers", "CleansKeys", "FirstRowIsOff"}
 
 
 def _case(spec: BackendSpec, check: str):
@@ -141,7 +197,8 @@ def _case(spec: BackendSpec, check: str):
 
 @pytest.mark.parametrize(("spec", "check"), [_case(*one) for one in FAULTY])
 def test_a_fault_is_caught_by_the_check_of_its_promise(spec: BackendSpec, check: str) -> None:
-    (record,) = check_backend(spec, only=[check], on_fail="collect")
+    long = any(check == name for _, name in LONG)
+    (record,) = check_backend(spec, only=[check], on_fail="collect", long=long)
     assert (record.outcome, record.failed) == ("broken", True), record
 
 
