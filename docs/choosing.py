@@ -72,7 +72,8 @@ Errors on several layers are their median and range, and *within* means on every
 _OPENED = """\
 [`window-clusters` with `probes`](backends.md#window-clusters) (experimental, off by default) reads the keys
 of a few far clusters one by one. Its errors on the beginning of the same texts, its operations and its
-speed relative to `exact`, in runs of its own. The 8192 tokens are one text in the same layer of the decoder, which are not shipped:
+speed relative to `exact`, in runs of its own. The 8192 tokens are one text in the same layer of the decoder,
+which are not shipped:
 """
 
 _DRAWN = """\
