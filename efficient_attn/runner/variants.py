@@ -66,12 +66,7 @@ class Variant:
 
     def executed(self, execution: str) -> "Variant":
         """The variant in another execution than eager, as its own line: `exact · compiled`."""
-        return replace(self, label=execution_label(self.label, execution), execution=execution)
-
-
-def execution_label(label: str, execution: str | None) -> str:
-    """Label of a variant in this execution."""
-    return label if execution is None else f"{label} · {execution}"
+        return replace(self, label=f"{self.label} · {execution}", execution=execution)
 
 
 def parse_settings(texts: Sequence[str]) -> dict[str, dict[str, list[str]]]:

@@ -122,7 +122,7 @@ class Call:
 
 
 class AttentionMode(TorchFunctionMode):
-    """Passes calls of attention to `attend`, those inside `nn.MultiheadAttention` too."""
+    """Passes calls of attention to `attend`, also inside `nn.MultiheadAttention`."""
 
     def attend(self, call: Call) -> Tensor:
         """Output of a call; the mode is off meanwhile."""

@@ -41,7 +41,7 @@ def overview_tables(records: Sequence[Record]) -> list[Table]:
 
 
 def _by_input(shown: Sequence[Panel]) -> dict[tuple[Any, ...], list[_Errors]]:
-    """Errors by name and sizes of an input, those of the layers of one model together."""
+    """Errors by name and sizes of an input, the layers of one model together."""
     groups: dict[tuple[Any, ...], list[Panel]] = {}
     for panel in shown:
         name = panel.inputs.rpartition("(")[0] if is_layer(panel.inputs) else panel.inputs
