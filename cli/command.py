@@ -83,9 +83,6 @@ def command_of(study: Study) -> Callable[..., None]:
 
         # A wrong request must leave no folder behind, so the plan is made first.
         asked = share_of(study.plan(**options), shard, name="--shard")
-        if asked.overview:
-            console.print_tables(asked.overview)
-            return
         if followed(study.name, asked, writes=True):
             return
         folder = open_folder(out or run_folder(study.name), name="--out", fresh=not (resume or force_resume))

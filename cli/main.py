@@ -63,7 +63,6 @@ COMMANDS = (
     "diff",
     "report",
     "train",
-    "reproduce",
     "capture",
     "swap",
     "check",

@@ -79,7 +79,6 @@ QUICK = {
         # The control, a window, is measured with every backend.
         codes={"own.py:broken": 3, "own.py:mean": 0},
     ),
-    "reproduce": Quick("performer-fig2 --quick", selection="", codes={}),
     "train": Quick(
         "--text text.txt --seq-len 8 --batch 2 --model-dim 8 --num-heads 2 --layers 1 --every 1 --steps 1 "
         "--windows 8 --size 4",

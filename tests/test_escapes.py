@@ -179,7 +179,6 @@ LATE = (
     ("recall", "--backend", PLANT),
     ("train", "--text", f"{PLANT}.none"),
     ("train", "--text", f"{PLANT}.txt"),
-    ("reproduce", PLANT),
     ("capture", PLANT, "--text", "text.txt", "--out", "a.safetensors"),
     ("swap", PLANT),
     ("check", PLANT),

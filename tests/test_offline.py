@@ -66,7 +66,6 @@ LONG = [
         "window",
     ),
     ("report", "compare", "mse", "--html", "both.html"),
-    ("reproduce",),
 ]
 
 

@@ -5,13 +5,9 @@ import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from efficient_attn.runner.record import Case, Record, joined
-
-# Help texts are shown without numpy.
-if TYPE_CHECKING:
-    from efficient_attn.report.table import Table
 
 # Key of a run's environment that names its study.
 STUDY = "study"
@@ -72,7 +68,6 @@ class Plan:
         outcome: Outcome of a record in the progress display; omitted: its status.
         attach: The plan as it is continued in a folder, `attach(plan, folder, resume=…)`.
         budget_s: Seconds of measuring unless the run names others.
-        overview: Tables of a request that measures nothing.
         observe: Receives every record, earlier runs included, before the next point is due.
         follow: Part of the processes of a launcher other than the first; None: the study runs in one process.
         undivided: Reason why the plan cannot be shared out; None: it can.
@@ -89,7 +84,6 @@ class Plan:
     outcome: Callable[[Record], str] | None = None
     attach: "Callable[..., Plan] | None" = None
     budget_s: float | None = None
-    overview: "Sequence[Table]" = ()
     observe: Callable[[Record], object] = lambda record: None
     follow: Callable[[], None] | None = None
     undivided: str | None = None
