@@ -73,9 +73,6 @@ def command_of(study: Study) -> Callable[..., None]:
 
         # A wrong request must leave no folder behind, so the plan is made first.
         asked = study.plan(**options)
-        if asked.overview:
-            console.print_tables(asked.overview)
-            return
         folder = open_folder(out or run_folder(study.name), name="--out", fresh=not (resume or force_resume))
         # Text that a backend prints goes to stderr: stdout holds the results alone.
         with redirect_stdout(sys.stderr):

@@ -61,7 +61,6 @@ COMMANDS = (
     "recall",
     "diff",
     "report",
-    "reproduce",
     "capture",
     "swap",
     "check",

@@ -33,17 +33,6 @@ RECORDS: dict[str, str | tuple[str, ...]] = {
     "recall": "recall-default",
     "speed": "bench-others",
     "swap": "swap-encoder",
-    **{
-        figure: f"reproduce-{figure}"
-        for figure in (
-            "linformer-fig1",
-            "linformer-table3",
-            "performer-fig2",
-            "performer-fig4",
-            "vaswani-scaling",
-            "vaswani-table1",
-        )
-    },
 }
 # Picture: function of lessons.py, which computes from fixed seeds and the shipped activations.
 LESSONS = {"lesson-scale": "draw_scale", "lesson-lengths": "draw_lengths", "lesson-real": "draw_real"}

@@ -11,10 +11,10 @@ PAGE = HERE / "results.md"
 _HEAD = """\
 # Tables of the reference runs
 
-Tables and verdicts of the runs in `results/`, as the commands wrote them; `results/README.md` lists commands,
+Tables of the runs in `results/`, as the commands wrote them; `results/README.md` lists commands,
 machines and commits.
 """
-_TABLES = ("README.md", "verdicts.md", "table.md", "tables.md", "intervals.md", "diff.md")
+_TABLES = ("README.md", "table.md", "tables.md", "intervals.md", "diff.md")
 _LINK = re.compile(r"\]\((?:\.\./)+results/(?:[\w-]+/)*?([\w-]+)/[\w-]+\.md\)")
 
 

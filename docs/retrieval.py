@@ -108,7 +108,7 @@ def measure(
     for options in sizes:
         settings = {"window-clusters": {name: [value] for name, value in options.items()}}
         (variant,) = select(["window-clusters"], settings)
-        case: Case = variant.case(kind="count", **shape, **machine)
+        case: Case = variant.case(kind="error", **shape, **machine)
         with swapped(model, variant.target, **variant.options):
             ea.calibrate(model, input_ids=typical)
             found = compare(hidden_states(model, ids), exact)

@@ -67,7 +67,6 @@ QUICK = {
         # The control, a window, is measured with every backend.
         codes={"own.py:broken": 3, "own.py:mean": 0},
     ),
-    "reproduce": Quick("performer-fig2 --quick", selection="", codes={}),
     "swap": Quick(
         "tiny --text text.txt --draws 1 --rounds 1",
         former={"--tokens": "20"},

@@ -174,7 +174,6 @@ LATE = (
     ("show", "--tokens", PLANT),
     ("show", "--inputs", f"{PLANT}.txt"),
     ("recall", "--backend", PLANT),
-    ("reproduce", PLANT),
     ("capture", PLANT, "--text", "text.txt", "--out", "a.safetensors"),
     ("swap", PLANT),
     ("check", PLANT),

@@ -53,7 +53,6 @@ LONG = [
     ("show",),
     ("recall", "--steps", "1", "--seeds", "1", "--size", "8"),
     ("report", "compare", "mse", "--html", "both.html"),
-    ("reproduce",),
 ]
 
 

@@ -14,7 +14,7 @@ from efficient_attn.runner.quantity import (
 # Parts of conditions in a comparison.
 _CEILING, _STATE = "reference of shares", "reason for an unclear device time"
 
-# Costs: `bench`, `compare`, `reproduce`.
+# Costs: `bench`, `compare`.
 register(
     Quantity(
         name="time_s",
@@ -91,30 +91,19 @@ register(
         type="text",
     ),
     setting("num_directions", "", "Number of rows of the projection of a random-feature backend."),
-    cost("sequential_operations", "", "Length of the longest chain of dependent matrix products."),
-    cost("path_length", "", "Maximum path length, in hops of a signal from the first token to the last."),
     cost(
         "floats_read",
         "",
         "Number of floats that a query reads per head: keys and values, their projections, or a state of "
         "features.",
     ),
-    setting(
-        "singular_values",
-        "",
-        "Singular values of a matrix of attention weights, largest first.",
-        type="numbers",
-        threshold=MATTERS,
-        entry="worst",
-    ),
     kinds={
         "time": "wall-clock time",
         "memory": "peak memory",
-        "count": "costs without noise",
     },
 )
 
-# Accuracy of trained models: `recall`, `reproduce`.
+# Accuracy of trained models: `recall`.
 register(
     Quantity(
         name="accuracy",
@@ -128,13 +117,7 @@ register(
     setting("answers", "", "Number of answers behind the accuracy."),
 )
 
-# Scores of attention: `reproduce`.
-register(
-    setting("score_variance", "", "Variance of the scores.", type="number", threshold=MATTERS),
-    setting("softmax_gradient", "", "Trace of the Jacobian of softmax.", type="number", threshold=MATTERS),
-)
-
-# Approximation errors: `mse`, `compare`, `reproduce`.
+# Approximation errors: `mse`, `compare`, `kernel`.
 register(
     error("output_mse", "squared", "Mean squared error of the output, mean over draws.", rounding=2),
     error("output_relative_error", "relative", "Norm of the error of the output over that of the output."),

@@ -5,13 +5,9 @@ import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from efficient_attn.runner.record import Case, Record, joined
-
-# Help texts are shown without numpy.
-if TYPE_CHECKING:
-    from efficient_attn.report.table import Table
 
 # Key of a run's environment that names its study.
 STUDY = "study"
@@ -73,7 +69,6 @@ class Plan:
         resources: Context that is held open while points are measured.
         attach: The plan as it is continued in a folder, `attach(plan, folder, resume=…)`.
         budget_s: Seconds of measuring unless the run names others.
-        overview: Tables of a request that measures nothing.
         observe: Receives every record, earlier runs included, before the next point is due.
         undivided: Reason why an executor cannot measure the points; None: it can.
         standing: Records of an earlier run that are kept when it is resumed; the others are measured again.
@@ -87,7 +82,6 @@ class Plan:
     resources: AbstractContextManager[Any] = field(default_factory=nullcontext)
     attach: "Callable[..., Plan] | None" = None
     budget_s: float | None = None
-    overview: "Sequence[Table]" = ()
     observe: Callable[[Record], object] = lambda record: None
     undivided: str | None = None
     standing: Callable[[Mapping[str, Record]], Mapping[str, Record]] = dict

@@ -188,10 +188,6 @@ class Results:
     def _parts(self) -> list[tuple[Any, list[Record]]]:
         """The views of the records, each with its records."""
         name = self.environment.get(STUDY)
-        command = self.environment.get("command")
-        if name is None and isinstance(command, list) and command[1:2] == ["reproduce"]:
-            # Folders of figures formerly had the name of the study in the command alone.
-            name = "reproduce"
         if isinstance(name, str) and name in studies():
             return [(studies()[name].view, list(self.records))]
         left, parts = list(self.records), []
