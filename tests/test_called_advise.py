@@ -297,14 +297,6 @@ def test_a_typed_switch_without_effect_is_refused(flag, folder, capsys):
     assert ended.value.code == 2 and "causal has no effect with this model" in capsys.readouterr().err
 
 
-def test_the_plan_file_of_a_model_from_a_file_runs_again(folder, capsys):
-    words = "advise models.py:make_lengths --backend window --seq-len 12 --rounds 1 --quiet --out first"
-    for command in (words.split(), ["advise", "--plan", "first/plan.toml", "--out", "second"]):
-        with pytest.raises(SystemExit) as ended:
-            main(command)
-        assert ended.value.code == 0, capsys.readouterr().err
-
-
 def test_a_resumed_advice_has_the_same_model(folder):
     given = {"seq_lens": (12,), "out": folder / "run"}
     first = advise("make_lengths", **given)
