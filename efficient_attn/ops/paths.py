@@ -18,7 +18,7 @@ VARIABLE = "EFFICIENT_ATTN_KERNELS"
 HELD = 2**25
 # Types of devices whose products of half precision are neither faster nor summed in float32.
 UPCAST = {"cpu"}
-# Dtypes of FlexAttention, without those that could not be compiled.
+# Dtypes for which FlexAttention can be compiled.
 _FLEX_DTYPES = {torch.float32, torch.bfloat16, torch.float16}
 _T = TypeVar("_T")
 

@@ -196,7 +196,7 @@ def _write_legend(figure: Any, plot: Plot, sizes: Style) -> int:
     handles = [Line2D([], [], **one.style, label=text) for one, text in zip(plot.entries, texts, strict=True)]
     if not handles:
         return 0
-    # The widest text is among those of most letters; measuring a hundred takes as long as drawing them.
+    # The widest text has nearly the most letters. Measuring a hundred takes as long as drawing them.
     measured = sorted((text or " " for text in texts), key=len)[-_MEASURED:]
     longest = max(TextPath((0, 0), text, size=sizes.small).get_extents().width for text in measured)
     across = max(int(figure.get_figwidth() / ((longest + _HANDLE * sizes.small) * _POINT)), 1)
