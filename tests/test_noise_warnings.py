@@ -24,7 +24,7 @@ QUIET = {
 }
 
 
-def record(times_s=STEADY * 4, *, label="window", tokens=256, ranks=None, **fields):
+def record(times_s=STEADY * 4, *, label="window", tokens=256, **fields):
     case = Case(
         kind="time",
         backend="window",
@@ -35,7 +35,6 @@ def record(times_s=STEADY * 4, *, label="window", tokens=256, ranks=None, **fiel
         dtype="float32",
         device="cpu",
         threads=2,
-        ranks=ranks,
     )
     known = {"round_sizes": (len(times_s) // 4,) * 4, "waited_s": 0.0}
     return Record(case=case, times_s=tuple(times_s), **{**known, **fields})
@@ -114,11 +113,6 @@ def test_a_point_that_was_cut_short_and_a_long_list_of_points_are_told_briefly()
     assert len(told) == 2
     assert "window at 16, 32, 64 tokens and 1 more point waited" in told[0]
     assert told[1].startswith("Few rounds: slow at 256 tokens")
-
-
-def test_points_that_differ_in_ranks_alone_are_named_with_them():
-    (told,) = doubts([record(waited_s=50.0, ranks=ranks) for ranks in (1, 2)])
-    assert "window on 1 rank at 256 tokens, window on 2 ranks at 256 tokens waited" in told
 
 
 @pytest.mark.parametrize(
