@@ -177,9 +177,7 @@ def test_backends_without_second_moments_refuse(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("layer", "probes"), [(0, 0), (0, 4), (1, 0), (1, 4), (5, 0), (5, 4), (19, 4)]
-)
+@pytest.mark.parametrize(("layer", "probes"), [(0, 0), (0, 4), (1, 0), (1, 4), (5, 0), (5, 4), (19, 4)])
 def test_estimates_rank_real_rows_and_cover_nineteen_of_twenty(layer, probes):
     q, k, v = (x[:, :, :2048] for x in ea.sample(layer, 4 if layer == 19 else 0))
     causal = layer == 19

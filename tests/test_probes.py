@@ -11,6 +11,7 @@ from torch.autograd import gradcheck
 from written_out import BLOCK, CLUSTERS, PROBES, SCALE, WINDOW, one_by_one, runs_at, size_at
 
 import efficient_attn as ea
+from efficient_attn.ops.clusters import probing
 from efficient_attn.ops.clusters.runs import causal_stages, full_stages, places
 from efficient_attn.ops.clusters.trees import sort_runs
 from efficient_attn.testing import check_backend, check_names
@@ -33,6 +34,20 @@ def test_the_output_is_the_definition_of_every_query(tokens, first, causal):
     for head in range(2):
         wanted = one_by_one(q[0, head], k[0, 0], v[0, 0], causal=causal, first=first)
         assert (out[head] - wanted).abs().max() <= 1e-12
+
+
+@pytest.mark.usefixtures("path")
+@CAUSAL
+@pytest.mark.parametrize("first", [0, 3])
+def test_long_blocks_are_read_some_rows_at_a_time(first, causal, monkeypatch):
+    q, k, v = (x.requires_grad_() for x in random_qkv(2, 4, 2, 67, 67))
+    mask = torch.arange(67) >= torch.tensor([[3], [0]])
+    found = []
+    for rows in (128, 3):
+        monkeypatch.setattr(probing, "_ROWS", rows)
+        out = built(causal, global_tokens=first)(q, k, v, key_mask=mask)
+        found.append((out, *torch.autograd.grad(out.sin().sum(), (q, k, v))))
+    assert all((one - other).abs().max() <= 1e-12 for one, other in zip(*found, strict=True))
 
 
 @pytest.mark.usefixtures("path")

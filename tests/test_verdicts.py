@@ -180,7 +180,7 @@ def test_the_speed_of_a_swap_is_open_on_a_busy_machine_and_within_the_noise():
     (told,) = swap_sentences(SWAPPED, BUSY)
     assert "the times do not show now: other processes took 83%" in told and "as fast" not in told
     (told,) = swap_sentences([*SWAPPED[:2], *swapped("window", 0.2, 0.01001)], {})
-    assert "0.999x (0.988 to 1.01) as fast as before, which leaves open whether it is faster" in told
+    assert "0.999x (0.919 to 1.09) as fast as before, which leaves open whether it is faster" in told
 
 
 def test_on_a_busy_machine_a_benchmark_says_nothing_that_depends_on_times():

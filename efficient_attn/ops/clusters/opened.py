@@ -113,7 +113,8 @@ class _Opened(torch.autograd.Function):
         total = F.pad(total, (0, 1), value=torch.inf)
         by_place = q.new_zeros(tiles.rows.numel() + 1, q.shape[1])
         grad_k, grad_v = torch.zeros_like(k), torch.zeros_like(v)
-        for places, rows, of in tiles.steps(max(_STEP // _numbers(k, v) // 2, 1)):
+        # Four tensors of scores are held at a time.
+        for places, rows, of in tiles.steps(max(_STEP // _numbers(k, v) // 4, 1)):
             given, less, members = (_members(x, rows) for x in (grad_out, decrease, q))
             keys, values, masked = (x.index_select(0, of) for x in (k, v, bias.unsqueeze(1)))
             by_q, by_k, by_v = gradients(given, less, members, keys, values, masked, total[rows])
