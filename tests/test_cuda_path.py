@@ -161,7 +161,8 @@ def test_a_process_that_had_an_error_is_asked_for_no_further_point():
 
     shape = {"num_heads": 2, "head_dim": 16, "dtype": "float32", "threads": 1, "device": "cuda"}
     cases = [Case(kind="memory", backend="exact", label="exact", tokens=n, **shape) for n in (4, 1, 4, 1, 4)]
-    with Measurer(timeout_s=10.0, process=Child()) as measurer:
+    with Measurer(timeout_s=10.0) as measurer:
+        measurer._process = Child()
         assert [measurer(case).status for case in cases] == ["ok", "error"] * 2 + ["ok"]
 
 
