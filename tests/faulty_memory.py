@@ -169,3 +169,10 @@ class KeepsEveryState:
         out, kept = super().extend(q, k, v, state, key_mask)
         self.__dict__.setdefault("kept", []).append(kept)
         return out, kept
+
+
+class WritesAGradient:
+    def forward(self, q, k, v, key_mask):
+        if q.is_leaf and not q.requires_grad:
+            q.grad = torch.zeros_like(q)
+        return super().forward(q, k, v, key_mask)

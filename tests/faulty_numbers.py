@@ -144,3 +144,14 @@ class RoundsWideHeads:
     def scores(self, q, k):
         rounded = q.bfloat16().float() if self.problem.head_dim >= 64 and q.dtype == torch.float32 else q
         return super().scores(rounded, k)
+
+
+class ValuesOfBfloat16InFloat16:
+    def forward(self, q, k, v, key_mask):
+        return super().forward(q, k, v.half().to(v) if v.dtype == torch.bfloat16 else v, key_mask)
+
+
+class DropsEqualKeys:
+    def visible(self, q, k, key_mask):
+        equal = (k[:, :, :, None] == k[:, :, None]).all(dim=-1).tril(-1).any(dim=-1)
+        return super().visible(q, k, key_mask) & ~equal[:, :, None]

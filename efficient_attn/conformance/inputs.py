@@ -128,6 +128,7 @@ def _written(subject: Subject, case: Case, inputs: Inputs) -> Iterator[Finding]:
         if x is not None and old is not None:
             yield Finding(f"Writes into {name}", float(x._version != version), 0.0)
             yield same_bits(f"{name} after the calls", x, old)
+            yield Finding(f"Writes the gradient of {name}", float(x.grad is not None), 0.0)
 
 
 @check(

@@ -32,7 +32,7 @@ FACTORS = (2.0, 2.0**5, 2.0**-2, 2.0**-4)
 # Factor on the default scale for each norm of the sizes of models.
 SCALES = {1.0: 1.0, 0.3: -1.0, 2.0: 0.7}
 # Far beyond Gaussian values, and far below the largest number of float16.
-LARGE = 2.0**12
+LARGE = {"float16": 2.0**12, "bfloat16": 2.0**40, "float32": 2.0**40, "float64": 2.0**40}
 # More keys of weight one than half precision can count; their sum overflows float16.
 LONG_SUM = 70_000
 
@@ -256,10 +256,13 @@ def long_sums_do_not_stall_in_half_precision(subject: Subject, case: Case) -> It
 def large_values_stay_proportional(subject: Subject, case: Case) -> Iterator[Finding]:
     inputs, backend = subject.inputs(case), subject.build(case)
     out, bound = run(backend, inputs).double(), rounding(backend, inputs, case.dtype)
-    large = run(backend, inputs._replace(v=inputs.v * LARGE)).double()
+    factor = LARGE[case.dtype]
+    large = run(backend, inputs._replace(v=inputs.v * factor)).double()
     # Signed weights may take an output, or a sum on its way, beyond the largest number.
-    fits = 4 * LARGE * largest(inputs.v) * condition(backend, inputs) < torch.finfo(inputs.v.dtype).max
-    yield close(f"Values times {LARGE:g}", large.where(fits, 0), (out * LARGE).where(fits, 0), bound * LARGE)
+    fits = 4 * factor * largest(inputs.v) * condition(backend, inputs) < torch.finfo(inputs.v.dtype).max
+    yield close(
+        f"Values times {factor:g}", large.where(fits, 0), (out * factor).where(fits, 0), bound * factor
+    )
 
 
 @check(

@@ -6,9 +6,7 @@ from torch import Tensor
 from efficient_attn.conformance.cases import Inputs
 
 
-def exact(
-    inputs: Inputs, *, scale: float, causal: bool, reach: int | None = None, first: int = 0
-) -> Tensor:
+def exact(inputs: Inputs, *, scale: float, causal: bool, reach: int | None = None, first: int = 0) -> Tensor:
     """Σ_j exp(scale · q_i·k_j) v_j / Σ_j exp(scale · q_i·k_j) over visible j; zeros for fully-masked rows.
 
     Args:

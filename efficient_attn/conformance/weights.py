@@ -95,9 +95,13 @@ def order_of_keys_does_not_matter(subject: Subject, case: Case) -> Iterator[Find
     if case.causal:
         # Only the last query sees every key.
         inputs = inputs._replace(q=inputs.q[:, :, -1:])
-    mask = None if inputs.key_mask is None else inputs.key_mask.flip(1)
-    out = run(backend, inputs._replace(k=inputs.k.flip(2), v=inputs.v.flip(2), key_mask=mask))
-    yield close("Reversed keys", out, run(backend, inputs), rounding(backend, inputs, case.dtype))
+    # Equal keys have values of their own.
+    equal = torch.cat([inputs.k[:, :, :1], inputs.k[:, :, :1], inputs.k[:, :, 2:]], dim=2)
+    for where, k in (("Reversed keys", inputs.k), ("Reversed keys, two of them equal", equal)):
+        given = inputs._replace(k=k)
+        mask = None if inputs.key_mask is None else inputs.key_mask.flip(1)
+        out = run(backend, given._replace(k=k.flip(2), v=inputs.v.flip(2), key_mask=mask))
+        yield close(where, out, run(backend, given), rounding(backend, given, case.dtype))
 
 
 @check(
