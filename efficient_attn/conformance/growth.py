@@ -18,6 +18,8 @@ LONG = Case(tokens=1024, batch=1, heads=1, kv_heads=1, dtype="float32")
 BATCH = LONG.but(batch=2, heads=2)
 # Tolerance of the exponents: for tables besides the tensors in bytes, and for CPU caches in time.
 BYTES_POWER, TIME_POWER = 0.1, 0.2
+# Tolerance of a single doubling, where stages bend the curve: halfway to a further √tokens.
+DOUBLING_POWER = 0.25
 # Lengths of the long form, as multiples of the shortest.
 DOUBLINGS = (1, 2, 4, 8)
 REPEATS = 5
@@ -43,13 +45,17 @@ def memory_grows_as_declared(subject: Subject, case: Case) -> Iterator[Finding]:
 )
 def growth_of_memory_is_not_hidden(subject: Subject, case: Case) -> Iterator[Finding]:
     _needs_growth(subject)
-    most = 2.0 ** (subject.promises.memory_growth + BYTES_POWER)
-    lengths = _lengths(subject.promises.memory_growth, case)
+    growth = subject.promises.memory_growth
+    most, lengths = 2.0 ** (growth + BYTES_POWER), _lengths(growth, case)
     for where, backward in _passes(subject):
         peaks = [_peak_bytes(subject, case.but(tokens=n), backward) for n in lengths]
         for tokens, (shorter, longer) in zip(lengths, itertools.pairwise(peaks), strict=False):
             ratio = longer / max(shorter, 1)
-            yield Finding(f"{where}, bytes at {2 * tokens} tokens over those at {tokens}", ratio, most)
+            at = f"bytes at {2 * tokens} tokens over those at {tokens}"
+            yield Finding(f"{where}, {at}", ratio, 2.0 ** (growth + DOUBLING_POWER))
+        whole = f"bytes at {lengths[-1]} tokens over those at {lengths[0]}"
+        ratio = peaks[-1] / max(peaks[0], 1)
+        yield Finding(f"{where}, {whole}", ratio, most ** (len(peaks) - 1))
         if case.batch > 1:
             continue  # several workspaces fill up, one after the other
         added = [longer - shorter for shorter, longer in itertools.pairwise(peaks)]

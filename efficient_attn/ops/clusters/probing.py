@@ -182,15 +182,18 @@ def _softmax(slices: Slices, size: int, *, causal: bool) -> tuple[Tensor, Tensor
     """
     (k, v), rows = slices.near(), slices.rows.unflatten(3, (-1, size))
     outs, log_sums = [], []
+    biases: dict[int, Tensor] = {}
     for begin in range(0, size, _ROWS):
         end = min(begin + _ROWS, size)
         q = rows[:, :, :, :, begin:end].flatten(3, 4)
         late_k, late_v, bias, start = k, v, None, 0
         if causal:
-            # Keys from `start` on have a bias, which autograd keeps; all rows see the keys before.
+            # Keys from `start` on have a bias, which parts share; all rows see the keys before.
             start = 0 if size <= _ROWS else size + begin
-            bias = q.new_full((end - begin, end - begin), MASKED).triu(1).repeat(rows.shape[3], 1)
-            bias = F.pad(bias, (size + begin - start, k.shape[3] - 2 * size))
+            if end - begin not in biases:
+                later = q.new_full((end - begin, end - begin), MASKED).triu(1).repeat(rows.shape[3], 1)
+                biases[end - begin] = F.pad(later, (size + begin - start, k.shape[3] - 2 * size))
+            bias = biases[end - begin]
         if start:
             late_k, late_v = (
                 torch.cat([x[:, :, :, start : size + end], x[:, :, :, 2 * size :]], dim=3) for x in (k, v)
