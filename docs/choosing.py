@@ -9,7 +9,7 @@ import efficient_attn as ea
 from efficient_attn.report.error_table import describe, show_error
 from efficient_attn.report.table import three_digits
 from efficient_attn.runner.records import Case, Record
-from efficient_attn.runner.sizes import MEAN_OF_VALUES, sized
+from efficient_attn.runner.sizes import sized
 from efficient_attn.stats.candidates import operations_share
 from efficient_attn.stats.curves import curves
 from efficient_attn.stats.noise_warnings import disturbance
@@ -278,8 +278,8 @@ def _short_answer(costs: dict[str, _Cost], near: list[_Cost], compared: list[Com
         [
             "a trained model, long inputs, some error tolerated",
             "[`window-clusters`](backends.md#window-clusters), bidirectional: error "
-            f"{_range(full['window-clusters'])}; {start['window-clusters']}. Causal: error "
-            f"{_range(causal['window-clusters'])} (mean of V {_range(causal[MEAN_OF_VALUES])})",
+            f"{_range(full['window-clusters'])}; {start['window-clusters']}. "
+            "Causal only with opened clusters",
         ],
         [
             "training, and decoding in constant memory",
