@@ -13,9 +13,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from efficient_attn_cli.main import main
-
 import efficient_attn as ea
+from efficient_attn_cli.main import main
 
 FOLDER = Path(__file__).parent
 STORED = FOLDER / "outputs.json"
@@ -27,10 +26,11 @@ COMMANDS = {
     "compare causal": "compare --inputs decoder --layer 19 --rounds 1 --draws 1 --threads 1 "
     "--backend exact,window,linear-elu,performer-positive",
     "bench": "bench --seq-len 64,128 --rounds 1 --threads 1",
-    "bench block": "bench --of block,encoder --layers 2 --causal --backward --seq-len 64 --rounds 1 --threads 1 "
-    "--backend window,performer-positive",
+    "bench block": "bench --of block,encoder --layers 2 --causal --backward --seq-len 64 --rounds 1 "
+    "--threads 1 --backend window,performer-positive",
     "recall": "recall --steps 3 --seeds 1 --size 16 --backend exact,window,performer-positive --threads 1",
-    "swap": "swap models.py:make_pair --backend exact,window,linformer,performer-positive --draws 2 --threads 1",
+    "swap": "swap models.py:make_pair --backend exact,window,linformer,performer-positive --draws 2 "
+    "--threads 1",
 }
 
 # Decided by the machine, or by training steps, in which rounding grows.
@@ -58,7 +58,8 @@ def name(record: Any) -> str:
     """Name of a measurement that survives renamed commands."""
     case = record.case
     place = "" if case.layer is None else f", layer {case.layer}"
-    return f"{case.kind} of {case.of}: {case.label}, {case.tokens} tokens, {case.inputs}{place}, seed {case.seed}"
+    inputs = f"{case.tokens} tokens, {case.inputs}{place}, seed {case.seed}"
+    return f"{case.kind} of {case.of}: {case.label}, {inputs}"
 
 
 def values(record: Any) -> dict[str, Any]:

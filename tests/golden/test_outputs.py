@@ -5,7 +5,6 @@ import math
 from typing import Any
 
 import pytest
-
 from golden.outputs import COMMANDS, STORED, measurements
 
 OUTPUTS: dict[str, dict[str, dict[str, Any]]] = json.loads(STORED.read_text())
