@@ -149,9 +149,12 @@ def _former(study: Study, given: dict[str, Any]) -> dict[str, Any]:
 
 def _points(plan: Any) -> Any:
     from efficient_attn.report.table import Table
+    from efficient_attn.studies.engine import foreseen
+    from efficient_attn.studies.store import Store
 
     rows = tuple(
-        (point.case.label, str(point.case.tokens), point.case.kind, point.skip or "") for point in plan.points
+        (point.case.label, str(point.case.tokens), point.case.kind, point.skip or "")
+        for point in foreseen(plan, Store()).values()
     )
     columns = ("backend", "tokens", "measured", "reason to skip")
     return Table(f"{len(rows)} points; nothing was run", columns, rows, tuple(plan.notes))

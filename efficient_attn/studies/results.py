@@ -14,7 +14,7 @@ from efficient_attn.report.table import Table, to_html
 from efficient_attn.runner.record import Record
 from efficient_attn.runner.records import append
 from efficient_attn.studies import studies
-from efficient_attn.studies.plan import STUDY
+from efficient_attn.studies.points import STUDY
 from efficient_attn.studies.run_folder import (
     COMMAND,
     ENVIRONMENT,

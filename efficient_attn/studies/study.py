@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from efficient_attn.runner.quantity import Quantity, register
-from efficient_attn.studies.plan import Plan
+from efficient_attn.studies.points import Plan
 
 if TYPE_CHECKING:
     from efficient_attn.runner.record import Record

@@ -13,7 +13,7 @@ from efficient_attn.runner.sizes import MEAN_OF_VALUES
 from efficient_attn.stats.candidates import missing
 from efficient_attn.stats.curves import DENSE, YARDSTICK, curves
 from efficient_attn.stats.noise_warnings import COULD_NOT_TELL, IDLE, disturbance
-from efficient_attn.studies.advise.findings import Shape, shape_of
+from efficient_attn.studies.advise.shapes import Shape, shape_of
 from efficient_attn.studies.bench.crossover import Gain, gains
 from efficient_attn.studies.bench.tables import crossover_cells
 from efficient_attn.studies.compare.analysis import asked_error

@@ -14,7 +14,7 @@ from efficient_attn.runner.units import parse_sizes
 from efficient_attn.runner.variants import Variant, select
 from efficient_attn.studies import options as shared
 from efficient_attn.studies.model_inputs import Model, Text, sources, those_that_fit
-from efficient_attn.studies.plan import STUDY, Plan, Point, interleaved
+from efficient_attn.studies.points import STUDY, Plan, Point, in_lists, interleaved
 from efficient_attn.studies.study import Option
 from efficient_attn.studies.workload import Workload, settle
 
@@ -111,7 +111,9 @@ def plan(
     chosen = [one for made in found for one in made]
     question = {"metric": metric, "threads": workload.threads or 1}
     return Plan(
-        points=[point for subject in chosen for point in _points(subject, variants, wanted, count, question)],
+        steps=partial(
+            in_lists, [list(_points(subject, variants, wanted, count, question)) for subject in chosen]
+        ),
         device=workload.device,
         notes=[*notes, *left_out],
         about={PAIR_NORMS: {subject.name: subject.pair_norm for subject in chosen}},
