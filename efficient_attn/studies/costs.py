@@ -50,7 +50,7 @@ class Costs:
         return Point(
             case=case,
             measure=partial(self.measure, case, target=variant.target),
-            series=(case.label, case.of, kind),
+            series=(case.label, case.of),
             cost=case.batch * float(tokens) ** variant.time_growth,
             skip=too_large(predict_bytes(case, variant.memory_growth), self.limit_bytes),
         )

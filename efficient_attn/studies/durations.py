@@ -21,8 +21,9 @@ class _Duration(NamedTuple):
 class Durations:
     """Durations of points and rounds, each predicted from the last one of its series by its cost."""
 
-    def __init__(self) -> None:
-        self._last: dict[Hashable, _Duration] = {}
+    def __init__(self, round_s: float) -> None:
+        self._round_s = round_s
+        self._last: dict[tuple[Hashable, str], _Duration] = {}
 
     def learn(self, point: Point, record: Record, seconds: float) -> None:
         """Take in the duration of a point or of one of its rounds."""
@@ -38,16 +39,26 @@ class Durations:
             return last.seconds * point.cost / last.cost
         return last.seconds + _CALLS * (last.call_s or 0.0) * max(point.cost / last.cost - 1, 0.0)
 
-    def remaining_s(self, points: Iterable[Point]) -> float:
-        """Seconds of all these points; those of unknown series take as long as the others on average."""
-        known = [duration.seconds for duration in self._last.values()]
-        typical_s = sum(known) / max(len(known), 1)
+    def remaining_s(self, points: Iterable[tuple[Point, int]]) -> float:
+        """Seconds of all these points, each so many times."""
         return sum(
-            max(point.rounds, 1) * (self.next_s(point) if _key(point) in self._last else typical_s)
-            for point in points
+            times * (self.next_s(point) or self._typical_s(point))
+            for point, times in points
             if point.skip is None
         )
 
+    def _typical_s(self, point: Point) -> float:
+        """Seconds of a point, or of a round, if it is like its series, its kind, or all others."""
+        last = self._last.items()
+        series = [duration for (series, _), duration in last if series == point.series]
+        kind = [duration for (_, kind), duration in last if kind == point.case.kind]
+        alike = series or kind or list(self._last.values())
+        if point.rounds and alike is kind:
+            return sum(duration.seconds for duration in kind) / len(kind)
+        cost = sum(duration.cost for duration in alike)
+        call_s = sum(duration.seconds for duration in alike) * point.cost / cost if cost else 0.0
+        return max(_CALLS * call_s, self._round_s) if point.rounds else call_s
 
-def _key(point: Point) -> Hashable:
-    return point.series, bool(point.rounds)
+
+def _key(point: Point) -> tuple[Hashable, str]:
+    return point.series, point.case.kind

@@ -8,7 +8,7 @@ rest.
 
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,12 +35,12 @@ class Progress:
     done: int
     total: int
     remaining_s: float
-    title: str
+    outcome: str
     record: Record
 
     def __str__(self) -> str:
         minutes, seconds = divmod(round(self.remaining_s), 60)
-        return f"[{self.done}/{self.total}] {self.title}: {self.record.status}; {minutes}:{seconds:02} left"
+        return f"[{self.done}/{self.total}] {self.outcome}; {minutes}:{seconds:02} left"
 
 
 def drive(steps: Steps, answer: Callable[[Request], Any]) -> None:
@@ -96,7 +96,8 @@ class Engine:
         self._budget_s = math.inf if budget_s is None else budget_s
         rounds = sum(point.rounds for point in self._missing.values())
         self._round_s = min(_ROUND_S, _SHARE_OF_BUDGET * self._budget_s / max(rounds, 1))
-        self._durations = Durations()
+        self._durations = Durations(self._round_s)
+        self._timed_out: dict[Hashable, int] = {}
         self._start = time.monotonic()
 
     def run(self) -> bool:
@@ -173,8 +174,11 @@ class Engine:
                 self._emit(point, record)
 
     def _skip(self, point: Point) -> bool:
-        """Whether the point is skipped by its study or by the budget."""
+        """Whether the point is skipped: by its study, after a timeout of its series, or by the budget."""
         reason, needed_s, left_s = point.skip, self._durations.next_s(point), max(self._left_s(), 0.0)
+        if reason is None and point.series in self._timed_out:
+            tokens = self._timed_out[point.series]
+            reason = f"took too long at {tokens} tokens already (raise it with --timeout)"
         if reason is None and (needed_s > left_s or (point.cost and not left_s)):
             reason = (
                 f"would take about {show_seconds(needed_s)}, {show_seconds(left_s)} of the budget "
@@ -190,6 +194,8 @@ class Engine:
     def _emit(self, point: Point, record: Record) -> None:
         with held():
             self._store.add(record)
+        if record.status == "timeout":
+            self._timed_out.setdefault(point.series, record.case.tokens)
         if self._store.answers(point):
             self._finish(point)
 
@@ -206,13 +212,16 @@ class Engine:
             del self._missing[key]
             self._done += 1
         if self._report is not None:
-            remaining_s = self._durations.remaining_s(self._missing.values())
+            rounds = {key: left.rounds - self._store.rounds(left.case) for key, left in self._missing.items()}
+            remaining_s = self._durations.remaining_s(
+                (left, rounds[key] if left.rounds else 1) for key, left in self._missing.items()
+            )
             self._report(
                 Progress(
                     done=self._done,
                     total=self._done + len(self._missing),
                     remaining_s=min(remaining_s, max(self._left_s(), 0.0)),
-                    title=point.title,
+                    outcome=f"{point.title}: {record.status}",
                     record=record,
                 )
             )

@@ -72,8 +72,8 @@ class Plan:
 
 def in_lists(lists: Iterable[list[Point]]) -> Steps:
     """The steps of a study whose points do not depend on records."""
-    for points in lists:
-        yield points  # noqa: UP028  (records are sent to a generator, not to an iterator of lists)
+    for points in lists:  # noqa: UP028  (records are sent to a generator, not to an iterator of lists)
+        yield points
 
 
 def interleaved(lines: Iterable[Iterable[Point]]) -> list[Point]:

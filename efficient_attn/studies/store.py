@@ -10,8 +10,8 @@ from efficient_attn.studies.points import Point
 # End of the reason of points that the budget skipped.
 OVER_BUDGET = "(raise it with --budget)"
 
-# A resumed run measures these again.
-_FAILURES = ("oom", "timeout", "crash", "error")
+# A resumed run tries these again.
+_FAILURES = ("oom", "timeout", "crash", "error", "skipped")
 
 
 class Store:
@@ -32,7 +32,7 @@ class Store:
         self._stale = {
             key
             for key, record in self._records.items()
-            if record.status in _FAILURES or (retry_over_budget and _over_budget(record))
+            if record.status in _FAILURES and (retry_over_budget or not _over_budget(record))
         }
 
     @property
@@ -50,15 +50,12 @@ class Store:
         return 0 if record is None or record.status != "ok" else len(record.round_sizes or ())
 
     def answers(self, point: Point) -> bool:
-        """Whether a point need not be measured: it has all rounds, was refused, or is skipped again."""
+        """Whether a point need not be measured: it has all rounds, failed, or was skipped."""
         record = self.get(point.case)
         if record is None or point.case.key in self._stale:
             return False
-        if record.status == "skipped":
-            return point.skip is not None or _over_budget(record)
-        return (
-            record.status != "ok" or point.case.key in self._closed or self.rounds(point.case) >= point.rounds
-        )
+        complete = point.case.key in self._closed or self.rounds(point.case) >= point.rounds
+        return record.status != "ok" or complete
 
     def add(self, row: Record) -> None:
         """Write and merge a row; a repeated failure is not written twice."""

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable, Sequence
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from efficient_attn.report.error_table import CONCATENATED, CONCATENATED_NOTE, describe, show_error
 from efficient_attn.report.notes import calibration_note, failure_notes, setting
@@ -120,8 +120,15 @@ def _sentences(records: Sequence[Record], environment: Environment) -> list[str]
 
 def left_out(records: Sequence[Record]) -> str:
     """A remark on points that did not fit; empty if all did."""
-    count = sum(record.status == "skipped" for record in records)
+    measured = {_question(record) for record in records if record.status == "ok"}
+    count = sum(record.status == "skipped" and _question(record) not in measured for record in records)
     return f" {count} points did not fit: --resume with a larger --budget measures them." if count else ""
+
+
+def _question(record: Record) -> tuple[Any, ...]:
+    """The case but for its options, in which a plan of a resumed run differs."""
+    case = record.case
+    return case.kind, case.label, case.inputs, case.tokens, case.layer
 
 
 def rows_of(records: Sequence[Record]) -> list[Row]:

@@ -10,7 +10,7 @@ from efficient_attn.runner.record import Case, Record
 from efficient_attn.runner.record import replace as with_values
 from efficient_attn.runner.sizes import MEAN_OF_VALUES, OWN, PLAN
 from efficient_attn.runner.variants import DENSE, YARDSTICK, Variant
-from efficient_attn.stats.predicted_time import time_models
+from efficient_attn.stats.predicted_time import Predicted, time_models
 from efficient_attn.stats.rounds import call_time, time_ratio
 from efficient_attn.studies.advise.choice import best_layers
 from efficient_attn.studies.advise.shapes import BOUND, PROBE
@@ -48,14 +48,21 @@ def model_steps(
     models = time_models(short, {variant.label: variant.target for variant in called})
     for choosing, held_out in pairs:
         tokens = choosing.shared["tokens"]
-        slower = set()
+        speeds = {}
         if YARDSTICK in models and tokens >= PROBE[0]:
             speeds = {label: model.speed(models[YARDSTICK], tokens=tokens) for label, model in models.items()}
-            slower = {label for label, speed in speeds.items() if speed.high is not None and speed.high < 1}
+        slower = {label for label, speed in speeds.items() if speed.high is not None and speed.high < 1}
         may_be_faster = [variant for variant in variants if variant.label not in slower - {YARDSTICK}]
+        fastest_first = sorted(may_be_faster, key=partial(_rank, speeds))
         yield from _plan_steps(
-            choosing, held_out, may_be_faster, quantity=quantity, limit=limit, rounds=rounds
+            choosing, held_out, fastest_first, quantity=quantity, limit=limit, rounds=rounds
         )
+
+
+def _rank(speeds: Mapping[str, Predicted], variant: Variant) -> float:
+    """Place in the order of measurement: baselines, then the fastest by prediction."""
+    speed = speeds.get(variant.label)
+    return -math.inf if variant.backend in _BASELINES or speed is None else -(speed.value or 0.0)
 
 
 def _plan_steps(
@@ -86,7 +93,7 @@ def _plan_steps(
             measure=partial(_timed, case, variant, subject, layers=layers),
             rounds=rounds,
             label=f"{variant.label}, {case.tokens} tokens, {kind}",
-            series=(variant.label, "time"),
+            series=variant.label,
             cost=float(case.tokens) ** variant.time_growth,
         )
 
@@ -98,6 +105,7 @@ def _plan_steps(
             return
     losses_of_all: dict[str, float] = {}
     working: list[Variant] = []
+    skipped = False
     for variant in variants:
         hopeless = losses_of_all.get(variant.backend, 0.0) > _HOPELESS * limit
         if variant is mean or (hopeless and variant.label != variant.backend):
@@ -106,13 +114,17 @@ def _plan_steps(
         if record.status == "ok":
             working.append(variant)
             losses_of_all[variant.label] = loss_of(record)
+        skipped |= record.status == "skipped"
     own, *times = yield [timed(choosing, variant) for variant in (_OWN, *working)]
-    gains_s = _gains_s(own, dict(zip(working, times, strict=True)), len(choosing.layers))
+    skipped |= any(record.status == "skipped" for record in (own, *times))
+    gains_s = _gains_s(own, list(zip(working, times, strict=True)), len(choosing.layers))
     losses: dict[int, dict[str, float]] = {layer: {} for layer in choosing.layers}
     for variant in working:
         if variant.label in gains_s:
             for layer in choosing.layers:
-                losses[layer][variant.label] = loss_of((yield _distance(choosing, variant, layer)))
+                record = yield _distance(choosing, variant, layer)
+                losses[layer][variant.label] = loss_of(record)
+                skipped |= record.status == "skipped"
     gains_s = {label: gain_s for label, gain_s in gains_s.items() if gain_s > 0}
 
     chosen: Mapping[int, str] = {}
@@ -127,6 +139,9 @@ def _plan_steps(
         if loss_of(record) <= limit:
             chosen = layers
             break
+    if skipped and not chosen:
+        # What the budget left out may be the plan.
+        return
     # Exact outputs of one set of texts are kept at a time.
     vars(choosing).pop("exact", None)
     yield _planned(held_out, PLAN, chosen, working, _speed(own, gains_s, chosen))
@@ -142,7 +157,7 @@ def _distance(subject: Subject, variant: Variant, layer: int | None = None) -> P
         case=case,
         measure=partial(measure.distance, case, variant, subject, draws=1),
         label=f"{variant.label}, {case.tokens} tokens, {place}",
-        series=(variant.label, "loss"),
+        series=variant.label,
         cost=float(case.tokens) ** variant.time_growth,
     )
 
@@ -159,10 +174,10 @@ def _timed(
     return record if layers is None else with_values(record, chosen_layers=json.dumps(layers))
 
 
-def _gains_s(own: Record, times: Mapping[Variant, Record], num_layers: int) -> dict[str, float]:
+def _gains_s(own: Record, times: Sequence[tuple[Variant, Record]], num_layers: int) -> dict[str, float]:
     """Seconds that one replaced layer gains by label, of backends that are not clearly slower."""
     gains_s = {}
-    for variant, record in times.items():
+    for variant, record in times:
         if variant.backend in _BASELINES or record.status != "ok":
             continue
         if not (own.times_s and record.times_s):
@@ -216,7 +231,7 @@ def _planned(
         case=case,
         measure=partial(worker.answer, case, partial(_measured_plan, case, variant, subject, layers, speed)),
         label=f"{label}, {case.tokens} tokens",
-        series=(OWN, "loss"),
+        series=OWN,
         cost=float(case.tokens),
     )
 

@@ -123,19 +123,10 @@ def plan(
 def _steps(groups: Sequence[tuple[Costs, Sequence[Variant]]], lengths: Sequence[int]) -> Steps:
     """One round of every call and its memory, from short to long; then further rounds of all calls."""
     calls: list[Point] = []
-    timed_out: dict[tuple[str, str], str] = {}
     for tokens in lengths:
         for costs, variants in groups:
             times = [costs.time(variant, tokens) for variant in variants]
-            times = [
-                replace(point, skip=point.skip or timed_out.get((point.case.of, point.case.label)))
-                for point in times
-            ]
             records = yield [replace(point, rounds=1) for point in times]
-            for record in records:
-                if record.status == "timeout":
-                    reason = f"took too long at {tokens} tokens already (raise it with --timeout)"
-                    timed_out[record.case.of, record.case.label] = reason
             calls += [point for point, record in zip(times, records, strict=True) if record.status == "ok"]
             for variant in variants:
                 # The memory of a graph is allocated when it is captured, none of it in a call.

@@ -148,7 +148,7 @@ def _steps(subject: Any, variants: Sequence[Variant], *, draws: int, rounds: int
             measure=partial(measure.cost, case, variant, subject),
             rounds=rounds if kind == "time" else 0,
             label=f"{variant.label}, {kind}",
-            series=(variant.label, kind),
+            series=variant.label,
         )
 
     working = []
