@@ -94,25 +94,26 @@ def plan(
     measurer, limit, notes = measurer_for(
         chosen, first, isolate=isolate, timeout_s=timeout_s, memory_limit=memory_limit
     )
-    groups = []
-    # Compiling, which takes longest, comes last.
-    for execution in executions:
-        for workload in settled:
-            _try_options(chosen, workload, max(lengths))
-            baselines = () if workload.of == "attention" else (ceiling(),)
-            costs = Costs(
-                shared={**vars(workload), "inputs": "gaussian"},
-                measure=measurer,
-                rounds=rounds,
-                limit_bytes=limit,
-                l2=(l2 or COLD) if first.device.startswith("cuda") else None,
-            )
-            variants = (*baselines, *chosen)
-            if execution is not None:
-                variants = tuple(variant.executed(execution) for variant in variants)
-            groups.append((costs, variants))
+    settings = []
+    for workload in settled:
+        _try_options(chosen, workload, max(lengths))
+        costs = Costs(
+            shared={**vars(workload), "inputs": "gaussian"},
+            measure=measurer,
+            rounds=rounds,
+            limit_bytes=limit,
+            l2=(l2 or COLD) if first.device.startswith("cuda") else None,
+        )
+        settings.append((costs, chosen if workload.of == "attention" else (ceiling(), *chosen)))
+    # From short to long; compiling, which takes longest, comes last.
+    groups = [
+        (costs, [variant.executed(execution) for variant in variants], tokens)
+        for execution in executions
+        for tokens in lengths
+        for costs, variants in settings
+    ]
     return Plan(
-        steps=partial(_steps, groups, lengths),
+        steps=partial(_steps, groups),
         device=first.device,
         timeout_s=timeout_s,
         notes=notes,
@@ -120,18 +121,17 @@ def plan(
     )
 
 
-def _steps(groups: Sequence[tuple[Costs, Sequence[Variant]]], lengths: Sequence[int]) -> Steps:
-    """One round of every call and its memory, from short to long; then further rounds of all calls."""
+def _steps(groups: Sequence[tuple[Costs, Sequence[Variant], int]]) -> Steps:
+    """One round of every call and its memory, then further rounds of all calls."""
     calls: list[Point] = []
-    for tokens in lengths:
-        for costs, variants in groups:
-            times = [costs.time(variant, tokens) for variant in variants]
-            records = yield [replace(point, rounds=1) for point in times]
-            calls += [point for point, record in zip(times, records, strict=True) if record.status == "ok"]
-            for variant in variants:
-                # The memory of a graph is allocated when it is captured, none of it in a call.
-                if variant.execution != CUDA_GRAPH:
-                    yield costs.memory(variant, tokens)
+    for costs, variants, tokens in groups:
+        times = [costs.time(variant, tokens) for variant in variants]
+        records = yield [replace(point, rounds=1) for point in times]
+        calls += [point for point, record in zip(times, records, strict=True) if record.status == "ok"]
+        for variant in variants:
+            # The memory of a graph is allocated when it is captured, none of it in a call.
+            if variant.execution != CUDA_GRAPH:
+                yield costs.memory(variant, tokens)
     yield calls
 
 
