@@ -336,18 +336,3 @@ def test_layers_are_shown_as_ranges():
     chosen = {0: "window", 2: "window", 3: "window", 1: "linformer"}
     assert in_ranges(chosen) == "window in layers 0, 2–3 and linformer in layer 1"
     assert in_ranges({}) == ""
-
-
-def test_the_study_takes_no_records_of_other_studies():
-    case = Case(
-        kind="time",
-        backend="exact",
-        label="exact",
-        num_heads=1,
-        head_dim=1,
-        tokens=1,
-        dtype="float32",
-        device="cpu",
-        threads=1,
-    )
-    assert find("advise").own([Record(case=case, times_s=(1.0,))]) == []

@@ -103,6 +103,15 @@ def test_a_plan_of_the_layers_within_the_budget_is_made_anew_by_the_resumed_run(
     assert ended.files() == whole.files()
 
 
+def test_a_plan_without_layers_is_no_decision_where_the_budget_left_layers_out(encoder, monkeypatch):
+    real = Durations.next_s
+    monkeypatch.setattr(
+        Durations, "next_s", lambda self, point: 1e9 if point.case.layer is not None else real(self, point)
+    )
+    (sentence,) = advise(encoder, budget_s=60.0, min_cosine=1 - 2.2e-5).sentences()
+    assert "not measured to the end at 24 tokens" in sentence and "stay with exact" not in sentence
+
+
 def test_times_that_an_interruption_cut_short_decide_nothing_and_are_taken_again(
     encoder, tmp_path, monkeypatch
 ):

@@ -86,9 +86,7 @@ class Case:
         Size | None,
         Meta(description="Number of processes; null: one."),
     ] = None
-    schema: Annotated[
-        int, Meta(description="Version of this schema. A reader reads every version up to its own.")
-    ] = SCHEMA
+    schema: Annotated[int, Meta(description="Version of this schema.")] = SCHEMA
 
     @property
     def model_dim(self) -> int:

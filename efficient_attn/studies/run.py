@@ -3,7 +3,6 @@
 import inspect
 import textwrap
 import typing
-import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -114,7 +113,6 @@ def function_of(study: Study) -> Callable[..., Results]:
     def run(*args: Any, **options: Any) -> Results:
         of_run = {name: options.pop(name) for name in _OF_A_RUN if name in options}
         of_run.setdefault("progress", notebook_bar())
-        options |= _renamed(study, options)
         return run_plan(study, lambda: study.plan(*args, **options), **of_run)
 
     signature = inspect.signature(study.plan)
@@ -127,7 +125,7 @@ def function_of(study: Study) -> Callable[..., Results]:
         return_annotation="Results",
     )
     run.__name__ = run.__qualname__ = study.name
-    declared = {one.name: one.option.help for one in study.parameters() if not one.option.hidden}
+    declared = {one.name: one.option.help for one in study.parameters()}
     lines = [
         textwrap.fill(f"{name}: {text}", 100, subsequent_indent="    ")
         for name, text in (declared | _OF_A_RUN).items()
@@ -135,17 +133,6 @@ def function_of(study: Study) -> Callable[..., Results]:
     arguments = textwrap.indent("\n".join(lines), "    ")
     run.__doc__ = f"{inspect.getdoc(study.plan) or ''}\n\nArgs:\n{arguments}\n"
     return run
-
-
-def _renamed(study: Study, options: dict[str, Any]) -> dict[str, Any]:
-    """Values of former parameter names, taken out of the options."""
-    found = {}
-    for one in study.parameters():
-        for flag in one.option.old:
-            if (former := flag.removeprefix("--").replace("-", "_")) in options:
-                warnings.warn(f"{former} is now {one.name}.", DeprecationWarning, stacklevel=3)
-                found[one.name] = options.pop(former)
-    return found
 
 
 def _plain(annotation: Any) -> Any:

@@ -28,9 +28,8 @@ LOCK = ".lock"
 # Entries of the environment that change results; a run with another value is another experiment.
 _DECISIVE = ("torch.version", "processor", "gpu.name", "model.weights_sha256")
 
-# Entries of the software of a GPU, which not every release recorded, and their former names.
+# Entries of the software of a GPU.
 GPU_SOFTWARE = ("gpu.cuda", "gpu.driver_version", "gpu.clocks.max.sm", "gpu.clocks.max.mem")
-_FORMER = {"torch.cuda": "gpu.cuda", "gpu.driver": "gpu.driver_version"}
 
 
 def open_folder(folder: str | Path, *, name: str = "folder", fresh: bool = False) -> Path:
@@ -81,9 +80,7 @@ def differences(
     """
     if not (old and new):
         return ""
-    sides = [
-        [{_FORMER.get(name, name): text for name, text in flat(run)} for run in side] for side in (old, new)
-    ]
+    sides = [[dict(flat(run)) for run in side] for side in (old, new)]
     known = dict.fromkeys(name for side in sides for run in side for name in run)
     found = []
     for name in (one for one in known if {one, one.partition(".")[0]} & {*groups}):

@@ -54,13 +54,11 @@ def plan(
     tokenizer: Any = None,
     seq_len: Annotated[
         int | None,
-        Option(
-            help="Tokens of each text; 512, or as many as model and texts have.", old=("--tokens",), least=2
-        ),
+        Option(help="Tokens of each text; 512, or as many as model and texts have.", least=2),
     ] = None,
     options: shared.Settings = None,
     exclude: shared.Exclude = None,
-    draws: Annotated[int, Option(help="Number of random-feature draws.", old=("--seeds",), least=1)] = 3,
+    draws: Annotated[int, Option(help="Number of random-feature draws.", least=1)] = 3,
     by_layer: Annotated[
         bool | None,
         Option(help="layer: each layer replaced alone too.", flag="--by", metavar="layer", parse=_is_layer),
