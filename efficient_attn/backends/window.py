@@ -11,6 +11,7 @@ from efficient_attn.modules.relative import MAX_DISTANCE, check_no_bias, count, 
 from efficient_attn.operation_counts import OperationCounts, softmax_matmuls, visible_pairs
 from efficient_attn.ops.sharded.layout import Layout
 from efficient_attn.ops.sharded.softmax import first_keys_of_all, last_keys, near_keys_attention
+from efficient_attn.ops.softmax.fused import fused_attention
 from efficient_attn.ops.softmax.kv_cache import (
     KVCache,
     append_tokens,
@@ -21,7 +22,7 @@ from efficient_attn.ops.softmax.kv_cache import (
 from efficient_attn.ops.softmax.relative import relative_attention
 from efficient_attn.ops.window.attention import window_attention
 from efficient_attn.ops.window.global_keys import AgedKeys, GlobalKeys, first_keys
-from efficient_attn.ops.window.streaming import WindowState, extend_window, state_of
+from efficient_attn.ops.window.streaming import WindowState, extend_window, slide_window, state_of
 from efficient_attn.problem import AttentionProblem, positive_count
 from efficient_attn.registry import Capabilities, register
 
@@ -104,6 +105,12 @@ class WindowAttention(nn.Module):
     ) -> tuple[Tensor, KVCache | WindowState]:
         if k.shape[2] == 0 and state is not None:
             return q.new_zeros(*q.shape[:-1], v.shape[-1]), state
+        if state is not None and key_mask is None and self.distance_bias is None:
+            step = slide_window(state, q, k, v, back=self._back)
+            if step is not None:
+                keys, values, after = step
+                out = fused_attention(q, keys, values, scale=self._scale, key_mask=None, dropout=0.0)
+                return out, after
         first: GlobalKeys | None = None
         after: KVCache | WindowState
         if self._count:

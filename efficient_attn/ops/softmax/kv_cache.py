@@ -77,9 +77,34 @@ def last_tokens(state: KVCache, tokens: int) -> KVCache:
     return KVCache(k, v, mask if mask_of(state) is None else _kept(mask.unsqueeze(-1)).squeeze(-1))
 
 
+def slide(x: Tensor, new: Tensor, behind: Tensor | None) -> tuple[Tensor, Tensor] | None:
+    """Append one token in place to the last tokens of a window.
+
+    Args:
+        behind: Tokens that the call reads besides, written behind the new one. The next step overwrites them.
+
+    Returns:
+        `x`, `new` and `behind`, and the last tokens without `behind`, as many as in `x`. None where `x` does
+        not own enough spare capacity.
+    """
+    record, tokens = _record(x), x.shape[-2]
+    number = 1 if behind is None else 1 + behind.shape[-2]
+    if record is None or record.tokens + number > record.shape[-2] or not _alike(x, new):
+        return None
+    data, start, stride = x.data, x.storage_offset(), record.strides[-2]
+    slot = data.as_strided((*x.shape[:-2], number, x.shape[-1]), record.strides, start + tokens * stride)
+    if behind is None:
+        slot.copy_(new)
+    else:
+        torch.cat([new, behind], dim=-2, out=slot)
+    _mark(data, record.shape, record.strides, record.tokens + 1)
+    whole = data.as_strided((*x.shape[:-2], tokens + number, x.shape[-1]), record.strides, start)
+    return whole, data.as_strided(x.shape, record.strides, start + stride)
+
+
 def _kept(x: Tensor) -> Tensor:
     """`x` itself if it is a large part of a buffer, otherwise a copy."""
-    if _recorded(x) and _record(x) and x.untyped_storage().nbytes() <= _SPARE * x.nbytes:
+    if recorded(x) and _record(x) and x.untyped_storage().nbytes() <= _SPARE * x.nbytes:
         return x
     return _own(x)
 
@@ -93,9 +118,7 @@ def _append(x: Tensor, new: Tensor) -> Tensor:
     """`x` [… tokens dim] followed by `new`: in place behind `x` if it owns enough spare capacity."""
     start, tokens, more = 0, x.shape[-2], new.shape[-2]
     trained = torch.is_grad_enabled() and (x.requires_grad or new.requires_grad)
-    # A copy into a buffer would broadcast or convert where a concatenation raises or promotes.
-    fits = x[..., :0, :].shape == new[..., :0, :].shape and (x.dtype, x.device) == (new.dtype, new.device)
-    if trained or not (fits and _recorded(x) and _recorded(new)):
+    if trained or not (_alike(x, new) and recorded(x, new)):
         return torch.cat([x, new], dim=-2)
     record = _record(x)
     if record is not None and record.tokens + more <= record.shape[-2]:
@@ -106,14 +129,28 @@ def _append(x: Tensor, new: Tensor) -> Tensor:
         buffer = x.new_empty(*x.shape[:-2], max(tokens + more, 2 * tokens), x.shape[-1])
         buffer[..., :tokens, :].copy_(x)
     end = start + tokens + more
-    buffer[..., end - more : end, :].copy_(new)
-    setattr(buffer.untyped_storage(), _RECORD, _Filled(tuple(buffer.shape), buffer.stride(), end))
-    return buffer[..., start:end, :]
+    buffer.narrow(-2, end - more, more).copy_(new)
+    _mark(buffer, tuple(buffer.shape), buffer.stride(), end)
+    return buffer.narrow(-2, start, tokens + more)
 
 
-def _recorded(x: Tensor) -> bool:
-    """Whether the storage of a tensor is Python's to mark: outside compilers, transforms and subclasses."""
-    return type(x) is Tensor and not torch.compiler.is_compiling() and not transformed(x)
+def _alike(x: Tensor, new: Tensor) -> bool:
+    """Whether tensors [… tokens dim] differ in their tokens alone.
+
+    A copy into a buffer would broadcast or convert where a concatenation raises or promotes.
+    """
+    shapes = x.shape[:-2] == new.shape[:-2] and x.shape[-1] == new.shape[-1]
+    return shapes and x.dtype == new.dtype and x.device == new.device
+
+
+def recorded(*tensors: Tensor) -> bool:
+    """Whether storages of tensors are Python's to mark: outside compilers, transforms and subclasses."""
+    plain = all(type(x) is Tensor for x in tensors) and not torch.compiler.is_compiling()
+    return plain and not transformed(*tensors)
+
+
+def _mark(buffer: Tensor, shape: tuple[int, ...], strides: tuple[int, ...], tokens: int) -> None:
+    setattr(buffer.untyped_storage(), _RECORD, _Filled(shape, strides, tokens))
 
 
 def _record(x: Tensor) -> _Filled | None:

@@ -12,6 +12,8 @@ from efficient_attn.ops.softmax.kv_cache import (
     append_tokens,
     last_tokens,
     mask_of,
+    recorded,
+    slide,
     summarise_tokens,
 )
 from efficient_attn.ops.window.global_keys import AgedKeys, GlobalKeys, tokens_at
@@ -63,6 +65,25 @@ def extend_window(
     first_k, first_v = (x[:, :, :count].clone(memory_format=torch.contiguous_format) for x in (k, v))
     real = k.new_ones(len(k), first_k.shape[2], dtype=torch.bool)
     return whole, None, WindowState(*last_tokens(rest, back), first_k, first_v, real)
+
+
+def slide_window(
+    state: KVCache | WindowState, q: Tensor, k: Tensor, v: Tensor, *, back: int
+) -> tuple[Tensor, Tensor, KVCache | WindowState] | None:
+    """Keys and values that a token without a mask reads, and the next state, without copies of past tokens.
+
+    The keys are in no order of positions. None where a window is not full or has masked keys, where its
+    buffers have no spare capacity, and with gradients, which may need the keys after the next step.
+    """
+    full = k.shape[2] == 1 and state.k.shape[2] == back and mask_of(KVCache(*state[:3])) is None
+    if not full or torch.is_grad_enabled() or not recorded(q, k, v, state.k, state.v):
+        return None
+    first_k, first_v = (state.first_k, state.first_v) if isinstance(state, WindowState) else (None, None)
+    values = slide(state.v, v, first_v)
+    keys = None if values is None else slide(state.k, k, first_k)
+    if keys is None or values is None:
+        return None
+    return keys[0], values[0], type(state)(keys[1], values[1], *state[2:])
 
 
 def _extend_masked(
