@@ -277,7 +277,7 @@ def test_global_tokens_stream_in_pieces_as_in_one_call(pieces, window, first, pa
         outs.append(out)
     expected = dense_band(*inputs, window, True, mask, first)
     assert (torch.cat(outs, dim=2) - expected).abs().max() <= 1e-12
-    assert state.k.shape[2] <= window - 1 and state.first_k.shape[2] <= first
+    assert state.k.shape[2] <= 2 * (window - 1) + first and state.first_k.shape[2] <= first
     if trained:
         given = torch.randn_like(expected)
         gradients = [torch.autograd.grad(x, inputs, given) for x in (torch.cat(outs, dim=2), expected)]

@@ -106,7 +106,7 @@ class WindowAttention(nn.Module):
         if k.shape[2] == 0 and state is not None:
             return q.new_zeros(*q.shape[:-1], v.shape[-1]), state
         if state is not None and key_mask is None and self.distance_bias is None:
-            step = slide_window(state, q, k, v, back=self._back)
+            step = slide_window(state, k, v, back=self._back)
             if step is not None:
                 keys, values, after = step
                 out = fused_attention(q, keys, values, scale=self._scale, key_mask=None, dropout=0.0)

@@ -63,10 +63,10 @@ def append_tokens(state: KVCache | None, k: Tensor, v: Tensor, key_mask: Tensor 
         return KVCache(_own(new.k), _own(new.v), new.key_mask if key_mask is None else _own(key_mask))
     if key_mask is None and mask_of(state) is None:
         mask = state.key_mask.as_strided((k.shape[0], state.k.shape[2] + k.shape[2]), (0, 0))
-        return KVCache(_append(state.k, k), _append(state.v, v), mask)
+        return KVCache(append(state.k, k), append(state.v, v), mask)
     new = summarise_tokens(k, v, key_mask)
-    mask = _append(state.key_mask.unsqueeze(-1), new.key_mask.unsqueeze(-1)).squeeze(-1)
-    return KVCache(_append(state.k, new.k), _append(state.v, new.v), mask)
+    mask = append(state.key_mask.unsqueeze(-1), new.key_mask.unsqueeze(-1)).squeeze(-1)
+    return KVCache(append(state.k, new.k), append(state.v, new.v), mask)
 
 
 def last_tokens(state: KVCache, tokens: int) -> KVCache:
@@ -77,34 +77,9 @@ def last_tokens(state: KVCache, tokens: int) -> KVCache:
     return KVCache(k, v, mask if mask_of(state) is None else _kept(mask.unsqueeze(-1)).squeeze(-1))
 
 
-def slide(x: Tensor, new: Tensor, behind: Tensor | None) -> tuple[Tensor, Tensor] | None:
-    """Append one token in place to the last tokens of a window.
-
-    Args:
-        behind: Tokens that the call reads besides, written behind the new one. The next step overwrites them.
-
-    Returns:
-        `x`, `new` and `behind`, and the last tokens without `behind`, as many as in `x`. None where `x` does
-        not own enough spare capacity.
-    """
-    record, tokens = _record(x), x.shape[-2]
-    number = 1 if behind is None else 1 + behind.shape[-2]
-    if record is None or record.tokens + number > record.shape[-2] or not _alike(x, new):
-        return None
-    data, start, stride = x.data, x.storage_offset(), record.strides[-2]
-    slot = data.as_strided((*x.shape[:-2], number, x.shape[-1]), record.strides, start + tokens * stride)
-    if behind is None:
-        slot.copy_(new)
-    else:
-        torch.cat([new, behind], dim=-2, out=slot)
-    _mark(data, record.shape, record.strides, record.tokens + 1)
-    whole = data.as_strided((*x.shape[:-2], tokens + number, x.shape[-1]), record.strides, start)
-    return whole, data.as_strided(x.shape, record.strides, start + stride)
-
-
 def _kept(x: Tensor) -> Tensor:
     """`x` itself if it is a large part of a buffer, otherwise a copy."""
-    if recorded(x) and _record(x) and x.untyped_storage().nbytes() <= _SPARE * x.nbytes:
+    if _recorded(x) and _record(x) and x.untyped_storage().nbytes() <= _SPARE * x.nbytes:
         return x
     return _own(x)
 
@@ -114,43 +89,53 @@ def _own(x: Tensor) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format)
 
 
-def _append(x: Tensor, new: Tensor) -> Tensor:
+def append(x: Tensor, new: Tensor) -> Tensor:
     """`x` [… tokens dim] followed by `new`: in place behind `x` if it owns enough spare capacity."""
-    start, tokens, more = 0, x.shape[-2], new.shape[-2]
-    trained = torch.is_grad_enabled() and (x.requires_grad or new.requires_grad)
-    if trained or not (_alike(x, new) and recorded(x, new)):
+    longer = append_in_place(x, new)
+    if longer is not None:
+        return longer
+    if not _writable(x, new):
         return torch.cat([x, new], dim=-2)
-    record = _record(x)
-    if record is not None and record.tokens + more <= record.shape[-2]:
-        # A backward pass may have saved the past tokens; `data` has a version counter of its own.
-        buffer = x.data.as_strided(record.shape, record.strides, 0)
-        start = record.tokens - tokens
-    else:
-        buffer = x.new_empty(*x.shape[:-2], max(tokens + more, 2 * tokens), x.shape[-1])
-        buffer[..., :tokens, :].copy_(x)
-    end = start + tokens + more
-    buffer.narrow(-2, end - more, more).copy_(new)
-    _mark(buffer, tuple(buffer.shape), buffer.stride(), end)
+    tokens = x.shape[-2]
+    buffer = x.new_empty(*x.shape[:-2], max(tokens + new.shape[-2], 2 * tokens), x.shape[-1])
+    buffer[..., :tokens, :].copy_(x)
+    return _write(buffer, new, start=0, tokens=tokens)
+
+
+def append_in_place(x: Tensor, new: Tensor) -> Tensor | None:
+    """`x` [… tokens dim] followed by `new`, or None if `x` does not own enough spare capacity."""
+    record = _record(x) if _writable(x, new) else None
+    if record is None or record.tokens + new.shape[-2] > record.shape[-2]:
+        return None
+    # A backward pass may have saved the past tokens; `data` has a version counter of its own.
+    buffer = x.data.as_strided(record.shape, record.strides, 0)
+    return _write(buffer, new, start=record.tokens - x.shape[-2], tokens=x.shape[-2])
+
+
+def _write(buffer: Tensor, new: Tensor, *, start: int, tokens: int) -> Tensor:
+    """Write `new` behind tokens of a buffer that begin at `start`; return all of these."""
+    more, shape = new.shape[-2], tuple(buffer.shape)
+    buffer.narrow(-2, start + tokens, more).copy_(new)
+    record = _Filled(shape, buffer.stride(), start + tokens + more)
+    setattr(buffer.untyped_storage(), _RECORD, record)
     return buffer.narrow(-2, start, tokens + more)
 
 
-def _alike(x: Tensor, new: Tensor) -> bool:
-    """Whether tensors [… tokens dim] differ in their tokens alone.
+def _writable(x: Tensor, new: Tensor) -> bool:
+    """Whether `new` may be written into a buffer of `x`.
 
     A copy into a buffer would broadcast or convert where a concatenation raises or promotes.
     """
-    shapes = x.shape[:-2] == new.shape[:-2] and x.shape[-1] == new.shape[-1]
-    return shapes and x.dtype == new.dtype and x.device == new.device
+    trained = torch.is_grad_enabled() and (x.requires_grad or new.requires_grad)
+    fits = x.shape[:-2] == new.shape[:-2] and x.shape[-1] == new.shape[-1]
+    fits = fits and (x.dtype, x.device) == (new.dtype, new.device)
+    return not trained and fits and _recorded(x, new)
 
 
-def recorded(*tensors: Tensor) -> bool:
+def _recorded(*tensors: Tensor) -> bool:
     """Whether storages of tensors are Python's to mark: outside compilers, transforms and subclasses."""
     plain = all(type(x) is Tensor for x in tensors) and not torch.compiler.is_compiling()
     return plain and not transformed(*tensors)
-
-
-def _mark(buffer: Tensor, shape: tuple[int, ...], strides: tuple[int, ...], tokens: int) -> None:
-    setattr(buffer.untyped_storage(), _RECORD, _Filled(shape, strides, tokens))
 
 
 def _record(x: Tensor) -> _Filled | None:

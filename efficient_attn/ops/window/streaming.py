@@ -9,11 +9,11 @@ from torch import Tensor
 from efficient_attn.ops.dtypes import zero_masked
 from efficient_attn.ops.softmax.kv_cache import (
     KVCache,
+    append,
+    append_in_place,
     append_tokens,
     last_tokens,
     mask_of,
-    recorded,
-    slide,
     summarise_tokens,
 )
 from efficient_attn.ops.window.global_keys import AgedKeys, GlobalKeys, tokens_at
@@ -50,6 +50,9 @@ def extend_window(
         A cache for the window, the global keys apart from it, None where the cache is the whole sequence, and
         the next state.
     """
+    if state is not None and state.k.shape[2] > state.key_mask.shape[1]:
+        keys, values = (_without_first(x, first, back) for x, first in ((state.k, state.first_k), (state.v, state.first_v)))
+        state = state._replace(k=keys, v=values)
     masked = key_mask is not None and k.shape[2] > 0
     if masked or (state is not None and mask_of(KVCache(*state[:3])) is not None):
         return _extend_masked(state, k, v, key_mask, count, back)
@@ -68,22 +71,41 @@ def extend_window(
 
 
 def slide_window(
-    state: KVCache | WindowState, q: Tensor, k: Tensor, v: Tensor, *, back: int
+    state: KVCache | WindowState, k: Tensor, v: Tensor, *, back: int
 ) -> tuple[Tensor, Tensor, KVCache | WindowState] | None:
     """Keys and values that a token without a mask reads, and the next state, without copies of past tokens.
 
-    The keys are in no order of positions. None where a window is not full or has masked keys, where its
-    buffers have no spare capacity, and with gradients, which may need the keys after the next step.
+    The order of the keys is arbitrary. None where the window is not full yet or has masked keys, inside
+    compiled code, and with gradients.
     """
-    full = k.shape[2] == 1 and state.k.shape[2] == back and mask_of(KVCache(*state[:3])) is None
-    if not full or torch.is_grad_enabled() or not recorded(q, k, v, state.k, state.v):
+    full = k.shape[2] == 1 and state.key_mask.shape[1] == back > 0 and mask_of(KVCache(*state[:3])) is None
+    if not full or torch.is_grad_enabled() or torch.compiler.is_compiling():
         return None
-    first_k, first_v = (state.first_k, state.first_v) if isinstance(state, WindowState) else (None, None)
-    values = slide(state.v, v, first_v)
-    keys = None if values is None else slide(state.k, k, first_k)
-    if keys is None or values is None:
-        return None
-    return keys[0], values[0], type(state)(keys[1], values[1], *state[2:])
+    if not isinstance(state, WindowState):
+        keys, values = append(state.k, k), append(state.v, v)
+        after = KVCache(keys.narrow(2, 1, back), values.narrow(2, 1, back), state.key_mask)
+        return keys, values, after
+    all_k, all_v = (_slide(x, *pair, back) for x, *pair in ((state.k, k, state.first_k), (state.v, v, state.first_v)))
+    rows = back + 1 + state.first_k.shape[2]
+    keys, values = (x.narrow(2, x.shape[2] - rows, rows) for x in (all_k, all_v))
+    return keys, values, WindowState(all_k, all_v, *state[2:])
+
+
+def _slide(x: Tensor, new: Tensor, first: Tensor, back: int) -> Tensor:
+    """Append a token to keys or values of a `WindowState`, which then hold the global ones."""
+    newer = x.shape[2] - back - first.shape[2]
+    longer = append_in_place(x, new) if 0 <= newer < back else None
+    if longer is None:
+        longer = append(torch.cat([_without_first(x, first, back), first], dim=2), new)
+    return longer
+
+
+def _without_first(x: Tensor, first: Tensor, back: int) -> Tensor:
+    """The last tokens of keys or values that may hold the global ones."""
+    middle = back + first.shape[2]
+    if x.shape[2] <= back:
+        return x
+    return torch.cat([x[:, :, x.shape[2] - middle : back], x[:, :, middle:]], dim=2)
 
 
 def _extend_masked(
