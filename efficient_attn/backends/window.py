@@ -62,6 +62,7 @@ class WindowAttention(nn.Module):
         super().__init__()
         self._scale, self._causal, self._count = problem.factor, problem.causal, options.global_tokens
         self._back, self._ahead = _sides(problem, options)
+        self._biased = options.max_distance > 0
         self.register_parameter("distance_bias", distance_bias(problem, options.max_distance))
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
@@ -105,14 +106,13 @@ class WindowAttention(nn.Module):
     ) -> tuple[Tensor, KVCache | WindowState]:
         if k.shape[2] == 0 and state is not None:
             return q.new_zeros(*q.shape[:-1], v.shape[-1]), state
-        if state is not None and key_mask is None and self.distance_bias is None:
+        step = None
+        if state is not None and key_mask is None and not self._biased:
             step = slide_window(state, k, v, back=self._back)
-            if step is not None:
-                keys, values, after = step
-                out = fused_attention(q, keys, values, scale=self._scale, key_mask=None, dropout=0.0)
-                return out, after
+        if step is not None:
+            keys, values, after = step
+            return fused_attention(q, keys, values, scale=self._scale, key_mask=None, dropout=0.0), after
         first: GlobalKeys | None = None
-        after: KVCache | WindowState
         if self._count:
             back, count = self._back, self._count
             cache, first, after = extend_window(state, k, v, key_mask, count=count, back=back)

@@ -99,7 +99,7 @@ def append(x: Tensor, new: Tensor) -> Tensor:
     tokens = x.shape[-2]
     buffer = x.new_empty(*x.shape[:-2], max(tokens + new.shape[-2], 2 * tokens), x.shape[-1])
     buffer[..., :tokens, :].copy_(x)
-    return _write(buffer, new, start=0, tokens=tokens)
+    return _write(buffer, new, _Filled(tuple(buffer.shape), buffer.stride(), tokens), tokens)
 
 
 def append_in_place(x: Tensor, new: Tensor) -> Tensor | None:
@@ -108,17 +108,15 @@ def append_in_place(x: Tensor, new: Tensor) -> Tensor | None:
     if record is None or record.tokens + new.shape[-2] > record.shape[-2]:
         return None
     # A backward pass may have saved the past tokens; `data` has a version counter of its own.
-    buffer = x.data.as_strided(record.shape, record.strides, 0)
-    return _write(buffer, new, start=record.tokens - x.shape[-2], tokens=x.shape[-2])
+    return _write(x.data, new, record, x.shape[-2])
 
 
-def _write(buffer: Tensor, new: Tensor, *, start: int, tokens: int) -> Tensor:
-    """Write `new` behind tokens of a buffer that begin at `start`; return all of these."""
-    more, shape = new.shape[-2], tuple(buffer.shape)
-    buffer.narrow(-2, start + tokens, more).copy_(new)
-    record = _Filled(shape, buffer.stride(), start + tokens + more)
-    setattr(buffer.untyped_storage(), _RECORD, record)
-    return buffer.narrow(-2, start, tokens + more)
+def _write(buffer: Tensor, new: Tensor, record: _Filled, tokens: int) -> Tensor:
+    """Write `new` behind the last tokens of a buffer, of any view of it; return these and `new`."""
+    strides, (*batch, more, dim) = record.strides, new.shape
+    buffer.as_strided(new.shape, strides, record.tokens * strides[-2]).copy_(new)
+    setattr(buffer.untyped_storage(), _RECORD, _Filled(record.shape, strides, record.tokens + more))
+    return buffer.as_strided((*batch, tokens + more, dim), strides, (record.tokens - tokens) * strides[-2])
 
 
 def _writable(x: Tensor, new: Tensor) -> bool:
@@ -128,14 +126,13 @@ def _writable(x: Tensor, new: Tensor) -> bool:
     """
     trained = torch.is_grad_enabled() and (x.requires_grad or new.requires_grad)
     fits = x.shape[:-2] == new.shape[:-2] and x.shape[-1] == new.shape[-1]
-    fits = fits and (x.dtype, x.device) == (new.dtype, new.device)
-    return not trained and fits and _recorded(x, new)
+    fits = fits and x.dtype == new.dtype and x.device == new.device
+    return not trained and fits and _recorded(x) and _recorded(new)
 
 
-def _recorded(*tensors: Tensor) -> bool:
-    """Whether storages of tensors are Python's to mark: outside compilers, transforms and subclasses."""
-    plain = all(type(x) is Tensor for x in tensors) and not torch.compiler.is_compiling()
-    return plain and not transformed(*tensors)
+def _recorded(x: Tensor) -> bool:
+    """Whether the storage of a tensor is Python's to mark: outside compilers, transforms and subclasses."""
+    return type(x) is Tensor and not torch.compiler.is_compiling() and not transformed(x)
 
 
 def _record(x: Tensor) -> _Filled | None:

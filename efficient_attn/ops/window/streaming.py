@@ -22,6 +22,9 @@ from efficient_attn.ops.window.global_keys import AgedKeys, GlobalKeys, tokens_a
 class WindowState(NamedTuple):
     """Global keys of a stream, and a `KVCache` of its last tokens, in which they are masked or left out.
 
+    After `slide_window`, k and v are [last tokens, global tokens, newer tokens], and as many of the oldest
+    tokens as there are newer ones have left the window. The length of `key_mask` is that of the window.
+
     Attributes:
         k, v, key_mask: The cache.
         first_k: [batch kv_heads count head_dim], arbitrary where not real.
@@ -51,8 +54,8 @@ def extend_window(
         the next state.
     """
     if state is not None and state.k.shape[2] > state.key_mask.shape[1]:
-        keys, values = (_without_first(x, first, back) for x, first in ((state.k, state.first_k), (state.v, state.first_v)))
-        state = state._replace(k=keys, v=values)
+        keys = _without_global(state.k, state.first_k, back)
+        state = state._replace(k=keys, v=_without_global(state.v, state.first_v, back))
     masked = key_mask is not None and k.shape[2] > 0
     if masked or (state is not None and mask_of(KVCache(*state[:3])) is not None):
         return _extend_masked(state, k, v, key_mask, count, back)
@@ -73,39 +76,37 @@ def extend_window(
 def slide_window(
     state: KVCache | WindowState, k: Tensor, v: Tensor, *, back: int
 ) -> tuple[Tensor, Tensor, KVCache | WindowState] | None:
-    """Keys and values that a token without a mask reads, and the next state, without copies of past tokens.
+    """Keys and values that a new token reads, in any order, and the next state, without copies of the past.
 
-    The order of the keys is arbitrary. None where the window is not full yet or has masked keys, inside
-    compiled code, and with gradients.
+    Returns:
+        None where the window is not full yet or has masked keys, with gradients, and in compiled code.
     """
     full = k.shape[2] == 1 and state.key_mask.shape[1] == back > 0 and mask_of(KVCache(*state[:3])) is None
     if not full or torch.is_grad_enabled() or torch.compiler.is_compiling():
         return None
     if not isinstance(state, WindowState):
         keys, values = append(state.k, k), append(state.v, v)
-        after = KVCache(keys.narrow(2, 1, back), values.narrow(2, 1, back), state.key_mask)
-        return keys, values, after
-    all_k, all_v = (_slide(x, *pair, back) for x, *pair in ((state.k, k, state.first_k), (state.v, v, state.first_v)))
-    rows = back + 1 + state.first_k.shape[2]
-    keys, values = (x.narrow(2, x.shape[2] - rows, rows) for x in (all_k, all_v))
+        return keys, values, KVCache(keys.narrow(2, 1, back), values.narrow(2, 1, back), state.key_mask)
+    all_k, all_v = _slide(state.k, k, state.first_k, back), _slide(state.v, v, state.first_v, back)
+    rows = back + state.first_k.shape[2] + 1
+    start = all_k.shape[2] - rows
+    keys, values = all_k.narrow(2, start, rows), all_v.narrow(2, start, rows)
     return keys, values, WindowState(all_k, all_v, *state[2:])
 
 
 def _slide(x: Tensor, new: Tensor, first: Tensor, back: int) -> Tensor:
-    """Append a token to keys or values of a `WindowState`, which then hold the global ones."""
+    """Keys or values of a `WindowState` and a new token, global ones in between."""
     newer = x.shape[2] - back - first.shape[2]
     longer = append_in_place(x, new) if 0 <= newer < back else None
     if longer is None:
-        longer = append(torch.cat([_without_first(x, first, back), first], dim=2), new)
+        longer = append(torch.cat([_without_global(x, first, back), first], dim=2), new)
     return longer
 
 
-def _without_first(x: Tensor, first: Tensor, back: int) -> Tensor:
-    """The last tokens of keys or values that may hold the global ones."""
-    middle = back + first.shape[2]
-    if x.shape[2] <= back:
-        return x
-    return torch.cat([x[:, :, x.shape[2] - middle : back], x[:, :, middle:]], dim=2)
+def _without_global(x: Tensor, first: Tensor, back: int) -> Tensor:
+    """The last tokens of keys or values of a `WindowState`."""
+    end = back + first.shape[2]
+    return x if x.shape[2] <= back else torch.cat([x[:, :, x.shape[2] - end : back], x[:, :, end:]], dim=2)
 
 
 def _extend_masked(
