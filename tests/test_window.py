@@ -290,8 +290,9 @@ def test_a_mask_given_late_and_beams_keep_the_global_tokens():
     backend = ea.build("window", head_dim=8, window=3, causal=True, global_tokens=2)
     mask = torch.ones(2, 12, dtype=torch.bool)
     mask[1, 6:8] = False
-    _, state = backend.extend(q[:, :, :1], k[:, :, :1], v[:, :, :1])
-    _, state = backend.extend(q[:, :, 1:6], k[:, :, 1:6], v[:, :, 1:6], state)
+    state = None
+    for start, stop in ((0, 1), (1, 4), (4, 5), (5, 6)):
+        _, state = backend.extend(*(x[:, :, start:stop] for x in (q, k, v)), state)
     out, state = backend.extend(*(x[:, :, 6:9] for x in (q, k, v)), state, key_mask=mask[:, 6:9])
     swapped = type(state)(*(x.flip(0) for x in state))
     last, _ = backend.extend(*(x[:, :, 9:].flip(0) for x in (q, k, v)), swapped)

@@ -91,43 +91,25 @@ def _own(x: Tensor) -> Tensor:
 
 def append(x: Tensor, new: Tensor) -> Tensor:
     """`x` [… tokens dim] followed by `new`: in place behind `x` if it owns enough spare capacity."""
-    longer = append_in_place(x, new)
-    if longer is not None:
-        return longer
-    if not _writable(x, new):
-        return torch.cat([x, new], dim=-2)
-    tokens = x.shape[-2]
-    buffer = x.new_empty(*x.shape[:-2], max(tokens + new.shape[-2], 2 * tokens), x.shape[-1])
-    buffer[..., :tokens, :].copy_(x)
-    return _write(buffer, new, _Filled(tuple(buffer.shape), buffer.stride(), tokens), tokens)
-
-
-def append_in_place(x: Tensor, new: Tensor) -> Tensor | None:
-    """`x` [… tokens dim] followed by `new`, or None if `x` does not own enough spare capacity."""
-    record = _record(x) if _writable(x, new) else None
-    if record is None or record.tokens + new.shape[-2] > record.shape[-2]:
-        return None
-    # A backward pass may have saved the past tokens; `data` has a version counter of its own.
-    return _write(x.data, new, record, x.shape[-2])
-
-
-def _write(buffer: Tensor, new: Tensor, record: _Filled, tokens: int) -> Tensor:
-    """Write `new` behind the last tokens of a buffer, of any view of it; return these and `new`."""
-    strides, (*batch, more, dim) = record.strides, new.shape
-    buffer.as_strided(new.shape, strides, record.tokens * strides[-2]).copy_(new)
-    setattr(buffer.untyped_storage(), _RECORD, _Filled(record.shape, strides, record.tokens + more))
-    return buffer.as_strided((*batch, tokens + more, dim), strides, (record.tokens - tokens) * strides[-2])
-
-
-def _writable(x: Tensor, new: Tensor) -> bool:
-    """Whether `new` may be written into a buffer of `x`.
-
-    A copy into a buffer would broadcast or convert where a concatenation raises or promotes.
-    """
+    tokens, (*batch, more, dim) = x.shape[-2], new.shape
     trained = torch.is_grad_enabled() and (x.requires_grad or new.requires_grad)
-    fits = x.shape[:-2] == new.shape[:-2] and x.shape[-1] == new.shape[-1]
-    fits = fits and x.dtype == new.dtype and x.device == new.device
-    return not trained and fits and _recorded(x) and _recorded(new)
+    # A copy into a buffer would broadcast or convert where a concatenation raises or promotes.
+    fits = x.shape[:-2] == new.shape[:-2] and x.shape[-1] == dim and x.dtype == new.dtype
+    if trained or not (fits and x.device == new.device and _recorded(x) and _recorded(new)):
+        return torch.cat([x, new], dim=-2)
+    record = _record(x)
+    if record is not None and record.tokens + more <= record.shape[-2]:
+        # A backward pass may have saved the past tokens; `data` has a version counter of its own.
+        buffer = x.data
+    else:
+        buffer = x.new_empty(*batch, max(tokens + more, 2 * tokens), dim)
+        buffer.narrow(-2, 0, tokens).copy_(x)
+        record = _Filled(tuple(buffer.shape), buffer.stride(), tokens)
+    # The buffer may be any view of its storage.
+    row, start = record.strides[-2], record.tokens - tokens
+    buffer.as_strided(new.shape, record.strides, record.tokens * row).copy_(new)
+    setattr(buffer.untyped_storage(), _RECORD, record._replace(tokens=record.tokens + more))
+    return buffer.as_strided((*batch, tokens + more, dim), record.strides, start * row)
 
 
 def _recorded(x: Tensor) -> bool:

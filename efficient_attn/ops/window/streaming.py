@@ -10,7 +10,6 @@ from efficient_attn.ops.dtypes import zero_masked
 from efficient_attn.ops.softmax.kv_cache import (
     KVCache,
     append,
-    append_in_place,
     append_tokens,
     last_tokens,
     mask_of,
@@ -96,11 +95,10 @@ def slide_window(
 
 def _slide(x: Tensor, new: Tensor, first: Tensor, back: int) -> Tensor:
     """Keys or values of a `WindowState` and a new token, global ones in between."""
-    newer = x.shape[2] - back - first.shape[2]
-    longer = append_in_place(x, new) if 0 <= newer < back else None
-    if longer is None:
-        longer = append(torch.cat([_without_global(x, first, back), first], dim=2), new)
-    return longer
+    # The order of the keys depends on the shape of a state alone: continuations of a state are the same bits.
+    if not 0 <= x.shape[2] - back - first.shape[2] < back:
+        x = torch.cat([_without_global(x, first, back), first], dim=2)
+    return append(x, new)
 
 
 def _without_global(x: Tensor, first: Tensor, back: int) -> Tensor:
