@@ -264,7 +264,7 @@ def test_global_tokens_are_columns_of_the_dense_mask_forward_and_backward(
 @pytest.mark.parametrize("trained", [False, True])
 @pytest.mark.parametrize("padded", PADDED)
 @pytest.mark.parametrize(("window", "first"), [(1, 4), (5, 1), (9, 20), (17, 4)])
-@pytest.mark.parametrize("pieces", [[1] * 43, [2, 1, 0, 20, 20], [30, 13]])
+@pytest.mark.parametrize("pieces", [[1] * 43, [2, 1, 0, 20, 20], [30, 13], [20, 1, 1, 1, 7, 13]])
 def test_global_tokens_stream_in_pieces_as_in_one_call(pieces, window, first, padded, trained):
     inputs = [x.requires_grad_(trained) for x in random_qkv(2, 4, 2, 43, 43)]
     mask = PADDED[padded](43)
@@ -305,6 +305,12 @@ def test_global_tokens_have_second_derivatives():
     inputs = [x.requires_grad_() for x in random_qkv(1, 2, 1, 20, 20)]
     backend = ea.build("window", head_dim=8, window=5, causal=True, global_tokens=2)
     assert torch.autograd.gradgradcheck(lambda *x: backend(*x).sin(), inputs, fast_mode=True)
+    _, state = backend.extend(*(x[:, :, :19] for x in inputs))
+
+    def last(*x: torch.Tensor) -> torch.Tensor:
+        return backend.extend(*(y[:, :, 19:] for y in x), state)[0].sin()
+
+    assert torch.autograd.gradgradcheck(last, inputs, fast_mode=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -108,7 +108,7 @@ class WindowAttention(nn.Module):
             return q.new_zeros(*q.shape[:-1], v.shape[-1]), state
         step = None
         if state is not None and key_mask is None and not self._biased:
-            step = slide_window(state, k, v, back=self._back)
+            step = slide_window(state, q, k, v, back=self._back)
         if step is not None:
             keys, values, after = step
             return fused_attention(q, keys, values, scale=self._scale, key_mask=None, dropout=0.0), after

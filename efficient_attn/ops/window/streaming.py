@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from efficient_attn.ops.dtypes import zero_masked
+from efficient_attn.ops.operators import transformed
 from efficient_attn.ops.softmax.kv_cache import (
     KVCache,
     append,
@@ -73,15 +74,17 @@ def extend_window(
 
 
 def slide_window(
-    state: KVCache | WindowState, k: Tensor, v: Tensor, *, back: int
+    state: KVCache | WindowState, q: Tensor, k: Tensor, v: Tensor, *, back: int
 ) -> tuple[Tensor, Tensor, KVCache | WindowState] | None:
     """Keys and values that a new token reads, in any order, and the next state, without copies of the past.
 
     Returns:
-        None where the window is not full yet or has masked keys, with gradients, and in compiled code.
+        None where the window is not full yet or has masked keys, with derivatives, and in compiled code.
     """
     full = k.shape[2] == 1 and state.key_mask.shape[1] == back > 0 and mask_of(KVCache(*state[:3])) is None
-    if not full or torch.is_grad_enabled() or torch.compiler.is_compiling():
+    tensors = q, k, v, state.k, state.v
+    trained = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    if not full or trained or torch.compiler.is_compiling() or transformed(*tensors):
         return None
     if not isinstance(state, WindowState):
         keys, values = append(state.k, k), append(state.v, v)
