@@ -95,7 +95,8 @@ def test_a_changed_state_never_writes_to_the_state_that_it_was_made_of(name, cha
     extended(other, 9, 10, batch=len(other.k))
     assert all(torch.equal(x, y) for x, y in zip(later, kept, strict=True))
     if change not in (cut, first_entry):
-        assert torch.equal(extended(other, 5, 6)[0], wanted)
+        # A changed state may have a mask of its own, with which global keys are read in another order.
+        assert (extended(other, 5, 6)[0] - wanted).abs().max() <= 1e-12
 
 
 @pytest.mark.parametrize("masks", ["..m", "m..", ".m.", "mmm"])
