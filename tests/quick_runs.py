@@ -22,7 +22,6 @@ class Quick:
         words: Options of the run, without its selection of backends.
         selection: Options that select backends, left out where a test selects others.
         codes: Exit code of the run by its backends; own.py holds `broken` and `mean`.
-        former: Values of former flags that have no default.
         prepare: Function that writes the files that the run reads into its folder.
         needs: Package without which the run is skipped.
     """
@@ -30,7 +29,6 @@ class Quick:
     words: str
     selection: str = "--backend window"
     codes: Mapping[str, int] = field(default_factory=lambda: {"exact,own.py:broken": 3, "own.py:broken": 4})
-    former: Mapping[str, str] = field(default_factory=dict)
     prepare: Callable[[Path], object] | None = None
     needs: str = "torch"
 
@@ -47,14 +45,11 @@ def tiny_model(folder: Path) -> None:
 QUICK = {
     "advise": Quick(
         "tiny --text text.txt --text second.txt --seq-len 16 --rounds 1 --min-cosine 1",
-        former={"--tokens": "16"},
         prepare=tiny_model,
         needs="transformers",
     ),
-    "compare": Quick("--seq-len 16 --draws 1 --rounds 1 --isolate none", former={"--tokens": "16"}),
-    "bench": Quick(
-        "--seq-len 16 --num-heads 2 --head-dim 8 --isolate none --rounds 1", former={"--tokens": "16"}
-    ),
+    "compare": Quick("--seq-len 16 --draws 1 --rounds 1 --isolate none"),
+    "bench": Quick("--seq-len 16 --num-heads 2 --head-dim 8 --isolate none --rounds 1"),
     "kernel": Quick(
         "--size 4,8 --norm 0.25 --angle 90 --head-dim 4 --draws 32",
         selection="--backend performer-positive",
@@ -69,7 +64,6 @@ QUICK = {
     ),
     "swap": Quick(
         "tiny --text text.txt --draws 1 --rounds 1",
-        former={"--tokens": "20"},
         prepare=tiny_model,
         needs="transformers",
     ),

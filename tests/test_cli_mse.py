@@ -101,23 +101,11 @@ def test_mse_measures_a_function_in_a_file(capsys):
 
 
 def test_mse_sets_options_and_writes_where_it_is_told(capsys):
-    asked = ["--backend", "linformer", "--set", "linformer.init=gaussian", "--of", "output", "--out", "here"]
+    asked = ["--backend", "linformer", "--set", "linformer.init=gaussian", "--out", "here"]
     assert command(*SMALL, *asked) == 0
     assert capsys.readouterr().out.splitlines()[-1] == "here"
     labels = [json.loads(line)["label"] for line in Path("here/records.jsonl").read_text().splitlines()]
     assert labels[-2:] == [f"linformer(init=gaussian, rank={rank})" for rank in (4, 8)]
-
-
-def test_the_former_form_of_the_command_kernel_measures_the_same_and_is_announced(folder, capsys):
-    asked = ["--norm", "0.5", "--angle", "90", "--head-dim", "4", "--backend", "performer-trig"]
-    sizes = {"kernel": ["--size", "8"], "mse": ["--of", "kernel", "--num-features", "8"]}
-    for name, words in sizes.items():
-        assert command(name, *words, *asked, "--out", name) == 0
-    err = capsys.readouterr().err
-    assert "`mse --of kernel` is now the command `kernel`" in err and "--num-features is now --size" in err
-    assert Path("mse/records.jsonl").read_bytes() == Path("kernel/records.jsonl").read_bytes()
-    assert json.loads(Path("mse/environment.json").read_text())["study"] == "kernel"
-    assert Path("mse/kernel_mse.png").exists() and command("report", "mse") == 0
 
 
 def test_the_predicted_duration_weighs_points_by_their_operations():
@@ -147,8 +135,6 @@ def test_the_predicted_duration_weighs_points_by_their_operations():
             "bad.safetensors is not a valid safetensors file: it has no header. Make one with",
         ),
         (["--metric", "accuracy"], "No metric is called 'accuracy'. Known: mse, relative"),
-        (["--of", "kernel", "--angle", "200"], "--angle is made of degrees from 0 to 180, such as 60,90"),
-        (["--of", "heads"], "of is output, not 'heads'"),
         (["--backend", "rff"], "Here it is 'performer-trig'."),
         (["--set", "linformer.ranks=4"], "Did you mean 'rank'?"),
         (["--set", "linformer.rank=25"], "rank=25 is more than max_tokens=24"),

@@ -102,20 +102,6 @@ def test_two_backends_of_one_name_are_refused():
         register(lambda problem, options: None)
 
 
-def test_former_names_of_operation_counts_serve_one_more_release(monkeypatch):
-    monkeypatch.setattr(registry, "SPECS", {})
-    with pytest.warns(DeprecationWarning, match=r"is now efficient_attn\.operation_counts\.OperationCounts"):
-        from efficient_attn.counts import Work
-    capabilities = ea.Capabilities(causal=False)
-    with pytest.warns(DeprecationWarning, match="operations="):
-        add = ea.register("former", summary="", capabilities=capabilities, work=lambda *sizes: Work(sizes))
-    add(lambda problem, options: None)
-    spec = registry.SPECS["former"]
-    assert spec.operations(1, 2, 3, 4).matmuls == (1, 2, 3, 4)
-    with pytest.warns(DeprecationWarning, match=r"BackendSpec\.operations"):
-        assert spec.work is spec.operations
-
-
 def test_lists_are_sorted_and_tell_who_can_be_causal():
     names = ea.list_backends()
     assert list(names) == sorted(names)

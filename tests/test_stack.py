@@ -1,7 +1,6 @@
 """The stacks: the base model's size, torch's own where exact, one draw a layer, token by token, trainable."""
 
 import copy
-import pickle
 
 import pytest
 import torch
@@ -391,26 +390,3 @@ def test_an_argument_that_a_stack_lacks_is_refused_with_the_arguments_of_the_sta
         make(**{misspelt: 2})
     known = str(refusal.value).partition("Known: ")[2].rstrip(".").split(", ")
     assert {meant, "head_dim", "max_distance"} <= set(known)
-
-
-def test_state_dicts_with_the_former_names_of_submodules_still_load() -> None:
-    former = {
-        "embedding_input": "entrance",
-        "attention_residual": "around_attention",
-        "cross_attention_residual": "around_cross_attention",
-        "feed_forward_residual": "around_feed_forward",
-        "up": "widen",
-        "down": "narrow",
-    }
-    saved, ours = transformer(positions="learned"), transformer(positions="learned")
-    state = saved.state_dict()
-    for name in list(state):
-        state[".".join(former.get(part, part) for part in name.split("."))] = state.pop(name)
-    assert not {part for name in state for part in name.split(".")} & former.keys()
-    with torch.no_grad():
-        for parameter in ours.parameters():
-            parameter.zero_()
-    pickle.loads(pickle.dumps(ours)).load_state_dict(state)
-    ours.load_state_dict(state)
-    for name, tensor in saved.state_dict().items():
-        assert torch.equal(ours.state_dict()[name], tensor)

@@ -48,7 +48,7 @@ from efficient_attn.runner.record import Case, Record
 def plan(
     *,
     seq_len: shared.SeqLens = (4, 8),
-    pause: Annotated[float, Option(help="Seconds of each point.", least=0, old=("--wait",))] = 0.0,
+    pause: Annotated[float, Option(help="Seconds of each point.", least=0)] = 0.0,
     threads: shared.Threads = None,
 ) -> Plan:
     """Sum the first whole numbers.
@@ -136,8 +136,6 @@ def test_the_python_function_and_the_command_measure_the_same(sums):
     results = function_of(studies.find("sums"))(seq_len=(4, 8))
     assert [record.sum for record in results.records] == [6, 28]
     assert [table.title for table in results.tables()] == ["Sums"]
-    with pytest.warns(DeprecationWarning, match="wait is now pause"):
-        function_of(studies.find("sums"))(seq_len=(4,), wait=0.0)
 
 
 @pytest.mark.slow
@@ -180,7 +178,4 @@ def test_every_study_declares_each_option_once_and_has_the_options_of_every_run(
     flags = [one.flag for one in study.parameters()]
     assert len(set(flags)) == len(flags) and all(one.option.help.endswith(".") for one in study.parameters())
     shown = getattr(ea, name).__doc__
-    assert (
-        all(f"    {one.name}: " in shown for one in study.parameters() if not one.option.hidden)
-        and "    resume: " in shown
-    )
+    assert all(f"    {one.name}: " in shown for one in study.parameters()) and "    resume: " in shown

@@ -1,4 +1,4 @@
-"""The command of every study: help, JSON, dry run, folder, resume, refusals, former flags and exit codes."""
+"""The command of every study: help, JSON, dry run, folder, resume, refusals and exit codes."""
 
 import json
 import shutil
@@ -15,7 +15,6 @@ pytest.importorskip("efficient_attn_cli", reason="needs an installation, if only
 from quick_runs import OWN, QUICK, cases, command, flags, run, study_of, words_of
 
 from efficient_attn.studies import engine, store, studies
-from efficient_attn.studies.study import joined
 
 # One study stands for all in the quick tests that take seconds for each; the slow tests have the others.
 ONE_OF_ALL = pytest.mark.parametrize(
@@ -83,14 +82,13 @@ def home(
     return tmp_path
 
 
-def test_the_help_begins_with_the_summary_and_lists_every_flag_but_former_ones(name):
+def test_the_help_begins_with_the_summary_and_lists_every_flag(name):
     code, text, _ = command(*name.split(), "--help")
     study, out = study_of(name), " ".join(text.split())
-    shown = [one for one in study.parameters() if not one.option.hidden]
+    shown = [*study.parameters()]
     assert code == 0 and study.summary in out and max(map(len, text.splitlines())) <= 80
     assert all(one.option.argument or f"{one.flag} " in out for one in shown)
     assert all(one.option.help in out for one in shown)
-    assert not [flag for one in study.parameters() for flag in one.option.old if f"{flag} " in out]
 
 
 def test_json_is_one_document_on_stdout_and_the_folder_and_progress_go_to_stderr(name):
@@ -209,14 +207,6 @@ def test_a_wrong_request_is_one_line_with_code_2_and_writes_nothing(name, words,
     code, out, err = run(name, *words)
     assert (code, out, err.count("\n")) == (2, "", 1) and err.startswith("error: ") and message in err
     assert present() == before
-
-
-def test_every_former_flag_works_and_is_announced_on_stderr(name):
-    for one in study_of(name).parameters():
-        for flag in one.option.old:
-            value = QUICK[name].former.get(flag, joined(one.default))
-            code, _, err = run(name, "--dry-run", flag, str(value))
-            assert code == 0 and f"{flag} is now {one.flag}" in err
 
 
 @ONE_OF_ALL

@@ -3,10 +3,8 @@
 import pytest
 import torch
 from drawn import texts
-from made_records import case
 
 import efficient_attn as ea
-from efficient_attn.runner.records import Record
 from efficient_attn.studies.mse.analysis import panels
 
 SMALL = {"inputs": "gaussian", "seq_len": 24, "head_dim": 4, "norms": (0.5,), "sizes": (4, 8), "draws": 3}
@@ -37,15 +35,6 @@ def test_the_interval_over_several_seeds_of_the_inputs_is_that_of_their_medians(
     assert (point.low, point.value, point.high) == pytest.approx(medians)
     assert "±: median of 3 seeds of the inputs and its range." in results.tables()[0].notes
     assert "bands: median of 3 seeds of the inputs and its range" in texts(results.plot().figure)
-
-
-def test_former_errors_of_weights_are_shown_as_they_are():
-    about = {"num_heads": 1, "head_dim": 4, "of": "weights", "inputs": "gaussian(norm=1)"}
-    made = case("error", "performer-positive", 24, **about)
-    results = ea.Results([Record(case=made, weights_relative_error=0.5, unsafe_rows=0.25)])
-    (table,) = results.tables()
-    assert "weights_relative_error, relative" in table.columns and "0.5" in table.rows[0]
-    assert results.sentences() == [] and not results.plots()
 
 
 def test_a_single_draw_has_no_interval():

@@ -23,6 +23,7 @@ from efficient_attn.studies.run_folder import (
     read_text,
     write_json,
 )
+from efficient_attn.studies.study import Study
 from efficient_attn.studies.view import flat_row, sample_rows, view_of
 
 
@@ -176,9 +177,23 @@ class Results:
         pairs = zip(self.runs, self.records, strict=True)
         return [{"run": run, **row} for run, record in pairs for row in rows_of(record)]
 
-    def _shown(self, name: str) -> Any:
-        """Everything that the view of the study shows by the function of that name."""
+    def _shown(self, name: str) -> list[Any]:
+        """Everything that the views show by the function of that name."""
         self.check_drawable()
-        study = studies().get(str(self.environment.get(STUDY)))
-        view = view_of(None) if study is None else study.view
-        return getattr(view, name)(self.records, self.environment)
+        shown: list[Any] = []
+        for view, records in self._parts():
+            part = getattr(view, name)(records, self.environment)
+            shown += part.items() if isinstance(part, dict) else part
+        return shown
+
+    def _parts(self) -> list[tuple[Any, list[Record]]]:
+        """Views with their records: of the named study, otherwise of the smallest study of each kind."""
+        named = studies().get(str(self.environment.get(STUDY)))
+        if named is not None:
+            return [(named.view, list(self.records))]
+        by_study: dict[Study | None, list[Record]] = {}
+        for record in self.records:
+            able = [study for study in studies().values() if record.case.kind in study.kinds]
+            study = min(able, key=lambda study: (len(study.kinds), study.name != "mse"), default=None)
+            by_study.setdefault(study, []).append(record)
+        return [(view_of(None) if study is None else study.view, part) for study, part in by_study.items()]
