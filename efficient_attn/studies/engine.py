@@ -19,7 +19,7 @@ from efficient_attn.runner.record import Record
 from efficient_attn.runner.units import show_seconds
 from efficient_attn.studies.durations import Durations
 from efficient_attn.studies.points import Plan, Point, Request, Steps
-from efficient_attn.studies.store import OVER_BUDGET, Store
+from efficient_attn.studies.store import OVER_BUDGET, Store, over_budget
 
 # Seconds of timed calls in a round; the rounds of a run take at most this share of its budget.
 _ROUND_S, _SHARE_OF_BUDGET = 0.1, 0.5
@@ -98,6 +98,7 @@ class Engine:
         self._round_s = min(_ROUND_S, _SHARE_OF_BUDGET * self._budget_s / max(rounds, 1))
         self._durations = Durations(self._round_s)
         self._timed_out: dict[Hashable, int] = {}
+        self._budget_reported = False
         self._start = time.monotonic()
 
     def run(self) -> bool:
@@ -211,7 +212,10 @@ class Engine:
             # A study may ask for more rounds of the same point later.
             del self._missing[key]
             self._done += 1
-        if self._report is not None:
+        # One line is enough for all points beyond the budget.
+        repeated = over_budget(record) and self._budget_reported
+        self._budget_reported |= over_budget(record)
+        if self._report is not None and not repeated:
             rounds = {key: left.rounds - self._store.rounds(left.case) for key, left in self._missing.items()}
             remaining_s = self._durations.remaining_s(
                 (left, rounds[key] if left.rounds else 1) for key, left in self._missing.items()

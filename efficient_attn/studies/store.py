@@ -32,7 +32,7 @@ class Store:
         self._stale = {
             key
             for key, record in self._records.items()
-            if record.status in _FAILURES and (retry_over_budget or not _over_budget(record))
+            if record.status in _FAILURES and (retry_over_budget or not over_budget(record))
         }
 
     @property
@@ -73,5 +73,6 @@ class Store:
         self._closed.add(case.key)
 
 
-def _over_budget(record: Record) -> bool:
+def over_budget(record: Record) -> bool:
+    """Whether the budget skipped the point."""
     return record.status == "skipped" and (record.reason or "").endswith(OVER_BUDGET)
