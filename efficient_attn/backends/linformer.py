@@ -1,17 +1,14 @@
 """Linformer: softmax attention over learned low-rank projections of keys and values."""
 
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from efficient_attn.errors import OptionError, ShapeError
+from efficient_attn.errors import OptionError
 from efficient_attn.modules.options import one_of, option
 from efficient_attn.operation_counts import MatMul, OperationCounts, softmax_matmuls
-from efficient_attn.ops.linformer import Sharded, linformer_attention
-from efficient_attn.ops.sharded.exchange import total
-from efficient_attn.ops.sharded.layout import Layout
+from efficient_attn.ops.linformer import linformer_attention
 from efficient_attn.problem import AttentionProblem, positive_count
 from efficient_attn.registry import Capabilities, register
 
@@ -66,26 +63,6 @@ class LinformerAttention(nn.Module):
             mix_values=self.mix_values,
             scale=self._scale,
             key_mask=key_mask,
-        )
-
-    def forward_sharded(
-        self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, layout: Layout
-    ) -> Tensor:
-        tokens = k.shape[-2] * layout.ranks
-        if tokens > self.mix_keys.shape[-1]:
-            raise ShapeError(
-                f"This 'linformer' was built for at most {self.mix_keys.shape[-1]} tokens and k has {tokens} "
-                f"on all ranks. Build it with max_tokens={tokens} or more."
-            )
-        return linformer_attention(
-            q,
-            k,
-            v,
-            mix_keys=self.mix_keys,
-            mix_values=self.mix_values,
-            scale=self._scale,
-            key_mask=key_mask,
-            sharded=Sharded(layout.positions(k.shape[-2]), partial(total, layout=layout)),
         )
 
 

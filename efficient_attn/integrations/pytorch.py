@@ -7,8 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from efficient_attn.backend import Backend
-from efficient_attn.backend_checks import check_whole
+from efficient_attn.backend import Backend, check_whole
 from efficient_attn.backends import build, resolve
 from efficient_attn.errors import OptionError, UnsupportedError
 from efficient_attn.integrations.pytorch_checks import check_call
@@ -18,7 +17,7 @@ from efficient_attn.ops.softmax.biased import biased_attention, biased_weights
 from efficient_attn.ops.softmax.definition import apply_weights, causal_mask
 from efficient_attn.ops.softmax.fused import fused_attention
 from efficient_attn.problem import positive_count
-from efficient_attn.sharded_checks import check_alone
+from efficient_attn.sharding import check_alone
 
 
 class MultiheadAttention(nn.MultiheadAttention):

@@ -36,6 +36,6 @@ def zero_masked(x: Tensor, key_mask: Tensor | None) -> Tensor:
 def without_autocast(x: Tensor) -> AbstractContextManager[Any]:
     """Context without autocast, which would lower the accumulation dtype again."""
     # A tensor without contents, on the meta device, has no autocast to leave.
-    if x.device.type == "meta":
+    if x.device.type == "meta" or not torch.is_autocast_enabled(x.device.type):
         return nullcontext()
     return torch.autocast(x.device.type, enabled=False)

@@ -50,9 +50,7 @@ class Case:
     options: Annotated[Options, Meta(description="All options of the backend.")] = field(default_factory=dict)
     of: Annotated[
         str,
-        Meta(
-            description="Subject: attention, block, encoder or model; of an error output, weights, kernel."
-        ),
+        Meta(description="Subject: attention, block, encoder or model; of an error output, weights, kernel."),
     ] = "attention"
     layers: Annotated[Size | None, Meta(description="Number of blocks of an encoder.")] = None
     batch: Annotated[Size, Meta(description="Batch size.")] = 1
@@ -83,10 +81,6 @@ class Case:
     ] = None
     num_kv_heads: Annotated[
         Size | None, Meta(description="Number of heads of the keys and values; null: num_heads.")
-    ] = None
-    ranks: Annotated[
-        Size | None,
-        Meta(description="Number of processes; null: one."),
     ] = None
     schema: Annotated[
         int, Meta(description="Version of this schema. A reader reads every version up to its own.")

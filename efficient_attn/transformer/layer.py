@@ -18,9 +18,9 @@ from efficient_attn.backend import Backend
 from efficient_attn.backends import build, resolve
 from efficient_attn.errors import DtypeError, OptionError, ShapeError, UnknownNameError, UnsupportedError
 from efficient_attn.modules.options import one_of, positive_number
-from efficient_attn.ops.sharded.layout import at_positions, whole_tokens
 from efficient_attn.problem import positive_count
 from efficient_attn.registry import BackendSpec
+from efficient_attn.sharding import at_positions, whole_tokens
 from efficient_attn.transformer.positions import BASE, INSIDE, check_even, rotate
 
 # Longest distance with a bias of its own (Raffel et al. 2020, section 2.1).
@@ -202,7 +202,7 @@ class AttentionLayer(nn.Module):
         q, k, v = heads.split(self._heads, dim=1)
         q, k = self.q_norm(q), self.k_norm(k)
         if self._rotary:
-            q, k = (at_positions(self._rotate, one, start) for one in (q, k))
+            q, k = (at_positions(self._rotate, heads, start) for heads in (q, k))
         return q, k, v
 
     def _rotate(self, x: Tensor, start: int) -> Tensor:

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from efficient_attn.backends import resolve
-from efficient_attn.ops.sharded.layout import whole_tokens
 from efficient_attn.problem import positive_count
+from efficient_attn.sharding import whole_tokens
 from efficient_attn.transformer.block import DecoderBlock, DecoderBlockState, TransformerBlock
 from efficient_attn.transformer.layer import LayerState
 from efficient_attn.transformer.parts import (
