@@ -14,9 +14,10 @@ transformers = pytest.importorskip("transformers")
 from hf_models import SIZES, TOKENS, bart, gemma3, inputs, llama, ready
 
 import efficient_attn as ea
+from efficient_attn.distributed.calls import in_force
+from efficient_attn.distributed.layout import Layout
 from efficient_attn.integrations.transformers import attach
 from efficient_attn.integrations.transformers.masks import visible_in
-from efficient_attn.ops.sharded.layout import Layout, in_force
 
 POSITIONS = {"position_ids": torch.arange(TOKENS)[None]}
 

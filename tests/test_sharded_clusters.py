@@ -8,9 +8,10 @@ from test_sharded import RANKS
 from threads import drawn, join
 
 import efficient_attn as ea
+from efficient_attn.conformance.threads import on_threads
+from efficient_attn.distributed.calls import exchange_of
+from efficient_attn.distributed.layout import KINDS, local_tokens
 from efficient_attn.ops.clusters import attention, near, probing
-from efficient_attn.ops.sharded.layout import KINDS, own_tokens
-from efficient_attn.ops.sharded.threads import on_threads
 
 # Blocks of 4 tokens, which end on no boundary of a segment.
 OPTIONS = [
@@ -61,11 +62,11 @@ def test_rows_and_gradients_of_all_ranks_are_those_of_the_whole_sequence(
     wanted = backend(*whole, key_mask=mask)
     wanted.backward(g)
 
-    def call(placed):
-        inputs = [own_tokens(x, 2, placed).requires_grad_() for x in qkv]
-        own = None if mask is None else own_tokens(mask, 1, placed)
-        out = backend.core.forward_sharded(*inputs, own, placed)
-        return out.detach(), *torch.autograd.grad(out, inputs, own_tokens(g, 2, placed))
+    def call(layout):
+        inputs = [local_tokens(x, 2, layout).requires_grad_() for x in qkv]
+        own = None if mask is None else local_tokens(mask, 1, layout)
+        out = exchange_of(backend).attend(backend, *inputs, own, layout)
+        return out.detach(), *torch.autograd.grad(out, inputs, local_tokens(g, 2, layout))
 
     found = zip(*on_threads(RANKS, kind, call), strict=True)
     for x, y in zip([join(one, kind, 2) for one in found], [wanted, *(x.grad for x in whole)], strict=True):
@@ -87,8 +88,10 @@ def test_a_rank_computes_the_blocks_of_its_own_queries_alone(causal, options, mo
         monkeypatch.setattr(module, "near_slices", near_slices)
     backend, (q, k, v, _) = built(causal, options), drawn(TOKENS)
 
-    def call(placed):
-        return backend.core.forward_sharded(*(own_tokens(x, 2, placed) for x in (q, k, v)), None, placed)
+    def call(layout):
+        return exchange_of(backend).attend(
+            backend, *(local_tokens(x, 2, layout) for x in (q, k, v)), None, layout
+        )
 
     on_threads(RANKS, "contiguous", call)
     assert 0 < sum(beyond) <= TOKENS

@@ -2,11 +2,12 @@
 
 import pytest
 import torch
+from threads import bytes_sent
 
 import efficient_attn as ea
-from efficient_attn.ops.sharded.exchange import bytes_sent
-from efficient_attn.ops.sharded.layout import KINDS, own_tokens
-from efficient_attn.ops.sharded.threads import on_threads
+from efficient_attn.conformance.threads import on_threads
+from efficient_attn.distributed.calls import exchange_of
+from efficient_attn.distributed.layout import KINDS, local_tokens
 
 RANKS, TOKENS, MORE = 3, 66, 5
 CASES = [
@@ -46,11 +47,13 @@ def test_decoding_goes_on_from_a_prefill_on_several_ranks(name, options, masked,
     wanted, _ = backend.extend(*later, state)
 
     def call(layout):
-        own = None if mask is None else own_tokens(mask, 1, layout)
-        return backend.core.extend_sharded(*(own_tokens(x, 2, layout) for x in qkv), own, layout), layout
+        own = None if mask is None else local_tokens(mask, 1, layout)
+        return exchange_of(backend).prefill(
+            backend, *(local_tokens(x, 2, layout) for x in qkv), own, layout
+        ), layout
 
     for (part, found), layout in on_threads(RANKS, kind, call):
-        assert close(part, own_tokens(out, 2, layout))
+        assert close(part, local_tokens(out, 2, layout))
         assert [x.shape for x in found] == [x.shape for x in state]
         steps, after = [], found
         for i in range(MORE):
@@ -70,8 +73,8 @@ def test_gradients_pass_through_the_state_of_all_ranks():
         wanted = torch.autograd.grad(out.square().sum(), whole, materialize_grads=True)
 
         def call(layout, backend=backend, qkv=qkv, later=later):
-            q, *own = (own_tokens(x, 2, layout).requires_grad_() for x in qkv)
-            _, state = backend.core.extend_sharded(q, *own, None, layout)
+            q, *own = (local_tokens(x, 2, layout).requires_grad_() for x in qkv)
+            _, state = exchange_of(backend).prefill(backend, q, *own, None, layout)
             # Every rank decodes the token; the gradient is that of the sum of their losses.
             out, _ = backend.extend(*later, state)
             loss = out.square().sum() / RANKS
@@ -87,12 +90,13 @@ def test_bytes_of_the_state_of_a_window_do_not_depend_on_the_length():
 
     def sent(tokens):
         qkv = drawn(tokens)
-        with bytes_sent() as counts:
+        counts = []
+        with bytes_sent(counts.append):
             on_threads(
                 RANKS,
                 "contiguous",
-                lambda layout: backend.core.extend_sharded(
-                    *(own_tokens(x, 2, layout) for x in qkv), None, layout
+                lambda layout: exchange_of(backend).prefill(
+                    backend, *(local_tokens(x, 2, layout) for x in qkv), None, layout
                 ),
             )
         return sorted(counts)
