@@ -100,7 +100,7 @@ class BackendSpec:
         if self.operations is None:
             return None
         operations = self.operations(problem, options, tokens, problem.head_dim)
-        return None if operations is None else 2 * sum(one.multiply_adds for one in operations.matmuls)
+        return None if operations is None else 2 * sum(matmul.multiply_adds for matmul in operations.matmuls)
 
     @property
     def work(self) -> Callable[[Any, Any, int, int], OperationCounts | None] | None:

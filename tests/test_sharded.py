@@ -1,7 +1,7 @@
 """Parts of a sequence on several ranks give the rows and gradients of the whole sequence."""
 
 import pickle
-from itertools import product
+from itertools import chain, product
 from threading import BrokenBarrierError
 from types import SimpleNamespace
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 from intercepted import DIM, TOKENS, encoder
 from intercepted import own as own_model
-from threads import bytes_sent, drawn, join
+from threads import assert_ranks_are_the_whole, bytes_sent, drawn, join
 
 import efficient_attn as ea
 from efficient_attn.conformance.threads import on_threads
@@ -66,40 +66,24 @@ def test_rows_and_gradients_of_all_ranks_are_those_of_the_whole_sequence(name, c
     torch.manual_seed(0)
     tokens = 66
     backend = ea.build(name, head_dim=8, causal=causal, **options).double()
-    *qkv, g = drawn(tokens)
-    mask = torch.rand(2, tokens) > 0.3
+    tensors, mask = drawn(tokens), torch.rand(2, tokens) > 0.3
     # The first rank has no real key of one sequence, nor have its first queries.
     mask[0, : tokens // RANKS + 3] = False
-    whole = [x.clone().requires_grad_() for x in qkv]
-    wanted = backend(*whole, key_mask=mask)
-    wanted.backward(g)
-    learned = [x.grad.clone() for x in backend.parameters()]
-
-    def call(layout):
-        inputs = [local_tokens(x, 2, layout).requires_grad_() for x in qkv]
-        out = exchange_of(backend).attend(backend, *inputs, local_tokens(mask, 1, layout), layout)
-        own = torch.autograd.grad(out, [*inputs, *backend.parameters()], local_tokens(g, 2, layout))
-        return out.detach(), *own
-
-    found = list(zip(*on_threads(RANKS, kind, call), strict=True))
-    joined = [join(found[i], kind, 2) for i in range(4)] + [sum(x) for x in found[4:]]
-    for x, y in zip(joined, [wanted, *(x.grad for x in whole), *learned], strict=True):
-        # Sums of at most 66 terms, each with a few roundings of 1.1e-16.
-        assert (x - y).norm() <= 1e-13 * y.norm()
+    assert_ranks_are_the_whole(backend, tensors, mask, ranks=RANKS, kind=kind)
 
 
 @pytest.mark.parametrize(("kind", "reach"), [("contiguous", 5), ("head-tail", 5), ("contiguous", 40)])
 def test_a_window_receives_the_keys_that_it_reads_and_no_others(kind, reach):
     tokens = 20
     x = torch.arange(tokens * RANKS, dtype=torch.float64)[None, None, :, None].expand(1, 1, -1, 2)
-    for layout, found in zip(
-        [of_rank(rank, kind=kind) for rank in range(RANKS)],
-        on_threads(RANKS, kind, lambda one: with_neighbours(local_tokens(x, 2, one), reach, 3, one)),
-        strict=True,
-    ):
-        for own, near in zip(layout.positions(tokens), found, strict=True):
-            reached = range(max(own.start - reach, 0), min(own.stop + 3, tokens * RANKS))
-            assert near[0, 0, :, 0].tolist() == list(reached)
+
+    def call(layout):
+        near = with_neighbours(local_tokens(x, 2, layout), reach, 3, layout)
+        return list(zip(layout.positions(tokens), near, strict=True))
+
+    for segment, near in chain(*on_threads(RANKS, kind, call)):
+        reached = range(max(segment.start - reach, 0), min(segment.stop + 3, tokens * RANKS))
+        assert near[0, 0, :, 0].tolist() == list(reached)
 
 
 @pytest.mark.parametrize(
@@ -288,7 +272,7 @@ def trained(rank):
 
 
 DIFFERING = pytest.mark.parametrize(
-    ("made", "error", "message"),
+    ("build", "error", "message"),
     [
         (
             rescaled,
@@ -307,10 +291,10 @@ DIFFERING = pytest.mark.parametrize(
 
 
 @DIFFERING
-def test_all_ranks_refuse_backends_that_differ(made, error, message):
+def test_all_ranks_refuse_backends_that_differ(build, error, message):
     q = torch.randn(1, 2, 8, 8)
     # Draws of a seed are those of the process, not of a thread.
-    alike, differing = [made(0) for _ in range(RANKS)], [made(rank) for rank in range(RANKS)]
+    alike, differing = [build(0) for _ in range(RANKS)], [build(rank) for rank in range(RANKS)]
 
     def call(layout):
         check_agreeing(alike[layout.rank], q, q, q, None, layout)

@@ -5,7 +5,7 @@ from itertools import product
 import pytest
 import torch
 from test_sharded import RANKS
-from threads import drawn, join
+from threads import assert_ranks_are_the_whole, drawn
 
 import efficient_attn as ea
 from efficient_attn.conformance.threads import on_threads
@@ -45,9 +45,9 @@ def key_masks():
     return {"unmasked": None, "masked": mask, "empty": empty}
 
 
-CASES = [(*one, "masked", kind) for one, kind in product(OPTIONS, KINDS)]
-CASES += [(*one, "unmasked", "contiguous") for one in OPTIONS[:4]]
-CASES += [(*one, "empty", "head-tail") for one in OPTIONS[1:4]]
+CASES = [(*setting, "masked", kind) for setting, kind in product(OPTIONS, KINDS)]
+CASES += [(*setting, "unmasked", "contiguous") for setting in OPTIONS[:4]]
+CASES += [(*setting, "empty", "head-tail") for setting in OPTIONS[1:4]]
 
 
 @pytest.mark.parametrize(("causal", "options", "masked", "kind"), CASES)
@@ -57,21 +57,7 @@ def test_rows_and_gradients_of_all_ranks_are_those_of_the_whole_sequence(
     # One group of blocks for a segment of the layout head-tail, and two for a segment of the other.
     monkeypatch.setattr(attention, "_MOST", 4)
     backend, mask = built(causal, options), key_masks()[masked]
-    *qkv, g = drawn(TOKENS)
-    whole = [x.clone().requires_grad_() for x in qkv]
-    wanted = backend(*whole, key_mask=mask)
-    wanted.backward(g)
-
-    def call(layout):
-        inputs = [local_tokens(x, 2, layout).requires_grad_() for x in qkv]
-        own = None if mask is None else local_tokens(mask, 1, layout)
-        out = exchange_of(backend).attend(backend, *inputs, own, layout)
-        return out.detach(), *torch.autograd.grad(out, inputs, local_tokens(g, 2, layout))
-
-    found = zip(*on_threads(RANKS, kind, call), strict=True)
-    for x, y in zip([join(one, kind, 2) for one in found], [wanted, *(x.grad for x in whole)], strict=True):
-        # Sums of at most 66 terms, each with a few roundings of 1.1e-16.
-        assert (x - y).norm() <= 1e-13 * y.norm()
+    assert_ranks_are_the_whole(backend, drawn(TOKENS), mask, ranks=RANKS, kind=kind)
 
 
 @pytest.mark.parametrize(("causal", "options"), OPTIONS[:4])

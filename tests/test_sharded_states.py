@@ -5,7 +5,7 @@ from threading import get_ident
 
 import pytest
 import torch
-from threads import bytes_sent, drawn, join
+from threads import assert_ranks_are_the_whole, bytes_sent, drawn
 
 import efficient_attn as ea
 from efficient_attn.conformance.threads import on_threads
@@ -37,21 +37,11 @@ def test_states_of_every_exchange_give_rows_and_gradients_of_the_whole_sequence(
     mask = torch.rand(2, tokens) > 0.3
     # A state of no key is merged on the way.
     mask[0, : tokens // ranks + 1] = False
-    *qkv, g = drawn(tokens)
+    q, k, v, g = drawn(tokens)
     backend = ea.build("performer-positive", head_dim=8, causal=True, num_features=16).double()
-    whole = [(5 * x).requires_grad_() for x in qkv]
-    wanted = backend(*whole, key_mask=mask)
-    wanted.backward(g)
-
-    def call(layout):
-        inputs = [local_tokens(x.detach(), 2, layout).requires_grad_() for x in whole]
-        out = exchange_of(backend).attend(backend, *inputs, local_tokens(mask, 1, layout), layout)
-        return out.detach(), *torch.autograd.grad(out, inputs, local_tokens(g, 2, layout))
-
-    found = zip(*on_threads(ranks, kind, call, per_node=per_node), strict=True)
-    for x, y in zip(found, [wanted, *(x.grad for x in whole)], strict=True):
-        # Sums of at most 48 terms, each with a few roundings of 1.1e-16.
-        assert (join(x, kind, 2) - y).norm() <= 1e-13 * y.norm()
+    assert_ranks_are_the_whole(
+        backend, [5 * q, 5 * k, 5 * v, g], mask, ranks=ranks, kind=kind, per_node=per_node
+    )
 
 
 @pytest.mark.parametrize(("ranks", "per_node", "most", "states"), EXCHANGES)
@@ -80,7 +70,7 @@ def test_ranks_send_the_states_of_their_exchange_forward_and_backward(
     # Sums of values and of ones, and a scale, of every feature in float32.
     expected = states * features * (dim + 2) * 4
     for direction in ("forward", "backward"):
-        assert max(number for (one, _), number in sent.items() if one == direction) == expected
+        assert max(number for (way, _), number in sent.items() if way == direction) == expected
 
 
 def test_states_are_gathered_up_to_16_ranks_and_otherwise_within_full_nodes():

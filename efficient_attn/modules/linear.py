@@ -98,16 +98,16 @@ def linear_operations(
     if isinstance(options, RandomFeatureOptions):
         directions = options.num_features // MAPS[kind].per_direction
     features = MAPS[kind].num_features(directions, problem.head_dim)
-    projected, made = tokens * directions * problem.head_dim, tokens * features
-    exponentials = 0 if kind in _WITHOUT_EXPONENTIALS else made
+    projected, outputs = tokens * directions * problem.head_dim, tokens * features
+    exponentials = 0 if kind in _WITHOUT_EXPONENTIALS else outputs
     steps = [
         # Directions are random, so only the tokens' side of these products has a gradient.
         MatMul(projected, exponentials=exponentials, gradients=1),
         MatMul(projected, exponentials=exponentials, gradients=1, shared=True),
-        MatMul(made * value_dim, kept=features * value_dim, shared=True),
+        MatMul(outputs * value_dim, kept=features * value_dim, shared=True),
         # The denominator is a product with ones, which have no gradient.
-        MatMul(made, gradients=1, kept=features, shared=True),
-        MatMul(made * (value_dim + 1)),
+        MatMul(outputs, gradients=1, kept=features, shared=True),
+        MatMul(outputs * (value_dim + 1)),
     ]
     if problem.causal:
         algorithm = fast_causal if MAPS[kind].exponents else segment_chunks

@@ -168,18 +168,18 @@ def replace(item: _T, **values: Any) -> _T:
 def joined(parts: Sequence[Record]) -> Record:
     """One record with the samples of all rounds, cut evenly to the capacity of a record."""
     most = max(SAMPLES // len(parts), 1)
-    kept, device = (
+    host, device = (
         [(getattr(part, name) or ())[:most] for part in parts] for name in ("times_s", "device_times_s")
     )
     waited_s = [
         part.waited_s * len(times_s) / max(len(part.times_s or ()), 1)
-        for part, times_s in zip(parts, kept, strict=True)
+        for part, times_s in zip(parts, host, strict=True)
         if part.waited_s is not None
     ]
     return replace(
         parts[0],
-        times_s=tuple(time_s for times_s in kept for time_s in times_s),
+        times_s=tuple(time_s for times_s in host for time_s in times_s),
         device_times_s=tuple(time_s for times_s in device for time_s in times_s) or None,
-        round_sizes=tuple(map(len, kept)),
+        round_sizes=tuple(map(len, host)),
         waited_s=sum(waited_s) if len(waited_s) == len(parts) else None,
     )

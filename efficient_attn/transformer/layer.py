@@ -235,13 +235,13 @@ class AttentionLayer(nn.Module):
 
 def check_sequence(name: str, x: Any, model_dim: int) -> None:
     """Refuse anything but embeddings [batch, tokens, model_dim]."""
-    wanted = f"[batch, tokens, model_dim={model_dim}]"
+    shape = f"[batch, tokens, model_dim={model_dim}]"
     if not isinstance(x, Tensor):
-        raise DtypeError(f"{name} is a torch tensor {wanted}, not {type(x).__name__}.")
+        raise DtypeError(f"{name} is a torch tensor {shape}, not {type(x).__name__}.")
     if not x.is_floating_point():
-        raise DtypeError(f"{name} is {x.dtype}; wanted are embeddings {wanted}, as nn.Embedding gives them.")
+        raise DtypeError(f"{name} is {x.dtype}; wanted are embeddings {shape}, as nn.Embedding gives them.")
     if x.ndim != 3 or x.shape[-1] != model_dim:
-        raise ShapeError(f"{name} has shape {list(x.shape)}; wanted is {wanted}.")
+        raise ShapeError(f"{name} has shape {list(x.shape)}; wanted is {shape}.")
 
 
 def check_mask(name: str, mask: Tensor | None, of: str, x: Tensor) -> None:

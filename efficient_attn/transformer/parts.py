@@ -113,7 +113,7 @@ def share_layers(layers: list[AttentionLayer]) -> None:
     ]
     if not backends:
         return
-    owner, *others = backends
-    for other in others:
-        del other.core
-        object.__setattr__(other, "core", owner.core)
+    owner, *readers = backends
+    for reader in readers:
+        del reader.core
+        object.__setattr__(reader, "core", owner.core)

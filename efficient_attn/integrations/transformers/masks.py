@@ -230,5 +230,5 @@ def _real_keys(attention_mask: Tensor | None, first: int, keys: int) -> Tensor |
     # As in transformers, keys beyond the end of the mask are padding.
     real = F.pad(real, (0, keys - real.shape[1]))
     # A compiled graph has one form for every mask, and so have the ranks of a distributed sequence.
-    kept = torch.compiler.is_compiling() or sharding.hook is not None
-    return None if not kept and bool(real.all()) else real
+    uniform = torch.compiler.is_compiling() or sharding.hook is not None
+    return None if not uniform and bool(real.all()) else real
