@@ -14,13 +14,7 @@ from threads import assert_ranks_are_the_whole, bytes_sent, drawn, join
 import efficient_attn as ea
 from efficient_attn.conformance.threads import on_threads
 from efficient_attn.distributed import context_parallel, shard
-from efficient_attn.distributed.calls import (
-    check_agreeing,
-    check_agreement,
-    check_segments,
-    exchange_of,
-    in_force,
-)
+from efficient_attn.distributed.calls import check_agreeing, check_segments, exchange_of, in_force
 from efficient_attn.distributed.exchange import all_tokens
 from efficient_attn.distributed.layout import KINDS, Layout, local_tokens
 from efficient_attn.distributed.neighbours import with_neighbours
@@ -235,16 +229,17 @@ def test_shards_are_copies_of_whole_segments_and_other_requests_are_refused():
 
 
 def test_all_ranks_refuse_calls_that_differ_with_the_message_of_the_first_that_does():
+    backend, q = ea.build("exact", head_dim=8), torch.randn(1, 2, 8, 8)
+
     def call(layout):
-        stateless, device = torch.nn.Identity(), torch.device("cpu")
-        check_agreement("alike", stateless, layout, device)
+        check_agreeing(backend, q, q, q, None, layout)
         with pytest.raises(ShapeError) as error:
-            check_agreement(f"with {layout.rank // 2} tokens", stateless, layout, device)
+            check_agreeing(backend, q[:, :, layout.rank // 2 :], q, q, None, layout)
         return str(error.value)
 
-    messages = on_threads(RANKS, "contiguous", call)
-    assert len(set(messages)) == 1
-    assert messages[0].startswith("Rank 2 of the mesh calls with 1 tokens, and rank 0 calls with 0 tokens;")
+    (message,) = set(on_threads(RANKS, "contiguous", call))
+    assert message.startswith("Rank 2 of the mesh calls exact")
+    assert "q float32 [1, 2, 7, 8]" in message.partition(", and rank 0 calls exact")[0]
 
 
 def rescaled(rank):
@@ -325,7 +320,7 @@ def test_relative_positions_and_longer_sequences_than_a_projection_are_refused()
     for name in ("exact", "window"):
         backend = ea.build(name, head_dim=8, num_heads=2, max_distance=4)
         with pytest.raises(UnsupportedError, match="no backend has relative positions"):
-            exchange_of(backend).attend(backend, q, q, q, None, of_rank(0))
+            check_segments(backend, q, q, of_rank(0))
     backend = ea.build("linformer", head_dim=8, max_tokens=20, rank=4)
     with pytest.raises(ShapeError, match="at most 20 tokens and k has 24 on all ranks"):
         exchange_of(backend).attend(backend, q, q, q, None, of_rank(0))

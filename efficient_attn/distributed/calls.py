@@ -102,12 +102,17 @@ def exchange_of(backend: Backend) -> Exchange:
 
 
 def check_segments(backend: Backend, q: Tensor, k: Tensor, layout: Layout) -> None:
-    """Refuse tokens that are no whole segments, and causal queries without keys at their positions.
+    """Refuse relative positions, parts of segments, and causal queries without keys at their positions.
 
     Raises:
         ShapeError: If the segments of a rank do not divide its tokens.
-        UnsupportedError: If a causal problem has another number of queries than of keys.
+        UnsupportedError: If the backend has a learned score bias, or causal queries are not the keys' tokens.
     """
+    if getattr(backend.core, "distance_bias", None) is not None:
+        raise UnsupportedError(
+            "Inside efficient_attn's context_parallel no backend has relative positions; build it with "
+            "max_distance=0, or use rotary positions."
+        )
     for name, x in (("q", q), ("k", k)):
         if x.shape[2] % len(layout.local):
             raise ShapeError(
@@ -151,12 +156,7 @@ def check_agreeing(
     """
     exchange_of(backend)
     device = q.device if isinstance(q, Tensor) else torch.get_default_device()
-    tensors = {"q": q, "k": k, "v": v, "key_mask": key_mask}
-    check_agreement(call + _description(backend, tensors, layout), backend, layout, device)
-
-
-def check_agreement(call: str, backend: nn.Module, layout: Layout, device: torch.device) -> None:
-    """Refuse calls with other descriptions on other ranks, as `check_agreeing`."""
+    call += _description(backend, {"q": q, "k": k, "v": v, "key_mask": key_mask}, layout)
     agreed = _AGREED.setdefault(backend, set())
     if (call, layout) in agreed:
         return
@@ -164,7 +164,8 @@ def check_agreement(call: str, backend: nn.Module, layout: Layout, device: torch
     digests = gathered(_bytes(digest, 32, device), layout)
     differs = (digests != digests[:1]).any(dim=1)
     if bool(differs.any()):
-        calls = [_text(row) for row in gathered(_bytes(call.encode(), _BYTES, device), layout)]
+        rows = gathered(_bytes(call.encode(), _BYTES, device), layout).tolist()
+        calls = [bytes(row).decode(errors="replace").rstrip() for row in rows]
         rank = int(differs.nonzero()[0])
         if calls[rank] == calls[0]:
             raise UnsupportedError(
@@ -223,7 +224,3 @@ def _checksum(x: Tensor) -> int:
 
 def _bytes(text: bytes, size: int, device: torch.device) -> Tensor:
     return torch.tensor(list(text[:size].ljust(size)), dtype=torch.uint8, device=device)
-
-
-def _text(row: Tensor) -> str:
-    return bytes(row.tolist()).decode(errors="replace").rstrip()

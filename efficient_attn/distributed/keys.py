@@ -9,7 +9,6 @@ from torch import Tensor
 from efficient_attn.backend import Backend
 from efficient_attn.distributed.exchange import all_tokens, total
 from efficient_attn.distributed.layout import Layout
-from efficient_attn.errors import UnsupportedError
 from efficient_attn.ops.clusters.placed import alike
 from efficient_attn.ops.softmax.kv_cache import KVCache, mask_of, summarise_tokens
 
@@ -18,7 +17,6 @@ def attend_keys(
     backend: Backend, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, layout: Layout
 ) -> Tensor:
     """Attention by a core of (q, k, v, key_mask); causal queries are the last positions of the keys."""
-    check_no_bias(backend)
     return _segments(backend, q, *all_keys(k, v, key_mask, layout), layout)
 
 
@@ -26,7 +24,6 @@ def prefill_keys(
     backend: Backend, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, layout: Layout
 ) -> tuple[Tensor, KVCache]:
     """Causal attention as in `attend_keys`, and the cache of all keys on every rank."""
-    check_no_bias(backend)
     cache = summarise_tokens(*all_keys(k, v, key_mask, layout))
     return _segments(backend, q, cache.k, cache.v, mask_of(cache), layout), cache
 
@@ -64,19 +61,6 @@ def all_keys(
     """Keys, values and key mask of all ranks."""
     k, v = all_tokens(torch.cat([k, v], dim=-1), -2, layout).split([k.shape[-1], v.shape[-1]], dim=-1)
     return k, v, None if key_mask is None else all_tokens(key_mask.byte(), 1, layout).bool()
-
-
-def check_no_bias(backend: Backend) -> None:
-    """Refuse relative positions.
-
-    Raises:
-        UnsupportedError: If the backend has a learned score bias.
-    """
-    if getattr(backend.core, "distance_bias", None) is not None:
-        raise UnsupportedError(
-            "Inside efficient_attn's context_parallel no backend has relative positions; build it with "
-            "max_distance=0, or use rotary positions."
-        )
 
 
 def _segments(

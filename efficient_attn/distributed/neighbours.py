@@ -1,6 +1,6 @@
 """Attention of the tokens of a rank to a window of keys, on this rank and on neighbours."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from efficient_attn.backend import Backend
 from efficient_attn.distributed.exchange import all_tokens, moved
-from efficient_attn.distributed.keys import all_keys, check_no_bias
+from efficient_attn.distributed.keys import all_keys
 from efficient_attn.distributed.layout import Layout
 from efficient_attn.ops.softmax.kv_cache import KVCache, last_tokens, summarise_tokens
 from efficient_attn.ops.window.global_keys import AgedKeys, first_keys, tokens_at
@@ -23,7 +23,6 @@ def attend_neighbours(
     The core has `attend(q, k, v, key_mask, first)`; the queries are the last positions of the keys, and
     `first` are the global keys of all ranks, aged from the end of the sequence.
     """
-    check_no_bias(backend)
     first = _first_keys_of_all(backend, k, v, key_mask, layout)
     back, ahead = backend.options.sides(causal=backend.problem.causal)
     end, widths = q.shape[-2] * layout.ranks, [k.shape[-1], v.shape[-1]]
@@ -71,7 +70,7 @@ def _last_keys(k: Tensor, v: Tensor, key_mask: Tensor | None, layout: Layout, *,
 
 
 def _first_keys_of_all(
-    backend: Any, k: Tensor, v: Tensor, key_mask: Tensor | None, layout: Layout
+    backend: Backend, k: Tensor, v: Tensor, key_mask: Tensor | None, layout: Layout
 ) -> AgedKeys | None:
     """The global keys of all ranks, aged from the end of the sequence; None without global tokens."""
     count, tokens = backend.options.global_tokens, k.shape[-2]

@@ -74,7 +74,10 @@ def _attend(inputs: LinearInputs, layout: Layout, *, causal: bool) -> Tensor:
     """Output of the queries of this rank, [batch heads q_tokens value_dim], in the dtype of q."""
     if not causal:
         return _Read.apply(False, *total_state(_key_state(inputs), layout), *inputs)
-    segments = [_segment(inputs, part) for part in layout.parts(inputs.k.shape[-2])]
+    segments = []
+    for part in layout.parts(inputs.k.shape[-2]):
+        q, k, v = (x[..., part, :] for x in inputs[:3])
+        segments.append(inputs._replace(q=q, k=k, v=v, key_mask=inputs.mask(part)))
     pasts = states_before([_key_state(segment) for segment in segments], layout)
     rows = [_Read.apply(True, *past, *segment) for past, segment in zip(pasts, segments, strict=True)]
     return torch.cat(rows, dim=-2)
@@ -106,7 +109,6 @@ def _scanned(near: Tensor, like: LinearState, direction: int, layout: Layout) ->
 
     Args:
         near: Packed states of `layout.near`, [states numbers].
-        like: A state of the same shape.
         direction: 1 for the ranks before, −1 for the ranks behind.
     """
     beyond, step = [near[:0]], len(layout.near)
@@ -132,11 +134,6 @@ def _merged(rows: Tensor, like: LinearState) -> LinearState:
 
 def _rescaled(sums: Tensor, log_scale: Tensor, reference: Tensor) -> Tensor:
     return exponential(log_scale - finite(reference)).mT * sums
-
-
-def _segment(inputs: LinearInputs, part: slice) -> LinearInputs:
-    q, k, v = (x[..., part, :] for x in inputs[:3])
-    return inputs._replace(q=q, k=k, v=v, key_mask=inputs.mask(part))
 
 
 def _key_state(inputs: LinearInputs) -> LinearState:
