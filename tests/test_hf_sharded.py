@@ -27,7 +27,10 @@ def lines(tmp_path_factory):
     tests = Path(__file__).parent
     command = [sys.executable, str(tests / "ranks_hf.py"), str(tmp_path_factory.mktemp("hf") / "store")]
     # Python may leave the folder of a script off its path.
-    environment = {**os.environ, "PYTHONPATH": str(tests)}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(tests), os.environ.get("PYTHONPATH", "")]),
+    }
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
