@@ -59,7 +59,6 @@ def command_of(study: Study) -> Callable[..., None]:
         if (resume or force_resume) and out is None:
             raise OptionError("--resume needs --out, the folder of the run to go on with.")
         to_stdout = as_json(json_to)
-        given |= _former(study, given)
         options = by_option(study, given)
         budget_s = None if budget is None else parse_seconds(budget, name="--budget")
 
@@ -88,11 +87,9 @@ def command_of(study: Study) -> Callable[..., None]:
             )
         finish(results, options.get("backends"), folder=folder, as_json=to_stdout, quiet=quiet)
 
-    parameters = [*study.parameters()]
     made: list[tuple[str, Any, Any]] = [
         ("context", typer.Context, inspect.Parameter.empty),
-        *(_declared(one) for one in parameters),
-        *(_renamed(one, flag) for one in parameters for flag in one.option.old),
+        *(_declared(one) for one in study.parameters()),
         *(
             (name, kind, study.budget if name == "budget" else default)
             for name, (kind, default) in _OF_A_RUN.items()
@@ -120,38 +117,18 @@ def _declared(one: Parameter) -> tuple[str, Any, Any]:
     about: dict[str, Any] = {"help": option.help, "metavar": option.metavar or form}
     if option.argument:
         return one.name, Annotated[kind, typer.Argument(**about)], default
-    about |= {"hidden": option.hidden, "min": option.least, "max": option.most}
+    about |= {"min": option.least, "max": option.most}
     return one.name, Annotated[kind, typer.Option(flag, **about)], default
-
-
-def _renamed(one: Parameter, flag: str) -> tuple[str, Any, Any]:
-    """A former flag: hidden; its default None marks an absent flag."""
-    name, kind, _ = _declared(one)
-    option = typer.Option(flag, hidden=True, min=one.option.least, max=one.option.most)
-    return _former_name(name, flag), Annotated[kind.__origin__ | None, option], None
-
-
-def _former_name(name: str, flag: str) -> str:
-    return f"{name}_of_{flag.removeprefix('--').replace('-', '_')}"
-
-
-def _former(study: Study, given: dict[str, Any]) -> dict[str, Any]:
-    """Values of former flags, by parameter; each is announced once on stderr."""
-    found = {}
-    for one in study.parameters():
-        for flag in one.option.old:
-            value = given.pop(_former_name(one.name, flag))
-            if value is not None:
-                console.say(f"{flag} is now {one.flag}; the next release removes the former name.")
-                found[one.name] = value
-    return found
 
 
 def _points(plan: Any) -> Any:
     from efficient_attn.report.table import Table
+    from efficient_attn.studies.engine import foreseen
+    from efficient_attn.studies.store import Store
 
     rows = tuple(
-        (point.case.label, str(point.case.tokens), point.case.kind, point.skip or "") for point in plan.points
+        (point.case.label, str(point.case.tokens), point.case.kind, point.skip or "")
+        for point in foreseen(plan, Store()).values()
     )
     columns = ("backend", "tokens", "measured", "reason to skip")
     return Table(f"{len(rows)} points; nothing was run", columns, rows, tuple(plan.notes))

@@ -1,6 +1,5 @@
 """Registry of backends: names, capabilities, options and builders."""
 
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -102,12 +101,6 @@ class BackendSpec:
         operations = self.operations(problem, options, tokens, problem.head_dim)
         return None if operations is None else 2 * sum(matmul.multiply_adds for matmul in operations.matmuls)
 
-    @property
-    def work(self) -> Callable[[Any, Any, int, int], OperationCounts | None] | None:
-        """Former name of `operations`, kept for one release."""
-        warnings.warn("BackendSpec.work is now BackendSpec.operations.", DeprecationWarning, stacklevel=2)
-        return self.operations
-
 
 SPECS: dict[str, BackendSpec] = {}
 
@@ -122,19 +115,12 @@ def register(
     paper: str | None = None,
     operations: Callable[[Any, Any, int, int], OperationCounts | None] | None = None,
     also: tuple[Mapping[str, Any], ...] = (),
-    work: Callable[[Any, Any, int, int], OperationCounts | None] | None = None,
 ) -> Callable[[Callable], Callable]:
     """Register the decorated builder under `name`.
-
-    Args:
-        work: Former name of `operations`, accepted for one release.
 
     Raises:
         RuntimeError: If the name is taken.
     """
-    if work is not None:
-        warnings.warn("register(work=…) is now register(operations=…).", DeprecationWarning, stacklevel=2)
-        operations = work
 
     def add(builder: Callable) -> Callable:
         if name in SPECS:

@@ -150,7 +150,7 @@ def cuda(device: str) -> str:
 @pytest.fixture
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every round of a time ends after milliseconds, for runs whose times nobody reads."""
-    monkeypatch.setattr("efficient_attn.studies.loop._ROUND_S", 0.001)
+    monkeypatch.setattr("efficient_attn.studies.engine._ROUND_S", 0.001)
 
 
 @pytest.fixture
@@ -225,7 +225,7 @@ def given_times(monkeypatch: pytest.MonkeyPatch, undrawn: None) -> None:
     from hf_advice import timed
 
     monkeypatch.setattr("efficient_attn.studies.swap.measure.cost", timed)
-    monkeypatch.setattr("efficient_attn.studies.advise.conversion.PROBE", ())
+    monkeypatch.setattr("efficient_attn.studies.advise.model.PROBE", ())
     monkeypatch.setattr("efficient_attn.studies.run.between", lambda *moments, **named: {})
 
 

@@ -1,21 +1,29 @@
-"""Times and memory of variants, measured by the loop of all studies."""
+"""Times and memory of variants, measured by the engine of all studies."""
 
 import math
+from functools import partial
 
 from isolated_points import SHARED
 
-from efficient_attn.studies.costs import cost_points
-from efficient_attn.studies.loop import Loop
-from efficient_attn.studies.plan import Plan
+from efficient_attn.studies.costs import Costs
+from efficient_attn.studies.engine import Engine
+from efficient_attn.studies.points import Plan, in_lists
+from efficient_attn.studies.store import Store
 
 ROUNDS = 4
 
 
-def points(variants, lengths, measure, **more):
-    return cost_points(variants, lengths, SHARED, measure=measure, rounds=ROUNDS, **more)
+def points(variants, lengths, measure, *, kinds=("time", "memory"), **costs):
+    """Lists of points: for each length the times, then the memory of all variants."""
+    made = Costs(shared=SHARED, measure=measure, rounds=ROUNDS, **costs)
+    return [
+        [getattr(made, kind)(variant, tokens) for variant in variants] for tokens in lengths for kind in kinds
+    ]
 
 
-def run(planned, *, emit, progress=None, budget_s=None, timeout_s=math.inf):
-    """Whether the run was complete."""
-    plan = Plan(points=planned, timeout_s=timeout_s)
-    return Loop(plan, earlier={}, emit=emit, progress=progress, budget_s=budget_s).run()
+def run(lists, *, store=None, progress=None, budget_s=None, timeout_s=math.inf):
+    """Whether the run was complete, and its records."""
+    store = Store() if store is None else store
+    plan = Plan(steps=partial(in_lists, lists), timeout_s=timeout_s)
+    complete = Engine(plan, store, report=progress, budget_s=budget_s).run()
+    return complete, store.records

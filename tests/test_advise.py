@@ -5,6 +5,7 @@ import random
 import signal
 
 import pytest
+from planned import points_of
 
 import efficient_attn as ea
 from efficient_attn.errors import OptionError
@@ -12,9 +13,9 @@ from efficient_attn.runner.record import Case, Record, replace
 from efficient_attn.runner.sizes import MEAN_OF_VALUES, OWN
 from efficient_attn.runner.variants import select
 from efficient_attn.studies import find
+from efficient_attn.studies.advise.attention import Source
 from efficient_attn.studies.advise.attention_view import by_shape
 from efficient_attn.studies.advise.choice import best_layers, in_ranges
-from efficient_attn.studies.advise.findings import Findings
 from efficient_attn.studies.compare.plan import MAX_ERROR
 from efficient_attn.studies.results import Results
 
@@ -24,9 +25,8 @@ SHORT = (64, 96, 128, 160)
 @pytest.fixture(autouse=True)
 def hurried(monkeypatch, short_decoder):
     """Short calls at short lengths, timed as briefly as possible, and a short decoder."""
-    monkeypatch.setattr("efficient_attn.studies.loop._ROUND_S", 0.0)
-    for module in ("findings", "activations"):
-        monkeypatch.setattr(f"efficient_attn.studies.advise.{module}.PROBE", SHORT)
+    monkeypatch.setattr("efficient_attn.studies.engine._ROUND_S", 0.0)
+    monkeypatch.setattr("efficient_attn.studies.advise.attention.PROBE", SHORT)
 
 
 def advise(*backends, **changes):
@@ -101,7 +101,7 @@ def test_backends_that_are_slower_by_prediction_are_not_timed_at_long_lengths(mo
 
 
 def test_errors_at_shorter_lengths_are_those_of_the_causal_model(short_decoder):
-    points = find("advise").plan(backends=["window"], seq_lens=(64, 128)).points
+    points = points_of(find("advise").plan(backends=["window"], seq_lens=(64, 128)))
     found = {(one.case.inputs, one.case.tokens) for one in points if one.case.kind == "error"}
     assert found == {
         *((f"encoder(layer={layer})", 512) for layer in (0, 1, 5)),
@@ -110,12 +110,15 @@ def test_errors_at_shorter_lengths_are_those_of_the_causal_model(short_decoder):
     }
 
 
-def test_the_speed_of_a_shape_is_predicted_from_calls_of_that_shape():
-    findings = Findings(select(["exact", "window"]), rounds=1)
+def test_the_speed_of_a_model_is_predicted_from_calls_of_its_shape():
+    variants, speeds = select(["exact", "window"]), []
     for causal, factor in ((False, 0.1), (True, 10.0)):
-        for tokens, (name, share) in itertools.product(SHORT, (("exact", 1.0), ("window", factor))):
-            findings.add(timed(name, tokens, (share * tokens * 1e-6,), causal=causal))
-    speeds = [findings.speed("window", 512, (4, 8, causal)).value for causal in (False, True)]
+        source = Source((), variants, costs=None)
+        source.short = [
+            timed(name, tokens, (share * tokens * 1e-6,), causal=causal)
+            for tokens, (name, share) in itertools.product(SHORT, (("exact", 1.0), ("window", factor)))
+        ]
+        speeds.append(source.speeds(512)["window"].value)
     assert speeds[0] > 1 > speeds[1]
 
 
@@ -134,7 +137,7 @@ def test_an_interrupted_advice_names_the_rest_and_resumes(tmp_path, monkeypatch)
         patched.setattr(accuracy.measure, "output_error", interrupted)
         stopped = advise("exact", "window", out=tmp_path)
     assert stopped.interrupted
-    assert stopped.notes[0].startswith("Not tried: ") and "window" in stopped.notes[0]
+    assert stopped.notes[0].startswith("Not measured: ") and "window" in stopped.notes[0]
     ended = advise("exact", "window", out=tmp_path, resume=True)
     assert kinds(ended) == kinds(advise("exact", "window"))
 
@@ -217,14 +220,21 @@ def of_model(tokens, own, plan=(), *, layers='{"0": "window"}', attached=ATTACHE
     }
     made = [
         timed(OWN, tokens, own, **shared),
-        timed(MEAN_OF_VALUES, tokens, [time_s / 3 for time_s in own], **shared),
+        *bound(tokens, own, [time_s / 3 for time_s in own]),
         record("swap", "window", tokens, values={"mean_pool_distance": 0.05}, **shared),
-        record("swap", "plan", tokens, values=decision, **held_out),
+        record("swap", "plan", tokens, values=decision, options={"layers": layers}, **held_out),
     ]
     if not plan:
         return made
-    of_plan = replace(timed("plan", tokens, plan, **held_out), chosen_layers=layers)
+    of_plan = timed("plan", tokens, plan, options={"layers": layers}, **held_out)
     return [*made, timed(OWN, tokens, own, **held_out), of_plan]
+
+
+def bound(tokens, own, mean):
+    """Times of a model with its own attention, and with the mean of the values."""
+    shared = {"of": "model", "inputs": "m on t"}
+    times = [timed(OWN, tokens, own, **shared), timed(MEAN_OF_VALUES, tokens, mean, **shared)]
+    return [replace(one, case=replace(one.case, kind="bound")) for one in times]
 
 
 FASTER, SLOWER, OPEN = (0.5,) * 4, (2.0,) * 4, (0.5, 0.9, 0.4, 3.0)
@@ -286,32 +296,17 @@ def test_times_of_zero_and_limits_beyond_floats_decide_nothing():
 
 def test_a_bound_that_may_be_one_is_not_stated():
     records = of_model(512, EXACT)
-    unclear = [timed(MEAN_OF_VALUES, 512, (0.5, 1.1, 0.7, 1.2), of="model", inputs="m on t")]
+    unclear = bound(512, EXACT, (0.5, 1.1, 0.7, 1.2))
     assert "at most about 3.00x as fast" in Results(records, environment=TARGET).sentences()[0]
-    other = [one for one in records if one.case.backend != MEAN_OF_VALUES]
+    other = [one for one in records if one.case.kind != "bound"]
     assert "at most" not in Results([*other, *unclear], environment=TARGET).sentences()[0]
 
 
 def test_times_of_another_plan_decide_nothing():
     *records, last = of_model(512, EXACT, FASTER)
-    other = replace(last, chosen_layers='{"0": "linformer"}')
+    other = replace(last, case=replace(last.case, options={"layers": '{"0": "linformer"}'}))
     (sentence,) = Results([*records, other], environment=TARGET).sentences()
     assert "not measured to the end at 512 tokens" in sentence
-
-
-def test_a_resumed_run_keeps_whole_turns_and_plans_that_would_be_chosen_again_and_no_prediction():
-    shared = {"of": "model", "inputs": "t"}
-    own, short = timed(OWN, 512, FASTER, **shared), timed("window", 512, FASTER[:3], **shared)
-    elsewhere = timed("window", 2048, FASTER, **shared)
-    plan = record("swap", "plan", 2048, values={"chosen_layers": '{"0": "window"}'}, of="model")
-    predicted, alone = record("prediction", "window", 2048), record("swap", "window", 512, of="model")
-    known = {one.case.key: one for one in (own, short, elsewhere, plan, predicted, alone)}
-    for chosen, kept in (({0: "window"}, [elsewhere, plan, alone]), (None, [elsewhere, alone])):
-        findings = Findings((), rounds=4)
-        findings.choices[plan.case.key] = lambda chosen=chosen: chosen
-        assert list(findings.standing(known).values()) == kept
-    findings = Findings((), rounds=3)
-    assert own.case.key in findings.standing(known)
 
 
 def test_the_choice_of_layers_gains_most_within_the_limit():
@@ -341,18 +336,3 @@ def test_layers_are_shown_as_ranges():
     chosen = {0: "window", 2: "window", 3: "window", 1: "linformer"}
     assert in_ranges(chosen) == "window in layers 0, 2–3 and linformer in layer 1"
     assert in_ranges({}) == ""
-
-
-def test_the_study_takes_no_records_of_other_studies():
-    case = Case(
-        kind="time",
-        backend="exact",
-        label="exact",
-        num_heads=1,
-        head_dim=1,
-        tokens=1,
-        dtype="float32",
-        device="cpu",
-        threads=1,
-    )
-    assert find("advise").own([Record(case=case, times_s=(1.0,))]) == []

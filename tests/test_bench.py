@@ -5,6 +5,7 @@ import signal
 
 import pytest
 import torch
+from planned import points_of
 
 from efficient_attn import bench
 from efficient_attn.errors import AttentionError, DataError, OptionError, UnsupportedError
@@ -111,12 +112,14 @@ def test_out_gets_every_record_the_environment_and_the_plots(tmp_path):
         "memory.pdf",
     }
     lines = (tmp_path / "deep" / "run" / "records.jsonl").read_text().splitlines()
-    assert len(lines) == len(results) == 8 and json.loads(lines[0])["kind"] == "time"
+    # Every round of a time is a line.
+    times = sum(json.loads(row)["kind"] == "time" for row in lines)
+    assert len(results) == 8 and (times, len(lines)) == (4 * 4, 4 * 4 + 4)
 
 
 def test_a_folder_of_another_run_is_refused_before_anything_is_measured(undrawn, tmp_path, monkeypatch):
     bench([values], out=tmp_path, **SMALL)
-    monkeypatch.setattr("efficient_attn.studies.run.Loop", lambda *args, **settings: pytest.fail("measured"))
+    monkeypatch.setattr("efficient_attn.studies.run.Engine", lambda *args, **named: pytest.fail("measured"))
     with pytest.raises(DataError, match=r"out: .* holds records of another run already"):
         bench([values], out=tmp_path, **SMALL)
 
@@ -141,7 +144,7 @@ def test_records_are_written_while_the_rest_is_measured(undrawn, tmp_path):
 def test_auto_is_float32_on_the_cpu_and_settled_in_every_case():
     workload = settle(Workload(device="cpu"))
     assert (workload.dtype, workload.device, workload.threads) == ("float32", "cpu", torch.get_num_threads())
-    points = find("bench").plan(seq_lens=(16,), device="cpu").points
+    points = points_of(find("bench").plan(seq_lens=(16,), device="cpu"))
     assert {(one.case.dtype, one.case.device, one.case.inputs) for one in points} == {
         ("float32", "cpu", "gaussian")
     }

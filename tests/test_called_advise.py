@@ -117,7 +117,7 @@ def folder(tmp_path, monkeypatch, undrawn):
         return Record(case=case, times_s=(TIMES_S[case.backend],), round_sizes=(1,))
 
     monkeypatch.setattr(measure, "cost", timed)
-    monkeypatch.setattr("efficient_attn.studies.advise.conversion.PROBE", ())
+    monkeypatch.setattr("efficient_attn.studies.advise.model.PROBE", ())
     monkeypatch.setattr("efficient_attn.studies.run.between", lambda *moments, **named: {})
     return tmp_path
 

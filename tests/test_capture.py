@@ -6,6 +6,7 @@ import sys
 import pytest
 import torch
 from hf_models import tokenizer
+from planned import points_of
 from safetensors.torch import save_file
 
 import efficient_attn as ea
@@ -89,7 +90,7 @@ def test_mse_and_compare_capture_a_folder_in_memory(folder, tmp_path):
     digest = hashlib.sha256(TEXT.encode()).hexdigest()[:8]
     assert {r.case.inputs for r in found.records} == {f"{folder.name} on 1 text #{digest}(layer=1)"}
     plan = find("compare").plan(["window"], model=str(folder), text=TEXT, seq_len=4, isolate="none")
-    assert {point.case.tokens for point in plan.points} == {4}
+    assert {point.case.tokens for point in points_of(plan)} == {4}
 
 
 def test_a_long_text_is_cut_to_the_tokens_asked_for_and_to_what_the_model_can_take(folder):
@@ -170,7 +171,7 @@ def test_of_a_file_with_both_the_bidirectional_layers_are_measured_unless_all_ar
     save_file(tensors, tmp_path / "x.safetensors", metadata={"patterns": '{"1": "causal over all keys"}'})
     given = {"inputs": tmp_path / "x.safetensors", "seq_len": 6}
     for causal, layers in ((False, {0}), (True, {0, 1})):
-        points = find("compare").plan(["exact"], causal=causal, **given).points
+        points = points_of(find("compare").plan(["exact"], causal=causal, **given))
         found = {(point.case.inputs, point.case.causal) for point in points if point.case.kind == "error"}
         assert found == {(f"x.safetensors(layer={layer})", causal) for layer in layers}
 

@@ -9,6 +9,7 @@ import pytest
 pytest.importorskip("efficient_attn_cli", reason="needs an installation, if only an editable one")
 
 from efficient_attn.errors import AttentionError
+from efficient_attn.studies.reading import read
 from efficient_attn_cli.main import main
 
 pytestmark = pytest.mark.usefixtures("hasty")
@@ -96,7 +97,7 @@ def test_a_point_asked_for_by_name_that_fails_ends_with_3_and_the_others_are_the
     assert command(*SMALL, "--backend", "own.py:broken,window", "--out", "out") == 3
     out = capsys.readouterr().out
     assert "own.py:broken: error: RuntimeError: it broke here" in out
-    statuses = [json.loads(line)["status"] for line in written("records.jsonl").splitlines()]
+    statuses = [record.status for record in read("out").records]
     assert statuses.count("error") == 4 and statuses.count("ok") == 8
 
 
@@ -143,7 +144,7 @@ WRONG = [
 
 @pytest.mark.parametrize(("words", "message"), WRONG, ids=[" ".join(words) for words, _ in WRONG])
 def test_a_wrong_request_ends_in_one_line_before_anything_is_measured(words, message, capsys, monkeypatch):
-    monkeypatch.setattr("efficient_attn.studies.run.Loop", lambda *args, **settings: pytest.fail("measured"))
+    monkeypatch.setattr("efficient_attn.studies.run.Engine", lambda *args, **named: pytest.fail("measured"))
     assert command("bench", *words) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.count("\n") == 1 and err.startswith("error: ") and message in err
@@ -171,4 +172,4 @@ def test_a_run_goes_on_in_its_folder(undrawn, capsys):
     assert command(*longer) == 2 and "--out: out holds records of another run" in capsys.readouterr().err
     assert command(*longer, "--resume") == 0
     assert written("records.jsonl").startswith(first) and "[4/4]" in capsys.readouterr().err
-    assert written("records.jsonl").count("\n") == 12
+    assert len(read("out").records) == 12

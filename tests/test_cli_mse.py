@@ -10,6 +10,8 @@ from safetensors.torch import save_file
 
 pytest.importorskip("efficient_attn_cli", reason="needs an installation, if only an editable one")
 
+from planned import points_of
+
 from efficient_attn import studies
 from efficient_attn_cli.main import main
 
@@ -121,10 +123,10 @@ def test_the_former_form_of_the_command_kernel_measures_the_same_and_is_announce
 def test_the_predicted_duration_weighs_points_by_their_operations():
     asked = {"inputs": "gaussian", "norms": (1.0,), "seq_len": 512, "head_dim": 4, "sizes": (16, 64)}
     plan = studies.find("mse").plan(["performer-positive", "exact"], **asked)
-    costs = {point.case.label: point.cost for point in plan.points}
+    costs = {point.case.label: point.cost for point in points_of(plan)}
     small, large = (costs[f"performer-positive(num_features={size})"] for size in (16, 64))
     assert small < large < 4 * small
-    assert len({point.series for point in plan.points}) < len(plan.points)
+    assert len({point.series for point in points_of(plan)}) < len(points_of(plan))
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 import torch
 from made_records import case
+from planned import answered_by, points_of
 
 import efficient_attn as ea
 from efficient_attn.errors import OptionError
@@ -20,11 +21,13 @@ from efficient_attn.runner.records import Record
 from efficient_attn.runner.variants import select
 from efficient_attn.studies import find
 from efficient_attn.studies.compare.analysis import comparisons
-from efficient_attn.studies.compare.points import points_of
+from efficient_attn.studies.compare.points import steps
 from efficient_attn.studies.compare.view import sentences, tables
-from efficient_attn.studies.loop import Loop
+from efficient_attn.studies.engine import Engine
+from efficient_attn.studies.points import Plan
 from efficient_attn.studies.reading import read
 from efficient_attn.studies.results import Results
+from efficient_attn.studies.store import Store
 from efficient_attn.studies.workload import Workload
 
 pytestmark = pytest.mark.usefixtures("hasty")
@@ -97,7 +100,7 @@ def test_device_times_are_measured_on_a_gpu_alone(device, l2):
     subject = Subject("gaussian", Activations(x, x, x), 0.5)
     workload = Workload(num_heads=1, head_dim=8, dtype="float32", device=device, threads=1)
     given = {"draws": 1, "rounds": 1, "measurer": Measurer("none", timeout_s=60), "limit_bytes": None}
-    made = points_of(select(["exact"]), [subject], workload, **given)
+    made = points_of(Plan(steps=partial(steps, select(["exact"]), [[subject]], workload, **given)))
     assert {(one.case.kind, one.case.l2) for one in made} == {("error", None), ("memory", None), ("time", l2)}
 
 
@@ -337,9 +340,9 @@ def test_by_default_errors_are_measured_on_all_shipped_layers_and_times_once():
 )
 def test_layers_of_the_decoder_are_compared_at_one_length_alone(seq_len, layers):
     plan = find("compare").plan(["window"], inputs="decoder", seq_len=seq_len)
-    errors = {(one.case.inputs, one.case.tokens) for one in plan.points if one.case.kind == "error"}
+    errors = {(one.case.inputs, one.case.tokens) for one in points_of(plan) if one.case.kind == "error"}
     assert errors == {(f"decoder(layer={layer})", tokens) for layer, tokens in layers.items()}
-    assert len({one.case.tokens for one in plan.points}) == 1
+    assert len({one.case.tokens for one in points_of(plan)}) == 1
 
 
 def test_each_of_several_inputs_is_timed_on_its_own_tensors(tmp_path):
@@ -368,7 +371,7 @@ def test_one_layer_is_measured_where_it_is_named():
 
 def test_an_input_by_default_that_is_too_short_is_left_out():
     plan = find("compare").plan(["window"], seq_len=513)
-    assert {point.case.inputs.partition("(")[0] for point in plan.points} == {"decoder"}
+    assert {point.case.inputs.partition("(")[0] for point in points_of(plan)} == {"decoder"}
     assert plan.notes == [
         "Left out: 513 tokens are more than the 512 of encoder(layer=0), which cannot be extended."
     ]
@@ -409,7 +412,7 @@ def test_a_joint_name_stands_for_its_layers(names, joint):
 
 def test_by_default_exact_and_what_approximates_softmax_is_compared():
     plan = find("compare").plan(seq_len=16, draws=1)
-    names = {point.case.backend for point in plan.points}
+    names = {point.case.backend for point in points_of(plan)}
     assert {"exact", "exact-dense", "window", "performer-positive"} <= names
     assert not {
         name for name in names & {*ea.list_backends()} if not ea.spec(name).capabilities.approximates_softmax
@@ -424,9 +427,9 @@ def test_exact_attention_is_measured_first_then_the_fewest_operations():
         seq_len=64,
         options={"window": {"window": [3]}},
     )
-    order = list(dict.fromkeys(point.case.label for point in plan.points if point.rounds is None))
+    order = list(dict.fromkeys(point.case.label for point in points_of(plan) if not point.rounds))
     assert order == ["exact", "mean of V", "window(window=3)", "performer-positive"]
-    kinds = [point.case.kind for point in plan.points]
+    kinds = [point.case.kind for point in points_of(plan)]
     assert kinds[0] == "error" and "error" not in kinds[kinds.index("time") :]
 
 
@@ -547,23 +550,20 @@ class Clock:
             return Record(case=point.case)
         call_s = CALL_S.get(point.case.label, 0.015)
         self.now_s += 0.02 + 2 * call_s + max(seconds, call_s)
-        return Record(case=point.case, times_s=(call_s,) if point.rounds else None)
+        timed = {"times_s": (call_s,), "round_sizes": (1,)}
+        return Record(case=point.case, **(timed if point.rounds else {}))
 
 
 def test_the_predicted_duration_is_right_within_a_factor_of_two_from_the_second_backend_on(monkeypatch):
     """Half of a comparison is spent on two points of a hundred; points of equal weight mislead by 8 times."""
-    clock, steps = Clock(), []
-    monkeypatch.setattr("efficient_attn.studies.loop.time", clock)
-    monkeypatch.setattr("efficient_attn.studies.loop._ROUND_S", 0.1)
+    clock, shown = Clock(), []
+    monkeypatch.setattr("efficient_attn.studies.engine.time", clock)
+    monkeypatch.setattr("efficient_attn.studies.engine._ROUND_S", 0.1)
     plan = find("compare").plan(inputs="encoder", isolate="none")
-    points = [replace(point, measure=partial(clock.measure, point)) for point in plan.points]
-    loop = Loop(
-        replace(plan, points=points),
-        earlier={},
-        emit=lambda record: None,
-        progress=lambda step: steps.append((clock.now_s, step)),
+    engine = Engine(
+        answered_by(plan, clock.measure), Store(), report=lambda step: shown.append((clock.now_s, step))
     )
-    assert loop.run()
-    known = [(step.remaining_s, clock.now_s - now_s) for now_s, step in steps if step.done >= 9]
+    assert engine.run()
+    known = [(step.remaining_s, clock.now_s - now_s) for now_s, step in shown if step.done >= 9]
     wrong = [(told, left) for told, left in known if left > 2 and not left / 2 < told < 2 * left]
     assert len(known) > 40 and wrong == []

@@ -110,8 +110,8 @@ def test_a_backend_that_leaves_is_one_record_and_the_others_are_measured(name):
         return (q @ k.mT / q.shape[-1] ** 0.5).softmax(dim=-1) @ v
 
     variants = [Variant(backend=one, label=one, target=LEAVING.get(one, attend)) for one in (name, "attend")]
-    records = []
-    assert run(points(variants, (16,), measure), emit=records.append)
+    complete, records = run(points(variants, (16,), measure))
+    assert complete
     assert {(one.case.label, one.status, one.reason) for one in records} == {
         (name, "error", SAID[name]),
         ("attend", "ok", None),

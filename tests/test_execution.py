@@ -1,11 +1,13 @@
 """Compiled and replayed calls: what is compiled, captured and refused."""
 
+import itertools
 from contextlib import contextmanager
 from itertools import groupby
 
 import pytest
 import torch
 from made_records import case
+from planned import points_of
 
 import efficient_attn as ea
 from efficient_attn.backends import spec
@@ -151,15 +153,15 @@ def test_on_a_gpu_times_have_a_cache_and_graphs_no_memory(monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 40, 1 << 40))
     for given, l2 in ((None, "cold"), ("warm", "warm")):
         options = {"of": "attention,block", "cuda_graph": True, "compile": True, "l2": given}
-        made = plan(["window"], seq_lens=8, device="cuda", dtype="bfloat16", **options)
-        cases = [point.case for point in made.points]
+        made = plan(["window"], seq_lens=(8, 16), device="cuda", dtype="bfloat16", **options)
+        cases = [point.case for point in points_of(made)]
         assert {(one.kind, one.execution, one.l2) for one in cases} == {
             *(("time", execution, l2) for execution in (None, "compiled", "cuda-graph")),
             *(("memory", execution, None) for execution in (None, "compiled")),
         }
         # Points of one execution, which are compared, are one group; a budget is spent on eager calls first.
-        groups = [group for group, _ in groupby(point.group for point in made.points)]
-        assert groups == [(8, None), (8, "cuda-graph"), (8, "compiled")]
+        groups = [group for group, _ in groupby((one.execution, one.tokens) for one in cases)]
+        assert groups == list(itertools.product((None, "cuda-graph", "compiled"), (8, 16)))
 
 
 @pytest.mark.compile

@@ -82,7 +82,7 @@ def test_an_interruption_keeps_records_and_cancels_pending_points():
             lambda: ea.bench(["window"], seq_lens=16, executor=Queue()),
             "executor: the rounds of this run are interleaved in one process; leave it out.",
         ),
-        (lambda: ea.advise(backends=["window"], executor=Queue()), "executor: advise chooses its points"),
+        (lambda: ea.advise(backends=["window"], executor=Queue()), "executor: the rounds of this run"),
     ],
 )
 def test_what_an_executor_cannot_measure_is_refused(measure, message):

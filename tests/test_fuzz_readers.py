@@ -24,7 +24,7 @@ from efficient_attn.studies.run_folder import begin
 pytest.importorskip("efficient_attn_cli", reason="needs an installation, if only an editable one")
 
 
-FIXTURE = Path(__file__).parent / "fixtures" / "schema-2"
+FIXTURE = Path(__file__).parent / "fixtures" / "run"
 RECORDS = (FIXTURE / "records.jsonl").read_bytes()
 ENVIRONMENT = (FIXTURE / "environment.json").read_bytes()
 ROWS = [json.loads(text) for text in RECORDS.splitlines()]

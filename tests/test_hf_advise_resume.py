@@ -14,7 +14,7 @@ from hf_advice import advise, plans
 from efficient_attn.errors import DataError
 from efficient_attn.runner.sizes import OWN
 from efficient_attn.studies.advise.model_view import LAYERS
-from efficient_attn.studies.loop import Loop
+from efficient_attn.studies.durations import Durations
 from efficient_attn.studies.reading import read
 from efficient_attn.studies.swap import measure
 
@@ -39,7 +39,7 @@ def test_an_interrupted_advice_resumes_and_ends_as_if_never_interrupted(
     with monkeypatch.context() as patched:
         patched.setattr(measure, "distance", interrupted)
         stopped = advise(encoder, min_cosine=0.9, out=tmp_path)
-    assert stopped.interrupted and stopped.notes[0].startswith("Not tried: ")
+    assert stopped.interrupted and stopped.notes[0].startswith("Not measured: ")
     ended = advise(encoder, min_cosine=0.9, out=tmp_path, resume=True)
     for kind in ("swap", "time"):
         assert labels(ended, kind) == labels(advised, kind)
@@ -62,12 +62,12 @@ def test_a_budget_that_ends_among_the_layers_leaves_the_plan_to_the_resumed_run(
     with monkeypatch.context() as patched:
         patched.setattr(measure, "distance", slow)
         clock = SimpleNamespace(monotonic=lambda: time.monotonic() + late_s[0])
-        patched.setattr("efficient_attn.studies.loop.time", clock)
+        patched.setattr("efficient_attn.studies.engine.time", clock)
         stopped = advise(encoder, out=tmp_path, budget_s=60.0, **given)
     assert [one.status for one in stopped.records].count("skipped") == 4 and not plans(stopped)
     (sentence,) = stopped.sentences()
     assert "not measured to the end at 24 tokens" in sentence and "stay with exact" not in sentence
-    ended = advise(encoder, out=tmp_path, resume=True, **given)
+    ended = advise(encoder, out=tmp_path, resume=True, budget_s=60.0, **given)
     assert plans(ended) == plans(whole) and ended.sentences() == whole.sentences()
 
 
@@ -75,11 +75,11 @@ def test_a_plan_of_the_layers_within_the_budget_is_made_anew_by_the_resumed_run(
     encoder, tmp_path, monkeypatch
 ):
     given = {"backends": ["window"], "options": {"window": {"window": [15, 5]}}, "min_cosine": 1 - 2.2e-5}
-    whole, real, timed = advise(encoder, **given), Loop._over_budget, measure.cost
+    whole, real, timed = advise(encoder, **given), Durations.next_s, measure.cost
 
-    def over(self, point, promised_s):
+    def next_s(self, point):
         late = point.case.layer is not None and point.case.label == "window(window=5)"
-        return "no time" if late else real(self, point, promised_s)
+        return 1e9 if late else real(self, point)
 
     def interrupted(case, *arguments, **named):
         if case.backend == "plan":
@@ -87,7 +87,7 @@ def test_a_plan_of_the_layers_within_the_budget_is_made_anew_by_the_resumed_run(
         return timed(case, *arguments, **named)
 
     with monkeypatch.context() as patched:
-        patched.setattr(Loop, "_over_budget", over)
+        patched.setattr(Durations, "next_s", next_s)
         stopped = advise(encoder, out=tmp_path, **given)
     assert plans(stopped)["plan"] != plans(whole)["plan"]
     assert (
@@ -95,12 +95,21 @@ def test_a_plan_of_the_layers_within_the_budget_is_made_anew_by_the_resumed_run(
     )
     with monkeypatch.context() as patched:
         patched.setattr(measure, "cost", interrupted)
-        advise(encoder, out=tmp_path, resume=True, **given)
+        advise(encoder, out=tmp_path, resume=True, budget_s=60.0, **given)
     # The folder holds the times of the earlier plan.
     assert "not measured to the end" in read(tmp_path).sentences()[0]
-    ended = advise(encoder, out=tmp_path, resume=True, **given)
+    ended = advise(encoder, out=tmp_path, resume=True, budget_s=60.0, **given)
     assert plans(ended) == plans(whole) and ended.sentences() == whole.sentences()
     assert ended.files() == whole.files()
+
+
+def test_a_plan_without_layers_is_no_decision_where_the_budget_left_layers_out(encoder, monkeypatch):
+    real = Durations.next_s
+    monkeypatch.setattr(
+        Durations, "next_s", lambda self, point: 1e9 if point.case.layer is not None else real(self, point)
+    )
+    (sentence,) = advise(encoder, budget_s=60.0, min_cosine=1 - 2.2e-5).sentences()
+    assert "not measured to the end at 24 tokens" in sentence and "stay with exact" not in sentence
 
 
 def test_times_that_an_interruption_cut_short_decide_nothing_and_are_taken_again(
@@ -123,8 +132,8 @@ def test_times_that_an_interruption_cut_short_decide_nothing_and_are_taken_again
     rounds.clear()
     last = 5
     ended = advise(encoder, min_cosine=0.9, out=tmp_path, resume=True)
-    # Rounds are paired by their number: those of the model itself are taken again too.
-    assert Counter(rounds) == {OWN: 4, "plan": 4}
+    # Rounds in hand are kept.
+    assert Counter(rounds) == {OWN: 2, "plan": 2}
     assert ended.sentences()[0].startswith("From 24 tokens: 2.00x as fast") and LAYERS in ended.files()
 
 

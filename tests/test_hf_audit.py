@@ -8,6 +8,7 @@ import torch
 transformers = pytest.importorskip("transformers", minversion="5.14", reason="the extra [hf] is missing")
 
 from hf_models import TOKENS, mistral, saved, texts
+from planned import points_of
 from reference import random_qkv, reference_attention
 from swapped_models import quality, swap, tokenized
 
@@ -32,7 +33,9 @@ def every_row(monkeypatch):
 def distances(model, backends, **changes):
     """{(label, layer): record} of what is compared, without times."""
     plan = find("swap").plan(model, backends, texts=texts(), seq_len=TOKENS, **changes)
-    return {(one.case.label, one.case.layer): one.measure() for one in plan.points if one.case.kind == "swap"}
+    return {
+        (one.case.label, one.case.layer): one.measure() for one in points_of(plan) if one.case.kind == "swap"
+    }
 
 
 @pytest.mark.usefixtures("every_row")

@@ -8,6 +8,7 @@ import torch
 transformers = pytest.importorskip("transformers", minversion="5.14", reason="the extra [hf] is missing")
 
 from hf_models import MODELS, TOKENS, WINDOW, gpt2, mistral, saved, texts
+from planned import points_of
 from swapped_models import quality, swap, tokenized
 
 from efficient_attn.integrations.transformers import swapped
@@ -50,7 +51,7 @@ def test_an_encoder_is_compared_by_hidden_states_and_embeddings_of_every_text(en
 def test_the_model_is_compared_with_its_own_attention_whatever_is_measured_first(encoder):
     options = {"window": {"window": [5]}}
     plan = find("swap").plan(encoder, ["window"], texts=texts(), seq_len=TOKENS, options=options)
-    (window,) = (one for one in plan.points if one.case.kind == "swap" and one.case.backend == "window")
+    (window,) = (one for one in points_of(plan) if one.case.kind == "swap" and one.case.backend == "window")
     alone = window.measure()
     assert alone.hidden_relative_error > 100 * ROUNDING
     results = swap(encoder, ["window"], options=options)

@@ -23,7 +23,7 @@ def folder(tmp_path, monkeypatch):
     """Where the command runs, with texts; nothing is drawn or timed at length."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(drawn, "write_all", lambda runs, folder, look: [])
-    monkeypatch.setattr("efficient_attn.studies.loop._ROUND_S", 0.0)
+    monkeypatch.setattr("efficient_attn.studies.engine._ROUND_S", 0.0)
     for number, text in enumerate(texts().values()):
         (tmp_path / f"{number}.txt").write_text(text)
     return tmp_path

@@ -9,13 +9,15 @@ import torch
 transformers = pytest.importorskip("transformers", minversion="5.14", reason="the extra [hf] is missing")
 
 from hf_models import TOKENS, bert, saved, texts
+from planned import answered_by, points_of
 from swapped_models import quality, swap, tokenized
 
 import efficient_attn as ea
 from efficient_attn.errors import DataError
 from efficient_attn.runner.record import Record, replace
 from efficient_attn.runner.sizes import MEAN_OF_VALUES, OWN
-from efficient_attn.studies import find, loop
+from efficient_attn.studies import engine, find
+from efficient_attn.studies.store import Store
 from efficient_attn.studies.swap.analysis import MEAN_POOL, swaps
 from efficient_attn.studies.swap.view import show_quantity
 
@@ -145,21 +147,19 @@ def test_the_most_promising_candidates_are_measured_first_and_the_predicted_dura
 ):
     now, left = 0.0, []
     plan = find("swap").plan(decoder, texts=texts(), seq_len=TOKENS, by_layer=True)
-    labels = list(dict.fromkeys(point.case.label for point in plan.points))
+    labels = list(dict.fromkeys(point.case.label for point in points_of(plan)))
     opened = "window-clusters(probes=8)"
     assert labels[:6] == [OWN, "exact", MEAN_OF_VALUES, "window-clusters", opened, "window"]
 
-    def lasting(point):
-        def measure(seconds=0.0):
-            nonlocal now
-            now += point.calls or 3
-            return Record(case=point.case, times_s=(1.0,) if point.rounds else None)
+    def measure(point, seconds=0.0):
+        nonlocal now
+        # A round warms up by two calls.
+        now += 3 * point.cost if point.rounds else point.cost
+        rounds = {"times_s": (1.0,), "round_sizes": (1,)} if point.rounds else {}
+        return Record(case=point.case, **rounds)
 
-        return replace(point, measure=measure)
-
-    monkeypatch.setattr(loop, "time", SimpleNamespace(monotonic=lambda: now))
-    points = list(map(lasting, plan.points))
-    loop.Loop(replace(plan, points=points), earlier={}, emit=id, progress=left.append).run()
+    monkeypatch.setattr(engine, "time", SimpleNamespace(monotonic=lambda: now))
+    engine.Engine(answered_by(plan, measure), Store(), report=left.append).run()
     told = [step.remaining_s for step in left if step.done]
     assert told == sorted(told, reverse=True) and told[0] == pytest.approx(now, rel=0.1)
 

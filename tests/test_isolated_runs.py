@@ -27,9 +27,9 @@ pytestmark = [
 def test_a_sweep_of_broken_backends_is_complete_and_longer_lengths_of_an_endless_one_are_skipped():
     names = ("exits", "endless", "values")
     variants = [Variant(backend=name, label=name, target=f"own.py:{name}") for name in names]
-    records = []
     with Measurer(timeout_s=TIMEOUT_S) as isolated:
-        assert run(points(variants, (16, 32), isolated, kinds=("time",)), emit=records.append)
+        complete, records = run(points(variants, (16, 32), isolated, kinds=("time",)))
+        assert complete
     found = {(record.case.label, record.case.tokens): record.status for record in records}
     assert found == {
         ("exits", 16): "crash",
@@ -47,8 +47,7 @@ def test_after_a_time_out_the_memory_of_the_same_call_is_not_tried():
     def endless(case, **settings):
         return Record(case=case, status="timeout", reason="took longer than 1 s")
 
-    records = []
-    run(points([Variant(backend="f", label="f", target="f")], (16,), endless), emit=records.append)
+    _, records = run(points([Variant(backend="f", label="f", target="f")], (16,), endless))
     assert [record.status for record in records] == ["timeout", "skipped"]
 
 

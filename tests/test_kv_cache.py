@@ -11,11 +11,16 @@ from torch import Tensor
 import efficient_attn as ea
 
 HEADS, HEAD_DIM, WINDOW = 2, 8, 5
-SIZES = {"window": {"window": WINDOW}, "window-clusters": {"clusters": 4, "window": 4}}
+GLOBAL = "window with global tokens"
+SIZES = {
+    "window": {"window": WINDOW},
+    GLOBAL: {"window": 3, "global_tokens": 2},
+    "window-clusters": {"clusters": 4, "window": 4},
+}
 
 
 def built(name: str) -> ea.Backend:
-    return ea.build(name, head_dim=HEAD_DIM, causal=True, **SIZES.get(name, {})).double()
+    return ea.build(name.split()[0], head_dim=HEAD_DIM, causal=True, **SIZES.get(name, {})).double()
 
 
 def inputs(tokens: int) -> list[Tensor]:
@@ -72,7 +77,7 @@ def pickled(state):
 
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("change", [duplicated, reordered, cut, first_entry, pickled])
-@pytest.mark.parametrize("name", [*sorted(CACHED), "window"])
+@pytest.mark.parametrize("name", [*sorted(CACHED), "window", GLOBAL])
 def test_a_changed_state_never_writes_to_the_state_that_it_was_made_of(name, change, masked):
     backend, given = built(name), inputs(10)
     mask = torch.arange(10)[None].expand(2, -1) % 5 != 1 if masked else None
@@ -85,12 +90,13 @@ def test_a_changed_state_never_writes_to_the_state_that_it_was_made_of(name, cha
     for start, stop in pairwise([0, 3, 4, 5]):
         _, state = extended(state, start, stop)
     other = change(state)
-    wanted, later = extended(state, 5, 7)
+    wanted, later = extended(state, 5, 6)
     kept = [x.clone() for x in later]
     extended(other, 9, 10, batch=len(other.k))
     assert all(torch.equal(x, y) for x, y in zip(later, kept, strict=True))
     if change not in (cut, first_entry):
-        assert torch.equal(extended(other, 5, 7)[0], wanted)
+        # A changed state may have a mask of its own, with which global keys are read in another order.
+        assert (extended(other, 5, 6)[0] - wanted).abs().max() <= 1e-12
 
 
 @pytest.mark.parametrize("masks", ["..m", "m..", ".m.", "mmm"])
@@ -113,7 +119,7 @@ def test_calls_with_and_without_a_mask_may_follow_each_other(name, masks):
     assert (torch.cat(outs, dim=2) - wanted).abs().max() <= 1e-12
 
 
-@pytest.mark.parametrize("name", [*sorted(CACHED), "window"])
+@pytest.mark.parametrize("name", [*sorted(CACHED), "window", GLOBAL])
 def test_gradients_of_queries_survive_a_step_that_appends_in_place(name):
     backend, (q, k, v) = built(name), inputs(12)
     state, outs, leaf = None, [], q.clone().requires_grad_()
@@ -127,7 +133,7 @@ def test_gradients_of_queries_survive_a_step_that_appends_in_place(name):
     assert (found - wanted).abs().max() <= 1e-12
 
 
-@pytest.mark.parametrize("name", [*sorted(CACHED), "window"])
+@pytest.mark.parametrize("name", [*sorted(CACHED), "window", GLOBAL])
 def test_a_state_of_inference_mode_is_extended_outside_it(name):
     backend, given = built(name), inputs(8)
 
@@ -145,7 +151,7 @@ def test_a_state_of_inference_mode_is_extended_outside_it(name):
         assert torch.equal(steps(modes), wanted)
 
 
-@pytest.mark.parametrize("name", [*sorted(CACHED), "window"])
+@pytest.mark.parametrize("name", [*sorted(CACHED), "window", GLOBAL])
 def test_a_state_of_another_batch_is_refused(name):
     backend, given = built(name), inputs(6)
     state = None

@@ -8,7 +8,7 @@ import torch
 
 import efficient_attn as ea
 from efficient_attn.report.table import Table
-from efficient_attn.studies.loop import Step
+from efficient_attn.studies.engine import Progress
 from efficient_attn.studies.notebook import notebook_bar
 
 
@@ -55,7 +55,7 @@ def test_every_run_in_a_notebook_has_a_bar_of_its_own(drawings) -> None:
 
 
 def test_a_function_of_the_caller_takes_the_place_of_the_bar(drawings) -> None:
-    steps: list[Step] = []
+    steps: list[Progress] = []
     measure(progress=steps.append)
     assert [step.done for step in steps] == [1, 2] and drawings == []
 
@@ -63,7 +63,7 @@ def test_a_function_of_the_caller_takes_the_place_of_the_bar(drawings) -> None:
 def test_names_of_other_code_are_text_in_the_bar(drawings) -> None:
     show = notebook_bar()
     assert show is not None
-    show(Step(done=1, total=2, remaining_s=65.0, outcome="<script>\x1b[2J", record=None))
+    show(Progress(done=1, total=2, remaining_s=65.0, outcome="<script>\x1b[2J", record=None))
     ((_, content),) = drawings
     assert "<script>" not in content["text/html"] and "\x1b" not in str(content)
     assert content["text/plain"].endswith("1:05 left")

@@ -9,7 +9,7 @@ from efficient_attn.errors import AttentionError, DtypeError, OptionError, Unkno
 from efficient_attn.runner import worker
 from efficient_attn.runner.units import parse_bytes, parse_seconds, parse_sizes, show_bytes, show_seconds
 from efficient_attn.runner.variants import parse_settings, select
-from efficient_attn.studies.costs import cost_points
+from efficient_attn.studies.costs import Costs
 from efficient_attn.studies.reading import read
 
 SHARED = {
@@ -154,26 +154,10 @@ def test_functions_and_files_are_variants_without_their_folders(tmp_path):
     assert str(tmp_path) not in repr([variant.backend for variant in variants])
 
 
-def points(variants, lengths, **more):
-    return cost_points(variants, lengths, SHARED, measure=worker.measure, rounds=1, **more)
-
-
 def test_a_point_above_the_memory_limit_is_skipped_with_both_numbers():
-    limit = 2**30
-    entries = points(select(["exact", "exact-dense"]), (256, 65536), limit_bytes=limit)
-    skipped = {(entry.case.backend, entry.case.tokens) for entry in entries if entry.skip}
-    assert skipped == {("exact-dense", 65536)} or skipped == {("exact-dense", 65536), ("exact", 65536)}
-    reason = next(entry.skip for entry in entries if entry.skip and entry.case.backend == "exact-dense")
+    costs = Costs(shared=SHARED, measure=worker.measure, rounds=1, limit_bytes=2**30)
+    (dense,) = select(["exact-dense"])
+    assert costs.time(dense, 256).skip is None
     # Two score matrices of 2 · 8 heads and 65536² entries of four bytes are 512 GiB, q, k, v, output 1 GiB.
-    assert "needs about 513 GiB, the limit is 1 GiB (raise it with --memory-limit)" in reason
-
-
-def test_a_plan_goes_from_short_to_long_and_asks_both_questions_of_each():
-    entries = points(select(["exact", "window"]), (16, 32))
-    assert [(entry.case.tokens, entry.case.kind) for entry in entries[::2]] == [
-        (16, "time"),
-        (16, "memory"),
-        (32, "time"),
-        (32, "memory"),
-    ]
-    assert len({entry.case.key for entry in entries}) == len(entries) == 8
+    reason = "needs about 513 GiB, the limit is 1 GiB (raise it with --memory-limit)"
+    assert costs.time(dense, 65536).skip == costs.memory(dense, 65536).skip == reason

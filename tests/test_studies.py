@@ -15,9 +15,11 @@ import pytest
 pytest.importorskip("efficient_attn_cli", reason="needs an installation, if only an editable one")
 
 from made_records import forgotten
+from planned import points_of
 
 import efficient_attn as ea
 from efficient_attn import studies
+from efficient_attn.studies.points import in_lists
 from efficient_attn.studies.run import function_of, run_plan
 
 INIT = '''
@@ -38,7 +40,7 @@ from functools import partial
 from typing import Annotated
 
 from efficient_attn.studies import options as shared
-from efficient_attn.studies.plan import Plan, Point
+from efficient_attn.studies.points import Plan, Point, in_lists
 from efficient_attn.studies.study import Option
 from efficient_attn.runner.record import Case, Record
 
@@ -59,7 +61,7 @@ def plan(
         for n in seq_len
     ]
     points = [Point(case=case, measure=partial(_sum, case, pause), cost=case.tokens) for case in cases]
-    return Plan(points=points)
+    return Plan(steps=partial(in_lists, [points]))
 
 
 def _sum(case, pause):
@@ -158,10 +160,10 @@ def test_an_interrupted_run_names_what_was_not_tried(sums):
 
     study = studies.find("sums")
     plan = study.plan(seq_len=(4, 8, 16))
-    points = [plan.points[0], replace(plan.points[1], measure=interrupt), plan.points[2]]
-    results = run_plan(study, lambda: replace(plan, points=points))
+    points = [points_of(plan)[0], replace(points_of(plan)[1], measure=interrupt), points_of(plan)[2]]
+    results = run_plan(study, lambda: replace(plan, steps=lambda: in_lists([points])))
     assert results.interrupted and [record.case.tokens for record in results.records] == [4]
-    assert results.notes[0].startswith("Not tried: 2 of 3 points, of exact; --resume")
+    assert results.notes[0].startswith("Not measured: 2 of 3 points, of exact; --resume")
 
 
 def test_a_budget_skips_points_by_their_predicted_duration(sums):

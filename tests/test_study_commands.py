@@ -14,8 +14,7 @@ pytest.importorskip("efficient_attn_cli", reason="needs an installation, if only
 
 from quick_runs import OWN, QUICK, cases, command, flags, run, study_of, words_of
 
-from efficient_attn.studies import loop, studies
-from efficient_attn.studies import run_folder as run_folders
+from efficient_attn.studies import engine, store, studies
 from efficient_attn.studies.study import joined
 
 # One study stands for all in the quick tests that take seconds for each; the slow tests have the others.
@@ -29,10 +28,10 @@ ONE_OF_ALL = pytest.mark.parametrize(
 KILLED = """
 import os, signal, sys
 
-from efficient_attn.studies import run_folder as folder
+from efficient_attn.studies import store
 from efficient_attn_cli.main import main
 
-append = folder.append
+append = store.append
 
 
 def last(path, record):
@@ -40,7 +39,7 @@ def last(path, record):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-folder.append = last
+store.append = last
 main(sys.argv[1:])
 """
 
@@ -121,7 +120,7 @@ def present():
 
 
 def test_a_dry_run_lists_the_points_and_measures_nothing(name, monkeypatch):
-    monkeypatch.setattr(loop.Loop, "run", lambda self: pytest.fail("measured"))
+    monkeypatch.setattr(engine.Engine, "run", lambda self: pytest.fail("measured"))
     before = present()
     code, out, _ = run(name, "--dry-run", "--out", "out")
     assert code == 0 and "points; nothing was run" in out and present() == before
@@ -137,18 +136,18 @@ def test_a_folder_that_holds_a_run_is_refused_and_left_as_it_was(name):
 
 @ONE_OF_ALL
 def test_an_interrupted_run_names_what_was_not_tried_and_resumes(name, monkeypatch):
-    append = run_folders.append
+    append = store.append
 
     def interrupt(path, record):
         append(path, record)
         signal.raise_signal(signal.SIGINT)
 
     with monkeypatch.context() as patch:
-        patch.setattr(run_folders, "append", interrupt)
+        patch.setattr(store, "append", interrupt)
         code, out, err = run(name, "--out", "out")
     file = Path("out/records.jsonl")
     kept = file.read_bytes()
-    assert code == 130 and out.splitlines()[-1] == "out" and "Not tried: " in err and kept.endswith(b"\n")
+    assert code == 130 and out.splitlines()[-1] == "out" and "Not measured: " in err and kept.endswith(b"\n")
     assert run(name, "--out", "out", "--resume")[0] == 0
     assert file.read_bytes().startswith(kept)
     assert run(name, "--out", "whole")[0] == 0

@@ -17,11 +17,11 @@ pytest.importorskip("efficient_attn_cli", reason="needs an installation, if only
 pytest.importorskip("pty", reason="there are no pseudo-terminals here")
 
 CODE = """
-from efficient_attn.studies.loop import Step
+from efficient_attn.studies.engine import Progress
 from efficient_attn_cli import console
 
 outcome = "a-backend(of=a, long=name), 65536 tokens, time: ok"
-console.show_step(Step(done=1, total=2, remaining_s=45.0, outcome=outcome, record=None))
+console.show_step(Progress(done=1, total=2, remaining_s=45.0, outcome=outcome, record=None))
 """
 # Tables of a JSON file, each at all widths.
 DRAW = """

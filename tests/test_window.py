@@ -264,7 +264,7 @@ def test_global_tokens_are_columns_of_the_dense_mask_forward_and_backward(
 @pytest.mark.parametrize("trained", [False, True])
 @pytest.mark.parametrize("padded", PADDED)
 @pytest.mark.parametrize(("window", "first"), [(1, 4), (5, 1), (9, 20), (17, 4)])
-@pytest.mark.parametrize("pieces", [[1] * 43, [2, 1, 0, 20, 20], [30, 13]])
+@pytest.mark.parametrize("pieces", [[1] * 43, [2, 1, 0, 20, 20], [30, 13], [20, 1, 1, 1, 7, 13]])
 def test_global_tokens_stream_in_pieces_as_in_one_call(pieces, window, first, padded, trained):
     inputs = [x.requires_grad_(trained) for x in random_qkv(2, 4, 2, 43, 43)]
     mask = PADDED[padded](43)
@@ -277,7 +277,7 @@ def test_global_tokens_stream_in_pieces_as_in_one_call(pieces, window, first, pa
         outs.append(out)
     expected = dense_band(*inputs, window, True, mask, first)
     assert (torch.cat(outs, dim=2) - expected).abs().max() <= 1e-12
-    assert state.k.shape[2] <= window - 1 and state.first_k.shape[2] <= first
+    assert state.k.shape[2] <= 2 * (window - 1) + first and state.first_k.shape[2] <= first
     if trained:
         given = torch.randn_like(expected)
         gradients = [torch.autograd.grad(x, inputs, given) for x in (torch.cat(outs, dim=2), expected)]
@@ -290,11 +290,16 @@ def test_a_mask_given_late_and_beams_keep_the_global_tokens():
     backend = ea.build("window", head_dim=8, window=3, causal=True, global_tokens=2)
     mask = torch.ones(2, 12, dtype=torch.bool)
     mask[1, 6:8] = False
-    _, state = backend.extend(q[:, :, :1], k[:, :, :1], v[:, :, :1])
-    _, state = backend.extend(q[:, :, 1:6], k[:, :, 1:6], v[:, :, 1:6], state)
+    state = None
+    for start, stop in ((0, 1), (1, 4), (4, 5), (5, 6)):
+        _, state = backend.extend(*(x[:, :, start:stop] for x in (q, k, v)), state)
     out, state = backend.extend(*(x[:, :, 6:9] for x in (q, k, v)), state, key_mask=mask[:, 6:9])
     swapped = type(state)(*(x.flip(0) for x in state))
-    last, _ = backend.extend(*(x[:, :, 9:].flip(0) for x in (q, k, v)), swapped)
+    outs = []
+    for token in (9, 10, 11):
+        step, swapped = backend.extend(*(x[:, :, token : token + 1].flip(0) for x in (q, k, v)), swapped)
+        outs.append(step)
+    last = torch.cat(outs, dim=2)
     expected = dense_band(q, k, v, 3, True, mask, 2)
     assert (out - expected[:, :, 6:9]).abs().max() <= 1e-12
     assert (last.flip(0) - expected[:, :, 9:]).abs().max() <= 1e-12
@@ -304,6 +309,12 @@ def test_global_tokens_have_second_derivatives():
     inputs = [x.requires_grad_() for x in random_qkv(1, 2, 1, 20, 20)]
     backend = ea.build("window", head_dim=8, window=5, causal=True, global_tokens=2)
     assert torch.autograd.gradgradcheck(lambda *x: backend(*x).sin(), inputs, fast_mode=True)
+
+    def last(*x: torch.Tensor) -> torch.Tensor:
+        _, state = backend.extend(*(y[:, :, :19] for y in x))
+        return backend.extend(*(y[:, :, 19:] for y in x), state)[0].sin()
+
+    assert torch.autograd.gradgradcheck(last, inputs, fast_mode=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

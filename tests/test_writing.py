@@ -138,8 +138,8 @@ def test_a_run_is_taken_up_or_left_as_it_was_whichever_call_fails(tmp_path, monk
     def act():
         folder = open_folder(tmp_path / "out", name="out")
         with only_writer(folder):
-            earlier = begin(folder, [], MACHINE, resume=True, force=True)
-        assert list(earlier.records.values()) == [RECORD]
+            stored = begin(folder, [], MACHINE, resume=True, force=True)
+        assert list(stored.rows) == [RECORD]
 
     lay_out()
     outcomes(monkeypatch, act, lay_out)

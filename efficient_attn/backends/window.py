@@ -9,6 +9,7 @@ from efficient_attn.errors import OptionError
 from efficient_attn.modules.options import option, whole_number
 from efficient_attn.modules.relative import MAX_DISTANCE, count, distance_bias
 from efficient_attn.operation_counts import OperationCounts, softmax_matmuls, visible_pairs
+from efficient_attn.ops.softmax.fused import fused_attention
 from efficient_attn.ops.softmax.kv_cache import (
     KVCache,
     append_tokens,
@@ -19,7 +20,7 @@ from efficient_attn.ops.softmax.kv_cache import (
 from efficient_attn.ops.softmax.relative import relative_attention
 from efficient_attn.ops.window.attention import window_attention
 from efficient_attn.ops.window.global_keys import AgedKeys, GlobalKeys, first_keys
-from efficient_attn.ops.window.streaming import WindowState, extend_window
+from efficient_attn.ops.window.streaming import WindowState, extend_window, slide_window
 from efficient_attn.problem import AttentionProblem, positive_count
 from efficient_attn.registry import Capabilities, register
 
@@ -64,6 +65,7 @@ class WindowAttention(nn.Module):
         super().__init__()
         self._scale, self._causal, self._count = problem.factor, problem.causal, options.global_tokens
         self._back, self._ahead = options.sides(causal=problem.causal)
+        self._biased = options.max_distance > 0
         self.register_parameter("distance_bias", distance_bias(problem, options.max_distance))
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
@@ -90,8 +92,13 @@ class WindowAttention(nn.Module):
     ) -> tuple[Tensor, KVCache | WindowState]:
         if k.shape[2] == 0 and state is not None:
             return q.new_zeros(*q.shape[:-1], v.shape[-1]), state
+        step = None
+        if state is not None and key_mask is None and not self._biased:
+            step = slide_window(state, q, k, v, back=self._back)
+        if step is not None:
+            keys, values, after = step
+            return fused_attention(q, keys, values, scale=self._scale, key_mask=None, dropout=0.0), after
         first: GlobalKeys | None = None
-        after: KVCache | WindowState
         if self._count:
             back, count = self._back, self._count
             cache, first, after = extend_window(state, k, v, key_mask, count=count, back=back)

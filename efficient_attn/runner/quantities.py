@@ -128,21 +128,3 @@ register(
     setting("expected_kernel_mse", "squared", "Theoretical expectation of kernel_mse.", type="number"),
     kinds={"error": "approximation error"},
 )
-
-# Quantities of former records.
-register(
-    cost("requested_peak_bytes", "bytes", "Peak of requested memory, where the allocator rounded up."),
-    mean_error("output_relative_error_heads", "relative", "Relative error of each head.", type="numbers"),
-    mean_error("hidden_relative_error_layers", "relative", "Error after each layer.", type="numbers"),
-    mean_error("output_bias", "relative", "Relative error of the mean output over all draws."),
-    mean_error("output_spread", "relative", "Distance of a draw from the mean over all draws."),
-    mean_error("output_rounding", "relative", "Distance from the same draws in float64."),
-    mean_error("weights_error_exact_sums", "relative", "Error of the kernel over the exact sum of each row."),
-    mean_error("weights_error_own_sums", "relative", "Error of the kernel over its own sum of each row."),
-    error("weights_relative_error", "relative", "Norm of the error of attention weights over their norm."),
-    error("weights_row_kl", "nats", "Kullback-Leibler divergence of exact from implied weights, per row."),
-    setting("matched", "", "Budget that is equal for all backends.", type="text"),
-    setting("matched_amount", "", "Amount of the matched budget.", type="number", threshold=MATTERS),
-    setting("matched_size", "", "Number of features of performer-positive with the matched budget."),
-    condition("empty_call_s", "s", "Time that the clock measured for an empty call.", "shown nowhere"),
-)

@@ -82,9 +82,7 @@ class Case:
     num_kv_heads: Annotated[
         Size | None, Meta(description="Number of heads of the keys and values; null: num_heads.")
     ] = None
-    schema: Annotated[
-        int, Meta(description="Version of this schema. A reader reads every version up to its own.")
-    ] = SCHEMA
+    schema: Annotated[int, Meta(description="Version of this schema.")] = SCHEMA
 
     @property
     def model_dim(self) -> int:
@@ -165,21 +163,40 @@ def replace(item: _T, **values: Any) -> _T:
     return dataclasses.replace(item, **values)  # type: ignore[type-var]  # any dataclass
 
 
-def joined(parts: Sequence[Record]) -> Record:
+def merge_rows(rows: Sequence[Record]) -> dict[str, Record]:
+    """Records by the key of their case, from rows in the order in which they were measured.
+
+    Every round of a timed call is a row. Rounds since the last failure are one record; otherwise the last row
+    of a case counts.
+    """
+    by_case: dict[str, list[Record]] = {}
+    for row in rows:
+        earlier = by_case.setdefault(row.case.key, [])
+        if not (row.status == "ok" and row.round_sizes and earlier and earlier[-1].status == "ok"):
+            earlier.clear()
+        earlier.append(row)
+    return {key: parts[0] if len(parts) == 1 else merge_rounds(parts) for key, parts in by_case.items()}
+
+
+def merge_rounds(parts: Sequence[Record]) -> Record:
     """One record with the samples of all rounds, cut evenly to the capacity of a record."""
-    most = max(SAMPLES // len(parts), 1)
-    host, device = (
-        [(getattr(part, name) or ())[:most] for part in parts] for name in ("times_s", "device_times_s")
-    )
-    waited_s = [
-        part.waited_s * len(times_s) / max(len(part.times_s or ()), 1)
-        for part, times_s in zip(parts, host, strict=True)
-        if part.waited_s is not None
-    ]
+    rounds = sum(len(part.round_sizes or ()) for part in parts)
+    most = max(SAMPLES // rounds, 1)
+    names = ("times_s", "device_times_s")
+    samples: dict[str, list[float]] = {name: [] for name in names}
+    sizes, waited_s = [], 0.0
+    for part in parts:
+        start = 0
+        for size in part.round_sizes or ():
+            for name in names:
+                samples[name] += (getattr(part, name) or ())[start : start + min(size, most)]
+            start += size
+            sizes.append(min(size, most))
+        waited_s += (part.waited_s or 0.0) * sum(sizes[-len(part.round_sizes or ()) :]) / max(start, 1)
     return replace(
         parts[0],
-        times_s=tuple(time_s for times_s in host for time_s in times_s),
-        device_times_s=tuple(time_s for times_s in device for time_s in times_s) or None,
-        round_sizes=tuple(map(len, host)),
-        waited_s=sum(waited_s) if len(waited_s) == len(parts) else None,
+        times_s=tuple(samples["times_s"]),
+        device_times_s=tuple(samples["device_times_s"]) or None,
+        round_sizes=tuple(sizes),
+        waited_s=waited_s if all(part.waited_s is not None for part in parts) else None,
     )

@@ -1,4 +1,4 @@
-"""Files of records: one line of strict JSON for each, written at once, readable in every released schema."""
+"""Files of records: one line of strict JSON for each, written at once."""
 
 import errno
 import itertools
@@ -21,9 +21,6 @@ from efficient_attn.runner.schema import line_type
 
 # A symbolic link in place of a file of records is refused, and its target left alone.
 NO_LINK = getattr(os, "O_NOFOLLOW", 0)
-
-# Fields of schema 1 that have another name since; a released schema stays readable for ever.
-_RENAMED = {"turn_sizes": "round_sizes", "numbers_read": "floats_read"}
 
 _NOT_MEASURED = {*CASE_FIELDS, "status", "reason"}
 _KEY, _FIELD = re.compile(rb'"\s*:'), re.compile(r"`\$\.(\w+)")
@@ -147,7 +144,7 @@ def _too_large(fact: str) -> DataError:
 
 
 def parse(text: bytes, place: str) -> Record:
-    """The record of one line of any released schema; messages call the line `place`."""
+    """The record of one line; messages call the line `place`."""
     row = _fast_row(text) or _checked_row(text, place)
     measured = {name: row[name] for name in row.keys() - _NOT_MEASURED}
     for name in ("times_s", "device_times_s"):
@@ -176,8 +173,10 @@ def _decoder(wanted: Any) -> Callable[[bytes], Any]:
 
 
 def _checked_row(text: bytes, place: str) -> dict[str, Any]:
-    """The valid row of a line in any spelling and of any released schema, in the names of this one."""
-    row = _in_this_schema(strict.read_object(text, place), place)
+    """The valid row of a line in any spelling."""
+    row = strict.read_object(text, place)
+    if row.get("schema") != SCHEMA:
+        raise DataError(f"{place} has schema {str(row.get('schema'))[:40]!r}; this version reads {SCHEMA}.")
     try:
         valid: dict[str, Any] = msgspec.convert(row, line_type())
     except msgspec.ValidationError as error:
@@ -193,16 +192,3 @@ def _refusal(row: Mapping[str, Any], place: str, message: str) -> DataError:
     reason, found = message.partition(" - at ")[0], _FIELD.search(message)
     value = f"{found[1]} cannot be {str(row[found[1]])[:40]!r}; " if found else ""
     return DataError(f"{place}: {value}{reason[0].lower()}{reason[1:]}.")
-
-
-def _in_this_schema(row: dict[str, Any], place: str) -> dict[str, Any]:
-    """The row in the words of this version."""
-    version = row.get("schema")
-    if type(version) is not int or version < 1:
-        raise DataError(f"{place} has schema {str(version)[:40]!r}; this version reads 1 to {SCHEMA}.")
-    if version > SCHEMA:
-        raise DataError(
-            f"{place} has schema {version}, written by a newer efficient-attn; this one reads 1 to {SCHEMA}."
-        )
-    renamed = _RENAMED if version == 1 else {}
-    return {**{renamed.get(name, name): value for name, value in row.items()}, "schema": SCHEMA}

@@ -18,9 +18,6 @@ MODEL, OWN = "model", "the model's own"
 # Backend and label of a plan: a backend for each layer of a model.
 PLAN = "plan"
 
-# Baselines of former records: the best approximation of each rank, and the Taylor series of exp.
-FORMER_BASELINES = ("rank-r SVD", "Taylor")
-
 
 class Sized(NamedTuple):
     """A label without its size, and the size; None if the backend has none."""

@@ -64,8 +64,10 @@ class Variant:
             **fields,
         )
 
-    def executed(self, execution: str) -> "Variant":
+    def executed(self, execution: str | None) -> "Variant":
         """The variant in another execution than eager, as its own line: `exact · compiled`."""
+        if execution is None:
+            return self
         return replace(self, label=f"{self.label} · {execution}", execution=execution)
 
 

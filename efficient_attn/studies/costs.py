@@ -1,7 +1,7 @@
 """Points of times and peak memory, which several studies measure in the same way."""
 
-import itertools
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -12,51 +12,48 @@ from efficient_attn.runner.predicted_bytes import predict_bytes
 from efficient_attn.runner.record import Record
 from efficient_attn.runner.units import parse_bytes, show_bytes
 from efficient_attn.runner.variants import Variant, has_address
-from efficient_attn.studies.plan import Point
+from efficient_attn.studies.points import Point
 from efficient_attn.studies.workload import Workload
 
-# Calls of one measurement of memory: a warm-up, the checked call and the traced one.
-_MEMORY_CALLS = 3
 
+@dataclass(frozen=True, kw_only=True)
+class Costs:
+    """Points of the time and the peak memory of calls that differ in backend and length.
 
-def cost_points(
-    variants: Sequence[Variant],
-    lengths: Sequence[int],
-    shared: Mapping[str, Any],
-    *,
-    measure: Callable[..., Record],
-    rounds: int,
-    kinds: Sequence[str] = ("time", "memory"),
-    limit_bytes: int | None = None,
-    l2: str | None = None,
-) -> list[Point]:
-    """One point per length, kind and variant; the times of one length and execution are interleaved.
-
-    Args:
+    Attributes:
         shared: Fields common to all cases.
         measure: Measurement of a case, `measure(case, target=…, seconds=…)`.
+        rounds: Rounds of a time.
         limit_bytes: Points that are predicted to need more memory are skipped.
         l2: State of the L2 cache for device times; None: no device times.
     """
-    positive_count("rounds", rounds)
-    points = []
-    for tokens, kind, variant in itertools.product(lengths, kinds, variants):
-        timed = kind == "time"
-        case = variant.case(kind=kind, tokens=tokens, **shared, l2=l2 if timed else None)
-        needed = predict_bytes(case, variant.memory_growth)
-        points.append(
-            Point(
-                case=case,
-                measure=partial(measure, case, target=variant.target),
-                rounds=rounds if timed else None,
-                calls=None if timed else _MEMORY_CALLS,
-                group=(tokens, variant.execution),
-                series=(case.label, case.of),
-                cost=case.batch * float(tokens) ** variant.time_growth,
-                skip=too_large(needed, limit_bytes),
-            )
+
+    shared: Mapping[str, Any]
+    measure: Callable[..., Record]
+    rounds: int
+    limit_bytes: int | None = None
+    l2: str | None = None
+
+    def __post_init__(self) -> None:
+        positive_count("rounds", self.rounds)
+
+    def time(self, variant: Variant, tokens: int) -> Point:
+        """The time of a call, in rounds."""
+        return replace(self._point(variant, tokens, "time", self.l2), rounds=self.rounds)
+
+    def memory(self, variant: Variant, tokens: int) -> Point:
+        """The peak memory of a call."""
+        return self._point(variant, tokens, "memory", None)
+
+    def _point(self, variant: Variant, tokens: int, kind: str, l2: str | None) -> Point:
+        case = variant.case(kind=kind, tokens=tokens, l2=l2, **self.shared)
+        return Point(
+            case=case,
+            measure=partial(self.measure, case, target=variant.target),
+            series=(case.label, case.of),
+            cost=case.batch * float(tokens) ** variant.time_growth,
+            skip=too_large(predict_bytes(case, variant.memory_growth), self.limit_bytes),
         )
-    return points
 
 
 def measurer_for(

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 from efficient_attn.report.escape import plain
-from efficient_attn.studies.loop import Step
+from efficient_attn.studies.engine import Progress
 
 
-def notebook_bar() -> Callable[[Step], None] | None:
+def notebook_bar() -> Callable[[Progress], None] | None:
     """A progress function that draws one bar below the cell; None outside of notebooks."""
     # A notebook has imported IPython before any of its cells; a terminal's IPython has no kernel.
     ipython = sys.modules.get("IPython")
@@ -18,7 +18,7 @@ def notebook_bar() -> Callable[[Step], None] | None:
     display: Any = ipython.display.display
     handle: Any = None
 
-    def show(step: Step) -> None:
+    def show(step: Progress) -> None:
         nonlocal handle
         if handle is None:
             handle = display(_drawn(step), raw=True, display_id=True)
@@ -28,7 +28,7 @@ def notebook_bar() -> Callable[[Step], None] | None:
     return show
 
 
-def _drawn(step: Step) -> dict[str, str]:
+def _drawn(step: Progress) -> dict[str, str]:
     """The bar by media type."""
     line = plain(str(step))
     bar = f'<progress value="{step.done}" max="{step.total}"></progress>'

@@ -129,7 +129,6 @@ Sizes = Annotated[
     Option(
         help="Size of every backend (features, rank or window): 32,64 or 32:256:x2 or 1k.",
         flag="--size",
-        old=("--num-features",),
         metavar="SIZES",
         parse=parse_sizes,
     ),
@@ -139,7 +138,6 @@ SeqLens = Annotated[
     Option(
         help="Sequence lengths in tokens: 256,512 or 256:4096:x2 or 1k.",
         flag="--seq-len",
-        old=("--tokens",),
         metavar="LENGTHS",
         parse=parse_sizes,
     ),
@@ -149,7 +147,6 @@ SeqLen = Annotated[
     Option(
         help="Sequence length in tokens: 512 or 1k.",
         flag="--seq-len",
-        old=("--tokens",),
         metavar="LENGTH",
         parse=parse_length,
     ),
@@ -178,22 +175,22 @@ Norms = Annotated[
         parse=parse_numbers("finite numbers above 0, such as 0.5,1", lambda norm: 0 < norm < math.inf),
     ),
 ]
-_ANGLES = Option(
-    help="Angles between query and key in degrees, 0 to 180.",
-    flag="--angle",
-    metavar="DEG[,DEG…]",
-    parse=parse_numbers("degrees from 0 to 180, such as 60,90", lambda angle: 0 <= angle <= 180),
-)
-Angles = Annotated[Sequence[float], _ANGLES]
-# Of kernel entries, which the command `mse` measured formerly.
-FormerAngles = Annotated[Sequence[float], replace(_ANGLES, hidden=True)]
+Angles = Annotated[
+    Sequence[float],
+    Option(
+        help="Angles between query and key in degrees, 0 to 180.",
+        flag="--angle",
+        metavar="DEG[,DEG…]",
+        parse=parse_numbers("degrees from 0 to 180, such as 60,90", lambda angle: 0 <= angle <= 180),
+    ),
+]
 Device = Annotated[str, Option(help="auto, cpu, cuda or cuda:1.")]
 Dtype = Annotated[str, Option(help="auto (float32 on the CPU, bfloat16 or float16 on CUDA) or a dtype.")]
 Threads = Annotated[int | None, Option(help="CPU threads; torch's default if omitted.", least=1)]
 Seed = Annotated[int, Option(help="Random seed.", least=0, most=WHOLE_NUMBER)]
 Draws = Annotated[int, Option(help="Number of random-feature draws.", least=1)]
 Seeds = Annotated[int, Option(help="Number of seeds; each is a training of its own.")]
-LearningRate = Annotated[float, Option(help="Peak learning rate.", flag="--learning-rate", old=("--rate",))]
+LearningRate = Annotated[float, Option(help="Peak learning rate.", flag="--learning-rate")]
 Rounds = Annotated[int, Option(help="Timing rounds per point; more rounds narrow the interval.", least=1)]
 MemoryLimit = Annotated[
     str | int,

@@ -6,7 +6,7 @@ from typing import Any
 
 from efficient_attn.errors import DataError
 from efficient_attn.report.methods_paragraph import flat
-from efficient_attn.runner.record import Record
+from efficient_attn.runner.record import Record, merge_rows
 from efficient_attn.runner.records import read as read_records
 from efficient_attn.stats.noise_warnings import DURING, doubts
 from efficient_attn.studies import studies
@@ -46,11 +46,11 @@ def read_one(path: str | Path) -> Results:
     path = Path(path)
     file = path / RECORDS if path.is_dir() else path
     reading = read_records(file)
-    # A repetition of a failed measurement stands in the file besides the failure.
-    latest = {record.case.key: record for record in reading.records}.values()
+    # Rounds, and repetitions of failed measurements, are rows of their own.
+    records = merge_rows(reading.records).values()
     torn = [f"The last line of {file.name} was cut off and is left out."] if reading.torn else []
     known = read_json(file.parent / ENVIRONMENT) if (file.parent / ENVIRONMENT).exists() else {}
-    return Results(latest, environment=known, notes=[*torn, *doubts(latest, known)])
+    return Results(records, environment=known, notes=[*torn, *doubts(records, known)])
 
 
 def _conflict(runs: Mapping[str, Results]) -> str | None:

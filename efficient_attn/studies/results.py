@@ -14,7 +14,7 @@ from efficient_attn.report.table import Table, to_html
 from efficient_attn.runner.record import Record
 from efficient_attn.runner.records import append
 from efficient_attn.studies import studies
-from efficient_attn.studies.plan import STUDY
+from efficient_attn.studies.points import STUDY
 from efficient_attn.studies.run_folder import (
     COMMAND,
     ENVIRONMENT,
@@ -176,26 +176,9 @@ class Results:
         pairs = zip(self.runs, self.records, strict=True)
         return [{"run": run, **row} for run, record in pairs for row in rows_of(record)]
 
-    def _shown(self, name: str) -> list[Any]:
-        """Everything that the views of the records show by the function of that name."""
+    def _shown(self, name: str) -> Any:
+        """Everything that the view of the study shows by the function of that name."""
         self.check_drawable()
-        found: list[Any] = []
-        for view, records in self._parts():
-            part = getattr(view, name)(records, self.environment)
-            found += part.items() if isinstance(part, dict) else part
-        return found
-
-    def _parts(self) -> list[tuple[Any, list[Record]]]:
-        """The views of the records, each with its records."""
-        name = self.environment.get(STUDY)
-        if isinstance(name, str) and name in studies():
-            return [(studies()[name].view, list(self.records))]
-        left, parts = list(self.records), []
-        # A study of several kinds takes its records first: others have some of these kinds too.
-        for study in sorted(studies().values(), key=lambda study: (-len(study.kinds), study.name)):
-            own = study.own(left)
-            if own:
-                parts.append((study.view, own))
-                taken = set(map(id, own))
-                left = [record for record in left if id(record) not in taken]
-        return parts + ([(view_of(None), left)] if left or not parts else [])
+        study = studies().get(str(self.environment.get(STUDY)))
+        view = view_of(None) if study is None else study.view
+        return getattr(view, name)(self.records, self.environment)

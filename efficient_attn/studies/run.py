@@ -3,7 +3,6 @@
 import inspect
 import textwrap
 import typing
-import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -13,22 +12,21 @@ from efficient_attn import external
 from efficient_attn.errors import OptionError
 from efficient_attn.measure.conditions import between, moment
 from efficient_attn.measure.environment import environment
-from efficient_attn.runner.record import Record
 from efficient_attn.stats.noise_warnings import DURING, doubts
-from efficient_attn.studies.executor import check, submitted
-from efficient_attn.studies.loop import Loop, Step
+from efficient_attn.studies.engine import Engine, Progress, foreseen
 from efficient_attn.studies.notebook import notebook_bar
-from efficient_attn.studies.plan import CODE, STUDY, Plan
+from efficient_attn.studies.points import CODE, STUDY, Plan
 from efficient_attn.studies.processes import refuse_several
 from efficient_attn.studies.results import Results
 from efficient_attn.studies.run_folder import (
-    Book,
-    Earlier,
+    RECORDS,
+    Stored,
     begin,
     only_writer,
     open_folder,
     refuse_other_study,
 )
+from efficient_attn.studies.store import Store
 from efficient_attn.studies.study import Study
 
 
@@ -42,7 +40,7 @@ def run_plan(
     budget_s: float | None = None,
     command: Sequence[str] = (),
     executor: Any = None,
-    progress: Callable[[Step], None] | None = None,
+    progress: Callable[[Progress], None] | None = None,
 ) -> Results:
     """Measure the points that are missing; with `out` every record is on the disk before the next begins.
 
@@ -57,52 +55,41 @@ def run_plan(
     if budget_s is not None and not budget_s > 0:
         raise OptionError(f"budget_s is a number of seconds above 0, not {budget_s!r}.")
     plan = make_plan()
-    check(plan, executor)
     if out is not None:
         refuse_several(study.name)
     folder = None if out is None else open_folder(out, name="out", fresh=not resume)
-    cases = [point.case for point in plan.points]
+    cases = [point.case for point in foreseen(plan, Store()).values()]
     code = {case.backend: external.CODE[case.backend] for case in cases if case.backend in external.CODE}
     about = {STUDY: study.name, CODE: code, **plan.about}
     machine = {**environment(command=command, device=plan.device), **about}
     with ExitStack() as stack:
-        earlier = Earlier()
+        stored = Stored()
         if folder is not None:
             stack.enter_context(only_writer(folder))
             if resume:
                 refuse_other_study(folder, machine)
-            cases = [point.case for point in plan.points]
-            if plan.attach is not None:
-                plan = plan.attach(plan, folder, resume=resume)
-            earlier = begin(folder, cases, machine, resume=resume, force=force_resume)
-        known, start, observe = plan.standing(earlier.records), moment(), plan.observe
-        book = Book(folder, known)
-        for record in book.records:
-            observe(record)
-
-        def emit(record: Record) -> None:
-            book.add(record)
-            observe(record)
-
-        plan = stack.enter_context(submitted(plan, executor, known))
-        loop = Loop(
+            stored = begin(folder, cases, machine, resume=resume, force=force_resume, fixed=plan.fixed)
+        path = None if folder is None else folder / RECORDS
+        store = Store(path, stored.rows, retry_over_budget=budget_s is not None)
+        start = moment()
+        engine = Engine(
             plan,
-            earlier=known,
-            emit=emit,
-            progress=progress,
+            store,
             budget_s=plan.budget_s if budget_s is None else budget_s,
+            executor=executor,
+            report=progress,
         )
         # Processor time of measuring processes counts as the run's own once they have ended.
         with plan.resources:
-            complete = loop.run()
-        machine = dict(earlier.environment or machine)
+            complete = engine.run()
+        machine = dict(stored.environment or machine)
         machine[DURING] = [*machine.get(DURING, []), between(start, moment())]
-        notes = [*plan.notes, *earlier.notes, *doubts(book.records, machine)]
+        notes = [*plan.notes, *stored.notes, *doubts(store.records, machine)]
         results = Results(
-            book.records,
+            store.records,
             environment=machine,
             interrupted=not complete,
-            notes=notes if complete else [*loop.not_tried(), *notes],
+            notes=notes if complete else [*engine.not_measured(), *notes],
         )
         if folder is not None:
             results.save(folder)
@@ -116,7 +103,7 @@ _OF_A_RUN = {
     "force_resume": "Continue it also under another torch, thread count or processor, or with edited code.",
     "budget_s": "Seconds of measuring; points that do not fit are skipped.",
     "executor": "Object with submit, such as a ProcessPoolExecutor; it measures runs without timed points.",
-    "progress": "Function of a `Step` after each record; a bar in notebooks if omitted.",
+    "progress": "Function of a `Progress` after each record; a bar in notebooks if omitted.",
 }
 
 
@@ -126,7 +113,6 @@ def function_of(study: Study) -> Callable[..., Results]:
     def run(*args: Any, **options: Any) -> Results:
         of_run = {name: options.pop(name) for name in _OF_A_RUN if name in options}
         of_run.setdefault("progress", notebook_bar())
-        options |= _renamed(study, options)
         return run_plan(study, lambda: study.plan(*args, **options), **of_run)
 
     signature = inspect.signature(study.plan)
@@ -139,7 +125,7 @@ def function_of(study: Study) -> Callable[..., Results]:
         return_annotation="Results",
     )
     run.__name__ = run.__qualname__ = study.name
-    declared = {one.name: one.option.help for one in study.parameters() if not one.option.hidden}
+    declared = {one.name: one.option.help for one in study.parameters()}
     lines = [
         textwrap.fill(f"{name}: {text}", 100, subsequent_indent="    ")
         for name, text in (declared | _OF_A_RUN).items()
@@ -147,17 +133,6 @@ def function_of(study: Study) -> Callable[..., Results]:
     arguments = textwrap.indent("\n".join(lines), "    ")
     run.__doc__ = f"{inspect.getdoc(study.plan) or ''}\n\nArgs:\n{arguments}\n"
     return run
-
-
-def _renamed(study: Study, options: dict[str, Any]) -> dict[str, Any]:
-    """Values of former parameter names, taken out of the options."""
-    found = {}
-    for one in study.parameters():
-        for flag in one.option.old:
-            if (former := flag.removeprefix("--").replace("-", "_")) in options:
-                warnings.warn(f"{former} is now {one.name}.", DeprecationWarning, stacklevel=3)
-                found[one.name] = options.pop(former)
-    return found
 
 
 def _plain(annotation: Any) -> Any:

@@ -5,22 +5,22 @@ import os
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from itertools import chain, count
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from efficient_attn.errors import DataError
 from efficient_attn.limits import ENVIRONMENT_BYTES, read_bytes
 from efficient_attn.report.escape import short
 from efficient_attn.report.files import write
 from efficient_attn.report.methods_paragraph import flat
-from efficient_attn.runner.records import NO_LINK, Case, Record, append
+from efficient_attn.runner.record import merge_rows
+from efficient_attn.runner.records import NO_LINK, Case, Record
 from efficient_attn.runner.records import read as read_records
 from efficient_attn.runner.sizes import MODEL
 from efficient_attn.strict import read_object
 from efficient_attn.studies import studies
-from efficient_attn.studies.plan import CODE, STUDY
+from efficient_attn.studies.points import CODE, STUDY
 
 RECORDS, ENVIRONMENT, COMMAND = "records.jsonl", "environment.json", "command.txt"
 LOCK = ".lock"
@@ -28,9 +28,8 @@ LOCK = ".lock"
 # Entries of the environment that change results; a run with another value is another experiment.
 _DECISIVE = ("torch.version", "processor", "gpu.name", "model.weights_sha256")
 
-# Entries of the software of a GPU, which not every release recorded, and their former names.
+# Entries of the software of a GPU.
 GPU_SOFTWARE = ("gpu.cuda", "gpu.driver_version", "gpu.clocks.max.sm", "gpu.clocks.max.mem")
-_FORMER = {"torch.cuda": "gpu.cuda", "gpu.driver": "gpu.driver_version"}
 
 
 def open_folder(folder: str | Path, *, name: str = "folder", fresh: bool = False) -> Path:
@@ -81,9 +80,7 @@ def differences(
     """
     if not (old and new):
         return ""
-    sides = [
-        [{_FORMER.get(name, name): text for name, text in flat(run)} for run in side] for side in (old, new)
-    ]
+    sides = [[dict(flat(run)) for run in side] for side in (old, new)]
     known = dict.fromkeys(name for side in sides for run in side for name in run)
     found = []
     for name in (one for one in known if {one, one.partition(".")[0]} & {*groups}):
@@ -125,35 +122,6 @@ def refuse_other_study(folder: Path, machine: Mapping[str, Any]) -> None:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Earlier:
-    """State of an earlier run in a folder: the last record of each case, by its key."""
-
-    records: Mapping[str, Record] = field(default_factory=dict)
-    environment: Mapping[str, Any] | None = None
-    notes: Sequence[str] = ()
-
-
-class Book:
-    """The records of a run, each on the disk as soon as it exists."""
-
-    def __init__(self, folder: Path | None, earlier: Mapping[str, Record]) -> None:
-        self._folder = folder
-        self._records = dict(earlier)
-
-    @property
-    def records(self) -> tuple[Record, ...]:
-        """The last record of each case."""
-        return tuple(self._records.values())
-
-    def add(self, record: Record) -> None:
-        """Store and write a record; a repeated failure is not written twice."""
-        known = self._records.get(record.case.key)
-        self._records[record.case.key] = record
-        if self._folder is not None and known != record:
-            append(self._folder / RECORDS, record)
-
-
 @contextmanager
 def only_writer(folder: Path) -> Iterator[None]:
     """Hold the folder against other writers; the system releases it however this process ends.
@@ -180,6 +148,14 @@ def only_writer(folder: Path) -> Iterator[None]:
         lock.release()
 
 
+class Stored(NamedTuple):
+    """Rows and environment of an earlier run in a folder; None: there is none."""
+
+    rows: Sequence[Record] = ()
+    environment: Mapping[str, Any] | None = None
+    notes: Sequence[str] = ()
+
+
 def begin(
     folder: Path,
     cases: Sequence[Case],
@@ -187,30 +163,40 @@ def begin(
     *,
     resume: bool,
     force: bool,
-) -> Earlier:
-    """The earlier records if the run is resumed; the files that describe the run are written.
+    fixed: Sequence[str] = (),
+) -> Stored:
+    """The stored rows of a resumed run; the files that describe the run are written.
 
     Args:
         force: Continue although the environment is another one.
+        fixed: Entries of the environment on which the study decides.
 
     Raises:
-        DataError: If it was measured with another torch, other code or threads, or on another processor.
+        DataError: If it was measured with another torch, other code or threads, on another processor, or for
+            another question.
     """
-    earlier = _take_up(folder, cases, machine, force=force) if resume else Earlier()
-    write_json(folder / ENVIRONMENT, earlier.environment or machine)
-    if earlier.environment is None:
+    stored = _stored(folder, cases, machine, force=force, fixed=fixed) if resume else Stored()
+    write_json(folder / ENVIRONMENT, stored.environment or machine)
+    if stored.environment is None:
         write(folder / COMMAND, " ".join(machine["command"]) + "\n")
-    return earlier
+    return stored
 
 
-def _take_up(folder: Path, cases: Sequence[Case], machine: Mapping[str, Any], *, force: bool) -> Earlier:
-    """The records in the folder, made ready for more: a last line that was cut off is removed."""
+def _stored(
+    folder: Path, cases: Sequence[Case], machine: Mapping[str, Any], *, force: bool, fixed: Sequence[str]
+) -> Stored:
+    """The rows in the folder, made ready for more: a last line that was cut off is removed."""
     path = folder / RECORDS
-    if not path.exists() or not path.stat().st_size:
-        return Earlier()
-    studies()
-    records = {record.case.key: record for record in read_records(path).records}
     known = read_json(folder / ENVIRONMENT) if (folder / ENVIRONMENT).exists() else {}
+    for name in fixed if known else ():
+        if known.get(name) != machine[name]:
+            was, now = (short(str(run.get(name))) for run in (known, machine))
+            raise DataError(f"out: {folder} has the {name} {was}, not {now}; name a new folder.")
+    if not path.exists() or not path.stat().st_size:
+        return Stored()
+    studies()
+    rows = read_records(path).records
+    records = merge_rows(rows)
     found = [
         differences([known], [machine], _DECISIVE),
         _other_model(known, machine),
@@ -229,7 +215,7 @@ def _take_up(folder: Path, cases: Sequence[Case], machine: Mapping[str, Any], *,
     # Code without a result that is kept, of an added backend or a mended one, is that of now.
     code = {name: text for name, text in _code(known).items() if name in _successful(records.values())}
     known = {**known, CODE: {**_code(machine), **code}} if known else known
-    return Earlier(records=records, environment=(records and known) or None, notes=notes)
+    return Stored(rows, (rows and known) or None, notes)
 
 
 def _code(environment: Mapping[str, Any]) -> Mapping[str, Any]:

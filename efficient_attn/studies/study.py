@@ -9,10 +9,10 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from efficient_attn.runner.quantity import Quantity, register
-from efficient_attn.studies.plan import Plan
+from efficient_attn.studies.points import Plan
 
 if TYPE_CHECKING:
-    from efficient_attn.runner.record import Record
+    pass
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,25 +25,21 @@ class Option:
     Attributes:
         help: One line, the standard term first.
         flag: Flag of the command line; omitted: the parameter's name with hyphens.
-        old: Former flags, accepted for one release.
         metavar: Form of the value in the help text.
         parse: Value from text: `parse(text, name=flag)`; omitted: the annotated type decides.
         least: Smallest number; `most` is the largest.
         several: The flag may be repeated; `parse` gets the list of texts.
         argument: A positional argument instead of a flag.
-        hidden: Left out of the help text and the docstring.
     """
 
     help: str
     flag: str | None = None
-    old: tuple[str, ...] = ()
     metavar: str | None = None
     parse: Callable[..., Any] | None = None
     least: float | None = None
     most: float | None = None
     several: bool = False
     argument: bool = False
-    hidden: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,12 +94,6 @@ class Study:
         name = f"{self.folder}.view"
         module = importlib.import_module(name) if importlib.util.find_spec(name) else None
         return view_of(module)
-
-    def own(self, records: "Sequence[Record]") -> "list[Record]":
-        """The records that belong to this study where no environment names it."""
-        if self.view.claim is not None:
-            return list(self.view.claim(records))
-        return [record for record in records if record.case.kind in self.kinds]
 
     def parameters(self) -> Iterator[Parameter]:
         """Declared options, in the order of the planning function."""

@@ -1,8 +1,7 @@
 """How the records of a study are shown: functions of its folder, and defaults made from its quantities.
 
 All are functions of (records, environment): `tables`, `sentences`, `plots` as {name of the file: plot}, and
-further `files` as {name: text}. `claim(records)` are the records that belong to the study where no
-environment names it; omitted: the records of its kinds.
+further `files` as {name: text}.
 """
 
 from collections.abc import Mapping, Sequence
@@ -137,5 +136,4 @@ _DEFAULTS: dict[str, Any] = {
     "sentences": lambda records, environment: [],
     "plots": _plots,
     "files": lambda records, environment: {},
-    "claim": None,
 }

@@ -34,11 +34,6 @@ _ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
 _GATES = {"swiglu": nn.SiLU, "geglu": nn.GELU}
 NORMS = ("post", "pre")
 NORM_TYPES = {"layer": nn.LayerNorm, "rms": nn.RMSNorm}
-_FORMER_RESIDUALS = {
-    "around_attention": "attention_residual",
-    "around_cross_attention": "cross_attention_residual",
-    "around_feed_forward": "feed_forward_residual",
-}
 # Names in nn.TransformerEncoderLayer, whose last norm is norm2, and in nn.TransformerDecoderLayer.
 _TORCH_ENCODER = {
     "self_attn": "attention",
@@ -187,7 +182,7 @@ class TransformerBlock(nn.Module):
         self.feed_forward = build_feed_forward(model_dim, feed_forward_dim, activation)
         self.attention_residual = Residual(model_dim, norm, norm_type, dropout, norm_eps)
         self.feed_forward_residual = Residual(model_dim, norm, norm_type, dropout, norm_eps)
-        accept_names(self, _FORMER_RESIDUALS | _TORCH_ENCODER)
+        accept_names(self, _TORCH_ENCODER)
 
     def forward(self, x: Tensor, *, key_mask: Tensor | None = None) -> Tensor:
         """x [batch tokens model_dim] to the same shape; key_mask is bool [batch tokens]."""
@@ -261,7 +256,7 @@ class DecoderBlock(nn.Module):
         self.feed_forward = build_feed_forward(model_dim, feed_forward_dim, activation)
         self.attention_residual = Residual(model_dim, norm, norm_type, dropout, norm_eps)
         self.feed_forward_residual = Residual(model_dim, norm, norm_type, dropout, norm_eps)
-        accept_names(self, _FORMER_RESIDUALS | (_TORCH_ENCODER if cross_backend is None else _TORCH_DECODER))
+        accept_names(self, _TORCH_ENCODER if cross_backend is None else _TORCH_DECODER)
 
     def forward(
         self,

@@ -27,8 +27,8 @@ from efficient_attn.transformer.parts import (
 from efficient_attn.transformer.seeds import spawn_seeds
 from efficient_attn.transformer.state_names import accept_names
 
-# Former and torch's names of submodules.
-_NAMES = {"entrance": "embedding_input", "layers": "blocks"}
+# Names of submodules in torch's stacks.
+_NAMES = {"layers": "blocks"}
 
 
 class EncoderState(NamedTuple):

@@ -1,4 +1,4 @@
-"""Former names of submodules in state dicts, for one release, and names in torch's own layers."""
+"""Names of submodules in state dicts of torch's own layers."""
 
 from collections.abc import Mapping
 from functools import partial

@@ -63,10 +63,10 @@ def append_tokens(state: KVCache | None, k: Tensor, v: Tensor, key_mask: Tensor 
         return KVCache(_own(new.k), _own(new.v), new.key_mask if key_mask is None else _own(key_mask))
     if key_mask is None and mask_of(state) is None:
         mask = state.key_mask.as_strided((k.shape[0], state.k.shape[2] + k.shape[2]), (0, 0))
-        return KVCache(_append(state.k, k), _append(state.v, v), mask)
+        return KVCache(append(state.k, k), append(state.v, v), mask)
     new = summarise_tokens(k, v, key_mask)
-    mask = _append(state.key_mask.unsqueeze(-1), new.key_mask.unsqueeze(-1)).squeeze(-1)
-    return KVCache(_append(state.k, new.k), _append(state.v, new.v), mask)
+    mask = append(state.key_mask.unsqueeze(-1), new.key_mask.unsqueeze(-1)).squeeze(-1)
+    return KVCache(append(state.k, new.k), append(state.v, new.v), mask)
 
 
 def last_tokens(state: KVCache, tokens: int) -> KVCache:
@@ -89,26 +89,27 @@ def _own(x: Tensor) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format)
 
 
-def _append(x: Tensor, new: Tensor) -> Tensor:
+def append(x: Tensor, new: Tensor) -> Tensor:
     """`x` [… tokens dim] followed by `new`: in place behind `x` if it owns enough spare capacity."""
-    start, tokens, more = 0, x.shape[-2], new.shape[-2]
+    tokens, (*batch, more, dim) = x.shape[-2], new.shape
     trained = torch.is_grad_enabled() and (x.requires_grad or new.requires_grad)
     # A copy into a buffer would broadcast or convert where a concatenation raises or promotes.
-    fits = x[..., :0, :].shape == new[..., :0, :].shape and (x.dtype, x.device) == (new.dtype, new.device)
-    if trained or not (fits and _recorded(x) and _recorded(new)):
+    fits = x.shape[:-2] == new.shape[:-2] and x.shape[-1] == dim and x.dtype == new.dtype
+    if trained or not (fits and x.device == new.device and _recorded(x) and _recorded(new)):
         return torch.cat([x, new], dim=-2)
     record = _record(x)
     if record is not None and record.tokens + more <= record.shape[-2]:
         # A backward pass may have saved the past tokens; `data` has a version counter of its own.
-        buffer = x.data.as_strided(record.shape, record.strides, 0)
-        start = record.tokens - tokens
+        buffer = x.data
     else:
-        buffer = x.new_empty(*x.shape[:-2], max(tokens + more, 2 * tokens), x.shape[-1])
-        buffer[..., :tokens, :].copy_(x)
-    end = start + tokens + more
-    buffer[..., end - more : end, :].copy_(new)
-    setattr(buffer.untyped_storage(), _RECORD, _Filled(tuple(buffer.shape), buffer.stride(), end))
-    return buffer[..., start:end, :]
+        buffer = x.new_empty(*batch, max(tokens + more, 2 * tokens), dim)
+        buffer.narrow(-2, 0, tokens).copy_(x)
+        record = _Filled(tuple(buffer.shape), buffer.stride(), tokens)
+    # The buffer may be any view of its storage.
+    row, start = record.strides[-2], record.tokens - tokens
+    buffer.as_strided(new.shape, record.strides, record.tokens * row).copy_(new)
+    setattr(buffer.untyped_storage(), _RECORD, record._replace(tokens=record.tokens + more))
+    return buffer.as_strided((*batch, tokens + more, dim), record.strides, start * row)
 
 
 def _recorded(x: Tensor) -> bool:

@@ -7,8 +7,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from efficient_attn.ops.dtypes import zero_masked
+from efficient_attn.ops.operators import transformed
 from efficient_attn.ops.softmax.kv_cache import (
     KVCache,
+    append,
     append_tokens,
     last_tokens,
     mask_of,
@@ -19,6 +21,9 @@ from efficient_attn.ops.window.global_keys import AgedKeys, GlobalKeys, tokens_a
 
 class WindowState(NamedTuple):
     """Global keys of a stream, and a `KVCache` of its last tokens, in which they are masked or left out.
+
+    After `slide_window`, k and v are [last tokens, global tokens, newer tokens], and as many of the oldest
+    tokens as there are newer ones have left the window. The length of `key_mask` is that of the window.
 
     Attributes:
         k, v, key_mask: The cache.
@@ -48,6 +53,9 @@ def extend_window(
         A cache for the window, the global keys apart from it, None where the cache is the whole sequence, and
         the next state.
     """
+    if state is not None and state.k.shape[2] > state.key_mask.shape[1]:
+        keys = _without_global(state.k, state.first_k, back)
+        state = state._replace(k=keys, v=_without_global(state.v, state.first_v, back))
     masked = key_mask is not None and k.shape[2] > 0
     if masked or (state is not None and mask_of(KVCache(*state[:3])) is not None):
         return _extend_masked(state, k, v, key_mask, count, back)
@@ -63,6 +71,43 @@ def extend_window(
     first_k, first_v = (x[:, :, :count].clone(memory_format=torch.contiguous_format) for x in (k, v))
     real = k.new_ones(len(k), first_k.shape[2], dtype=torch.bool)
     return whole, None, WindowState(*last_tokens(rest, back), first_k, first_v, real)
+
+
+def slide_window(
+    state: KVCache | WindowState, q: Tensor, k: Tensor, v: Tensor, *, back: int
+) -> tuple[Tensor, Tensor, KVCache | WindowState] | None:
+    """Keys and values that a new token reads, in any order, and the next state, without copies of the past.
+
+    Returns:
+        None where the window is not full yet or has masked keys, with derivatives, and in compiled code.
+    """
+    full = k.shape[2] == 1 and state.key_mask.shape[1] == back > 0 and mask_of(KVCache(*state[:3])) is None
+    tensors = q, k, v, state.k, state.v
+    trained = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    if not full or trained or torch.compiler.is_compiling() or transformed(*tensors):
+        return None
+    if not isinstance(state, WindowState):
+        keys, values = append(state.k, k), append(state.v, v)
+        return keys, values, KVCache(keys.narrow(2, 1, back), values.narrow(2, 1, back), state.key_mask)
+    all_k, all_v = _slide(state.k, k, state.first_k, back), _slide(state.v, v, state.first_v, back)
+    rows = back + state.first_k.shape[2] + 1
+    start = all_k.shape[2] - rows
+    keys, values = all_k.narrow(2, start, rows), all_v.narrow(2, start, rows)
+    return keys, values, WindowState(all_k, all_v, *state[2:])
+
+
+def _slide(x: Tensor, new: Tensor, first: Tensor, back: int) -> Tensor:
+    """Keys or values of a `WindowState` and a new token, global ones in between."""
+    # The order of the keys depends on the shape of a state alone: continuations of a state are the same bits.
+    if not 0 <= x.shape[2] - back - first.shape[2] < back:
+        x = torch.cat([_without_global(x, first, back), first], dim=2)
+    return append(x, new)
+
+
+def _without_global(x: Tensor, first: Tensor, back: int) -> Tensor:
+    """The last tokens of keys or values of a `WindowState`."""
+    end = back + first.shape[2]
+    return x if x.shape[2] <= back else torch.cat([x[:, :, x.shape[2] - end : back], x[:, :, end:]], dim=2)
 
 
 def _extend_masked(

@@ -4,9 +4,15 @@ from functools import partial
 
 from efficient_attn.runner.quantity import MATTERS, QUANTITIES, register, setting
 from efficient_attn.studies.advise.plan import plan
+from efficient_attn.studies.advise.shapes import BOUND
 from efficient_attn.studies.study import Study
 
-register(kinds={"prediction": "speed-up over exact attention, predicted from short calls"})
+register(
+    kinds={
+        "prediction": "speed-up over exact attention, predicted from short calls",
+        BOUND: "time of a model without attention, which bounds all gains",
+    }
+)
 
 _number, _text = partial(setting, type="number", threshold=MATTERS), partial(setting, type="text")
 
@@ -14,7 +20,7 @@ STUDY = Study(
     name="advise",
     plan=plan,
     folder=__name__,
-    kinds=("prediction",),
+    kinds=("prediction", BOUND),
     quantities=(
         *(QUANTITIES[name] for name in ("output_relative_error", "time_s")),
         _number("predicted_speed", "", "Speed-up, predicted from earlier records."),

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable, Sequence
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from efficient_attn.report.error_table import CONCATENATED, CONCATENATED_NOTE, describe, show_error
 from efficient_attn.report.notes import calibration_note, failure_notes, setting
@@ -13,7 +13,7 @@ from efficient_attn.runner.sizes import MEAN_OF_VALUES
 from efficient_attn.stats.candidates import missing
 from efficient_attn.stats.curves import DENSE, YARDSTICK, curves
 from efficient_attn.stats.noise_warnings import COULD_NOT_TELL, IDLE, disturbance
-from efficient_attn.studies.advise.findings import Shape, shape_of
+from efficient_attn.studies.advise.shapes import Shape, shape_of
 from efficient_attn.studies.bench.crossover import Gain, gains
 from efficient_attn.studies.bench.tables import crossover_cells
 from efficient_attn.studies.compare.analysis import asked_error
@@ -120,8 +120,15 @@ def _sentences(records: Sequence[Record], environment: Environment) -> list[str]
 
 def left_out(records: Sequence[Record]) -> str:
     """A remark on points that did not fit; empty if all did."""
-    count = sum(record.status == "skipped" for record in records)
+    measured = {_question(record) for record in records if record.status == "ok"}
+    count = sum(record.status == "skipped" and _question(record) not in measured for record in records)
     return f" {count} points did not fit: --resume with a larger --budget measures them." if count else ""
+
+
+def _question(record: Record) -> tuple[Any, ...]:
+    """The case but for its options, in which a plan of a resumed run differs."""
+    case = record.case
+    return case.kind, case.label, case.inputs, case.tokens, case.layer
 
 
 def rows_of(records: Sequence[Record]) -> list[Row]:

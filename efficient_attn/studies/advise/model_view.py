@@ -14,7 +14,7 @@ from efficient_attn.stats.noise_warnings import COULD_NOT_TELL, IDLE, disturbanc
 from efficient_attn.strict import read_object
 from efficient_attn.studies.advise.attention_view import left_out
 from efficient_attn.studies.advise.choice import in_ranges
-from efficient_attn.studies.advise.findings import HELD_OUT, SAME_AGAIN
+from efficient_attn.studies.advise.shapes import HELD_OUT, SAME_AGAIN
 from efficient_attn.studies.advise.verified import Verified, target, verified
 from efficient_attn.studies.swap.analysis import NAMES
 from efficient_attn.studies.swap.view import AUDIT_NOTE, audited_cells, show_quantity, tables_of_models

@@ -11,7 +11,7 @@ from efficient_attn.integrations.called_outputs import output_vector
 from efficient_attn.integrations.intercept.finding import OUTSIDE
 from efficient_attn.integrations.intercept.sites import Site
 from efficient_attn.runner.record import replace
-from efficient_attn.studies.advise.findings import HELD_OUT, SAME_AGAIN
+from efficient_attn.studies.advise.shapes import HELD_OUT, SAME_AGAIN
 from efficient_attn.studies.swap.called import CallSubject
 from efficient_attn.studies.workload import Workload
 

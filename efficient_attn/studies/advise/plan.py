@@ -1,16 +1,15 @@
 """Plan of an advice: the cheapest and most promising points first, others left out by prediction."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from hashlib import sha256
-from pathlib import Path
 from typing import Annotated, Any, get_args
 
-from efficient_attn.errors import DataError, OptionError
+from efficient_attn.errors import OptionError
 from efficient_attn.measure.texts import named_texts
 from efficient_attn.modules.options import positive_number
 from efficient_attn.problem import positive_count
-from efficient_attn.report.escape import short
 from efficient_attn.runner.isolation import DEFAULT_ISOLATION, DEFAULT_TIMEOUT_S
 from efficient_attn.runner.sizes import MODEL
 from efficient_attn.runner.units import parse_sizes
@@ -19,7 +18,7 @@ from efficient_attn.stats.candidates import CANDIDATES
 from efficient_attn.studies import options as shared
 from efficient_attn.studies.compare.plan import DEFAULT_MAX_ERROR, MAX_ERROR
 from efficient_attn.studies.costs import measurer_for
-from efficient_attn.studies.plan import Plan
+from efficient_attn.studies.points import Plan, Steps
 from efficient_attn.studies.study import Option
 from efficient_attn.studies.swap.plan import TextFiles, promising
 from efficient_attn.studies.workload import Workload, settle
@@ -134,10 +133,6 @@ def plan(
         # Loss hides that a window loses recall, which no target here measures.
         chosen = tuple(variant for variant in chosen if not variant.options.get("global_tokens"))
     variants = _variants(chosen, model, ordered=backends is None)
-    # Help texts are shown without numpy.
-    from efficient_attn.studies.advise.findings import Findings
-
-    findings = Findings(variants, rounds=rounds)
     timeout_s = DEFAULT_TIMEOUT_S if timeout_s is None else timeout_s
     measurer, limit, notes = measurer_for(
         variants,
@@ -148,14 +143,16 @@ def plan(
     )
     device = workload.device
     if model is None:
-        from efficient_attn.studies.advise.activations import activation_points
+        # Help texts are shown without numpy.
+        from efficient_attn.studies.advise.attention import attention_steps, shipped_layers
 
         about: dict[str, Any] = {MAX_ERROR: max_error}
-        points = activation_points(
+        steps: Callable[[], Steps] = partial(
+            attention_steps,
+            shipped_layers(workload),
             variants,
             lengths,
             workload,
-            findings,
             draws=draws,
             rounds=rounds,
             measurer=measurer,
@@ -163,7 +160,7 @@ def plan(
         )
     else:
         from efficient_attn.integrations.called import is_called, maker_of
-        from efficient_attn.studies.advise.conversion import model_points
+        from efficient_attn.studies.advise.model import model_steps
         from efficient_attn.studies.swap.analysis import KL
         from efficient_attn.studies.swap.subject import Subject, candidates
 
@@ -197,33 +194,17 @@ def plan(
             target = 1 - (_MIN_COSINE if min_cosine is None else min_cosine)
         about = {MODEL: origin, LIMIT: {"quantity": quantity, "limit": target}}
         notes = [*first.notes, *left_out]
-        points = model_points(pairs, fitted, findings, quantity=quantity, limit=target, rounds=rounds)
+        steps = partial(model_steps, pairs, fitted, quantity=quantity, limit=target, rounds=rounds)
     return Plan(
-        points=points,
+        steps=steps,
         device=device,
         notes=notes,
         about={**about, CANDIDATES: [one.label for one in variants]},
         timeout_s=timeout_s if model is None else math.inf,
         resources=measurer,
-        attach=_same_question,
+        fixed=(*({LIMIT, MAX_ERROR} & about.keys()), CANDIDATES),
         budget_s=_BUDGET_S if model is None else _MODEL_BUDGET_S,
-        observe=findings.add,
-        standing=findings.standing,
-        undivided="advise chooses its points by the records of earlier ones; leave it out",
     )
-
-
-def _same_question(plan: Plan, folder: Path, *, resume: bool) -> Plan:
-    """The plan, if the folder was measured for the same target and backends, on which its choices depend."""
-    from efficient_attn.studies.run_folder import ENVIRONMENT, read_json
-
-    file = folder / ENVIRONMENT
-    known = read_json(file) if resume and file.exists() else plan.about
-    for name in (LIMIT, MAX_ERROR, CANDIDATES):
-        if known.get(name) != plan.about.get(name):
-            was, now = (short(str(about.get(name))) for about in (known, plan.about))
-            raise DataError(f"out: {folder} has the {name} {was}, not {now}; name a new folder.")
-    return plan
 
 
 def _refuse(given: Mapping[str, Any], names: Sequence[str], reason: str) -> None:

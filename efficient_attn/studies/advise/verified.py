@@ -9,6 +9,7 @@ from efficient_attn.runner.sizes import MEAN_OF_VALUES, MODEL, OWN, PLAN
 from efficient_attn.stats.rounds import Typical, time_ratio
 from efficient_attn.studies.advise.choice import parsed_layers
 from efficient_attn.studies.advise.plan import LIMIT
+from efficient_attn.studies.advise.shapes import BOUND
 from efficient_attn.studies.swap.analysis import KL, MEAN_POOL, OUTPUT_COSINE
 
 # Losses below this are rounding of float32.
@@ -70,14 +71,13 @@ def verified(records: Sequence[Record], environment: Mapping[str, Any]) -> list[
 
 def _at(tokens: int, records: Sequence[Record], quantity: str, limit: float) -> Verified:
     times = [one for one in records if one.case.kind == "time" and one.times_s]
-    by_backend = {one.case.backend: one for one in times}
+    bounds = {one.case.backend: one for one in records if one.case.kind == BOUND and one.times_s}
     own = {one.case.inputs: one for one in times if one.case.backend == OWN}
-    plan = next((one for one in records if one.case.kind == "swap" and one.case.label == PLAN), None)
-    mean, planned = by_backend.get(MEAN_OF_VALUES), by_backend.get(PLAN)
-    if plan is None or planned is None or planned.chosen_layers != plan.chosen_layers:
-        # An interrupted run may leave the times of an earlier plan.
-        planned = None
-    first = None if mean is None else own.get(mean.case.inputs)
+    # A resumed run may choose another plan; the last one counts.
+    plans = [one for one in records if one.case.kind == "swap" and one.case.label == PLAN]
+    plan = plans[-1] if plans else None
+    planned = next((one for one in times if plan and one.case.options == plan.case.options != {}), None)
+    mean, first = bounds.get(MEAN_OF_VALUES), bounds.get(OWN)
     held_out = None if planned is None else own.get(planned.case.inputs)
     whole = [one for one in records if one.case.kind == "swap" and one.case.layer is None]
     candidates = [one for one in whole if one.case.backend not in (MEAN_OF_VALUES, PLAN)]

@@ -14,11 +14,6 @@ from efficient_attn.studies.compare.analysis import asked_error
 from efficient_attn.studies.view import Environment, Plots
 
 
-def claim(records: Sequence[Record]) -> list[Record]:
-    """No records: without an environment that names the study, its records belong to other studies."""
-    return []
-
-
 def tables(records: Sequence[Record], environment: Environment) -> list[Table]:
     """The tables of a model, or of attention alone."""
     return (model_tables if _of_model(records, environment) else attention_tables)(records, environment)

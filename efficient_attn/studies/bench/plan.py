@@ -1,6 +1,8 @@
-"""Plan of a benchmark: times and peak memory, length by length, known before anything runs."""
+"""Plan of a benchmark: times and peak memory, length by length."""
 
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Annotated
 
 from efficient_attn.contained import trial
@@ -11,8 +13,8 @@ from efficient_attn.runner.record import COMPILED, CUDA_GRAPH
 from efficient_attn.runner.units import parse_sizes
 from efficient_attn.runner.variants import YARDSTICK, Variant, ceiling, is_ours, select
 from efficient_attn.studies import options as shared
-from efficient_attn.studies.costs import cost_points, measurer_for
-from efficient_attn.studies.plan import Plan, Point
+from efficient_attn.studies.costs import Costs, measurer_for
+from efficient_attn.studies.points import Plan, Point, Steps
 from efficient_attn.studies.study import Option
 from efficient_attn.studies.workload import SUBJECTS, Workload, workloads
 
@@ -87,33 +89,50 @@ def plan(
     chosen = select(backends, options, rehearse=False, exclude=exclude, also=True)
     if not any(variant.backend == YARDSTICK for variant in chosen):
         chosen = (*select([YARDSTICK]), *chosen)
+    # The baseline comes first, in case the budget ends.
+    chosen = tuple(sorted(chosen, key=lambda variant: variant.backend != YARDSTICK))
     measurer, limit, notes = measurer_for(
         chosen, first, isolate=isolate, timeout_s=timeout_s, memory_limit=memory_limit
     )
-    points: list[Point] = []
+    settings = []
     for workload in settled:
         _try_options(chosen, workload, max(lengths))
-        baselines = () if workload.of == "attention" else (ceiling(),)
-        for execution in executions:
-            points += cost_points(
-                [one if execution is None else one.executed(execution) for one in (*baselines, *chosen)],
-                lengths,
-                {**vars(workload), "inputs": "gaussian"},
-                measure=measurer,
-                rounds=rounds,
-                # The memory of a graph is allocated when it is captured, none of it in a call.
-                kinds=("time",) if execution == CUDA_GRAPH else ("time", "memory"),
-                limit_bytes=limit,
-                l2=(l2 or COLD) if first.device.startswith("cuda") else None,
-            )
+        costs = Costs(
+            shared={**vars(workload), "inputs": "gaussian"},
+            measure=measurer,
+            rounds=rounds,
+            limit_bytes=limit,
+            l2=(l2 or COLD) if first.device.startswith("cuda") else None,
+        )
+        settings.append((costs, chosen if workload.of == "attention" else (ceiling(), *chosen)))
+    # From short to long; compiling, which takes longest, comes last.
+    groups = [
+        (costs, [variant.executed(execution) for variant in variants], tokens)
+        for execution in executions
+        for tokens in lengths
+        for costs, variants in settings
+    ]
     return Plan(
-        # Points that are compared are measured at one time; compiling, which takes longest, comes last.
-        points=sorted(points, key=lambda one: (executions.index(one.case.execution), one.case.tokens)),
+        steps=partial(_steps, groups),
         device=first.device,
         timeout_s=timeout_s,
         notes=notes,
         resources=measurer,
     )
+
+
+def _steps(groups: Sequence[tuple[Costs, Sequence[Variant], int]]) -> Steps:
+    """One round of every call and its memory, then further rounds of all calls."""
+    calls: list[Point] = []
+    for costs, variants, tokens in groups:
+        times = [costs.time(variant, tokens) for variant in variants]
+        records = yield [replace(point, rounds=1) for point in times]
+        calls += [point for point, record in zip(times, records, strict=True) if record.status == "ok"]
+        for variant in variants:
+            # The memory of a graph is allocated when it is captured, none of it in a call.
+            if variant.execution != CUDA_GRAPH:
+                yield costs.memory(variant, tokens)
+    yield calls
 
 
 def _check_device(device: str, executions: Sequence[str | None], l2: str | None) -> None:

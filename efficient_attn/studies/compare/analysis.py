@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from efficient_attn.runner.layers import single_names
 from efficient_attn.runner.records import Case, Record
-from efficient_attn.runner.sizes import FORMER_BASELINES, MEAN_OF_VALUES
+from efficient_attn.runner.sizes import MEAN_OF_VALUES
 from efficient_attn.stats.curves import YARDSTICK, grouped
 from efficient_attn.stats.median import Middle, middle
 from efficient_attn.stats.rounds import Typical, call_time, time_ratio
@@ -149,8 +149,8 @@ def comparisons(records: Iterable[Record]) -> tuple[Comparison, ...]:
 def _comparison(records: Sequence[Record]) -> Comparison:
     case = next(record.case for record in records if record.case.kind == "time")
     layers = len(single_names(case.inputs))
-    shown = (record for record in records if record.case.backend not in FORMER_BASELINES)
-    found = [_contender(group, layers) for group in grouped(shown, "label")]
+    groups = grouped(records, "label")
+    found = [_contender(group, layers) for group in groups]
     return Comparison(case, tuple(sorted(found, key=_place)), tuple(records))
 
 

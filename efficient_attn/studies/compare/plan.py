@@ -11,10 +11,10 @@ from efficient_attn.runner.isolation import DEFAULT_ISOLATION, DEFAULT_TIMEOUT_S
 from efficient_attn.runner.variants import YARDSTICK, Variant, select
 from efficient_attn.stats.candidates import CANDIDATES
 from efficient_attn.studies import options as shared
-from efficient_attn.studies.compare.points import handing_over, points_of
+from efficient_attn.studies.compare.points import handing_over, steps
 from efficient_attn.studies.costs import measurer_for
 from efficient_attn.studies.model_inputs import Model, Text, sources, those_that_fit
-from efficient_attn.studies.plan import Plan, Point
+from efficient_attn.studies.points import Plan
 from efficient_attn.studies.study import Option
 from efficient_attn.studies.workload import Workload, settle
 
@@ -99,13 +99,17 @@ def plan(
     measurer, limit, notes = measurer_for(
         chosen, workload, isolate=isolate, timeout_s=timeout_s, memory_limit=memory_limit
     )
-    points: list[Point] = []
-    for subjects in found:
-        points += points_of(
-            chosen, subjects, workload, draws=draws, rounds=rounds, measurer=measurer, limit_bytes=limit
-        )
     return Plan(
-        points=points,
+        steps=partial(
+            steps,
+            chosen,
+            found,
+            workload,
+            draws=draws,
+            rounds=rounds,
+            measurer=measurer,
+            limit_bytes=limit,
+        ),
         device=workload.device,
         timeout_s=timeout_s,
         notes=[*remarks, *left_out, *notes],

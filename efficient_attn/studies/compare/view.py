@@ -29,12 +29,6 @@ from efficient_attn.studies.compare.plot import comparison_plot
 from efficient_attn.studies.view import NOT_MEASURED, Environment, Plots, cost_cells, record_tables
 
 
-def claim(records: Sequence[Record]) -> list[Record]:
-    """The records of comparisons."""
-    keys = {record.case.key for one in comparisons(records) for record in one.records}
-    return [record for record in records if record.case.key in keys]
-
-
 def plots(records: Sequence[Record], environment: Environment) -> Plots:
     """The figure of all comparisons."""
     return {"comparison": comparison_plot(records, asked_error(environment))} if comparisons(records) else {}

@@ -11,7 +11,7 @@ from efficient_attn.runner.sizes import sized
 from efficient_attn.runner.units import parse_sizes
 from efficient_attn.runner.variants import Variant, select
 from efficient_attn.studies import options as shared
-from efficient_attn.studies.plan import Plan, Point, interleaved
+from efficient_attn.studies.points import Plan, Point, in_lists, interleaved
 from efficient_attn.studies.workload import Workload, settle
 
 # Kernel entries are cheap and need many draws.
@@ -42,12 +42,11 @@ def plan(
     variants = select(backends, options, exclude=exclude)
     variants = tuple(one for one in variants if backends is not None or SEED in one.options)
     threads = settle(Workload(device="cpu", threads=threads)).threads
-    points = [
-        point
+    lists = [
+        interleaved(_line(subject, variant, wanted, draws, threads) for variant in variants)
         for subject in _subjects(norms, angles, head_dim=head_dim, seed=seed)
-        for point in interleaved(_line(subject, one, wanted, draws, threads) for one in variants)
     ]
-    return Plan(points=points)
+    return Plan(steps=partial(in_lists, lists))
 
 
 def _subjects(norms: Sequence[float], angles: Sequence[float], *, head_dim: int, seed: int) -> list[Any]:

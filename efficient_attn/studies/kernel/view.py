@@ -14,11 +14,6 @@ from efficient_attn.studies.view import Environment, Plots
 _SURE = 4.0
 
 
-def claim(records: Sequence[Record]) -> list[Record]:
-    """Errors of kernel entries."""
-    return [record for record in records if (record.case.kind, record.case.of) == ("error", "kernel")]
-
-
 def tables(records: Sequence[Record], environment: Environment) -> list[Table]:
     """One table for each norm and angle: the error, its interval, and the ratio to theory."""
     draws = sorted({len(record.kernel_mse_draws or ()) for record in records} - {0})

@@ -14,8 +14,6 @@ STUDY = Study(
         for name in (
             "output_relative_error",
             "output_mse",
-            "weights_relative_error",
-            "weights_row_kl",
             "unsafe_rows",
             "flops",
             "num_directions",

@@ -5,16 +5,13 @@ from typing import Any, NamedTuple
 
 from efficient_attn.report.error_table import describe
 from efficient_attn.runner.records import Record
-from efficient_attn.runner.sizes import FORMER_BASELINES, MEAN_OF_VALUES, sized
+from efficient_attn.runner.sizes import MEAN_OF_VALUES, sized
 from efficient_attn.stats.candidates import operations_share
 from efficient_attn.stats.curves import grouped
 from efficient_attn.stats.median import FEWEST_FOR_95, middle
 
 RELATIVE = "output_relative_error"
 NAMES = {RELATIVE: "Relative output error", "output_mse": "Mean squared output error"}
-
-# Inputs of former records, in which every draw has inputs of its own.
-_FORMER_SAMPLES = "gaussians("
 
 
 class ErrorPoint(NamedTuple):
@@ -90,11 +87,7 @@ def quantity_in(records: Sequence[Record], wanted: str = RELATIVE) -> str:
 
 def panels(records: Iterable[Record], quantity: str) -> tuple[Panel, ...]:
     """One panel per input, in the order of the records; the last of equal cases counts."""
-    measured = (
-        record
-        for record in records
-        if record.case.kind == "error" and record.case.backend not in FORMER_BASELINES
-    )
+    measured = (record for record in records if record.case.kind == "error")
     groups = grouped(measured, "inputs", "tokens", "num_heads", "head_dim")
     return tuple(_panel(group, quantity) for group in groups)
 
@@ -162,7 +155,7 @@ def _point(records: Sequence[Record], quantity: str) -> ErrorPoint:
         high=found.high,
         record=records[0],
         samples=found.samples,
-        over_inputs=several or records[0].case.inputs.startswith(_FORMER_SAMPLES),
+        over_inputs=several,
     )
 
 

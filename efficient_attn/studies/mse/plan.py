@@ -1,11 +1,10 @@
 """Plan of error measurements: input by input, the baseline of an input first, then the small sizes."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any
 
-from efficient_attn.errors import OptionError, UnknownNameError
+from efficient_attn.errors import UnknownNameError
 from efficient_attn.modules.options import SEED
 from efficient_attn.problem import positive_count
 from efficient_attn.runner.record import Record
@@ -14,11 +13,9 @@ from efficient_attn.runner.units import parse_sizes
 from efficient_attn.runner.variants import Variant, select
 from efficient_attn.studies import options as shared
 from efficient_attn.studies.model_inputs import Model, Text, sources, those_that_fit
-from efficient_attn.studies.plan import STUDY, Plan, Point, interleaved
+from efficient_attn.studies.points import Plan, Point, in_lists, interleaved
 from efficient_attn.studies.study import Option
 from efficient_attn.studies.workload import Workload, settle
-
-KERNEL_MOVED = "`mse --of kernel` is now the command `kernel`; the former form goes with the next release."
 
 # Performer's figure 4 (Choromanski et al. 2021): sequences of 4096 tokens, vectors of 16.
 _TOKENS, _HEAD_DIM = 4096, 16
@@ -41,10 +38,8 @@ def plan(
     model: Model = None,
     text: Text = None,
     sizes: shared.Sizes = (16, 32, 64, 128, 256, 512, 1024),
-    of: Annotated[str | None, Option(help="output; kernel is a command.", hidden=True)] = None,
     metric: Annotated[str, Option(help="Metric: relative or mse.", metavar="NAME")] = "relative",
     norms: shared.Norms = (0.5, 1.0),
-    angles: shared.FormerAngles = (60.0, 90.0, 120.0),
     draws: Annotated[int | None, Option(help="Number of random-feature draws; 6.", least=1)] = None,
     data_seeds: Annotated[int, Option(help="Number of seeds of Gaussian inputs.", least=1)] = 2,
     seq_len: shared.SeqLen = _TOKENS,
@@ -64,28 +59,9 @@ def plan(
 
     Example: efficient-attn mse --inputs encoder --backend window,my_file.py:my_attention
     """
-    if "kernel" in (of, metric):
-        from efficient_attn.studies.kernel.plan import DRAWS as KERNEL_DRAWS
-        from efficient_attn.studies.kernel.plan import plan as kernel
-
-        made = kernel(
-            backends,
-            sizes=sizes,
-            norms=norms,
-            angles=angles,
-            draws=KERNEL_DRAWS if draws is None else draws,
-            head_dim=head_dim,
-            options=options,
-            exclude=exclude,
-            threads=threads,
-            seed=seed,
-        )
-        return replace(made, notes=[KERNEL_MOVED, *made.notes], about={**made.about, STUDY: "kernel"})
     from efficient_attn.runner.accuracy import DRAWS, METRICS
     from efficient_attn.runner.inputs import subjects
 
-    if of not in (None, "output"):
-        raise OptionError(f"of is output, not {of!r}.")
     if metric not in METRICS:
         raise UnknownNameError("metric", metric, METRICS)
     count = DRAWS if draws is None else draws
@@ -111,7 +87,9 @@ def plan(
     chosen = [one for made in found for one in made]
     question = {"metric": metric, "threads": workload.threads or 1}
     return Plan(
-        points=[point for subject in chosen for point in _points(subject, variants, wanted, count, question)],
+        steps=partial(
+            in_lists, [list(_points(subject, variants, wanted, count, question)) for subject in chosen]
+        ),
         device=workload.device,
         notes=[*notes, *left_out],
         about={PAIR_NORMS: {subject.name: subject.pair_norm for subject in chosen}},

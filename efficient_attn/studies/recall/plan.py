@@ -1,4 +1,4 @@
-"""Plan of associative recall: every training, known before anything runs."""
+"""Plan of associative recall: trainings seed by seed."""
 
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -8,7 +8,7 @@ from efficient_attn.problem import positive_count
 from efficient_attn.runner.units import parse_sizes
 from efficient_attn.runner.variants import DENSE, YARDSTICK, Variant, select
 from efficient_attn.studies import options as shared
-from efficient_attn.studies.plan import Plan, Point
+from efficient_attn.studies.points import Plan, Point, in_lists
 from efficient_attn.studies.recall.task import Course, Task
 from efficient_attn.studies.study import Option
 from efficient_attn.studies.workload import Workload, settle
@@ -68,12 +68,11 @@ def plan(
     variants = _variants(backends, exclude, task, wanted, options, workload)
     same = {**vars(workload), "tokens": task.tokens, "inputs": course.name}
     # Seed by seed: an interrupted run has the same seeds of every backend.
-    points = [
-        _point(variant, {**same, "seed": seed + number}, course)
+    lists = [
+        [_point(variant, {**same, "seed": seed + number}, course) for variant in variants]
         for number in range(seeds)
-        for variant in variants
     ]
-    return Plan(points=points)
+    return Plan(steps=partial(in_lists, lists))
 
 
 def _point(variant: Variant, same: Mapping[str, Any], course: Course) -> Point:

@@ -12,15 +12,12 @@ from efficient_attn.runner.sizes import MEAN_OF_VALUES, MODEL, OWN
 from efficient_attn.runner.variants import YARDSTICK, Variant, select
 from efficient_attn.stats.candidates import CANDIDATES
 from efficient_attn.studies import options as shared
-from efficient_attn.studies.plan import Plan, Point
+from efficient_attn.studies.points import Plan, Point, Steps
 from efficient_attn.studies.study import Option
 from efficient_attn.studies.workload import Workload, settle
 
 # The default selection begins with the most similar models of results/epyc-2-cores/swap-encoder.
 _MOST_SIMILAR = ("window-clusters", "window", "performer-full", "performer-oprf")
-
-# Calls of one measurement of memory: the checked call and the traced one.
-_MEMORY_CALLS = 2
 
 
 def _is_layer(text: str, *, name: str) -> bool:
@@ -57,13 +54,11 @@ def plan(
     tokenizer: Any = None,
     seq_len: Annotated[
         int | None,
-        Option(
-            help="Tokens of each text; 512, or as many as model and texts have.", old=("--tokens",), least=2
-        ),
+        Option(help="Tokens of each text; 512, or as many as model and texts have.", least=2),
     ] = None,
     options: shared.Settings = None,
     exclude: shared.Exclude = None,
-    draws: Annotated[int, Option(help="Number of random-feature draws.", old=("--seeds",), least=1)] = 3,
+    draws: Annotated[int, Option(help="Number of random-feature draws.", least=1)] = 3,
     by_layer: Annotated[
         bool | None,
         Option(help="layer: each layer replaced alone too.", flag="--by", metavar="layer", parse=_is_layer),
@@ -110,7 +105,7 @@ def plan(
         subject = TextSubject.of(load(model, tokenizer, name, workload), named, workload, seq_len=seq_len)
     variants = candidates(chosen, subject, options)
     return Plan(
-        points=_points(subject, variants, draws=draws, rounds=rounds, by_layer=bool(by_layer)),
+        steps=partial(_steps, subject, variants, draws=draws, rounds=rounds, by_layer=bool(by_layer)),
         device=subject.shared["device"],
         notes=subject.notes,
         about={
@@ -127,9 +122,7 @@ def promising(variant: Variant) -> int:
     return first.index(variant.backend) if variant.backend in first else len(first)
 
 
-def _points(
-    subject: Any, variants: Sequence[Variant], *, draws: int, rounds: int, by_layer: bool
-) -> list[Point]:
+def _steps(subject: Any, variants: Sequence[Variant], *, draws: int, rounds: int, by_layer: bool) -> Steps:
     """All layers replaced, then time and memory, then single layers; a failed backend is measured once."""
     from efficient_attn.studies.swap import measure
 
@@ -143,26 +136,27 @@ def _points(
             measure=partial(measure.distance, case, variant, subject, draws=draws),
             label=f"{variant.label}, {'all layers' if layer is None else f'layer {layer}'}",
             series=variant.label,
-            calls=texts * (draws if SEED in variant.options else 1),
-            needs=None if layer is None else subject.case("swap", variant),
+            cost=float(texts * (draws if SEED in variant.options else 1)),
         )
 
     def cost(kind: str, variant: Variant) -> Point:
-        case, timed = subject.case(kind, variant), kind == "time"
+        case = subject.case(kind, variant)
         return Point(
             case=case,
             measure=partial(measure.cost, case, variant, subject),
-            rounds=rounds if timed else None,
+            rounds=rounds if kind == "time" else 0,
             label=f"{variant.label}, {kind}",
-            group=kind,
             series=variant.label,
-            calls=None if timed else _MEMORY_CALLS,
-            needs=subject.case("swap", variant),
         )
 
-    every = (own, *variants)
-    return [
-        *map(distance, every),
-        *(cost(kind, variant) for kind in ("time", "memory") for variant in every),
-        *(distance(variant, layer) for variant in variants for layer in (subject.layers if by_layer else ())),
-    ]
+    working = []
+    for variant in (own, *variants):
+        if (yield distance(variant)).status == "ok":
+            working.append(variant)
+    yield [cost("time", variant) for variant in working]
+    for variant in working:
+        yield cost("memory", variant)
+    for variant in working if by_layer else ():
+        if variant is not own:
+            for layer in subject.layers:
+                yield distance(variant, layer)

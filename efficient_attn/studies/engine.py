@@ -1,0 +1,239 @@
+"""The engine of all studies: points that a generator yields are measured, stored and sent back.
+
+A study yields a point, or a list of points that do not depend on each other, and receives the record, or the
+list of records. Timed points of a list are measured in interleaved rounds, each of which is on the disk
+before the next begins. Stored records answer their points: a resumed run replays the study and measures the
+rest.
+"""
+
+import math
+import time
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from efficient_attn.contained import described
+from efficient_attn.errors import OptionError
+from efficient_attn.runner.interrupt import held
+from efficient_attn.runner.record import Record
+from efficient_attn.runner.units import show_seconds
+from efficient_attn.studies.durations import Durations
+from efficient_attn.studies.points import Plan, Point, Request, Steps
+from efficient_attn.studies.store import OVER_BUDGET, Store
+
+# Seconds of timed calls in a round; the rounds of a run take at most this share of its budget.
+_ROUND_S, _SHARE_OF_BUDGET = 0.1, 0.5
+
+# Backends that the note on an interruption names before it counts the others.
+_NAMED = 6
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """State of a run after a record."""
+
+    done: int
+    total: int
+    remaining_s: float
+    outcome: str
+    record: Record
+
+    def __str__(self) -> str:
+        minutes, seconds = divmod(round(self.remaining_s), 60)
+        return f"[{self.done}/{self.total}] {self.outcome}; {minutes}:{seconds:02} left"
+
+
+def drive(steps: Steps, answer: Callable[[Request], Any]) -> None:
+    """Answer everything that a study yields."""
+    try:
+        request = next(steps)
+        while True:
+            request = steps.send(answer(request))
+    except StopIteration:
+        pass
+
+
+def foreseen(plan: Plan, store: Store) -> dict[str, Point]:
+    """Points without a final record, by the key of their case, if all of them succeed."""
+    missing: dict[str, Point] = {}
+
+    def answer(request: Request) -> Any:
+        points = request if isinstance(request, list) else [request]
+        missing.update({point.case.key: point for point in points if not store.answers(point)})
+        # A point that has not been measured succeeds, unless its study skips it.
+        records = [
+            store.get(point.case) or Record(case=point.case, status="skipped" if point.skip else "ok")
+            for point in points
+        ]
+        return records if isinstance(request, list) else records[0]
+
+    drive(plan.steps(), answer)
+    return missing
+
+
+class Engine:
+    """One run of a study.
+
+    Args:
+        budget_s: Seconds of measuring; points that would not fit are skipped.
+        executor: Object with `submit` that measures points without rounds; None: this process.
+        report: Receives the progress after every finished point.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        store: Store,
+        *,
+        budget_s: float | None = None,
+        executor: Any = None,
+        report: Callable[[Progress], None] | None = None,
+    ) -> None:
+        self._plan, self._store, self._executor, self._report = plan, store, executor, report
+        self._missing = foreseen(plan, store)
+        self._done = 0
+        _check_executor(executor, self._missing.values())
+        self._budget_s = math.inf if budget_s is None else budget_s
+        rounds = sum(point.rounds for point in self._missing.values())
+        self._round_s = min(_ROUND_S, _SHARE_OF_BUDGET * self._budget_s / max(rounds, 1))
+        self._durations = Durations(self._round_s)
+        self._timed_out: dict[Hashable, int] = {}
+        self._start = time.monotonic()
+
+    def run(self) -> bool:
+        """Measure until the study ends; False after Ctrl-C."""
+        try:
+            drive(self._plan.steps(), self._answer)
+        except KeyboardInterrupt:
+            return False
+        return True
+
+    def not_measured(self) -> list[str]:
+        """Sentence that names the points which an interruption left out."""
+        missing = foreseen(self._plan, self._store)
+        labels = list(dict.fromkeys(point.case.label for point in missing.values()))
+        if not labels:
+            return []
+        rest = f" and {len(labels) - _NAMED} more" if len(labels) > _NAMED else ""
+        count = f"{len(missing)} of {self._done + len(missing)} points"
+        return [f"Not measured: {count}, of {', '.join(labels[:_NAMED])}{rest}; --resume measures them."]
+
+    def _answer(self, request: Request) -> Any:
+        if isinstance(request, Point):
+            return self._answer([request])[0]
+        self._interleave([point for point in request if point.rounds])
+        single = [point for point in request if not point.rounds]
+        futures = {}
+        if self._executor is not None:
+            due = [point for point in single if not self._store.answers(point) and point.skip is None]
+            futures = {point.case.key: self._executor.submit(point.measure) for point in due}
+        try:
+            for point in single:
+                self._measure(point, futures.get(point.case.key))
+        finally:
+            for future in futures.values():
+                future.cancel()
+        return [self._store.get(point.case) for point in request]
+
+    def _measure(self, point: Point, future: Any) -> None:
+        """One record, unless it is stored or does not fit."""
+        if self._store.answers(point) or self._skip(point):
+            return
+        start = time.monotonic()
+        try:
+            record = point.measure() if future is None else future.result()
+        except Exception as failure:  # An executor may raise anything; its failures are records too.
+            if future is None:
+                raise
+            record = Record(
+                case=point.case, status="error", reason=f"the executor failed: {described(failure)}"
+            )
+        self._durations.learn(point, record, time.monotonic() - start)
+        self._emit(point, record)
+
+    def _interleave(self, points: list[Point]) -> None:
+        """Rounds in turns, forward and back, so that drift of the machine affects all points alike."""
+        spent_s = dict.fromkeys((point.case.key for point in points), 0.0)
+        last = max((point.rounds for point in points), default=0)
+        for number in range(last):
+            for point in points if (last - number) % 2 else points[::-1]:
+                key, done = point.case.key, self._store.rounds(point.case)
+                if self._store.answers(point) or done > number or (not done and self._skip(point)):
+                    continue
+                round_s = self._durations.next_s(point)
+                # Rounds in hand are worth more than one that would be cut off.
+                if done and (spent_s[key] + round_s > self._plan.timeout_s or round_s > self._left_s()):
+                    self._store.close(point.case)
+                    self._finish(point)
+                    continue
+                start = time.monotonic()
+                record = point.measure(seconds=self._round_s)
+                seconds = time.monotonic() - start
+                spent_s[key] += seconds
+                self._durations.learn(point, record, seconds)
+                self._emit(point, record)
+
+    def _skip(self, point: Point) -> bool:
+        """Whether the point is skipped: by its study, after a timeout of its series, or by the budget."""
+        reason, needed_s, left_s = point.skip, self._durations.next_s(point), max(self._left_s(), 0.0)
+        if reason is None and point.series in self._timed_out:
+            tokens = self._timed_out[point.series]
+            reason = f"took too long at {tokens} tokens already (raise it with --timeout)"
+        if reason is None and (needed_s > left_s or (point.cost and not left_s)):
+            reason = (
+                f"would take about {show_seconds(needed_s)}, {show_seconds(left_s)} of the budget "
+                f"of {show_seconds(self._budget_s)} are left {OVER_BUDGET}"
+            )
+        if reason is not None:
+            self._emit(point, Record(case=point.case, status="skipped", reason=reason))
+        return reason is not None
+
+    def _left_s(self) -> float:
+        return self._budget_s - (time.monotonic() - self._start)
+
+    def _emit(self, point: Point, record: Record) -> None:
+        with held():
+            self._store.add(record)
+        if record.status == "timeout":
+            self._timed_out.setdefault(point.series, record.case.tokens)
+        if self._store.answers(point):
+            self._finish(point)
+
+    def _finish(self, point: Point) -> None:
+        """Take the point off the list and show the progress."""
+        record, key = self._store.get(point.case), point.case.key
+        assert record is not None, "it was measured"
+        if record.status != "ok":
+            # The study may leave out points that depend on this one.
+            self._missing = foreseen(self._plan, self._store)
+            self._done += 1
+        elif key in self._missing and self._store.answers(self._missing[key]):
+            # A study may ask for more rounds of the same point later.
+            del self._missing[key]
+            self._done += 1
+        if self._report is not None:
+            rounds = {key: left.rounds - self._store.rounds(left.case) for key, left in self._missing.items()}
+            remaining_s = self._durations.remaining_s(
+                (left, rounds[key] if left.rounds else 1) for key, left in self._missing.items()
+            )
+            self._report(
+                Progress(
+                    done=self._done,
+                    total=self._done + len(self._missing),
+                    remaining_s=min(remaining_s, max(self._left_s(), 0.0)),
+                    outcome=f"{point.title}: {record.status}",
+                    record=record,
+                )
+            )
+
+
+def _check_executor(executor: Any, points: Iterable[Point]) -> None:
+    """Refuse an executor without `submit`, or for points that are timed."""
+    if executor is None:
+        return
+    if not callable(getattr(executor, "submit", None)):
+        raise OptionError(
+            f"executor needs a method submit, as of a ProcessPoolExecutor, unlike {executor!r}."
+        )
+    if any(point.rounds for point in points):
+        raise OptionError("executor: the rounds of this run are interleaved in one process; leave it out.")

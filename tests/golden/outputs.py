@@ -1,0 +1,82 @@
+"""Seeded outputs of a fixed set of commands, times removed: `python tests/golden/outputs.py` stores them.
+
+Every command runs once with one thread. A measurement is named by its kind, subject, label, length, inputs,
+layer and seed; what its machine decides (times, kernels, peaks by the allocator) is left out.
+"""
+
+import contextlib
+import io
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import efficient_attn as ea
+from efficient_attn_cli.main import main
+
+FOLDER = Path(__file__).parent
+STORED = FOLDER / "outputs.json"
+
+COMMANDS = {
+    "mse": "mse --inputs gaussian,encoder --size 16,64 --seq-len 128 --layer 1 --draws 2 --threads 1",
+    "kernel": "kernel --size 16,64 --draws 8 --threads 1",
+    "compare": "compare --inputs encoder --layer 1 --rounds 1 --draws 2 --threads 1",
+    "compare causal": "compare --inputs decoder --layer 19 --rounds 1 --draws 1 --threads 1 "
+    "--backend exact,window,linear-elu,performer-positive",
+    "bench": "bench --seq-len 64,128 --rounds 1 --threads 1",
+    "bench block": "bench --of block,encoder --layers 2 --causal --backward --seq-len 64 --rounds 1 "
+    "--threads 1 --backend window,performer-positive",
+    "recall": "recall --steps 3 --seeds 1 --size 16 --backend exact,window,performer-positive --threads 1",
+    "swap": "swap models.py:make_pair --backend exact,window,linformer,performer-positive --draws 2 "
+    "--threads 1",
+}
+
+# Decided by the machine, or by training steps, in which rounding grows.
+_OF_THE_MACHINE = {
+    *("times_s", "device_times_s", "round_sizes", "waited_s", "kernels", "peak_bytes", "memory_method"),
+    *("matmul_flops_per_s", "copy_bytes_per_s", "accuracy"),
+}
+
+
+def measurements(command: str) -> dict[str, dict[str, Any]]:
+    """{name of the measurement: {quantity: value}} of a run of the command."""
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+        Path("models.py").write_text((FOLDER.parent / "called_models.py").read_text())
+        silent = io.StringIO()
+        with contextlib.redirect_stdout(silent), contextlib.redirect_stderr(silent):
+            try:
+                main([*command.split(), "--out", "run", "--quiet"])
+            except SystemExit as ending:
+                if ending.code not in (0, None, 3):
+                    raise RuntimeError(f"{command}: exit code {ending.code}: {silent.getvalue()}") from None
+        return {name(record): values(record) for record in ea.read("run").records}
+
+
+def name(record: Any) -> str:
+    """Name of a measurement that survives renamed commands."""
+    case = record.case
+    place = "" if case.layer is None else f", layer {case.layer}"
+    inputs = f"{case.tokens} tokens, {case.inputs}{place}, seed {case.seed}"
+    return f"{case.kind} of {case.of}: {case.label}, {inputs}"
+
+
+def values(record: Any) -> dict[str, Any]:
+    """Status and values that every machine reproduces, but for rounding."""
+    return {"status": record.status} | {
+        quantity: list(value) if isinstance(value, tuple) else value
+        for quantity, value in record.measured.items()
+        if quantity not in _OF_THE_MACHINE
+    }
+
+
+def store() -> None:
+    """Run every command and write its measurements."""
+    outputs = {title: measurements(command) for title, command in COMMANDS.items()}
+    STORED.write_text(json.dumps(outputs, indent=0) + "\n")
+
+
+if __name__ == "__main__":
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    sys.exit(store())

@@ -1,0 +1,283 @@
+"""The engine: no failure stops a study, nothing measured is lost, a resumed study decides as before."""
+
+from functools import partial
+
+import pytest
+from looped import ROUNDS, points, run
+
+from efficient_attn.backends import list_backends
+from efficient_attn.runner import worker
+from efficient_attn.runner.records import Record, read
+from efficient_attn.runner.variants import Variant, select
+from efficient_attn.studies.durations import Durations
+from efficient_attn.studies.engine import Engine, foreseen
+from efficient_attn.studies.points import Plan, Point, in_lists
+from efficient_attn.studies.store import OVER_BUDGET, Store
+
+
+def measured(case, *, target=None, seconds=0.0):
+    if case.kind == "time":
+        return Record(case=case, times_s=(0.5,), round_sizes=(1,))
+    return Record(case=case, peak_bytes=1)
+
+
+def entries(*labels, lengths=(16, 32), growth=1, measure=measured, **more):
+    variants = [
+        Variant(backend=label, label=label, target=label, time_growth=growth, memory_growth=growth)
+        for label in labels
+    ]
+    return points(variants, lengths, measure, **more)
+
+
+def run_all(lists, **settings):
+    steps = []
+    complete, records = run(lists, progress=steps.append, **settings)
+    return complete, records, steps
+
+
+def cases(lists):
+    return {point.case.key for points in lists for point in points}
+
+
+def test_every_case_becomes_one_record_and_times_have_all_rounds():
+    planned = entries("a", "b")
+    complete, records, _ = run_all(planned)
+    assert complete and {record.case.key for record in records} == cases(planned)
+    assert len(records) == 8
+    assert all(len(record.times_s) == ROUNDS for record in records if record.case.kind == "time")
+
+
+def test_the_backends_of_a_length_take_turns():
+    order = []
+
+    def measure(case, **settings):
+        order.append(f"{case.label}{case.tokens}")
+        return measured(case)
+
+    run_all(entries("a", "b", kinds=("time",), measure=measure))
+    assert order[: 2 * ROUNDS] == ["b16", "a16", "a16", "b16", "b16", "a16", "a16", "b16"]
+
+
+def test_a_round_is_on_the_disk_before_the_next_begins(tmp_path):
+    path, rows = tmp_path / "records.jsonl", []
+
+    def measure(case, **settings):
+        rows.append(len(path.read_text().splitlines()) if path.exists() else 0)
+        return measured(case)
+
+    run(entries("a", "b", lengths=(16,), measure=measure), store=Store(path))
+    assert rows == list(range(2 * ROUNDS + 2))
+
+
+def test_a_failed_point_is_a_record_and_takes_no_further_turns():
+    calls = []
+
+    def measure(case, **settings):
+        calls.append(case.label)
+        if case.label == "bad":
+            return Record(case=case, status="error", reason="it broke")
+        return measured(case)
+
+    _, records, _ = run_all(entries("bad", "good", lengths=(16,), measure=measure))
+    assert [record.status for record in records if record.case.label == "bad"] == ["error", "error"]
+    assert [record.status for record in records if record.case.label == "good"] == ["ok", "ok"]
+    assert calls.count("bad") == 2 and calls.count("good") == ROUNDS + 1
+
+
+def test_a_point_that_would_not_fit_is_never_tried():
+    tried = []
+
+    def measure(case, **settings):
+        tried.append(case.tokens)
+        return measured(case)
+
+    planned = entries("dense", lengths=(16, 4096), growth=2, limit_bytes=2**20, measure=measure)
+    _, records, _ = run_all(planned)
+    assert set(tried) == {16}
+    assert {record.status for record in records if record.case.tokens == 4096} == {"skipped"}
+
+
+def interrupted_after(calls, measure=measured):
+    """A measurement that Ctrl-C ends at the call of that number."""
+    made = []
+
+    def counted(case, **settings):
+        made.append(case)
+        if len(made) == calls:
+            raise KeyboardInterrupt
+        return measure(case)
+
+    return counted
+
+
+def test_an_interruption_keeps_what_was_measured_and_the_rounds_that_were_begun():
+    # Three rounds into the second length; at the first two backends had theirs and one call for memory.
+    measure = interrupted_after(2 * (ROUNDS + 1) + 4)
+    complete, records, _ = run_all(entries("a", "b", measure=measure))
+    assert not complete
+    rounds = {
+        (record.case.label, record.case.tokens, record.case.kind): len(record.times_s or ())
+        for record in records
+    }
+    assert rounds["a", 16, "time"] == ROUNDS
+    assert rounds["a", 32, "time"] == 2 and rounds["b", 32, "time"] == 1
+    assert len(rounds) == len(records) == 6
+
+
+@pytest.mark.parametrize("calls", range(1, 21))
+def test_a_run_interrupted_anywhere_and_resumed_measures_the_rest_alone(tmp_path, calls):
+    path, seen = tmp_path / "records.jsonl", []
+
+    def measure(case, **settings):
+        seen.append(case)
+        return measured(case)
+
+    first = Store(path)
+    run(entries("a", "b", measure=interrupted_after(calls)), store=first)
+    rows = read(path).records if path.exists() else ()
+    assert len(rows) == calls - 1
+    complete, records = run(entries("a", "b", measure=measure), store=Store(path, rows))
+    assert complete and len(seen) == 2 * 2 * (ROUNDS + 1) - (calls - 1)
+    whole = run(entries("a", "b"))[1]
+    assert {record.case.key: record for record in records} == {record.case.key: record for record in whole}
+
+
+def test_a_study_decides_by_records_and_a_resumed_one_decides_the_same(tmp_path):
+    """A search for the shortest length at which b is faster, by an `if`."""
+    path, seen = tmp_path / "records.jsonl", []
+
+    def measure(case, *, target, seconds):
+        seen.append(case.tokens)
+        times_s = 1.0 if case.label == "a" else 40.0 / case.tokens
+        return Record(case=case, times_s=(times_s,), round_sizes=(1,))
+
+    def steps():
+        for times in entries("a", "b", lengths=(16, 32, 64, 128), kinds=("time",), measure=measure):
+            slow, fast = yield times
+            if slow.times_s and min(fast.times_s) < min(slow.times_s):
+                return
+
+    assert Engine(Plan(steps=steps), Store(path)).run()
+    assert {*seen} == {16, 32, 64}
+    seen.clear()
+    store = Store(path, read(path).records)
+    assert Engine(Plan(steps=steps), store).run() and not seen and not foreseen(Plan(steps=steps), store)
+
+
+def test_a_study_may_ask_for_more_rounds_of_the_same_calls():
+    (times,) = entries("a", "b", lengths=(16,), kinds=("time",))
+    first = [Point(**{**vars(point), "rounds": 1}) for point in times]
+    plan, shown = Plan(steps=partial(in_lists, [first, times])), []
+    assert [point.rounds for point in foreseen(plan, Store()).values()] == [ROUNDS, ROUNDS]
+    assert Engine(plan, Store(), report=shown.append).run()
+    assert [(step.done, step.total) for step in shown] == [(0, 2), (0, 2), (1, 2), (2, 2)]
+
+
+def test_the_budget_skips_lengths_that_would_not_fit_and_says_so(monkeypatch):
+    clock = Clock(lambda case: case.tokens / 16)
+    monkeypatch.setattr("efficient_attn.studies.engine.time", clock)
+    planned = entries("a", lengths=(16, 1600), kinds=("time",), measure=clock.measure)
+    _, (short, long), _ = run_all(planned, budget_s=30)
+    assert short.status == "ok" and long.status == "skipped"
+    # A round of one second, and three calls of 99 more seconds each.
+    assert "would take about 4.97 min" in long.reason and "budget of 30 s" in long.reason
+
+
+def test_a_resumed_run_tries_what_the_budget_skipped_if_it_has_another_budget():
+    (times,) = entries("a", lengths=(16,), kinds=("time",))
+    skipped = Record(case=times[0].case, status="skipped", reason=f"would take long {OVER_BUDGET}")
+    _, (kept,) = run([times], store=Store(rows=[skipped]))
+    _, (again,) = run([times], store=Store(rows=[skipped], retry_over_budget=True))
+    assert kept == skipped and again.status == "ok"
+
+
+def test_a_budget_knows_the_seconds_of_compiling_once_a_point_was_compiled(monkeypatch):
+    clock = Clock(lambda case: 0.01)
+    monkeypatch.setattr("efficient_attn.studies.engine.time", clock)
+
+    def measure(case, *, target, seconds=0.1):
+        clock.now_s += 10
+        return clock.measure(case, target=target, seconds=seconds)
+
+    variant = Variant(backend="a", label="a", target="a", execution="compiled")
+    planned = points([variant], (16, 17), measure, kinds=("time",))
+    _, (first, second), _ = run_all(planned, budget_s=45)
+    assert len(first.times_s) == ROUNDS and second.status == "skipped"
+    assert "would take about 10.1 s, 4.6 s of the budget" in second.reason
+
+
+class Clock:
+    """A clock on which every call of attention takes so many seconds and nothing else takes any."""
+
+    def __init__(self, call_s):
+        self.call_s, self.now_s, self.longest_s = call_s, 0.0, 0.0
+
+    def monotonic(self):
+        return self.now_s
+
+    def measure(self, case, *, target=None, seconds=0.1):
+        """Calls until `seconds` are full, or one."""
+        call_s = self.call_s(case)
+        turn_s = max(seconds, call_s)
+        self.now_s += turn_s
+        self.longest_s = max(self.longest_s, turn_s)
+        if case.kind == "time":
+            return Record(case=case, times_s=(call_s,), round_sizes=(1,))
+        return Record(case=case, peak_bytes=1)
+
+
+@pytest.mark.parametrize("exponent", [0, 1, 2, 4])
+def test_measuring_ends_within_its_budget_however_much_slower_backends_become(monkeypatch, exponent):
+    """But for the one turn that is under way; and it is made use of where there is more to measure."""
+    clock = Clock(lambda case: 1e-3 * (case.tokens / 16) ** exponent)
+    monkeypatch.setattr("efficient_attn.studies.engine.time", clock)
+    lengths = [16 * 2**power for power in range(8)]
+    planned = entries(*"abcdef", lengths=lengths, growth=min(exponent, 2), measure=clock.measure)
+    _, records, steps = run_all(planned, budget_s=60)
+    assert clock.now_s <= 60 + clock.longest_s and {record.case.key for record in records} == cases(planned)
+    assert all(step.remaining_s <= 60 for step in steps)
+    assert exponent < 4 or clock.now_s > 60 / 2
+
+
+def test_rounds_that_no_longer_fit_are_not_taken_and_every_backend_has_one(monkeypatch):
+    clock = Clock(lambda case: 10.0)
+    monkeypatch.setattr("efficient_attn.studies.engine.time", clock)
+    planned = entries("a", "b", lengths=(16,), kinds=("time",), measure=clock.measure)
+    _, records, _ = run_all(planned, budget_s=25)
+    assert clock.now_s <= 25
+    assert {record.case.label: len(record.times_s or ()) for record in records} == {"a": 1, "b": 1}
+
+
+def test_remaining_time_knows_that_points_grow():
+    for growth, factor in ((1, 4), (2, 16)):
+        (short,), (long,) = entries("a", lengths=(16, 64), growth=growth, kinds=("time",))
+        durations = Durations(0.1)
+        assert durations.next_s(long) == 0.0
+        durations.learn(short, Record(case=short.case, times_s=(2.0, 1.0)), 3.0)
+        # Two calls to warm up and one that is timed, each so many times as long.
+        assert durations.next_s(long) == 3.0 + 3 * (factor - 1)
+        assert durations.remaining_s([(long, ROUNDS)]) == ROUNDS * durations.next_s(long)
+
+
+def test_progress_counts_up_to_the_end():
+    _, _, steps = run_all(entries("a", "b"))
+    assert [step.done for step in steps] == list(range(1, 9))
+    assert steps[-1].total == 8 and steps[-1].remaining_s == 0
+
+
+def test_a_case_that_is_yielded_twice_is_measured_once():
+    (times,) = entries("a", lengths=(16,), kinds=("memory",))
+    seen = []
+
+    def measure(case, **settings):
+        seen.append(case)
+        return measured(case)
+
+    twice = [Point(case=times[0].case, measure=partial(measure, times[0].case))] * 2
+    assert run([twice, twice])[1] and len(seen) == 1
+
+
+def test_all_backends_are_measured_in_a_small_real_run(hasty):
+    planned = points(select([name for name in list_backends() if name != "linformer"]), (16,), worker.measure)
+    complete, records, _ = run_all(planned, budget_s=20)
+    assert complete and {record.status for record in records} == {"ok"}
