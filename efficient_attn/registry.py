@@ -26,9 +26,9 @@ class Capabilities:
         compile: Whether `torch.compile(fullgraph=True)` works.
         needs_max_tokens: Whether max_tokens is required.
         needs_calibration: Whether `calibrate` is required before the first call.
-        sharded: Exchange between ranks inside `distributed.context_parallel`, "states", "sums", "neighbours"
-            or "keys"; the core then has `forward_sharded(q, k, v, key_mask, layout)`, and for a prefill
-            `extend_sharded` with the same arguments. None: not supported.
+        sharded: Name of the exchange between ranks inside `distributed.context_parallel`, in
+            `distributed.calls.EXCHANGES`: "states", "sums", "neighbours", "keys" or "clusters". None: not
+            supported.
         approximates_softmax: Whether the backend approximates softmax attention, not another kernel.
         dtypes: Names of the supported dtypes.
         time_growth: Exponent of the number of tokens in the running time.
@@ -99,7 +99,7 @@ class BackendSpec:
         if self.operations is None:
             return None
         operations = self.operations(problem, options, tokens, problem.head_dim)
-        return None if operations is None else 2 * sum(one.multiply_adds for one in operations.matmuls)
+        return None if operations is None else 2 * sum(matmul.multiply_adds for matmul in operations.matmuls)
 
 
 SPECS: dict[str, BackendSpec] = {}

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 from twins import Positive, Softmax, band
 
+from efficient_attn.distributed.keys import attend_keys
 from efficient_attn.modules.features import RandomFeatureOptions
 
 # Faults of masks -------------------------------------------------------------------------------------
@@ -54,23 +55,26 @@ class PadsWithoutAMask(Softmax):
 class ReadsItsOwnRank(Softmax):
     """Attention without an exchange, as torch's context_parallel runs it."""
 
-    def forward_sharded(self, q, k, v, key_mask, layout):
-        return self(q, k, v, key_mask)
+    @staticmethod
+    def exchange(backend, q, k, v, key_mask, layout):
+        return backend.core(q, k, v, key_mask)
 
 
 class JoinsRanksInTheirOrder(Softmax):
     """Right for contiguous segments, wrong for those of a head-tail layout."""
 
-    def forward_sharded(self, q, k, v, key_mask, layout):
-        return super().forward_sharded(q, k, v, key_mask, layout._replace(kind="contiguous"))
+    @staticmethod
+    def exchange(backend, q, k, v, key_mask, layout):
+        return attend_keys(backend, q, k, v, key_mask, layout._replace(kind="contiguous"))
 
 
 class MultipliesGradientsByTheRanks(Softmax):
     """The output is right; every rank sums the gradients of all, and the sums are summed again."""
 
-    def forward_sharded(self, q, k, v, key_mask, layout):
+    @staticmethod
+    def exchange(backend, q, k, v, key_mask, layout):
         k, v = (x + (layout.ranks - 1) * (x - x.detach()) for x in (k, v))
-        return super().forward_sharded(q, k, v, key_mask, layout)
+        return attend_keys(backend, q, k, v, key_mask, layout)
 
 
 # Faults of causality ---------------------------------------------------------------------------------

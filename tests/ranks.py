@@ -1,4 +1,4 @@
-"""One of several processes that hold parts of a sequence; the first prints errors, bytes and refusals.
+"""One of several processes that hold parts of a sequence; the first prints errors and refusals.
 
 Errors of the parts, put together, are relative to one process in float64; each comes with the error of one
 process in the same dtype.
@@ -21,21 +21,14 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 import efficient_attn as ea
 from efficient_attn.distributed import ContextParallel, context_parallel, shard, unshard
+from efficient_attn.distributed import layout as layouts
 from efficient_attn.errors import AttentionError
-from efficient_attn.ops.sharded import layout as layouts
-from efficient_attn.ops.sharded.exchange import bytes_sent
 
 RANK, RANKS, STORE = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 HEADS, KV_HEADS, DIM, VALUE_DIM = 4, 2, 8, 6
 LAYOUTS = ("contiguous", "head-tail")
 SIZES = {"rank": {"rank": 8}, "num_features": {"num_features": 16}}
 NAMES = [name for name in ea.list_backends() if ea.spec(name).capabilities.sharded]
-COUNTED = {
-    "linear-elu": {},
-    "performer-positive": {"num_features": 8},
-    "window": {"window": 9},
-    "linformer": {"rank": 2},
-}
 if RANKS > 2:
     # One backend of each algorithm, to save time.
     NAMES = ["exact", "window", "linformer", "performer-positive", "performer-trig", "linear-hedgehog"]
@@ -221,25 +214,6 @@ def decode() -> None:
         report(what="decoding", case=[name, layout], error=relative(found, wanted), same=same)
 
 
-def count() -> None:
-    """Bytes that this rank sends with one head of few numbers, at a short and a long length."""
-    for name, causal, layout in itertools.product(COUNTED, (False, True), LAYOUTS):
-        if causal and name == "linformer":
-            continue
-        lengths = 512, 1_048_576 if RANKS == 2 and layout == "contiguous" else 1024
-        for tokens in lengths:
-            backend = ea.build(name, head_dim=4, causal=causal, max_tokens=max(lengths), **COUNTED[name])
-            inputs = [torch.randn(1, 1, tokens // RANKS, 4, requires_grad=True) for _ in range(3)]
-            with context_parallel(mesh, layout=layout), bytes_sent() as forward:
-                out = backend(*inputs)
-            with bytes_sent() as backward:
-                out.sum().backward()
-            sums = [sum(forward), sum(backward)]
-            report(
-                what="bytes", case=[name, "causal" if causal else "full", layout], tokens=tokens, sent=sums
-            )
-
-
 def disagree() -> None:
     last = RANK == RANKS - 1
     q = torch.randn(1, 2, 8, DIM)
@@ -268,7 +242,6 @@ store = dist.FileStore(STORE, RANKS)
 dist.init_process_group("gloo", store=store, rank=RANK, world_size=RANKS, timeout=timedelta(seconds=60))
 mesh = init_device_mesh("cpu", (RANKS,))
 compare(192)
-count()
 models()
 decode()
 disagree()

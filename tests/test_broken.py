@@ -1,6 +1,7 @@
 """Faults that published code has, each caught by the check that is named for the promise it breaks."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
 import broken
@@ -8,6 +9,7 @@ import pytest
 from torch import nn
 from twins import Positive, Softmax, Window, WindowOptions
 
+from efficient_attn.distributed.calls import EXCHANGES, Exchange
 from efficient_attn.modules.features import RandomFeatureOptions
 from efficient_attn.registry import BackendSpec, Capabilities, NoOptions
 from efficient_attn.testing import check_backend, check_names
@@ -50,6 +52,8 @@ def _pair(core: type[Softmax], check: str, capabilities: Capabilities | None = N
         kind, twin = (LOCAL, WindowOptions, "window"), Window
     else:
         kind, twin = (EXACT, NoOptions, None), Softmax
+    if hasattr(core, "exchange"):
+        capabilities = replace(EXACT, sharded=core.__name__)
     return Pair(spec_of(core, capabilities or kind[0], *kind[1:]), spec_of(twin, *kind), check)
 
 
@@ -94,7 +98,9 @@ def outcome(spec, check: str) -> str:
 
 
 @pytest.mark.parametrize("pair", NAMED)
-def test_a_fault_is_caught_by_the_check_of_its_promise(pair: Pair) -> None:
+def test_a_fault_is_caught_by_the_check_of_its_promise(pair: Pair, monkeypatch) -> None:
+    exchange = getattr(pair.broken.builder, "exchange", None)
+    monkeypatch.setitem(EXCHANGES, pair.broken.name, Exchange(exchange))
     (record,) = check_backend(pair.broken, only=[pair.check], on_fail="collect")
     assert (record.outcome, record.failed) == ("broken", True)
     # Something is wrong with its numbers; it does not merely stumble.

@@ -116,7 +116,7 @@ def test_what_a_mask_throws_away_is_not_counted(name, causal, visible, backward)
 
 def inputs_of_the_operator(name: str, **built: object) -> tuple:
     backend = ea.build(name, head_dim=HEAD_DIM, num_heads=HEADS, **OPTIONS[name], **built)
-    return tuple(backend.core._inputs(*tensors(), None))
+    return tuple(backend.core.inputs(*tensors(), None))
 
 
 @pytest.fixture

@@ -4,11 +4,11 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 from reference import random_mask, random_qkv, reference_attention
 
 import efficient_attn as ea
 from efficient_attn.measure.memory import peak
-from efficient_attn.ops.softmax import fused
 
 EXACT = ("exact", "exact-dense")
 SHAPES = [  # batch, heads, kv_heads, q_tokens, k_tokens, head_dim, value_dim
@@ -121,16 +121,16 @@ def test_masks_and_causality_together_take_no_memory_of_tokens_squared():
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_the_kernel_is_asked_for_no_row_without_a_key(monkeypatch, causal):
-    asked, kernel = [], fused._kernel
+    masks, kernel = [], F.scaled_dot_product_attention
 
-    def kept(*tensors, visible, **options):
-        asked.append(visible)
-        return kernel(*tensors, visible=visible, **options)
+    def attend(*tensors, attn_mask, **options):
+        masks.append(attn_mask)
+        return kernel(*tensors, attn_mask=attn_mask, **options)
 
-    monkeypatch.setattr(fused, "_kernel", kept)
+    monkeypatch.setattr(F, "scaled_dot_product_attention", attend)
     mask = torch.arange(7) >= torch.tensor([[3], [7]])
     ea.build("exact", head_dim=8, causal=causal)(*random_qkv(2, 2, 1, 7, 7), key_mask=mask)
-    assert asked and all(visible.any(dim=-1).all() for visible in asked)
+    assert masks and all(mask.any(dim=-1).all() for mask in masks)
 
 
 def test_weights_of_half_precision_come_in_float32_unrounded():

@@ -133,7 +133,7 @@ def test_states_and_denominators_of_half_precision_inputs_are_float32(name, dtyp
     q, k, v = (x.to(dtype) for x in random_qkv(1, 1, 1, 9, 9))
     out, state = backend.extend(q, k, v)
     assert out.dtype is dtype and all(x.dtype is torch.float32 for x in state)
-    outputs = full_linear_attention(backend.core._inputs(q, k, v, None))
+    outputs = full_linear_attention(backend.core.inputs(q, k, v, None))
     assert outputs.log_normaliser.dtype is torch.float32
 
 

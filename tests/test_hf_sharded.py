@@ -14,9 +14,10 @@ transformers = pytest.importorskip("transformers")
 from hf_models import SIZES, TOKENS, bart, gemma3, inputs, llama, ready
 
 import efficient_attn as ea
+from efficient_attn.distributed.calls import in_force
+from efficient_attn.distributed.layout import Layout
 from efficient_attn.integrations.transformers import attach
 from efficient_attn.integrations.transformers.masks import visible_in
-from efficient_attn.ops.sharded.layout import Layout, in_force
 
 POSITIONS = {"position_ids": torch.arange(TOKENS)[None]}
 
@@ -26,7 +27,10 @@ def lines(tmp_path_factory):
     tests = Path(__file__).parent
     command = [sys.executable, str(tests / "ranks_hf.py"), str(tmp_path_factory.mktemp("hf") / "store")]
     # Python may leave the folder of a script off its path.
-    environment = {**os.environ, "PYTHONPATH": str(tests)}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(tests), os.environ.get("PYTHONPATH", "")]),
+    }
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]

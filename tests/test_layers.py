@@ -19,12 +19,11 @@ COMMANDS = ROOT / "cli"
 # Each row may import itself and the rows above it.
 LAYERS = (
     {"shapes", "errors", "contained", "limits", "strict", "tensor_headers", "problem"}
-    | {"operation_counts", "counts"},
+    | {"operation_counts", "counts", "sharding"},
     {"ops"},
     {"modules"},
     {"registry"},
-    {"backend", "backend_checks", "sharded_checks", "distributed"}
-    | {"external", "calibration", "plugins", "signatures"},
+    {"backend", "distributed"} | {"external", "calibration", "plugins", "signatures"},
     {"backends"},
     {"transformer"},
     {"conformance", "testing", "theory", "measure", "data"},
@@ -39,7 +38,6 @@ ROOMS = (
     {"dtypes", "grouped_queries", "scratch", "operators", "paths"},
     {"softmax"},
     {"window", "clusters", "linear", "linformer"},
-    {"sharded"},
 )
 NEEDS_NO_TORCH = (
     "errors",

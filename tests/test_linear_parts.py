@@ -13,7 +13,7 @@ def longest_chunk(monkeypatch, heads, features, cache):
     monkeypatch.delenv("EFFICIENT_ATTN_KERNELS", raising=False)
     monkeypatch.setattr(parts, "cache_bytes", lambda: cache)
     backend = ea.build("linear-relu", head_dim=8, num_features=features)
-    inputs = backend.core._inputs(*(torch.zeros(1, heads, 4096, 8) for _ in range(3)), None)
+    inputs = backend.core.inputs(*(torch.zeros(1, heads, 4096, 8) for _ in range(3)), None)
     return max(part.stop - part.start for part in parts.chunks(inputs, 4096))
 
 
@@ -56,7 +56,7 @@ def test_an_unknown_cache_is_taken_for_a_usual_one(caches, tmp_path):
 
 def test_chunks_change_no_output(monkeypatch):
     backend = ea.build("linear-relu", head_dim=8, num_features=16)
-    inputs = backend.core._inputs(*(torch.randn(1, 2, 1000, 8, dtype=torch.float64) for _ in range(3)), None)
+    inputs = backend.core.inputs(*(torch.randn(1, 2, 1000, 8, dtype=torch.float64) for _ in range(3)), None)
     whole = full_linear_attention(inputs).out
     monkeypatch.setattr(parts, "_LEAST", 1)
     monkeypatch.setattr(parts, "_MOST", 7)

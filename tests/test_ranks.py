@@ -1,4 +1,4 @@
-"""Sequences distributed over processes: outputs, gradients, bytes and refusals on 2 and on 4 ranks."""
+"""Sequences distributed over processes: outputs, gradients and refusals on 2 and on 4 ranks."""
 
 import json
 import re
@@ -59,17 +59,6 @@ def test_outputs_and_gradients_are_those_of_one_process(lines):
         for pair in zip(row["parts"], row["whole"], strict=True)
     ]
     assert [one for one in pairs if not one[1] <= limit(one[0], one[2])] == []
-
-
-def test_bytes_of_states_sums_and_neighbours_do_not_depend_on_the_length(lines):
-    sent = defaultdict(dict)
-    for row in lines["bytes"]:
-        sent[str(row["case"])][row["tokens"]] = row["sent"]
-    assert len(sent) >= 14
-    for by_length in sent.values():
-        short, long = by_length.values()
-        assert short == long
-        assert sum(short) > 0
 
 
 def test_positions_of_models_go_on_from_rank_to_rank(lines):

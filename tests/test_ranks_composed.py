@@ -26,7 +26,7 @@ def run(*command: object, **options: object) -> str:
         text=True,
         timeout=240,
         # Python may leave the folder of a script off its path.
-        env={**os.environ, "PYTHONPATH": str(TESTS)},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])},
         **options,
     )
     assert done.returncode == 0, done.stderr

@@ -1,7 +1,7 @@
 """Parts of a sequence on several ranks give the rows and gradients of the whole sequence."""
 
 import pickle
-from itertools import product
+from itertools import chain, product
 from threading import BrokenBarrierError
 from types import SimpleNamespace
 
@@ -9,18 +9,17 @@ import pytest
 import torch
 from intercepted import DIM, TOKENS, encoder
 from intercepted import own as own_model
-from threads import drawn, join
+from threads import assert_ranks_are_the_whole, bytes_sent, drawn, join
 
 import efficient_attn as ea
+from efficient_attn.conformance.threads import on_threads
 from efficient_attn.distributed import context_parallel, shard
+from efficient_attn.distributed.calls import check_agreeing, check_segments, exchange_of, in_force
+from efficient_attn.distributed.exchange import all_tokens
+from efficient_attn.distributed.layout import KINDS, Layout, local_tokens
+from efficient_attn.distributed.neighbours import with_neighbours
 from efficient_attn.errors import ShapeError, UnknownNameError, UnsupportedError
-from efficient_attn.ops.sharded.agreement import check_agreement
-from efficient_attn.ops.sharded.exchange import all_tokens, bytes_sent
-from efficient_attn.ops.sharded.layout import KINDS, Layout, at_positions, in_force, own_tokens
-from efficient_attn.ops.sharded.softmax import with_neighbours
-from efficient_attn.ops.sharded.threads import on_threads
-from efficient_attn.problem import AttentionProblem
-from efficient_attn.sharded_checks import check_agreeing, check_segments
+from efficient_attn.sharding import at_positions
 
 RANKS = 3
 CASES = [
@@ -37,20 +36,21 @@ CASES = [
 ]
 
 
-def layout(rank, ranks=RANKS, kind="contiguous"):
+def of_rank(rank, ranks=RANKS, kind="contiguous"):
     return Layout(None, kind, rank, ranks)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_layout_holds_every_position_once_and_knows_its_order(kind):
-    placed = [layout(rank, kind=kind) for rank in range(RANKS)]
-    held = [position for one in placed for some in one.positions(4) for position in some]
-    assert sorted(held) == list(range(4 * RANKS))
+    layouts = [of_rank(rank, kind=kind) for rank in range(RANKS)]
     x = torch.arange(4 * RANKS)
-    assert torch.equal(join([own_tokens(x, 0, one) for one in placed], kind, 0), x)
-    for one in placed:
-        assert [x[some.start : some.stop].tolist() for some in one.positions(4)] == [
-            own_tokens(x, 0, one)[part].tolist() for part in one.parts(4)
+    positions = [segment for layout in layouts for segment in layout.positions(4)]
+    assert sorted(place for segment in positions for place in segment) == x.tolist()
+    assert torch.equal(join([local_tokens(x, 0, layout) for layout in layouts], kind, 0), x)
+    for layout in layouts:
+        local = local_tokens(x, 0, layout)
+        assert [local[part].tolist() for part in layout.parts(4)] == [
+            x[segment.start : segment.stop].tolist() for segment in layout.positions(4)
         ]
 
 
@@ -60,40 +60,24 @@ def test_rows_and_gradients_of_all_ranks_are_those_of_the_whole_sequence(name, c
     torch.manual_seed(0)
     tokens = 66
     backend = ea.build(name, head_dim=8, causal=causal, **options).double()
-    *qkv, g = drawn(tokens)
-    mask = torch.rand(2, tokens) > 0.3
+    tensors, mask = drawn(tokens), torch.rand(2, tokens) > 0.3
     # The first rank has no real key of one sequence, nor have its first queries.
     mask[0, : tokens // RANKS + 3] = False
-    whole = [x.clone().requires_grad_() for x in qkv]
-    wanted = backend(*whole, key_mask=mask)
-    wanted.backward(g)
-    learned = [x.grad.clone() for x in backend.parameters()]
-
-    def call(placed):
-        inputs = [own_tokens(x, 2, placed).requires_grad_() for x in qkv]
-        out = backend.core.forward_sharded(*inputs, own_tokens(mask, 1, placed), placed)
-        own = torch.autograd.grad(out, [*inputs, *backend.parameters()], own_tokens(g, 2, placed))
-        return out.detach(), *own
-
-    found = list(zip(*on_threads(RANKS, kind, call), strict=True))
-    joined = [join(found[i], kind, 2) for i in range(4)] + [sum(x) for x in found[4:]]
-    for x, y in zip(joined, [wanted, *(x.grad for x in whole), *learned], strict=True):
-        # Sums of at most 66 terms, each with a few roundings of 1.1e-16.
-        assert (x - y).norm() <= 1e-13 * y.norm()
+    assert_ranks_are_the_whole(backend, tensors, mask, ranks=RANKS, kind=kind)
 
 
 @pytest.mark.parametrize(("kind", "reach"), [("contiguous", 5), ("head-tail", 5), ("contiguous", 40)])
 def test_a_window_receives_the_keys_that_it_reads_and_no_others(kind, reach):
     tokens = 20
     x = torch.arange(tokens * RANKS, dtype=torch.float64)[None, None, :, None].expand(1, 1, -1, 2)
-    for placed, found in zip(
-        [layout(rank, kind=kind) for rank in range(RANKS)],
-        on_threads(RANKS, kind, lambda one: with_neighbours(own_tokens(x, 2, one), reach, 3, one)),
-        strict=True,
-    ):
-        for own, near in zip(placed.positions(tokens), found, strict=True):
-            reached = range(max(own.start - reach, 0), min(own.stop + 3, tokens * RANKS))
-            assert near[0, 0, :, 0].tolist() == list(reached)
+
+    def call(layout):
+        near = with_neighbours(local_tokens(x, 2, layout), reach, 3, layout)
+        return list(zip(layout.positions(tokens), near, strict=True))
+
+    for segment, near in chain(*on_threads(RANKS, kind, call)):
+        reached = range(max(segment.start - reach, 0), min(segment.stop + 3, tokens * RANKS))
+        assert near[0, 0, :, 0].tolist() == list(reached)
 
 
 @pytest.mark.parametrize(
@@ -107,12 +91,13 @@ def test_bytes_do_not_depend_on_the_length(name, causal):
     def sent(tokens):
         *qkv, g = drawn(tokens)
 
-        def call(placed):
-            inputs = [own_tokens(x, 2, placed).requires_grad_() for x in qkv]
-            out = backend.core.forward_sharded(*inputs, None, placed)
-            torch.autograd.grad(out, inputs, own_tokens(g, 2, placed))
+        def call(layout):
+            inputs = [local_tokens(x, 2, layout).requires_grad_() for x in qkv]
+            out = exchange_of(backend).attend(backend, *inputs, None, layout)
+            torch.autograd.grad(out, inputs, local_tokens(g, 2, layout))
 
-        with bytes_sent() as counts:
+        counts = []
+        with bytes_sent(counts.append):
             on_threads(RANKS, "contiguous", call)
         return sorted(counts)
 
@@ -125,7 +110,7 @@ def test_positions_go_on_from_segment_to_segment():
     def add(x, start):
         return x + torch.arange(start, start + x.shape[-2])[:, None]
 
-    with in_force(layout(0, kind="head-tail")):
+    with in_force(of_rank(0, kind="head-tail")):
         assert at_positions(add, x, 100)[0, :, 0].tolist() == [100, 101, 102, 103, 120, 121, 122, 123]
     assert at_positions(add, x, 100)[0, :, 0].tolist() == list(range(100, 108))
 
@@ -142,14 +127,12 @@ def test_calls_that_other_ranks_cannot_answer_are_refused():
         lambda: ea.build("performer-oprf", head_dim=8).calibrate(q, q),
         lambda: ea.MultiheadAttention(16, 2)(*[torch.randn(4, 1, 16)] * 3, need_weights=True),
     ]
-    with in_force(layout(0)):
+    with in_force(of_rank(0)):
         for call in calls:
             with pytest.raises(UnsupportedError, match=r"only backend\(q, k, v\) and its extend"):
                 call()
-        causal = ea.build("exact", head_dim=8, causal=True)
-        causal.core = torch.nn.Identity()
-        with pytest.raises(UnsupportedError, match="'exact' cannot extend inside context_parallel"):
-            causal.extend(q, q, q)
+        with pytest.raises(UnsupportedError, match="'window-clusters' cannot extend inside context_parallel"):
+            ea.build("window-clusters", head_dim=8, causal=True).extend(q, q, q)
         with pytest.raises(
             UnsupportedError, match=r"cannot read .* other ranks.* exact, .*window-clusters can"
         ):
@@ -163,21 +146,21 @@ def test_calls_that_stay_exact_in_a_model_are_refused():
     layer, x, pairs = model.layers[0], torch.randn(1, TOKENS, DIM), torch.ones(TOKENS, TOKENS).bool()
     with (
         ea.intercept.replace(model, "exact", only="layers.0", example=run),
-        in_force(layout(0, ranks=1)),
+        in_force(of_rank(0, ranks=1)),
         pytest.raises(UnsupportedError, match=r"layers.1 stays exact, .* of this process alone: no pattern"),
     ):
         model.layers[1](x)
     with ea.intercept.replace(model, "window", window=5, example=run):
         out = layer(x, pairs)
         with (
-            in_force(layout(0)),
+            in_force(of_rank(0)),
             pytest.raises(UnsupportedError, match=r"layers.0 stays exact.*: .*\. Serve it by a backend"),
         ):
             layer(x, pairs)
         assert torch.equal(layer(x, pairs), out)
     for block in (ea.intercept.measure(model), ea.intercept.capture(model)):
         with (
-            in_force(layout(0)),
+            in_force(of_rank(0)),
             block,
             pytest.raises(UnsupportedError, match=r"layers.0 stays exact, .*: ea.intercept"),
         ):
@@ -195,20 +178,20 @@ def test_torchs_layers_outside_of_a_replacement_are_refused(training):
     torch.testing.assert_close(model(x), out)
     copied = pickle.loads(pickle.dumps(model))
     for layer in (model.layers[1], copied.layers[1]):
-        with in_force(layout(0)), pytest.raises(UnsupportedError, match=r"layers.1.self_attn stays exact"):
+        with in_force(of_rank(0)), pytest.raises(UnsupportedError, match=r"layers.1.self_attn stays exact"):
             layer(x)
     second = ea.replace_attention(model, "window", window=5, only="layers.1.*")
     served = model(x)
 
-    def alone(placed):
-        with torch.no_grad(), in_force(placed):
+    def alone(layout):
+        with torch.no_grad(), in_force(layout):
             return model(x)
 
     torch.testing.assert_close(on_threads(1, "contiguous", alone)[0], served)
     second.undo()
     first.undo()
     assert [*vars(model.layers[1])] == names
-    with in_force(layout(0)):
+    with in_force(of_rank(0)):
         assert torch.equal(model(x), out)
 
 
@@ -235,27 +218,28 @@ def test_shards_are_copies_of_whole_segments_and_other_requests_are_refused():
         shard(x, mesh(ndim=2), 1)
     with pytest.raises(UnknownNameError, match="zigzag"), context_parallel(mesh(), layout="zigzag"):
         pass
-    segments = layout(1, kind="head-tail")
-    q, problem = torch.randn(1, 2, 5, 4), AttentionProblem(head_dim=4, causal=True)
+    segments = of_rank(1, kind="head-tail")
+    q, backend = torch.randn(1, 2, 5, 4), ea.build("exact", head_dim=4, causal=True)
     with pytest.raises(
         ShapeError, match="q has 5 tokens on this rank, and layout 'head-tail' has 2 segments"
     ):
-        check_segments(problem, q, q, segments)
+        check_segments(backend, q, q, segments)
     with pytest.raises(UnsupportedError, match="q has 4 tokens and k has 6"):
-        check_segments(problem, q[:, :, :4], torch.randn(1, 2, 6, 4), segments)
+        check_segments(backend, q[:, :, :4], torch.randn(1, 2, 6, 4), segments)
 
 
 def test_all_ranks_refuse_calls_that_differ_with_the_message_of_the_first_that_does():
-    def call(placed):
-        stateless, device = torch.nn.Identity(), torch.device("cpu")
-        check_agreement("alike", stateless, placed, device)
+    backend, q = ea.build("exact", head_dim=8), torch.randn(1, 2, 8, 8)
+
+    def call(layout):
+        check_agreeing(backend, q, q, q, None, layout)
         with pytest.raises(ShapeError) as error:
-            check_agreement(f"with {placed.rank // 2} tokens", stateless, placed, device)
+            check_agreeing(backend, q[:, :, layout.rank // 2 :], q, q, None, layout)
         return str(error.value)
 
-    messages = on_threads(RANKS, "contiguous", call)
-    assert len(set(messages)) == 1
-    assert messages[0].startswith("Rank 2 of the mesh calls with 1 tokens, and rank 0 calls with 0 tokens;")
+    (message,) = set(on_threads(RANKS, "contiguous", call))
+    assert message.startswith("Rank 2 of the mesh calls exact")
+    assert "q float32 [1, 2, 7, 8]" in message.partition(", and rank 0 calls exact")[0]
 
 
 def rescaled(rank):
@@ -283,7 +267,7 @@ def trained(rank):
 
 
 DIFFERING = pytest.mark.parametrize(
-    ("made", "error", "message"),
+    ("build", "error", "message"),
     [
         (
             rescaled,
@@ -302,15 +286,15 @@ DIFFERING = pytest.mark.parametrize(
 
 
 @DIFFERING
-def test_all_ranks_refuse_backends_that_differ(made, error, message):
+def test_all_ranks_refuse_backends_that_differ(build, error, message):
     q = torch.randn(1, 2, 8, 8)
     # Draws of a seed are those of the process, not of a thread.
-    alike, differing = [made(0) for _ in range(RANKS)], [made(rank) for rank in range(RANKS)]
+    alike, differing = [build(0) for _ in range(RANKS)], [build(rank) for rank in range(RANKS)]
 
-    def call(placed):
-        check_agreeing(alike[placed.rank], q, q, q, None, placed)
+    def call(layout):
+        check_agreeing(alike[layout.rank], q, q, q, None, layout)
         with pytest.raises(error, match=message):
-            check_agreeing(differing[placed.rank], q, q, q, None, placed)
+            check_agreeing(differing[layout.rank], q, q, q, None, layout)
 
     on_threads(RANKS, "contiguous", call)
 
@@ -318,15 +302,15 @@ def test_all_ranks_refuse_backends_that_differ(made, error, message):
 def test_a_backend_that_changes_on_one_rank_after_a_call_is_refused_too():
     q, backends = torch.randn(1, 2, 8, 8), [redrawn(0) for _ in range(RANKS)]
 
-    def call(placed):
-        backend = backends[placed.rank]
-        check_agreeing(backend, q, q, q, None, placed)
+    def call(layout):
+        backend = backends[layout.rank]
+        check_agreeing(backend, q, q, q, None, layout)
         with torch.inference_mode():
-            backend.redraw(placed.rank)
+            backend.redraw(layout.rank)
         with pytest.raises(UnsupportedError, match="Rank 1 of the mesh has other"):
-            check_agreeing(backend, q, q, q, None, placed)
-        backend.load_state_dict(backends[0].state_dict() if placed.rank else backend.state_dict())
-        check_agreeing(backend, q, q, q, None, placed)
+            check_agreeing(backend, q, q, q, None, layout)
+        backend.load_state_dict(backends[0].state_dict() if layout.rank else backend.state_dict())
+        check_agreeing(backend, q, q, q, None, layout)
 
     on_threads(RANKS, "contiguous", call)
 
@@ -336,26 +320,26 @@ def test_relative_positions_and_longer_sequences_than_a_projection_are_refused()
     for name in ("exact", "window"):
         backend = ea.build(name, head_dim=8, num_heads=2, max_distance=4)
         with pytest.raises(UnsupportedError, match="no backend has relative positions"):
-            backend.core.forward_sharded(q, q, q, None, layout(0))
+            check_segments(backend, q, q, of_rank(0))
     backend = ea.build("linformer", head_dim=8, max_tokens=20, rank=4)
     with pytest.raises(ShapeError, match="at most 20 tokens and k has 24 on all ranks"):
-        backend.core.forward_sharded(q, q, q, None, layout(0))
+        exchange_of(backend).attend(backend, q, q, q, None, of_rank(0))
 
 
 def test_an_error_of_one_rank_of_threads_ends_the_others_and_is_the_one_that_is_raised():
-    def call(placed):
-        if placed.rank == 1:
+    def call(layout):
+        if layout.rank == 1:
             raise ValueError("the second rank")
-        all_tokens(torch.zeros(1), 0, placed)
+        all_tokens(torch.zeros(1), 0, layout)
 
     with pytest.raises(ValueError, match="the second rank"):
         on_threads(RANKS, "contiguous", call)
 
 
 def test_ranks_of_threads_that_wait_for_a_missing_one_end():
-    def call(placed):
-        if placed.rank:
-            all_tokens(torch.zeros(1), 0, placed)
+    def call(layout):
+        if layout.rank:
+            all_tokens(torch.zeros(1), 0, layout)
 
     with pytest.raises(BrokenBarrierError):
         on_threads(RANKS, "contiguous", call, timeout_s=0.1)

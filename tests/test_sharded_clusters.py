@@ -5,12 +5,13 @@ from itertools import product
 import pytest
 import torch
 from test_sharded import RANKS
-from threads import drawn, join
+from threads import assert_ranks_are_the_whole, drawn
 
 import efficient_attn as ea
+from efficient_attn.conformance.threads import on_threads
+from efficient_attn.distributed.calls import exchange_of
+from efficient_attn.distributed.layout import KINDS, local_tokens
 from efficient_attn.ops.clusters import attention, near, probing
-from efficient_attn.ops.sharded.layout import KINDS, own_tokens
-from efficient_attn.ops.sharded.threads import on_threads
 
 # Blocks of 4 tokens, which end on no boundary of a segment.
 OPTIONS = [
@@ -44,9 +45,9 @@ def key_masks():
     return {"unmasked": None, "masked": mask, "empty": empty}
 
 
-CASES = [(*one, "masked", kind) for one, kind in product(OPTIONS, KINDS)]
-CASES += [(*one, "unmasked", "contiguous") for one in OPTIONS[:4]]
-CASES += [(*one, "empty", "head-tail") for one in OPTIONS[1:4]]
+CASES = [(*setting, "masked", kind) for setting, kind in product(OPTIONS, KINDS)]
+CASES += [(*setting, "unmasked", "contiguous") for setting in OPTIONS[:4]]
+CASES += [(*setting, "empty", "head-tail") for setting in OPTIONS[1:4]]
 
 
 @pytest.mark.parametrize(("causal", "options", "masked", "kind"), CASES)
@@ -56,21 +57,7 @@ def test_rows_and_gradients_of_all_ranks_are_those_of_the_whole_sequence(
     # One group of blocks for a segment of the layout head-tail, and two for a segment of the other.
     monkeypatch.setattr(attention, "_MOST", 4)
     backend, mask = built(causal, options), key_masks()[masked]
-    *qkv, g = drawn(TOKENS)
-    whole = [x.clone().requires_grad_() for x in qkv]
-    wanted = backend(*whole, key_mask=mask)
-    wanted.backward(g)
-
-    def call(placed):
-        inputs = [own_tokens(x, 2, placed).requires_grad_() for x in qkv]
-        own = None if mask is None else own_tokens(mask, 1, placed)
-        out = backend.core.forward_sharded(*inputs, own, placed)
-        return out.detach(), *torch.autograd.grad(out, inputs, own_tokens(g, 2, placed))
-
-    found = zip(*on_threads(RANKS, kind, call), strict=True)
-    for x, y in zip([join(one, kind, 2) for one in found], [wanted, *(x.grad for x in whole)], strict=True):
-        # Sums of at most 66 terms, each with a few roundings of 1.1e-16.
-        assert (x - y).norm() <= 1e-13 * y.norm()
+    assert_ranks_are_the_whole(backend, drawn(TOKENS), mask, ranks=RANKS, kind=kind)
 
 
 @pytest.mark.parametrize(("causal", "options"), OPTIONS[:4])
@@ -87,8 +74,10 @@ def test_a_rank_computes_the_blocks_of_its_own_queries_alone(causal, options, mo
         monkeypatch.setattr(module, "near_slices", near_slices)
     backend, (q, k, v, _) = built(causal, options), drawn(TOKENS)
 
-    def call(placed):
-        return backend.core.forward_sharded(*(own_tokens(x, 2, placed) for x in (q, k, v)), None, placed)
+    def call(layout):
+        return exchange_of(backend).attend(
+            backend, *(local_tokens(x, 2, layout) for x in (q, k, v)), None, layout
+        )
 
     on_threads(RANKS, "contiguous", call)
     assert 0 < sum(beyond) <= TOKENS

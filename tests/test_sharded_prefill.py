@@ -2,11 +2,12 @@
 
 import pytest
 import torch
+from threads import bytes_sent
 
 import efficient_attn as ea
-from efficient_attn.ops.sharded.exchange import bytes_sent
-from efficient_attn.ops.sharded.layout import KINDS, own_tokens
-from efficient_attn.ops.sharded.threads import on_threads
+from efficient_attn.conformance.threads import on_threads
+from efficient_attn.distributed.calls import exchange_of
+from efficient_attn.distributed.layout import KINDS, local_tokens
 
 RANKS, TOKENS, MORE = 3, 66, 5
 CASES = [
@@ -26,9 +27,9 @@ def drawn(tokens):
     return [norm * torch.randn(2, heads, tokens, dim, dtype=torch.float64) for heads, dim, norm in shapes]
 
 
-def close(found, wanted):
+def close(x, expected):
     # Sums of at most 71 terms, each with a few roundings of 1.1e-16.
-    return (found - wanted).norm() <= 1e-13 * wanted.norm()
+    return (x - expected).norm() <= 1e-13 * expected.norm()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -43,20 +44,22 @@ def test_decoding_goes_on_from_a_prefill_on_several_ranks(name, options, masked,
         # Ranks without a real key: the last of one sequence, the first of the other.
         mask[0, -(TOKENS // RANKS) :], mask[1, : TOKENS // RANKS] = False, False
     out, state = backend.extend(*qkv, key_mask=mask)
-    wanted, _ = backend.extend(*later, state)
+    expected, _ = backend.extend(*later, state)
 
     def call(layout):
-        own = None if mask is None else own_tokens(mask, 1, layout)
-        return backend.core.extend_sharded(*(own_tokens(x, 2, layout) for x in qkv), own, layout), layout
+        inputs = [local_tokens(x, 2, layout) for x in qkv]
+        real = None if mask is None else local_tokens(mask, 1, layout)
+        part, after = exchange_of(backend).prefill(backend, *inputs, real, layout)
+        return part, after, local_tokens(out, 2, layout)
 
-    for (part, found), layout in on_threads(RANKS, kind, call):
-        assert close(part, own_tokens(out, 2, layout))
-        assert [x.shape for x in found] == [x.shape for x in state]
-        steps, after = [], found
+    for part, after, rows in on_threads(RANKS, kind, call):
+        assert close(part, rows)
+        assert [x.shape for x in after] == [x.shape for x in state]
+        steps = []
         for i in range(MORE):
             step, after = backend.extend(*(x[:, :, i : i + 1] for x in later), after)
             steps.append(step)
-        assert close(torch.cat(steps, dim=2), wanted)
+        assert close(torch.cat(steps, dim=2), expected)
 
 
 def test_gradients_pass_through_the_state_of_all_ranks():
@@ -67,19 +70,19 @@ def test_gradients_pass_through_the_state_of_all_ranks():
         later = drawn(1)
         whole = [k.clone().requires_grad_(), v.clone().requires_grad_()]
         out, _ = backend.extend(*later, backend.extend(qkv[0], *whole)[1])
-        wanted = torch.autograd.grad(out.square().sum(), whole, materialize_grads=True)
+        expected = torch.autograd.grad(out.square().sum(), whole, materialize_grads=True)
 
         def call(layout, backend=backend, qkv=qkv, later=later):
-            q, *own = (own_tokens(x, 2, layout).requires_grad_() for x in qkv)
-            _, state = backend.core.extend_sharded(q, *own, None, layout)
+            q, k, v = (local_tokens(x, 2, layout).requires_grad_() for x in qkv)
+            _, state = exchange_of(backend).prefill(backend, q, k, v, None, layout)
             # Every rank decodes the token; the gradient is that of the sum of their losses.
             out, _ = backend.extend(*later, state)
             loss = out.square().sum() / RANKS
-            return torch.autograd.grad(loss, own, materialize_grads=True)
+            return torch.autograd.grad(loss, (k, v), materialize_grads=True)
 
         parts = zip(*on_threads(RANKS, "contiguous", call), strict=True)
-        for found, one in zip(parts, wanted, strict=True):
-            assert (torch.cat(found, dim=2) - one).norm() <= 1e-13 * one.norm()
+        for x, whole_grad in zip(parts, expected, strict=True):
+            assert close(torch.cat(x, dim=2), whole_grad)
 
 
 def test_bytes_of_the_state_of_a_window_do_not_depend_on_the_length():
@@ -87,12 +90,13 @@ def test_bytes_of_the_state_of_a_window_do_not_depend_on_the_length():
 
     def sent(tokens):
         qkv = drawn(tokens)
-        with bytes_sent() as counts:
+        counts = []
+        with bytes_sent(counts.append):
             on_threads(
                 RANKS,
                 "contiguous",
-                lambda layout: backend.core.extend_sharded(
-                    *(own_tokens(x, 2, layout) for x in qkv), None, layout
+                lambda layout: exchange_of(backend).prefill(
+                    backend, *(local_tokens(x, 2, layout) for x in qkv), None, layout
                 ),
             )
         return sorted(counts)

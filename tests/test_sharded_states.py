@@ -5,13 +5,13 @@ from threading import get_ident
 
 import pytest
 import torch
-from threads import drawn, join
+from threads import assert_ranks_are_the_whole, bytes_sent, drawn
 
 import efficient_attn as ea
-from efficient_attn.ops.sharded import exchange
-from efficient_attn.ops.sharded import layout as layouts
-from efficient_attn.ops.sharded.layout import KINDS, Layout, own_tokens, ranks_per_node
-from efficient_attn.ops.sharded.threads import on_threads
+from efficient_attn.conformance.threads import on_threads
+from efficient_attn.distributed import layout as layouts
+from efficient_attn.distributed.calls import exchange_of
+from efficient_attn.distributed.layout import KINDS, Layout, local_tokens, ranks_per_node
 
 # Ranks, ranks per node, most ranks of a gather, and states that a rank sends at most: to all others, in
 # ⌈log₂ ranks⌉ steps, or to the others of its node and in ⌈log₂ nodes⌉ steps.
@@ -37,21 +37,11 @@ def test_states_of_every_exchange_give_rows_and_gradients_of_the_whole_sequence(
     mask = torch.rand(2, tokens) > 0.3
     # A state of no key is merged on the way.
     mask[0, : tokens // ranks + 1] = False
-    *qkv, g = drawn(tokens)
+    q, k, v, g = drawn(tokens)
     backend = ea.build("performer-positive", head_dim=8, causal=True, num_features=16).double()
-    whole = [(5 * x).requires_grad_() for x in qkv]
-    wanted = backend(*whole, key_mask=mask)
-    wanted.backward(g)
-
-    def call(placed):
-        inputs = [own_tokens(x.detach(), 2, placed).requires_grad_() for x in whole]
-        out = backend.core.forward_sharded(*inputs, own_tokens(mask, 1, placed), placed)
-        return out.detach(), *torch.autograd.grad(out, inputs, own_tokens(g, 2, placed))
-
-    found = zip(*on_threads(ranks, kind, call, per_node=per_node), strict=True)
-    for x, y in zip(found, [wanted, *(x.grad for x in whole)], strict=True):
-        # Sums of at most 48 terms, each with a few roundings of 1.1e-16.
-        assert (join(x, kind, 2) - y).norm() <= 1e-13 * y.norm()
+    assert_ranks_are_the_whole(
+        backend, [5 * q, 5 * k, 5 * v, g], mask, ranks=ranks, kind=kind, per_node=per_node
+    )
 
 
 @pytest.mark.parametrize(("ranks", "per_node", "most", "states"), EXCHANGES)
@@ -60,25 +50,27 @@ def test_ranks_send_the_states_of_their_exchange_forward_and_backward(
 ):
     monkeypatch.setattr(layouts, "MOST_GATHERED", most)
     sent, passes, features, dim = Counter(), {}, 12, 8
-    # Autograd differentiates in the thread of a rank.
-    monkeypatch.setattr(
-        exchange, "_count", lambda number: sent.update({(passes[get_ident()], get_ident()): number})
-    )
+
+    def note(number):
+        # Autograd differentiates in the thread of a rank.
+        sent.update({(passes[get_ident()], get_ident()): number})
+
     backend = ea.build("performer-positive", head_dim=dim, causal=True, num_features=features)
     x = torch.randn(1, 1, ranks, dim)
 
-    def call(placed):
+    def call(layout):
         passes[get_ident()] = "forward"
-        inputs = [own_tokens(x, 2, placed).requires_grad_() for _ in range(3)]
-        out = backend.core.forward_sharded(*inputs, None, placed)
+        inputs = [local_tokens(x, 2, layout).requires_grad_() for _ in range(3)]
+        out = exchange_of(backend).attend(backend, *inputs, None, layout)
         passes[get_ident()] = "backward"
         out.sum().backward()
 
-    on_threads(ranks, "contiguous", call, per_node=per_node)
+    with bytes_sent(note):
+        on_threads(ranks, "contiguous", call, per_node=per_node)
     # Sums of values and of ones, and a scale, of every feature in float32.
     expected = states * features * (dim + 2) * 4
     for direction in ("forward", "backward"):
-        assert max(number for (one, _), number in sent.items() if one == direction) == expected
+        assert max(number for (way, _), number in sent.items() if way == direction) == expected
 
 
 def test_states_are_gathered_up_to_16_ranks_and_otherwise_within_full_nodes():

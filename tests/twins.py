@@ -8,7 +8,6 @@ from torch import Tensor, nn
 
 from efficient_attn.modules.features import RandomFeatureOptions
 from efficient_attn.ops.linear.directions import draw_directions
-from efficient_attn.ops.sharded.softmax import all_keys_attention
 from efficient_attn.problem import AttentionProblem
 
 
@@ -35,9 +34,6 @@ class Softmax(nn.Module):
         out = q.new_zeros(*q.shape[:-1], v.shape[-1]) if k.shape[2] == 0 else self(q, k, v, mask)
         # A state owns its memory: the caller may use the tensors again.
         return out, (k.clone(), v.clone(), mask.clone())
-
-    def forward_sharded(self, q, k, v, key_mask, layout):
-        return all_keys_attention(self, q, k, v, key_mask, layout, causal=self.problem.causal)
 
     def for_every_head(self, x: Tensor, heads: int) -> Tensor:
         return x.repeat_interleave(heads // x.shape[1], dim=1)

@@ -7,14 +7,11 @@ from torch import Tensor, nn
 from efficient_attn.modules.options import option, probability
 from efficient_attn.modules.relative import (
     MAX_DISTANCE,
-    check_no_bias,
     check_one_sequence,
     count,
     distance_bias,
 )
 from efficient_attn.operation_counts import OperationCounts, softmax_matmuls, visible_pairs
-from efficient_attn.ops.sharded.layout import Layout
-from efficient_attn.ops.sharded.softmax import all_keys_attention, extend_all_keys
 from efficient_attn.ops.softmax.fused import fused_attention
 from efficient_attn.ops.softmax.kv_cache import KVCache, append_tokens, mask_of
 from efficient_attn.ops.softmax.relative import relative_attention
@@ -79,18 +76,6 @@ class FusedAttention(nn.Module):
             dropout=self._dropout if self.training else 0.0,
             zeroed=zeroed,
         )
-
-    def forward_sharded(
-        self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, layout: Layout
-    ) -> Tensor:
-        check_no_bias(self.distance_bias)
-        return all_keys_attention(self, q, k, v, key_mask, layout, causal=self._causal)
-
-    def extend_sharded(
-        self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, layout: Layout
-    ) -> tuple[Tensor, KVCache]:
-        check_no_bias(self.distance_bias)
-        return extend_all_keys(self, q, k, v, key_mask, layout)
 
     def extend(
         self, q: Tensor, k: Tensor, v: Tensor, state: KVCache | None, key_mask: Tensor | None

@@ -6,8 +6,6 @@ from torch import Tensor, nn
 from efficient_attn.backends import exact
 from efficient_attn.backends.exact import DropoutOptions
 from efficient_attn.operation_counts import OperationCounts
-from efficient_attn.ops.sharded.layout import Layout
-from efficient_attn.ops.sharded.softmax import all_keys_attention, extend_all_keys
 from efficient_attn.ops.softmax.definition import apply_weights, softmax_weights
 from efficient_attn.ops.softmax.kv_cache import KVCache, append_tokens, mask_of
 from efficient_attn.problem import AttentionProblem
@@ -25,16 +23,6 @@ class DenseAttention(nn.Module):
         weights = softmax_weights(q, k, scale=self._scale, causal=self._causal, key_mask=key_mask)
         weights = F.dropout(weights, self._dropout, self.training)
         return apply_weights(weights, v, key_mask=key_mask).to(q.dtype)
-
-    def forward_sharded(
-        self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, layout: Layout
-    ) -> Tensor:
-        return all_keys_attention(self, q, k, v, key_mask, layout, causal=self._causal)
-
-    def extend_sharded(
-        self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, layout: Layout
-    ) -> tuple[Tensor, KVCache]:
-        return extend_all_keys(self, q, k, v, key_mask, layout)
 
     def extend(
         self, q: Tensor, k: Tensor, v: Tensor, state: KVCache | None, key_mask: Tensor | None

@@ -1,17 +1,14 @@
 """Linformer: softmax attention over learned low-rank projections of keys and values."""
 
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from efficient_attn.errors import OptionError, ShapeError
+from efficient_attn.errors import OptionError
 from efficient_attn.modules.options import one_of, option
 from efficient_attn.operation_counts import MatMul, OperationCounts, softmax_matmuls
-from efficient_attn.ops.linformer import Sharded, linformer_attention
-from efficient_attn.ops.sharded.exchange import total
-from efficient_attn.ops.sharded.layout import Layout
+from efficient_attn.ops.linformer import linformer_attention
 from efficient_attn.problem import AttentionProblem, positive_count
 from efficient_attn.registry import Capabilities, register
 
@@ -68,26 +65,6 @@ class LinformerAttention(nn.Module):
             key_mask=key_mask,
         )
 
-    def forward_sharded(
-        self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, layout: Layout
-    ) -> Tensor:
-        tokens = k.shape[-2] * layout.ranks
-        if tokens > self.mix_keys.shape[-1]:
-            raise ShapeError(
-                f"This 'linformer' was built for at most {self.mix_keys.shape[-1]} tokens and k has {tokens} "
-                f"on all ranks. Build it with max_tokens={tokens} or more."
-            )
-        return linformer_attention(
-            q,
-            k,
-            v,
-            mix_keys=self.mix_keys,
-            mix_values=self.mix_values,
-            scale=self._scale,
-            key_mask=key_mask,
-            sharded=Sharded(layout.positions(k.shape[-2]), partial(total, layout=layout)),
-        )
-
 
 def _initial(options: LinformerOptions, max_tokens: int, heads: int | None, *, seed: int) -> Tensor:
     shape = (options.rank, max_tokens) if heads is None else (heads, options.rank, max_tokens)
@@ -109,15 +86,16 @@ def operations(
     problem: AttentionProblem, options: LinformerOptions, tokens: int, value_dim: int
 ) -> OperationCounts:
     """Products of the projections, then of every query with every projected key."""
-    pairs, own = tokens * options.rank, options.sharing == "none"
+    pairs, per_head = tokens * options.rank, options.sharing == "none"
     mixings = (
-        MatMul(pairs * dim, kept=options.rank * dim, shared=not own) for dim in (problem.head_dim, value_dim)
+        MatMul(pairs * dim, kept=options.rank * dim, shared=not per_head)
+        for dim in (problem.head_dim, value_dim)
     )
-    pairs_of_projections = (problem.num_heads or 1) if own else 1
-    one = options.rank * (problem.max_tokens or tokens)
+    pairs_of_projections = (problem.num_heads or 1) if per_head else 1
+    entries = options.rank * (problem.max_tokens or tokens)
     return OperationCounts(
         (*mixings, *softmax_matmuls(pairs, problem.head_dim, value_dim)),
-        learned=one * pairs_of_projections * (1 if options.sharing in ("key-value", "layers") else 2),
+        learned=entries * pairs_of_projections * (1 if options.sharing in ("key-value", "layers") else 2),
     )
 
 

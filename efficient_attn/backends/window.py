@@ -7,10 +7,8 @@ from torch import Tensor, nn
 
 from efficient_attn.errors import OptionError
 from efficient_attn.modules.options import option, whole_number
-from efficient_attn.modules.relative import MAX_DISTANCE, check_no_bias, count, distance_bias
+from efficient_attn.modules.relative import MAX_DISTANCE, count, distance_bias
 from efficient_attn.operation_counts import OperationCounts, softmax_matmuls, visible_pairs
-from efficient_attn.ops.sharded.layout import Layout
-from efficient_attn.ops.sharded.softmax import first_keys_of_all, last_keys, near_keys_attention
 from efficient_attn.ops.softmax.fused import fused_attention
 from efficient_attn.ops.softmax.kv_cache import (
     KVCache,
@@ -22,7 +20,7 @@ from efficient_attn.ops.softmax.kv_cache import (
 from efficient_attn.ops.softmax.relative import relative_attention
 from efficient_attn.ops.window.attention import window_attention
 from efficient_attn.ops.window.global_keys import AgedKeys, GlobalKeys, first_keys
-from efficient_attn.ops.window.streaming import WindowState, extend_window, slide_window, state_of
+from efficient_attn.ops.window.streaming import WindowState, extend_window, slide_window
 from efficient_attn.problem import AttentionProblem, positive_count
 from efficient_attn.registry import Capabilities, register
 
@@ -48,6 +46,11 @@ class WindowOptions:
                 f"{self.max_distance}; set one of the two to 0."
             )
 
+    def sides(self, *, causal: bool) -> tuple[int, int]:
+        """Number of keys before and after its position that a query reads."""
+        half = self.window // 2
+        return (self.window - 1, 0) if causal else (half, half)
+
 
 class WindowAttention(nn.Module):
     """Attention to the window of each query, and to the global tokens.
@@ -61,7 +64,7 @@ class WindowAttention(nn.Module):
     def __init__(self, problem: AttentionProblem, options: WindowOptions) -> None:
         super().__init__()
         self._scale, self._causal, self._count = problem.factor, problem.causal, options.global_tokens
-        self._back, self._ahead = _sides(problem, options)
+        self._back, self._ahead = options.sides(causal=problem.causal)
         self._biased = options.max_distance > 0
         self.register_parameter("distance_bias", distance_bias(problem, options.max_distance))
 
@@ -69,11 +72,12 @@ class WindowAttention(nn.Module):
         # A window that reaches both ends of the sequence has every key.
         whole = not self._causal and self._ahead >= k.shape[2] - 1
         first = None if whole or not self._count else first_keys(k, v, key_mask, self._count)
-        return self._attend(q, k, v, key_mask, first)
+        return self.attend(q, k, v, key_mask, first)
 
-    def _attend(
+    def attend(
         self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, first: AgedKeys | None
     ) -> Tensor:
+        """The output, with global keys aged from the last key."""
         scale, back, ahead = self._scale, self._back, self._ahead
         if self.distance_bias is not None:
             table = self.distance_bias
@@ -82,24 +86,6 @@ class WindowAttention(nn.Module):
         if first is not None:
             keys = first.seen_by(q.shape[2], k.shape[2], back=back, ahead=ahead, causal=self._causal)
         return window_attention(q, k, v, scale=scale, back=back, ahead=ahead, key_mask=key_mask, first=keys)
-
-    def forward_sharded(
-        self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, layout: Layout
-    ) -> Tensor:
-        check_no_bias(self.distance_bias)
-        first = first_keys_of_all(k, v, key_mask, layout, count=self._count) if self._count else None
-        sides = {"back": self._back, "ahead": self._ahead}
-        return near_keys_attention(self._attend, q, k, v, key_mask, layout, first=first, **sides)
-
-    def extend_sharded(
-        self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, layout: Layout
-    ) -> tuple[Tensor, KVCache | WindowState]:
-        out = self.forward_sharded(q, k, v, key_mask, layout)
-        cache = last_keys(k, v, key_mask, layout, tokens=self._back)
-        if not self._count:
-            return out, cache
-        first = first_keys_of_all(k, v, key_mask, layout, count=self._count)
-        return out, state_of(cache, first, tokens=layout.ranks * k.shape[2])
 
     def extend(
         self, q: Tensor, k: Tensor, v: Tensor, state: Any, key_mask: Tensor | None
@@ -129,17 +115,11 @@ class WindowAttention(nn.Module):
         return window_attention(q, cache.k, cache.v, scale=scale, key_mask=mask, first=first, **sides), after
 
 
-def _sides(problem: AttentionProblem, options: WindowOptions) -> tuple[int, int]:
-    """Number of keys before and after its own position that a query reads."""
-    half = options.window // 2
-    return (options.window - 1, 0) if problem.causal else (half, half)
-
-
 def operations(
     problem: AttentionProblem, options: WindowOptions, tokens: int, value_dim: int
 ) -> OperationCounts:
     """Products of every query with the existing keys of its window and the global keys outside it."""
-    back, ahead = _sides(problem, options)
+    back, ahead = options.sides(causal=problem.causal)
     pairs = visible_pairs(tokens, back=back, ahead=ahead)
     for at in range(min(options.global_tokens, tokens)):
         pairs += max(tokens - 1 - back - at, 0) + (0 if problem.causal else max(at - ahead, 0))

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -16,10 +15,6 @@ from efficient_attn.operation_counts import MatMul, OperationCounts, softmax_mat
 from efficient_attn.ops.clusters.attention import window_clusters
 from efficient_attn.ops.clusters.estimate import clusters_with_errors
 from efficient_attn.ops.clusters.near import Layout as NearKeys
-from efficient_attn.ops.sharded.clusters import own_rows
-from efficient_attn.ops.sharded.exchange import total
-from efficient_attn.ops.sharded.layout import Layout
-from efficient_attn.ops.sharded.softmax import all_keys
 from efficient_attn.problem import AttentionProblem, positive_count
 from efficient_attn.registry import Capabilities, register
 
@@ -134,12 +129,6 @@ class WindowClusters(nn.Module):
     ) -> Tensor:
         return window_clusters(q, k, v, key_mask=key_mask, positions=positions, total=total, **self._sizes())
 
-    def forward_sharded(
-        self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, layout: Layout
-    ) -> Tensor:
-        attend = partial(self, total=partial(total, layout=layout))
-        return own_rows(attend, q, *all_keys(k, v, key_mask, layout), layout, causal=False)
-
     def estimate_error(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
         return clusters_with_errors(q, k, v, key_mask=key_mask, **self._sizes())[..., -1]
 
@@ -190,7 +179,7 @@ def operations(
     options=WindowClustersOptions,
     size_option="clusters",
     # Opened clusters of a fixed number grow with the tokens; without them the time is linear.
-    capabilities=Capabilities(causal=True, cross=False, sharded="keys", time_growth=2),
+    capabilities=Capabilities(causal=True, cross=False, sharded="clusters", time_growth=2),
     operations=operations,
     also=({"probes": 8},),
 )

@@ -11,9 +11,10 @@ from efficient_attn.conformance.compare import close, condition, largest, roundi
 from efficient_attn.conformance.records import Finding
 from efficient_attn.conformance.subject import Subject, run
 from efficient_attn.conformance.table import check
-from efficient_attn.ops.sharded.exchange import all_tokens, total
-from efficient_attn.ops.sharded.layout import KINDS, Layout, own_tokens
-from efficient_attn.ops.sharded.threads import on_threads
+from efficient_attn.conformance.threads import on_threads
+from efficient_attn.distributed.calls import exchange_of
+from efficient_attn.distributed.exchange import all_tokens, total
+from efficient_attn.distributed.layout import KINDS, Layout, local_tokens
 
 # One rank lies between two others.
 RANKS = 3
@@ -48,17 +49,17 @@ def _whole(tokens: int) -> int:
 )
 def parts_on_several_ranks_are_the_whole(subject: Subject, case: Case) -> Iterator[Finding]:
     inputs, backend = subject.inputs(case), subject.build(case)
-    wanted, bound = _results(subject, backend, inputs, None), rounding(backend, inputs, case.dtype)
+    alone, bound = _results(subject, backend, inputs, None), rounding(backend, inputs, case.dtype)
     # A gradient contains the square of the denominator, which magnifies rounding once more.
     share = float((bound * condition(backend, inputs)).max())
     for kind in KINDS:
         if not _divides(case, Layout("", kind, 0, RANKS)):
             continue
-        every = on_threads(RANKS, kind, lambda layout: _results(subject, backend, inputs, layout))
-        for rank, found in enumerate(every):
-            for name, one, whole in zip(_names(subject, backend), found, wanted, strict=True):
+        ranks = on_threads(RANKS, kind, lambda layout: _results(subject, backend, inputs, layout))
+        for rank, results in enumerate(ranks):
+            for name, x, whole in zip(_names(subject, backend), results, alone, strict=True):
                 limit = bound if name == "Output" else share * max(1.0, largest(whole))
-                yield close(f"{name}, {kind}, on rank {rank}", one, whole, limit)
+                yield close(f"{name}, {kind}, on rank {rank}", x, whole, limit)
 
 
 def _divides(case: Case, layout: Layout) -> bool:
@@ -74,18 +75,17 @@ def _names(subject: Subject, backend: Backend) -> list[str]:
 
 def _results(subject: Subject, backend: Backend, inputs: Inputs, layout: Layout | None) -> list[Tensor]:
     """Output, and gradients of the sum of its squares; with a layout, put together from all ranks."""
-    own = inputs
     if layout is not None:
-        q, k, v = (own_tokens(x, 2, layout) for x in inputs[:3])
-        mask = None if inputs.key_mask is None else own_tokens(inputs.key_mask, 1, layout)
-        own = Inputs(q, k, v, mask)
-    own = own.of(*(x.detach().requires_grad_(subject.promises.gradients) for x in own[:3]))
-    out = run(backend, own) if layout is None else backend.core.forward_sharded(*own, layout)
+        q, k, v = (local_tokens(x, 2, layout) for x in inputs[:3])
+        mask = None if inputs.key_mask is None else local_tokens(inputs.key_mask, 1, layout)
+        inputs = Inputs(q, k, v, mask)
+    inputs = inputs.of(*(x.detach().requires_grad_(subject.promises.gradients) for x in inputs[:3]))
+    out = run(backend, inputs) if layout is None else exchange_of(backend).attend(backend, *inputs, layout)
     parts, sums = [out.detach()], list[Tensor]()
     if subject.promises.gradients:
         learned = list(backend.parameters())
-        found = torch.autograd.grad(out.square().sum(), [*own[:3], *learned], materialize_grads=True)
-        parts, sums = [*parts, *found[:3]], list(found[3:])
+        grads = torch.autograd.grad(out.square().sum(), [*inputs[:3], *learned], materialize_grads=True)
+        parts, sums = [*parts, *grads[:3]], list(grads[3:])
     if layout is None:
         return [*parts, *sums]
     return [*(all_tokens(x, 2, layout) for x in parts), *(total(x, layout) for x in sums)]

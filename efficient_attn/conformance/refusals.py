@@ -15,6 +15,8 @@ from efficient_attn.conformance.compare import same_bits
 from efficient_attn.conformance.records import Finding
 from efficient_attn.conformance.subject import Subject, run
 from efficient_attn.conformance.table import check
+from efficient_attn.distributed.calls import in_force
+from efficient_attn.distributed.layout import Layout
 from efficient_attn.errors import (
     AttentionError,
     CalibrationError,
@@ -24,7 +26,6 @@ from efficient_attn.errors import (
     UnknownNameError,
     UnsupportedError,
 )
-from efficient_attn.ops.sharded.layout import Layout, in_force
 
 ONE = Case(tokens=5)
 Wrong = tuple[str, str, type[AttentionError], Callable[[], Any]]

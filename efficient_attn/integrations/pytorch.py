@@ -7,8 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from efficient_attn.backend import Backend
-from efficient_attn.backend_checks import check_whole
+from efficient_attn.backend import Backend, check_whole
 from efficient_attn.backends import build, resolve
 from efficient_attn.errors import OptionError, UnsupportedError
 from efficient_attn.integrations.pytorch_checks import check_call
@@ -18,7 +17,7 @@ from efficient_attn.ops.softmax.biased import biased_attention, biased_weights
 from efficient_attn.ops.softmax.definition import apply_weights, causal_mask
 from efficient_attn.ops.softmax.fused import fused_attention
 from efficient_attn.problem import positive_count
-from efficient_attn.sharded_checks import check_alone
+from efficient_attn.sharding import check_alone
 
 
 class MultiheadAttention(nn.MultiheadAttention):
@@ -67,9 +66,9 @@ class MultiheadAttention(nn.MultiheadAttention):
         if embed_dim % num_heads:
             raise OptionError(f"embed_dim={embed_dim} is not divisible by num_heads={num_heads}.")
         if add_bias_kv or add_zero_attn:
-            asked = "add_bias_kv" if add_bias_kv else "add_zero_attn"
+            name = "add_bias_kv" if add_bias_kv else "add_zero_attn"
             raise UnsupportedError(
-                f"{asked}=True adds a key, which no backend supports: use torch.nn.MultiheadAttention."
+                f"{name}=True adds a key, which no backend supports: use torch.nn.MultiheadAttention."
             )
         # Built before super().__init__(), so that a refusal has no side effects.
         built = build_for(
@@ -96,9 +95,9 @@ class MultiheadAttention(nn.MultiheadAttention):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         # A state dict of torch's class has no entries for the backend, which keeps its own.
-        own = {f"{prefix}backend.{name}": value for name, value in self.backend.state_dict().items()}
-        if own.keys().isdisjoint(state_dict):
-            state_dict.update(own)
+        entries = {f"{prefix}backend.{name}": value for name, value in self.backend.state_dict().items()}
+        if entries.keys().isdisjoint(state_dict):
+            state_dict.update(entries)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def forward(

@@ -13,7 +13,7 @@ from efficient_attn.backends import resolve
 from efficient_attn.errors import AttentionError, UnknownNameError, UnsupportedError
 from efficient_attn.integrations.pytorch import MultiheadAttention, build_for, use_backend
 from efficient_attn.registry import BackendSpec
-from efficient_attn.sharded_checks import check_exact_alone
+from efficient_attn.sharding import check_exact_alone
 from efficient_attn.transformer.parts import seeded, share_layers
 from efficient_attn.transformer.seeds import spawn_seeds
 

@@ -18,8 +18,6 @@ from efficient_attn.ops.linear.inputs import LinearInputs
 from efficient_attn.ops.linear.kernel import SOFTMAX_KERNELS, kernel_ratios, kernel_weights, rows_of
 from efficient_attn.ops.linear.segments import chunks as segment_chunks
 from efficient_attn.ops.linear.state import LinearState, Means
-from efficient_attn.ops.sharded.layout import Layout
-from efficient_attn.ops.sharded.linear import final_state, sharded_linear_attention
 from efficient_attn.problem import AttentionProblem
 
 _WITHOUT_EXPONENTIALS = ("relu", "taylor-1", "taylor-2")
@@ -39,29 +37,20 @@ class LinearAttention(nn.Module):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
         attention = causal_linear_attention if self._causal else full_linear_attention
-        return attention(self._inputs(q, k, v, key_mask)).out.to(q.dtype)
+        return attention(self.features(q, k, v, key_mask, self._scale)).out.to(q.dtype)
 
-    def forward_sharded(
-        self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, layout: Layout
-    ) -> Tensor:
-        inputs = self._inputs(q, k, v, key_mask)
-        return sharded_linear_attention(inputs, layout, causal=self._causal).to(q.dtype)
+    def inputs(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> LinearInputs:
+        """Arguments of the functions of `ops.linear`."""
+        return self.features(q, k, v, key_mask, self._scale)
 
     def extend(
         self, q: Tensor, k: Tensor, v: Tensor, state: LinearState | Means | None, key_mask: Tensor | None
     ) -> tuple[Tensor, LinearState | Means]:
-        out, state = extend_linear_attention(self._inputs(q, k, v, key_mask), state)
+        out, state = extend_linear_attention(self.inputs(q, k, v, key_mask), state)
         return out.to(q.dtype), state
 
-    def extend_sharded(
-        self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, layout: Layout
-    ) -> tuple[Tensor, LinearState | Means]:
-        inputs = self._inputs(q, k, v, key_mask)
-        out = sharded_linear_attention(inputs, layout, causal=True)
-        return out.to(q.dtype), final_state(inputs, layout)
-
     def denominators(self, q: Tensor, k: Tensor, key_mask: Tensor | None) -> Tensor:
-        inputs = self._inputs(q, k, k, key_mask)
+        inputs = self.inputs(q, k, k, key_mask)
         if not inputs.map.signed:
             raise UnsupportedError(
                 "denominators are of interest for signed features, as in 'performer-trig'; "
@@ -79,7 +68,7 @@ class LinearAttention(nn.Module):
         return kernel_weights(self._softmax_inputs(q, k))
 
     def _softmax_inputs(self, q: Tensor, k: Tensor) -> LinearInputs:
-        inputs = self._inputs(q, k, k, None)
+        inputs = self.inputs(q, k, k, None)
         if inputs.kind not in SOFTMAX_KERNELS:
             raise UnsupportedError(f"{inputs.kind!r} features are of another kernel than that of softmax.")
         return inputs
@@ -96,9 +85,6 @@ class LinearAttention(nn.Module):
     def calibrated(self) -> bool:
         return self.features.calibrated
 
-    def _inputs(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> LinearInputs:
-        return self.features(q, k, v, key_mask, self._scale)
-
 
 def linear_operations(
     kind: str,
@@ -112,16 +98,16 @@ def linear_operations(
     if isinstance(options, RandomFeatureOptions):
         directions = options.num_features // MAPS[kind].per_direction
     features = MAPS[kind].num_features(directions, problem.head_dim)
-    projected, made = tokens * directions * problem.head_dim, tokens * features
-    exponentials = 0 if kind in _WITHOUT_EXPONENTIALS else made
+    projected, outputs = tokens * directions * problem.head_dim, tokens * features
+    exponentials = 0 if kind in _WITHOUT_EXPONENTIALS else outputs
     steps = [
         # Directions are random, so only the tokens' side of these products has a gradient.
         MatMul(projected, exponentials=exponentials, gradients=1),
         MatMul(projected, exponentials=exponentials, gradients=1, shared=True),
-        MatMul(made * value_dim, kept=features * value_dim, shared=True),
+        MatMul(outputs * value_dim, kept=features * value_dim, shared=True),
         # The denominator is a product with ones, which have no gradient.
-        MatMul(made, gradients=1, kept=features, shared=True),
-        MatMul(made * (value_dim + 1)),
+        MatMul(outputs, gradients=1, kept=features, shared=True),
+        MatMul(outputs * (value_dim + 1)),
     ]
     if problem.causal:
         algorithm = fast_causal if MAPS[kind].exponents else segment_chunks

@@ -1,7 +1,6 @@
 """Opened clusters with a number of probes for each head, the least that reaches a target error."""
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -13,8 +12,6 @@ from efficient_attn.modules.probe_counts import ProbingSizes, probing_operations
 from efficient_attn.operation_counts import OperationCounts, mean_counts, visible_pairs
 from efficient_attn.ops.clusters.decoding import ClusterCache
 from efficient_attn.ops.dtypes import upcast
-from efficient_attn.ops.sharded.layout import Layout
-from efficient_attn.ops.sharded.softmax import all_keys, attention_of_segments
 from efficient_attn.ops.softmax.fused import fused_attention
 from efficient_attn.ops.softmax.kv_cache import KVCache, mask_of
 from efficient_attn.problem import AttentionProblem
@@ -38,7 +35,7 @@ class FittedProbes(Float32Buffers):
     ) -> None:
         super().__init__()
         # A module with attend(q, k, v, key_mask, probes) and estimate_error of the same arguments, which take
-        # the number of each head, and attend_sharded(…, layout).
+        # the number of each head.
         self.core: Any = core
         self._scale, self._causal, self._sizes, self._target = problem.factor, problem.causal, sizes, target
         self.register_buffer("numbers", torch.empty(0, dtype=torch.long))
@@ -83,22 +80,19 @@ class FittedProbes(Float32Buffers):
         clusters, most = self._sizes.clusters, self._sizes.clusters // 2
         self.use([one if one <= most else clusters for one in bisect(suffices, q.shape[1], most)])
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        key_mask: Tensor | None,
+        positions: list[range] | None = None,
+    ) -> Tensor:
         numbers = self._for_heads(q.shape[1])
         if min(numbers) == self._sizes.clusters:
-            return self._exact(q, k, v, key_mask)
-        out = self.core.attend(q, k, v, key_mask, self._opened(numbers))
-        return self._with_exact(out, q, k, v, key_mask, self._exact)
-
-    def forward_sharded(
-        self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, layout: Layout
-    ) -> Tensor:
-        numbers, keys = self._for_heads(q.shape[1]), all_keys(k, v, key_mask, layout)
-        exact = partial(attention_of_segments, self._exact, layout=layout, causal=self._causal)
-        if min(numbers) == self._sizes.clusters:
-            return exact(q, *keys)
-        out = self.core.attend_sharded(q, *keys, self._opened(numbers), layout)
-        return self._with_exact(out, q, *keys, exact)
+            return self._exact(q, k, v, key_mask, positions)
+        out = self.core.attend(q, k, v, key_mask, self._opened(numbers), positions)
+        return self._with_exact(out, q, k, v, key_mask, positions)
 
     def estimate_error(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
         others = self._opened(self._for_heads(q.shape[1]))
@@ -111,7 +105,7 @@ class FittedProbes(Float32Buffers):
         probes = self._opened(self._for_heads(q.shape[1]))
         out, state = self.core.attend_next(q, k, v, state, key_mask, probes)
         cache = KVCache(*state[:3])
-        return self._with_exact(out, q, cache.k, cache.v, mask_of(cache), self._exact), state
+        return self._with_exact(out, q, cache.k, cache.v, mask_of(cache)), state
 
     def operations(
         self, problem: AttentionProblem, options: object, tokens: int, value_dim: int
@@ -129,10 +123,23 @@ class FittedProbes(Float32Buffers):
     def _exact_heads(self) -> list[int]:
         return [head for head, one in enumerate(self.of_heads) if one == self._sizes.clusters]
 
-    def _exact(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
-        return fused_attention(
-            q, k, v, scale=self._scale, causal=self._causal, key_mask=key_mask, dropout=0.0
-        )
+    def _exact(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        key_mask: Tensor | None,
+        positions: list[range] | None = None,
+    ) -> Tensor:
+        if positions is None or not self._causal:
+            return fused_attention(
+                q, k, v, scale=self._scale, causal=self._causal, key_mask=key_mask, dropout=0.0
+            )
+        rows = []
+        for queries, run in zip(q.split([len(run) for run in positions], dim=2), positions, strict=True):
+            mask = None if key_mask is None else key_mask[:, : run.stop]
+            rows.append(self._exact(queries, k[:, :, : run.stop], v[:, :, : run.stop], mask))
+        return torch.cat(rows, dim=2)
 
     def _opened(self, numbers: list[int]) -> list[int]:
         """The numbers, and 0 for exact heads."""
@@ -145,16 +152,17 @@ class FittedProbes(Float32Buffers):
         k: Tensor,
         v: Tensor,
         key_mask: Tensor | None,
-        exact: Callable[..., Tensor],
+        positions: list[range] | None = None,
     ) -> Tensor:
-        """`out` with the outputs of exact heads in their places; `exact` computes them."""
+        """`out` with the outputs of exact heads in their places."""
         chosen = self._exact_heads()
         if not chosen or q.shape[2] == 0:
             return out
         heads = torch.tensor(chosen, device=q.device)
         of_keys = heads // (q.shape[1] // k.shape[1])
-        own_k, own_v = (x.index_select(1, of_keys) for x in (k, v))
-        return out.index_copy(1, heads, exact(q.index_select(1, heads), own_k, own_v, key_mask))
+        k, v = (x.index_select(1, of_keys) for x in (k, v))
+        exact = self._exact(q.index_select(1, heads), k, v, key_mask, positions)
+        return out.index_copy(1, heads, exact)
 
     def _for_heads(self, heads: int) -> list[int]:
         """The numbers for queries of so many heads."""

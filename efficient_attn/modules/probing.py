@@ -9,9 +9,6 @@ from efficient_attn.modules.probe_counts import ProbingSizes
 from efficient_attn.ops.clusters.decoding import ClusterCache, extend_clusters
 from efficient_attn.ops.clusters.estimate_probes import probing_with_errors
 from efficient_attn.ops.clusters.probing import probe_clusters
-from efficient_attn.ops.sharded.clusters import own_rows
-from efficient_attn.ops.sharded.layout import Layout
-from efficient_attn.ops.sharded.softmax import all_keys
 from efficient_attn.problem import AttentionProblem
 
 
@@ -23,14 +20,15 @@ class Probing(nn.Module):
         self._causal, self._probes = problem.causal, probes
         self._sizes: dict[str, Any] = {"scale": problem.factor, **sizes._asdict()}
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
-        return self.attend(q, k, v, key_mask, [self._probes] * q.shape[1])
-
-    def forward_sharded(
-        self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, layout: Layout
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        key_mask: Tensor | None,
+        positions: list[range] | None = None,
     ) -> Tensor:
-        probes = [self._probes] * q.shape[1]
-        return self.attend_sharded(q, *all_keys(k, v, key_mask, layout), probes, layout)
+        return self.attend(q, k, v, key_mask, [self._probes] * q.shape[1], positions)
 
     def attend(
         self,
@@ -44,24 +42,6 @@ class Probing(nn.Module):
         """The output with the number of probes of each head."""
         options: dict[str, Any] = {**self._sizes, "causal": self._causal, "positions": positions}
         return probe_clusters(q, k, v, probes=probes, key_mask=key_mask, **options)
-
-    def attend_sharded(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        key_mask: Tensor | None,
-        probes: Sequence[int],
-        layout: Layout,
-    ) -> Tensor:
-        """`attend` of the queries of this rank to the keys of all ranks."""
-
-        def attend(
-            q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, positions: list[range]
-        ) -> Tensor:
-            return self.attend(q, k, v, key_mask, probes, positions)
-
-        return own_rows(attend, q, k, v, key_mask, layout, causal=self._causal)
 
     def estimate_error(
         self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, probes: Sequence[int] | None = None

@@ -37,12 +37,3 @@ def check_one_sequence(q: Tensor, k: Tensor, *, causal: bool) -> None:
             f"q has {q.shape[-2]} tokens and k has {k.shape[-2]}: relative positions compare tokens of one "
             "sequence; build with max_distance=0 for cross-attention."
         )
-
-
-def check_no_bias(bias: nn.Parameter | None) -> None:
-    """Refuse relative positions where the tokens of a sequence are distributed over ranks."""
-    if bias is not None:
-        raise UnsupportedError(
-            "Inside efficient_attn's context_parallel no backend has relative positions; build it with "
-            "max_distance=0, or use rotary positions."
-        )

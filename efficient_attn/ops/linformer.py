@@ -1,30 +1,17 @@
 """Softmax attention over low-rank projections of keys and values (Linformer, Wang et al. 2020)."""
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from efficient_attn.ops.dtypes import upcast, upcast_dtype, zero_masked
+from efficient_attn.ops.dtypes import upcast_dtype, zero_masked
 from efficient_attn.ops.paths import held, product_dtype, tuned_for_cpu
 from efficient_attn.ops.softmax.fused import fused_attention
 from efficient_attn.shapes import KeyMask, Keys, Output, Queries, Values
 
 # Tokens per chunk on the CPU, in half precision and in the gradient of the mixtures.
 _PIECE = 512
-
-
-class Sharded(NamedTuple):
-    """Part of a sequence whose other parts other ranks hold.
-
-    Attributes:
-        positions: Positions of the keys, consecutive in each range.
-        total: Function that returns the sum of a tensor over all ranks.
-    """
-
-    positions: list[range]
-    total: Callable[[Tensor], Tensor]
 
 
 def linformer_attention(
@@ -36,19 +23,22 @@ def linformer_attention(
     mix_values: Tensor,
     scale: float,
     key_mask: KeyMask | None,
-    sharded: Sharded | None = None,
 ) -> Output:
     """softmax(scale · q (E k)ᵀ) F v (Wang et al. 2020, eq. 7), E and F [… rank max_tokens].
 
     Projected key r is divided by its share s_r = Σ_real |E_rj| / Σ_all |E_rj|, which keeps the scale of a
     mean for every key mask; a projected key of share 0 is masked.
-
-    Args:
-        sharded: Positions of the keys and their sum over ranks; None: the keys are the whole sequence.
     """
-    heads, value_dim = q.shape[1], v.shape[-1]
-    few_keys, alive = _mix(mix_keys, k, heads, key_mask, sharded)
-    few_values, alive_values = _mix(mix_values, v, heads, key_mask, sharded)
+    heads = q.shape[1]
+    keys, values = _mix(mix_keys, k, heads, key_mask), _mix(mix_values, v, heads, key_mask)
+    return attend_projected(q, keys, values, scale=scale)
+
+
+def attend_projected(
+    q: Queries, keys: tuple[Tensor, Tensor], values: tuple[Tensor, Tensor], *, scale: float
+) -> Tensor:
+    """Attention to projected keys and values, each with whether a row holds a real token."""
+    (few_keys, alive), (few_values, alive_values) = keys, values
     alive = (alive & alive_values).expand(q.shape[0], -1, -1)
     few_values = few_values.masked_fill(~alive.unsqueeze(-1), 0.0)
     rows = [
@@ -56,7 +46,7 @@ def linformer_attention(
         for part in _pieces(q)
     ]
     if not rows:
-        return q.new_zeros(*q.shape[:-1], value_dim)
+        return q.new_zeros(*q.shape[:-1], few_values.shape[-1])
     return rows[0] if len(rows) == 1 else torch.cat(rows, dim=-2)
 
 
@@ -85,42 +75,56 @@ def _read(q: Tensor, few_keys: Tensor, few_values: Tensor, alive: Tensor, scale:
     return out.unflatten(0, q.shape[:2]).squeeze(2)
 
 
-def _mix(
-    mix: Tensor, x: Tensor, heads: int, key_mask: Tensor | None, sharded: Sharded | None
-) -> tuple[Tensor, Tensor]:
+def _mix(mix: Tensor, x: Tensor, heads: int, key_mask: Tensor | None) -> tuple[Tensor, Tensor]:
     """Projected rows [batch heads rank dim], and whether each holds a real token, bool [batch 1|heads rank].
 
     `mix` is [rank max_tokens] for all heads, or [heads rank max_tokens].
     """
     mix = mix.to(product_dtype(x))
     used = mix[..., : x.shape[-2]]
-    if sharded is not None:
-        used = torch.cat([mix[..., some.start : some.stop] for some in sharded.positions], dim=-1)
-    mixed = _mix_rows(used, zero_masked(x, key_mask), heads)
-    if sharded is not None:
-        mixed = sharded.total(upcast(mixed))
-    elif key_mask is None and used.shape[-1] == mix.shape[-1]:
+    sums = row_sums(used, zero_masked(x, key_mask), heads)
+    if key_mask is None and used.shape[-1] == mix.shape[-1]:
         # All tokens are real, so every share is 1 except that of an all-zero row.
         alive = (mix.detach().abs().sum(dim=-1) > 0).unsqueeze(0)
-        return mixed, alive.unsqueeze(1) if mix.ndim == 2 else alive
-    share = _share(mix, used, key_mask, sharded)
+        return sums, alive.unsqueeze(1) if mix.ndim == 2 else alive
+    return rescaled(sums, mix, real_weight(used, key_mask))
+
+
+def rescaled(sums: Tensor, mix: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
+    """Sums over their shares of real tokens, and whether a share is positive.
+
+    Args:
+        real: Σ |E_rj| over real tokens j, [1|batch rank], or [1|batch heads rank] with one mixture per head.
+    """
+    weight = torch.linalg.vector_norm(mix, ord=1, dim=-1, dtype=real.dtype)
+    share = real / torch.where(weight > 0, weight, 1.0)
+    share = share.unsqueeze(1) if mix.ndim == 2 else share
     alive = share > 0
-    return (mixed / torch.where(alive, share, 1.0).unsqueeze(-1)).to(mix.dtype), alive
+    return (sums / torch.where(alive, share, 1.0).unsqueeze(-1)).to(mix.dtype), alive
 
 
-def _mix_rows(mix: Tensor, x: Tensor, heads: int) -> Tensor:
+def real_weight(mix: Tensor, key_mask: Tensor | None) -> Tensor:
+    """Σ over real tokens j of |E_rj|, [1|batch rank], or [1|batch heads rank] with one mixture per head."""
+    dtype = upcast_dtype(mix.dtype)
+    if key_mask is not None:
+        return (mix.abs().to(dtype) @ key_mask.to(dtype).mT).movedim(-1, 0)
+    return torch.linalg.vector_norm(mix, ord=1, dim=-1, dtype=dtype).unsqueeze(0)
+
+
+def row_sums(mix: Tensor, x: Tensor, heads: int) -> Tensor:
+    """E x, [batch heads rank dim], or [batch kv_heads rank dim] with one mixture for all heads."""
     if mix.ndim == 2:
         return _mix_alike(mix, x.flatten(0, 1)).unflatten(0, x.shape[:2])
     # Each query head projects the keys of its group by its own pair.
     groups = (x.shape[1], heads // x.shape[1])
     mix = mix.unflatten(0, groups).flatten(1, 2)
-    mixed = None
+    sums = None
     for part in _pieces(x):
-        some = mix[..., part] @ x[..., part, :].to(mix.dtype)
-        mixed = some if mixed is None else mixed + some
-    if mixed is None:
-        mixed = mix.new_zeros(*x.shape[:2], mix.shape[-2], x.shape[-1])
-    return mixed.unflatten(2, (groups[1], -1)).flatten(1, 2)
+        piece = mix[..., part] @ x[..., part, :].to(mix.dtype)
+        sums = piece if sums is None else sums + piece
+    if sums is None:
+        sums = mix.new_zeros(*x.shape[:2], mix.shape[-2], x.shape[-1])
+    return sums.unflatten(2, (groups[1], -1)).flatten(1, 2)
 
 
 def _mix_alike(mix: Tensor, x: Tensor) -> Tensor:
@@ -142,11 +146,11 @@ class _MixedRows(torch.autograd.Function):
 
     @staticmethod
     def forward(constant: tuple[Tensor], x: Tensor) -> Tensor:
-        (mix,), mixed = constant, None
+        (mix,), sums = constant, None
         for part in _pieces(x):
-            some = torch.bmm(mix[:, part].expand(len(x), -1, -1), x[:, part].to(mix.dtype))
-            mixed = some if mixed is None else mixed.add_(some)
-        return mix.new_zeros(len(x), len(mix), x.shape[-1]) if mixed is None else mixed
+            piece = torch.bmm(mix[:, part].expand(len(x), -1, -1), x[:, part].to(mix.dtype))
+            sums = piece if sums is None else sums.add_(piece)
+        return mix.new_zeros(len(x), len(mix), x.shape[-1]) if sums is None else sums
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[tuple[Tensor], Tensor], output: Tensor) -> None:
@@ -186,20 +190,6 @@ class _Mixture(torch.autograd.Function):
         mix, x = ctx.saved_tensors
         grad_mix = grad_out.new_zeros(mix.shape)
         for part in _parts(x):
-            some = torch.tensordot(grad_out, x[:, part].to(mix.dtype), dims=([0, 2], [0, 2]))
-            grad_mix[:, part].copy_(some)
+            piece = torch.tensordot(grad_out, x[:, part].to(mix.dtype), dims=([0, 2], [0, 2]))
+            grad_mix[:, part].copy_(piece)
         return grad_mix, None
-
-
-def _share(mix: Tensor, used: Tensor, key_mask: Tensor | None, sharded: Sharded | None) -> Tensor:
-    """Σ over real j of |E_rj| over Σ over all j of |E_rj|, [1|batch 1|heads rank]."""
-    dtype = upcast_dtype(mix.dtype)
-    total = torch.linalg.vector_norm(mix, ord=1, dim=-1, dtype=dtype)
-    if key_mask is not None:
-        real = (used.abs().to(dtype) @ key_mask.to(dtype).mT).movedim(-1, 0)
-    else:
-        real = torch.linalg.vector_norm(used, ord=1, dim=-1, dtype=dtype).unsqueeze(0)
-    if sharded is not None:
-        real = sharded.total(real)
-    share = real / torch.where(total > 0, total, 1.0)
-    return share.unsqueeze(1) if mix.ndim == 2 else share

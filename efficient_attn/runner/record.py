@@ -82,10 +82,6 @@ class Case:
     num_kv_heads: Annotated[
         Size | None, Meta(description="Number of heads of the keys and values; null: num_heads.")
     ] = None
-    ranks: Annotated[
-        Size | None,
-        Meta(description="Number of processes; null: one."),
-    ] = None
     schema: Annotated[int, Meta(description="Version of this schema.")] = SCHEMA
 
     @property

@@ -18,9 +18,9 @@ from efficient_attn.backend import Backend
 from efficient_attn.backends import build, resolve
 from efficient_attn.errors import DtypeError, OptionError, ShapeError, UnknownNameError, UnsupportedError
 from efficient_attn.modules.options import one_of, positive_number
-from efficient_attn.ops.sharded.layout import at_positions, whole_tokens
 from efficient_attn.problem import positive_count
 from efficient_attn.registry import BackendSpec
+from efficient_attn.sharding import at_positions, whole_tokens
 from efficient_attn.transformer.positions import BASE, INSIDE, check_even, rotate
 
 # Longest distance with a bias of its own (Raffel et al. 2020, section 2.1).
@@ -202,7 +202,7 @@ class AttentionLayer(nn.Module):
         q, k, v = heads.split(self._heads, dim=1)
         q, k = self.q_norm(q), self.k_norm(k)
         if self._rotary:
-            q, k = (at_positions(self._rotate, one, start) for one in (q, k))
+            q, k = (at_positions(self._rotate, heads, start) for heads in (q, k))
         return q, k, v
 
     def _rotate(self, x: Tensor, start: int) -> Tensor:
@@ -235,13 +235,13 @@ class AttentionLayer(nn.Module):
 
 def check_sequence(name: str, x: Any, model_dim: int) -> None:
     """Refuse anything but embeddings [batch, tokens, model_dim]."""
-    wanted = f"[batch, tokens, model_dim={model_dim}]"
+    shape = f"[batch, tokens, model_dim={model_dim}]"
     if not isinstance(x, Tensor):
-        raise DtypeError(f"{name} is a torch tensor {wanted}, not {type(x).__name__}.")
+        raise DtypeError(f"{name} is a torch tensor {shape}, not {type(x).__name__}.")
     if not x.is_floating_point():
-        raise DtypeError(f"{name} is {x.dtype}; wanted are embeddings {wanted}, as nn.Embedding gives them.")
+        raise DtypeError(f"{name} is {x.dtype}; wanted are embeddings {shape}, as nn.Embedding gives them.")
     if x.ndim != 3 or x.shape[-1] != model_dim:
-        raise ShapeError(f"{name} has shape {list(x.shape)}; wanted is {wanted}.")
+        raise ShapeError(f"{name} has shape {list(x.shape)}; wanted is {shape}.")
 
 
 def check_mask(name: str, mask: Tensor | None, of: str, x: Tensor) -> None:

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from efficient_attn import sharding
 from efficient_attn.backends import resolve
 from efficient_attn.errors import OptionError
 from efficient_attn.modules.options import probability
-from efficient_attn.ops.sharded.layout import Layout, at_positions, in_force, layout_in_force
 from efficient_attn.registry import BackendSpec
+from efficient_attn.sharding import Hook, at_positions, installed
 from efficient_attn.transformer.block import build_norm
 from efficient_attn.transformer.layer import AttentionLayer, check_arguments, check_sequence
 from efficient_attn.transformer.positions import INSIDE, build_positions
@@ -84,15 +85,14 @@ def each_layer(
 def run_block(block: nn.Module, x: Tensor, *inputs: Any, again: bool, **masks: Any) -> Tensor:
     """Output of a block; with `again` its activations are computed again in the backward pass."""
     if again and torch.is_grad_enabled():
-        layout = layout_in_force()
-        run = block if layout is None else partial(_run_inside, layout, block)
+        run = block if sharding.hook is None else partial(_run_inside, sharding.hook, block)
         return checkpoint(run, x, *inputs, use_reentrant=False, **masks)
     return block(x, *inputs, **masks)
 
 
-def _run_inside(layout: Layout, block: nn.Module, *inputs: Any, **masks: Any) -> Tensor:
+def _run_inside(hook: Hook, block: nn.Module, *inputs: Any, **masks: Any) -> Tensor:
     # The backward pass may be outside of the context that the forward pass was in.
-    with in_force(layout):
+    with installed(hook):
         return block(*inputs, **masks)
 
 
@@ -113,7 +113,7 @@ def share_layers(layers: list[AttentionLayer]) -> None:
     ]
     if not backends:
         return
-    owner, *others = backends
-    for other in others:
-        del other.core
-        object.__setattr__(other, "core", owner.core)
+    owner, *readers = backends
+    for reader in readers:
+        del reader.core
+        object.__setattr__(reader, "core", owner.core)

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from efficient_attn.backends import resolve
-from efficient_attn.ops.sharded.layout import whole_tokens
 from efficient_attn.problem import positive_count
+from efficient_attn.sharding import whole_tokens
 from efficient_attn.transformer.block import DecoderBlock, DecoderBlockState, TransformerBlock
 from efficient_attn.transformer.layer import LayerState
 from efficient_attn.transformer.parts import (
@@ -109,9 +109,9 @@ class Encoder(nn.Module):
                 positions=inside_blocks(positions),
                 causal=causal,
                 max_tokens=max_tokens,
-                **seeded(spec, own, layer_seed),
+                **seeded(spec, layer_options, layer_seed),
             )
-            for (spec, own), layer_seed in zip(layers, spawn_seeds(seed, num_layers), strict=True)
+            for (spec, layer_options), layer_seed in zip(layers, spawn_seeds(seed, num_layers), strict=True)
         ]
         share_layers([block.attention for block in blocks])
         # The element type of a ModuleList is unknown to type checkers.
@@ -195,9 +195,11 @@ class Decoder(nn.Module):
                 max_tokens=max_tokens,
                 cross_backend=cross,
                 cross_options=None if cross is None else seeded(cross, cross_options or {}, cross_seed),
-                **seeded(spec, own, layer_seed),
+                **seeded(spec, layer_options, layer_seed),
             )
-            for (spec, own), layer_seed, cross_seed in zip(layers, seeds[::2], seeds[1::2], strict=True)
+            for (spec, layer_options), layer_seed, cross_seed in zip(
+                layers, seeds[::2], seeds[1::2], strict=True
+            )
         ]
         share_layers([block.cross_attention for block in blocks if block.cross_attention is not None])
         # The element type of a ModuleList is unknown to type checkers.

@@ -18,7 +18,7 @@ from efficient_attn.integrations.intercept.masks import Visible
 from efficient_attn.integrations.intercept.sites import Position, Site
 from efficient_attn.measure.inputs import CAUSAL, Activations, Captured
 from efficient_attn.runner.units import show_bytes
-from efficient_attn.sharded_checks import check_exact_alone
+from efficient_attn.sharding import check_exact_alone
 
 
 class Capturing(AttentionMode):

@@ -23,7 +23,7 @@ from efficient_attn.integrations.intercept.backends import (
 from efficient_attn.integrations.intercept.calls import AttentionMode, Call
 from efficient_attn.integrations.intercept.masks import Visible
 from efficient_attn.integrations.intercept.sites import Position, Site
-from efficient_attn.sharded_checks import check_exact_alone
+from efficient_attn.sharding import check_exact_alone
 
 if TYPE_CHECKING:
     import pandas

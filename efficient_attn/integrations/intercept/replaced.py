@@ -24,7 +24,7 @@ from efficient_attn.integrations.intercept.masks import Visible, read_compiled
 from efficient_attn.integrations.intercept.sites import Site
 from efficient_attn.integrations.plan_files import is_plan_file, read_plan
 from efficient_attn.integrations.pytorch_replace import nesting, refuse_alone
-from efficient_attn.sharded_checks import check_exact_alone
+from efficient_attn.sharding import check_exact_alone
 
 # The submodule that holds the backends of a module.
 ATTRIBUTE = "efficient_attn"

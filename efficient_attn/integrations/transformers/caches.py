@@ -16,7 +16,7 @@ from efficient_attn.errors import UnsupportedError
 from efficient_attn.integrations.transformers.attend import NAME, STATE, SUBMODULE, serving
 from efficient_attn.integrations.transformers.attention_sites import AttentionSite, find_sites
 from efficient_attn.integrations.transformers.wrapped import unwrap
-from efficient_attn.ops.sharded.layout import whole_tokens
+from efficient_attn.sharding import whole_tokens
 
 
 class StateCache(Cache):

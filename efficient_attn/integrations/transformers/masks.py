@@ -22,6 +22,7 @@ from transformers.masking_utils import (
     sdpa_mask,
 )
 
+from efficient_attn import sharding
 from efficient_attn.errors import UnsupportedError
 from efficient_attn.integrations.intercept.masks import read
 from efficient_attn.integrations.transformers.patterns import (
@@ -32,7 +33,6 @@ from efficient_attn.integrations.transformers.patterns import (
     read_pattern,
 )
 from efficient_attn.integrations.transformers.sharded import check_no_pairs, check_own_mask
-from efficient_attn.ops.sharded.layout import layout_in_force
 
 # Attributes of a tensor that expose its entries, methods that read no entry, and methods that copy all.
 _ENTRIES = {"data", "T", "mT", "H", "mH", "real", "imag"}
@@ -230,5 +230,5 @@ def _real_keys(attention_mask: Tensor | None, first: int, keys: int) -> Tensor |
     # As in transformers, keys beyond the end of the mask are padding.
     real = F.pad(real, (0, keys - real.shape[1]))
     # A compiled graph has one form for every mask, and so have the ranks of a distributed sequence.
-    kept = torch.compiler.is_compiling() or layout_in_force() is not None
-    return None if not kept and bool(real.all()) else real
+    uniform = torch.compiler.is_compiling() or sharding.hook is not None
+    return None if not uniform and bool(real.all()) else real

@@ -6,9 +6,9 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from efficient_attn import sharding
 from efficient_attn.errors import ShapeError, UnsupportedError
 from efficient_attn.integrations.transformers.attention_sites import ignored
-from efficient_attn.ops.sharded.layout import layout_in_force
 
 _POSITIONS = "position_ids"
 # Rotary positions with frequencies that depend on the largest position of a call.
@@ -22,7 +22,7 @@ def check_model(model: PreTrainedModel, args: tuple[Any, ...], named: dict[str, 
         UnsupportedError: If `context_parallel` is active, and positions are missing or depend on the length,
             or a module computes attention in its own code.
     """
-    if layout_in_force() is None:
+    if sharding.hook is None:
         return
     kind, forward = type(model).__name__, inspect.signature(model.forward)
     if _POSITIONS not in forward.parameters:
@@ -54,7 +54,7 @@ def check_own_mask(attention_mask: Tensor | None, keys: int) -> None:
     Raises:
         ShapeError: If `context_parallel` is active and the length differs.
     """
-    if layout_in_force() is not None and attention_mask is not None and attention_mask.shape[1] != keys:
+    if sharding.hook is not None and attention_mask is not None and attention_mask.shape[1] != keys:
         raise ShapeError(
             f"attention_mask has {attention_mask.shape[1]} tokens and this process holds {keys}: inside "
             "context_parallel give shard(attention_mask, mesh, dim=1)."
@@ -67,7 +67,7 @@ def check_no_pairs(name: str, what: str) -> None:
     Raises:
         UnsupportedError: If `context_parallel` is active.
     """
-    if layout_in_force() is not None:
+    if sharding.hook is not None:
         raise UnsupportedError(
             f"{name} {what}, which reads the tokens of this process alone inside context_parallel. If "
             f"{_POSITIONS} of a head-tail layout look like packed sequences, give an attention_mask of ones."

@@ -38,19 +38,31 @@ def fused_attention(
     if scale <= 0:
         # The kernel multiplies the −inf of its causal mask by the scale, which would give NaN or +inf.
         q, scale = q * scale, 1.0
-    value_dim, widest = v.shape[-1], max(q.shape[-1], v.shape[-1])
-    if not zeroed:
+    if key_mask is not None and not zeroed:
         k, v = zero_masked(k, key_mask), zero_masked(v, key_mask)
     # The O(tokens) kernel requires one width for all three; zero columns change no product.
-    q, k, v = (x if x.shape[-1] == widest else F.pad(x, (0, widest - x.shape[-1])) for x in (q, k, v))
+    missing = q.shape[-1] - v.shape[-1]
+    if missing > 0:
+        v = F.pad(v, (0, missing))
+    elif missing < 0:
+        q, k = F.pad(q, (0, -missing)), F.pad(k, (0, -missing))
     rowwise = causal and q.shape[-2] > 1
     if rowwise and (key_mask is not None or q.shape[-2] != k.shape[-2]):
         out = _causal_in_blocks(q, k, v, scale=scale, key_mask=key_mask, dropout=dropout)
     else:
         mask = None if key_mask is None else _without_fully_masked(key_mask[:, None, None, :], key_mask)
-        out = _kernel(q, k, v, scale=scale, causal=rowwise, visible=mask, dropout=dropout)
+        out = F.scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            attn_mask=mask,
+            dropout_p=dropout,
+            is_causal=rowwise,
+            scale=scale,
+            enable_gqa=q.shape[1] != k.shape[1],
+        )
     # A slice of the whole tensor would copy its gradient in the backward pass.
-    return out if value_dim == widest else out[..., :value_dim]
+    return out[..., :-missing] if missing > 0 else out
 
 
 def _causal_in_blocks(
@@ -64,12 +76,16 @@ def _causal_in_blocks(
         return _CausalBlocks.apply(q, k, v, key_mask, scale)
     blocks = []
     for rows, end in _blocks(q, k):
-        keys, values, visible = k[..., :end, :], v[..., :end, :], _visible(rows, end, q, key_mask)
-        blocks.append(
-            _kernel(
-                q[..., rows, :], keys, values, scale=scale, causal=False, visible=visible, dropout=dropout
-            )
+        block = F.scaled_dot_product_attention(
+            q[..., rows, :],
+            k[..., :end, :],
+            v[..., :end, :],
+            attn_mask=_visible(rows, end, q, key_mask),
+            dropout_p=dropout,
+            scale=scale,
+            enable_gqa=q.shape[1] != k.shape[1],
         )
+        blocks.append(block)
     return torch.cat(blocks, dim=-2)
 
 
@@ -142,18 +158,3 @@ def _without_fully_masked(visible: Tensor, key_mask: Tensor) -> Tensor:
     """
     fully_masked = ~visible.any(dim=-1, keepdim=True)
     return visible | (fully_masked & ~key_mask[:, None, None, :])
-
-
-def _kernel(
-    q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool, visible: Tensor | None, dropout: float
-) -> Tensor:
-    return F.scaled_dot_product_attention(
-        q,
-        k,
-        v,
-        attn_mask=visible,
-        dropout_p=dropout,
-        is_causal=causal,
-        scale=scale,
-        enable_gqa=q.shape[1] != k.shape[1],
-    )

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._C import _distributed_c10d
 from torch.futures import Future
 
-from efficient_attn.ops.sharded.layout import Layout
+from efficient_attn.distributed.layout import Layout
 
 Result = TypeVar("Result")
 # The stubs of the module lack functions and overloads that torch's own groups of threads use.
@@ -43,7 +43,7 @@ def on_threads(
     barrier, shown = Barrier(ranks, timeout=timeout_s), list[Any]([None] * ranks)
     errors: list[BaseException] = []
 
-    def one(rank: int) -> Result | None:
+    def run_rank(rank: int) -> Result | None:
         group, name = _Rank(rank, barrier, shown), f"efficient_attn threads {next(_NUMBERS)}"
         _C10D._register_process_group(name, group)
         try:
@@ -56,7 +56,7 @@ def on_threads(
             _C10D._unregister_process_group(name)
 
     with ThreadPoolExecutor(ranks) as threads:
-        results = list(threads.map(one, range(ranks)))
+        results = list(threads.map(run_rank, range(ranks)))
     if errors:
         # Ranks that waited for the rank with the error have errors of the barrier.
         raise min(errors, key=lambda error: isinstance(error, BrokenBarrierError))
@@ -68,34 +68,34 @@ class _Rank(_C10D.ProcessGroup):
 
     def __init__(self, rank: int, barrier: Barrier, shown: list[Any]) -> None:
         super().__init__(rank, len(shown))
-        self._own, self._barrier, self._shown = rank, barrier, shown
+        self._index, self._barrier, self._shown = rank, barrier, shown
 
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], options: Any = None) -> Any:
-        for row, found in zip(outputs[0], self._swap(inputs[0].clone()), strict=True):
-            row.copy_(found)
+        for row, x in zip(outputs[0], self._swap(inputs[0].clone()), strict=True):
+            row.copy_(x)
         return _done(outputs)
 
     def allreduce(self, tensors: list[Tensor], options: Any) -> Any:
-        every = torch.stack(self._swap(tensors[0].clone()))
+        rows = torch.stack(self._swap(tensors[0].clone()))
         largest = options.reduceOp == dist.ReduceOp.MAX
-        tensors[0].copy_(every.amax(dim=0) if largest else every.sum(dim=0))
+        tensors[0].copy_(rows.amax(dim=0) if largest else rows.sum(dim=0))
         return _done(tensors)
 
     def alltoall_base(
         self, output: Tensor, x: Tensor, received: list[int], sent: list[int], options: Any = None
     ) -> Any:
-        pieces = [rows[self._own] for rows in self._swap(x.clone().split(sent))]
+        pieces = [rows[self._index] for rows in self._swap(x.clone().split(sent))]
         assert [len(piece) for piece in pieces] == received
         output.copy_(torch.cat(pieces))
         return _done([output])
 
     def _swap(self, value: Any) -> list[Any]:
         """The values of all ranks."""
-        self._shown[self._own] = value
+        self._shown[self._index] = value
         self._barrier.wait()
-        found = list(self._shown)
+        values = list(self._shown)
         self._barrier.wait()
-        return found
+        return values
 
 
 def _done(result: Any) -> Any:

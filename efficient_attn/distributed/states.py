@@ -1,8 +1,8 @@
-"""Linear attention of the tokens of a rank to the tokens of all ranks.
+"""Attention by sums over ranks, whose size does not depend on the number of tokens.
 
-Ranks exchange states, whose size does not depend on the number of tokens: full attention reads their sum,
-and causal attention starts each segment from the sum over earlier segments. Gradients with respect to the
-sums of a state go back the same way. States are in float32 or better.
+Full linear attention reads the sum of the states of all ranks, and causal attention starts each segment from
+the sum over earlier segments. Gradients with respect to the sums of a state go back the same way. Linformer
+projects keys and values to sums over tokens. States and sums are in float32 or better.
 """
 
 from typing import Any
@@ -11,29 +11,76 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from efficient_attn.backend import Backend
+from efficient_attn.distributed.exchange import gathered_near, largest, shifted, total
+from efficient_attn.distributed.layout import Layout
+from efficient_attn.errors import ShapeError
+from efficient_attn.ops.dtypes import upcast, zero_masked
 from efficient_attn.ops.linear.backward import Outputs
 from efficient_attn.ops.linear.causal import causal_row_gradients, causal_rows
 from efficient_attn.ops.linear.full import key_gradients, query_gradients, read_state, whole_state
 from efficient_attn.ops.linear.inputs import LinearInputs
 from efficient_attn.ops.linear.state import LinearState, Means, exponential, finite
-from efficient_attn.ops.sharded.exchange import gathered_near, largest, shifted, total
-from efficient_attn.ops.sharded.layout import Layout
+from efficient_attn.ops.linformer import attend_projected, real_weight, rescaled, row_sums
+from efficient_attn.ops.paths import product_dtype
 
 
-def sharded_linear_attention(inputs: LinearInputs, layout: Layout, *, causal: bool) -> Tensor:
+def attend_states(
+    backend: Backend, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, layout: Layout
+) -> Tensor:
+    """Linear attention by a core with `inputs(q, k, v, key_mask)`."""
+    inputs = backend.core.inputs(q, k, v, key_mask)
+    return _attend(inputs, layout, causal=backend.problem.causal).to(q.dtype)
+
+
+def prefill_states(
+    backend: Backend, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, layout: Layout
+) -> tuple[Tensor, LinearState | Means]:
+    """Causal attention as in `attend_states`, and the state after the tokens of all ranks, on each."""
+    inputs = backend.core.inputs(q, k, v, key_mask)
+    out = _attend(inputs, layout, causal=True).to(q.dtype)
+    state = total_state(_key_state(inputs), layout)
+    return out, state if inputs.map.has_values else Means.of(state)
+
+
+def attend_sums(
+    backend: Backend, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, layout: Layout
+) -> Tensor:
+    """Linformer, by a core with `mix_keys` and `mix_values`.
+
+    Raises:
+        ShapeError: If the projections are shorter than the whole sequence.
+    """
+    core, tokens = backend.core, k.shape[-2] * layout.ranks
+    if tokens > core.mix_keys.shape[-1]:
+        raise ShapeError(
+            f"This 'linformer' was built for at most {core.mix_keys.shape[-1]} tokens and k has {tokens} "
+            f"on all ranks. Build it with max_tokens={tokens} or more."
+        )
+
+    def projected(mix: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        mix = mix.to(product_dtype(x))
+        local = torch.cat(
+            [mix[..., near.start : near.stop] for near in layout.positions(x.shape[-2])], dim=-1
+        )
+        sums = total(upcast(row_sums(local, zero_masked(x, key_mask), q.shape[1])), layout)
+        return rescaled(sums, mix, total(real_weight(local, key_mask), layout))
+
+    keys, values = projected(core.mix_keys, k), projected(core.mix_values, v)
+    return attend_projected(q, keys, values, scale=backend.problem.factor)
+
+
+def _attend(inputs: LinearInputs, layout: Layout, *, causal: bool) -> Tensor:
     """Output of the queries of this rank, [batch heads q_tokens value_dim], in the dtype of q."""
     if not causal:
         return _Read.apply(False, *total_state(_key_state(inputs), layout), *inputs)
-    segments = [_segment(inputs, part) for part in layout.parts(inputs.k.shape[-2])]
-    pasts = states_before([_key_state(one) for one in segments], layout)
-    rows = [_Read.apply(True, *past, *one) for past, one in zip(pasts, segments, strict=True)]
+    segments = []
+    for part in layout.parts(inputs.k.shape[-2]):
+        q, k, v = (x[..., part, :] for x in inputs[:3])
+        segments.append(inputs._replace(q=q, k=k, v=v, key_mask=inputs.mask(part)))
+    pasts = states_before([_key_state(segment) for segment in segments], layout)
+    rows = [_Read.apply(True, *past, *segment) for past, segment in zip(pasts, segments, strict=True)]
     return torch.cat(rows, dim=-2)
-
-
-def final_state(inputs: LinearInputs, layout: Layout) -> LinearState | Means:
-    """The streaming state after the tokens of all ranks, on every rank."""
-    state = total_state(_key_state(inputs), layout)
-    return state if inputs.map.has_values else Means.of(state)
 
 
 def total_state(state: LinearState, layout: Layout) -> LinearState:
@@ -43,8 +90,8 @@ def total_state(state: LinearState, layout: Layout) -> LinearState:
 
 
 def states_before(states: list[LinearState], layout: Layout) -> list[LinearState]:
-    """For each own segment, the state of all keys before it, from the states of the own segments."""
-    near = gathered_near(torch.stack([_packed(one) for one in states]), layout)  # [near segments numbers]
+    """For each local segment, the state of all keys before it, from the states of the local segments."""
+    near = gathered_near(torch.stack([_packed(state) for state in states]), layout)  # [near segments numbers]
     place, heads = layout.rank - layout.near.start, near[:, 0]
     earlier = _scanned(heads, states[0], 1, layout)
     before = [torch.cat([earlier, heads[:place]])]
@@ -62,15 +109,14 @@ def _scanned(near: Tensor, like: LinearState, direction: int, layout: Layout) ->
 
     Args:
         near: Packed states of `layout.near`, [states numbers].
-        like: A state of the same shape.
         direction: 1 for the ranks before, −1 for the ranks behind.
     """
-    found, step = [near[:0]], len(layout.near)
+    beyond, step = [near[:0]], len(layout.near)
     while step < layout.ranks:
-        state = _packed(_merged(torch.cat([near, *found]), like))
-        found.append(shifted(state, direction * step, layout))
+        state = _packed(_merged(torch.cat([near, *beyond]), like))
+        beyond.append(shifted(state, direction * step, layout))
         step *= 2
-    return torch.cat(found)
+    return torch.cat(beyond)
 
 
 def _packed(state: LinearState) -> Tensor:
@@ -88,11 +134,6 @@ def _merged(rows: Tensor, like: LinearState) -> LinearState:
 
 def _rescaled(sums: Tensor, log_scale: Tensor, reference: Tensor) -> Tensor:
     return exponential(log_scale - finite(reference)).mT * sums
-
-
-def _segment(inputs: LinearInputs, part: slice) -> LinearInputs:
-    q, k, v = (x[..., part, :] for x in inputs[:3])
-    return inputs._replace(q=q, k=k, v=v, key_mask=inputs.mask(part))
 
 
 def _key_state(inputs: LinearInputs) -> LinearState:
@@ -139,8 +180,8 @@ class _Read(torch.autograd.Function):
 
 
 def _save(ctx: Any, inputs: LinearInputs, *tensors: Tensor) -> None:
-    *own, ctx.kind, ctx.scale = inputs
-    ctx.save_for_backward(*tensors, *own)
+    *fields, ctx.kind, ctx.scale = inputs
+    ctx.save_for_backward(*tensors, *fields)
 
 
 def _saved(ctx: Any, number: int) -> tuple[LinearInputs, tuple[Tensor, ...]]:

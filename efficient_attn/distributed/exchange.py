@@ -1,11 +1,9 @@
 """Differentiable exchanges between ranks, the only place with collectives.
 
-The gradient of an exchange is that of the sum of all ranks' losses. Every rank runs the same exchanges in the
-same order, forward and backward, whether or not it needs their result.
+Gradients belong to the sum of the losses of all ranks. Every rank runs the same exchanges in the same order,
+forward and backward, whether or not it needs their result.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,21 +12,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.distributed_c10d import _resolve_process_group
 
+from efficient_attn.distributed.layout import Layout
 from efficient_attn.ops.dtypes import upcast
-from efficient_attn.ops.sharded.layout import Layout
-
-_COUNTS: list[list[int]] = []
-
-
-@contextmanager
-def bytes_sent() -> Iterator[list[int]]:
-    """Bytes that this rank sends in each exchange within the context; an all-reduce counts as a ring."""
-    counts: list[int] = []
-    _COUNTS.append(counts)
-    try:
-        yield counts
-    finally:
-        _COUNTS.remove(counts)
 
 
 def largest(x: Tensor, layout: Layout) -> Tensor:
@@ -58,15 +43,15 @@ def gathered_near(x: Tensor, layout: Layout) -> Tensor:
 
 def shifted(x: Tensor, by: int, layout: Layout) -> Tensor:
     """Tensor of the rank `by` places before this one, [1 …], or nothing where there is none, [0 …]."""
-    sent, received = (
-        [int(rank == found) for rank in range(layout.ranks)] for found in (layout.rank + by, layout.rank - by)
-    )
+    target, source = layout.rank + by, layout.rank - by
+    sent, received = ([int(rank == peer) for rank in range(layout.ranks)] for peer in (target, source))
     return moved(x[None][: sum(sent)], sent, received, layout)
 
 
 def all_tokens(x: Tensor, dim: int, layout: Layout) -> Tensor:
     """Tokens of all ranks along `dim`, in the order of the sequence."""
-    segments = [part for rank in gathered(x, layout).unbind() for part in rank.chunk(len(layout.own), dim)]
+    rows = gathered(x, layout).unbind()
+    segments = [segment for tokens in rows for segment in tokens.chunk(len(layout.local), dim)]
     return torch.cat([segments[place] for place in layout.order], dim)
 
 
@@ -93,7 +78,6 @@ class _Gathered(torch.autograd.Function):
         ctx.layout = layout
         x = x.contiguous()
         rows = [torch.empty_like(x) for _ in range(layout.ranks)]
-        _count(x.nbytes * (layout.ranks - 1))
         dist.all_gather(rows, x, group=_resolve_process_group(layout.group))
         return torch.stack(rows)
 
@@ -101,7 +85,7 @@ class _Gathered(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         ones = [1] * ctx.layout.ranks
-        # Every rank adds the gradients of its own tensor, in at least float32.
+        # Every rank adds the gradients of its tensor, in at least float32.
         return upcast(_all_to_all(grad, ones, ones, ctx.layout)).sum(dim=0).to(grad.dtype), None
 
 
@@ -119,19 +103,11 @@ class _Moved(torch.autograd.Function):
 
 def _reduced(x: Tensor, operation: Any, layout: Layout) -> Tensor:
     x = x.clone(memory_format=torch.contiguous_format)
-    _count(x.nbytes * 2 * (layout.ranks - 1) // layout.ranks)
     dist.all_reduce(x, operation, group=_resolve_process_group(layout.group))
     return x
 
 
 def _all_to_all(x: Tensor, sent: list[int], received: list[int], layout: Layout) -> Tensor:
-    found = x.new_empty(sum(received), *x.shape[1:])
-    rows = sum(sent) - sent[layout.rank]
-    _count(rows * x[:1].nbytes)
-    dist.all_to_all_single(found, x.contiguous(), received, sent, group=_resolve_process_group(layout.group))
-    return found
-
-
-def _count(number: int) -> None:
-    for counts in _COUNTS:
-        counts.append(number)
+    rows = x.new_empty(sum(received), *x.shape[1:])
+    dist.all_to_all_single(rows, x.contiguous(), received, sent, group=_resolve_process_group(layout.group))
+    return rows

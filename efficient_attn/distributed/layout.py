@@ -1,12 +1,15 @@
-"""Layouts of a sequence over the ranks of a process group, and the layout in force."""
+"""Layouts of a sequence over the ranks of a process group."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import os
 from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from efficient_attn.errors import ShapeError
+from efficient_attn.modules.options import one_of
 
 KINDS = ("contiguous", "head-tail")
 # A gather brings every state to every rank; from more ranks a scan receives fewer.
@@ -50,25 +53,42 @@ class Layout(NamedTuple):
         return [rank] if self.kind == "contiguous" else [rank, 2 * self.ranks - 1 - rank]
 
     @property
-    def own(self) -> list[int]:
+    def local(self) -> list[int]:
         """Segments of this rank."""
         return self.segments(self.rank)
 
     @property
     def order(self) -> list[int]:
         """Place of each segment of the sequence in the segments of all ranks, rank by rank."""
-        held = [segment for rank in range(self.ranks) for segment in self.segments(rank)]
-        return sorted(range(len(held)), key=held.__getitem__)
+        segments = [segment for rank in range(self.ranks) for segment in self.segments(rank)]
+        return sorted(range(len(segments)), key=segments.__getitem__)
 
     def parts(self, tokens: int) -> list[slice]:
-        """Places of the own segments in the `tokens` of this rank."""
-        step = tokens // len(self.own)
-        return [slice(i * step, (i + 1) * step) for i in range(len(self.own))]
+        """Places of the local segments in the `tokens` of this rank."""
+        step = tokens // len(self.local)
+        return [slice(i * step, (i + 1) * step) for i in range(len(self.local))]
 
     def positions(self, tokens: int) -> list[range]:
-        """Positions of the own segments in the sequence, for `tokens` of this rank."""
-        step = tokens // len(self.own)
-        return [range(segment * step, (segment + 1) * step) for segment in self.own]
+        """Positions of the local segments in the sequence, for `tokens` of this rank."""
+        step = tokens // len(self.local)
+        return [range(segment * step, (segment + 1) * step) for segment in self.local]
+
+
+def layout_of(mesh: DeviceMesh, kind: str) -> Layout:
+    """The layout over the ranks of a mesh.
+
+    Raises:
+        ShapeError: If the mesh has several dimensions.
+        UnknownNameError: If there is no such kind.
+    """
+    one_of("layout", kind, KINDS)
+    if mesh.ndim != 1:
+        raise ShapeError(
+            f"mesh has {mesh.ndim} dimensions {mesh.mesh_dim_names}; the tokens are distributed over one: "
+            'give mesh["cp"] for a dimension called cp.'
+        )
+    per_node = ranks_per_node(mesh.mesh.tolist(), int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+    return Layout(mesh.get_group().group_name, kind, mesh.get_local_rank(), mesh.size(), per_node)
 
 
 def ranks_per_node(members: list[int], local_ranks: int) -> int:
@@ -78,50 +98,11 @@ def ranks_per_node(members: list[int], local_ranks: int) -> int:
         members: Global ranks of the group.
         local_ranks: Number of consecutive global ranks on each node, as torchrun numbers them.
     """
-    found = {len(list(group)) for _, group in groupby(members, key=lambda rank: rank // local_ranks)}
-    return found.pop() if len(found) == 1 else 1
+    sizes = {len(list(node)) for _, node in groupby(members, key=lambda rank: rank // local_ranks)}
+    return sizes.pop() if len(sizes) == 1 else 1
 
 
-def own_tokens(x: Tensor, dim: int, layout: Layout) -> Tensor:
+def local_tokens(x: Tensor, dim: int, layout: Layout) -> Tensor:
     """A copy of the tokens of this rank along `dim`, out of a whole sequence of equal segments."""
     parts = x.chunk(layout.num_segments, dim) if x.shape[dim] else [x] * layout.num_segments
-    return torch.cat([parts[segment] for segment in layout.own], dim).contiguous()
-
-
-# A variable of the process, not of a thread: autograd recomputes checkpoints in threads of its own.
-_IN_FORCE: list[Layout] = []
-
-
-def layout_in_force() -> Layout | None:
-    """The layout of the innermost `context_parallel`; None outside."""
-    return _IN_FORCE[-1] if _IN_FORCE else None
-
-
-@contextmanager
-def in_force(layout: Layout) -> Iterator[Layout]:
-    """Context in which tensors hold the tokens of this rank alone."""
-    _IN_FORCE.append(layout)
-    try:
-        yield layout
-    finally:
-        _IN_FORCE.pop()
-
-
-def whole_tokens(tokens: int) -> int:
-    """Tokens of all ranks, where a layout is in force and this rank has `tokens`."""
-    layout = layout_in_force()
-    return tokens if layout is None else tokens * layout.ranks
-
-
-def at_positions(apply: Callable[[Tensor, int], Tensor], x: Tensor, start: int) -> Tensor:
-    """`apply(x, start)`, segment by segment from its own position where a layout is in force.
-
-    Args:
-        apply: Function of [… tokens dim] and the position of the first token.
-    """
-    layout = layout_in_force()
-    if layout is None:
-        return apply(x, start)
-    tokens = x.shape[-2]
-    places = zip(layout.parts(tokens), layout.positions(tokens), strict=True)
-    return torch.cat([apply(x[..., part, :], start + found.start) for part, found in places], dim=-2)
+    return torch.cat([parts[segment] for segment in layout.local], dim).contiguous()

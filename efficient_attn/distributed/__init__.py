@@ -1,0 +1,83 @@
+"""Sequences that are distributed over the processes of a device mesh (context parallelism).
+
+Inside `context_parallel` every process holds the tokens of its own segments, and backends compute the rows
+of these tokens of attention over the whole sequence. No tensor is resized and no function of torch replaced.
+"""
+
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from efficient_attn.distributed.calls import in_force
+from efficient_attn.distributed.exchange import all_tokens
+from efficient_attn.distributed.layout import layout_of, local_tokens
+from efficient_attn.errors import ShapeError
+
+if TYPE_CHECKING:
+    from efficient_attn.distributed.style import ContextParallel
+
+__all__ = ["ContextParallel", "context_parallel", "shard", "unshard"]
+
+
+def __getattr__(name: str) -> Any:
+    # Styles of torch take a third of a second to import.
+    if name != "ContextParallel":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from efficient_attn.distributed.style import ContextParallel
+
+    return ContextParallel
+
+
+def context_parallel(mesh: DeviceMesh, *, layout: str = "contiguous") -> AbstractContextManager[None]:
+    """Context in which backends attend to the tokens of all processes of a mesh.
+
+    All processes make the same calls in the same order, forward and backward. Gradients belong to the sum of
+    the losses of all processes; gradients of parameters are partial sums, one per process. The context
+    holds for all threads, and has to include the backward pass where other checkpoints than
+    `checkpoint=True` of this package's stacks recompute activations.
+
+    Args:
+        mesh: Mesh of one dimension, as `mesh["cp"]`.
+        layout: "contiguous", or "head-tail", which balances causal exact attention: process i of P has
+            segments i and 2P − 1 − i of 2P.
+
+    Raises:
+        ShapeError: If the mesh has several dimensions.
+        UnknownNameError: If there is no such layout.
+    """
+    return in_force(layout_of(mesh, layout))
+
+
+def shard(x: Tensor, mesh: DeviceMesh, dim: int, layout: str = "contiguous") -> Tensor:
+    """A copy of the tokens of this process, out of a whole sequence that every process has.
+
+    Args:
+        dim: Axis of the tokens: 2 for q, k and v, 1 for a key mask, token ids and embeddings.
+
+    Raises:
+        ShapeError: If the tokens are not divided by the segments.
+    """
+    segments = layout_of(mesh, layout)
+    tokens, number = x.shape[dim], segments.num_segments
+    if tokens % number:
+        longer = -(-tokens // number) * number
+        raise ShapeError(
+            f"x has {tokens} tokens along axis {dim}, and layout {layout!r} has {number} segments of equal "
+            f"length: pad it to {longer} and mask the padding with a key_mask."
+        )
+    return local_tokens(x, dim, segments)
+
+
+@torch.no_grad()
+def unshard(x: Tensor, mesh: DeviceMesh, dim: int, layout: str = "contiguous") -> Tensor:
+    """The whole sequence on every process, in order, from the tokens of each; it carries no gradient.
+
+    A loss is computed from the tokens of each process instead, and needs no whole sequence.
+    """
+    segments = layout_of(mesh, layout)
+    if x.dtype is torch.bool:
+        return all_tokens(x.byte(), dim, segments).bool()
+    return all_tokens(x, dim, segments)

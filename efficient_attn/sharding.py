@@ -1,0 +1,88 @@
+"""The hook of sequence parallelism: None unless `distributed.context_parallel` is active."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from efficient_attn.errors import UnsupportedError
+
+
+class Hook(Protocol):
+    """Calls of backends with the tokens of this rank.
+
+    Attributes:
+        layout: Segments of the sequence, `distributed.layout.Layout`.
+    """
+
+    @property
+    def layout(self) -> Any: ...
+
+    def forward(self, backend: Any, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor: ...
+
+    def prefill(
+        self, backend: Any, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None
+    ) -> tuple[Tensor, Any]: ...
+
+
+# A variable of the process, not of a thread: autograd recomputes checkpoints in threads of its own.
+hook: Hook | None = None
+
+
+@contextmanager
+def installed(value: Hook) -> Iterator[None]:
+    """Context in which tensors hold the tokens of this rank alone."""
+    global hook
+    before, hook = hook, value
+    try:
+        yield
+    finally:
+        hook = before
+
+
+def check_alone() -> None:
+    """Refuse to compute from the tokens of one rank.
+
+    Raises:
+        UnsupportedError: If `context_parallel` is active.
+    """
+    if hook is not None:
+        raise UnsupportedError(
+            "Inside efficient_attn's context_parallel only backend(q, k, v) and its extend without a "
+            "state read the tokens of other ranks; call everything else outside, on whole sequences."
+        )
+
+
+def check_exact_alone(name: str, reason: str) -> None:
+    """Refuse a call that stays exact, on the tokens of one rank.
+
+    Raises:
+        UnsupportedError: If `context_parallel` is active.
+    """
+    if hook is not None:
+        raise UnsupportedError(
+            f"{name} stays exact, which inside context_parallel would read the tokens of this process alone: "
+            f"{reason.rstrip('.')}. Serve it by a backend, such as 'exact', or call it outside, on whole "
+            "sequences."
+        )
+
+
+def whole_tokens(tokens: int) -> int:
+    """Number of tokens of all ranks, for `tokens` of this rank."""
+    return tokens if hook is None else tokens * hook.layout.ranks
+
+
+def at_positions(apply: Callable[[Tensor, int], Tensor], x: Tensor, start: int) -> Tensor:
+    """`apply(x, start)`, on every segment of this rank from its position in the sequence.
+
+    Args:
+        apply: Function of [… tokens dim] and the position of the first token.
+    """
+    if hook is None:
+        return apply(x, start)
+    layout, tokens = hook.layout, x.shape[-2]
+    segments = zip(layout.parts(tokens), layout.positions(tokens), strict=True)
+    rows = [apply(x[..., part, :], start + positions.start) for part, positions in segments]
+    return torch.cat(rows, dim=-2)
