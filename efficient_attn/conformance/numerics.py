@@ -64,6 +64,8 @@ def _shapes(*, dtype: str) -> tuple[Case, ...]:
         Case(tokens=3, keys=8, head_dim=1, value_dim=1, dtype=dtype),
         Case(tokens=16, head_dim=59, value_dim=64, masked=True, dtype=dtype),
         Case(tokens=3, head_dim=128, batch=1, dtype=dtype),
+        Case(tokens=3, head_dim=71, value_dim=136, batch=1, dtype=dtype),
+        Case(tokens=3, head_dim=256, value_dim=71, batch=1, dtype=dtype),
     )
     return *ordinary, *(one for case in special for one in both(case))
 
@@ -111,8 +113,9 @@ def equals_softmax_attention_at_every_scale(subject: Subject, case: Case) -> Ite
     cases=(
         one
         for dtype in ("float64", "float32")
+        for case in (Case(tokens=7), Case(tokens=300, batch=1, heads=1, kv_heads=1))
         for norm in (10.0, 100.0, 1000.0)
-        for one in both(Case(tokens=7, dtype=dtype, norm=norm))
+        for one in both(case.but(dtype=dtype, norm=norm))
     ),
     needs=("exact",),
 )
@@ -270,8 +273,9 @@ def large_values_stay_proportional(subject: Subject, case: Case) -> Iterator[Fin
     cases=(
         one
         for dtype in ("float64", *NARROW)
+        for case in (Case(tokens=7), Case(tokens=200, batch=1, heads=1, kv_heads=1))
         for norm in (3.0, 300.0)
-        for one in both(Case(tokens=7, dtype=dtype, norm=norm))
+        for one in both(case.but(dtype=dtype, norm=norm))
     ),
 )
 def large_inputs_stay_finite(subject: Subject, case: Case) -> Iterator[Finding]:

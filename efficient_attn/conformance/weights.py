@@ -1,5 +1,6 @@
 """Implied attention weights: their sign, their row sums, and the values that they are applied to."""
 
+import itertools
 from collections.abc import Iterator
 
 import torch
@@ -14,6 +15,8 @@ from efficient_attn.conformance.table import CannotCheck, check
 
 # Several perturbations of the parameters, so that no property holds by chance.
 LEARNED = (0, 1, 2)
+# Distance of queries and keys from zero at which many kernels are tiny.
+FAR = 20.0
 # One sequence and one head at every block border.
 SINGLE = tuple(one for n in BORDERS for one in both(Case(tokens=n, batch=1, heads=1, kv_heads=1)))
 SEVERAL = (*everywhere(1, 2, 7, 16), *(c.but(norm=3.0) for c in everywhere(16)))
@@ -33,12 +36,13 @@ def weights_are_never_negative(subject: Subject, case: Case) -> Iterator[Finding
 def weights_of_a_row_sum_to_one(subject: Subject, case: Case) -> Iterator[Finding]:
     inputs = subject.inputs(case)
     ones = inputs._replace(v=torch.ones_like(inputs.v))
-    for learned in LEARNED:
+    far = ones._replace(q=ones.q - FAR, k=ones.k - FAR)
+    for learned, given in itertools.product(LEARNED, (ones, far)):
         backend = subject.build(case, learned=learned)
-        out = run(backend, ones)
+        out = run(backend, given)
         # Fully-masked rows are zero, as `blind_queries_give_zeros` checks.
         wanted = reads(subject, case, inputs.key_mask, out)[..., None].double().expand_as(out)
-        yield close("Row sums", out, wanted, 1e-12 * condition(backend, inputs) * case.k_tokens)
+        yield close("Row sums", out, wanted, 1e-12 * condition(backend, given) * case.k_tokens)
 
 
 @check(
