@@ -70,7 +70,7 @@ def compiled_it_is_the_same(subject: Subject, case: Case) -> Iterator[Finding]:
     inputs, backend = subject.inputs(case), subject.build(case)
     torch._dynamo.reset()
     try:
-        compiled = torch.compile(backend, fullgraph=True, backend="aot_eager")
+        compiled: Any = torch.compile(backend, fullgraph=True, backend="aot_eager")
         bound = rounding(backend, inputs, case.dtype)
         yield close("Output", run(compiled, inputs), run(backend, inputs), bound)
         if subject.promises.gradients:

@@ -166,7 +166,7 @@ def any_number_of_sequences_go_on_from_a_state(subject: Subject, case: Case) -> 
 )
 def gradients_pass_through_states(subject: Subject, case: Case) -> Iterator[Finding]:
     inputs, backend = subject.inputs(case), subject.build(case)
-    # A gradient contains the square of the denominator, which magnifies the rounding of both passes once more.
+    # A gradient contains the square of the denominator, which magnifies rounding of both passes once more.
     bound = 2 * float((rounding(backend, inputs, case.dtype) * condition(backend, inputs)).max())
     learned = list(backend.parameters())
 
