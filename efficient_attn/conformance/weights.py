@@ -36,8 +36,8 @@ def weights_are_never_negative(subject: Subject, case: Case) -> Iterator[Finding
 def weights_of_a_row_sum_to_one(subject: Subject, case: Case) -> Iterator[Finding]:
     inputs = subject.inputs(case)
     ones = inputs._replace(v=torch.ones_like(inputs.v))
-    far = ones._replace(q=ones.q - FAR, k=ones.k - FAR)
-    for learned, given in itertools.product(LEARNED, (ones, far)):
+    far = tuple(ones._replace(q=ones.q + shift, k=ones.k - FAR) for shift in (-FAR, FAR))
+    for learned, given in itertools.product(LEARNED, (ones, *far)):
         backend = subject.build(case, learned=learned)
         out = run(backend, given)
         # Fully-masked rows are zero, as `blind_queries_give_zeros` checks.
