@@ -87,11 +87,13 @@ def _fill(buffers: Inputs, inputs: Inputs) -> Inputs:
     cases=both(Case(tokens=2, batch=1, heads=1, kv_heads=1)),
 )
 def hundreds_of_calls_wear_nothing_out(subject: Subject, case: Case) -> Iterator[Finding]:
-    inputs, backend = subject.inputs(case), subject.build(case)
-    with torch.no_grad():
-        wanted = run(backend, inputs)
-        for _ in range(MANY_CALLS):
-            out = run(backend, inputs)
+    # Causal calls are those of training, others those of evaluation.
+    trains = case.causal and subject.promises.gradients
+    inputs, backend = subject.inputs(case), subject.build(case).train(trains)
+    inputs = inputs.of(*(x.requires_grad_(trains) for x in inputs[:3]))
+    wanted = run(backend, inputs)
+    for _ in range(MANY_CALLS):
+        out = run(backend, inputs)
     yield same_bits(f"Call {MANY_CALLS + 1}", out, wanted)
 
 

@@ -34,7 +34,7 @@ LONG = Case(tokens=2100, batch=2, heads=2, kv_heads=2)
 
 
 # A batch, heads, groups and widths beyond the vectors, warps and tiles of kernels.
-LARGE_BATCH = Case(tokens=3, batch=40, kv_heads=1, masked=True, pattern=6)
+LARGE_BATCH = Case(tokens=3, batch=40, heads=8, kv_heads=2, masked=True, pattern=6)
 MANY_HEADS = Case(tokens=3, batch=2, heads=36, kv_heads=3, norm=GENTLE)
 WIDE = Case(tokens=3, batch=1, head_dim=160, value_dim=136, norm=GENTLE)
 

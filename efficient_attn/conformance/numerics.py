@@ -33,6 +33,8 @@ FACTORS = (2.0, 2.0**5, 2.0**-2, 2.0**-4)
 SCALES = {1.0: 1.0, 0.3: -1.0, 2.0: 0.7}
 # Far beyond Gaussian values, and far below the largest number of float16.
 LARGE = {"float16": 2.0**12, "bfloat16": 2.0**40, "float32": 2.0**40, "float64": 2.0**40}
+# Values whose rounding is still that of their dtype.
+SMALL = {"float16": 2.0**-4, "bfloat16": 2.0**-60, "float32": 2.0**-60, "float64": 2.0**-60}
 # More keys of weight one than half precision can count; their sum overflows float16.
 LONG_SUM = 70_000
 
@@ -247,7 +249,7 @@ def long_sums_do_not_stall_in_half_precision(subject: Subject, case: Case) -> It
 
 
 @check(
-    "Values of thousands give outputs of thousands: the output is proportional to the values in every dtype.",
+    "Large and small values give large and small outputs: both are proportional in every dtype.",
     cases=(
         one
         for dtype in ("float64", *NARROW)
@@ -259,11 +261,17 @@ def long_sums_do_not_stall_in_half_precision(subject: Subject, case: Case) -> It
 def large_values_stay_proportional(subject: Subject, case: Case) -> Iterator[Finding]:
     inputs, backend = subject.inputs(case), subject.build(case)
     out, bound = run(backend, inputs).double(), rounding(backend, inputs, case.dtype)
-    factor = LARGE[case.dtype]
+    for factor in (LARGE[case.dtype], SMALL[case.dtype]):
+        yield _proportional(backend, inputs, factor, out, bound)
+
+
+def _proportional(
+    backend: Backend, inputs: Inputs, factor: float, out: torch.Tensor, bound: torch.Tensor
+) -> Finding:
     large = run(backend, inputs._replace(v=inputs.v * factor)).double()
     # Signed weights may take an output, or a sum on its way, beyond the largest number.
     fits = 4 * factor * largest(inputs.v) * condition(backend, inputs) < torch.finfo(inputs.v.dtype).max
-    yield close(
+    return close(
         f"Values times {factor:g}", large.where(fits, 0), (out * factor).where(fits, 0), bound * factor
     )
 

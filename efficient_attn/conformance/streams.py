@@ -122,6 +122,10 @@ def states_of_thousands_are_whole(subject: Subject, case: Case) -> Iterator[Find
         while start < case.tokens:
             end = start + max(1, min(PREFILL, case.tokens - steps - start))
             out, state = _extend(backend, inputs, slice(start, end), state)
+            if end - start > 1:
+                row = Inputs(inputs.q[:, :, end - 1 : end], inputs.k[:, :, :end], inputs.v[:, :, :end], None)
+                limit = rounding(backend, row, case.dtype)
+                yield close(f"The last token of {end}", out[:, :, -1:], run(backend, row), limit)
             start = end
             outputs.append(out)
     yield close("The last tokens", torch.cat(outputs, dim=2)[:, :, -steps:], wanted, bound)
