@@ -166,3 +166,9 @@ class OverflowsInLaterBlocks:
         first = scores.detach()[..., :128].amax(dim=-1, keepdim=True)
         weights = (scores - first).exp().masked_fill(~visible, 0.0)
         return weights / weights.sum(dim=-1, keepdim=True).clamp_min(1e-300)
+
+
+class FlushesSmallValues:
+    def wide(self, x):
+        x = super().wide(x)
+        return x.where(x.abs() > 1e-12, 0.0)

@@ -132,3 +132,9 @@ class StallsInHalfPrecision:
     def extend(self, q, k, v, state, key_mask):
         lost = v.dtype == torch.bfloat16 and state is not None and state[0].shape[2] > 256 and v.shape[2] == 1
         return super().extend(q, k, v * 0.0 if lost else v, state, key_mask)
+
+
+class ForgetsBeforeLongParts:
+    def extend(self, q, k, v, state, key_mask):
+        out, kept = super().extend(q, k, v, state, key_mask)
+        return self(q, k, v, key_mask) if state is not None and k.shape[2] > 300 else out, kept

@@ -157,6 +157,10 @@ FAULTS = (
     (gradients.FlushesSmallGradients, "layout_changes_no_gradient"),
     (gradients.StallsGradientsOfValues, "gradients_of_values_do_not_stall"),
     (memory.ChangesAfterThreeHundredCalls, "hundreds_of_calls_wear_nothing_out"),
+    (shapes.SequencesBeyond256WrapRound, "every_sequence_is_its_single_call"),
+    (shapes.TakesASharedKeyForASharedQuery, "layout_in_memory_does_not_matter"),
+    (numbers.FlushesSmallValues, "large_values_stay_proportional"),
+    (streaming.ForgetsBeforeLongParts, "states_of_thousands_are_whole"),
     (settings.BranchesOnTheMask, "compiled_it_is_the_same"),
     (settings.CompilesTheUpperLeftTriangle, "compiled_it_is_the_same"),
 )
