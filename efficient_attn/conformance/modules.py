@@ -63,7 +63,7 @@ def a_copy_is_equal_and_apart(subject: Subject, case: Case) -> Iterator[Finding]
 
 @check(
     "Output and gradients under torch.compile(fullgraph=True) equal the eager ones.",
-    cases=(ONE, ONE.but(masked=True), ONE.but(keys=9, causal=True), ONE.but(masked=True, causal=True)),
+    cases=(*both(ONE), ONE.but(keys=9, masked=True, causal=True)),
     capability="compile",
 )
 def compiled_it_is_the_same(subject: Subject, case: Case) -> Iterator[Finding]:
