@@ -189,3 +189,57 @@ class HalvesTheGradientOfFloat16:
     def forward(self, q, k, v, key_mask):
         half = v.dtype == torch.float16 and v.shape[2] > 64
         return super().forward(q, k, _Scaled.apply(v, 0.5) if half else v, key_mask)
+
+
+class HasTheDefaultScaleBackward:
+    def scores(self, q, k):
+        default = self.problem.head_dim**-0.5
+        factor = default / self.problem.factor if self.problem.factor else 1.0
+        return super().scores(_Scaled.apply(q, factor), _Scaled.apply(k, factor))
+
+
+class CutsGradientsAt100:
+    def forward(self, q, k, v, key_mask):
+        return super().forward(_Cut.apply(q, 100.0), k, v, key_mask)
+
+
+class _Flushes(torch.autograd.Function):
+    """Gradients in half precision, which cannot express parts in a million."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return torch.where(gradient.abs() < 6e-8, 0.0, gradient)
+
+
+class FlushesSmallGradients:
+    def forward(self, q, k, v, key_mask):
+        return _Flushes.apply(super().forward(q, k, v, key_mask))
+
+
+class _SumsInLowPrecision(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, weights, v):
+        ctx.save_for_backward(weights, v)
+        return weights @ v.to(weights)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        weights, v = ctx.saved_tensors
+        total = torch.zeros_like(v)
+        for row in range(0, weights.shape[-2], 2):
+            rows = slice(row, row + 2)
+            total = total + (weights[..., rows, :].mT @ gradient[..., rows, :]).to(v.dtype)
+        return gradient @ v.to(weights).mT, total
+
+
+class StallsGradientsOfValues:
+    """The rows' gradients of values are added up in the dtype of the values."""
+
+    def forward(self, q, k, v, key_mask):
+        k, v = (self.for_every_head(self.hidden(x, key_mask), q.shape[1]) for x in (k, v))
+        weights = self.weights(self.scores(q, k), self.visible(q, k, key_mask))
+        return _SumsInLowPrecision.apply(weights, v).to(q.dtype)

@@ -176,3 +176,9 @@ class WritesAGradient:
         if q.is_leaf and not q.requires_grad:
             q.grad = torch.zeros_like(q)
         return super().forward(q, k, v, key_mask)
+
+
+class ChangesAfterThreeHundredCalls:
+    def scores(self, q, k):
+        self.calls = getattr(self, "calls", 0) + 1
+        return super().scores(q, k) * (1.01 if self.calls > 300 else 1.0)

@@ -155,3 +155,20 @@ class DropsEqualKeys:
     def visible(self, q, k, key_mask):
         equal = (k[:, :, :, None] == k[:, :, None]).all(dim=-1).tril(-1).any(dim=-1)
         return super().visible(q, k, key_mask) & ~equal[:, :, None]
+
+
+class OverflowsInLaterBlocks:
+    """Powers of blocks after the first are relative to the largest of the first."""
+
+    def weights(self, scores, visible):
+        if scores.shape[-1] <= 128:
+            return super().weights(scores, visible)
+        first = scores.detach()[..., :128].amax(dim=-1, keepdim=True)
+        weights = (scores - first).exp().masked_fill(~visible, 0.0)
+        return weights / weights.sum(dim=-1, keepdim=True).clamp_min(1e-300)
+
+
+class FlushesSmallValues:
+    def wide(self, x):
+        x = super().wide(x)
+        return x.where(x.abs() > 1e-12, 0.0)

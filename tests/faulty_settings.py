@@ -91,3 +91,20 @@ class AdvancesTheGeneratorInFloat16:
 class AnotherTemperatureOnTwoThreads:
     def scores(self, q, k):
         return super().scores(q, k) * (1.0 if torch.get_num_threads() == 1 else 1.01)
+
+
+class BranchesOnTheMask:
+    """A branch on data, which a graph cannot have."""
+
+    def forward(self, q, k, v, key_mask):
+        if key_mask is not None and key_mask.all():
+            key_mask = None
+        return super().forward(q, k, v, key_mask)
+
+
+class CompilesTheUpperLeftTriangle:
+    def visible(self, q, k, key_mask):
+        visible = super().visible(q, k, key_mask)
+        if self.problem.causal and torch.compiler.is_compiling():
+            visible = visible & torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril()
+        return visible

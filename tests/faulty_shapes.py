@@ -184,3 +184,61 @@ class ReadsWideHeadsFromMemory:
     def forward(self, q, k, v, key_mask):
         wrong = q.stride(1) < q.stride(2) and q.shape[1] > 1 and self.problem.head_dim >= 64
         return super().forward(q.roll(1, 2) if wrong else q, k, v, key_mask)
+
+
+class LargeBatchesHaveTheMasksOfTheFirst:
+    def visible(self, q, k, key_mask):
+        if key_mask is not None and len(key_mask) > 16:
+            key_mask = torch.cat([key_mask[:16], key_mask[: len(key_mask) - 16]])
+        return super().visible(q, k, key_mask)
+
+
+class HeadsBeyond16WrapRound:
+    def for_every_head(self, x, heads):
+        x = super().for_every_head(x, heads)
+        return torch.cat([x[:, :16], x[:, : heads - 16]], 1) if heads > 16 else x
+
+
+class GroupsOfTwelveInTurn:
+    def for_every_head(self, x, heads):
+        group = heads // x.shape[1]
+        return x.repeat(1, group, 1, 1) if group > 8 else super().for_every_head(x, heads)
+
+
+class CutsEntriesBeyond128:
+    def scores(self, q, k):
+        return super().scores(q[..., :128], k[..., :128])
+
+
+class WidthsInStepsOf8:
+    """Heads wider than 64 lose the entries beyond a multiple of 8."""
+
+    def scores(self, q, k):
+        width = q.shape[-1] - q.shape[-1] % 8 if q.shape[-1] > 64 else q.shape[-1]
+        return super().scores(q[..., :width], k[..., :width])
+
+
+class LaterRowsLoseTheirOffset:
+    """Rows of a second block are those of a square."""
+
+    def visible(self, q, k, key_mask):
+        visible = super().visible(q, k, key_mask)
+        if not self.problem.causal or q.shape[2] <= 512:
+            return visible
+        square = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril()
+        return visible & (square | (torch.arange(q.shape[2])[:, None] < 512))
+
+
+class SequencesBeyond256WrapRound:
+    """The heads of a batch are programs of a grid that ends at 256."""
+
+    def forward(self, q, k, v, key_mask):
+        out = super().forward(q, k, v, key_mask)
+        flat = out.flatten(0, 1)
+        return torch.cat([flat[:256], flat[: max(len(flat) - 256, 0)]]).view_as(out)
+
+
+class TakesASharedKeyForASharedQuery:
+    def forward(self, q, k, v, key_mask):
+        shared = len(k) > 1 and k.stride(0) == 0
+        return super().forward(q[:1].expand_as(q) if shared else q, k, v, key_mask)

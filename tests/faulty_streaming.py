@@ -120,3 +120,21 @@ class DropsTheScaleWhenExtending:
         if state is not None and self.problem.scale:
             q = q * (self.problem.head_dim**-0.5 / self.problem.scale)
         return super().extend(q, k, v, state, key_mask)
+
+
+class KeepsARingOf3000(TruncatesLongStates):
+    most = 3000
+
+
+class StallsInHalfPrecision:
+    """Values that are small against the number of tokens are lost, as in sums of half precision."""
+
+    def extend(self, q, k, v, state, key_mask):
+        lost = v.dtype == torch.bfloat16 and state is not None and state[0].shape[2] > 256 and v.shape[2] == 1
+        return super().extend(q, k, v * 0.0 if lost else v, state, key_mask)
+
+
+class ForgetsBeforeLongParts:
+    def extend(self, q, k, v, state, key_mask):
+        out, kept = super().extend(q, k, v, state, key_mask)
+        return self(q, k, v, key_mask) if state is not None and k.shape[2] > 300 else out, kept

@@ -144,7 +144,28 @@ FAULTS = (
     (settings.DrawsInFloat16, "nothing_global_is_touched"),
     (settings.AdvancesTheGeneratorInFloat16, "nothing_global_is_touched"),
     (settings.AnotherTemperatureOnTwoThreads, "threads_do_not_disturb_each_other"),
+    (shapes.LargeBatchesHaveTheMasksOfTheFirst, "every_sequence_is_its_single_call"),
+    (shapes.HeadsBeyond16WrapRound, "every_head_is_its_single_call"),
+    (shapes.GroupsOfTwelveInTurn, "every_head_is_its_single_call"),
+    (shapes.CutsEntriesBeyond128, "every_entry_is_read"),
+    (shapes.WidthsInStepsOf8, "every_entry_is_read"),
+    (shapes.LaterRowsLoseTheirOffset, "queries_are_the_last_positions"),
+    (streaming.KeepsARingOf3000, "states_of_thousands_are_whole"),
+    (streaming.StallsInHalfPrecision, "states_of_thousands_are_whole"),
+    (gradients.HasTheDefaultScaleBackward, "gradients_hold_at_every_shape"),
+    (gradients.CutsGradientsAt100, "layout_changes_no_gradient"),
+    (gradients.FlushesSmallGradients, "layout_changes_no_gradient"),
+    (gradients.StallsGradientsOfValues, "gradients_of_values_do_not_stall"),
+    (memory.ChangesAfterThreeHundredCalls, "hundreds_of_calls_wear_nothing_out"),
+    (shapes.SequencesBeyond256WrapRound, "every_sequence_is_its_single_call"),
+    (shapes.TakesASharedKeyForASharedQuery, "layout_in_memory_does_not_matter"),
+    (numbers.FlushesSmallValues, "large_values_stay_proportional"),
+    (streaming.ForgetsBeforeLongParts, "states_of_thousands_are_whole"),
+    (settings.BranchesOnTheMask, "compiled_it_is_the_same"),
+    (settings.CompilesTheUpperLeftTriangle, "compiled_it_is_the_same"),
 )
+# Faults that show for scores of any size only.
+EXPONENTIAL = ((numbers.OverflowsInLaterBlocks, "extreme_scores_stay_softmax"),)
 LEARNED = (
     (memory.KeepsItsFirstFactor, "a_hundred_calls_leave_no_trace"),
     (gradients.DetachesItsFactor, "gradients_hold_at_every_shape"),
@@ -184,6 +205,7 @@ def with_fault(fault: type, base: type, capabilities: Capabilities) -> BackendSp
 
 FAULTY = [
     *((with_fault(fault, Softmax, EXACT), check) for fault, check in FAULTS),
+    *((with_fault(fault, Softmax, EXACT), check) for fault, check in EXPONENTIAL),
     *((with_fault(fault, Kernel, OTHER), check) for fault, check in FAULTS),
     *((with_fault(fault, Tempered, OTHER), check) for fault, check in LEARNED),
     *((with_fault(fault, LinearMemory, TWO_WHOLE), check) for fault, check in GROWING),

@@ -232,3 +232,11 @@ def test_a_centre_without_keys_stays_where_it_is():
     # The three centres begin at 4, and the first takes all keys, whose mean is 3.8.
     keys = torch.tensor([4.0, 4.0, 4.0, 3.0, 4.0])[None, None, :, None]
     assert kmeans(keys, torch.ones(1, 5, dtype=torch.bool), 3, steps=2).tolist() == [[[1, 1, 1, 0, 1]]]
+
+
+def test_padding_alone_is_streamed_with_gradients_of_zero():
+    backend = ea.build("window-clusters", head_dim=4, causal=True)
+    q, k, v = (torch.randn(1, 2, 3, 4, requires_grad=True) for _ in range(3))
+    out, _ = backend.extend(q, k, v, key_mask=torch.zeros(1, 3, dtype=torch.bool))
+    for gradient in torch.autograd.grad(out.sum(), (q, k, v)):
+        assert not gradient.any()

@@ -15,6 +15,8 @@ from efficient_attn.conformance.table import check
 from efficient_attn.measure import memory
 
 CALLS = 100
+# Calls of a small input, after which counters and logs have filled up.
+MANY_CALLS = 400
 # Calls before which parameters are updated in place, as an optimiser does.
 UPDATES = (0, 40, 70)
 ONE = Case(tokens=7, batch=3, heads=4, kv_heads=2, value_dim=3, masked=True, pattern=3)
@@ -78,6 +80,21 @@ def _fill(buffers: Inputs, inputs: Inputs) -> Inputs:
         if buffer is not None and x is not None:
             buffer.detach().copy_(x)
     return buffers
+
+
+@check(
+    f"{MANY_CALLS} calls later the output has the same bits.",
+    cases=both(Case(tokens=2, batch=1, heads=1, kv_heads=1)),
+)
+def hundreds_of_calls_wear_nothing_out(subject: Subject, case: Case) -> Iterator[Finding]:
+    # Causal calls are those of training, others those of evaluation.
+    trains = case.causal and subject.promises.gradients
+    inputs, backend = subject.inputs(case), subject.build(case).train(trains)
+    inputs = inputs.of(*(x.requires_grad_(trains) for x in inputs[:3]))
+    wanted = run(backend, inputs)
+    for _ in range(MANY_CALLS):
+        out = run(backend, inputs)
+    yield same_bits(f"Call {MANY_CALLS + 1}", out, wanted)
 
 
 @check(

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from efficient_attn.backend import Backend
-from efficient_attn.conformance.cases import Case, Inputs, causally
+from efficient_attn.conformance.cases import BORDERS, Case, Inputs, causally
 from efficient_attn.conformance.compare import (
     LEAK,
     LEAK_LONG,
@@ -23,6 +23,9 @@ from efficient_attn.conformance.subject import Subject, run
 from efficient_attn.conformance.table import check
 
 CAUSAL = ("causal",)
+# Rows of several blocks, with keys before them.
+_ROWS = Case(tokens=600, keys=700, batch=1, heads=1, kv_heads=1, causal=True)
+ROWS = (_ROWS, _ROWS.but(masked=True))
 # Longer than in other checks of outputs.
 BEYOND = Case(tokens=3300, batch=1, heads=1, kv_heads=1, causal=True)
 
@@ -88,13 +91,13 @@ def _changed_after(inputs: Inputs, cut: int, other: Inputs) -> Iterator[tuple[st
 
 @check(
     "With fewer queries than keys, the queries are the last positions of the keys.",
-    cases=(case for case in causally(2, 7, 65)),
+    cases=(*causally(2, 7, 65), *ROWS),
     needs=CAUSAL,
 )
 def queries_are_the_last_positions(subject: Subject, case: Case) -> Iterator[Finding]:
     inputs, backend = subject.inputs(case), subject.build(case)
     bound = rounding(backend, inputs, case.dtype)
-    for last in sorted({1, case.tokens // 2}):
+    for last in sorted({1, case.tokens // 2, *(n for n in BORDERS if 128 < n < case.tokens)}):
         out = run(backend, inputs._replace(q=inputs.q[:, :, -last:]))
         wanted = run(backend, inputs)[:, :, -last:]
         yield close(f"The last {last} queries alone", out, wanted, bound[:, :, -last:])

@@ -107,6 +107,36 @@ def _jumps(backend: Backend, inputs: Inputs, wanted: tuple[Tensor, ...]) -> list
 
 
 @check(
+    "Gradients of values sum thousands of queries in float32 or better.",
+    cases=tuple(
+        Case(tokens=3000, keys=2, batch=1, heads=1, kv_heads=1, dtype=dtype, norm=0.0)
+        for dtype in ("bfloat16", "float16")
+    ),
+    needs=("gradients", "cross"),
+    beyond="low-precision dtypes",
+)
+def gradients_of_values_do_not_stall(subject: Subject, case: Case) -> Iterator[Finding]:
+    inputs = subject.inputs(case)
+    got = _gradients(subject.build(case, learned=None), inputs)[2]
+    wanted = _gradients(subject.build(case, learned=None).double(), inputs.double())[2]
+    bound = 2 * torch.finfo(got.dtype).eps * largest(wanted)
+    yield Finding("Gradient w.r.t. v", distance(got, wanted), bound)
+
+
+@check(
+    "No entry of a query or key is left out, at any head dimension.",
+    cases=tuple(Case(tokens=4, batch=1, head_dim=size, norm=0.5) for size in (3, 71, 160, 256)),
+    needs=("gradients",),
+)
+def every_entry_is_read(subject: Subject, case: Case) -> Iterator[Finding]:
+    for name, gradient in zip("qk", _gradients(subject.build(case), subject.inputs(case)), strict=False):
+        read = gradient.abs().amax(dim=(0, 1, 2)) > 0
+        # A function may read no query or key at all.
+        left_out = float((~read).sum()) if read.any() else 0.0
+        yield Finding(f"Entries of {name} without a gradient", left_out, 0.0)
+
+
+@check(
     "Gradients at long keys match finite differences in float64, and float64 in float32.",
     cases=tuple(
         one

@@ -78,11 +78,18 @@ def layout_in_memory_does_not_matter(subject: Subject, case: Case) -> Iterator[F
         if inputs.key_mask is not None:
             given = given._replace(key_mask=layout(inputs.key_mask))
         yield close(where, run(backend, given), wanted, bound)
-    first = inputs.of(*(x[:1, :1].expand_as(x) for x in inputs[:3]))
-    if inputs.key_mask is not None:
-        first = first._replace(key_mask=inputs.key_mask[:1].expand_as(inputs.key_mask))
-    copied = first.each(Tensor.contiguous)
-    yield close("Expanded", run(backend, first), run(backend, copied), rounding(backend, copied, case.dtype))
+    for names in ("qkv", "q", "k", "v"):
+        first = inputs.of(
+            *(
+                x[:1, :1].expand_as(x) if name in names else x
+                for name, x in zip("qkv", inputs[:3], strict=True)
+            )
+        )
+        if inputs.key_mask is not None and names == "qkv":
+            first = first._replace(key_mask=inputs.key_mask[:1].expand_as(inputs.key_mask))
+        copied = first.each(Tensor.contiguous)
+        bound = rounding(backend, copied, case.dtype)
+        yield close(f"Expanded {names}", run(backend, first), run(backend, copied), bound)
 
 
 def _transposed(x: Tensor) -> Tensor:

@@ -8,16 +8,18 @@ import torch
 from torch import Tensor
 
 from efficient_attn.backend import Backend
-from efficient_attn.conformance.cases import Case, Inputs, joint
+from efficient_attn.conformance.cases import Case, Inputs, both, joint
 from efficient_attn.conformance.compare import close, distance, rounding
 from efficient_attn.conformance.records import Finding
-from efficient_attn.conformance.subject import Subject, run
+from efficient_attn.conformance.subject import Subject, run, takes_scale
 from efficient_attn.conformance.table import check
 
 # Short vectors keep signed features from cancelling, which would spoil finite differences.
 GENTLE = 0.5
 STEP = 1e-5
 DIRECTIONS = 3
+# Factor on the default scale of masked inputs.
+SCALE = 0.7
 BORDER = Case(tokens=129, batch=1, heads=2, kv_heads=1, value_dim=3, norm=GENTLE)
 # One length beyond each usual block size, with every setting that affects gradients.
 BEYOND = tuple(
@@ -31,13 +33,23 @@ BEYOND = tuple(
 LONG = Case(tokens=2100, batch=2, heads=2, kv_heads=2)
 
 
+# A batch, heads, groups and widths beyond the vectors, warps and tiles of kernels.
+LARGE_BATCH = Case(tokens=3, batch=40, heads=8, kv_heads=2, masked=True, pattern=6)
+MANY_HEADS = Case(tokens=3, batch=2, heads=36, kv_heads=3, norm=GENTLE)
+WIDE = Case(tokens=3, batch=1, head_dim=160, value_dim=136, norm=GENTLE)
+
+
 def _long(seed: int) -> tuple[Case, ...]:
     return (LONG, *joint(seed, 2100)[:2])
 
 
 @check(
     "A sequence of a batch has the same output as in a call of its own.",
-    drawn=lambda seed: (*joint(seed, 3, 9, 70, 200), *joint(seed, 9, 70, dtype="float32")),
+    drawn=lambda seed: (
+        *joint(seed, 3, 9, 70, 200),
+        *joint(seed, 9, 70, dtype="float32"),
+        *both(LARGE_BATCH),
+    ),
     long=_long,
 )
 def every_sequence_is_its_single_call(subject: Subject, case: Case) -> Iterator[Finding]:
@@ -50,7 +62,12 @@ def every_sequence_is_its_single_call(subject: Subject, case: Case) -> Iterator[
 
 @check(
     "A head has the same output as in a call of its own, with the keys and values of its group.",
-    drawn=lambda seed: (*joint(seed, 3, 9, 70), *joint(seed, 9, dtype="float32")),
+    drawn=lambda seed: (
+        *joint(seed, 3, 9, 70),
+        *joint(seed, 9, dtype="float32"),
+        *both(MANY_HEADS),
+        MANY_HEADS.but(kv_heads=36),
+    ),
     long=_long,
 )
 def every_head_is_its_single_call(subject: Subject, case: Case) -> Iterator[Finding]:
@@ -69,7 +86,7 @@ def every_head_is_its_single_call(subject: Subject, case: Case) -> Iterator[Find
 
 @check(
     "A column of the values has the same output as in a call of its own, for any key and value dimensions.",
-    drawn=lambda seed: (*joint(seed, 3, 9), *joint(seed, 9, dtype="float32")),
+    drawn=lambda seed: (*joint(seed, 3, 9), *joint(seed, 9, dtype="float32"), WIDE),
 )
 def columns_of_values_are_computed_alone(subject: Subject, case: Case) -> Iterator[Finding]:
     inputs, backend = subject.inputs(case), subject.build(case)
@@ -91,14 +108,21 @@ def _single_head(subject: Subject, case: Case, backend: Backend) -> Backend | No
 @check(
     "Gradients w.r.t. q, k, v and parameters match finite differences, for all settings and lengths.",
     cases=BEYOND,
-    drawn=lambda seed: tuple(case.but(norm=GENTLE) for case in joint(seed, 2, 6, 33)),
+    drawn=lambda seed: (
+        *(case.but(norm=GENTLE) for case in joint(seed, 2, 6, 33)),
+        *both(MANY_HEADS),
+        *both(WIDE),
+    ),
     long=lambda seed: (BORDER.but(tokens=2100), BORDER.but(tokens=2100, causal=True)),
     needs=("gradients",),
 )
 def gradients_hold_at_every_shape(subject: Subject, case: Case) -> Iterator[Finding]:
     if case.dtype not in subject.promises.dtypes:
         return
-    backend, finding = subject.build(case).train(), None
+    backend, finding = subject.build(case), None
+    if case.masked and takes_scale(backend):
+        backend = subject.build(case, scale=SCALE * case.head_dim**-0.5)
+    backend.train()
     for direction in range(DIRECTIONS):
         # A kink spoils the difference quotient of one direction; a wrong gradient is wrong along all of them.
         finding = along(subject, backend, case, direction)

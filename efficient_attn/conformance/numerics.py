@@ -33,6 +33,8 @@ FACTORS = (2.0, 2.0**5, 2.0**-2, 2.0**-4)
 SCALES = {1.0: 1.0, 0.3: -1.0, 2.0: 0.7}
 # Far beyond Gaussian values, and far below the largest number of float16.
 LARGE = {"float16": 2.0**12, "bfloat16": 2.0**40, "float32": 2.0**40, "float64": 2.0**40}
+# Values whose rounding is still that of their dtype.
+SMALL = {"float16": 2.0**-4, "bfloat16": 2.0**-60, "float32": 2.0**-60, "float64": 2.0**-60}
 # More keys of weight one than half precision can count; their sum overflows float16.
 LONG_SUM = 70_000
 
@@ -64,6 +66,8 @@ def _shapes(*, dtype: str) -> tuple[Case, ...]:
         Case(tokens=3, keys=8, head_dim=1, value_dim=1, dtype=dtype),
         Case(tokens=16, head_dim=59, value_dim=64, masked=True, dtype=dtype),
         Case(tokens=3, head_dim=128, batch=1, dtype=dtype),
+        Case(tokens=3, head_dim=71, value_dim=136, batch=1, dtype=dtype),
+        Case(tokens=3, head_dim=256, value_dim=71, batch=1, dtype=dtype),
     )
     return *ordinary, *(one for case in special for one in both(case))
 
@@ -111,8 +115,9 @@ def equals_softmax_attention_at_every_scale(subject: Subject, case: Case) -> Ite
     cases=(
         one
         for dtype in ("float64", "float32")
+        for case in (Case(tokens=7), Case(tokens=300, batch=1, heads=1, kv_heads=1))
         for norm in (10.0, 100.0, 1000.0)
-        for one in both(Case(tokens=7, dtype=dtype, norm=norm))
+        for one in both(case.but(dtype=dtype, norm=norm))
     ),
     needs=("exact",),
 )
@@ -244,7 +249,7 @@ def long_sums_do_not_stall_in_half_precision(subject: Subject, case: Case) -> It
 
 
 @check(
-    "Values of thousands give outputs of thousands: the output is proportional to the values in every dtype.",
+    "Large and small values give large and small outputs: both are proportional in every dtype.",
     cases=(
         one
         for dtype in ("float64", *NARROW)
@@ -256,11 +261,17 @@ def long_sums_do_not_stall_in_half_precision(subject: Subject, case: Case) -> It
 def large_values_stay_proportional(subject: Subject, case: Case) -> Iterator[Finding]:
     inputs, backend = subject.inputs(case), subject.build(case)
     out, bound = run(backend, inputs).double(), rounding(backend, inputs, case.dtype)
-    factor = LARGE[case.dtype]
+    for factor in (LARGE[case.dtype], SMALL[case.dtype]):
+        yield _proportional(backend, inputs, factor, out, bound)
+
+
+def _proportional(
+    backend: Backend, inputs: Inputs, factor: float, out: torch.Tensor, bound: torch.Tensor
+) -> Finding:
     large = run(backend, inputs._replace(v=inputs.v * factor)).double()
     # Signed weights may take an output, or a sum on its way, beyond the largest number.
     fits = 4 * factor * largest(inputs.v) * condition(backend, inputs) < torch.finfo(inputs.v.dtype).max
-    yield close(
+    return close(
         f"Values times {factor:g}", large.where(fits, 0), (out * factor).where(fits, 0), bound * factor
     )
 
@@ -270,8 +281,9 @@ def large_values_stay_proportional(subject: Subject, case: Case) -> Iterator[Fin
     cases=(
         one
         for dtype in ("float64", *NARROW)
+        for case in (Case(tokens=7), Case(tokens=200, batch=1, heads=1, kv_heads=1))
         for norm in (3.0, 300.0)
-        for one in both(Case(tokens=7, dtype=dtype, norm=norm))
+        for one in both(case.but(dtype=dtype, norm=norm))
     ),
 )
 def large_inputs_stay_finite(subject: Subject, case: Case) -> Iterator[Finding]:

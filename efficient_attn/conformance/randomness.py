@@ -18,6 +18,8 @@ STANDARD_ERRORS = 4.5
 DRAWS = 150
 FEW, MANY = 64, 4096
 LITTLE = Case(tokens=7)
+# Equal to 1 modulo every usual power of two.
+LARGE_SEED = 2**31 + 1
 # One query and two keys along the diagonal, where the sign convention of a QR decomposition shows most.
 DIAGONAL = Case(tokens=1, keys=2, batch=1, heads=1, kv_heads=1, head_dim=16)
 
@@ -39,10 +41,15 @@ def a_seed_fixes_the_draw(subject: Subject, case: Case) -> Iterator[Finding]:
     zero, one = (run(subject.build(case, seed=seed), inputs) for seed in (0, 1))
     yield same_bits("seed=1 twice", run(subject.build(case, seed=1), inputs), one)
     yield Finding("seed=0 and seed=1 give the same", float(torch.equal(zero, one)), 0.0)
+    large = run(subject.build(case, seed=LARGE_SEED), inputs)
+    yield Finding(f"seed={LARGE_SEED} and seed=1 give the same", float(torch.equal(large, one)), 0.0)
     redrawn = subject.build(case, seed=0)
     if hasattr(redrawn.core, "redraw"):
         redrawn.redraw(1)
         yield same_bits("Redrawn with seed 1", run(redrawn, inputs), one)
+        if subject.promises.streaming and case.causal:
+            streamed, anew = (x.extend(*inputs[:3])[0] for x in (redrawn, subject.build(case, seed=1)))
+            yield same_bits("Extended after a redraw with seed 1", streamed, anew)
 
 
 @check(

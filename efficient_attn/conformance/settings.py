@@ -19,6 +19,8 @@ from efficient_attn.conformance.table import CannotCheck, check
 from efficient_attn.measure.memory import tensors_in
 
 ONE = Case(tokens=7, value_dim=3)
+# Powers of two, which cause no rounding: loss scaling, and gradients of a mean over many tokens.
+FLOWING = (2.0**20, 2.0**-40)
 KINDS = (*both(ONE), *both(ONE.but(masked=True)), *both(ONE.but(dtype="float32")))
 
 
@@ -173,7 +175,7 @@ def a_negative_scale_turns_queries_round(subject: Subject, case: Case) -> Iterat
 
 
 @check(
-    "Gradients do not depend on memory layout, and nothing is modified in place.",
+    "Gradients are proportional to the upstream gradient, in any layout; nothing is modified in place.",
     drawn=lambda seed: (*joint(seed, 9, 70), *joint(seed, 9, dtype="float32")),
     needs=("gradients",),
 )
@@ -183,6 +185,12 @@ def layout_changes_no_gradient(subject: Subject, case: Case) -> Iterator[Finding
     flowing = subject.inputs(case, other=1).q.new_ones(shape).cumsum(-1).sin()
     bound = float(rounding(backend, inputs, case.dtype).max())
     wanted, _ = _backward(backend, inputs, flowing)
+    for factor in FLOWING:
+        got, _ = _backward(backend, inputs, flowing * factor)
+        for letter, one, other in zip("qkv", got, wanted, strict=True):
+            size = bound * max(1.0, float(other.abs().max()) if other.numel() else 1.0)
+            where = f"Upstream times {factor:g}: gradient w.r.t. {letter}"
+            yield Finding(where, distance(one / factor, other), size)
     turned = inputs.of(*(x.mT.contiguous().mT for x in inputs[:3]))
     if inputs.key_mask is not None:
         turned = turned._replace(key_mask=inputs.key_mask.T.contiguous().T)

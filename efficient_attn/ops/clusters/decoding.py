@@ -104,6 +104,11 @@ def extend_clusters(
     outs, later = [], list(parts)
     for number, (rows, start) in enumerate(groups):
         padding = min(max(start - tokens + new, 0), new)
+        if padding == new:
+            # Gradients of padding alone are zero, as those of a full pass, and not absent.
+            zero = sum(x[rows, ..., :0].sum() for x in (q, *cache[:2]))
+            outs.append(q.new_zeros(*q[rows].shape[:3], v.shape[3]) + zero)
+            continue
         some_k, some_v = (x[rows, :, start:] for x in cache[:2])
         some_mask = None if mask is None else mask[rows, start:]
         out, later[number] = _extended(q[rows, :, padding:], some_k, some_v, some_mask, parts[number], task)

@@ -33,6 +33,9 @@ from efficient_attn.ops.linear.segments.weak_chunks import chunk_rows, put_chunk
 from efficient_attn.ops.linear.segments.weak_chunks_backward import weak_chunk_gradients
 from efficient_attn.ops.linear.state import LinearState, with_ones
 
+# Factor on upstream gradients, a power of two: products in float32 reach down to e⁻⁸⁰.
+_LIFT = 2.0**50
+
 
 class Rows(NamedTuple):
     """Query-side quantities of a segment in chunks.
@@ -135,11 +138,13 @@ def _pairs(rows: Rows, keys: Keys) -> Pairs:
         factors = factors * rest
     if rows.sign is not None:
         factors = factors * rows.sign
-    grad_scores = _triangle(factors * (rows.g @ keys.values.mT), size)
+    # At the scales of float32 products are near its smallest number, and gradients of long texts below it.
+    lift = _LIFT if factors.dtype == torch.float32 and queries.log_scale is not None else 1.0
+    grad_scores = _triangle(factors * ((lift * rows.g) @ keys.values.mT), size)
     scores = _triangle(factors * (queries.weights @ keys.scaled.weights.mT), size)
     found = Pairs(
-        _gradients(queries.weights, grad_scores @ keys.scaled.weights, rows.features),
-        _gradients(keys.scaled.weights, grad_scores.mT @ queries.weights, keys.features),
+        _gradients(queries.weights, grad_scores @ keys.scaled.weights, rows.features, lift),
+        _gradients(keys.scaled.weights, grad_scores.mT @ queries.weights, keys.features, lift),
         scores.mT @ rows.g[..., :-1],
     )
     return found if weak_rows is None else _with_weak_chunks(found, weak_rows, rows, keys)
@@ -181,9 +186,9 @@ def _read_queries(keys: Features, values: Tensor, later: LinearState) -> tuple[F
     return feature_gradients(scaled, values @ later.sums.mT), scaled.weights @ later.sums[..., :-1]
 
 
-def _gradients(weights: Tensor, grad_weights: Tensor, features: Features) -> Features:
+def _gradients(weights: Tensor, grad_weights: Tensor, features: Features, lift: float) -> Features:
     if features.values is None:
-        return Features(weights * grad_weights, None)
+        return Features((weights * grad_weights).div_(lift), None)
     return Features((weights * grad_weights).sum(dim=-1, keepdim=True), grad_weights)
 
 
