@@ -16,7 +16,7 @@ from made_records import case
 
 from efficient_attn.runner.records import Record
 from efficient_attn.stats.curves import Curve, curves
-from efficient_attn.stats.median import FEWEST_FOR_95
+from efficient_attn.stats.estimates import FEWEST_FOR_95
 from efficient_attn.studies.bench.crossover import crossovers, gains
 from efficient_attn.studies.recall.analysis import accuracy_of
 

@@ -11,7 +11,7 @@ import efficient_attn as ea
 from efficient_attn.errors import DataError, OptionError, UnknownNameError
 from efficient_attn.runner.records import Case, Record
 from efficient_attn.stats import significance
-from efficient_attn.stats.scatter import turn_middles
+from efficient_attn.stats.scatter import round_means
 
 # A default benchmark: six backends at five lengths.
 BACKENDS, LENGTHS = 6, 5
@@ -99,7 +99,7 @@ def test_copies_of_a_call_in_its_turn_tell_nothing_new():
 def test_a_run_that_is_noisier_everywhere_weighs_less_in_every_interval():
     generator = np.random.default_rng(0)
     old, new = run(generator), run(generator, cv=0.4)
-    turns = [(turn_middles(one), turn_middles(other)) for one, other in zip(old, new, strict=True)]
+    turns = [(round_means(one), round_means(other)) for one, other in zip(old, new, strict=True)]
     ratio = significance.noise_ratio(turns)
     # 64, but for three standard errors: √(2 ψ'(3/2) / 30) = 0.25 of a logarithm.
     assert abs(math.log(ratio / 64)) < 0.75

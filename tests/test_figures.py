@@ -9,7 +9,7 @@ from made_records import costs, errors, folder
 from PIL import Image
 
 from efficient_attn.errors import OptionError, UnknownNameError
-from efficient_attn.report.axes import STYLES, WIDTH_INCHES, draw
+from efficient_attn.report.drawing import STYLES, WIDTH_INCHES, draw
 from efficient_attn.report.figures import Axis, Chart, Plot, Series
 from efficient_attn.studies import report as redraw
 from efficient_attn.studies.reading import read

@@ -9,9 +9,8 @@ from scipy import stats
 
 from efficient_attn.runner.records import Case, Record
 from efficient_attn.stats.curves import curves
+from efficient_attn.stats.estimates import call_time, middle, time_ratio
 from efficient_attn.stats.growth import exact_growth, growth
-from efficient_attn.stats.median import middle
-from efficient_attn.stats.rounds import call_time, time_ratio
 from efficient_attn.studies.bench.crossover import gains
 from efficient_attn.studies.bench.tables import tables
 

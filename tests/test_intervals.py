@@ -6,7 +6,7 @@ from simulate_intervals import MODELS, Coverage, of_runs, recall_coverage, time_
 
 import efficient_attn as ea
 from efficient_attn.stats.curves import curves
-from efficient_attn.stats.rounds import time_ratio
+from efficient_attn.stats.estimates import time_ratio
 
 
 def fewest(share: float, runs: int) -> int:

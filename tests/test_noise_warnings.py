@@ -11,7 +11,7 @@ import pytest
 from efficient_attn import bench
 from efficient_attn.measure.conditions import between, moment, waited_s
 from efficient_attn.runner.record import Case, Record, replace
-from efficient_attn.stats.noise_warnings import DURING, doubts
+from efficient_attn.stats.remarks import DURING, doubts
 from efficient_attn.studies.reading import read
 
 STEADY = (1.0, 1.001, 1.002, 1.003, 1.002, 1.001, 1.0)

@@ -15,8 +15,8 @@ from efficient_attn.runner.record import Case, Record
 from efficient_attn.runner.records import read
 from efficient_attn.runner.variants import select
 from efficient_attn.runner.worker import measure
+from efficient_attn.stats.estimates import call_time
 from efficient_attn.stats.predicted_time import time_models
-from efficient_attn.stats.rounds import call_time
 
 # Batch, heads and head dimension of the calls that predict.
 SHAPES = ((1, 1, 64), (1, 8, 32), (1, 2, 128))

@@ -151,7 +151,7 @@ def test_a_run_is_drawn_when_it_is_saved_and_a_failure_to_draw_is_a_note(tmp_pat
     def fail(*_, **__):
         raise ZeroDivisionError("no ink")
 
-    monkeypatch.setattr("efficient_attn.report.outputs.page", fail)
+    monkeypatch.setattr("efficient_attn.report.files.page", fail)
     results.save(tmp_path / "third")
     assert read(tmp_path / "third").records == results.records
     assert (

@@ -8,11 +8,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from efficient_attn.report.escape import csv_cell, markdown_cell, markdown_line, plain
-from efficient_attn.stats.growth import Growth
-from efficient_attn.stats.rounds import Typical
-
-# An interval wider than this share of the median to either side is shown.
-_NOISY = 0.1
 
 # A wider cell is a sentence, which is wrapped to no less than this.
 _SENTENCE = 32
@@ -38,46 +33,6 @@ class Table(NamedTuple):
 
     def _repr_html_(self) -> str:
         return to_html(self)
-
-
-def show_growth(fit: Growth | None) -> str:
-    """The power of tokens with its interval: `n^1.98 (1.95 to 2.01)`, or `unclear`; empty without a fit."""
-    if fit is None:
-        return ""
-    if not fit.clear:
-        return "unclear"
-    low, high = (None if edge is None else f"{edge:.2f}" for edge in (fit.low, fit.high))
-    return f"n^{fit.power:.2f}" + ("" if low == high else f" ({low} to {high})")
-
-
-def show_range(low: float, high: float) -> str:
-    """`0.83 to 1.2`: two edges to three digits."""
-    return f"{three_digits(low)} to {three_digits(high)}"
-
-
-def three_digits(value: float) -> str:
-    """Three significant digits and no exponent."""
-    if value >= 100:
-        return f"{value:.0f}"
-    return f"{value:.{2 if value < 10 else 1}f}" if value >= 1 else f"{value:.3g}"
-
-
-def show_spread(value: float, low: float | None, high: float | None, *, unit: float) -> str:
-    """The value in the unit, with half of its interval where there is one and it is wide."""
-    text = three_digits(value / unit)
-    if low is None or high is None or not value:
-        return text
-    spread = max(high - value, value - low) / value
-    return f"{text} ±{spread:.0%}" if spread > _NOISY else text
-
-
-def show_ratio(ratio: Typical) -> str:
-    """`3.10x`, with its interval where that is wide or holds 1."""
-    text = f"{three_digits(ratio.median)}x"
-    if ratio.low is None or ratio.high is None:
-        return text
-    telling = ratio.side_of_one and ratio.high - ratio.low <= 2 * _NOISY * ratio.median
-    return text if telling else f"{text} ({show_range(ratio.low, ratio.high)})"
 
 
 def to_markdown(table: Table) -> str:
@@ -150,9 +105,9 @@ def _blocks(cells: Sequence[Sequence[str]], width: int) -> list[dict[int, int]]:
 
     natural = [max(1, *map(cell_len, texts)) for texts in cells]
     # A word beyond these widths is folded.
-    others = [min(least(texts), width // 2) for texts in cells[1:]]
-    room = max(1, width - 2 * _GAP - max(others, default=0))
-    smallest = [min(max(least(cells[0]), min(natural[0], width // 2)), room), *others]
+    further = [min(least(texts), width // 2) for texts in cells[1:]]
+    room = max(1, width - 2 * _GAP - max(further, default=0))
+    smallest = [min(max(least(cells[0]), min(natural[0], width // 2)), room), *further]
     rows = list(zip(*(texts[1:] for texts in cells), strict=True))
     distinct = (count for count in range(1, len(cells)) if len({row[:count] for row in rows}) == len(rows))
     names = list(range(next(distinct, 1)))

@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from efficient_attn.runner.record import Case, Record, replace
-from efficient_attn.stats.rounds import call_time
+from efficient_attn.stats.estimates import call_time
 from efficient_attn.stats.significance import quantile
 
 Floats = NDArray[np.float64]
@@ -123,8 +123,7 @@ def _fit(records: Sequence[Record], target: Any) -> TimeModel:
     times_s = np.array([call_time(record).median for record in records])
     # Shares of a call: every row sums to one where the prediction equals the measurement.
     shares = np.array([_counts(record.case, target) for record in records]) / times_s[:, None]
-    others = ~np.eye(len(times_s), dtype=bool)
-    missed = [math.log(shares[n] @ _rates(shares[others[n]])) for n in range(len(times_s))]
+    missed = [math.log(shares[n] @ _rates(np.delete(shares, n, axis=0))) for n in range(len(times_s))]
     scatter = math.sqrt(float(np.mean(np.square(missed))))
     return TimeModel(records[0].case, target, tuple(_rates(shares)), scatter, len(records))
 
@@ -136,12 +135,12 @@ def _rates(shares: Floats) -> Floats:
     best, least = np.zeros(scaled.shape[1]), math.inf
     parts = range(scaled.shape[1])
     for chosen in itertools.chain.from_iterable(itertools.combinations(parts, n + 1) for n in parts):
-        found = np.linalg.lstsq(scaled[:, chosen], np.ones(len(scaled)), rcond=None)[0]
-        missed = float(np.square(scaled[:, chosen] @ found - 1).sum())
+        rates = np.linalg.lstsq(scaled[:, chosen], np.ones(len(scaled)), rcond=None)[0]
+        missed = float(np.square(scaled[:, chosen] @ rates - 1).sum())
         # A part more is no better where it explains nothing.
-        if (found >= 0).all() and missed < least - 1e-12:
+        if (rates >= 0).all() and missed < least - 1e-12:
             best, least = np.zeros(scaled.shape[1]), missed
-            best[list(chosen)] = found
+            best[list(chosen)] = rates
     return best / np.where(units > 0, units, 1.0)
 
 

@@ -11,7 +11,7 @@ from efficient_attn.runner import worker
 from efficient_attn.runner.record import Case, Record, replace
 from efficient_attn.runner.sizes import MEAN_OF_VALUES, OWN, PLAN
 from efficient_attn.runner.variants import DENSE, YARDSTICK, Variant
-from efficient_attn.stats.rounds import call_time, time_ratio
+from efficient_attn.stats.estimates import call_time, time_ratio
 from efficient_attn.studies.advise.choice import best_layers, parsed_layers
 from efficient_attn.studies.advise.findings import PROBE, Findings
 from efficient_attn.studies.costs import cost_points

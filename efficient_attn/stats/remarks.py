@@ -1,11 +1,14 @@
-"""Noise warnings: conditions that make the times of a run uncertain, each with its remedy."""
+"""Remarks on a run: noise and its remedy, candidates that were not measured or that save no operations."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from efficient_attn.runner.records import Record
-from efficient_attn.stats.rounds import FEWEST_ROUNDS, call_time, round_times
+from efficient_attn.operation_counts import softmax_matmuls, visible_pairs
+from efficient_attn.runner.records import Case, Record
+from efficient_attn.runner.sizes import OWN
+from efficient_attn.runner.variants import DENSE, YARDSTICK
+from efficient_attn.stats.estimates import FEWEST_ROUNDS, call_time, round_times
 
 # Key of an environment that lists the conditions during the run, one entry per resumption.
 DURING = "during"
@@ -13,6 +16,13 @@ DURING = "during"
 # Beginning of a verdict that the times of a run do not support, and its remedy under load.
 COULD_NOT_TELL = "could not tell on this machine now"
 IDLE = "an idle machine or fewer --threads would settle it"
+
+# Key of an environment that lists the candidate labels.
+CANDIDATES = "candidates"
+
+# Share of the operations of exact attention above which a remark is due: a window wider than the sequence
+# computes three quarters of all pairs and more.
+_SAVES_LITTLE = 0.75
 
 # Share of the time above which threads that wait for a processor are reported.
 _WAITED = 0.05
@@ -49,18 +59,61 @@ def disturbance(records: Iterable[Record], environment: Mapping[str, Any] | None
 
 
 def explanation(
-    record: Record, other: Record, ratio: float, environment: Mapping[str, Any] | None
+    record: Record, baseline: Record, ratio: float, environment: Mapping[str, Any] | None
 ) -> str | None:
     """The load that may explain this ratio of two times, as a clause; None: the ratio stands."""
-    share = max(_waiting(record) or 0.0, _waiting(other) or 0.0)
+    share = max(_waiting(record) or 0.0, _waiting(baseline) or 0.0)
     explains = share > _WAITED and max(ratio, 1 / ratio) * (1 - share) <= 1
     return disturbance([], environment) or (_WAITING.format(share) if explains else None)
 
 
-def _exceeding(found: Sequence[Any], share: Share, limit: float) -> list[tuple[list[Any], float]]:
-    """Everything whose share is above the limit, with the largest share; empty if nothing is."""
-    shares = [(one, value) for one in found if (value := share(one)) is not None and value > limit]
-    return [([one for one, _ in shares], max(value for _, value in shares))] if shares else []
+def missing(environment: Mapping[str, Any] | None, measured: Collection[str]) -> str:
+    """` Not measured (2 of 5 candidates): window, linformer.`; empty if nothing is missing."""
+    listed = (environment or {}).get(CANDIDATES)
+    labels = (
+        dict.fromkeys(label for label in listed if isinstance(label, str)) if isinstance(listed, list) else {}
+    )
+    left = [label for label in labels if label not in measured]
+    return f" Not measured ({len(left)} of {len(labels)} candidates): {', '.join(left)}." if left else ""
+
+
+def operations_share(record: Record) -> float | None:
+    """Operations as a share of the operations of exact attention; None if not counted."""
+    return None if not record.flops else record.flops / exact_operations(record.case)
+
+
+def exact_operations(case: Case) -> int:
+    """Operations of exact attention, forward, at the sizes of the case."""
+    last = case.tokens - 1
+    pairs = visible_pairs(case.tokens, back=last, ahead=0 if case.causal else last)
+    adds = sum(matmul.multiply_adds for matmul in softmax_matmuls(pairs, case.head_dim, case.head_dim))
+    return max(2 * case.batch * case.num_heads * adds, 1)
+
+
+def operations_sentence(records: Sequence[Record]) -> str | None:
+    """Approximations that save few operations or none at the length measured."""
+    shares = {
+        record.case.label: share
+        for record in records
+        if record.case.backend not in (YARDSTICK, DENSE, OWN)
+        and (share := operations_share(record)) is not None
+        and share > _SAVES_LITTLE
+    }
+    if not shares:
+        return None
+    names = ", ".join(f"{label} ({shares[label]:.2f}x)" for label in sorted(shares, key=shares.__getitem__))
+    return (
+        f"Approximations that save few operations or none at {records[0].case.tokens} tokens "
+        f"(exact attention = 1): {names}."
+    )
+
+
+def _exceeding(subjects: Sequence[Any], share: Share, limit: float) -> list[tuple[list[Any], float]]:
+    """Subjects whose share is above the limit, with the largest share; empty without any."""
+    shares = [
+        (subject, value) for subject in subjects if (value := share(subject)) is not None and value > limit
+    ]
+    return [([subject for subject, _ in shares], max(value for _, value in shares))] if shares else []
 
 
 def _names(records: Sequence[Record]) -> str:
@@ -69,8 +122,8 @@ def _names(records: Sequence[Record]) -> str:
     for record in records[:_NAMED]:
         lengths.setdefault(record.case.label, []).append(record.case.tokens)
     named = ", ".join(f"{label} at {', '.join(map(str, tokens))} tokens" for label, tokens in lengths.items())
-    more = len(records) - _NAMED
-    return named if more <= 0 else f"{named} and {more} more {'point' if more == 1 else 'points'}"
+    further = len(records) - _NAMED
+    return named if further <= 0 else f"{named} and {further} more point{'s' * (further > 1)}"
 
 
 def _timed(record: Record) -> bool:
@@ -122,8 +175,8 @@ def _entry(name: str) -> Share:
 
     def share(run: Mapping[str, Any]) -> float | None:
         value = run.get(name)
-        known = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < math.inf
-        return float(value) if known and value is not None else None
+        finite = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < math.inf
+        return float(value) if finite and value is not None else None
 
     return share
 
