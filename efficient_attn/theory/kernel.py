@@ -1,11 +1,11 @@
 """Errors of random features in closed form, in float64, for comparison with measurements.
 
-Vectors are the scaled ones, x = q/d^(1/4) and y = k/d^(1/4), so that the softmax kernel is SM = exp(x·y). An
-error is the mean squared error of a kernel entry over SM², given as its natural logarithm, since it leaves the
-range of float64 long before attention leaves the range of inputs.
+Vectors are the scaled ones, x = q/d^(1/4) and y = k/d^(1/4), so that the softmax kernel is SM = exp(x·y).
+An error is the mean squared error of a kernel entry over SM², given as its natural logarithm, since it
+leaves the range of float64 long before attention leaves the range of inputs.
 
-m is `num_directions`, the number of directions ω ~ N(0, I); trigonometric and hyperbolic maps make two features
-of each direction, the positive map one. Errors depend on a pair only through `square`: |x − y|² for
+m is `num_directions`, the number of directions ω ~ N(0, I); trigonometric and hyperbolic maps make two
+features of each direction, the positive map one. Errors depend on a pair only through `square`: |x − y|² for
 trigonometric features, |x + y|² for the others.
 """
 
@@ -33,8 +33,8 @@ _BLOCK = 1 << 20
 def log_trigonometric_error(square: ArrayLike, *, num_directions: int = 1) -> Floats:
     """log of ½ e^(|x−y|²) (1 − e^(−|x−y|²))² / m: the error of cos and sin features over SM².
 
-    Choromanski et al., Rethinking Attention with Performers (ICLR 2021), lemma 2, divided by SM². It is −∞ for
-    x = y, where the estimate is exact.
+    Choromanski et al., Rethinking Attention with Performers (ICLR 2021), lemma 2, divided by SM². It is −∞
+    for x = y, where the estimate is exact.
     """
     square = _squares(square)
     return 2 * _log_expm1(square) - square - math.log(2 * _count("num_directions", num_directions))
@@ -60,8 +60,8 @@ def log_hyperbolic_error(square: ArrayLike, *, num_directions: int = 1) -> Float
 def log_oprf_error(z: ArrayLike, *, a: ArrayLike, num_directions: int = 1) -> Floats:
     """log of the error of OPRF (FAVOR++) over SM², for z = x + y [..., head_dim].
 
-    With u = 1 − 8a, log E[X²]/SM² = Σ_l log((1 + u_l)/2) − ½ log u_l + z_l²/u_l for one direction; a = 0 is the
-    positive map. Likhosherstov et al., Chefs' Random Tables (NeurIPS 2022), and Dense-Exponential Random
+    With u = 1 − 8a, log E[X²]/SM² = Σ_l log((1 + u_l)/2) − ½ log u_l + z_l²/u_l for one direction; a = 0 is
+    the positive map. Likhosherstov et al., Chefs' Random Tables (NeurIPS 2022), and Dense-Exponential Random
     Features (NeurIPS 2023) with an exponent for each axis.
 
     Args:
@@ -107,13 +107,13 @@ def log_coupled_error(
 ) -> Floats:
     """log of the exact error of coupled directions over SM²: (ρ₂ − 1)/m + f (c − 1).
 
-    Directions come in blocks of at most d = `head_dim` with chi-distributed lengths; blocks are independent of
-    each other, and the last may be partial. ρ₂ = E[X²]/SM² of one direction, c = E[X₁X₂]/SM² of a pair in a
-    block, and f = Σ b(b − 1)/m² over blocks of b directions is the share of such pairs.
+    Directions come in blocks of at most d = `head_dim` with chi-distributed lengths; blocks are independent
+    of each other, and the last may be partial. ρ₂ = E[X²]/SM² of one direction, c = E[X₁X₂]/SM² of a pair in
+    a block, and f = Σ b(b − 1)/m² over blocks of b directions is the share of such pairs.
 
-    c = e^(−|z|²) 1F1(d; d/2; |z|²/2) for orthogonal directions and z = x + y, also for OPRF with any exponent;
-    −|x − y|² in place of |z|² for trigonometric features. Choromanski et al. (2021), theorem 2, bounds this
-    error. Simplex directions have the cosine ρ = −1/(d − 1): c is the mean of
+    c = e^(−|z|²) 1F1(d; d/2; |z|²/2) for orthogonal directions and z = x + y, also for OPRF with any
+    exponent; −|x − y|² in place of |z|² for trigonometric features. Choromanski et al. (2021), theorem 2,
+    bounds this error. Simplex directions have the cosine ρ = −1/(d − 1): c is the mean of
     e^(−|z|²) 1F1(d; d/2; |z|²/2 (1 + ρ sin 2α)) over sin²α ~ Beta(d/2, d/2). Reid et al., Simplex Random
     Features (ICML 2023). Features at ω and −ω see the cosines ρ and −ρ in equal parts.
 
@@ -203,9 +203,8 @@ def log_moment(
         return float((logs + k**2 * narrow * axis / (2 * spread) - k * axis / 2).sum())
     # The mean of cosh^k is that of e^(j²|z|²/2) over the sums j of k signs, cos^k has −|Δ|² for |z|².
     square = sum_square if kind == "hyperbolic" else -difference_square
-    logs = np.array(
-        [math.log(math.comb(k, minus)) + (k - 2 * minus) ** 2 * square / 2 for minus in range(k + 1)]
-    )
+    counts = [(math.comb(k, minus), k - 2 * minus) for minus in range(k + 1)]
+    logs = np.array([math.log(count) + j**2 * square / 2 for count, j in counts])
     return float(_log_sum_exp(logs)) - k * math.log(2) - k * square / 2
 
 
@@ -256,9 +255,9 @@ def _decaying_confluent(argument: Floats, head_dim: int) -> Floats:
     e^(−w) 1F1(−d/2; d/2; w) has terms of both signs, but each at most w^k e^(−w) / k!, which add up to 1.
     """
     half = head_dim / 2
-    last = (
-        head_dim // 2 if head_dim % 2 == 0 else int(2 * np.max(argument, initial=0.0)) + head_dim + _HALVINGS
-    )
+    last = head_dim // 2
+    if head_dim % 2:
+        last = int(2 * np.max(argument, initial=0.0)) + head_dim + _HALVINGS
     factors = -half + np.arange(last)
     signs = np.concatenate([[1.0], np.cumprod(np.sign(factors))])
     coefficients = np.concatenate([[0.0], np.cumsum(np.log(np.abs(factors)))])
