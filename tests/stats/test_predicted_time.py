@@ -99,7 +99,7 @@ def test_two_calls_predict_nothing():
 
 
 def test_the_coverage_that_the_page_states_follows_from_the_committed_records(capsys):
-    root = Path(__file__).parent.parent
+    root = Path(__file__).parents[2]
     script = root / "results" / "epyc-2-cores" / "predicted-times" / "make.py"
     made = runpy.run_path(str(script))
     made["report"]("causal", list(read(script.with_name("causal.jsonl")).records))
