@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 
 import pytest
 from made_records import case, costs, errors, folder
-from test_report import Page
+from report.pages import Page
 
 from efficient_attn.report.escape import slug
 from efficient_attn.report.files import write

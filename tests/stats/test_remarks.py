@@ -58,9 +58,7 @@ REMARKS = {
     "few rounds": (
         [record([1.0] * 50, round_sizes=(20, 20, 10))],
         {},
-        [
-            "Few rounds: window at 256 tokens had fewer than 4, too few for an interval; use --rounds 4 or more."
-        ],
+        ["Few rounds: window at 256 tokens had fewer than 4, too few for an interval; use --rounds 4"],
     ),
     "many points": (
         [*POINTS, record(STEADY * 2, label="slow", round_sizes=(7, 7))],
