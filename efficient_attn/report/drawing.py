@@ -1,4 +1,4 @@
-"""Drawing of figures with matplotlib, and their bytes as PNG, SVG and PDF."""
+"""Figures drawn with matplotlib, and their bytes as PNG, SVG and PDF."""
 
 import io
 import math
@@ -51,7 +51,7 @@ def draw(
     labels: Mapping[str, str] | None = None,
     ax: Any = None,
 ) -> list[Any]:
-    """Draw the charts on a figure outside of pyplot; returns their axes.
+    """Draw the charts on a figure outside of pyplot.
 
     Args:
         ax: Axes for the only chart, instead of a new figure.
@@ -148,7 +148,7 @@ def _axes_height(row: Sequence[Chart | None], chart: Chart, width: float) -> flo
 
 
 def _row_height(row: Sequence[Chart | None], width: float, sizes: Style) -> float:
-    """Height of the axes of a row with the texts above and below them."""
+    """Height of a row with the texts above and below its axes."""
     inches = _AXES_SHARE * width / len(row)
     heights = []
     for chart in filter(None, row):
@@ -159,7 +159,7 @@ def _row_height(row: Sequence[Chart | None], width: float, sizes: Style) -> floa
 
 
 def _write_texts(figure: Any, plot: Plot, sizes: Style) -> int:
-    """Write the title, and a legend under the conditions; returns the number of lines."""
+    """Write the title, and a legend under the conditions, and count their lines."""
     from matplotlib.lines import Line2D
 
     width, title, conditions = figure.get_figwidth(), "", ""
@@ -184,7 +184,7 @@ def _wrapped(text: str, inches: float, size: float) -> str:
 
 
 def _draw_chart(ax: Any, chart: Chart, width: float, height: float, sizes: Style) -> None:
-    """Draw series and texts of a chart, whose axes have about this size in inches."""
+    """Draw a chart on axes of about this size in inches."""
     for name, axis in (("x", chart.x), ("y", chart.y)):
         if axis.scale != "linear":
             ax.set(**{f"{name}scale": "log"})
@@ -249,7 +249,7 @@ def _label_axis(axis: Any, spec: Axis, inches: float, sizes: Style, *, across: b
 
 
 def _name_ticks(axis: Any, spec: Axis, inches: float, sizes: Style, *, across: bool) -> None:
-    """Write texts at ticks; upright below a chart that is too narrow for them."""
+    """Write texts at ticks, upright below a narrow chart."""
     assert isinstance(spec.ticks, Mapping)
     texts = {tick: plain(short(text, _LONGEST_NAME)) for tick, text in spec.ticks.items()}
     letters = sum(len(text) + 1 for text in texts.values())
@@ -266,7 +266,7 @@ def _name_ticks(axis: Any, spec: Axis, inches: float, sizes: Style, *, across: b
 
 
 def log_ticks(low: float, high: float, room: Callable[[Sequence[float]], int], *, base: int) -> list[float]:
-    """Round ticks of a logarithmic axis, as many as there is room for."""
+    """Round ticks of a logarithmic axis, as many as fit."""
     first, last = math.floor(math.log(low, base)), math.ceil(math.log(high, base))
     dense = [(1, 1.5, 2, 3, 4, 5, 6, 8), (1, 2, 5), (1, 3)] if base == 10 else []
     choices = [*((steps, 1) for steps in dense), *(((1,), stride) for stride in range(1, last - first + 2))]
@@ -280,7 +280,7 @@ def log_ticks(low: float, high: float, room: Callable[[Sequence[float]], int], *
 
 
 def to_bytes(figure: Any, kind: str, *, salt: str, dots_per_inch: int = _DOTS_PER_INCH) -> bytes:
-    """Bytes of a figure as png, svg or pdf; equal figures have equal bytes.
+    """Bytes of a figure as png, svg or pdf, equal for equal figures.
 
     Args:
         salt: Seed of the names of an SVG's parts.

@@ -1,4 +1,4 @@
-"""Escaping of external text, such as backend names and reasons, for each output format."""
+"""Escaping of external text for each output format."""
 
 import re
 
@@ -28,7 +28,7 @@ def short(text: str, most: int = 80) -> str:
 
 
 def csv_cell(value: object) -> object:
-    """Escape text that a spreadsheet would run; keep numbers, write None as empty."""
+    """Escape text that a spreadsheet would run, and write None as empty."""
     if not isinstance(value, str):
         return "" if value is None else value
     text = plain(value)
@@ -36,16 +36,16 @@ def csv_cell(value: object) -> object:
 
 
 def markdown_cell(text: str) -> str:
-    """Escape characters that end a cell or begin markup, mathematics or a comment."""
+    """Escape characters of markup, mathematics and comments, and the ends of cells."""
     return re.sub(r"([\\`*_|<>\[\]{}#$%&~!])", r"\\\1", plain(text))
 
 
 def markdown_line(text: str) -> str:
-    """Escape a paragraph, also against a list, heading or rule at its start."""
+    """Escape a paragraph that could start as a list, heading or rule."""
     return re.sub(r"^\s*(\d*)([-+=.)])", r"\1\\\2", markdown_cell(text))
 
 
 def slug(text: str) -> str:
-    """Part of a file name: ASCII letters, digits, `._-`; never empty, hidden or a device."""
+    """Part of a file name in ASCII, never empty, hidden or a device."""
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", text[:1000]).strip("-.")[:_LONGEST_SLUG].rstrip("-.")
     return name if name and not _DEVICES.match(name) else f"run-{name}".rstrip("-")

@@ -1,4 +1,4 @@
-"""Figures as plain data: rows of charts with axes and series, and the styles of lines."""
+"""Figures as plain data, and the styles of lines."""
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import compress
@@ -192,7 +192,7 @@ class Plot(NamedTuple):
 
 
 def in_rows(charts: Sequence[Chart], columns: int = 2) -> tuple[tuple[Chart | None, ...], ...]:
-    """Charts in rows; the last row keeps the width of the others."""
+    """Charts in rows of equal width."""
     rows: list[tuple[Chart | None, ...]]
     rows = [tuple(charts[start : start + columns]) for start in range(0, len(charts), columns)]
     if len(rows) > 1:
@@ -201,7 +201,10 @@ def in_rows(charts: Sequence[Chart], columns: int = 2) -> tuple[tuple[Chart | No
 
 
 def line_styles(lines: Sequence[tuple[str, str]]) -> dict[str, dict[str, Any]]:
-    """Styles by label for lines (label, backend); variants of a backend share its colour."""
+    """Styles by label for lines (label, backend).
+
+    Variants of a backend share its colour.
+    """
     further = [name for name in dict.fromkeys(backend for _, backend in lines) if name not in _COLOURS]
     styles: dict[str, dict[str, Any]] = {}
     for label, backend in lines:
@@ -221,5 +224,5 @@ def line_styles(lines: Sequence[tuple[str, str]]) -> dict[str, dict[str, Any]]:
 
 
 def baseline_style(number: int = 0) -> dict[str, Any]:
-    """Thin grey line for a baseline; the first four have distinct dashes."""
+    """Thin grey line for a baseline, with dashes by its number."""
     return {"color": MUTED, "linestyle": _STROKES[number % len(_STROKES)], "linewidth": 1.1, "marker": ""}

@@ -1,4 +1,4 @@
-"""Files of a report: summary, plots, tables and one HTML page, each written whole or not at all.
+"""Files of a report: summary, plots, tables and one HTML page.
 
 The page loads nothing from elsewhere, runs no script, and its template escapes every text.
 """
@@ -53,7 +53,7 @@ class Run(NamedTuple):
 
     @property
     def facts(self) -> list[str]:
-        """Machine, software and size of the run, for the head of the page."""
+        """Machine, software and size of the run."""
         names = dict(flat(self.environment))
         torch = f"torch {names['torch.version']}" if "torch.version" in names else None
         machine = names.get("gpu.name") or names.get("processor")
@@ -66,7 +66,9 @@ class Run(NamedTuple):
 
 
 def write(path: Path, content: str | bytes) -> Path:
-    """Write a file, whole or not at all; replace links instead of following them.
+    """Write a file, whole or not at all.
+
+    A link at its path is replaced and not followed.
 
     Raises:
         DataError: If it cannot be written.
@@ -90,18 +92,18 @@ def write(path: Path, content: str | bytes) -> Path:
 
 
 def save(figure: Any, folder: Path, name: str) -> list[Path]:
-    """Write a figure as PNG, SVG and PDF; returns the files."""
+    """Write a figure as PNG, SVG and PDF."""
     return [write(folder / f"{name}.{kind}", to_bytes(figure, kind, salt=name)) for kind in KINDS]
 
 
 def write_page(runs: Sequence[Run], path: Path, look: Mapping[str, Any]) -> Path:
-    """Write the page alone; `look` are arguments of `draw`."""
+    """Write the page alone, with `look` as arguments of `draw`."""
     runs = _renamed(runs, look.get("labels") or {})
     return write(path, page(runs, _figures(runs, look)))
 
 
 def write_all(runs: Sequence[Run], folder: Path, look: Mapping[str, Any]) -> list[Path]:
-    """Write all files; of several runs each file begins with the run's label."""
+    """Write all files, of several runs with the run's label as prefix."""
     runs = _renamed(runs, look.get("labels") or {})
     figures = _figures(runs, look)
     prefixes = {run.label: f"{slug(run.label)}-" if len(runs) > 1 else "" for run in runs}
@@ -158,7 +160,7 @@ def page(runs: Sequence[Run], figures: _Figures) -> str:
 
 
 def _renamed(runs: Sequence[Run], labels: Mapping[str, str]) -> list[Run]:
-    """Runs with renamed rows of tables; every label has to name a line or a row."""
+    """Runs with renamed rows of tables, after a check of the labels."""
     names = {name: None for run in runs for plot in run.plots.values() for name in plot.names}
     names |= {row[0]: None for run in runs for table in run.tables for row in table.rows}
     for label in labels:
@@ -178,7 +180,7 @@ def _brief(text: str, most: int = _LONGEST_CELL) -> str:
 
 
 def _printable(value: Any) -> Any:
-    """Text without control characters; a command keeps its lines."""
+    """Text without control characters, in its lines."""
     # Safe strings of the template are markup of this package.
     if isinstance(value, str) and not hasattr(value, "__html__"):
         return "\n".join(map(plain, value[:_LONGEST_TEXT].split("\n")))

@@ -1,4 +1,4 @@
-"""Methods paragraph of a paper, made from records and environment alone, and the papers of the backends."""
+"""Methods paragraph of a paper from records and environment, and the backends' papers."""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -66,7 +66,7 @@ class Paper(NamedTuple):
 
 
 def _stored_papers() -> Iterator[Paper]:
-    """Papers of papers.bib, whose entries have a field with the names of backends."""
+    """Papers of papers.bib, with the names of their backends."""
     stored = files(__package__).joinpath("papers.bib").read_text("utf-8")
     for text in re.findall(r"^@.*?^\}$", stored, re.MULTILINE | re.DOTALL):
         fields = dict(_FIELD.findall(text))
@@ -92,13 +92,13 @@ def entry(kind: str, key: str, values: dict[str, str]) -> str:
 
 
 def papers(backends: Iterable[str]) -> list[Paper]:
-    """Papers of the backends, each once; names without a paper are left out."""
+    """Papers of the backends, each once."""
     names = set(backends)
     return [paper for paper in PAPERS if names & {*paper.backends}]
 
 
 def how_measured(records: Sequence[Record], environment: Mapping[str, Any]) -> str:
-    """Paragraph on machine, software, cases, backends with papers, and each kind of measurement."""
+    """Paragraph on machine, software, cases, backends and kinds of measurement."""
     if not records:
         return "Nothing was measured."
     measured = [record for record in records if record.status == "ok"]
@@ -157,6 +157,6 @@ def _cited(backend: str) -> str:
 
 
 def _listed(values: Iterable[object]) -> str:
-    """Distinct values, joined by commas; the first, the last and the count of more than twelve."""
+    """Distinct values, joined by commas, and shortened beyond twelve."""
     names = list(dict.fromkeys(map(str, values)))
     return ", ".join(names) if len(names) <= 12 else f"{names[0]} to {names[-1]} ({len(names)} in all)"

@@ -1,4 +1,4 @@
-"""Tables of text: for a terminal, for Markdown, for a spreadsheet, for a web page."""
+"""Tables of text for terminals, Markdown, spreadsheets and web pages."""
 
 import csv
 import html
@@ -19,7 +19,7 @@ _NUMBER = re.compile(r"[-+]?\d")
 
 
 class Table(NamedTuple):
-    """Plain text in rows; the first column names the row."""
+    """Plain text in rows, which the first column names."""
 
     title: str
     columns: tuple[str, ...]
@@ -27,7 +27,7 @@ class Table(NamedTuple):
     notes: tuple[str, ...] = ()
 
     def renamed(self, labels: Mapping[str, str]) -> "Table":
-        """The table with {name: text} in place of the names of rows and columns."""
+        """Copy with {name: text} applied to the names of rows and columns."""
         rows = tuple((labels.get(row[0], row[0]), *row[1:]) for row in self.rows)
         return self._replace(columns=tuple(labels.get(name, name) for name in self.columns), rows=rows)
 
@@ -36,7 +36,7 @@ class Table(NamedTuple):
 
 
 def to_markdown(table: Table) -> str:
-    """The table in GitHub's Markdown; numbers are aligned to the right."""
+    """Table in GitHub's Markdown, with numbers aligned to the right."""
     rules = tuple("---:" if right else "---" for right in right_aligned(table))
     cells = [[markdown_cell(cell) for cell in row] for row in (table.columns, *table.rows)]
     body = "\n".join(f"| {' | '.join(row)} |" for row in (cells[0], rules, *cells[1:]))
@@ -54,7 +54,7 @@ def to_csv(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def to_html(table: Table) -> str:
-    """The table for a notebook, every text escaped."""
+    """Table for a notebook, every text escaped."""
     head = "".join(f"<th>{html.escape(plain(name))}</th>" for name in table.columns)
     body = "".join(
         f"<tr>{''.join(f'<td>{html.escape(plain(cell))}</td>' for cell in row)}</tr>" for row in table.rows
@@ -65,7 +65,7 @@ def to_html(table: Table) -> str:
 
 
 def to_rich(table: Table, width: int) -> Any:
-    """The table for a terminal; columns that do not fit follow in blocks below."""
+    """Table for a terminal, with columns that do not fit in blocks below."""
     from rich import box
     from rich.console import Group
     from rich.table import Table as RichTable
@@ -93,11 +93,11 @@ def to_rich(table: Table, width: int) -> Any:
 
 
 def _blocks(cells: Sequence[Sequence[str]], width: int) -> list[dict[int, int]]:
-    """Widths of the columns of each block, by number; all blocks begin with the names of the rows."""
+    """Widths of columns by number, in blocks that begin with the rows' names."""
     from rich.cells import cell_len
 
     def least(texts: Sequence[str]) -> int:
-        """Width at which no word is broken, and no cell but a sentence."""
+        """Width at which only sentences are wrapped."""
         heading, *values = texts
         sentences = [text for text in values if cell_len(text) > _SENTENCE]
         unbroken = [*" ".join([heading, *sentences]).split(), *(set(values) - set(sentences))]
@@ -122,7 +122,7 @@ def _blocks(cells: Sequence[Sequence[str]], width: int) -> list[dict[int, int]]:
 
 
 def _widened(widths: dict[int, int], natural: Sequence[int], width: int) -> dict[int, int]:
-    """The widths with the rest of the line, for the narrowest of the wrapped columns first."""
+    """Widths with the rest of the line, for narrow wrapped columns first."""
     for _ in range(width + 1 - sum(size + _GAP for size in widths.values())):
         if wrapped := [number for number, size in widths.items() if size < natural[number]]:
             widths[min(wrapped, key=lambda number: widths[number])] += 1
@@ -130,7 +130,7 @@ def _widened(widths: dict[int, int], natural: Sequence[int], width: int) -> dict
 
 
 def right_aligned(table: Table) -> list[bool]:
-    """Which columns hold numbers; the first holds names, whatever they look like."""
+    """Columns to right-align; never the first."""
     return [
         number > 0 and any(_NUMBER.match(row[number]) for row in table.rows)
         for number in range(len(table.columns))

@@ -25,7 +25,7 @@ _NOISY = 0.1
 
 
 def show_error(value: float) -> str:
-    """Two significant digits; an exponent only for rounding errors and huge values."""
+    """Two significant digits, with an exponent for rounding and huge values."""
     return f"{value:.0f}" if 10 <= value < 100_000 else f"{value:.2g}"
 
 
@@ -42,7 +42,7 @@ def show_range(low: float, high: float) -> str:
 
 
 def show_spread(value: float, low: float | None, high: float | None, *, unit: float) -> str:
-    """Value in the unit, with the half-width of a wide interval in percent."""
+    """Value in the unit, with a wide interval's half-width in percent."""
     text = three_digits(value / unit)
     if low is None or high is None or not value:
         return text
@@ -60,7 +60,7 @@ def show_ratio(ratio: Typical) -> str:
 
 
 def show_growth(fit: Growth | None) -> str:
-    """The power of tokens with its interval: `n^1.98 (1.95 to 2.01)`, or `unclear`; empty without a fit."""
+    """`n^1.98 (1.95 to 2.01)`, `unclear`, or nothing without a fit."""
     if fit is None:
         return ""
     if not fit.clear:
@@ -86,7 +86,7 @@ def _words(inner: str) -> str:
 
 
 def setting(case: Case) -> str:
-    """`12 heads of 32, float32, 2 CPU threads`, and properties that differ from the defaults."""
+    """`12 heads of 32, float32, 2 CPU threads` and unusual properties."""
     heads = "1 head" if case.num_heads == 1 else f"{case.num_heads} heads"
     threads = "1 CPU thread" if case.threads == 1 else f"{case.threads} CPU threads"
     parts = [

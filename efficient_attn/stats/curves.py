@@ -1,4 +1,4 @@
-"""Records of a sweep as curves: one per variant, with a cost at each number of tokens."""
+"""Curves of cost against tokens, one per variant."""
 
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -30,7 +30,7 @@ Namer = Callable[[Case], str]
 
 
 class Point(NamedTuple):
-    """A cost at one length with its interval; without a value the record holds the reason."""
+    """Cost at a length with its interval, or None and a failed record."""
 
     tokens: int
     value: float | None
@@ -61,7 +61,7 @@ class Curve(NamedTuple):
 
     @property
     def setting(self) -> tuple[Any, ...]:
-        """Setting of the measurement, without the backend; curves with equal settings are comparable."""
+        """Setting of the measurement, equal for comparable curves."""
         # The label names the execution.
         return tuple(getattr(self.points[0].record.case, field) for field in (*_MAY_DIFFER, "execution"))
 
@@ -88,7 +88,7 @@ def curves(records: Iterable[Record], quantity: str) -> tuple[Curve, ...]:
 
 
 def grouped(records: Iterable[Record], *fields: str) -> list[list[Record]]:
-    """Records whose cases agree in these fields; the last of equal cases counts."""
+    """Group records by fields of their cases, the last of equal cases."""
     groups: dict[tuple[Any, ...], list[Record]] = {}
     for record in {record.case.key: record for record in records}.values():
         groups.setdefault(tuple(getattr(record.case, name) for name in fields), []).append(record)
@@ -112,13 +112,13 @@ def by_clock(records: Sequence[Record]) -> dict[str, Sequence[Record]]:
 
 
 def partner(curve: Curve, all_curves: Iterable[Curve], backend: str) -> Curve | None:
-    """Curve of the backend in the same setting; None unless there is exactly one."""
+    """The only curve of the backend in the same setting, if any."""
     matches = [match for match in all_curves if match.backend == backend and match.setting == curve.setting]
     return matches[0] if len(matches) == 1 else None
 
 
 def namer(cases: Sequence[Case]) -> Namer:
-    """Names from the label and all fields that differ between the cases, except tokens."""
+    """Names from the label and the fields that differ between cases."""
     differ = [field for field in _MAY_DIFFER if len({str(getattr(case, field)) for case in cases}) > 1]
     return lambda case: ", ".join(filter(None, [case.label, *(_say(case, field) for field in differ)]))
 
@@ -131,7 +131,7 @@ def _say(case: Case, field: str) -> str:
 
 
 def _sort_key(item: tuple[str, list[Record]]) -> tuple[bool, bool, list[tuple[int, str]]]:
-    """Baselines first; numbers within names as numbers: rank=64 before rank=128."""
+    """Baselines first, numbers in names as numbers: rank=64 before rank=128."""
     label, group = item
     pieces = re.findall(r"\d+|\D+", label)
     name = [(int(piece), "") if piece.isdecimal() else (-1, piece) for piece in pieces]

@@ -112,7 +112,7 @@ def compare_runs(
     *,
     thresholds: Mapping[str, float] | None = None,
 ) -> Comparison:
-    """Compare cases present on both sides; with several runs, each run is one sample.
+    """Compare cases present on both sides. Each run is one sample.
 
     Args:
         thresholds: By quantity or by kind of record, the relative change that matters.
@@ -132,7 +132,7 @@ def compare_runs(
 
 
 def _by_case(runs: Sequence[Sequence[Record]]) -> _Cases:
-    """Records of each case, run by run; labels and seeds of trainings do not distinguish cases."""
+    """Records of each case, run by run, without labels and training seeds."""
     cases: dict[str, list[Run]] = {}
     for records in runs:
         # The last record of equal cases counts.
@@ -223,7 +223,7 @@ def _measured(side: Side) -> set[str]:
 
 
 def _with_test(change: Change, quantity: Quantity, old: Side, new: Side, noise: Noise) -> _Open:
-    """The test, or none where it is not meaningful: unequal methods, rounding, run-queue wait."""
+    """The test, or None for unequal methods, rounding and run-queue wait."""
     test = tested(quantity, old, new, noise)
     if test is None:
         return replace(change, verdict=UNCOMPARABLE, remark="no value is a usable number"), None
@@ -244,7 +244,7 @@ def _with_test(change: Change, quantity: Quantity, old: Side, new: Side, noise: 
 
 
 def _waited(side: Side) -> float:
-    """Upper bound on the share of run-queue wait in the calls, mean over runs."""
+    """Upper bound on the share of run-queue wait, mean over runs."""
     shares = [
         min(1.0, max(0.0, record.waited_s / (math.fsum(times(record.times_s or ())) or math.inf)))
         if record.case.device == "cpu" and record.waited_s
@@ -267,7 +267,7 @@ def _with_ratio(change: Change, test: Tested) -> Change:
 
 
 def _decided(tests: Sequence[_Open], thresholds: Mapping[str, float]) -> Iterator[Change]:
-    """Changes with verdicts; all tests of a direction are adjusted together."""
+    """Changes with verdicts, from tests that are adjusted together."""
     scattered = [test for _, test in tests if test is not None and test.increase is not None]
     increases = iter(significance.holm([test.increase or 0.0 for test in scattered]))
     decreases = iter(significance.holm([test.decrease or 0.0 for test in scattered]))

@@ -1,4 +1,4 @@
-"""Estimates with 95 % intervals: medians of samples, times over interleaved rounds, ratios of times.
+"""Medians, times and ratios of times with 95 % intervals.
 
 Calls of one round share a state of the machine, so a thousand calls may carry hardly more information than
 one. Each round therefore counts once, by the median of its calls, and Student's t over rounds gives the
@@ -57,7 +57,7 @@ class Middle(NamedTuple):
 
 
 class Typical(NamedTuple):
-    """Median over rounds with a 95 % interval; without edges for too few rounds.
+    """Median over rounds with a 95 % interval, if there are enough.
 
     Attributes:
         samples: Number of calls, or of rounds where rounds are the samples.
@@ -70,14 +70,14 @@ class Typical(NamedTuple):
 
     @property
     def side_of_one(self) -> int:
-        """1 if the interval is above 1, −1 if below, 0 if it contains 1 or does not exist."""
+        """1 for an interval above 1, −1 below, else 0."""
         if self.low is None or self.high is None:
             return 0
         return int(self.low > 1) - int(self.high < 1)
 
 
 def middle(samples: Sequence[float]) -> Middle:
-    """Median, and the closest order statistics that bracket the true one with 95 % confidence.
+    """Median, and the closest order statistics with 95 % confidence.
 
     The number of samples below the true median is binomial(samples, ½) for any distribution. Fewer than six
     samples cannot reach 95 %: the interval is then their range.
@@ -94,7 +94,7 @@ def middle(samples: Sequence[float]) -> Middle:
 
 @lru_cache(maxsize=4096)
 def _certainly_outside(count: int) -> int:
-    """Largest m that bounds the samples below the median once in 40; or -1."""
+    """Samples outside of the interval on each side; −1 without 95 %."""
     # P(m) / P(m − 1) = (count − m + 1) / m
     m = np.arange(1, count // 2 + 1)
     logs = np.concatenate([[0.0], np.cumsum(np.log((count - m + 1) / m))]) - count * math.log(2)
@@ -102,7 +102,7 @@ def _certainly_outside(count: int) -> int:
 
 
 def call_time(record: Record) -> Typical:
-    """Time of a call: median over rounds of the median of each round's calls."""
+    """Time of a call: median over rounds of each round's median."""
     times_s, rounds = record.times_s or (), round_times(record)
     if not len(rounds):
         return Typical(middle(times_s).median, None, None, len(times_s))
@@ -121,7 +121,7 @@ def tokens_per_s(record: Record) -> float | None:
 
 
 def per_second(amount: float, record: Record) -> float | None:
-    """Amount over the time of a call; None for a time of zero, which a file may hold."""
+    """Amount over the time of a call; None for a time of zero."""
     time_s = call_time(record).median
     return amount / time_s if time_s > _SHORTEST_S else None
 
@@ -132,7 +132,7 @@ def on_device(record: Record) -> Record:
 
 
 def time_ratio(record: Record, baseline: Record) -> Typical:
-    """Speed-up over a baseline: median over common rounds of the ratio of times.
+    """Speed-up over a baseline: median ratio of times over common rounds.
 
     Effects on both times of a round cancel. A value above 1 means that `record` is faster.
     """
@@ -159,14 +159,14 @@ def round_times(record: Record) -> Floats:
 
 
 def paired(record: Record, baseline: Record) -> tuple[Floats, Floats]:
-    """Times of the common rounds; a record lacks rounds at the end only."""
+    """Times of common rounds, as rounds are missing at the end only."""
     first, second = round_times(record), round_times(baseline)
     common = min(len(first), len(second))
     return first[:common], second[:common]
 
 
 def half_width(samples: Floats) -> float | None:
-    """Half-width of the 95 % interval around the median of rounds; None for fewer than four."""
+    """Half-width of the 95 % interval; None for fewer than four rounds."""
     if len(samples) < FEWEST_ROUNDS:
         return None
     return float(samples.std(ddof=1)) * _standard_deviations(len(samples))

@@ -1,4 +1,4 @@
-"""Growth of a cost with the number of tokens: the power of its growing part.
+"""Power of tokens with which a cost grows.
 
 A measured cost is y = a + b·nᵖ, with a fixed and a growing part. A straight line through logarithms mixes
 both and underestimates p wherever the fixed part matters, so all three numbers are fitted together: for a
@@ -79,7 +79,7 @@ def growth(tokens: Sequence[float], costs: Sequence[float]) -> Growth | None:
 
 
 def exact_growth(tokens: Sequence[float], costs: Sequence[float]) -> Growth | None:
-    """Fit costs without noise, in rising order of tokens, from the length where one curve meets all others.
+    """Fit costs without noise from the length where a curve meets all.
 
     At least four lengths are kept; if no four of them lie on one curve, all are fitted.
     """
@@ -91,7 +91,7 @@ def exact_growth(tokens: Sequence[float], costs: Sequence[float]) -> Growth | No
 
 
 def _best_parts(n: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """For every power the a ≥ 0 and b ≥ 0 of least squared relative residuals, |a/y + b·nᵖ/y - 1|²."""
+    """Parts a ≥ 0 and b ≥ 0 of least |a/y + b·nᵖ/y − 1|² for each power."""
     u, w = 1 / y, n ** _POWERS[:, None] / y  # w [powers lengths]
     uu, uw, ww, u1, w1 = u @ u, w @ u, (w * w).sum(axis=1), u.sum(), w.sum(axis=1)
     determinant = uu * ww - uw**2

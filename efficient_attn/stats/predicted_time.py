@@ -1,4 +1,4 @@
-"""Predicted time of a call at any length, number of heads and head dimension, from a few short calls.
+"""Predicted time of a call of any size from a few short calls.
 
 A call has a fixed part, a part per token that all heads share (steps of a loop over chunks), and one part per
 kind of counted operation, each at a constant rate of this machine:
@@ -46,7 +46,7 @@ _WIDEST = 100.0
 
 
 class Predicted(NamedTuple):
-    """A prediction with a nominal 95 % interval; a crossover's end beyond the searched lengths is None."""
+    """Prediction with a nominal 95 % interval; None beyond the searched lengths."""
 
     value: float | None
     low: float | None
@@ -129,7 +129,7 @@ def _fit(records: Sequence[Record], target: Any) -> TimeModel:
 
 
 def _rates(shares: Floats) -> Floats:
-    """Non-negative rates whose shares sum to one, by least squares over all subsets of the parts."""
+    """Non-negative rates by least squares over all subsets of the parts."""
     units = np.abs(shares).max(axis=0)
     scaled = shares / np.where(units > 0, units, 1.0)
     best, least = np.zeros(scaled.shape[1]), math.inf
@@ -164,7 +164,7 @@ def _factor(scatter: float, calls: int) -> float:
 
 
 def _last_rise(lengths: Floats, logs: Floats) -> float | None:
-    """The length above which all values are positive, interpolated; None if there is none."""
+    """Length above which all values are positive, interpolated, or None."""
     behind = np.flatnonzero(logs <= 0)
     if not len(behind):
         return float(lengths[0])

@@ -1,4 +1,4 @@
-"""Remarks on a run: noise and its remedy, candidates that were not measured or that save no operations."""
+"""Remarks on a run: noise, candidates not measured, operations not saved."""
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -34,7 +34,7 @@ Share = Callable[[Any], float | None]
 
 
 def doubts(records: Iterable[Record], environment: Mapping[str, Any] | None = None) -> list[str]:
-    """One sentence per condition that makes times uncertain or wrong; none if there is none."""
+    """Sentences on conditions that make times uncertain or wrong."""
     timed = [record for record in records if _timed(record)]
     if not timed:
         return []
@@ -53,7 +53,10 @@ def doubts(records: Iterable[Record], environment: Mapping[str, Any] | None = No
 
 
 def disturbance(records: Iterable[Record], environment: Mapping[str, Any] | None = None) -> str | None:
-    """The load that kept processors from a run, as a clause; times measured under it support no verdict."""
+    """Load that kept processors from a run, as a clause.
+
+    Times measured under it support no verdict.
+    """
     waiting = _exceeding([record for record in records if _timed(record)], _waiting, _WAITED)
     return next(iter([*_loads(environment), *(_WAITING.format(most) for _, most in waiting)]), None)
 
@@ -61,7 +64,7 @@ def disturbance(records: Iterable[Record], environment: Mapping[str, Any] | None
 def explanation(
     record: Record, baseline: Record, ratio: float, environment: Mapping[str, Any] | None
 ) -> str | None:
-    """The load that may explain this ratio of two times, as a clause; None: the ratio stands."""
+    """Load that may explain this ratio of two times, as a clause."""
     share = max(_waiting(record) or 0.0, _waiting(baseline) or 0.0)
     explains = share > _WAITED and max(ratio, 1 / ratio) * (1 - share) <= 1
     return disturbance([], environment) or (_WAITING.format(share) if explains else None)
@@ -78,7 +81,7 @@ def missing(environment: Mapping[str, Any] | None, measured: Collection[str]) ->
 
 
 def operations_share(record: Record) -> float | None:
-    """Operations as a share of the operations of exact attention; None if not counted."""
+    """Operations over the operations of exact attention, if counted."""
     return None if not record.flops else record.flops / exact_operations(record.case)
 
 
@@ -109,7 +112,7 @@ def operations_sentence(records: Sequence[Record]) -> str | None:
 
 
 def _exceeding(subjects: Sequence[Any], share: Share, limit: float) -> list[tuple[list[Any], float]]:
-    """Subjects whose share is above the limit, with the largest share; empty without any."""
+    """Subjects whose share is above the limit, with the largest share."""
     shares = [
         (subject, value) for subject in subjects if (value := share(subject)) is not None and value > limit
     ]
@@ -147,7 +150,7 @@ def _waiting(record: Record) -> float | None:
 
 
 def _throttled(record: Record) -> float | None:
-    """The part of the driver's bit mask for power, heat and hardware; idleness and chosen clocks are none."""
+    """Bits of the driver's mask for power, heat and hardware."""
     return None if record.throttle_reasons is None else record.throttle_reasons & _SLOWED
 
 
@@ -171,7 +174,7 @@ def _loads(environment: Mapping[str, Any] | None) -> list[str]:
 
 
 def _entry(name: str) -> Share:
-    """The share in an entry of the conditions during a run; None if it is no finite number."""
+    """Share in an entry of the conditions during a run, if finite."""
 
     def share(run: Mapping[str, Any]) -> float | None:
         value = run.get(name)

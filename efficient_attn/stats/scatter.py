@@ -1,4 +1,4 @@
-"""Samples of a case in two runs, and the significance test for their kind of scatter.
+"""Samples of a case in two runs, and the test for their scatter.
 
 A sample is a repetition that differs by chance alone: a round of timed calls, a draw of random features, a
 training seed, or, if one side has several runs, a run.
@@ -66,7 +66,7 @@ def records_of(side: Side) -> list[Record]:
 
 
 def numbers(values: Iterable[float | None]) -> list[float]:
-    """The values within the range of measurements; a file may hold others."""
+    """Values within the range of measurements."""
     return [
         float(value) for value in values if value is not None and (value == 0 or _SMALLEST < value < _LARGEST)
     ]
@@ -94,14 +94,14 @@ def round_means(record: Record, field: str = "times_s") -> significance.Floats:
 
 
 def tested(quantity: Quantity, old: Side, new: Side, noise: Noise) -> Tested | None:
-    """The test of a quantity that fits its scatter; None without a usable number on either side."""
+    """Test that fits the scatter of a quantity; None without usable numbers."""
     if quantity.scatter == "rounds":
         return _times_tested(quantity, old, new, noise)
     return _values_tested(quantity, old, new, noise)
 
 
 def _times_tested(quantity: Quantity, old: Side, new: Side, noise: Noise) -> Tested | None:
-    """Student's test of log times: over rounds of a run, over seeds, or over runs."""
+    """Student's test of log times over rounds, seeds or runs."""
     sides = [[_rounds_of_run(run, quantity) for run in side] for side in (old, new)]
     sides = [[rounds for rounds in side if rounds] for side in sides]
     if not all(sides):
@@ -126,7 +126,7 @@ def _times_tested(quantity: Quantity, old: Side, new: Side, noise: Noise) -> Tes
 
 
 def _rounds_of_run(run: Run, quantity: Quantity) -> list[significance.Floats]:
-    """Logarithms of the time in each round, for each record of a run with usable times."""
+    """Logarithms of times in each round, for each record of a run."""
     if run[0].case.kind == "recall":
         # Consecutive steps of a training share the state of the machine and count as one round.
         steps = [np.log(times(record.times_s or ())) for record in run]
@@ -136,7 +136,7 @@ def _rounds_of_run(run: Run, quantity: Quantity) -> list[significance.Floats]:
 
 
 def _values_tested(quantity: Quantity, old: Side, new: Side, noise: Noise) -> Tested | None:
-    """Test of the means over draws, seeds or runs; single values are compared directly."""
+    """Test of means over draws, seeds or runs; compare single values directly."""
     sides = [[units for run in side if (units := _repetitions(quantity, run))] for side in (old, new)]
     if not all(sides):
         return None
@@ -165,13 +165,13 @@ def _values_tested(quantity: Quantity, old: Side, new: Side, noise: Noise) -> Te
 
 
 def _repetitions(quantity: Quantity, run: Run) -> list[float]:
-    """Values of a run: per seed if there are several, else per draw."""
+    """Values of a run per seed, or per draw of its only seed."""
     values = [samples for record in run if (samples := _samples(quantity, record))]
     return [float(np.mean(samples)) for samples in values] if len(run) > 1 else (values or [[]])[0]
 
 
 def _samples(quantity: Quantity, record: Record) -> list[float]:
-    """Values of a record; of several entries the worst."""
+    """Values of a record, of several entries the worst."""
     value = getattr(record, quantity.field)
     if quantity.entry == "worst":
         value = max(numbers(value or ()), default=None)
@@ -184,7 +184,7 @@ def _samples(quantity: Quantity, record: Record) -> list[float]:
 
 
 def _by_seed(record: Record, draws: list[float]) -> list[float]:
-    """Means over texts, which both runs share: draws of a model are listed text by text."""
+    """Means over texts: draws of a model are listed text by text."""
     texts = record.texts or 1 if record.case.kind == "swap" else 1
     if len(draws) % texts:
         return draws
@@ -201,14 +201,14 @@ def _several_draws(old: Side, new: Side) -> bool:
 
 
 def _over_runs(side: Sequence[list[float]]) -> significance.Floats:
-    """Mean over runs of each repetition; the runs' means if the numbers of repetitions differ."""
+    """Mean over runs of each repetition, or the means of unequal runs."""
     if len({len(run) for run in side}) > 1:
         return np.array([np.mean(run) for run in side])
     return np.array(np.mean(side, axis=0))
 
 
 def seed_scatter(quantity: Quantity, sides: Iterable[Side]) -> float:
-    """Standard deviation over seeds, pooled over all cases; 0 without two seeds."""
+    """Standard deviation over seeds, pooled over all cases."""
     squares, freedom = 0.0, 0
     for side in sides:
         for run in side:
@@ -221,7 +221,7 @@ def seed_scatter(quantity: Quantity, sides: Iterable[Side]) -> float:
 def _with_p_values(
     values: tuple[float, float], test: tuple[float, float, float], over: str, *, least: float = 1.0
 ) -> Tested:
-    """Test of a difference of logarithms, or of values of which `least` is the smaller."""
+    """Test of a difference of logarithms, or of values from `least` on."""
     statistic, error, freedom = test
     half_width = error / least * significance.quantile(_OUTSIDE, freedom)
     increase, decrease = (significance.upper_tail(sign * statistic, freedom) for sign in (1, -1))

@@ -1,4 +1,4 @@
-"""Significance of differences between timings, in which calls of one round are correlated.
+"""Significance of differences between timings with correlated calls.
 
 Calls of one round share a state of the machine, so that n calls may carry hardly more information than one.
 The correlation differs between cases, and a handful of rounds cannot show that calls are independent.
@@ -27,7 +27,7 @@ _NORMAL = 1e3
 
 
 def interquartile_means(samples: Floats, sizes: Sequence[int] | NDArray[np.int64]) -> Floats:
-    """Mean of the middle half of each round [rounds that are not empty].
+    """Mean of the middle half of each round [nonempty rounds].
 
     Up to a quarter of the calls may be outliers. For normal noise its precision relative to the mean is 0.84
     to 0.9; that of a median of five or more is 0.64 to 0.77.
@@ -47,7 +47,7 @@ def interquartile_means(samples: Floats, sizes: Sequence[int] | NDArray[np.int64
 
 
 def noise_ratio(pairs: Sequence[tuple[Floats, Floats]]) -> float:
-    """Ratio of the variances of new and old over all cases; 1 if not significant.
+    """Ratio of variances, new over old; 1 if not significant.
 
     Background load differs between runs, but affects all cases alike. The test is Student's, over cases, of
     the logarithm of the ratio.
@@ -109,7 +109,7 @@ def two_sample_statistic(old: Floats, new: Floats, *, least: float = 0.0) -> tup
 
 
 def correlation(series: Sequence[Floats]) -> float:
-    """Correlation of successive rounds over all series; 0 if not significant.
+    """Correlation of successive rounds, or 0 if not significant.
 
     Von Neumann's ratio (1941), the mean square of successive differences over the variance, has the mean 2
     for independent normal samples, whatever their number. Student's test over series has a level of 20 %,
@@ -136,13 +136,13 @@ def correlation(series: Sequence[Floats]) -> float:
 
 
 def _variance_factor(count: int, value: float) -> float:
-    """Variance of the mean of a first-order autoregression, over that of independent samples."""
+    """Variance of an autoregression's mean, over independent samples."""
     lags = np.arange(1, count)
     return 1 + 2 * float(((1 - lags / count) * value**lags).sum())
 
 
 def correlated(count: int, value: float) -> tuple[float, float]:
-    """Factor on the standard error of a mean, and remaining share of the degrees of freedom.
+    """Factor on a mean's standard error, and on its degrees of freedom.
 
     For `count` samples of a first-order autoregression, the mean varies more than for independent samples,
     and the sample variance is smaller and less certain.
@@ -189,7 +189,7 @@ def quantile(tail: float, freedom: float) -> float:
 
 
 def holm(values: Sequence[float]) -> list[float]:
-    """Adjusted p-values (Holm 1979): rejecting all below α keeps the familywise error rate at α."""
+    """Adjusted p-values (Holm 1979) for a familywise error rate."""
     adjusted = [0.0] * len(values)
     largest = 0.0
     for place, index in enumerate(sorted(range(len(values)), key=values.__getitem__)):

@@ -1,4 +1,4 @@
-"""Errors of random features in closed form, in float64, for comparison with measurements.
+"""Errors of random features in closed form, in float64.
 
 Vectors are the scaled ones, x = q/d^(1/4) and y = k/d^(1/4), so that the softmax kernel is SM = exp(x·y).
 An error is the mean squared error of a kernel entry over SM², given as its natural logarithm, since it
