@@ -5,15 +5,13 @@ kind of counted operation, each at a constant rate of this machine:
 
     t = a + b · tokens + c · products + d · exponentials + e · bytes,   a, b, c, d, e ≥ 0
 
-The numbers are fitted per backend to measured calls, by least squares of relative residuals. Counts hold the
+Rates are fitted per backend to measured calls, by least squares of relative residuals. Counts hold the
 dependence on length, heads, head dimension and batch; dtype, device, threads and causality of a prediction
-are the measured ones, since each selects other kernels. Calls of several shapes tell the parts apart; calls
-of one shape suffice to predict this shape at other lengths.
+are the measured ones, since each selects other kernels.
 
-The interval is multiplicative. Each measured call is predicted from the others; the scatter of these
-predictions, times Student's quantile, is the half-width of the logarithm. Prediction beyond the longest
-measured call is an extrapolation: its interval is as wide as the one for the calls left out. docs/advise.md
-has the coverage of these intervals, which is 88 to 98 % of measured times.
+Each measured call is predicted from all calls but itself; the scatter of these predictions, times Student's
+quantile, is the half-width of the logarithm. Beyond the longest measured call this is an extrapolation;
+docs/advise.md has the coverage of the intervals, 88 to 98 % of measured times.
 """
 
 import itertools
@@ -85,12 +83,8 @@ class TimeModel:
         """Predicted length from which this backend is faster than exact attention."""
         count = int(math.log2(_LONGEST / _SHORTEST)) * _STEPS + 1
         lengths = np.geomspace(_SHORTEST, _LONGEST, count)
-        logs = np.array(
-            [
-                math.log(exact._value(at) / self._value(at))
-                for at in ({**sizes, "tokens": round(n)} for n in lengths)
-            ]
-        )
+        at_lengths = [{**sizes, "tokens": round(tokens)} for tokens in lengths]
+        logs = np.array([math.log(exact._value(at) / self._value(at)) for at in at_lengths])
         half = math.log(self._factor(exact))
         return Predicted(*(_last_rise(lengths, logs - level) for level in (0.0, -half, half)))
 
@@ -98,7 +92,7 @@ class TimeModel:
         return _factor(math.hypot(self.scatter, exact.scatter), min(self.calls, exact.calls))
 
     def _value(self, sizes: Mapping[str, int]) -> float:
-        return float(np.dot(self.rates, _counts(replace(self.case, **sizes), self.target)))
+        return float(np.dot(self.rates, _counts(replace(self.case, label="", **sizes), self.target)))
 
 
 def time_models(records: Iterable[Record], targets: Mapping[str, Any] | None = None) -> dict[str, TimeModel]:
@@ -122,7 +116,8 @@ def time_models(records: Iterable[Record], targets: Mapping[str, Any] | None = N
 def _fit(records: Sequence[Record], target: Any) -> TimeModel:
     times_s = np.array([call_time(record).median for record in records])
     # Shares of a call: every row sums to one where the prediction equals the measurement.
-    shares = np.array([_counts(record.case, target) for record in records]) / times_s[:, None]
+    counts = [_counts(replace(record.case, label=""), target) for record in records]
+    shares = np.array(counts) / times_s[:, None]
     missed = [math.log(shares[n] @ _rates(np.delete(shares, n, axis=0))) for n in range(len(times_s))]
     scatter = math.sqrt(float(np.mean(np.square(missed))))
     return TimeModel(records[0].case, target, tuple(_rates(shares)), scatter, len(records))
@@ -144,12 +139,8 @@ def _rates(shares: Floats) -> Floats:
     return best / np.where(units > 0, units, 1.0)
 
 
-def _counts(case: Case, target: Any) -> tuple[float, ...]:
-    return _cached_counts(replace(case, label=""), target)
-
-
 @cache
-def _cached_counts(case: Case, target: Any) -> tuple[float, ...]:
+def _counts(case: Case, target: Any) -> tuple[float, ...]:
     """A call, its tokens, operations of matrix products, exponentials and bytes."""
     # Reports are drawn without torch.
     from efficient_attn.runner.counting import attention_cost

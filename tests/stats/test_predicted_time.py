@@ -4,7 +4,6 @@ import math
 import re
 import runpy
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -32,70 +31,61 @@ def case(label, tokens, shape=(1, 8, 64), **changes):
     return variant.case(kind="time", **sizes, **same)
 
 
-def true_time(one: Case, rates=RATES):
-    cost = attention_cost(one, one.backend)
+def true_time(call: Case, rates=RATES):
+    cost = attention_cost(call, call.backend)
     moved = cost.moved_bytes + cost.kept_bytes
-    return float(np.dot(rates, (1, one.tokens, cost.flops, cost.exponentials, moved)))
+    return float(np.dot(rates, (1, call.tokens, cost.flops, cost.exponentials, moved)))
 
 
-def made(labels, noise=0.0, seed=0):
+def calls(label, *, noise=0.0, seed=0, slower=1.0):
+    """Records of calls whose times follow the model, up to a lognormal scatter."""
     draw = np.random.default_rng(seed)
-    cases = [case(label, tokens, shape) for label in labels for shape in SHAPES for tokens in LENGTHS]
-    times = [(true_time(one) * math.exp(noise * draw.standard_normal()),) * 8 for one in cases]
-    pairs = zip(cases, times, strict=True)
-    return [Record(case=one, times_s=times_s, round_sizes=(2, 2, 2, 2)) for one, times_s in pairs]
+    cases = [case(label, tokens, shape) for shape in SHAPES for tokens in LENGTHS]
+    times = [slower * true_time(call) * math.exp(noise * draw.standard_normal()) for call in cases]
+    return [
+        Record(case=call, times_s=(time_s,) * 8, round_sizes=(2, 2, 2, 2))
+        for call, time_s in zip(cases, times, strict=True)
+    ]
 
 
-def sizes_of(one):
-    return {name: getattr(one, name) for name in ("tokens", "batch", "num_heads", "head_dim")}
+def sizes_of(call):
+    return {name: getattr(call, name) for name in ("tokens", "batch", "num_heads", "head_dim")}
 
 
-def test_calls_without_noise_predict_every_shape_and_length():
-    models = time_models(made(["exact", "window"]))
+def test_calls_without_noise_predict_every_shape_and_length_and_two_calls_predict_nothing():
+    models = time_models([*calls("exact"), *calls("window")])
     for label in ("exact", "window"):
         unseen = case(label, 8192, (4, 12, 96))
-        found = models[label].time_s(**sizes_of(unseen))
-        assert found.value == pytest.approx(true_time(unseen), rel=1e-6)
-        assert found.low == pytest.approx(found.high, rel=1e-4)
+        predicted = models[label].time_s(**sizes_of(unseen))
+        assert predicted.value == pytest.approx(true_time(unseen), rel=1e-6)
+        assert predicted.low == pytest.approx(predicted.high, rel=1e-4)
+    assert time_models(calls("exact")[:2]) == {}
 
 
 def test_the_predicted_crossover_is_the_length_of_equal_times():
     # With equal rates both take equally long wherever the window holds all tokens.
-    slower = [
-        replace(record, times_s=tuple(3 * one for one in record.times_s)) for record in made(["window"])
-    ]
-    models = time_models([*made(["exact"]), *slower])
-    found = models["window"].crossover(models["exact"], num_heads=8, head_dim=64)
-    near = {label: true_time(case(label, round(found.value))) for label in ("exact", "window")}
-    assert found.value > 128 and 3 * near["window"] == pytest.approx(near["exact"], rel=0.02)
-    assert found.low == pytest.approx(found.value, rel=1e-3)
+    models = time_models([*calls("exact"), *calls("window", slower=3)])
+    predicted = models["window"].crossover(models["exact"], num_heads=8, head_dim=64)
+    times_s = {label: true_time(case(label, round(predicted.value))) for label in ("exact", "window")}
+    assert predicted.value > 128 and 3 * times_s["window"] == pytest.approx(times_s["exact"], rel=0.02)
+    assert predicted.low == pytest.approx(predicted.value, rel=1e-3)
+
+
+def test_a_backend_that_is_never_faster_has_no_crossover():
+    models = time_models([*calls("exact"), *calls("window", slower=1e3)])
+    assert models["window"].crossover(models["exact"], num_heads=8, head_dim=64).high is None
+    assert models["window"].speed(models["exact"], tokens=512).high < 1
 
 
 def test_intervals_hold_unseen_times_of_noisy_machines():
     inside = []
     unseen = [case("window", tokens, shape) for tokens in (512, 8192) for shape in ((1, 12, 64), (4, 4, 32))]
     for seed in range(100):
-        model = time_models(made(["window"], noise=0.1, seed=seed))["window"]
-        for one in unseen:
-            _, low, high = model.time_s(**sizes_of(one))
-            inside.append(low <= true_time(one) <= high)
+        model = time_models(calls("window", noise=0.1, seed=seed))["window"]
+        for call in unseen:
+            _, low, high = model.time_s(**sizes_of(call))
+            inside.append(low <= true_time(call) <= high)
     assert np.mean(inside) > 0.9
-
-
-def test_a_backend_that_is_never_faster_has_no_crossover():
-    records = made(["exact", "window"])
-    slow = [replace_times(one, 1e3) if one.case.label == "window" else one for one in records]
-    models = time_models(slow)
-    assert models["window"].crossover(models["exact"], num_heads=8, head_dim=64).high is None
-    assert models["window"].speed(models["exact"], tokens=512).high < 1
-
-
-def replace_times(record, factor):
-    return replace(record, measured={**record.measured, "times_s": tuple(factor * t for t in record.times_s)})
-
-
-def test_two_calls_predict_nothing():
-    assert time_models(made(["exact"])[:2]) == {}
 
 
 def test_the_coverage_that_the_page_states_follows_from_the_committed_records(capsys):
@@ -110,46 +100,35 @@ def test_the_coverage_that_the_page_states_follows_from_the_committed_records(ca
     )
 
 
-# Five unseen settings are measured anew.
-UNSEEN = (
-    ("window", (1, 12, 64), False, "float32"),
-    ("linformer", (2, 6, 64), False, "float32"),
-    ("performer-positive", (1, 4, 96), False, "float32"),
-    ("performer-full", (1, 16, 64), True, "float32"),
-    ("window-clusters", (1, 6, 64), False, "bfloat16"),
-)
-
-
 @pytest.mark.slow
 def test_four_of_five_measured_crossovers_of_unseen_settings_are_inside_their_intervals(monkeypatch):
     # Seconds of the processor on one thread, which other work moves less than the clock on the wall.
     monkeypatch.setattr("efficient_attn.measure.clock._time_on_cpu", processor_time)
-    held = [crossover_is_inside(*setting) for setting in UNSEEN]
-    assert sum(held) >= 4, held
+    settings = (
+        ("window", (1, 12, 64), False, "float32"),
+        ("linformer", (2, 6, 64), False, "float32"),
+        ("performer-positive", (1, 4, 96), False, "float32"),
+        ("performer-full", (1, 16, 64), True, "float32"),
+        ("window-clusters", (1, 6, 64), False, "bfloat16"),
+    )
+    inside = [crossover_is_inside(*setting) for setting in settings]
+    assert sum(inside) >= 4, inside
 
 
 def crossover_is_inside(label, shape, causal, dtype):
     """Whether it is slower at the lower end of the predicted interval and faster at the upper end."""
-    setting = {"causal": causal, "dtype": dtype}
-    probe = [
-        case(name, tokens, one, **setting)
-        for name in ("exact", label)
-        for one in SHAPES
-        for tokens in LENGTHS
-    ]
-    models = time_models([measured(one) for one in probe])
+
+    def measured(name, tokens, sizes):
+        return measure(case(name, tokens, sizes, causal=causal, dtype=dtype), seconds=0.1)
+
+    probe = [measured(name, n, sizes) for name in ("exact", label) for sizes in SHAPES for n in LENGTHS]
+    models = time_models(probe)
     _, low, high = models[label].crossover(models["exact"], **sizes_of(case(label, 1, shape)))
-    ratios = []
-    for tokens in map(round, (low, high)):
-        own, exact = (
-            call_time(measured(case(name, tokens, shape, **setting))).median for name in (label, "exact")
-        )
-        ratios.append(exact / own)
-    return ratios[0] < 1 < ratios[1]
-
-
-def measured(one):
-    return measure(one, seconds=0.1)
+    speeds = [
+        call_time(measured("exact", tokens, shape)).median / call_time(measured(label, tokens, shape)).median
+        for tokens in map(round, (low, high))
+    ]
+    return speeds[0] < 1 < speeds[1]
 
 
 def processor_time(call):
