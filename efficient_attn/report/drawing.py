@@ -20,7 +20,7 @@ _SMALLEST_WIDTH, _LARGEST_WIDTH = 2.0, 40.0
 _SMALLEST_CHART = 2.4
 # Height of axes over the width of a chart alone in its row, and of a chart among others.
 _ALONE, _BESIDE = 0.46, 0.68
-# Share of a chart's width that remains for its axes beside the texts of ticks.
+# Share of a chart's width that its axes take, next to the texts of ticks.
 _AXES_SHARE = 0.78
 
 _LONGEST_NAME, _LONGEST_TEXT = 48, 240

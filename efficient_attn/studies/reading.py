@@ -8,7 +8,7 @@ from efficient_attn.errors import DataError
 from efficient_attn.report.methods import flat
 from efficient_attn.runner.record import Record
 from efficient_attn.runner.records import read as read_records
-from efficient_attn.stats.remarks import DURING, doubts
+from efficient_attn.stats.noise_warnings import DURING, doubts
 from efficient_attn.studies import studies
 from efficient_attn.studies.results import Results
 from efficient_attn.studies.run_folder import ENVIRONMENT, RECORDS, read_json

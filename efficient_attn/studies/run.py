@@ -14,7 +14,7 @@ from efficient_attn.errors import OptionError
 from efficient_attn.measure.conditions import between, moment
 from efficient_attn.measure.environment import environment
 from efficient_attn.runner.record import Record
-from efficient_attn.stats.remarks import DURING, doubts
+from efficient_attn.stats.noise_warnings import DURING, doubts
 from efficient_attn.studies.executor import check, submitted
 from efficient_attn.studies.loop import Loop, Step
 from efficient_attn.studies.notebook import notebook_bar

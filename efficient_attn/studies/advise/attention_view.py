@@ -21,8 +21,9 @@ from efficient_attn.report.text import (
 from efficient_attn.runner.records import Record
 from efficient_attn.runner.sizes import MEAN_OF_VALUES
 from efficient_attn.runner.variants import DENSE, YARDSTICK
+from efficient_attn.stats.candidates import missing
 from efficient_attn.stats.curves import curves
-from efficient_attn.stats.remarks import COULD_NOT_TELL, IDLE, disturbance, missing
+from efficient_attn.stats.noise_warnings import COULD_NOT_TELL, IDLE, disturbance
 from efficient_attn.studies.advise.findings import Shape, shape_of
 from efficient_attn.studies.bench.crossover import Gain, gains
 from efficient_attn.studies.bench.tables import crossover_cells

@@ -15,7 +15,7 @@ from efficient_attn.runner.isolation import DEFAULT_ISOLATION, DEFAULT_TIMEOUT_S
 from efficient_attn.runner.sizes import MODEL
 from efficient_attn.runner.units import parse_sizes
 from efficient_attn.runner.variants import DENSE, YARDSTICK, Variant, select
-from efficient_attn.stats.remarks import CANDIDATES
+from efficient_attn.stats.candidates import CANDIDATES
 from efficient_attn.studies import options as shared
 from efficient_attn.studies.compare.plan import DEFAULT_MAX_ERROR, MAX_ERROR
 from efficient_attn.studies.costs import measurer_for

@@ -7,7 +7,7 @@ from efficient_attn.report.text import setting, show_ratio
 from efficient_attn.runner.records import Record
 from efficient_attn.runner.variants import CEILING, YARDSTICK
 from efficient_attn.stats.curves import TIME, Curve, by_clock, by_subject, curves
-from efficient_attn.stats.remarks import COULD_NOT_TELL, IDLE, explanation
+from efficient_attn.stats.noise_warnings import COULD_NOT_TELL, IDLE, explanation
 from efficient_attn.studies.bench.crossover import gains
 from efficient_attn.studies.bench.tables import crossover_cells
 from efficient_attn.studies.view import Environment

@@ -9,7 +9,7 @@ from efficient_attn.modules.options import positive_number
 from efficient_attn.problem import positive_count
 from efficient_attn.runner.isolation import DEFAULT_ISOLATION, DEFAULT_TIMEOUT_S
 from efficient_attn.runner.variants import YARDSTICK, Variant, select
-from efficient_attn.stats.remarks import CANDIDATES
+from efficient_attn.stats.candidates import CANDIDATES
 from efficient_attn.studies import options as shared
 from efficient_attn.studies.compare.points import handing_over, points_of
 from efficient_attn.studies.costs import measurer_for

@@ -14,7 +14,7 @@ from efficient_attn.runner.isolation import Measurer
 from efficient_attn.runner.layers import joint_name
 from efficient_attn.runner.record import Case
 from efficient_attn.runner.variants import YARDSTICK, Variant
-from efficient_attn.stats.remarks import exact_operations
+from efficient_attn.stats.candidates import exact_operations
 from efficient_attn.studies.costs import cost_points
 from efficient_attn.studies.plan import Point
 from efficient_attn.studies.workload import Workload

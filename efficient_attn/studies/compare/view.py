@@ -18,8 +18,9 @@ from efficient_attn.report.text import (
 from efficient_attn.runner.layers import single_names, timed_layer
 from efficient_attn.runner.records import Record
 from efficient_attn.runner.sizes import MEAN_OF_VALUES
+from efficient_attn.stats.candidates import missing, operations_sentence
 from efficient_attn.stats.estimates import on_device
-from efficient_attn.stats.remarks import COULD_NOT_TELL, IDLE, disturbance, missing, operations_sentence
+from efficient_attn.stats.noise_warnings import COULD_NOT_TELL, IDLE, disturbance
 from efficient_attn.studies.compare.analysis import (
     ROUNDING,
     Comparison,

@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 from efficient_attn.report.text import describe
 from efficient_attn.runner.records import Record
 from efficient_attn.runner.sizes import FORMER_BASELINES, MEAN_OF_VALUES, sized
+from efficient_attn.stats.candidates import operations_share
 from efficient_attn.stats.curves import grouped
 from efficient_attn.stats.estimates import FEWEST_FOR_95, middle
-from efficient_attn.stats.remarks import operations_share
 
 RELATIVE = "output_relative_error"
 NAMES = {RELATIVE: "Relative output error", "output_mse": "Mean squared output error"}

@@ -10,7 +10,7 @@ from efficient_attn.modules.options import SEED
 from efficient_attn.problem import positive_count
 from efficient_attn.runner.sizes import MEAN_OF_VALUES, MODEL, OWN
 from efficient_attn.runner.variants import YARDSTICK, Variant, select
-from efficient_attn.stats.remarks import CANDIDATES
+from efficient_attn.stats.candidates import CANDIDATES
 from efficient_attn.studies import options as shared
 from efficient_attn.studies.plan import Plan, Point
 from efficient_attn.studies.study import Option

@@ -14,8 +14,9 @@ from efficient_attn.report.text import (
 from efficient_attn.runner.records import Record
 from efficient_attn.runner.sizes import MEAN_OF_VALUES, MODEL, OWN
 from efficient_attn.runner.variants import YARDSTICK
+from efficient_attn.stats.candidates import missing, operations_sentence, operations_share
 from efficient_attn.stats.estimates import time_ratio
-from efficient_attn.stats.remarks import IDLE, disturbance, missing, operations_sentence, operations_share
+from efficient_attn.stats.noise_warnings import IDLE, disturbance
 from efficient_attn.studies.swap.analysis import (
     AUDITED,
     DISAGREEMENT,

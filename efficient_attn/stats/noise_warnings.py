@@ -1,13 +1,10 @@
-"""Remarks on a run: noise, candidates not measured, operations not saved."""
+"""Noise warnings: conditions that make times uncertain, with their remedies."""
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from efficient_attn.operation_counts import softmax_matmuls, visible_pairs
-from efficient_attn.runner.records import Case, Record
-from efficient_attn.runner.sizes import OWN
-from efficient_attn.runner.variants import DENSE, YARDSTICK
+from efficient_attn.runner.records import Record
 from efficient_attn.stats.estimates import FEWEST_ROUNDS, call_time, round_times
 
 # Key of an environment that lists the conditions during the run, one entry per resumption.
@@ -16,13 +13,6 @@ DURING = "during"
 # Beginning of a verdict that the times of a run do not support, and its remedy under load.
 COULD_NOT_TELL = "could not tell on this machine now"
 IDLE = "an idle machine or fewer --threads would settle it"
-
-# Key of an environment that lists the candidate labels.
-CANDIDATES = "candidates"
-
-# Share of the operations of exact attention above which a remark is due: a window wider than the sequence
-# computes three quarters of all pairs and more.
-_SAVES_LITTLE = 0.75
 
 # Times of a fixed loop after and before a run differ by more than this share if clocks drift.
 _DRIFTED = 0.15
@@ -79,47 +69,6 @@ def explanation(
     share = max(_waiting(record), _waiting(baseline))
     explains = share > _WAITED and max(ratio, 1 / ratio) * (1 - share) <= 1
     return disturbance([], environment) or (_WAITING.format(share) if explains else None)
-
-
-def missing(environment: Mapping[str, Any] | None, measured: Collection[str]) -> str:
-    """` Not measured (2 of 5 candidates): window, linformer.`; empty if nothing is missing."""
-    listed = (environment or {}).get(CANDIDATES)
-    labels = (
-        dict.fromkeys(label for label in listed if isinstance(label, str)) if isinstance(listed, list) else {}
-    )
-    left = [label for label in labels if label not in measured]
-    return f" Not measured ({len(left)} of {len(labels)} candidates): {', '.join(left)}." if left else ""
-
-
-def operations_share(record: Record) -> float | None:
-    """Operations over the operations of exact attention, if counted."""
-    return None if not record.flops else record.flops / exact_operations(record.case)
-
-
-def exact_operations(case: Case) -> int:
-    """Operations of exact attention, forward, at the sizes of the case."""
-    last = case.tokens - 1
-    pairs = visible_pairs(case.tokens, back=last, ahead=0 if case.causal else last)
-    adds = sum(matmul.multiply_adds for matmul in softmax_matmuls(pairs, case.head_dim, case.head_dim))
-    return max(2 * case.batch * case.num_heads * adds, 1)
-
-
-def operations_sentence(records: Sequence[Record]) -> str | None:
-    """Approximations that save few operations or none at the length measured."""
-    shares = {
-        record.case.label: share
-        for record in records
-        if record.case.backend not in (YARDSTICK, DENSE, OWN)
-        and (share := operations_share(record)) is not None
-        and share > _SAVES_LITTLE
-    }
-    if not shares:
-        return None
-    names = ", ".join(f"{label} ({shares[label]:.2f}x)" for label in sorted(shares, key=shares.__getitem__))
-    return (
-        f"Approximations that save few operations or none at {records[0].case.tokens} tokens "
-        f"(exact attention = 1): {names}."
-    )
 
 
 def _names(records: Sequence[Record]) -> str:

@@ -8,7 +8,8 @@ from made_records import case
 from efficient_attn import bench
 from efficient_attn.measure.conditions import moment
 from efficient_attn.runner.record import Record, replace
-from efficient_attn.stats.remarks import CANDIDATES, DURING, doubts, missing, operations_sentence
+from efficient_attn.stats.candidates import CANDIDATES, missing, operations_sentence
+from efficient_attn.stats.noise_warnings import DURING, doubts
 from efficient_attn.studies.reading import read
 
 STEADY = (1.0, 1.001, 1.002, 1.003, 1.002, 1.001, 1.0)
