@@ -13,7 +13,7 @@ DeviceOption = Annotated[str, typer.Option("--device", help="auto, cpu, cuda or 
 def env_command(as_json: JsonOption = False, device: DeviceOption = "auto") -> None:
     """Show machine and software, as written to every run."""
     from efficient_attn.measure.environment import environment
-    from efficient_attn.report.methods_paragraph import flat
+    from efficient_attn.report.methods import flat
     from efficient_attn.studies.workload import Workload, settle
 
     found = environment(device=settle(Workload(device=device)).device)

@@ -51,8 +51,7 @@ def exit_code(results: Any, named: Sequence[str] | None) -> int:
     causal ones, by a backend that is measured on others.
     """
     from efficient_attn.runner.sizes import MEAN_OF_VALUES, OWN, PLAN
-    from efficient_attn.runner.variants import CEILING
-    from efficient_attn.stats.curves import YARDSTICK
+    from efficient_attn.runner.variants import CEILING, YARDSTICK
 
     if results.interrupted:
         return exits.INTERRUPTED

@@ -6,8 +6,7 @@ from statistics import fmean
 from typing import NamedTuple
 
 import efficient_attn as ea
-from efficient_attn.report.error_table import describe, show_error
-from efficient_attn.report.table import three_digits
+from efficient_attn.report.text import describe, show_error, three_digits
 from efficient_attn.runner.records import Case, Record
 from efficient_attn.runner.sizes import sized
 from efficient_attn.stats.candidates import operations_share

@@ -112,7 +112,7 @@ def main(chosen: list[str]) -> None:
     """Write pictures and digests."""
     import torch
 
-    from efficient_attn.report.save import to_bytes
+    from efficient_attn.report.drawing import to_bytes
 
     # Sums of parallel threads would differ in their last digits.
     torch.set_num_threads(1)

@@ -11,7 +11,7 @@ from torch import Tensor
 import efficient_attn as ea
 from efficient_attn.measure.error import exact_output, mean_of_values, output_error
 from efficient_attn.measure.inputs import gaussian
-from efficient_attn.report.palette import GRID, INK, MUTED, line_styles
+from efficient_attn.report.figures import GRID, INK, MUTED, line_styles
 
 DIMS, TOKENS, DRAWS = (4, 16, 64, 256, 1024), 512, 8
 LAYERS, SIZES, FEATURE_DRAWS = (0, 1, 5), (16, 64, 256, 1024), 8

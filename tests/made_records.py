@@ -22,6 +22,15 @@ def case(kind, label, tokens, **changes):
     return Case(kind=kind, backend=backend, label=label, tokens=tokens, **given)
 
 
+def timed(label, tokens, times_s, **changes):
+    """A time in which every call is a round."""
+    return Record(
+        case=case("time", label, tokens, **changes),
+        times_s=tuple(times_s),
+        round_sizes=(1,) * len(times_s),
+    )
+
+
 def costs(labels=("exact", "window"), lengths=LENGTHS):
     """`exact` is quadratic in tokens, everything else linear; a point in time and one in memory each."""
     made = []

@@ -4,7 +4,7 @@ import pytest
 from made_records import case
 
 import efficient_attn as ea
-from efficient_attn.report.methods_paragraph import how_measured
+from efficient_attn.report.methods import how_measured
 from efficient_attn.runner.record import Record, replace
 from efficient_attn.runner.records import line, parse
 from efficient_attn.stats.curves import by_clock, curves

@@ -8,8 +8,7 @@ from made_records import case
 
 import efficient_attn as ea
 from efficient_attn.registry import SPECS
-from efficient_attn.report.methods_paragraph import how_measured
-from efficient_attn.report.papers import PAPERS
+from efficient_attn.report.methods import PAPERS, how_measured
 from efficient_attn.runner.records import Record
 
 

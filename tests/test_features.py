@@ -8,8 +8,7 @@ import torch
 from efficient_attn.ops.linear.directions import DRAWS as DRAWS_OF_DIRECTIONS
 from efficient_attn.ops.linear.directions import draw_directions
 from efficient_attn.ops.linear.features import MAPS
-from efficient_attn.theory.couplings import log_coupled_error, orthogonal_pair_excess, simplex_pair_excess
-from efficient_attn.theory.kernel import log_positive_error
+from efficient_attn.theory.kernel import log_coupled_error
 
 DRAWS, DIRECTIONS, DIM = 20_000, 4, 8
 SOFTMAX = ("positive", "hyperbolic", "trigonometric")
@@ -78,15 +77,12 @@ def test_the_variance_of_independent_directions_is_the_closed_form(kind, pair):
 
 
 @pytest.mark.parametrize("pair", ["aligned", "orthogonal", "oblique"])
-@pytest.mark.parametrize(
-    "excess", [orthogonal_pair_excess, simplex_pair_excess], ids=["orthogonal", "simplex"]
-)
-def test_the_variance_of_coupled_directions_is_the_closed_form(excess, pair):
+@pytest.mark.parametrize("draw", ["orthogonal", "simplex"])
+def test_the_variance_of_coupled_directions_is_the_closed_form(draw, pair):
     x, y = vectors(pair).squeeze(1)
-    draw = "orthogonal" if excess is orthogonal_pair_excess else "simplex"
     square = float((x + y).square().sum())
-    of_pair = excess(square, head_dim=DIM)
-    expected = log_coupled_error(log_positive_error(square), of_pair, num_directions=DIRECTIONS, head_dim=DIM)
+    sizes = {"num_directions": DIRECTIONS, "head_dim": DIM}
+    expected = log_coupled_error(square, kind="positive", projection=draw, **sizes)
     squares = (estimates("positive", draw, pair) - (x @ y).exp()).square() / (2 * x @ y).exp()
     standard_error = squares.std() / math.sqrt(DRAWS)
     assert (squares.mean() - math.exp(expected)).abs() <= 4.5 * standard_error

@@ -19,7 +19,7 @@ from efficient_attn.measure import memory
 from efficient_attn.ops import paths
 from efficient_attn.runner.execution import executed
 from efficient_attn.runner.record import CUDA_GRAPH
-from efficient_attn.stats.rounds import call_time, on_device
+from efficient_attn.stats.estimates import call_time, on_device
 
 pytestmark = pytest.mark.gpu
 

@@ -11,9 +11,10 @@ from xml.etree import ElementTree
 
 import pytest
 from made_records import case, costs, errors, folder
-from test_report import Page
+from report.pages import Page
 
-from efficient_attn.report.files import slug, write
+from efficient_attn.report.escape import slug
+from efficient_attn.report.files import write
 from efficient_attn.runner.quantity import FIELDS
 from efficient_attn.runner.records import Record
 from efficient_attn.studies import report as redraw
@@ -103,7 +104,7 @@ def outputs(tmp_path_factory):
         run = with_texts(root / kind / "run", replacement)
         with pytest.MonkeyPatch.context() as patch:
             # Of the drawings only SVGs are read here, and others take longer than everything else.
-            patch.setattr("efficient_attn.report.save.KINDS", ("svg",))
+            patch.setattr("efficient_attn.report.files.KINDS", ("svg",))
             redraw.report(run, out=root / kind / "out")
         made[kind] = root / kind / "out"
     return made

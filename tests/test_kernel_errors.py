@@ -3,7 +3,6 @@
 import math
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 from drawn import texts
@@ -12,7 +11,6 @@ import efficient_attn as ea
 from efficient_attn.errors import OptionError, UnsupportedError
 from efficient_attn.studies.kernel.analysis import entries, entry_panels
 from efficient_attn.studies.kernel.measure import PAIRS, pairs
-from efficient_attn.theory.kurtosis import log_moments, standard_error
 
 RANDOM = ["performer-positive", "performer-hyperbolic", "performer-trig", "performer-oprf", "performer-full"]
 STANDARD_ERRORS = 4.5
@@ -96,34 +94,6 @@ def test_by_default_only_what_estimates_the_kernel_is_measured_and_others_are_re
 def test_what_is_calibrated_is_calibrated_on_the_pairs_and_the_record_says_so():
     (record,) = ea.kernel(["performer-oprf"], sizes=(8,), norms=(0.5,), angles=(90,), draws=2).records
     assert record.calibrated_on == "the inputs measured"
-
-
-@pytest.mark.parametrize(
-    ("kind", "ratio", "a"),
-    [
-        ("positive", lambda w, z: np.exp(w * z - z**2 / 2), None),
-        ("hyperbolic", lambda w, z: np.exp(-(z**2) / 2) * np.cosh(w * z), None),
-        ("trigonometric", lambda w, z: np.exp(z**2 / 2) * np.cos(w * z), None),
-        (
-            "positive",
-            lambda w, z: np.sqrt(1.4) * np.exp(-0.2 * w**2 + np.sqrt(1.4) * w * z - z**2 / 2),
-            np.array([-0.1]),
-        ),
-    ],
-)
-def test_moments_of_one_direction_are_their_integrals(kind, ratio, a):
-    nodes, weights = np.polynomial.hermite_e.hermegauss(120)
-    z = 0.8
-    integrals = [(weights * ratio(nodes, z) ** k).sum() / weights.sum() for k in (1, 2, 3, 4)]
-    np.testing.assert_allclose(np.exp(log_moments(kind, z**2, z**2, a=a)), integrals, rtol=1e-10)
-    x = (weights * (ratio(nodes, z) - 1) ** 4).sum() / weights.sum() / (integrals[1] - 1) ** 2
-    found = standard_error(kind, z**2, z**2, a=a, num_directions=8, draws=100)
-    assert found == pytest.approx(math.sqrt((2 + (x - 3) / 8) / 100), rel=1e-8)
-
-
-def test_the_standard_error_is_infinite_where_no_number_holds_it_and_none_where_nothing_varies():
-    assert standard_error("positive", 400.0, 0.0, num_directions=64, draws=1000) == math.inf
-    assert standard_error("positive", 0.0, 4.0, num_directions=64, draws=1000) == 0.0
 
 
 def test_a_record_without_an_entry_or_a_size_is_left_out_of_lines():

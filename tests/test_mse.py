@@ -13,7 +13,7 @@ from efficient_attn.measure.inputs import Activations, gaussian
 from efficient_attn.runner.accuracy import DRAWS
 from efficient_attn.runner.inputs import Subject
 from efficient_attn.runner.sizes import MEAN_OF_VALUES, sized
-from efficient_attn.stats.median import FEWEST_FOR_95
+from efficient_attn.stats.estimates import FEWEST_FOR_95
 from efficient_attn.studies.mse.analysis import panels
 
 SMALL = {

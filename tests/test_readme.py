@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from efficient_attn.report.error_table import layer_words
-from efficient_attn.report.save import save
+from efficient_attn.report.files import save
+from efficient_attn.report.text import layer_words
 from efficient_attn.studies.compare.analysis import comparisons
 from efficient_attn.studies.reading import read
 

@@ -1,1 +1,1 @@
-"""From records to tables and plots; nothing is measured here."""
+"""Tables, figures and pages from records."""

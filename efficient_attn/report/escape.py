@@ -1,4 +1,4 @@
-"""Escaping of external text, such as backend names and reasons, for each output format."""
+"""Escaping of external text for each output format."""
 
 import re
 
@@ -9,15 +9,18 @@ _CONTROL = re.compile(
     "[\x00-\x1f\x7f-\x9f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\ufffe\uffff"
     "\ud800-\udfff\U000e0000-\U000e007f]"
 )
+# Windows opens these names as devices, whatever follows the first dot.
+_DEVICES = re.compile(r"(con|prn|aux|nul|com\d|lpt\d)(\.|$)", flags=re.IGNORECASE)
+_LONGEST_SLUG = 80
 
 
 def plain(text: str) -> str:
-    """One line without control characters and bidirectional marks."""
+    """Replace control characters and bidirectional marks, so that one line remains."""
     return _CONTROL.sub(" ", text)
 
 
 def short(text: str, most: int = 80) -> str:
-    """The text, or its beginning, an ellipsis and its end, `most` characters in all."""
+    """Shorten a text to `most` characters: beginning, ellipsis, end."""
     if len(text) <= most:
         return text
     tail = most // 3
@@ -25,7 +28,7 @@ def short(text: str, most: int = 80) -> str:
 
 
 def csv_cell(value: object) -> object:
-    """Text that no spreadsheet runs; numbers stay numbers, None is empty."""
+    """Escape text that a spreadsheet would run, and write None as empty."""
     if not isinstance(value, str):
         return "" if value is None else value
     text = plain(value)
@@ -33,10 +36,16 @@ def csv_cell(value: object) -> object:
 
 
 def markdown_cell(text: str) -> str:
-    """Text that ends no cell and begins no markup, no mathematics and no comment."""
+    """Escape characters of markup, mathematics and comments, and the ends of cells."""
     return re.sub(r"([\\`*_|<>\[\]{}#$%&~!])", r"\\\1", plain(text))
 
 
 def markdown_line(text: str) -> str:
-    """Text that is no list, heading or line at the start of a paragraph either."""
+    """Escape a paragraph that could start as a list, heading or rule."""
     return re.sub(r"^\s*(\d*)([-+=.)])", r"\1\\\2", markdown_cell(text))
+
+
+def slug(text: str) -> str:
+    """Part of a file name in ASCII, never empty, hidden or a device."""
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", text[:1000]).strip("-.")[:_LONGEST_SLUG].rstrip("-.")
+    return name if name and not _DEVICES.match(name) else f"run-{name}".rstrip("-")

@@ -1,10 +1,40 @@
-"""Figures as plain data: rows of charts, each with its axes and its series."""
+"""Figures as plain data, and the styles of lines."""
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import compress
 from typing import Any, NamedTuple
 
-from efficient_attn.report.palette import DISPLAY_NAMES
+from efficient_attn.runner.sizes import MEAN_OF_VALUES
+from efficient_attn.runner.variants import CEILING
+
+# Names of baselines in figures, where records have shorter ones.
+DISPLAY_NAMES = {
+    MEAN_OF_VALUES: "uniform-attention baseline",
+    CEILING: "identity attention (upper bound)",
+}
+
+INK, MUTED, GRID = "#222222", "#6b6b6b", "#e3e3e3"
+
+# The colours of Okabe and Ito (2008), made for all kinds of colour vision; exact attention is black.
+_COLOURS = {
+    "exact": ("#000000", "o"),
+    "exact-dense": ("#7a7a7a", "s"),
+    "window": ("#009e73", "^"),
+    "linformer": ("#d98c00", "D"),
+    "performer-positive": ("#0072b2", "v"),
+    "performer-trig": ("#cc4c88", "P"),
+    "performer-hyperbolic": ("#3a9bd9", "<"),
+    "performer-oprf": ("#7b4fb5", "p"),
+    "performer-full": ("#d55e00", "X"),
+    "window-clusters": ("#00573f", "8"),
+    CEILING: (MUTED, ""),
+}
+_FURTHER_COLOURS = (("#8a6d00", ">"), ("#008b8b", "h"), ("#8b4513", "d"), ("#5f6f1f", "*"))
+_VARIANT_MARKERS = ("*", "h", "d", ">")
+_STROKES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1, 1.5)), (0, (6, 2, 1, 2)))
+
+# The dashed line of the uniform-attention baseline and of guesses.
+UNIFORM_STYLE: dict[str, Any] = {"color": INK, "linestyle": (0, (4, 3)), "linewidth": 1.2, "marker": ""}
 
 # Beyond this the margins of an axis are no floating-point numbers any more.
 LARGEST = 1e300
@@ -32,7 +62,7 @@ class Series(NamedTuple):
 
     @property
     def text(self) -> str:
-        """Text in the legend."""
+        """Text in the legend, the label by default."""
         return self.label if self.entry is None else self.entry
 
 
@@ -55,7 +85,7 @@ class Axis(NamedTuple):
     inside: bool = False
 
     def holds(self, value: float | None) -> bool:
-        """Whether the axis has a place for the value."""
+        """Whether the axis can show the value."""
         return value is not None and (self.scale == "linear" or 0 < value < LARGEST)
 
 
@@ -64,7 +94,7 @@ class Chart(NamedTuple):
 
     Attributes:
         notes: Lines below the title.
-        apart: Series whose markers coincide are moved sideways.
+        apart: Lines alternate in the points that bear their markers.
         height: Inches, at full width; None follows the width.
         draw: Draws on the matplotlib axes whatever is no series.
     """
@@ -79,22 +109,21 @@ class Chart(NamedTuple):
     draw: Callable[[Any], None] | None = None
 
     def drawable(self) -> "Chart":
-        """The chart with the points that its axes can hold."""
-        kept = (self._held(one) for one in self.series)
-        return self._replace(series=tuple(one for one in kept if len(one.x) or len(one.y)))
+        """Chart with the points that its axes can hold."""
+        series = map(self._drawable_series, self.series)
+        return self._replace(series=tuple(line for line in series if len(line.x) or len(line.y)))
 
-    def _held(self, one: Series) -> Series:
-        if not (len(one.x) and len(one.y)):
-            good = all(map(self.x.holds, one.x)) and all(map(self.y.holds, one.y))
-            return one if good else one._replace(x=(), y=())
-        kept = [self.x.holds(x) and self.y.holds(y) for x, y in zip(one.x, one.y, strict=True)]
+    def _drawable_series(self, series: Series) -> Series:
+        if not (len(series.x) and len(series.y)):
+            drawable = all(map(self.x.holds, series.x)) and all(map(self.y.holds, series.y))
+            return series if drawable else series._replace(x=(), y=())
+        places = [self.x.holds(x) and self.y.holds(y) for x, y in zip(series.x, series.y, strict=True)]
         low, high = (
-            tuple(edge if self.y.holds(edge) else None for edge in compress(edges, kept))
-            for edges in (one.low, one.high)
+            tuple(edge if self.y.holds(edge) else None for edge in compress(edges, places))
+            for edges in (series.low, series.high)
         )
-        return one._replace(
-            x=tuple(compress(one.x, kept)), y=tuple(compress(one.y, kept)), low=low, high=high
-        )
+        x, y = tuple(compress(series.x, places)), tuple(compress(series.y, places))
+        return series._replace(x=x, y=y, low=low, high=high)
 
 
 class Plot(NamedTuple):
@@ -120,7 +149,7 @@ class Plot(NamedTuple):
         """Names of all series and ticks."""
         axes = [axis for chart in self.charts for axis in (chart.x, chart.y)]
         ticks = [text for axis in axes if isinstance(axis.ticks, Mapping) for text in axis.ticks.values()]
-        return [one.label for chart in self.charts for one in chart.series if one.label] + ticks
+        return [line.label for chart in self.charts for line in chart.series if line.label] + ticks
 
     @property
     def is_empty(self) -> bool:
@@ -130,43 +159,70 @@ class Plot(NamedTuple):
     @property
     def entries(self) -> tuple[Series, ...]:
         """Series of the legend, each text once."""
-        named = [one for chart in self.charts for one in chart.drawable().series]
-        found = {one.text: one for one in (named if self.legend is None else self.legend) if one.text}
-        return tuple(found.values())
+        series = self.legend
+        if series is None:
+            series = tuple(line for chart in self.charts for line in chart.drawable().series)
+        return tuple({line.text: line for line in series if line.text}.values())
 
     def map_charts(self, change: Callable[[Chart], Chart]) -> "Plot":
-        """The plot with every chart changed."""
+        """Copy with every chart changed."""
         rows = tuple(tuple(chart and change(chart) for chart in row) for row in self.rows)
         return self._replace(rows=rows)
 
-    def map_series(self, change: Callable[[Series], Series]) -> "Plot":
-        """The plot with every series of charts and legend changed."""
-        legend = None if self.legend is None else tuple(map(change, self.legend))
-        charts = self.map_charts(lambda chart: chart._replace(series=tuple(map(change, chart.series))))
-        return charts._replace(legend=legend)
-
     def renamed(self, labels: Mapping[str, str]) -> "Plot":
-        """The plot with {label: text} in place of the labels of series and ticks."""
-        known = {**DISPLAY_NAMES, **labels}
+        """Copy with {label: text} applied to series, ticks and legend."""
+        texts = {**DISPLAY_NAMES, **labels}
 
-        def series(one: Series) -> Series:
-            text = known.get(one.label, one.label)
-            entry = None if one.entry is None else one.entry.replace(one.label, text)
-            return one._replace(label=text, entry=entry)
+        def renamed_series(series: Series) -> Series:
+            text = texts.get(series.label, series.label)
+            entry = None if series.entry is None else series.entry.replace(series.label, text)
+            return series._replace(label=text, entry=entry)
 
-        def axis(one: Axis) -> Axis:
-            if not isinstance(one.ticks, Mapping):
-                return one
-            return one._replace(ticks={place: known.get(text, text) for place, text in one.ticks.items()})
+        def renamed_axis(axis: Axis) -> Axis:
+            if not isinstance(axis.ticks, Mapping):
+                return axis
+            return axis._replace(ticks={tick: texts.get(text, text) for tick, text in axis.ticks.items()})
 
-        charts = self.map_charts(lambda chart: chart._replace(x=axis(chart.x), y=axis(chart.y)))
-        return charts.map_series(series)
+        def renamed_chart(chart: Chart) -> Chart:
+            series = tuple(map(renamed_series, chart.series))
+            return chart._replace(x=renamed_axis(chart.x), y=renamed_axis(chart.y), series=series)
+
+        legend = None if self.legend is None else tuple(map(renamed_series, self.legend))
+        return self.map_charts(renamed_chart)._replace(legend=legend)
 
 
 def in_rows(charts: Sequence[Chart], columns: int = 2) -> tuple[tuple[Chart | None, ...], ...]:
-    """Charts in rows; the last row keeps the width of the others."""
+    """Charts in rows of equal width."""
     rows: list[tuple[Chart | None, ...]]
     rows = [tuple(charts[start : start + columns]) for start in range(0, len(charts), columns)]
     if len(rows) > 1:
         rows[-1] += (None,) * (columns - len(rows[-1]))
     return tuple(rows)
+
+
+def line_styles(lines: Sequence[tuple[str, str]]) -> dict[str, dict[str, Any]]:
+    """Styles by label for lines (label, backend).
+
+    Variants of a backend share its colour.
+    """
+    further = [name for name in dict.fromkeys(backend for _, backend in lines) if name not in _COLOURS]
+    styles: dict[str, dict[str, Any]] = {}
+    for label, backend in lines:
+        variant = sum(name == backend for drawn, name in lines if drawn in styles)
+        colour, marker = (
+            _COLOURS.get(backend) or _FURTHER_COLOURS[further.index(backend) % len(_FURTHER_COLOURS)]
+        )
+        styles[label] = {
+            "color": colour,
+            "marker": _VARIANT_MARKERS[(variant - 1) % len(_VARIANT_MARKERS)] if variant else marker,
+            "markersize": 5,
+            # No attention, so no full line.
+            "linestyle": _STROKES[(variant + (backend == CEILING) * 2) % len(_STROKES)],
+            "linewidth": 2.4 if backend == "exact" else 1.8,
+        }
+    return styles
+
+
+def baseline_style(number: int = 0) -> dict[str, Any]:
+    """Thin grey line for a baseline, with dashes by its number."""
+    return {"color": MUTED, "linestyle": _STROKES[number % len(_STROKES)], "linewidth": 1.1, "marker": ""}

@@ -1,26 +1,74 @@
-"""Atomic writes of files, and safe file names."""
+"""Files of a report: summary, plots, tables and one HTML page.
+
+The page loads nothing from elsewhere, runs no script, and its template escapes every text.
+"""
 
 import os
 import re
+from base64 import b64encode
+from collections.abc import Mapping, Sequence
+from importlib.resources import files
 from pathlib import Path
+from typing import Any, NamedTuple
 
-from efficient_attn.errors import DataError
-from efficient_attn.runner.records import sync_names
+import efficient_attn
+from efficient_attn.errors import DataError, UnknownNameError
+from efficient_attn.report.drawing import draw, to_bytes
+from efficient_attn.report.escape import plain, short, slug
+from efficient_attn.report.figures import Plot
+from efficient_attn.report.methods import flat, how_measured
+from efficient_attn.report.table import Table, right_aligned, to_csv, to_markdown
+from efficient_attn.runner.records import Record, sync_names
 
-_LONGEST = 80
+REPORT, SUMMARY, MARKDOWN = "report.html", "summary.csv", "tables.md"
+KINDS = ("png", "svg", "pdf")
 
-# Windows opens these names as devices, whatever follows the first dot.
-_DEVICES = re.compile(r"(con|prn|aux|nul|com\d|lpt\d)(\.|$)", flags=re.IGNORECASE)
+# Longer texts are shortened: of a command, of a cell, a word. The folder of the run has them.
+_LONGEST_TEXT, _LONGEST_CELL, _LONG_WORD = 20_000, 300, re.compile(r"\S{81,}")
+
+# (label of the run, name of the plot): figure.
+_Figures = dict[tuple[str, str], Any]
 
 
-def slug(text: str) -> str:
-    """The text as a part of a file name: ASCII letters, digits, `._-`; never empty, hidden or a device."""
-    kept = re.sub(r"[^A-Za-z0-9._-]+", "-", text[:1000]).strip("-.")[:_LONGEST].rstrip("-.")
-    return kept if kept and not _DEVICES.match(kept) else f"run-{kept}".rstrip("-")
+class Run(NamedTuple):
+    """Content of a report on one run.
+
+    Attributes:
+        label: Name of the run among several.
+        plots: {name of the file: plot}.
+        rows: Flat rows of the summary.
+        files: {name of a further file: text}.
+    """
+
+    label: str
+    records: Sequence[Record]
+    plots: Mapping[str, Plot]
+    sentences: Sequence[str]
+    tables: Sequence[Table]
+    rows: Sequence[Mapping[str, Any]]
+    files: Mapping[str, str]
+    notes: Sequence[str]
+    environment: Mapping[str, Any]
+    command: str
+
+    @property
+    def facts(self) -> list[str]:
+        """Machine, software and size of the run."""
+        names = dict(flat(self.environment))
+        torch = f"torch {names['torch.version']}" if "torch.version" in names else None
+        machine = names.get("gpu.name") or names.get("processor")
+        return [fact for fact in (machine, names.get("utc"), torch, f"{len(self.records)} records") if fact]
+
+    @property
+    def method(self) -> str:
+        """The paragraph for a paper."""
+        return how_measured(self.records, self.environment)
 
 
 def write(path: Path, content: str | bytes) -> Path:
-    """Write a file, whole or not at all; a link that stands in its place is replaced and not followed.
+    """Write a file, whole or not at all.
+
+    A link at its path is replaced and not followed.
 
     Raises:
         DataError: If it cannot be written.
@@ -41,3 +89,107 @@ def write(path: Path, content: str | bytes) -> Path:
         part.unlink(missing_ok=True)
         raise DataError(f"Cannot write {path}: {error.strerror}.") from None
     return path
+
+
+def save(figure: Any, folder: Path, name: str) -> list[Path]:
+    """Write a figure as PNG, SVG and PDF."""
+    return [write(folder / f"{name}.{kind}", to_bytes(figure, kind, salt=name)) for kind in KINDS]
+
+
+def write_page(runs: Sequence[Run], path: Path, look: Mapping[str, Any]) -> Path:
+    """Write the page alone, with `look` as arguments of `draw`."""
+    runs = _renamed(runs, look.get("labels") or {})
+    return write(path, page(runs, _figures(runs, look)))
+
+
+def write_all(runs: Sequence[Run], folder: Path, look: Mapping[str, Any]) -> list[Path]:
+    """Write all files, of several runs with the run's label as prefix."""
+    runs = _renamed(runs, look.get("labels") or {})
+    figures = _figures(runs, look)
+    prefixes = {run.label: f"{slug(run.label)}-" if len(runs) > 1 else "" for run in runs}
+    paths = []
+    for run in runs:
+        texts = {SUMMARY: to_csv(run.rows), **run.files}
+        paths += [write(folder / f"{prefixes[run.label]}{name}", text) for name, text in texts.items()]
+    for (label, name), figure in figures.items():
+        paths += save(figure, folder, f"{prefixes[label]}{name}")
+    tables = [
+        table._replace(title=f"{table.title}: {run.label}") if len(runs) > 1 else table
+        for run in runs
+        for table in run.tables
+    ]
+    paths.append(write(folder / MARKDOWN, "\n\n".join(map(to_markdown, tables)) + "\n"))
+    return [*paths, write(folder / REPORT, page(runs, figures))]
+
+
+def page(runs: Sequence[Run], figures: _Figures) -> str:
+    """Text of the page."""
+    from jinja2 import Environment, StrictUndefined
+
+    jinja = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, finalize=_printable)
+    jinja.filters["brief"] = _brief
+    jinja.filters["base64"] = lambda data: b64encode(data).decode()
+    plots = {(run.label, name): plot for run in runs for name, plot in run.plots.items()}
+    drawings = [
+        (
+            label,
+            f"{plots[label, name].title}: {plots[label, name].conditions}",
+            to_bytes(figure, "svg", salt=name),
+        )
+        for (label, name), figure in figures.items()
+    ]
+    # Tables of one title stand together, so that runs are easily compared.
+    titles = list(dict.fromkeys(table.title for run in runs for table in run.tables))
+    tables = [
+        (run.label, table) for title in titles for run in runs for table in run.tables if table.title == title
+    ]
+    template, css = (
+        files(__package__).joinpath(name).read_text("utf-8") for name in ("page.html", "page.css")
+    )
+    return jinja.from_string(template).render(
+        title=short(runs[0].label) if len(runs) == 1 else f"{len(runs)} runs side by side",
+        css=css,
+        runs=runs,
+        many=len(runs) > 1,
+        drawings=drawings,
+        tables=tables,
+        right=right_aligned,
+        environment=_environment(runs),
+        version=efficient_attn.__version__,
+    )
+
+
+def _renamed(runs: Sequence[Run], labels: Mapping[str, str]) -> list[Run]:
+    """Runs with renamed rows of tables, after a check of the labels."""
+    names = {name: None for run in runs for plot in run.plots.values() for name in plot.names}
+    names |= {row[0]: None for run in runs for table in run.tables for row in table.rows}
+    for label in labels:
+        if label not in names:
+            raise UnknownNameError("line or row", label, list(names))
+    return [run._replace(tables=[table.renamed(labels) for table in run.tables]) for run in runs]
+
+
+def _figures(runs: Sequence[Run], look: Mapping[str, Any]) -> _Figures:
+    plots = {(run.label, name): plot for run in runs for name, plot in run.plots.items()}
+    return {key: draw(plot, **look)[0].figure for key, plot in plots.items()}
+
+
+def _brief(text: str, most: int = _LONGEST_CELL) -> str:
+    """Text with shortened words, such as names of foreign backends."""
+    return short(_LONG_WORD.sub(lambda word: short(word[0]), text), most)
+
+
+def _printable(value: Any) -> Any:
+    """Text without control characters, in its lines."""
+    # Safe strings of the template are markup of this package.
+    if isinstance(value, str) and not hasattr(value, "__html__"):
+        return "\n".join(map(plain, value[:_LONGEST_TEXT].split("\n")))
+    return value
+
+
+def _environment(runs: Sequence[Run]) -> Table:
+    """Environments of the runs, a column each."""
+    values = [dict(flat(run.environment)) for run in runs]
+    names = dict.fromkeys(name for column in values for name in column if name != "command")
+    rows = tuple((name, *(column.get(name, "–") for column in values)) for name in names)
+    return Table("Environment", ("", *(run.label for run in runs)), rows)

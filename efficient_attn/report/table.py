@@ -1,4 +1,4 @@
-"""Tables of text: for a terminal, for Markdown, for a spreadsheet, for a web page."""
+"""Tables of text for terminals, Markdown, spreadsheets and web pages."""
 
 import csv
 import html
@@ -8,11 +8,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from efficient_attn.report.escape import csv_cell, markdown_cell, markdown_line, plain
-from efficient_attn.stats.growth import Growth
-from efficient_attn.stats.rounds import Typical
-
-# An interval wider than this share of the median to either side is shown.
-_NOISY = 0.1
 
 # A wider cell is a sentence, which is wrapped to no less than this.
 _SENTENCE = 32
@@ -24,7 +19,7 @@ _NUMBER = re.compile(r"[-+]?\d")
 
 
 class Table(NamedTuple):
-    """Plain text in rows; the first column names the row."""
+    """Plain text in rows, which the first column names."""
 
     title: str
     columns: tuple[str, ...]
@@ -32,7 +27,7 @@ class Table(NamedTuple):
     notes: tuple[str, ...] = ()
 
     def renamed(self, labels: Mapping[str, str]) -> "Table":
-        """The table with {name: text} in place of the names of rows and columns."""
+        """Copy with {name: text} applied to the names of rows and columns."""
         rows = tuple((labels.get(row[0], row[0]), *row[1:]) for row in self.rows)
         return self._replace(columns=tuple(labels.get(name, name) for name in self.columns), rows=rows)
 
@@ -40,48 +35,8 @@ class Table(NamedTuple):
         return to_html(self)
 
 
-def show_growth(fit: Growth | None) -> str:
-    """The power of tokens with its interval: `n^1.98 (1.95 to 2.01)`, or `unclear`; empty without a fit."""
-    if fit is None:
-        return ""
-    if not fit.clear:
-        return "unclear"
-    low, high = (None if edge is None else f"{edge:.2f}" for edge in (fit.low, fit.high))
-    return f"n^{fit.power:.2f}" + ("" if low == high else f" ({low} to {high})")
-
-
-def show_range(low: float, high: float) -> str:
-    """`0.83 to 1.2`: two edges to three digits."""
-    return f"{three_digits(low)} to {three_digits(high)}"
-
-
-def three_digits(value: float) -> str:
-    """Three significant digits and no exponent."""
-    if value >= 100:
-        return f"{value:.0f}"
-    return f"{value:.{2 if value < 10 else 1}f}" if value >= 1 else f"{value:.3g}"
-
-
-def show_spread(value: float, low: float | None, high: float | None, *, unit: float) -> str:
-    """The value in the unit, with half of its interval where there is one and it is wide."""
-    text = three_digits(value / unit)
-    if low is None or high is None or not value:
-        return text
-    spread = max(high - value, value - low) / value
-    return f"{text} ±{spread:.0%}" if spread > _NOISY else text
-
-
-def show_ratio(ratio: Typical) -> str:
-    """`3.10x`, with its interval where that is wide or holds 1."""
-    text = f"{three_digits(ratio.median)}x"
-    if ratio.low is None or ratio.high is None:
-        return text
-    telling = ratio.side_of_one and ratio.high - ratio.low <= 2 * _NOISY * ratio.median
-    return text if telling else f"{text} ({show_range(ratio.low, ratio.high)})"
-
-
 def to_markdown(table: Table) -> str:
-    """The table in GitHub's Markdown; numbers are aligned to the right."""
+    """Table in GitHub's Markdown, with numbers aligned to the right."""
     rules = tuple("---:" if right else "---" for right in right_aligned(table))
     cells = [[markdown_cell(cell) for cell in row] for row in (table.columns, *table.rows)]
     body = "\n".join(f"| {' | '.join(row)} |" for row in (cells[0], rules, *cells[1:]))
@@ -99,7 +54,7 @@ def to_csv(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def to_html(table: Table) -> str:
-    """The table for a notebook, every text escaped."""
+    """Table for a notebook, every text escaped."""
     head = "".join(f"<th>{html.escape(plain(name))}</th>" for name in table.columns)
     body = "".join(
         f"<tr>{''.join(f'<td>{html.escape(plain(cell))}</td>' for cell in row)}</tr>" for row in table.rows
@@ -110,7 +65,7 @@ def to_html(table: Table) -> str:
 
 
 def to_rich(table: Table, width: int) -> Any:
-    """The table for a terminal; columns that do not fit follow in blocks below."""
+    """Table for a terminal, with columns that do not fit in blocks below."""
     from rich import box
     from rich.console import Group
     from rich.table import Table as RichTable
@@ -138,11 +93,11 @@ def to_rich(table: Table, width: int) -> Any:
 
 
 def _blocks(cells: Sequence[Sequence[str]], width: int) -> list[dict[int, int]]:
-    """Widths of the columns of each block, by number; all blocks begin with the names of the rows."""
+    """Widths of columns by number, in blocks that begin with the rows' names."""
     from rich.cells import cell_len
 
     def least(texts: Sequence[str]) -> int:
-        """Width at which no word is broken, and no cell but a sentence."""
+        """Width at which only sentences are wrapped."""
         heading, *values = texts
         sentences = [text for text in values if cell_len(text) > _SENTENCE]
         unbroken = [*" ".join([heading, *sentences]).split(), *(set(values) - set(sentences))]
@@ -150,9 +105,9 @@ def _blocks(cells: Sequence[Sequence[str]], width: int) -> list[dict[int, int]]:
 
     natural = [max(1, *map(cell_len, texts)) for texts in cells]
     # A word beyond these widths is folded.
-    others = [min(least(texts), width // 2) for texts in cells[1:]]
-    room = max(1, width - 2 * _GAP - max(others, default=0))
-    smallest = [min(max(least(cells[0]), min(natural[0], width // 2)), room), *others]
+    further = [min(least(texts), width // 2) for texts in cells[1:]]
+    room = max(1, width - 2 * _GAP - max(further, default=0))
+    smallest = [min(max(least(cells[0]), min(natural[0], width // 2)), room), *further]
     rows = list(zip(*(texts[1:] for texts in cells), strict=True))
     distinct = (count for count in range(1, len(cells)) if len({row[:count] for row in rows}) == len(rows))
     names = list(range(next(distinct, 1)))
@@ -167,7 +122,7 @@ def _blocks(cells: Sequence[Sequence[str]], width: int) -> list[dict[int, int]]:
 
 
 def _widened(widths: dict[int, int], natural: Sequence[int], width: int) -> dict[int, int]:
-    """The widths with the rest of the line, for the narrowest of the wrapped columns first."""
+    """Widths with the rest of the line, for narrow wrapped columns first."""
     for _ in range(width + 1 - sum(size + _GAP for size in widths.values())):
         if wrapped := [number for number, size in widths.items() if size < natural[number]]:
             widths[min(wrapped, key=lambda number: widths[number])] += 1
@@ -175,7 +130,7 @@ def _widened(widths: dict[int, int], natural: Sequence[int], width: int) -> dict
 
 
 def right_aligned(table: Table) -> list[bool]:
-    """Which columns hold numbers; the first holds names, whatever they look like."""
+    """Columns to right-align; never the first."""
     return [
         number > 0 and any(_NUMBER.match(row[number]) for row in table.rows)
         for number in range(len(table.columns))

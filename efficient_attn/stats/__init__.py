@@ -1,1 +1,1 @@
-"""From records to numbers; nothing is drawn here."""
+"""Statistics of records."""

@@ -1,4 +1,7 @@
-"""Candidates of a comparison that were not measured, or that save no operations."""
+"""Candidates of a comparison that were not measured, or that save no operations.
+
+Plans import this file for --help, so it must not import numpy.
+"""
 
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -19,13 +22,15 @@ _SAVES_LITTLE = 0.75
 def missing(environment: Mapping[str, Any] | None, measured: Collection[str]) -> str:
     """` Not measured (2 of 5 candidates): window, linformer.`; empty if nothing is missing."""
     listed = (environment or {}).get(CANDIDATES)
-    labels = dict.fromkeys(one for one in listed if isinstance(one, str)) if isinstance(listed, list) else {}
+    labels = (
+        dict.fromkeys(label for label in listed if isinstance(label, str)) if isinstance(listed, list) else {}
+    )
     left = [label for label in labels if label not in measured]
     return f" Not measured ({len(left)} of {len(labels)} candidates): {', '.join(left)}." if left else ""
 
 
 def operations_share(record: Record) -> float | None:
-    """Operations as a share of the operations of exact attention; None if not counted."""
+    """Operations over the operations of exact attention, if counted."""
     return None if not record.flops else record.flops / exact_operations(record.case)
 
 

@@ -1,4 +1,4 @@
-"""Records of a sweep as curves: one per variant, with a cost at each number of tokens."""
+"""Curves of cost against tokens, one per variant."""
 
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -6,9 +6,8 @@ from typing import Any, NamedTuple
 
 from efficient_attn.runner.records import Case, Record
 from efficient_attn.runner.variants import CEILING, YARDSTICK
-from efficient_attn.runner.variants import DENSE as DENSE
+from efficient_attn.stats.estimates import call_time, on_device
 from efficient_attn.stats.growth import Growth, exact_growth, growth
-from efficient_attn.stats.rounds import call_time, on_device
 
 # Kind of record that holds each quantity.
 QUANTITIES = {
@@ -23,28 +22,15 @@ TIME, DEVICE_TIME = "time", "device time"
 
 # Fields that may differ between the cases of several runs, and then become part of the curve's name.
 _MAY_DIFFER = (
-    "of",
-    "layers",
-    "batch",
-    "num_heads",
-    "num_kv_heads",
-    "head_dim",
-    "causal",
-    "backward",
-    "dtype",
-    "device",
-    "threads",
-    "inputs",
-    "seed",
-    "l2",
+    *("of", "layers", "batch", "num_heads", "num_kv_heads", "head_dim", "causal", "backward"),
+    *("dtype", "device", "threads", "inputs", "seed", "l2"),
 )
-
 
 Namer = Callable[[Case], str]
 
 
 class Point(NamedTuple):
-    """A cost at one length with its interval; without a value the record holds the reason."""
+    """Cost at a length with its interval, or None and a failed record."""
 
     tokens: int
     value: float | None
@@ -75,7 +61,7 @@ class Curve(NamedTuple):
 
     @property
     def setting(self) -> tuple[Any, ...]:
-        """Setting of the measurement, without the backend; curves with equal settings are comparable."""
+        """Setting of the measurement, equal for comparable curves."""
         # The label names the execution.
         return tuple(getattr(self.points[0].record.case, field) for field in (*_MAY_DIFFER, "execution"))
 
@@ -85,25 +71,24 @@ class Curve(NamedTuple):
 
 
 def curves(records: Iterable[Record], quantity: str) -> tuple[Curve, ...]:
-    """The curves of `time_s`, `peak_bytes`, `parameter_bytes` or `state_bytes`.
+    """Curves of `time_s`, `peak_bytes`, `parameter_bytes` or `state_bytes`.
 
-    The baselines come first, then the other curves by name, independently of the order of the records. The
-    last of equal cases counts.
+    Baselines come first, then the other curves by name, independently of the order of the records. The last
+    of equal cases counts.
     """
-    wanted = [record for record in records if record.case.kind == QUANTITIES[quantity]]
-    latest = {record.case.key: record for record in wanted}
+    latest = {record.case.key: record for record in records if record.case.kind == QUANTITIES[quantity]}
     name = namer([record.case for record in latest.values()])
     groups: dict[str, list[Record]] = {}
     for record in sorted(latest.values(), key=lambda record: record.case.tokens):
         groups.setdefault(name(record.case), []).append(record)
     return tuple(
-        Curve(label, group[0].case.backend, quantity, tuple(_point(one, quantity) for one in group))
-        for label, group in sorted(groups.items(), key=_place)
+        Curve(label, group[0].case.backend, quantity, tuple(_point(record, quantity) for record in group))
+        for label, group in sorted(groups.items(), key=_sort_key)
     )
 
 
 def grouped(records: Iterable[Record], *fields: str) -> list[list[Record]]:
-    """Records whose cases agree in these fields; the last of equal cases counts."""
+    """Group records by fields of their cases, the last of equal cases."""
     groups: dict[tuple[Any, ...], list[Record]] = {}
     for record in {record.case.key: record for record in records}.values():
         groups.setdefault(tuple(getattr(record.case, name) for name in fields), []).append(record)
@@ -111,7 +96,7 @@ def grouped(records: Iterable[Record], *fields: str) -> list[list[Record]]:
 
 
 def by_subject(records: Iterable[Record]) -> dict[str, list[Record]]:
-    """Costs of attention, of the block, of the encoder of 3 layers, …, by subject."""
+    """Costs by subject: attention, the block, the encoder of 3 layers, …."""
     groups: dict[str, list[Record]] = {}
     for record in records:
         if record.case.kind in QUANTITIES.values():
@@ -121,38 +106,37 @@ def by_subject(records: Iterable[Record]) -> dict[str, list[Record]]:
 
 
 def by_clock(records: Sequence[Record]) -> dict[str, Sequence[Record]]:
-    """The records by TIME, and the records with device times by DEVICE_TIME, with these in place of times."""
+    """Records by TIME, and copies with device times as times by DEVICE_TIME."""
     queued = [on_device(record) for record in records if record.device_times_s]
     return {TIME: records, DEVICE_TIME: queued} if queued else {TIME: records}
 
 
 def partner(curve: Curve, all_curves: Iterable[Curve], backend: str) -> Curve | None:
-    """The curve of that backend in the same setting; None unless there is exactly one."""
-    found = [other for other in all_curves if other.backend == backend and other.setting == curve.setting]
-    return found[0] if len(found) == 1 else None
+    """The only curve of the backend in the same setting, if any."""
+    matches = [match for match in all_curves if match.backend == backend and match.setting == curve.setting]
+    return matches[0] if len(matches) == 1 else None
 
 
-def _place(item: tuple[str, list[Record]]) -> tuple[bool, bool, list[tuple[int, str]]]:
-    """Sort key that compares numbers within names as numbers: rank=64 comes before rank=128."""
+def namer(cases: Sequence[Case]) -> Namer:
+    """Names from the label and the fields that differ between cases."""
+    differ = [field for field in _MAY_DIFFER if len({str(getattr(case, field)) for case in cases}) > 1]
+    return lambda case: ", ".join(filter(None, [case.label, *(_say(case, field) for field in differ)]))
+
+
+def _say(case: Case, field: str) -> str:
+    value = getattr(case, field)
+    if isinstance(value, bool) or value is None:
+        return field if value else ""
+    return value if isinstance(value, str) else f"{field}={value}"
+
+
+def _sort_key(item: tuple[str, list[Record]]) -> tuple[bool, bool, list[tuple[int, str]]]:
+    """Baselines first, numbers in names as numbers: rank=64 before rank=128."""
     label, group = item
     pieces = re.findall(r"\d+|\D+", label)
     name = [(int(piece), "") if piece.isdecimal() else (-1, piece) for piece in pieces]
     backend = group[0].case.backend
     return backend != YARDSTICK, backend != CEILING, name
-
-
-def namer(cases: Sequence[Case]) -> Namer:
-    """Names from the label and all fields that differ between the cases, except tokens."""
-    differ = [field for field in _MAY_DIFFER if len({str(getattr(case, field)) for case in cases}) > 1]
-    return lambda case: ", ".join(
-        filter(None, [case.label, *(_say(one, getattr(case, one)) for one in differ)])
-    )
-
-
-def _say(field: str, value: object) -> str:
-    if isinstance(value, bool) or value is None:
-        return field if value else ""
-    return str(value) if isinstance(value, str) else f"{field}={value}"
 
 
 def _point(record: Record, quantity: str) -> Point:

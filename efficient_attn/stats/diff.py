@@ -19,10 +19,10 @@ from efficient_attn.stats.scatter import (
     Side,
     Tested,
     records_of,
+    round_means,
     seed_scatter,
     tested,
     times,
-    turn_middles,
 )
 
 REGRESSION, IMPROVEMENT, UNCHANGED = "regression", "improvement", "unchanged"
@@ -112,7 +112,7 @@ def compare_runs(
     *,
     thresholds: Mapping[str, float] | None = None,
 ) -> Comparison:
-    """Every case that both sides have, and the names of the others; of several runs each is one sample.
+    """Compare cases present on both sides. Each run is one sample.
 
     Args:
         thresholds: By quantity or by kind of record, the relative change that matters.
@@ -121,10 +121,9 @@ def compare_runs(
     name = namer([_case(side) for side in (*before.values(), *after.values())])
     pairs = [(before[key], after[key]) for key in before if key in after]
     noise = _noise(pairs)
-    found = [one for pair in pairs for one in _compared(*pair, name, noise)]
-    changes = tuple(_decided(found, thresholds or {}))
+    tests = [test for pair in pairs for test in _compared(*pair, name, noise)]
     return Comparison(
-        changes=changes,
+        changes=tuple(_decided(tests, thresholds or {})),
         missing=_only_in(before, after, name),
         added=_only_in(after, before, name),
         correlation=noise.correlation,
@@ -133,8 +132,8 @@ def compare_runs(
 
 
 def _by_case(runs: Sequence[Sequence[Record]]) -> _Cases:
-    """The records of each case, run by run; labels and seeds of trainings are no part of a case here."""
-    found: dict[str, list[Run]] = {}
+    """Records of each case, run by run, without labels and training seeds."""
+    cases: dict[str, list[Run]] = {}
     for records in runs:
         # The last record of equal cases counts.
         in_run: dict[str, dict[int, Record]] = {}
@@ -143,8 +142,8 @@ def _by_case(runs: Sequence[Sequence[Record]]) -> _Cases:
             key = replace(record.case, label="", seed=seed).key
             in_run.setdefault(key, {})[record.case.seed] = record
         for key, by_seed in in_run.items():
-            found.setdefault(key, []).append(tuple(by_seed.values()))
-    return found
+            cases.setdefault(key, []).append(tuple(by_seed.values()))
+    return cases
 
 
 def _case(side: Side) -> Case:
@@ -153,8 +152,8 @@ def _case(side: Side) -> Case:
     return replace(first, seed=0) if first.kind in _OVER_SEEDS else first
 
 
-def _only_in(cases: _Cases, others: _Cases, name: Namer) -> tuple[str, ...]:
-    alone = [_case(side) for key, side in cases.items() if key not in others]
+def _only_in(cases: _Cases, compared: _Cases, name: Namer) -> tuple[str, ...]:
+    alone = [_case(side) for key, side in cases.items() if key not in compared]
     return tuple(f"{name(case)}, {case.tokens} tokens, {case.kind}" for case in alone)
 
 
@@ -166,16 +165,13 @@ def _noise(pairs: Sequence[tuple[Side, Side]]) -> Noise:
         if quantity.scatter == "seeds"
     }
     timed = [
-        tuple(turn_middles(side[0][0]) for side in pair)
-        for pair in pairs
-        if all(len(side) == 1 and _is_timed(side) for side in pair)
+        (round_means(old[0][0]), round_means(new[0][0]))
+        for old, new in pairs
+        if len(old) == len(new) == 1
+        and all(record.status == "ok" and record.case.kind == "time" for record in records_of((*old, *new)))
     ]
-    ratio = significance.noise_ratio([(old, new) for old, new in timed])
-    return Noise(ratio, significance.correlation([one for pair in timed for one in pair]), seeds)
-
-
-def _is_timed(side: Side) -> bool:
-    return all(record.status == "ok" and record.case.kind == "time" for record in records_of(side))
+    rounds = [side for pair in timed for side in pair]
+    return Noise(significance.noise_ratio(timed), significance.correlation(rounds), seeds)
 
 
 def _compared(old: Side, new: Side, name: Namer, noise: Noise) -> Iterator[_Open]:
@@ -189,15 +185,17 @@ def _compared(old: Side, new: Side, name: Namer, noise: Noise) -> Iterator[_Open
         yield status or change, None
     if not (before and after):
         return
-    known = _known(before) & _known(after)
+    common = _measured(before) & _measured(after)
     for quantity in QUANTITIES.values():
         named = replace(change, quantity=quantity.name)
         if quantity.type == "text":
-            texts = [sorted({str(getattr(one, quantity.name)) for one in records_of(side)}) for side in sides]
+            texts = [
+                sorted({str(getattr(record, quantity.name)) for record in records_of(side)}) for side in sides
+            ]
             if texts[0] != texts[1]:
                 remark = " → ".join(map(", ".join, texts))
                 yield replace(named, verdict=CHANGED, remark=remark), None
-        elif quantity.field in known:
+        elif quantity.field in common:
             yield _with_test(named, quantity, before, after, noise)
 
 
@@ -219,34 +217,34 @@ def _status_change(change: Change, old: Side, new: Side) -> Change | None:
     return replace(change, verdict=UNCLEAR if "skipped" in statuses else verdict, remark=remark)
 
 
-def _known(side: Side) -> set[str]:
+def _measured(side: Side) -> set[str]:
     """Names of the fields present in a side's records."""
     return {name for record in records_of(side) for name in record.measured}
 
 
 def _with_test(change: Change, quantity: Quantity, old: Side, new: Side, noise: Noise) -> _Open:
-    """The test, or none where it is not meaningful: other conditions, rounding, run-queue wait."""
-    found = tested(quantity, old, new, noise)
-    if found is None:
+    """The test, or None for unequal methods, rounding and run-queue wait."""
+    test = tested(quantity, old, new, noise)
+    if test is None:
         return replace(change, verdict=UNCOMPARABLE, remark="no value is a usable number"), None
-    change = _with_ratio(change, found)
+    change = _with_ratio(change, test)
     records = records_of((*old, *new))
     methods = {record.memory_method for record in records}
     if quantity.name.endswith("peak_bytes") and len(methods) > 1:
         remark = f"counted by {' and by '.join(sorted(map(str, methods)))}"
         return replace(change, verdict=UNCOMPARABLE, remark=remark), None
     precision = _PRECISION.get(records[0].case.dtype, 0.0)
-    if quantity.rounding and max(found.old, found.new) < (_ROUNDING * precision) ** quantity.rounding:
+    if quantity.rounding and max(test.old, test.new) < (_ROUNDING * precision) ** quantity.rounding:
         return change, None
-    slower, waited = max((found.new, _waited(new)), (found.old, _waited(old)))
-    if quantity.name == "time_s" and waited and slower * (1 - waited) <= min(found.old, found.new):
+    slower, waited = max((test.new, _waited(new)), (test.old, _waited(old)))
+    if quantity.name == "time_s" and waited and slower * (1 - waited) <= min(test.old, test.new):
         remark = f"threads waited for a processor up to {waited:.0%} of the slower time, which may explain it"
-        return replace(change, remark=remark), found._replace(more=1.0, less=1.0)
-    return change, found
+        return replace(change, remark=remark), test._replace(increase=1.0, decrease=1.0)
+    return change, test
 
 
 def _waited(side: Side) -> float:
-    """Upper bound on the share of run-queue wait in the calls, mean over runs."""
+    """Upper bound on the share of run-queue wait, mean over runs."""
     shares = [
         min(1.0, max(0.0, record.waited_s / (math.fsum(times(record.times_s or ())) or math.inf)))
         if record.case.device == "cpu" and record.waited_s
@@ -256,45 +254,45 @@ def _waited(side: Side) -> float:
     return math.fsum(shares) / len(shares)
 
 
-def _with_ratio(change: Change, found: Tested) -> Change:
-    """Both values and their ratio, with an interval if available."""
-    change = replace(change, old=found.old, new=found.new, over=found.over)
-    if not found.old:
-        return replace(change, ratio=1.0 if not found.new else None)
-    ratio = found.new / found.old
-    if found.half_width is None:
+def _with_ratio(change: Change, test: Tested) -> Change:
+    """Copy with both values and their ratio, with an interval if available."""
+    change = replace(change, old=test.old, new=test.new, over=test.over)
+    if not test.old:
+        return replace(change, ratio=1.0 if not test.new else None)
+    ratio = test.new / test.old
+    if test.half_width is None:
         return replace(change, ratio=ratio)
-    factor = math.exp(min(found.half_width, _WIDEST))
+    factor = math.exp(min(test.half_width, _WIDEST))
     return replace(change, ratio=ratio, low=ratio / factor, high=ratio * factor)
 
 
-def _decided(found: Sequence[_Open], thresholds: Mapping[str, float]) -> Iterator[Change]:
-    """The changes with their verdicts; all tests of one direction are adjusted together."""
-    tests = [test for _, test in found if test is not None]
-    more = iter(significance.holm([test.more for test in tests if test.more is not None]))
-    less = iter(significance.holm([test.less for test in tests if test.less is not None]))
-    for change, test in found:
+def _decided(tests: Sequence[_Open], thresholds: Mapping[str, float]) -> Iterator[Change]:
+    """Changes with verdicts, from tests that are adjusted together."""
+    scattered = [test for _, test in tests if test is not None and test.increase is not None]
+    increases = iter(significance.holm([test.increase or 0.0 for test in scattered]))
+    decreases = iter(significance.holm([test.decrease or 0.0 for test in scattered]))
+    for change, test in tests:
         if test is None:
             yield change
-        else:
-            p = (None, None) if test.more is None else (next(more), next(less))
-            yield _judged(change, test, thresholds, *p)
+            continue
+        p = None
+        if test.increase is not None:
+            increase, decrease = next(increases), next(decreases)
+            p = increase if test.new >= test.old else decrease
+        yield _judged(change, test, thresholds, p)
 
 
-def _judged(
-    change: Change, test: Tested, thresholds: Mapping[str, float], more: float | None, less: float | None
-) -> Change:
+def _judged(change: Change, test: Tested, thresholds: Mapping[str, float], p: float | None) -> Change:
     quantity = QUANTITIES[change.quantity]
     threshold = thresholds.get(quantity.name, thresholds.get(change.kind, quantity.threshold))
-    p = more if test.new >= test.old else less
     grew = test.new > test.old * (1 + threshold)
     if not grew and not test.old > test.new * (1 + threshold):
         return replace(change, p=p, remark=None)
     if quantity.better is None:
         return replace(change, verdict=CHANGED)
-    # A mean over draws whose values no record keeps decides where it was asked for.
+    # A mean over draws whose values no record keeps decides where its threshold is set.
     untested = p is None and change.over is not None
-    asked = quantity.scatter == "draws" and quantity.name in thresholds
-    if (untested and not asked) or (p is not None and p > FALSE_ALARMS):
+    decisive = quantity.scatter == "draws" and quantity.name in thresholds
+    if (untested and not decisive) or (p is not None and p > FALSE_ALARMS):
         return replace(change, p=p, verdict=UNCLEAR)
     return replace(change, p=p, verdict=REGRESSION if grew == (quantity.better == "less") else IMPROVEMENT)

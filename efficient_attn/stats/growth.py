@@ -1,4 +1,4 @@
-"""Growth of a cost with the number of tokens: the power of its growing part.
+"""Power of tokens with which a cost grows.
 
 A measured cost is y = a + b·nᵖ, with a fixed and a growing part. A straight line through logarithms mixes
 both and underestimates p wherever the fixed part matters, so all three numbers are fitted together: for a
@@ -16,15 +16,14 @@ from typing import NamedTuple
 
 import numpy as np
 
+from efficient_attn.stats.significance import quantile
+
 # Grid of powers, finer than the resolution of any measurement.
 _POWERS = np.linspace(0.05, 4.0, 1581)
 
 # Number of fitted parameters.
 _FEWEST_LENGTHS = 3
 _FITTED = 3
-
-# 95 % quantiles of F with one and with 1, 2, 3, … degrees of freedom; the last stands for all above.
-_F_QUANTILES = (161.4, 18.51, 10.13, 7.709, 6.608, 5.987, 5.591, 5.318, 5.117, 4.965, 4.844, 4.747, 4.667)
 
 # Costs that change by less than this share over all lengths are constant.
 _FLAT = 0.01
@@ -79,7 +78,7 @@ def growth(tokens: Sequence[float], costs: Sequence[float]) -> Growth | None:
 
 
 def exact_growth(tokens: Sequence[float], costs: Sequence[float]) -> Growth | None:
-    """Fit costs without noise, in rising order of tokens, from the length where one curve meets all others.
+    """Fit costs without noise from the length where a curve meets all.
 
     At least four lengths are kept; if no four of them lie on one curve, all are fitted.
     """
@@ -91,7 +90,7 @@ def exact_growth(tokens: Sequence[float], costs: Sequence[float]) -> Growth | No
 
 
 def _best_parts(n: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """For every power the a ≥ 0 and b ≥ 0 of least squared relative residuals, |a/y + b·nᵖ/y - 1|²."""
+    """Parts a ≥ 0 and b ≥ 0 of least |a/y + b·nᵖ/y − 1|² for each power."""
     u, w = 1 / y, n ** _POWERS[:, None] / y  # w [powers lengths]
     uu, uw, ww, u1, w1 = u @ u, w @ u, (w * w).sum(axis=1), u.sum(), w.sum(axis=1)
     determinant = uu * ww - uw**2
@@ -107,7 +106,7 @@ def _best_parts(n: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def _interval(residuals: np.ndarray, *, freedom: int) -> tuple[float | None, float | None]:
     if freedom < 1:
         return None, None
-    quantile = _F_QUANTILES[min(freedom, len(_F_QUANTILES)) - 1]
-    bound = max(residuals.min(), _EXACT) * (1 + quantile / freedom)
+    # F with one numerator degree of freedom is the square of Student's t.
+    bound = max(residuals.min(), _EXACT) * (1 + quantile(0.025, freedom) ** 2 / freedom)
     inside = _POWERS[residuals <= bound]
     return float(inside.min()), float(inside.max())

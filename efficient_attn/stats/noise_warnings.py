@@ -1,11 +1,11 @@
-"""Noise warnings: conditions that make the times of a run uncertain, each with its remedy."""
+"""Noise warnings: conditions that make times uncertain, with their remedies."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from efficient_attn.runner.records import Record
-from efficient_attn.stats.rounds import FEWEST_ROUNDS, call_time, round_times
+from efficient_attn.stats.estimates import FEWEST_ROUNDS, call_time, round_times
 
 # Key of an environment that lists the conditions during the run, one entry per resumption.
 DURING = "during"
@@ -14,53 +14,61 @@ DURING = "during"
 COULD_NOT_TELL = "could not tell on this machine now"
 IDLE = "an idle machine or fewer --threads would settle it"
 
+# Times of a fixed loop after and before a run differ by more than this share if clocks drift.
+_DRIFTED = 0.15
+
 # Share of the time above which threads that wait for a processor are reported.
 _WAITED = 0.05
 
 # Number of points that are named; further points are only counted.
 _NAMED = 3
 
-Share = Callable[[Any], float | None]
+# NVML's throttle reasons 4 and 128, power; 8, hardware; 32 and 64, heat.
+_SLOWED = 4 | 8 | 32 | 64 | 128
+
+_ROUNDS = "more --rounds would settle it."
+_THREADS = "use fewer --threads, or an idle machine."
+_WAITING = "threads waited for a processor up to {:.0%} of the time"
 
 
 def doubts(records: Iterable[Record], environment: Mapping[str, Any] | None = None) -> list[str]:
-    """One sentence per condition that makes times uncertain or wrong; none if there is none."""
+    """Sentences on conditions that make times uncertain or wrong."""
     timed = [record for record in records if _timed(record)]
     if not timed:
         return []
-    return [
-        *(
-            text.format(_names(above), largest)
-            for share, limit, text in _OF_RECORDS
-            for above, largest in _exceeding(timed, share, limit)
-        ),
-        *(
-            f"Background load: {load}: times are longer and less certain; {_THREADS}"
-            for load in _loads(environment)
-        ),
-        *(_DRIFTED.format(most) for _, most in _exceeding(_runs(environment), _drift, 0.15)),
-    ]
+    sentences = []
+    for share, limit, text in _SIGNS:
+        above = [(record, value) for record in timed if (value := share(record)) > limit]
+        if above:
+            sentences.append(text.format(_names([record for record, _ in above]), max(v for _, v in above)))
+    for load in _loads(environment):
+        sentences.append(f"Background load: {load}: times are longer and less certain; {_THREADS}")
+    loops = [(_number(run, "loop_before_s"), _number(run, "loop_after_s")) for run in _runs(environment)]
+    drift = max((after_s / before_s - 1 for before_s, after_s in loops if before_s and after_s), default=0.0)
+    if drift > _DRIFTED:
+        text = f"Clock drift: a fixed loop took {drift:.0%} longer after the run than before it; {_ROUNDS}"
+        sentences.append(text)
+    return sentences
 
 
 def disturbance(records: Iterable[Record], environment: Mapping[str, Any] | None = None) -> str | None:
-    """The load that kept processors from a run, as a clause; times measured under it support no verdict."""
-    waiting = _exceeding([record for record in records if _timed(record)], _waiting, _WAITED)
-    return next(iter([*_loads(environment), *(_WAITING.format(most) for _, most in waiting)]), None)
+    """Load that kept processors from a run, as a clause.
+
+    Times measured under it support no verdict.
+    """
+    if loads := _loads(environment):
+        return loads[0]
+    share = max((_waiting(record) for record in records if _timed(record)), default=0.0)
+    return _WAITING.format(share) if share > _WAITED else None
 
 
 def explanation(
-    record: Record, other: Record, ratio: float, environment: Mapping[str, Any] | None
+    record: Record, baseline: Record, ratio: float, environment: Mapping[str, Any] | None
 ) -> str | None:
-    """The load that may explain this ratio of two times, as a clause; None: the ratio stands."""
-    share = max(_waiting(record) or 0.0, _waiting(other) or 0.0)
+    """Load that may explain this ratio of two times, as a clause."""
+    share = max(_waiting(record), _waiting(baseline))
     explains = share > _WAITED and max(ratio, 1 / ratio) * (1 - share) <= 1
     return disturbance([], environment) or (_WAITING.format(share) if explains else None)
-
-
-def _exceeding(found: Sequence[Any], share: Share, limit: float) -> list[tuple[list[Any], float]]:
-    """Everything whose share is above the limit, with the largest share; empty if nothing is."""
-    shares = [(one, value) for one in found if (value := share(one)) is not None and value > limit]
-    return [([one for one, _ in shares], max(value for _, value in shares))] if shares else []
 
 
 def _names(records: Sequence[Record]) -> str:
@@ -69,8 +77,8 @@ def _names(records: Sequence[Record]) -> str:
     for record in records[:_NAMED]:
         lengths.setdefault(record.case.label, []).append(record.case.tokens)
     named = ", ".join(f"{label} at {', '.join(map(str, tokens))} tokens" for label, tokens in lengths.items())
-    more = len(records) - _NAMED
-    return named if more <= 0 else f"{named} and {more} more {'point' if more == 1 else 'points'}"
+    further = len(records) - _NAMED
+    return named if further <= 0 else f"{named} and {further} more point{'s' * (further > 1)}"
 
 
 def _timed(record: Record) -> bool:
@@ -82,28 +90,28 @@ def _samples(record: Record) -> tuple[float, ...]:
     return tuple(time_s for time_s in record.times_s or () if time_s is not None and time_s > 0)
 
 
-def _half_width(record: Record) -> float | None:
+def _half_width(record: Record) -> float:
     median, _, high, _ = call_time(record)
-    return None if high is None else high / median - 1
+    return 0.0 if high is None else high / median - 1
 
 
-def _waiting(record: Record) -> float | None:
+def _waiting(record: Record) -> float:
     if record.waited_s is None or record.case.device != "cpu":
-        return None
+        return 0.0
     return record.waited_s / (sum(_samples(record)) * max(record.case.threads, 1))
 
 
-def _throttled(record: Record) -> float | None:
-    """The part of the driver's bit mask for power, heat and hardware; idleness and chosen clocks are none."""
-    return None if record.throttle_reasons is None else record.throttle_reasons & _SLOWED
-
-
-def _unknown_state(record: Record) -> float | None:
-    return float(record.case.device.startswith("cuda") and record.sm_clock_hz is None)
-
-
-def _lacking_rounds(record: Record) -> float | None:
+def _lacking_rounds(record: Record) -> float:
     return FEWEST_ROUNDS - (len(round_times(record)) or FEWEST_ROUNDS)
+
+
+def _throttled(record: Record) -> int:
+    """Bits of the driver's mask for power, heat and hardware."""
+    return (record.throttle_reasons or 0) & _SLOWED
+
+
+def _unknown_state(record: Record) -> bool:
+    return record.case.device.startswith("cuda") and record.sm_clock_hz is None
 
 
 def _runs(environment: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
@@ -113,35 +121,23 @@ def _runs(environment: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
 
 def _loads(environment: Mapping[str, Any] | None) -> list[str]:
     """Background loads above their limits."""
-    runs = _runs(environment)
-    return [text.format(most) for share, limit, text in _LOADS for _, most in _exceeding(runs, share, limit)]
+    loads = []
+    for name, limit, text in _LOADS:
+        share = max((_number(run, name) for run in _runs(environment)), default=0.0)
+        if share > limit:
+            loads.append(text.format(share))
+    return loads
 
 
-def _entry(name: str) -> Share:
-    """The share in an entry of the conditions during a run; None if it is no finite number."""
-
-    def share(run: Mapping[str, Any]) -> float | None:
-        value = run.get(name)
-        known = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < math.inf
-        return float(value) if known and value is not None else None
-
-    return share
+def _number(run: Mapping[str, Any], name: str) -> float:
+    """Entry of the conditions during a run, 0 if not a finite number."""
+    value = run.get(name)
+    finite = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < math.inf
+    return float(value) if finite and value is not None else 0.0
 
 
-def _drift(run: Mapping[str, Any]) -> float | None:
-    before_s, after_s = _entry("loop_before_s")(run), _entry("loop_after_s")(run)
-    return after_s / before_s - 1 if before_s and after_s else None
-
-
-_ROUNDS = "more --rounds would settle it."
-_THREADS = "use fewer --threads, or an idle machine."
-_WAITING = "threads waited for a processor up to {:.0%} of the time"
-
-# NVML's throttle reasons 4 and 128, power; 8, hardware; 32 and 64, heat.
-_SLOWED = 4 | 8 | 32 | 64 | 128
-
-# Shares of records and of runs, their limits, and sentences; typical comparisons look for a few percent.
-_OF_RECORDS: tuple[tuple[Share, float, str], ...] = (
+# Shares of records, their limits, and sentences; typical comparisons look for a few percent.
+_SIGNS: tuple[tuple[Callable[[Record], float], float, str], ...] = (
     (_half_width, 0.1, f"Noisy: the interval of {{}} reaches {{:.0%}} from the median; {_ROUNDS}"),
     (
         _waiting,
@@ -150,7 +146,7 @@ _OF_RECORDS: tuple[tuple[Share, float, str], ...] = (
     ),
     (
         _lacking_rounds,
-        0.0,
+        0,
         f"Few rounds: {{}} had fewer than {FEWEST_ROUNDS}, too few for an interval; use --rounds "
         f"{FEWEST_ROUNDS} or more.",
     ),
@@ -162,12 +158,11 @@ _OF_RECORDS: tuple[tuple[Share, float, str], ...] = (
     ),
     (
         _unknown_state,
-        0.0,
+        0,
         "Unknown GPU state: clocks, power and throttling of {} are not recorded; nvidia-smi gave no answer.",
     ),
 )
-_LOADS: tuple[tuple[Share, float, str], ...] = (
-    (_entry("others_share"), 0.1, "other processes took {:.0%} of all cores during the run"),
-    (_entry("stolen_share"), 0.02, "the host gave {:.0%} of all cores to other virtual machines"),
+_LOADS = (
+    ("others_share", 0.1, "other processes took {:.0%} of all cores during the run"),
+    ("stolen_share", 0.02, "the host gave {:.0%} of all cores to other virtual machines"),
 )
-_DRIFTED = f"Clock drift: a fixed loop took {{:.0%}} longer after the run than before it; {_ROUNDS}"

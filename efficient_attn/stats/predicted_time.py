@@ -1,19 +1,17 @@
-"""Predicted time of a call at any length, number of heads and head dimension, from a few short calls.
+"""Predicted time of a call of any size from a few short calls.
 
 A call has a fixed part, a part per token that all heads share (steps of a loop over chunks), and one part per
 kind of counted operation, each at a constant rate of this machine:
 
     t = a + b · tokens + c · products + d · exponentials + e · bytes,   a, b, c, d, e ≥ 0
 
-The numbers are fitted per backend to measured calls, by least squares of relative residuals. Counts hold the
+Rates are fitted per backend to measured calls, by least squares of relative residuals. Counts hold the
 dependence on length, heads, head dimension and batch; dtype, device, threads and causality of a prediction
-are the measured ones, since each selects other kernels. Calls of several shapes tell the parts apart; calls
-of one shape suffice to predict this shape at other lengths.
+are the measured ones, since each selects other kernels.
 
-The interval is multiplicative. Each measured call is predicted from the others; the scatter of these
-predictions, times Student's quantile, is the half-width of the logarithm. Prediction beyond the longest
-measured call is an extrapolation: its interval is as wide as the one for the calls left out. docs/advise.md
-has the coverage of these intervals, which is 88 to 98 % of measured times.
+Each measured call is predicted from all calls but itself; the scatter of these predictions, times Student's
+quantile, is the half-width of the logarithm. Beyond the longest measured call this is an extrapolation;
+docs/advise.md has the coverage of the intervals, 88 to 98 % of measured times.
 """
 
 import itertools
@@ -27,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from efficient_attn.runner.record import Case, Record, replace
-from efficient_attn.stats.rounds import call_time
+from efficient_attn.stats.estimates import call_time
 from efficient_attn.stats.significance import quantile
 
 Floats = NDArray[np.float64]
@@ -46,7 +44,7 @@ _WIDEST = 100.0
 
 
 class Predicted(NamedTuple):
-    """A prediction with a nominal 95 % interval; a crossover's end beyond the searched lengths is None."""
+    """Prediction with a nominal 95 % interval; None beyond the searched lengths."""
 
     value: float | None
     low: float | None
@@ -85,12 +83,8 @@ class TimeModel:
         """Predicted length from which this backend is faster than exact attention."""
         count = int(math.log2(_LONGEST / _SHORTEST)) * _STEPS + 1
         lengths = np.geomspace(_SHORTEST, _LONGEST, count)
-        logs = np.array(
-            [
-                math.log(exact._value(at) / self._value(at))
-                for at in ({**sizes, "tokens": round(n)} for n in lengths)
-            ]
-        )
+        at_lengths = [{**sizes, "tokens": round(tokens)} for tokens in lengths]
+        logs = np.array([math.log(exact._value(at) / self._value(at)) for at in at_lengths])
         half = math.log(self._factor(exact))
         return Predicted(*(_last_rise(lengths, logs - level) for level in (0.0, -half, half)))
 
@@ -98,7 +92,7 @@ class TimeModel:
         return _factor(math.hypot(self.scatter, exact.scatter), min(self.calls, exact.calls))
 
     def _value(self, sizes: Mapping[str, int]) -> float:
-        return float(np.dot(self.rates, _counts(replace(self.case, **sizes), self.target)))
+        return float(np.dot(self.rates, _counts(replace(self.case, label="", **sizes), self.target)))
 
 
 def time_models(records: Iterable[Record], targets: Mapping[str, Any] | None = None) -> dict[str, TimeModel]:
@@ -122,35 +116,31 @@ def time_models(records: Iterable[Record], targets: Mapping[str, Any] | None = N
 def _fit(records: Sequence[Record], target: Any) -> TimeModel:
     times_s = np.array([call_time(record).median for record in records])
     # Shares of a call: every row sums to one where the prediction equals the measurement.
-    shares = np.array([_counts(record.case, target) for record in records]) / times_s[:, None]
-    others = ~np.eye(len(times_s), dtype=bool)
-    missed = [math.log(shares[n] @ _rates(shares[others[n]])) for n in range(len(times_s))]
+    counts = [_counts(replace(record.case, label=""), target) for record in records]
+    shares = np.array(counts) / times_s[:, None]
+    missed = [math.log(shares[n] @ _rates(np.delete(shares, n, axis=0))) for n in range(len(times_s))]
     scatter = math.sqrt(float(np.mean(np.square(missed))))
     return TimeModel(records[0].case, target, tuple(_rates(shares)), scatter, len(records))
 
 
 def _rates(shares: Floats) -> Floats:
-    """Non-negative rates whose shares sum to one, by least squares over all subsets of the parts."""
+    """Non-negative rates by least squares over all subsets of the parts."""
     units = np.abs(shares).max(axis=0)
     scaled = shares / np.where(units > 0, units, 1.0)
     best, least = np.zeros(scaled.shape[1]), math.inf
     parts = range(scaled.shape[1])
     for chosen in itertools.chain.from_iterable(itertools.combinations(parts, n + 1) for n in parts):
-        found = np.linalg.lstsq(scaled[:, chosen], np.ones(len(scaled)), rcond=None)[0]
-        missed = float(np.square(scaled[:, chosen] @ found - 1).sum())
+        rates = np.linalg.lstsq(scaled[:, chosen], np.ones(len(scaled)), rcond=None)[0]
+        missed = float(np.square(scaled[:, chosen] @ rates - 1).sum())
         # A part more is no better where it explains nothing.
-        if (found >= 0).all() and missed < least - 1e-12:
+        if (rates >= 0).all() and missed < least - 1e-12:
             best, least = np.zeros(scaled.shape[1]), missed
-            best[list(chosen)] = found
+            best[list(chosen)] = rates
     return best / np.where(units > 0, units, 1.0)
 
 
-def _counts(case: Case, target: Any) -> tuple[float, ...]:
-    return _cached_counts(replace(case, label=""), target)
-
-
 @cache
-def _cached_counts(case: Case, target: Any) -> tuple[float, ...]:
+def _counts(case: Case, target: Any) -> tuple[float, ...]:
     """A call, its tokens, operations of matrix products, exponentials and bytes."""
     # Reports are drawn without torch.
     from efficient_attn.runner.counting import attention_cost
@@ -165,7 +155,7 @@ def _factor(scatter: float, calls: int) -> float:
 
 
 def _last_rise(lengths: Floats, logs: Floats) -> float | None:
-    """The length above which all values are positive, interpolated; None if there is none."""
+    """Length above which all values are positive, interpolated, or None."""
     behind = np.flatnonzero(logs <= 0)
     if not len(behind):
         return float(lengths[0])

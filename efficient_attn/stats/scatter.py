@@ -1,4 +1,4 @@
-"""Samples of one case in both runs, and the significance test for their kind of scatter.
+"""Samples of a case in two runs, and the test for their scatter.
 
 A sample is a repetition that differs by chance alone: a round of timed calls, a draw of random features, a
 training seed, or, if one side has several runs, a run.
@@ -44,19 +44,19 @@ class Noise(NamedTuple):
 
 
 class Tested(NamedTuple):
-    """The values of both sides, with p-values of their difference.
+    """Values of both sides, with p-values of their difference.
 
     Attributes:
         half_width: Half-width of the 95 % interval of the ratio's logarithm; None: no interval.
-        more: One-sided p-value of an increase; `less` of a decrease; None: no test.
+        increase: One-sided p-value of an increase; `decrease` of a decrease; None: no test.
         over: Unit of the test: `rounds`, `runs`, `draws` or `seeds`; None: no repetitions.
     """
 
     old: float
     new: float
     half_width: float | None = None
-    more: float | None = None
-    less: float | None = None
+    increase: float | None = None
+    decrease: float | None = None
     over: str | None = None
 
 
@@ -66,7 +66,7 @@ def records_of(side: Side) -> list[Record]:
 
 
 def numbers(values: Iterable[float | None]) -> list[float]:
-    """The values within the range of measurements; a file may hold others."""
+    """Values within the range of measurements."""
     return [
         float(value) for value in values if value is not None and (value == 0 or _SMALLEST < value < _LARGEST)
     ]
@@ -77,10 +77,14 @@ def times(samples: Iterable[float | None]) -> list[float]:
     return [time_s for time_s in numbers(samples) if time_s > 0]
 
 
-def turn_middles(record: Record, field: str = "times_s") -> significance.Floats:
-    """Interquartile mean of the logarithms of each round of timed calls, shape (rounds,)."""
+def round_means(record: Record, field: str = "times_s") -> significance.Floats:
+    """Interquartile mean of the logarithms of each round of timed calls [rounds]."""
     samples = np.array(getattr(record, field) or (), dtype=float)
-    sizes = significance.turn_sizes(len(samples), record.round_sizes)
+    sizes = record.round_sizes or ()
+    valid = sizes and all(type(size) is int and size >= 0 for size in sizes)
+    if not valid or sum(sizes) != len(samples):
+        # Without valid sizes all samples count as a single round.
+        sizes = (len(samples),)
     usable = (samples > _SMALLEST) & (samples < _LARGEST)
     counts = np.bincount(np.repeat(np.arange(len(sizes)), sizes)[usable], minlength=len(sizes))
     means = significance.interquartile_means(np.log(samples[usable]), counts)
@@ -89,49 +93,50 @@ def turn_middles(record: Record, field: str = "times_s") -> significance.Floats:
     return np.array([block.mean() for block in np.array_split(means, _MOST_ROUNDS)])
 
 
-def _rounds(record: Record, quantity: Quantity) -> significance.Floats:
-    """Logarithms of the time in each round."""
-    if record.case.kind == "recall":
-        # Consecutive steps of one training share the state of the machine and count as one round.
-        samples = times(record.times_s or ())
-        return significance.interquartile_means(np.log(samples), [len(samples)])
-    return turn_middles(record, quantity.samples or quantity.field)
-
-
 def tested(quantity: Quantity, old: Side, new: Side, noise: Noise) -> Tested | None:
-    """The test of a quantity that fits its scatter; None without a usable number on either side."""
+    """Test that fits the scatter of a quantity; None without usable numbers."""
     if quantity.scatter == "rounds":
         return _times_tested(quantity, old, new, noise)
     return _values_tested(quantity, old, new, noise)
 
 
 def _times_tested(quantity: Quantity, old: Side, new: Side, noise: Noise) -> Tested | None:
-    """Student's test of log times: over rounds of one run, over seeds, or over runs."""
-    sides = [[[_rounds(one, quantity) for one in run] for run in side] for side in (old, new)]
-    sides = [[known for run in side if (known := [one for one in run if len(one)])] for side in sides]
+    """Student's test of log times over rounds, seeds or runs."""
+    sides = [[_rounds_of_run(run, quantity) for run in side] for side in (old, new)]
+    sides = [[rounds for rounds in side if rounds] for side in sides]
     if not all(sides):
         return None
     over = "runs"
-    before, after = (np.array([np.mean([one.mean() for one in run]) for run in side]) for side in sides)
+    before, after = (np.array([np.mean([rounds.mean() for rounds in run]) for run in side]) for side in sides)
     if max(map(len, sides)) == 1:
         over = "seeds"
-        before, after = (np.array([one.mean() for one in run]) for (run,) in sides)
+        before, after = (np.array([rounds.mean() for rounds in run]) for (run,) in sides)
         if max(len(before), len(after)) == 1:
             over = "rounds"
             before, after = (run[0] for (run,) in sides)
     values = math.exp(before.mean()), math.exp(after.mean())
     if over != "rounds":
-        return _with_test(values, significance.two_sample_statistic(before, after), over)
+        return _with_p_values(values, significance.two_sample_statistic(before, after), over)
     fewest = min(len(before), len(after))
     if fewest < 2:
         return Tested(*values, over=over)
     statistic, error, freedom = significance.student_statistic(before, after, noise.ratio)
     inflation, share = significance.correlated(fewest, noise.correlation)
-    return _with_test(values, (statistic / inflation, error * inflation, freedom * share), over)
+    return _with_p_values(values, (statistic / inflation, error * inflation, freedom * share), over)
+
+
+def _rounds_of_run(run: Run, quantity: Quantity) -> list[significance.Floats]:
+    """Logarithms of times in each round, for each record of a run."""
+    if run[0].case.kind == "recall":
+        # Consecutive steps of a training share the state of the machine and count as one round.
+        steps = [np.log(times(record.times_s or ())) for record in run]
+        return [significance.interquartile_means(logs, [len(logs)]) for logs in steps if len(logs)]
+    rounds = [round_means(record, quantity.samples or quantity.field) for record in run]
+    return [means for means in rounds if len(means)]
 
 
 def _values_tested(quantity: Quantity, old: Side, new: Side, noise: Noise) -> Tested | None:
-    """Test of the means over draws, seeds or runs; single values are compared directly."""
+    """Test of means over draws, seeds or runs; compare single values directly."""
     sides = [[units for run in side if (units := _repetitions(quantity, run))] for side in (old, new)]
     if not all(sides):
         return None
@@ -141,17 +146,18 @@ def _values_tested(quantity: Quantity, old: Side, new: Side, noise: Noise) -> Te
         return Tested(*values, 0.0)
     least = min(values) or 1.0
     over = "seeds" if max(len(run) for side in (old, new) for run in side) > 1 else quantity.scatter
-    found: list[Tested] = []
+    tests: list[Tested] = []
     if over is not None and quantity.scatter is not None and min(len(before), len(after)) > 1:
         least_scatter = noise.seeds.get(quantity.name, 0.0) if over == "seeds" else 0.0
         statistic = significance.two_sample_statistic(before, after, least=least_scatter)
-        found.append(_with_test(values, statistic, over, least=least))
+        tests.append(_with_p_values(values, statistic, over, least=least))
     means = [np.array([np.mean(run) for run in side]) for side in sides]
     if any(len(set(side)) > 1 for side in means):
-        found.append(_with_test(values, significance.two_sample_statistic(*means), "runs", least=least))
-    if found:
+        statistic = significance.two_sample_statistic(*means)
+        tests.append(_with_p_values(values, statistic, "runs", least=least))
+    if tests:
         # Both tests must be significant: over draws, and over runs.
-        return max(found, key=lambda one: min(one.more or 0.0, one.less or 0.0))
+        return max(tests, key=lambda test: min(test.increase or 0.0, test.decrease or 0.0))
     # The mean of draws of which no record keeps the values may differ by chance.
     if quantity.scatter == "draws" and quantity.samples is None and _several_draws(old, new):
         return Tested(*values, over="draws")
@@ -159,13 +165,13 @@ def _values_tested(quantity: Quantity, old: Side, new: Side, noise: Noise) -> Te
 
 
 def _repetitions(quantity: Quantity, run: Run) -> list[float]:
-    """One value per repetition of a run: per seed if there are several, else per draw."""
-    found = [values for record in run if (values := _samples(quantity, record))]
-    return [float(np.mean(values)) for values in found] if len(run) > 1 else (found[0] if found else [])
+    """Values of a run per seed, or per draw of its only seed."""
+    values = [samples for record in run if (samples := _samples(quantity, record))]
+    return [float(np.mean(samples)) for samples in values] if len(run) > 1 else (values or [[]])[0]
 
 
 def _samples(quantity: Quantity, record: Record) -> list[float]:
-    """The values of a record; of several entries the worst."""
+    """Values of a record, of several entries the worst."""
     value = getattr(record, quantity.field)
     if quantity.entry == "worst":
         value = max(numbers(value or ()), default=None)
@@ -178,7 +184,7 @@ def _samples(quantity: Quantity, record: Record) -> list[float]:
 
 
 def _by_seed(record: Record, draws: list[float]) -> list[float]:
-    """Means over texts, which both runs share: draws of a model are listed text by text."""
+    """Means over texts: draws of a model are listed text by text."""
     texts = record.texts or 1 if record.case.kind == "swap" else 1
     if len(draws) % texts:
         return draws
@@ -186,24 +192,23 @@ def _by_seed(record: Record, draws: list[float]) -> list[float]:
 
 
 def _several_draws(old: Side, new: Side) -> bool:
-    names = [one.samples for one in QUANTITIES.values() if one.scatter == "draws" and one.samples]
-    records = records_of((*old, *new))
+    fields = [quantity.samples for quantity in QUANTITIES.values() if quantity.scatter == "draws"]
     return any(
-        len(_by_seed(record, numbers(getattr(record, name) or ()))) > 1
-        for record in records
-        for name in names
+        len(_by_seed(record, numbers(getattr(record, field) or ()))) > 1
+        for record in records_of((*old, *new))
+        for field in filter(None, fields)
     )
 
 
 def _over_runs(side: Sequence[list[float]]) -> significance.Floats:
-    """Mean over runs of each repetition; the runs' means if the numbers of repetitions differ."""
+    """Mean over runs of each repetition, or the means of unequal runs."""
     if len({len(run) for run in side}) > 1:
         return np.array([np.mean(run) for run in side])
     return np.array(np.mean(side, axis=0))
 
 
 def seed_scatter(quantity: Quantity, sides: Iterable[Side]) -> float:
-    """Standard deviation over seeds, pooled over all cases and both sides; 0 without two seeds anywhere."""
+    """Standard deviation over seeds, pooled over all cases."""
     squares, freedom = 0.0, 0
     for side in sides:
         for run in side:
@@ -213,11 +218,11 @@ def seed_scatter(quantity: Quantity, sides: Iterable[Side]) -> float:
     return math.sqrt(squares / freedom) if freedom else 0.0
 
 
-def _with_test(
-    values: tuple[float, float], found: tuple[float, float, float], over: str, *, least: float = 1.0
+def _with_p_values(
+    values: tuple[float, float], test: tuple[float, float, float], over: str, *, least: float = 1.0
 ) -> Tested:
-    """The test of a difference of logarithms, or of values of which `least` is the smaller."""
-    statistic, error, freedom = found
+    """Test of a difference of logarithms, or of values from `least` on."""
+    statistic, error, freedom = test
     half_width = error / least * significance.quantile(_OUTSIDE, freedom)
-    more, less = (significance.upper_tail(sign * statistic, freedom) for sign in (1, -1))
-    return Tested(*values, half_width, more, less, over)
+    increase, decrease = (significance.upper_tail(sign * statistic, freedom) for sign in (1, -1))
+    return Tested(*values, half_width, increase, decrease, over)

@@ -1,4 +1,4 @@
-"""Significance of differences between timings, in which calls of one round are correlated.
+"""Significance of differences between timings with correlated calls.
 
 Calls of one round share a state of the machine, so that n calls may carry hardly more information than one.
 The correlation differs between cases, and a handful of rounds cannot show that calls are independent.
@@ -26,14 +26,8 @@ _CORRELATIONS = np.linspace(0.0, 0.98, 99)
 _NORMAL = 1e3
 
 
-def turn_sizes(samples: int, sizes: Sequence[int] | None) -> list[int]:
-    """Samples in each round; all in one if the rounds are unknown."""
-    known = sizes and all(type(size) is int and size >= 0 for size in sizes) and sum(sizes) == samples
-    return list(sizes) if sizes and known else [samples]
-
-
 def interquartile_means(samples: Floats, sizes: Sequence[int] | NDArray[np.int64]) -> Floats:
-    """Mean of each round without its lowest and its highest quarter, shape (rounds that are not empty,).
+    """Mean of the middle half of each round [nonempty rounds].
 
     Up to a quarter of the calls may be outliers. For normal noise its precision relative to the mean is 0.84
     to 0.9; that of a median of five or more is 0.64 to 0.77.
@@ -53,7 +47,7 @@ def interquartile_means(samples: Floats, sizes: Sequence[int] | NDArray[np.int64
 
 
 def noise_ratio(pairs: Sequence[tuple[Floats, Floats]]) -> float:
-    """Ratio of the variances of new and old, pooled over all cases; 1 if not significantly different from 1.
+    """Ratio of variances, new over old; 1 if not significant.
 
     Background load differs between runs, but affects all cases alike. The test is Student's, over cases, of
     the logarithm of the ratio.
@@ -99,9 +93,11 @@ def two_sample_statistic(old: Floats, new: Floats, *, least: float = 0.0) -> tup
     difference, counts = float(new.mean() - old.mean()), (len(old), len(new))
     if max(counts) < 2:
         return 0.0, math.inf, 1.0
-    variances = [max(float(one.var(ddof=1)), least**2) if len(one) > 1 else None for one in (old, new)]
-    known = next(one for one in variances if one is not None)
-    parts = [(known if one is None else one) / count for one, count in zip(variances, counts, strict=True)]
+    longer = old if len(old) > 1 else new
+    sides = [side if len(side) > 1 else longer for side in (old, new)]
+    parts = [
+        max(float(side.var(ddof=1)), least**2) / count for side, count in zip(sides, counts, strict=True)
+    ]
     error = math.sqrt(sum(parts))
     if not error:
         freedom = max(min(counts) - 1.0, 1.0)
@@ -113,41 +109,40 @@ def two_sample_statistic(old: Floats, new: Floats, *, least: float = 0.0) -> tup
 
 
 def correlation(series: Sequence[Floats]) -> float:
-    """Correlation of successive rounds, pooled over all series; 0 if not significant.
+    """Correlation of successive rounds, or 0 if not significant.
 
     Von Neumann's ratio (1941), the mean square of successive differences over the variance, has the mean 2
     for independent normal samples, whatever their number. Student's test over series has a level of 20 %,
     since a missed correlation costs more than a spurious one; a significant one is raised by two standard
     errors. A few short series show nothing.
     """
-    long = [one for one in series if len(one) > 2 and one.var() > 0]
-    if sum(len(one) - 1 for one in long) < _FEWEST_STEPS or len(long) < 2:
+    long = [rounds for rounds in series if len(rounds) > 2 and rounds.var() > 0]
+    if sum(len(rounds) - 1 for rounds in long) < _FEWEST_STEPS or len(long) < 2:
         return 0.0
-    steps = np.array([(np.diff(one) ** 2).sum() / 2 for one in long])
-    squares = np.array([one.var() * len(one) for one in long])
+    steps = np.array([(np.diff(rounds) ** 2).sum() / 2 for rounds in long])
+    squares = np.array([rounds.var() * len(rounds) for rounds in long])
     shares = 1 - steps / squares
     error = float(shares.std(ddof=1)) / math.sqrt(len(shares))
     if shares.mean() <= error * quantile(_ALIKE, len(shares) - 1):
         return 0.0
-    # The mean of ratios is 0 for independent samples; for others only the ratio of means has a known value.
-    count = int(np.median([len(one) for one in long]))
+    # The mean of ratios is 0 for independent samples; for others only the ratio of means has a known value:
+    # that of a first-order autoregression, by its correlation.
+    count = int(np.median([len(rounds) for rounds in long]))
     seen = 1 - float(steps.sum() / squares.sum()) + 2 * error
-    return float(np.interp(seen, [_expected_share(count, value) for value in _CORRELATIONS], _CORRELATIONS))
+    expected = [
+        1 - (1 - value) * (count - 1) / (count - _variance_factor(count, value)) for value in _CORRELATIONS
+    ]
+    return float(np.interp(seen, expected, _CORRELATIONS))
 
 
-def _expected_share(count: int, value: float) -> float:
-    """Expectation of 1 − half of von Neumann's ratio for a first-order autoregression."""
-    return 1 - (1 - value) * (count - 1) / (count - _times_more_variance(count, value))
-
-
-def _times_more_variance(count: int, value: float) -> float:
-    """Variance of the mean of a first-order autoregression, over that of independent samples."""
+def _variance_factor(count: int, value: float) -> float:
+    """Variance of an autoregression's mean, over independent samples."""
     lags = np.arange(1, count)
     return 1 + 2 * float(((1 - lags / count) * value**lags).sum())
 
 
 def correlated(count: int, value: float) -> tuple[float, float]:
-    """Factor on the standard error of a mean, and remaining share of the degrees of freedom.
+    """Factor on a mean's standard error, and on its degrees of freedom.
 
     For `count` samples of a first-order autoregression, the mean varies more than for independent samples,
     and the sample variance is smaller and less certain.
@@ -162,7 +157,7 @@ def correlated(count: int, value: float) -> tuple[float, float]:
     scatter = count - mean
     squares = count + 2 * float(((count - lags) * value ** (2.0 * lags)).sum())
     freedom = scatter**2 / (squares - 2 / count * float(sums @ sums) + mean**2)
-    factor = math.sqrt(_times_more_variance(count, value) * (count - 1) / scatter)
+    factor = math.sqrt(_variance_factor(count, value) * (count - 1) / scatter)
     return factor, freedom / (count - 1)
 
 
@@ -194,7 +189,7 @@ def quantile(tail: float, freedom: float) -> float:
 
 
 def holm(values: Sequence[float]) -> list[float]:
-    """Adjusted p-values (Holm 1979): rejecting all below α keeps the familywise error rate at α."""
+    """Adjusted p-values (Holm 1979) for a familywise error rate."""
     adjusted = [0.0] * len(values)
     largest = 0.0
     for place, index in enumerate(sorted(range(len(values)), key=values.__getitem__)):

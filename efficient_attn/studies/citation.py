@@ -6,7 +6,7 @@ from importlib import import_module
 from typing import Any
 
 from efficient_attn.errors import OptionError
-from efficient_attn.report.papers import entry, papers
+from efficient_attn.report.methods import entry, papers
 from efficient_attn.runner.record import Record
 from efficient_attn.studies.results import Results
 

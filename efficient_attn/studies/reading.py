@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from efficient_attn.errors import DataError
-from efficient_attn.report.methods_paragraph import flat
+from efficient_attn.report.methods import flat
 from efficient_attn.runner.record import Record, merge_rows
 from efficient_attn.runner.records import read as read_records
 from efficient_attn.stats.noise_warnings import DURING, doubts

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from efficient_attn.errors import OptionError
-from efficient_attn.report.outputs import write_all, write_page
+from efficient_attn.report.files import write_all, write_page
 from efficient_attn.studies.reading import read_one
 from efficient_attn.studies.run_folder import RECORDS, open_folder, run_folder
 

@@ -5,11 +5,10 @@ from pathlib import Path
 from typing import Any
 
 from efficient_attn.errors import DataError, UnknownNameError
-from efficient_attn.report.axes import draw
+from efficient_attn.report.drawing import draw
 from efficient_attn.report.escape import plain
 from efficient_attn.report.figures import Plot
-from efficient_attn.report.html import Run
-from efficient_attn.report.outputs import write_all
+from efficient_attn.report.files import Run, write_all
 from efficient_attn.report.table import Table, to_html
 from efficient_attn.runner.record import Record
 from efficient_attn.runner.records import append

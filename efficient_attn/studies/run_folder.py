@@ -13,7 +13,7 @@ from efficient_attn.errors import DataError
 from efficient_attn.limits import ENVIRONMENT_BYTES, read_bytes
 from efficient_attn.report.escape import short
 from efficient_attn.report.files import write
-from efficient_attn.report.methods_paragraph import flat
+from efficient_attn.report.methods import flat
 from efficient_attn.runner.record import merge_rows
 from efficient_attn.runner.records import NO_LINK, Case, Record
 from efficient_attn.runner.records import read as read_records

@@ -11,13 +11,12 @@ from numpy.typing import NDArray
 
 from efficient_attn.contained import contained, described
 from efficient_attn.errors import OptionError, ShapeError
-from efficient_attn.report.axes import draw
-from efficient_attn.report.error_table import describe, show_error
+from efficient_attn.report.drawing import draw
 from efficient_attn.report.escape import short
 from efficient_attn.report.figures import Axis, Chart, Plot, in_rows
 from efficient_attn.report.table import Table, to_html
-from efficient_attn.runner.variants import Variant, select
-from efficient_attn.stats.curves import YARDSTICK
+from efficient_attn.report.text import describe, show_error
+from efficient_attn.runner.variants import YARDSTICK, Variant, select
 
 # One backend of each kind: another estimate of the same kind would be the same picture twice.
 _BACKENDS = ("exact", "window-clusters", "window", "linformer", "performer-full", "performer-positive")

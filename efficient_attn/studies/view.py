@@ -8,13 +8,12 @@ from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from efficient_attn.report.figures import Axis, Chart, Plot, Series
-from efficient_attn.report.notes import failure_notes
-from efficient_attn.report.palette import line_styles
-from efficient_attn.report.table import Table, show_ratio, show_spread, three_digits
+from efficient_attn.report.figures import Axis, Chart, Plot, Series, line_styles
+from efficient_attn.report.table import Table
+from efficient_attn.report.text import failure_notes, show_ratio, show_spread, three_digits
 from efficient_attn.runner.quantity import FIELDS, QUANTITIES, Quantity
 from efficient_attn.runner.record import Record
-from efficient_attn.stats.rounds import call_time, on_device, percentiles, time_ratio, tokens_per_s
+from efficient_attn.stats.estimates import call_time, on_device, percentiles, time_ratio, tokens_per_s
 
 Environment = Mapping[str, Any]
 Plots = dict[str, Plot]

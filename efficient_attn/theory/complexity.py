@@ -1,4 +1,4 @@
-"""Operation counts of attention: a call of a backend, and the rest of a transformer block.
+"""Operation counts of a call of a backend and of a transformer block.
 
 Operations are counted for matrix products, two for each multiplication with its addition, as in
 `operation_counts`: without masked entries, and without recomputation.
@@ -40,7 +40,7 @@ def call_cost(
     backward: bool = False,
     item_bytes: int = 4,
 ) -> Cost | None:
-    """Cost of one call of a backend, forward or forward and backward; None if it declares no operations.
+    """Cost of a call of a backend; None if it declares no operations.
 
     Args:
         problem: Problem with num_heads.
@@ -70,7 +70,7 @@ def call_cost(
 
 
 def matmul_flops(matmul: MatMul, *, backward: bool) -> int:
-    """Operations of a matrix product, and of one more per gradient if `backward`."""
+    """Operations of a matrix product, with its gradients if `backward`."""
     return 2 * matmul.multiply_adds * (1 + matmul.gradients if backward else 1)
 
 

@@ -13,8 +13,12 @@ import torch
 from claims import FAILS, HOLDS, Claim, Interval, parse_arguments, report
 
 import efficient_attn as ea
-from efficient_attn.theory.kernel import log_positive_error, log_trigonometric_error, log_utility
-from efficient_attn.theory.kurtosis import standard_error
+from efficient_attn.theory.kernel import (
+    log_positive_error,
+    log_trigonometric_error,
+    log_utility,
+    standard_error,
+)
 
 PAPER = "Choromanski et al. 2021, Rethinking Attention with Performers, https://arxiv.org/abs/2009.14794"
 HEAD_DIM, PAIRS = 16, 64

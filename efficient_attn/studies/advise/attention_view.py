@@ -5,13 +5,24 @@ from collections.abc import Iterable, Sequence
 from statistics import median
 from typing import Any, NamedTuple
 
-from efficient_attn.report.error_table import CONCATENATED, CONCATENATED_NOTE, describe, show_error
-from efficient_attn.report.notes import calibration_note, failure_notes, setting
-from efficient_attn.report.table import Table, show_range, show_ratio, three_digits
+from efficient_attn.report.table import Table
+from efficient_attn.report.text import (
+    CONCATENATED,
+    CONCATENATED_NOTE,
+    calibration_note,
+    describe,
+    failure_notes,
+    setting,
+    show_error,
+    show_range,
+    show_ratio,
+    three_digits,
+)
 from efficient_attn.runner.records import Record
 from efficient_attn.runner.sizes import MEAN_OF_VALUES
+from efficient_attn.runner.variants import DENSE, YARDSTICK
 from efficient_attn.stats.candidates import missing
-from efficient_attn.stats.curves import DENSE, YARDSTICK, curves
+from efficient_attn.stats.curves import curves
 from efficient_attn.stats.noise_warnings import COULD_NOT_TELL, IDLE, disturbance
 from efficient_attn.studies.advise.shapes import Shape, shape_of
 from efficient_attn.studies.bench.crossover import Gain, gains

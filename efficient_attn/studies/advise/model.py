@@ -10,8 +10,8 @@ from efficient_attn.runner.record import Case, Record
 from efficient_attn.runner.record import replace as with_values
 from efficient_attn.runner.sizes import MEAN_OF_VALUES, OWN, PLAN
 from efficient_attn.runner.variants import DENSE, YARDSTICK, Variant
+from efficient_attn.stats.estimates import call_time, time_ratio
 from efficient_attn.stats.predicted_time import Predicted, time_models
-from efficient_attn.stats.rounds import call_time, time_ratio
 from efficient_attn.studies.advise.choice import best_layers
 from efficient_attn.studies.advise.shapes import BOUND, PROBE
 from efficient_attn.studies.costs import Costs

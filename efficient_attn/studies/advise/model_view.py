@@ -6,8 +6,8 @@ from itertools import takewhile
 from typing import Any
 
 from efficient_attn.errors import DataError
-from efficient_attn.report.notes import setting
-from efficient_attn.report.table import Table, show_ratio, three_digits
+from efficient_attn.report.table import Table
+from efficient_attn.report.text import setting, show_ratio, three_digits
 from efficient_attn.runner.records import Record
 from efficient_attn.runner.sizes import MODEL
 from efficient_attn.stats.noise_warnings import COULD_NOT_TELL, IDLE, disturbance

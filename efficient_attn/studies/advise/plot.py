@@ -3,13 +3,20 @@
 import math
 from collections.abc import Sequence
 
-from efficient_attn.report.error_table import show_error
-from efficient_attn.report.figures import Axis, Chart, Plot, Series
-from efficient_attn.report.palette import UNIFORM_STYLE, baseline_style, line_styles
+from efficient_attn.report.figures import (
+    UNIFORM_STYLE,
+    Axis,
+    Chart,
+    Plot,
+    Series,
+    baseline_style,
+    line_styles,
+)
+from efficient_attn.report.text import show_error
 from efficient_attn.runner.records import Record
 from efficient_attn.runner.sizes import MEAN_OF_VALUES
-from efficient_attn.stats.curves import DENSE, YARDSTICK
-from efficient_attn.stats.rounds import RUN_SHIFT
+from efficient_attn.runner.variants import DENSE, YARDSTICK
+from efficient_attn.stats.estimates import RUN_SHIFT
 from efficient_attn.studies.advise.attention_view import Row, by_shape, rows_of
 from efficient_attn.studies.bench.plot import cost_plot
 from efficient_attn.studies.compare.plot import HIGHEST, MARKS

@@ -2,10 +2,11 @@
 
 from collections.abc import Iterable, Sequence
 
-from efficient_attn.report.table import Table, three_digits
+from efficient_attn.report.table import Table
+from efficient_attn.report.text import three_digits
 from efficient_attn.runner.records import Record
 from efficient_attn.stats.curves import Curve
-from efficient_attn.stats.rounds import per_second, percentiles, tokens_per_s
+from efficient_attn.stats.estimates import per_second, percentiles, tokens_per_s
 
 # Heads of the percentages: the fields of the amount and of the measured rate, and the unit of 10⁹ of it.
 _SHARES = {

@@ -16,9 +16,9 @@ from typing import NamedTuple
 import numpy as np
 
 from efficient_attn.runner.records import Record
-from efficient_attn.runner.variants import CEILING
-from efficient_attn.stats.curves import YARDSTICK, Curve, Point, partner
-from efficient_attn.stats.rounds import SHIFT_HALF_WIDTH, Typical, half_width, paired, time_ratio
+from efficient_attn.runner.variants import CEILING, YARDSTICK
+from efficient_attn.stats.curves import Curve, Point, partner
+from efficient_attn.stats.estimates import SHIFT_HALF_WIDTH, Typical, half_width, paired, time_ratio
 
 # Limit of extrapolation, as a multiple of the longest length.
 FURTHEST = 8

@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 from efficient_attn.runner.layers import single_names
 from efficient_attn.runner.records import Case, Record
 from efficient_attn.runner.sizes import MEAN_OF_VALUES
-from efficient_attn.stats.curves import YARDSTICK, grouped
-from efficient_attn.stats.median import Middle, middle
-from efficient_attn.stats.rounds import Typical, call_time, time_ratio
+from efficient_attn.runner.variants import YARDSTICK
+from efficient_attn.stats.curves import grouped
+from efficient_attn.stats.estimates import Middle, Typical, call_time, middle, time_ratio
 from efficient_attn.studies.compare.plan import DEFAULT_MAX_ERROR, MAX_ERROR
 
 # Relative errors below this, or below twice the error of exact attention in the same dtype, are rounding

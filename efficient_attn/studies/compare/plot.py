@@ -4,10 +4,8 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from efficient_attn.report.error_table import show_error
-from efficient_attn.report.figures import Axis, Chart, Plot, Series
-from efficient_attn.report.notes import heading
-from efficient_attn.report.palette import GRID, MUTED, line_styles
+from efficient_attn.report.figures import GRID, MUTED, Axis, Chart, Plot, Series, line_styles
+from efficient_attn.report.text import heading, show_error
 from efficient_attn.runner.records import Record
 from efficient_attn.runner.sizes import MEAN_OF_VALUES
 from efficient_attn.runner.units import show_bytes, show_seconds
@@ -44,7 +42,7 @@ def comparison_plot(records: Sequence[Record], max_error: float) -> Plot:
         "Relative error against cost",
         f"{heading(found[0].case) if len(found) == 1 else ''}\n"
         "filled: on the Pareto front (none has both less error and less cost); shaded: within "
-        f"{100 * max_error:g} % of exact, and cheaper; dots: places of markers that are moved sideways"
+        f"{100 * max_error:g} % of exact, and cheaper"
         f"{'; markers and bars: median and range over the layers' if several else ''}",
         tuple(map(tuple, rows)),
     )

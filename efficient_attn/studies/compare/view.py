@@ -2,21 +2,25 @@
 
 from collections.abc import Iterable, Sequence
 
-from efficient_attn.report.error_table import (
+from efficient_attn.report.table import Table
+from efficient_attn.report.text import (
     CONCATENATED,
     CONCATENATED_NOTE,
+    QUEUED_NOTE,
+    calibration_note,
     describe,
+    failure_notes,
+    heading,
     layer_words,
+    setting,
     show_error,
 )
-from efficient_attn.report.notes import QUEUED_NOTE, calibration_note, failure_notes, heading, setting
-from efficient_attn.report.table import Table
 from efficient_attn.runner.layers import single_names, timed_layer
 from efficient_attn.runner.records import Record
 from efficient_attn.runner.sizes import MEAN_OF_VALUES
 from efficient_attn.stats.candidates import missing, operations_sentence
+from efficient_attn.stats.estimates import on_device
 from efficient_attn.stats.noise_warnings import COULD_NOT_TELL, IDLE, disturbance
-from efficient_attn.stats.rounds import on_device
 from efficient_attn.studies.compare.analysis import (
     ROUNDING,
     Comparison,

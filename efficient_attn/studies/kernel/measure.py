@@ -17,10 +17,8 @@ from efficient_attn.runner.counting import attention_flops
 from efficient_attn.runner.inputs import Subject
 from efficient_attn.runner.record import Case, Record, replace
 from efficient_attn.runner.variants import Variant
-from efficient_attn.theory import couplings, kernel
-from efficient_attn.theory.dense_exponential import DenseExponential, log_oprf_error, log_second_moments
-from efficient_attn.theory.kurtosis import standard_error
-from efficient_attn.theory.numbers import Floats, log_expm1
+from efficient_attn.theory import kernel
+from efficient_attn.theory.kernel import Floats, log_coupled_error, log_oprf_error, standard_error
 
 # Pairs of one norm and angle, in random directions, per draw.
 PAIRS = 64
@@ -111,21 +109,19 @@ def _expected(backend: Any, q: Tensor, k: Tensor, draws: int) -> tuple[float | N
 
 def _log_errors(kind: str, projection: str, x: Floats, y: Floats, m: int, a: Floats | None) -> Floats | None:
     """log of the error over SM² of each pair."""
-    head_dim = x.shape[1]
-    sums, differences = ((x + y) ** 2).sum(axis=1), ((x - y) ** 2).sum(axis=1)
-    square = differences if kind == "trigonometric" else sums
+    square = ((x - y if kind == "trigonometric" else x + y) ** 2).sum(axis=1)
     if a is None and projection == "iid":
         return np.asarray(getattr(kernel, f"log_{kind}_error")(square, num_directions=m))
-    if a is None:
-        formula = getattr(couplings, f"log_{projection}_{kind}_error")
-        return np.asarray(formula(square, num_directions=m, head_dim=head_dim))
-    if projection == "iid":
-        identity = np.eye(head_dim)
-        member = DenseExponential(transform=identity, basis=identity, parameters=a)
-        return log_expm1(np.maximum(np.diag(log_second_moments(member, x, y)), 0.0)) - math.log(m)
-    if np.ptp(a) > 0:
+    if a is not None and projection == "iid":
+        return log_oprf_error(x + y, a=a, num_directions=m)
+    if a is not None and np.ptp(a) > 0:
         # Coupled directions have a closed form only for equal a along all axes.
         return None
-    excess = getattr(couplings, f"{projection}_pair_excess")(sums, head_dim=head_dim)
-    one = log_oprf_error(sums, head_dim=head_dim, a=float(a[0]))
-    return couplings.log_coupled_error(one, excess, num_directions=m, head_dim=head_dim)
+    return log_coupled_error(
+        square,
+        kind=kind,
+        projection=projection,
+        num_directions=m,
+        head_dim=x.shape[1],
+        log_single=None if a is None else log_oprf_error(x + y, a=a),
+    )

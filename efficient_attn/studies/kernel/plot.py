@@ -3,9 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
-from efficient_attn.report.error_table import show_error
-from efficient_attn.report.figures import Axis, Chart, Plot, Series, in_rows
-from efficient_attn.report.palette import line_styles
+from efficient_attn.report.figures import Axis, Chart, Plot, Series, in_rows, line_styles
+from efficient_attn.report.text import show_error
 from efficient_attn.runner.records import Record
 from efficient_attn.studies.kernel.analysis import Entry, entries, entry_panels
 from efficient_attn.studies.mse.analysis import Panel

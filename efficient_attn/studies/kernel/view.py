@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from efficient_attn.report.error_table import show_error
 from efficient_attn.report.table import Table
+from efficient_attn.report.text import show_error
 from efficient_attn.runner.record import Record
 from efficient_attn.studies.kernel.analysis import Entry, entries, entry_panels
 from efficient_attn.studies.kernel.plot import TITLE, WIDE, kernel_plot

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
-from efficient_attn.report.error_table import describe, show_error
 from efficient_attn.report.table import Table
+from efficient_attn.report.text import describe, show_error
 from efficient_attn.runner.layers import is_layer, joint_name
 from efficient_attn.runner.records import Record
 from efficient_attn.runner.sizes import MEAN_OF_VALUES

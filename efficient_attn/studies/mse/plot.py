@@ -3,9 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from efficient_attn.report.error_table import show_error
-from efficient_attn.report.figures import Axis, Chart, Plot, Series, in_rows
-from efficient_attn.report.palette import UNIFORM_STYLE, line_styles
+from efficient_attn.report.figures import UNIFORM_STYLE, Axis, Chart, Plot, Series, in_rows, line_styles
+from efficient_attn.report.text import show_error
 from efficient_attn.runner.records import Record
 from efficient_attn.runner.sizes import MEAN_OF_VALUES
 from efficient_attn.studies.mse.analysis import (

@@ -2,9 +2,8 @@
 
 from collections.abc import Sequence
 
-from efficient_attn.report.error_table import CONCATENATED, CONCATENATED_NOTE, show_error
-from efficient_attn.report.notes import failure_notes
 from efficient_attn.report.table import Table
+from efficient_attn.report.text import CONCATENATED, CONCATENATED_NOTE, failure_notes, show_error
 from efficient_attn.runner.records import Record
 from efficient_attn.runner.sizes import MEAN_OF_VALUES
 from efficient_attn.studies.mse.analysis import NAMES, ErrorPoint, Panel, interval, panels, quantity_in

@@ -10,8 +10,9 @@ import numpy as np
 
 from efficient_attn.runner.records import Case, Record
 from efficient_attn.runner.sizes import MEAN_OF_VALUES
-from efficient_attn.stats.curves import YARDSTICK, grouped
-from efficient_attn.stats.median import FEWEST_FOR_95, Middle, middle
+from efficient_attn.runner.variants import YARDSTICK
+from efficient_attn.stats.curves import grouped
+from efficient_attn.stats.estimates import FEWEST_FOR_95, Middle, middle
 
 # On either side of an interval of 95 %.
 _OUTSIDE = 0.025

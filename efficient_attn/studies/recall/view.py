@@ -3,14 +3,12 @@
 from collections.abc import Sequence
 from typing import Any
 
-from efficient_attn.report.error_table import show_error
-from efficient_attn.report.figures import Axis, Chart, Plot, Series
-from efficient_attn.report.notes import failure_notes, heading
-from efficient_attn.report.palette import MUTED, UNIFORM_STYLE, line_styles
-from efficient_attn.report.table import Table, three_digits
+from efficient_attn.report.figures import MUTED, UNIFORM_STYLE, Axis, Chart, Plot, Series, line_styles
+from efficient_attn.report.table import Table
+from efficient_attn.report.text import failure_notes, heading, show_error, three_digits
 from efficient_attn.runner.records import Record
 from efficient_attn.runner.sizes import sized
-from efficient_attn.stats.median import FEWEST_FOR_95
+from efficient_attn.stats.estimates import FEWEST_FOR_95
 from efficient_attn.studies.recall.analysis import Contest, Learned, contests
 from efficient_attn.studies.view import NOT_MEASURED, Environment, Plots
 
@@ -129,7 +127,7 @@ def recall_plot(records: Sequence[Record]) -> Plot:
         "Accuracy of recall after training",
         f"{'' if several else heading(shown[0].case)}\n"
         "points: mean over seeds with its 95 % interval, of fewer than six seeds with their range; dashed: "
-        "guessing; dots: places of markers that are moved sideways",
+        "guessing",
         tuple((_chart(one, heading(one.case) if several else ""),) for one in shown),
     )
 

@@ -10,7 +10,8 @@ import numpy as np
 
 from efficient_attn.runner.records import Case, Record
 from efficient_attn.runner.sizes import MODEL, OWN
-from efficient_attn.stats.curves import YARDSTICK, grouped
+from efficient_attn.runner.variants import YARDSTICK
+from efficient_attn.stats.curves import grouped
 
 KL, DISAGREEMENT, PERPLEXITY = "next_token_kl", "next_token_disagreement", "perplexity"
 MEAN_POOL, FIRST_TOKEN, EVERY_TOKEN = "mean_pool_distance", "first_token_distance", "token_distance"

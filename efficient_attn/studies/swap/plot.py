@@ -3,9 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
-from efficient_attn.report.figures import Axis, Chart, Plot, Series
-from efficient_attn.report.notes import heading
-from efficient_attn.report.palette import MUTED, line_styles
+from efficient_attn.report.figures import MUTED, Axis, Chart, Plot, Series, line_styles
+from efficient_attn.report.text import heading
 from efficient_attn.runner.records import Record
 from efficient_attn.runner.sizes import MEAN_OF_VALUES
 from efficient_attn.studies.swap.analysis import MEAN_POOL, NAMES, Swap, swaps

@@ -2,15 +2,21 @@
 
 from collections.abc import Sequence
 
-from efficient_attn.report.error_table import show_error
-from efficient_attn.report.notes import calibration_note, failure_notes, heading
-from efficient_attn.report.table import Table, show_ratio, three_digits
+from efficient_attn.report.table import Table
+from efficient_attn.report.text import (
+    calibration_note,
+    failure_notes,
+    heading,
+    show_error,
+    show_ratio,
+    three_digits,
+)
 from efficient_attn.runner.records import Record
 from efficient_attn.runner.sizes import MEAN_OF_VALUES, MODEL, OWN
 from efficient_attn.runner.variants import YARDSTICK
 from efficient_attn.stats.candidates import missing, operations_sentence, operations_share
+from efficient_attn.stats.estimates import time_ratio
 from efficient_attn.stats.noise_warnings import IDLE, disturbance
-from efficient_attn.stats.rounds import time_ratio
 from efficient_attn.studies.swap.analysis import (
     AUDITED,
     DISAGREEMENT,

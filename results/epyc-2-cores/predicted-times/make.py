@@ -17,8 +17,8 @@ from efficient_attn.runner.record import Case, Record, joined
 from efficient_attn.runner.records import append, read
 from efficient_attn.runner.variants import YARDSTICK, select
 from efficient_attn.runner.worker import measure
+from efficient_attn.stats.estimates import call_time
 from efficient_attn.stats.predicted_time import TimeModel, time_models
-from efficient_attn.stats.rounds import call_time
 
 HERE = Path(__file__).parent
 

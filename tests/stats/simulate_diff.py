@@ -1,4 +1,8 @@
-"""The level and the power of `diff` under noise models: `python tests/simulate_diff.py` prints the tables.
+"""The level and the power of `diff` under noise models.
+
+    cd tests && python -m stats.simulate_diff
+
+prints the tables of results/simulations/diff.md.
 
 A comparison has 30 cases, or one, of 5 calls in each round; calls scatter by 5 %. The level is the share of
 comparisons of equal code that see a regression anywhere, the power the share that see one case 10 % slower.

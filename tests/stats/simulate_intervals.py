@@ -1,6 +1,6 @@
 """Coverage of nominal 95 % intervals under noise that timings and trainings have, by simulation.
 
-    python tests/simulate_intervals.py 2000
+    cd tests && python -m stats.simulate_intervals 2000
 
 prints the tables of results/simulations/intervals.md. Every simulated run becomes records, and its
 intervals are those of tables and sentences.
@@ -16,7 +16,7 @@ from made_records import case
 
 from efficient_attn.runner.records import Record
 from efficient_attn.stats.curves import Curve, curves
-from efficient_attn.stats.median import FEWEST_FOR_95
+from efficient_attn.stats.estimates import FEWEST_FOR_95
 from efficient_attn.studies.bench.crossover import crossovers, gains
 from efficient_attn.studies.recall.analysis import accuracy_of
 

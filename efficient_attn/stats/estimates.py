@@ -1,4 +1,4 @@
-"""Intervals from interleaved rounds of timing: one round is one sample.
+"""Medians, times and ratios of times with 95 % intervals.
 
 Calls of one round share a state of the machine, so a thousand calls may carry hardly more information than
 one. Each round therefore counts once, by the median of its calls, and Student's t over rounds gives the
@@ -11,7 +11,8 @@ A shift of 3 %, one standard deviation, is added to the rounds: the log half-wid
 """
 
 import math
-from functools import cache
+from collections.abc import Sequence
+from functools import cache, lru_cache
 from itertools import accumulate, pairwise
 from statistics import NormalDist, median
 from typing import NamedTuple
@@ -20,7 +21,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from efficient_attn.runner.record import Record, replace
-from efficient_attn.stats.median import middle
 from efficient_attn.stats.significance import correlated, quantile
 
 Floats = NDArray[np.float64]
@@ -31,6 +31,7 @@ FEWEST_ROUNDS = 4
 # Assumed correlation of neighbouring rounds.
 CORRELATION = 0.7
 
+# Tail probability on either side of an interval.
 _OUTSIDE = 0.025
 
 # Assumed standard deviation of the shift of a case from run to run, relative to its time.
@@ -42,9 +43,21 @@ SHIFT_HALF_WIDTH = RUN_SHIFT * NormalDist().inv_cdf(1 - _OUTSIDE)
 # Bounds on plausible times; products of others leave the range of floats.
 _SHORTEST_S, _LONGEST_S, _WIDEST = 1e-90, 1e90, 100.0
 
+# All of five samples lie on one side of the median with probability 1/16, more than 5 %.
+FEWEST_FOR_95 = 6
+
+
+class Middle(NamedTuple):
+    """Median of samples, with a confidence interval for the population median."""
+
+    median: float
+    low: float
+    high: float
+    samples: int
+
 
 class Typical(NamedTuple):
-    """Median over rounds with a 95 % interval; without edges for too few rounds.
+    """Median over rounds with a 95 % interval, if there are enough.
 
     Attributes:
         samples: Number of calls, or of rounds where rounds are the samples.
@@ -57,14 +70,39 @@ class Typical(NamedTuple):
 
     @property
     def side_of_one(self) -> int:
-        """1 if the interval is above 1, −1 if below, 0 if it contains 1 or does not exist."""
+        """1 for an interval above 1, −1 below, else 0."""
         if self.low is None or self.high is None:
             return 0
         return int(self.low > 1) - int(self.high < 1)
 
 
+def middle(samples: Sequence[float]) -> Middle:
+    """Median, and the closest order statistics with 95 % confidence.
+
+    The number of samples below the true median is binomial(samples, ½) for any distribution. Fewer than six
+    samples cannot reach 95 %: the interval is then their range.
+    """
+    ordered = np.sort(np.asarray(samples, dtype=float))
+    count = len(ordered)
+    outside = max(_certainly_outside(count), 0)
+    low, high = ordered[outside], ordered[count - 1 - outside]
+    lower, upper = ordered[(count - 1) // 2], ordered[count // 2]
+    # (lower + upper) / 2 could overflow.
+    median = lower + (upper - lower) / 2
+    return Middle(float(median), float(low), float(high), count)
+
+
+@lru_cache(maxsize=4096)
+def _certainly_outside(count: int) -> int:
+    """Samples outside of the interval on each side; −1 without 95 %."""
+    # P(m) / P(m − 1) = (count − m + 1) / m
+    m = np.arange(1, count // 2 + 1)
+    logs = np.concatenate([[0.0], np.cumsum(np.log((count - m + 1) / m))]) - count * math.log(2)
+    return int(np.searchsorted(np.cumsum(np.exp(logs)), _OUTSIDE, side="right")) - 1
+
+
 def call_time(record: Record) -> Typical:
-    """Time of a call: the median over rounds of the median of each round's calls."""
+    """Time of a call: median over rounds of each round's median."""
     times_s, rounds = record.times_s or (), round_times(record)
     if not len(rounds):
         return Typical(middle(times_s).median, None, None, len(times_s))
@@ -83,30 +121,30 @@ def tokens_per_s(record: Record) -> float | None:
 
 
 def per_second(amount: float, record: Record) -> float | None:
-    """The amount over the time of a call; None for a time of zero, which a file may hold."""
+    """Amount over the time of a call; None for a time of zero."""
     time_s = call_time(record).median
     return amount / time_s if time_s > _SHORTEST_S else None
 
 
 def on_device(record: Record) -> Record:
-    """The record with device times in place of times, of which it has as many in every round."""
+    """Copy with `device_times_s` as `times_s`."""
     return replace(record, times_s=record.device_times_s, device_times_s=None)
 
 
-def time_ratio(record: Record, other: Record) -> Typical:
-    """Speed-up of `record` over the other: the median over common rounds of the ratio of times.
+def time_ratio(record: Record, baseline: Record) -> Typical:
+    """Speed-up over a baseline: median ratio of times over common rounds.
 
     Effects on both times of a round cancel. A value above 1 means that `record` is faster.
     """
-    own, its = paired(record, other)
-    if not len(own):
+    times, baseline_times = paired(record, baseline)
+    if not len(times):
         # A file may hold times of zero.
-        return Typical(call_time(other).median / (call_time(record).median or 1.0), None, None, 0)
-    return _typical(its / own, math.sqrt(2) * SHIFT_HALF_WIDTH)
+        return Typical(call_time(baseline).median / (call_time(record).median or 1.0), None, None, 0)
+    return _typical(baseline_times / times, math.sqrt(2) * SHIFT_HALF_WIDTH)
 
 
 def round_times(record: Record) -> Floats:
-    """Median of each round's calls, shape (rounds,); empty if rounds are unknown."""
+    """Median of each round's calls [rounds]; empty if rounds are unknown."""
     times_s, sizes = record.times_s or (), record.round_sizes or ()
     if not sizes or not all(type(size) is int and size >= 0 for size in sizes) or sum(sizes) != len(times_s):
         return np.empty(0)
@@ -120,15 +158,15 @@ def round_times(record: Record) -> Floats:
     return np.array([median(times_s[start:end]) for start, end in pairwise(ends) if end > start])
 
 
-def paired(record: Record, other: Record) -> tuple[Floats, Floats]:
-    """Times of the common rounds; a record lacks rounds at the end only."""
-    one, two = round_times(record), round_times(other)
-    both = min(len(one), len(two))
-    return one[:both], two[:both]
+def paired(record: Record, baseline: Record) -> tuple[Floats, Floats]:
+    """Times of common rounds, as rounds are missing at the end only."""
+    first, second = round_times(record), round_times(baseline)
+    common = min(len(first), len(second))
+    return first[:common], second[:common]
 
 
 def half_width(samples: Floats) -> float | None:
-    """Half-width of the 95 % interval around the median of rounds; None for fewer than four."""
+    """Half-width of the 95 % interval; None for fewer than four rounds."""
     if len(samples) < FEWEST_ROUNDS:
         return None
     return float(samples.std(ddof=1)) * _standard_deviations(len(samples))
@@ -142,7 +180,7 @@ def _standard_deviations(rounds: int) -> float:
 
 
 def _typical(rounds: Floats, shift: float) -> Typical:
-    """The median, with an interval that is symmetric in the logarithm, and `shift` at least."""
+    """Median with an interval symmetric in the logarithm, at least `shift` wide."""
     centre, half = median(rounds.tolist()), half_width(np.log(rounds))
     if half is None:
         return Typical(centre, None, None, len(rounds))

@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 import scipy.stats
+from stats.simulate_diff import autoregression, standard_error
 
 from efficient_attn.stats import significance
 
@@ -22,8 +23,8 @@ def test_the_statistics_are_those_of_scipy(seed):
     middles = [scipy.stats.trim_mean(part, 0.25) for part in parts if len(part)]
     assert significance.interquartile_means(old, [len(part) for part in parts]) == pytest.approx(middles)
     welch = scipy.stats.ttest_ind(new, old, equal_var=False)
-    found = significance.two_sample_statistic(old, new)
-    assert found[::2] == pytest.approx((welch.statistic, welch.df))
+    statistic = significance.two_sample_statistic(old, new)
+    assert statistic[::2] == pytest.approx((welch.statistic, welch.df))
 
 
 @pytest.mark.parametrize("freedom", [1, 2.5, 6, 40, 999.0, math.inf])
@@ -52,13 +53,6 @@ def test_a_run_that_is_noisier_in_all_cases_is_told_from_chance():
     assert abs(math.log(ratio / 9)) < 3 * 0.97 * math.sqrt(2 / 400)
 
 
-def test_samples_are_parted_by_rounds_where_these_are_known():
-    assert significance.turn_sizes(10, (1, 0, 7, 2)) == [1, 0, 7, 2]
-    for sizes in (None, (10,), (5, 6), (1.5, None, 3, 4), (-1, 11), (True, 9)):
-        assert significance.turn_sizes(10, sizes) == [10]
-    assert significance.turn_sizes(0, None) == [0]
-
-
 def test_holm_adjusts_as_written_down_in_1979():
     # 3 · 0.01, 2 · 0.02 and 1 · 0.03, which may not be less than what came before it.
     assert significance.holm([0.03, 0.01, 0.02]) == pytest.approx([0.04, 0.03, 0.04])
@@ -72,5 +66,17 @@ def test_correlated_rounds_have_the_variances_of_their_correlation_matrix(count,
     # The sample variance has mean tr(HC) / (n − 1) and variance 2 tr(HCHC) / (n − 1)².
     freedom = np.trace(centred) ** 2 / np.trace(centred @ centred)
     factor = np.sqrt(matrix.mean() * count * (count - 1) / np.trace(centred))
-    found = significance.correlated(count, value)
-    assert found == pytest.approx((factor, freedom / (count - 1)), rel=1e-9)
+    assert significance.correlated(count, 0.0) == (1.0, 1.0)
+    assert significance.correlated(count, value) == pytest.approx((factor, freedom / (count - 1)), rel=1e-9)
+
+
+def test_a_correlation_of_rounds_is_seen_in_many_cases_and_not_in_a_few():
+    generator, count = np.random.default_rng(6), 4000
+    series = list(autoregression(generator, (count, 8), 0.7))
+    # Shares scatter by 0.3, the estimate by 1.6 times as much, and it is two standard errors higher.
+    standard = 0.5 / math.sqrt(count)
+    assert abs(significance.correlation(series) - 0.7 - 2 * standard) <= 4 * standard
+    assert significance.correlation(series[:2]) == 0.0
+    independent = [[generator.standard_normal(4) for _ in range(60)] for _ in range(400)]
+    seen = sum(significance.correlation(rounds) > 0 for rounds in independent)
+    assert seen / 400 <= 0.2 + 3 * standard_error(0.2, 400)

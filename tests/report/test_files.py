@@ -1,0 +1,218 @@
+"""Reports: a page that needs nothing else, and files with the same bytes, drawn from records alone."""
+
+import base64
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from made_records import case, costs, errors, folder
+from PIL import Image
+from report.pages import Page
+
+from efficient_attn.errors import DataError, OptionError, UnknownNameError
+from efficient_attn.runner.records import Record
+from efficient_attn.studies import report as redraw
+from efficient_attn.studies.reading import read
+
+FAILED = [
+    Record(case=case("time", "exact-dense", tokens), status="skipped", reason="needs 3 GiB")
+    for tokens in (1024, 2048)
+]
+MACHINE = {"processor": "Babbage 2", "utc": "2026-01-02T03:04Z"}
+
+
+def page_of(*folders, tmp_path):
+    redraw.report(*folders, html=tmp_path / "page.html")
+    return (tmp_path / "page.html").read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A run with every part that a page can have, and its page."""
+    tmp_path = tmp_path_factory.mktemp("whole")
+    run = folder(tmp_path / "run", [*costs(), *errors(), *FAILED], MACHINE)
+    return run, page_of(run, tmp_path=tmp_path)
+
+
+def test_the_page_loads_nothing_and_runs_no_script(whole):
+    text = whole[1]
+    page = Page(text)
+    assert "default-src 'none'; style-src 'unsafe-inline'; img-src data:" in text
+    images = [address for address in page.references if address.startswith("data:image/svg+xml;base64,")]
+    links = [address for address in page.references if address not in images]
+    assert len(images) == 3 and all(link.startswith("#") and link[1:] in page.ids for link in links)
+    assert not {"script", "link", "svg", "iframe", "object"} & {tag for tag, _ in page.elements}
+    assert not any(name.startswith("on") for _, names in page.elements for name in names)
+    assert "@import" not in text and "url(http" not in text
+
+
+def test_the_page_has_sentences_plots_tables_method_command_and_environment(whole):
+    run, text = whole
+    page = Page(text)
+    for sentence in read(run).sentences():
+        assert sentence in page.text
+    assert text.count("; the numbers are in the tables.") == 3
+    assert "Measured on 2026-01-02 on Babbage 2" in page.text
+    assert "2 CPU threads" in text and "efficient-attn bench --seq-len 256" in page.text
+    assert "skipped: needs 3 GiB" in page.text
+
+
+def test_the_page_can_be_read_without_seeing_it(whole):
+    page = Page(whole[1])
+    headings = [int(tag[1]) for tag, _ in page.elements if re.fullmatch("h[1-6]", tag)]
+    assert headings[0] == 1 and headings.count(1) == 1
+    assert all(after - before <= 1 for before, after in pairwise(headings))
+    assert all("scope" in names for tag, names in page.elements if tag == "th")
+    assert all("alt" in names for tag, names in page.elements if tag == "img")
+
+
+@pytest.mark.parametrize(
+    ("records", "text"),
+    [([], "Nothing was measured"), (FAILED, "2 of 2 points could not be measured")],
+    ids=["empty", "failed"],
+)
+def test_a_run_without_numbers_has_a_page_without_plots(tmp_path, records, text):
+    page = Page(page_of(folder(tmp_path / "run", records), tmp_path=tmp_path))
+    assert text in page.text and "img" not in dict(page.elements)
+
+
+def test_long_names_are_shortened(tmp_path):
+    labels = ("exact", "a" * 10_000, "a" * 5000 + "b" + "a" * 4999)
+    text = page_of(folder(tmp_path / "run", costs(labels)), tmp_path=tmp_path)
+    assert max(map(len, re.findall(r"a{20,}", text))) < 300
+
+
+@pytest.mark.slow
+def test_several_runs_stand_side_by_side_with_their_names(tmp_path):
+    runs = [folder(tmp_path / name / "bench", costs(), {"processor": name}) for name in ("laptop", "server")]
+    paths = redraw.report(*runs, out=tmp_path / "both")
+    names = {path.name for path in paths}
+    assert {"laptop-bench-time.png", "server-bench-summary.csv", "tables.md", "report.html"} <= names
+    page = Page((tmp_path / "both" / "report.html").read_text(encoding="utf-8"))
+    assert "2 runs side by side" in page.text and len(page.ids) == len(set(page.ids))
+    for run in ("laptop/bench", "server/bench"):
+        assert page.text.count(f"Time per call, ms: {run}") == 1
+
+
+@pytest.mark.slow
+def test_the_files_of_a_report_are_the_same_bytes_again_and_records_stay(tmp_path):
+    run = folder(tmp_path / "run", costs() + errors())
+    records = (run / "records.jsonl").read_bytes()
+    paths = redraw.report(run)
+    names = {path.name for path in paths}
+    assert names >= {"report.html", "summary.csv", "tables.md", "time.svg", "memory.pdf", "error.png"}
+    first = {path: path.read_bytes() for path in paths}
+    assert base64.b64encode(first[run / "time.svg"]) in first[run / "report.html"]
+    assert {path: path.read_bytes() for path in redraw.report(run)} == first
+    assert (run / "records.jsonl").read_bytes() == records
+    assert {path.name for path in run.iterdir()} == names | {
+        "records.jsonl",
+        "environment.json",
+        "command.txt",
+    }
+
+
+def test_a_run_is_drawn_when_it_is_saved_and_a_failure_to_draw_is_a_note(tmp_path, monkeypatch):
+    results = read(folder(tmp_path / "run", costs()))
+    results.save(tmp_path / "again")
+    assert (tmp_path / "again" / "report.html").exists() and results.notes == ()
+
+    def fail(*_, **__):
+        raise ZeroDivisionError("no ink")
+
+    monkeypatch.setattr("efficient_attn.report.files.page", fail)
+    results.save(tmp_path / "third")
+    assert read(tmp_path / "third").records == results.records
+    (note,) = results.notes
+    assert "no ink" in note and "efficient-attn report" in note
+
+
+def test_labels_replace_names_in_every_file(tmp_path):
+    run = folder(tmp_path / "run", costs() + errors())
+    redraw.report(run, labels={"window": "Ours (local)"}, width=3.3, style="paper")
+    for name in ("time.svg", "tables.md", "report.html"):
+        assert "Ours (local)" in (run / name).read_text(encoding="utf-8"), name
+    assert "window" in (run / "records.jsonl").read_text()
+    assert ">window<" not in (run / "time.svg").read_text()
+    with Image.open(run / "time.png") as image:
+        assert image.width / image.info["dpi"][0] == pytest.approx(3.3, abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("look", "error", "message"),
+    [
+        ({"html": "a", "out": "b"}, OptionError, "exclude each other"),
+        (
+            {"labels": {"windw": "ours"}},
+            UnknownNameError,
+            "No line or row is called 'windw'. Did you mean 'window'",
+        ),
+        (
+            {"width": 0.5},
+            OptionError,
+            r"width is 2 to 40 inches, not 0\.5; a column of a paper is about 3\.3",
+        ),
+        ({"style": "papers"}, UnknownNameError, "No style is called 'papers'. Did you mean 'paper'"),
+    ],
+)
+def test_wrong_looks_are_refused(tmp_path, look, error, message):
+    run = folder(tmp_path / "run", costs())
+    with pytest.raises(error, match=message):
+        redraw.report(run, **look)
+
+
+def test_wrong_folders_are_refused(tmp_path):
+    run = folder(tmp_path / "run", costs())
+    with pytest.raises(OptionError, match="named twice"):
+        redraw.report(run, run / "records.jsonl")
+    with pytest.raises(DataError, match="Cannot read records"):
+        redraw.report(tmp_path)
+    (run / "environment.json").write_text("[]")
+    with pytest.raises(DataError, match="no JSON object"):
+        redraw.report(run)
+
+
+def test_the_command_needs_no_torch_and_takes_labels_width_and_style(tmp_path):
+    run = folder(tmp_path / "run", costs() + errors())
+    code = "import sys; sys.modules['torch'] = None\nfrom efficient_attn_cli.main import main; main()"
+    look = ["--label", "window=Ours (a=b)", "--width", "3.3", "--style", "paper"]
+    words = [sys.executable, "-c", code, "report", str(run), "--html", str(tmp_path / "page.html"), *look]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout.strip(), done.stderr) == (0, str(tmp_path / "page.html"), "")
+    assert "Ours (a=b)" in (tmp_path / "page.html").read_text(encoding="utf-8")
+
+
+def test_a_label_names_a_variant_with_the_equals_signs_of_its_settings():
+    report = pytest.importorskip("efficient_attn_cli.report", reason="needs an installation")
+    labels = {"linformer(rank=64)": "Linformer, k = 64"}
+    assert report._labels(["linformer(rank=64)=Linformer, k = 64"]) == labels
+    with pytest.raises(OptionError, match=r"--label cannot be 'window'\. Write name=text"):
+        report._labels(["window"])
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered", "ignore:constrained_layout not applied")
+@pytest.mark.parametrize("value", [0.0, 5e-324, 1e308])
+def test_numbers_that_no_logarithmic_axis_can_hold_stay_in_the_tables(tmp_path, value):
+    wrong = [
+        replace(record, output_relative_error=value, output_relative_error_draws=(value,))
+        if record.case.kind == "error"
+        else replace(record, times_s=(value,) * 3, peak_bytes=0)
+        for record in costs() + errors()
+    ]
+    page = Page(page_of(folder(tmp_path / "run", wrong), tmp_path=tmp_path))
+    assert "Time per call, ms" in page.text and "Relative output error" in page.text
+
+
+def test_an_environment_of_any_shape_is_shown(tmp_path):
+    strange = {
+        "gpu": [1, {"a": 2}],
+        "torch": 5,
+        "packages": ["x"],
+        "command": "y",
+        "utc": 7,
+        "memory_bytes": 10**400,
+    }
+    assert "Environment" in page_of(folder(tmp_path / "run", costs(), strange), tmp_path=tmp_path)

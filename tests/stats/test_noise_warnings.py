@@ -1,0 +1,161 @@
+"""Remarks: each sign that times are uncertain is said with its remedy; a quiet run has none."""
+
+import json
+
+import pytest
+from made_records import case
+
+from efficient_attn import bench
+from efficient_attn.measure.conditions import moment
+from efficient_attn.runner.record import Record, replace
+from efficient_attn.stats.candidates import CANDIDATES, missing, operations_sentence
+from efficient_attn.stats.noise_warnings import DURING, doubts
+from efficient_attn.studies.reading import read
+
+STEADY = (1.0, 1.001, 1.002, 1.003, 1.002, 1.001, 1.0)
+QUIET = {
+    "wall_s": 10.0,
+    "others_share": 0.01,
+    "stolen_share": 0.0,
+    "loop_before_s": 1e-3,
+    "loop_after_s": 1.05e-3,
+}
+THROTTLED = (
+    "Throttled GPU: power, heat or hardware held its clocks down after window at 256 tokens (reasons {:#x})"
+)
+
+
+def record(times_s=STEADY * 4, *, label="window", tokens=256, device="cpu", **fields):
+    measured = {"round_sizes": (len(times_s) // 4,) * 4, "waited_s": 0.0, **fields}
+    about = case("time", label, tokens, backend="window", device=device)
+    return Record(case=about, times_s=tuple(times_s), **measured)
+
+
+def on_gpu(**state):
+    return record(device="cuda", waited_s=None, **state)
+
+
+POINTS = [record(tokens=tokens, waited_s=50.0) for tokens in (16, 32, 64, 128)]
+
+# Records, an entry of the conditions during the run, and the beginnings of all sentences on them.
+REMARKS = {
+    "quiet": ([record()], {}, []),
+    "nothing known": ([record(round_sizes=None, waited_s=None)], {}, []),
+    "no times": ([replace(record(), times_s=None, status="error")], {"others_share": 1.0}, []),
+    # Each round is steady, and the last is slower: no scatter of calls within rounds shows it. The standard
+    # deviation of the logarithms is half of log 1.3, and the interval four of them and the shift of a run to
+    # either side.
+    "noisy": (
+        [record(STEADY * 3 + tuple(1.3 * time_s for time_s in STEADY))],
+        {},
+        ["Noisy: the interval of window at 256 tokens reaches 70% from the median; more --rounds"],
+    ),
+    # A fifth of the time of two threads, 28 calls of about a second each.
+    "waiting": (
+        [record(waited_s=0.2 * 2 * sum(STEADY * 4))],
+        {},
+        ["CPU contention: threads of window at 256 tokens waited for a processor up to 20% of the time; use"],
+    ),
+    "few rounds": (
+        [record([1.0] * 50, round_sizes=(20, 20, 10))],
+        {},
+        ["Few rounds: window at 256 tokens had fewer than 4, too few for an interval; use --rounds 4"],
+    ),
+    "many points": (
+        [*POINTS, record(STEADY * 2, label="slow", round_sizes=(7, 7))],
+        {},
+        [
+            "CPU contention: threads of window at 16, 32, 64 tokens and 1 more point waited",
+            "Few rounds: slow at 256 tokens",
+        ],
+    ),
+    # Idleness (1), chosen clocks (2, 256) and synchronised boost (16) slow no call down.
+    "chosen clocks": ([on_gpu(sm_clock_hz=1.98e9, throttle_reasons=1 | 2 | 16 | 256)], {}, []),
+    **{
+        f"throttled, {reason}": (
+            [on_gpu(sm_clock_hz=1.2e9, throttle_reasons=1 | reason)],
+            {},
+            [THROTTLED.format(reason)],
+        )
+        for reason in (4, 8, 32, 64, 128)
+    },
+    "unknown state": (
+        [on_gpu()],
+        {},
+        ["Unknown GPU state: clocks, power and throttling of window at 256 tokens"],
+    ),
+    "load": (
+        [record()],
+        {"others_share": 0.3},
+        ["Background load: other processes took 30% of all cores during the run"],
+    ),
+    "stolen": (
+        [record()],
+        {"stolen_share": 0.1},
+        ["Background load: the host gave 10% of all cores to other virtual machines"],
+    ),
+    "drift": (
+        [record()],
+        {"loop_after_s": 1.2e-3},
+        ["Clock drift: a fixed loop took 20% longer after the run than before it"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REMARKS)
+def test_each_sign_of_uncertain_times_is_said_with_its_remedy_and_nothing_else_is(name):
+    records, entry, beginnings = REMARKS[name]
+    said = doubts(records, {DURING: [QUIET, {**QUIET, **entry}]})
+    assert len(said) == len(beginnings)
+    assert all(text.startswith(beginning) for text, beginning in zip(said, beginnings, strict=True))
+
+
+@pytest.mark.parametrize(
+    "broken", [[], {}, "x", None, [3], [{"others_share": "much", "wall_s": float("nan")}]]
+)
+def test_an_environment_that_makes_no_sense_raises_no_doubt_and_no_error(broken):
+    assert doubts([record()], {DURING: broken}) == []
+    assert doubts([record(round_sizes=(1.5, None, 3, 4))], {DURING: broken}) == []
+    assert missing({CANDIDATES: broken}, []) == ""
+
+
+def test_candidates_that_were_not_measured_are_named():
+    listed = {CANDIDATES: ["exact", "window", "linformer", "window", None]}
+    assert missing(listed, ["exact"]) == " Not measured (2 of 3 candidates): window, linformer."
+    assert missing(listed, ["exact", "window", "linformer"]) == missing(None, []) == ""
+
+
+def test_approximations_that_save_few_operations_are_named_with_their_share():
+    # Two heads of 8: 2 · 2 · 2 · 8 operations for each pair.
+    whole = 64 * 512**2
+    shares = {"window": 0.76, "linformer": 1.0, "performer-trig": 0.5, "exact": 1.0}
+    records = [
+        Record(case=case("time", name, 512), flops=int(share * whole)) for name, share in shares.items()
+    ]
+    assert operations_sentence(records) == (
+        "Approximations that save few operations or none at 512 tokens (exact attention = 1): "
+        "window (0.76x), linformer (1.00x)."
+    )
+    assert operations_sentence(records[2:]) is None
+
+
+def test_doubts_are_in_the_notes_of_a_run_and_again_when_its_files_are_read(
+    hasty, undrawn, tmp_path, monkeypatch
+):
+    busy = iter([0.0, 1e6])
+
+    def loaded_moment():
+        return real()._replace(busy_s=next(busy))
+
+    real = moment
+    monkeypatch.setattr("efficient_attn.studies.run.moment", loaded_moment)
+
+    def values(q, k, v):
+        return v.clone()
+
+    results = bench(
+        [values], seq_lens=(16,), num_heads=2, head_dim=8, isolate="none", out=tmp_path, budget_s=3600
+    )
+    loaded = [note for note in results.notes if note.startswith("Background load: other processes took")]
+    assert loaded and json.loads((tmp_path / "environment.json").read_text())[DURING][0]["others_share"] > 1
+    assert set(loaded) <= set(read(tmp_path).notes) <= set(results.notes)
