@@ -59,6 +59,7 @@ WINDOW = measured("window", 0.3, 0.004, 2048)
 DENSE = measured("exact-dense", 2e-7, 0.030, 1 << 20)
 UNTIMED = measured("untimed", 0.2)
 # A baseline of former records, which is shown nowhere.
+STUDY = {"study": "compare"}
 ALL = [*EXACT, *MEAN, *WINDOW, *DENSE, *UNTIMED]
 
 
@@ -175,7 +176,7 @@ def test_two_that_are_equal_in_both_are_both_on_the_front():
 
 
 def test_the_figure_fills_the_front_and_leaves_the_rest_hollow():
-    axes = Results([*ALL, *measured("beaten", 0.31, 0.0041)]).plot().figure.axes
+    axes = Results([*ALL, *measured("beaten", 0.31, 0.0041)], environment=STUDY).plot().figure.axes
     marks = {line.get_label(): line.get_markerfacecolor() for line in axes[0].lines}
     assert marks["beaten"] == "white" and marks["exact-dense"] == "white"
     assert all(marks[name] != "white" for name in ("uniform-attention baseline", "window", "exact"))
@@ -183,7 +184,7 @@ def test_the_figure_fills_the_front_and_leaves_the_rest_hollow():
 
 def test_hostile_names_are_harmless_in_figure_table_and_page(tmp_path):
     name = "$\\frac{<script>\x1b[2J"
-    results = Results([*ALL, *measured(name, 0.4, 0.002, 99, backend=name)])
+    results = Results([*ALL, *measured(name, 0.4, 0.002, 99, backend=name)], environment=STUDY)
     results.save(tmp_path)
     page = (tmp_path / "report.html").read_text()
     assert "<script" not in page and "\x1b" not in page
@@ -194,14 +195,14 @@ def test_hostile_names_are_harmless_in_figure_table_and_page(tmp_path):
 
 
 def test_what_was_asked_about_is_kept_with_the_run_and_drawn_again(tmp_path):
-    Results(ALL, environment={"max_error": 0.3}).save(tmp_path)
+    Results(ALL, environment={**STUDY, "max_error": 0.3}).save(tmp_path)
     assert "both within 30 %" in read(tmp_path).sentences()[0]
     assert "both within 30 %" in (tmp_path / "report.html").read_text()
 
 
 @pytest.mark.parametrize("nonsense", ["much", -1, None, True, 1e999])
 def test_a_nonsensical_error_in_a_strangers_environment_is_the_default(nonsense):
-    assert "within 10 %" in Results(ALL, environment={"max_error": nonsense}).sentences()[0]
+    assert "within 10 %" in Results(ALL, environment={**STUDY, "max_error": nonsense}).sentences()[0]
 
 
 def test_every_backend_is_measured_on_the_same_tensors_as_its_error():
@@ -300,7 +301,7 @@ def test_runs_on_one_layer_and_on_several_are_told_apart():
 
 
 def test_bars_of_the_figure_reach_from_the_least_to_the_largest_error_over_layers():
-    figure = Results(LAYERED).plot().figure
+    figure = Results(LAYERED, environment=STUDY).plot().figure
     bars = [
         tuple(segment[:, 1])
         for lines in figure.axes[0].collections

@@ -100,4 +100,7 @@ def test_a_record_without_an_entry_or_a_size_is_left_out_of_lines():
     (record,) = ea.kernel(["performer-trig"], sizes=(8,), norms=(0.5,), angles=(90,), draws=2).records
     sizeless = replace(record, case=replace(record.case, label="performer-trig"))
     for strange in (sizeless, replace(record, kernel_value=0.0)):
-        assert entry_panels([strange]) == () and ea.Results([strange]).tables() == []
+        assert (
+            entry_panels([strange]) == ()
+            and ea.Results([strange], environment={"study": "kernel"}).tables() == []
+        )

@@ -10,7 +10,7 @@ import pytest
 import efficient_attn as ea
 from efficient_attn import limits
 from efficient_attn.errors import DataError
-from efficient_attn.runner.record import Case, Record, joined
+from efficient_attn.runner.record import Case, Record, merge_rounds
 from efficient_attn.runner.records import append, line, parse
 
 # The work of `slowness` on an idle core of the machine where the limit was set.
@@ -118,8 +118,10 @@ def test_more_samples_than_a_record_may_have_are_refused_by_writer_and_reader(tm
 
 
 def test_a_time_in_many_rounds_keeps_the_first_calls_of_each():
-    part = Record(case=case("time"), times_s=tuple(float(n) for n in range(1, 1001)), waited_s=1.0)
-    whole, cut = joined([part] * 100), joined([part] * 260)
+    part = Record(
+        case=case("time"), times_s=tuple(map(float, range(1, 1001))), round_sizes=(1000,), waited_s=1.0
+    )
+    whole, cut = merge_rounds([part] * 100), merge_rounds([part] * 260)
     assert len(whole.times_s) == 100_000 and whole.waited_s == 100
     assert cut.round_sizes == (384,) * 260 and cut.times_s[:3] == (1.0, 2.0, 3.0)
     # Threads waited for all calls, of which 384 of 1000 are left.

@@ -13,7 +13,7 @@ from efficient_attn.measure.ceilings import Ceilings, ceilings
 from efficient_attn.measure.clock import clock
 from efficient_attn.measure.queued import QueuedCalls
 from efficient_attn.runner import worker
-from efficient_attn.runner.record import Record, joined
+from efficient_attn.runner.record import Record, merge_rounds
 
 # Number of kernels, seconds of a kernel and of its launch. A flush hides the launch of the first call; the
 # launches of the second one take longer than its kernels and a flush.
@@ -100,9 +100,9 @@ def test_rounds_are_merged_with_their_device_times():
         Record(case=one, times_s=(2.0, 3.0), device_times_s=(1.0, 1.5), round_sizes=(2,)),
         Record(case=one, times_s=(4.0,), device_times_s=(2.0,), round_sizes=(1,)),
     ]
-    merged = joined(parts)
+    merged = merge_rounds(parts)
     assert merged.device_times_s == (1.0, 1.5, 2.0) and merged.round_sizes == (2, 1)
-    assert joined([Record(case=one, times_s=(2.0,), round_sizes=(1,))]).device_times_s is None
+    assert merge_rounds([Record(case=one, times_s=(2.0,), round_sizes=(1,))]).device_times_s is None
 
 
 def test_ceilings_are_amounts_over_the_fastest_call_and_none_without_memory(device, monkeypatch):

@@ -87,7 +87,7 @@ def _fill(buffers: Inputs, inputs: Inputs) -> Inputs:
     cases=both(Case(tokens=2, batch=1, heads=1, kv_heads=1)),
 )
 def hundreds_of_calls_wear_nothing_out(subject: Subject, case: Case) -> Iterator[Finding]:
-    # Causal calls are those of training, others those of evaluation.
+    # Causal calls are made in training mode, others in evaluation mode.
     trains = case.causal and subject.promises.gradients
     inputs, backend = subject.inputs(case), subject.build(case).train(trains)
     inputs = inputs.of(*(x.requires_grad_(trains) for x in inputs[:3]))

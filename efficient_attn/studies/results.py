@@ -186,13 +186,19 @@ class Results:
         return shown
 
     def _parts(self) -> list[tuple[Any, list[Record]]]:
-        """Views with their records: of the named study, otherwise of the smallest study of each kind."""
+        """Views with their records: of the named study, or by the kind of the records."""
         named = studies().get(str(self.environment.get(STUDY)))
         if named is not None:
             return [(named.view, list(self.records))]
-        by_study: dict[Study | None, list[Record]] = {}
+        parts: dict[Study | None, list[Record]] = {}
         for record in self.records:
-            able = [study for study in studies().values() if record.case.kind in study.kinds]
-            study = min(able, key=lambda study: (len(study.kinds), study.name != "mse"), default=None)
-            by_study.setdefault(study, []).append(record)
-        return [(view_of(None) if study is None else study.view, part) for study, part in by_study.items()]
+            parts.setdefault(_smallest(record.case.kind), []).append(record)
+        return [(view_of(None) if study is None else study.view, part) for study, part in parts.items()] or [
+            (view_of(None), [])
+        ]
+
+
+def _smallest(kind: str) -> Study | None:
+    """The study with records of this kind that has the fewest others."""
+    able = [study for study in studies().values() if kind in study.kinds]
+    return min(able, key=lambda study: (len(study.kinds), study.name != "mse"), default=None)

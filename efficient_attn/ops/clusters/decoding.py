@@ -105,7 +105,7 @@ def extend_clusters(
     for number, (rows, start) in enumerate(groups):
         padding = min(max(start - tokens + new, 0), new)
         if padding == new:
-            # Gradients of padding alone are zero, as those of a full pass, and not absent.
+            # Gradients of padding alone are zero, as of a full pass, and not absent.
             zero = sum(x[rows, ..., :0].sum() for x in (q, *cache[:2]))
             outs.append(q.new_zeros(*q[rows].shape[:3], v.shape[3]) + zero)
             continue

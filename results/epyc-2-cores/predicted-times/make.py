@@ -13,7 +13,7 @@ from pathlib import Path
 from efficient_attn.measure import clock
 from efficient_attn.measure.clock import in_turns
 from efficient_attn.runner.counting import attention_flops
-from efficient_attn.runner.record import Case, Record, joined
+from efficient_attn.runner.record import Case, Record, merge_rounds
 from efficient_attn.runner.records import append, read
 from efficient_attn.runner.variants import YARDSTICK, select
 from efficient_attn.runner.worker import measure
@@ -56,7 +56,7 @@ def measure_missing(path: Path, *, causal: bool, dtype: str) -> None:
                 if record.status == "ok":
                     parts.setdefault(case.key, []).append(record)
             for found in parts.values():
-                append(path, joined(found))
+                append(path, merge_rounds(found))
 
 
 def shape_of(case: Case) -> tuple[int, int, int]:
