@@ -191,7 +191,6 @@ def test_operations_are_those_of_every_key_and_cluster_that_is_read(tokens, firs
         (False, {"probes": 8}, {"window": 64, "probes": 8, "global_tokens": 4}),
         (True, {}, {"window": 128, "probes": 4, "global_tokens": 4}),
         (True, {"window": 64, "global_tokens": 0}, {"window": 64, "probes": 4, "global_tokens": 0}),
-        (True, {"target_error": 0.1}, {"window": 128, "probes": None, "global_tokens": 4}),
     ],
 )
 def test_clusters_are_opened_by_default_where_causal_and_what_is_built_and_recorded_says_so(

@@ -8,13 +8,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from efficient_attn.errors import OptionError, UnsupportedError
-from efficient_attn.modules.options import one_of, option, positive_number, whole_number
+from efficient_attn.modules.options import one_of, option, whole_number
 from efficient_attn.modules.probe_counts import ProbingSizes, probing_operations
-from efficient_attn.modules.probes import FittedProbes
 from efficient_attn.modules.probing import Probing
 from efficient_attn.operation_counts import MatMul, OperationCounts, softmax_matmuls
 from efficient_attn.ops.clusters.attention import window_clusters
-from efficient_attn.ops.clusters.estimate import clusters_with_errors
 from efficient_attn.ops.clusters.near import Layout as NearKeys
 from efficient_attn.ops.sharded.clusters import own_rows
 from efficient_attn.ops.sharded.exchange import total
@@ -51,12 +49,6 @@ class WindowClustersOptions:
         "causal, else 0.",
         added=True,
     )
-    target_error: float | None = option(
-        None,
-        "Relative error of each head on the inputs of calibrate, which gives the head the fewest probes that "
-        "reach it. None: probes.",
-        added=True,
-    )
     global_tokens: int | None = option(
         None, "Number of tokens at the beginning that every query reads exactly. None: 4 with probes, else 0."
     )
@@ -71,16 +63,10 @@ class WindowClustersOptions:
         if self.global_tokens is not None:
             whole_number("global_tokens", self.global_tokens)
         one_of("summary", self.summary, _SUMMARIES)
-        if self.target_error is not None:
-            positive_number("target_error", self.target_error)
-            if self.probes:
-                raise OptionError(
-                    f"target_error={self.target_error} gives every head its own number of probes, and "
-                    f"probes={self.probes} gives all the same; set one of them."
-                )
-        if self.opens and self.summary != "auto":
-            asked = f"probes={self.probes}" if self.probes else f"target_error={self.target_error}"
-            raise OptionError(f"summary={self.summary!r} has no clusters to open; {asked} needs 'auto'.")
+        if self.probes and self.summary != "auto":
+            raise OptionError(
+                f"summary={self.summary!r} has no clusters to open; probes={self.probes} needs 'auto'."
+            )
         if self.window is not None and self.window % 4:
             below, above = self.window // 4 * 4, self.window // 4 * 4 + 4
             near = f"{above}" if below == 0 else f"{below} or {above}"
@@ -89,22 +75,17 @@ class WindowClustersOptions:
                 f"can: {near}."
             )
 
-    @property
-    def opens(self) -> bool:
-        """Whether queries open clusters."""
-        return bool(self.probes) or self.target_error is not None
-
     def resolved(self, *, causal: bool) -> "WindowClustersOptions":
         """The options with numbers in place of None; no probes are None if not causal."""
         probes = self.probes
         if not causal:
             probes = probes or None
-        elif probes is None and self.target_error is None and self.summary == "auto":
+        elif probes is None and self.summary == "auto":
             probes = _CAUSAL_PROBES
         window = (_CAUSAL_WINDOW if causal else _WINDOW) if self.window is None else self.window
         # Many heads give the first tokens most of their weight (Xiao et al. 2024, "Efficient Streaming
         # Language Models with Attention Sinks"); a cluster would hide them among other keys.
-        sinks = _SINKS if probes or self.target_error is not None else 0
+        sinks = _SINKS if probes else 0
         first = sinks if self.global_tokens is None else self.global_tokens
         return replace(self, probes=probes, window=window, global_tokens=first)
 
@@ -140,9 +121,6 @@ class WindowClusters(nn.Module):
         attend = partial(self, total=partial(total, layout=layout))
         return own_rows(attend, q, *all_keys(k, v, key_mask, layout), layout, causal=False)
 
-    def estimate_error(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
-        return clusters_with_errors(q, k, v, key_mask=key_mask, **self._sizes())[..., -1]
-
     def _sizes(self) -> dict[str, Any]:
         return {
             "scale": self._scale,
@@ -159,18 +137,15 @@ def _layout(options: WindowClustersOptions) -> NearKeys:
 
 def operations(
     problem: AttentionProblem, options: WindowClustersOptions, tokens: int, value_dim: int
-) -> OperationCounts | None:
+) -> OperationCounts:
     """Products of every query with its slice, the global tokens outside it, and the cluster summaries.
 
     K-means adds products of every key with every centre at each step, and one with the mean query. Sums
     over clusters are additions, not products. With probes, opened clusters count as full, a summary has a
     third product, the spread of its scores, and all keys are multiplied with their directions, causal:
     the keys of every run with directions of its own.
-    Unknown for a target error: `calibrate` finds the probes.
     """
     options = options.resolved(causal=problem.causal)
-    if options.target_error is not None:
-        return None
     if options.probes:
         return probing_operations(problem, options.sizes, tokens, value_dim, number=options.probes)
     layout, clusters = _layout(options), min(options.clusters, tokens)
@@ -196,8 +171,6 @@ def operations(
 )
 def build(problem: AttentionProblem, options: WindowClustersOptions) -> nn.Module:
     options = options.resolved(causal=problem.causal)
-    if options.target_error is not None:
-        return FittedProbes(Probing(problem, options.sizes), problem, options.sizes, options.target_error)
     if options.probes:
         return Probing(problem, options.sizes, options.probes)
     if problem.causal:

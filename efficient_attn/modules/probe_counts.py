@@ -29,18 +29,12 @@ def probing_operations(
     value_dim: int,
     *,
     number: int,
-    pairs: int = 0,
 ) -> OperationCounts:
-    """Counts of one head's forward pass.
-
-    Args:
-        number: Number of probes.
-        pairs: Number of further pairs of a query and a key.
-    """
+    """Counts of one head's forward pass; `number` is that of the probes."""
     plan = causal_stages if problem.causal else full_stages
     stages = plan(tokens, **sizes._asdict())
     first = min(sizes.first, tokens)
-    summaries = sorted_keys = 0
+    pairs = summaries = sorted_keys = 0
     for stage in stages if problem.causal else stages[-1:]:
         size = stage.layout.block
         runs, read = places(stage.runs(tokens, problem.causal), -(-tokens // size))

@@ -48,7 +48,7 @@ def measure_error(
             _errors(case, subject, metric, (backend(q, k, v) for backend in backends)),
             unsafe_rows=_unsafe(backends, q, k),
             num_directions=directions_of(backends[0]),
-            flops=attention_flops(case, backends[0].counted),
+            flops=attention_flops(case, backends[0].spec),
         )
 
     return measure_draws(variant, subject, "output", draws, measured, threads=threads)

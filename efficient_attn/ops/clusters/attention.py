@@ -34,7 +34,6 @@ def window_clusters(
     clusters: int,
     steps: int | None,
     key_mask: KeyMask | None,
-    read: Callable[..., Tensor] = read_slices,
     positions: Sequence[range] | None = None,
     total: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
@@ -42,7 +41,6 @@ def window_clusters(
 
     Args:
         steps: Steps of k-means; None: clusters are segments of the sequence.
-        read: Function of slices and summaries that returns the rows, with the arguments of `read_slices`.
         positions: See `Placed`.
         total: Sum over the ranks that hold the other queries; None: there are none.
     """
@@ -53,30 +51,25 @@ def window_clusters(
         clusters=clusters,
         steps=steps,
         key_mask=key_mask,
-        read=read,
         positions=positions,
         total=total,
     )
     return by_heads(some, q, k, v)
 
 
-def by_heads(
-    some: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, *each: Sequence[int], stages: int = 1
-) -> Tensor:
+def by_heads(some: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, *, stages: int = 1) -> Tensor:
     """Outputs, with as many heads per step as fit in cache, or in memory on other devices.
 
     Args:
-        each: Further arguments of `some`, with one number per query head.
         stages: Number of stages of `some`, one after the other.
     """
     numbers = k.shape[0] * k.shape[2] * (k.shape[3] + v.shape[3]) // stages
     heads = max(1, _HEADS // numbers) if tuned_for_cpu(k) else held(numbers)
     if heads >= k.shape[1]:
-        return some(q, k, v, *each)
+        return some(q, k, v)
     rows = heads * (q.shape[1] // k.shape[1])
     parts = zip(q.split(rows, dim=1), k.split(heads, dim=1), v.split(heads, dim=1), strict=True)
-    counts = [[one[i * rows : (i + 1) * rows] for one in each] for i in range(-(-k.shape[1] // heads))]
-    return torch.cat([some(*part, *own) for part, own in zip(parts, counts, strict=True)], dim=1)
+    return torch.cat([some(*part) for part in parts], dim=1)
 
 
 def _some_clusters(
@@ -89,7 +82,6 @@ def _some_clusters(
     clusters: int,
     steps: int | None,
     key_mask: Tensor | None,
-    read: Callable[..., Tensor],
     positions: Sequence[range] | None,
     total: Callable[[Tensor], Tensor] | None,
 ) -> Tensor:
@@ -114,7 +106,7 @@ def _some_clusters(
         )
         summaries = (summarise_clusters(sums, every.top, queries, k.shape[3]) for sums in outside)
         before = span.start - begin * layout.block
-        out = read(after(rows, before), k, v, real, summaries, layout, group=group, begin=begin)
+        out = read_slices(after(rows, before), k, v, real, summaries, layout, group=group, begin=begin)
         outs.append(without(out, before))
     return placed.restored(outs, causal=False).to(q.dtype)
 

@@ -5,7 +5,7 @@ of all clusters that one of them reads. Scores are [clusters queries]: a maximum
 runs over whole rows of numbers.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -87,24 +87,12 @@ def steps(read: list[list[int]], first: int, rows: Tensor, none: int) -> Iterato
         yield Step(end - begin, torch.tensor([union or [none]], device=rows.device), hidden)
 
 
-def limits_of(probes: Sequence[int], k: Tensor) -> tuple[int, Tensor | None]:
-    """Largest number of clusters that a query opens, at least 1, and that of each head [kv_heads group].
-
-    None stands for equal numbers.
-    """
-    most = max(max(probes), 1)
-    if min(probes) == most:
-        return most, None
-    return most, torch.tensor(probes, device=k.device).view(k.shape[1], -1)
-
-
-def choose(rows: Tensor, summaries: Summaries, step: Step, probes: int, limits: Tensor | None) -> Closed:
+def choose(rows: Tensor, summaries: Summaries, step: Step, probes: int) -> Closed:
     """Scores of the queries of a step with closed clusters, and the clusters that they open.
 
     Args:
         rows: Queries of the step, [batch kv_heads blocks rows width].
-        probes: Largest number of clusters that a query opens.
-        limits: Number of clusters that each row of a block opens, [kv_heads rows]; None: `probes`.
+        probes: Number of clusters that a query opens, or more than there are.
     """
     blocks, far = rows.shape[2] // len(step.read), summaries.of(step.read)
     q = rows.unflatten(2, (-1, blocks)).flatten(3, 4)
@@ -114,27 +102,21 @@ def choose(rows: Tensor, summaries: Summaries, step: Step, probes: int, limits: 
         mean = mean.unflatten(4, (blocks, -1)).masked_fill_(step.hidden, MASKED).flatten(4, 5)
     with torch.no_grad():
         bound = torch.add(mean, half.sqrt(), alpha=2**0.5 * _DEVIATIONS)
-        columns = _largest(bound, min(probes, bound.shape[3]), ordered=limits is not None)
+        columns = _largest(bound, min(probes, bound.shape[3]))
         closed = bound.gather(3, columns) < MASKED / 2
-        if limits is not None:
-            rank = torch.arange(columns.shape[3], device=columns.device)
-            closed |= rank[:, None] >= limits.repeat(1, blocks)[:, None, None]
         chosen = step.read[..., None].expand(*bound.shape).gather(3, columns)
         chosen = chosen.masked_fill(closed, summaries.k.shape[2] - 1)
     # An opened cluster is no reference of the exponents, since the other weights could all vanish.
-    opened = MASKED if limits is None else mean.gather(3, columns).masked_fill(~closed, MASKED)
-    return Closed(far, mean.scatter(3, columns, opened), half, chosen)
+    return Closed(far, mean.scatter(3, columns, MASKED), half, chosen)
 
 
-def read_closed(
-    rows: Tensor, summaries: Summaries, step: Step, probes: int, limits: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
+def read_closed(rows: Tensor, summaries: Summaries, step: Step, probes: int) -> tuple[Tensor, Tensor, Tensor]:
     """Softmax of the queries of a step over closed clusters, and the clusters that they open, as `choose`.
 
     Returns:
         Outputs [batch kv_heads blocks rows width], log-sum-exps [… 1], and clusters [… probes].
     """
-    far, mean, half, chosen = choose(rows, summaries, step, probes, limits)
+    far, mean, half, chosen = choose(rows, summaries, step, probes)
     top = mean.detach().amax(dim=3, keepdim=True)
     # 1 + a + a²/2 for half the variance a: the mass to second order, for the spread of the scores.
     weights = (mean - top).exp_() * torch.addcmul(half + 1, half, half, value=0.5)
@@ -149,13 +131,13 @@ def in_blocks(x: Tensor, rows: Tensor) -> Tensor:
     return x.unflatten(3, (-1, rows.shape[3])).flatten(2, 3)
 
 
-def _largest(x: Tensor, count: int, *, ordered: bool) -> Tensor:
-    """Columns of the largest entries along dimension 3, from the largest to the least if ordered."""
+def _largest(x: Tensor, count: int) -> Tensor:
+    """Columns of the largest entries along dimension 3, in any order."""
     columns = x.shape[3]
     groups = columns // _TOGETHER
     if not tuned_for_cpu(x) or columns % _TOGETHER or groups <= count:
-        return x.topk(count, dim=3, sorted=ordered).indices
+        return x.topk(count, dim=3, sorted=False).indices
     # The largest entries lie in the groups with the largest maxima.
     best = x.unflatten(3, (_TOGETHER, groups)).amax(dim=3).topk(count, dim=3, sorted=False).indices
     found = torch.cat([best + groups * one for one in range(_TOGETHER)], dim=3)
-    return found.gather(3, x.gather(3, found).topk(count, dim=3, sorted=ordered).indices)
+    return found.gather(3, x.gather(3, found).topk(count, dim=3, sorted=False).indices)

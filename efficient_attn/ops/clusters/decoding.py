@@ -5,14 +5,13 @@ sorted once for each length of a run that it lies in. Keys and values stay in th
 positions take 8 bytes for each key of a head, a second copy of keys and values as much as the cache.
 """
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from efficient_attn.ops.clusters.closed import Step, limits_of, read_closed
+from efficient_attn.ops.clusters.closed import Step, read_closed
 from efficient_attn.ops.clusters.far import Summaries
 from efficient_attn.ops.clusters.near import MASKED
 from efficient_attn.ops.clusters.placed import alike
@@ -57,7 +56,7 @@ class _Task(NamedTuple):
     block: int
     first: int
     clusters: int
-    probes: Sequence[int]
+    probes: int
 
     def stages(self, tokens: int) -> list[Stage]:
         return causal_stages(tokens, block=self.block, clusters=self.clusters, first=self.first)
@@ -82,7 +81,7 @@ def extend_clusters(
     block: int,
     first: int,
     clusters: int,
-    probes: Sequence[int],
+    probes: int,
 ) -> tuple[Output, ClusterCache]:
     """`probe_clusters` of the tokens after a state, and the next state.
 
@@ -124,17 +123,16 @@ def _extended(
     tokens, done, group = k.shape[2], k.shape[2] - q.shape[2], q.shape[1] // k.shape[1]
     real = torch.ones(k.shape[0], tokens, dtype=torch.bool, device=k.device) if mask is None else mask
     counted = real & (torch.arange(tokens, device=k.device) >= task.first)
-    most, limits = limits_of([one if one < task.clusters else tokens for one in task.probes], k)
+    probes = task.probes if task.probes < task.clusters else tokens
     # Queries at a time, which copy together about as many keys as there are.
-    few = max(task.clusters // (group * most), 1)
+    few = max(task.clusters // (group * probes), 1)
     outs, begin, scaled = [q.new_zeros(*q.shape[:2], 0, v.shape[3])], done, upcast(q) * task.scale
     while begin < tokens:
         stage = next(stage for stage in task.stages(tokens) if begin < stage.end).since(begin)
         end = min(begin + few, stage.begin + stage.layout.block, tokens)
         stage = stage._replace(end=end)
         runs = advanced(runs, k, v, counted, stage, task.block)
-        own = None if limits is None else limits.repeat_interleave(end - begin, dim=1)
-        out = _read(scaled[:, :, begin - done : end - done], k, v, real, counted, runs, stage, most, own)
+        out = _read(scaled[:, :, begin - done : end - done], k, v, real, counted, runs, stage, probes)
         outs.append(out.to(q.dtype))
         begin = end
     return torch.cat(outs, dim=2), runs
@@ -149,7 +147,6 @@ def _read(
     runs: SortedRuns,
     stage: Stage,
     probes: int,
-    limits: Tensor | None,
 ) -> Tensor:
     """Outputs of the last queries of a stage that has one block, [batch heads queries value_dim]."""
     (_, heads, new, head_dim), value_dim, clusters = q.shape, v.shape[3], runs.clusters
@@ -166,7 +163,7 @@ def _read(
     wide = F.pad(F.pad(rows, (0, 1), value=1.0), (0, runs.k.shape[3] - head_dim - 1))
     every = Step(1, torch.arange(clusters, device=q.device)[None], None)
     closed, closed_sum, chosen = (
-        x.squeeze(2) for x in read_closed(wide.unsqueeze(2), Summaries(*runs[1:]), every, probes, limits)
+        x.squeeze(2) for x in read_closed(wide.unsqueeze(2), Summaries(*runs[1:]), every, probes)
     )
     # [batch kv_heads rows keys] positions of the keys of the opened clusters of every row
     of = chosen.clamp_max(clusters - 1).flatten(2)[..., None]

@@ -5,7 +5,7 @@ Far keys lie in dyadic runs (`runs.py`), and every run is cut into clusters of e
 it opens, or in the summary of a cluster.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from efficient_attn.ops.clusters.attention import by_heads
-from efficient_attn.ops.clusters.closed import limits_of, read_closed, steps
+from efficient_attn.ops.clusters.closed import read_closed, steps
 from efficient_attn.ops.clusters.far import clusters_of, summarise
 from efficient_attn.ops.clusters.near import MASKED, Slices, in_order, near_slices
 from efficient_attn.ops.clusters.opened import open_clusters
@@ -34,8 +34,7 @@ class Task(NamedTuple):
     Attributes:
         real: bool [batch tokens].
         counted: Keys that belong to clusters, bool [batch tokens].
-        probes: Largest number of clusters that a query opens, or more than there are.
-        limits: Number of clusters that the queries of each head open, [kv_heads group]; None: `probes`.
+        probes: Number of clusters that a query opens, or more than there are.
     """
 
     k: Tensor
@@ -43,7 +42,6 @@ class Task(NamedTuple):
     real: Tensor
     counted: Tensor
     probes: int
-    limits: Tensor | None
     causal: bool
 
 
@@ -56,10 +54,9 @@ def probe_clusters(
     block: int,
     first: int,
     clusters: int,
-    probes: Sequence[int],
+    probes: int,
     causal: bool,
     key_mask: KeyMask | None,
-    read: Callable[[Task, Tensor, Stage], Tensor] | None = None,
     positions: Sequence[range] | None = None,
 ) -> Tensor:
     """Softmax attention that reads the far keys of some clusters one by one, and the others as summaries.
@@ -69,8 +66,7 @@ def probe_clusters(
             more than `clusters`.
         first: Number of global tokens at the beginning of the sequence, which every query reads.
         clusters: Largest number of clusters per query; causal: at least 2.
-        probes: Number of clusters that the queries of each head open; all, if not fewer than `clusters`.
-        read: Function that returns the rows of a stage; None: `_read`.
+        probes: Number of clusters that a query opens, at least 1; all, if not fewer than `clusters`.
         positions: See `Placed`.
     """
     plan = partial(causal_stages if causal else full_stages, block=block, clusters=clusters, first=first)
@@ -80,34 +76,31 @@ def probe_clusters(
         scale=scale,
         stages=stages,
         clusters=clusters,
+        probes=probes if probes < clusters else k.shape[2],
         causal=causal,
         key_mask=key_mask,
-        read=read or _read,
         positions=positions,
     )
-    opened = [one if one < clusters else k.shape[2] for one in probes]
     # Causal stages have queries of their own, and so smaller tensors.
-    return by_heads(some, q, k, v, opened, stages=len(stages) if causal else 1)
+    return by_heads(some, q, k, v, stages=len(stages) if causal else 1)
 
 
 def _some_heads(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    probes: Sequence[int],
     *,
     scale: float,
     stages: list[Stage],
     clusters: int,
+    probes: int,
     causal: bool,
     key_mask: Tensor | None,
-    read: Callable[[Task, Tensor, Stage], Tensor],
     positions: Sequence[range] | None,
 ) -> Tensor:
     placed = placed_queries(upcast(q) * scale, k, v, key_mask, positions)
-    most, limits = limits_of(probes, k)
     counted = placed.counted(stages[0].layout.first)
-    task = Task(placed.k, placed.v, placed.real, counted, most, limits, causal)
+    task = Task(placed.k, placed.v, placed.real, counted, probes, causal)
     # The number of real tokens decides, so that padding changes no cluster.
     extent = (torch.arange(1, k.shape[2] + 1, device=k.device) * placed.real).amax(dim=1)
     extent = extent[:, None, None, None]
@@ -116,7 +109,7 @@ def _some_heads(
     outs = []
     for rows, own in placed.runs():
         found = [one for one in stages if max(one.begin, own.start) < min(one.end, own.stop)]
-        parts = [_rows(task, rows, own, stage, read) for stage in found]
+        parts = [_rows(task, rows, own, stage) for stage in found]
         if causal:
             outs.append(torch.cat(parts, dim=2))
             continue
@@ -127,14 +120,12 @@ def _some_heads(
     return placed.restored(outs, causal=causal).to(q.dtype)
 
 
-def _rows(
-    task: Task, q: Tensor, own: range, stage: Stage, read: Callable[[Task, Tensor, Stage], Tensor]
-) -> Tensor:
+def _rows(task: Task, q: Tensor, own: range, stage: Stage) -> Tensor:
     """Outputs of the queries of a stage, out of consecutive ones at the positions `own`."""
     stage = stage.since(own.start)._replace(end=min(stage.end, own.stop))
     before = max(own.start - stage.begin, 0)
     rows = after(q[:, :, max(stage.begin - own.start, 0) : stage.end - own.start], before)
-    return without(read(task, rows, stage), before)
+    return without(_read(task, rows, stage), before)
 
 
 def _read(task: Task, q: Tensor, stage: Stage) -> Tensor:
@@ -149,13 +140,11 @@ def _read(task: Task, q: Tensor, stage: Stage) -> Tensor:
     clusters = clusters_of(task.k, task.v, task.counted, runs, size, shared=not task.causal)
     rows, summaries = slices.rows, summarise(clusters, slices.rows.shape[4])
     none = clusters.k.shape[2]
-    # The rows of the heads of a group follow one another.
-    limits = None if task.limits is None else task.limits.repeat_interleave(size, dim=1)
     plan = list(steps(read, stage.begin // size, rows, none))
     found = [
         (
             *_softmax(some, size, causal=task.causal),
-            *read_closed(some.rows, summaries, step, task.probes, limits),
+            *read_closed(some.rows, summaries, step, task.probes),
         )
         for some, step in zip(slices.split([step.blocks for step in plan]), plan, strict=True)
     ]
