@@ -12,8 +12,7 @@ from written_out import BLOCK, CLUSTERS, PROBES, SCALE, WINDOW, one_by_one, runs
 
 import efficient_attn as ea
 from efficient_attn.ops.clusters import probing
-from efficient_attn.ops.clusters.runs import causal_stages, full_stages, places
-from efficient_attn.ops.clusters.trees import sort_runs
+from efficient_attn.ops.clusters.trees import causal_stages, full_stages, places, sort_runs
 from efficient_attn.testing import check_backend, check_names
 
 CAUSAL = pytest.mark.parametrize("causal", [False, True])

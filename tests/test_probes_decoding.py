@@ -8,7 +8,7 @@ from launches import Entering
 from reference import random_qkv
 
 import efficient_attn as ea
-from efficient_attn.ops.clusters import sorted_runs
+from efficient_attn.ops.clusters import decoding
 
 TOKENS = 67
 SPLITS = {
@@ -77,13 +77,13 @@ def test_a_selected_entry_goes_on_alone():
 
 
 def test_a_key_is_sorted_once_for_every_length_of_a_run_that_it_lies_in(monkeypatch):
-    sorted_keys, sort = [], sorted_runs.sort_runs
+    sorted_keys, sort = [], decoding.sort_runs
 
     def counting(k, *rest):
         sorted_keys.append(k.shape[2])
         return sort(k, *rest)
 
-    monkeypatch.setattr(sorted_runs, "sort_runs", counting)
+    monkeypatch.setattr(decoding, "sort_runs", counting)
     in_calls(built(clusters=64), random_qkv(1, 2, 1, 72, 72), None, range(73))
     # 16 blocks of 4 keys lie before the last slice: number m ends runs of 1, 2, … 2^l blocks, of which the
     # longest is sorted.

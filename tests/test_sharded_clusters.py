@@ -8,7 +8,7 @@ from test_sharded import RANKS
 from threads import drawn, join
 
 import efficient_attn as ea
-from efficient_attn.ops.clusters import attention, near, probing
+from efficient_attn.ops.clusters import kmeans, probing, slices
 from efficient_attn.ops.sharded.layout import KINDS, own_tokens
 from efficient_attn.ops.sharded.threads import on_threads
 
@@ -46,7 +46,7 @@ def test_rows_and_gradients_of_all_ranks_are_those_of_the_whole_sequence(
     causal, options, masked, kind, monkeypatch
 ):
     # One group of blocks for a segment of the layout head-tail, and two for a segment of the other.
-    monkeypatch.setattr(attention, "_MOST", 4)
+    monkeypatch.setattr(kmeans, "_MOST", 4)
     backend, mask = built(causal, options), key_masks()[masked]
     *qkv, g = drawn(TOKENS)
     whole = [x.clone().requires_grad_() for x in qkv]
@@ -74,8 +74,8 @@ def test_a_rank_computes_the_blocks_of_its_own_queries_alone(causal, options, mo
         beyond.append(q.shape[2] - (layout.block - 1))
         return whole(q, k, v, real, layout, **rest)
 
-    whole = near.near_slices
-    for module in (near, probing):
+    whole = slices.near_slices
+    for module in (kmeans, probing):
         monkeypatch.setattr(module, "near_slices", near_slices)
     backend, (q, k, v, _) = built(causal, options), drawn(TOKENS)
 

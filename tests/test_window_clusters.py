@@ -8,8 +8,7 @@ from reference import random_mask, random_qkv, reference_attention
 from torch.autograd import gradcheck
 
 import efficient_attn as ea
-from efficient_attn.ops.clusters import attention as clusters_attention
-from efficient_attn.ops.clusters.kmeans import kmeans
+from efficient_attn.ops.clusters import kmeans
 from efficient_attn.runner.variants import select
 
 WINDOW, CLUSTERS, SCALE = 8, 3, 8**-0.5
@@ -18,7 +17,7 @@ WINDOW, CLUSTERS, SCALE = 8, 3, 8**-0.5
 @pytest.fixture(autouse=True)
 def several_groups(monkeypatch):
     """A step of the CPU takes three blocks, so that short sequences have several."""
-    monkeypatch.setattr(clusters_attention, "_MOST", 3)
+    monkeypatch.setattr(kmeans, "_MOST", 3)
 
 
 def nearest_clusters(keys, steps):
@@ -230,4 +229,4 @@ def test_a_window_is_a_multiple_of_four_and_a_summary_one_of_three():
 def test_a_centre_without_keys_stays_where_it_is():
     # The three centres begin at 4, and the first takes all keys, whose mean is 3.8.
     keys = torch.tensor([4.0, 4.0, 4.0, 3.0, 4.0])[None, None, :, None]
-    assert kmeans(keys, torch.ones(1, 5, dtype=torch.bool), 3, steps=2).tolist() == [[[1, 1, 1, 0, 1]]]
+    assert kmeans.kmeans(keys, torch.ones(1, 5, dtype=torch.bool), 3, steps=2).tolist() == [[[1, 1, 1, 0, 1]]]

@@ -12,8 +12,8 @@ from efficient_attn.modules.options import one_of, option, whole_number
 from efficient_attn.modules.probe_counts import ProbingSizes, probing_operations
 from efficient_attn.modules.probing import Probing
 from efficient_attn.operation_counts import MatMul, OperationCounts, softmax_matmuls
-from efficient_attn.ops.clusters.attention import window_clusters
-from efficient_attn.ops.clusters.near import Layout as NearKeys
+from efficient_attn.ops.clusters.kmeans import window_clusters
+from efficient_attn.ops.clusters.slices import Layout as NearKeys
 from efficient_attn.ops.sharded.clusters import own_rows
 from efficient_attn.ops.sharded.exchange import total
 from efficient_attn.ops.sharded.layout import Layout

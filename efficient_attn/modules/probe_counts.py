@@ -3,8 +3,7 @@
 from typing import NamedTuple
 
 from efficient_attn.operation_counts import MatMul, OperationCounts, softmax_matmuls
-from efficient_attn.ops.clusters.runs import causal_stages, full_stages, places
-from efficient_attn.ops.clusters.trees import sorting_products
+from efficient_attn.ops.clusters.trees import causal_stages, full_stages, places, sorting_products
 from efficient_attn.problem import AttentionProblem
 
 

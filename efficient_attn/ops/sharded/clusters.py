@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from efficient_attn.ops.clusters.placed import alike
+from efficient_attn.ops.clusters.slices import alike
 from efficient_attn.ops.sharded.layout import Layout
 
 
