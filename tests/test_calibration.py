@@ -9,7 +9,7 @@ from calibrating import BOTH, calibrated, typical
 from reference import random_mask, random_qkv, readable, reference_attention, reference_dense_exponential
 
 import efficient_attn as ea
-from efficient_attn.ops.linear.calibration import Moments, fit_full, fit_oprf, moments
+from efficient_attn.ops.linear.kernel import Moments, fit_full, fit_oprf, moments
 from efficient_attn.theory.dense_exponential import (
     DenseExponential,
     fitted_full,

@@ -5,9 +5,8 @@ import math
 import pytest
 import torch
 
-from efficient_attn.ops.linear.directions import DRAWS as DRAWS_OF_DIRECTIONS
-from efficient_attn.ops.linear.directions import draw_directions
-from efficient_attn.ops.linear.features import MAPS
+from efficient_attn.ops.linear.features import DRAWS as DRAWS_OF_DIRECTIONS
+from efficient_attn.ops.linear.features import MAPS, draw_directions
 from efficient_attn.theory.couplings import log_coupled_error, orthogonal_pair_excess, simplex_pair_excess
 from efficient_attn.theory.kernel import log_positive_error
 

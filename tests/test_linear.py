@@ -16,16 +16,18 @@ from reference import (
 import efficient_attn as ea
 from efficient_attn.measure.memory import peak
 from efficient_attn.ops import paths as device_paths
+from efficient_attn.ops.linear import (
+    causal_exponential,
+    scaled_chunks,
+    softmax_identity,
+    trigonometric,
+    weak_chunks,
+)
 from efficient_attn.ops.linear import full as linear_full
-from efficient_attn.ops.linear import parts as linear_parts
+from efficient_attn.ops.linear import inputs as linear_inputs
 from efficient_attn.ops.linear import state as linear_state
-from efficient_attn.ops.linear.directions import draw_directions
-from efficient_attn.ops.linear.fast import causal as fast_causal
-from efficient_attn.ops.linear.fast import causal_backward as fast_causal_backward
-from efficient_attn.ops.linear.fast import softmax_identity, trigonometric
+from efficient_attn.ops.linear.features import draw_directions
 from efficient_attn.ops.linear.inputs import LinearInputs
-from efficient_attn.ops.linear.segments import chunks as segment_chunks
-from efficient_attn.ops.linear.segments import weak_chunks
 from efficient_attn.ops.linear.state import merge, query_weights, read, summarise
 from efficient_attn.ops.paths import VARIABLE
 from efficient_attn.ops.softmax import cpu_flash
@@ -57,18 +59,18 @@ def small_chunks(monkeypatch):
 
     def set_chunks(tokens):
         # At most this many tokens, whatever a cache holds.
-        monkeypatch.setattr(linear_parts, "_LEAST", 1)
-        monkeypatch.setattr(linear_parts, "_MOST", tokens)
+        monkeypatch.setattr(linear_inputs, "_LEAST", 1)
+        monkeypatch.setattr(linear_inputs, "_MOST", tokens)
         monkeypatch.setattr(softmax_identity, "_PIECE", tokens)
         monkeypatch.setattr(trigonometric, "_PIECE", tokens)
-        monkeypatch.setattr(segment_chunks, "CHUNK", tokens)
-        monkeypatch.setattr(segment_chunks, "_LARGE_CHUNK", tokens)
-        monkeypatch.setattr(segment_chunks, "_MULTIPLE", 1)
+        monkeypatch.setattr(scaled_chunks, "CHUNK", tokens)
+        monkeypatch.setattr(scaled_chunks, "_LARGE_CHUNK", tokens)
+        monkeypatch.setattr(scaled_chunks, "_MULTIPLE", 1)
         # Two chunks in a segment of 32 features of 2 times 4 heads.
-        for module, name in ((segment_chunks, "_CACHED"), (device_paths, "HELD")):
+        for module, name in ((scaled_chunks, "_CACHED"), (device_paths, "HELD")):
             monkeypatch.setattr(module, name, 2 * tokens * 2 * 4 * 32)
-        monkeypatch.setattr(fast_causal, "CHUNK", tokens)
-        monkeypatch.setattr(fast_causal_backward, "CHUNK", tokens)
+        monkeypatch.setattr(causal_exponential, "CHUNK", tokens)
+        monkeypatch.setattr(causal_exponential, "BACKWARD_CHUNK", tokens)
 
     return set_chunks
 

@@ -7,12 +7,9 @@ import torch
 from reference import random_qkv
 
 import efficient_attn as ea
+from efficient_attn.ops.linear import causal_exponential, scaled_chunks, segments, weak_chunks
 from efficient_attn.ops.linear import state as linear_state
-from efficient_attn.ops.linear.fast import causal_backward as fast_causal_backward
 from efficient_attn.ops.linear.features import MAPS
-from efficient_attn.ops.linear.segments import backward as segments_backward
-from efficient_attn.ops.linear.segments import chunks as segment_chunks
-from efficient_attn.ops.linear.segments import weak_chunks
 from efficient_attn.ops.paths import VARIABLE
 
 LINEAR = [name for name in ea.list_backends() if name.startswith(("linear-", "performer-"))]
@@ -65,17 +62,17 @@ def test_gradients_are_right_where_weak_chunks_are_computed_again(name, path, mo
             found.extend(chunks.tolist())
             yield chunks
 
-    for module in (weak_chunks, segments_backward):
+    for module in (weak_chunks, segments):
         monkeypatch.setattr(module, "weak_chunks", recorded)
     # Every row is weak; in float64 rounding hides nothing.
     monkeypatch.setitem(weak_chunks._WEAK, torch.float64, 1e4)
     monkeypatch.setenv(VARIABLE, path)
-    monkeypatch.setattr(fast_causal_backward, "CHUNK", 16)
+    monkeypatch.setattr(causal_exponential, "BACKWARD_CHUNK", 16)
     backend, inputs = built(name), [x.requires_grad_() for x in rising(6.0)]
     wanted = torch.autograd.grad(by_definition(backend, *inputs).sin().sum(), inputs)
     gradients = torch.autograd.grad(backend(*inputs).sin().sum(), inputs)
     # Two heads of 150 tokens, forward and backward.
-    chunks = -(-150 // (segment_chunks._LARGE_CHUNK if path else segment_chunks.CHUNK))
+    chunks = -(-150 // (scaled_chunks._LARGE_CHUNK if path else scaled_chunks.CHUNK))
     taken = path or name == "linear-elu"
     assert len(found) == (2 * 2 * chunks if taken else 0)
     for one, other in zip(gradients, wanted, strict=True):
@@ -95,7 +92,7 @@ def test_other_devices_compute_a_fixed_number_of_weak_chunks_again(monkeypatch):
 
 
 def test_gradients_are_right_where_pieces_of_exponential_features_are_halved(monkeypatch):
-    pieces, query_gradients = [], fast_causal_backward._query_gradients
+    pieces, query_gradients = [], causal_exponential._query_gradients
     monkeypatch.setenv(VARIABLE, "")
 
     def recorded(*args):
@@ -103,12 +100,12 @@ def test_gradients_are_right_where_pieces_of_exponential_features_are_halved(mon
         pieces.extend(found[1])
         return found
 
-    monkeypatch.setattr(fast_causal_backward, "_query_gradients", recorded)
+    monkeypatch.setattr(causal_exponential, "_query_gradients", recorded)
     monkeypatch.setitem(linear_state.TINY, torch.float64, 0.25)
     backend, inputs = built("performer-positive"), [x.requires_grad_() for x in rising(6.0)]
     wanted = torch.autograd.grad(by_definition(backend, *inputs).sin().sum(), inputs)
     found = torch.autograd.grad(backend(*inputs).sin().sum(), inputs)
-    assert len(pieces) > math.ceil(150 / fast_causal_backward.CHUNK), "nothing was halved"
+    assert len(pieces) > math.ceil(150 / causal_exponential.BACKWARD_CHUNK), "nothing was halved"
     for one, other in zip(found, wanted, strict=True):
         assert (one - other).abs().max() <= 1e-9 * other.abs().max()
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import efficient_attn as ea
-from efficient_attn.ops.linear import parts
+from efficient_attn.ops.linear import inputs as parts
 from efficient_attn.ops.linear.full import full_linear_attention
 
 

@@ -7,22 +7,22 @@ import torch
 from reference import random_qkv, reference_linear, worst_row
 
 import efficient_attn as ea
-from efficient_attn.ops.linear.fast import causal as fast_causal
+from efficient_attn.ops.linear import causal_exponential
 from efficient_attn.ops.paths import VARIABLE
 
 
 @pytest.fixture
 def taken(monkeypatch):
     """Whether each chunk was taken without guards, in order."""
-    told, moderate = [], fast_causal.moderate
+    told, moderate = [], causal_exponential.moderate
     monkeypatch.setenv(VARIABLE, "")
 
     def asked(*exponents_and_values):
         told.append(moderate(*exponents_and_values))
         return told[-1]
 
-    monkeypatch.setattr(fast_causal, "moderate", asked)
-    monkeypatch.setattr(fast_causal, "CHUNK", 16)
+    monkeypatch.setattr(causal_exponential, "moderate", asked)
+    monkeypatch.setattr(causal_exponential, "CHUNK", 16)
     return told
 
 
@@ -72,12 +72,12 @@ def test_exponents_of_any_moderate_size_keep_all_digits(taken, size):
 
 def test_nan_is_not_moderate():
     one = torch.ones(1, 2, 2)
-    assert fast_causal.moderate(one, one, one)
-    assert fast_causal.moderate(one, one, 0 * one)
+    assert causal_exponential.moderate(one, one, one)
+    assert causal_exponential.moderate(one, one, 0 * one)
     for number in range(3):
         some = [one.clone() for _ in range(3)]
         some[number][0, 0, 0] = torch.nan
-        assert not fast_causal.moderate(*some)
+        assert not causal_exponential.moderate(*some)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -85,5 +85,5 @@ def test_exponents_whose_sums_would_leave_the_range_of_floats_are_not_moderate(d
     one = torch.ones(1, 2, 2, dtype=dtype)
     # Sums of 2^30 products of two features and a value of 2^16.
     large = one * (math.log2(torch.finfo(dtype).max) - 30 - 16) / 2 + 1
-    assert not fast_causal.moderate(large, one, one)
-    assert not fast_causal.moderate(one, -large, one)
+    assert not causal_exponential.moderate(large, one, one)
+    assert not causal_exponential.moderate(one, -large, one)

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from efficient_attn.ops.linear.directions import DRAWS as DRAWN
-from efficient_attn.ops.linear.directions import draw_directions, haar_rotations
+from efficient_attn.ops.linear.features import DRAWS as DRAWN
+from efficient_attn.ops.linear.features import draw_directions, haar_rotations
 
 DRAWS = 4000
 

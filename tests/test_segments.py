@@ -9,9 +9,11 @@ from reference import random_mask, random_qkv
 
 import efficient_attn as ea
 from efficient_attn.ops import paths
+from efficient_attn.ops.linear import scaled_chunks as chunks
+from efficient_attn.ops.linear import scaled_chunks as scan
+from efficient_attn.ops.linear import weak_chunks
 from efficient_attn.ops.linear.features import MAPS
-from efficient_attn.ops.linear.segments import chunks, scan, weak_chunks
-from efficient_attn.ops.linear.segments.scan import running_states
+from efficient_attn.ops.linear.scaled_chunks import running_states
 from efficient_attn.ops.linear.state import LinearState
 from efficient_attn.ops.paths import VARIABLE, tuned_for_cpu
 

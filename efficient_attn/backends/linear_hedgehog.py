@@ -6,7 +6,7 @@ from efficient_attn.modules.learned_features import LearnedFeatures
 from efficient_attn.modules.linear import LinearAttention, linear_operations
 from efficient_attn.modules.options import one_of, option
 from efficient_attn.operation_counts import MatMul, OperationCounts
-from efficient_attn.ops.linear.learned import LEARNED_MAPS
+from efficient_attn.ops.linear.features import LEARNED_MAPS
 from efficient_attn.problem import AttentionProblem
 from efficient_attn.registry import Capabilities, register
 

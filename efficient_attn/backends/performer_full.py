@@ -4,7 +4,7 @@ from efficient_attn.modules.calibrated import CalibratedFeatures
 from efficient_attn.modules.features import RandomFeatureOptions
 from efficient_attn.modules.linear import LinearAttention, linear_operations
 from efficient_attn.operation_counts import MatMul, OperationCounts
-from efficient_attn.ops.linear.calibration import fit_full
+from efficient_attn.ops.linear.kernel import fit_full
 from efficient_attn.problem import AttentionProblem
 from efficient_attn.registry import Capabilities, register
 

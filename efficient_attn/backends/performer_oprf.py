@@ -11,7 +11,7 @@ from efficient_attn.modules.calibrated import CalibratedFeatures
 from efficient_attn.modules.features import RandomFeatureOptions
 from efficient_attn.modules.linear import LinearAttention, linear_operations
 from efficient_attn.modules.options import option
-from efficient_attn.ops.linear.calibration import fit_oprf, one_curvature
+from efficient_attn.ops.linear.kernel import fit_oprf, one_curvature
 from efficient_attn.problem import AttentionProblem
 from efficient_attn.registry import Capabilities, register
 

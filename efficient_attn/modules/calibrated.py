@@ -10,8 +10,8 @@ from efficient_attn.errors import CalibrationError, ShapeError
 from efficient_attn.modules.features import Float32Buffers, RandomFeatureOptions, RandomFeatures
 from efficient_attn.ops.dtypes import upcast_dtype
 from efficient_attn.ops.grouped_queries import unfold
-from efficient_attn.ops.linear.calibration import Fit, Moments, moments
 from efficient_attn.ops.linear.inputs import LinearInputs
+from efficient_attn.ops.linear.kernel import Fit, Moments, moments
 
 ALL = slice(None)
 

@@ -8,8 +8,7 @@ from torch import Tensor, nn
 
 from efficient_attn.errors import OptionError, UnsupportedError
 from efficient_attn.modules.options import one_of, option, whole_number
-from efficient_attn.ops.linear.directions import DRAWS, draw_directions
-from efficient_attn.ops.linear.features import MAPS
+from efficient_attn.ops.linear.features import DRAWS, MAPS, draw_directions
 from efficient_attn.ops.linear.inputs import LinearInputs
 from efficient_attn.problem import positive_count
 

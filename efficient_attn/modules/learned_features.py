@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from efficient_attn.ops.dtypes import upcast, zero_masked
+from efficient_attn.ops.linear.features import LEARNED_MAPS
 from efficient_attn.ops.linear.inputs import LinearInputs
-from efficient_attn.ops.linear.learned import LEARNED_MAPS
 from efficient_attn.problem import AttentionProblem
 
 

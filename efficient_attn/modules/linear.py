@@ -9,14 +9,18 @@ from torch import Tensor, nn
 from efficient_attn.errors import UnsupportedError
 from efficient_attn.modules.features import RandomFeatureOptions
 from efficient_attn.operation_counts import MatMul, OperationCounts, visible_pairs
+from efficient_attn.ops.linear import causal_exponential, scaled_chunks
 from efficient_attn.ops.linear.causal import causal_linear_attention, extend_linear_attention
-from efficient_attn.ops.linear.denominators import denominators
-from efficient_attn.ops.linear.fast import causal as fast_causal
 from efficient_attn.ops.linear.features import MAPS
 from efficient_attn.ops.linear.full import full_linear_attention
 from efficient_attn.ops.linear.inputs import LinearInputs
-from efficient_attn.ops.linear.kernel import SOFTMAX_KERNELS, kernel_ratios, kernel_weights, rows_of
-from efficient_attn.ops.linear.segments import chunks as segment_chunks
+from efficient_attn.ops.linear.kernel import (
+    SOFTMAX_KERNELS,
+    denominators,
+    kernel_ratios,
+    kernel_weights,
+    rows_of,
+)
 from efficient_attn.ops.linear.state import LinearState, Means
 from efficient_attn.ops.sharded.layout import Layout
 from efficient_attn.ops.sharded.linear import final_state, sharded_linear_attention
@@ -124,7 +128,7 @@ def linear_operations(
         MatMul(made * (value_dim + 1)),
     ]
     if problem.causal:
-        algorithm = fast_causal if MAPS[kind].exponents else segment_chunks
+        algorithm = causal_exponential if MAPS[kind].exponents else scaled_chunks
         chunks, rest = divmod(tokens, algorithm.CHUNK)
         pairs = chunks * _pairs_up_to_itself(algorithm.CHUNK) + _pairs_up_to_itself(rest)
         steps += [MatMul(pairs * features), MatMul(pairs * value_dim), MatMul(pairs, gradients=1)]

@@ -21,6 +21,8 @@ from efficient_attn.ops.clusters.slices import MASKED, Layout
 
 # (level, number)
 Run = tuple[int, int]
+# Principal directions, and steps of the subspace iteration that finds them.
+_DIRECTIONS, _STEPS = 8, 2
 
 
 class Stage(NamedTuple):
@@ -122,10 +124,6 @@ def places(blocks: list[list[Run]], stretches: int) -> Places:
         of_run[level, number] = range(begin, begin + filled)
         begin += 1 << level
     return Places(runs, [[cluster for run in block for cluster in of_run[run]] for block in blocks])
-
-
-# Principal directions, and steps of the subspace iteration that finds them.
-_DIRECTIONS, _STEPS = 8, 2
 
 
 def sorting_products(head_dim: int) -> int:

@@ -12,31 +12,28 @@ from torch import Tensor
 
 from efficient_attn.ops.dtypes import without_autocast
 from efficient_attn.ops.grouped_queries import unfold
-from efficient_attn.ops.linear.backward import (
+from efficient_attn.ops.linear.features import MAPS
+from efficient_attn.ops.linear.inputs import LinearInputs, chunks
+from efficient_attn.ops.linear.softmax_identity import suits, two_softmaxes, two_softmaxes_gradients
+from efficient_attn.ops.linear.state import (
+    LinearState,
     Outputs,
     at_reference,
+    divide,
     feature_gradients,
+    finite,
     keep_for_backward,
+    log_sum,
+    merge,
     new_outputs,
     normalised,
     output_gradients,
-)
-from efficient_attn.ops.linear.fast.softmax_identity import suits, two_softmaxes, two_softmaxes_gradients
-from efficient_attn.ops.linear.fast.trigonometric import trigonometric_attention, trigonometric_gradients
-from efficient_attn.ops.linear.features import MAPS
-from efficient_attn.ops.linear.inputs import LinearInputs
-from efficient_attn.ops.linear.parts import chunks
-from efficient_attn.ops.linear.state import (
-    LinearState,
-    divide,
-    finite,
-    log_sum,
-    merge,
     query_weights,
     sees,
     summarise,
     with_ones,
 )
+from efficient_attn.ops.linear.trigonometric import trigonometric_attention, trigonometric_gradients
 from efficient_attn.ops.operators import check_one_device, transformable
 from efficient_attn.ops.paths import tuned_for_cpu
 from efficient_attn.ops.softmax.flex import NotCompiledError

@@ -13,10 +13,17 @@ import torch
 from torch import Tensor
 
 from efficient_attn.ops.dtypes import upcast, upcast_dtype
-from efficient_attn.ops.linear.backward import Outputs, new_outputs, output_gradients
-from efficient_attn.ops.linear.inputs import LinearInputs
-from efficient_attn.ops.linear.parts import chunks, parts
-from efficient_attn.ops.linear.state import LinearState, exponential, finite, sees, with_ones
+from efficient_attn.ops.linear.inputs import LinearInputs, chunks, parts
+from efficient_attn.ops.linear.state import (
+    LinearState,
+    Outputs,
+    exponential,
+    finite,
+    new_outputs,
+    output_gradients,
+    sees,
+    with_ones,
+)
 from efficient_attn.ops.scratch import Scratch
 
 # Tokens per chunk for scales alone.
