@@ -56,9 +56,10 @@ def check_whole(**tensors: Any) -> None:
             "leave context_parallel, or call torch.nn.functional.scaled_dot_product_attention itself."
         )
     for name, x in tensors.items():
-        if type(x) is not Tensor and any(not p.is_replicate() for p in getattr(x, "placements", ())):
+        placements = () if type(x) is Tensor else getattr(x, "placements", ())
+        if placements and not all(p.is_replicate() for p in placements):
             raise UnsupportedError(
-                f"{name} is a DTensor with placements {tuple(x.placements)}, and a backend would attend to "
+                f"{name} is a DTensor with placements {tuple(placements)}, and a backend would attend to "
                 f"the part of its own process alone; give {name}.full_tensor()."
             )
 

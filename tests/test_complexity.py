@@ -122,7 +122,7 @@ def inputs_of_the_operator(name: str, **built: object) -> tuple:
 def as_any_map(monkeypatch):
     """Features without the shortcuts that some of them allow, which the counter cannot see into."""
     for kind, feature_map in MAPS.items():
-        monkeypatch.setitem(MAPS, kind, feature_map._replace(exponents=None, trigonometric=False))
+        monkeypatch.setitem(MAPS, kind, feature_map._replace(exponential=False, trigonometric=False))
 
 
 @pytest.mark.parametrize("name", PERFORMERS)

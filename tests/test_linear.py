@@ -228,7 +228,7 @@ def test_states_merge_in_any_grouping(name):
     q, k, v = random_qkv(1, 2, 2, 6, 9)
     tokens = LinearInputs(q, k, v, None, draw_directions("iid", 16, 8, seed=0), None, KINDS[name], 0.1)
     a, b, c = (
-        summarise(tokens.key_features(tokens.key_rows(part), part), tokens.values(part))
+        summarise(tokens.key_features(tokens.key_rows(part), part), tokens.real_rows(tokens.v, part))
         for part in (slice(0, 2), slice(2, 3), slice(3, 9))
     )
     queries = tokens.query_features(tokens.query_rows(slice(0, 6)))

@@ -43,7 +43,7 @@ class LinearAttention(nn.Module):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
         attention = causal_linear_attention if self._causal else full_linear_attention
-        return attention(self._inputs(q, k, v, key_mask)).out.to(q.dtype)
+        return attention(self.features(q, k, v, key_mask, self._scale)).out.to(q.dtype)
 
     def forward_sharded(
         self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, layout: Layout
@@ -128,7 +128,7 @@ def linear_operations(
         MatMul(made * (value_dim + 1)),
     ]
     if problem.causal:
-        algorithm = causal_exponential if MAPS[kind].exponents else scaled_chunks
+        algorithm = causal_exponential if MAPS[kind].exponential else scaled_chunks
         chunks, rest = divmod(tokens, algorithm.CHUNK)
         pairs = chunks * _pairs_up_to_itself(algorithm.CHUNK) + _pairs_up_to_itself(rest)
         steps += [MatMul(pairs * features), MatMul(pairs * value_dim), MatMul(pairs, gradients=1)]

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.forward_ad import unpack_dual
+from torch.autograd import forward_ad
 
 from efficient_attn.errors import ShapeError, UnsupportedError
 
@@ -35,8 +35,11 @@ def transformed(*args: Any) -> bool:
     """Whether a transform of torch.func is active, or a tensor carries a forward-mode derivative."""
     if torch.compiler.is_compiling():
         return False
-    return torch._C._are_functorch_transforms_active() or any(
-        isinstance(x, Tensor) and unpack_dual(x).tangent is not None for x in args
+    if torch._C._are_functorch_transforms_active():
+        return True
+    # Outside of a dual level no tensor carries a derivative.
+    return forward_ad._current_level >= 0 and any(
+        isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in args
     )
 
 

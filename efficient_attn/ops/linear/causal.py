@@ -3,11 +3,10 @@
 Exponential features on the CPU have an algorithm of their own; all others go segment by segment. Memory
 excluding inputs, outputs and gradients does not depend on the length.
 
-One decoding step of linear attention: one token after a state, without a mask, in few operations.
-
-With positive features, m_f the mean value of the past keys and z_f the logarithm of their summed features,
-the state after a key with exponents u and value v is z' = log(e^z + e^u), m' = m + e^(u − z') (v − m), and a
-query with exponents a reads Σ_f softmax_f(a + z') m'_f.
+A decoding step is one token after a state, without a mask, in few operations. With positive features, m_f
+the mean value of the past keys and z_f the logarithm of their summed features, the state after a key with
+exponents u and value v is z' = log(e^z + e^u), m' = m + e^(u − z') (v − m), and a query with exponents a
+reads Σ_f softmax_f(a + z') m'_f.
 """
 
 import math
@@ -21,18 +20,16 @@ from efficient_attn.ops.grouped_queries import unfold
 from efficient_attn.ops.linear.causal_exponential import causal_exponential, causal_exponential_gradients
 from efficient_attn.ops.linear.features import Features
 from efficient_attn.ops.linear.full import whole_state
-from efficient_attn.ops.linear.inputs import LinearInputs
+from efficient_attn.ops.linear.inputs import LinearInputs, Outputs, new_outputs
 from efficient_attn.ops.linear.scaled_chunks import segments
 from efficient_attn.ops.linear.segments import attend, causal_gradients
 from efficient_attn.ops.linear.state import (
     CausalGradients,
     LinearState,
     Means,
-    Outputs,
     empty_state,
     keep_for_backward,
     merge,
-    new_outputs,
     with_ones,
 )
 from efficient_attn.ops.operators import check_one_device, transformable, transformed
@@ -49,7 +46,7 @@ def causal_linear_attention(inputs: LinearInputs) -> Outputs:
 def causal_rows(inputs: LinearInputs, past: LinearState | None) -> Outputs:
     """Output of every query after the keys of `past`, without autograd; queries are the last positions."""
     outputs = new_outputs(inputs.q, inputs.v)
-    if _fast(inputs):
+    if inputs.map.exponential and tuned_for_cpu(inputs.q):
         causal_exponential(inputs, past, outputs)
         return outputs
     state = _past(inputs, 0) if past is None else past
@@ -64,7 +61,7 @@ def causal_row_gradients(
     inputs: LinearInputs, past: LinearState | None, grad_out: Tensor, outputs: Outputs, *, to_past: bool
 ) -> CausalGradients:
     """Gradients with respect to q, k, v and, if `to_past`, the state `past` of `causal_rows`."""
-    if _fast(inputs):
+    if inputs.map.exponential and tuned_for_cpu(inputs.q):
         return causal_exponential_gradients(inputs, past, grad_out, *outputs[:2], to_past=to_past)
     before = _past(inputs, 0) if past is None else past
     return causal_gradients(inputs, before, grad_out, outputs, to_past=to_past)
@@ -87,7 +84,7 @@ def extend_linear_attention(
 def _extend(inputs: LinearInputs, state: LinearState) -> tuple[Tensor, LinearState]:
     trained = torch.is_grad_enabled() and any(x.requires_grad for x in (*inputs[:3], *state))
     outputs = new_outputs(inputs.q, inputs.v)
-    if _fast(inputs) and not trained and not transformed(*inputs[:3]):
+    if inputs.map.exponential and tuned_for_cpu(inputs.q) and not trained and not transformed(*inputs[:3]):
         causal_exponential(inputs, state, outputs)
         return outputs.out, merge(state, whole_state(inputs)) if inputs.k.shape[-2] else state
     rows = [outputs.out[..., :0, :]]
@@ -98,12 +95,6 @@ def _extend(inputs: LinearInputs, state: LinearState) -> tuple[Tensor, LinearSta
     return torch.cat(rows, dim=-2).to(inputs.q.dtype), LinearState(*(x.clone() for x in state))
 
 
-def _past_of(inputs: LinearInputs) -> LinearState | None:
-    """The state of the keys before the first query, if any."""
-    before = inputs.k.shape[-2] - inputs.q.shape[-2]
-    return _past(inputs, before) if before else None
-
-
 def _past(inputs: LinearInputs, before: int) -> LinearState:
     """The state of the keys before the first query."""
     first = slice(0, before)
@@ -112,10 +103,6 @@ def _past(inputs: LinearInputs, before: int) -> LinearState:
         return empty_state(keys, inputs.v.shape[-1])
     mask = inputs.mask(first)
     return whole_state(inputs._replace(k=inputs.k[..., first, :], v=inputs.v[..., first, :], key_mask=mask))
-
-
-def _fast(inputs: LinearInputs) -> bool:
-    return inputs.map.exponents is not None and tuned_for_cpu(inputs.q)
 
 
 @torch.library.custom_op("efficient_attn::causal_linear", mutates_args=())
@@ -130,8 +117,10 @@ def _causal(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     inputs = LinearInputs(q, k, v, key_mask, directions, log_weights, kind, scale)
+    before = k.shape[-2] - q.shape[-2]
     with without_autocast(q):
-        return (*causal_rows(inputs, _past_of(inputs)),)
+        past = _past(inputs, before) if before else None
+        return (*causal_rows(inputs, past),)
 
 
 @_causal.register_fake
@@ -166,8 +155,10 @@ def _causal_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     inputs = LinearInputs(q, k, v, key_mask, directions, log_weights, kind, scale)
     outputs = Outputs(out, logarithm, negative)
+    before = k.shape[-2] - q.shape[-2]
     with without_autocast(q):
-        return causal_row_gradients(inputs, _past_of(inputs), grad_out, outputs, to_past=False)[:3]
+        past = _past(inputs, before) if before else None
+        return causal_row_gradients(inputs, past, grad_out, outputs, to_past=False)[:3]
 
 
 @_causal_backward.register_fake
@@ -205,8 +196,8 @@ def step(inputs: LinearInputs, state: LinearState | Means) -> tuple[Tensor, Line
 
 
 def _step_of_means(inputs: LinearInputs, state: Means) -> tuple[Tensor, Means]:
-    q, k, v = inputs.flatten_heads(inputs.q, _ALL), inputs.flat_keys(_ALL), inputs.flat_values(_ALL)
-    if inputs.map.exponents is None:
+    q, (k, v) = inputs.flatten_heads(inputs.q, _ALL), inputs.flat_keys_and_values(_ALL)
+    if not inputs.map.exponential:
         queries, keys = _both(_features(inputs, q, k).log_scale)
     else:
         w = inputs.expand_to_heads(inputs.exponents()).mT
@@ -216,7 +207,7 @@ def _step_of_means(inputs: LinearInputs, state: Means) -> tuple[Tensor, Means]:
             keys = keys + inputs.expand_to_heads(inputs.log_weights)
     log_sums = torch.logaddexp(state.log_sums, keys)
     means = torch.lerp(state.means, v, (keys - log_sums).exp().mT)
-    if inputs.map.exponents is None:
+    if not inputs.map.exponential:
         exponents = queries + log_sums
     else:
         exponents = torch.baddbmm(log_sums, q, w, alpha=inputs.query_factor)
@@ -224,9 +215,10 @@ def _step_of_means(inputs: LinearInputs, state: Means) -> tuple[Tensor, Means]:
 
 
 def _step_of_sums(inputs: LinearInputs, state: LinearState) -> tuple[Tensor, LinearState]:
-    features = _features(inputs, inputs.flatten_heads(inputs.q, _ALL), inputs.flat_keys(_ALL))
+    q, (k, v) = inputs.flatten_heads(inputs.q, _ALL), inputs.flat_keys_and_values(_ALL)
+    features = _features(inputs, q, k)
     assert features.values is not None, "other features are kept as means"
-    (queries, keys), values = _both(features.values), with_ones(inputs.flat_values(_ALL))
+    (queries, keys), values = _both(features.values), with_ones(v)
     if inputs.map.unscaled:
         after = LinearState(torch.baddbmm(state.sums, keys.mT, values), torch.zeros_like(state.log_scale))
     else:

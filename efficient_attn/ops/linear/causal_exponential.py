@@ -24,17 +24,8 @@ import torch
 from torch import Tensor
 
 from efficient_attn.ops.dtypes import upcast
-from efficient_attn.ops.linear.inputs import LinearInputs
-from efficient_attn.ops.linear.softmax_identity import LOG2_E, ExpKernel, power
-from efficient_attn.ops.linear.state import (
-    TINY,
-    CausalGradients,
-    LinearState,
-    Outputs,
-    finite,
-    sees,
-    triangle_,
-)
+from efficient_attn.ops.linear.inputs import LOG2_E, ExpKernel, LinearInputs, Outputs, power
+from efficient_attn.ops.linear.state import TINY, CausalGradients, LinearState, finite, sees
 
 # Tokens per chunk: larger chunks need fewer calls, but more pairs and more memory.
 CHUNK = 80
@@ -74,6 +65,13 @@ class Shifted(NamedTuple):
     reference: Tensor
 
 
+def triangle_(scores: Tensor) -> Tensor:
+    """Scores [… group·tokens tokens] with zeros for later keys, in place."""
+    tokens = scores.shape[-1]
+    scores.unflatten(-2, (scores.shape[-2] // tokens, tokens)).tril_()
+    return scores
+
+
 def causal_exponential(inputs: LinearInputs, past: LinearState | None, into: Outputs) -> None:
     """Write the output of every query; the queries are the last positions, after the keys of `past`."""
     kernel, seen = ExpKernel(inputs), None
@@ -82,22 +80,28 @@ def causal_exponential(inputs: LinearInputs, past: LinearState | None, into: Out
         if past is not None:
             seen = seen | sees(past).unsqueeze(2)
     before, length = inputs.k.shape[-2] - inputs.q.shape[-2], inputs.q.shape[-2]
-    state: Shifted | Unshifted = empty_unshifted(kernel) if past is None else shifted_past(past)
+    heads, value_dim = (*inputs.k.shape[:2], inputs.q.shape[1] // inputs.k.shape[1]), inputs.v.shape[-1]
+    if past is None:
+        like, flat_heads = upcast(inputs.q[:0]), heads[0] * heads[1]
+        state: Shifted | Unshifted = Unshifted(
+            like.new_zeros(flat_heads, kernel.features, value_dim),
+            like.new_zeros(flat_heads, kernel.features, 1),
+        )
+    else:
+        state = shifted_past(past)
     into.negative.zero_()
+    outs, logarithms = into.out.unflatten(1, heads[1:]), into.log_normaliser.unflatten(1, heads[1:])
     for start in range(0, length, CHUNK):
         part = slice(start, min(start + CHUNK, length))
         positions = slice(part.start + before, part.stop + before)
-        some = None if seen is None else seen[..., positions, :]
-        *rows, state = _read_chunk(kernel, part, positions, state, some)
-        sums, values, logarithm = (
-            x.unflatten(0, inputs.k.shape[:2]).unflatten(2, (inputs.group, -1)) for x in rows
-        )
-        out, logarithms = (inputs.grouped(x)[..., part, :] for x in into[:2])
-        torch.div(values, sums, out=out)
-        logarithms.copy_(logarithm)
-        if some is not None:
-            out.masked_fill_(~some, 0.0)
-            logarithms.masked_fill_(~some, torch.inf)
+        seen_rows = None if seen is None else seen[..., positions, :]
+        sums, values, logarithm, state = _read_chunk(kernel, part, positions, state, seen_rows)
+        rows, out = (*heads, part.stop - part.start), outs[..., part, :]
+        torch.div(values.view(*rows, value_dim), sums.view(*rows, 1), out=out)
+        logarithms[..., part, :] = logarithm.view(*rows, 1)
+        if seen_rows is not None:
+            out.masked_fill_(~seen_rows, 0.0)
+            logarithms[..., part, :].masked_fill_(~seen_rows, torch.inf)
 
 
 def shifted_past(past: LinearState) -> Shifted:
@@ -131,8 +135,8 @@ def _read_chunk(
     kernel: ExpKernel, part: slice, positions: slice, state: Shifted | Unshifted, seen: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Shifted | Unshifted]:
     """Denominators, numerators and log denominators of a chunk's rows, and the state after it."""
-    v = kernel.inputs.flat_values(positions)
-    keys = kernel.key_exponents(kernel.inputs.flat_keys(positions))
+    k, v = kernel.inputs.flat_keys_and_values(positions)
+    keys = kernel.key_exponents(k)
     queries = kernel.query_exponents(kernel.inputs.flatten_heads(kernel.inputs.q, part))
     if isinstance(state, Unshifted):
         if moderate(queries, keys, v):
@@ -182,8 +186,8 @@ def _repair(
 ) -> None:
     """Recompute rows [flat_head, row], each relative to its own visible keys."""
     queries = kernel.query_exponents(kernel.inputs.flatten_heads(kernel.inputs.q, part))
-    keys = kernel.real_key_exponents(kernel.inputs.flat_keys(positions), positions)
-    v = kernel.inputs.flat_values(positions)
+    k, v = kernel.inputs.flat_keys_and_values(positions)
+    keys = kernel.real_key_exponents(k, positions)
     length = keys.shape[-2]
     later = torch.arange(length, device=keys.device) > (weak[:, 1] % length)[:, None]
     for some, hidden in zip(weak.split(_ROWS), later.split(_ROWS), strict=True):
@@ -202,26 +206,18 @@ def _repair(
             whole[flat_heads, rows] = found.squeeze(-2)
 
 
-def empty_unshifted(kernel: ExpKernel) -> Unshifted:
-    """The sums over no keys."""
-    inputs = kernel.inputs
-    flat_heads, features = inputs.k.shape[0] * inputs.k.shape[1], kernel.features
-    like = upcast(inputs.q[:0])
-    return Unshifted(
-        like.new_zeros(flat_heads, features, inputs.v.shape[-1]), like.new_zeros(flat_heads, features, 1)
-    )
-
-
 def moderate(queries: Tensor, keys: Tensor, v: Tensor) -> bool:
     """Whether features with these exponents need no shift; False for any NaN."""
-    limit, largest = _MODERATE[queries.dtype], _size(v) if v.numel() else 0.0
-    fits = _size(queries) <= limit and _size(keys) <= limit
-    return fits and (largest == 0 or 1 / _VALUES <= largest <= _VALUES)
-
-
-def _size(x: Tensor) -> float:
-    low, high = torch.aminmax(x)
-    return max(-low.item(), high.item())
+    for exponents in (queries, keys):
+        low, high = torch.aminmax(exponents)
+        # A comparison with NaN is False.
+        if not max(-low.item(), high.item()) <= _MODERATE[queries.dtype]:
+            return False
+    if not v.numel():
+        return True
+    low, high = torch.aminmax(v)
+    largest = max(-low.item(), high.item())
+    return largest == 0 or 1 / _VALUES <= largest <= _VALUES
 
 
 def read_unshifted(
@@ -238,7 +234,8 @@ def read_unshifted(
     read = kernel.scratch("sums and keys", keys, (flat_heads, 1 + length, features))
     read[:, :1] = state.ones.mT
     key_features = kernel.fill_masked_(torch.exp2(keys, out=read[:, 1:]), positions, 0.0)
-    scores = triangle_(torch.bmm(weights, read.mT), before=1)
+    scores = torch.bmm(weights, read.mT)
+    scores.unflatten(1, (-1, length)).tril_(1)
     out = torch.bmm(scores[..., 1:], v).baddbmm_(weights, state.values)
     state.values.baddbmm_(key_features.mT, v)
     state.ones.add_(key_features.sum(dim=-2).unsqueeze(-1))
@@ -314,8 +311,9 @@ def _query_gradients(rows: _Rows, past: LinearState | None) -> tuple[Tensor, lis
     taken, left = [], _pieces(0, inputs.q.shape[-2])[::-1]
     while left:
         part = left.pop()
-        positions, v = rows.positions(part), inputs.flat_values(rows.positions(part))
-        keys = kernel.real_key_exponents(inputs.flat_keys(positions), positions)
+        positions = rows.positions(part)
+        k, v = inputs.flat_keys_and_values(positions)
+        keys = kernel.real_key_exponents(k, positions)
         if state is None:
             state = empty_shifted(keys, v.shape[-1])
         key_features, here = rescaled(state, keys)
@@ -368,7 +366,7 @@ def _put(
 ) -> None:
     """Write the gradients of some keys, from later queries' sums and from p, g, δ of their own part."""
     kernel, (grad_k, grad_v) = rows.kernel, into
-    keys, v = rows.inputs.flat_keys(positions), rows.inputs.flat_values(positions)
+    keys, v = rows.inputs.flat_keys_and_values(positions)
     r = power(kernel.real_key_exponents(keys, positions).add_(finite(later.reference)))
     grad = torch.bmm(v, later.values.mT, out=kernel.buffer("gradients", r)).sub_(later.ones.mT)
     grad_values = torch.bmm(r, later.values)

@@ -42,8 +42,8 @@ class FeatureMap(NamedTuple):
             have to be; otherwise each feature is the exponential of its own scale.
         signed: Whether features, and hence their sums, may be negative.
         per_direction: Number of features per direction; 0 for a map without directions.
-        exponents: Function of the directions that returns the w of every feature, for features of the form
-            exp(w·x − |x|²/2 + constant); None for other maps.
+        exponential: Whether features are exp(w·x − |x|²/2 + constant), with w the directions or, for two
+            features per direction, the directions and then their opposites.
         trigonometric: Whether the features are the cosines, then the sines, of w·x, times
             exp(|x|²/2 + constant).
         fixed: Number of features of a map without directions, as a function of head_dim.
@@ -55,7 +55,7 @@ class FeatureMap(NamedTuple):
     has_values: bool
     signed: bool = False
     per_direction: int = 0
-    exponents: Callable[[Tensor], Tensor] | None = None
+    exponential: bool = False
     trigonometric: bool = False
     fixed: Callable[[int], int] | None = None
     unscaled: bool = False
@@ -103,14 +103,6 @@ def _trigonometric_pullback(x: Tensor, features: Features, grad: Features, direc
     cos, sin = features.values.chunk(2, dim=-1)
     grad_cos, grad_sin = grad.values.chunk(2, dim=-1)
     return (cos * grad_sin - sin * grad_cos) @ directions + x * grad.log_scale
-
-
-def _each_direction(directions: Tensor) -> Tensor:
-    return directions
-
-
-def _both_ways(directions: Tensor) -> Tensor:
-    return torch.cat([directions, -directions], dim=-2)
 
 
 def relu_features(x: Vectors, directions: Directions) -> Features:
@@ -191,10 +183,10 @@ def _finite_scale(x: Tensor, *, power: int) -> Tensor:
 
 MAPS = {
     "positive": FeatureMap(
-        positive_features, _positive_pullback, has_values=False, per_direction=1, exponents=_each_direction
+        positive_features, _positive_pullback, has_values=False, per_direction=1, exponential=True
     ),
     "hyperbolic": FeatureMap(
-        hyperbolic_features, _hyperbolic_pullback, has_values=False, per_direction=2, exponents=_both_ways
+        hyperbolic_features, _hyperbolic_pullback, has_values=False, per_direction=2, exponential=True
     ),
     "trigonometric": FeatureMap(
         trigonometric_features,

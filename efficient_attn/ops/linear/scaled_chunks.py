@@ -242,7 +242,7 @@ class Segment(NamedTuple):
 
     def values(self) -> Tensor:
         """Values with a column of ones, in chunks."""
-        return _flat(with_ones(self.inputs.values(_ALL)), self.size)
+        return _flat(with_ones(self.inputs.real_rows(self.inputs.v, _ALL)), self.size)
 
     def value_gradient(self, grad: Tensor) -> Tensor:
         """Gradient with respect to the values, [batch kv_heads tokens value_dim], from that in chunks."""

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from efficient_attn.ops.dtypes import upcast_dtype
 from efficient_attn.ops.linear.features import FeatureMap, Features
-from efficient_attn.ops.linear.inputs import LinearInputs
+from efficient_attn.ops.linear.inputs import LinearInputs, Outputs
 from efficient_attn.ops.linear.scaled_chunks import (
     UNSEEN,
     ScaledKeys,
@@ -44,7 +44,6 @@ from efficient_attn.ops.linear.scaled_chunks import (
 from efficient_attn.ops.linear.state import (
     CausalGradients,
     LinearState,
-    Outputs,
     Scaled,
     at_reference,
     divide,
@@ -178,7 +177,7 @@ def causal_gradients(
         segment = Segment.of(inputs, part)
         later = _from_later(segment, _rows(segment, grad_out, outputs), later, grads)
     for some in segments(inputs, inputs.k.shape[-2] - inputs.q.shape[-2]):
-        rows, values = inputs.key_rows(some), with_ones(inputs.values(some))
+        rows, values = inputs.key_rows(some), with_ones(inputs.real_rows(inputs.v, some))
         features = inputs.key_features(rows, some)
         grad, grad_v = _read_queries(features, values, later)
         grads[1][..., some, :], grads[2][..., some, :] = inputs.key_gradient(rows, features, grad), grad_v

@@ -14,10 +14,6 @@ Backward, with p_tf = softmax_f(q_t·w_f + z_f) and r_fj = softmax_j(k_j·w_f + 
     ∂s_tf = p_tf (g_t·m_f − δ_t),   M_f = Σ_t p_tf g_t,   ε_f = Σ_t p_tf δ_t,
     ∂u_jf = r_fj (v_j·M_f − ε_f),   ∂v_j = Σ_f r_fj M_f.
 
-Here features are powers of two, which PyTorch computes three times as fast as powers of e: with
-w' = w / ln 2, φ_f(x) = 2^(x·w'_f + b'). Batch and key heads form one dimension, `flat_heads`; exponents are
-written into scratch buffers.
-
 On a GPU attention of some hundred directions to all keys has few blocks of rows, which would occupy few
 multiprocessors: 16 heads of 256 directions are 32 programs. The keys are therefore split into parts in the
 batch, and means over parts are merged by their log-sum-exps.
@@ -31,12 +27,18 @@ from torch import Tensor
 
 from efficient_attn.ops.dtypes import upcast, upcast_dtype, zero_masked
 from efficient_attn.ops.grouped_queries import fold, unfold
-from efficient_attn.ops.linear.inputs import LinearInputs, chunks
-from efficient_attn.ops.linear.state import LOWEST, LinearState, Outputs, finite, new_outputs, with_ones
-from efficient_attn.ops.scratch import Scratch
+from efficient_attn.ops.linear.inputs import (
+    LOG2_E,
+    ExpKernel,
+    LinearInputs,
+    Outputs,
+    chunks,
+    new_outputs,
+    power,
+)
+from efficient_attn.ops.linear.state import LinearState, finite, with_ones
 from efficient_attn.ops.softmax import cpu_flash, flex
 
-LOG2_E, LN_2 = math.log2(math.e), math.log(2)
 # Programs for each multiprocessor: with some of each, none waits long for the last.
 _PROGRAMS = 4
 # Keys of the shortest part, below which the directions are read for few keys.
@@ -44,67 +46,6 @@ _KEYS = 256
 # Tokens per kernel call if they have to be converted or masked first; otherwise one call takes all tokens.
 # From 768 rows on the kernel processes 256 rows at a time instead of 64.
 _PIECE = 768
-
-
-def power(exponents: Tensor) -> Tensor:
-    """2^exponents in place, with results below `LOWEST` flushed to zero."""
-    lowest = LOWEST[exponents.dtype] * LOG2_E
-    return F.threshold(exponents, lowest, -torch.inf, inplace=True).exp2_()
-
-
-class ExpKernel:
-    """Exponents of queries and keys, and the pullback of gradients through them.
-
-    Args:
-        shared_buffer: Whether one buffer serves the exponents of queries and of keys, never needed together.
-    """
-
-    def __init__(self, inputs: LinearInputs, *, shared_buffer: bool = False) -> None:
-        self.inputs, self.scratch = inputs, Scratch()
-        self._names = ("either", "either") if shared_buffer else ("queries", "keys")
-        w = inputs.exponents() * (math.sqrt(abs(inputs.scale)) * LOG2_E)
-        self._keys, self.features = inputs.expand_to_heads(w).mT, w.shape[-2]
-        self._queries = self._keys if inputs.scale > 0 else -self._keys
-        self._constant = -math.log2(self.features) / 2
-        self._weights = None
-        if inputs.log_weights is not None:
-            self._weights = inputs.expand_to_heads(inputs.log_weights.to(w.dtype) * LOG2_E)
-
-    def query_exponents(self, rows: Tensor, offset: Tensor | None = None) -> Tensor:
-        """Exponents of query rows, plus an offset [flat_heads rows 1], [flat_heads rows features]."""
-        out = self.buffer(self._names[0], rows)
-        if offset is None:
-            return torch.bmm(rows, self._queries, out=out)
-        return torch.baddbmm(offset, rows, self._queries, out=out)
-
-    def key_exponents(self, keys: Tensor) -> Tensor:
-        """Exponents of all keys, masked or not, [flat_heads positions features]."""
-        below = torch.linalg.vector_norm(keys, dim=-1, keepdim=True).square_()
-        below.mul_(-abs(self.inputs.scale) / 2 * LOG2_E).add_(self._constant)
-        exponents = torch.baddbmm(below, keys, self._keys, out=self.buffer(self._names[1], keys))
-        return exponents if self._weights is None else exponents.add_(self._weights)
-
-    def real_key_exponents(self, keys: Tensor, positions: slice) -> Tensor:
-        """Exponents of keys, −inf for masked keys, [flat_heads positions features]."""
-        return self.fill_masked_(self.key_exponents(keys), positions, -torch.inf)
-
-    def fill_masked_(self, x: Tensor, positions: slice, value: float) -> Tensor:
-        """Fill the rows of masked keys with a value, [flat_heads positions …]."""
-        real = self.inputs.real(positions)
-        return x if real is None else x.masked_fill_(~real, value)
-
-    def query_gradient(self, grad_exponents: Tensor) -> Tensor:
-        """Gradient with respect to query rows, from the gradient of the natural exponents."""
-        return torch.bmm(grad_exponents, self._queries.mT).mul_(LN_2)
-
-    def key_gradient(self, keys: Tensor, grad_exponents: Tensor) -> Tensor:
-        """Gradient with respect to keys, from the gradient of the natural exponents."""
-        longer = grad_exponents.sum(dim=-1, keepdim=True).mul_(-abs(self.inputs.scale))
-        return torch.bmm(grad_exponents, self._keys.mT).mul_(LN_2).addcmul_(keys, longer)
-
-    def buffer(self, name: str, rows: Tensor) -> Tensor:
-        """Scratch buffer of one number per row and feature."""
-        return self.scratch(name, rows, (*rows.shape[:-1], self.features))
 
 
 def num_parts(keys: int, programs: int, multiprocessors: int) -> int:
@@ -186,9 +127,7 @@ def _multiprocessors(device: torch.device) -> int:
 
 def suits(inputs: LinearInputs) -> bool:
     """Whether the features are exponential and a fused kernel supports these tensors."""
-    return inputs.map.exponents is not None and (
-        cpu_flash.available(*inputs[:3]) or flex.available(*inputs[:3])
-    )
+    return inputs.map.exponential and (cpu_flash.available(*inputs[:3]) or flex.available(*inputs[:3]))
 
 
 def two_softmaxes(inputs: LinearInputs) -> tuple[Outputs, LinearState]:
@@ -225,7 +164,7 @@ def _mean_values(inputs: LinearInputs) -> tuple[Tensor, Tensor]:
 
 def _mean_values_of(inputs: LinearInputs, part: slice, w: Tensor, factor: float) -> tuple[Tensor, Tensor]:
     """Means over a chunk of keys, and their log-sum-exps."""
-    k, v = (_pad_width(x, inputs) for x in (inputs.keys(part), inputs.values(part)))
+    k, v = (_pad_width(inputs.real_rows(x, part), inputs) for x in (inputs.k, inputs.v))
     bias = torch.linalg.vector_norm(k, dim=-1).square_().mul_(-abs(inputs.scale) / 2)
     real = None if inputs.key_mask is None else inputs.key_mask[:, None, part]
     if real is not None:
@@ -315,7 +254,7 @@ def two_softmaxes_gradients(
         grad_means.baddbmm_(p.mT, g)
         deltas.baddbmm_(p.mT, delta)
     for part in chunks(inputs, inputs.k.shape[-2]):
-        keys, v = inputs.flat_keys(part), inputs.flat_values(part)
+        keys, v = inputs.flat_keys_and_values(part)
         r = power(kernel.real_key_exponents(keys, part).sub_(sums))
         grad = torch.bmm(v, grad_means.mT, out=kernel.buffer("gradients", keys)).sub_(deltas.mT).mul_(r)
         grad_k[..., part, :] = kernel.key_gradient(keys, grad).view_as(grad_k[..., part, :])

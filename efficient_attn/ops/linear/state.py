@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from efficient_attn.ops.dtypes import upcast
-from efficient_attn.ops.grouped_queries import fold, unfold
+from efficient_attn.ops.grouped_queries import fold
 from efficient_attn.ops.linear.features import Features
 
 # Smaller exponents become −inf: products of two such weights would be denormal numbers, which are six to
@@ -111,17 +111,6 @@ def query_weights(queries: Features, reference: Tensor) -> tuple[Tensor, Tensor]
     return exponential(exponents - finite(top)), top
 
 
-def triangle_(scores: Tensor, *, before: int = 0) -> Tensor:
-    """Scores [… group·tokens before+tokens] with zeros for later keys, in place.
-
-    Args:
-        before: Number of columns of keys before the first row.
-    """
-    tokens = scores.shape[-1] - before
-    scores.unflatten(-2, (scores.shape[-2] // tokens, tokens)).tril_(before)
-    return scores
-
-
 def divide(sums: Tensor, seen: Tensor) -> Tensor:
     """Numerators over the denominator in the last column; zeros for a fully-masked row."""
     return torch.where(seen, sums[..., :-1] / torch.where(seen, sums[..., -1:], 1.0), 0.0)
@@ -169,30 +158,6 @@ class Scaled(NamedTuple):
     scale: Tensor | None
 
 
-class Outputs(NamedTuple):
-    """Results of a forward pass: the output and, for the backward pass, the normaliser of each row.
-
-    Attributes:
-        out: [batch heads q_tokens value_dim], in the dtype of q.
-        log_normaliser: Logarithm of |Σ_j φ(q)·φ(k_j)|, [batch heads q_tokens 1]; +inf: no key.
-        negative: Whether that sum is negative, bool [batch heads q_tokens 1].
-    """
-
-    out: Tensor
-    log_normaliser: Tensor
-    negative: Tensor
-
-    def put(self, part: slice, rows: "Outputs") -> None:
-        """Write the rows of a chunk, grouped by key head."""
-        for whole, some in zip(self, rows, strict=True):
-            whole[..., part, :] = unfold(some, whole.shape[1])
-
-    def normaliser(self, part: slice, kv_heads: int) -> tuple[Tensor, Tensor]:
-        """Log normalisers and signs (1 or −1) of the rows, grouped by key head."""
-        logarithm, negative = (fold(x[..., part, :], kv_heads) for x in self[1:])
-        return logarithm, torch.where(negative, -1.0, 1.0).to(logarithm)
-
-
 class CausalGradients(NamedTuple):
     """Gradients of causal attention after the keys of a state.
 
@@ -207,13 +172,6 @@ class CausalGradients(NamedTuple):
     k: Tensor
     v: Tensor
     past_sums: Tensor | None
-
-
-def new_outputs(q: Tensor, v: Tensor) -> Outputs:
-    """Uninitialised outputs of queries q over values v."""
-    shape = q.shape[:-1]
-    logarithm = upcast(q.new_empty(0)).new_empty(*shape, 1)
-    return Outputs(q.new_empty(*shape, v.shape[-1]), logarithm, torch.empty_like(logarithm, dtype=torch.bool))
 
 
 def at_reference(features: Features, offset: Tensor) -> Scaled:

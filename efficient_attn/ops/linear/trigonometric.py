@@ -13,18 +13,15 @@ import torch
 from torch import Tensor
 
 from efficient_attn.ops.dtypes import upcast, upcast_dtype
-from efficient_attn.ops.linear.inputs import LinearInputs, chunks, parts
+from efficient_attn.ops.linear.inputs import LinearInputs, Outputs, Scratch, chunks, new_outputs, parts
 from efficient_attn.ops.linear.state import (
     LinearState,
-    Outputs,
     exponential,
     finite,
-    new_outputs,
     output_gradients,
     sees,
     with_ones,
 )
-from efficient_attn.ops.scratch import Scratch
 
 # Tokens per chunk for scales alone.
 _PIECE = 512
@@ -50,10 +47,10 @@ class TrigKernel:
 
     def log_scales(self, positions: slice) -> Tensor:
         """|k|²/2 of scaled keys, −inf for masked keys, [flat_heads positions 1]."""
-        keys, real = self.inputs.flat_keys(positions), self.inputs.real(positions)
-        scales = (
-            torch.linalg.vector_norm(keys, dim=-1, keepdim=True).square_().mul_(abs(self.inputs.scale) / 2)
-        )
+        keys = self.inputs.real_rows(self.inputs.k, positions).flatten(0, 1)
+        real = self.inputs.real(positions)
+        scales = torch.linalg.vector_norm(keys, dim=-1, keepdim=True)
+        scales = scales.square_().mul_(abs(self.inputs.scale) / 2)
         return scales if real is None else scales.masked_fill_(~real, -torch.inf)
 
     def query_features(self, rows: Tensor, factor: Tensor) -> Tensor:
@@ -124,8 +121,9 @@ def _state(kernel: TrigKernel) -> LinearState:
     sums = weights.new_zeros(len(weights), 2 * kernel.directions, inputs.v.shape[-1])
     ones = sums.new_zeros(*sums.shape[:-1], 1)
     for part in chunks(inputs, inputs.k.shape[-2]):
-        features = kernel.key_features(inputs.flat_keys(part), weights[:, part])
-        sums.baddbmm_(features.mT, inputs.flat_values(part))
+        keys, v = inputs.flat_keys_and_values(part)
+        features = kernel.key_features(keys, weights[:, part])
+        sums.baddbmm_(features.mT, v)
         ones.add_(features.sum(dim=-2).unsqueeze(-1))
     both = torch.cat([sums, ones], dim=-1).div_(kernel.directions)
     return LinearState(*(x.unflatten(0, inputs.k.shape[:2]) for x in (both, reference)))
@@ -149,13 +147,11 @@ def trigonometric_gradients(
         query_sums.baddbmm_(features.mT, g)
     query_sums.div_(kernel.directions)
     for part in chunks(inputs, inputs.k.shape[-2], _FEATURES_BACK):
-        keys, factor = (
-            inputs.flat_keys(part),
-            exponential(kernel.log_scales(part).sub_(reference.flatten(0, 1))),
-        )
+        keys, v = inputs.flat_keys_and_values(part)
+        factor = exponential(kernel.log_scales(part).sub_(reference.flatten(0, 1)))
         features = kernel.key_features(keys, factor)
         grad_v[..., part, :] = torch.bmm(features, query_sums[..., :-1]).view_as(grad_v[..., part, :])
-        grad = torch.bmm(with_ones(inputs.flat_values(part)), query_sums.mT, out=kernel.buffer_like(features))
+        grad = torch.bmm(with_ones(v), query_sums.mT, out=kernel.buffer_like(features))
         grad_keys = kernel.key_gradient(features, grad)
         grad_scale = features.mul_(grad).sum(dim=-1, keepdim=True).mul_(abs(inputs.scale))
         grad_keys.addcmul_(keys, grad_scale)

@@ -13,8 +13,8 @@ from torch.autograd.function import once_differentiable
 
 from efficient_attn.ops.linear.causal import causal_row_gradients, causal_rows
 from efficient_attn.ops.linear.full import key_gradients, query_gradients, read_state, whole_state
-from efficient_attn.ops.linear.inputs import LinearInputs
-from efficient_attn.ops.linear.state import LinearState, Means, Outputs, exponential, finite
+from efficient_attn.ops.linear.inputs import LinearInputs, Outputs
+from efficient_attn.ops.linear.state import LinearState, Means, exponential, finite
 from efficient_attn.ops.sharded.exchange import gathered_near, largest, shifted, total
 from efficient_attn.ops.sharded.layout import Layout
 
