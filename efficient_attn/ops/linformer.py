@@ -95,7 +95,7 @@ def _mix(
     mix = mix.to(product_dtype(x))
     used = mix[..., : x.shape[-2]]
     if sharded is not None:
-        used = torch.cat([mix[..., some.start : some.stop] for some in sharded.positions], dim=-1)
+        used = torch.cat([mix[..., span.start : span.stop] for span in sharded.positions], dim=-1)
     mixed = _mix_rows(used, zero_masked(x, key_mask), heads)
     if sharded is not None:
         mixed = sharded.total(upcast(mixed))
@@ -116,8 +116,8 @@ def _mix_rows(mix: Tensor, x: Tensor, heads: int) -> Tensor:
     mix = mix.unflatten(0, groups).flatten(1, 2)
     mixed = None
     for part in _pieces(x):
-        some = mix[..., part] @ x[..., part, :].to(mix.dtype)
-        mixed = some if mixed is None else mixed + some
+        product = mix[..., part] @ x[..., part, :].to(mix.dtype)
+        mixed = product if mixed is None else mixed + product
     if mixed is None:
         mixed = mix.new_zeros(*x.shape[:2], mix.shape[-2], x.shape[-1])
     return mixed.unflatten(2, (groups[1], -1)).flatten(1, 2)
@@ -144,8 +144,8 @@ class _MixedRows(torch.autograd.Function):
     def forward(constant: tuple[Tensor], x: Tensor) -> Tensor:
         (mix,), mixed = constant, None
         for part in _pieces(x):
-            some = torch.bmm(mix[:, part].expand(len(x), -1, -1), x[:, part].to(mix.dtype))
-            mixed = some if mixed is None else mixed.add_(some)
+            product = torch.bmm(mix[:, part].expand(len(x), -1, -1), x[:, part].to(mix.dtype))
+            mixed = product if mixed is None else mixed.add_(product)
         return mix.new_zeros(len(x), len(mix), x.shape[-1]) if mixed is None else mixed
 
     @staticmethod
@@ -186,8 +186,8 @@ class _Mixture(torch.autograd.Function):
         mix, x = ctx.saved_tensors
         grad_mix = grad_out.new_zeros(mix.shape)
         for part in _parts(x):
-            some = torch.tensordot(grad_out, x[:, part].to(mix.dtype), dims=([0, 2], [0, 2]))
-            grad_mix[:, part].copy_(some)
+            product = torch.tensordot(grad_out, x[:, part].to(mix.dtype), dims=([0, 2], [0, 2]))
+            grad_mix[:, part].copy_(product)
         return grad_mix, None
 
 

@@ -52,8 +52,8 @@ def causal_rows(inputs: LinearInputs, past: LinearState | None) -> Outputs:
     state = _past(inputs, 0) if past is None else past
     for part in segments(inputs):
         rows, state = attend(inputs, part, state)
-        for whole, some in zip(outputs, rows, strict=True):
-            whole[..., part, :] = some
+        for whole, part_rows in zip(outputs, rows, strict=True):
+            whole[..., part, :] = part_rows
     return outputs
 
 
@@ -89,8 +89,8 @@ def _extend(inputs: LinearInputs, state: LinearState) -> tuple[Tensor, LinearSta
         return outputs.out, merge(state, whole_state(inputs)) if inputs.k.shape[-2] else state
     rows = [outputs.out[..., :0, :]]
     for part in segments(inputs):
-        some, state = attend(inputs, part, state)
-        rows.append(some.out)
+        outs, state = attend(inputs, part, state)
+        rows.append(outs.out)
     # The state is a view of the states of all chunks, which it would keep alive.
     return torch.cat(rows, dim=-2).to(inputs.q.dtype), LinearState(*(x.clone() for x in state))
 

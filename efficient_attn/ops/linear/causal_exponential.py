@@ -190,8 +190,8 @@ def _repair(
     keys = kernel.real_key_exponents(k, positions)
     length = keys.shape[-2]
     later = torch.arange(length, device=keys.device) > (weak[:, 1] % length)[:, None]
-    for some, hidden in zip(weak.split(_ROWS), later.split(_ROWS), strict=True):
-        flat_heads, rows = some.unbind(dim=1)
+    for indices, hidden in zip(weak.split(_ROWS), later.split(_ROWS), strict=True):
+        flat_heads, rows = indices.unbind(dim=1)
         exponents = keys[flat_heads].masked_fill_(hidden.unsqueeze(-1), -torch.inf)
         past = state.reference[flat_heads]
         reference = finite(torch.maximum(past, exponents.amax(dim=-2, keepdim=True)))
@@ -202,8 +202,8 @@ def _repair(
         past_weights = weights * power(past - reference)
         sums = scores.sum(dim=-1, keepdim=True) + torch.bmm(past_weights, state.ones[flat_heads])
         out = torch.bmm(scores, v[flat_heads]) + torch.bmm(past_weights, state.values[flat_heads])
-        for whole, found in zip(into, (out, sums, top), strict=True):
-            whole[flat_heads, rows] = found.squeeze(-2)
+        for whole, repaired in zip(into, (out, sums, top), strict=True):
+            whole[flat_heads, rows] = repaired.squeeze(-2)
 
 
 def moderate(queries: Tensor, keys: Tensor, v: Tensor) -> bool:
@@ -244,10 +244,10 @@ def read_unshifted(
 
 def shifted(state: Unshifted) -> tuple[Tensor, Tensor, Tensor]:
     """Values, ones and reference of the equal shifted state, whose ones are 1, or 0 without a key."""
-    some = state.ones > 0
-    ones = torch.where(some, state.ones, 1.0)
-    reference = ones.log2().masked_fill_(~some, -torch.inf)
-    return state.values / ones, some.to(ones.dtype), reference.mT
+    any_key = state.ones > 0
+    ones = torch.where(any_key, state.ones, 1.0)
+    reference = ones.log2().masked_fill_(~any_key, -torch.inf)
+    return state.values / ones, any_key.to(ones.dtype), reference.mT
 
 
 def causal_exponential_gradients(

@@ -49,8 +49,8 @@ def whole_state(inputs: LinearInputs) -> LinearState:
         for part in chunks(inputs, inputs.k.shape[-2])
     )
     state = next(states)
-    for other in states:
-        state = merge(state, other)
+    for following in states:
+        state = merge(state, following)
     return state
 
 

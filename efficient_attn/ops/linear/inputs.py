@@ -192,8 +192,8 @@ def cache_bytes(folder: Path = Path("/sys/devices/system/cpu/cpu0/cache")) -> in
         ]
     except OSError:
         return _CACHE_BYTES
-    found = re.fullmatch(r"(\d+)K\s*", sizes[0]) if sizes else None
-    return int(found[1]) * 1024 if found and int(found[1]) else _CACHE_BYTES
+    match = re.fullmatch(r"(\d+)K\s*", sizes[0]) if sizes else None
+    return int(match[1]) * 1024 if match and int(match[1]) else _CACHE_BYTES
 
 
 class Outputs(NamedTuple):
@@ -211,8 +211,8 @@ class Outputs(NamedTuple):
 
     def put(self, part: slice, rows: "Outputs") -> None:
         """Write the rows of a chunk, grouped by key head."""
-        for whole, some in zip(self, rows, strict=True):
-            whole[..., part, :] = unfold(some, whole.shape[1])
+        for whole, part_rows in zip(self, rows, strict=True):
+            whole[..., part, :] = unfold(part_rows, whole.shape[1])
 
     def normaliser(self, part: slice, kv_heads: int) -> tuple[Tensor, Tensor]:
         """Log normalisers and signs (1 or −1) of the rows, grouped by key head."""

@@ -167,9 +167,9 @@ def _running(states: LinearState) -> LinearState:
     return LinearState(sums.unflatten(3, rows.shape[3:]).transpose(1, 2).flatten(2, 3), reference)
 
 
-def _merged(one: LinearState, other: LinearState) -> LinearState:
-    reference = torch.maximum(one.log_scale, other.log_scale)
-    sums: list[Tensor] = [(x.log_scale - floor(reference)).exp().mT * x.sums for x in (one, other)]
+def _merged(left: LinearState, right: LinearState) -> LinearState:
+    reference = torch.maximum(left.log_scale, right.log_scale)
+    sums: list[Tensor] = [(x.log_scale - floor(reference)).exp().mT * x.sums for x in (left, right)]
     return LinearState(sums[0] + sums[1], reference)
 
 

@@ -103,7 +103,7 @@ def keys_of(segment: Segment, past: LinearState) -> Keys:
     scaled = scaled_keys(features)
     pairs = zip((x.flatten(0, 1).unsqueeze(1) for x in past), states(scaled, values), strict=True)
     running = running_states(LinearState(*(torch.cat(pair, dim=1) for pair in pairs)))
-    before, after = (LinearState(*(x[:, some] for x in running)) for some in (slice(0, -1), -1))
+    before, after = (LinearState(*(x[:, chunk] for x in running)) for chunk in (slice(0, -1), -1))
     after = LinearState(*(x.unflatten(0, segment.inputs.k.shape[:2]) for x in after))
     return Keys(rows, features, values, scaled, before, after)
 
@@ -176,11 +176,14 @@ def causal_gradients(
     for part in reversed(parts):
         segment = Segment.of(inputs, part)
         later = _from_later(segment, _rows(segment, grad_out, outputs), later, grads)
-    for some in segments(inputs, inputs.k.shape[-2] - inputs.q.shape[-2]):
-        rows, values = inputs.key_rows(some), with_ones(inputs.real_rows(inputs.v, some))
-        features = inputs.key_features(rows, some)
+    for past_part in segments(inputs, inputs.k.shape[-2] - inputs.q.shape[-2]):
+        rows, values = inputs.key_rows(past_part), with_ones(inputs.real_rows(inputs.v, past_part))
+        features = inputs.key_features(rows, past_part)
         grad, grad_v = _read_queries(features, values, later)
-        grads[1][..., some, :], grads[2][..., some, :] = inputs.key_gradient(rows, features, grad), grad_v
+        grads[1][..., past_part, :], grads[2][..., past_part, :] = (
+            inputs.key_gradient(rows, features, grad),
+            grad_v,
+        )
     grad_q, grad_k, grad_v = (grad.to(x.dtype) for grad, x in zip(grads, inputs[:3], strict=True))
     # A past key is visible to every row, so that the powers of positive features are at most 1.
     past_sums = (later.log_scale + first).exp().mT * later.sums if to_past else None
@@ -247,25 +250,25 @@ def _pairs(rows: Rows, keys: Keys) -> Pairs:
         factors = factors * rows.sign
     grad_scores = _triangle(factors * (rows.g @ keys.values.mT), size)
     scores = _triangle(factors * (queries.weights @ keys.scaled.weights.mT), size)
-    found = Pairs(
+    pairs = Pairs(
         _gradients(queries.weights, grad_scores @ keys.scaled.weights, rows.features),
         _gradients(keys.scaled.weights, grad_scores.mT @ queries.weights, keys.features),
         scores.mT @ rows.g[..., :-1],
     )
-    return found if weak_rows is None else _with_weak_chunks(found, weak_rows, rows, keys)
+    return pairs if weak_rows is None else _with_weak_chunks(pairs, weak_rows, rows, keys)
 
 
 def _with_weak_chunks(pairs: Pairs, weak_rows: Tensor, rows: Rows, keys: Keys) -> Pairs:
     """The gradients, computed again for weak chunks."""
     size = keys.values.shape[-2]
     for chunks in weak_chunks(weak_rows, rows.features.log_scale.shape[-1]):
-        found = weak_chunk_gradients(
+        gradients = weak_chunk_gradients(
             chunk_rows(rows.features.log_scale, chunks, size),
             *(x.flatten(0, 1)[chunks] for x in (keys.features.log_scale, keys.values)),
             *(chunk_rows(x, chunks, size) for x in (rows.g, rows.logarithm)),
         )
         whole = pairs.grad_queries.log_scale, pairs.grad_keys.log_scale, pairs.grad_values
-        grad_q, grad_k, grad_v = (put_chunks(x, chunks, y) for x, y in zip(whole, found, strict=True))
+        grad_q, grad_k, grad_v = (put_chunks(x, chunks, y) for x, y in zip(whole, gradients, strict=True))
         pairs = Pairs(Features(grad_q, None), Features(grad_k, None), grad_v)
     return pairs
 
@@ -273,9 +276,9 @@ def _with_weak_chunks(pairs: Pairs, weak_rows: Tensor, rows: Rows, keys: Keys) -
 def _from_later(segment: Segment, rows: Rows, later: LinearState, grads: tuple[Tensor, ...]) -> LinearState:
     """Add the gradients from queries of later chunks; return the state of all queries from the segment on."""
     largest = (rows.features.log_scale - rows.logarithm).amax(dim=-2, keepdim=True)
-    own = LinearState(_normalised(rows, -floor(largest)).weights.mT @ rows.g, largest)
+    sums = LinearState(_normalised(rows, -floor(largest)).weights.mT @ rows.g, largest)
     last = (x.flatten(0, 1).unsqueeze(1) for x in later)
-    pairs = zip(own, last, strict=True)
+    pairs = zip(sums, last, strict=True)
     running = running_states(LinearState(*(torch.cat(pair, dim=1) for pair in pairs)), reverse=True)
     key_rows = segment.key_rows()
     features = segment.key_features(key_rows)
@@ -297,11 +300,11 @@ def _gradients(weights: Tensor, grad_weights: Tensor, features: Features) -> Fea
     return Features((weights * grad_weights).sum(dim=-1, keepdim=True), grad_weights)
 
 
-def _sum(one: Features, other: Features) -> Features:
+def _sum(left: Features, right: Features) -> Features:
     values = None
-    if one.values is not None and other.values is not None:
-        values = one.values + other.values
-    return Features(one.log_scale + other.log_scale, values)
+    if left.values is not None and right.values is not None:
+        values = left.values + right.values
+    return Features(left.log_scale + right.log_scale, values)
 
 
 def _triangle(scores: Tensor, size: int) -> Tensor:

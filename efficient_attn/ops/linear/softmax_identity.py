@@ -54,8 +54,8 @@ def num_parts(keys: int, programs: int, multiprocessors: int) -> int:
     Args:
         programs: Number of programs without a split.
     """
-    wanted = max(min(math.ceil(_PROGRAMS * multiprocessors / programs), keys // _KEYS), 1)
-    parts = 2 ** (wanted.bit_length() - 1)
+    most = max(min(math.ceil(_PROGRAMS * multiprocessors / programs), keys // _KEYS), 1)
+    parts = 2 ** (most.bit_length() - 1)
     # Unequal parts are padded, which copies all keys: fewer, equal parts that occupy the device are better.
     equal = math.gcd(parts, keys)
     return equal if equal * programs >= multiprocessors else parts
@@ -82,8 +82,8 @@ def mean_values_of_parts(inputs: LinearInputs) -> tuple[Tensor, Tensor]:
     if inputs.key_mask is not None:
         bias = bias.masked_fill_(~inputs.key_mask[:, None, :, None], -torch.inf)
     tensors = _split(k, parts), _split(v, parts), _split(bias, parts, -torch.inf).mT
-    found = flex.attend(_directions(inputs, batch * parts), *tensors, math.sqrt(abs(inputs.scale)))
-    means, log_sums = _joined_parts(*(upcast(x).unflatten(0, (batch, parts)) for x in found))
+    outputs = flex.attend(_directions(inputs, batch * parts), *tensors, math.sqrt(abs(inputs.scale)))
+    means, log_sums = _joined_parts(*(upcast(x).unflatten(0, (batch, parts)) for x in outputs))
     if inputs.key_mask is not None:
         log_sums = log_sums.masked_fill_(~inputs.key_mask.any(dim=-1)[:, None, None], -torch.inf)
     return means, log_sums
@@ -153,11 +153,11 @@ def _mean_values(inputs: LinearInputs) -> tuple[Tensor, Tensor]:
     w = _pad_width(w.expand(*inputs.k.shape[:2], *w.shape[-2:]), inputs)
     means, log_sums = None, None
     for part in _pieces(inputs.k, inputs, masked=inputs.key_mask is not None):
-        some, logarithm = _mean_values_of(inputs, part, w, factor)
+        part_means, logarithm = _mean_values_of(inputs, part, w, factor)
         if means is None or log_sums is None:
-            means, log_sums = some, logarithm
+            means, log_sums = part_means, logarithm
         else:
-            means, log_sums = _join(means, log_sums, some, logarithm)
+            means, log_sums = _join(means, log_sums, part_means, logarithm)
     assert means is not None and log_sums is not None
     return means, log_sums
 

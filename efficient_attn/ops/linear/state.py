@@ -85,10 +85,10 @@ def summarise(keys: Features, v: Tensor) -> LinearState:
     return LinearState(keys.values.mT @ (with_ones(v) * scale), reference)
 
 
-def merge(one: LinearState, other: LinearState) -> LinearState:
+def merge(left: LinearState, right: LinearState) -> LinearState:
     """The state after the tokens of both; chunks may be merged in any grouping."""
-    reference = torch.maximum(one.log_scale, other.log_scale)
-    sums = [rescaling(state, reference).mT * state.sums for state in (one, other)]
+    reference = torch.maximum(left.log_scale, right.log_scale)
+    sums = [rescaling(state, reference).mT * state.sums for state in (left, right)]
     return LinearState(sums[0] + sums[1], reference)
 
 

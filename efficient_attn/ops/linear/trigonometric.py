@@ -98,11 +98,11 @@ def trigonometric_attention(inputs: LinearInputs) -> tuple[Outputs, LinearState]
     sums, outputs = state.sums.flatten(0, 1), new_outputs(inputs.q, inputs.v)
     for part in chunks(inputs, inputs.q.shape[-2]):
         rows = inputs.flatten_heads(inputs.q, part)
-        found = torch.bmm(kernel.query_features(rows, rows.new_ones(())), sums)
+        sums_of_rows = torch.bmm(kernel.query_features(rows, rows.new_ones(())), sums)
         # The buffer of the logarithms holds the denominators until all are known.
         out, ones = (inputs.grouped(x)[..., part, :] for x in outputs[:2])
-        found = found.unflatten(0, inputs.k.shape[:2]).unflatten(2, (inputs.group, -1))
-        torch.div(found[..., :-1], ones.copy_(found[..., -1:]), out=out)
+        sums_of_rows = sums_of_rows.unflatten(0, inputs.k.shape[:2]).unflatten(2, (inputs.group, -1))
+        torch.div(sums_of_rows[..., :-1], ones.copy_(sums_of_rows[..., -1:]), out=out)
     torch.lt(outputs.log_normaliser, 0, out=outputs.negative)
     logarithm = inputs.grouped(outputs.log_normaliser).abs_().log_().add_(state.log_scale.unsqueeze(2))
     if inputs.key_mask is not None:

@@ -58,10 +58,10 @@ def read_weak_chunks(here: Sums, log_total: Tensor, queries: Tensor, keys: Tenso
         values: Values and ones [flat_heads chunks size value_dim+1].
     """
     for chunks in weak_chunks(weak(log_total), queries.shape[-1]):
-        found = _read(
+        again = _read(
             chunk_rows(queries, chunks, keys.shape[2]), *(x.flatten(0, 1)[chunks] for x in (keys, values))
         )
-        here = Sums(*(put_chunks(x, chunks, y) for x, y in zip(here, found, strict=True)))
+        here = Sums(*(put_chunks(x, chunks, y) for x, y in zip(here, again, strict=True)))
     return here
 
 
@@ -81,10 +81,10 @@ def chunk_rows(x: Tensor, chunks: Tensor, size: int) -> Tensor:
     return x.flatten(0, 1)[chunks].unflatten(1, (-1, size))
 
 
-def put_chunks(whole: Tensor, chunks: Tensor, some: Tensor) -> Tensor:
+def put_chunks(whole: Tensor, chunks: Tensor, replaced: Tensor) -> Tensor:
     """[flat_heads chunks rows dim] with some of its chunks replaced."""
-    some = some.reshape(len(chunks), *whole.shape[2:])
-    return whole.flatten(0, 1).index_put((chunks,), some).view(whole.shape)
+    replaced = replaced.reshape(len(chunks), *whole.shape[2:])
+    return whole.flatten(0, 1).index_put((chunks,), replaced).view(whole.shape)
 
 
 def to_power_of_two(x: Tensor, fill: float) -> Tensor:
@@ -187,9 +187,8 @@ def weak_chunk_gradients(
     for half in halves(exponents.shape[-2]):
         rows = (half_blocks(x, half, 1) for x in (exponents, g))
         read = (half_blocks(x, half, 0) for x in (keys, values))
-        found = _of_earlier(*rows, *read)
-        spread_out = zip(found, (1, 0, 0), strict=True)
-        total = PairGradients(*(one + spread(x, at) for one, (x, at) in zip(total, spread_out, strict=True)))
+        earlier = zip(_of_earlier(*rows, *read), (1, 0, 0), strict=True)
+        total = PairGradients(*(x + spread(y, side) for x, (y, side) in zip(total, earlier, strict=True)))
     return PairGradients(
         total.queries[..., :size, :], *(x[..., :size, :].sum(dim=1) for x in (total.keys, total.values))
     )
@@ -202,8 +201,8 @@ def _of_blocks(exponents: Tensor, keys: Tensor, values: Tensor, g: Tensor) -> Pa
     visible = torch.ones(tokens, tokens, dtype=torch.bool, device=powers.device).tril().unsqueeze(-1)
     powers = torch.where(visible, powers, 0.0)
     grads = powers * (g @ values.mT).unsqueeze(-1)
-    found = grads.sum(dim=-2), grads.sum(dim=-3), powers.sum(dim=-1).mT @ g[..., :-1]
-    return PairGradients(*(x.flatten(-3, -2) for x in found))
+    gradients = grads.sum(dim=-2), grads.sum(dim=-3), powers.sum(dim=-1).mT @ g[..., :-1]
+    return PairGradients(*(x.flatten(-3, -2) for x in gradients))
 
 
 def _of_earlier(exponents: Tensor, g: Tensor, keys: Tensor, values: Tensor) -> PairGradients:
