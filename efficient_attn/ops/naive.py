@@ -225,7 +225,7 @@ def opened_clusters(
     """
     a = [x.square() @ k[c].var(dim=0, correction=0) / 2 for c in clusters]
     means = [x @ k[c].mean(dim=0) + math.log(len(c)) for c in clusters]
-    bounds = [float(mean + 3 * (2 * half).sqrt()) for mean, half in zip(means, a, strict=True)]
+    bounds = [(mean + 3 * (2 * half).sqrt()).item() for mean, half in zip(means, a, strict=True)]
     ranking = sorted(range(len(clusters)), key=lambda c: -bounds[c])
     read = near + [j for c in ranking[:probes] for j in clusters[c]]
     closed = ranking[probes:]
