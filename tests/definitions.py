@@ -1,5 +1,6 @@
 """Output of a backend by its definition in `efficient_attn.ops.naive`, with the parameters that it holds."""
 
+import math
 from functools import partial
 
 import torch
@@ -27,7 +28,7 @@ def by_definition(
     if name in ("performer-oprf", "performer-full"):
         return dense_exponential(core.features, q, k, v, **masked)
     if name == "linear-hedgehog":
-        return hedgehog(core.features, q, k, v, **masked)
+        return hedgehog(core.features, q, k, v, backend.options.features == "softmax", **masked)
     if name in FIXED:
         return naive.linear_attention(q, k, v, FIXED[name], **masked)
     features = partial(RANDOM[name], w=core.features.projection.double())
@@ -54,8 +55,8 @@ def dense_exponential(fit, q, k, v, *, scale, **options):
         queries = q.chunk(k.shape[1], dim=1)[head]
         if len(fit.shift):
             # √s q and √s k are transformed, and stand here without their scale.
-            root = scale**0.5
-            queries = root * queries @ fit.query_transform[head].mT
+            root = abs(scale) ** 0.5
+            queries = math.copysign(root, scale) * queries @ fit.query_transform[head].mT
             keys = (root * keys - fit.shift[head]) @ fit.key_transform[head].mT
         features = partial(
             naive.dense_exponential_features,
@@ -67,7 +68,7 @@ def dense_exponential(fit, q, k, v, *, scale, **options):
     return torch.cat(outs, dim=1)
 
 
-def hedgehog(maps, q, k, v, **options):
+def hedgehog(maps, q, k, v, normalised, **options):
     """Each query head has maps of its own, or all heads have the same."""
     k, v = (naive.for_query_heads(x, q) for x in (k, v))
     outs = []
@@ -75,7 +76,7 @@ def hedgehog(maps, q, k, v, **options):
         index = head if len(maps.query_weight) > 1 else 0
         sides = ((maps.query_weight, maps.query_bias), (maps.key_weight, maps.key_bias))
         of_queries, of_keys = (
-            partial(naive.hedgehog_features, weight=weight[index], bias=bias[index, 0])
+            partial(naive.hedgehog_features, weight=weight[index], bias=bias[index, 0], normalised=normalised)
             for weight, bias in sides
         )
         one_head = (x[:, head : head + 1] for x in (q, k, v))

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from definitions import by_definition
 from reference import random_mask, random_qkv, reference_attention
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -32,46 +33,6 @@ def test_identity_mixing_equals_exact_attention_for_every_mask_and_length(sharin
     mask = random_mask(2, tokens) if masked else None
     reference = reference_attention(q, k, v, scale=8**-0.5, key_mask=mask)
     assert (backend(q, k, v, key_mask=mask) - reference).abs().max() <= 1e-12
-
-
-def definition(q, k, v, mix_keys, mix_values, mask):
-    """Mixture by mixture, head by head, as the contract says."""
-    out = torch.zeros(*q.shape[:-1], v.shape[-1], dtype=torch.float64)
-    for b in range(q.shape[0]):
-        real = [j for j in range(k.shape[2]) if mask is None or mask[b, j]]
-        for h in range(q.shape[1]):
-            head = h * k.shape[1] // q.shape[1]
-            keys, values = [], []
-            for e, f in zip(mix_keys[h], mix_values[h], strict=True):
-                shares = [m[real].abs().sum() / m.abs().sum() for m in (e, f)]
-                if min(shares) > 0:
-                    keys.append(e[real] @ k[b, head, real] / shares[0])
-                    values.append(f[real] @ v[b, head, real] / shares[1])
-            if keys:
-                scores = torch.stack(keys) @ q[b, h].mT * q.shape[-1] ** -0.5
-                out[b, h] = scores.softmax(0).mT @ torch.stack(values)
-    return out
-
-
-@pytest.mark.usefixtures("path")
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("sharing", ["heads", "none"])
-def test_learned_mixtures_follow_the_definition_with_grouped_queries(sharing, masked):
-    backend = linformer(rank=5, sharing=sharing, init="gaussian")
-    q, k, v = random_qkv(q_tokens=4, k_tokens=9)
-    mask = random_mask(2, 9) if masked else None
-    if masked:
-        mask[0] = False
-    learned = (backend.core.mix_keys, backend.core.mix_values)
-    pairs = [m if m.ndim == 3 else m.expand(4, -1, -1) for m in learned]
-    # A sequence shorter than max_tokens is one whose last tokens are not real.
-    real = torch.ones(2, 9, dtype=torch.bool) if mask is None else mask
-    real = torch.nn.functional.pad(real, (0, TOKENS - 9))
-    padded = (torch.nn.functional.pad(x, (0, 0, 0, TOKENS - 9)) for x in (k, v))
-    outs = backend(q, k, v, key_mask=mask), definition(q, *padded, *pairs, real)
-    found, wanted = (torch.autograd.grad(out.sin().sum(), learned) for out in outs)
-    for one, other in zip((outs[0], *found), (outs[1], *wanted), strict=True):
-        assert (one - other).abs().max() <= 1e-12
 
 
 # One to four tokens to a mixture: 1/2 and 1/4, unlike 1/3, are stored without rounding.
@@ -151,7 +112,6 @@ def test_gradients_of_the_gradients_lack_no_factor(sharing, masked):
     backend = linformer(rank=3, sharing=sharing, init="gaussian")
     leaves = [*random_qkv(q_tokens=4, k_tokens=TOKENS), *backend.parameters()]
     mask = random_mask(2, TOKENS) if masked else None
-    mixing = (x.expand(4, -1, -1) for x in (backend.core.mix_keys, backend.core.mix_values))
 
     def second(out):
         gradients = torch.autograd.grad(out.square().sum(), leaves, create_graph=True)
@@ -162,6 +122,6 @@ def test_gradients_of_the_gradients_lack_no_factor(sharing, masked):
     # PyTorch's fused kernels have no second derivatives and raise; its operators have, on every device.
     with sdpa_kernel(SDPBackend.MATH):
         found = second(backend(*leaves[:3], key_mask=mask))
-    wanted = second(definition(*leaves[:3], *mixing, mask))
+    wanted = second(by_definition(backend, *leaves[:3], key_mask=mask))
     for one, other in zip(found, wanted, strict=True):
         assert (one - other).norm() <= 1e-12 * other.norm()
