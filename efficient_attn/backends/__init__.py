@@ -1,4 +1,4 @@
-"""One file per backend. A file placed here is registered; nothing else needs editing."""
+"""Backends, a kind in each file. A file in this folder is imported, and registers its backends."""
 
 import importlib
 import pkgutil
@@ -103,10 +103,10 @@ def attention(
 
 
 def _options(backend: BackendSpec, options: dict[str, Any]) -> Any:
-    known = [field.name for field in fields(backend.options_type)]
+    names = [field.name for field in fields(backend.options_type)]
     for option in options:
-        if option not in known:
-            raise UnknownNameError(f"option of backend {backend.name!r}", option, known)
+        if option not in names:
+            raise UnknownNameError(f"option of backend {backend.name!r}", option, names)
     return backend.options_type(**options)
 
 

@@ -109,15 +109,16 @@ def operations(
     problem: AttentionProblem, options: LinformerOptions, tokens: int, value_dim: int
 ) -> OperationCounts:
     """Products of the projections, then of every query with every projected key."""
-    pairs, own = tokens * options.rank, options.sharing == "none"
+    pairs, per_head = tokens * options.rank, options.sharing == "none"
     mixings = (
-        MatMul(pairs * dim, kept=options.rank * dim, shared=not own) for dim in (problem.head_dim, value_dim)
+        MatMul(pairs * dim, kept=options.rank * dim, shared=not per_head)
+        for dim in (problem.head_dim, value_dim)
     )
-    pairs_of_projections = (problem.num_heads or 1) if own else 1
-    one = options.rank * (problem.max_tokens or tokens)
+    pairs_of_projections = (problem.num_heads or 1) if per_head else 1
+    projection = options.rank * (problem.max_tokens or tokens)
     return OperationCounts(
         (*mixings, *softmax_matmuls(pairs, problem.head_dim, value_dim)),
-        learned=one * pairs_of_projections * (1 if options.sharing in ("key-value", "layers") else 2),
+        learned=projection * pairs_of_projections * (1 if options.sharing in ("key-value", "layers") else 2),
     )
 
 

@@ -5,9 +5,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from efficient_attn.backends.exact import MAX_DISTANCE, check_no_bias, count, distance_bias
 from efficient_attn.errors import OptionError
 from efficient_attn.modules.options import option, whole_number
-from efficient_attn.modules.relative import MAX_DISTANCE, check_no_bias, count, distance_bias
 from efficient_attn.operation_counts import OperationCounts, softmax_matmuls, visible_pairs
 from efficient_attn.ops.sharded.layout import Layout
 from efficient_attn.ops.sharded.softmax import first_keys_of_all, last_keys, near_keys_attention

@@ -37,9 +37,9 @@ def recorded(options: Any) -> dict[str, Any]:
 
 def one_of(name: str, value: object, choices: Iterable[str]) -> None:
     """Refuse a value outside the choices."""
-    known = list(choices)
-    if value not in known:
-        raise UnknownNameError(f"choice of {name}", str(value), known)
+    names = list(choices)
+    if value not in names:
+        raise UnknownNameError(f"choice of {name}", str(value), names)
 
 
 def probability(name: str, value: object) -> None:
