@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from efficient_attn.ops.dtypes import upcast, upcast_dtype
+from efficient_attn.ops.dtypes import upcast
 from efficient_attn.ops.grouped_queries import fold, unfold
 from efficient_attn.ops.linear.features import MAPS, FeatureMap, Features
 from efficient_attn.ops.linear.state import LOWEST
@@ -80,7 +80,7 @@ class LinearInputs(NamedTuple):
     def exponents(self) -> Tensor:
         """The w of each feature of an exponential map, [features head_dim], or one matrix per key head."""
         assert self.map.exponential and self.directions is not None
-        w = upcast(self.directions).to(upcast_dtype(self.q.dtype))
+        w = self.directions.to(torch.promote_types(self.q.dtype, torch.float32))
         return w if self.map.per_direction == 1 else torch.cat([w, -w], dim=-2)
 
     def real_rows(self, x: Tensor, part: slice) -> Tensor:
