@@ -107,8 +107,13 @@ def test_every_chunk_size_gives_the_outputs_and_gradients_of_the_definition(
 ):
     small_chunks(chunk)
     q, k, v = random_qkv(q_tokens=16 if causal else 20, k_tokens=32)
-    inputs = [x.requires_grad_() for x in (q * 0.5, k * 0.5, v)]
+    # Sums of signed features are near zero for longer vectors.
+    norm = 0.5 if name == "performer-trig" else 1.0
+    inputs = [x.requires_grad_() for x in (q * norm, k * norm, v)]
     mask = random_mask(2, 32) if masked else None
+    if masked:
+        # The first causal rows of an entry see no key.
+        mask[-1, :18] = False
     backend = performer(name, causal=causal)
     pair = backend(*inputs, key_mask=mask), by_definition(backend, *inputs, key_mask=mask)
     # Signed sums lose digits by cancellation; at this norm at most a few thousand times rounding.
