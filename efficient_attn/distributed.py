@@ -15,9 +15,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from efficient_attn.errors import ShapeError
-from efficient_attn.modules.options import one_of
 from efficient_attn.ops.sharded.exchange import all_tokens
 from efficient_attn.ops.sharded.layout import KINDS, Layout, in_force, own_tokens, ranks_per_node
+from efficient_attn.options import one_of
 
 __all__ = ["ContextParallel", "context_parallel", "shard", "unshard"]
 

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from twins import Positive, Softmax, band
 
-from efficient_attn.modules.linear import RandomFeatureOptions
+from efficient_attn.backends.linear_attention import RandomFeatureOptions
 
 # Faults of masks -------------------------------------------------------------------------------------
 

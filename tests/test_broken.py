@@ -8,7 +8,7 @@ import pytest
 from torch import nn
 from twins import Positive, Softmax, Window, WindowOptions
 
-from efficient_attn.modules.linear import RandomFeatureOptions
+from efficient_attn.backends.linear_attention import RandomFeatureOptions
 from efficient_attn.registry import BackendSpec, Capabilities, NoOptions
 from efficient_attn.testing import check_backend, check_names
 

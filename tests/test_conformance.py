@@ -9,7 +9,7 @@ import torch
 
 import efficient_attn as ea
 from efficient_attn.backends.window import WindowOptions
-from efficient_attn.modules.options import option
+from efficient_attn.options import option
 from efficient_attn.registry import Capabilities
 from efficient_attn.testing import BrokenPromiseError, check_backend, check_names
 

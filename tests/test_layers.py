@@ -18,10 +18,9 @@ COMMANDS = ROOT / "cli"
 
 # Each row may import itself and the rows above it.
 LAYERS = (
-    {"shapes", "errors", "contained", "limits", "strict", "tensor_headers", "problem"}
+    {"shapes", "errors", "contained", "limits", "strict", "tensor_headers", "problem", "options"}
     | {"operation_counts", "counts"},
     {"ops"},
-    {"modules"},
     {"registry"},
     {"backend", "backend_checks", "sharded_checks", "distributed"}
     | {"external", "calibration", "plugins", "signatures"},

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from efficient_attn.modules.linear import RandomFeatureOptions
+from efficient_attn.backends.linear_attention import RandomFeatureOptions
 from efficient_attn.ops.linear.features import draw_directions
 from efficient_attn.ops.sharded.softmax import all_keys_attention
 from efficient_attn.problem import AttentionProblem

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from efficient_attn.backend import Backend
 from efficient_attn.errors import UnknownNameError, UnsupportedError
 from efficient_attn.external import is_address, load, spec_of
-from efficient_attn.modules.options import resolved
+from efficient_attn.options import resolved
 from efficient_attn.plugins import load_plugin, plugins
 from efficient_attn.problem import AttentionProblem
 from efficient_attn.registry import SPECS, BackendSpec

@@ -7,7 +7,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from efficient_attn.errors import OptionError, UnsupportedError
-from efficient_attn.modules.options import option, probability, whole_number
 from efficient_attn.operation_counts import OperationCounts, softmax_matmuls, visible_pairs
 from efficient_attn.ops.sharded.layout import Layout
 from efficient_attn.ops.sharded.softmax import all_keys_attention, extend_all_keys
@@ -15,6 +14,7 @@ from efficient_attn.ops.softmax.definition import apply_weights, softmax_weights
 from efficient_attn.ops.softmax.fused import fused_attention
 from efficient_attn.ops.softmax.kv_cache import KVCache, append_tokens, mask_of
 from efficient_attn.ops.softmax.relative import relative_attention
+from efficient_attn.options import option, probability, whole_number
 from efficient_attn.problem import AttentionProblem
 from efficient_attn.registry import Capabilities, register
 

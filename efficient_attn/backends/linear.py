@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from functools import partial
 
-from efficient_attn.modules.linear import (
+from efficient_attn.backends.linear_attention import (
     FixedFeatures,
     LearnedFeatures,
     LinearAttention,
@@ -11,9 +11,9 @@ from efficient_attn.modules.linear import (
     RandomFeatures,
     linear_operations,
 )
-from efficient_attn.modules.options import one_of, option
 from efficient_attn.operation_counts import MatMul, OperationCounts
 from efficient_attn.ops.linear.features import LEARNED_MAPS
+from efficient_attn.options import one_of, option
 from efficient_attn.problem import AttentionProblem
 from efficient_attn.registry import Capabilities, NoOptions, register
 

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor, nn
 
 from efficient_attn.errors import OptionError, ShapeError
-from efficient_attn.modules.options import one_of, option
 from efficient_attn.operation_counts import MatMul, OperationCounts, softmax_matmuls
 from efficient_attn.ops.linformer import Sharded, linformer_attention
 from efficient_attn.ops.sharded.exchange import total
 from efficient_attn.ops.sharded.layout import Layout
+from efficient_attn.options import one_of, option
 from efficient_attn.problem import AttentionProblem, positive_count
 from efficient_attn.registry import Capabilities, register
 

@@ -6,8 +6,7 @@ from functools import partial
 
 import torch
 
-from efficient_attn.errors import DtypeError, OptionError
-from efficient_attn.modules.linear import (
+from efficient_attn.backends.linear_attention import (
     CalibratedFeatures,
     LinearAttention,
     RandomFeatureOptions,
@@ -15,9 +14,10 @@ from efficient_attn.modules.linear import (
     check_even,
     linear_operations,
 )
-from efficient_attn.modules.options import option
+from efficient_attn.errors import DtypeError, OptionError
 from efficient_attn.operation_counts import MatMul, OperationCounts
 from efficient_attn.ops.linear.kernel import fit_full, fit_oprf, one_curvature
+from efficient_attn.options import option
 from efficient_attn.problem import AttentionProblem
 from efficient_attn.registry import Capabilities, register
 

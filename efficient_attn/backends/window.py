@@ -7,7 +7,6 @@ from torch import Tensor, nn
 
 from efficient_attn.backends.exact import MAX_DISTANCE, check_no_bias, count, distance_bias
 from efficient_attn.errors import OptionError
-from efficient_attn.modules.options import option, whole_number
 from efficient_attn.operation_counts import OperationCounts, softmax_matmuls, visible_pairs
 from efficient_attn.ops.sharded.layout import Layout
 from efficient_attn.ops.sharded.softmax import first_keys_of_all, last_keys, near_keys_attention
@@ -22,6 +21,7 @@ from efficient_attn.ops.softmax.relative import relative_attention
 from efficient_attn.ops.window.attention import window_attention
 from efficient_attn.ops.window.global_keys import AgedKeys, GlobalKeys, first_keys
 from efficient_attn.ops.window.streaming import WindowState, extend_window, state_of
+from efficient_attn.options import option, whole_number
 from efficient_attn.problem import AttentionProblem, positive_count
 from efficient_attn.registry import Capabilities, register
 

@@ -8,7 +8,6 @@ from typing import Any
 from torch import Tensor, nn
 
 from efficient_attn.errors import OptionError, UnsupportedError
-from efficient_attn.modules.options import one_of, option, whole_number
 from efficient_attn.operation_counts import MatMul, OperationCounts, softmax_matmuls
 from efficient_attn.ops.clusters.decoding import ClusterCache, extend_clusters
 from efficient_attn.ops.clusters.kmeans import window_clusters
@@ -19,6 +18,7 @@ from efficient_attn.ops.sharded.clusters import own_rows
 from efficient_attn.ops.sharded.exchange import total
 from efficient_attn.ops.sharded.layout import Layout
 from efficient_attn.ops.sharded.softmax import all_keys
+from efficient_attn.options import one_of, option, whole_number
 from efficient_attn.problem import AttentionProblem, positive_count
 from efficient_attn.registry import Capabilities, register
 

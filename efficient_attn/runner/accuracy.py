@@ -13,7 +13,7 @@ from efficient_attn.contained import trial
 from efficient_attn.errors import OptionError, UnsupportedError
 from efficient_attn.measure import error as measure
 from efficient_attn.measure.checked import outputs_checked
-from efficient_attn.modules.options import SEED
+from efficient_attn.options import SEED
 from efficient_attn.runner.counting import attention_flops
 from efficient_attn.runner.inputs import Subject
 from efficient_attn.runner.record import SAME_INPUTS, Case, Record, replace

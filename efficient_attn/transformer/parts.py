@@ -11,8 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 from efficient_attn.backends import resolve
 from efficient_attn.errors import OptionError
-from efficient_attn.modules.options import probability
 from efficient_attn.ops.sharded.layout import Layout, at_positions, in_force, layout_in_force
+from efficient_attn.options import probability
 from efficient_attn.registry import BackendSpec
 from efficient_attn.transformer.block import build_norm
 from efficient_attn.transformer.layer import AttentionLayer, check_arguments, check_sequence

@@ -42,6 +42,9 @@ def inputs(name, *, seed=0):
 
 def differences(backend, q, k, v, key_mask):
     """Largest differences from the definition, of output and gradients of inputs and parameters."""
+    if key_mask is not None:
+        # A masked token may hold anything.
+        k, v = (x.masked_fill(~key_mask[:, None, :, None], torch.nan) for x in (k, v))
     leaves = [*(x.requires_grad_() for x in (q, k, v)), *backend.parameters()]
     wanted = by_definition(backend, q, k, v, key_mask=key_mask)
     output = backend(q, k, v, key_mask=key_mask)

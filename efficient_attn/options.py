@@ -1,4 +1,4 @@
-"""Checks of options, shared by several backends."""
+"""Fields of options classes, and checks of options."""
 
 from collections.abc import Iterable
 from dataclasses import field, fields

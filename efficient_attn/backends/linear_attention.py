@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from efficient_attn.errors import CalibrationError, OptionError, ShapeError, UnsupportedError
-from efficient_attn.modules.options import one_of, option, whole_number
 from efficient_attn.operation_counts import MatMul, OperationCounts, visible_pairs
 from efficient_attn.ops.dtypes import upcast, upcast_dtype, zero_masked
 from efficient_attn.ops.grouped_queries import unfold
@@ -32,6 +31,7 @@ from efficient_attn.ops.linear.kernel import (
 from efficient_attn.ops.linear.state import LinearState, Means
 from efficient_attn.ops.sharded.layout import Layout
 from efficient_attn.ops.sharded.linear import final_state, sharded_linear_attention
+from efficient_attn.options import one_of, option, whole_number
 from efficient_attn.problem import AttentionProblem, positive_count
 
 _ALL = slice(None)
