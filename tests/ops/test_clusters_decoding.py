@@ -20,6 +20,8 @@ SPLITS = {
 MASKS = {
     "none": None,
     "ragged": (torch.arange(TOKENS) >= torch.tensor([[3], [40]])) & (torch.arange(TOKENS) % 7 != 5),
+    # Clusters without a real key.
+    "gap": (torch.arange(TOKENS) < 12) | (torch.arange(TOKENS) >= torch.tensor([[40], [28]])),
     "late": torch.arange(TOKENS) >= torch.tensor([[TOKENS], [20]]),
 }
 
@@ -46,13 +48,14 @@ def error(split, masked, backend):
 
 
 @pytest.mark.usefixtures("path")
-@pytest.mark.parametrize(("split", "probes"), [("few and many", 2), ("threes", 6)])
+@pytest.mark.parametrize(("split", "probes"), [("few and many", 2), ("threes", 1), ("threes", 6)])
 def test_any_split_into_calls_is_the_full_pass(split, probes):
     assert error(split, "none", built(probes)) <= 1e-12
 
 
-def test_padding_in_front_differs_from_entry_to_entry():
-    assert error("few and many", "ragged", built()) <= 1e-12
+@pytest.mark.parametrize(("masked", "probes"), [("ragged", 2), ("gap", 6)])
+def test_masked_tokens_differ_from_entry_to_entry(masked, probes):
+    assert error("few and many", masked, built(probes)) <= 1e-12
 
 
 @pytest.mark.slow
