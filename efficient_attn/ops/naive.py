@@ -205,11 +205,13 @@ def closed_clusters(
     m, variance = x.mean(dim=0), x.var(dim=0, correction=0)
     members = cluster == torch.arange(int(cluster.max()) + 1)[:, None]
     w = (members & ~near[:, None]) * (k @ m).exp()  # [tokens clusters tokens]
-    mass = w.sum(dim=-1)
-    mean_k, mean_v, mean_square = (w @ y / mass.clamp_min(1e-300)[..., None] for y in (k, v, k.square()))
+    empty = ~w.any(dim=-1)
+    mass = w.sum(dim=-1).masked_fill(empty, 1.0)
+    mean_k, mean_v, mean_square = (w @ y / mass[..., None] for y in (k, v, k.square()))
     a = (mean_square - mean_k.square()) @ variance / 2
     far = ((x - m).unsqueeze(1) * mean_k).sum(dim=-1) + mass.log() + (1 + a + a**2 / 2).log()
-    weights = torch.cat([(x @ k.mT).masked_fill(~near, -torch.inf), far], dim=1).softmax(dim=-1)
+    scores = torch.cat([(x @ k.mT).masked_fill(~near, -torch.inf), far.masked_fill(empty, -torch.inf)], dim=1)
+    weights = scores.softmax(dim=-1)
     return weights[:, : len(k)] @ v + (weights[:, len(k) :, None] * mean_v).sum(dim=1)
 
 
