@@ -64,9 +64,9 @@ def test_the_first_taylor_polynomial_has_negative_weights_and_the_second_none():
 
 def test_all_heads_start_from_the_identity():
     q, k, v = random_qkv()
-    one, each = (ea.build("linear-hedgehog", head_dim=8, num_heads=n).double() for n in (None, 4))
+    shared, each = (ea.build("linear-hedgehog", head_dim=8, num_heads=n).double() for n in (None, 4))
     assert torch.equal(each.core.features.key_weight, torch.eye(8).double().expand(4, 8, 8))
-    torch.testing.assert_close(one(q, k, v), each(q, k, v))
+    torch.testing.assert_close(shared(q, k, v), each(q, k, v))
     assert sum(p.numel() for p in each.parameters()) == 4 * 2 * (8 * 8 + 8)
 
 

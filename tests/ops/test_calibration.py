@@ -161,13 +161,13 @@ def relative_errors(name, layer, text, draws):
     """Relative output error of a backend on the shipped activations, one per draw."""
     q, k, v = ea.sample(layer=layer, text=text)
     expected = ea.build("exact", head_dim=q.shape[-1])(q.double(), k.double(), v.double())
-    found = []
+    errors = []
     for seed in range(draws):
         backend = ea.build(name, head_dim=q.shape[-1], num_features=256, seed=seed)
         if backend.needs_calibration:
             backend.calibrate(q, k)
-        found.append(float((backend(q, k, v) - expected).norm() / expected.norm()))
-    return np.array(found)
+        errors.append(float((backend(q, k, v) - expected).norm() / expected.norm()))
+    return np.array(errors)
 
 
 # All that is shipped. Of so many draws, Student's t with 11 degrees of freedom at which each of the 24
@@ -183,12 +183,14 @@ def test_the_full_member_has_the_least_error_of_all_random_features_on_real_acti
     full = relative_errors("performer-full", layer, text, DRAWS)
     print(f"\ntext {text}, layer {layer}: performer-full {np.median(full):.3f}")
     for name in others:
-        other = relative_errors(name, layer, text, DRAWS)
+        errors = relative_errors(name, layer, text, DRAWS)
         # Draw by draw the directions are the same in both, or half of them.
-        difference = np.log(other / full)
+        difference = np.log(errors / full)
         t = difference.mean() / difference.std(ddof=1) * DRAWS**0.5
-        print(f"{name} {np.median(other):.3f}, above in {(full < other).sum()} of {DRAWS} draws, t = {t:.1f}")
-        assert t > SURE and (full < other).all()
+        print(
+            f"{name} {np.median(errors):.3f}, above in {(full < errors).sum()} of {DRAWS} draws, t = {t:.1f}"
+        )
+        assert t > SURE and (full < errors).all()
 
 
 @BOTH
@@ -196,21 +198,21 @@ def test_masked_keys_take_no_part(name):
     q, k, _ = typical()
     mask = random_mask(2, 40)
     # The same keys without the others; one sequence, so that both have as many.
-    one = calibrated(name, q=q[:1], k=k[:1, :, mask[0]])
-    other = calibrated(name, q=q[:1], k=k[:1], key_mask=mask[:1])
-    for key, value in one.core.features.named_buffers():
-        torch.testing.assert_close(getattr(other.core.features, key, value), value, rtol=1e-9, atol=1e-12)
+    without = calibrated(name, q=q[:1], k=k[:1, :, mask[0]])
+    masked = calibrated(name, q=q[:1], k=k[:1], key_mask=mask[:1])
+    for key, value in without.core.features.named_buffers():
+        torch.testing.assert_close(getattr(masked.core.features, key, value), value, rtol=1e-9, atol=1e-12)
 
 
 @BOTH
 def test_a_state_is_loaded_into_a_backend_that_was_never_calibrated(name):
     q, k, v = typical()
     backend = calibrated(name, q=q, k=k)
-    other = ea.build(name, head_dim=8, num_features=12, seed=3).double()
-    assert other.needs_calibration and not backend.needs_calibration
-    other.load_state_dict(backend.state_dict())
-    assert torch.equal(other(q, k, v), backend(q, k, v))
-    assert torch.equal(copy.deepcopy(other)(q, k, v), backend(q, k, v))
+    loaded = ea.build(name, head_dim=8, num_features=12, seed=3).double()
+    assert loaded.needs_calibration and not backend.needs_calibration
+    loaded.load_state_dict(backend.state_dict())
+    assert torch.equal(loaded(q, k, v), backend(q, k, v))
+    assert torch.equal(copy.deepcopy(loaded)(q, k, v), backend(q, k, v))
     narrow = backend.bfloat16().core.features
     assert {x.dtype for x in narrow.buffers()} == {torch.float64}
 
@@ -266,15 +268,15 @@ def test_a_model_calibrates_every_backend_on_what_reaches_it():
     # Calibrated by hand one after the other: later layers see what calibrated ones make of the inputs.
     reaching, seen = x, []
     for block in by_hand.blocks:
-        handle = block.attention.backend.register_forward_pre_hook(lambda _, given: seen.append(given[:2]))
+        handle = block.attention.backend.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[:2]))
         try:
             block(reaching, key_mask=mask)
         except ea.CalibrationError:
             block.attention.backend.calibrate(*seen[-1], key_mask=mask)
         handle.remove()
         reaching = block(reaching, key_mask=mask)
-    for one, other in zip(model.state_dict().values(), by_hand.state_dict().values(), strict=True):
-        assert torch.equal(one, other)
+    for value, expected in zip(model.state_dict().values(), by_hand.state_dict().values(), strict=True):
+        assert torch.equal(value, expected)
     before = copy.deepcopy(model.state_dict())
     model(torch.randn(1, 4, 16))
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())

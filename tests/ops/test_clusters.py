@@ -90,10 +90,10 @@ def test_padding_in_front_and_behind_is_as_if_it_were_not_there(causal, options)
 def test_heads_in_one_step_or_in_several_have_one_output(causal, monkeypatch):
     q, k, v = random_qkv(1, 6, 3, 67, 67)
     backend = built(causal, probes=PROBES)
-    wanted = backend(q, k, v)
+    expected = backend(q, k, v)
     # One head of keys in a step.
     monkeypatch.setattr(slices, "_HEADS", 67 * 2 * 8)
-    assert (backend(q, k, v) - wanted).abs().max() <= 1e-12
+    assert (backend(q, k, v) - expected).abs().max() <= 1e-12
 
 
 @PATHS
@@ -125,8 +125,8 @@ def test_reading_every_key_by_itself_is_exact_attention(causal, options, masked)
     for queries in (67, 9) if causal else (67,):
         q, k, v = random_qkv(2, 4, 2, queries, 67)
         mask = random_mask(2, 67) if masked else None
-        wanted = reference_attention(q, k, v, scale=SCALE, causal=causal, key_mask=mask)
-        assert (built(causal, **options)(q, k, v, key_mask=mask) - wanted).abs().max() <= 1e-12
+        expected = reference_attention(q, k, v, scale=SCALE, causal=causal, key_mask=mask)
+        assert (built(causal, **options)(q, k, v, key_mask=mask) - expected).abs().max() <= 1e-12
 
 
 def test_later_keys_that_would_move_every_cluster_move_no_earlier_output():
@@ -283,7 +283,7 @@ def test_operations_are_those_of_every_key_and_cluster_that_is_read(tokens, firs
 
 
 @pytest.mark.parametrize(
-    ("causal", "options", "wanted"),
+    ("causal", "options", "expected"),
     [
         (False, {}, {"window": 64, "probes": None, "global_tokens": 0}),
         (False, {"probes": 0}, {"window": 64, "probes": None, "global_tokens": 0}),
@@ -293,18 +293,18 @@ def test_operations_are_those_of_every_key_and_cluster_that_is_read(tokens, firs
     ],
 )
 def test_clusters_are_opened_by_default_where_causal_and_what_is_built_and_recorded_says_so(
-    causal, options, wanted
+    causal, options, expected
 ):
     backend = ea.build("window-clusters", head_dim=8, causal=causal, **options)
-    assert {name: getattr(backend.options, name) for name in wanted} == wanted
+    assert {name: getattr(backend.options, name) for name in expected} == expected
     same = ea.build("window-clusters", head_dim=8, causal=causal, **asdict(backend.options))
     assert same.options == backend.options
     (variant,) = select(["window-clusters"], {"window-clusters": {k: [v] for k, v in options.items()}})
     sizes = {"tokens": 8, "num_heads": 1, "head_dim": 8, "dtype": "float32", "device": "cpu", "threads": 1}
     recorded = variant.case(kind="time", causal=causal, **sizes).options
     # Older records have no option probes where nothing is opened.
-    assert {name: recorded.get(name) for name in wanted} == wanted
-    assert ("probes" in recorded) == (wanted["probes"] is not None)
+    assert {name: recorded.get(name) for name in expected} == expected
+    assert ("probes" in recorded) == (expected["probes"] is not None)
     spec, problem = backend.spec, backend.problem
     unresolved = spec.options_type(**options)
     assert spec.operations(problem, unresolved, 999, 8) == spec.operations(problem, backend.options, 999, 8)

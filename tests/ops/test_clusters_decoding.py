@@ -72,11 +72,11 @@ def test_a_selected_entry_goes_on_alone():
     inputs, mask, backend = random_qkv(2, 4, 2, TOKENS, TOKENS), MASKS["ragged"], built()
     _, state = in_calls(backend, inputs, mask, [0, 10, 60, 61])
     for entry in ([0], [1], [1, 0]):
-        some = [x[entry] for x in inputs]
+        part = [x[entry] for x in inputs]
         out, _ = in_calls(
-            backend, some, mask[entry], [61, 63, TOKENS], type(state)(*(x[entry] for x in state))
+            backend, part, mask[entry], [61, 63, TOKENS], type(state)(*(x[entry] for x in state))
         )
-        assert (out - backend(*some, key_mask=mask[entry])[:, :, 61:]).abs().max() <= 1e-12
+        assert (out - backend(*part, key_mask=mask[entry])[:, :, 61:]).abs().max() <= 1e-12
 
 
 def test_a_key_is_sorted_once_for_every_length_of_a_run_that_it_lies_in(monkeypatch):

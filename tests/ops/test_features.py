@@ -29,8 +29,8 @@ def estimates(kind, draw, pair):
     """Estimates of exp(x·y), one per independent draw of the directions."""
     x, y = vectors(pair)
     rows = draw_many(draw)
-    one, other = (MAPS[kind].features(v.expand(1, DIM), w) for v, w in ((x, rows), (y, rows)))
-    values = [f.log_scale.exp() * (1 if f.values is None else f.values) for f in (one, other)]
+    left, right = (MAPS[kind].features(v.expand(1, DIM), w) for v, w in ((x, rows), (y, rows)))
+    values = [f.log_scale.exp() * (1 if f.values is None else f.values) for f in (left, right)]
     products = values[0] * values[1]
     if MAPS[kind].per_direction == 2:
         products = torch.stack(products.chunk(2, dim=-1)).sum(0)
@@ -107,10 +107,14 @@ def test_the_error_falls_as_one_over_the_number_of_directions(kind):
     single = draw_directions("iid", 800 * 1024, DIM, seed=5)
     products = [MAPS[kind].features(v.expand(1, DIM), single) for v in (x, y)]
     values = [f.log_scale.exp() * (1 if f.values is None else f.values) for f in products]
-    one = (values[0] * values[1]).flatten()
-    one = (one.chunk(2)[0] + one.chunk(2)[1] if MAPS[kind].per_direction == 2 else one) * len(single)
+    sample = (values[0] * values[1]).flatten()
+    sample = (sample.chunk(2)[0] + sample.chunk(2)[1] if MAPS[kind].per_direction == 2 else sample) * len(
+        single
+    )
     sizes = [16, 32, 64, 128, 256, 512, 1024]
-    errors = [(one[: 800 * m].unflatten(0, (800, m)).mean(1) - (x @ y).exp()).square().mean() for m in sizes]
+    errors = [
+        (sample[: 800 * m].unflatten(0, (800, m)).mean(1) - (x @ y).exp()).square().mean() for m in sizes
+    ]
     design = torch.tensor(sizes, dtype=torch.float64).log()
     logs = torch.stack(errors).log()
     slope = ((design - design.mean()) * (logs - logs.mean())).sum() / (design - design.mean()).square().sum()
@@ -127,10 +131,10 @@ def test_pullbacks_are_the_derivatives_of_the_features(kind):
     parts = [part for part in features if part is not None]
     by = [torch.randn(part.shape, dtype=torch.float64) for part in parts]
     # A scale that cancels has no derivative.
-    used = [(part, one) for part, one in zip(parts, by, strict=True) if part.requires_grad]
-    (expected,) = torch.autograd.grad([part for part, _ in used], x, [one for _, one in used])
-    given = features._replace(**dict(zip(features._fields, by, strict=False)))
-    assert (MAPS[kind].pullback(x, features, given, directions) - expected).abs().max() < 1e-12
+    used = [(part, weight) for part, weight in zip(parts, by, strict=True) if part.requires_grad]
+    (expected,) = torch.autograd.grad([part for part, _ in used], x, [weight for _, weight in used])
+    gradients = features._replace(**dict(zip(features._fields, by, strict=False)))
+    assert (MAPS[kind].pullback(x, features, gradients, directions) - expected).abs().max() < 1e-12
 
 
 def standard_errors(samples, expected):
@@ -189,7 +193,7 @@ def test_a_simplex_of_one_dimension_is_a_gaussian_number():
 @pytest.mark.parametrize("kind", DRAWS_OF_DIRECTIONS)
 def test_a_seed_means_the_same_rows_and_touches_no_global_generator(kind):
     before = torch.get_rng_state()
-    one, same, other = (draw_directions(kind, 5, 4, seed=seed) for seed in (7, 7, 8))
-    assert torch.equal(one, same)
-    assert not torch.equal(one, other)
+    first, same, second = (draw_directions(kind, 5, 4, seed=seed) for seed in (7, 7, 8))
+    assert torch.equal(first, same)
+    assert not torch.equal(first, second)
     assert torch.equal(before, torch.get_rng_state())

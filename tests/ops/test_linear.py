@@ -88,12 +88,12 @@ def kernel(request, monkeypatch):
 def paths(names):
     """Every algorithm of these backends; only full attention by exponentials uses the fused kernel."""
     unfused = [("unfused", name, False) for name in names if name != "performer-trig"]
-    every = [
+    cases = [
         (kernel, name, causal) for kernel in ("fused", "other") for name in names for causal in (False, True)
     ]
-    every += unfused
-    ids = ["-".join(map(str, path)) for path in every]
-    return pytest.mark.parametrize(("kernel", "name", "causal"), every, ids=ids, indirect=["kernel"])
+    cases += unfused
+    ids = ["-".join(map(str, path)) for path in cases]
+    return pytest.mark.parametrize(("kernel", "name", "causal"), cases, ids=ids, indirect=["kernel"])
 
 
 EVERY_PATH = paths(KINDS)
@@ -206,18 +206,18 @@ def test_trigonometric_denominators_are_what_the_estimator_says():
     for causal in (False, True):
         backend = performer("performer-trig", causal=causal, num_features=8)
         directions, root = backend.core.features.projection.double(), math.sqrt(backend.problem.factor)
-        found = backend.denominators(q, k, key_mask=mask)
+        actual = backend.denominators(q, k, key_mask=mask)
         for h in range(2):
             for i in range(6):
                 last = i + 3 if causal else 8
                 read_keys = [j for j in range(last + 1) if mask[0, j]]
                 if not read_keys:
-                    assert found[0, h, i] == 0
+                    assert actual[0, h, i] == 0
                     continue
                 x, y = q[0, h, i] * root, k[0, 0, read_keys] * root
                 size = y.square().sum(-1) / 2
                 weights = torch.cos((x - y) @ directions.mT).mean(-1) * (size - size.max()).exp()
-                assert found[0, h, i] == pytest.approx(weights.sum().item(), rel=1e-9)
+                assert actual[0, h, i] == pytest.approx(weights.sum().item(), rel=1e-9)
 
 
 def test_rows_with_a_negative_denominator_are_neither_hidden_nor_clamped():
@@ -270,19 +270,19 @@ def test_projections_stay_wide_move_with_the_model_and_survive_saving(dtype):
     before = backend.core.features.projection.clone()
     backend.to(dtype)
     assert torch.equal(backend.core.features.projection, before)
-    other = performer("performer-positive", seed=5).to(dtype)
+    loaded = performer("performer-positive", seed=5).to(dtype)
     q, k, v = (x.to(dtype) for x in random_qkv())
-    assert not torch.equal(other(q, k, v), backend(q, k, v))
-    other.load_state_dict(backend.state_dict())
-    assert torch.equal(other(q, k, v), backend(q, k, v))
+    assert not torch.equal(loaded(q, k, v), backend(q, k, v))
+    loaded.load_state_dict(backend.state_dict())
+    assert torch.equal(loaded(q, k, v), backend(q, k, v))
 
 
 @BOTH
 def test_redraw_is_an_explicit_act_and_equals_building_with_that_seed(name):
-    backend, other = performer(name).double(), performer(name, seed=3).double()
+    backend, second = performer(name).double(), performer(name, seed=3).double()
     q, k, v = random_qkv()
     before = backend(q, k, v)
     assert torch.equal(before, backend.train()(q, k, v))
     backend.redraw(3)
-    assert torch.equal(backend(q, k, v), other(q, k, v))
+    assert torch.equal(backend(q, k, v), second(q, k, v))
     assert not torch.equal(backend(q, k, v), before)

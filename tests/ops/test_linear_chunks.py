@@ -38,18 +38,18 @@ def test_scales_far_from_zero_lose_no_digits(name, path, dtype, monkeypatch):
     monkeypatch.setenv(VARIABLE, path)
     backend = built(name)
     tensors = [x.to(dtype).requires_grad_() for x in random_qkv(2, 4, 2, 192, 192, head_dim=4)]
-    found = backend.to(dtype)(*tensors)
+    actual = backend.to(dtype)(*tensors)
     precise = [x.detach().double().requires_grad_() for x in tensors]
-    wanted = by_definition(backend.double(), *precise)
-    grad = torch.randn_like(wanted).to(dtype)
+    expected = by_definition(backend.double(), *precise)
+    grad = torch.randn_like(expected).to(dtype)
     # Some roundings of exponents below 4 and of sums of 192 terms; exponents of 300 or 40 would have more.
     bound = 16 * torch.finfo(dtype).eps
-    for one, other in zip(
-        (found, *torch.autograd.grad(found, tensors, grad)),
-        (wanted, *torch.autograd.grad(wanted, precise, grad.double())),
+    for left, right in zip(
+        (actual, *torch.autograd.grad(actual, tensors, grad)),
+        (expected, *torch.autograd.grad(expected, precise, grad.double())),
         strict=True,
     ):
-        assert (one - other).norm() <= bound * other.norm()
+        assert (left - right).norm() <= bound * right.norm()
 
 
 @pytest.mark.parametrize("weak", [False, True])
@@ -76,15 +76,15 @@ def test_outputs_and_gradients_over_ragged_segments_are_those_of_the_definition(
     # No key is visible to the rows of the first three chunks.
     mask = random_mask(2, 53)
     mask[1, :34] = False
-    wanted = by_definition(backend, q, k, v, key_mask=mask)
-    found = backend(q, k, v, key_mask=mask)
-    for one, other in zip(
-        (found, *torch.autograd.grad(found.sin().sum(), (q, k, v))),
-        (wanted, *torch.autograd.grad(wanted.sin().sum(), (q, k, v))),
+    expected = by_definition(backend, q, k, v, key_mask=mask)
+    actual = backend(q, k, v, key_mask=mask)
+    for left, right in zip(
+        (actual, *torch.autograd.grad(actual.sin().sum(), (q, k, v))),
+        (expected, *torch.autograd.grad(expected.sin().sum(), (q, k, v))),
         strict=True,
     ):
         # Relative to the largest: trigonometric rows near a zero sum dominate.
-        assert (one - other).abs().max() <= 1e-10 * other.abs().max()
+        assert (left - right).abs().max() <= 1e-10 * right.abs().max()
 
 
 @pytest.mark.parametrize("features", [1, 3])
@@ -97,15 +97,15 @@ def test_running_states_are_sums_over_the_chunks_up_to_each(number, features, mo
     scales = 5 * torch.randn(2, number, 1, features, generator=generator, dtype=torch.float64)
     scales[0, :2], sums[0, :2] = -torch.inf, 0.0
     for reverse in (False, True):
-        found = running_states(LinearState(sums, scales), reverse=reverse)
+        actual = running_states(LinearState(sums, scales), reverse=reverse)
         for chunk in range(number):
-            some = slice(chunk, None) if reverse else slice(0, chunk + 1)
-            largest = scales[:, some].amax(dim=1, keepdim=True)
-            factors = (scales[:, some] - largest.clamp_min(-1e30)).exp().mT
-            assert torch.equal(found.log_scale[:, chunk], largest[:, 0])
+            part = slice(chunk, None) if reverse else slice(0, chunk + 1)
+            largest = scales[:, part].amax(dim=1, keepdim=True)
+            factors = (scales[:, part] - largest.clamp_min(-1e30)).exp().mT
+            assert torch.equal(actual.log_scale[:, chunk], largest[:, 0])
             # Nine terms of at most four, each with the rounding of a power and of a product.
-            wanted = (factors * sums[:, some]).sum(dim=1)
-            assert (found.sums[:, chunk] - wanted).abs().max() <= 9 * 4 * 8 * torch.finfo(sums.dtype).eps
+            expected = (factors * sums[:, part]).sum(dim=1)
+            assert (actual.sums[:, chunk] - expected).abs().max() <= 9 * 4 * 8 * torch.finfo(sums.dtype).eps
 
 
 @pytest.mark.parametrize(
@@ -115,25 +115,25 @@ def test_running_states_are_sums_over_the_chunks_up_to_each(number, features, mo
 @pytest.mark.parametrize("name", LINEAR)
 def test_tokens_after_a_state_have_the_rows_of_one_call(name, path, scale, masked, monkeypatch):
     monkeypatch.setenv(VARIABLE, path)
-    backend, given = built(name, scale), random_qkv(2, 4, 2, 24, 24, head_dim=4)
+    backend, inputs = built(name, scale), random_qkv(2, 4, 2, 24, 24, head_dim=4)
     mask = random_mask(2, 24) if masked else None
-    wanted = backend(*given, key_mask=mask)
+    expected = backend(*inputs, key_mask=mask)
     for constant, size in {"CHUNK": 8, "_LARGE_CHUNK": 8, "_MULTIPLE": 4}.items():
         monkeypatch.setattr(scaled_chunks, constant, size)
     state, rows = None, []
     # Two chunks with padding, decoding steps, and padding again.
     for start, stop in pairwise([0, 9, 10, 11, 24]):
-        some = None if mask is None else mask[:, start:stop]
-        out, state = backend.extend(*(x[..., start:stop, :] for x in given), state, key_mask=some)
+        part = None if mask is None else mask[:, start:stop]
+        out, state = backend.extend(*(x[..., start:stop, :] for x in inputs), state, key_mask=part)
         rows.append(out)
-    assert (torch.cat(rows, dim=-2) - wanted).abs().max() <= 1e-11 * wanted.abs().max()
+    assert (torch.cat(rows, dim=-2) - expected).abs().max() <= 1e-11 * expected.abs().max()
 
 
 def test_a_share_of_all_chunks_is_computed_again_on_other_devices(monkeypatch):
     monkeypatch.setenv(VARIABLE, "torch")
     monkeypatch.setattr(weak_chunks, "_FEATURES", 1)
-    (found,) = weak_chunks.weak_chunks(torch.ones(2, 64, 4, 1, dtype=torch.bool), 8)
-    assert len(found) == 2 * 64 // weak_chunks._SHARE
+    (actual,) = weak_chunks.weak_chunks(torch.ones(2, 64, 4, 1, dtype=torch.bool), 8)
+    assert len(actual) == 2 * 64 // weak_chunks._SHARE
 
 
 @pytest.mark.parametrize(("path", "masked"), [("", False), ("torch", False), ("torch", True)])
@@ -141,29 +141,29 @@ def test_a_share_of_all_chunks_is_computed_again_on_other_devices(monkeypatch):
 def test_gradients_through_a_state_are_those_of_one_call(name, path, masked, monkeypatch):
     monkeypatch.setenv(VARIABLE, path)
     backend = built(name)
-    given = [x.requires_grad_() for x in random_qkv(2, 4, 2, 24, 24, head_dim=4)]
+    inputs = [x.requires_grad_() for x in random_qkv(2, 4, 2, 24, 24, head_dim=4)]
     # The first keys of a batch entry are masked, one more than the first call has.
     mask = (torch.arange(24) > torch.tensor([[-1], [9]])) if masked else None
     masks = (None, None) if mask is None else mask.split([9, 15], dim=1)
-    wanted = torch.autograd.grad(backend(*given, key_mask=mask).sin().sum(), given)
-    first, state = backend.extend(*(x[..., :9, :] for x in given), key_mask=masks[0])
-    second, _ = backend.extend(*(x[..., 9:, :] for x in given), state, key_mask=masks[1])
-    found = torch.autograd.grad(torch.cat([first, second], dim=-2).sin().sum(), given)
-    for one, other in zip(found, wanted, strict=True):
-        assert (one - other).abs().max() <= 1e-10 * other.abs().max()
+    expected = torch.autograd.grad(backend(*inputs, key_mask=mask).sin().sum(), inputs)
+    first, state = backend.extend(*(x[..., :9, :] for x in inputs), key_mask=masks[0])
+    second, _ = backend.extend(*(x[..., 9:, :] for x in inputs), state, key_mask=masks[1])
+    actual = torch.autograd.grad(torch.cat([first, second], dim=-2).sin().sum(), inputs)
+    for left, right in zip(actual, expected, strict=True):
+        assert (left - right).abs().max() <= 1e-10 * right.abs().max()
 
 
 @pytest.mark.parametrize("path", ["", "torch"])
 def test_gradients_through_a_state_stay_finite_where_keys_grow(path, monkeypatch):
     monkeypatch.setenv(VARIABLE, path)
     q, k, v = (x.float() for x in random_qkv(1, 2, 2, 40, 40, head_dim=4))
-    given = [x.requires_grad_() for x in (q, k * torch.linspace(0.05, 60, 40)[:, None], v)]
+    inputs = [x.requires_grad_() for x in (q, k * torch.linspace(0.05, 60, 40)[:, None], v)]
     for name in LINEAR:
         backend = built(name).float()
-        _, state = backend.extend(*(x[..., :10, :] for x in given))
-        out, _ = backend.extend(*(x[..., 10:, :] for x in given), state)
-        for one in torch.autograd.grad(out.sin().sum(), given):
-            assert one.isfinite().all(), name
+        _, state = backend.extend(*(x[..., :10, :] for x in inputs))
+        out, _ = backend.extend(*(x[..., 10:, :] for x in inputs), state)
+        for gradient in torch.autograd.grad(out.sin().sum(), inputs):
+            assert gradient.isfinite().all(), name
 
 
 def test_the_variable_chooses_the_path_of_other_devices(monkeypatch):
@@ -185,11 +185,11 @@ def rising(norm):
 @pytest.mark.parametrize("path", ["", "torch"])
 @pytest.mark.parametrize("name", ["performer-positive", "linear-elu"])
 def test_gradients_are_right_where_weak_chunks_are_computed_again(name, path, monkeypatch):
-    found, read = [], weak_chunks.weak_chunks
+    actual, read = [], weak_chunks.weak_chunks
 
     def recorded(*args):
         for chunks in read(*args):
-            found.extend(chunks.tolist())
+            actual.extend(chunks.tolist())
             yield chunks
 
     for module in (weak_chunks, segments):
@@ -199,14 +199,14 @@ def test_gradients_are_right_where_weak_chunks_are_computed_again(name, path, mo
     monkeypatch.setenv(VARIABLE, path)
     monkeypatch.setattr(causal_exponential, "BACKWARD_CHUNK", 16)
     backend, inputs = built(name, head_dim=8), [x.requires_grad_() for x in rising(6.0)]
-    wanted = torch.autograd.grad(by_definition(backend, *inputs).sin().sum(), inputs)
+    expected = torch.autograd.grad(by_definition(backend, *inputs).sin().sum(), inputs)
     gradients = torch.autograd.grad(backend(*inputs).sin().sum(), inputs)
     # Two heads of 150 tokens, forward and backward.
     chunks = -(-150 // (scaled_chunks._LARGE_CHUNK if path else scaled_chunks.CHUNK))
     taken = path or name == "linear-elu"
-    assert len(found) == (2 * 2 * chunks if taken else 0)
-    for one, other in zip(gradients, wanted, strict=True):
-        assert (one - other).abs().max() <= 1e-9 * other.abs().max()
+    assert len(actual) == (2 * 2 * chunks if taken else 0)
+    for left, right in zip(gradients, expected, strict=True):
+        assert (left - right).abs().max() <= 1e-9 * right.abs().max()
 
 
 def test_other_devices_compute_a_fixed_number_of_weak_chunks_again(monkeypatch):
@@ -214,8 +214,8 @@ def test_other_devices_compute_a_fixed_number_of_weak_chunks_again(monkeypatch):
     rows = torch.zeros(2, 3, 4, 1, dtype=torch.bool)
     rows[0, 2, :2], rows[1, 1, :3] = True, True
     monkeypatch.setattr(weak_chunks, "_FEATURES", 2 * 4 * 8)
-    (found,) = weak_chunks.weak_chunks(rows, 8)
-    assert found.tolist() == [4, 2]
+    (actual,) = weak_chunks.weak_chunks(rows, 8)
+    assert actual.tolist() == [4, 2]
     monkeypatch.setenv(VARIABLE, "")
     monkeypatch.setattr(weak_chunks, "_FEATURES", 1)
     assert [x.tolist() for x in weak_chunks.weak_chunks(rows, 8)] == [[2], [4]]
@@ -226,18 +226,18 @@ def test_gradients_are_right_where_pieces_of_exponential_features_are_halved(mon
     monkeypatch.setenv(VARIABLE, "")
 
     def recorded(*args):
-        found = query_gradients(*args)
-        pieces.extend(found[1])
-        return found
+        actual = query_gradients(*args)
+        pieces.extend(actual[1])
+        return actual
 
     monkeypatch.setattr(causal_exponential, "_query_gradients", recorded)
     monkeypatch.setitem(linear_state.TINY, torch.float64, 0.25)
     backend, inputs = built("performer-positive", head_dim=8), [x.requires_grad_() for x in rising(6.0)]
-    wanted = torch.autograd.grad(by_definition(backend, *inputs).sin().sum(), inputs)
-    found = torch.autograd.grad(backend(*inputs).sin().sum(), inputs)
+    expected = torch.autograd.grad(by_definition(backend, *inputs).sin().sum(), inputs)
+    actual = torch.autograd.grad(backend(*inputs).sin().sum(), inputs)
     assert len(pieces) > math.ceil(150 / causal_exponential.BACKWARD_CHUNK), "nothing was halved"
-    for one, other in zip(found, wanted, strict=True):
-        assert (one - other).abs().max() <= 1e-9 * other.abs().max()
+    for left, right in zip(actual, expected, strict=True):
+        assert (left - right).abs().max() <= 1e-9 * right.abs().max()
 
 
 @pytest.mark.parametrize("path", ["", "torch"])
@@ -246,8 +246,8 @@ def test_gradients_stay_finite_where_early_rows_lie_far_below_their_chunk(name, 
     monkeypatch.setenv(VARIABLE, path)
     inputs = [x.float().requires_grad_() for x in rising(60.0)]
     out = built(name, head_dim=8)(*inputs)
-    for one in (out, *torch.autograd.grad(out.sin().sum(), inputs)):
-        assert one.isfinite().all()
+    for tensor in (out, *torch.autograd.grad(out.sin().sum(), inputs)):
+        assert tensor.isfinite().all()
 
 
 @pytest.fixture
@@ -256,11 +256,11 @@ def taken(monkeypatch):
     told, moderate = [], causal_exponential.moderate
     monkeypatch.setenv(VARIABLE, "")
 
-    def asked(*exponents_and_values):
+    def recorded(*exponents_and_values):
         told.append(moderate(*exponents_and_values))
         return told[-1]
 
-    monkeypatch.setattr(causal_exponential, "moderate", asked)
+    monkeypatch.setattr(causal_exponential, "moderate", recorded)
     monkeypatch.setattr(causal_exponential, "CHUNK", 16)
     return told
 
@@ -310,22 +310,22 @@ def test_exponents_of_any_moderate_size_keep_all_digits(taken, size):
 
 
 def test_nan_is_not_moderate():
-    one = torch.ones(1, 2, 2)
-    assert causal_exponential.moderate(one, one, one)
-    assert causal_exponential.moderate(one, one, 0 * one)
+    x = torch.ones(1, 2, 2)
+    assert causal_exponential.moderate(x, x, x)
+    assert causal_exponential.moderate(x, x, 0 * x)
     for number in range(3):
-        some = [one.clone() for _ in range(3)]
-        some[number][0, 0, 0] = torch.nan
-        assert not causal_exponential.moderate(*some)
+        part = [x.clone() for _ in range(3)]
+        part[number][0, 0, 0] = torch.nan
+        assert not causal_exponential.moderate(*part)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_exponents_whose_sums_would_leave_the_range_of_floats_are_not_moderate(dtype):
-    one = torch.ones(1, 2, 2, dtype=dtype)
+    x = torch.ones(1, 2, 2, dtype=dtype)
     # Sums of 2^30 products of two features and a value of 2^16.
-    large = one * (math.log2(torch.finfo(dtype).max) - 30 - 16) / 2 + 1
-    assert not causal_exponential.moderate(large, one, one)
-    assert not causal_exponential.moderate(one, -large, one)
+    large = x * (math.log2(torch.finfo(dtype).max) - 30 - 16) / 2 + 1
+    assert not causal_exponential.moderate(large, x, x)
+    assert not causal_exponential.moderate(x, -large, x)
 
 
 def longest_chunk(monkeypatch, heads, features, cache):

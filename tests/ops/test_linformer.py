@@ -85,14 +85,14 @@ def test_half_precision_beyond_one_piece_is_float64_rounded_once(sharing, dtype)
     backend = ea.build("linformer", head_dim=8, num_heads=4, max_tokens=tokens, rank=8, sharing=sharing)
     # Every piece matters: values grow along the sequence.
     v = (v + torch.linspace(0, 4, tokens)[:, None]).to(dtype)
-    found, wanted = [], []
-    for to, results in ((dtype, found), (torch.float64, wanted)):
+    actual, expected = [], []
+    for to, results in ((dtype, actual), (torch.float64, expected)):
         leaves = [x.to(to).requires_grad_() for x in (q, k, v)]
         out = copy.deepcopy(backend).to(to)(*leaves)
         results += [out, *torch.autograd.grad(out.sum(), leaves)]
     # A tensor is rounded once on its way out; what is summed before is wider.
-    for one, other in zip(found, wanted, strict=True):
-        assert (one - other).abs().max() <= 2 * torch.finfo(dtype).eps * other.abs().max()
+    for left, right in zip(actual, expected, strict=True):
+        assert (left - right).abs().max() <= 2 * torch.finfo(dtype).eps * right.abs().max()
 
 
 @pytest.mark.parametrize("sharing", ["heads", "none"])
@@ -101,9 +101,9 @@ def test_a_mixture_whose_values_are_mixed_from_no_token_takes_no_part(sharing):
     with torch.no_grad():
         backend.core.mix_values[..., 1, :9] = 0.0
     q, k, v = random_qkv(q_tokens=4, k_tokens=9)
-    kept = linformer(rank=2, sharing=sharing)
-    set_mixing(kept, backend.core.mix_keys[..., [0, 2], :], backend.core.mix_values[..., [0, 2], :])
-    torch.testing.assert_close(backend(q, k, v), kept(q, k, v), rtol=1e-12, atol=1e-12)
+    remaining = linformer(rank=2, sharing=sharing)
+    set_mixing(remaining, backend.core.mix_keys[..., [0, 2], :], backend.core.mix_values[..., [0, 2], :])
+    torch.testing.assert_close(backend(q, k, v), remaining(q, k, v), rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -121,7 +121,7 @@ def test_gradients_of_the_gradients_lack_no_factor(sharing, masked):
         x.requires_grad_()
     # PyTorch's fused kernels have no second derivatives and raise; its operators have, on every device.
     with sdpa_kernel(SDPBackend.MATH):
-        found = second(backend(*leaves[:3], key_mask=mask))
-    wanted = second(by_definition(backend, *leaves[:3], key_mask=mask))
-    for one, other in zip(found, wanted, strict=True):
-        assert (one - other).norm() <= 1e-12 * other.norm()
+        actual = second(backend(*leaves[:3], key_mask=mask))
+    expected = second(by_definition(backend, *leaves[:3], key_mask=mask))
+    for left, right in zip(actual, expected, strict=True):
+        assert (left - right).norm() <= 1e-12 * right.norm()

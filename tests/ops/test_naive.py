@@ -46,10 +46,10 @@ def difference(backend, q, k, v, key_mask):
         # A masked token may hold anything.
         k, v = (x.masked_fill(~key_mask[:, None, :, None], torch.nan) for x in (k, v))
     leaves = [*(x.requires_grad_() for x in (q, k, v)), *backend.parameters()]
-    wanted = by_definition(backend, q, k, v, key_mask=key_mask)
+    expected = by_definition(backend, q, k, v, key_mask=key_mask)
     output = backend(q, k, v, key_mask=key_mask)
-    pairs = [(output, wanted)]
-    pairs += zip(*(torch.autograd.grad(x.sin().sum(), leaves) for x in (output, wanted)), strict=True)
+    pairs = [(output, expected)]
+    pairs += zip(*(torch.autograd.grad(x.sin().sum(), leaves) for x in (output, expected)), strict=True)
     # Not the maximum of Python, which passes over NaN.
     return torch.stack([(x - y).detach().abs().max() for x, y in pairs]).max()
 
@@ -94,17 +94,17 @@ def test_the_definitions_are_those_of_the_reference(causal, masked):
     options = {"scale": 0.5, "causal": causal, "key_mask": random_mask(2, 9) if masked else None}
     # A masked token may hold anything.
     hidden = torch.full_like(k[:, :, :1], torch.nan)
-    given = [
+    tensors = [
         x if not masked else x.where(options["key_mask"][:, None, :, None], hidden[..., :1]) for x in (k, v)
     ]
-    wanted = reference_attention(q, k, v, **options)
-    assert (naive.softmax_attention(q, *given, **options) - wanted).abs().max() <= 1e-14
+    expected = reference_attention(q, k, v, **options)
+    assert (naive.softmax_attention(q, *tensors, **options) - expected).abs().max() <= 1e-14
     w = torch.randn(6, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     for name, kind in (
         ("performer-positive", "positive"),
         ("performer-hyperbolic", "hyperbolic"),
         ("performer-trig", "trigonometric"),
     ):
-        wanted = reference_linear(q, k, v, w, kind, **options)
-        found = naive.linear_attention(q, *given, lambda x, name=name: RANDOM[name](x, w), **options)
-        assert (found - wanted).abs().max() <= 1e-12
+        expected = reference_linear(q, k, v, w, kind, **options)
+        actual = naive.linear_attention(q, *tensors, lambda x, name=name: RANDOM[name](x, w), **options)
+        assert (actual - expected).abs().max() <= 1e-12
