@@ -107,14 +107,11 @@ def test_the_error_falls_as_one_over_the_number_of_directions(kind):
     single = draw_directions("iid", 800 * 1024, DIM, seed=5)
     products = [MAPS[kind].features(v.expand(1, DIM), single) for v in (x, y)]
     values = [f.log_scale.exp() * (1 if f.values is None else f.values) for f in products]
-    sample = (values[0] * values[1]).flatten()
-    sample = (sample.chunk(2)[0] + sample.chunk(2)[1] if MAPS[kind].per_direction == 2 else sample) * len(
-        single
-    )
-    sizes = [16, 32, 64, 128, 256, 512, 1024]
-    errors = [
-        (sample[: 800 * m].unflatten(0, (800, m)).mean(1) - (x @ y).exp()).square().mean() for m in sizes
-    ]
+    draws = (values[0] * values[1]).flatten() * len(single)
+    if MAPS[kind].per_direction == 2:
+        draws = draws.chunk(2)[0] + draws.chunk(2)[1]
+    sizes, kernel = [16, 32, 64, 128, 256, 512, 1024], (x @ y).exp()
+    errors = [(draws[: 800 * m].unflatten(0, (800, m)).mean(1) - kernel).square().mean() for m in sizes]
     design = torch.tensor(sizes, dtype=torch.float64).log()
     logs = torch.stack(errors).log()
     slope = ((design - design.mean()) * (logs - logs.mean())).sum() / (design - design.mean()).square().sum()
