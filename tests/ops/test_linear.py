@@ -220,13 +220,17 @@ def test_trigonometric_denominators_are_what_the_estimator_says():
                 assert actual[0, h, i] == pytest.approx(weights.sum().item(), rel=1e-9)
 
 
-def test_rows_with_a_negative_denominator_are_neither_hidden_nor_clamped():
-    q, k, v = (x * 3 for x in random_qkv(1, 2, 2, 64, 64))
+@pytest.mark.parametrize("path", ["", "torch"])
+def test_rows_with_a_negative_denominator_are_neither_hidden_nor_clamped(path, monkeypatch):
+    monkeypatch.setenv(VARIABLE, path)
+    inputs = [(x * 3).requires_grad_() for x in random_qkv(1, 2, 2, 64, 64)]
     backend = performer("performer-trig", num_features=8)
-    negative = backend.denominators(q, k) <= 0
+    negative = (backend.denominators(*inputs[:2]) <= 0).detach()
     assert 0 < negative.sum() < negative.numel()
-    expected = reference(backend, q, k, v)
-    assert relative_error(backend(q, k, v)[negative], expected[negative]) < 1e-9
+    outputs = backend(*inputs)[negative], by_definition(backend, *inputs)[negative]
+    assert relative_error(*(out.detach() for out in outputs)) < 1e-9
+    for left, right in zip(*(torch.autograd.grad(out.sum(), inputs) for out in outputs), strict=True):
+        assert relative_error(left, right) < 1e-8
 
 
 @pytest.fixture(params=["cpu", "other"])

@@ -21,10 +21,10 @@ SIGNED_AND_POSITIVE = ["performer-trig", "linear-elu"]
 LINEAR = [name for name in ea.list_backends() if name.startswith(("linear-", "performer-"))]
 
 
-def built(name, scale=None, *, head_dim=4):
+def built(name, scale=None, *, head_dim=4, causal=True):
     size = ea.spec(name).size_option
     sizes = {size: 2 * head_dim} if size else {}
-    backend = ea.build(name, head_dim=head_dim, causal=True, scale=scale, **sizes).double()
+    backend = ea.build(name, head_dim=head_dim, causal=causal, scale=scale, **sizes).double()
     if backend.needs_calibration:
         backend.calibrate(*random_qkv(1, 4, 2, 32, 32, head_dim, seed=9)[:2])
     return backend
@@ -116,6 +116,8 @@ def test_running_states_are_sums_over_the_chunks_up_to_each(number, features, mo
 def test_tokens_after_a_state_have_the_rows_of_one_call(name, path, scale, masked, monkeypatch):
     monkeypatch.setenv(VARIABLE, path)
     backend, inputs = built(name, scale), random_qkv(2, 4, 2, 24, 24, head_dim=4)
+    # The longest key comes with a decoding step, and the state goes to its scale.
+    inputs[1][..., 9, :] *= 3
     mask = random_mask(2, 24) if masked else None
     expected = backend(*inputs, key_mask=mask)
     for constant, size in {"CHUNK": 8, "_LARGE_CHUNK": 8, "_MULTIPLE": 4}.items():
@@ -248,6 +250,27 @@ def test_gradients_stay_finite_where_early_rows_lie_far_below_their_chunk(name, 
     out = built(name, head_dim=8)(*inputs)
     for tensor in (out, *torch.autograd.grad(out.sin().sum(), inputs)):
         assert tensor.isfinite().all()
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("name", LINEAR)
+def test_a_scale_below_zero_is_the_scale_above_it_for_turned_queries(name, causal):
+    inputs = [x.requires_grad_() for x in random_qkv(1, 4, 2, 90, 90, head_dim=8)]
+    turned = [-inputs[0], *inputs[1:]]
+    below, above = (built(name, scale, head_dim=8, causal=causal) for scale in (-0.4, 0.4))
+    above.load_state_dict(below.state_dict())
+
+    def results(backend, tokens):
+        out = backend(*tokens)
+        tensors = [out, *torch.autograd.grad(out.sin().sum(), inputs)]
+        state = None
+        for start, stop in [(0, 70), (70, 71), (71, 90)] if causal else []:
+            out, state = backend.extend(*(x[..., start:stop, :] for x in tokens), state)
+            tensors.append(out)
+        return tensors
+
+    for left, right in zip(results(below, inputs), results(above, turned), strict=True):
+        assert (left - right).abs().max() <= 1e-11 * right.abs().max()
 
 
 @pytest.fixture
